@@ -1,0 +1,577 @@
+"""Every setting of a run: typed, documented, checked before anything starts.
+
+A run is described by one TOML file (which may name a `base` to start from) and
+overrides on the command line: field default < base < TOML < `--section.field=value`.
+A section is a frozen dataclass; the text under a field is its documentation, which
+`--help` prints. Nothing here imports torch, so a mistake is reported at once:
+
+    python -m config --config train_configs/debug.toml --training.steps=20
+"""
+
+import ast
+import dataclasses
+import difflib
+import inspect
+import json
+import math
+import re
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+class TitaniteError(Exception):
+    """A mistake a user can mend: the message says what, where and how; no traceback is shown."""
+
+
+class ConfigError(TitaniteError):
+    """The configuration, or the combination of its values, cannot be run."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """Allowed numbers, both ends included."""
+
+    min: float = -math.inf
+    max: float = math.inf
+
+    def __str__(self) -> str:
+        if self.max == math.inf:
+            return f">= {self.min:g}"
+        return f"from {self.min:g} to {self.max:g}"
+
+
+Count = Annotated[int, Range(0)]
+Positive = Annotated[int, Range(1)]
+NonNegative = Annotated[float, Range(0.0)]
+Fraction = Annotated[float, Range(0.0, 1.0)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Where the run lives and what makes it repeatable."""
+
+    folder: str = ""
+    """Folder of this run. Empty: a new one under `outputs`. An existing one is resumed."""
+    outputs: str = "outputs"
+    """Parent of the run folders that are named automatically."""
+    seed: Annotated[int, Range(0, 2**63 - 1)] = 0
+    """Seed of the initial weights, of the data order and of sampling."""
+    deterministic: bool = False
+    """Ask torch for deterministic kernels: the same bits from run to run on a GPU, at some cost in speed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """Which model: a name in `models.MODELS` and one of its flavors."""
+
+    name: str = "llama"
+    """Model family, a key of `models.MODELS`."""
+    flavor: str = "debug"
+    """Size within the family, a key of its flavors, such as `8B`."""
+    vocab_size: Count = 0
+    """Rows of the embedding. 0: the flavor's own, or else the tokenizer's, rounded up to a multiple of 64."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """Which prepared datasets are read (see `python -m data.prepare`), and in which order."""
+
+    datasets: tuple[str, ...] = ("datasets/stdlib",)
+    """Folders of prepared datasets."""
+    weights: tuple[float, ...] = ()
+    """Share of the samples drawn from each dataset. Empty: in proportion to their tokens."""
+    tokenizer: str = ""
+    """Path of a tokenizer.json that must be the one the data was made with. Empty: the datasets' own."""
+    window_blocks: Positive = 16
+    """Blocks (4-16 MB each) shuffled together, document by document; more mixes wider and needs more memory."""
+    prefetch_steps: Count = 2
+    """Steps prepared ahead by a background thread. 0: none, each step is read when it is needed."""
+    on_bad_block: Literal["stop", "mask"] = "stop"
+    """A block that is missing or damaged: `stop` the run and name it, or `mask` its tokens in place."""
+    mask_documents: bool = False
+    """Restart positions and attention at every document, so that no token sees another document."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """Length and shape of the training."""
+
+    steps: Positive = 400
+    """Optimizer steps of the whole run, those before a resume included."""
+    seq_len: Annotated[int, Range(2)] = 256
+    """Tokens of a sequence."""
+    local_batch_size: Positive = 8
+    """Sequences per data-parallel rank and microbatch."""
+    global_batch_size: Count = 0
+    """Sequences per optimizer step, over all ranks and microbatches. 0: one microbatch on every rank."""
+    max_norm: NonNegative = 1.0
+    """Gradients are scaled down to this norm. 0: never, the norm is only reported."""
+    param_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type in which blocks compute; the weights themselves and the optimizer stay in float32."""
+    reduce_dtype: Literal["bfloat16", "float32"] = "float32"
+    """Type in which gradients are summed over the ranks."""
+    gc_interval: Positive = 50
+    """Python's garbage collector runs on all ranks together, every this many steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """AdamW. Norms and biases (tensors of one dimension) are not decayed."""
+
+    name: Literal["adamw"] = "adamw"
+    """Kind of optimizer."""
+    lr: NonNegative = 3e-4
+    """Peak learning rate."""
+    beta1: Fraction = 0.9
+    """Decay of the gradient's running mean."""
+    beta2: Fraction = 0.95
+    """Decay of the squared gradient's running mean."""
+    eps: NonNegative = 1e-8
+    """Added to the denominator."""
+    weight_decay: NonNegative = 0.1
+    """Decoupled weight decay."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LRScheduler:
+    """The learning rate as a function of the step alone."""
+
+    schedule: Literal["wsd", "cosine"] = "wsd"
+    """`wsd`: warm up, hold, decay linearly at the end. `cosine`: warm up, then half a cosine to the end."""
+    warmup_steps: Count = 20
+    """Steps of linear warm-up from 0."""
+    decay_fraction: Fraction = 0.2
+    """Share of all steps that `wsd` decays over, at the end of the run."""
+    min_lr_factor: Fraction = 0.1
+    """Final learning rate as a share of the peak."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallelism:
+    """How the ranks share the work. The degrees must multiply to the world size."""
+
+    dp_replicate: Positive = 1
+    """Replicas of the model (DDP, or HSDP when `dp_shard` is above 1)."""
+    dp_shard: Annotated[int, Range(-1)] = -1
+    """Ranks that share one copy of the model (FSDP2). -1: all that are left."""
+    reshard_after_forward: bool = True
+    """Free a block's gathered weights after its forward: less memory, one more all-gather in backward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationCheckpoint:
+    """Recompute activations in backward instead of keeping them."""
+
+    mode: Literal["none", "full", "selective"] = "none"
+    """`full`: keep only each block's input. `selective`: keep attention and every second matmul, recompute the rest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compile:
+    """torch.compile, per transformer block and for the loss."""
+
+    enable: bool = False
+    """Compile every block as one full graph."""
+    backend: str = "inductor"
+    """Backend of torch.compile."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8:
+    """Float8 matmuls by torchao, with dynamic scales."""
+
+    enable: bool = False
+    """Convert the linear layers of the blocks to float8 training."""
+    recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
+    """torchao's recipe: one scale per tensor, per row, or per row with weight gradients in high precision."""
+    skip: tuple[str, ...] = ("output",)
+    """Layers whose name contains one of these stay in high precision."""
+    emulate: bool = False
+    """Compute in high precision on values rounded to float8, where the device has no float8 matmul."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """When and where checkpoints are written."""
+
+    enable: bool = True
+    """Write checkpoints, one at the end of the run included, and resume from them."""
+    folder: str = ""
+    """Folder of the checkpoints. Empty: `checkpoints` in the run folder."""
+    interval: Positive = 200
+    """Steps between two checkpoints."""
+    keep: Count = 2
+    """Newest checkpoints kept; older ones are removed after the next commit. 0: all."""
+    initial_load: str = ""
+    """Checkpoint whose model weights a new run starts from, with a fresh optimizer at step 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Validation:
+    """Loss on held-out documents, and a sample of text."""
+
+    enable: bool = True
+    """Measure the validation loss, also at the end of the run."""
+    interval: Positive = 100
+    """Steps between two validations."""
+    max_samples: Count = 256
+    """Sequences measured, always the same ones. 0: the whole validation set."""
+    sample_prompt: str = ""
+    """Text continued by the model at the end of the run."""
+    sample_tokens: Count = 0
+    """Tokens of that sample. 0: no sample."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metrics:
+    """What is reported. `metrics.jsonl` in the run folder is always written."""
+
+    log_interval: Positive = 10
+    """Steps between two log lines."""
+    tensorboard: bool = True
+    """Write TensorBoard files to `tensorboard` in the run folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profiling:
+    """Torch profiler traces and memory snapshots, in `profile` in the run folder."""
+
+    trace: bool = False
+    """Write a Chrome trace of some steps on every rank."""
+    trace_start: Positive = 10
+    """First step traced; the step before it warms the profiler up."""
+    trace_steps: Positive = 3
+    """Steps in the trace."""
+    memory_snapshot: bool = False
+    """Write a CUDA memory snapshot after the traced steps, and when memory runs out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comm:
+    """Process groups."""
+
+    init_timeout_seconds: Positive = 600
+    """Longest wait in a collective up to the end of the first step, compilation included."""
+    train_timeout_seconds: Positive = 120
+    """Longest wait in a collective after the first step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A whole run."""
+
+    run: Run = field(default_factory=Run)
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    training: Training = field(default_factory=Training)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    compile: Compile = field(default_factory=Compile)
+    float8: Float8 = field(default_factory=Float8)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    validation: Validation = field(default_factory=Validation)
+    metrics: Metrics = field(default_factory=Metrics)
+    profiling: Profiling = field(default_factory=Profiling)
+    comm: Comm = field(default_factory=Comm)
+
+
+SECTIONS: types.MappingProxyType[str, type] = types.MappingProxyType(get_type_hints(Config))
+
+
+# ---------------------------------------------------------------- reading
+
+
+def load_config(argv: Sequence[str]) -> Config:
+    """The config that `--config=FILE --section.field=value ...` describes.
+
+    Raises ConfigError naming the dotted key, its value, what is allowed and the nearest name.
+    """
+    if "-h" in argv or "--help" in argv:
+        print(help_text())
+        raise SystemExit(0)
+    file, overrides = _parse_command_line(argv)
+    values = read_toml(Path(file)) if file else {}
+    for key, text in overrides.items():
+        section, _, name = key.partition(".")
+        values.setdefault(section, {})[name] = _parse_override(section, name, text)
+    config = from_dict(values)
+    check_config(config)
+    return config
+
+
+def from_dict(values: dict[str, Any]) -> Config:
+    """Build a Config from nested dicts, each key and value checked. Raises ConfigError."""
+    sections: dict[str, Any] = {}
+    for section, entries in values.items():
+        if section not in SECTIONS:
+            raise ConfigError(f"[{section}]: unknown section{_nearest(section, SECTIONS)}")
+        if not isinstance(entries, dict):
+            raise ConfigError(f"{section} = {entries!r}: must be a section, [{section}]")
+        hints = get_type_hints(SECTIONS[section], include_extras=True)
+        checked = {}
+        for name, value in entries.items():
+            key = f"{section}.{name}"
+            if name not in hints:
+                raise _unknown_key(key)
+            checked[name] = _check_value(key, value, hints[name])
+        sections[section] = SECTIONS[section](**checked)
+    return Config(**sections)
+
+
+def read_toml(path: Path, _children: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """One TOML file as nested dicts, over the file its top-level `base` names, if any.
+
+    `base` is relative to the file that names it. Raises ConfigError.
+    """
+    if path.resolve() in _children:
+        raise ConfigError(f"{path}: its `base` leads back to itself")
+    if not path.is_file():
+        folder = path.parent if path.parent.is_dir() else Path(".")
+        nearby = {str(other): None for other in sorted(folder.glob("*.toml"))}
+        raise ConfigError(f"{path}: no such config file{_nearest(str(path), nearby)}")
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    base = values.pop("base", None)
+    try:
+        from_dict(values)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    if base is None:
+        return values
+    if not isinstance(base, str):
+        raise ConfigError(f"{path}: base = {base!r}: must be the path of a TOML file")
+    merged = read_toml(path.parent / base, (*_children, path.resolve()))
+    for section, entries in values.items():
+        merged.setdefault(section, {}).update(entries)
+    return merged
+
+
+def _parse_command_line(argv: Sequence[str]) -> tuple[str, dict[str, str]]:
+    """(config file or "", dotted key → text) of `--key=value`, `--key value` and a bare `--flag`."""
+    file = ""
+    overrides: dict[str, str] = {}
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        if not word.startswith("--"):
+            raise ConfigError(f"{_redact(word)}: expected --section.field=value or --config=FILE")
+        key, equals, text = word[2:].partition("=")
+        if not equals:
+            has_value = bool(words) and not words[0].startswith("--")
+            text = words.pop(0) if has_value else "true"
+        if key == "config":
+            file = text
+        elif key.count(".") != 1:
+            raise _unknown_key(key)
+        elif key in overrides:
+            raise ConfigError(f"--{key}: given twice, {overrides[key]!r} and {text!r}")
+        else:
+            overrides[key] = text
+    return file, overrides
+
+
+def _parse_override(section: str, name: str, text: str) -> Any:
+    """The value that `text` stands for: itself for a string, else read as TOML."""
+    key = f"{section}.{name}"
+    if section not in SECTIONS:
+        raise _unknown_key(key)
+    hints = get_type_hints(SECTIONS[section], include_extras=True)
+    if name not in hints:
+        raise _unknown_key(key)
+    kind = hints[name]
+    if kind is str or get_origin(kind) is Literal:
+        return text
+    if get_origin(kind) is tuple and not text.lstrip().startswith("["):
+        element = get_args(kind)[0]
+        parts = [part.strip() for part in text.split(",") if part.strip()]
+        text = "[" + ", ".join(json.dumps(p) if element is str else p for p in parts) + "]"
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text  # the type check names what was expected
+
+
+def _check_value(key: str, value: Any, kind: Any) -> Any:
+    """`value` as `kind`, or a ConfigError that says what is allowed."""
+    base, allowed = kind, None
+    if get_origin(kind) is Annotated:
+        base, allowed = get_args(kind)
+    if get_origin(base) is Literal:
+        choices = get_args(base)
+        if value not in choices:
+            hint = _nearest(str(value), dict.fromkeys(choices))
+            raise _bad_value(key, value, f"one of {', '.join(choices)}{hint}")
+        return value
+    if get_origin(base) is tuple:
+        if not isinstance(value, (list, tuple)):
+            raise _bad_value(key, value, _kind_name(kind))
+        return tuple(_check_value(key, item, get_args(base)[0]) for item in value)
+    if base is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if type(value) is not base or (base is float and not math.isfinite(value)):
+        raise _bad_value(key, value, _kind_name(kind))
+    if allowed and not allowed.min <= value <= allowed.max:
+        raise _bad_value(key, value, _kind_name(kind))
+    if base is str and re.search(r"://[^/@]*@", value):
+        raise ConfigError(f"{key} = {_redact(value)!r}: credentials in a URL; they are taken from the environment only")
+    return value
+
+
+_KIND_NAMES = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
+
+
+def _kind_name(kind: Any) -> str:
+    if get_origin(kind) is Annotated:
+        base, allowed = get_args(kind)
+        return f"{_kind_name(base)} {allowed}"
+    if get_origin(kind) is tuple:
+        return f"a list, each {_kind_name(get_args(kind)[0])}"
+    if get_origin(kind) is Literal:
+        return "one of " + ", ".join(get_args(kind))
+    return _KIND_NAMES[kind]
+
+
+def _bad_value(key: str, value: Any, allowed: str) -> ConfigError:
+    shown = _redact(json.dumps(value, default=str))
+    return ConfigError(f"{key} = {shown}: must be {allowed}")
+
+
+def _unknown_key(key: str) -> ConfigError:
+    if re.search(r"secret|password|token$|credential|access_key|api_key", key, re.IGNORECASE):
+        return ConfigError(f"{key}: credentials are never part of a config; they are taken from the environment")
+    return ConfigError(f"{key}: unknown key{_nearest(key, dict(_fields()))}")
+
+
+def _nearest(name: str, names: Any) -> str:
+    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(list(names)[:20])}"
+
+
+def _redact(text: str) -> str:
+    """`text` with the user and password of any URL in it hidden."""
+    return re.sub(r"://[^/@\s]*@", "://***@", text)
+
+
+# ---------------------------------------------------------------- checks across fields
+
+
+def check_config(config: Config) -> None:
+    """Refuse combinations that cannot run, whatever the number of processes. Raises ConfigError."""
+    data, schedule, steps = config.data, config.lr_scheduler, config.training.steps
+    if not data.datasets:
+        raise ConfigError("data.datasets = []: name at least one folder made by `python -m data.prepare`")
+    if len(set(data.datasets)) < len(data.datasets):
+        raise ConfigError(f"data.datasets = {list(data.datasets)}: a dataset is named twice")
+    if data.weights and len(data.weights) != len(data.datasets):
+        raise ConfigError(
+            f"data.weights has {len(data.weights)} entries for {len(data.datasets)} data.datasets: give one each"
+        )
+    if any(weight <= 0 for weight in data.weights):
+        raise ConfigError(f"data.weights = {list(data.weights)}: every weight must be above 0")
+    if schedule.warmup_steps > steps:
+        raise ConfigError(
+            f"lr_scheduler.warmup_steps = {schedule.warmup_steps}: must not exceed training.steps = {steps}"
+        )
+    decay_steps = round(schedule.decay_fraction * steps)
+    if schedule.schedule == "wsd" and schedule.warmup_steps + decay_steps > steps:
+        raise ConfigError(
+            f"lr_scheduler: warmup_steps = {schedule.warmup_steps} and decay_fraction = {schedule.decay_fraction} "
+            f"({decay_steps} steps) do not fit in training.steps = {steps}"
+        )
+    if config.validation.sample_tokens and not config.validation.sample_prompt:
+        raise ConfigError("validation.sample_tokens is set but validation.sample_prompt is empty: give a prompt")
+
+
+def grad_accum_steps(training: Training, dp: int) -> int:
+    """Microbatches per optimizer step, given `dp` data-parallel ranks. Raises ConfigError."""
+    per_microbatch = training.local_batch_size * dp
+    accumulation, rest = divmod(training.global_batch_size or per_microbatch, per_microbatch)
+    if rest or not accumulation:
+        raise ConfigError(
+            f"training.global_batch_size = {training.global_batch_size}: must be a multiple of "
+            f"training.local_batch_size x data-parallel ranks = {training.local_batch_size} x {dp} = {per_microbatch}"
+        )
+    return accumulation
+
+
+# ---------------------------------------------------------------- writing
+
+
+def to_toml(config: Config) -> str:
+    """The resolved config as TOML, every field written; reading it gives the same Config."""
+    lines = []
+    for section in SECTIONS:
+        lines.append(f"[{section}]")
+        for name, value in dataclasses.asdict(getattr(config, section)).items():
+            lines.append(f"{name} = {json.dumps(value)}")  # JSON scalars, strings and lists are TOML
+        lines.append("")
+    return "\n".join(lines)
+
+
+def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
+    """Dotted keys whose values differ, with (old, new)."""
+    pairs = {key: (_get(old, key), _get(new, key)) for key, _ in _fields()}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def help_text() -> str:
+    """Every field with its type, default and documentation."""
+    lines = ["usage: train.py [--config=FILE.toml] [--section.field=value ...]", ""]
+    docs = _field_docs()
+    for section, kind in SECTIONS.items():
+        lines += ["", f"[{section}]  {inspect.getdoc(kind)}"]
+        hints = get_type_hints(kind, include_extras=True)
+        for item in dataclasses.fields(kind):
+            default = json.dumps(item.default)
+            lines.append(f"  --{section}.{item.name}=...  {_kind_name(hints[item.name])}; default {default}")
+            lines.append(f"      {docs[section][item.name]}")
+    return "\n".join(lines)
+
+
+def _fields() -> Iterator[tuple[str, Any]]:
+    for section, kind in SECTIONS.items():
+        for item in dataclasses.fields(kind):
+            yield f"{section}.{item.name}", item.default
+
+
+def _get(config: Config, key: str) -> Any:
+    section, _, name = key.partition(".")
+    return getattr(getattr(config, section), name)
+
+
+def _field_docs() -> dict[str, dict[str, str]]:
+    """Section → field → the string literal under it, read from this file's source."""
+    names = {kind.__name__: section for section, kind in SECTIONS.items()}
+    docs: dict[str, dict[str, str]] = {}
+    for node in ast.parse(Path(__file__).read_text(encoding="utf-8")).body:
+        if not isinstance(node, ast.ClassDef) or node.name not in names:
+            continue
+        docs[names[node.name]] = {
+            statement.target.id: inspect.cleandoc(str(text.value.value))
+            for statement, text in zip(node.body, node.body[1:], strict=False)
+            if isinstance(statement, ast.AnnAssign)
+            and isinstance(statement.target, ast.Name)
+            and isinstance(text, ast.Expr)
+            and isinstance(text.value, ast.Constant)
+        }
+    return docs
+
+
+if __name__ == "__main__":
+    try:
+        print(to_toml(load_config(sys.argv[1:])))
+    except TitaniteError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Makes .venv with the pinned dependencies; does nothing when it is up to date.
+#   ./setup.sh        what training needs
+#   ./setup.sh test   also what the tests need
+# PYTHON picks the interpreter (default python3, at least 3.10).
+set -euo pipefail
+cd "$(dirname "$0")"
+
+python=${PYTHON:-python3}
+files=(requirements.txt)
+[ "${1:-}" = test ] && files+=(requirements-test.txt)
+
+for file in "${files[@]}"; do
+  stamp=.venv/.installed-$file
+  if ! cmp -s "$file" "$stamp"; then
+    if [ ! -x .venv/bin/python ]; then
+      command -v "$python" >/dev/null || { echo "error: $python not found; Python 3.10 or newer is needed (set PYTHON)" >&2; exit 1; }
+      "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+        { echo "error: $("$python" --version) is too old; Python 3.10 or newer is needed (set PYTHON)" >&2; exit 1; }
+      echo "setup: making .venv"
+      "$python" -m venv .venv
+    fi
+    echo "setup: installing $file"
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check -r "$file"
+    cp "$file" "$stamp"
+  fi
+done
