@@ -31,6 +31,8 @@ else:
 class TitaniteError(Exception):
     """A mistake a user can mend: the message says what, where and how; no traceback is shown."""
 
+    agreed = False  # True: raised on all ranks alike, so that one of them speaks for all
+
 
 class ConfigError(TitaniteError):
     """The configuration, or the combination of its values, cannot be run."""
@@ -213,6 +215,8 @@ class Checkpoint:
     """Newest checkpoints kept; older ones are removed after the next commit. 0: all."""
     initial_load: str = ""
     """Checkpoint whose model weights a new run starts from, with a fresh optimizer at step 0."""
+    timeout_seconds: Positive = 1800
+    """Longest wait of one rank for the others while a checkpoint is written or read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,6 +241,8 @@ class Metrics:
 
     log_interval: Positive = 10
     """Steps between two log lines."""
+    log_ranks: tuple[Count, ...] = (0,)
+    """Ranks that print progress. Errors are printed by any rank."""
     tensorboard: bool = True
     """Write TensorBoard files to `tensorboard` in the run folder."""
 
@@ -261,7 +267,7 @@ class Comm:
 
     init_timeout_seconds: Positive = 600
     """Longest wait in a collective up to the end of the first step, compilation included."""
-    train_timeout_seconds: Positive = 120
+    train_timeout_seconds: Positive = 300
     """Longest wait in a collective after the first step."""
 
 

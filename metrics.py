@@ -1,0 +1,162 @@
+"""What a run reports: metrics.jsonl, TensorBoard and one readable line per log step."""
+
+import json
+import logging
+import resource
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import config as settings
+
+logger = logging.getLogger(__name__)
+
+# Dense bf16 FLOP/s, without sparsity, from NVIDIA's and AMD's data sheets. The first name found counts.
+PEAK_FLOPS = (
+    ("H100 NVL", 835e12),
+    ("H100 PCIe", 756e12),
+    ("H100", 989e12),
+    ("H200", 989e12),
+    ("B200", 2250e12),
+    ("A100", 312e12),
+    ("L40S", 362e12),
+    ("MI300X", 1300e12),
+)
+
+FIELDS = (
+    "step",
+    "loss",
+    "validation_loss",
+    "grad_norm",
+    "lr",
+    "tokens",
+    "tps",
+    "mfu",
+    "tflops",
+    "memory_gib",
+    "data_wait_pct",
+    "step_seconds",
+    "time",
+)
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Dense bf16 FLOP/s of the device, None where it is not known: never a guess."""
+    if device.type == "cpu":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for key, peak in PEAK_FLOPS if key in name), None)
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Most memory held so far: reserved by the allocator on an accelerator, resident on CPU. GiB."""
+    if device.type == "cpu":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux
+    return torch.cuda.max_memory_reserved(device) / 2**30
+
+
+def configure_logging(log_ranks: tuple[int, ...], rank: int) -> None:
+    """Progress from the chosen ranks; with several, each line names its rank."""
+    prefix = f"[rank {rank}] " if len(log_ranks) > 1 else ""
+    logging.basicConfig(
+        level=logging.INFO if rank in log_ranks else logging.ERROR,
+        format=f"%(asctime)s {prefix}%(message)s",
+        datefmt="%H:%M:%S",
+        force=True,
+    )
+
+
+class MetricsLogger:
+    """Writes rows on rank 0 and measures the time between them."""
+
+    def __init__(
+        self,
+        metrics: settings.Metrics,
+        run_folder: Path,
+        *,
+        rank: int,
+        device: torch.device,
+        steps: int,
+        flops_per_token: int,
+    ):
+        self.device, self.steps, self.flops_per_token = device, steps, flops_per_token
+        self.peak = peak_flops(device)
+        self.file = open(run_folder / "metrics.jsonl", "a", encoding="utf-8") if rank == 0 else None  # noqa: SIM115
+        self.board = None
+        if rank == 0 and metrics.tensorboard:
+            # Imported here: TensorBoard takes a second to load.
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.board = SummaryWriter(str(run_folder / "tensorboard"))
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """Begin a new interval: what came before, such as a validation, is in no step's time."""
+        self.since = time.perf_counter()
+        self.interval_steps = 0
+        self.interval_tokens = self.data_wait_seconds = 0.0
+
+    def count_step(self, tokens_per_device: float, data_wait_seconds: float) -> None:
+        """One more step in this interval, with the seconds it waited for data."""
+        self.interval_steps += 1
+        self.interval_tokens += tokens_per_device
+        self.data_wait_seconds += data_wait_seconds
+
+    def log_step(self, step: int, *, loss: float, grad_norm: float, lr: float, tokens: int) -> None:
+        """A row and a line for `step`, with the rates since the last one."""
+        seconds = time.perf_counter() - self.since
+        tps = self.interval_tokens / seconds
+        flops = self.flops_per_token * tps
+        step_seconds = seconds / max(1, self.interval_steps)
+        row: dict[str, float | None] = {
+            "step": step,
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "lr": lr,
+            "tokens": tokens,
+            "tps": tps,
+            "mfu": flops / self.peak if self.peak else None,
+            "tflops": flops / 1e12,
+            "memory_gib": peak_memory_gib(self.device),
+            "data_wait_pct": 100 * self.data_wait_seconds / seconds,
+            "step_seconds": step_seconds,
+        }
+        eta = timedelta(seconds=round(step_seconds * (self.steps - step)))
+        logger.info(
+            f"step {step:>{len(str(self.steps))}}/{self.steps}  loss {loss:.4f}  grad norm {grad_norm:.3f}  "
+            f"lr {lr:.2e}  {tps:,.0f} tokens/s/device  MFU {_percent(row['mfu'])}  "
+            f"memory {row['memory_gib']:.2f} GiB  data wait {row['data_wait_pct']:.1f}%  ETA {eta}"
+        )
+        self._write(row)
+        self.restart_clock()
+
+    def log_validation(self, step: int, loss: float, tokens: int) -> None:
+        """A row and a line for the held-out set."""
+        logger.info(f"step {step:>{len(str(self.steps))}}/{self.steps}  validation loss {loss:.4f}")
+        self._write({"step": step, "validation_loss": loss, "tokens": tokens})
+
+    def _write(self, row: dict[str, Any]) -> None:
+        if self.file is None:
+            return
+        row = dict.fromkeys(FIELDS) | row | {"time": time.time()}
+        self.file.write(json.dumps(row) + "\n")
+        self.file.flush()
+        if self.board:
+            for name, value in row.items():
+                if value is not None and name not in ("step", "time"):
+                    self.board.add_scalar(name, value, row["step"])
+            self.board.flush()
+
+    def close(self) -> None:
+        """Flush and close the files."""
+        if self.file:
+            self.file.close()
+        if self.board:
+            self.board.close()
+
+
+def _percent(share: float | None) -> str:
+    return "unknown" if share is None else f"{100 * share:.1f}%"

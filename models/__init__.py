@@ -1,0 +1,64 @@
+"""The models that train.py knows. A new one is a folder beside `llama` and one line in MODELS."""
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+import config as settings
+from config import ConfigError
+from models.llama import FLAVORS
+from models.llama.model import Llama
+from models.llama.parallelize import apply_parallelism
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What train.py needs of a model family.
+
+    `model(flavor)` builds a module with `init_std(name)` and `flops_per_token(seq_len)`;
+    `apply_parallelism(model, mesh, config)` shards it in place; flavors are dataclasses with `vocab_size`.
+    """
+
+    model: Callable[[Any], nn.Module]
+    flavors: Mapping[str, Any]
+    apply_parallelism: Callable[..., None]
+
+
+MODELS = MappingProxyType({"llama": ModelSpec(Llama, FLAVORS, apply_parallelism)})
+
+
+def find_model(model: settings.Model, data_vocab_size: int) -> tuple[ModelSpec, Any]:
+    """The model family and its flavor, with room for the data's vocabulary. Raises ConfigError."""
+    if model.name not in MODELS:
+        raise _unknown("model.name", model.name, MODELS)
+    spec = MODELS[model.name]
+    if model.flavor not in spec.flavors:
+        raise _unknown("model.flavor", model.flavor, spec.flavors)
+    flavor = spec.flavors[model.flavor]
+    # A multiple of 64 keeps the output matmul on the fast path of GPUs, and 16 divides it for float8.
+    vocab_size = model.vocab_size or flavor.vocab_size or -(-data_vocab_size // 64) * 64
+    if vocab_size < data_vocab_size:
+        key = f"model.vocab_size = {vocab_size}" if model.vocab_size else f"model.flavor = {model.flavor!r}"
+        raise ConfigError(
+            f"{key}: {vocab_size} rows of embedding are too few for the data's tokenizer, "
+            f"whose vocabulary has {data_vocab_size}; set model.vocab_size to at least that"
+        )
+    return spec, dataclasses.replace(flavor, vocab_size=vocab_size)
+
+
+def build_model(spec: ModelSpec, flavor: Any) -> nn.Module:
+    """The model on the meta device: shapes only, no memory."""
+    with torch.device("meta"):
+        return spec.model(flavor)
+
+
+def _unknown(key: str, value: str, known: Mapping[str, Any]) -> ConfigError:
+    close = difflib.get_close_matches(value, known, n=1, cutoff=0.4)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    return ConfigError(f"{key} = {value!r}: must be one of {', '.join(known)}{hint}")

@@ -1,0 +1,40 @@
+"""Initial weights that do not depend on how the model is sharded."""
+
+import hashlib
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+@torch.no_grad()
+def init_weights(model: nn.Module, device: torch.device, seed: int) -> None:
+    """Give a model on the meta device memory on `device`, and its initial weights.
+
+    Every parameter has a generator of its own, seeded by `seed` and its name, draws its full value and
+    keeps its shard: so the weights are the same for any world size and mesh (on one type of device).
+    `model.init_std(name)` gives the standard deviation, of a normal cut at three of them, or None for ones.
+    """
+    init_std: Callable[[str], float | None] = model.init_std  # type: ignore[assignment]
+    model.to_empty(device=device)
+    for name, parameter in model.named_parameters():
+        std = init_std(name)
+        full = torch.ones(parameter.shape, device=device, dtype=parameter.dtype)
+        if std is not None:
+            generator = torch.Generator(device).manual_seed(_seed_of(name, seed))
+            # Clamped, not redrawn: trunc_normal_ is an order of magnitude slower on CPU.
+            full.normal_(0.0, std, generator=generator).clamp_(-3 * std, 3 * std)
+        parameter.copy_(_shard_like(full, parameter))
+
+
+def _seed_of(name: str, seed: int) -> int:
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _shard_like(full: Tensor, parameter: Tensor) -> Tensor:
+    if not isinstance(parameter, DTensor):
+        return full
+    # src_data_rank=None: every rank has the same full tensor, so nothing is sent.
+    return distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)

@@ -1,0 +1,34 @@
+"""The Llama family: its sizes. Shapes as published with the models, but for those marked as ours."""
+
+from collections.abc import Mapping
+from functools import partial
+from types import MappingProxyType
+
+from models.llama.model import LlamaConfig, RopeScaling
+
+llama2 = partial(LlamaConfig, vocab_size=32_000, rope_theta=10_000.0)
+llama3 = partial(LlamaConfig, n_kv_heads=8, vocab_size=128_256, rope_theta=500_000.0)
+llama3_1 = partial(llama3, rope_scaling=RopeScaling(factor=8.0))
+llama3_2 = partial(llama3, rope_scaling=RopeScaling(factor=32.0), tie_embeddings=True)
+
+FLAVORS: Mapping[str, LlamaConfig] = MappingProxyType(
+    {
+        # Ours: learns Python in minutes on a laptop.
+        "debug": LlamaConfig(dim=256, n_layers=6, n_heads=8, n_kv_heads=4, hidden_dim=768),
+        "1B": llama3_2(dim=2048, n_layers=16, n_heads=32, hidden_dim=8192),
+        "3B": llama3_2(dim=3072, n_layers=28, n_heads=24, hidden_dim=8192),
+        "8B": llama3(dim=4096, n_layers=32, n_heads=32, hidden_dim=14336),
+        "8B_3.1": llama3_1(dim=4096, n_layers=32, n_heads=32, hidden_dim=14336),
+        "70B": llama3(dim=8192, n_layers=80, n_heads=64, hidden_dim=28672),
+        "70B_3.1": llama3_1(dim=8192, n_layers=80, n_heads=64, hidden_dim=28672),
+        "405B": llama3_1(dim=16384, n_layers=126, n_heads=128, hidden_dim=53248),
+        # The 1.8B of IBM's and PyTorch's float8 study, as fms-fsdp defines it.
+        "1.8B": llama3(dim=2048, n_layers=24, n_heads=16, hidden_dim=7168),
+        "llama2_7B": llama2(dim=4096, n_layers=32, n_heads=32, n_kv_heads=32, hidden_dim=11008),
+        "llama2_13B": llama2(dim=5120, n_layers=40, n_heads=40, n_kv_heads=40, hidden_dim=13824),
+        # Granite 7B has the shape of Llama 2.
+        "granite_7B": llama2(dim=4096, n_layers=32, n_heads=32, n_kv_heads=32, hidden_dim=11008),
+        # Ours, at the size of the checkpoint study: the 8B's layers, half as many again.
+        "11B": llama2(dim=4096, n_layers=48, n_heads=32, n_kv_heads=8, hidden_dim=14336),
+    }
+)

@@ -1,0 +1,240 @@
+"""Llama 2, 3, 3.1 and 3.2 in plain torch.
+
+Weights have the layout of Hugging Face's checkpoints: rotary embeddings turn the two
+halves of a head, so nothing is permuted on the way in or out.
+
+Shapes are written with these letters:
+    B batch   S sequence   T keys seen so far (S without a cache)   D dim   F hidden_dim
+    N query heads   K key/value heads   H head_dim   V vocabulary
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+compiled_flex_attention = torch.compile(flex_attention)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Llama 3.1's stretching of the low rotary frequencies (Grattafiori et al. 2024, and its reference code)."""
+
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_seq_len: int = 8192
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaConfig:
+    """Shape of a Llama. `vocab_size` 0 means: as many rows as the tokenizer asks for."""
+
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    hidden_dim: int
+    vocab_size: int = 0
+    head_dim: int = 0  # 0: dim / n_heads
+    norm_eps: float = 1e-5
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    tie_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.head_dim:
+            object.__setattr__(self, "head_dim", self.dim // self.n_heads)
+        if self.n_heads % self.n_kv_heads or self.head_dim % 2:
+            raise ValueError(f"n_heads must be a multiple of n_kv_heads and head_dim even: {self}")
+
+
+class KVCache:
+    """Keys and values of the tokens seen so far, for one layer; room for `max_seq_len` of them."""
+
+    def __init__(self, max_seq_len: int):
+        self.max_seq_len, self.length = max_seq_len, 0
+
+    def append(self, k_BKSH: Tensor, v_BKSH: Tensor) -> tuple[Tensor, Tensor]:
+        """Store the new keys and values; return all of them, [B, K, T, H]."""
+        if self.length == 0:
+            B, K, _, H = k_BKSH.shape
+            self.k, self.v = (x.new_empty(B, K, self.max_seq_len, H) for x in (k_BKSH, v_BKSH))
+        end = self.length + k_BKSH.shape[2]
+        self.k[:, :, self.length : end] = k_BKSH
+        self.v[:, :, self.length : end] = v_BKSH
+        self.length = end
+        return self.k[:, :, :end], self.v[:, :, :end]
+
+
+def rope_frequencies(config: LlamaConfig, device: torch.device) -> Tensor:
+    """Angle per position of each pair of a head, [H / 2], float32 (Su et al. 2021)."""
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
+    frequencies = 1.0 / config.rope_theta**exponents
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequencies
+    turns = scaling.original_seq_len * frequencies / (2 * math.pi)  # full turns within the original context
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    keep = ((turns - low) / (high - low)).clamp(0, 1)  # 1: fast, untouched; 0: slow, stretched by the factor
+    return frequencies * keep + frequencies / scaling.factor * (1 - keep)
+
+
+def rope_cos_sin(config: LlamaConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of every position's angles, each [B or 1, 1, S, H], float32."""
+    angles = positions[..., None].float() * rope_frequencies(config, positions.device)
+    angles = torch.cat((angles, angles), dim=-1).unsqueeze(-3)
+    return angles.cos(), angles.sin()
+
+
+def apply_rope(x_BNSH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn every head by its position's angles, in float32."""
+    x = x_BNSH.float()
+    first, second = x.chunk(2, dim=-1)
+    return (x * cos + torch.cat((-second, first), dim=-1) * sin).type_as(x_BNSH)
+
+
+def document_mask(positions_BS: Tensor) -> Tensor | BlockMask:
+    """Causal attention within documents, which start where `positions` is 0.
+
+    Flex attention's block mask on CUDA, a boolean [B, 1, S, S] elsewhere.
+    """
+    documents_BS = (positions_BS == 0).cumsum(dim=1)
+    B, S = documents_BS.shape
+    if positions_BS.is_cuda:
+
+        def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return (q >= k) & (documents_BS[b, q] == documents_BS[b, k])
+
+        return create_block_mask(visible, B, None, S, S, device="cuda")
+    same_document = documents_BS[:, None, :, None] == documents_BS[:, None, None, :]
+    return same_document & torch.ones(S, S, dtype=torch.bool, device=positions_BS.device).tril()
+
+
+def attention(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
+    """Softmax attention, [B, N, S, H]; causal where no mask is given."""
+    grouped = q_BNSH.shape[1] != k_BKTH.shape[1]
+    if isinstance(mask, BlockMask):
+        return compiled_flex_attention(q_BNSH, k_BKTH, v_BKTH, block_mask=mask, enable_gqa=grouped)
+    return F.scaled_dot_product_attention(
+        q_BNSH, k_BKTH, v_BKTH, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
+    )
+
+
+class Attention(nn.Module):
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.wq = nn.Linear(config.dim, config.n_heads * config.head_dim, bias=False)
+        self.wk = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
+        self.wv = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
+        self.wo = nn.Linear(config.n_heads * config.head_dim, config.dim, bias=False)
+
+    def forward(
+        self, x_BSD: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | BlockMask | None, cache: KVCache | None
+    ) -> Tensor:
+        B, S, _ = x_BSD.shape
+        q, k, v = (w(x_BSD).view(B, S, -1, self.head_dim).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        if cache is not None:
+            k, v = cache.append(k, v)
+        out = attention(q, k, v, mask)
+        return self.wo(out.transpose(1, 2).reshape(B, S, -1))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (Shazeer 2020)."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.w1 = nn.Linear(config.dim, config.hidden_dim, bias=False)
+        self.w2 = nn.Linear(config.hidden_dim, config.dim, bias=False)
+        self.w3 = nn.Linear(config.dim, config.hidden_dim, bias=False)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x_BSD)) * self.w3(x_BSD))
+
+
+class Block(nn.Module):
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim, config.norm_eps)
+        self.attention = Attention(config)
+        self.ffn_norm = nn.RMSNorm(config.dim, config.norm_eps)
+        self.feed_forward = FeedForward(config)
+
+    def forward(
+        self,
+        x_BSD: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | BlockMask | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        h = x_BSD + self.attention(self.attention_norm(x_BSD), cos, sin, mask, cache)
+        return h + self.feed_forward(self.ffn_norm(h))
+
+
+class Llama(nn.Module):
+    """Build it on the meta device, shard it, then fill it by `models.init_weights` or from a checkpoint."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.config = config
+        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
+        # Keyed by number, so that a parameter keeps its name when a pipeline stage holds only some layers.
+        self.layers = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})
+        self.norm = nn.RMSNorm(config.dim, config.norm_eps)
+        # Tied embeddings have no second parameter: one weight, one name, one shard.
+        self.output = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
+
+    def forward(
+        self, tokens_BS: Tensor, positions_BS: Tensor | None = None, caches: Sequence[KVCache] | None = None
+    ) -> Tensor:
+        """Logits [B, S, V].
+
+        `positions_BS`: places of the tokens in their documents; they restart at 0 with each document, and a
+        token then sees only its own. None: one document per row. With `caches` (one for each layer) the
+        tokens continue those seen before.
+        """
+        S, device = tokens_BS.shape[1], tokens_BS.device
+        seen = caches[0].length if caches else 0
+        mask: Tensor | BlockMask | None = None
+        if positions_BS is not None:
+            mask = document_mask(positions_BS)
+        elif caches:
+            mask = torch.ones(S, seen + S, dtype=torch.bool, device=device).tril(diagonal=seen)
+        positions = torch.arange(seen, seen + S, device=device)[None] if positions_BS is None else positions_BS
+        cos, sin = rope_cos_sin(self.config, positions)
+
+        h = self.tok_embeddings(tokens_BS)
+        for i, block in enumerate(self.layers.values()):
+            h = block(h, cos, sin, mask, caches[i] if caches else None)
+        h = self.norm(h)
+        return F.linear(h, self.tok_embeddings.weight) if self.output is None else self.output(h)
+
+    def init_std(self, name: str) -> float | None:
+        """Standard deviation of the initial values of the parameter `name`; None for norms, which start at 1.
+
+        As in GPT-2, what adds to the residual stream (wo, w2) is scaled by 1 / sqrt(2 n_layers).
+        """
+        if "norm" in name:
+            return None
+        into_residual = name.endswith(("wo.weight", "w2.weight"))
+        return 0.02 / math.sqrt(2 * self.config.n_layers) if into_residual else 0.02
+
+    def flops_per_token(self, seq_len: int) -> int:
+        """Floating-point operations per trained token, forward and backward, nothing recomputed.
+
+        6 per weight of a matmul, and 12 * n_layers * n_heads * head_dim * seq_len for attention, the causal
+        half not taken off: the definition of PaLM's appendix B that torchtitan uses, for figures that compare.
+        """
+        matmul_weights = sum(p.numel() for p in self.parameters())
+        if self.output is not None:
+            matmul_weights -= self.tok_embeddings.weight.numel()  # a look-up, unless it is also the output
+        config = self.config
+        return 6 * matmul_weights + 12 * config.n_layers * config.n_heads * config.head_dim * seq_len

@@ -1,0 +1,1 @@
+"""Parallelism for any model: one file per kind."""

@@ -1,0 +1,46 @@
+"""Traces by torch's profiler and CUDA memory snapshots, by config."""
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+import config as settings
+
+logger = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def profile(
+    profiling: settings.Profiling, folder: Path, rank: int, first_step: int
+) -> Iterator[torch.profiler.profile | None]:
+    """A profiler whose `.step()` the loop calls after each step, or None where no trace is wanted.
+
+    Steps are counted from the start of the run: `first_step` is the first one of this process.
+    """
+    if profiling.memory_snapshot and torch.cuda.is_available():
+        torch.cuda.memory._record_memory_history(max_entries=200_000)
+    try:
+        if not profiling.trace:
+            yield None
+            return
+        skip = max(0, profiling.trace_start - first_step - 1)
+        with torch.profiler.profile(
+            schedule=torch.profiler.schedule(wait=skip, warmup=1, active=profiling.trace_steps, repeat=1),
+            on_trace_ready=lambda trace: _write_trace(trace, folder / f"trace-rank{rank}.json.gz"),
+            record_shapes=True,
+        ) as profiler:
+            yield profiler
+    finally:
+        if profiling.memory_snapshot and torch.cuda.is_available():
+            folder.mkdir(parents=True, exist_ok=True)
+            torch.cuda.memory._dump_snapshot(str(folder / f"memory-rank{rank}.pickle"))
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def _write_trace(trace: torch.profiler.profile, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    trace.export_chrome_trace(str(path))
+    logger.info(f"profile: wrote {path}")

@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Trains a Llama: sets up on the first start, prepares the embedded data if the config uses it, runs torchrun.
+#
+#   ./run_llama_train.sh                                        a small Llama on Python's standard library
+#   ./run_llama_train.sh --training.steps=20                    with any setting changed
+#   ./run_llama_train.sh --run.folder=outputs/NAME              a run resumed
+#   NGPU=8 CONFIG_FILE=train_configs/llama3_8b.toml ./run_llama_train.sh
+#   ./run_llama_train.sh --help                                 every setting
+set -euo pipefail
+cd "$(dirname "$0")"
+
+CONFIG_FILE=${CONFIG_FILE:-train_configs/debug.toml}
+LOG_RANK=${LOG_RANK:-0}   # ranks that print progress, such as 0 or 0,1
+NGPU=${NGPU:-}            # processes; default: one for each GPU, or 2 where there is none
+
+./setup.sh
+python=.venv/bin/python
+
+overrides=(--config="$CONFIG_FILE" --metrics.log_ranks="$LOG_RANK" "$@")
+settings=$($python -m config "${overrides[@]}")   # a mistake ends here, in one line
+case " $* " in *" --help "* | *" -h "*) echo "$settings"; exit ;; esac
+
+if [ -z "$NGPU" ]; then
+  NGPU=$($python -c "import torch; print(torch.accelerator.device_count() or 2)")
+fi
+if [ -z "${OMP_NUM_THREADS:-}" ]; then
+  cores=$(nproc)
+  export OMP_NUM_THREADS=$((cores > NGPU ? cores / NGPU : 1))
+fi
+
+if grep -q '^datasets = .*"datasets/stdlib"' <<<"$settings" && [ ! -e datasets/stdlib/manifest.json ]; then
+  $python -m data.prepare --source stdlib --output datasets/stdlib
+fi
+
+exec $python -m launch.torchrun --standalone --nproc-per-node="$NGPU" train.py "${overrides[@]}"

@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Sets up and runs everything that must pass: formatting, lint, types, tests. Arguments go to pytest.
+set -euo pipefail
+cd "$(dirname "$0")"
+
+./setup.sh test
+export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false TORCHAO_FORCE_SKIP_LOADING_SO_FILES=1
+# One cache of compiled kernels for the whole suite.
+export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$PWD/.cache/inductor}
+
+.venv/bin/pre-commit validate-config
+.venv/bin/ruff format --check .
+.venv/bin/ruff check .
+.venv/bin/mypy .
+.venv/bin/python -m pytest -n "$(nproc)" --dist loadgroup --durations=15 "$@"

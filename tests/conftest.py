@@ -1,0 +1,9 @@
+"""Fixtures shared by all tests."""
+
+import os
+
+# Before torch is imported: forked ranks must inherit neither OpenMP threads nor compiler workers.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")

@@ -1,0 +1,68 @@
+"""Runs a function on N real gloo ranks: forked after one import of torch, so a test costs about a second."""
+
+import os
+import pickle
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+GROUP_TIMEOUT_SECONDS = 120
+
+
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Call `function(*args)` on every rank of a gloo group; return the picklable results by rank.
+
+    RANK, LOCAL_RANK and WORLD_SIZE are set as torchrun sets them. Raises AssertionError with the
+    traceback of every rank that failed; a rank that fails ends, and the others notice it.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        children = {
+            os.fork() or _run_child(rank, world_size, folder, function, args): rank for rank in range(world_size)
+        }
+        codes = {rank: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid, rank in children.items()}
+        failures = [
+            f"--- rank {rank} ended with {code}\n{_read(Path(folder) / f'error{rank}')}"
+            for rank, code in codes.items()
+            if code
+        ]
+        assert not failures, "\n".join(failures)
+        return [pickle.loads((Path(folder) / f"result{rank}").read_bytes()) for rank in range(world_size)]
+
+
+def _run_child(rank: int, world_size: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> int:
+    """The life of a rank; never returns."""
+    code = 1
+    try:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+        torch.set_num_threads(1)
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder}/rendezvous",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=GROUP_TIMEOUT_SECONDS),
+        )
+        result = function(*args)
+        (Path(folder) / f"result{rank}").write_bytes(pickle.dumps(result))
+        dist.barrier()
+        code = 0
+    except BaseException:
+        (Path(folder) / f"error{rank}").write_text(traceback.format_exc())
+    finally:
+        # Not through Python's end: gloo's threads may abort there, and pytest's own clean-up is the parent's.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _read(path: Path) -> str:
+    return path.read_text() if path.exists() else "(killed before it could say why)"

@@ -1,0 +1,172 @@
+"""The model against Hugging Face transformers' Llama, and against itself: cache, documents, initial weights."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import LlamaConfig as HFConfig
+from transformers import LlamaForCausalLM
+
+from models.init import init_weights
+from models.llama import FLAVORS
+from models.llama.hf import from_hf_config, from_hf_state_dict, to_hf_state_dict
+from models.llama.model import KVCache, Llama, LlamaConfig, document_mask
+
+SMALL = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 3, "rms_norm_eps": 1e-5}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+FAMILIES = {
+    "llama2": {"num_attention_heads": 4, "num_key_value_heads": 4, "rope_theta": 10_000.0},
+    "llama3": {"num_attention_heads": 8, "num_key_value_heads": 2, "rope_theta": 500_000.0},
+    "llama3.1": {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "rope_parameters": {"rope_theta": 500_000.0, **LLAMA3_ROPE},
+        "max_position_embeddings": 512,
+    },
+    "llama3.2": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rope_parameters": {"rope_theta": 500_000.0, **LLAMA3_ROPE, "factor": 32.0},
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+        "head_dim": 32,
+    },
+}
+
+
+def hf_model(family: str) -> LlamaForCausalLM:
+    torch.manual_seed(1)
+    model = LlamaForCausalLM(HFConfig(**(SMALL | FAMILIES[family]), attn_implementation="eager")).eval()
+    for parameter in model.parameters():  # norms too, and large enough that every part shows in the logits
+        torch.nn.init.normal_(parameter, 0.5 if parameter.ndim == 1 else 0.0, 0.2)
+    return model
+
+
+def ours_from(hf: LlamaForCausalLM) -> Llama:
+    config = from_hf_config(hf.config.to_dict())
+    model = Llama(config)
+    model.load_state_dict(from_hf_state_dict(dict(hf.state_dict()), config))
+    return model
+
+
+def random_tokens(*shape: int) -> torch.Tensor:
+    return torch.randint(0, SMALL["vocab_size"], shape, generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_gradients_equal_transformers(family: str) -> None:
+    hf = hf_model(family)
+    ours, tokens = ours_from(hf), random_tokens(2, 160)  # longer than the original context of the scaled families
+    expected = hf(tokens).logits
+    actual = ours(tokens)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+    labels = random_tokens(2, 160)
+    for logits in (expected, actual):
+        F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+    expected_grads = from_hf_state_dict({n: p.grad for n, p in hf.named_parameters()}, ours.config)
+    for name, parameter in ours.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected_grads[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_go_to_hugging_face_and_back_bit_for_bit(family: str) -> None:
+    hf = hf_model(family)
+    returned = to_hf_state_dict(ours_from(hf).state_dict())
+    for name, value in returned.items():
+        assert torch.equal(value, hf.state_dict()[name]), name
+    assert returned.keys() | {"lm_head.weight"} == hf.state_dict().keys()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"model_type": "mistral"}, "mistral"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "yarn"),
+    ],
+)
+def test_foreign_configs_are_refused(change: dict, said: str) -> None:
+    config = HFConfig(**(SMALL | FAMILIES["llama2"])).to_dict() | change
+    with pytest.raises(ValueError, match=said):
+        from_hf_config(config)
+
+
+def test_cached_decoding_gives_the_same_logits() -> None:
+    model, tokens = ours_from(hf_model("llama3.1")), random_tokens(2, 40)
+    expected = model(tokens)
+    caches = [KVCache(40) for _ in model.layers]
+    pieces = [model(tokens[:, a:b], caches=caches) for a, b in ((0, 17), (17, 18), (18, 19), (19, 40))]
+    torch.testing.assert_close(torch.cat(pieces, dim=1), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_documents_do_not_see_each_other() -> None:
+    model, tokens = ours_from(hf_model("llama3")), random_tokens(1, 30)
+    lengths = (7, 1, 22)
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    alone = [model(part) for part in tokens.split(lengths, dim=1)]
+    torch.testing.assert_close(model(tokens, positions), torch.cat(alone, dim=1), rtol=1e-5, atol=1e-5)
+    # A row that continues a document begun before it: positions need not start at 0.
+    mask = document_mask(torch.tensor([[3, 4, 0, 1]]))
+    assert mask.int().tolist() == [[[[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]]]
+
+
+def build(config: LlamaConfig, seed: int = 0) -> Llama:
+    with torch.device("meta"):
+        model = Llama(config)
+    init_weights(model, torch.device("cpu"), seed)
+    return model
+
+
+def test_initial_weights_follow_the_rule() -> None:
+    config = dataclasses.replace(FLAVORS["debug"], vocab_size=512)
+    model = build(config)
+    for name, parameter in model.named_parameters():
+        std = model.init_std(name)
+        if std is None:
+            assert torch.all(parameter == 1), name
+        else:
+            assert parameter.std().item() == pytest.approx(std, rel=0.02), name
+            assert parameter.abs().max() <= 3.001 * std, name
+    assert model.init_std("layers.3.attention.wo.weight") == pytest.approx(0.02 / 12**0.5)
+    again, other = build(config), build(config, seed=1)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, again.get_parameter(name))
+        assert model.init_std(name) is None or not torch.equal(parameter, other.get_parameter(name))
+
+
+@pytest.mark.parametrize(
+    ("flavor", "parameters"),
+    [  # as published with the models
+        ("1B", 1_235_814_400),
+        ("3B", 3_212_749_824),
+        ("8B", 8_030_261_248),
+        ("70B", 70_553_706_496),
+        ("405B", 405_853_388_800),
+        ("llama2_7B", 6_738_415_616),
+        ("llama2_13B", 13_015_864_320),
+    ],
+)
+def test_flavors_have_the_published_number_of_parameters(flavor: str, parameters: int) -> None:
+    with torch.device("meta"):
+        model = Llama(FLAVORS[flavor])
+    assert sum(p.numel() for p in model.parameters()) == parameters
+
+
+def test_flops_per_token() -> None:
+    """Counted by torch on the real forward: 3 x its matmuls and attention, the causal half not taken off."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    config = LlamaConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=96, vocab_size=128)
+    model, seq_len = build(config), 32
+    with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        model(torch.zeros(1, seq_len, dtype=torch.long))
+    norms = sum(p.numel() for n, p in model.named_parameters() if "norm" in n)
+    assert model.flops_per_token(seq_len) * seq_len == 3 * counter.get_total_flops() + 6 * norms * seq_len
