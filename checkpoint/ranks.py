@@ -1,0 +1,87 @@
+"""The few collectives that checkpoints need, on objects, over a group of their own; and errors agreed by all ranks."""
+
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from checkpoint.stores import DamagedError
+from config import TitaniteError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """All ranks of the run, or this process alone (`group` None)."""
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+
+    def broadcast(self, value: T) -> T:
+        """Rank 0's `value`, on every rank."""
+        if self.group is None:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self.group)
+        return box[0]
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's `value`, in rank order, on rank 0; an empty list elsewhere."""
+        if self.group is None:
+            return [value]
+        values: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(value, values, dst=0, group=self.group)
+        return values or []
+
+    def scatter(self, values: Sequence[T]) -> T:
+        """Entry number `rank` of rank 0's `values`."""
+        if self.group is None:
+            return values[0]
+        box: list[Any] = [None]
+        dist.scatter_object_list(box, list(values) if self.rank == 0 else None, src=0, group=self.group)
+        return box[0]
+
+    def together(self, step: Callable[[], T]) -> T:
+        """Run `step` on every rank. Where it fails on some, one and the same error is raised on all.
+
+        Damage is the weakest reason, raised only where no rank failed for another one.
+        """
+        result, error = None, None
+        try:
+            result = step()
+        except Exception as caught:
+            error = caught
+        failed = [failure for failure in self.gather(_portable(error)) if failure is not None]
+        failed.sort(key=lambda failure: isinstance(failure, DamagedError))
+        verdict = self.broadcast(failed[0] if failed else None)
+        if verdict is not None:
+            if isinstance(verdict, TitaniteError):
+                verdict.agreed = True
+            raise verdict from error
+        return result  # type: ignore[return-value]
+
+
+def build_ranks(timeout_seconds: int) -> Ranks:
+    """All ranks of the default process group over a gloo group of their own; alone if there is no process group.
+
+    Collective. A group of its own keeps the objects off the accelerator and lets a background
+    save run while training uses the default group.
+    """
+    if not dist.is_initialized():
+        return Ranks()
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+    return Ranks(dist.get_rank(), dist.get_world_size(), group)
+
+
+def _portable(error: Exception | None) -> Exception | None:
+    """`error`, or its text where it cannot travel to another process."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error

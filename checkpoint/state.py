@@ -1,0 +1,111 @@
+"""The tensors of a checkpoint: model, optimizer and random state, under names that no wrapper or mesh changes."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from checkpoint.stores import CheckpointError
+
+WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+def model_tensors(model_parts: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """Name → parameter or persistent buffer, sharing memory with the model. A tied weight appears once."""
+    tensors: dict[str, Tensor] = {}
+    for part in model_parts:
+        module = _unwrapped(part)
+        state = module.state_dict()  # its hooks also bring FSDP2 parameters back to their sharded form
+        shared = {_clean(name) for name, _ in module.named_parameters(remove_duplicate=False)}
+        unique = {_clean(name) for name, _ in module.named_parameters()}
+        tensors |= {_clean(name): _plain(name, value.detach()) for name, value in state.items()}
+        for duplicate in shared - unique:
+            del tensors[duplicate]
+    return tensors
+
+
+def optimizer_tensors(model_parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """`parameter name.state name` → tensor, sharing memory with the optimizer; empty before its first step.
+
+    Hyperparameters are not part of it: they come from the config, so that a resumed run may change them.
+    """
+    for part in model_parts:
+        _unwrapped(part).state_dict()  # FSDP2: the sharded parameters, those which the optimizer holds, are in place
+    names = {
+        id(parameter): _clean(name) for part in model_parts for name, parameter in _unwrapped(part).named_parameters()
+    }
+    tensors = {}
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            name = f"{names[id(parameter)]}.{key}"
+            if not isinstance(value, Tensor):
+                raise CheckpointError(f"optimizer state {name} is a {type(value).__name__}: only tensors can be saved")
+            tensors[name] = _plain(name, value.detach())
+    return tensors
+
+
+def allocate_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Make the state tensors of an optimizer that has not stepped yet, by a step without gradient, rate or decay.
+
+    Changes no parameter (the way of torch.distributed.checkpoint.state_dict).
+    """
+    if optimizer.state:
+        return
+    saved = [dict(group) for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group.update(lr=torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0, weight_decay=0.0)
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, values in zip(optimizer.param_groups, saved, strict=True):
+        group.update(values)
+
+
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """Copies of torch's random states, of the CPU and of `device`: bytes, one dim."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type != "cpu":
+        states[device.type] = torch.get_device_module(device).get_rng_state()
+    return states
+
+
+def set_random_state(states: dict[str, Tensor]) -> None:
+    """Continue from what `random_state` gave."""
+    for kind, value in states.items():
+        if kind == "cpu":
+            torch.set_rng_state(value)
+        else:
+            torch.get_device_module(kind).set_rng_state(value)
+
+
+def _unwrapped(part: nn.Module) -> nn.Module:
+    return part.module if isinstance(part, DistributedDataParallel) else part
+
+
+def _clean(name: str) -> str:
+    for prefix in WRAPPER_PREFIXES:
+        name = name.replace(prefix, "")
+    return name
+
+
+def _plain(name: str, tensor: Tensor) -> Tensor:
+    """`tensor` without a wrapper subclass around its values (float8 weights), on the same memory."""
+    if isinstance(tensor, DTensor):
+        local = tensor.to_local()
+        values = _plain(name, local)
+        if values is local:
+            return tensor
+        return DTensor.from_local(
+            values, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        )
+    while is_traceable_wrapper_subclass(tensor):
+        fields, _ = tensor.__tensor_flatten__()
+        if len(fields) != 1:
+            raise CheckpointError(f"{name} is a {type(tensor).__name__} of {len(fields)} tensors: it cannot be saved")
+        tensor = getattr(tensor, fields[0])
+    return tensor

@@ -1,0 +1,432 @@
+"""One checkpoint in a store: DCP's layout, with a checksum per item and a manifest that commits it.
+
+A checkpoint is a folder `step-00000100-6920d3f2a41c` of its own, never written twice:
+
+    __0_0.distcp ...   the items of each rank, in torch.save's format, one after the other
+    .metadata          DCP's pickled index: where each piece of each tensor lies, and its CRC-32
+    MANIFEST.json      written last, the commit: sizes of all files, SHA-256 of .metadata, step, ...
+
+Stock readers (`torch.distributed.checkpoint.FileSystemReader`) read it, and stock checkpoints are read
+here, unchecked since they hold no checksums. Nothing is unpickled but the classes that DCP's index is made of.
+"""
+
+import dataclasses
+import hashlib
+import io
+import json
+import pickle
+import re
+import secrets
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import IO, Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from checkpoint.ranks import Ranks
+from checkpoint.stores import CheckpointError, DamagedError, Store, join
+
+MANIFEST = "MANIFEST.json"
+METADATA = ".metadata"
+FORMAT_VERSION = 1
+WRITE_THREADS = 2
+READ_THREADS = 8
+RANGE_BYTES = 16 << 20  # neighbouring items are read together up to this
+WINDOW_BYTES = 256 << 20  # read and not yet copied, at most, unless a single item is larger
+
+Manifest = dict[str, Any]
+State = dict[str, Any]  # nested dicts of tensors, as DCP's planners take them
+
+
+# ---------------------------------------------------------------- names
+
+
+def new_checkpoint_name(step: int) -> str:
+    """A folder name that no other save has: step, time and chance. Names sort by step, then by age."""
+    return f"step-{step:08d}-{int(time.time()):08x}{secrets.token_hex(2)}"
+
+
+def step_of(name: str) -> int | None:
+    """The step in a checkpoint's folder name, None for any other name."""
+    match = re.fullmatch(r"step-(\d{8,})-[0-9a-f]{12}", name)
+    return int(match[1]) if match else None
+
+
+# ---------------------------------------------------------------- writing
+
+
+def plan_save(state: State, ranks: Ranks) -> tuple[SavePlan, Metadata | None]:
+    """(what this rank writes, on rank 0 the index of it all). Collective.
+
+    The plan depends on names, shapes and placements only, so it serves every later save of the same run.
+    """
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(state, is_coordinator=ranks.rank == 0)
+    local_plans = ranks.gather(planner.create_local_plan())
+    plans: list[SavePlan] = []
+    metadata = None
+    if ranks.rank == 0:
+        plans, metadata = planner.create_global_plan(local_plans)
+    return ranks.scatter(plans), metadata
+
+
+def resolver(state: State) -> Callable[[WriteItem], Tensor]:
+    """The function that gives a write item's tensor: this rank's part of it, on its device."""
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(state)
+
+    def resolve(item: WriteItem) -> Tensor:
+        if item.type == WriteItemType.BYTE_IO:
+            raise TypeError(f"{item.index.fqn}: only tensors are part of a checkpoint's state")
+        tensor = planner.resolve_data(item)
+        assert isinstance(tensor, Tensor)
+        return tensor.detach()
+
+    return resolve
+
+
+def write_items(
+    store: Store, name: str, rank: int, items: Sequence[WriteItem], resolve: Callable[[WriteItem], Tensor]
+) -> list[WriteResult]:
+    """Write this rank's `items` into files of the checkpoint folder `name`, each item with its CRC-32.
+
+    Raises CheckpointError; then the file in question does not exist.
+    """
+    buckets = _split_evenly(items, WRITE_THREADS)
+    with ThreadPoolExecutor(WRITE_THREADS) as threads:
+        files = [f"__{rank}_{number}.distcp" for number in range(len(buckets))]
+        written = [
+            threads.submit(_write_file, store, name, file, bucket, resolve)
+            for file, bucket in zip(files, buckets, strict=True)
+        ]
+        return [result for future in written for result in future.result()]
+
+
+def commit(store: Store, name: str, metadata: Metadata, results: Iterable[WriteResult], facts: Manifest) -> Manifest:
+    """Write the index, then the manifest: from then on the checkpoint exists. For rank 0, after all have written.
+
+    `facts` go into the manifest as they are. Raises CheckpointError when an item was planned but not written.
+    """
+    storage_data = {result.index: result.storage_data for result in results}
+    planned = {
+        (fqn, tuple(chunk.offsets))
+        for fqn, tensor in metadata.state_dict_metadata.items()
+        for chunk in getattr(tensor, "chunks", ())
+    }
+    missing = planned - {(index.fqn, tuple(index.offset or ())) for index in storage_data}
+    if missing or len(planned) != len(storage_data):
+        raise CheckpointError(
+            f"{name}: {len(planned)} items planned, {len(storage_data)} written: {sorted(missing)[:3]}"
+        )
+    storage_meta = StorageMeta(checkpoint_id=name, save_id=name)
+    pickled = pickle.dumps(
+        dataclasses.replace(metadata, storage_data=storage_data, storage_meta=storage_meta, version=CURRENT_DCP_VERSION)
+    )
+    sizes = {METADATA: len(pickled)}
+    for info in storage_data.values():
+        sizes[info.relative_path] = max(sizes.get(info.relative_path, 0), info.offset + info.length)
+    manifest = {
+        "format": FORMAT_VERSION,
+        "files": dict(sorted(sizes.items())),
+        "metadata_sha256": hashlib.sha256(pickled).hexdigest(),
+        **facts,
+    }
+    store.put(f"{name}/{METADATA}", pickled)
+    store.put(f"{name}/{MANIFEST}", _encode_manifest(manifest))
+    return manifest
+
+
+class _ChecksummedStream(io.RawIOBase):
+    """What torch.save writes to: passes bytes on, keeps count and CRC-32 of the item being written."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self.stream = stream
+        self.position = 0
+        self.crc32 = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self.crc32 = zlib.crc32(data, self.crc32)
+        self.position += len(data)
+        self.stream.write(data)
+        return len(data)
+
+
+def _write_file(
+    store: Store, name: str, file: str, items: Sequence[WriteItem], resolve: Callable[[WriteItem], Tensor]
+) -> list[WriteResult]:
+    results = []
+    with store.create(f"{name}/{file}") as raw:
+        stream = _ChecksummedStream(raw)
+        for item in items:
+            offset, stream.crc32 = stream.position, 0
+            torch.save(_compact(resolve(item)), cast(IO[bytes], stream))
+            info = _StorageInfo(file, offset, stream.position - offset)
+            info.crc32 = stream.crc32  # type: ignore[attr-defined]
+            results.append(WriteResult(item.index, info.length, info))
+    return results
+
+
+def _compact(tensor: Tensor) -> Tensor:
+    """`tensor` in host memory, with no more storage than it needs: torch.save writes the whole storage."""
+    tensor = tensor.cpu().contiguous()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
+def _split_evenly(items: Sequence[WriteItem], parts: int) -> list[list[WriteItem]]:
+    """At most `parts` lists of about the same number of bytes, none empty."""
+    buckets: list[list[WriteItem]] = [[] for _ in range(parts)]
+    sizes = [0] * parts
+    for item in sorted(items, key=_item_bytes, reverse=True):
+        smallest = sizes.index(min(sizes))
+        buckets[smallest].append(item)
+        sizes[smallest] += _item_bytes(item) + 1
+    return [bucket for bucket in buckets if bucket]
+
+
+def _item_bytes(item: WriteItem) -> int:
+    assert item.tensor_data is not None
+    return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
+
+
+# ---------------------------------------------------------------- the manifest and the index
+
+
+def _encode_manifest(manifest: Manifest) -> bytes:
+    body = json.dumps(manifest, indent=1, sort_keys=True)
+    return json.dumps({"manifest": manifest, "sha256": _sha256(body)}, indent=1, sort_keys=True).encode()
+
+
+def read_manifest(store: Store, name: str) -> Manifest:
+    """The manifest of checkpoint `name`. Raises DamagedError if it is missing or was altered in any byte."""
+    path = f"{name}/{MANIFEST}".lstrip("/")
+    raw = store.read(path)
+    try:
+        manifest = json.loads(raw)["manifest"]
+        intact = _encode_manifest(manifest) == raw
+    except (ValueError, TypeError, KeyError):
+        intact = False
+    if not intact:
+        raise DamagedError(f"{store.url}/{path}: does not match its own checksum")
+    if manifest["format"] != FORMAT_VERSION:
+        raise CheckpointError(f"{store.url}/{path}: format {manifest['format']}; this version reads {FORMAT_VERSION}")
+    return manifest
+
+
+def read_metadata(store: Store, name: str, manifest: Manifest | None) -> bytes:
+    """The pickled index of checkpoint `name`, as `manifest` vouches for it. Raises DamagedError."""
+    path = f"{name}/{METADATA}".lstrip("/")
+    pickled = store.read(path)
+    if manifest is not None and _sha256(pickled) != manifest["metadata_sha256"]:
+        raise DamagedError(f"{store.url}/{path}: SHA-256 differs from the manifest's")
+    return pickled
+
+
+def unpickle_metadata(pickled: bytes) -> Metadata:
+    """DCP's index from its pickle. Raises DamagedError where that asks for any class an index is not made of."""
+    try:
+        metadata = _IndexUnpickler(io.BytesIO(pickled)).load()
+    except DamagedError:
+        raise
+    except Exception as error:
+        raise DamagedError(f"{METADATA}: not a readable index: {type(error).__name__}: {error}") from None
+    if not isinstance(metadata, Metadata):
+        raise DamagedError(f"{METADATA}: holds a {type(metadata).__name__}, not DCP's Metadata")
+    return metadata
+
+
+_METADATA_CLASSES = (
+    "Metadata ChunkStorageMetadata TensorStorageMetadata BytesStorageMetadata TensorProperties MetadataIndex "
+    "StorageMeta _MEM_FORMAT_ENCODING"
+)
+_INDEX_CLASSES = frozenset(
+    {("torch.distributed.checkpoint.metadata", name) for name in _METADATA_CLASSES.split()}
+    | {("torch.distributed.checkpoint.filesystem", "_StorageInfo")}
+    | {("torch", "Size"), ("torch.serialization", "_get_layout")}
+    | {("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")}  # the checkpoint's own name, in stock ones
+)
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """Builds nothing but the classes that an index is made of, so that no code hidden in a checkpoint runs."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if (module, name) not in _INDEX_CLASSES and not is_dtype:
+            raise DamagedError(f"{METADATA}: asks for {module}.{name}, which no index contains: refused")
+        return super().find_class(module, name)
+
+
+def _sha256(data: bytes | str) -> str:
+    return hashlib.sha256(data.encode() if isinstance(data, str) else data).hexdigest()
+
+
+# ---------------------------------------------------------------- reading
+
+
+def read_state(store: Store, name: str, metadata: Metadata, state: State) -> None:
+    """Fill the tensors of `state` (nested dicts; DTensors: this rank's part) from checkpoint `name`, in place.
+
+    Every item is checked against its CRC-32 before any of it is copied. Raises CheckpointError when a tensor
+    is not in the checkpoint or has another shape there, DamagedError naming file and tensor when bytes are wrong;
+    `state` may then be filled in part.
+    """
+    planner = DefaultLoadPlanner()
+    planner.set_up_planner(state, metadata)
+    _check_tensors(join(store.url, name), planner.state_dict, metadata)
+    plan = planner.create_local_plan()
+
+    def consume(info: _StorageInfo, data: memoryview, wanted: list[ReadItem]) -> None:
+        index = wanted[0].storage_index
+        _check_item(store, name, info, index, data)
+        try:
+            tensor = torch.load(cast(IO[bytes], _MemoryReader(data)), map_location="cpu", weights_only=True)
+        except Exception as error:
+            where = f"{join(store.url, name)}/{info.relative_path}"
+            raise DamagedError(f"{where}: {index.fqn} is not a tensor that can be read: {error}") from None
+        for item in wanted:
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths))
+            planner.commit_tensor(item, target)
+
+    wanted: dict[tuple[str, int], tuple[_StorageInfo, list[ReadItem]]] = {}
+    for item in plan.items:
+        info = metadata.storage_data[item.storage_index]
+        wanted.setdefault((info.relative_path, info.offset), (info, []))[1].append(item)
+    by_info = [wanted[key] for key in sorted(wanted)]
+    _read_ranges(store, name, by_info, consume)
+
+
+def verify_items(
+    store: Store, name: str, metadata: Metadata, progress: Callable[[int], None] = lambda count: None
+) -> None:
+    """Read and check every item of checkpoint `name`; `progress` gets the bytes of each. Raises DamagedError."""
+
+    def consume(info: _StorageInfo, data: memoryview, index: MetadataIndex) -> None:
+        _check_item(store, name, info, index, data)
+        progress(info.length)
+
+    by_place = sorted(metadata.storage_data.items(), key=lambda pair: (pair[1].relative_path, pair[1].offset))
+    _read_ranges(store, name, [(info, index) for index, info in by_place], consume)
+
+
+def tensors_in(metadata: Metadata, prefix: str) -> set[str]:
+    """Names of the checkpoint's tensors that start with `prefix`."""
+    return {name for name in metadata.state_dict_metadata if name.startswith(prefix)}
+
+
+def _check_tensors(place: str, tensors: Mapping[str, Any], metadata: Metadata) -> None:
+    missing = sorted(set(tensors) - set(metadata.state_dict_metadata))
+    if missing:
+        raise CheckpointError(f"{place}: has no {', '.join(missing[:3])}{_and_more(missing)}")
+    for fqn, tensor in tensors.items():
+        stored = getattr(metadata.state_dict_metadata[fqn], "size", None)
+        if stored is None or tuple(stored) != tuple(tensor.size()):
+            held = "not a tensor" if stored is None else f"of shape {tuple(stored)}"
+            raise CheckpointError(f"{place}: {fqn} is {held}, must be of shape {tuple(tensor.size())}")
+
+
+def _check_item(store: Store, name: str, info: _StorageInfo, index: MetadataIndex, data: memoryview) -> None:
+    expected = getattr(info, "crc32", None)  # stock checkpoints have none
+    if expected is not None and zlib.crc32(data) != expected:
+        where = join(store.url, name)
+        raise DamagedError(f"{where}/{info.relative_path}: checksum of {index.fqn} differs, at byte {info.offset}")
+
+
+def _read_ranges(
+    store: Store,
+    name: str,
+    items: Sequence[tuple[_StorageInfo, Any]],
+    consume: Callable[[_StorageInfo, memoryview, Any], None],
+) -> None:
+    """Read `items`, sorted by place, in parallel, neighbours together, and hand each to `consume` with its bytes.
+
+    At most WINDOW_BYTES are held at a time, or one range if that alone is larger.
+    """
+    prefix = f"{name}/" if name else ""
+
+    def read(group: list[tuple[_StorageInfo, Any]]) -> None:
+        start = group[0][0].offset
+        buffer = np.empty(group[-1][0].offset + group[-1][0].length - start, np.uint8).data
+        store.read_into(prefix + group[0][0].relative_path, start, buffer)
+        for info, target in group:
+            consume(info, buffer[info.offset - start : info.offset - start + info.length], target)
+
+    held: dict[Future[None], int] = {}
+    with ThreadPoolExecutor(READ_THREADS) as threads:
+        try:
+            for group in _neighbours(items):
+                size = sum(info.length for info, _ in group)
+                while held and sum(held.values()) + size > WINDOW_BYTES:
+                    _drop_done(held)
+                held[threads.submit(read, group)] = size
+            while held:
+                _drop_done(held)
+        finally:
+            for future in held:
+                future.cancel()
+
+
+def _drop_done(held: dict[Future[None], int]) -> None:
+    """Wait for one or more of `held` and remove them. Raises what they raised."""
+    for future in wait(held, return_when=FIRST_COMPLETED).done:
+        del held[future]
+        future.result()
+
+
+def _neighbours(items: Sequence[tuple[_StorageInfo, Any]]) -> Iterator[list[tuple[_StorageInfo, Any]]]:
+    """Runs of items that touch in one file, up to RANGE_BYTES."""
+    group: list[tuple[_StorageInfo, Any]] = []
+    for info, target in items:
+        if group:
+            first, last = group[0][0], group[-1][0]
+            touches = info.relative_path == last.relative_path and info.offset == last.offset + last.length
+            if not touches or info.offset + info.length - first.offset > RANGE_BYTES:
+                yield group
+                group = []
+        group.append((info, target))
+    if group:
+        yield group
+
+
+class _MemoryReader(io.RawIOBase):
+    """A seekable file over memory, without the copy that BytesIO would make."""
+
+    def __init__(self, data: memoryview) -> None:
+        self.data = data
+        self.position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self.position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.position, io.SEEK_END: len(self.data)}[whence]
+        return self.position
+
+    def readinto(self, buffer: Any) -> int:
+        count = min(len(buffer), len(self.data) - self.position)
+        buffer[:count] = self.data[self.position : self.position + count]
+        self.position += count
+        return count
+
+
+def _and_more(names: Sequence[str]) -> str:
+    return f" and {len(names) - 3} more" if len(names) > 3 else ""

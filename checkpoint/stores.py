@@ -1,0 +1,132 @@
+"""Where the bytes of checkpoints live: a local folder, with the same few operations as an object store.
+
+Names are relative to the store and use `/`. A name is written once and never overwritten.
+"""
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from typing import IO, Protocol
+
+from config import TitaniteError
+
+
+class CheckpointError(TitaniteError):
+    """A checkpoint cannot be written, or does not fit what it is loaded into."""
+
+
+class DamagedError(CheckpointError):
+    """Bytes of a checkpoint are missing or not those that were written."""
+
+
+class Store(Protocol):
+    """What checkpoints need of a place."""
+
+    url: str
+
+    def sizes(self, prefix: str = "") -> dict[str, int]:
+        """Name → bytes of everything under the folder `prefix`; empty if there is nothing."""
+
+    def read(self, name: str) -> bytes:
+        """All of a small file. Raises DamagedError if it does not exist."""
+
+    def read_into(self, name: str, offset: int, view: memoryview) -> None:
+        """Fill `view` from `offset`. Raises DamagedError if the file is missing or ends before."""
+
+    def create(self, name: str) -> AbstractContextManager[IO[bytes]]:
+        """A stream to write; durable and visible once the context ends well, gone if it does not."""
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write a small file at once: it is seen whole or not at all, and lasts."""
+
+    def remove(self, names: list[str]) -> None:
+        """Remove files, in this order; those already gone are passed over."""
+
+
+class LocalStore:
+    """A folder of a file system that all ranks see."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.url = str(folder)
+        self.folder = Path(folder)
+
+    def sizes(self, prefix: str = "") -> dict[str, int]:
+        sizes = {}
+        for folder, _, names in os.walk(self.folder / prefix):
+            for file in (Path(folder) / name for name in names):
+                with suppress(FileNotFoundError):  # removed since it was listed
+                    sizes[file.relative_to(self.folder).as_posix()] = file.stat().st_size
+        return sizes
+
+    def read(self, name: str) -> bytes:
+        with _reported(f"{self.url}/{name}"):
+            return (self.folder / name).read_bytes()
+
+    def read_into(self, name: str, offset: int, view: memoryview) -> None:
+        with _reported(f"{self.url}/{name}"), open(self.folder / name, "rb", buffering=0) as file:
+            file.seek(offset)
+            done = 0
+            while done < len(view):
+                count = file.readinto(view[done:])
+                if not count:
+                    raise DamagedError(f"{self.url}/{name}: ends at byte {offset + done}, {len(view) - done} missing")
+                done += count
+
+    @contextmanager
+    def create(self, name: str) -> Iterator[IO[bytes]]:
+        path = self.folder / name
+        with _reported(f"{self.url}/{name}"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                with open(path, "xb", buffering=1 << 20) as file:
+                    yield file
+                    file.flush()
+                    os.fsync(file.fileno())
+            except FileExistsError:
+                raise
+            except BaseException:
+                path.unlink(missing_ok=True)
+                raise
+
+    def put(self, name: str, data: bytes) -> None:
+        path = self.folder / name
+        temporary = f"{name}.tmp"
+        with self.create(temporary) as file:
+            file.write(data)
+        with _reported(f"{self.url}/{name}"):
+            os.replace(self.folder / temporary, path)
+            for folder in (path.parent, path.parent.parent):  # the names, too, must survive a power cut
+                descriptor = os.open(folder, os.O_RDONLY)
+                os.fsync(descriptor)
+                os.close(descriptor)
+
+    def remove(self, names: list[str]) -> None:
+        for name in names:
+            (self.folder / name).unlink(missing_ok=True)
+        for parent in {(self.folder / name).parent for name in names}:
+            if parent != self.folder and parent.is_dir() and not any(parent.iterdir()):
+                parent.rmdir()
+
+
+def open_store(url: str | Path) -> Store:
+    """The store at `url`."""
+    return LocalStore(url)
+
+
+def join(url: str | Path, name: str) -> str:
+    """`name` inside the folder `url`."""
+    return f"{str(url).rstrip('/')}/{name}".rstrip("/")
+
+
+@contextmanager
+def _reported(path: str) -> Iterator[None]:
+    """Errors of the operating system as errors of a checkpoint that name the file."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise DamagedError(f"{path}: missing") from None
+    except OSError as error:
+        hint = "; free some space or set checkpoint.folder elsewhere" if error.errno == errno.ENOSPC else ""
+        raise CheckpointError(f"{path}: {error.strerror or error}{hint}") from error

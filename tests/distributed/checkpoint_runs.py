@@ -1,0 +1,132 @@
+"""A small training run with checkpoints, in the shapes of parallelism there are: what the checkpoint tests train."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from checkpoint.manager import CheckpointManager
+from config import Checkpoint, Config
+
+IDENTITY = {"name": "tower", "dim": 12, "layers": [2, 2]}
+
+
+class Tower(nn.Module):
+    """Two residual blocks and a head; 13 rows do not divide by any world size here."""
+
+    def __init__(self, dim: int = 12, rows: int = 13) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleDict(
+            {str(i): nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, dim, bias=False)) for i in range(2)}
+        )
+        self.head = nn.Linear(dim, rows)
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        for block in self.blocks.values():
+            x_BD = x_BD + block(x_BD)
+        return self.head(x_BD)
+
+
+class Counter:
+    """A data loader that only knows how far it is."""
+
+    def __init__(self) -> None:
+        self.samples = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"samples": self.samples}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.samples = state_dict["samples"]
+
+
+class Run:
+    """Model, optimizer, data and checkpoints, sharded as `mesh_shape` says: () not at all, (2,) FSDP2, (2, 2) HSDP."""
+
+    def __init__(self, folder: str | Path, mesh_shape: Sequence[int] = (), seed: int = 0, **settings: Any) -> None:
+        torch.manual_seed(seed)
+        self.model = Tower()
+        if mesh_shape:
+            names = ("dp_replicate", "dp_shard")[-len(mesh_shape) :]
+            mesh = init_device_mesh("cpu", tuple(mesh_shape), mesh_dim_names=names)
+            for block in self.model.blocks.values():
+                fully_shard(block, mesh=mesh)
+            fully_shard(self.model, mesh=mesh)
+        decayed = [p for p in self.model.parameters() if p.ndim > 1]
+        others = [p for p in self.model.parameters() if p.ndim <= 1]
+        self.optimizer = torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=1e-2)
+        self.data = Counter()
+        torch.manual_seed(1000 + (dist.get_rank() if dist.is_initialized() else 0))
+        config = Config(checkpoint=Checkpoint(folder=str(folder), **settings))
+        self.checkpoint = CheckpointManager(
+            config,
+            Path("unused"),
+            model=[self.model],
+            optimizer=self.optimizer,
+            dataloader=self.data,
+            identity=IDENTITY,
+        )
+
+    def step(self) -> None:
+        """One step on rank-independent data with noise from the rank's own random state."""
+        generator = torch.Generator().manual_seed(self.data.samples)
+        x = torch.randn(4, 12, generator=generator)
+        loss = (self.model(x) + 1e-3 * torch.randn(4, 13)).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.data.samples += 4
+
+    def train(self, first: int, last: int) -> None:
+        """Steps `first` + 1 to `last`, with a checkpoint whenever one is due."""
+        for step in range(first + 1, last + 1):
+            self.step()
+            self.checkpoint.save_if_due(step, last=step == last)
+        self.checkpoint.close()
+
+    def everything(self) -> dict[str, Any]:
+        """All that a checkpoint must bring back, whole tensors, by name."""
+        found: dict[str, Any] = {"samples": self.data.samples, "random": torch.get_rng_state()}
+        self.model.state_dict()  # sharded again
+        for name, parameter in self.model.named_parameters():
+            found[name] = _full(parameter)
+            for key, value in self.optimizer.state[parameter].items():
+                found[f"{name}.{key}"] = _full(value)
+        return found
+
+
+def _full(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+def train_run(folder: str, mesh_shape: Sequence[int], first: int, last: int, settings: dict[str, Any]) -> Any:
+    """Train from a checkpoint (there must be one of step `first`, unless 0) to `last`; everything at the end."""
+    run = Run(folder, mesh_shape, seed=first, **settings)
+    assert run.checkpoint.load() == first
+    run.train(first, last)
+    return run.everything()
+
+
+def load_run(folder: str, mesh_shape: Sequence[int]) -> Any:
+    """(step, everything) after a load into differently initialised weights."""
+    run = Run(folder, mesh_shape, seed=99)
+    step = run.checkpoint.load()
+    return step, run.everything()
+
+
+def same(left: dict[str, Any], right: dict[str, Any], but: Sequence[str] = ()) -> list[str]:
+    """Names whose values are not equal bit for bit."""
+    assert left.keys() == right.keys()
+    return [
+        name
+        for name in left
+        if name not in but
+        and not (torch.equal(left[name], right[name]) if isinstance(left[name], Tensor) else left[name] == right[name])
+    ]

@@ -1,0 +1,33 @@
+"""Resume: the same bits at the same world size, the same state at any other."""
+
+import pytest
+
+from tests.distributed.checkpoint_runs import load_run, same, train_run
+from tests.harness import run_ranks
+
+MESHES = [((), 1), ((2,), 2), ((3,), 3), ((2, 2), 4), ((4,), 4)]
+
+
+@pytest.mark.parametrize(("mesh", "world_size"), [((1,), 1), ((2,), 2), ((2, 2), 4)])
+def test_resumed_run_gives_the_bits_of_the_uninterrupted_one(tmp_path, mesh, world_size):
+    straight = run_ranks(world_size, train_run, str(tmp_path / "a"), mesh, 0, 6, {"interval": 100})
+    run_ranks(world_size, train_run, str(tmp_path / "b"), mesh, 0, 3, {"interval": 100})
+    resumed = run_ranks(world_size, train_run, str(tmp_path / "b"), mesh, 3, 6, {"interval": 100})
+    for ours, theirs in zip(resumed, straight, strict=True):
+        assert same(ours, theirs) == []
+
+
+@pytest.mark.parametrize(("mesh", "world_size"), MESHES)
+def test_any_mesh_loads_what_any_mesh_wrote(tmp_path, mesh, world_size):
+    written = run_ranks(world_size, train_run, str(tmp_path), mesh, 0, 2, {"interval": 100})[0]
+    for other_mesh, other_size in MESHES:
+        for step, loaded in run_ranks(other_size, load_run, str(tmp_path), other_mesh):
+            assert step == 2
+            assert (
+                same(
+                    loaded,
+                    written,
+                    but=() if (other_size, other_mesh) == (1, ()) == (world_size, mesh) else ("random",),
+                )
+                == []
+            )

@@ -1,0 +1,216 @@
+"""One checkpoint in one process: layout, commit, checks, what is refused."""
+
+import json
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+from checkpoint.manager import committed, load_model
+from checkpoint.stores import CheckpointError, open_store
+from tests.distributed.checkpoint_runs import IDENTITY, Run, Tower
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """A run with checkpoints of step 1 and 2 in `tmp_path`."""
+    run = Run(tmp_path, interval=1, keep=0)
+    run.train(0, 2)
+    return run
+
+
+def newest(folder: Path) -> Path:
+    return folder / committed(open_store(folder))[0]
+
+
+def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_load_model_takes_run_folder_checkpoints_folder_and_single_checkpoint(tmp_path):
+    run = Run(tmp_path / "checkpoints", interval=1, keep=0)
+    run.train(0, 1)
+    first = weights(run.model)
+    run.train(1, 2)
+    for place in (tmp_path, tmp_path / "checkpoints", newest(tmp_path / "checkpoints")):
+        model = Tower()
+        manifest = load_model(place, model)
+        assert (manifest["step"], manifest["identity"]) == (2, IDENTITY)
+        assert_same(weights(model), weights(run.model))
+    older = committed(open_store(tmp_path / "checkpoints"))[1]
+    load_model(tmp_path / "checkpoints" / older, model)
+    assert_same(weights(model), first)
+
+
+def test_stock_reader_reads_ours(tmp_path, run):
+    model = Tower()
+    state = {"model": model.state_dict()}
+    dcp.load(state, storage_reader=FileSystemReader(newest(tmp_path)), no_dist=True)
+    assert_same(state["model"], weights(run.model))
+
+
+def test_stock_checkpoint_is_read(tmp_path):
+    model, other = Tower(), Tower()
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "stock", no_dist=True)
+    assert load_model(tmp_path / "stock", other) == {}
+    assert_same(weights(other), weights(model))
+
+
+def test_without_manifest_a_checkpoint_does_not_exist(tmp_path, run):
+    (newest(tmp_path) / "MANIFEST.json").unlink()
+    assert load_model(tmp_path, Tower())["step"] == 1
+
+
+def test_keep_removes_older_ones_after_the_commit(tmp_path):
+    Run(tmp_path, interval=1, keep=2).train(0, 4)
+    assert [int(name.split("-")[1]) for name in committed(open_store(tmp_path))] == [4, 3]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_every_flipped_byte_of_every_file_is_found(tmp_path, run):
+    """In turn for about 40 places in each file of the newest: the resume takes the one before."""
+    resumer = Run(tmp_path)
+    for file in sorted(newest(tmp_path).iterdir()):
+        intact = file.read_bytes()
+        for position in range(0, len(intact), max(1, len(intact) // 40)):
+            flipped = bytearray(intact)
+            flipped[position] ^= 1 << (position % 8)
+            file.write_bytes(flipped)
+            assert resumer.checkpoint.load() == 1, (file.name, position)
+        file.write_bytes(intact)
+    assert resumer.checkpoint.load() == 2
+
+
+@pytest.mark.parametrize("damage", ["truncate", "delete"])
+def test_missing_bytes_are_found_and_named(tmp_path, run, damage, caplog):
+    for file in sorted(newest(tmp_path).glob("[_.]*")):
+        intact = file.read_bytes()
+        file.write_bytes(intact[: len(intact) // 2]) if damage == "truncate" else file.unlink()
+        caplog.clear()
+        assert Run(tmp_path).checkpoint.load() == 1
+        assert file.name in caplog.text
+        file.write_bytes(intact)
+
+
+def test_damage_is_named_by_file_and_tensor(tmp_path, run, caplog):
+    file = newest(tmp_path) / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 4
+    file.write_bytes(data)
+    assert Run(tmp_path).checkpoint.load() == 1
+    assert "__0_0.distcp: checksum of" in caplog.text
+
+
+def test_resume_falls_back_as_a_whole_and_removes_the_damaged_one_after_the_next_commit(tmp_path, run):
+    before = newest(tmp_path)
+    for file in newest(tmp_path).glob("*.distcp"):
+        data = bytearray(file.read_bytes())
+        data[-400] ^= 1
+        file.write_bytes(data)
+    again = Run(tmp_path, interval=1, keep=2)
+    assert again.checkpoint.load() == 1
+    reference = Run(tmp_path / "reference", interval=100)
+    reference.train(0, 1)
+    assert_same(weights(again.model), weights(reference.model))
+    assert before.exists()
+    again.train(1, 2)
+    assert not before.exists()
+    assert [int(name.split("-")[1]) for name in committed(open_store(tmp_path))] == [2, 1]
+
+
+def test_nothing_intact_is_an_error_never_a_fresh_start(tmp_path, run):
+    for name in committed(open_store(tmp_path)):
+        (tmp_path / name / ".metadata").unlink()
+    with pytest.raises(CheckpointError, match="none of its 2 checkpoints is intact"):
+        Run(tmp_path).checkpoint.load()
+
+
+def test_another_model_is_refused_with_the_keys_that_differ(tmp_path, run):
+    other = Run(tmp_path)
+    other.checkpoint.identity = {**IDENTITY, "dim": 16}
+    with pytest.raises(CheckpointError, match="of another model: dim = 12, here 16"):
+        other.checkpoint.load()
+
+
+@pytest.mark.parametrize("model", [Tower(rows=14), Tower(dim=8), torch.nn.Linear(3, 3)])
+def test_load_model_refuses_a_model_that_does_not_fit(tmp_path, run, model):
+    with pytest.raises(CheckpointError, match=r"shape|has no|has not"):
+        load_model(tmp_path, model)
+
+
+def test_no_checkpoint_is_step_0_and_an_error_for_load_model(tmp_path):
+    assert Run(tmp_path / "nothing").checkpoint.load() == 0
+    with pytest.raises(CheckpointError, match="no checkpoint here"):
+        load_model(tmp_path, Tower())
+
+
+def test_initial_load_takes_weights_only(tmp_path, run):
+    fresh = Run(tmp_path / "fine-tune", seed=7, initial_load=str(tmp_path))
+    assert fresh.checkpoint.load() == 0
+    assert_same(weights(fresh.model), weights(run.model))
+    assert not fresh.optimizer.state
+    assert fresh.data.samples == 0
+
+
+def test_no_step_is_saved_twice(tmp_path):
+    run = Run(tmp_path, interval=2, keep=0)
+    run.train(0, 2)
+    run.checkpoint.save_if_due(2, last=True)
+    assert len(committed(open_store(tmp_path))) == 1
+
+
+class Payload:
+    """Runs a command when unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.marker}",)
+
+
+def test_payload_in_the_index_never_runs(tmp_path, run):
+    marker = tmp_path / "ran"
+    (newest(tmp_path) / ".metadata").write_bytes(pickle.dumps(Payload(marker)))
+    assert load_model(tmp_path, Tower())["step"] == 1
+    stock = tmp_path / "stock"
+    dcp.save({"model": Tower().state_dict()}, checkpoint_id=stock, no_dist=True)
+    (stock / ".metadata").write_bytes(pickle.dumps(Payload(marker)))
+    with pytest.raises(CheckpointError, match="refused"):
+        load_model(stock, Tower())
+    assert not marker.exists()
+
+
+def test_payload_in_an_item_never_runs(tmp_path):
+    """A stock checkpoint, which has no checksums, with a pickle planted in the place of every tensor."""
+    marker, stock = tmp_path / "ran", tmp_path / "stock"
+    dcp.save({"model": Tower().state_dict()}, checkpoint_id=stock, no_dist=True)
+    torch.save(Payload(marker), tmp_path / "payload")
+    planted = (tmp_path / "payload").read_bytes()
+    metadata = FileSystemReader(stock).read_metadata()
+    file = stock / "__0_0.distcp"
+    for info in metadata.storage_data.values():
+        info.offset, info.length = 0, len(planted)
+    file.write_bytes(planted)
+    (stock / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match="not a tensor that can be read"):
+        load_model(stock, Tower())
+    assert not marker.exists()
+    torch.load(tmp_path / "payload", weights_only=False)
+    assert marker.exists()  # the payload is a real one
+
+
+def test_manifest_says_what_is_inside(tmp_path, run):
+    folder = newest(tmp_path)
+    manifest = json.loads((folder / "MANIFEST.json").read_text())["manifest"]
+    assert manifest["files"] == {f.name: f.stat().st_size for f in folder.iterdir() if f.name != "MANIFEST.json"}
+    assert (manifest["step"], manifest["world_size"], manifest["dataloader"]) == (2, 1, {"samples": 8})
