@@ -1,0 +1,281 @@
+"""Batches for training and validation: the order of data.order, read ahead by a thread."""
+
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from config import Config, grad_accum_steps
+from data.order import Segment
+from data.shards import DataError, Dataset, check_datasets, open_dataset
+from data.stream import Stream
+from data.tokenizer import Tokenizer
+
+IGNORED = -100  # the label that torch's cross-entropy skips
+STATE_VERSION = 1
+
+
+class Batch(NamedTuple):
+    """One microbatch of one data-parallel rank. Every tensor is int64 [local_batch_size, seq_len]."""
+
+    tokens: torch.Tensor
+    labels: torch.Tensor  # the next token; IGNORED where nothing is trained
+    positions: torch.Tensor | None  # restart at each document, when data.mask_documents; else None
+
+
+class _Step(NamedTuple):
+    """What the thread hands over: a step's microbatches and the samples consumed after it."""
+
+    batches: list[Batch]
+    samples: int
+
+
+class DataLoader:
+    """The batches of one data-parallel rank, as a function of the number of samples consumed.
+
+    The position counts what `next_step` has returned, whatever was read ahead, and is the
+    same on all ranks, so the same state fits any number of ranks and any batch size.
+    """
+
+    def __init__(self, config: Config, dp_rank: int, dp_size: int, pin_memory: bool = False):
+        datasets = [open_dataset(url) for url in config.data.datasets]
+        self.tokenizer: Tokenizer = datasets[0].tokenizer()
+        self.vocab_size: int = max(dataset.vocab_size for dataset in datasets)
+        self.wait_seconds: float = 0.0
+        self._seed = config.run.seed
+        self._window_blocks = config.data.window_blocks
+        self._streams = [
+            Stream(dataset.split("train"), dataset.hash, self._seed, self._window_blocks) for dataset in datasets
+        ]
+        self._weights = _shares(config, datasets)
+        self._hashes = tuple(dataset.hash for dataset in datasets)
+        self._segment = Segment(self._hashes, self._weights, (0,) * len(datasets), config.training.seq_len)
+        self._samples = 0  # of the segment, consumed
+        self._earlier: dict[str, int] = {}  # tokens consumed of datasets no longer in the mixture
+        self._accumulation = grad_accum_steps(config.training, dp_size)
+        self._local_batch_size = config.training.local_batch_size
+        self._dp_rank, self._dp_size = dp_rank, dp_size
+        self._positions = config.data.mask_documents
+        self._pin_memory = pin_memory
+        self._prefetch_steps = config.data.prefetch_steps
+        self._prefetcher: _Prefetcher | None = None
+
+    def next_step(self) -> list[Batch]:
+        """The microbatches of the next optimizer step of this rank. Raises DataError."""
+        begin = time.perf_counter()
+        if self._prefetch_steps:
+            if self._prefetcher is None:
+                self._prefetcher = _Prefetcher(self._steps(), self._prefetch_steps)
+            step = self._prefetcher.next()
+        else:
+            step = next(self._steps())
+        self._samples = step.samples
+        self.wait_seconds = time.perf_counter() - begin
+        return step.batches
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the training stands: plain JSON, the same on all ranks."""
+        return {
+            "version": STATE_VERSION,
+            "seed": self._seed,
+            "window_blocks": self._window_blocks,
+            "seq_len": self._segment.seq_len,
+            "samples": self._samples,
+            "datasets": {
+                name: [start, weight]
+                for name, start, weight in zip(
+                    self._segment.datasets, self._segment.starts, self._segment.weights, strict=True
+                )
+            },
+            "earlier": self._earlier,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state` stands.
+
+        World size, batch sizes and prefetch may have changed freely. A change of seq_len, of
+        the weights or of the set of datasets starts a new segment there: no token comes again.
+
+        Raises DataError when the order itself would be another one.
+        """
+        for key, own in (
+            ("version", STATE_VERSION),
+            ("seed", self._seed),
+            ("window_blocks", self._window_blocks),
+        ):
+            if state[key] != own:
+                name = {"version": "version of the data state", "seed": "run.seed"}.get(key, f"data.{key}")
+                raise DataError(
+                    f"{name} = {own}: the checkpoint was trained with {state[key]}, another order of the data; "
+                    f"resume with {state[key]} or start a new run"
+                )
+        starts, weights = zip(*state["datasets"].values(), strict=True)
+        saved = Segment(tuple(state["datasets"]), weights, starts, state["seq_len"])
+        current = Segment(self._hashes, self._weights, starts, self._segment.seq_len)
+        self._stop_prefetch()
+        if saved == current:
+            self._segment, self._samples, self._earlier = saved, state["samples"], dict(state["earlier"])
+            return
+        tokens = state["earlier"] | dict(zip(saved.datasets, saved.consumed(state["samples"]), strict=True))
+        starts = tuple(tokens.pop(name, 0) for name in self._hashes)
+        self._segment, self._samples, self._earlier = current._replace(starts=starts), 0, tokens
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        self._stop_prefetch()
+        for stream in self._streams:
+            stream.close()
+
+    def _stop_prefetch(self) -> None:
+        if self._prefetcher is not None:
+            self._prefetcher.close()
+            self._prefetcher = None
+
+    def _steps(self) -> Iterator[_Step]:
+        """Steps from the current position on."""
+        segment, samples = self._segment, self._samples
+        size, run = self._local_batch_size, self._local_batch_size * self._dp_size
+        while True:
+            batches = []
+            for microbatch in range(self._accumulation):
+                first = samples + microbatch * run + self._dp_rank * size
+                batches.append(self._batch(*segment.locate(first, size)))
+            samples += self._accumulation * run
+            yield _Step(batches, samples)
+
+    def _batch(self, dataset: np.ndarray, start: np.ndarray) -> Batch:
+        """The samples that begin at token `start` of stream `dataset`."""
+        shape = (len(dataset), self._segment.seq_len)
+        batch = _empty_batch(shape, self._positions, self._pin_memory)
+        for i, stream in enumerate(self._streams):
+            rows = np.flatnonzero(dataset == i)
+            if len(rows):
+                _fill(batch, stream, rows, int(start[rows[0]]))
+        return batch
+
+
+class _Prefetcher:
+    """A thread that keeps up to `depth` items of an iterator ready."""
+
+    def __init__(self, items: Iterator[_Step], depth: int):
+        self._ready: queue.Queue[_Step | BaseException] = queue.Queue(depth)
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(items,), name="prefetch", daemon=True)
+        self._thread.start()
+
+    def next(self) -> _Step:
+        """The next item; an exception of the iterator is raised here."""
+        item = self._ready.get()
+        if isinstance(item, BaseException):
+            self._ready.put(item)  # and again at every further call
+            raise item
+        return item
+
+    def close(self) -> None:
+        self._stopping.set()
+        while self._thread.is_alive():
+            try:  # the thread may be waiting for room
+                self._ready.get_nowait()
+            except queue.Empty:
+                self._thread.join(timeout=0.01)
+
+    def _run(self, items: Iterator[_Step]) -> None:
+        try:
+            for item in items:
+                if self._stopping.is_set():
+                    return
+                self._ready.put(item)
+        except BaseException as error:
+            self._ready.put(error)
+
+
+def build_dataloader(config: Config, dp_rank: int, dp_size: int, pin_memory: bool = False) -> DataLoader:
+    """The training data of data-parallel rank `dp_rank` of `dp_size`.
+
+    Raises DataError when the data cannot be used, ConfigError when the batch sizes do not divide.
+    """
+    check_datasets(config)
+    return DataLoader(config, dp_rank, dp_size, pin_memory)
+
+
+def _shares(config: Config, datasets: list[Dataset]) -> tuple[float, ...]:
+    """The share of the samples that each dataset gives; they sum to 1."""
+    weights = config.data.weights or [dataset.split("train").total_tokens for dataset in datasets]
+    return tuple(weight / sum(weights) for weight in weights)
+
+
+def _empty_batch(shape: tuple[int, int], positions: bool, pin_memory: bool = False) -> Batch:
+    tokens, labels = (torch.empty(shape, dtype=torch.int64, pin_memory=pin_memory) for _ in range(2))
+    return Batch(tokens, labels, torch.empty(shape, dtype=torch.int64, pin_memory=pin_memory) if positions else None)
+
+
+def _padding(shape: tuple[int, int], positions: bool) -> Batch:
+    tokens = torch.zeros(shape, dtype=torch.int64)
+    labels = torch.full(shape, IGNORED, dtype=torch.int64)
+    return Batch(tokens, labels, torch.arange(shape[1]).repeat(shape[0], 1) if positions else None)
+
+
+def _fill(batch: Batch, stream: Stream, rows: np.ndarray, start: int, end: int | None = None) -> None:
+    """Fill `rows` of the batch with consecutive samples of a stream, the first from token `start`.
+
+    Where the stream is to be read only up to token `end`, the rest is padding, with labels IGNORED.
+    """
+    seq_len = batch.tokens.shape[1]
+    size = len(rows) * seq_len + 1
+    filled = size if end is None else min(size, end - start)
+    flat = np.zeros(size, stream.split.dtype)
+    lengths = stream.read(start, flat[:filled])
+    lengths[-1] += size - filled
+    # A slice where one will do: assigning to a slice is a plain copy.
+    where = slice(None) if len(rows) == len(batch.tokens) else rows
+    batch.tokens.numpy()[where] = flat[:-1].reshape(-1, seq_len)
+    batch.labels.numpy()[where] = flat[1:].reshape(-1, seq_len)
+    if filled < size:
+        batch.labels[rows[-1], seq_len - (size - filled) :] = IGNORED
+    if batch.positions is not None:
+        batch.positions.numpy()[where] = _document_positions(lengths, len(rows), seq_len)
+
+
+def _document_positions(lengths: list[int], samples: int, seq_len: int) -> np.ndarray:
+    """Positions [samples, seq_len] that start at 0 with each sample and each document in it."""
+    size = samples * seq_len
+    starts = np.cumsum([0, *lengths[:-1]])
+    begins = np.zeros(size, bool)
+    begins[starts[starts < size]] = True  # the last token read is only a label
+    begins[::seq_len] = True
+    at = np.flatnonzero(begins)
+    positions = np.arange(size) - np.repeat(at, np.diff(at, append=size))
+    return positions.reshape(samples, seq_len)
+
+
+def validation_batches(config: Config, dp_rank: int, dp_size: int) -> Iterator[Batch]:
+    """The held-out documents as batches of local_batch_size, in a fixed order.
+
+    Every rank gets the same number of batches; which samples are measured depends neither on
+    dp_size nor on the training. At most validation.max_samples samples, evenly spread over
+    all (0: all). What is left over is padded, with labels IGNORED. Raises DataError.
+    """
+    datasets = [open_dataset(url) for url in config.data.datasets]
+    seq_len, size = config.training.seq_len, config.training.local_batch_size
+    streams = [Stream(dataset.split("validation"), dataset.hash, shuffle=False) for dataset in datasets]
+    samples = [(stream, start) for stream in streams for start in range(0, max(stream.epoch_tokens - 1, 0), seq_len)]
+    if not samples:
+        raise DataError(f"data.datasets = {list(config.data.datasets)}: no held-out document has two tokens")
+    chosen = len(samples)
+    if config.validation.max_samples:
+        chosen = min(chosen, config.validation.max_samples)
+    spread = [samples[i * len(samples) // chosen] for i in range(chosen)]
+    try:
+        for first in range(0, chosen, size * dp_size):
+            own = spread[first + dp_rank * size : first + (dp_rank + 1) * size]
+            batch = _padding((size, seq_len), config.data.mask_documents)
+            for row, (stream, start) in enumerate(own):
+                _fill(batch, stream, np.array([row]), start, stream.epoch_tokens)
+            yield batch
+    finally:
+        for stream in streams:
+            stream.close()

@@ -1,0 +1,146 @@
+"""The order of the data, as pure functions of integers. Imports numpy only.
+
+An epoch of a dataset: its blocks are permuted, every `window_blocks` consecutive ones
+form a window, the documents of a window are permuted, and all are laid end to end as
+one stream of tokens. Epochs follow each other, each in its own order. Sample j of a
+dataset is tokens [j * seq_len, (j + 1) * seq_len] of that endless stream: the last is
+only a label and comes again as the first input of sample j + 1, so every token of an
+epoch is an input exactly once.
+
+Several datasets are interleaved by weight. A `Segment` fixes where each stands and what
+is mixed; a global sample index in the segment then says everything.
+"""
+
+import hashlib
+from typing import NamedTuple
+
+import numpy as np
+
+GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+
+
+def derive_key(*parts: int | str) -> int:
+    """A 64-bit key that depends on every part."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
+
+
+def mix(x: np.ndarray) -> np.ndarray:
+    """A bijection of uint64 whose output looks random: the finaliser of SplitMix64.
+
+    Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014).
+    """
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def random_words(size: int, key: int, first: int = 0) -> np.ndarray:
+    """Words [first, first + size) of the stream of SplitMix64 seeded with `key`: distinct uint64."""
+    counter = np.arange(first, first + size, dtype=np.uint64)
+    return mix(counter * np.uint64(GOLDEN_GAMMA) + np.uint64(key))
+
+
+def permutation(size: int, key: int) -> np.ndarray:
+    """A permutation of range(size) that depends only on `size` and `key`; int64 [size].
+
+    Sorts distinct random words. As there are no ties, every sorting algorithm, and so every
+    numpy on every machine, gives the same result.
+    """
+    return np.argsort(random_words(size, key))
+
+
+class Epoch(NamedTuple):
+    """Where the windows of one epoch lie in the stream."""
+
+    blocks: np.ndarray  # [blocks] the blocks in this epoch's order
+    starts: np.ndarray  # [windows + 1] int64, the first token of each window, relative to the epoch
+
+    def window_of(self, token: int) -> int:
+        """The window that holds this token of the epoch."""
+        return int(self.starts.searchsorted(token, side="right")) - 1
+
+
+def shuffled_epoch(block_tokens: np.ndarray, window_blocks: int, key: int) -> Epoch:
+    """The order of an epoch, from the tokens of each block; O(blocks) time and memory."""
+    blocks = permutation(len(block_tokens), key).astype(np.uint32)
+    return _windows(blocks, block_tokens, window_blocks)
+
+
+def plain_epoch(block_tokens: np.ndarray) -> Epoch:
+    """The blocks as they are stored, one per window: the order of the validation documents."""
+    return _windows(np.arange(len(block_tokens), dtype=np.uint32), block_tokens, 1)
+
+
+def _windows(blocks: np.ndarray, block_tokens: np.ndarray, window_blocks: int) -> Epoch:
+    ends = np.cumsum(block_tokens[blocks], dtype=np.int64)
+    last = np.append(np.arange(window_blocks, len(blocks), window_blocks), len(blocks)) - 1
+    return Epoch(blocks, np.append(np.int64(0), ends[last]))
+
+
+# ---------------------------------------------------------------- mixtures
+
+
+def mixture_counts(total: int, weights: np.ndarray) -> np.ndarray:
+    """How many of the first `total` samples come from each dataset; int64 [datasets].
+
+    Sample j of dataset i falls due at time (j + 1/2) / weights[i]; samples come in the order
+    of (time, i) (Sainte-Laguë's apportionment). So at every prefix each dataset is within
+    1 + datasets * weight / 2 samples of its share, and no table or history is needed.
+    """
+    counts = np.floor(total * weights + 0.5).astype(np.int64)
+
+    def first_out() -> int:
+        return int(np.argmin((counts + 0.5) / weights))
+
+    def last_in() -> int:
+        due = np.where(counts > 0, (counts - 0.5) / weights, -np.inf)
+        return len(due) - 1 - int(np.argmax(due[::-1]))
+
+    while counts.sum() < total:
+        counts[first_out()] += 1
+    while counts.sum() > total:
+        counts[last_in()] -= 1
+    # Rounding may have put the guess one sample off the order of the computed times.
+    while total:
+        i, j = first_out(), last_in()
+        if ((counts[i] + 0.5) / weights[i], i) >= ((counts[j] - 0.5) / weights[j], j):
+            break
+        counts[i] += 1
+        counts[j] -= 1
+    return counts
+
+
+def interleave(start: int, count: int, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Which dataset, and which of its samples, each of samples [start, start + count) is.
+
+    Returns (dataset [count], index within the dataset [count]), int64, both a function of
+    the sample's index and the weights alone, whatever ranges are asked for.
+    """
+    if len(weights) == 1:
+        return np.zeros(count, np.int64), np.arange(start, start + count)
+    first = mixture_counts(start, weights)
+    taken = mixture_counts(start + count, weights) - first
+    dataset = np.repeat(np.arange(len(weights)), taken)
+    offset = np.arange(count) - np.repeat(np.cumsum(taken) - taken, taken)
+    index = first[dataset] + offset
+    order = np.argsort((index + 0.5) / weights[dataset], kind="stable")
+    return dataset[order], index[order]
+
+
+class Segment(NamedTuple):
+    """A stretch of a run in which the mixture and seq_len stay the same."""
+
+    datasets: tuple[str, ...]  # hashes of their manifests
+    weights: tuple[float, ...]  # shares of the samples, summing to 1
+    starts: tuple[int, ...]  # tokens of each dataset consumed before the segment
+    seq_len: int
+
+    def locate(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """(dataset, first token in its stream) of the segment's samples [start, start + count)."""
+        dataset, index = interleave(start, count, np.array(self.weights))
+        return dataset, np.array(self.starts, np.int64)[dataset] + index * self.seq_len
+
+    def consumed(self, samples: int) -> tuple[int, ...]:
+        """Tokens of each dataset consumed when `samples` of the segment have been."""
+        counts = mixture_counts(samples, np.array(self.weights))
+        return tuple(start + int(n) * self.seq_len for start, n in zip(self.starts, counts, strict=True))

@@ -1,0 +1,211 @@
+"""Where documents come from: text, JSON lines and Parquet, on any file system fsspec knows.
+
+The input is cut into units, each read by one process. Units depend on the input alone, so
+what is prepared does not depend on the number of processes. Imports no torch.
+"""
+
+import io
+import json
+import os
+import sysconfig
+import tokenize
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from data.shards import DataError
+
+STDLIB = "stdlib"
+TEXT_SUFFIXES = (".txt", ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cc", ".cpp", ".rs", ".go", ".java", ".js")
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+UNIT_BYTES = 16 * 2**20
+
+
+class File(NamedTuple):
+    """One input file."""
+
+    url: str
+    size: int
+
+
+class Unit(NamedTuple):
+    """A piece of the input that one process reads: whole files, or a range of one file.
+
+    The range is in row groups for Parquet and in bytes for JSON lines, where a line belongs
+    to the unit it starts in. `stop` 0 means the whole of `files`.
+    """
+
+    files: tuple[File, ...]
+    start: int = 0
+    stop: int = 0
+    bytes: int = 0
+
+
+def list_files(sources: Sequence[str]) -> list[File]:
+    """The files that the sources (stdlib, folders, files, globs, URLs) name, in a fixed order.
+
+    Raises DataError naming a source without any.
+    """
+    files: dict[str, File] = {}
+    for source in sources:
+        found = _stdlib_files() if source == STDLIB else _expand(source)
+        if not found:
+            raise DataError(
+                f"--source {source}: no files there; a folder is searched for {' '.join(_folder_suffixes())}, "
+                f"a file or glob may have any suffix, and `{STDLIB}` is the Python standard library"
+            )
+        files.update((file.url, file) for file in found)
+    return list(files.values())
+
+
+def _folder_suffixes() -> list[str]:
+    return [*TEXT_SUFFIXES, ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet"]
+
+
+def _expand(source: str) -> list[File]:
+    try:
+        system, path = fsspec.core.url_to_fs(source)
+        is_folder = system.isdir(path)
+        if is_folder:
+            details = system.find(path, detail=True)
+        elif "*" in path or "?" in path or "[" in path:
+            details = system.glob(path, detail=True)
+        else:
+            details = {path: system.info(path)} if system.exists(path) else {}
+    except (OSError, ValueError, ImportError) as error:
+        raise DataError(f"--source {source}: cannot be listed: {error}") from None
+    return [
+        File(system.unstrip_protocol(name) if "://" in source else name, info["size"])
+        for name, info in sorted(details.items())
+        if info["type"] == "file" and (not is_folder or name.endswith(tuple(_folder_suffixes())))
+    ]
+
+
+def _stdlib_files() -> list[File]:
+    """The .py files of the running Python's standard library, without its tests."""
+    root = Path(sysconfig.get_path("stdlib"))
+    left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+    paths = [path for path in root.rglob("*.py") if not left_out & set(path.relative_to(root).parts)]
+    return [File(str(path), path.stat().st_size) for path in sorted(paths)]
+
+
+def plan_units(files: Sequence[File]) -> list[Unit]:
+    """Cut the input into units of about UNIT_BYTES; small files of text share one."""
+    units: list[Unit] = []
+    group: list[File] = []
+    for file in files:
+        kind, compression = _kind(file.url)
+        if kind == "parquet":
+            units += _row_group_units(file)
+        elif kind == "jsonl" and not compression:
+            for start in range(0, file.size, UNIT_BYTES):
+                stop = min(start + UNIT_BYTES, file.size)
+                units.append(Unit((file,), start, stop, stop - start))
+        elif kind == "jsonl":
+            units.append(Unit((file,), bytes=file.size))
+        else:
+            group.append(file)
+            if sum(member.size for member in group) >= UNIT_BYTES:
+                units.append(Unit(tuple(group), bytes=sum(member.size for member in group)))
+                group = []
+    if group:
+        units.append(Unit(tuple(group), bytes=sum(member.size for member in group)))
+    return units
+
+
+def _kind(url: str) -> tuple[str, str]:
+    """("text" | "jsonl" | "parquet", compression or "") by the file's name."""
+    stem, suffix = os.path.splitext(url)
+    compression = COMPRESSIONS.get(suffix, "")
+    if compression:
+        suffix = os.path.splitext(stem)[1]
+    return {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}.get(suffix, "text"), compression
+
+
+def _open(file: File) -> Any:
+    try:
+        return fsspec.open(file.url, "rb").open()
+    except OSError as error:
+        raise DataError(f"{file.url}: cannot be opened: {error}") from None
+
+
+def _row_group_units(file: File) -> list[Unit]:
+    try:
+        with _open(file) as stream:
+            metadata = pq.read_metadata(stream)
+    except pa.ArrowException as error:
+        raise DataError(f"{file.url}: not a Parquet file: {error}") from None
+    groups = metadata.num_row_groups
+    return [Unit((file,), i, i + 1, file.size // groups) for i in range(groups)]
+
+
+def documents(unit: Unit, text_key: str) -> Iterator[str]:
+    """The texts of a unit, in order. Raises DataError naming file and place."""
+    for file in unit.files:
+        kind, compression = _kind(file.url)
+        with _open(file) as stream:
+            if compression:
+                stream = io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(stream), compression))
+            if kind == "parquet":
+                yield from _parquet_texts(file, stream, unit, text_key)
+            elif kind == "jsonl":
+                yield from _json_texts(file, stream, unit, text_key)
+            else:
+                yield _decode(file, stream.read())
+
+
+def _decode(file: File, data: bytes) -> str:
+    encoding = "utf-8"
+    if file.url.endswith(".py"):  # may declare its own encoding
+        encoding = tokenize.detect_encoding(io.BytesIO(data).readline)[0]
+    try:
+        return data.decode(encoding)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file.url}: not {encoding} text: {error.reason} at byte {error.start}") from None
+
+
+def _json_texts(file: File, stream: Any, unit: Unit, text_key: str) -> Iterator[str]:
+    position = unit.start
+    if position:
+        stream.seek(position - 1)
+        position += len(stream.readline()) - 1  # the line that began before belongs to the unit before
+    while not unit.stop or position < unit.stop:
+        line = stream.readline()
+        if not line:
+            return
+        if line.strip():
+            yield _json_text(file, position, line, text_key)
+        position += len(line)
+
+
+def _json_text(file: File, position: int, line: bytes, text_key: str) -> str:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{file.url}, line at byte {position}: not JSON: {error}") from None
+    text = record.get(text_key) if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        keys = ", ".join(record) if isinstance(record, dict) else type(record).__name__
+        raise DataError(
+            f"{file.url}, line at byte {position}: no text under {text_key!r}; it has {keys}; choose with --text-key"
+        )
+    return text
+
+
+def _parquet_texts(file: File, stream: Any, unit: Unit, text_key: str) -> Iterator[str]:
+    try:
+        table = pq.ParquetFile(stream)
+        names = table.schema_arrow.names
+        if text_key not in names:
+            raise DataError(f"{file.url}: no column {text_key!r}; it has {', '.join(names)}; choose with --text-key")
+        for batch in table.iter_batches(1024, row_groups=[unit.start], columns=[text_key]):
+            for row, text in enumerate(batch.column(0).to_pylist()):
+                if not isinstance(text, str):
+                    raise DataError(f"{file.url}, row group {unit.start}: {text_key!r} holds {text!r}, row {row}")
+                yield text
+    except pa.ArrowException as error:
+        raise DataError(f"{file.url}, row group {unit.start}: cannot be read: {error}") from None

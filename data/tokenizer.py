@@ -1,0 +1,125 @@
+"""Text to token ids and back, and how documents are told apart."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from config import TitaniteError
+
+END_OF_TEXT = "<|endoftext|>"
+# Looked for in this order when no tokenizer_config.json names the end-of-document token.
+KNOWN_EOS = ("<|end_of_text|>", END_OF_TEXT, "</s>", "<eos>", "<|eos|>", "[EOS]")
+
+
+class TokenizerError(TitaniteError):
+    """A tokenizer that cannot be read or used."""
+
+
+class Tokenizer:
+    """A `tokenizers` tokenizer with the ids that training needs.
+
+    Text never becomes a special token: a document that spells out `<|endoftext|>` is encoded
+    as those characters, so documents end exactly where `encode_documents` ends them.
+    """
+
+    def __init__(self, raw: RawTokenizer, eos_token: str, name: str = "tokenizer"):
+        eos_id = raw.token_to_id(eos_token)
+        if eos_id is None:
+            raise TokenizerError(f"{name}: has no token {eos_token!r}; its special tokens are {_special_tokens(raw)}")
+        raw.no_truncation()
+        raw.no_padding()
+        canonical = json.dumps(json.loads(raw.to_str()), sort_keys=True, separators=(",", ":"))
+        raw.encode_special_tokens = True
+        self.raw = raw
+        self.eos_token = eos_token
+        self.eos_id: int = eos_id
+        self.vocab_size: int = max(raw.get_vocab().values()) + 1
+        self.fingerprint: str = hashlib.sha256(f"{eos_token}\0{canonical}".encode()).hexdigest()[:16]
+        # What the tokenizer's own template puts around a text: Llama 3's puts <|begin_of_text|> before it.
+        template = raw.encode("a")
+        self.prefix: list[int] = template.ids[: template.special_tokens_mask.index(0)]
+        self.bos_id: int | None = self.prefix[0] if self.prefix else None
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, with the bos the tokenizer's template wants and without an eos."""
+        return self.prefix + self.raw.encode(text, add_special_tokens=False).ids
+
+    def encode_documents(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text as a document: template bos if any, text, exactly one eos."""
+        encodings = self.raw.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [[*self.prefix, *encoding.ids, self.eos_id] for encoding in encodings]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of `ids`, special tokens left out."""
+        return self.raw.decode(list(ids), skip_special_tokens=True)
+
+    def save(self, folder: Path) -> None:
+        """Write tokenizer.json, and tokenizer_config.json that names the eos token, to `folder`."""
+        self.raw.encode_special_tokens = False
+        (folder / "tokenizer.json").write_text(self.raw.to_str(), encoding="utf-8")
+        self.raw.encode_special_tokens = True
+        config = json.dumps({"eos_token": self.eos_token}) + "\n"
+        (folder / "tokenizer_config.json").write_text(config, encoding="utf-8")
+
+
+def load_tokenizer(path: str | Path, eos_token: str = "") -> Tokenizer:
+    """The tokenizer of a tokenizer.json, or of the folder that holds one.
+
+    The token that ends a document is `eos_token`, else the one that a tokenizer_config.json
+    beside the file names, else the first of `KNOWN_EOS` in the vocabulary.
+
+    Raises TokenizerError.
+    """
+    file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
+    if not file.is_file():
+        raise TokenizerError(f"{file}: no such tokenizer file")
+    try:
+        raw = RawTokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises bare Exception
+        raise TokenizerError(f"{file}: not a tokenizer.json: {error}") from None
+    return Tokenizer(raw, eos_token or _declared_eos(file) or _known_eos(raw, file), str(file))
+
+
+def _declared_eos(file: Path) -> str:
+    config = file.with_name("tokenizer_config.json")
+    if not config.is_file():
+        return ""
+    try:
+        eos: Any = json.loads(config.read_text(encoding="utf-8")).get("eos_token") or ""
+    except (ValueError, AttributeError) as error:
+        raise TokenizerError(f"{config}: not a JSON object: {error}") from None
+    return eos["content"] if isinstance(eos, dict) else eos
+
+
+def _known_eos(raw: RawTokenizer, file: Path) -> str:
+    for token in KNOWN_EOS:
+        if raw.token_to_id(token) is not None:
+            return token
+    raise TokenizerError(
+        f"{file}: which token ends a document? None of {', '.join(KNOWN_EOS)} is in it; "
+        f"its special tokens are {_special_tokens(raw)}"
+    )
+
+
+def _special_tokens(raw: RawTokenizer) -> str:
+    return ", ".join(token.content for token in raw.get_added_tokens_decoder().values()) or "none"
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE of `vocab_size` tokens, `<|endoftext|>` among them, learnt from `texts`."""
+    raw = RawTokenizer(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    raw.train_from_iterator(texts, trainer)
+    return Tokenizer(raw, END_OF_TEXT)

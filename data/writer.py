@@ -1,0 +1,119 @@
+"""Writing the files of a prepared dataset; data.shards says what they are. Imports no torch."""
+
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from data.shards import FORMAT, INDEX_SCHEMA, VERSION, DataError, Shard, token_schema
+from data.tokenizer import Tokenizer
+
+
+class WrittenShard(NamedTuple):
+    """A shard and its rows of blocks.arrow."""
+
+    shard: Shard
+    blocks: list[dict[str, int]]
+
+
+def token_dtype(vocab_size: int) -> str:
+    """The smallest type that holds every id."""
+    return "uint16" if vocab_size <= 2**16 else "uint32"
+
+
+def write_atomically(path: Path, data: bytes | memoryview) -> None:
+    """Write a file that is either whole or not there, also after a power cut."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def write_shard(folder: Path, split: str, number: int, documents: pa.ListArray, block_bytes: int) -> WrittenShard:
+    """Write documents (list<uint16 | uint32>) as one shard, in blocks of at most about `block_bytes`.
+
+    Without documents nothing is written. The files appear whole or not at all.
+    """
+    path = folder / f"{split}-{number:05}.arrow"
+    offsets = documents.offsets.to_numpy()
+    blocks = _write_blocks(path, documents, offsets, block_bytes) if len(documents) else []
+    lengths = np.diff(offsets).astype("<u4").tobytes()
+    if blocks:
+        write_atomically(path.with_suffix(".lengths"), lengths)
+    shard = Shard(
+        file=path.name,
+        split=split,
+        bytes=path.stat().st_size if blocks else 0,
+        blocks=len(blocks),
+        documents=len(documents),
+        tokens=int(offsets[-1] - offsets[0]),
+        lengths_crc32=zlib.crc32(lengths),
+    )
+    return WrittenShard(shard, blocks)
+
+
+def _write_blocks(path: Path, documents: pa.ListArray, offsets: np.ndarray, block_bytes: int) -> list[dict[str, int]]:
+    """Write a record batch for each block; returns their rows of the index."""
+    dtype = str(documents.type.value_type)
+    schema = token_schema(dtype)
+    block_tokens = block_bytes // np.dtype(dtype).itemsize
+    blocks = []
+    temporary = path.with_name(f"{path.name}.tmp")
+    with pa.OSFile(str(temporary), "wb") as sink:
+        with pa.ipc.new_file(sink, schema) as writer:
+            first = 0
+            while first < len(documents):
+                stop = int(offsets.searchsorted(int(offsets[first]) + block_tokens, side="right")) - 1
+                stop = min(max(stop, first + 1), len(documents))  # at least one document, however long
+                batch = pa.record_batch([pa.concat_arrays([documents.slice(first, stop - first)])], schema=schema)
+                message = batch.serialize()
+                writer.write_batch(batch)
+                blocks.append(
+                    {
+                        "offset": sink.tell() - message.size,
+                        "size": message.size,
+                        "documents": stop - first,
+                        "tokens": int(offsets[stop] - offsets[first]),
+                        "crc32": zlib.crc32(message),
+                    }
+                )
+                first = stop
+        sink.flush()
+    temporary.replace(path)
+    return blocks
+
+
+def write_manifest(folder: Path, tokenizer: Tokenizer, written: Sequence[WrittenShard]) -> dict[str, Any]:
+    """Write blocks.arrow and then, as the commit, manifest.json. Returns the manifest.
+
+    `written` holds the shards of train first. Raises DataError when all are empty.
+    """
+    shards = [shard for shard, _ in written if shard.blocks]
+    if not shards:
+        raise DataError("the input holds no text: nothing to prepare")
+    rows = [row for _, blocks in written for row in blocks]
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, INDEX_SCHEMA) as writer:
+        writer.write_table(pa.Table.from_pylist(rows, schema=INDEX_SCHEMA).combine_chunks())
+    index = memoryview(sink.getvalue())
+    write_atomically(folder / "blocks.arrow", index)
+    manifest = {
+        "format": FORMAT,
+        "version": VERSION,
+        "dtype": token_dtype(tokenizer.vocab_size),
+        "vocab_size": tokenizer.vocab_size,
+        "eos_id": tokenizer.eos_id,
+        "tokenizer": tokenizer.fingerprint,
+        "index_sha256": hashlib.sha256(index).hexdigest(),
+        "shards": [shard._asdict() for shard in shards],
+    }
+    write_atomically(folder / "manifest.json", (json.dumps(manifest, indent=1) + "\n").encode())
+    return manifest
