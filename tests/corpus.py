@@ -1,0 +1,85 @@
+"""Small datasets for tests, and what they must deliver, worked out in plain Python."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+from tokenizers import AddedToken, models
+from tokenizers import Tokenizer as RawTokenizer
+
+from config import Config, from_dict
+from data.order import derive_key, permutation
+from data.shards import token_type
+from data.tokenizer import END_OF_TEXT, Tokenizer
+from data.writer import token_dtype, write_manifest, write_shard
+
+
+def word_tokenizer(vocab_size: int) -> Tokenizer:
+    """A tokenizer of the words w1, w2, ...; 0 ends a document."""
+    words = {END_OF_TEXT: 0} | {f"w{i}": i for i in range(1, vocab_size)}
+    raw = RawTokenizer(models.WordLevel(words, unk_token="w1"))
+    raw.add_special_tokens([AddedToken(END_OF_TEXT, special=True)])
+    return Tokenizer(raw, END_OF_TEXT)
+
+
+def write_dataset(
+    folder: Path,
+    train: list[list[list[int]]],
+    validation: list[list[int]] | None = None,
+    vocab_size: int = 1000,
+    block_tokens: int = 40,
+) -> Path:
+    """A dataset whose train shards hold these documents, each a list of token ids."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = word_tokenizer(vocab_size)
+    tokenizer.save(folder)
+    dtype = token_dtype(vocab_size)
+    written = [
+        write_shard(
+            folder,
+            split,
+            number,
+            pa.array(documents, token_type(dtype)),
+            block_tokens * (2 if dtype == "uint16" else 4),
+        )
+        for split, shards in (("train", train), ("validation", [validation or []]))
+        for number, documents in enumerate(shards)
+    ]
+    write_manifest(folder, tokenizer, written)
+    return folder
+
+
+def stored_blocks(folder: Path, split: str = "train") -> list[list[list[int]]]:
+    """The documents of every block, read with nothing but pyarrow."""
+    blocks = []
+    for file in sorted(folder.glob(f"{split}-*.arrow")):
+        reader = pa.ipc.open_file(file.read_bytes())
+        blocks += [reader.get_batch(i).column(0).to_pylist() for i in range(reader.num_record_batches)]
+    return blocks
+
+
+def expected_stream(
+    blocks: list[list[list[int]]], name: str, seed: int, window_blocks: int
+) -> Iterator[tuple[int, int]]:
+    """(token, position in its document), epoch after epoch, by the definition in data.order."""
+    epoch = 0
+    while True:
+        order = permutation(len(blocks), derive_key(seed, name, epoch)).tolist()
+        for window, first in enumerate(range(0, len(order), window_blocks)):
+            documents = [document for block in order[first : first + window_blocks] for document in blocks[block]]
+            for i in permutation(len(documents), derive_key(seed, name, epoch, window)).tolist():
+                for position, token in enumerate(documents[i]):
+                    yield token, position
+        epoch += 1
+
+
+def data_config(*folders: Path, **overrides: object) -> Config:
+    """A Config for these datasets; overrides as `section__field=value`."""
+    values: dict[str, dict[str, object]] = {
+        "data": {"datasets": [str(folder) for folder in folders]},
+        "validation": {"enable": False},
+    }
+    for key, value in overrides.items():
+        section, _, field = key.partition("__")
+        values.setdefault(section, {})[field] = value
+    return from_dict(values)

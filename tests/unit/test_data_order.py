@@ -1,0 +1,103 @@
+"""The order: permutations, windows and mixtures."""
+
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data.order import Segment, interleave, mixture_counts, permutation, random_words, shuffled_epoch
+
+weights_of_datasets = st.lists(st.floats(1e-3, 1.0), min_size=1, max_size=8).map(
+    lambda weights: np.array(weights) / math.fsum(weights)
+)
+
+
+def splitmix64(state: int) -> int:
+    """One output of SplitMix64, in Python integers, from the published algorithm."""
+    mask = 2**64 - 1
+    z = state
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    return z ^ (z >> 31)
+
+
+@given(key=st.integers(0, 2**64 - 1), first=st.integers(0, 2**40), size=st.integers(0, 50))
+def test_random_words_are_splitmix64(key, first, size):
+    expected = [splitmix64((key + (first + i) * 0x9E3779B97F4A7C15) % 2**64) for i in range(size)]
+    assert random_words(size, key, first).tolist() == expected
+
+
+@given(key=st.integers(0, 2**64 - 1), size=st.integers(0, 300))
+def test_permutation_is_the_sorting_order_of_random_words(key, size):
+    words = [splitmix64((key + i * 0x9E3779B97F4A7C15) % 2**64) for i in range(size)]
+    assert permutation(size, key).tolist() == sorted(range(size), key=words.__getitem__)
+
+
+def test_permutation_places_every_element_everywhere():
+    """Over many keys each element stands at each place equally often (chi-square, 5 degrees squared)."""
+    counts = np.zeros((6, 6))
+    for key in range(3000):
+        counts[np.arange(6), permutation(6, key * 0x5851F42D4C957F2D % 2**64)] += 1
+    assert ((counts - 500) ** 2 / 500).sum() < 60  # 25 degrees of freedom: beyond 60 once in 10,000
+
+
+@given(tokens=st.lists(st.integers(1, 50), min_size=1, max_size=40), window=st.integers(1, 12))
+def test_epoch_windows_cover_all_blocks(tokens, window):
+    epoch = shuffled_epoch(np.array(tokens, np.uint32), window, key=5)
+    assert sorted(epoch.blocks.tolist()) == list(range(len(tokens)))
+    token = 0
+    for index, first in enumerate(range(0, len(tokens), window)):
+        assert epoch.starts[index] == token
+        for block in epoch.blocks[first : first + window]:
+            assert epoch.window_of(token) == epoch.window_of(token + tokens[block] - 1) == index
+            token += tokens[block]
+    assert epoch.starts[-1] == sum(tokens)
+
+
+@given(weights=weights_of_datasets, total=st.integers(0, 3000))
+def test_mixture_follows_the_definition_and_stays_near_its_shares(weights, total):
+    due = sorted(((j + 0.5) / weight, i) for i, weight in enumerate(weights.tolist()) for j in range(total))[:total]
+    expected = [i for _, i in due]
+    dataset, index = interleave(0, total, weights)
+    assert dataset.tolist() == expected
+    assert index.tolist() == [expected[:n].count(i) for n, i in enumerate(expected)]
+    counts = mixture_counts(total, weights)
+    assert counts.tolist() == [expected.count(i) for i in range(len(weights))]
+    assert (np.abs(counts - total * weights) <= 1 + len(weights) * weights / 2).all()
+
+
+@given(
+    weights=weights_of_datasets,
+    start=st.integers(0, 10**13),
+    cuts=st.lists(st.integers(0, 40), max_size=6).map(sorted),
+)
+def test_mixture_does_not_depend_on_the_ranges_asked_for(weights, start, cuts):
+    whole = interleave(start, 40, weights)
+    bounds = [0, *cuts, 40]
+    parts = [interleave(start + a, b - a, weights) for a, b in pairwise(bounds)]
+    for i in range(2):
+        assert np.concatenate([part[i] for part in parts]).tolist() == whole[i].tolist()
+    # every dataset's samples are taken one after the other
+    first = mixture_counts(start, weights)
+    for i in range(len(weights)):
+        own = whole[1][whole[0] == i]
+        assert own.tolist() == list(range(first[i], first[i] + len(own)))
+
+
+def test_segment_says_where_each_sample_starts():
+    segment = Segment(("a", "b"), (0.75, 0.25), (100, 7), 10)
+    dataset, start = segment.locate(0, 8)
+    assert [start[dataset == i].tolist() for i in (0, 1)] == [[100, 110, 120, 130, 140, 150], [7, 17]]
+    assert segment.consumed(8) == (160, 27)
+
+
+@pytest.mark.parametrize("total", [0, 1, 2, 10**12, 10**15 + 1])
+@settings(max_examples=20)
+@given(weights=weights_of_datasets)
+def test_mixture_counts_sum_to_the_total_at_any_size(total, weights):
+    counts = mixture_counts(total, weights)
+    assert counts.sum() == total
+    assert (counts >= 0).all()
