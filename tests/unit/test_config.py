@@ -1,0 +1,148 @@
+"""Config: precedence, types, and errors that name the key, the value, what is allowed and the nearest name."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import config as settings
+from config import Config, ConfigError, Training, grad_accum_steps, load_config
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_precedence_default_base_file_command_line(tmp_path: Path) -> None:
+    (tmp_path / "base.toml").write_text("[training]\nsteps = 50\nseq_len = 64\nlocal_batch_size = 3\n")
+    (tmp_path / "child.toml").write_text('base = "base.toml"\n[training]\nseq_len = 128\n[model]\nflavor = "8B"\n')
+    config = load_config([f"--config={tmp_path / 'child.toml'}", "--training.local_batch_size=5", "--run.seed", "7"])
+    assert (config.training.steps, config.training.seq_len, config.training.local_batch_size) == (50, 128, 5)
+    assert (config.model.flavor, config.run.seed, config.training.gc_interval) == ("8B", 7, Training().gc_interval)
+
+
+@pytest.mark.parametrize(
+    ("words", "get", "value"),
+    [
+        (["--compile.enable"], lambda c: c.compile.enable, True),
+        (["--compile.enable=false"], lambda c: c.compile.enable, False),
+        (["--data.datasets=a,b", "--data.weights=1,2.5"], lambda c: c.data.datasets, ("a", "b")),
+        (['--data.datasets=["a", "b"]'], lambda c: c.data.datasets, ("a", "b")),
+        (["--optimizer.lr=1e-4"], lambda c: c.optimizer.lr, 1e-4),
+        (["--optimizer.lr", "1"], lambda c: c.optimizer.lr, 1.0),
+        (["--training.steps=100_000"], lambda c: c.training.steps, 100_000),
+        (["--run.folder=123"], lambda c: c.run.folder, "123"),
+        (["--metrics.log_ranks=0,1"], lambda c: c.metrics.log_ranks, (0, 1)),
+    ],
+)
+def test_command_line_values(words, get, value) -> None:
+    assert get(load_config(words)) == value
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--training.stpes=3"], ["training.stpes", "did you mean training.steps"]),
+        (["--trainin.steps=3"], ["trainin.steps", "did you mean training.steps"]),
+        (["--steps=3"], ["steps", "did you mean"]),
+        (["training.steps=3"], ["training.steps=3", "--section.field=value"]),
+        (["--training.steps=ten"], ["training.steps", "ten", "an integer >= 1"]),
+        (["--training.steps=0"], ["training.steps = 0", ">= 1"]),
+        (["--training.steps=1.5"], ["training.steps = 1.5", "an integer"]),
+        (["--training.steps=true"], ["training.steps = true", "an integer"]),
+        (["--compile.enable=yes"], ["compile.enable", "yes", "true or false"]),
+        (["--optimizer.lr=nan"], ["optimizer.lr", "a number"]),
+        (["--optimizer.beta1=1.5"], ["optimizer.beta1 = 1.5", "from 0 to 1"]),
+        (
+            ["--training.param_dtype=bf16"],
+            ["training.param_dtype", "bf16", "bfloat16, float32", "did you mean bfloat16"],
+        ),
+        (["--training.steps=3", "--training.steps=4"], ["training.steps", "given twice"]),
+        (["--config=train_configs/debgu.toml"], ["debgu.toml", "no such config", "debug.toml"]),
+        (["--data.datasets="], ["data.datasets", "at least one"]),
+        (["--data.datasets=a,a"], ["data.datasets", "twice"]),
+        (["--data.weights=1,2"], ["data.weights", "2 entries for 1"]),
+        (["--data.weights=-1"], ["data.weights", "above 0"]),
+        (["--lr_scheduler.warmup_steps=500"], ["lr_scheduler.warmup_steps = 500", "training.steps = 400"]),
+        (["--lr_scheduler.decay_fraction=0.99"], ["decay_fraction = 0.99", "do not fit"]),
+        (["--validation.sample_tokens=5"], ["validation.sample_prompt"]),
+        (["--checkpoint.aws_secret_access_key=abc"], ["credentials are never part of a config"]),
+        (["--checkpoint.folder=s3://key:secret@bucket/x"], ["checkpoint.folder", "s3://***@bucket/x", "environment"]),
+    ],
+)
+def test_bad_input_is_named(words, said) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(words)
+    for part in said:
+        assert part in str(error.value)
+    assert "secret@" not in str(error.value)
+    assert "abc" not in str(error.value)
+
+
+def test_bad_files_are_named(tmp_path: Path) -> None:
+    def error_of(text: str) -> str:
+        (tmp_path / "x.toml").write_text(text)
+        with pytest.raises(ConfigError) as error:
+            load_config([f"--config={tmp_path / 'x.toml'}"])
+        assert "x.toml" in str(error.value)
+        return str(error.value)
+
+    assert "did you mean training.seq_len" in error_of("[training]\nseqlen = 3\n")
+    assert "did you mean training" in error_of("[traning]\nsteps = 3\n")
+    assert "not valid TOML" in error_of("[training\n")
+    assert "must be a section" in error_of("training = 3\n")
+    assert "leads back to itself" in error_of('base = "x.toml"\n')
+
+
+def test_missing_base_is_named(tmp_path: Path) -> None:
+    (tmp_path / "x.toml").write_text('base = "y.toml"\n')
+    with pytest.raises(ConfigError, match=r"y\.toml: no such config file"):
+        load_config([f"--config={tmp_path / 'x.toml'}"])
+
+
+def test_resolved_config_reads_back_the_same(tmp_path: Path) -> None:
+    config = load_config(['--data.datasets=a b,c"d', "--optimizer.lr=3e-5", "--compile.enable"])
+    (tmp_path / "saved.toml").write_text(settings.to_toml(config))
+    assert load_config([f"--config={tmp_path / 'saved.toml'}"]) == config
+
+
+def test_differences_name_the_dotted_keys() -> None:
+    new = dataclasses.replace(Config(), training=Training(steps=7))
+    assert settings.differences(Config(), new) == {"training.steps": (Training().steps, 7)}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "train_configs").glob("*.toml")), ids=lambda path: path.stem)
+def test_every_config_loads_and_names_a_flavor(path: Path) -> None:
+    from models import find_model
+
+    find_model(load_config([f"--config={path}"]).model, data_vocab_size=1000)
+
+
+def test_every_field_is_documented_and_help_prints_it() -> None:
+    docs = settings._field_docs()
+    text = settings.help_text()
+    for section, kind in settings.SECTIONS.items():
+        assert kind.__doc__
+        assert kind.__doc__ in text
+        for item in dataclasses.fields(kind):
+            assert f"--{section}.{item.name}=" in text
+            assert docs[section][item.name] in text
+            assert docs[section][item.name].endswith(".")
+
+
+def test_accumulation_must_divide() -> None:
+    assert grad_accum_steps(Training(local_batch_size=4), dp=3) == 1
+    assert grad_accum_steps(Training(local_batch_size=4, global_batch_size=24), dp=3) == 2
+    for size in (4, 13, 20):
+        with pytest.raises(ConfigError, match=rf"global_batch_size = {size}.*4 x 3 = 12"):
+            grad_accum_steps(Training(local_batch_size=4, global_batch_size=size), dp=3)
+
+
+def test_config_needs_no_torch_and_says_errors_in_one_line() -> None:
+    code = "import sys, config; assert not {'torch', 'numpy'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    command = [sys.executable, "-m", "config", "--training.steps=x"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert result.stderr.count("\n") == 1
+    assert result.stderr.startswith("error: training.steps")

@@ -1,0 +1,66 @@
+"""The house: imports point down, and no module keeps mutable globals or reads the environment by itself."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("models", "parallel", "data", "checkpoint", "float8", "launch")
+OWN = {path.stem for path in ROOT.glob("*.py")} | set(PACKAGES)
+# What each part may import of the project. Anything not listed (train.py and the command lines) may import all.
+MAY_IMPORT = {
+    "config": set(),
+    "parallel": {"config"},
+    "float8": {"config"},
+    "data": {"config"},
+    "checkpoint": {"config"},
+    "loss": {"config"},
+    "optim": {"config"},
+    "metrics": {"config"},
+    "profiling": {"config"},
+    "models": {"config", "parallel", "float8"},
+}
+# Command lines inside a package, which stand above it.
+ABOVE = {"checkpoint/hf.py", "float8/parity.py", "parallel/plan.py", "models/evaluate.py"}
+
+
+def sources() -> list[Path]:
+    files = list(ROOT.glob("*.py"))
+    for package in PACKAGES:
+        files += (ROOT / package).rglob("*.py")
+    return sorted(files)
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_point_down(path: Path) -> None:
+    relative = path.relative_to(ROOT)
+    part = relative.parts[0].removesuffix(".py")
+    modules = set(imported(ast.parse(path.read_text())))
+    own = {module.split(".")[0] for module in modules} & OWN
+    if part in MAY_IMPORT and str(relative) not in ABOVE:
+        assert own <= MAY_IMPORT[part] | {part}
+    if relative.name == "model.py" and part == "models":
+        outside = {m.split(".")[0] for m in modules} - {"torch", "math", "collections", "dataclasses", "typing"}
+        assert not outside, "a model file imports torch only"
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_mutable_globals(path: Path) -> None:
+    for node in ast.parse(path.read_text()).body:
+        value = node.value if isinstance(node, (ast.Assign, ast.AnnAssign)) else None
+        assert not isinstance(value, (ast.List, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)), ast.unparse(node)
+        if isinstance(value, ast.Dict):
+            name = ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
+            assert name.isupper() or name.startswith("_"), f"{name}: a table at module level is a CONSTANT"
+    for node in ast.walk(ast.parse(path.read_text())):
+        assert not isinstance(node, ast.Global), ast.unparse(node)

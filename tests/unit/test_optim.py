@@ -1,0 +1,94 @@
+"""Optimizer, schedule, clipping and loss, each against a computation of its own."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from config import Compile, LRScheduler, Optimizer
+from loss import IGNORED, build_loss, cross_entropy
+from optim import build_optimizer, clip_grad_norm_, learning_rate, set_learning_rate
+
+
+def test_adamw_follows_its_formula_and_spares_norms_and_biases() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.RMSNorm(3)).double()
+    settings = Optimizer(lr=0.01, weight_decay=0.5, beta1=0.8, beta2=0.9, eps=1e-6)
+    optimizer = build_optimizer(model, settings)
+    reference = {n: p.detach().clone() for n, p in model.named_parameters()}
+    m = {n: torch.zeros_like(p) for n, p in reference.items()}
+    v = copy.deepcopy(m)
+    for step in range(1, 6):
+        lr = 0.01 * step
+        set_learning_rate(optimizer, lr)
+        model(torch.randn(2, 4, dtype=torch.float64)).square().sum().backward()
+        for name, p in model.named_parameters():
+            m[name] = 0.8 * m[name] + 0.2 * p.grad
+            v[name] = 0.9 * v[name] + 0.1 * p.grad**2
+            decay = 0.5 if name == "0.weight" else 0.0
+            update = (m[name] / (1 - 0.8**step)) / ((v[name] / (1 - 0.9**step)).sqrt() + 1e-6)
+            reference[name] = reference[name] * (1 - lr * decay) - lr * update
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.detach(), reference[name], rtol=1e-10, atol=1e-12, msg=name)
+
+
+def test_wsd_schedule() -> None:
+    schedule = LRScheduler(schedule="wsd", warmup_steps=10, decay_fraction=0.2, min_lr_factor=0.1)
+    rates = {step: learning_rate(step, 100, 2.0, schedule) for step in range(1, 101)}
+    assert rates[1] == pytest.approx(0.2)
+    assert rates[5] == pytest.approx(1.0)
+    assert all(rates[step] == 2.0 for step in range(10, 81))
+    assert rates[90] == pytest.approx(2.0 * (0.1 + 0.9 * 0.5))
+    assert rates[100] == pytest.approx(0.2)
+    assert learning_rate(1, 10, 2.0, LRScheduler(warmup_steps=0, decay_fraction=0.0)) == 2.0
+
+
+def test_cosine_schedule_is_torchs_after_the_warmup() -> None:
+    schedule = LRScheduler(schedule="cosine", warmup_steps=10, min_lr_factor=0.1)
+    parameter = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=2.0)
+    reference = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=90, eta_min=0.2)
+    for step in range(10, 101):
+        assert learning_rate(step, 100, 2.0, schedule) == pytest.approx(reference.get_last_lr()[0], abs=1e-12)
+        optimizer.step()
+        reference.step()
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1e9, 0.0])
+def test_clipping(max_norm: float) -> None:
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(5, 3)), nn.Parameter(torch.randn(7)), nn.Parameter(torch.randn(2))]
+    for p in parameters[:2]:
+        p.grad = torch.randn_like(p)
+    before = torch.cat([p.grad.flatten() for p in parameters[:2]])
+    norm = clip_grad_norm_(parameters, max_norm)
+    after = torch.cat([p.grad.flatten() for p in parameters[:2]])
+    assert norm.item() == pytest.approx(before.norm().item())
+    scale = min(1.0, max_norm / before.norm().item()) if max_norm else 1.0
+    torch.testing.assert_close(after, before * scale, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_gradient_that_is_not_finite_shows_in_the_norm(bad: float) -> None:
+    parameter = nn.Parameter(torch.zeros(3))
+    parameter.grad = torch.tensor([1.0, bad, 2.0])
+    assert not math.isfinite(clip_grad_norm_([parameter], 1.0).item())
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_loss_is_summed_over_trained_tokens_in_float32(compile: bool) -> None:
+    torch.manual_seed(0)
+    logits = (4 * torch.randn(2, 6, 11)).bfloat16()
+    labels = torch.randint(0, 11, (2, 6))
+    labels[0, :3] = IGNORED
+    loss = build_loss(Compile(enable=compile, backend="aot_eager"))(logits, labels)
+    log_probs = F.log_softmax(logits.double(), dim=-1)
+    expected = -sum(log_probs[b, s, labels[b, s]] for b in range(2) for s in range(6) if labels[b, s] != IGNORED)
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert cross_entropy(logits, torch.full_like(labels, IGNORED)).item() == 0
