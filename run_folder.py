@@ -1,7 +1,6 @@
 """The folder of a run: its name, what it is the run of, and the record of every start."""
 
 import json
-import shutil
 import subprocess
 import sys
 from datetime import datetime, timezone
@@ -47,10 +46,8 @@ def name_run_folder(config: Config) -> Path:
     return outputs / next(n for n in (name, *(f"{name}-{i}" for i in range(2, 1000))) if n not in taken)
 
 
-def record_start(
-    folder: Path, config: Config, identity: dict[str, Any], tokenizer_file: Path, world_size: int
-) -> dict[str, tuple[Any, Any]]:
-    """Write what this start runs: config.toml, model.json, tokenizer.json and a line of starts.jsonl.
+def record_start(folder: Path, config: Config, identity: dict[str, Any], world_size: int) -> dict[str, tuple[Any, Any]]:
+    """Write what this start runs: config.toml, model.json and a line of starts.jsonl.
 
     Returns the settings that differ from the start before, dotted key → (old, new). Rank 0 only.
     """
@@ -61,7 +58,6 @@ def record_start(
         changed.pop("run.folder", None)
     (folder / "config.toml").write_text(settings.to_toml(config), encoding="utf-8")
     (folder / "model.json").write_text(json.dumps(identity, indent=2) + "\n", encoding="utf-8")
-    shutil.copyfile(tokenizer_file, folder / "tokenizer.json")
     start = {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "world_size": world_size,

@@ -26,6 +26,11 @@ class Batch(NamedTuple):
     labels: torch.Tensor  # the next token; IGNORED where nothing is trained
     positions: torch.Tensor | None  # restart at each document, when data.mask_documents; else None
 
+    def to(self, device: torch.device) -> "Batch":
+        """The batch on `device`; the copy from pinned memory does not make the host wait."""
+        tokens, labels = (x.to(device, non_blocking=True) for x in self[:2])
+        return Batch(tokens, labels, None if self.positions is None else self.positions.to(device, non_blocking=True))
+
 
 class _Step(NamedTuple):
     """What the thread hands over: a step's microbatches and the samples consumed after it."""
@@ -76,6 +81,12 @@ class DataLoader:
         self._samples = step.samples
         self.wait_seconds = time.perf_counter() - begin
         return step.batches
+
+    @property
+    def tokens_seen(self) -> int:
+        """Tokens consumed by the whole job so far, earlier starts included."""
+        segment = self._segment
+        return sum(segment.starts) + sum(self._earlier.values()) + self._samples * segment.seq_len
 
     def state_dict(self) -> dict[str, Any]:
         """Where the training stands: plain JSON, the same on all ranks."""
