@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import sys
+import time
 from collections.abc import Callable
 
 import torch
@@ -174,17 +175,21 @@ def stop_if_not_finite(history: list[list[float]], step: int) -> None:
 
 @record
 def main() -> None:
-    """Train as the command line says; exit code 2 for a mistake that is explained in one line."""
+    """Train as the command line says; a mistake is explained in one line and ends with exit code 2."""
     try:
         train(load_config(sys.argv[1:]))
     except TitaniteError as error:
         environment, running = launch_environment(), dist.is_initialized()
-        if environment.local_rank == 0 or (running and not error.agreed):
-            where = f" (rank {environment.rank})" if running else ""
-            print(f"error{where}: {error}", file=sys.stderr, flush=True)
+        if environment.local_rank > 0 and (error.agreed or not running):
+            # Local rank 0 says the same. torchrun ends us once it has; if we went first, it would be ended unheard.
+            time.sleep(SPEAKER_TIMEOUT_SECONDS)
+        where = f" (rank {environment.rank})" if running and not error.agreed else ""
+        print(f"error{where}: {error}", file=sys.stderr, flush=True)
         os._exit(2)  # not through Python's end, which would wait for ranks that are still in a collective
     shut_down()
 
+
+SPEAKER_TIMEOUT_SECONDS = 20
 
 if __name__ == "__main__":
     main()

@@ -5,6 +5,7 @@
 Takes torchrun's arguments. Exits with the code of the rank that failed first.
 """
 
+import logging
 import sys
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -13,6 +14,8 @@ from torch.distributed.run import main
 
 def launch(argv: list[str]) -> int:
     """Run torchrun; return the exit code for the shell."""
+    # Which rank failed is said below, in one line.
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     try:
         main(argv)
     except ChildFailedError as error:
