@@ -217,6 +217,10 @@ class Checkpoint:
     """Checkpoint whose model weights a new run starts from, with a fresh optimizer at step 0."""
     timeout_seconds: Positive = 1800
     """Longest wait of one rank for the others while a checkpoint is written or read."""
+    request_timeout_seconds: Positive = 60
+    """Longest wait for the answer to one request to object storage; a request is tried 5 times."""
+    visibility_seconds: NonNegative = 10.0
+    """Longest wait for an object that was written and is not seen yet, on object storage that shows it late."""
 
 
 @dataclass(frozen=True, kw_only=True)

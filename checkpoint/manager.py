@@ -71,7 +71,11 @@ class CheckpointManager:
         self.identity = _jsonable(identity)
         self.device = next(model[0].parameters()).device
         self.ranks = build_ranks(config.checkpoint.timeout_seconds)
-        self.store = open_store(config.checkpoint.folder or run_folder / "checkpoints")
+        self.store = open_store(
+            config.checkpoint.folder or run_folder / "checkpoints",
+            request_seconds=config.checkpoint.request_timeout_seconds,
+            visibility_seconds=config.checkpoint.visibility_seconds,
+        )
         self.newest_step: int | None = None  # of the last save or load
         self.damaged: list[str] = []  # found so while loading; removed after the next commit
 

@@ -1,4 +1,4 @@
-"""Where the bytes of checkpoints live: a local folder, with the same few operations as an object store.
+"""Where the bytes of checkpoints live: a local folder or an object store, behind the same few operations.
 
 Names are relative to the store and use `/`. A name is written once and never overwritten.
 """
@@ -110,9 +110,16 @@ class LocalStore:
                 parent.rmdir()
 
 
-def open_store(url: str | Path) -> Store:
-    """The store at `url`."""
-    return LocalStore(url)
+def open_store(url: str | Path, *, request_seconds: float = 60, visibility_seconds: float = 10) -> Store:
+    """The store at a path or at `s3://bucket/prefix`. The waits, see S3Store, matter to the latter only."""
+    scheme, separator, _ = str(url).partition("://")
+    if not separator:
+        return LocalStore(url)
+    if scheme != "s3":
+        raise CheckpointError(f"{url}: checkpoints are kept in a folder or under s3://bucket/prefix")
+    from checkpoint.s3 import S3Store  # here, since it costs a second to import
+
+    return S3Store(str(url), request_seconds=request_seconds, visibility_seconds=visibility_seconds)
 
 
 def join(url: str | Path, name: str) -> str:

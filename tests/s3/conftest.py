@@ -1,0 +1,40 @@
+"""One S3 server for all tests here, a new bucket for each."""
+
+import secrets
+from collections.abc import Iterator
+
+import pytest
+
+from tests.s3.fault_proxy import FaultProxy, fault_proxy
+from tests.s3.server import create_bucket, s3_environment, s3_server
+
+
+@pytest.fixture(scope="session")
+def s3_endpoint() -> Iterator[str]:
+    """Address of the S3 server."""
+    with s3_server() as endpoint:
+        yield endpoint
+
+
+@pytest.fixture
+def bucket(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """`s3://NAME`, empty; the environment points at its server."""
+    for name, value in s3_environment(s3_endpoint).items():
+        monkeypatch.setenv(name, value)
+    name = f"test-{secrets.token_hex(4)}"
+    create_bucket(s3_endpoint, name)
+    return f"s3://{name}"
+
+
+@pytest.fixture(scope="session")
+def _proxy(s3_endpoint: str) -> Iterator[FaultProxy]:
+    with fault_proxy(s3_endpoint, views=4) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def proxy(_proxy: FaultProxy, bucket: str, monkeypatch: pytest.MonkeyPatch) -> FaultProxy:
+    """A well-behaved proxy before the server, with four views; the environment points at view 0."""
+    _proxy.reset()
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", _proxy.endpoints[0])
+    return _proxy

@@ -1,0 +1,263 @@
+"""An HTTP proxy before an S3 server that misbehaves on demand. One port per view: give each rank its own.
+
+What it can do, by rule, to the requests that match an operation, a key and a view:
+
+    503, 500, 403   answered so, without reaching the server
+    reset           the connection is cut before the server sees the request
+    reset_after     the server has done it, the connection is cut before the answer
+    hang            never answered
+    delay           answered `seconds` later
+    cut             half of the answer's body, then the connection is cut
+    flip            one bit of the answer's body is wrong
+    delete_error    DeleteObjects answers 200 with an error for a key
+    complete_error  CompleteMultipartUpload answers 200 with an error in its body
+
+And views that lag, as a store without strong consistency: an object that was written is seen only `delay`
+seconds later, by `views="others"` than the one that wrote it or by `views="all"`; a removal, too, takes effect late.
+"""
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+import time
+import urllib.request
+import xml.etree.ElementTree as ET
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import unquote
+
+from aiohttp import ClientSession, ClientTimeout, TCPConnector, web
+from yarl import URL
+
+from tests.s3.server import free_port
+
+XML_NAMESPACE = "http://s3.amazonaws.com/doc/2006-03-01/"
+CONTROL = "/__control"
+HOP_HEADERS = ("content-length", "transfer-encoding", "connection", "expect", "date", "server")
+
+
+class FaultProxy:
+    """Steers a running proxy. `endpoints[i]` is the address of view i."""
+
+    def __init__(self, ports: list[int]) -> None:
+        self.endpoints = [f"http://127.0.0.1:{port}" for port in ports]
+
+    def reset(self) -> None:
+        """No faults, no delay, counts from zero."""
+        self._control({"reset": True})
+
+    def fault(
+        self, fault: str, operation: str = ".*", key: str = "", *, view: int | None = None, skip: int = 0,
+        times: int = 1_000_000, seconds: float = 0.0,
+    ) -> None:  # fmt: skip
+        """From now on `fault` for requests whose operation and key match these regular expressions.
+
+        The first `skip` of them pass, the next `times` are hit. Operations: put, upload_part, create_multipart,
+        complete_multipart, abort_multipart, get, head, list, list_uploads, delete, delete_objects, copy.
+        """
+        rule = {"fault": fault, "operation": operation, "key": key, "view": view}
+        self._control({"rule": {**rule, "skip": skip, "times": times, "seconds": seconds}})
+
+    def lag(self, delay: float, views: str = "others") -> None:
+        """From now on writes and removals are seen `delay` seconds later."""
+        self._control({"delay": delay, "views": views})
+
+    def counts(self) -> dict[str, int]:
+        """Requests by operation, faults as `fault:NAME`, and `bytes_in`, `bytes_out` of the bodies."""
+        return self._control({})
+
+    def _control(self, message: dict[str, Any]) -> dict[str, int]:
+        request = urllib.request.Request(self.endpoints[0] + CONTROL, json.dumps(message).encode(), method="POST")
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return json.load(answer)
+
+
+@contextmanager
+def fault_proxy(upstream: str, views: int = 1) -> Iterator[FaultProxy]:
+    """Start a proxy before the server at `upstream`; stops it at the end."""
+    ports = [free_port() for _ in range(views)]
+    command = [sys.executable, "-m", "tests.s3.fault_proxy", upstream, *map(str, ports)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"ready\n"
+            yield FaultProxy(ports)
+        finally:
+            process.kill()
+
+
+# ---------------------------------------------------------------- the proxy's own process
+
+
+class _Proxy:
+    def __init__(self, upstream: str, ports: list[int]) -> None:
+        self.upstream, self.ports = upstream, ports
+        self.later: set[asyncio.Task[None]] = set()
+        self.clear()
+
+    def clear(self) -> None:
+        self.rules: list[dict[str, Any]] = []
+        self.counts: Counter[str] = Counter()
+        self.delay, self.views = 0.0, "others"
+        self.born: dict[str, tuple[float, int]] = {}  # bucket/key → when, by which view
+
+    async def control(self, request: web.Request) -> web.Response:
+        message = await request.json()
+        if message.pop("reset", False):
+            self.clear()
+        if rule := message.pop("rule", None):
+            self.rules.append(rule)
+        for name, value in message.items():
+            setattr(self, name, value)
+        return web.json_response(self.counts)
+
+    def visible(self, key: str, view: int) -> bool:
+        written, writer = self.born.get(key, (0.0, view))
+        return time.monotonic() - written >= self.delay or (self.views == "others" and writer == view)
+
+    def matching_rule(self, operation: str, key: str, view: int) -> dict[str, Any]:
+        for rule in self.rules:
+            fits = re.fullmatch(rule["operation"], operation) and re.search(rule["key"], key)
+            if not fits or rule["view"] not in (None, view) or not rule["times"]:
+                continue
+            if rule["skip"]:
+                rule["skip"] -= 1
+                continue
+            rule["times"] -= 1
+            self.counts[f"fault:{rule['fault']}"] += 1
+            return rule
+        return {"fault": ""}
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        if request.path == CONTROL:
+            return await self.control(request)
+        assert request.transport is not None
+        view = self.ports.index(request.transport.get_extra_info("sockname")[1])
+        operation, key = _operation(request)
+        body = await request.read()
+        self.counts[operation] += 1
+        self.counts["bytes_in"] += len(body)
+        rule = self.matching_rule(operation, key, view)
+        fault = rule["fault"]
+        if fault in ("503", "500", "403"):
+            return _error(int(fault), {"503": "SlowDown", "500": "InternalError", "403": "AccessDenied"}[fault])
+        if fault == "reset":
+            request.transport.abort()
+        if fault == "hang":
+            await asyncio.sleep(3600)
+        if fault == "delay":
+            await asyncio.sleep(rule["seconds"])
+        if fault == "delete_error":
+            failed = "<Error><Key>x</Key><Code>AccessDenied</Code><Message>injected</Message></Error>"
+            text = f"<?xml version='1.0'?><DeleteResult xmlns='{XML_NAMESPACE}'>{failed}</DeleteResult>"
+            return web.Response(text=text, content_type="application/xml")
+        if fault == "complete_error":
+            return _error(200, "InternalError")
+        if operation in ("get", "head") and not self.visible(key, view):
+            self.counts["stale"] += 1
+            return _error(404, "NoSuchKey")
+        if operation in ("delete", "delete_objects") and self.delay:
+            task = asyncio.create_task(self.forward_later(request, body))
+            self.later.add(task)
+            return web.Response(status=204) if operation == "delete" else _all_deleted()
+
+        status, headers, answer = await self.forward(request, body)
+        if status < 300:
+            if operation in ("put", "complete_multipart", "copy"):
+                self.born[key] = (time.monotonic(), view)
+            if operation == "list" and self.delay:
+                answer = self.hide(answer, key.partition("/")[0], view)
+        self.counts["bytes_out"] += len(answer)
+        if fault == "reset_after":
+            request.transport.abort()
+        if fault == "flip" and answer:
+            middle = len(answer) // 2
+            answer = answer[:middle] + bytes([answer[middle] ^ 16]) + answer[middle + 1 :]
+        if fault == "cut":
+            headers["Content-Length"] = str(len(answer))
+            response = web.StreamResponse(status=status, headers=headers)
+            await response.prepare(request)
+            await response.write(answer[: len(answer) // 2])
+            request.transport.close()
+            return response
+        if request.method == "HEAD":
+            return web.Response(status=status, headers=headers)
+        headers.pop("Content-Length", None)
+        return web.Response(status=status, headers=headers, body=answer)
+
+    async def forward(self, request: web.Request, body: bytes) -> tuple[int, dict[str, str], bytes]:
+        headers = {name: value for name, value in request.headers.items() if name.lower() not in HOP_HEADERS}
+        url = URL(self.upstream + request.raw_path, encoded=True)
+        skip = ("User-Agent", "Content-Type", "Accept-Encoding", "Accept")
+        data = body if body or request.method in ("PUT", "POST") else None
+        async with self.session.request(
+            request.method, url, data=data, headers=headers, allow_redirects=False, skip_auto_headers=skip
+        ) as answer:
+            kept = {name: value for name, value in answer.headers.items() if name.lower() not in HOP_HEADERS}
+            if request.method == "HEAD":
+                kept["Content-Length"] = answer.headers.get("Content-Length", "0")
+            return answer.status, kept, await answer.read()
+
+    async def forward_later(self, request: web.Request, body: bytes) -> None:
+        await asyncio.sleep(self.delay)
+        await self.forward(request, body)
+
+    def hide(self, listing: bytes, bucket: str, view: int) -> bytes:
+        """A listing without the objects that this view does not see yet."""
+        ET.register_namespace("", XML_NAMESPACE)
+        root = ET.fromstring(listing)
+        for entry in root.findall(f"{{{XML_NAMESPACE}}}Contents"):
+            name = entry.find(f"{{{XML_NAMESPACE}}}Key")
+            assert name is not None
+            if not self.visible(f"{bucket}/{name.text}", view):
+                root.remove(entry)
+                self.counts["stale"] += 1
+        return ET.tostring(root)
+
+    async def serve(self) -> None:
+        timeout = ClientTimeout(total=None)
+        async with ClientSession(timeout=timeout, connector=TCPConnector(limit=0), auto_decompress=False) as session:
+            self.session = session
+            app = web.Application(client_max_size=1 << 33)
+            app.router.add_route("*", "/{path:.*}", self.handle)
+            runner = web.AppRunner(app, access_log=None)
+            await runner.setup()
+            for port in self.ports:
+                await web.TCPSite(runner, "127.0.0.1", port).start()
+            print("ready", flush=True)
+            await asyncio.Event().wait()
+
+
+def _operation(request: web.Request) -> tuple[str, str]:
+    """(operation, bucket/key)"""
+    path, query, method = unquote(request.path).lstrip("/"), request.query, request.method
+    _, _, key = path.partition("/")
+    if not key:
+        kinds = {"GET": "list_uploads" if "uploads" in query else "list", "POST": "delete_objects"}
+        return kinds.get(method, f"{method.lower()}_bucket"), path
+    if "uploadId" in query:
+        kinds = {"PUT": "upload_part", "POST": "complete_multipart", "DELETE": "abort_multipart", "GET": "list_parts"}
+        return kinds[method], path
+    if method == "POST":
+        return "create_multipart", path
+    if method == "PUT" and "x-amz-copy-source" in request.headers:
+        return "copy", path
+    return method.lower(), path
+
+
+def _error(status: int, code: str) -> web.Response:
+    text = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>injected {code}</Message></Error>"
+    return web.Response(status=status, text=text, content_type="application/xml")
+
+
+def _all_deleted() -> web.Response:
+    text = f"<?xml version='1.0'?><DeleteResult xmlns='{XML_NAMESPACE}'></DeleteResult>"
+    return web.Response(text=text, content_type="application/xml")
+
+
+if __name__ == "__main__":
+    asyncio.run(_Proxy(sys.argv[1], [int(port) for port in sys.argv[2:]]).serve())
