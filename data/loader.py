@@ -1,9 +1,10 @@
 """Batches for training and validation: the order of data.order, read ahead by a thread."""
 
-import queue
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ from data.tokenizer import Tokenizer
 
 IGNORED = -100  # the label that torch's cross-entropy skips
 STATE_VERSION = 1
+READERS = 8  # threads that fetch and check blocks
 
 
 class Batch(NamedTuple):
@@ -53,8 +55,10 @@ class DataLoader:
         self.wait_seconds: float = 0.0
         self._seed = config.run.seed
         self._window_blocks = config.data.window_blocks
+        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="reader")
         self._streams = [
-            Stream(dataset.split("train"), dataset.hash, self._seed, self._window_blocks) for dataset in datasets
+            Stream(dataset.split("train"), dataset.hash, self._readers, self._seed, self._window_blocks)
+            for dataset in datasets
         ]
         self._weights = _shares(config, datasets)
         self._hashes = tuple(dataset.hash for dataset in datasets)
@@ -138,8 +142,7 @@ class DataLoader:
     def close(self) -> None:
         """Stop reading ahead."""
         self._stop_prefetch()
-        for stream in self._streams:
-            stream.close()
+        self._readers.shutdown(wait=False, cancel_futures=True)
 
     def _stop_prefetch(self) -> None:
         if self._prefetcher is not None:
@@ -173,8 +176,10 @@ class _Prefetcher:
     """A thread that keeps up to `depth` items of an iterator ready."""
 
     def __init__(self, items: Iterator[_Step], depth: int):
-        self._ready: queue.Queue[_Step | BaseException] = queue.Queue(depth)
-        self._stopping = threading.Event()
+        self._ready: SimpleQueue[_Step | BaseException] = SimpleQueue()
+        self._go_on: SimpleQueue[bool] = SimpleQueue()  # one entry for each item to make; False: stop
+        for _ in range(depth):
+            self._go_on.put(True)
         self._thread = threading.Thread(target=self._run, args=(items,), name="prefetch", daemon=True)
         self._thread.start()
 
@@ -184,22 +189,19 @@ class _Prefetcher:
         if isinstance(item, BaseException):
             self._ready.put(item)  # and again at every further call
             raise item
+        self._go_on.put(True)
         return item
 
     def close(self) -> None:
-        self._stopping.set()
-        while self._thread.is_alive():
-            try:  # the thread may be waiting for room
-                self._ready.get_nowait()
-            except queue.Empty:
-                self._thread.join(timeout=0.01)
+        while not self._go_on.empty():
+            self._go_on.get()
+        self._go_on.put(False)
+        self._thread.join()
 
     def _run(self, items: Iterator[_Step]) -> None:
         try:
-            for item in items:
-                if self._stopping.is_set():
-                    return
-                self._ready.put(item)
+            while self._go_on.get():
+                self._ready.put(next(items))
         except BaseException as error:
             self._ready.put(error)
 
@@ -272,21 +274,20 @@ def validation_batches(config: Config, dp_rank: int, dp_size: int) -> Iterator[B
     """
     datasets = [open_dataset(url) for url in config.data.datasets]
     seq_len, size = config.training.seq_len, config.training.local_batch_size
-    streams = [Stream(dataset.split("validation"), dataset.hash, shuffle=False) for dataset in datasets]
-    samples = [(stream, start) for stream in streams for start in range(0, max(stream.epoch_tokens - 1, 0), seq_len)]
-    if not samples:
-        raise DataError(f"data.datasets = {list(config.data.datasets)}: no held-out document has two tokens")
-    chosen = len(samples)
-    if config.validation.max_samples:
-        chosen = min(chosen, config.validation.max_samples)
-    spread = [samples[i * len(samples) // chosen] for i in range(chosen)]
-    try:
+    with ThreadPoolExecutor(READERS, thread_name_prefix="reader") as readers:
+        streams = [Stream(dataset.split("validation"), dataset.hash, readers, shuffle=False) for dataset in datasets]
+        samples = [
+            (stream, start) for stream in streams for start in range(0, max(stream.epoch_tokens - 1, 0), seq_len)
+        ]
+        if not samples:
+            raise DataError(f"data.datasets = {list(config.data.datasets)}: no held-out document has two tokens")
+        chosen = len(samples)
+        if config.validation.max_samples:
+            chosen = min(chosen, config.validation.max_samples)
+        spread = [samples[i * len(samples) // chosen] for i in range(chosen)]
         for first in range(0, chosen, size * dp_size):
             own = spread[first + dp_rank * size : first + (dp_rank + 1) * size]
             batch = _padding((size, seq_len), config.data.mask_documents)
             for row, (stream, start) in enumerate(own):
                 _fill(batch, stream, np.array([row]), start, stream.epoch_tokens)
             yield batch
-    finally:
-        for stream in streams:
-            stream.close()

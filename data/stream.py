@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from data.order import Epoch, derive_key, permutation, plain_epoch, shuffled_epoch
-from data.shards import Split
+from data.shards import Block, Split
 
 
 class Window(NamedTuple):
@@ -21,22 +21,39 @@ class Window(NamedTuple):
     cumulative: np.ndarray  # [documents + 1] its first token in the window
 
 
+class Reading(NamedTuple):
+    """The blocks of a window, on their way."""
+
+    blocks: np.ndarray
+    results: list[Future[Block]]
+
+
 class Stream:
     """A split as one stream of tokens, epoch after epoch; see data.order.
 
-    With `shuffle=False` the documents come as they are stored, a block at a time. The window in use and the
-    next one are kept, the next being opened by a background thread.
+    With `shuffle=False` the documents come as they are stored, a block at a time. Two windows
+    are kept: the one in use, and the next, whose blocks `readers` fetch in the background.
     """
 
-    def __init__(self, split: Split, name: str, seed: int = 0, window_blocks: int = 1, shuffle: bool = True):
+    def __init__(
+        self,
+        split: Split,
+        name: str,
+        readers: ThreadPoolExecutor,
+        seed: int = 0,
+        window_blocks: int = 1,
+        shuffle: bool = True,
+    ):
         self.split = split
         self.epoch_tokens = split.total_tokens
+        self._readers = readers
         self._key = (seed, name)
         self._window_blocks = window_blocks if shuffle else 1
         self._shuffle = shuffle
         self._epochs: dict[int, Epoch] = {}
-        self._windows: dict[tuple[int, int], Future[Window]] = {}
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="window")
+        self._reading: dict[tuple[int, int], Reading] = {}
+        self._window: Window | None = None
+        self._window_start = 0  # its first token in the stream
 
     def read(self, start: int, out: np.ndarray) -> list[int]:
         """Fill `out` [n] with tokens [start, start + n) of the stream.
@@ -66,24 +83,35 @@ class Stream:
             done += stop - token
         return found
 
-    def close(self) -> None:
-        self._executor.shutdown(wait=False, cancel_futures=True)
-        self._windows.clear()
-
     def _locate(self, token: int) -> tuple[Window, int]:
         """The window that holds a token of the stream, and the token's place in it."""
-        number, token = divmod(token, self.epoch_tokens)
-        epoch = self._epoch(number)
-        index = epoch.window_of(token)
-        following = (number, index + 1) if index + 2 < len(epoch.starts) else (number + 1, 0)
-        wanted = ((number, index), following) if self._shuffle else ((number, index),)
-        if self._windows.keys() != set(wanted):
-            kept = {key: window for key, window in self._windows.items() if key in wanted}
-            self._windows = {
-                key: kept[key] if key in kept else self._executor.submit(self._open, self._blocks(*key), *key)
-                for key in wanted
-            }
-        return self._windows[number, index].result(), token - int(epoch.starts[index])
+        place = token - self._window_start
+        if self._window is None or not 0 <= place < self._window.cumulative[-1]:
+            self._window = None
+            number, in_epoch = divmod(token, self.epoch_tokens)
+            epoch = self._epoch(number)
+            index = epoch.window_of(in_epoch)
+            place = in_epoch - int(epoch.starts[index])
+            self._window = self._open(number, index)
+            self._window_start = token - place
+        return self._window, place
+
+    def _open(self, number: int, index: int) -> Window:
+        """Take the blocks of a window and start reading the next one's."""
+        last = index + 2 == len(self._epoch(number).starts)
+        wanted = (number, index), (number + 1, 0) if last else (number, index + 1)
+        for key in self._reading.keys() - set(wanted):
+            for result in self._reading.pop(key).results:
+                result.cancel()
+        for key in wanted:
+            if key not in self._reading:
+                blocks = self._blocks(*key)
+                results = [self._readers.submit(self.split.read, int(block)) for block in blocks]
+                self._reading[key] = Reading(blocks, results)
+        reading = self._reading.pop((number, index))
+        contents = [result.result() for result in reading.results]
+        order_key = derive_key(*self._key, number, index) if self._shuffle else None
+        return _shuffled_window(reading.blocks, contents, order_key)
 
     def _epoch(self, number: int) -> Epoch:
         if number not in self._epochs:
@@ -101,18 +129,19 @@ class Stream:
         first = window * self._window_blocks
         return self._epoch(epoch).blocks[first : first + self._window_blocks]
 
-    def _open(self, numbers: np.ndarray, epoch: int, window: int) -> Window:
-        blocks = [self.split.read(int(number)) for number in numbers]
-        rows = [len(block.offsets) - 1 for block in blocks]
-        block = np.repeat(np.arange(len(blocks), dtype=np.uint32), rows)
-        row = np.concatenate([np.arange(n, dtype=np.uint32) for n in rows])
-        start = np.concatenate([block.offsets[:-1] for block in blocks])
-        length = np.concatenate([np.diff(block.offsets) for block in blocks])
-        if self._shuffle:
-            order = permutation(len(length), derive_key(*self._key, epoch, window))
-            block, row, start, length = block[order], row[order], start[order], length[order]
-        cumulative = np.append(np.int64(0), np.cumsum(length, dtype=np.int64))
-        return Window(numbers, [block.values for block in blocks], block, row, start, cumulative)
+
+def _shuffled_window(blocks: np.ndarray, contents: list[Block], key: int | None) -> Window:
+    """The documents of some blocks in the order of `key`, or as they are stored when that is None."""
+    rows = [len(content.offsets) - 1 for content in contents]
+    block = np.repeat(np.arange(len(contents), dtype=np.uint32), rows)
+    row = np.concatenate([np.arange(n, dtype=np.uint32) for n in rows])
+    start = np.concatenate([content.offsets[:-1] for content in contents])
+    length = np.concatenate([np.diff(content.offsets) for content in contents])
+    if key is not None:
+        order = permutation(len(length), key)
+        block, row, start, length = block[order], row[order], start[order], length[order]
+    cumulative = np.append(np.int64(0), np.cumsum(length, dtype=np.int64))
+    return Window(blocks, [content.values for content in contents], block, row, start, cumulative)
 
 
 def _copy(window: Window, token: int, out: np.ndarray, done: int, lengths: list[int]) -> int:
