@@ -88,7 +88,7 @@ class Data:
     """Which prepared datasets are read (see `python -m data.prepare`), and in which order."""
 
     datasets: tuple[str, ...] = ("datasets/stdlib",)
-    """Folders of prepared datasets."""
+    """Folders of prepared datasets, or URLs such as `s3://bucket/folder`."""
     weights: tuple[float, ...] = ()
     """Share of the samples drawn from each dataset. Empty: in proportion to their tokens."""
     tokenizer: str = ""
@@ -101,6 +101,12 @@ class Data:
     """A block that is missing or damaged: `stop` the run and name it, or `mask` its tokens in place."""
     mask_documents: bool = False
     """Restart positions and attention at every document, so that no token sees another document."""
+    cache_folder: str = ""
+    """Folder on the node's own disk for blocks of remote datasets. Empty: `titanite-data` in the temporary folder."""
+    cache_gb: NonNegative = 50.0
+    """Size of that cache, in 10^9 bytes; what was used longest ago is removed first."""
+    retry_seconds: Count = 300
+    """How long a failing request for remote data is repeated before the run stops."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,8 +217,18 @@ class Checkpoint:
     """Folder of the checkpoints. Empty: `checkpoints` in the run folder."""
     interval: Positive = 200
     """Steps between two checkpoints."""
+    mode: Literal["sync", "async"] = "sync"
+    """`async`: training goes on once the state is copied to host memory; a background thread writes it."""
+    upload: str = ""
+    """Second place, such as s3://bucket/prefix, to which each checkpoint is copied in the background."""
     keep: Count = 2
     """Newest checkpoints kept; older ones are removed after the next commit. 0: all."""
+    keep_every: Count = 0
+    """Checkpoints of steps that are multiples of this are kept for ever. 0: none."""
+    save_initial: bool = False
+    """Also write a checkpoint of step 0, before the first step, as a common seed for other runs."""
+    save_model: bool = False
+    """At the last step, also write the model alone, as `model-STEP-...` beside the checkpoints."""
     initial_load: str = ""
     """Checkpoint whose model weights a new run starts from, with a fresh optimizer at step 0."""
     timeout_seconds: Positive = 1800

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from config import Config, grad_accum_steps
 from data.order import Segment
@@ -18,6 +19,7 @@ from data.tokenizer import Tokenizer
 
 IGNORED = -100  # the label that torch's cross-entropy skips
 STATE_VERSION = 1
+MAX_BAD_BLOCKS = 32  # more are no accident, and the state would grow
 READERS = 8  # threads that fetch and check blocks
 
 
@@ -49,7 +51,8 @@ class DataLoader:
     """
 
     def __init__(self, config: Config, dp_rank: int, dp_size: int, pin_memory: bool = False):
-        datasets = [open_dataset(url) for url in config.data.datasets]
+        datasets = [open_dataset(url, config.data) for url in config.data.datasets]
+        self._datasets = datasets
         self.tokenizer: Tokenizer = datasets[0].tokenizer()
         self.vocab_size: int = max(dataset.vocab_size for dataset in datasets)
         self.wait_seconds: float = 0.0
@@ -57,7 +60,14 @@ class DataLoader:
         self._window_blocks = config.data.window_blocks
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="reader")
         self._streams = [
-            Stream(dataset.split("train"), dataset.hash, self._readers, self._seed, self._window_blocks)
+            Stream(
+                dataset.split("train"),
+                dataset.hash,
+                self._readers,
+                self._seed,
+                self._window_blocks,
+                mask_bad_blocks=config.data.on_bad_block == "mask",
+            )
             for dataset in datasets
         ]
         self._weights = _shares(config, datasets)
@@ -72,16 +82,18 @@ class DataLoader:
         self._pin_memory = pin_memory
         self._prefetch_steps = config.data.prefetch_steps
         self._prefetcher: _Prefetcher | None = None
+        self._bad_blocks = _BadBlocks(self._streams) if config.data.on_bad_block == "mask" else None
 
     def next_step(self) -> list[Batch]:
         """The microbatches of the next optimizer step of this rank. Raises DataError."""
         begin = time.perf_counter()
-        if self._prefetch_steps:
-            if self._prefetcher is None:
-                self._prefetcher = _Prefetcher(self._steps(), self._prefetch_steps)
-            step = self._prefetcher.next()
-        else:
-            step = next(self._steps())
+        step = self._take_step()
+        while self._bad_blocks and (unmasked := self._bad_blocks.agree()) is not None:
+            if any(unmasked):  # other ranks could not read what this one could: make the step again without it
+                self._stop_prefetch()
+                for stream, blocks in zip(self._streams, unmasked, strict=True):
+                    stream.mask(blocks)
+                step = self._take_step()
         self._samples = step.samples
         self.wait_seconds = time.perf_counter() - begin
         return step.batches
@@ -107,6 +119,13 @@ class DataLoader:
                 )
             },
             "earlier": self._earlier,
+            "masked": {
+                stream.name: sorted(blocks)
+                for stream, blocks in zip(self._streams, self._bad_blocks.agreed, strict=True)
+                if blocks
+            }
+            if self._bad_blocks
+            else {},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -132,6 +151,13 @@ class DataLoader:
         saved = Segment(tuple(state["datasets"]), weights, starts, state["seq_len"])
         current = Segment(self._hashes, self._weights, starts, self._segment.seq_len)
         self._stop_prefetch()
+        if self._bad_blocks:
+            self._bad_blocks.restore(state["masked"])
+        elif state["masked"]:
+            raise DataError(
+                f"data.on_bad_block = stop: the checkpoint was trained with masked blocks, {state['masked']}; "
+                "resume with mask, or start a new run on sound data"
+            )
         if saved == current:
             self._segment, self._samples, self._earlier = saved, state["samples"], dict(state["earlier"])
             return
@@ -142,7 +168,16 @@ class DataLoader:
     def close(self) -> None:
         """Stop reading ahead."""
         self._stop_prefetch()
+        for dataset in self._datasets:
+            dataset.folder.close()
         self._readers.shutdown(wait=False, cancel_futures=True)
+
+    def _take_step(self) -> _Step:
+        if not self._prefetch_steps:
+            return next(self._steps())
+        if self._prefetcher is None:
+            self._prefetcher = _Prefetcher(self._steps(), self._prefetch_steps)
+        return self._prefetcher.next()
 
     def _stop_prefetch(self) -> None:
         if self._prefetcher is not None:
@@ -170,6 +205,46 @@ class DataLoader:
             if len(rows):
                 _fill(batch, stream, rows, int(start[rows[0]]))
         return batch
+
+
+class _BadBlocks:
+    """The masked blocks of each stream that all ranks know of. Creation and `agree` are collective."""
+
+    def __init__(self, streams: list[Stream]):
+        self._streams = streams
+        self.agreed: list[set[int]] = [set() for _ in streams]
+        distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        self._group = dist.new_group(backend="gloo") if distributed else None
+
+    def agree(self) -> list[set[int]] | None:
+        """Make what any rank found bad known to all. None: nothing new; else what this rank has not masked yet.
+
+        Raises DataError on all ranks when it is too much.
+        """
+        found = [set(stream.masked) for stream in self._streams]
+        everyone = [found]
+        if self._group is not None:
+            news = torch.tensor([int(found != self.agreed)])
+            dist.all_reduce(news, group=self._group)
+            if not news.item():
+                return None
+            everyone = [[]] * dist.get_world_size()
+            dist.all_gather_object(everyone, found, group=self._group)
+        elif found == self.agreed:
+            return None
+        self.agreed = [set().union(*blocks) for blocks in zip(*everyone, strict=True)]
+        count = sum(map(len, self.agreed))
+        if count > MAX_BAD_BLOCKS:
+            raise DataError(
+                f"data.on_bad_block = mask: {count} blocks are bad, more than {MAX_BAD_BLOCKS}; mend the data"
+            )
+        return [blocks - own for blocks, own in zip(self.agreed, found, strict=True)]
+
+    def restore(self, masked: dict[str, list[int]]) -> None:
+        """Mask what a checkpoint says was masked."""
+        self.agreed = [set(masked.get(stream.name, ())) for stream in self._streams]
+        for stream, blocks in zip(self._streams, self.agreed, strict=True):
+            stream.mask(blocks)
 
 
 class _Prefetcher:
@@ -241,7 +316,7 @@ def _fill(batch: Batch, stream: Stream, rows: np.ndarray, start: int, end: int |
     size = len(rows) * seq_len + 1
     filled = size if end is None else min(size, end - start)
     flat = np.zeros(size, stream.split.dtype)
-    lengths = stream.read(start, flat[:filled])
+    lengths, masked = stream.read(start, flat[:filled])
     lengths[-1] += size - filled
     # A slice where one will do: assigning to a slice is a plain copy.
     where = slice(None) if len(rows) == len(batch.tokens) else rows
@@ -249,6 +324,13 @@ def _fill(batch: Batch, stream: Stream, rows: np.ndarray, start: int, end: int |
     batch.labels.numpy()[where] = flat[1:].reshape(-1, seq_len)
     if filled < size:
         batch.labels[rows[-1], seq_len - (size - filled) :] = IGNORED
+    if masked:
+        ignored = np.zeros(size, bool)
+        for part in masked:
+            ignored[part] = True
+        labels = batch.labels.numpy()[where]
+        labels[ignored[1:].reshape(-1, seq_len)] = IGNORED
+        batch.labels.numpy()[where] = labels
     if batch.positions is not None:
         batch.positions.numpy()[where] = _document_positions(lengths, len(rows), seq_len)
 
@@ -272,7 +354,7 @@ def validation_batches(config: Config, dp_rank: int, dp_size: int) -> Iterator[B
     dp_size nor on the training. At most validation.max_samples samples, evenly spread over
     all (0: all). What is left over is padded, with labels IGNORED. Raises DataError.
     """
-    datasets = [open_dataset(url) for url in config.data.datasets]
+    datasets = [open_dataset(url, config.data) for url in config.data.datasets]
     seq_len, size = config.training.seq_len, config.training.local_batch_size
     with ThreadPoolExecutor(READERS, thread_name_prefix="reader") as readers:
         streams = [Stream(dataset.split("validation"), dataset.hash, readers, shuffle=False) for dataset in datasets]

@@ -13,18 +13,16 @@ Imports no torch.
 
 import hashlib
 import json
-import mmap
-import os
-import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
-from config import Config, TitaniteError
-from data.tokenizer import Tokenizer, load_tokenizer
+from config import Config, Data, TitaniteError
+from data.storage import DamagedError, Folder, open_folder
+from data.tokenizer import Tokenizer, declared_eos, fingerprint, load_tokenizer, parse_tokenizer
 
 FORMAT = "titanite-tokens"
 VERSION = 1
@@ -81,7 +79,7 @@ def token_schema(dtype: str) -> pa.Schema:
 class Split:
     """The blocks of one split; arrays have one entry per block."""
 
-    url: str
+    folder: Folder
     name: str
     dtype: str
     vocab_size: int
@@ -97,31 +95,24 @@ class Split:
     def total_tokens(self) -> int:
         return sum(shard.tokens for shard in self.shards)
 
+    def first_block(self, block: int) -> int:
+        """The first block of the shard that holds this one."""
+        return int(self.shard.searchsorted(self.shard[block]))
+
     def location(self, block: int) -> str:
         """Where a block is, for messages."""
-        shard = int(self.shard[block])
-        first = sum(other.blocks for other in self.shards[:shard])
-        return f"{self.url}/{self.shards[shard].file}, block {block - first}"
+        file = self.shards[self.shard[block]].file
+        return f"{self.folder.url}/{file}, block {block - self.first_block(block)}"
 
     def read(self, block: int) -> Block:
-        """Map one block of a local dataset and check it. Raises BadBlockError."""
-        path = Path(self.url) / self.shards[int(self.shard[block])].file
-        offset, size = int(self.offset[block]), int(self.size[block])
-        skip = offset % mmap.ALLOCATIONGRANULARITY
+        """Map one block and check it. Raises BadBlockError, DataError, StorageError."""
+        file = self.shards[self.shard[block]].file
+        where = int(self.offset[block]), int(self.size[block]), int(self.crc32[block])
         try:
-            with path.open("rb") as file:
-                if offset + size > os.fstat(file.fileno()).st_size:
-                    raise BadBlockError(f"{self.location(block)}: the file is cut short")
-                mapped = mmap.mmap(file.fileno(), skip + size, offset=offset - skip, access=mmap.ACCESS_READ)
-        except OSError as error:
-            raise BadBlockError(f"{self.location(block)}: cannot be read: {error.strerror}") from None
-        return self.decode(block, memoryview(mapped)[skip:])
-
-    def decode(self, block: int, data: memoryview) -> Block:
-        """The block that `data` holds, checked against the index. Raises BadBlockError, DataError."""
-        if len(data) != self.size[block] or zlib.crc32(data) != self.crc32[block]:
-            raise BadBlockError(f"{self.location(block)}: is damaged, its checksum does not match")
-        column = pa.ipc.read_record_batch(pa.py_buffer(data), token_schema(self.dtype)).column(0)
+            content = self.folder.map(file, *where)
+        except DamagedError as error:
+            raise BadBlockError(f"{self.location(block)}: {error}") from None
+        column = pa.ipc.read_record_batch(pa.py_buffer(content), token_schema(self.dtype)).column(0)
         values = column.values.to_numpy()
         offsets = column.offsets.to_numpy()
         if len(column) != self.documents[block] or len(values) != self.tokens[block]:
@@ -135,12 +126,28 @@ class Split:
             )
         return Block(values, offsets)
 
+    def read_zeros(self, block: int) -> Block:
+        """The documents of a damaged block at their true lengths, all tokens 0.
+
+        Raises DataError when the lengths are damaged, too.
+        """
+        shard = self.shards[self.shard[block]]
+        file = shard.file.replace(".arrow", ".lengths")
+        try:
+            content = self.folder.map(file, 0, 4 * shard.documents, shard.lengths_crc32)
+        except DamagedError as error:
+            raise DataError(f"{self.folder.url}/{file}: {error}, so {self.location(block)} cannot be masked") from None
+        first = int(self.documents[self.first_block(block) : block].sum())
+        lengths = np.frombuffer(content, "<u4")[first : first + int(self.documents[block])]
+        offsets = np.append(0, np.cumsum(lengths)).astype(np.int32)
+        return Block(np.zeros(offsets[-1], self.dtype), offsets)
+
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
     """A prepared dataset: its manifest and index, no tokens yet."""
 
-    url: str
+    folder: Folder
     hash: str
     """First 16 hex digits of the SHA-256 of the manifest, which covers all else."""
     vocab_size: int
@@ -148,78 +155,97 @@ class Dataset:
     tokenizer_fingerprint: str
     splits: dict[str, Split]
 
+    @property
+    def url(self) -> str:
+        return self.folder.url
+
     def split(self, name: str) -> Split:
         """One split. Raises DataError when it is empty."""
         if not self.splits[name].shards:
-            raise DataError(f"{self.url}: has no {name} documents; prepare it with --validation-fraction above 0")
+            raise DataError(f"{self.url}: has no {name} documents; prepare it with another --validation-fraction")
         return self.splits[name]
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer stored with the data. Raises DataError when it is not the one that made it."""
-        tokenizer = load_tokenizer(self.url)
-        if tokenizer.fingerprint != self.tokenizer_fingerprint:
+        content, eos_token = self._checked_tokenizer()
+        return parse_tokenizer(content, eos_token, f"{self.url}/tokenizer.json")
+
+    def check_tokenizer(self) -> None:
+        """Raises DataError when the stored tokenizer is not the one that made the data."""
+        self._checked_tokenizer()
+
+    def _checked_tokenizer(self) -> tuple[bytes, str]:
+        content = _read(self.folder, "tokenizer.json")
+        eos_token = declared_eos(_read(self.folder, "tokenizer_config.json"), f"{self.url}/tokenizer_config.json")
+        found = fingerprint(content, eos_token)
+        if found != self.tokenizer_fingerprint:
             raise DataError(
-                f"{self.url}/tokenizer.json: fingerprint {tokenizer.fingerprint}, but the data was made by "
+                f"{self.url}/tokenizer.json: fingerprint {found}, but the data was made by "
                 f"{self.tokenizer_fingerprint}; put the right file back or prepare the data again"
             )
-        return tokenizer
+        return content, eos_token
 
 
-def open_dataset(url: str) -> Dataset:
-    """Read and check the manifest and the index of a prepared dataset. Raises DataError."""
-    url = url.rstrip("/")
-    text = _read(url, "manifest.json")
+def open_dataset(url: str, data: Data | None = None) -> Dataset:
+    """Read and check the manifest and the index of a prepared dataset.
+
+    `data` says how remote data is fetched (default: as in the config). Raises DataError, StorageError.
+    """
+    folder = open_folder(url, data or Data())
+    text = _read(folder, "manifest.json")
     try:
         manifest = json.loads(text)
-        if manifest["format"] != FORMAT or manifest["version"] != VERSION:
+        if (manifest["format"], manifest["version"]) != (FORMAT, VERSION):
             raise DataError(
                 f"{url}/manifest.json: format {manifest['format']} version {manifest['version']}; "
                 f"this code reads {FORMAT} version {VERSION}"
             )
         shards = [Shard(**entry) for entry in manifest["shards"]]
-        vocab_size, eos_id = manifest["vocab_size"], manifest["eos_id"]
-        dtype, fingerprint, index_hash = manifest["dtype"], manifest["tokenizer"], manifest["index_sha256"]
+        vocab_size, eos_id, dtype = manifest["vocab_size"], manifest["eos_id"], manifest["dtype"]
+        tokenizer, index_bytes = manifest["tokenizer"], manifest["index_bytes"]
+        index_crc32, index_sha256 = manifest["index_crc32"], manifest["index_sha256"]
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{url}/manifest.json: not a manifest: {type(error).__name__} {error}") from None
-    index_bytes = _read(url, "blocks.arrow")
-    if hashlib.sha256(index_bytes).hexdigest() != index_hash:
-        raise DataError(f"{url}/blocks.arrow: is damaged, its SHA-256 is not the one in manifest.json")
-    table = pa.ipc.open_file(pa.py_buffer(index_bytes)).read_all().combine_chunks()
-    index = {name: table.column(name).to_numpy() for name in INDEX_SCHEMA.names}
-    shard_of = np.repeat(np.arange(len(shards), dtype=np.uint32), [shard.blocks for shard in shards])
-    splits = {}
-    for name in SPLITS:
-        own = [i for i, shard in enumerate(shards) if shard.split == name]
-        rows = slice(0, 0)
-        if own:  # the shards of a split are next to each other
-            rows = slice(int(shard_of.searchsorted(own[0])), int(shard_of.searchsorted(own[-1], side="right")))
-        columns = {column: values[rows] for column, values in index.items()}
-        shard = shard_of[rows] - (own[0] if own else 0)
-        splits[name] = Split(url, name, dtype, vocab_size, tuple(shards[i] for i in own), shard, **columns)
-    name = hashlib.sha256(text).hexdigest()[:16]
-    return Dataset(url, name, vocab_size, eos_id, fingerprint, splits)
-
-
-def _read(url: str, name: str) -> Any:
-    """The bytes of a small file of the dataset; mapped, when it is local."""
-    path = Path(url) / name
     try:
-        with path.open("rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if name.endswith(".arrow") else file.read()
-    except FileNotFoundError:
+        content = folder.map("blocks.arrow", 0, index_bytes, index_crc32)
+    except DamagedError as error:
+        raise DataError(f"{url}/blocks.arrow: {error}") from None
+    if hashlib.sha256(content).hexdigest() != index_sha256:
+        raise DataError(f"{url}/blocks.arrow: is damaged, its SHA-256 is not the one in manifest.json")
+    table = pa.ipc.open_file(pa.py_buffer(content)).read_all().combine_chunks()
+    index = {name: table.column(name).to_numpy() for name in INDEX_SCHEMA.names}
+    splits = {name: Split(folder, name, dtype, vocab_size, *_part_of_index(shards, index, name)) for name in SPLITS}
+    return Dataset(folder, hashlib.sha256(text).hexdigest()[:16], vocab_size, eos_id, tokenizer, splits)
+
+
+def _part_of_index(shards: list[Shard], index: dict[str, np.ndarray], name: str) -> Iterable[Any]:
+    """The shards of a split, the shard of each of its blocks, and its part of the index."""
+    own = tuple(shard for shard in shards if shard.split == name)
+    first = next((i for i, shard in enumerate(shards) if shard.split == name), 0)  # they are next to each other
+    start = sum(shard.blocks for shard in shards[:first])
+    shard_of_block = np.repeat(np.arange(len(own), dtype=np.uint32), [shard.blocks for shard in own])
+    return own, shard_of_block, *(column[start : start + len(shard_of_block)] for column in index.values())
+
+
+def _read(folder: Folder, name: str) -> bytes:
+    """A small file of a dataset."""
+    try:
+        return folder.read(name)
+    except DamagedError as error:
         raise DataError(
-            f"{path}: not found. Make a dataset with: python -m data.prepare --source FILES --output {url}"
+            f"{folder.url}/{name}: {error}. Make a dataset with: "
+            f"python -m data.prepare --source FILES --output {folder.url}"
         ) from None
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from None
 
 
 def check_datasets(config: Config) -> None:
     """Refuse data that cannot be trained on: manifests, file sizes, tokenizer, number of tokens.
 
-    Reads no tokens and imports no torch, so that train.py can call it first. Raises DataError.
+    Reads no tokens and imports no torch, so that train.py can call it first.
+
+    Raises DataError, StorageError, TokenizerError.
     """
-    datasets = [open_dataset(url) for url in config.data.datasets]
+    datasets = [open_dataset(url, config.data) for url in config.data.datasets]
     for dataset in datasets:
         if dataset.tokenizer_fingerprint != datasets[0].tokenizer_fingerprint:
             raise DataError(
@@ -234,9 +260,9 @@ def check_datasets(config: Config) -> None:
             )
         if config.validation.enable:
             dataset.split("validation")
-        for split in dataset.splits.values():
-            _check_sizes(split)
-        dataset.tokenizer()
+        if "://" not in dataset.url and config.data.on_bad_block == "stop":
+            _check_sizes(dataset)
+        dataset.check_tokenizer()
     if len({dataset.hash for dataset in datasets}) < len(datasets):
         raise DataError(f"data.datasets = {list(config.data.datasets)}: two folders hold the same dataset")
     if config.data.tokenizer:
@@ -248,10 +274,11 @@ def check_datasets(config: Config) -> None:
             )
 
 
-def _check_sizes(split: Split) -> None:
-    for shard in split.shards:
-        path = Path(split.url) / shard.file
-        size = path.stat().st_size if path.is_file() else None
-        if size != shard.bytes:
-            found = "is missing" if size is None else f"has {size} bytes"
-            raise DataError(f"{path}: {found}, the manifest says {shard.bytes} bytes")
+def _check_sizes(dataset: Dataset) -> None:
+    """Compare the sizes of all files with the manifest; cheap on a mounted file system only."""
+    for split in dataset.splits.values():
+        for shard in split.shards:
+            size = dataset.folder.size(shard.file)
+            if size != shard.bytes:
+                found = "is missing" if size is None else f"has {size} bytes"
+                raise DataError(f"{dataset.url}/{shard.file}: {found}, the manifest says {shard.bytes} bytes")

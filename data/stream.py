@@ -1,13 +1,16 @@
 """The tokens of one dataset as an endless stream that can be read at any place. Imports no torch."""
 
+import logging
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from data.order import Epoch, derive_key, permutation, plain_epoch, shuffled_epoch
-from data.shards import Block, Split
+from data.shards import BadBlockError, Block, Split
+
+log = logging.getLogger(__name__)
 
 
 class Window(NamedTuple):
@@ -19,6 +22,7 @@ class Window(NamedTuple):
     row: np.ndarray  # [documents] its row in that block
     start: np.ndarray  # [documents] its first token there
     cumulative: np.ndarray  # [documents + 1] its first token in the window
+    masked: frozenset[int]  # indices of those in `values` that are zeros in place of a bad block
 
 
 class Reading(NamedTuple):
@@ -30,6 +34,9 @@ class Reading(NamedTuple):
 
 class Stream:
     """A split as one stream of tokens, epoch after epoch; see data.order.
+
+    `masked` holds the blocks that are read as zeros; with `mask_bad_blocks` those that turn
+    out to be bad join it, otherwise the first of them raises BadBlockError.
 
     With `shuffle=False` the documents come as they are stored, a block at a time. Two windows
     are kept: the one in use, and the next, whose blocks `readers` fetch in the background.
@@ -43,9 +50,13 @@ class Stream:
         seed: int = 0,
         window_blocks: int = 1,
         shuffle: bool = True,
+        mask_bad_blocks: bool = False,
     ):
         self.split = split
+        self.name = name
         self.epoch_tokens = split.total_tokens
+        self.masked: set[int] = set()
+        self._mask_bad_blocks = mask_bad_blocks
         self._readers = readers
         self._key = (seed, name)
         self._window_blocks = window_blocks if shuffle else 1
@@ -55,17 +66,25 @@ class Stream:
         self._window: Window | None = None
         self._window_start = 0  # its first token in the stream
 
-    def read(self, start: int, out: np.ndarray) -> list[int]:
+    def read(self, start: int, out: np.ndarray) -> tuple[list[int], list[slice]]:
         """Fill `out` [n] with tokens [start, start + n) of the stream.
 
-        Returns the length of each document's part in `out`, in order. Raises DataError.
+        Returns the length of each document's part in `out`, in order, and where `out` is masked.
+        Raises DataError, StorageError.
         """
         done = 0
         lengths: list[int] = []
+        masked: list[slice] = []
         while done < len(out):
             window, token = self._locate(start + done)
-            done = _copy(window, token, out, done, lengths)
-        return lengths
+            done = _copy(window, token, out, done, lengths, masked)
+        return lengths, masked
+
+    def mask(self, blocks: set[int]) -> None:
+        """Read these blocks as zeros from now on."""
+        self.masked |= blocks
+        self._window = None
+        self._reading.clear()
 
     def documents(self, start: int, count: int) -> list[tuple[int, int, int, int]]:
         """(block, row, first, stop) of each document's part in tokens [start, start + count)."""
@@ -106,12 +125,24 @@ class Stream:
         for key in wanted:
             if key not in self._reading:
                 blocks = self._blocks(*key)
-                results = [self._readers.submit(self.split.read, int(block)) for block in blocks]
+                results = [self._readers.submit(self._read_block, int(block)) for block in blocks]
                 self._reading[key] = Reading(blocks, results)
         reading = self._reading.pop((number, index))
         contents = [result.result() for result in reading.results]
         order_key = derive_key(*self._key, number, index) if self._shuffle else None
-        return _shuffled_window(reading.blocks, contents, order_key)
+        return _shuffled_window(reading.blocks, contents, order_key, self.masked)
+
+    def _read_block(self, block: int) -> Block:
+        if block in self.masked:
+            return self.split.read_zeros(block)
+        try:
+            return self.split.read(block)
+        except BadBlockError as error:
+            if not self._mask_bad_blocks:
+                raise
+            log.warning("%s; its tokens are masked", error)
+            self.masked.add(block)
+            return self.split.read_zeros(block)
 
     def _epoch(self, number: int) -> Epoch:
         if number not in self._epochs:
@@ -130,7 +161,7 @@ class Stream:
         return self._epoch(epoch).blocks[first : first + self._window_blocks]
 
 
-def _shuffled_window(blocks: np.ndarray, contents: list[Block], key: int | None) -> Window:
+def _shuffled_window(blocks: np.ndarray, contents: list[Block], key: int | None, masked: set[int]) -> Window:
     """The documents of some blocks in the order of `key`, or as they are stored when that is None."""
     rows = [len(content.offsets) - 1 for content in contents]
     block = np.repeat(np.arange(len(contents), dtype=np.uint32), rows)
@@ -141,11 +172,15 @@ def _shuffled_window(blocks: np.ndarray, contents: list[Block], key: int | None)
         order = permutation(len(length), key)
         block, row, start, length = block[order], row[order], start[order], length[order]
     cumulative = np.append(np.int64(0), np.cumsum(length, dtype=np.int64))
-    return Window(blocks, [content.values for content in contents], block, row, start, cumulative)
+    zeros = frozenset(i for i, number in enumerate(blocks.tolist()) if number in masked)
+    return Window(blocks, [content.values for content in contents], block, row, start, cumulative, zeros)
 
 
-def _copy(window: Window, token: int, out: np.ndarray, done: int, lengths: list[int]) -> int:
-    """Fill `out[done:]` from the window's `token` on, as far as it goes; the tokens then done."""
+def _copy(window: Window, token: int, out: np.ndarray, done: int, lengths: list[int], masked: list[slice]) -> int:
+    """Fill `out[done:]` from the window's `token` on, as far as it goes; the tokens then done.
+
+    Appends the lengths of the documents' parts, and what of `out` is masked.
+    """
     cumulative = window.cumulative
     stop = min(token + len(out) - done, int(cumulative[-1]))
     first = int(cumulative.searchsorted(token, side="right")) - 1
@@ -158,11 +193,12 @@ def _copy(window: Window, token: int, out: np.ndarray, done: int, lengths: list[
     bounds[-1] = stop
     sizes = [after - before for before, after in pairwise(bounds)]
     values = window.values
-    parts = [
-        values[block][begin : begin + size]
-        for block, begin, size in zip(window.block[first:last].tolist(), begins, sizes, strict=True)
-    ]
+    blocks = window.block[first:last].tolist()
+    parts = [values[block][begin : begin + size] for block, begin, size in zip(blocks, begins, sizes, strict=True)]
     filled = done + stop - token
     np.concatenate(parts, out=out[done:filled])
     lengths += sizes
+    if window.masked:
+        ends = list(accumulate(sizes, initial=done))
+        masked += [slice(ends[i], ends[i + 1]) for i, block in enumerate(blocks) if block in window.masked]
     return filled

@@ -33,13 +33,13 @@ class Tokenizer:
             raise TokenizerError(f"{name}: has no token {eos_token!r}; its special tokens are {_special_tokens(raw)}")
         raw.no_truncation()
         raw.no_padding()
-        canonical = json.dumps(json.loads(raw.to_str()), sort_keys=True, separators=(",", ":"))
+        content = raw.to_str()
         raw.encode_special_tokens = True
         self.raw = raw
         self.eos_token = eos_token
         self.eos_id: int = eos_id
         self.vocab_size: int = max(raw.get_vocab().values()) + 1
-        self.fingerprint: str = hashlib.sha256(f"{eos_token}\0{canonical}".encode()).hexdigest()[:16]
+        self.fingerprint: str = fingerprint(content.encode(), eos_token)
         # What the tokenizer's own template puts around a text: Llama 3's puts <|begin_of_text|> before it.
         template = raw.encode("a")
         self.prefix: list[int] = template.ids[: template.special_tokens_mask.index(0)]
@@ -78,30 +78,40 @@ def load_tokenizer(path: str | Path, eos_token: str = "") -> Tokenizer:
     file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
     if not file.is_file():
         raise TokenizerError(f"{file}: no such tokenizer file")
+    beside = file.with_name("tokenizer_config.json")
+    declared = eos_token or (declared_eos(beside.read_bytes(), str(beside)) if beside.is_file() else "")
+    return parse_tokenizer(file.read_bytes(), declared, str(file))
+
+
+def parse_tokenizer(content: bytes, eos_token: str, name: str) -> Tokenizer:
+    """The tokenizer that the content of a tokenizer.json describes; see load_tokenizer. Raises TokenizerError."""
     try:
-        raw = RawTokenizer.from_file(str(file))
+        raw = RawTokenizer.from_str(content.decode())
     except Exception as error:  # tokenizers raises bare Exception
-        raise TokenizerError(f"{file}: not a tokenizer.json: {error}") from None
-    return Tokenizer(raw, eos_token or _declared_eos(file) or _known_eos(raw, file), str(file))
+        raise TokenizerError(f"{name}: not a tokenizer.json: {error}") from None
+    return Tokenizer(raw, eos_token or _known_eos(raw, name), name)
 
 
-def _declared_eos(file: Path) -> str:
-    config = file.with_name("tokenizer_config.json")
-    if not config.is_file():
-        return ""
+def declared_eos(content: bytes, name: str) -> str:
+    """The eos token that the content of a tokenizer_config.json names, or "". Raises TokenizerError."""
     try:
-        eos: Any = json.loads(config.read_text(encoding="utf-8")).get("eos_token") or ""
+        eos: Any = json.loads(content).get("eos_token") or ""
     except (ValueError, AttributeError) as error:
-        raise TokenizerError(f"{config}: not a JSON object: {error}") from None
+        raise TokenizerError(f"{name}: not a JSON object: {error}") from None
     return eos["content"] if isinstance(eos, dict) else eos
 
 
-def _known_eos(raw: RawTokenizer, file: Path) -> str:
+def fingerprint(content: bytes, eos_token: str) -> str:
+    """16 hex digits that name a tokenizer, from the tokenizer.json that `Tokenizer.save` writes."""
+    return hashlib.sha256(eos_token.encode() + b"\0" + content).hexdigest()[:16]
+
+
+def _known_eos(raw: RawTokenizer, name: str) -> str:
     for token in KNOWN_EOS:
         if raw.token_to_id(token) is not None:
             return token
     raise TokenizerError(
-        f"{file}: which token ends a document? None of {', '.join(KNOWN_EOS)} is in it; "
+        f"{name}: which token ends a document? None of {', '.join(KNOWN_EOS)} is in it; "
         f"its special tokens are {_special_tokens(raw)}"
     )
 

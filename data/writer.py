@@ -112,6 +112,8 @@ def write_manifest(folder: Path, tokenizer: Tokenizer, written: Sequence[Written
         "vocab_size": tokenizer.vocab_size,
         "eos_id": tokenizer.eos_id,
         "tokenizer": tokenizer.fingerprint,
+        "index_bytes": len(index),
+        "index_crc32": zlib.crc32(index),
         "index_sha256": hashlib.sha256(index).hexdigest(),
         "shards": [shard._asdict() for shard in shards],
     }

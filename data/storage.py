@@ -1,0 +1,266 @@
+"""The files of a dataset, in a folder or behind any URL that fsspec knows. Imports no torch.
+
+Both kinds map byte ranges into memory and check them. Ranges of a remote dataset are
+first fetched into a cache on the node's own disk, which its processes share. Endpoint and
+credentials come from the environment, as for any client of the store.
+"""
+
+import fcntl
+import hashlib
+import logging
+import mmap
+import os
+import random
+import tempfile
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn, Protocol, TypeVar
+
+import fsspec
+
+from config import Data, TitaniteError
+
+T = TypeVar("T")
+
+LOCKS = 64  # lock files of a cache; a range is fetched under one of them
+CHECKSUM_ATTEMPTS = 3  # of a fetched range, before it counts as damaged
+LONGEST_PAUSE_SECONDS = 5.0
+FATAL = (PermissionError, ImportError, ValueError, TypeError)  # repeating the request would not help
+
+log = logging.getLogger(__name__)
+
+
+class StorageError(TitaniteError):
+    """Data could not be read for a reason that says nothing about the data."""
+
+
+class DamagedError(Exception):
+    """A range of a file is missing or is not what it should be; the message says how."""
+
+
+class Folder(Protocol):
+    """Where the files of a dataset are."""
+
+    url: str
+
+    def read(self, name: str) -> bytes:
+        """A whole file. Raises DamagedError, StorageError."""
+
+    def map(self, name: str, offset: int, size: int, crc32: int) -> memoryview:
+        """A range of a file, checked. Raises DamagedError, StorageError."""
+
+    def size(self, name: str) -> int | None:
+        """Bytes of a file, None where there is none. Raises StorageError."""
+
+    def close(self) -> None:
+        """Make requests that are being repeated fail."""
+
+
+def open_folder(url: str, data: Data) -> Folder:
+    """The files at a path or a URL. Raises StorageError."""
+    url = url.rstrip("/")
+    if "://" not in url:
+        return LocalFolder(url)
+    cache = Path(data.cache_folder or Path(tempfile.gettempdir()) / "titanite-data")
+    return RemoteFolder(url, Cache(cache, int(data.cache_gb * 1e9)), data.retry_seconds)
+
+
+class LocalFolder:
+    """Files on a mounted file system."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def read(self, name: str) -> bytes:
+        try:
+            return (Path(self.url) / name).read_bytes()
+        except FileNotFoundError:
+            raise DamagedError("is missing") from None
+        except OSError as error:
+            raise StorageError(f"{self.url}/{name}: cannot be read: {error.strerror}") from None
+
+    def map(self, name: str, offset: int, size: int, crc32: int) -> memoryview:
+        try:
+            return _checked(_map(Path(self.url) / name, offset, size), size, crc32)
+        except OSError as error:
+            raise DamagedError(f"cannot be read: {error.strerror}") from None
+
+    def size(self, name: str) -> int | None:
+        path = Path(self.url) / name
+        return path.stat().st_size if path.is_file() else None
+
+    def close(self) -> None:
+        pass
+
+
+def _map(path: Path, offset: int, size: int) -> memoryview:
+    """Part of a file, read only; shorter where the file ends early."""
+    skip = offset % mmap.ALLOCATIONGRANULARITY
+    with path.open("rb") as file:
+        size = min(size, os.fstat(file.fileno()).st_size - offset)
+        if size <= 0:
+            return memoryview(b"")
+        return memoryview(mmap.mmap(file.fileno(), skip + size, offset=offset - skip, access=mmap.ACCESS_READ))[skip:]
+
+
+def _checked(content: memoryview, size: int, crc32: int) -> memoryview:
+    if len(content) != size:
+        raise DamagedError(f"is cut short, {size - len(content)} of {size} bytes missing")
+    if zlib.crc32(content) != crc32:
+        raise DamagedError("is damaged, its checksum does not match")
+    return content
+
+
+class RemoteFolder:
+    """Files behind a URL, ranges of which are kept in a cache.
+
+    A request that fails is repeated, with growing pauses, for `retry_seconds`.
+    """
+
+    def __init__(self, url: str, cache: "Cache", retry_seconds: float) -> None:
+        self.url = url
+        self._cache = cache
+        self._retry_seconds = retry_seconds
+        self._closed = threading.Event()
+        options: dict[str, Any] = {"skip_instance_cache": True}
+        if url.startswith("s3://"):
+            options |= {
+                "use_listings_cache": False,
+                # Short, and repeated only here: the default would wait minutes for an answer that never comes.
+                "config_kwargs": {
+                    "connect_timeout": 5,
+                    "read_timeout": 20,
+                    "retries": {"max_attempts": 0},
+                    "max_pool_connections": 32,
+                },
+            }
+        try:
+            self._system, self._root = fsspec.core.url_to_fs(url, **options)
+        except (ValueError, ImportError, OSError) as error:
+            raise StorageError(f"{url}: cannot be opened: {error}") from None
+        if hasattr(self._system, "retries"):
+            self._system.retries = 1
+
+    def read(self, name: str) -> bytes:
+        return self._repeated(name, lambda: self._system.cat_file(f"{self._root}/{name}"))
+
+    def map(self, name: str, offset: int, size: int, crc32: int) -> memoryview:
+        key = hashlib.sha256(f"{self.url}/{name}:{offset}:{size}:{crc32}".encode()).hexdigest()[:24]
+
+        def fetch() -> bytes:
+            for attempt in range(CHECKSUM_ATTEMPTS):
+                content = self._repeated(
+                    name, lambda: self._system.cat_file(f"{self._root}/{name}", start=offset, end=offset + size)
+                )
+                try:
+                    _checked(memoryview(content), size, crc32)
+                    break
+                except DamagedError:
+                    if attempt + 1 == CHECKSUM_ATTEMPTS:
+                        raise
+            return content
+
+        return self._cache.map(key, fetch, size, crc32)
+
+    def size(self, name: str) -> int | None:
+        try:
+            return self._repeated(name, lambda: self._system.size(f"{self._root}/{name}"))
+        except DamagedError:
+            return None
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _repeated(self, name: str, request: Callable[[], T]) -> T:
+        begin, pause, told = time.monotonic(), 0.1, False
+        while True:
+            try:
+                return request()
+            except FileNotFoundError:
+                raise DamagedError("is missing") from None
+            except Exception as error:  # every kind of store has its own
+                waited = time.monotonic() - begin
+                if isinstance(error, FATAL) or type(error).__name__.endswith("CredentialsError"):
+                    self._give_up(name, error)
+                if waited >= self._retry_seconds or self._closed.is_set():
+                    self._give_up(name, error, f" for {waited:.0f} s")
+                if waited > 2 and not told:
+                    told = True
+                    log.warning("%s/%s: %s; trying for up to %s s", self.url, name, error, self._retry_seconds)
+            self._closed.wait(pause * random.uniform(0.5, 1.5))
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+    def _give_up(self, name: str, error: Exception, duration: str = "") -> NoReturn:
+        raise StorageError(f"{self.url}/{name}: cannot be read{duration}: {type(error).__name__}: {error}") from None
+
+
+class Cache:
+    """Ranges of remote files in a folder, at most `limit_bytes` of them, shared by processes.
+
+    What was used longest ago is removed first. A range that is mapped stays usable after that.
+    """
+
+    def __init__(self, folder: Path, limit_bytes: int) -> None:
+        self.folder = folder
+        self.limit_bytes = limit_bytes
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorageError(f"data.cache_folder: {folder} cannot be made: {error.strerror}") from None
+
+    def map(self, key: str, fetch: Callable[[], bytes], size: int, crc32: int) -> memoryview:
+        """The range `key`, from the cache or else by `fetch`, which one process calls for all."""
+        content = self._lookup(key, size, crc32)
+        if content is not None:
+            return content
+        with self._locked(f"lock-{int(key[:8], 16) % LOCKS}"):
+            content = self._lookup(key, size, crc32)  # another process may have been faster
+            if content is None:
+                self._store(key, fetch())
+                content = self._lookup(key, size, crc32)
+        if content is None:
+            raise StorageError(f"data.cache_folder = {self.folder}: gives back other bytes than were written")
+        self._shrink()
+        return content
+
+    def _lookup(self, key: str, size: int, crc32: int) -> memoryview | None:
+        path = self.folder / f"{key}.range"
+        try:
+            content = _checked(_map(path, 0, size), size, crc32)
+            os.utime(path)
+            return content
+        except (FileNotFoundError, DamagedError):
+            return None
+
+    def _store(self, key: str, content: bytes) -> None:
+        temporary = self.folder / f"{key}.tmp"
+        try:
+            temporary.write_bytes(content)
+            temporary.replace(self.folder / f"{key}.range")
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise StorageError(f"data.cache_folder = {self.folder}: cannot be written: {error.strerror}") from None
+
+    def _shrink(self) -> None:
+        with self._locked("lock-shrink"):
+            entries = []
+            for entry in os.scandir(self.folder):
+                if entry.name.endswith(".range"):
+                    status = entry.stat()
+                    entries.append((status.st_mtime_ns, status.st_size, entry.path))
+            total = sum(size for _, size, _ in entries)
+            for _, size, path in sorted(entries):
+                if total <= self.limit_bytes:
+                    break
+                Path(path).unlink(missing_ok=True)
+                total -= size
+
+    @contextmanager
+    def _locked(self, name: str) -> Iterator[None]:
+        with (self.folder / name).open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
