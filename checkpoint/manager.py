@@ -1,44 +1,42 @@
 """When checkpoints are written, which are kept, and which one a run resumes from."""
 
+import dataclasses
 import json
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 import config as titanite_config
+from checkpoint.loading import check_identity, check_same_names, load_newest, locate
 from checkpoint.ranks import Ranks, build_ranks
-from checkpoint.state import (
-    allocate_optimizer_state,
-    model_tensors,
-    optimizer_tensors,
-    random_state,
-    set_random_state,
-)
+from checkpoint.retention import by_age, check_room, remove_checkpoint, superfluous
+from checkpoint.state import allocate_optimizer_state, model_tensors, optimizer_tensors, random_state, set_random_state
 from checkpoint.storage import (
     MANIFEST,
     METADATA,
     Manifest,
     State,
     commit,
+    copy_files,
     new_checkpoint_name,
     plan_save,
-    read_manifest,
-    read_metadata,
     read_state,
     resolver,
-    step_of,
     tensors_in,
-    unpickle_metadata,
     write_items,
 )
-from checkpoint.stores import CheckpointError, DamagedError, Store, join, open_store
+from checkpoint.stores import CheckpointError, LocalStore, Store, join, open_store
 from config import Config
 
 logger = logging.getLogger(__name__)
@@ -52,8 +50,21 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None: ...
 
 
+@dataclass(frozen=True)
+class Save:
+    """One save under way: what is needed to write it, independent of what training does meanwhile."""
+
+    name: str
+    step: int
+    plan: SavePlan
+    metadata: Metadata | None  # on rank 0
+    facts: Manifest
+    resolve: Callable[[WriteItem], Tensor]
+    started: float
+
+
 class CheckpointManager:
-    """The checkpoints of one run. All methods are collective: every rank calls them at the same step."""
+    """The checkpoints of one run. All methods but `check` are collective: every rank calls them at the same step."""
 
     def __init__(
         self,
@@ -66,73 +77,236 @@ class CheckpointManager:
         identity: dict[str, Any],
     ) -> None:
         """`identity` says what the model is (JSON-able); a checkpoint of another identity is refused."""
-        self.config = config
+        self.config, self.settings = config, config.checkpoint
         self.model, self.optimizer, self.dataloader = model, optimizer, dataloader
         self.identity = _jsonable(identity)
         self.device = next(model[0].parameters()).device
-        self.ranks = build_ranks(config.checkpoint.timeout_seconds)
-        self.store = open_store(
-            config.checkpoint.folder or run_folder / "checkpoints",
-            request_seconds=config.checkpoint.request_timeout_seconds,
-            visibility_seconds=config.checkpoint.visibility_seconds,
-        )
+        self.ranks = build_ranks(self.settings.timeout_seconds)
+        self.store = self._open_store(self.settings.folder or run_folder / "checkpoints")
+        self.upload_store = self._open_store(self.settings.upload) if self.settings.upload else None
         self.newest_step: int | None = None  # of the last save or load
-        self.damaged: list[str] = []  # found so while loading; removed after the next commit
+        self.damaged: set[tuple[str, str]] = set()  # (url, name) found so while loading; removed after the next commit
+        self.under_way: Future[None] | None = None
+        self.staging: dict[MetadataIndex, Tensor] = {}  # host copies, reused by every async save
+        self.planned: tuple[Any, SavePlan, Metadata | None] | None = None
+
+    # ------------------------------------------------------------ load
 
     def load(self) -> int:
         """Resume from the newest intact checkpoint of this run, or start from `initial_load`. Returns the step.
 
         0 if the run has no checkpoint. Restores model, optimizer and place in the data, and the random states
         where the world size is the same. A damaged checkpoint is passed over for the one before, with a line
-        that says so. Raises CheckpointError if none is intact, or if one is of another model.
+        that says so. Raises CheckpointError if none is intact, if one is of another model, or if the disk
+        has no room for the checkpoints to come.
         """
-        if not self.config.checkpoint.enable:
+        if not self.settings.enable:
             return self._load_initial()
-        names = self.ranks.broadcast(self.ranks.together(self._on_rank_0(lambda: committed(self.store))))
-        if not names:
-            return self._load_initial()
-        name, manifest, self.damaged = load_newest(
-            self.store, names, self.ranks, self._fill, lambda manifest: check_identity(manifest, self.identity)
+        self._check_room()
+        candidates = self._agreed(lambda: by_age([store for store in (self.store, self.upload_store) if store]))
+        if not candidates:
+            step = self._load_initial()
+            if self.settings.save_initial:
+                self.save(0)
+            return step
+        names = self._model_bytes().keys()
+
+        def fill(store: Store, name: str, manifest: Manifest, metadata: Metadata) -> None:
+            check_same_names(join(store.url, name), names, metadata)
+            self._fill(store, name, manifest, metadata)
+
+        store, name, manifest, damaged = load_newest(
+            candidates, self.ranks, fill, lambda manifest: check_identity(manifest, self.identity)
         )
+        self.damaged = {(store.url, name) for store, name in damaged}
         self.dataloader.load_state_dict(manifest["dataloader"])
-        logger.info(f"resumed from {join(self.store.url, name)}, written by {manifest['world_size']} ranks")
+        logger.info(f"resumed from {join(store.url, name)}, written by {manifest['world_size']} ranks")
         self.newest_step = manifest["step"]
         return manifest["step"]
 
+    def _load_initial(self) -> int:
+        """The weights of `checkpoint.initial_load`, if set, into the model."""
+        place = self.settings.initial_load
+        if place:
+            names = self._model_bytes().keys()
+
+            def fill(store: Store, name: str, manifest: Manifest, metadata: Metadata) -> None:
+                check_same_names(join(store.url, name), names, metadata)
+                read_state(store, name, metadata, {"model": model_tensors(self.model)})
+
+            store, name, _, _ = load_newest(
+                self._agreed(lambda: locate(place)),
+                self.ranks,
+                fill,
+                lambda manifest: check_identity(manifest, self.identity),
+            )
+            logger.info(f"model weights loaded from {join(store.url, name)}")
+        return 0
+
+    def _fill(self, store: Store, name: str, manifest: Manifest, metadata: Metadata) -> None:
+        """Model, optimizer and random states from checkpoint `name`, each byte checked."""
+        state: State = {"model": model_tensors(self.model)}
+        if tensors_in(metadata, "optimizer."):  # a checkpoint of step 0 has none
+            allocate_optimizer_state(self.optimizer)
+            state["optimizer"] = optimizer_tensors(self.model, self.optimizer)
+        states = random_state(self.device)
+        if manifest["world_size"] == self.ranks.size:
+            prefix = f"rng.{self.ranks.rank}."
+            states = {kind: value for kind, value in states.items() if tensors_in(metadata, f"{prefix}{kind}")}
+            state["rng"] = {str(self.ranks.rank): states}
+        read_state(store, name, metadata, state)
+        set_random_state(states)
+
+    # ------------------------------------------------------------ save
+
     def save_if_due(self, step: int, last: bool) -> None:
         """Save every `checkpoint.interval` steps and at the last step, no step twice."""
-        due = last or step % self.config.checkpoint.interval == 0
-        if self.config.checkpoint.enable and due and step != self.newest_step:
+        self.check()
+        due = last or step % self.settings.interval == 0
+        if self.settings.enable and due and step != self.newest_step:
             self.save(step)
 
     def save(self, step: int) -> None:
-        """Write a checkpoint of `step`. Raises CheckpointError, on all ranks, if it could not be committed."""
+        """Write a checkpoint of `step`; in mode `async`, return once the state is copied.
+
+        One save is under way at a time: the one before is waited for. Raises CheckpointError, on all ranks, if
+        this one (`sync`) or the one before could not be committed.
+        """
         started = time.monotonic()
-        name = self.ranks.broadcast(new_checkpoint_name(step))
-        state = self._state()
-        plan, metadata = plan_save(state, self.ranks)
-        resolve = resolver(state)
-        written = self.ranks.together(lambda: write_items(self.store, name, self.ranks.rank, plan.items, resolve))
-        results = [result for results in self.ranks.gather(written) for result in results]
-
-        def finish() -> Manifest:
-            assert metadata is not None
-            return commit(self.store, name, metadata, results, self._facts(step))
-
-        self.ranks.together(self._on_rank_0(finish))
-        self.newest_step = step
-        self.ranks.together(self._on_rank_0(self._remove_old))
-        logger.info(f"checkpoint {name} saved in {time.monotonic() - started:.1f} s")
-
-    def close(self) -> None:
-        """Wait for what is under way; raises its failure."""
-
-    def _state(self) -> State:
-        return {
+        self.wait()
+        state: State = {
             "model": model_tensors(self.model),
             "optimizer": optimizer_tensors(self.model, self.optimizer),
             "rng": {str(self.ranks.rank): random_state(self.device)},
         }
+        save = self._prepare(new_checkpoint_name(step), step, state, started)
+        if self.settings.mode == "async":
+            self._stage(save)
+            staged = dataclasses.replace(save, resolve=lambda item: self.staging[item.index])
+            self._start(lambda: self._upload(staged, self._write(staged)))
+            logger.info(f"checkpoint {save.name} copied in {time.monotonic() - started:.2f} s")
+        else:
+            files = self._write(save)
+            if self.upload_store:
+                self._start(lambda: self._upload(save, files))
+        self.newest_step = step
+        if self.settings.save_model and step == self.config.training.steps:
+            self.wait()
+            model_only = self._prepare(new_checkpoint_name(step, "model"), step, {"model": state["model"]}, started)
+            self._write(model_only)
+
+    def check(self) -> None:
+        """Raise the failure of a background save that has ended. Costs nothing; for every step."""
+        if self.under_way is not None and self.under_way.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for what is under way. Raises its failure."""
+        if self.under_way is not None:
+            under_way, self.under_way = self.under_way, None
+            under_way.result()
+
+    def close(self) -> None:
+        """Wait for what is under way, for the last time. Raises its failure."""
+        self.wait()
+
+    def _prepare(self, name: str, step: int, state: State, started: float) -> Save:
+        """All that the save of `state` needs. The plan is made again only when names or shapes have changed."""
+        shapes = {kind: {name: tuple(value.shape) for name, value in _flat(part)} for kind, part in state.items()}
+        if self.planned is None or self.planned[0] != shapes:
+            plan, metadata = plan_save(state, self.ranks)
+            self.planned = shapes, plan, metadata
+        _, plan, metadata = self.planned
+        return Save(self.ranks.broadcast(name), step, plan, metadata, self._facts(step), resolver(state), started)
+
+    def _stage(self, save: Save) -> None:
+        """Copy what this rank writes to host memory, pinned where the device is an accelerator."""
+        pinned = self.device.type != "cpu"
+        for item in save.plan.items:
+            tensor = save.resolve(item)
+            if item.index not in self.staging:
+                self.staging[item.index] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+            self.staging[item.index].copy_(tensor, non_blocking=True)
+        if pinned:
+            torch.accelerator.synchronize()
+
+    def _write(self, save: Save) -> list[str]:
+        """Write and commit, then remove what has become superfluous. Returns the files that this rank has written."""
+        written = self.ranks.together(
+            lambda: write_items(self.store, save.name, self.ranks.rank, save.plan.items, save.resolve)
+        )
+        results = [result for results in self.ranks.gather(written) for result in results]
+
+        def finish() -> None:
+            assert save.metadata is not None
+            commit(self.store, save.name, save.metadata, results, save.facts)
+
+        self.ranks.together(self._on_rank_0(finish))
+        logger.info(f"checkpoint {save.name} saved in {time.monotonic() - save.started:.1f} s")
+        self._remove_superfluous(self.store)
+        return sorted({f"{save.name}/{result.storage_data.relative_path}" for result in written})
+
+    def _upload(self, save: Save, files: list[str]) -> None:
+        """Copy a checkpoint to the second place, if there is one: every rank its own `files`, the manifest last."""
+        store = self.upload_store
+        if store is None:
+            return
+        self.ranks.together(lambda: copy_files(self.store, store, files))
+
+        def finish() -> None:
+            for file in (f"{save.name}/{METADATA}", f"{save.name}/{MANIFEST}"):
+                store.put(file, self.store.read(file))
+
+        self.ranks.together(self._on_rank_0(finish))
+        logger.info(
+            f"checkpoint {save.name} uploaded to {store.url} {time.monotonic() - save.started:.1f} s after its start"
+        )
+        self._remove_superfluous(store)
+
+    def _remove_superfluous(self, store: Store) -> None:
+        damaged = {name for url, name in self.damaged if url == store.url}
+
+        def choose() -> list[str]:
+            store.abort_uploads(2 * self.settings.timeout_seconds)
+            return superfluous(
+                store,
+                keep=self.settings.keep,
+                keep_every=self.settings.keep_every,
+                damaged=damaged,
+                leftover_seconds=2 * self.settings.timeout_seconds,
+            )
+
+        def remove() -> None:
+            for name in names:
+                remove_checkpoint(store, name)
+
+        # That something old stays is no reason to stop a run; that it stays unnoticed would be.
+        try:
+            names = self.ranks.broadcast(self.ranks.together(self._on_rank_0(choose)))
+            self.ranks.together(self._on_rank_0(remove))
+            if isinstance(store, LocalStore):  # the disks of other nodes
+                self.ranks.together(remove)
+        except CheckpointError as error:
+            if self.ranks.rank == 0:
+                logger.warning(f"old checkpoints could not be removed: {error}")
+        self.damaged = {(url, name) for url, name in self.damaged if url != store.url}
+
+    def _start(self, work: Callable[[], None]) -> None:
+        """Run `work` in the background. A daemon: a run that fails for another reason does not wait for it."""
+        future: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+
+        threading.Thread(target=run, name="checkpoint", daemon=True).start()
+        self.under_way = future
+
+    # ------------------------------------------------------------ parts
 
     def _facts(self, step: int) -> Manifest:
         """What the manifest says of this checkpoint beside its files."""
@@ -146,43 +320,29 @@ class CheckpointManager:
             "torch": torch.__version__,
         }
 
-    def _fill(self, store: Store, name: str, manifest: Manifest, metadata: Metadata) -> None:
-        """Model, optimizer and random states from checkpoint `name`, each byte checked."""
-        state: State = {"model": model_tensors(self.model)}
-        _check_same_model(join(store.url, name), state, metadata)
-        if tensors_in(metadata, "optimizer."):  # a checkpoint of step 0 has none
-            allocate_optimizer_state(self.optimizer)
-            state["optimizer"] = optimizer_tensors(self.model, self.optimizer)
-        states = random_state(self.device)
-        if manifest["world_size"] == self.ranks.size:
-            prefix = f"rng.{self.ranks.rank}."
-            states = {kind: value for kind, value in states.items() if tensors_in(metadata, f"{prefix}{kind}")}
-            state["rng"] = {str(self.ranks.rank): states}
-        read_state(store, name, metadata, state)
-        set_random_state(states)
+    def _model_bytes(self) -> dict[str, int]:
+        """Name → bytes of every whole tensor of the model, the parts of all ranks together. Collective."""
+        own = {name: value.numel() * value.itemsize for name, value in model_tensors(self.model).items()}
+        parts = self.ranks.gather(own)
+        return self.ranks.broadcast({name: size for part in parts for name, size in part.items()})
 
-    def _load_initial(self) -> int:
-        """The weights of `checkpoint.initial_load`, if set, into the model."""
-        place = self.config.checkpoint.initial_load
-        if place:
-            store, names = self.ranks.broadcast(self.ranks.together(self._on_rank_0(lambda: _locate(place))))
+    def _check_room(self) -> None:
+        """Where the first store is a disk: weights and two moments, for all that are kept and the next."""
+        if isinstance(self.store, LocalStore):
+            checkpoint_bytes = 3 * sum(self._model_bytes().values())
+            check_room(self.store, self.ranks, checkpoint_bytes // self.ranks.size, max(2, self.settings.keep + 1))
 
-            def fill(store: Store, name: str, manifest: Manifest, metadata: Metadata) -> None:
-                _fill_model(store, name, metadata, self.model)
+    def _open_store(self, place: str | Path) -> Store:
+        return open_store(
+            place,
+            request_seconds=self.settings.request_timeout_seconds,
+            visibility_seconds=self.settings.visibility_seconds,
+        )
 
-            name, _, _ = load_newest(
-                store, names, self.ranks, fill, lambda manifest: check_identity(manifest, self.identity)
-            )
-            logger.info(f"model weights loaded from {join(store.url, name)}")
-        return 0
-
-    def _remove_old(self) -> None:
-        """Remove what the next newer checkpoints have made superfluous, and what was found damaged."""
-        intact = [name for name in committed(self.store) if name not in self.damaged]
-        keep = self.config.checkpoint.keep or len(intact)
-        for name in intact[keep:] + self.damaged:
-            remove_checkpoint(self.store, name)
-        self.damaged = []
+    def _agreed(self, find: Callable[[], list[tuple[Store, str]]]) -> list[tuple[Store, str]]:
+        """What rank 0 finds, on every rank."""
+        found = self.ranks.together(self._on_rank_0(lambda: [(store.url, name) for store, name in find()]))
+        return [(self._open_store(url), name) for url, name in self.ranks.broadcast(found)]
 
     def _on_rank_0(self, step: Callable[[], Any]) -> Callable[[], Any]:
         return step if self.ranks.rank == 0 else lambda: None
@@ -191,119 +351,27 @@ class CheckpointManager:
 def load_model(folder_or_checkpoint: str | Path, model: nn.Module) -> Manifest:
     """Fill `model` in this process from the newest intact checkpoint; returns its manifest.
 
-    `folder_or_checkpoint` is a run folder, a folder of checkpoints or a single checkpoint; one written by stock
-    DCP (with its model under the key `model`) will do, and has an empty manifest. Values are converted to the
-    model's types. Raises CheckpointError.
+    `folder_or_checkpoint` is a run folder, a folder of checkpoints or a single checkpoint, each also on S3; one
+    written by stock DCP (with its model under the key `model`) will do, and has an empty manifest. Values are
+    converted to the model's types. Raises CheckpointError.
     """
-    store, names = _locate(folder_or_checkpoint)
 
     def fill(store: Store, name: str, manifest: Manifest, metadata: Metadata) -> None:
-        _fill_model(store, name, metadata, [model])
+        tensors = model_tensors([model])
+        check_same_names(join(store.url, name), tensors, metadata)
+        read_state(store, name, metadata, {"model": tensors})
 
-    _, manifest, _ = load_newest(store, names, Ranks(), fill, lambda manifest: None)
+    _, _, manifest, _ = load_newest(locate(folder_or_checkpoint), Ranks(), fill, lambda manifest: None)
     return manifest
 
 
-# ---------------------------------------------------------------- finding, checking, removing
-
-
-def committed(store: Store) -> list[str]:
-    """Names of the checkpoints in `store` that have a manifest, newest first."""
-    folders = {file.removesuffix(f"/{MANIFEST}") for file in store.sizes() if file.endswith(f"/{MANIFEST}")}
-    return sorted((folder for folder in folders if step_of(folder) is not None), reverse=True)
-
-
-def load_newest(
-    store: Store,
-    names: Sequence[str],
-    ranks: Ranks,
-    fill: Callable[[Store, str, Manifest, Metadata], None],
-    check: Callable[[Manifest], None],
-) -> tuple[str, Manifest, list[str]]:
-    """`fill` from the first of `names` that is intact: (its name, its manifest, names of the damaged before it).
-
-    Collective; all ranks take the same one. Raises CheckpointError if none is intact.
-    """
-    damaged: list[str] = []
-    for name in names:
-        try:
-            manifest = _load_one(store, name, ranks, fill, check)
-        except DamagedError as error:
-            damaged.append(name)
-            reason = error
-            if ranks.rank == 0:
-                logger.warning(f"checkpoint damaged, passed over: {error}")
-        else:
-            return name, manifest, damaged
-    raise CheckpointError(
-        f"{store.url}: none of its {len(names)} checkpoints is intact ({', '.join(damaged)}); the last one: {reason}. "
-        "Nothing was started anew: name another checkpoint.folder or run.folder to do so"
-    )
-
-
-def _load_one(
-    store: Store,
-    name: str,
-    ranks: Ranks,
-    fill: Callable[[Store, str, Manifest, Metadata], None],
-    check: Callable[[Manifest], None],
-) -> Manifest:
-    """Rank 0 reads manifest and index, all ranks fill from the same ones. Raises the same error on all."""
-    opened = ranks.together(lambda: _open(store, name) if ranks.rank == 0 else ({}, b""))
-    manifest, pickled = ranks.broadcast(opened)
-    check(manifest)
-    ranks.together(lambda: fill(store, name, manifest, unpickle_metadata(pickled)))
-    return manifest
-
-
-def check_identity(manifest: Manifest, identity: dict[str, Any]) -> None:
-    """Raises CheckpointError naming what differs where a checkpoint is of another model."""
-    theirs = manifest.get("identity", identity)
-    different = [
-        f"{key} = {theirs.get(key)!r}, here {identity.get(key)!r}"
-        for key in sorted(theirs.keys() | identity.keys())
-        if theirs.get(key) != identity.get(key)
-    ]
-    if different:
-        raise CheckpointError(f"the checkpoint of step {manifest['step']} is of another model: {'; '.join(different)}")
-
-
-def remove_checkpoint(store: Store, name: str) -> None:
-    """Remove checkpoint `name`, its manifest first, so that no half of it ever passes for a whole."""
-    files = sorted(store.sizes(name), key=lambda file: not file.endswith(f"/{MANIFEST}"))
-    store.remove(files)
-
-
-def _open(store: Store, name: str) -> tuple[Manifest, bytes]:
-    """Manifest and pickled index of a checkpoint; a stock one has an empty manifest."""
-    stock = not name and MANIFEST not in store.sizes()
-    manifest = {} if stock else read_manifest(store, name)
-    return manifest, read_metadata(store, name, manifest or None)
-
-
-def _locate(place: str | Path) -> tuple[Store, list[str]]:
-    """(store, names of its checkpoints, newest first) of a run folder, a folder of checkpoints or one checkpoint."""
-    for url in (str(place), join(place, "checkpoints")):
-        store = open_store(url)
-        if {MANIFEST, METADATA} & store.sizes().keys():
-            return store, [""]
-        names = committed(store)
-        if names:
-            return store, names
-    raise CheckpointError(f"{place}: no checkpoint here, nor in its folder `checkpoints`")
-
-
-def _fill_model(store: Store, name: str, metadata: Metadata, model: Sequence[nn.Module]) -> None:
-    state = {"model": model_tensors(model)}
-    _check_same_model(join(store.url, name), state, metadata)
-    read_state(store, name, metadata, state)
-
-
-def _check_same_model(place: str, state: State, metadata: Metadata) -> None:
-    """Raises CheckpointError where the checkpoint has weights that the model has not."""
-    extra = sorted(tensors_in(metadata, "model.") - {f"model.{name}" for name in state["model"]})
-    if extra:
-        raise CheckpointError(f"{place}: has {len(extra)} tensors that the model has not, such as {extra[0]}")
+def _flat(part: dict[str, Any]) -> list[tuple[str, Tensor]]:
+    """(dotted name, tensor) of nested dicts."""
+    pairs: list[tuple[str, Tensor]] = []
+    for name, value in part.items():
+        inner = [(f"{name}.{key}", leaf) for key, leaf in _flat(value)] if isinstance(value, dict) else [(name, value)]
+        pairs += inner
+    return pairs
 
 
 def _jsonable(value: dict[str, Any]) -> dict[str, Any]:

@@ -100,6 +100,13 @@ class S3Store:
         with ThreadPoolExecutor(8) as threads:
             list(threads.map(lambda name: self._call("delete_object", name, Key=self._key(name)), names[1:]))
 
+    def abort_uploads(self, older_than_seconds: float) -> None:
+        page = self._call("list_multipart_uploads", "", Prefix=self.prefix)
+        for upload in page.get("Uploads", ()):
+            if time.time() - upload["Initiated"].timestamp() > older_than_seconds:
+                with suppress(_NotFoundError):
+                    self._call("abort_multipart_upload", upload["Key"], Key=upload["Key"], UploadId=upload["UploadId"])
+
     def _key(self, name: str) -> str:
         return f"{self.prefix}/{name}" if self.prefix else name
 

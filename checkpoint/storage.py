@@ -51,9 +51,14 @@ State = dict[str, Any]  # nested dicts of tensors, as DCP's planners take them
 # ---------------------------------------------------------------- names
 
 
-def new_checkpoint_name(step: int) -> str:
+def new_checkpoint_name(step: int, kind: str = "step") -> str:
     """A folder name that no other save has: step, time and chance. Names sort by step, then by age."""
-    return f"step-{step:08d}-{int(time.time()):08x}{secrets.token_hex(2)}"
+    return f"{kind}-{step:08d}-{int(time.time()):08x}{secrets.token_hex(2)}"
+
+
+def age_seconds(name: str) -> float:
+    """Time since `new_checkpoint_name` gave this name."""
+    return time.time() - int(name.rpartition("-")[2][:8], 16)
 
 
 def step_of(name: str) -> int | None:
@@ -207,6 +212,16 @@ def _item_bytes(item: WriteItem) -> int:
 def _encode_manifest(manifest: Manifest) -> bytes:
     body = json.dumps(manifest, indent=1, sort_keys=True)
     return json.dumps({"manifest": manifest, "sha256": _sha256(body)}, indent=1, sort_keys=True).encode()
+
+
+def copy_files(source: Store, target: Store, names: Iterable[str]) -> None:
+    """Copy files from one store to another, under the same names."""
+    for name, size in ((name, source.sizes(name.rpartition("/")[0])[name]) for name in names):
+        with target.create(name) as stream:
+            for start in range(0, size, RANGE_BYTES):
+                piece = np.empty(min(RANGE_BYTES, size - start), np.uint8).data
+                source.read_into(name, start, piece)
+                stream.write(piece)
 
 
 def read_manifest(store: Store, name: str) -> Manifest:

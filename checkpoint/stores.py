@@ -5,6 +5,7 @@ Names are relative to the store and use `/`. A name is written once and never ov
 
 import errno
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
@@ -42,7 +43,10 @@ class Store(Protocol):
         """Write a small file at once: it is seen whole or not at all, and lasts."""
 
     def remove(self, names: list[str]) -> None:
-        """Remove files, in this order; those already gone are passed over."""
+        """Remove files, the first before all others; those already gone are passed over."""
+
+    def abort_uploads(self, older_than_seconds: float) -> None:
+        """Drop what was begun and never finished, and can be seen by no other method."""
 
 
 class LocalStore:
@@ -108,6 +112,14 @@ class LocalStore:
         for parent in {(self.folder / name).parent for name in names}:
             if parent != self.folder and parent.is_dir() and not any(parent.iterdir()):
                 parent.rmdir()
+
+    def abort_uploads(self, older_than_seconds: float) -> None:
+        pass  # unfinished files are files like others
+
+    def free_bytes(self) -> int:
+        """Room left on the disk."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return shutil.disk_usage(self.folder).free
 
 
 def open_store(url: str | Path, *, request_seconds: float = 60, visibility_seconds: float = 10) -> Store:

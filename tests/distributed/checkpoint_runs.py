@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from checkpoint.manager import CheckpointManager
-from config import Checkpoint, Config
+from config import Checkpoint, Config, Training
 
 IDENTITY = {"name": "tower", "dim": 12, "layers": [2, 2]}
 
@@ -49,7 +49,9 @@ class Counter:
 class Run:
     """Model, optimizer, data and checkpoints, sharded as `mesh_shape` says: () not at all, (2,) FSDP2, (2, 2) HSDP."""
 
-    def __init__(self, folder: str | Path, mesh_shape: Sequence[int] = (), seed: int = 0, **settings: Any) -> None:
+    def __init__(
+        self, folder: str | Path, mesh_shape: Sequence[int] = (), seed: int = 0, steps: int = 400, **settings: Any
+    ) -> None:
         torch.manual_seed(seed)
         self.model = Tower()
         if mesh_shape:
@@ -63,7 +65,7 @@ class Run:
         self.optimizer = torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=1e-2)
         self.data = Counter()
         torch.manual_seed(1000 + (dist.get_rank() if dist.is_initialized() else 0))
-        config = Config(checkpoint=Checkpoint(folder=str(folder), **settings))
+        config = Config(training=Training(steps=steps), checkpoint=Checkpoint(folder=str(folder), **settings))
         self.checkpoint = CheckpointManager(
             config,
             Path("unused"),

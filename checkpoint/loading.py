@@ -1,0 +1,106 @@
+"""Finding a checkpoint and taking the newest that is intact: all ranks the same one, or none."""
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from checkpoint.ranks import Ranks
+from checkpoint.retention import by_age
+from checkpoint.storage import (
+    MANIFEST,
+    METADATA,
+    Manifest,
+    read_manifest,
+    read_metadata,
+    tensors_in,
+    unpickle_metadata,
+)
+from checkpoint.stores import CheckpointError, DamagedError, Store, join, open_store
+
+Fill = Callable[[Store, str, Manifest, Metadata], None]
+
+logger = logging.getLogger(__name__)
+
+
+def locate(place: str | Path) -> list[tuple[Store, str]]:
+    """(store, name) of the checkpoints of a run folder, a folder of checkpoints or one checkpoint, newest first.
+
+    The name of a single checkpoint is empty. Raises CheckpointError if there is none.
+    """
+    for url in (str(place), join(place, "checkpoints")):
+        store = open_store(url)
+        if {MANIFEST, METADATA} & store.sizes().keys():
+            return [(store, "")]
+        found = by_age([store])
+        if found:
+            return found
+    raise CheckpointError(f"{place}: no checkpoint here, nor in its folder `checkpoints`")
+
+
+def load_newest(
+    candidates: Sequence[tuple[Store, str]], ranks: Ranks, fill: Fill, check: Callable[[Manifest], None]
+) -> tuple[Store, str, Manifest, list[tuple[Store, str]]]:
+    """`fill` from the first candidate that is intact: (its store, name and manifest, the damaged ones before it).
+
+    Collective; all ranks take the same one. `check` refuses by raising. Raises CheckpointError if none is intact.
+    """
+    damaged: list[tuple[Store, str]] = []
+    for store, name in candidates:
+        try:
+            manifest = _load_one(store, name, ranks, fill, check)
+        except DamagedError as error:
+            damaged.append((store, name))
+            reason = error
+            if ranks.rank == 0:
+                logger.warning(f"checkpoint damaged, passed over: {error}")
+        else:
+            return store, name, manifest, damaged
+    names = ", ".join(join(store.url, name) for store, name in damaged)
+    failure = CheckpointError(
+        f"no checkpoint is intact, of {len(damaged)}: {names}; the last one: {reason}. Nothing is started anew: "
+        "to do so, name another checkpoint.folder or run.folder"
+    )
+    failure.agreed = True
+    raise failure
+
+
+def check_identity(manifest: Manifest, identity: dict[str, Any]) -> None:
+    """Raises CheckpointError naming what differs where a checkpoint is of another model."""
+    theirs = manifest.get("identity", identity)
+    different = [
+        f"{key} = {theirs.get(key)!r}, here {identity.get(key)!r}"
+        for key in sorted(theirs.keys() | identity.keys())
+        if theirs.get(key) != identity.get(key)
+    ]
+    if different:
+        failure = CheckpointError(
+            f"the checkpoint of step {manifest['step']} is of another model: {'; '.join(different)}"
+        )
+        failure.agreed = True
+        raise failure
+
+
+def check_same_names(place: str, names: Collection[str], metadata: Metadata) -> None:
+    """Raises CheckpointError where the checkpoint has weights that the model, of weights `names`, has not."""
+    extra = sorted(tensors_in(metadata, "model.") - {f"model.{name}" for name in names})
+    if extra:
+        raise CheckpointError(f"{place}: has {len(extra)} tensors that the model has not, such as {extra[0]}")
+
+
+def _load_one(store: Store, name: str, ranks: Ranks, fill: Fill, check: Callable[[Manifest], None]) -> Manifest:
+    """Rank 0 reads manifest and index, all ranks fill from the same ones. Raises the same error on all."""
+    opened = ranks.together(lambda: _open(store, name) if ranks.rank == 0 else ({}, b""))
+    manifest, pickled = ranks.broadcast(opened)
+    check(manifest)
+    ranks.together(lambda: fill(store, name, manifest, unpickle_metadata(pickled)))
+    return manifest
+
+
+def _open(store: Store, name: str) -> tuple[Manifest, bytes]:
+    """Manifest and pickled index of a checkpoint; a stock one has an empty manifest."""
+    stock = not name and MANIFEST not in store.sizes()
+    manifest = {} if stock else read_manifest(store, name)
+    return manifest, read_metadata(store, name, manifest or None)

@@ -1,0 +1,195 @@
+"""Async saves, the second place, what is kept, and the room that must be there."""
+
+import concurrent.futures
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from checkpoint import manager, retention
+from checkpoint.manager import load_model
+from checkpoint.retention import committed
+from checkpoint.stores import CheckpointError, LocalStore, open_store
+from tests.distributed.checkpoint_runs import IDENTITY, Run, Tower, load_run, same, train_run
+from tests.harness import run_ranks
+
+
+def steps_in(folder: Path) -> list[int]:
+    return [int(name.split("-")[1]) for name in committed(open_store(folder))]
+
+
+def test_async_saves_the_state_of_its_step_whatever_training_does_meanwhile(tmp_path):
+    """Background writes wait until the run has taken two more steps, and use the default group at the same time."""
+    settings = {"interval": 1, "keep": 0, "mode": "async"}
+    at_1 = run_ranks(2, train_run, str(tmp_path / "sync"), (2,), 0, 1, {"interval": 1})
+    run_ranks(2, _train_past_a_save, str(tmp_path / "async"), settings)
+    for (step, loaded), expected in zip(run_ranks(2, load_run, str(tmp_path / "async"), (2,)), at_1, strict=True):
+        assert step == 1
+        assert same(loaded, expected) == []
+
+
+def _train_past_a_save(folder, settings):
+    run = Run(folder, (2,), **settings)
+    gate, write_items = threading.Event(), manager.write_items
+
+    def write_when_open(*arguments):
+        assert gate.wait(60)
+        return write_items(*arguments)
+
+    manager.write_items = write_when_open
+    run.step()
+    run.checkpoint.save_if_due(1, last=False)
+    run.step()
+    run.step()
+    assert not run.checkpoint.under_way.done()
+    gate.set()
+    for _ in range(20):
+        dist.all_reduce(torch.ones(1000))  # training's own collectives, while the background thread has its own
+    run.checkpoint.close()
+
+
+def test_async_resumes_bit_for_bit_and_reuses_its_host_copies(tmp_path):
+    straight = run_ranks(2, train_run, str(tmp_path / "a"), (2,), 0, 6, {"interval": 100})
+    settings = {"interval": 1, "keep": 2, "mode": "async"}
+    run_ranks(2, train_run, str(tmp_path / "b"), (2,), 0, 3, settings)
+    resumed = run_ranks(2, train_run, str(tmp_path / "b"), (2,), 3, 6, settings)
+    for ours, theirs in zip(resumed, straight, strict=True):
+        assert same(ours, theirs) == []
+    run = Run(tmp_path / "c", mode="async")
+    run.train(0, 1)
+    before = {index: tensor.data_ptr() for index, tensor in run.checkpoint.staging.items()}
+    run.step()
+    run.checkpoint.save(2)
+    run.checkpoint.close()
+    assert {index: tensor.data_ptr() for index, tensor in run.checkpoint.staging.items()} == before
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_a_failed_background_save_surfaces_on_all_ranks_and_the_one_before_stays(tmp_path, failing_rank):
+    messages = run_ranks(2, _fail_in_the_background, str(tmp_path), failing_rank)
+    assert all("no room, on purpose" in message for message in messages)
+    assert steps_in(tmp_path) == [1]
+
+
+def _fail_in_the_background(folder, failing_rank):
+    run = Run(folder, (2,), interval=1, mode="async")
+    run.train(0, 1)
+
+    def fail(*arguments):
+        raise CheckpointError("no room, on purpose")
+
+    if dist.get_rank() == failing_rank:
+        manager.write_items = fail
+    run.step()
+    run.checkpoint.save_if_due(2, last=False)
+    with pytest.raises(CheckpointError) as caught:
+        run.checkpoint.close()
+    return str(caught.value)
+
+
+def test_check_raises_once_the_background_has_failed(tmp_path):
+    run = Run(tmp_path, interval=1, mode="async")
+    run.checkpoint._start(lambda: (_ for _ in ()).throw(CheckpointError("lost")))
+    concurrent.futures.wait([run.checkpoint.under_way])
+    with pytest.raises(CheckpointError, match="lost"):
+        run.checkpoint.check()
+    run.checkpoint.close()
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_upload_to_a_second_place_and_resume_from_it_alone(tmp_path, mode):
+    disk, far = tmp_path / "disk", tmp_path / "far"
+    settings = {"interval": 1, "keep": 2, "mode": mode, "upload": str(far)}
+    run_ranks(2, train_run, str(disk), (2,), 0, 3, settings)
+    assert steps_in(disk) == steps_in(far) == [3, 2]
+    for file in (disk / committed(open_store(disk))[0]).glob("*.distcp"):
+        file.write_bytes(b"lost")
+    straight = run_ranks(2, train_run, str(tmp_path / "straight"), (2,), 0, 4, {"interval": 100})
+    resumed = run_ranks(2, train_run, str(disk), (2,), 3, 4, settings)  # step 3 is damaged on disk, not far away
+    assert [same(ours, theirs) for ours, theirs in zip(resumed, straight, strict=True)] == [[], []]
+    assert steps_in(disk) == [4, 2]
+    assert steps_in(far) == [4, 3]
+
+
+def test_newest_are_kept_and_every_nth_for_ever(tmp_path):
+    Run(tmp_path, interval=1, keep=2, keep_every=3).train(0, 8)
+    assert steps_in(tmp_path) == [8, 7, 6, 3]
+
+
+def test_old_leftovers_go_and_fresh_ones_stay(tmp_path):
+    run = Run(tmp_path, interval=1)
+    run.train(0, 1)
+    old, fresh = "step-00000001-000000010000", f"step-00000001-{2**32 - 1:08x}0000"
+    for name in (old, fresh):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__0_0.distcp").write_bytes(b"begun")
+    run.train(1, 2)
+    assert not (tmp_path / old).exists()
+    assert (tmp_path / fresh).exists()
+
+
+def test_what_cannot_be_removed_is_said_and_does_not_stop_the_run(tmp_path, monkeypatch, caplog):
+    run = Run(tmp_path, interval=1, keep=1)
+    monkeypatch.setattr(LocalStore, "remove", lambda self, names: None)
+    run.train(0, 2)
+    assert "still listed after their removal" in caplog.text
+    assert steps_in(tmp_path) == [2, 1]
+
+
+def test_seed_checkpoint_gives_all_runs_the_same_start(tmp_path):
+    seeded = run_ranks(1, _weights_after_load, str(tmp_path), (1,), {"save_initial": True}, 5)[0]
+    assert steps_in(tmp_path) == [0]
+    for weights in run_ranks(2, _weights_after_load, str(tmp_path), (2,), {}, 6):
+        assert same(weights, seeded) == []
+
+
+def _weights_after_load(folder, mesh, settings, seed):
+    run = Run(folder, mesh, seed=seed, **settings)
+    assert run.checkpoint.load() == 0
+    run.checkpoint.close()
+    return {name: value for name, value in run.everything().items() if name not in ("samples", "random")}
+
+
+def test_model_alone_is_saved_at_the_last_step(tmp_path):
+    run = Run(tmp_path, interval=100, save_model=True, steps=3)
+    run.train(0, 3)
+    (folder,) = tmp_path.glob("model-00000003-*")
+    model = Tower()
+    assert load_model(folder, model)["identity"] == IDENTITY
+    assert all(torch.equal(value, run.model.state_dict()[name]) for name, value in model.state_dict().items())
+    assert sum(file.stat().st_size for file in folder.glob("*.distcp")) < 0.5 * sum(
+        file.stat().st_size for file in tmp_path.glob("step-*/*.distcp")
+    )
+    assert Run(tmp_path).checkpoint.load() == 3
+
+
+@pytest.mark.parametrize("room", [2.9, 3.2])
+def test_a_disk_with_no_room_for_what_is_kept_is_refused_before_the_first_step(tmp_path, monkeypatch, room):
+    run = Run(tmp_path, keep=2)
+    one = 3 * sum(parameter.nbytes for parameter in run.model.parameters())
+    monkeypatch.setattr(LocalStore, "free_bytes", lambda self: int(room * one))
+    if room < 3:
+        with pytest.raises(CheckpointError, match="3 checkpoints of"):
+            run.checkpoint.load()
+    else:
+        assert run.checkpoint.load() == 0
+    assert os.listdir(tmp_path) == []
+
+
+def test_room_is_counted_per_disk(tmp_path):
+    """Two ranks share a disk with room for two halves: enough for one copy, not for two."""
+    assert run_ranks(2, _room, str(tmp_path), 1) == [True, True]
+    assert run_ranks(2, _room, str(tmp_path), 2) == [False, False]
+
+
+def _room(folder, copies):
+    store = LocalStore(folder)
+    store.free_bytes = lambda: 1000  # type: ignore[method-assign]
+    try:
+        retention.check_room(store, manager.build_ranks(60), 400, copies)
+    except CheckpointError:
+        return False
+    return True
