@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -12,13 +13,13 @@ import torch
 import torch.distributed as dist
 
 from config import Config, grad_accum_steps
-from data.order import Segment
-from data.shards import DataError, Dataset, check_datasets, open_dataset
-from data.stream import Stream
+from data.ledger import Ledger
+from data.place import StepShape, first_place
+from data.shards import DataError, check_datasets, open_dataset
+from data.stream import Stream, open_streams
 from data.tokenizer import Tokenizer
 
 IGNORED = -100  # the label that torch's cross-entropy skips
-STATE_VERSION = 1
 MAX_BAD_BLOCKS = 32  # more are no accident, and the state would grow
 READERS = 8  # threads that fetch and check blocks
 
@@ -40,52 +41,36 @@ class _Step(NamedTuple):
     """What the thread hands over: a step's microbatches and the samples consumed after it."""
 
     batches: list[Batch]
-    samples: int
+    samples: int  # of the segment
 
 
 class DataLoader:
     """The batches of one data-parallel rank, as a function of the number of samples consumed.
 
-    The position counts what `next_step` has returned, whatever was read ahead, and is the
-    same on all ranks, so the same state fits any number of ranks and any batch size.
+    The place counts what `next_step` has returned, whatever was read ahead, and is the same
+    on all ranks, so its state fits any number of ranks and any batch size.
     """
 
     def __init__(self, config: Config, dp_rank: int, dp_size: int, pin_memory: bool = False):
-        datasets = [open_dataset(url, config.data) for url in config.data.datasets]
-        self._datasets = datasets
-        self.tokenizer: Tokenizer = datasets[0].tokenizer()
-        self.vocab_size: int = max(dataset.vocab_size for dataset in datasets)
+        self._datasets = [open_dataset(url, config.data) for url in config.data.datasets]
+        self.tokenizer: Tokenizer = self._datasets[0].tokenizer()
+        self.vocab_size: int = max(dataset.vocab_size for dataset in self._datasets)
         self.wait_seconds: float = 0.0
-        self._seed = config.run.seed
-        self._window_blocks = config.data.window_blocks
+        self._place = first_place(config, self._datasets)
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="reader")
-        self._streams = [
-            Stream(
-                dataset.split("train"),
-                dataset.hash,
-                self._readers,
-                self._seed,
-                self._window_blocks,
-                mask_bad_blocks=config.data.on_bad_block == "mask",
-            )
-            for dataset in datasets
-        ]
-        self._weights = _shares(config, datasets)
-        self._hashes = tuple(dataset.hash for dataset in datasets)
-        self._segment = Segment(self._hashes, self._weights, (0,) * len(datasets), config.training.seq_len)
-        self._samples = 0  # of the segment, consumed
-        self._earlier: dict[str, int] = {}  # tokens consumed of datasets no longer in the mixture
-        self._accumulation = grad_accum_steps(config.training, dp_size)
-        self._local_batch_size = config.training.local_batch_size
-        self._dp_rank, self._dp_size = dp_rank, dp_size
+        self._streams = open_streams(config, self._datasets, self._readers)
+        self._bad_blocks = _BadBlocks(self._streams) if config.data.on_bad_block == "mask" else None
+        accumulation = grad_accum_steps(config.training, dp_size)
+        self._shape = StepShape(dp_size, config.training.local_batch_size, accumulation)
+        self._dp_rank = dp_rank
         self._positions = config.data.mask_documents
         self._pin_memory = pin_memory
         self._prefetch_steps = config.data.prefetch_steps
         self._prefetcher: _Prefetcher | None = None
-        self._bad_blocks = _BadBlocks(self._streams) if config.data.on_bad_block == "mask" else None
+        self._ledger: Ledger | None = None
 
     def next_step(self) -> list[Batch]:
-        """The microbatches of the next optimizer step of this rank. Raises DataError."""
+        """The microbatches of the next optimizer step of this rank. Raises DataError, StorageError."""
         begin = time.perf_counter()
         step = self._take_step()
         while self._bad_blocks and (unmasked := self._bad_blocks.agree()) is not None:
@@ -94,39 +79,22 @@ class DataLoader:
                 for stream, blocks in zip(self._streams, unmasked, strict=True):
                     stream.mask(blocks)
                 step = self._take_step()
-        self._samples = step.samples
+        self._place = self._place._replace(samples=step.samples)
+        if self._ledger:
+            tokens = (batch.tokens.numpy() for batch in step.batches)
+            self._ledger.step(step.samples, tokens, self.state_dict()["masked"])
         self.wait_seconds = time.perf_counter() - begin
         return step.batches
 
     @property
     def tokens_seen(self) -> int:
         """Tokens consumed by the whole job so far, earlier starts included."""
-        segment = self._segment
-        return sum(segment.starts) + sum(self._earlier.values()) + self._samples * segment.seq_len
+        return self._place.tokens
 
     def state_dict(self) -> dict[str, Any]:
         """Where the training stands: plain JSON, the same on all ranks."""
-        return {
-            "version": STATE_VERSION,
-            "seed": self._seed,
-            "window_blocks": self._window_blocks,
-            "seq_len": self._segment.seq_len,
-            "samples": self._samples,
-            "datasets": {
-                name: [start, weight]
-                for name, start, weight in zip(
-                    self._segment.datasets, self._segment.starts, self._segment.weights, strict=True
-                )
-            },
-            "earlier": self._earlier,
-            "masked": {
-                stream.name: sorted(blocks)
-                for stream, blocks in zip(self._streams, self._bad_blocks.agreed, strict=True)
-                if blocks
-            }
-            if self._bad_blocks
-            else {},
-        }
+        masked = self._bad_blocks.agreed if self._bad_blocks else []
+        return self._place.state({stream.name: sorted(m) for stream, m in zip(self._streams, masked, strict=False)})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` stands.
@@ -136,40 +104,31 @@ class DataLoader:
 
         Raises DataError when the order itself would be another one.
         """
-        for key, own in (
-            ("version", STATE_VERSION),
-            ("seed", self._seed),
-            ("window_blocks", self._window_blocks),
-        ):
-            if state[key] != own:
-                name = {"version": "version of the data state", "seed": "run.seed"}.get(key, f"data.{key}")
-                raise DataError(
-                    f"{name} = {own}: the checkpoint was trained with {state[key]}, another order of the data; "
-                    f"resume with {state[key]} or start a new run"
-                )
-        starts, weights = zip(*state["datasets"].values(), strict=True)
-        saved = Segment(tuple(state["datasets"]), weights, starts, state["seq_len"])
-        current = Segment(self._hashes, self._weights, starts, self._segment.seq_len)
-        self._stop_prefetch()
-        if self._bad_blocks:
-            self._bad_blocks.restore(state["masked"])
-        elif state["masked"]:
+        place = self._place.resumed(state)
+        if state["masked"] and not self._bad_blocks:
             raise DataError(
                 f"data.on_bad_block = stop: the checkpoint was trained with masked blocks, {state['masked']}; "
                 "resume with mask, or start a new run on sound data"
             )
-        if saved == current:
-            self._segment, self._samples, self._earlier = saved, state["samples"], dict(state["earlier"])
-            return
-        tokens = state["earlier"] | dict(zip(saved.datasets, saved.consumed(state["samples"]), strict=True))
-        starts = tuple(tokens.pop(name, 0) for name in self._hashes)
-        self._segment, self._samples, self._earlier = current._replace(starts=starts), 0, tokens
+        self._stop_prefetch()
+        self._place = place
+        if self._bad_blocks:
+            self._bad_blocks.restore(state["masked"])
+
+    def open_ledger(self, run_folder: Path) -> None:
+        """From here on record in the run's folder what this rank is given, for `python -m data.audit --prove`.
+
+        To be called after the state is loaded, by one of the ranks that share a dp_rank.
+        """
+        self._ledger = Ledger(run_folder, self._dp_rank, self._shape, self.state_dict())
 
     def close(self) -> None:
         """Stop reading ahead."""
         self._stop_prefetch()
         for dataset in self._datasets:
             dataset.folder.close()
+        if self._ledger:
+            self._ledger.close()
         self._readers.shutdown(wait=False, cancel_futures=True)
 
     def _take_step(self) -> _Step:
@@ -185,21 +144,17 @@ class DataLoader:
             self._prefetcher = None
 
     def _steps(self) -> Iterator[_Step]:
-        """Steps from the current position on."""
-        segment, samples = self._segment, self._samples
-        size, run = self._local_batch_size, self._local_batch_size * self._dp_size
+        """Steps from the current place on."""
+        segment, first = self._place.segment, self._place.samples
         while True:
-            batches = []
-            for microbatch in range(self._accumulation):
-                first = samples + microbatch * run + self._dp_rank * size
-                batches.append(self._batch(*segment.locate(first, size)))
-            samples += self._accumulation * run
-            yield _Step(batches, samples)
+            starts = self._shape.microbatches(first, self._dp_rank)
+            batches = [self._batch(*segment.locate(start, self._shape.local_batch_size)) for start in starts]
+            first += self._shape.samples
+            yield _Step(batches, first)
 
     def _batch(self, dataset: np.ndarray, start: np.ndarray) -> Batch:
         """The samples that begin at token `start` of stream `dataset`."""
-        shape = (len(dataset), self._segment.seq_len)
-        batch = _empty_batch(shape, self._positions, self._pin_memory)
+        batch = _empty_batch((len(dataset), self._place.segment.seq_len), self._positions, self._pin_memory)
         for i, stream in enumerate(self._streams):
             rows = np.flatnonzero(dataset == i)
             if len(rows):
@@ -208,13 +163,12 @@ class DataLoader:
 
 
 class _BadBlocks:
-    """The masked blocks of each stream that all ranks know of. Creation and `agree` are collective."""
+    """The masked blocks of each stream that all ranks know of. `agree` is collective over all ranks."""
 
     def __init__(self, streams: list[Stream]):
-        self._streams = streams
         self.agreed: list[set[int]] = [set() for _ in streams]
-        distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        self._group = dist.new_group(backend="gloo") if distributed else None
+        self._streams = streams
+        self._group: Any = None
 
     def agree(self) -> list[set[int]] | None:
         """Make what any rank found bad known to all. None: nothing new; else what this rank has not masked yet.
@@ -223,7 +177,9 @@ class _BadBlocks:
         """
         found = [set(stream.masked) for stream in self._streams]
         everyone = [found]
-        if self._group is not None:
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            if self._group is None:  # by gloo, since this must not wait for the device
+                self._group = dist.new_group(backend="gloo")
             news = torch.tensor([int(found != self.agreed)])
             dist.all_reduce(news, group=self._group)
             if not news.item():
@@ -288,12 +244,6 @@ def build_dataloader(config: Config, dp_rank: int, dp_size: int, pin_memory: boo
     """
     check_datasets(config)
     return DataLoader(config, dp_rank, dp_size, pin_memory)
-
-
-def _shares(config: Config, datasets: list[Dataset]) -> tuple[float, ...]:
-    """The share of the samples that each dataset gives; they sum to 1."""
-    weights = config.data.weights or [dataset.split("train").total_tokens for dataset in datasets]
-    return tuple(weight / sum(weights) for weight in weights)
 
 
 def _empty_batch(shape: tuple[int, int], positions: bool, pin_memory: bool = False) -> Batch:

@@ -1,14 +1,16 @@
 """The tokens of one dataset as an endless stream that can be read at any place. Imports no torch."""
 
 import logging
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
 
+from config import Config
 from data.order import Epoch, derive_key, permutation, plain_epoch, shuffled_epoch
-from data.shards import BadBlockError, Block, Split
+from data.shards import BadBlockError, Block, Dataset, Split
 
 log = logging.getLogger(__name__)
 
@@ -159,6 +161,22 @@ class Stream:
     def _blocks(self, epoch: int, window: int) -> np.ndarray:
         first = window * self._window_blocks
         return self._epoch(epoch).blocks[first : first + self._window_blocks]
+
+
+def open_streams(config: Config, datasets: Sequence[Dataset], readers: ThreadPoolExecutor) -> list[Stream]:
+    """The training stream of each dataset, in the order of the config's seed."""
+    mask = config.data.on_bad_block == "mask"
+    return [
+        Stream(
+            dataset.split("train"),
+            dataset.hash,
+            readers,
+            config.run.seed,
+            config.data.window_blocks,
+            mask_bad_blocks=mask,
+        )
+        for dataset in datasets
+    ]
 
 
 def _shuffled_window(blocks: np.ndarray, contents: list[Block], key: int | None, masked: set[int]) -> Window:

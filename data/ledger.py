@@ -1,0 +1,72 @@
+"""The record of what each data-parallel rank was given, for data.audit to prove. Imports no torch.
+
+`data/rank-00000.jsonl` in the run folder, one file for each data-parallel rank: a line for
+every start with the place it goes on from, then a line for every step with the tokens
+consumed after it and a checksum of the rank's tokens.
+"""
+
+import json
+import zlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from data.place import StepShape
+
+
+class Ledger:
+    """Appends to the file of one rank; every line is handed to the system at once."""
+
+    def __init__(self, folder: Path, dp_rank: int, shape: StepShape, state: Mapping[str, Any]):
+        path = folder / "data" / f"rank-{dp_rank:05}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", encoding="utf-8")
+        self._write({"start": dict(state), "shape": shape._asdict()})
+
+    def step(self, samples: int, tokens: Iterable[np.ndarray], masked: Mapping[str, list[int]]) -> None:
+        """A step after which `samples` of the segment are consumed, with its microbatches."""
+        line: dict[str, Any] = {"samples": samples, "crc32": checksum(tokens)}
+        self._write(line | ({"masked": dict(masked)} if masked else {}))
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+
+def checksum(tokens: Iterable[np.ndarray]) -> int:
+    """CRC-32 of the microbatches' token ids, as little-endian int64, one after the other."""
+    crc = 0
+    for microbatch in tokens:
+        crc = zlib.crc32(np.ascontiguousarray(microbatch, dtype="<i8").data, crc)
+    return crc
+
+
+class Step(NamedTuple):
+    """A step as the ledger has it."""
+
+    start: dict[str, Any]  # the state its start went on from
+    shape: StepShape
+    first: int  # samples of the segment consumed before it
+    crc32: int
+    masked: dict[str, list[int]]
+
+
+def read_ledger(path: Path) -> list[Step]:
+    """The steps of one rank in the order in which they ran; a last line cut by a kill is left out.
+
+    Raises ValueError or KeyError for anything else that is not a ledger.
+    """
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
+    steps: list[Step] = []
+    for line in map(json.loads, lines):
+        if "start" in line:
+            start, shape, first = line["start"], StepShape(**line["shape"]), line["start"]["samples"]
+        else:
+            steps.append(Step(start, shape, first, line["crc32"], line.get("masked", {})))
+            first = line["samples"]
+    return steps

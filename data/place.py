@@ -1,0 +1,100 @@
+"""Where a run stands in its data, and which samples a step takes from there. Imports no torch."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from config import Config
+from data.order import Segment
+from data.shards import DataError, Dataset
+
+STATE_VERSION = 1
+
+
+class StepShape(NamedTuple):
+    """How a step's samples are shared out. No part of the order: it may change between any two steps."""
+
+    dp_size: int
+    local_batch_size: int
+    accumulation: int
+
+    @property
+    def samples(self) -> int:
+        """Samples of a step, over all ranks and microbatches."""
+        return self.dp_size * self.local_batch_size * self.accumulation
+
+    def microbatches(self, first: int, dp_rank: int) -> list[int]:
+        """The first sample of each microbatch of a rank, in the step whose first sample is `first`."""
+        per_microbatch = self.dp_size * self.local_batch_size
+        own = first + dp_rank * self.local_batch_size
+        return list(range(own, own + self.samples, per_microbatch))
+
+
+class Place(NamedTuple):
+    """A place in the order: what decides the order, and how far it has been consumed."""
+
+    seed: int
+    window_blocks: int
+    segment: Segment
+    samples: int  # of the segment, consumed
+    earlier: dict[str, int]  # tokens consumed of datasets no longer in the mixture
+
+    @property
+    def tokens(self) -> int:
+        """Tokens consumed since the run began."""
+        return sum(self.segment.starts) + sum(self.earlier.values()) + self.samples * self.segment.seq_len
+
+    def state(self, masked: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+        """The place as plain JSON, with the masked blocks of each dataset."""
+        segment = self.segment
+        parts = zip(segment.datasets, segment.starts, segment.weights, strict=True)
+        return {
+            "version": STATE_VERSION,
+            "seed": self.seed,
+            "window_blocks": self.window_blocks,
+            "seq_len": segment.seq_len,
+            "samples": self.samples,
+            "datasets": {name: [start, weight] for name, start, weight in parts},
+            "earlier": dict(self.earlier),
+            "masked": {name: sorted(blocks) for name, blocks in masked.items() if blocks},
+        }
+
+    def resumed(self, state: Mapping[str, Any]) -> "Place":
+        """Where a run with the settings of this place goes on from `state`.
+
+        Another seq_len, other weights or other datasets begin a new segment there, in which
+        no token comes again. Raises DataError when the order itself would be another one.
+        """
+        saved = saved_place(state)
+        for name, old, new in (
+            ("run.seed", saved.seed, self.seed),
+            ("data.window_blocks", saved.window_blocks, self.window_blocks),
+        ):
+            if old != new:
+                raise DataError(
+                    f"{name} = {new}: the checkpoint was trained with {old}, another order of the data; "
+                    f"resume with {old} or start a new run"
+                )
+        if self.segment._replace(starts=saved.segment.starts) == saved.segment:
+            return saved
+        consumed = saved.segment.consumed(saved.samples)
+        tokens = saved.earlier | dict(zip(saved.segment.datasets, consumed, strict=True))
+        starts = tuple(tokens.pop(name, 0) for name in self.segment.datasets)
+        return self._replace(segment=self.segment._replace(starts=starts), samples=0, earlier=tokens)
+
+
+def first_place(config: Config, datasets: Sequence[Dataset]) -> Place:
+    """The beginning of a new run."""
+    weights = config.data.weights or [dataset.split("train").total_tokens for dataset in datasets]
+    shares = tuple(weight / sum(weights) for weight in weights)
+    names = tuple(dataset.hash for dataset in datasets)
+    segment = Segment(names, shares, (0,) * len(names), config.training.seq_len)
+    return Place(config.run.seed, config.data.window_blocks, segment, 0, {})
+
+
+def saved_place(state: Mapping[str, Any]) -> Place:
+    """The place that `Place.state` wrote down. Raises DataError for another version of it."""
+    if state.get("version") != STATE_VERSION:
+        raise DataError(f"data state: version {state.get('version')}; this code reads version {STATE_VERSION}")
+    starts, weights = zip(*state["datasets"].values(), strict=True)
+    segment = Segment(tuple(state["datasets"]), weights, starts, state["seq_len"])
+    return Place(state["seed"], state["window_blocks"], segment, state["samples"], dict(state["earlier"]))
