@@ -1,8 +1,8 @@
 """The record of what each data-parallel rank was given, for data.audit to prove. Imports no torch.
 
 `data/rank-00000.jsonl` in the run folder, one file for each data-parallel rank: a line for
-every start with the place it goes on from, then a line for every step with the tokens
-consumed after it and a checksum of the rank's tokens.
+every start with the place it goes on from, then a line for every step with the samples of
+the segment consumed before it and a checksum of the rank's tokens.
 """
 
 import json
@@ -25,9 +25,9 @@ class Ledger:
         self._file = path.open("a", encoding="utf-8")
         self._write({"start": dict(state), "shape": shape._asdict()})
 
-    def step(self, samples: int, tokens: Iterable[np.ndarray], masked: Mapping[str, list[int]]) -> None:
-        """A step after which `samples` of the segment are consumed, with its microbatches."""
-        line: dict[str, Any] = {"samples": samples, "crc32": checksum(tokens)}
+    def step(self, first: int, tokens: Iterable[np.ndarray], masked: Mapping[str, list[int]]) -> None:
+        """A step whose first sample of the segment is `first`, with the rank's microbatches."""
+        line: dict[str, Any] = {"first": first, "crc32": checksum(tokens)}
         self._write(line | ({"masked": dict(masked)} if masked else {}))
 
     def close(self) -> None:
@@ -65,8 +65,7 @@ def read_ledger(path: Path) -> list[Step]:
     steps: list[Step] = []
     for line in map(json.loads, lines):
         if "start" in line:
-            start, shape, first = line["start"], StepShape(**line["shape"]), line["start"]["samples"]
+            start, shape = line["start"], StepShape(**line["shape"])
         else:
-            steps.append(Step(start, shape, first, line["crc32"], line.get("masked", {})))
-            first = line["samples"]
+            steps.append(Step(start, shape, line["first"], line["crc32"], line.get("masked", {})))
     return steps

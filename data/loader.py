@@ -79,10 +79,10 @@ class DataLoader:
                 for stream, blocks in zip(self._streams, unmasked, strict=True):
                     stream.mask(blocks)
                 step = self._take_step()
-        self._place = self._place._replace(samples=step.samples)
         if self._ledger:
             tokens = (batch.tokens.numpy() for batch in step.batches)
-            self._ledger.step(step.samples, tokens, self.state_dict()["masked"])
+            self._ledger.step(self._place.samples, tokens, self.state_dict()["masked"])
+        self._place = self._place._replace(samples=step.samples)
         self.wait_seconds = time.perf_counter() - begin
         return step.batches
 

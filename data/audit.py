@@ -1,0 +1,237 @@
+"""Which documents a run was trained on, and the proof that each sample came once.
+
+    python -m data.audit --run outputs/RUN --steps 100:103     the documents of steps 100 to 102
+    python -m data.audit --config FILE.toml --steps 1          of a run not yet started, on one rank
+    python -m data.audit --run outputs/RUN --prove             read back every step of a run
+
+The proof rests on the ledger that every rank keeps (data.ledger). It drops the steps that a
+resume from an earlier checkpoint made void, and checks that the others follow each other
+without gap or overlap on every rank alike, and that the tokens each rank recorded are those
+of the dataset at that place in the order. Each token of a dataset was then an input exactly
+once for each epoch that was consumed.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from config import Config, TitaniteError, from_dict, grad_accum_steps, load_config, read_toml
+from data.ledger import Step, checksum, read_ledger
+from data.place import StepShape, first_place, saved_place
+from data.shards import Dataset, open_dataset
+from data.stream import Stream, open_streams
+from data.tokenizer import Tokenizer
+
+
+class AuditError(TitaniteError):
+    """A run whose record is incomplete, or says something else than the data."""
+
+
+class Part(NamedTuple):
+    """Part of a document in a sample."""
+
+    sample: int  # of the step
+    file: str
+    block: int  # of the file
+    row: int  # of the block
+    first: int  # tokens [first, stop) of the document
+    stop: int
+
+
+class Auditor:
+    """The datasets of a run, to be read at any place of its order."""
+
+    def __init__(self, config: Config):
+        self.datasets: list[Dataset] = [open_dataset(url, config.data) for url in config.data.datasets]
+        self._readers = ThreadPoolExecutor(8)
+        self._config = config
+        self._streams = self._open()
+
+    def _open(self) -> dict[str, Stream]:
+        streams = open_streams(self._config, self.datasets, self._readers)
+        return {stream.name: stream for stream in streams}
+
+    def samples(self, step: Step, first: int, count: int) -> Iterator[tuple[Stream, int]]:
+        """(stream, first token) of samples [first, first + count) of the step's segment."""
+        segment = saved_place(step.start).segment
+        for dataset, token in zip(*segment.locate(first, count), strict=True):
+            name = segment.datasets[dataset]
+            if name not in self._streams:
+                raise AuditError(f"dataset {name} was read by this run and is not among data.datasets of the config")
+            yield self._streams[name], int(token)
+
+    def tokens(self, step: Step, dp_rank: int) -> Iterator[np.ndarray]:
+        """The microbatches of a rank, int64 [local_batch_size, seq_len], rebuilt from the data."""
+        for name, blocks in step.masked.items():
+            if not set(blocks) <= self._streams[name].masked:
+                self._streams[name].mask(set(blocks))
+        seq_len = step.start["seq_len"]
+        for first in step.shape.microbatches(step.first, dp_rank):
+            rows = []
+            for stream, token in self.samples(step, first, step.shape.local_batch_size):
+                rows.append(np.empty(seq_len, stream.split.dtype))
+                stream.read(token, rows[-1])
+            yield np.stack(rows).astype(np.int64)
+
+    def documents(self, step: Step) -> Iterator[Part]:
+        """The documents of a step in the order of its samples, over all ranks and microbatches."""
+        for number, (stream, token) in enumerate(self.samples(step, step.first, step.shape.samples)):
+            split = stream.split
+            for block, row, first, stop in stream.documents(token, step.start["seq_len"]):
+                file = f"{split.folder.url}/{split.shards[split.shard[block]].file}"
+                yield Part(number, file, block - split.first_block(block), row, first, stop)
+
+    def text(self, part: Part, tokenizer: Tokenizer) -> str:
+        """The text of a part of a document."""
+        for dataset in self.datasets:
+            split = dataset.splits["train"]
+            for number, shard in enumerate(split.shards):
+                if f"{dataset.url}/{shard.file}" == part.file:
+                    block = split.read(int(split.shard.searchsorted(number)) + part.block)
+                    start = int(block.offsets[part.row])
+                    return tokenizer.decode(block.values[start + part.first : start + part.stop].tolist())
+        raise AuditError(f"{part.file}: not a file of this run")
+
+
+def trained_steps(run: Path) -> tuple[list[Step], int]:
+    """The steps that made the run's last weights, and the number of steps that resumes made void.
+
+    Raises AuditError when the ranks' ledgers differ or a step is missing.
+    """
+    recorded = _read_ranks(run).get(0, [])
+    kept: list[Step] = []
+    for step in recorded:
+        while kept and _tokens(kept[-1]) >= _tokens(step):  # it ran again after a resume
+            kept.pop()
+        end = _tokens(kept[-1]) + kept[-1].shape.samples * kept[-1].start["seq_len"] if kept else 0
+        if _tokens(step) != end:
+            raise AuditError(f"{run}: {_tokens(step) - end:,} tokens are missing between step {len(kept)} and the next")
+        kept.append(step)
+    if not kept:
+        raise AuditError(f"{run}: no step of data-parallel rank 0 is recorded")
+    return kept, len(recorded) - len(kept)
+
+
+def _tokens(step: Step) -> int:
+    """Tokens consumed before a step, since the run began."""
+    return saved_place(step.start)._replace(samples=step.first).tokens
+
+
+def _read_ranks(run: Path) -> dict[int, list[Step]]:
+    files = sorted((run / "data").glob("rank-*.jsonl"))
+    if not files:
+        raise AuditError(f"{run}/data: no ledger there; is it the folder of a run?")
+    try:
+        return {int(file.stem.removeprefix("rank-")): read_ledger(file) for file in files}
+    except (ValueError, KeyError, TypeError) as error:
+        raise AuditError(f"{run}/data: not a ledger: {type(error).__name__} {error}") from None
+
+
+def prove(run: Path, every: int = 1) -> list[str]:
+    """Check a run as this module's text says, the tokens of every `every`-th step; the lines of the proof.
+
+    Raises AuditError naming the first step and rank that does not hold.
+    """
+    auditor = Auditor(run_config(run))
+    steps, void = trained_steps(run)
+    recorded = {rank: _last_lines(lines) for rank, lines in _read_ranks(run).items()}
+    checked = 0
+    for number, step in enumerate(tqdm(steps, desc="prove", unit=" steps"), start=1):
+        for rank in range(step.shape.dp_size):
+            own = recorded.get(rank, {}).get((_tokens(step), step.start["seq_len"]))
+            if own is None or (own.shape, own.start) != (step.shape, step.start):
+                raise AuditError(f"{run}: rank {rank} has no record of step {number} that fits rank 0's")
+            if number % every == 0 or number == len(steps):
+                if checksum(auditor.tokens(own, rank)) != own.crc32:
+                    raise AuditError(
+                        f"{run}: step {number}: rank {rank} was given other tokens than the data holds there"
+                    )
+                checked += 1
+    return _conclusions(auditor, steps, void, checked)
+
+
+def _last_lines(steps: list[Step]) -> dict[tuple[int, int], Step]:
+    """The last record of every place: what ran before it there was made void by a resume."""
+    return {(_tokens(step), step.start["seq_len"]): step for step in steps}
+
+
+def _conclusions(auditor: Auditor, steps: list[Step], void: int, checked: int) -> list[str]:
+    sizes = sorted({step.shape.dp_size for step in steps})
+    end = saved_place(steps[-1].start)
+    end = end._replace(samples=steps[-1].first + steps[-1].shape.samples)
+    consumed = dict(zip(end.segment.datasets, end.segment.consumed(end.samples), strict=True)) | end.earlier
+    lines = [
+        f"{len(steps):,} steps, {end.tokens:,} tokens, without gap or overlap, on {sizes} data-parallel ranks",
+        f"{void:,} steps made void by a resume left out; {checked:,} batches rebuilt and found equal",
+    ]
+    for dataset in auditor.datasets:
+        size = dataset.split("train").total_tokens
+        epochs, rest = divmod(consumed.get(dataset.hash, 0), size)
+        lines.append(
+            f"{dataset.url}: each of its {size:,} tokens {epochs} times, the first {rest:,} of the next epoch once more"
+        )
+    return lines
+
+
+def run_config(run: Path) -> Config:
+    """The config a run folder holds. Raises AuditError."""
+    if not (run / "config.toml").is_file():
+        raise AuditError(f"{run}: no config.toml there; is it the folder of a run?")
+    return from_dict(read_toml(run / "config.toml"))
+
+
+def planned_step(config: Config, number: int) -> Step:
+    """Step `number` (from 1) of a run that starts anew with this config on one data-parallel rank."""
+    place = first_place(config, [open_dataset(url, config.data) for url in config.data.datasets])
+    shape = StepShape(1, config.training.local_batch_size, grad_accum_steps(config.training, 1))
+    return Step(place.state({}), shape, (number - 1) * shape.samples, 0, {})
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m data.audit", description="Which documents a run was trained on.")
+    parser.add_argument("--run", type=Path, help="folder of a run")
+    parser.add_argument("--config", help="config of a run that is not started yet")
+    parser.add_argument(
+        "--steps", default="", help="N or FIRST:STOP, counted from 1: list the documents of these steps"
+    )
+    parser.add_argument("--text", action="store_true", help="with the text of each document's part")
+    parser.add_argument("--prove", action="store_true", help="prove that each sample was trained once")
+    parser.add_argument("--every", type=int, default=1, help="rebuild the tokens of every Nth step only")
+    options = parser.parse_args(argv)
+    if bool(options.run) == bool(options.config) or bool(options.steps) == options.prove:
+        parser.error("give --run or --config, and --steps or --prove")
+    try:
+        if options.prove:
+            print("\n".join(prove(options.run, options.every)), "proven", sep="\n")
+        else:
+            _list_steps(options)
+    except TitaniteError as error:
+        sys.exit(f"error: {error}")
+
+
+def _list_steps(options: argparse.Namespace) -> None:
+    first, _, stop = options.steps.partition(":")
+    numbers = range(int(first), int(stop) if stop else int(first) + 1)
+    config = run_config(options.run) if options.run else load_config([f"--config={options.config}"])
+    steps = trained_steps(options.run)[0] if options.run else []
+    auditor = Auditor(config)
+    tokenizer = auditor.datasets[0].tokenizer()
+    for number in numbers:
+        if options.run and not 1 <= number <= len(steps):
+            raise AuditError(f"--steps {options.steps}: the run has steps 1 to {len(steps)}")
+        step = steps[number - 1] if options.run else planned_step(config, number)
+        for part in auditor.documents(step):
+            place = f"{part.file} block {part.block} row {part.row} tokens {part.first}:{part.stop}"
+            print(f"step {number} sample {part.sample}: {place}")
+            if options.text:
+                print(auditor.text(part, tokenizer))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Check prepared datasets against their manifests, every byte.
+
+    python -m data.verify datasets/stdlib s3://bucket/dataset
+
+Exit status 1, with a line for each fault, when anything is wrong.
+"""
+
+import argparse
+import sys
+import zlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+from tqdm import tqdm
+
+from config import Data, TitaniteError
+from data.shards import Block, DataError, Dataset, Split, open_dataset
+from data.storage import DamagedError
+
+THREADS = 8
+IN_FLIGHT = 32  # blocks held at a time
+
+
+def faults(dataset: Dataset) -> Iterator[str]:
+    """What is wrong with a dataset, one message for each fault; nothing when it is as it was made.
+
+    Raises StorageError when it cannot be read.
+    """
+    try:
+        dataset.check_tokenizer()
+    except DataError as error:
+        yield str(error)
+    for split in dataset.splits.values():
+        yield from _shard_faults(dataset, split)
+        yield from _block_faults(dataset, split)
+
+
+def _shard_faults(dataset: Dataset, split: Split) -> Iterator[str]:
+    for number, shard in enumerate(split.shards):
+        own = split.shard == number
+        if (split.documents[own].sum(), split.tokens[own].sum()) != (shard.documents, shard.tokens):
+            yield f"{dataset.url}/{shard.file}: blocks.arrow and manifest.json differ about its documents or tokens"
+        size = dataset.folder.size(shard.file)
+        if size != shard.bytes:
+            yield f"{dataset.url}/{shard.file}: has {size} bytes, the manifest says {shard.bytes}"
+        lengths = shard.file.replace(".arrow", ".lengths")
+        try:
+            if zlib.crc32(dataset.folder.read(lengths)) != shard.lengths_crc32:
+                yield f"{dataset.url}/{lengths}: is damaged, its checksum does not match"
+        except DamagedError as error:
+            yield f"{dataset.url}/{lengths}: {error}"
+
+
+def _block_faults(dataset: Dataset, split: Split) -> Iterator[str]:
+    blocks = len(split.tokens)
+    with ThreadPoolExecutor(THREADS) as threads, tqdm(total=blocks, desc=split.name, unit=" blocks") as bar:
+        for first in range(0, blocks, IN_FLIGHT):
+            numbers = range(first, min(first + IN_FLIGHT, blocks))
+            for messages in threads.map(lambda block: list(_faults_of_block(dataset, split, block)), numbers):
+                bar.update()
+                yield from messages
+
+
+def _faults_of_block(dataset: Dataset, split: Split, block: int) -> Iterator[str]:
+    try:
+        content = split.read(block)
+    except DataError as error:
+        yield str(error)
+        return
+    for row in _unended(content, dataset.eos_id):
+        yield f"{split.location(block)}, row {row}: does not end with its only token {dataset.eos_id}"
+
+
+def _unended(block: Block, eos_id: int) -> Iterator[int]:
+    """Documents that lack their end, or have it anywhere else or twice; the first of a block only."""
+    ends = np.flatnonzero(block.values == eos_id) + 1
+    if not np.array_equal(ends, block.offsets[1:]):
+        counts = np.diff(ends.searchsorted(block.offsets, side="right"))
+        last = block.values[block.offsets[1:] - 1] == eos_id
+        yield int(np.flatnonzero((counts != 1) | ~last)[0])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m data.verify", description="Check datasets, every byte.")
+    parser.add_argument("dataset", nargs="+", help="folder or URL of a prepared dataset")
+    wrong = 0
+    try:
+        for url in parser.parse_args(argv).dataset:
+            dataset = open_dataset(url, Data())
+            for message in faults(dataset):
+                wrong += 1
+                print(message)
+            for split in dataset.splits.values():
+                documents = sum(shard.documents for shard in split.shards)
+                print(f"{url}: {split.name}: {documents:,} documents, {split.total_tokens:,} tokens")
+    except TitaniteError as error:
+        sys.exit(f"error: {error}")
+    if wrong:
+        sys.exit(f"{wrong} faults")
+    print("all as it was made")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""Training data from a real S3 server, sound and misbehaving."""
+
+import os
+import threading
+import zlib
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+
+from config import Config
+from data.loader import build_dataloader, validation_batches
+from data.shards import BadBlockError, DataError
+from data.storage import Cache, StorageError
+from tests.corpus import data_config, write_dataset
+from tests.harness import run_ranks
+
+DOCUMENTS = [[[*range(20 * i + 1, 20 * i + 20), 0] for i in range(first, first + 24)] for first in (0, 24)]
+
+
+@pytest.fixture
+def local(tmp_path) -> Path:
+    return write_dataset(tmp_path / "dataset", DOCUMENTS, validation=[[5, 6, 7, 0]] * 5)
+
+
+@pytest.fixture
+def remote(local, bucket) -> str:
+    system, _ = fsspec.core.url_to_fs(bucket, skip_instance_cache=True)
+    for file in local.iterdir():
+        system.pipe_file(f"{bucket}/data/set/{file.name}", file.read_bytes())
+    return f"{bucket}/data/set"
+
+
+def config_of(url, tmp_path, **overrides) -> Config:
+    overrides = {"data__window_blocks": 3, "data__retry_seconds": 20, **overrides}
+    return data_config(
+        url, training__seq_len=8, training__local_batch_size=4, data__cache_folder=str(tmp_path / "cache"), **overrides
+    )
+
+
+def epoch_of(config: Config, rank: int = 0, size: int = 1) -> list[list[int]]:
+    """A little more than one epoch of batches."""
+    loader = build_dataloader(config, rank, size)
+    batches = [loader.next_step()[0].tokens.flatten().tolist() for _ in range(35 // size)]
+    loader.close()
+    return batches
+
+
+def steps_of(loader) -> None:
+    for _ in range(35):
+        loader.next_step()
+
+
+def test_the_same_batches_as_from_a_folder(local, remote, tmp_path):
+    assert epoch_of(config_of(remote, tmp_path)) == epoch_of(config_of(local, tmp_path))
+    held_out = [list(validation_batches(config_of(url, tmp_path), 0, 1)) for url in (local, remote)]
+    assert all(torch.equal(a.labels, b.labels) for a, b in zip(*held_out, strict=True))
+
+
+def test_each_block_is_fetched_once_for_all_ranks_of_a_node(remote, tmp_path, proxy):
+    config = config_of(remote, tmp_path)
+    proxy.reset()
+    alone = epoch_of(config)
+    once = proxy.counts()["get"]
+    assert epoch_of(config) == alone
+    small_files = 3  # manifest.json and the tokenizer's two are read anew by every start, twice
+    assert proxy.counts()["get"] == once + 2 * small_files
+    proxy.reset()
+    shared = config_of(remote, tmp_path / "other")
+    results = run_ranks(3, ranks_epoch, shared)
+    assert [batch for turn in zip(*results, strict=True) for batch in turn] == alone[:33]
+    assert proxy.counts()["get"] == once + 2 * 2 * small_files
+
+
+def ranks_epoch(config: Config) -> list[list[int]]:
+    return epoch_of(config, torch.distributed.get_rank(), 3)
+
+
+def test_the_cache_keeps_its_bound_and_what_was_used_last(remote, tmp_path):
+    sizes = []
+    for entry in (tmp_path / "cache").parent.glob("dataset/*.arrow"):
+        sizes.append(entry.stat().st_size)
+    limit = 4000
+    unbounded = epoch_of(config_of(remote, tmp_path / "a"))
+    assert epoch_of(config_of(remote, tmp_path, data__cache_gb=limit / 1e9)) == unbounded
+    kept = list((tmp_path / "cache").glob("*.range"))
+    assert 0 < sum(path.stat().st_size for path in kept) <= limit
+    assert sum(path.stat().st_size for path in (tmp_path / "a" / "cache").glob("*.range")) > limit
+
+
+def test_the_least_recently_used_goes_first(tmp_path):
+    cache = Cache(tmp_path / "cache", 250)
+    contents = {key * 24: os.urandom(100) for key in "abc"}
+
+    def get(key):
+        fetched = []
+        content = cache.map(key, lambda: fetched.append(key) or contents[key], 100, zlib.crc32(contents[key]))
+        assert content == contents[key]
+        return bool(fetched)
+
+    a, b, c = contents
+    assert [get(a), get(b), get(a)] == [True, True, False]
+    os.utime(cache.folder / f"{b}.range", (1, 1))
+    assert get(c)
+    assert [get(a), get(b)] == [False, True]
+
+
+def test_a_damaged_cache_is_fetched_again(remote, tmp_path):
+    config = config_of(remote, tmp_path)
+    expected = epoch_of(config)
+    for path in (tmp_path / "cache").glob("*.range"):
+        path.write_bytes(path.read_bytes()[:-5] + b"xxxxx")
+    assert epoch_of(config) == expected
+
+
+@pytest.mark.parametrize("fault", ["503", "500", "reset", "cut", "flip"])
+def test_a_fifth_of_the_requests_fail(local, remote, tmp_path, proxy, fault):
+    for i in range(1, 40):
+        proxy.fault(fault, operation="get", key="arrow", skip=4 * i, times=1)
+    assert epoch_of(config_of(remote, tmp_path)) == epoch_of(config_of(local, tmp_path))
+    assert proxy.counts()[f"fault:{fault}"] >= 3
+
+
+def test_an_outage_is_waited_for(local, remote, tmp_path, proxy):
+    loader = build_dataloader(config_of(remote, tmp_path), 0, 1)
+    batches = [loader.next_step()[0].tokens.flatten().tolist()]
+    proxy.fault("reset")
+    over = threading.Timer(3, proxy.reset)
+    over.start()
+    batches += [loader.next_step()[0].tokens.flatten().tolist() for _ in range(34)]
+    loader.close()
+    over.join()
+    assert batches == epoch_of(config_of(local, tmp_path))
+
+
+def test_an_outage_that_lasts_stops_the_run_even_when_bad_blocks_are_masked(remote, tmp_path, proxy):
+    loader = build_dataloader(config_of(remote, tmp_path, data__retry_seconds=2, data__on_bad_block="mask"), 0, 1)
+    proxy.fault("503")
+    with pytest.raises(StorageError, match=r"s3://.*/train-0000\d\.arrow: cannot be read for \d s: "):
+        loader.next_step()
+    loader.close()
+
+
+def test_a_block_that_is_damaged_on_the_server(local, remote, tmp_path, proxy):
+    proxy.fault("flip", operation="get", key="train-00001.arrow")
+    loader = build_dataloader(config_of(remote, tmp_path), 0, 1)
+    with pytest.raises(BadBlockError, match=r"s3://.*train-00001\.arrow, block \d+: is damaged"):
+        steps_of(loader)
+    loader.close()
+
+
+def test_missing_files_are_named(remote, bucket, tmp_path):
+    with pytest.raises(DataError, match=r"s3://.*/nothing/manifest\.json: is missing. Make a dataset with"):
+        build_dataloader(config_of(f"{bucket}/nothing", tmp_path), 0, 1)
+    system, _ = fsspec.core.url_to_fs(remote, skip_instance_cache=True)
+    system.rm_file(f"{remote}/train-00000.arrow")
+    loader = build_dataloader(config_of(remote, tmp_path), 0, 1)
+    with pytest.raises(BadBlockError, match=r"train-00000\.arrow, block \d+: is missing"):
+        steps_of(loader)
+    loader.close()
+
+
+def test_without_credentials_nothing_is_retried(remote, tmp_path, monkeypatch):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    with pytest.raises(StorageError, match="Unable to locate credentials"):
+        build_dataloader(config_of(remote, tmp_path, data__retry_seconds=10_000), 0, 1)

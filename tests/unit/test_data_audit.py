@@ -1,0 +1,228 @@
+"""The audit finds what was trained, proves sound runs and refuses others; verify finds every fault."""
+
+import json
+import random
+import re
+import shutil
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from config import to_toml
+from data import audit, verify
+from data.audit import AuditError, prove, trained_steps
+from data.loader import build_dataloader
+from data.shards import open_dataset
+from tests.corpus import data_config, stored_blocks, write_dataset
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Two datasets whose tokens all differ but the 0 that ends a document."""
+    rng, root = random.Random(1), tmp_path_factory.mktemp("datasets")
+    made = []
+    for name, first in (("a", 1), ("b", 500)):
+        documents, rest = [], list(range(first, first + 400))
+        while rest:
+            size = rng.randint(1, 30)
+            documents.append([*rest[:size], 0])
+            rest = rest[size:]
+        made.append(write_dataset(root / name, [documents[::2], documents[1::2]], validation=documents[:2]))
+    return made
+
+
+def run_phase(run: Path, folders, state, steps: int, dp_size: int = 1, only_rank: int | None = None, **overrides):
+    """One start of a run of `dp_size` ranks; returns its state and all samples in the global order."""
+    overrides = {"training__local_batch_size": 2, "training__seq_len": 8, "data__window_blocks": 3, **overrides}
+    overrides["training__global_batch_size"] = 2 * dp_size * overrides["training__local_batch_size"]
+    config = data_config(*folders, **overrides)
+    run.mkdir(exist_ok=True)
+    (run / "config.toml").write_text(to_toml(config))
+    loaders = [build_dataloader(config, rank, dp_size) for rank in range(dp_size)]
+    for loader in loaders:
+        if state:
+            loader.load_state_dict(state)
+        loader.open_ledger(run)
+    batches = []
+    for _ in range(steps):
+        ranks = [loader.next_step() for loader in loaders]
+        batches.append([row for turn in zip(*ranks, strict=True) for batch in turn for row in batch.tokens.tolist()])
+    for loader in loaders:
+        loader.close()
+    return loaders[0].state_dict(), batches
+
+
+@pytest.fixture
+def run(folders, tmp_path):
+    """A run with a crash, three world sizes, a change of mixture and of seq_len; and its batches."""
+    folder = tmp_path / "run"
+    state, batches = run_phase(folder, folders[:1], None, 3, dp_size=4)
+    _, lost = run_phase(folder, folders[:1], state, 2, dp_size=2)
+    assert lost
+    state, more = run_phase(folder, folders, state, 4, dp_size=3)
+    batches += more
+    state, more = run_phase(folder, folders, state, 5, dp_size=2, training__seq_len=16)
+    return folder, batches + more
+
+
+def test_a_run_with_restarts_and_changes_is_proven(run, folders):
+    folder, batches = run
+    lines = prove(folder)
+    tokens = sum(len(row) for batch in batches for row in batch)
+    assert lines[0] == f"12 steps, {tokens:,} tokens, without gap or overlap, on [2, 3, 4] data-parallel ranks"
+    assert (
+        lines[1] == f"2 steps made void by a resume left out; {3 * 4 + 4 * 3 + 5 * 2} batches rebuilt and found equal"
+    )
+    for dataset, line in zip(folders, lines[2:], strict=True):
+        size = sum(len(document) for block in stored_blocks(dataset) for document in block)
+        inputs = [t for batch in batches for row in batch for t in row]
+        own = {t for block in stored_blocks(dataset) for document in block for t in document} - {0}
+        epochs, rest = map(int, re.search(r"tokens (\d+) times, the first (\d+) of", line).groups())
+        counts = [inputs.count(token) for token in own]
+        assert set(counts) <= {epochs, epochs + 1}
+        assert f"each of its {size:,} tokens" in line
+        assert rest < size
+
+
+@pytest.mark.parametrize(
+    ("tamper", "message"),
+    [
+        (lambda lines: lines[:2] + lines[3:], r"tokens are missing between step 1 and|has no record of step"),
+        (
+            lambda lines: [re.sub(r'"crc32": \d+', '"crc32": 1', line) for line in lines],
+            "given other tokens than the data",
+        ),
+        (
+            lambda lines: [line.replace('"seed": 0', '"seed": 1') for line in lines],
+            r"has no record of step 1|other tokens",
+        ),
+        (lambda lines: ["not json", *lines], "not a ledger"),
+    ],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_run_that_is_not_as_recorded_is_refused(run, tamper, message, rank):
+    folder, _ = run
+    file = folder / "data" / f"rank-{rank:05}.jsonl"
+    file.write_text("".join(line + "\n" for line in tamper(file.read_text().splitlines())))
+    with pytest.raises(AuditError, match=message):
+        prove(folder)
+
+
+def test_samples_trained_twice_are_found(folders, tmp_path):
+    """As if a resume had gone back without its weights: the ledger of a second run after the first."""
+    run = tmp_path / "run"
+    state, _ = run_phase(run, folders[:1], None, 2)
+    run_phase(run, folders[:1], state | {"samples": state["samples"] + 4}, 2)  # skips a step
+    with pytest.raises(AuditError, match=r"32 tokens are missing between step 2 and the next"):
+        trained_steps(run)
+
+
+def test_other_data_than_was_trained_is_found(folders, tmp_path, run):
+    folder, _ = run
+    config = folder / "config.toml"
+    swapped = config.read_text().replace(str(folders[1]), str(tmp_path / "c"))
+    write_dataset(tmp_path / "c", [[[1, 2, 3, 0]] * 50])
+    config.write_text(swapped)
+    with pytest.raises(AuditError, match=r"is not among data\.datasets of the config"):
+        prove(folder)
+
+
+def test_a_line_cut_by_a_kill_is_left_out(run):
+    folder, _ = run
+    for file in (folder / "data").iterdir():
+        with file.open("a") as stream:
+            stream.write('{"first": 9')
+    assert prove(folder)[0].startswith("12 steps")
+
+
+def test_the_documents_of_a_step_are_those_of_its_batch(run, capsys):
+    folder, batches = run
+    audit.main(["--run", str(folder), "--steps", "1:13"])
+    listed: dict[int, list[int]] = {}
+    pattern = r"step (\d+) sample (\d+): (\S+) block (\d+) row (\d+) tokens (\d+):(\d+)"
+    blocks = {}
+    for line in capsys.readouterr().out.splitlines():
+        step, _, file, block, row, first, stop = re.fullmatch(pattern, line).groups()
+        if file not in blocks:
+            reader = pa.ipc.open_file(Path(file).read_bytes())
+            blocks[file] = [reader.get_batch(i).column(0).to_pylist() for i in range(reader.num_record_batches)]
+        listed.setdefault(int(step), []).extend(blocks[file][int(block)][int(row)][int(first) : int(stop)])
+    assert [listed[number] for number in range(1, 13)] == [[t for row in batch for t in row] for batch in batches]
+
+
+def test_text_and_planned_steps(run, folders, tmp_path, capsys):
+    folder, _ = run
+    config = tmp_path / "c.toml"
+    config.write_text((folder / "config.toml").read_text())
+    audit.main(["--config", str(config), "--steps", "2", "--text"])
+    out = capsys.readouterr().out
+    assert "step 2 sample 0" in out
+    assert re.search(r"^w\d+( w\d+)*$", out, re.MULTILINE)
+
+
+def test_usage_errors(run, tmp_path, capsys):
+    folder, _ = run
+    with pytest.raises(SystemExit, match="error: --steps 99: the run has steps 1 to 12"):
+        audit.main(["--run", str(folder), "--steps", "99"])
+    with pytest.raises(SystemExit, match="is it the folder of a run"):
+        audit.main(["--run", str(tmp_path), "--prove"])
+
+
+# ---------------------------------------------------------------- verify
+
+
+def test_sound_datasets_verify(folders, capsys):
+    verify.main([str(folder) for folder in folders])
+    assert capsys.readouterr().out.endswith("all as it was made\n")
+
+
+def test_verify_finds_any_flipped_bit(folders, tmp_path, capsys):
+    """One bit in each file in turn, at ten places: never unseen."""
+    rng = random.Random(2)
+    folder = shutil.copytree(folders[0], tmp_path / "copy")
+    for file in sorted(folder.iterdir()):
+        sound = file.read_bytes()
+        for _ in range(10):
+            damaged = bytearray(sound)
+            damaged[rng.randrange(len(damaged))] ^= 1 << rng.randrange(8)
+            file.write_bytes(damaged)
+            if file.name == "manifest.json" and _same_meaning(sound, damaged):
+                continue
+            if (
+                file.suffix == ".arrow"
+                and file.name != "blocks.arrow"
+                and _outside_blocks(folder, file, damaged, sound)
+            ):
+                continue
+            with pytest.raises(SystemExit, match=r"error|fault"):
+                verify.main([str(folder)])
+        file.write_bytes(sound)
+    verify.main([str(folder)])
+
+
+def _same_meaning(sound: bytes, damaged: bytearray) -> bool:
+    try:
+        return json.loads(sound) == json.loads(bytes(damaged))
+    except ValueError:
+        return False
+
+
+def _outside_blocks(folder: Path, file: Path, damaged: bytearray, sound: bytes) -> bool:
+    """Whether the bit is in the file's header or footer, which are not read."""
+    at = next(i for i, (a, b) in enumerate(zip(damaged, sound, strict=True)) if a != b)
+    for split in open_dataset(str(folder)).splits.values():
+        for block in range(len(split.tokens)):
+            start = int(split.offset[block])
+            if split.shards[split.shard[block]].file == file.name and start <= at < start + int(split.size[block]):
+                return False
+    return True
+
+
+def test_verify_names_a_document_without_its_end(tmp_path, capsys):
+    folder = write_dataset(tmp_path / "d", [[[1, 2, 0], [3, 4], [5, 0]], [[6, 0, 0], [7, 0]]])
+    with pytest.raises(SystemExit, match="2 faults"):
+        verify.main([str(folder)])
+    out = capsys.readouterr().out
+    assert "train-00000.arrow, block 0, row 1: does not end with its only token 0" in out
+    assert "train-00001.arrow, block 0, row 0: does not end with its only token 0" in out

@@ -1,0 +1,230 @@
+"""Data that cannot be used: each case a clear error; a bad block masked in place when asked."""
+
+import json
+import shutil
+import subprocess
+import sys
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from config import TitaniteError
+from data.loader import IGNORED, build_dataloader
+from data.shards import BadBlockError, DataError, check_datasets, open_dataset
+from data.storage import StorageError
+from data.tokenizer import TokenizerError
+from tests.corpus import data_config, expected_stream, stored_blocks, word_tokenizer, write_dataset
+from tests.harness import run_ranks
+
+DOCUMENTS = [
+    [[*range(10 * i + 1, 10 * i + 10), 0] for i in range(20)],
+    [[*range(10 * i + 1, 10 * i + 10), 0] for i in range(20, 40)],
+]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_dataset(tmp_path / "dataset", DOCUMENTS, validation=[[5, 6, 0]])
+
+
+def check(*folders, **overrides):
+    check_datasets(data_config(*folders, **{"training__seq_len": 8, **overrides}))
+
+
+def change_manifest(folder: Path, **values) -> None:
+    file = folder / "manifest.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def damage(file: Path, at: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1
+    file.write_bytes(content)
+
+
+def middle_of(folder: Path, block: int) -> tuple[Path, int]:
+    """A place among the tokens of a train block."""
+    split = open_dataset(str(folder)).splits["train"]
+    file = folder / split.shards[split.shard[block]].file
+    return file, int(split.offset[block] + split.size[block]) - 20
+
+
+def test_sound_data_passes(folder):
+    check(folder, validation__enable=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: shutil.rmtree(d), r"manifest\.json: is missing\. Make a dataset with: python -m data\.prepare"),
+        (lambda d: (d / "manifest.json").write_text("{}"), r"manifest\.json: not a manifest: KeyError 'format'"),
+        (lambda d: (d / "manifest.json").write_text("{"), r"manifest\.json: not a manifest: JSONDecodeError"),
+        (lambda d: change_manifest(d, version=9), r"version 9; this code reads titanite-tokens version 1"),
+        (lambda d: (d / "train-00001.arrow").unlink(), r"train-00001\.arrow: is missing, the manifest says \d+ bytes"),
+        (lambda d: (d / "train-00000.arrow").write_bytes(b"x"), r"train-00000\.arrow: has 1 bytes, the manifest says"),
+        (lambda d: damage(d / "blocks.arrow", 200), r"blocks\.arrow: is damaged, its checksum does not match"),
+        (lambda d: (d / "blocks.arrow").unlink(), r"blocks\.arrow: cannot be read: No such file"),
+        (lambda d: word_tokenizer(999).save(d), r"tokenizer\.json: fingerprint \w+, but the data was made by \w+"),
+        (lambda d: (d / "tokenizer.json").unlink(), r"tokenizer\.json: is missing"),
+    ],
+)
+def test_unusable_folder(folder, change, message):
+    change(folder)
+    with pytest.raises(DataError, match=message):
+        check(folder)
+
+
+def test_combinations_that_do_not_fit(folder, tmp_path):
+    other = write_dataset(tmp_path / "other", DOCUMENTS, vocab_size=900)
+    with pytest.raises(DataError, match="was made with another tokenizer"):
+        check(folder, other)
+    with pytest.raises(DataError, match="two folders hold the same dataset"):
+        check(folder, shutil.copytree(folder, tmp_path / "copy"))
+    with pytest.raises(DataError, match=r"400 training tokens are too few .* training\.seq_len \+ 1 = 401"):
+        check(folder, training__seq_len=400)
+    with pytest.raises(DataError, match="has no validation documents"):
+        check(other, validation__enable=True)
+    with pytest.raises(DataError, match=r"data\.tokenizer = .*other.*but the data in .*dataset was made by"):
+        check(folder, data__tokenizer=str(other))
+    check(folder, data__tokenizer=str(folder / "tokenizer.json"))
+    with pytest.raises(TokenizerError, match="no such tokenizer file"):
+        check(folder, data__tokenizer=str(tmp_path / "nothing"))
+    with pytest.raises(StorageError, match="cannot be opened"):
+        check("nosuchprotocol://x/y")
+
+
+def test_checking_imports_no_torch(folder):
+    code = (
+        "import sys; from data.shards import check_datasets; from config import from_dict;"
+        f"check_datasets(from_dict({{'data': {{'datasets': [{str(folder)!r}]}}, 'training': {{'seq_len': 8}}}}));"
+        "import data.prepare, data.audit, data.verify; sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=True)
+
+
+def test_token_above_the_vocabulary_is_named(folder):
+    change_manifest(folder, vocab_size=395)  # ids go up to 399
+    split = open_dataset(str(folder)).splits["train"]
+    split.read(8)
+    with pytest.raises(DataError, match=r"train-00001\.arrow, block 4, row 3: token id 395 is not below .* size 395"):
+        split.read(9)
+
+
+# ---------------------------------------------------------------- bad blocks
+
+
+@pytest.mark.parametrize("kind", ["flipped", "short", "missing"])
+def test_a_bad_block_stops_the_run_and_is_named(folder, kind):
+    file, place = middle_of(folder, 7)
+    config = data_config(folder, training__seq_len=8)
+    loader = build_dataloader(config, 0, 1)
+    if kind == "flipped":
+        damage(file, place)
+        message = "block 2: is damaged, its checksum does not match"
+    elif kind == "short":
+        file.write_bytes(file.read_bytes()[:place])
+        message = r"block 2: is cut short, 20 of \d+ bytes missing|block [34]: is cut short, \d+ of \d+ bytes missing"
+    else:
+        file.unlink()
+        message = r"block \d: cannot be read: No such file"
+    for _ in range(2):  # and the error stays
+        with pytest.raises(BadBlockError, match=rf"train-00001\.arrow, {message}"):
+            loader.next_step()
+    loader.close()
+
+
+def tokens_and_labels(loader, steps):
+    batches = [batch for _ in range(steps) for batch in loader.next_step()]
+    return [torch.stack(field).flatten().tolist() for field in zip(*[batch[:2] for batch in batches], strict=True)]
+
+
+@pytest.mark.parametrize("kind", ["flipped", "missing"])
+def test_a_masked_block_keeps_its_place(folder, kind):
+    """The order is that of the sound data; the bad block's tokens are zeros that are never labels."""
+    blocks = stored_blocks(folder)
+    name = open_dataset(str(folder)).hash
+    bad = {token for document in blocks[7] for token in document if token}
+    file, place = middle_of(folder, 7)
+    if kind == "missing":
+        file.unlink()
+        bad = {token for block in blocks[5:] for document in block for token in document if token}
+    else:
+        damage(file, place)
+    config = data_config(folder, training__seq_len=8, training__local_batch_size=5, data__on_bad_block="mask")
+    loader = build_dataloader(config, 0, 1)
+    tokens, labels = tokens_and_labels(loader, 12)
+    state = loader.state_dict()
+    loader.close()
+    assert state["masked"] == {name: [7] if kind == "flipped" else [5, 6, 7, 8, 9]}
+
+    stream = list(islice(expected_stream(blocks, name, 0, 16), 481))
+    owner = {token: token in bad for block in blocks for document in block for token in document}
+    is_bad, document_bad = [], False
+    for token, _ in reversed(stream):  # a document's 0 follows its tokens: look at the one before
+        is_bad.append(owner[token] if token else None)
+    is_bad.reverse()
+    for i, (token, _) in enumerate(stream):
+        if token == 0:
+            is_bad[i] = is_bad[i - 1] if i else document_bad
+    for i in range(480):
+        assert tokens[i] == (0 if is_bad[i] else stream[i][0])
+        assert labels[i] == (IGNORED if is_bad[i + 1] else stream[i + 1][0])
+
+
+def test_masked_blocks_stay_masked_after_a_resume(folder):
+    """Also when the block is sound again: the order and the weights must not depend on it."""
+    file, place = middle_of(folder, 7)
+    config = data_config(folder, training__seq_len=8, data__on_bad_block="mask")
+    damage(file, place)
+    loader = build_dataloader(config, 0, 1)
+    loader.next_step()
+    state = loader.state_dict()
+    expected = tokens_and_labels(loader, 6)
+    loader.close()
+    damage(file, place)  # flips the bit back
+    loader = build_dataloader(config, 0, 1)
+    loader.load_state_dict(json.loads(json.dumps(state)))
+    assert tokens_and_labels(loader, 6) == expected
+    loader.close()
+    strict = build_dataloader(data_config(folder, training__seq_len=8), 0, 1)
+    with pytest.raises(DataError, match="was trained with masked blocks"):
+        strict.load_state_dict(state)
+    strict.close()
+
+
+def test_damaged_lengths_cannot_be_masked(folder):
+    damage(*middle_of(folder, 7))
+    damage(folder / "train-00001.lengths", 5)
+    loader = build_dataloader(data_config(folder, training__seq_len=8, data__on_bad_block="mask"), 0, 1)
+    with pytest.raises(DataError, match=r"train-00001\.lengths: is damaged.* block 2 cannot be masked"):
+        loader.next_step()
+    loader.close()
+
+
+def rank_with_own_copy(folders):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    config = data_config(
+        Path(folders[rank]), training__seq_len=8, training__local_batch_size=2, data__on_bad_block="mask"
+    )
+    loader = build_dataloader(config, rank, size)
+    out = [tokens_and_labels(loader, 8), loader.state_dict()]
+    loader.close()
+    return out
+
+
+def test_ranks_agree_on_a_block_that_is_bad_on_one_node_only(folder, tmp_path):
+    copies = [shutil.copytree(folder, tmp_path / f"node{rank}") for rank in range(3)]
+    damage(*middle_of(copies[1], 7))
+    results = run_ranks(3, rank_with_own_copy, [str(copy) for copy in copies])
+    assert all(state == results[0][1] for _, state in results)
+    assert list(results[0][1]["masked"].values()) == [[7]]
+    bad = {token for document in stored_blocks(folder)[7] for token in document if token}
+    assert not any(bad & set(labels) for (_, labels), _ in results)
+
+
+def test_errors_are_ones_that_users_see_without_traceback():
+    assert issubclass(DataError, TitaniteError)
+    assert issubclass(StorageError, TitaniteError)
