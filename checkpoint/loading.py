@@ -7,17 +7,10 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
+from checkpoint.manifest import MANIFEST, METADATA, Manifest, read_manifest, read_metadata, unpickle_metadata
 from checkpoint.ranks import Ranks
 from checkpoint.retention import by_age
-from checkpoint.storage import (
-    MANIFEST,
-    METADATA,
-    Manifest,
-    read_manifest,
-    read_metadata,
-    tensors_in,
-    unpickle_metadata,
-)
+from checkpoint.storage import tensors_in
 from checkpoint.stores import CheckpointError, DamagedError, Store, join, open_store
 
 Fill = Callable[[Store, str, Manifest, Metadata], None]

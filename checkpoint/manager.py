@@ -19,13 +19,11 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 import config as titanite_config
 from checkpoint.loading import check_identity, check_same_names, load_newest, locate
+from checkpoint.manifest import MANIFEST, METADATA, Manifest
 from checkpoint.ranks import Ranks, build_ranks
 from checkpoint.retention import by_age, check_room, remove_checkpoint, superfluous
 from checkpoint.state import allocate_optimizer_state, model_tensors, optimizer_tensors, random_state, set_random_state
 from checkpoint.storage import (
-    MANIFEST,
-    METADATA,
-    Manifest,
     State,
     commit,
     copy_files,

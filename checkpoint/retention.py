@@ -4,8 +4,9 @@ import socket
 import time
 from collections.abc import Collection, Sequence
 
+from checkpoint.manifest import MANIFEST
 from checkpoint.ranks import Ranks
-from checkpoint.storage import MANIFEST, age_seconds, step_of
+from checkpoint.storage import age_seconds, step_of
 from checkpoint.stores import CheckpointError, LocalStore, Store
 
 

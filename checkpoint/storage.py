@@ -11,9 +11,7 @@ here, unchecked since they hold no checksums. Nothing is unpickled but the class
 """
 
 import dataclasses
-import hashlib
 import io
-import json
 import pickle
 import re
 import secrets
@@ -21,6 +19,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import IO, Any, cast
 
 import numpy as np
@@ -33,18 +32,24 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+from checkpoint.manifest import (
+    FORMAT_VERSION,
+    MANIFEST,
+    METADATA,
+    ChecksumError,
+    Manifest,
+    checked_twice,
+    encode_manifest,
+    sha256,
+)
 from checkpoint.ranks import Ranks
 from checkpoint.stores import CheckpointError, DamagedError, Store, join
 
-MANIFEST = "MANIFEST.json"
-METADATA = ".metadata"
-FORMAT_VERSION = 1
 WRITE_THREADS = 2
 READ_THREADS = 8
 RANGE_BYTES = 16 << 20  # neighbouring items are read together up to this
 WINDOW_BYTES = 256 << 20  # read and not yet copied, at most, unless a single item is larger
 
-Manifest = dict[str, Any]
 State = dict[str, Any]  # nested dicts of tensors, as DCP's planners take them
 
 
@@ -143,11 +148,11 @@ def commit(store: Store, name: str, metadata: Metadata, results: Iterable[WriteR
     manifest = {
         "format": FORMAT_VERSION,
         "files": dict(sorted(sizes.items())),
-        "metadata_sha256": hashlib.sha256(pickled).hexdigest(),
+        "metadata_sha256": sha256(pickled),
         **facts,
     }
     store.put(f"{name}/{METADATA}", pickled)
-    store.put(f"{name}/{MANIFEST}", _encode_manifest(manifest))
+    store.put(f"{name}/{MANIFEST}", encode_manifest(manifest))
     return manifest
 
 
@@ -206,14 +211,6 @@ def _item_bytes(item: WriteItem) -> int:
     return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
 
 
-# ---------------------------------------------------------------- the manifest and the index
-
-
-def _encode_manifest(manifest: Manifest) -> bytes:
-    body = json.dumps(manifest, indent=1, sort_keys=True)
-    return json.dumps({"manifest": manifest, "sha256": _sha256(body)}, indent=1, sort_keys=True).encode()
-
-
 def copy_files(source: Store, target: Store, names: Iterable[str]) -> None:
     """Copy files from one store to another, under the same names."""
     for name, size in ((name, source.sizes(name.rpartition("/")[0])[name]) for name in names):
@@ -222,70 +219,6 @@ def copy_files(source: Store, target: Store, names: Iterable[str]) -> None:
                 piece = np.empty(min(RANGE_BYTES, size - start), np.uint8).data
                 source.read_into(name, start, piece)
                 stream.write(piece)
-
-
-def read_manifest(store: Store, name: str) -> Manifest:
-    """The manifest of checkpoint `name`. Raises DamagedError if it is missing or was altered in any byte."""
-    path = f"{name}/{MANIFEST}".lstrip("/")
-    raw = store.read(path)
-    try:
-        manifest = json.loads(raw)["manifest"]
-        intact = _encode_manifest(manifest) == raw
-    except (ValueError, TypeError, KeyError):
-        intact = False
-    if not intact:
-        raise DamagedError(f"{store.url}/{path}: does not match its own checksum")
-    if manifest["format"] != FORMAT_VERSION:
-        raise CheckpointError(f"{store.url}/{path}: format {manifest['format']}; this version reads {FORMAT_VERSION}")
-    return manifest
-
-
-def read_metadata(store: Store, name: str, manifest: Manifest | None) -> bytes:
-    """The pickled index of checkpoint `name`, as `manifest` vouches for it. Raises DamagedError."""
-    path = f"{name}/{METADATA}".lstrip("/")
-    pickled = store.read(path)
-    if manifest is not None and _sha256(pickled) != manifest["metadata_sha256"]:
-        raise DamagedError(f"{store.url}/{path}: SHA-256 differs from the manifest's")
-    return pickled
-
-
-def unpickle_metadata(pickled: bytes) -> Metadata:
-    """DCP's index from its pickle. Raises DamagedError where that asks for any class an index is not made of."""
-    try:
-        metadata = _IndexUnpickler(io.BytesIO(pickled)).load()
-    except DamagedError:
-        raise
-    except Exception as error:
-        raise DamagedError(f"{METADATA}: not a readable index: {type(error).__name__}: {error}") from None
-    if not isinstance(metadata, Metadata):
-        raise DamagedError(f"{METADATA}: holds a {type(metadata).__name__}, not DCP's Metadata")
-    return metadata
-
-
-_METADATA_CLASSES = (
-    "Metadata ChunkStorageMetadata TensorStorageMetadata BytesStorageMetadata TensorProperties MetadataIndex "
-    "StorageMeta _MEM_FORMAT_ENCODING"
-)
-_INDEX_CLASSES = frozenset(
-    {("torch.distributed.checkpoint.metadata", name) for name in _METADATA_CLASSES.split()}
-    | {("torch.distributed.checkpoint.filesystem", "_StorageInfo")}
-    | {("torch", "Size"), ("torch.serialization", "_get_layout")}
-    | {("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")}  # the checkpoint's own name, in stock ones
-)
-
-
-class _IndexUnpickler(pickle.Unpickler):
-    """Builds nothing but the classes that an index is made of, so that no code hidden in a checkpoint runs."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if (module, name) not in _INDEX_CLASSES and not is_dtype:
-            raise DamagedError(f"{METADATA}: asks for {module}.{name}, which no index contains: refused")
-        return super().find_class(module, name)
-
-
-def _sha256(data: bytes | str) -> str:
-    return hashlib.sha256(data.encode() if isinstance(data, str) else data).hexdigest()
 
 
 # ---------------------------------------------------------------- reading
@@ -357,7 +290,7 @@ def _check_item(store: Store, name: str, info: _StorageInfo, index: MetadataInde
     expected = getattr(info, "crc32", None)  # stock checkpoints have none
     if expected is not None and zlib.crc32(data) != expected:
         where = join(store.url, name)
-        raise DamagedError(f"{where}/{info.relative_path}: checksum of {index.fqn} differs, at byte {info.offset}")
+        raise ChecksumError(f"{where}/{info.relative_path}: checksum of {index.fqn} differs, at byte {info.offset}")
 
 
 def _read_ranges(
@@ -386,7 +319,7 @@ def _read_ranges(
                 size = sum(info.length for info, _ in group)
                 while held and sum(held.values()) + size > WINDOW_BYTES:
                     _drop_done(held)
-                held[threads.submit(read, group)] = size
+                held[threads.submit(checked_twice, partial(read, group))] = size
             while held:
                 _drop_done(held)
         finally:

@@ -1,0 +1,112 @@
+"""What commits a checkpoint and what vouches for it: the manifest, and DCP's index read without trusting it."""
+
+import hashlib
+import io
+import json
+import pickle
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+from checkpoint.stores import CheckpointError, DamagedError, Store
+
+MANIFEST = "MANIFEST.json"
+METADATA = ".metadata"
+FORMAT_VERSION = 1
+
+Manifest = dict[str, Any]
+T = TypeVar("T")
+
+
+class ChecksumError(DamagedError):
+    """Bytes that were read do not have the checksum they were written with."""
+
+
+def checked_twice(read: Callable[[], T]) -> T:
+    """`read()`, once more if a checksum differs: a bit can flip on the way, too."""
+    try:
+        return read()
+    except ChecksumError:
+        return read()
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The manifest as it is stored, with a checksum of itself: any other bytes are a damaged one."""
+    body = json.dumps(manifest, indent=1, sort_keys=True)
+    return json.dumps({"manifest": manifest, "sha256": sha256(body)}, indent=1, sort_keys=True).encode()
+
+
+def read_manifest(store: Store, name: str) -> Manifest:
+    """The manifest of checkpoint `name`. Raises DamagedError if it is missing or was altered in any byte."""
+    path = f"{name}/{MANIFEST}".lstrip("/")
+
+    def read() -> Manifest:
+        raw = store.read(path)
+        try:
+            manifest = json.loads(raw)["manifest"]
+            intact = encode_manifest(manifest) == raw
+        except (ValueError, TypeError, KeyError):
+            intact = False
+        if not intact:
+            raise ChecksumError(f"{store.url}/{path}: does not match its own checksum")
+        return manifest
+
+    manifest = checked_twice(read)
+    if manifest["format"] != FORMAT_VERSION:
+        raise CheckpointError(f"{store.url}/{path}: format {manifest['format']}; this version reads {FORMAT_VERSION}")
+    return manifest
+
+
+def read_metadata(store: Store, name: str, manifest: Manifest | None) -> bytes:
+    """The pickled index of checkpoint `name`, as `manifest` vouches for it. Raises DamagedError."""
+    path = f"{name}/{METADATA}".lstrip("/")
+
+    def read() -> bytes:
+        pickled = store.read(path)
+        if manifest is not None and sha256(pickled) != manifest["metadata_sha256"]:
+            raise ChecksumError(f"{store.url}/{path}: SHA-256 differs from the manifest's")
+        return pickled
+
+    return checked_twice(read)
+
+
+def unpickle_metadata(pickled: bytes) -> Metadata:
+    """DCP's index from its pickle. Raises DamagedError where that asks for any class an index is not made of."""
+    try:
+        metadata = _IndexUnpickler(io.BytesIO(pickled)).load()
+    except DamagedError:
+        raise
+    except Exception as error:
+        raise DamagedError(f"{METADATA}: not a readable index: {type(error).__name__}: {error}") from None
+    if not isinstance(metadata, Metadata):
+        raise DamagedError(f"{METADATA}: holds a {type(metadata).__name__}, not DCP's Metadata")
+    return metadata
+
+
+_METADATA_CLASSES = (
+    "Metadata ChunkStorageMetadata TensorStorageMetadata BytesStorageMetadata TensorProperties MetadataIndex "
+    "StorageMeta _MEM_FORMAT_ENCODING"
+)
+_INDEX_CLASSES = frozenset(
+    {("torch.distributed.checkpoint.metadata", name) for name in _METADATA_CLASSES.split()}
+    | {("torch.distributed.checkpoint.filesystem", "_StorageInfo")}
+    | {("torch", "Size"), ("torch.serialization", "_get_layout")}
+    | {("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")}  # the checkpoint's own name, in stock ones
+)
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """Builds nothing but the classes that an index is made of, so that no code hidden in a checkpoint runs."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if (module, name) not in _INDEX_CLASSES and not is_dtype:
+            raise DamagedError(f"{METADATA}: asks for {module}.{name}, which no index contains: refused")
+        return super().find_class(module, name)
+
+
+def sha256(data: bytes | str) -> str:
+    """Its hexadecimal SHA-256."""
+    return hashlib.sha256(data.encode() if isinstance(data, str) else data).hexdigest()
