@@ -10,13 +10,13 @@ set -euo pipefail
 cd "$(dirname "$0")"
 
 CONFIG_FILE=${CONFIG_FILE:-train_configs/debug.toml}
-LOG_RANK=${LOG_RANK:-0}   # ranks that print progress, such as 0 or 0,1
-NGPU=${NGPU:-}            # processes; default: one for each GPU, or 2 where there is none
+NGPU=${NGPU:-}           # processes; default: one for each GPU, or 2 where there is none
+LOG_RANK=${LOG_RANK:-}   # ranks that print progress, such as 0,1; default: 0
 
 ./setup.sh
 python=.venv/bin/python
 
-overrides=(--config="$CONFIG_FILE" --metrics.log_ranks="$LOG_RANK" "$@")
+overrides=(--config="$CONFIG_FILE" ${LOG_RANK:+--metrics.log_ranks="$LOG_RANK"} "$@")
 settings=$($python -m config "${overrides[@]}")   # a mistake ends here, in one line
 case " $* " in *" --help "* | *" -h "*) echo "$settings"; exit ;; esac
 

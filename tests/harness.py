@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import socket
 import sys
 import tempfile
 import traceback
@@ -16,17 +17,20 @@ import torch.distributed as dist
 GROUP_TIMEOUT_SECONDS = 120
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, start_group: bool = True) -> list[Any]:
     """Call `function(*args)` on every rank of a gloo group; return the picklable results by rank.
 
-    RANK, LOCAL_RANK and WORLD_SIZE are set as torchrun sets them. Raises AssertionError with the
+    RANK, LOCAL_RANK and WORLD_SIZE are set as torchrun sets them; without `start_group` the function
+    starts the process group, for which the address is set too. Raises AssertionError with the
     traceback of every rank that failed; a rank that fails ends, and the others notice it.
     """
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
     with tempfile.TemporaryDirectory() as folder:
         sys.stdout.flush()
         sys.stderr.flush()
         children = {
-            os.fork() or _run_child(rank, world_size, folder, function, args): rank for rank in range(world_size)
+            os.fork() or _run_child(rank, world_size, folder, start_group, function, args): rank
+            for rank in range(world_size)
         }
         codes = {rank: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid, rank in children.items()}
         failures = [
@@ -38,22 +42,21 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list
         return [pickle.loads((Path(folder) / f"result{rank}").read_bytes()) for rank in range(world_size)]
 
 
-def _run_child(rank: int, world_size: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> int:
+def _run_child(
+    rank: int, world_size: int, folder: str, start_group: bool, function: Callable[..., Any], args: tuple[Any, ...]
+) -> int:
     """The life of a rank; never returns."""
     code = 1
     try:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
         torch.set_num_threads(1)
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{folder}/rendezvous",
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=GROUP_TIMEOUT_SECONDS),
-        )
+        if start_group:
+            rendezvous, timeout = f"file://{folder}/rendezvous", timedelta(seconds=GROUP_TIMEOUT_SECONDS)
+            dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size, timeout=timeout)
         result = function(*args)
         (Path(folder) / f"result{rank}").write_bytes(pickle.dumps(result))
-        dist.barrier()
+        if dist.is_initialized():
+            dist.barrier()
         code = 0
     except BaseException:
         (Path(folder) / f"error{rank}").write_text(traceback.format_exc())
@@ -62,6 +65,12 @@ def _run_child(rank: int, world_size: int, folder: str, function: Callable[..., 
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 def _read(path: Path) -> str:

@@ -1,0 +1,77 @@
+"""What every benchmark prints: a JSON line per row as it is measured, then a table, then the bars that were missed."""
+
+import argparse
+import json
+import platform
+import sys
+from collections.abc import Iterable, Mapping
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def build_parser(description: str) -> argparse.ArgumentParser:
+    """The options all benchmarks share."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--quick", action="store_true", help="fewer rounds: done within a minute, and less certain")
+    parser.add_argument("--check", action="store_true", help="exit 1 if a bar is missed, naming it last")
+    parser.add_argument("--json", type=Path, help="also write rows, machine and versions to this file")
+    return parser
+
+
+def print_row(row: Mapping[str, Any]) -> None:
+    """One measured row as a JSON line."""
+    print(json.dumps(row), flush=True)
+
+
+def finish(arguments: argparse.Namespace, rows: list[dict[str, Any]], bars: Iterable[tuple[str, bool]]) -> int:
+    """Print the table and the missed bars, (what is asked, whether it is met); return the exit code."""
+    print("\n" + table(rows))
+    missed = [text for text, met in bars if not met]
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        result = {"machine": machine(), "command": " ".join(sys.argv), "missed": missed, "rows": rows}
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    for text in missed:
+        print(f"missed: {text}")
+    return int(bool(missed) and arguments.check)
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Rows as a Markdown table; the columns are the keys in order of appearance."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    cells = [columns, *([_cell(row.get(column)) for column in columns] for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in cells
+    ]
+    return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
+
+
+def machine() -> dict[str, Any]:
+    """Where and with what the figures were measured."""
+    cpu = next((line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")), "unknown")
+    return {
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "cpu": cpu,
+        "cores": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "python": platform.python_version(),
+        "torch": metadata.version("torch"),
+    }
+
+
+def _cpuinfo() -> list[str]:
+    path = Path("/proc/cpuinfo")
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return str(value)

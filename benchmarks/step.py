@@ -1,0 +1,189 @@
+"""train.py's whole step against bare training loops of the same model, in one process, step by step in turn.
+
+    python -m benchmarks.step [--quick] [--check]
+
+`bare` is the shortest honest loop: the same Llama, cross-entropy, clipping and fused AdamW, on tokens that lie
+ready in memory, with autocast for bfloat16. `transformers` is Hugging Face's Llama in that loop
+(./setup.sh test installs it). Each round is one
+step of train.py (data, FSDP2 on a mesh of one, global token count, finite check, log line) and one of each loop.
+Peak memory comes from a process of its own for each. The bar: train.py costs at most 2 % more than `bare`.
+"""
+
+import contextlib
+import dataclasses
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.report import build_parser, finish, print_row
+from config import Config, load_config
+from data.prepare import main as prepare
+from models.init import init_weights
+from models.llama import FLAVORS
+from models.llama.model import Llama, LlamaConfig
+from train import train
+
+VOCAB_SIZE, WARMUP_STEPS = 4096, 3
+LIMIT = 1.02
+DATASET = Path("datasets/stdlib")
+
+
+def bare_llama() -> nn.Module:
+    """The same model, not sharded."""
+    with torch.device("meta"):
+        model = Llama(_flavor())
+    init_weights(model, torch.device("cpu"), seed=0)
+    return model
+
+
+def transformers_llama() -> nn.Module:
+    """Hugging Face's Llama of the same shape, with its default attention (SDPA)."""
+    from transformers import LlamaConfig as HFConfig
+    from transformers import LlamaForCausalLM
+
+    flavor = _flavor()
+    return LlamaForCausalLM(
+        HFConfig(
+            vocab_size=flavor.vocab_size,
+            hidden_size=flavor.dim,
+            intermediate_size=flavor.hidden_dim,
+            num_hidden_layers=flavor.n_layers,
+            num_attention_heads=flavor.n_heads,
+            num_key_value_heads=flavor.n_kv_heads,
+            use_cache=False,
+        )
+    )
+
+
+def bare_loop(model: nn.Module, config: Config) -> Iterator[None]:
+    """One optimizer step for each `next`."""
+    training = config.training
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    samples = torch.randint(0, VOCAB_SIZE, (training.local_batch_size, training.seq_len + 1))
+    tokens, labels = samples[:, :-1], samples[:, 1:]
+    mixed = training.param_dtype == "bfloat16"
+    while True:
+        with torch.autocast("cpu", torch.bfloat16) if mixed else contextlib.nullcontext():
+            out = model(tokens)
+        logits = out if isinstance(out, Tensor) else out.logits
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield
+
+
+PEERS = {"bare": bare_llama, "transformers": transformers_llama}
+
+
+def measure(param_dtype: str, steps: int, outputs: Path) -> dict[str, list[float]]:
+    """Seconds of each step, for train.py and for each peer."""
+    config = _config(param_dtype, steps + WARMUP_STEPS, outputs)
+    loops = {name: bare_loop(build(), config) for name, build in PEERS.items()}
+    seconds: dict[str, list[float]] = {"train.py": [], **{name: [] for name in loops}}
+    since = time.perf_counter()
+
+    def after_step(step: int) -> None:
+        nonlocal since
+        now = time.perf_counter()
+        if step > WARMUP_STEPS:
+            seconds["train.py"].append(now - since)
+        for name, loop in loops.items():
+            begin = time.perf_counter()
+            next(loop)
+            if step > WARMUP_STEPS:
+                seconds[name].append(time.perf_counter() - begin)
+        since = time.perf_counter()
+
+    train(config, after_step)
+    torch.distributed.destroy_process_group()
+    return seconds
+
+
+def run_alone(name: str, param_dtype: str) -> None:
+    """A few steps of one contender, for its peak memory; prints GiB."""
+    with tempfile.TemporaryDirectory() as outputs:
+        config = _config(param_dtype, 5, Path(outputs))
+        if name == "train.py":
+            train(config)
+        else:
+            loop = bare_loop(PEERS[name](), config)
+            for _ in range(config.training.steps):
+                next(loop)
+        print(json.dumps(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20), flush=True)
+
+
+def peak_memory_gib(name: str, param_dtype: str) -> float:
+    """Peak resident memory of a process that only runs `name`, GiB."""
+    command = [sys.executable, "-m", "benchmarks.step", "--alone", name, param_dtype]
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return float(output.splitlines()[-1])
+
+
+def main() -> int:
+    parser = build_parser("train.py's step against bare loops of the same model")
+    parser.add_argument("--alone", nargs=2, metavar=("NAME", "DTYPE"), help="internal: run one contender, print GiB")
+    arguments = parser.parse_args()
+    if not (DATASET / "manifest.json").exists():
+        prepare(["--source=stdlib", f"--output={DATASET}"])
+    if arguments.alone:
+        run_alone(*arguments.alone)
+        return 0
+
+    rows, bars = [], []
+    for param_dtype in ("float32", "bfloat16"):
+        with tempfile.TemporaryDirectory() as outputs:
+            seconds = measure(param_dtype, 8 if arguments.quick else 40, Path(outputs))
+        medians = {name: statistics.median(times) for name, times in seconds.items()}
+        tokens = _config(param_dtype, 1, Path()).training
+        for name, median in medians.items():
+            row = {
+                "loop": name,
+                "dtype": param_dtype,
+                "step ms": 1000 * median,
+                "tokens/s": tokens.local_batch_size * tokens.seq_len / median,
+                "time / bare": median / medians["bare"],
+                "peak GiB": None if arguments.quick else peak_memory_gib(name, param_dtype),
+            }
+            rows.append(row)
+            print_row(row)
+        overhead = medians["train.py"] / medians["bare"]
+        bars.append((f"{param_dtype}: train.py / bare = {overhead:.3f}, at most {LIMIT}", overhead <= LIMIT))
+    return finish(arguments, rows, bars)
+
+
+def _flavor() -> LlamaConfig:
+
+    return dataclasses.replace(FLAVORS["debug"], vocab_size=VOCAB_SIZE)
+
+
+def _config(param_dtype: str, steps: int, outputs: Path) -> Config:
+    return load_config(
+        [
+            f"--data.datasets={DATASET}",
+            f"--model.vocab_size={VOCAB_SIZE}",
+            f"--training.param_dtype={param_dtype}",
+            f"--training.steps={steps}",
+            f"--run.outputs={outputs}",
+            "--lr_scheduler.warmup_steps=1",
+            "--metrics.log_interval=5",
+            "--metrics.tensorboard=false",
+            "--validation.enable=false",
+            "--checkpoint.enable=false",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

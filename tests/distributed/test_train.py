@@ -1,0 +1,314 @@
+"""Whole runs of train.py: the same training at any world size, resumed bit for bit, and bad input explained."""
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from config import load_config
+from data.prepare import main as prepare
+from tests.harness import run_ranks
+from train import main, train
+
+ROOT = Path(__file__).parents[2]
+STEPS = 20
+SMALL = (
+    "--training.seq_len=32",
+    "--training.local_batch_size=2",
+    "--training.global_batch_size=8",
+    "--training.param_dtype=float32",
+    f"--training.steps={STEPS}",
+    "--lr_scheduler.warmup_steps=3",
+    "--optimizer.lr=1e-3",
+    "--metrics.log_interval=1",
+    "--metrics.tensorboard=false",
+    "--validation.interval=10",
+    "--validation.max_samples=8",
+    "--checkpoint.interval=5",
+    "--checkpoint.keep=0",
+)
+
+
+@pytest.fixture(scope="session")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """150 documents of a made-up language, with a tokenizer of 512."""
+    folder = tmp_path_factory.mktemp("data")
+    words = random.Random(0)
+    syllables = [a + b for a in "bdfgklmnprst" for b in "aeiou"]
+    (folder / "text").mkdir()
+    for i in range(150):
+        text = " ".join("".join(words.choices(syllables, k=words.randint(1, 3))) for _ in range(words.randint(20, 400)))
+        (folder / "text" / f"{i:03}.txt").write_text(text)
+    prepare(
+        [f"--source={folder / 'text'}", f"--output={folder / 'set'}", "--vocab-size=512", "--validation-fraction=0.1"]
+    )
+    return folder / "set"
+
+
+class Stop(Exception):
+    """Ends a run between two steps."""
+
+
+def run(arguments: list[str], stop_after: int = 0) -> None:
+    """train.py in this process; with `stop_after`, cut off after that step, as a crash would."""
+
+    def after_step(step: int) -> None:
+        if step == stop_after:
+            raise Stop
+
+    with contextlib.suppress(Stop):
+        train(load_config(arguments), after_step)
+
+
+def rows(folder: Path) -> dict[int, dict[str, Any]]:
+    """The last row of each trained step."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return {row["step"]: row for row in lines if row["loss"] is not None}
+
+
+def column(folder: Path, name: str) -> list[float]:
+    return [row[name] for _, row in sorted(rows(folder).items())]
+
+
+def final_weights(folder: Path, tmp_path: Path) -> dict[str, torch.Tensor]:
+    """Everything in the newest checkpoint, read by torch's own tool."""
+    newest = max(path for path in (folder / "checkpoints").iterdir() if path.is_dir())
+    dcp_to_torch_save(newest, tmp_path / "all.pt")
+    return torch.load(tmp_path / "all.pt", weights_only=True)
+
+
+def flat(tree: Any, prefix: str = "") -> dict[str, torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        return {prefix: tree}
+    if not isinstance(tree, dict):
+        return {}
+    return {key: value for name, part in tree.items() for key, value in flat(part, f"{prefix}/{name}").items()}
+
+
+LAYOUTS = {
+    "DDP 2": (2, ["--parallelism.dp_replicate=2"]),
+    "FSDP 2, accumulation 1": (2, ["--training.local_batch_size=4"]),
+    "FSDP 4": (4, []),
+    "HSDP 2 x 2, compiled": (4, ["--parallelism.dp_replicate=2", "--compile.enable", "--compile.backend=aot_eager"]),
+}
+
+
+@pytest.fixture(scope="module")
+def single(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("single") / "run"
+    run_ranks(1, run, [*SMALL, f"--data.datasets={dataset}", f"--run.folder={folder}"], start_group=False)
+    return folder
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_world_size_does_not_matter(layout: str, single: Path, dataset: Path, tmp_path: Path) -> None:
+    world_size, overrides = LAYOUTS[layout]
+    words = [word for word in SMALL if word.split("=")[0] not in {o.split("=")[0] for o in overrides}]
+    arguments = [*words, *overrides, f"--data.datasets={dataset}", f"--run.folder={tmp_path / 'run'}"]
+    run_ranks(world_size, run, arguments, start_group=False)
+    assert column(tmp_path / "run", "tokens") == column(single, "tokens") == [256 * s for s in range(1, STEPS + 1)]
+    torch.testing.assert_close(column(tmp_path / "run", "loss"), column(single, "loss"), rtol=1e-6, atol=0)
+
+
+def test_the_model_learns_and_the_rows_are_whole(single: Path) -> None:
+    losses = column(single, "loss")
+    assert losses[-1] < losses[0] - 0.5
+    lines = [json.loads(line) for line in (single / "metrics.jsonl").read_text().splitlines()]
+    validation = {line["step"]: line["validation_loss"] for line in lines if line["validation_loss"] is not None}
+    assert list(validation) == [10, 20]
+    assert validation[20] < validation[10]
+    asked = {
+        "step",
+        "loss",
+        "validation_loss",
+        "grad_norm",
+        "lr",
+        "tokens",
+        "tps",
+        "mfu",
+        "memory_gib",
+        "data_wait_pct",
+    }
+    assert all(asked <= line.keys() for line in lines)
+    assert all(line["mfu"] is None for line in lines), "the peak of a CPU is not known"
+    assert load_config([f"--config={single / 'config.toml'}"]).training.steps == STEPS
+    start = json.loads((single / "starts.jsonl").read_text())
+    assert start["world_size"] == 1
+    assert start["packages"]["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize(("world_size", "stop_after"), [(1, 5), (2, 12), (2, 19), (2, 3)])
+def test_a_resumed_run_has_the_same_bits(world_size: int, stop_after: int, dataset: Path, tmp_path: Path) -> None:
+    def arguments(name: str) -> list[str]:
+        return [*SMALL, f"--data.datasets={dataset}", f"--run.folder={tmp_path / name}"]
+
+    run_ranks(world_size, run, arguments("whole"), start_group=False)
+    run_ranks(world_size, run, arguments("cut"), stop_after, start_group=False)
+    run_ranks(world_size, run, arguments("cut"), start_group=False)
+    assert len((tmp_path / "cut" / "starts.jsonl").read_text().splitlines()) == 2
+    for name in ("loss", "grad_norm", "lr", "tokens"):
+        assert column(tmp_path / "cut", name) == column(tmp_path / "whole", name), name
+    whole, cut = (flat(final_weights(tmp_path / name, tmp_path)) for name in ("whole", "cut"))
+    assert whole.keys() == cut.keys()
+    assert len(whole) >= 3 * 56
+    for name, value in whole.items():
+        assert torch.equal(cut[name], value), name
+
+
+def test_resume_at_another_world_size_sees_the_same_tokens(single: Path, dataset: Path, tmp_path: Path) -> None:
+    arguments = [*SMALL, f"--data.datasets={dataset}", f"--run.folder={tmp_path / 'run'}"]
+    run_ranks(2, run, arguments, 7, start_group=False)
+    run_ranks(4, run, arguments, 13, start_group=False)
+    run_ranks(1, run, arguments, start_group=False)
+    assert column(tmp_path / "run", "tokens") == column(single, "tokens")
+    torch.testing.assert_close(column(tmp_path / "run", "loss"), column(single, "loss"), rtol=1e-6, atol=0)
+
+
+def test_steps_may_change_on_resume_and_the_change_is_recorded(dataset: Path, tmp_path: Path) -> None:
+    base = [word for word in SMALL if "steps" not in word]
+    base += ["--lr_scheduler.warmup_steps=1", f"--data.datasets={dataset}", f"--run.folder={tmp_path / 'run'}"]
+    run_ranks(1, run, [*base, "--training.steps=4"], start_group=False)
+    run_ranks(1, run, [*base, "--training.steps=6"], start_group=False)
+    assert sorted(rows(tmp_path / "run")) == [1, 2, 3, 4, 5, 6]
+    last = json.loads((tmp_path / "run" / "starts.jsonl").read_text().splitlines()[-1])
+    assert last["changed"] == {"training.steps": [4, 6]}
+
+
+# ---------------------------------------------------------------- bad input
+
+
+class Ended(NamedTuple):
+    """A process that ended."""
+
+    returncode: int
+    stderr: str
+
+
+def call(tmp_path: Path, *arguments: str) -> Ended:
+    """train.py's main in a process of its own, forked after one import of torch."""
+    log = tmp_path / "stderr.txt"
+    pid = os.fork()
+    if not pid:
+        try:
+            sys.stderr, sys.argv = log.open("w"), ["train.py", *arguments]  # pytest's own is not this process's
+            main()
+            os._exit(0)
+        finally:
+            traceback.print_exc()
+            os._exit(1)
+    returncode = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return Ended(returncode, log.read_text())
+
+
+def damaged_copy(dataset: Path, tmp_path: Path) -> Path:
+    copy = tmp_path / "damaged"
+    shutil.copytree(dataset, copy)
+    shard = next(copy.glob("train*.arrow"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    return copy
+
+
+def test_bad_input_ends_in_one_line(single: Path, dataset: Path, tmp_path: Path) -> None:
+    run_folder, empty = tmp_path / "run", tmp_path / "empty"
+    (empty / "text").mkdir(parents=True)
+    other = json.loads((dataset / "tokenizer.json").read_text())
+    other["model"]["vocab"] |= {"added": len(other["model"]["vocab"])}
+    (tmp_path / "other.json").write_text(json.dumps(other))
+    data = f"--data.datasets={dataset}"
+    cases = [
+        (["--training.stpes=3"], ["training.stpes", "did you mean training.steps"]),
+        (["--training.steps=many"], ["training.steps", "many", "integer"]),
+        (["--data.datasets=nowhere"], ["nowhere", "data.prepare"]),
+        ([data, "--parallelism.dp_replicate=3"], ["dp_replicate 3", "world size, 1"]),
+        ([data, "--training.global_batch_size=7"], ["training.global_batch_size = 7", "8 x 1"]),
+        ([data, "--model.vocab_size=64"], ["model.vocab_size = 64", "512"]),
+        ([data, "--model.name=lama"], ["model.name", "lama", "llama"]),
+        ([data, f"--data.tokenizer={tmp_path / 'other.json'}"], ["data.tokenizer", "other.json"]),
+        ([data, "--training.seq_len=1000000"], ["training.seq_len", "1000001"]),
+        ([data, f"--run.folder={empty}"], ["run.folder", "not the folder of a run"]),
+        (
+            [data, f"--run.folder={single}", "--model.vocab_size=576"],
+            ["another model", "vocab_size is 512 there and 576"],
+        ),
+    ]
+    for arguments, said in cases:
+        if not any("run.folder" in word for word in arguments):
+            arguments = [*arguments, f"--run.folder={run_folder}"]
+        result = call(tmp_path, *arguments)
+        assert result.returncode == 2, (arguments, result.stderr)
+        assert result.stderr.startswith("error: "), (arguments, result.stderr)
+        assert result.stderr.count("\n") == 1, (arguments, result.stderr)
+        for part in said:
+            assert part in result.stderr, (arguments, result.stderr)
+        assert not run_folder.exists(), "nothing may be written"
+
+
+def test_a_corrupt_shard_stops_the_run_and_is_named(dataset: Path, tmp_path: Path) -> None:
+    bad = damaged_copy(dataset, tmp_path)
+    result = call(tmp_path, *SMALL, f"--data.datasets={bad}", f"--run.folder={tmp_path / 'run'}")
+    assert result.returncode == 2, result.stderr
+    assert "train-00000.arrow" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_loss_that_is_not_finite_stops_before_a_checkpoint(dataset: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "launch.torchrun", "--standalone", "--nproc-per-node=2", "train.py"]
+    command += [word for word in SMALL if "log_interval" not in word and "optimizer.lr" not in word]
+    command += [f"--data.datasets={dataset}", f"--run.folder={tmp_path / 'run'}", "--optimizer.lr=1e30"]
+    result = subprocess.run([*command, "--metrics.log_interval=4"], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 2, result.stderr
+    assert result.stderr.count("error: ") == 1
+    assert "error: step 2: " in result.stderr or "error: step 3: " in result.stderr
+    assert "not finite" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not list((tmp_path / "run").glob("checkpoints/*"))
+
+
+# ---------------------------------------------------------------- the life of a run under torchrun
+
+
+def test_killed_and_resumed_under_torchrun(dataset: Path, tmp_path: Path) -> None:
+    """Two processes, SIGKILL after the first checkpoint; resumed, profiled, sampled; then text from generate.py."""
+    folder = tmp_path / "run"
+    command = [sys.executable, "-m", "launch.torchrun", "--standalone", "--nproc-per-node=2", "train.py", *SMALL]
+    command += [f"--data.datasets={dataset}", f"--run.folder={folder}", "--metrics.log_ranks=0,1"]
+    command += ["--validation.sample_prompt=ba", "--validation.sample_tokens=8", "--profiling.trace"]
+    command += ["--profiling.trace_start=14", "--profiling.trace_steps=2"]
+    command.remove("--metrics.tensorboard=false")
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    assert process.stderr
+    for line in process.stderr:
+        if "[rank 0] step  7/20" in line:
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            for pid in (process.pid, *map(int, children)):
+                os.kill(pid, signal.SIGKILL)
+            break
+    process.wait()
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "resumed from" in result.stderr
+    assert "[rank 0] step  1/20" not in result.stderr
+    assert "[rank 1] step 20/20" in result.stderr
+    assert "sample:\nba" in result.stderr
+    assert sorted(rows(folder)) == list(range(1, 21))
+    assert list((folder / "tensorboard").glob("events*"))
+    assert len(list((folder / "profile").glob("trace-rank*.json.gz"))) == 2
+
+    generate = [sys.executable, "generate.py", f"--run={folder}", "--prompt=ba", "--max-tokens=12"]
+    texts = [subprocess.run(generate, cwd=ROOT, capture_output=True, text=True, check=True).stdout for _ in range(2)]
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("ba")
+    assert len(texts[0]) > 10

@@ -1,0 +1,131 @@
+"""The small modules beside train.py: run folder, metrics, mesh, launcher."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from config import Config, ConfigError, Metrics, Model, Parallelism, Run, Training
+from launch.torchrun import launch
+from metrics import MetricsLogger, peak_flops
+from models import find_model
+from parallel.mesh import ParallelDims
+from run_folder import check_run_folder, name_run_folder, record_start
+
+
+def test_new_runs_get_names_of_their_own(tmp_path: Path) -> None:
+    config = Config(run=Run(outputs=str(tmp_path)))
+    first = name_run_folder(config)
+    first.mkdir()
+    second = name_run_folder(config)
+    assert first != second
+    assert first.parent == second.parent == tmp_path
+    assert name_run_folder(Config(run=Run(folder="x/y"))) == Path("x/y")
+
+
+def test_starts_are_recorded_with_what_changed(tmp_path: Path) -> None:
+    assert record_start(tmp_path, Config(), {"dim": 4}, world_size=2) == {}
+    changed = record_start(tmp_path, Config(training=Training(steps=9)), {"dim": 4}, world_size=4)
+    assert changed == {"training.steps": (Training().steps, 9)}
+    starts = [json.loads(line) for line in (tmp_path / "starts.jsonl").read_text().splitlines()]
+    assert [start["world_size"] for start in starts] == [2, 4]
+    assert starts[0]["packages"]["torch"] == torch.__version__
+    assert starts[0]["git_commit"]
+
+
+def test_another_models_run_is_not_resumed(tmp_path: Path) -> None:
+    config = Config(run=Run(folder=str(tmp_path)))
+    record_start(tmp_path, config, {"dim": 4, "n_layers": 2}, world_size=1)
+    check_run_folder(config, {"dim": 4, "n_layers": 2})
+    with pytest.raises(ConfigError, match="another model: n_layers is 2 there and 3 in this config"):
+        check_run_folder(config, {"dim": 4, "n_layers": 3})
+    check_run_folder(Config(run=Run(folder=str(tmp_path / "new"))), {})
+
+
+def test_metrics_rows_hold_the_rates_of_the_interval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("metrics.time.perf_counter", lambda: now[0])
+    device = torch.device("cpu")
+    metrics = MetricsLogger(Metrics(), tmp_path, rank=0, device=device, steps=10, flops_per_token=50)
+    metrics.peak = 1e6
+    now[0] = 200.0
+    metrics.restart_clock()
+    for _ in range(2):
+        now[0] += 4.0
+        metrics.count_step(1000, data_wait_seconds=1.0)
+    metrics.log_step(2, loss=3.5, grad_norm=0.5, lr=1e-3, tokens=4000)
+    metrics.log_validation(2, 3.25, tokens=4000)
+    metrics.close()
+    row, validation = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert row["tps"] == 2000 / 8
+    assert row["mfu"] == pytest.approx(50 * 250 / 1e6)
+    assert row["data_wait_pct"] == 25
+    assert row["step_seconds"] == 4
+    assert (row["loss"], row["validation_loss"], row["tokens"]) == (3.5, None, 4000)
+    assert (validation["validation_loss"], validation["loss"], validation["mfu"]) == (3.25, None, None)
+    assert row.keys() == validation.keys()
+    assert list((tmp_path / "tensorboard").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("Some new GPU", None),
+    ],
+)
+def test_peaks_are_known_or_unknown(name: str, peak: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_flops(torch.device("cuda", 0)) == peak
+    assert peak_flops(torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize(
+    ("dp_replicate", "dp_shard", "world_size", "expected"),
+    [(1, -1, 8, (1, 8)), (2, -1, 8, (2, 4)), (4, 2, 8, (4, 2)), (8, 1, 8, (8, 1)), (1, -1, 1, (1, 1))],
+)
+def test_degrees(dp_replicate: int, dp_shard: int, world_size: int, expected: tuple[int, int]) -> None:
+    dims = ParallelDims.from_config(Parallelism(dp_replicate=dp_replicate, dp_shard=dp_shard), world_size)
+    assert (dims.dp_replicate, dims.dp_shard) == expected
+    assert dims.dp == world_size
+    assert [dims.dp_rank(rank) for rank in range(world_size)] == list(range(world_size))
+
+
+@pytest.mark.parametrize(("dp_replicate", "dp_shard"), [(3, -1), (2, 2), (1, 4), (1, 0), (16, -1)])
+def test_impossible_degrees_are_printed_with_every_factor(dp_replicate: int, dp_shard: int) -> None:
+    with pytest.raises(ConfigError, match="dp_shard") as error:
+        ParallelDims.from_config(Parallelism(dp_replicate=dp_replicate, dp_shard=dp_shard), 8)
+    assert dp_shard == 0 or (f"dp_replicate {dp_replicate}" in str(error.value) and "8" in str(error.value))
+
+
+def test_vocabularies() -> None:
+    assert find_model(Model(), 1000)[1].vocab_size == 1024
+    assert find_model(Model(vocab_size=1000), 1000)[1].vocab_size == 1000
+    assert find_model(Model(flavor="8B"), 1000)[1].vocab_size == 128_256
+    with pytest.raises(ConfigError, match=r"model.flavor = '8B': 128256 rows .* 200000"):
+        find_model(Model(flavor="8B"), 200_000)
+    with pytest.raises(ConfigError, match="did you mean debug"):
+        find_model(Model(flavor="debgu"), 100)
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "said"),
+    [
+        ("pass", 0, ""),
+        ("import sys; sys.exit(2)", 2, ""),
+        ("import sys; sys.exit(7)", 7, "error: rank 0 failed with exit code 7"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", 137, "error: rank 0 was killed by signal 9"),
+    ],
+)
+def test_the_launcher_keeps_exit_codes_and_prints_no_traceback(
+    script: str, code: int, said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "script.py").write_text(script)
+    assert launch(["--standalone", "--nproc-per-node=1", str(tmp_path / "script.py")]) == code
+    output = capfd.readouterr().err
+    assert said in output
+    assert "Traceback" not in output
