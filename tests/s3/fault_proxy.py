@@ -210,10 +210,10 @@ class _Proxy:
         """A listing without the objects that this view does not see yet."""
         ET.register_namespace("", XML_NAMESPACE)
         root = ET.fromstring(listing)
-        for entry in root.findall(f"{{{XML_NAMESPACE}}}Contents"):
-            name = entry.find(f"{{{XML_NAMESPACE}}}Key")
+        for entry in root.findall("{*}Contents"):  # with the namespace of S3 or, as Ceph, without
+            name = entry.find("{*}Key")
             assert name is not None
-            if not self.visible(f"{bucket}/{name.text}", view):
+            if not self.visible(f"{bucket}/{unquote(str(name.text))}", view):
                 root.remove(entry)
                 self.counts["stale"] += 1
         return ET.tostring(root)
