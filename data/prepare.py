@@ -33,7 +33,7 @@ from tqdm import tqdm
 from config import TitaniteError
 from data.order import derive_key, random_words
 from data.shards import DataError, Shard, token_type
-from data.sources import COMPRESSIONS, File, Unit, documents, list_files, plan_units
+from data.sources import COMPRESSIONS, UNIT_BYTES, File, Unit, documents, list_files, plan_units
 from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from data.writer import WrittenShard, token_dtype, write_atomically, write_manifest, write_shard
 
@@ -110,6 +110,8 @@ def prepare(
     _start_or_go_on(folder, plan, chosen)
     workers = processes or os.cpu_count() or 1
     _run_all(workers, folder, _tokenize_unit, list(enumerate(units)), "tokenise", [unit.bytes for unit in units])
+    if not any((folder / PARTS).glob("unit-*.arrow")):
+        raise DataError("the input holds no text: nothing to prepare")
     buckets = list(range(plan.train_buckets + plan.validation_buckets))
     _run_all(workers, folder, _write_bucket, buckets, "write", [1] * len(buckets))
     manifest = write_manifest(folder, chosen, _written(folder, len(buckets)))
@@ -118,9 +120,32 @@ def prepare(
 
 
 def _trained_tokenizer(units: list[Unit], text_key: str, vocab_size: int) -> Tokenizer:
-    """A tokenizer learnt from units spread evenly over the input."""
+    """A tokenizer learnt from units spread evenly over the input, the beginning of each."""
     step = max(1, sum(unit.bytes for unit in units) // TOKENIZER_SAMPLE_BYTES)
-    return train_tokenizer(chain.from_iterable(documents(unit, text_key) for unit in units[::step]), vocab_size)
+    chosen = units[::step]
+    each = max(TOKENIZER_SAMPLE_BYTES // max(len(chosen), 1), UNIT_BYTES)
+    return train_tokenizer(chain.from_iterable(_beginning(unit, text_key, each) for unit in chosen), vocab_size)
+
+
+def _beginning(unit: Unit, text_key: str, characters: int) -> Iterator[str]:
+    """The first documents of a unit, until they have this many characters."""
+    for text in documents(unit, text_key):
+        yield text
+        characters -= len(text)
+        if characters <= 0:
+            return
+
+
+def count(sources: Sequence[str], text_key: str = "text") -> dict[str, int]:
+    """What `prepare` would read, without writing anything. Raises DataError."""
+    files = list_files(sources)
+    counts = {"files": len(files), "bytes": sum(file.size for file in files), "documents": 0, "empty": 0}
+    counts |= {"characters": 0}
+    for unit in tqdm(plan_units(files), desc="count", unit=" units"):
+        for text in documents(unit, text_key):
+            counts["documents" if text else "empty"] += 1
+            counts["characters"] += len(text)
+    return counts
 
 
 def _estimated_bytes(files: Iterable[File], dtype: str) -> float:
@@ -160,8 +185,8 @@ def _run_all(workers: int, folder: Path, function: Task, tasks: list[Any], title
     tokens, begin = 0, time.monotonic()
     _load_job.cache_clear()  # the folder may have held another plan
     with tqdm(total=sum(weights), desc=title, unit="B" if title == "tokenise" else " shards", unit_scale=True) as bar:
-        for number, count in _results(workers, str(folder), function, tasks):
-            tokens += count
+        for number, result in _results(workers, str(folder), function, tasks):
+            tokens += result
             bar.set_postfix_str(f"{tokens / max(time.monotonic() - begin, 1e-9):,.0f} tokens/s", refresh=False)
             bar.update(weights[number])
 
@@ -324,16 +349,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--shard-mb", type=float, default=256, help="MiB of tokens in a file, about (default %(default)s)")
     add("--processes", type=int, default=0, help="processes; 0: one for each core (default)")
     add("--overwrite", action="store_true", help="replace a finished dataset")
+    add("--dry-run", action="store_true", help="read everything, count it and write nothing")
     arguments = vars(parser.parse_args(argv))
     arguments["sources"] = arguments.pop("source")
     try:
+        if arguments.pop("dry_run"):
+            for name, number in count(arguments["sources"], arguments["text_key"]).items():
+                print(f"{name}: {number:,}")
+            return
         manifest = prepare(**arguments)
     except TitaniteError as error:
         sys.exit(f"error: {error}")
     for split in ("train", "validation"):
         shards = [shard for shard in manifest["shards"] if shard["split"] == split]
-        tokens, count = sum(shard["tokens"] for shard in shards), sum(shard["documents"] for shard in shards)
-        print(f"{split}: {count:,} documents, {tokens:,} tokens in {len(shards)} files")
+        total, tokens = sum(shard["documents"] for shard in shards), sum(shard["tokens"] for shard in shards)
+        print(f"{split}: {total:,} documents, {tokens:,} tokens in {len(shards)} files")
     print(f"vocabulary {manifest['vocab_size']}, token {manifest['eos_id']} ends a document")
     print(f"ready: {arguments['output']}")
 

@@ -127,17 +127,14 @@ def _kind(url: str) -> tuple[str, str]:
 
 
 def _open(file: File) -> Any:
-    try:
-        return fsspec.open(file.url, "rb").open()
-    except OSError as error:
-        raise DataError(f"{file.url}: cannot be opened: {error}") from None
+    return fsspec.open(file.url, "rb").open()
 
 
 def _row_group_units(file: File) -> list[Unit]:
     try:
         with _open(file) as stream:
             metadata = pq.read_metadata(stream)
-    except pa.ArrowException as error:
+    except (OSError, pa.ArrowException) as error:
         raise DataError(f"{file.url}: not a Parquet file: {error}") from None
     groups = metadata.num_row_groups
     return [Unit((file,), i, i + 1, file.size // groups) for i in range(groups)]
@@ -146,16 +143,23 @@ def _row_group_units(file: File) -> list[Unit]:
 def documents(unit: Unit, text_key: str) -> Iterator[str]:
     """The texts of a unit, in order. Raises DataError naming file and place."""
     for file in unit.files:
-        kind, compression = _kind(file.url)
-        with _open(file) as stream:
-            if compression:
-                stream = io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(stream), compression))
-            if kind == "parquet":
-                yield from _parquet_texts(file, stream, unit, text_key)
-            elif kind == "jsonl":
-                yield from _json_texts(file, stream, unit, text_key)
-            else:
-                yield _decode(file, stream.read())
+        try:
+            with _open(file) as stream:
+                yield from _texts(file, stream, unit, text_key)
+        except (OSError, pa.ArrowException) as error:
+            raise DataError(f"{file.url}: cannot be read: {error}") from None
+
+
+def _texts(file: File, stream: Any, unit: Unit, text_key: str) -> Iterator[str]:
+    kind, compression = _kind(file.url)
+    if compression:
+        stream = io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(stream), compression))
+    if kind == "parquet":
+        yield from _parquet_texts(file, stream, unit, text_key)
+    elif kind == "jsonl":
+        yield from _json_texts(file, stream, unit, text_key)
+    else:
+        yield _decode(file, stream.read())
 
 
 def _decode(file: File, data: bytes) -> str:
@@ -197,15 +201,12 @@ def _json_text(file: File, position: int, line: bytes, text_key: str) -> str:
 
 
 def _parquet_texts(file: File, stream: Any, unit: Unit, text_key: str) -> Iterator[str]:
-    try:
-        table = pq.ParquetFile(stream)
-        names = table.schema_arrow.names
-        if text_key not in names:
-            raise DataError(f"{file.url}: no column {text_key!r}; it has {', '.join(names)}; choose with --text-key")
-        for batch in table.iter_batches(1024, row_groups=[unit.start], columns=[text_key]):
-            for row, text in enumerate(batch.column(0).to_pylist()):
-                if not isinstance(text, str):
-                    raise DataError(f"{file.url}, row group {unit.start}: {text_key!r} holds {text!r}, row {row}")
-                yield text
-    except pa.ArrowException as error:
-        raise DataError(f"{file.url}, row group {unit.start}: cannot be read: {error}") from None
+    table = pq.ParquetFile(stream)
+    names = table.schema_arrow.names
+    if text_key not in names:
+        raise DataError(f"{file.url}: no column {text_key!r}; it has {', '.join(names)}; choose with --text-key")
+    for batch in table.iter_batches(1024, row_groups=[unit.start], columns=[text_key]):
+        for row, text in enumerate(batch.column(0).to_pylist()):
+            if not isinstance(text, str):
+                raise DataError(f"{file.url}, row group {unit.start}: {text_key!r} holds {text!r}, row {row}")
+            yield text

@@ -94,11 +94,11 @@ def _write_blocks(path: Path, documents: pa.ListArray, offsets: np.ndarray, bloc
 def write_manifest(folder: Path, tokenizer: Tokenizer, written: Sequence[WrittenShard]) -> dict[str, Any]:
     """Write blocks.arrow and then, as the commit, manifest.json. Returns the manifest.
 
-    `written` holds the shards of train first. Raises DataError when all are empty.
+    `written` holds the shards of train first. Raises DataError when there is no document.
     """
     shards = [shard for shard, _ in written if shard.blocks]
     if not shards:
-        raise DataError("the input holds no text: nothing to prepare")
+        raise DataError(f"{folder}: no documents, so there is no dataset")
     rows = [row for _, blocks in written for row in blocks]
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, INDEX_SCHEMA) as writer:

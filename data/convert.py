@@ -1,0 +1,196 @@
+"""Turn tokens in another project's format into a dataset that training reads, without the text.
+
+    python -m data.convert --format nanogpt --source train.bin --tokenizer tokenizer.json --output datasets/old
+
+Formats, each read one file after the other in bounded memory:
+
+    nanogpt    .bin of uint16 ids, as nanoGPT's data/*/prepare.py writes it: documents end with eos
+    megatron   PREFIX.bin with PREFIX.idx, as Megatron-LM's IndexedDataset writes them
+    fms        Arrow files with a record batch for each document and its ids in the column
+               `tokens`, as fms-fsdp reads them
+
+Every document is given exactly one eos at its end, however many it had. Documents keep their
+order; training shuffles them. Which are held out is a hash of their tokens.
+"""
+
+import argparse
+import hashlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from tqdm import tqdm
+
+from config import TitaniteError
+from data.shards import DataError, token_type
+from data.sources import list_files
+from data.tokenizer import Tokenizer, load_tokenizer
+from data.writer import WrittenShard, token_dtype, write_manifest, write_shard
+
+# The codes of Megatron-LM's megatron/core/datasets/indexed_dataset.py
+MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
+MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+
+
+def nanogpt_documents(path: Path, eos_id: int) -> Iterator[np.ndarray]:
+    """The documents of a file of uint16 ids, each up to its eos."""
+    if not path.stat().st_size or path.stat().st_size % 2:
+        raise DataError(f"{path}: {path.stat().st_size} bytes are not a file of uint16 ids")
+    ids = np.memmap(path, "<u2", "r")
+    step = 2**24
+    begin = 0
+    for first in range(0, len(ids), step):
+        for end in (np.flatnonzero(ids[first : first + step] == eos_id) + first + 1).tolist():
+            yield ids[begin:end]
+            begin = end
+    yield ids[begin:]
+
+
+def megatron_documents(path: Path, eos_id: int) -> Iterator[np.ndarray]:
+    """The documents of PREFIX.bin, by the index PREFIX.idx beside it."""
+    index = path.with_suffix(".idx").read_bytes()
+    if index[:9] != MEGATRON_MAGIC or len(index) < 34:
+        raise DataError(f"{path.with_suffix('.idx')}: not a Megatron index")
+    version, sequences, documents = (int(np.frombuffer(index, "<u8", 1, at)[0]) for at in (9, 18, 26))
+    if version != 1 or index[17] not in MEGATRON_DTYPES:
+        raise DataError(
+            f"{path.with_suffix('.idx')}: version {version}, type {index[17]}; integers of version 1 are read"
+        )
+    sizes = np.frombuffer(index, "<i4", sequences, 34)
+    pointers = np.frombuffer(index, "<i8", sequences, 34 + 4 * sequences)
+    bounds = np.frombuffer(index, "<i8", documents, 34 + 12 * sequences)
+    dtype = np.dtype(MEGATRON_DTYPES[index[17]])
+    content = np.memmap(path, "u1", "r")
+    for first, stop in pairwise(bounds):
+        yield np.concatenate(
+            [
+                content[at : at + size * dtype.itemsize].view(dtype)
+                for at, size in zip(pointers[first:stop], sizes[first:stop], strict=True)
+            ]
+            or [np.empty(0, dtype)]
+        )
+
+
+def fms_documents(path: Path, eos_id: int) -> Iterator[np.ndarray]:
+    """The documents of an Arrow file, one in each record batch."""
+    try:
+        reader = pa.ipc.open_file(pa.memory_map(str(path)))
+        for i in range(reader.num_record_batches):
+            column = reader.get_batch(i).column("tokens")
+            yield (column.flatten() if pa.types.is_list(column.type) else column).to_numpy()
+    except (pa.ArrowException, KeyError) as error:
+        raise DataError(f"{path}: not an Arrow file with a column `tokens`: {error}") from None
+
+
+FORMATS: dict[str, Callable[[Path, int], Iterator[np.ndarray]]] = {
+    "nanogpt": nanogpt_documents,
+    "megatron": megatron_documents,
+    "fms": fms_documents,
+}
+
+
+def convert(
+    sources: Sequence[str],
+    output: str,
+    format: str,
+    tokenizer: str,
+    eos_token: str = "",
+    validation_fraction: float = 0.02,
+    block_mb: float = 8,
+    shard_mb: float = 256,
+    overwrite: bool = False,
+) -> dict[str, Any]:
+    """Convert; `--help` says what the parameters mean. Returns the manifest. Raises DataError, TokenizerError."""
+    folder = Path(output)
+    if (folder / "manifest.json").exists() and not overwrite:
+        raise DataError(f"{folder}: already holds a finished dataset; give --overwrite to replace it")
+    chosen = load_tokenizer(tokenizer, eos_token)
+    paths = [Path(file.url) for file in list_files(sources)]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "manifest.json").unlink(missing_ok=True)
+    chosen.save(folder)
+    writers = [
+        _Writer(folder, split, token_dtype(chosen.vocab_size), int(block_mb * 2**20), int(shard_mb * 2**20))
+        for split in ("train", "validation")
+    ]
+    for path in tqdm(paths, desc="convert", unit=" files"):
+        for row, ids in enumerate(FORMATS[format](path, chosen.eos_id)):
+            document = _ended_once(ids, chosen, f"{path}, document {row}")
+            if len(document) > 1:
+                digest = hashlib.blake2b(document.astype("<u4").tobytes(), digest_size=8).digest()
+                held_out = int.from_bytes(digest, "little") < validation_fraction * 2**64
+                writers[held_out].add(document)
+    return write_manifest(folder, chosen, [shard for writer in writers for shard in writer.finish()])
+
+
+def _ended_once(ids: np.ndarray, tokenizer: Tokenizer, where: str) -> np.ndarray:
+    """The document with one eos at its end."""
+    if len(ids) and (ids.min() < 0 or ids.max() >= tokenizer.vocab_size):
+        bad = int(ids.min() if ids.min() < 0 else ids.max())
+        raise DataError(f"{where}: token id {bad} is not in the tokenizer's vocabulary of {tokenizer.vocab_size}")
+    size = len(ids)
+    while size and ids[size - 1] == tokenizer.eos_id:
+        size -= 1
+    return np.append(ids[:size], tokenizer.eos_id).astype(token_dtype(tokenizer.vocab_size))
+
+
+class _Writer:
+    """Gathers the documents of a split and writes a shard whenever there are enough."""
+
+    def __init__(self, folder: Path, split: str, dtype: str, block_bytes: int, shard_bytes: int):
+        self._folder, self._split, self._dtype = folder, split, dtype
+        self._block_bytes, self._shard_bytes = block_bytes, shard_bytes
+        self._documents: list[np.ndarray] = []
+        self._bytes = 0
+        self._written: list[WrittenShard] = []
+
+    def add(self, document: np.ndarray) -> None:
+        self._documents.append(document)
+        self._bytes += document.nbytes
+        if self._bytes >= self._shard_bytes:
+            self._write()
+
+    def finish(self) -> list[WrittenShard]:
+        self._write()
+        return self._written
+
+    def _write(self) -> None:
+        if not self._documents:
+            return
+        offsets = np.cumsum([0, *map(len, self._documents)]).astype(np.int32)
+        values = np.concatenate(self._documents)
+        documents = pa.ListArray.from_arrays(offsets, values, type=token_type(self._dtype))
+        number = len(self._written)
+        self._written.append(write_shard(self._folder, self._split, number, documents, self._block_bytes))
+        self._documents, self._bytes = [], 0
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m data.convert", description="Turn other projects' tokens into a dataset."
+    )
+    add = parser.add_argument
+    add("--source", nargs="+", required=True, help="local files or globs (Megatron: the .bin files)")
+    add("--format", choices=FORMATS, required=True, help="what the files are")
+    add("--tokenizer", required=True, help="the tokenizer.json that made the tokens, or a folder with it")
+    add("--output", required=True, help="folder of the dataset")
+    add("--eos-token", default="", help="token that ends a document; default: the tokenizer's own")
+    add("--validation-fraction", type=float, default=0.02, help="share of documents held out (default %(default)s)")
+    add("--block-mb", type=float, default=8, help="MiB of tokens shuffled and read as one block (default %(default)s)")
+    add("--shard-mb", type=float, default=256, help="MiB of tokens in a file, about (default %(default)s)")
+    add("--overwrite", action="store_true", help="replace a finished dataset")
+    arguments = vars(parser.parse_args(argv))
+    arguments["sources"] = arguments.pop("source")
+    try:
+        manifest = convert(**arguments)
+    except TitaniteError as error:
+        sys.exit(f"error: {error}")
+    print(f"{sum(shard['tokens'] for shard in manifest['shards']):,} tokens; ready: {arguments['output']}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,361 @@
+"""From text to a dataset: every source, exact, the same bytes whatever happens on the way."""
+
+import gzip
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers.processors import TemplateProcessing
+
+from data import prepare as prepare_module
+from data import sources, verify
+from data.convert import convert
+from data.prepare import count, main, prepare
+from data.shards import DataError
+from data.tokenizer import Tokenizer, TokenizerError, load_tokenizer, train_tokenizer
+from tests.corpus import stored_blocks
+
+ROOT = Path(__file__).parents[2]
+WORDS = [
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "naïve",
+    "日本語",
+    "def f(x):\n    return x\n",
+    "🙂",
+    "<|endoftext|>",
+    "  ",
+    "\r\n",
+]
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    rng = random.Random(0)
+    return [" ".join(rng.choices(WORDS, k=rng.randint(1, 60))) + f" {i}" for i in range(400)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(texts, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer(texts, 400).save(folder)
+    return folder
+
+
+def write_jsonl(path: Path, texts, key="text") -> Path:
+    path.write_text("".join(json.dumps({"id": i, key: text}) + "\n" for i, text in enumerate(texts)))
+    return path
+
+
+def decoded(folder: Path, split: str) -> list[str]:
+    """The documents of a split, each checked to end with its only eos."""
+    tokenizer = load_tokenizer(folder)
+    found = []
+    for block in stored_blocks(folder, split):
+        for document in block:
+            assert document.count(tokenizer.eos_id) == 1
+            assert document[-1] == tokenizer.eos_id
+            found.append(tokenizer.decode(document))
+    return found
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
+
+
+@pytest.fixture
+def inputs(texts, tmp_path) -> dict[str, str]:
+    """The same documents in every kind of source."""
+    folder = tmp_path / "in"
+    (folder / "files").mkdir(parents=True)
+    for i, text in enumerate(texts):
+        (folder / "files" / f"{i:04}.md").write_bytes(text.encode())
+    (folder / "files" / "image.png").write_bytes(b"\x89PNG")
+    jsonl = write_jsonl(folder / "a.jsonl", texts)
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress(jsonl.read_bytes()))
+    compressed = pa.compress(jsonl.read_bytes(), codec="zstd", asbytes=True)
+    (folder / "a.jsonl.zst").write_bytes(compressed)
+    pq.write_table(pa.table({"n": range(len(texts)), "text": texts}), folder / "a.parquet", row_group_size=64)
+    half = write_jsonl(folder / "b1.jsonl", texts[:200])
+    write_jsonl(folder / "b2.jsonl", texts[200:])
+    return {
+        "folder": str(folder / "files"),
+        "glob": str(half.with_name("b?.jsonl")),
+        **{kind: str(folder / f"a.{kind}") for kind in ("jsonl", "jsonl.gz", "jsonl.zst", "parquet")},
+    }
+
+
+@pytest.mark.parametrize("kind", ["folder", "glob", "jsonl", "jsonl.gz", "jsonl.zst", "parquet"])
+def test_every_source_gives_each_document_once(inputs, texts, tokenizer_folder, tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(sources, "UNIT_BYTES", 3000)  # many units, cut in the middle of lines
+    output = tmp_path / "out"
+    prepare([inputs[kind]], str(output), tokenizer=str(tokenizer_folder), validation_fraction=0.1, processes=1)
+    train, held_out = decoded(output, "train"), decoded(output, "validation")
+    assert Counter(train + held_out) == Counter(texts)
+    assert 15 < len(held_out) < 75
+    assert train != [text for text in texts if text in set(train)]  # shuffled
+    assert not list(output.glob(".parts"))
+    verify.main([str(output)])
+
+
+def test_the_held_out_documents_depend_on_their_text_alone(texts, tokenizer_folder, tmp_path):
+    held_out = []
+    for name, order in (("a", texts), ("b", texts[::-1] + texts[:50])):
+        file = write_jsonl(tmp_path / f"{name}.jsonl", order)
+        prepare(
+            [str(file)], str(tmp_path / name), tokenizer=str(tokenizer_folder), validation_fraction=0.1, processes=1
+        )
+        held_out.append(set(decoded(tmp_path / name, "validation")))
+        assert not held_out[-1] & set(decoded(tmp_path / name, "train"))
+    assert held_out[0] == held_out[1]
+
+
+def test_the_same_bytes_by_any_number_of_processes(texts, tokenizer_folder, tmp_path, monkeypatch):
+    file = write_jsonl(tmp_path / "in.jsonl", texts * 3)
+    monkeypatch.setattr(sources, "UNIT_BYTES", 5000)
+    made = []
+    for processes in (1, 2, 3):
+        output = tmp_path / f"out{processes}"
+        options = {"shard_mb": 0.02, "block_mb": 0.004, "validation_fraction": 0.1}
+        prepare([str(file)], str(output), tokenizer=str(tokenizer_folder), processes=processes, **options)
+        made.append(contents(output))
+    assert made[0] == made[1] == made[2]
+    assert len([name for name in made[0] if name.startswith("train-") and name.endswith(".arrow")]) > 1
+
+
+def test_a_trained_tokenizer_is_the_same_every_time(texts, tmp_path):
+    file = write_jsonl(tmp_path / "in.jsonl", texts)
+    for name in "ab":
+        prepare([str(file)], str(tmp_path / name), vocab_size=350, processes=1)
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+    assert load_tokenizer(tmp_path / "a").vocab_size == 350
+
+
+@pytest.mark.parametrize("progress", ["unit-", "bucket-"])
+def test_after_sigkill_the_same_command_finishes_with_the_same_bytes(texts, tokenizer_folder, tmp_path, progress):
+    file = write_jsonl(tmp_path / "in.jsonl", texts * 20)
+    options = ["--source", str(file), "--tokenizer", str(tokenizer_folder), "--shard-mb", "0.05"]
+    main([*options, "--output", str(tmp_path / "whole"), "--processes", "1"])
+    output = tmp_path / "killed"
+    code = (
+        "import sys; from data import prepare, sources; sources.UNIT_BYTES = 40_000;"
+        f"prepare.main({[*options, '--output', str(output), '--processes', '1']!r})"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.DEVNULL) as process:
+        while process.poll() is None and len(list(output.glob(f".parts/{progress}*.json"))) < 3:
+            time.sleep(0.001)
+        process.send_signal(signal.SIGKILL)
+    assert not (output / "manifest.json").exists(), "killed too late to test anything"
+    done = {path: path.stat().st_mtime_ns for path in output.glob(f".parts/{progress}*.json")}
+    assert len(done) >= 3
+    kept = next(iter(sorted(done)))
+    os.utime(kept, ns=(1, 1))
+    watched = []
+    real = prepare_module.write_atomically
+
+    def watch(path, data):
+        watched.append(path.name)
+        real(path, data)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare_module, "write_atomically", watch)
+        patch.setattr(sources, "UNIT_BYTES", 40_000)
+        main([*options, "--output", str(output), "--processes", "1"])
+        main([*options, "--output", str(tmp_path / "whole"), "--processes", "2", "--overwrite"])
+    assert kept.name not in watched, "finished parts are not made again"
+    assert contents(output) == contents(tmp_path / "whole")
+
+
+def test_other_options_do_not_go_on_from_old_parts(texts, tokenizer_folder, tmp_path, monkeypatch):
+    file = write_jsonl(tmp_path / "in.jsonl", texts)
+    arguments = {"tokenizer": str(tokenizer_folder), "processes": 1}
+
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_module, "write_shard", fail)
+        with pytest.raises(KeyboardInterrupt):
+            prepare([str(file)], str(tmp_path / "a"), **arguments, validation_fraction=0.5)
+    prepare([str(file)], str(tmp_path / "a"), **arguments)
+    prepare([str(file)], str(tmp_path / "b"), **arguments)
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+
+
+def test_a_finished_dataset_is_not_overwritten_by_accident(texts, tokenizer_folder, tmp_path):
+    file = write_jsonl(tmp_path / "in.jsonl", texts)
+    prepare([str(file)], str(tmp_path / "out"), tokenizer=str(tokenizer_folder), processes=1)
+    before = contents(tmp_path / "out")
+    with pytest.raises(DataError, match="already holds a finished dataset; give --overwrite"):
+        prepare([str(file)], str(tmp_path / "out"), tokenizer=str(tokenizer_folder))
+    assert contents(tmp_path / "out") == before
+    prepare([str(file)], str(tmp_path / "out"), tokenizer=str(tokenizer_folder), overwrite=True, processes=1)
+    assert contents(tmp_path / "out") == before
+
+
+def test_a_dry_run_counts_and_writes_nothing(texts, tmp_path, capsys):
+    file = write_jsonl(tmp_path / "in.jsonl", [*texts, ""])
+    main(["--source", str(file), "--output", str(tmp_path / "out"), "--dry-run"])
+    assert "documents: 400\nempty: 1\n" in capsys.readouterr().out
+    assert count([str(file)])["characters"] == sum(map(len, texts))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"text": "x"}\n{"text": \n', r"a\.jsonl, line at byte 14: not JSON"),
+        ("a.jsonl", b'{"body": "x"}\n', r"no text under 'text'; it has body; choose with --text-key"),
+        ("a.jsonl", b'{"text": 3}\n', r"no text under 'text'"),
+        ("a.jsonl", b"\n", "holds no text: nothing to prepare"),
+        ("a.parquet", b"PAR1", r"a\.parquet: not a Parquet file"),
+        ("a.txt", b"abc\xff", r"a\.txt: not utf-8 text: invalid start byte at byte 3"),
+        ("a.jsonl.gz", b"not gzip", r"a\.jsonl\.gz"),
+    ],
+)
+def test_bad_input_is_named(tmp_path, name, content, message, capsys):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(SystemExit, match=message):
+        main(["--source", str(tmp_path / name), "--output", str(tmp_path / "out"), "--processes", "1"])
+    assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_missing_sources_are_named(tmp_path):
+    for source in ("nothing.txt", "*.txt", "."):
+        with pytest.raises(DataError, match="no files there; a folder is searched for"):
+            sources.list_files([str(tmp_path / source)])
+    pq.write_table(pa.table({"body": ["a"]}), tmp_path / "a.parquet")
+    unit = sources.plan_units(sources.list_files([str(tmp_path / "a.parquet")]))[0]
+    with pytest.raises(DataError, match=r"a\.parquet: no column 'text'; it has body; choose with --text-key"):
+        list(sources.documents(unit, "text"))
+
+
+def test_the_standard_library_without_its_tests():
+    files = [Path(file.url) for file in sources.list_files(["stdlib"])]
+    assert len(files) > 400
+    assert Path(json.__file__) in files
+    assert not any({"test", "tests", "idle_test", "site-packages"} & set(file.parts) for file in files)
+
+
+# ---------------------------------------------------------------- tokenizers
+
+
+def llama3_like(texts, folder: Path, template: str) -> Path:
+    """A byte-level BPE with Llama 3's special tokens and a template."""
+    train_tokenizer(texts, 350).save(folder)
+    raw = RawTokenizer.from_file(str(folder / "tokenizer.json"))
+    names = ["<|begin_of_text|>", "<|end_of_text|>"]
+    raw.add_special_tokens([AddedToken(name, special=True) for name in names])
+    raw.post_processor = TemplateProcessing(template, special_tokens=[(name, raw.token_to_id(name)) for name in names])
+    raw.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").unlink()
+    return folder
+
+
+@pytest.mark.parametrize("template", ["<|begin_of_text|> $A", "<|begin_of_text|> $A <|end_of_text|>"])
+def test_llama3_documents_have_one_bos_and_one_eos(texts, tmp_path, template):
+    """Also where the template itself adds an eos, and where the text spells special tokens out."""
+    tokenizer = load_tokenizer(llama3_like(texts, tmp_path, template))
+    assert (tokenizer.eos_token, tokenizer.bos_id) == (
+        "<|end_of_text|>",
+        tokenizer.raw.token_to_id("<|begin_of_text|>"),
+    )
+    for text in ["plain", "<|begin_of_text|>spelt out<|end_of_text|>", "", "<|end_of_text|>"]:
+        (document,) = tokenizer.encode_documents([text])
+        assert document[0] == tokenizer.bos_id
+        assert document[-1] == tokenizer.eos_id
+        assert document.count(tokenizer.bos_id) == document.count(tokenizer.eos_id) == 1
+        assert tokenizer.decode(document) == text
+        assert tokenizer.encode(text) == document[:-1]
+
+
+def test_which_token_ends_a_document(texts, tmp_path):
+    folder = llama3_like(texts, tmp_path, "$A")
+    assert load_tokenizer(folder).eos_token == "<|end_of_text|>"
+    (folder / "tokenizer_config.json").write_text('{"eos_token": {"content": "<|endoftext|>"}}')
+    assert load_tokenizer(folder).eos_token == "<|endoftext|>"
+    assert load_tokenizer(folder, "<|begin_of_text|>").eos_token == "<|begin_of_text|>"
+    with pytest.raises(TokenizerError, match=r"has no token '<pad>'; its special tokens are .*<\|end_of_text\|>"):
+        load_tokenizer(folder, "<pad>")
+
+
+def test_saving_keeps_the_fingerprint_and_the_encoding(texts, tmp_path):
+    original = load_tokenizer(llama3_like(texts, tmp_path, "<|begin_of_text|> $A"))
+    (tmp_path / "copy").mkdir()
+    original.save(tmp_path / "copy")
+    copy = load_tokenizer(tmp_path / "copy")
+    assert copy.fingerprint == original.fingerprint
+    assert copy.encode_documents(texts[:20]) == original.encode_documents(texts[:20])
+    assert Tokenizer(copy.raw, "<|endoftext|>").fingerprint != original.fingerprint
+
+
+# ---------------------------------------------------------------- other projects' tokens
+
+
+def old_documents(tokenizer: Tokenizer, texts) -> list[list[int]]:
+    return [tokenizer.encode(text) for text in texts]
+
+
+def write_nanogpt(folder, documents, eos):
+    np.array([token for document in documents for token in [*document, eos]], "<u2").tofile(folder / "a.bin")
+
+
+def write_megatron(folder, documents, eos):
+    """By the layout in Megatron-LM's indexed_dataset.py; every second document in two sequences."""
+    sequences, bounds = [], [0]
+    for i, document in enumerate(documents):
+        parts = [document[:1], [*document[1:], eos]] if i % 2 else [[*document, eos, eos]]
+        sequences += parts
+        bounds.append(len(sequences))
+    np.array([token for sequence in sequences for token in sequence], "<i4").tofile(folder / "a.bin")
+    sizes = np.array([len(sequence) for sequence in sequences], "<i4")
+    pointers = (np.cumsum([0, *sizes[:-1]]) * 4).astype("<i8")
+    counts = np.array([len(sequences), len(bounds)], "<u8").tobytes()
+    head = b"MMIDIDX\x00\x00" + np.array([1], "<u8").tobytes() + bytes([4]) + counts
+    (folder / "a.idx").write_bytes(head + sizes.tobytes() + pointers.tobytes() + np.array(bounds, "<i8").tobytes())
+
+
+def write_fms(folder, documents, eos):
+    schema = pa.schema([("tokens", pa.uint32())])
+    with pa.OSFile(str(folder / "a.bin"), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+        for document in documents:
+            writer.write_batch(pa.record_batch([pa.array(document, pa.uint32())], schema=schema))
+
+
+@pytest.mark.parametrize(
+    ("name", "write"), [("nanogpt", write_nanogpt), ("megatron", write_megatron), ("fms", write_fms)]
+)
+def test_other_formats_are_converted_with_one_eos_each(texts, tokenizer_folder, tmp_path, name, write):
+    tokenizer = load_tokenizer(tokenizer_folder)
+    documents = old_documents(tokenizer, texts)
+    write(tmp_path, documents, tokenizer.eos_id)
+    output = tmp_path / "out"
+    convert([str(tmp_path / "a.bin")], str(output), name, str(tokenizer_folder), validation_fraction=0.1, shard_mb=0.01)
+    found = decoded(output, "train") + decoded(output, "validation")
+    assert Counter(found) == Counter(texts)
+    verify.main([str(output)])
+
+
+def test_tokens_of_another_vocabulary_are_refused(tokenizer_folder, tmp_path):
+    np.array([1, 2, 0, 5000, 0], "<u2").tofile(tmp_path / "a.bin")
+    with pytest.raises(
+        DataError, match=r"a\.bin, document 1: token id 5000 is not in the tokenizer's vocabulary of 400"
+    ):
+        convert([str(tmp_path / "a.bin")], str(tmp_path / "out"), "nanogpt", str(tokenizer_folder))
+    (tmp_path / "a.idx").write_bytes(b"x" * 50)
+    with pytest.raises(DataError, match="not a Megatron index"):
+        convert([str(tmp_path / "a.bin")], str(tmp_path / "out"), "megatron", str(tokenizer_folder))
