@@ -1,0 +1,80 @@
+"""What checkpoints there are, without reading their data:
+
+python -m checkpoint.list FOLDER_OR_S3_URL
+"""
+
+import sys
+
+from checkpoint.manifest import MANIFEST, METADATA, Manifest, read_manifest
+from checkpoint.stores import CheckpointError, DamagedError, Store, join, open_store
+from config import TitaniteError
+
+COLUMNS = "{:>10}  {:>10}  {:>5}  {:>5}  {:<25}  {:<10}  {}"
+
+
+def find_all(place: str) -> tuple[Store, list[str]]:
+    """The store of a run folder, a folder of checkpoints or one checkpoint, and the names in it, committed or not.
+
+    The name of a single checkpoint is empty. Raises CheckpointError if there is none.
+    """
+    for url in (place, join(place, "checkpoints")):
+        store = open_store(url)
+        files = store.sizes()
+        if {MANIFEST, METADATA} & files.keys():
+            return store, [""]
+        names = {file.partition("/")[0] for file in files if "/" in file and file.startswith(("step-", "model-"))}
+        if names:
+            return store, sorted(names)
+    raise CheckpointError(f"{place}: no checkpoint here, nor in its folder `checkpoints`")
+
+
+def look(store: Store, name: str) -> tuple[Manifest, str]:
+    """(manifest or {}, what is wrong with manifest and file sizes or "")."""
+    sizes = {file.removeprefix(f"{name}/"): size for file, size in store.sizes(name).items()}
+    if MANIFEST not in sizes:
+        return {}, "stock: no manifest, no checksums" if METADATA in sizes and not name else "never committed"
+    try:
+        manifest = read_manifest(store, name)
+    except DamagedError as error:
+        return {}, str(error)
+    wrong = [
+        f"{file} has {sizes.get(file, 'no')} bytes, not {size}"
+        for file, size in manifest["files"].items()
+        if sizes.get(file) != size
+    ]
+    return manifest, "; ".join(wrong)
+
+
+def describe(store: Store, name: str, manifest: Manifest, problem: str) -> str:
+    """One line of the table."""
+    gigabytes = sum(store.sizes(name).values()) / 1e9
+    return COLUMNS.format(
+        manifest.get("step", "?"),
+        f"{gigabytes:.3f} GB",
+        len(manifest.get("files", ())),
+        manifest.get("world_size", "?"),
+        manifest.get("created", "?"),
+        "committed" if manifest and not problem else "DAMAGED" if manifest else "unusable",
+        f"{name or store.url}  {problem}".rstrip(),
+    )
+
+
+def main(arguments: list[str]) -> int:
+    """Print the table; 1 if anything in it is not intact as far as can be seen from outside."""
+    if len(arguments) != 1 or arguments[0].startswith("-"):
+        raise CheckpointError("usage: python -m checkpoint.list FOLDER_OR_S3_URL")
+    store, names = find_all(arguments[0])
+    print(COLUMNS.format("step", "size", "files", "ranks", "created", "state", "name"))
+    problems = 0
+    for name in names:
+        manifest, problem = look(store, name)
+        problems += bool(problem)
+        print(describe(store, name, manifest, problem))
+    return min(problems, 1)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except TitaniteError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,61 @@
+"""The command lines that list and verify checkpoints."""
+
+import subprocess
+import sys
+
+import pytest
+
+from checkpoint.retention import committed
+from checkpoint.stores import open_store
+from tests.distributed.checkpoint_runs import Run
+
+
+def tool(module, place):
+    done = subprocess.run([sys.executable, "-m", f"checkpoint.{module}", place], capture_output=True, text=True)
+    assert "Traceback" not in done.stderr
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Checkpoints of step 1 and 2, and one that was begun and never committed."""
+    Run(tmp_path, interval=1).train(0, 2)
+    begun = tmp_path / "step-00000003-692000000000"
+    begun.mkdir()
+    (begun / "__0_0.distcp").write_bytes(b"begun")
+    return tmp_path
+
+
+def test_list_shows_each_and_what_is_wrong(folder):
+    code, text = tool("list", folder)
+    assert code == 1
+    assert text.count("committed") == 3
+    assert "never committed" in text
+    file = next((folder / committed(open_store(folder))[0]).glob("__0_0*"))
+    file.write_bytes(file.read_bytes()[:-1])
+    _, text = tool("list", folder)
+    assert "DAMAGED" in text
+    assert f"__0_0.distcp has {file.stat().st_size} bytes, not {file.stat().st_size + 1}" in text
+
+
+def test_verify_reads_every_byte(folder):
+    code, text = tool("verify", folder)
+    assert code == 0
+    assert text.count("intact") == 2
+    newest = folder / committed(open_store(folder))[0]
+    file = newest / "__0_1.distcp"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    code, text = tool("verify", folder)
+    assert code == 1
+    assert "__0_1.distcp: checksum of" in text
+    assert tool("verify", newest)[0] == 1
+
+
+def test_nothing_there_is_an_error_in_one_line(tmp_path):
+    for module in ("list", "verify"):
+        code, text = tool(module, tmp_path / "nothing")
+        assert code == 1
+        assert text.startswith("error: ")
+        assert text.count("\n") == 1
