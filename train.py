@@ -30,6 +30,7 @@ from optim import build_optimizer, clip_grad_norm_, learning_rate, set_learning_
 from parallel.comm import broadcast_object, device_type, init_distributed, launch_environment, set_timeout, shut_down
 from parallel.fsdp import set_last_microbatch
 from parallel.mesh import ParallelDims
+from parallel.stop import StopRequest
 from profiling import profile
 from run_folder import check_run_folder, name_run_folder, record_start
 from validate import sample_text, validate
@@ -82,6 +83,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         config, folder, model=[model], optimizer=optimizer, dataloader=dataloader, identity=identity
     )
     first_step = step = checkpoint.load()
+    dataloader.open_ledger(folder)
     metrics = MetricsLogger(
         config.metrics, folder, rank=rank, device=device, steps=training.steps, flops_per_token=flops_per_token
     )
@@ -92,12 +94,13 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
     # -- the loop
     gc.disable()  # a collection on one rank holds up all the others: they collect together
     unchecked: list[Tensor] = []  # loss and gradient norm of the steps since the host last looked
-    with profile(config.profiling, folder / "profile", rank, first_step) as profiler:
-        while step < training.steps:
+    with StopRequest(folder) as stop, profile(config.profiling, folder / "profile", rank, first_step) as profiler:
+        while step < training.steps and not stop.agreed():
             step += 1
             microbatches = [batch.to(device) for batch in dataloader.next_step()]
             n_tokens = torch.stack([(batch.labels != IGNORED).sum() for batch in microbatches]).sum()
             dist.all_reduce(n_tokens)
+            n_tokens.clamp_(min=1)  # all may be masked: a step of loss 0, not of 0 / 0
 
             losses = []
             for i, batch in enumerate(microbatches):
@@ -122,9 +125,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
             validation_due = config.validation.enable and due(config.validation.interval)
             save_due = config.checkpoint.enable and due(config.checkpoint.interval)
             if log_due or validation_due or save_due:
-                history = torch.stack(unchecked).tolist()
-                unchecked.clear()
-                stop_if_not_finite(history, step)
+                history = fetch_finite(unchecked, step)
             if log_due:
                 (*_, (loss_value, norm_value)) = history
                 metrics.log_step(step, loss=loss_value, grad_norm=norm_value, lr=lr, tokens=dataloader.tokens_seen)
@@ -133,6 +134,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
                 metrics.log_validation(step, validation_loss, dataloader.tokens_seen)
             if save_due:
                 checkpoint.save(step)
+            checkpoint.check()  # a background save that failed is no news for later
             if step == first_step + 1:
                 set_timeout(mesh, config.comm.train_timeout_seconds)  # everything is compiled and connected
             if step % training.gc_interval == 0:
@@ -143,15 +145,18 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
                 metrics.restart_clock()
             after_step(step)
 
-    # -- the end
-    if config.validation.sample_tokens:
-        prompt, length = config.validation.sample_prompt, config.validation.sample_tokens
-        text = sample_text(model, dataloader.tokenizer, prompt, length, device)
-        logger.info(f"sample:\n{text}")
-    checkpoint.close()
-    dataloader.close()
-    metrics.close()
-    logger.info(f"done: {step} steps in {folder}")
+        # -- the end
+        if step < training.steps:
+            logger.info(f"stopped after step {step}: {stop.asked_by or 'another rank was asked'}")
+            fetch_finite(unchecked, step)
+            checkpoint.save_if_due(step, last=True)
+        elif config.validation.sample_tokens:
+            prompt, length = config.validation.sample_prompt, config.validation.sample_tokens
+            logger.info(f"sample:\n{sample_text(model, dataloader.tokenizer, prompt, length, device)}")
+        checkpoint.close()
+        dataloader.close()
+        metrics.close()
+    logger.info(f"done: {step} of {training.steps} steps, run folder {folder}")
 
 
 class NotFiniteError(TitaniteError):
@@ -160,17 +165,20 @@ class NotFiniteError(TitaniteError):
     agreed = True
 
 
-def stop_if_not_finite(history: list[list[float]], step: int) -> None:
-    """Raise NotFiniteError, on all ranks alike, if a (loss, gradient norm) of the steps up to `step` is not finite.
+def fetch_finite(unchecked: list[Tensor], step: int) -> list[list[float]]:
+    """The (loss, gradient norm) of the steps up to `step`, from the device; empties `unchecked`.
 
-    Both are sums over all ranks, and this comes before anything is written.
+    Raises NotFiniteError on all ranks alike, both being sums over all ranks. Comes before anything is written.
     """
+    history = torch.stack(unchecked).tolist() if unchecked else []
+    unchecked.clear()
     for past, (loss, grad_norm) in zip(range(step - len(history) + 1, step + 1), history, strict=True):
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise NotFiniteError(
                 f"step {past}: loss {loss}, gradient norm {grad_norm}: not finite, so training stops and nothing "
                 "of it is saved; resume from the last checkpoint, with a lower optimizer.lr or another run.seed"
             )
+    return history
 
 
 @record

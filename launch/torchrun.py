@@ -8,6 +8,7 @@ Takes torchrun's arguments. Exits with the code of the rank that failed first.
 import logging
 import sys
 
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
 
@@ -25,6 +26,9 @@ def launch(argv: list[str]) -> int:
         elif failure.exitcode != USER_ERROR:
             print(f"error: rank {rank} failed with exit code {failure.exitcode}, see above", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    except SignalException as error:
+        print(f"torchrun: ended by {error.sigval.name}; the ranks were asked to stop after their step", file=sys.stderr)
+        return 128 + error.sigval
     return 0
 
 

@@ -312,3 +312,38 @@ def test_killed_and_resumed_under_torchrun(dataset: Path, tmp_path: Path) -> Non
     assert texts[0] == texts[1]
     assert texts[0].startswith("ba")
     assert len(texts[0]) > 10
+
+
+@pytest.mark.parametrize("how", ["SIGTERM to torchrun", "SIGUSR1 to a rank", "stop file"])
+def test_asked_to_stop_it_saves_between_two_steps_and_resumes_with_the_same_bits(
+    how: str, dataset: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "cut"
+    words = [word for word in SMALL if "checkpoint.interval" not in word]
+    words += [f"--data.datasets={dataset}", "--checkpoint.interval=1000", "--validation.enable=false"]
+    command = [sys.executable, "-m", "launch.torchrun", "--standalone", "--nproc-per-node=2", "train.py"]
+    command += [*words, f"--run.folder={folder}"]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    assert process.stderr
+    lines = []
+    for line in process.stderr:
+        lines.append(line)
+        if "step  4/20" in line:
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            if how == "SIGTERM to torchrun":
+                process.terminate()
+            elif how == "SIGUSR1 to a rank":
+                os.kill(int(children[1]), signal.SIGUSR1)
+            else:
+                (folder / "stop").touch()
+    assert process.wait() == (128 + signal.SIGTERM if how == "SIGTERM to torchrun" else 0)
+    output = "".join(lines)
+    assert "Traceback" not in output
+    assert "stopped after step" in output
+    stopped = max(rows(folder))
+    assert 4 <= stopped < 20
+    assert [path.name.split("-")[1] for path in (folder / "checkpoints").iterdir()] == [f"{stopped:08}"]
+    assert not (folder / "stop").exists()
+    run_ranks(2, run, [*words, f"--run.folder={folder}"], start_group=False)
+    run_ranks(2, run, [*words, f"--run.folder={tmp_path / 'whole'}"], start_group=False)
+    assert column(folder, "loss") == column(tmp_path / "whole", "loss")

@@ -1,0 +1,60 @@
+"""Stopping between two steps, on all ranks at the same one."""
+
+import os
+import signal
+from pathlib import Path
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from config import TitaniteError
+
+
+class StopRequest:
+    """SIGTERM, SIGUSR1 (Slurm's warning) or a file named `stop` in the run's folder, agreed on by all ranks.
+
+    Each step casts a vote and reads the one cast a step before, on the host and in a gloo group of its own: so
+    nobody waits, neither for the device nor for a slower rank, and all ranks stop at the same step.
+    Signals are caught inside `with`.
+    """
+
+    def __init__(self, run_folder: Path):
+        self.file = run_folder / "stop"
+        self.asked_by = ""
+        self.group = dist.new_group(backend="gloo")
+        self.vote = torch.zeros(1, dtype=torch.int32)
+        self.under_way: dist.Work | None = None
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.asked_by = signal.Signals(number).name
+
+    def agreed(self) -> bool:
+        """Whether any rank had been asked to stop by the step before; the same on all ranks. Collective."""
+        if self.under_way is not None:
+            self.under_way.wait()
+        stop = bool(self.vote.item())
+        if dist.get_rank() == 0 and self.file.exists():
+            self.asked_by = str(self.file)
+        self.vote.fill_(int(bool(self.asked_by)))
+        self.under_way = dist.all_reduce(self.vote, dist.ReduceOp.MAX, group=self.group, async_op=True)
+        return stop
+
+    def __enter__(self) -> "StopRequest":
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Leave signals to their defaults; remove the `stop` file, which has been obeyed."""
+        if isinstance(error, Exception) and not isinstance(error, TitaniteError) and self.asked_by == "SIGTERM":
+            # torchrun ends all ranks by SIGTERM when one has failed, and a collective with that one fails in turn.
+            # Why is for the other to say: a second traceback would bury it.
+            os._exit(128 + signal.SIGTERM)
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_DFL)
+        if error is None:
+            if self.under_way is not None:
+                self.under_way.wait()
+            if dist.get_rank() == 0:
+                self.file.unlink(missing_ok=True)
