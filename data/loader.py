@@ -2,8 +2,10 @@
 
 import threading
 import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate, pairwise
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -14,6 +16,7 @@ import torch.distributed as dist
 
 from config import Config, grad_accum_steps
 from data.ledger import Ledger
+from data.order import Segment
 from data.place import StepShape, first_place
 from data.shards import DataError, check_datasets, open_dataset
 from data.stream import Stream, open_streams
@@ -21,6 +24,7 @@ from data.tokenizer import Tokenizer
 
 IGNORED = -100  # the label that torch's cross-entropy skips
 MAX_BAD_BLOCKS = 32  # more are no accident, and the state would grow
+LOCATED_AHEAD = 1024  # samples; changes the cost, never the order
 READERS = 8  # threads that fetch and check blocks
 
 
@@ -66,7 +70,7 @@ class DataLoader:
         self._positions = config.data.mask_documents
         self._pin_memory = pin_memory
         self._prefetch_steps = config.data.prefetch_steps
-        self._prefetcher: _Prefetcher | None = None
+        self._upcoming: Iterator[_Step] | None = None
         self._ledger: Ledger | None = None
 
     def next_step(self) -> list[Batch]:
@@ -132,34 +136,55 @@ class DataLoader:
         self._readers.shutdown(wait=False, cancel_futures=True)
 
     def _take_step(self) -> _Step:
-        if not self._prefetch_steps:
-            return next(self._steps())
-        if self._prefetcher is None:
-            self._prefetcher = _Prefetcher(self._steps(), self._prefetch_steps)
-        return self._prefetcher.next()
+        if self._upcoming is None:
+            steps = self._steps()
+            self._upcoming = _Prefetcher(steps, self._prefetch_steps) if self._prefetch_steps else steps
+        return next(self._upcoming)
 
     def _stop_prefetch(self) -> None:
-        if self._prefetcher is not None:
-            self._prefetcher.close()
-            self._prefetcher = None
+        if isinstance(self._upcoming, _Prefetcher):
+            self._upcoming.close()
+        self._upcoming = None
 
     def _steps(self) -> Iterator[_Step]:
         """Steps from the current place on."""
-        segment, first = self._place.segment, self._place.samples
+        locate = _LocateAhead(self._place.segment)
+        first = self._place.samples
         while True:
             starts = self._shape.microbatches(first, self._dp_rank)
-            batches = [self._batch(*segment.locate(start, self._shape.local_batch_size)) for start in starts]
+            batches = [self._batch(*locate(start, self._shape.local_batch_size)) for start in starts]
             first += self._shape.samples
             yield _Step(batches, first)
 
-    def _batch(self, dataset: np.ndarray, start: np.ndarray) -> Batch:
-        """The samples that begin at token `start` of stream `dataset`."""
-        batch = _empty_batch((len(dataset), self._place.segment.seq_len), self._positions, self._pin_memory)
+    def _batch(self, datasets: list[int], starts: list[int]) -> Batch:
+        """The samples that begin at token `starts[i]` of stream `datasets[i]`."""
+        shape = (len(datasets), self._place.segment.seq_len)
+        batch = _empty_batch(shape, self._positions, self._pin_memory)
+        arrays = _arrays(batch)
         for i, stream in enumerate(self._streams):
-            rows = np.flatnonzero(dataset == i)
-            if len(rows):
-                _fill(batch, stream, rows, int(start[rows[0]]))
+            rows = [row for row, dataset in enumerate(datasets) if dataset == i]
+            if rows:
+                _fill(arrays, stream, rows, starts[rows[0]])
         return batch
+
+
+class _LocateAhead:
+    """`Segment.locate` for many samples at a time, which costs little more than for one."""
+
+    def __init__(self, segment: Segment):
+        self._segment = segment
+        self._begin = self._end = 0
+        self._datasets: list[int] = []
+        self._starts: list[int] = []
+
+    def __call__(self, first: int, count: int) -> tuple[list[int], list[int]]:
+        """(dataset, first token in its stream) of samples [first, first + count)."""
+        if not (self._begin <= first and first + count <= self._end):
+            self._begin, self._end = first, first + max(count, LOCATED_AHEAD)
+            datasets, starts = self._segment.locate(first, self._end - first)
+            self._datasets, self._starts = datasets.tolist(), starts.tolist()
+        part = slice(first - self._begin, first - self._begin + count)
+        return self._datasets[part], self._starts[part]
 
 
 class _BadBlocks:
@@ -203,7 +228,7 @@ class _BadBlocks:
             stream.mask(blocks)
 
 
-class _Prefetcher:
+class _Prefetcher(Iterator[_Step]):
     """A thread that keeps up to `depth` items of an iterator ready."""
 
     def __init__(self, items: Iterator[_Step], depth: int):
@@ -214,7 +239,7 @@ class _Prefetcher:
         self._thread = threading.Thread(target=self._run, args=(items,), name="prefetch", daemon=True)
         self._thread.start()
 
-    def next(self) -> _Step:
+    def __next__(self) -> _Step:
         """The next item; an exception of the iterator is raised here."""
         item = self._ready.get()
         if isinstance(item, BaseException):
@@ -257,7 +282,20 @@ def _padding(shape: tuple[int, int], positions: bool) -> Batch:
     return Batch(tokens, labels, torch.arange(shape[1]).repeat(shape[0], 1) if positions else None)
 
 
-def _fill(batch: Batch, stream: Stream, rows: np.ndarray, start: int, end: int | None = None) -> None:
+class _Arrays(NamedTuple):
+    """The memory of a batch."""
+
+    tokens: np.ndarray
+    labels: np.ndarray
+    positions: np.ndarray | None
+
+
+def _arrays(batch: Batch) -> _Arrays:
+    positions = None if batch.positions is None else batch.positions.numpy()
+    return _Arrays(batch.tokens.numpy(), batch.labels.numpy(), positions)
+
+
+def _fill(batch: _Arrays, stream: Stream, rows: list[int], start: int, end: int | None = None) -> None:
     """Fill `rows` of the batch with consecutive samples of a stream, the first from token `start`.
 
     Where the stream is to be read only up to token `end`, the rest is padding, with labels IGNORED.
@@ -265,36 +303,31 @@ def _fill(batch: Batch, stream: Stream, rows: np.ndarray, start: int, end: int |
     seq_len = batch.tokens.shape[1]
     size = len(rows) * seq_len + 1
     filled = size if end is None else min(size, end - start)
-    flat = np.zeros(size, stream.split.dtype)
+    flat = np.empty(size, stream.split.dtype)
+    flat[filled:] = 0
     lengths, masked = stream.read(start, flat[:filled])
-    lengths[-1] += size - filled
-    # A slice where one will do: assigning to a slice is a plain copy.
-    where = slice(None) if len(rows) == len(batch.tokens) else rows
-    batch.tokens.numpy()[where] = flat[:-1].reshape(-1, seq_len)
-    batch.labels.numpy()[where] = flat[1:].reshape(-1, seq_len)
     if filled < size:
-        batch.labels[rows[-1], seq_len - (size - filled) :] = IGNORED
-    if masked:
-        ignored = np.zeros(size, bool)
-        for part in masked:
-            ignored[part] = True
-        labels = batch.labels.numpy()[where]
-        labels[ignored[1:].reshape(-1, seq_len)] = IGNORED
-        batch.labels.numpy()[where] = labels
+        masked.append(slice(filled, size))
+    for i, row in enumerate(rows):
+        sample = flat[i * seq_len : (i + 1) * seq_len + 1]
+        batch.tokens[row] = sample[:-1]
+        batch.labels[row] = sample[1:]
+        for part in masked:  # the label of a token is the next one
+            first, stop = (min(max(at - 1 - i * seq_len, 0), seq_len) for at in (part.start, part.stop))
+            batch.labels[row, first:stop] = IGNORED
     if batch.positions is not None:
-        batch.positions.numpy()[where] = _document_positions(lengths, len(rows), seq_len)
+        _fill_positions(batch.positions, rows, list(accumulate(lengths, initial=0)))
 
 
-def _document_positions(lengths: list[int], samples: int, seq_len: int) -> np.ndarray:
-    """Positions [samples, seq_len] that start at 0 with each sample and each document in it."""
-    size = samples * seq_len
-    starts = np.cumsum([0, *lengths[:-1]])
-    begins = np.zeros(size, bool)
-    begins[starts[starts < size]] = True  # the last token read is only a label
-    begins[::seq_len] = True
-    at = np.flatnonzero(begins)
-    positions = np.arange(size) - np.repeat(at, np.diff(at, append=size))
-    return positions.reshape(samples, seq_len)
+def _fill_positions(positions: np.ndarray, rows: list[int], bounds: list[int]) -> None:
+    """From 0 at the start of each sample, and of each document in it, which begin at `bounds`."""
+    seq_len = positions.shape[1]
+    ramp = np.arange(seq_len)
+    for i, row in enumerate(rows):
+        begin = i * seq_len
+        inner = bounds[bisect_right(bounds, begin) : bisect_left(bounds, begin + seq_len)]
+        for first, stop in pairwise([begin, *inner, begin + seq_len]):
+            positions[row, first - begin : stop - begin] = ramp[: stop - first]
 
 
 def validation_batches(config: Config, dp_rank: int, dp_size: int) -> Iterator[Batch]:
@@ -320,6 +353,7 @@ def validation_batches(config: Config, dp_rank: int, dp_size: int) -> Iterator[B
         for first in range(0, chosen, size * dp_size):
             own = spread[first + dp_rank * size : first + (dp_rank + 1) * size]
             batch = _padding((size, seq_len), config.data.mask_documents)
+            arrays = _arrays(batch)
             for row, (stream, start) in enumerate(own):
-                _fill(batch, stream, np.array([row]), start, stream.epoch_tokens)
+                _fill(arrays, stream, [row], start, stream.epoch_tokens)
             yield batch
