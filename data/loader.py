@@ -5,6 +5,7 @@ import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
 from queue import SimpleQueue
@@ -57,7 +58,6 @@ class DataLoader:
 
     def __init__(self, config: Config, dp_rank: int, dp_size: int, pin_memory: bool = False):
         self._datasets = [open_dataset(url, config.data) for url in config.data.datasets]
-        self.tokenizer: Tokenizer = self._datasets[0].tokenizer()
         self.vocab_size: int = max(dataset.vocab_size for dataset in self._datasets)
         self.wait_seconds: float = 0.0
         self._place = first_place(config, self._datasets)
@@ -89,6 +89,11 @@ class DataLoader:
         self._place = self._place._replace(samples=step.samples)
         self.wait_seconds = time.perf_counter() - begin
         return step.batches
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that made the data; all datasets share it."""
+        return self._datasets[0].tokenizer()
 
     @property
     def tokens_seen(self) -> int:

@@ -120,17 +120,14 @@ class Stream:
     def _open(self, number: int, index: int) -> Window:
         """Take the blocks of a window and start reading the next one's."""
         last = index + 2 == len(self._epoch(number).starts)
-        wanted = (number, index), (number + 1, 0) if last else (number, index + 1)
-        for key in self._reading.keys() - set(wanted):
+        following = (number + 1, 0) if last else (number, index + 1)
+        for key in self._reading.keys() - {(number, index), following}:
             for result in self._reading.pop(key).results:
                 result.cancel()
-        for key in wanted:
-            if key not in self._reading:
-                blocks = self._blocks(*key)
-                results = [self._readers.submit(self._read_block, int(block)) for block in blocks]
-                self._reading[key] = Reading(blocks, results)
-        reading = self._reading.pop((number, index))
+        reading = self._reading.pop((number, index), None) or self._start_reading(number, index)
         contents = [result.result() for result in reading.results]
+        if following not in self._reading:
+            self._reading[following] = self._start_reading(*following)
         order_key = derive_key(*self._key, number, index) if self._shuffle else None
         return _shuffled_window(reading.blocks, contents, order_key, self.masked)
 
@@ -146,6 +143,11 @@ class Stream:
             self.masked.add(block)
             return self.split.read_zeros(block)
 
+    def _start_reading(self, number: int, index: int) -> Reading:
+        first = index * self._window_blocks
+        blocks = self._epoch(number).blocks[first : first + self._window_blocks]
+        return Reading(blocks, [self._readers.submit(self._read_block, int(block)) for block in blocks])
+
     def _epoch(self, number: int) -> Epoch:
         if number not in self._epochs:
             if len(self._epochs) == 2:  # this one and the next
@@ -157,10 +159,6 @@ class Stream:
                 else plain_epoch(tokens)
             )
         return self._epochs[number]
-
-    def _blocks(self, epoch: int, window: int) -> np.ndarray:
-        first = window * self._window_blocks
-        return self._epoch(epoch).blocks[first : first + self._window_blocks]
 
 
 def open_streams(config: Config, datasets: Sequence[Dataset], readers: ThreadPoolExecutor) -> list[Stream]:

@@ -1,0 +1,373 @@
+"""The data loader against others on the same corpus, and its bars: growth, mixtures, prepare, S3.
+
+    pip install -r requirements-bench.txt          the other loaders; without them only ours is measured
+    python -m benchmarks.data [PART ...] [--quick] [--check]
+
+Parts: loaders, mixture, growth, prepare, s3 (default: all). The corpus is 200 M random tokens in
+documents of log-normal length, mean 600. Each row comes from a process of its own; CPU seconds and
+memory include its worker processes. A batch is 16 sequences of 4,096 tokens, with input and label
+tensors in int64. `documents` says whether documents are shuffled and where they begin is delivered.
+"""
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from benchmarks.data_growth import write_index
+from benchmarks.data_peers import PEERS, Opened, write_peer
+from benchmarks.report import build_parser, finish, print_row
+from config import Config, from_dict
+from data.order import interleave
+from data.shards import token_type
+from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from data.writer import write_manifest, write_shard
+
+SEQ_LEN, BATCH = 4096, 16
+VOCAB_SIZE, MEAN_DOCUMENT = 50_000, 600
+Row = dict[str, Any]
+Bars = list[tuple[str, bool]]
+
+
+# ---------------------------------------------------------------- corpus
+
+
+def corpus(tokens: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """(ids [tokens] uint16, offsets of the documents) with 0 at the end of each document."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.lognormal(math.log(MEAN_DOCUMENT) - 0.5, 1.0, tokens // MEAN_DOCUMENT * 2).astype(np.int64) + 2
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    offsets = np.append(offsets[: offsets.searchsorted(tokens)], tokens)
+    ids = rng.integers(1, VOCAB_SIZE, tokens, dtype=np.uint16)
+    ids[offsets[1:] - 1] = 0
+    return ids, offsets
+
+
+def words_tokenizer() -> Tokenizer:
+    """A stand-in of the right size."""
+    from tokenizers import Tokenizer as RawTokenizer
+    from tokenizers import models
+
+    return Tokenizer(RawTokenizer(models.WordLevel({str(i): i for i in range(VOCAB_SIZE)}, unk_token="1")), "0")
+
+
+def write_ours(folder: Path, ids: np.ndarray, offsets: np.ndarray) -> None:
+    """The corpus as one of our datasets, in four shards."""
+    folder.mkdir(parents=True)
+    tokenizer = words_tokenizer()
+    tokenizer.save(folder)
+    cuts = np.linspace(0, len(offsets) - 1, 5).astype(int)
+    written = []
+    for number, (first, stop) in enumerate(pairwise(cuts)):
+        part = (offsets[first : stop + 1] - offsets[first]).astype(np.int32)
+        documents = pa.ListArray.from_arrays(part, ids[offsets[first] : offsets[stop]], type=token_type("uint16"))
+        written.append(write_shard(folder, "train", number, documents, 8 * 2**20))
+    write_manifest(folder, tokenizer, written)
+
+
+def our_config(folders: list[Path], **data: Any) -> Config:
+    return from_dict(
+        {
+            "data": {"datasets": [str(folder) for folder in folders], **data},
+            "training": {"seq_len": SEQ_LEN, "local_batch_size": BATCH},
+            "validation": {"enable": False},
+        }
+    )
+
+
+# ---------------------------------------------------------------- one loader in its own process
+
+
+def open_ours(folders: list[Path], state: Any = None, **data: Any) -> Opened:
+    from data.loader import build_dataloader
+
+    loader = build_dataloader(our_config(folders, **data), 0, 1)
+    if state is not None:
+        loader.load_state_dict(state)
+    return Opened(iter(lambda: loader.next_step()[0], None), loader.state_dict, loader.close)
+
+
+def measure(name: str, open_loader: Callable[[Any], Opened], tokens: int) -> Row:
+    """Start-up, speed, state, resume and memory of one loader. The imports are not counted."""
+    import torch
+
+    torch.set_num_threads(1)
+    open_loader(None).close()  # imports, page cache
+    begin = time.perf_counter()
+    loader = open_loader(None)
+    next(loader.batches)
+    start = time.perf_counter() - begin
+    for _ in range(3):
+        next(loader.batches)
+    steps = tokens // (SEQ_LEN * BATCH)
+    begin, cpu = time.perf_counter(), _cpu_seconds()
+    for _ in range(steps):
+        batch = next(loader.batches)
+        assert batch[0].dtype == batch[1].dtype == torch.int64
+        assert batch[0].shape == batch[1].shape == (BATCH, SEQ_LEN)
+    wall, cpu = time.perf_counter() - begin, _cpu_seconds() - cpu
+    memory = _memory_bytes()
+    begin = time.perf_counter()
+    state = loader.state()
+    save = time.perf_counter() - begin
+    loader.close()
+    resume = None
+    if state is not None:
+        begin = time.perf_counter()
+        resumed = open_loader(state)
+        next(resumed.batches)
+        resume = time.perf_counter() - begin
+        resumed.close()
+    done = steps * SEQ_LEN * BATCH
+    return {
+        "loader": name,
+        "Mtok/s": done / wall / 1e6,
+        "Mtok/s/cpu": done / cpu / 1e6,
+        "start_ms": start * 1e3,
+        "state_bytes": None if state is None else len(json.dumps(state, default=str)),
+        "save_ms": None if state is None else save * 1e3,
+        "resume_ms": None if resume is None else resume * 1e3,
+        "memory_MiB": memory / 2**20,
+    }
+
+
+def _family() -> list[int]:
+    """This process and all under it."""
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(path.parent.name)] = int(path.read_text().rsplit(")", 1)[1].split()[1])
+        except OSError:
+            continue
+    family = [os.getpid()]
+    for process in family:
+        family += [child for child, parent in parents.items() if parent == process]
+    return family
+
+
+def _cpu_seconds() -> float:
+    ticks = 0
+    for process in _family():
+        fields = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()
+        ticks += sum(map(int, fields[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _memory_bytes() -> int:
+    """Proportional share of resident memory: pages shared by processes count once."""
+    total = 0
+    for process in _family():
+        lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+        total += next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024
+    return total
+
+
+# ---------------------------------------------------------------- parts
+
+
+def in_own_process(row: list[Any]) -> Row:
+    """`measure` in a fresh Python; an error becomes the row's note."""
+    command = [sys.executable, "-m", "benchmarks.data", "--row", json.dumps(row)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        return {"loader": row[0], "note": (result.stderr.strip().splitlines() or ["failed"])[-1][:120]}
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def run_row(name: str, folder: str, tokens: int, options: dict[str, Any]) -> Row:
+    root = Path(folder)
+    if name.startswith("titanite"):
+        folders = sorted(root.glob(options.pop("datasets", "ours")))
+        return measure(name, lambda state: open_ours(folders, state, **options), tokens)
+    return measure(name, lambda state: PEERS[options["peer"]].open(root, state, options["workers"]), tokens)
+
+
+def loaders(root: Path, quick: bool) -> tuple[list[Row], Bars]:
+    tokens = 20_000_000 if quick else 200_000_000
+    ids, offsets = corpus(tokens, seed=0)
+    write_ours(root / "ours", ids, offsets)
+    measured = tokens * 9 // 10
+    best = ["titanite", str(root), measured, {}]
+    rows = [
+        best,
+        ["titanite, read when needed", str(root), measured, {"prefetch_steps": 0}],
+        ["titanite, positions", str(root), measured, {"mask_documents": True}],
+    ]
+    for peer in PEERS:
+        note = write_peer(peer, root, ids, SEQ_LEN)
+        if note:
+            print_row({"loader": peer, "note": note})
+            continue
+        rows += [
+            [f"{peer}, {workers} workers" if workers else peer, str(root), measured, {"peer": peer, "workers": workers}]
+            for workers in PEERS[peer].workers
+        ]
+    found = _measure_all(rows)
+    ours = found[0]
+    streaming = max((row["Mtok/s"] for row in found if row["loader"].startswith("streaming")), default=None)
+    bars = [
+        ("loaders: 200 M tokens/s per CPU second", ours["Mtok/s/cpu"] >= 200),
+        ("loaders: state of at most 1 KB", ours["state_bytes"] <= 1024),
+        ("loaders: resume within 50 ms", ours["resume_ms"] <= 50),
+    ]
+    if streaming:
+        bars.append(("loaders: 5 times MosaicML streaming at its best", ours["Mtok/s"] >= 5 * streaming))
+    return found, bars
+
+
+def mixture(root: Path, quick: bool) -> tuple[list[Row], Bars]:
+    for number in range(8):
+        write_ours(root / f"mixture-{number}", *corpus(2_500_000 if quick else 25_000_000, seed=number))
+    measured = 18_000_000 if quick else 180_000_000
+    weights = [5.0, 4.0, 3.0, 3.0, 2.0, 1.0, 1.0, 1.0]
+    options = {"datasets": "mixture-*", "mask_documents": True, "weights": weights}
+    rows = _measure_all([["titanite, 8 datasets, positions", str(root), measured, options]])
+    return rows, [("mixture: 120 M tokens/s per CPU second with positions", rows[0]["Mtok/s/cpu"] >= 120)]
+
+
+def _measure_all(rows: list[list[Any]]) -> list[Row]:
+    found = []
+    for row in rows:
+        found.append(in_own_process(row))
+        print_row(found[-1])
+    return found
+
+
+def growth(root: Path, quick: bool) -> tuple[list[Row], Bars]:
+    """The cost of a dataset's size: an index of 10 T tokens in 2.5 M blocks, against one of 2,500."""
+    rows = []
+    for blocks in (2_500, 2_500_000):
+        write_index(root / str(blocks), blocks, words_tokenizer())
+        command = [sys.executable, "-m", "benchmarks.data_growth", str(root / str(blocks))]
+        rows.append(json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
+        print_row(rows[-1])
+    small, large = rows
+    rows.append(walk(20 if quick else 200))
+    print_row(rows[-1])
+    return rows, [
+        ("growth: start within 3 s", large["start_s"] <= 3),
+        ("growth: 300 MB", large["memory_MB"] <= 300),
+        ("growth: cost of a place unchanged within 20 %", large["place_us"] <= 1.2 * small["place_us"]),
+        ("growth: no sample twice, none missing", rows[-1]["faults"] == 0),
+    ]
+
+
+def walk(changes: int) -> Row:
+    """Steps through 2 T tokens of a mixture of 3, at random places, with changes of world size.
+
+    At each place some consecutive steps are laid out over ranks and microbatches; together they must be the
+    samples of that range, each once, and continue the datasets' own counts.
+    """
+    from data.place import StepShape
+
+    rng = np.random.default_rng(0)
+    total = 2 * 10**12 // SEQ_LEN
+    weights = np.array([0.7, 0.2, 0.1])
+    faults = checked = 0
+    begin = time.perf_counter()
+    for start in np.sort(rng.integers(0, total, changes)).tolist():
+        first = start
+        for _ in range(4):
+            shape = StepShape(int(rng.integers(1, 1025)), int(rng.integers(1, 5)), int(rng.integers(1, 5)))
+            own = [
+                range(at, at + shape.local_batch_size)
+                for r in range(shape.dp_size)
+                for at in shape.microbatches(first, r)
+            ]
+            samples = np.sort(np.concatenate([np.array(part) for part in own]))
+            faults += int((samples != np.arange(first, first + shape.samples)).sum())
+            first += shape.samples
+            checked += shape.samples
+        dataset, index = interleave(start, first - start, weights)
+        for i in range(3):
+            faults += int((np.diff(index[dataset == i]) != 1).sum())
+    return {
+        "walk_tokens": 2 * 10**12,
+        "samples_checked": checked,
+        "faults": faults,
+        "seconds": time.perf_counter() - begin,
+    }
+
+
+def prepare(root: Path, quick: bool) -> tuple[list[Row], Bars]:
+    """`data.prepare` against `encode_batch` of the same text on the same cores, in tokens/s."""
+    from data.prepare import prepare as prepare_dataset
+    from data.sources import documents, list_files, plan_units
+
+    texts = [text for unit in plan_units(list_files(["stdlib"])) for text in documents(unit, "text")]
+    train_tokenizer(texts, 4096).save(_made(root / "tokenizer"))
+    repeats = 2 if quick else 12
+    source = root / "text.jsonl"
+    with source.open("w") as file:
+        for _ in range(repeats):
+            file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
+    raw = load_tokenizer(root / "tokenizer").raw
+    begin, tokens = time.perf_counter(), 0
+    for _ in range(repeats):
+        for first in range(0, len(texts), 128):
+            tokens += sum(len(encoding.ids) for encoding in raw.encode_batch(texts[first : first + 128]))
+    reference = tokens / (time.perf_counter() - begin)
+    begin = time.perf_counter()
+    manifest = prepare_dataset([str(source)], str(root / "prepared"), tokenizer=str(root / "tokenizer"))
+    prepared = sum(shard["tokens"] for shard in manifest["shards"])
+    speed = prepared / (time.perf_counter() - begin)
+    row = {"tokens": prepared, "prepare_tok/s": speed, "encode_batch_tok/s": reference, "ratio": speed / reference}
+    print_row(row)
+    return [row], [("prepare: 0.9 of encode_batch", row["ratio"] >= 0.9)]
+
+
+def s3(root: Path, quick: bool) -> tuple[list[Row], Bars]:
+    """From a real S3 server at 180,000 tokens/s: a fifth of the requests answered 503, and an outage."""
+    from benchmarks.data_s3 import measure_s3
+
+    write_ours(root / "s3", *corpus(8_000_000 if quick else 40_000_000, seed=0))
+    row = measure_s3(root / "s3", our_config, seconds=20 if quick else 120, outage_seconds=5 if quick else 30)
+    print_row(row)
+    return [row], [
+        ("s3: data wait of at most 1 % of the step", row["wait_pct"] <= 1),
+        ("s3: the same batches as from the folder", row["identical"]),
+    ]
+
+
+PARTS = {"loaders": loaders, "mixture": mixture, "growth": growth, "prepare": prepare, "s3": s3}
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def main() -> int:
+    parser = build_parser(__doc__ or "")
+    parser.add_argument("part", nargs="*", help=f"of {', '.join(PARTS)}; default: all")
+    parser.add_argument("--row", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.row:
+        print(json.dumps(run_row(*json.loads(arguments.row))))
+        os._exit(0)  # some loaders leave threads that never end
+    unknown = set(arguments.part) - set(PARTS)
+    if unknown:
+        parser.error(f"unknown part {', '.join(unknown)}: one of {', '.join(PARTS)}")
+    rows: list[Row] = []
+    bars: Bars = []
+    for name in arguments.part or PARTS:
+        with tempfile.TemporaryDirectory(prefix="benchmark-data-") as folder:
+            part_rows, part_bars = PARTS[name](Path(folder), arguments.quick)
+        rows += [{"part": name, **row} for row in part_rows]
+        bars += part_bars
+    return finish(arguments, rows, bars)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
