@@ -1,11 +1,13 @@
-"""Checkpoints on object storage with the S3 API, by s3fs.
+"""Checkpoints on object storage with the S3 API.
 
 Nothing but what every such store keeps: an object is written once, whole, under a name of its own; there are
 no directories, renames, appends or tests for existence. Endpoint and credentials come from the environment, as
 for any AWS tool: AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL, AWS_REGION, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY.
+
+botocore (which s3fs brings along) is used as it is: a blocking client for several threads moves more bytes per
+core than s3fs's one event loop, and it leaves to us what is repeated and for how long.
 """
 
-import errno
 import io
 import os
 import random
@@ -15,17 +17,26 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import IO, Any, TypeVar, cast
 
-import aiohttp
-import s3fs
-from botocore.exceptions import BotoCoreError, HTTPClientError, NoCredentialsError, PartialCredentialsError
+import botocore.session
+from botocore.config import Config
+from botocore.exceptions import (
+    BotoCoreError,
+    ClientError,
+    ConnectionError,
+    HTTPClientError,
+    IncompleteReadError,
+    NoCredentialsError,
+    PartialCredentialsError,
+)
+from botocore.parsers import ResponseParserError
 
 from checkpoint.stores import CheckpointError, DamagedError, join
 
 T = TypeVar("T")
 
 ATTEMPTS = 5  # of each request; the waits between them add up to less than 20 s
-PART_BYTES = 16 << 20
-PARTS_IN_FLIGHT = 4  # per file that is being written
+PART_BYTES = 8 << 20
+PARTS_IN_FLIGHT = 4  # per file that is being written, per range that is being read
 CONNECT_SECONDS = 10
 
 
@@ -36,23 +47,24 @@ class S3Store:
     exist and is not seen is waited for, `visibility_seconds` long: some stores show a new object late.
     """
 
+    read_threads = 8
+
     def __init__(self, url: str, *, request_seconds: float, visibility_seconds: float) -> None:
         self.url = url.rstrip("/")
         self.bucket, _, self.prefix = self.url.removeprefix("s3://").partition("/")
         self.visibility_seconds = visibility_seconds
-        self.fs = s3fs.S3FileSystem(
-            client_kwargs={"region_name": os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")},
-            config_kwargs={
-                "connect_timeout": CONNECT_SECONDS,
-                "read_timeout": request_seconds,
-                "retries": {"max_attempts": 0},
-                "max_pool_connections": 64,
-                "request_checksum_calculation": "when_required",  # not every S3 API knows the newer checksums
-                "response_checksum_validation": "when_required",
-            },
-            skip_instance_cache=True,
+        self.client = botocore.session.get_session().create_client(
+            "s3",
+            region_name=os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1",
+            config=Config(
+                connect_timeout=CONNECT_SECONDS,
+                read_timeout=request_seconds,
+                retries={"total_max_attempts": 1},  # repeated below, where what may be repeated is known
+                max_pool_connections=64,
+                request_checksum_calculation="when_required",  # not every S3 API knows the newer checksums
+                response_checksum_validation="when_required",
+            ),
         )
-        self.fs.retries = 1  # repeated here, where what may be repeated is known
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
         sizes: dict[str, int] = {}
@@ -66,18 +78,33 @@ class S3Store:
             more = {"ContinuationToken": page["NextContinuationToken"]}
 
     def read(self, name: str) -> bytes:
-        return self._visible(name, lambda: self.fs.cat_file(f"{self.bucket}/{self._key(name)}"))
+        def fetch() -> bytes:
+            return self.client.get_object(Bucket=self.bucket, Key=self._key(name))["Body"].read()
+
+        return self._visible(name, fetch)
 
     def read_into(self, name: str, offset: int, view: memoryview) -> None:
-        def fetch() -> bytes:
-            return self.fs.cat_file(f"{self.bucket}/{self._key(name)}", start=offset, end=offset + len(view))
+        def fetch(start: int) -> None:
+            piece = view[start : start + PART_BYTES]
+            first, last = offset + start, offset + start + len(piece) - 1
 
-        data = self._visible(name, fetch)
-        if len(data) != len(view):
-            raise DamagedError(
-                f"{join(self.url, name)}: ends at byte {offset + len(data)}, {len(view) - len(data)} missing"
-            )
-        view[:] = data
+            def get() -> int:
+                body = self.client.get_object(Bucket=self.bucket, Key=self._key(name), Range=f"bytes={first}-{last}")
+                stream, done = body["Body"], 0
+                while count := stream.readinto(piece[done:]):
+                    done += count
+                return done
+
+            done = self._visible(name, get)
+            if done != len(piece):
+                raise DamagedError(f"{join(self.url, name)}: ends at byte {first + done}, more should be there")
+
+        starts = range(0, len(view), PART_BYTES)
+        if len(starts) == 1:
+            fetch(0)
+        else:
+            with ThreadPoolExecutor(PARTS_IN_FLIGHT) as threads:
+                list(threads.map(fetch, starts))
 
     @contextmanager
     def create(self, name: str) -> Iterator[IO[bytes]]:
@@ -112,7 +139,7 @@ class S3Store:
 
     def _call(self, method: str, name: str, **arguments: Any) -> dict[str, Any]:
         """One S3 request on `name`, repeated where that can help. Raises CheckpointError naming it."""
-        return self._repeated(name, lambda: self.fs.call_s3(method, Bucket=self.bucket, **arguments), method)
+        return self._repeated(name, lambda: getattr(self.client, method)(Bucket=self.bucket, **arguments))
 
     def _visible(self, name: str, fetch: Callable[[], T]) -> T:
         """`fetch()`, waited for while the object is not seen. Raises DamagedError if it stays so."""
@@ -120,35 +147,42 @@ class S3Store:
         pause = 0.1
         while True:
             try:
-                return self._repeated(name, fetch, "get_object")
+                return self._repeated(name, fetch)
             except _NotFoundError:
                 if time.monotonic() > deadline:
                     raise DamagedError(f"{join(self.url, name)}: missing") from None
                 time.sleep(pause)
                 pause = min(2 * pause, 5.0)
 
-    def _repeated(self, name: str, call: Callable[[], T], method: str) -> T:
+    def _repeated(self, name: str, call: Callable[[], T]) -> T:
         place = join(self.url, name)
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 return call()
-            except FileNotFoundError as error:
-                raise _NotFoundError(f"{place}: {error}: no such object or bucket") from None
-            except PermissionError as error:
-                raise CheckpointError(f"{place}: {method} is not allowed: {error}; check credentials") from None
             except (NoCredentialsError, PartialCredentialsError) as error:
-                raise CheckpointError(f"{place}: {error}; set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY") from None
-            except (OSError, BotoCoreError, HTTPClientError, aiohttp.ClientError) as error:
-                if isinstance(error, OSError) and error.errno == errno.EINVAL:
-                    if method == "get_object":
-                        raise DamagedError(f"{place}: ends before the bytes that should be there: {error}") from None
-                    raise CheckpointError(f"{place}: {method} was refused: {error}") from None
+                raise CheckpointError(f"{place}: {error}; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY") from None
+            except (ClientError, HTTPClientError, ConnectionError, IncompleteReadError, ResponseParserError) as error:
+                if isinstance(error, ClientError):
+                    _raise_if_final(place, error)
                 if attempt == ATTEMPTS:
-                    raise CheckpointError(
-                        f"{place}: {method} failed {ATTEMPTS} times; the last time: {type(error).__name__}: {error}"
-                    ) from None
+                    raise CheckpointError(f"{place}: failed {ATTEMPTS} times; the last time: {error}") from None
                 time.sleep((2**attempt / 2) * random.uniform(0.5, 1.0))
+            except BotoCoreError as error:
+                raise CheckpointError(f"{place}: {error}") from None
         raise AssertionError("unreachable")
+
+
+def _raise_if_final(place: str, error: ClientError) -> None:
+    """Raise what the answer means, unless it is one that may be another one the next time."""
+    status, code = error.response["ResponseMetadata"]["HTTPStatusCode"], error.response["Error"]["Code"]
+    if status == 404:
+        raise _NotFoundError(f"{place}: {error}: no such object or bucket") from None
+    if status in (401, 403):
+        raise CheckpointError(f"{place}: not allowed: {error}; check the credentials and what they permit") from None
+    if status == 416:
+        raise DamagedError(f"{place}: ends before the bytes that should be there") from None
+    if 300 <= status < 500 and status not in (408, 429) and code not in ("RequestTimeout", "SlowDown"):
+        raise CheckpointError(f"{place}: refused: {error}") from None
 
 
 class _NotFoundError(CheckpointError):

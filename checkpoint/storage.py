@@ -15,11 +15,13 @@ import io
 import pickle
 import re
 import secrets
+import struct
 import time
+import zipfile
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from functools import partial
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import IO, Any, cast
 
 import numpy as np
@@ -28,7 +30,7 @@ from torch import Tensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -38,7 +40,6 @@ from checkpoint.manifest import (
     METADATA,
     ChecksumError,
     Manifest,
-    checked_twice,
     encode_manifest,
     sha256,
 )
@@ -46,7 +47,6 @@ from checkpoint.ranks import Ranks
 from checkpoint.stores import CheckpointError, DamagedError, Store, join
 
 WRITE_THREADS = 2
-READ_THREADS = 8
 RANGE_BYTES = 16 << 20  # neighbouring items are read together up to this
 WINDOW_BYTES = 256 << 20  # read and not yet copied, at most, unless a single item is larger
 
@@ -240,7 +240,7 @@ def read_state(store: Store, name: str, metadata: Metadata, state: State) -> Non
         index = wanted[0].storage_index
         _check_item(store, name, info, index, data)
         try:
-            tensor = torch.load(cast(IO[bytes], _MemoryReader(data)), map_location="cpu", weights_only=True)
+            tensor = _decode(info, data, metadata, index)
         except Exception as error:
             where = f"{join(store.url, name)}/{info.relative_path}"
             raise DamagedError(f"{where}: {index.fqn} is not a tensor that can be read: {error}") from None
@@ -293,45 +293,73 @@ def _check_item(store: Store, name: str, info: _StorageInfo, index: MetadataInde
         raise ChecksumError(f"{where}/{info.relative_path}: checksum of {index.fqn} differs, at byte {info.offset}")
 
 
+def _decode(info: _StorageInfo, data: memoryview, metadata: Metadata, index: MetadataIndex) -> Tensor:
+    """The tensor of an item. One of our own is a view of `data`, which is found without unpickling anything."""
+    if not hasattr(info, "crc32"):
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    stored = metadata.state_dict_metadata[index.fqn]
+    assert isinstance(stored, TensorStorageMetadata)
+    shape = next(chunk.sizes for chunk in stored.chunks if chunk.offsets == (index.offset or chunk.offsets))
+    with zipfile.ZipFile(cast(IO[bytes], _MemoryReader(data))) as archive:  # what torch.save writes
+        record = next(entry for entry in archive.infolist() if entry.filename.endswith("/data/0"))
+    name_bytes, extra_bytes = struct.unpack_from("<HH", data, record.header_offset + 26)
+    start = record.header_offset + 30 + name_bytes + extra_bytes
+    if not shape.numel():
+        return torch.empty(shape, dtype=stored.properties.dtype)
+    return torch.frombuffer(data, dtype=stored.properties.dtype, count=shape.numel(), offset=start).view(shape)
+
+
 def _read_ranges(
     store: Store,
     name: str,
     items: Sequence[tuple[_StorageInfo, Any]],
     consume: Callable[[_StorageInfo, memoryview, Any], None],
 ) -> None:
-    """Read `items`, sorted by place, in parallel, neighbours together, and hand each to `consume` with its bytes.
+    """Read `items`, sorted by place, neighbours together, and hand each in order to `consume` with its bytes.
 
-    At most WINDOW_BYTES are held at a time, or one range if that alone is larger.
+    The next ranges are read by threads meanwhile, WINDOW_BYTES of them at most (or one range, if that is larger).
     """
     prefix = f"{name}/" if name else ""
+    free: list[np.ndarray] = []  # buffers to use again: new memory costs more than the copy into it
 
-    def read(group: list[tuple[_StorageInfo, Any]]) -> None:
-        start = group[0][0].offset
-        buffer = np.empty(group[-1][0].offset + group[-1][0].length - start, np.uint8).data
-        store.read_into(prefix + group[0][0].relative_path, start, buffer)
+    def read(group: list[tuple[_StorageInfo, Any]]) -> np.ndarray:
+        size = _size(group)
+        buffer = free.pop() if free and size <= RANGE_BYTES else np.empty(max(size, RANGE_BYTES), np.uint8)
+        store.read_into(prefix + group[0][0].relative_path, group[0][0].offset, buffer.data[:size])
+        return buffer
+
+    def consume_all(group: list[tuple[_StorageInfo, Any]], buffer: np.ndarray) -> None:
         for info, target in group:
-            consume(info, buffer[info.offset - start : info.offset - start + info.length], target)
+            start = info.offset - group[0][0].offset
+            consume(info, buffer.data[start : start + info.length], target)
+        if len(buffer) == RANGE_BYTES:
+            free.append(buffer)
 
-    held: dict[Future[None], int] = {}
-    with ThreadPoolExecutor(READ_THREADS) as threads:
+    groups = _neighbours(items)
+    coming = next(groups, None)
+    ahead: deque[tuple[list[tuple[_StorageInfo, Any]], Future[np.ndarray]]] = deque()
+    with ThreadPoolExecutor(store.read_threads) as threads:
         try:
-            for group in _neighbours(items):
-                size = sum(info.length for info, _ in group)
-                while held and sum(held.values()) + size > WINDOW_BYTES:
-                    _drop_done(held)
-                held[threads.submit(checked_twice, partial(read, group))] = size
-            while held:
-                _drop_done(held)
+            while coming or ahead:
+                held = sum(_size(group) for group, _ in ahead)
+                room = len(ahead) <= store.read_threads and held + _size(coming or []) <= WINDOW_BYTES
+                if coming and (room or not ahead):
+                    ahead.append((coming, threads.submit(read, coming)))
+                    coming = next(groups, None)
+                    continue
+                group, future = ahead.popleft()
+                try:
+                    consume_all(group, future.result())
+                except ChecksumError:  # a bit can flip on the way, too
+                    consume_all(group, read(group))
         finally:
-            for future in held:
+            for _, future in ahead:
                 future.cancel()
 
 
-def _drop_done(held: dict[Future[None], int]) -> None:
-    """Wait for one or more of `held` and remove them. Raises what they raised."""
-    for future in wait(held, return_when=FIRST_COMPLETED).done:
-        del held[future]
-        future.result()
+def _size(group: Sequence[tuple[_StorageInfo, Any]]) -> int:
+    """Bytes from the first to the end of the last of some neighbours."""
+    return group[-1][0].offset + group[-1][0].length - group[0][0].offset if group else 0
 
 
 def _neighbours(items: Sequence[tuple[_StorageInfo, Any]]) -> Iterator[list[tuple[_StorageInfo, Any]]]:

@@ -26,6 +26,7 @@ class Store(Protocol):
     """What checkpoints need of a place."""
 
     url: str
+    read_threads: int  # as many reads at a time as it serves well
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
         """Name → bytes of everything under the folder `prefix`; empty if there is nothing."""
@@ -50,7 +51,9 @@ class Store(Protocol):
 
 
 class LocalStore:
-    """A folder of a file system that all ranks see."""
+    """A folder of a file system."""
+
+    read_threads = 2  # nearly in order, as a disk likes it
 
     def __init__(self, folder: str | Path) -> None:
         self.url = str(folder)

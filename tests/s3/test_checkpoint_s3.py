@@ -191,18 +191,18 @@ def test_a_failed_large_object_leaves_nothing(bucket, proxy, monkeypatch, quick,
     with pytest.raises(CheckpointError, match="failed 5 times"), store.create("object") as stream:
         stream.write(os.urandom(12 << 20))
     assert store.sizes() == {}
-    assert "Uploads" not in store.fs.call_s3("list_multipart_uploads", Bucket=store.bucket)
+    assert "Uploads" not in store.client.list_multipart_uploads(Bucket=store.bucket)
 
 
 def test_begun_uploads_are_dropped_once_old(bucket):
     store = store_at(bucket)
-    store.fs.call_s3("create_multipart_upload", Bucket=store.bucket, Key="step-1/x")
-    (begun,) = store.fs.call_s3("list_multipart_uploads", Bucket=store.bucket)["Uploads"]
+    store.client.create_multipart_upload(Bucket=store.bucket, Key="step-1/x")
+    (begun,) = store.client.list_multipart_uploads(Bucket=store.bucket)["Uploads"]
     age = time.time() - begun["Initiated"].timestamp()  # not always 0: moto's clock stands still in 2010
     store.abort_uploads(age + 3600)
-    assert len(store.fs.call_s3("list_multipart_uploads", Bucket=store.bucket)["Uploads"]) == 1
+    assert len(store.client.list_multipart_uploads(Bucket=store.bucket)["Uploads"]) == 1
     store.abort_uploads(age - 3600)
-    assert "Uploads" not in store.fs.call_s3("list_multipart_uploads", Bucket=store.bucket)
+    assert "Uploads" not in store.client.list_multipart_uploads(Bucket=store.bucket)
 
 
 @pytest.mark.parametrize("operation", ["put", "get", "list"])
@@ -223,7 +223,7 @@ def test_a_store_that_fails_for_one_rank_fails_the_save_on_all(bucket, proxy, fa
     proxy.fault("403", "put", view=failing_rank)
     messages = run_ranks(2, _on_own_view, proxy.endpoints, _failing_save, bucket)
     assert messages[0] == messages[1]
-    assert "put_object is not allowed" in messages[0]
+    assert "not allowed" in messages[0]
     assert steps_in(bucket) == []
 
 
@@ -264,7 +264,7 @@ def test_what_cannot_be_removed_is_said(bucket, proxy, caplog):
 def test_removal_takes_the_manifest_first(two_steps, proxy):
     store = store_at(two_steps)
     proxy.fault("403", "delete", skip=1)
-    with pytest.raises(CheckpointError, match="delete_object is not allowed"):
+    with pytest.raises(CheckpointError, match="not allowed"):
         remove_checkpoint(store, committed(store)[1])
     assert steps_in(two_steps) == [2]
 
