@@ -53,9 +53,12 @@ def peak_flops(device: torch.device) -> float | None:
 
 def peak_memory_gib(device: torch.device) -> float:
     """Most memory held so far: reserved by the allocator on an accelerator, resident on CPU. GiB."""
-    if device.type == "cpu":
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux
-    return torch.cuda.max_memory_reserved(device) / 2**30
+    if device.type != "cpu":
+        return torch.cuda.max_memory_reserved(device) / 2**30
+    status = Path("/proc/self/status")
+    if status.exists():  # ru_maxrss would begin with the peak of the process that started this one
+        return int(status.read_text().split("VmHWM:")[1].split()[0]) / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def configure_logging(log_ranks: tuple[int, ...], rank: int) -> None:

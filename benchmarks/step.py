@@ -12,7 +12,6 @@ Peak memory comes from a process of its own for each. The bar: train.py costs at
 import contextlib
 import dataclasses
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -25,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import metrics
 from benchmarks.report import build_parser, finish, print_row
 from config import Config, load_config
 from data.prepare import main as prepare
@@ -121,7 +121,7 @@ def run_alone(name: str, param_dtype: str) -> None:
             loop = bare_loop(PEERS[name](), config)
             for _ in range(config.training.steps):
                 next(loop)
-        print(json.dumps(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20), flush=True)
+        print(json.dumps(metrics.peak_memory_gib(torch.device("cpu"))), flush=True)
 
 
 def peak_memory_gib(name: str, param_dtype: str) -> float:
@@ -171,7 +171,8 @@ def _flavor() -> LlamaConfig:
 def _config(param_dtype: str, steps: int, outputs: Path) -> Config:
     return load_config(
         [
-            f"--data.datasets={DATASET}",
+            "--config=train_configs/debug.toml",
+            "--training.global_batch_size=0",
             f"--model.vocab_size={VOCAB_SIZE}",
             f"--training.param_dtype={param_dtype}",
             f"--training.steps={steps}",

@@ -13,11 +13,8 @@ def apply_fsdp(model: nn.Module, groups: list[list[nn.Module]], mesh: DeviceMesh
 
     Each of `groups`, in order of use, is gathered and freed as one; what is in none belongs to the root,
     which stays gathered from its forward to its backward, as does the last group, which backward needs first.
-    A mesh of (n, 1) replicates (DDP), (1, n) shards (FSDP), (m, n) does both (HSDP). One rank alone needs FSDP
-    only to compute in another type than it stores.
+    A mesh of (n, 1) replicates (DDP), (1, n) shards (FSDP), (m, n) does both (HSDP).
     """
-    if mesh.size() == 1 and config.training.param_dtype == "float32":
-        return
     axes = "dp_shard" if mesh["dp_replicate"].size() == 1 else ("dp_replicate", "dp_shard")
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, config.training.param_dtype),

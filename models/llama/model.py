@@ -125,14 +125,28 @@ def attention(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, mask: Tensor | Blo
     )
 
 
+class Linear(nn.Linear):
+    """Computes in the type of its input, whatever wider type its weight is stored in."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+class RMSNorm(nn.RMSNorm):
+    """Computes in the type of its input, whatever wider type its weight is stored in."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
 class Attention(nn.Module):
     def __init__(self, config: LlamaConfig):
         super().__init__()
         self.head_dim = config.head_dim
-        self.wq = nn.Linear(config.dim, config.n_heads * config.head_dim, bias=False)
-        self.wk = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
-        self.wv = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
-        self.wo = nn.Linear(config.n_heads * config.head_dim, config.dim, bias=False)
+        self.wq = Linear(config.dim, config.n_heads * config.head_dim, bias=False)
+        self.wk = Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
+        self.wv = Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
+        self.wo = Linear(config.n_heads * config.head_dim, config.dim, bias=False)
 
     def forward(
         self, x_BSD: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | BlockMask | None, cache: KVCache | None
@@ -151,9 +165,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
-        self.w1 = nn.Linear(config.dim, config.hidden_dim, bias=False)
-        self.w2 = nn.Linear(config.hidden_dim, config.dim, bias=False)
-        self.w3 = nn.Linear(config.dim, config.hidden_dim, bias=False)
+        self.w1 = Linear(config.dim, config.hidden_dim, bias=False)
+        self.w2 = Linear(config.hidden_dim, config.dim, bias=False)
+        self.w3 = Linear(config.dim, config.hidden_dim, bias=False)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         return self.w2(F.silu(self.w1(x_BSD)) * self.w3(x_BSD))
@@ -162,9 +176,9 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     def __init__(self, config: LlamaConfig):
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.dim, config.norm_eps)
+        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
         self.attention = Attention(config)
-        self.ffn_norm = nn.RMSNorm(config.dim, config.norm_eps)
+        self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
         self.feed_forward = FeedForward(config)
 
     def forward(
@@ -180,7 +194,13 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """Build it on the meta device, shard it, then fill it by `models.init_weights` or from a checkpoint."""
+    """Build it on the meta device, shard it, then fill it by `models.init.init_weights` or from a checkpoint.
+
+    `compute_dtype`: type of the residual stream, which decides the type of all that is computed; the weights' own
+    if None.
+    """
+
+    compute_dtype: torch.dtype | None = None
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
@@ -188,9 +208,9 @@ class Llama(nn.Module):
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         # Keyed by number, so that a parameter keeps its name when a pipeline stage holds only some layers.
         self.layers = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})
-        self.norm = nn.RMSNorm(config.dim, config.norm_eps)
+        self.norm = RMSNorm(config.dim, config.norm_eps)
         # Tied embeddings have no second parameter: one weight, one name, one shard.
-        self.output = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.output = None if config.tie_embeddings else Linear(config.dim, config.vocab_size, bias=False)
 
     def forward(
         self, tokens_BS: Tensor, positions_BS: Tensor | None = None, caches: Sequence[KVCache] | None = None
@@ -212,10 +232,11 @@ class Llama(nn.Module):
         cos, sin = rope_cos_sin(self.config, positions)
 
         h = self.tok_embeddings(tokens_BS)
+        h = h.to(self.compute_dtype or h.dtype)
         for i, block in enumerate(self.layers.values()):
             h = block(h, cos, sin, mask, caches[i] if caches else None)
         h = self.norm(h)
-        return F.linear(h, self.tok_embeddings.weight) if self.output is None else self.output(h)
+        return F.linear(h, self.tok_embeddings.weight.to(h.dtype)) if self.output is None else self.output(h)
 
     def init_std(self, name: str) -> float | None:
         """Standard deviation of the initial values of the parameter `name`; None for norms, which start at 1.

@@ -1,5 +1,6 @@
 """How a Llama is checkpointed, compiled and sharded: one recipe, in the order that matters."""
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -20,6 +21,10 @@ def apply_parallelism(model: Llama, mesh: DeviceMesh, config: Config) -> None:
         for block in blocks:
             block.compile(backend=config.compile.backend, fullgraph=True)
 
+    if mesh.size() == 1 and not config.float8.enable:
+        # Alone there is nothing to gather: weights are cast where they are used, which FSDP's copies only slow down.
+        model.compute_dtype = getattr(torch, config.training.param_dtype)
+        return
     groups: list[list[nn.Module]] = [[block] for block in blocks]
     if model.output is not None:  # tied, the weight at both ends is the root's, gathered for the whole step
         groups = [[model.tok_embeddings], *groups, [model.norm, model.output]]

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
 
 from config import ActivationCheckpoint, Compile, Config, Optimizer, Parallelism, Training
 from loss import IGNORED, build_loss
@@ -57,6 +58,10 @@ def plain_run(steps: int, tied: bool = False) -> dict[str, Any]:
     return result
 
 
+def whole(x: torch.Tensor) -> torch.Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
 def our_run(config: Config, steps: int, accumulation: int, tied: bool = False) -> dict[str, Any]:
     """The step of train.py on this rank."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -65,7 +70,7 @@ def our_run(config: Config, steps: int, accumulation: int, tied: bool = False) -
     model = build_model(spec, dataclasses.replace(FLAVOR, tie_embeddings=tied))
     spec.apply_parallelism(model, dims.build_mesh("cpu"), config)
     init_weights(model, torch.device("cpu"), seed=0)
-    result: dict[str, Any] = {"init": {n: p.full_tensor().detach().clone() for n, p in model.named_parameters()}}
+    result: dict[str, Any] = {"init": {n: whole(p).detach().clone() for n, p in model.named_parameters()}}
     optimizer, loss_fn = build_optimizer(model, config.optimizer), build_loss(config.compile)
     result |= {"losses": [], "norms": []}
     local = GLOBAL_BATCH // accumulation // world_size
@@ -81,7 +86,7 @@ def our_run(config: Config, steps: int, accumulation: int, tied: bool = False) -
             total += loss.detach()
         dist.all_reduce(total)
         if step == 0:
-            result["grads"] = {n: p.grad.full_tensor().clone() for n, p in model.named_parameters()}
+            result["grads"] = {n: whole(p.grad).clone() for n, p in model.named_parameters()}
         result["norms"].append(clip_grad_norm_(model.parameters(), MAX_NORM).item())
         optimizer.step()
         optimizer.zero_grad()
@@ -89,7 +94,7 @@ def our_run(config: Config, steps: int, accumulation: int, tied: bool = False) -
     with torch.no_grad():
         model(step_data(0)[0][:1])  # as validation does: a forward without a backward
     reshard(model)
-    result["weights"] = {n: p.full_tensor().detach().clone() for n, p in model.named_parameters()}
+    result["weights"] = {n: whole(p).detach().clone() for n, p in model.named_parameters()}
     return result
 
 
