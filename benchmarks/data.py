@@ -62,7 +62,7 @@ def words_tokenizer() -> Tokenizer:
     return Tokenizer(RawTokenizer(models.WordLevel({str(i): i for i in range(VOCAB_SIZE)}, unk_token="1")), "0")
 
 
-def write_ours(folder: Path, ids: np.ndarray, offsets: np.ndarray) -> None:
+def write_ours(folder: Path, ids: np.ndarray, offsets: np.ndarray, block_bytes: int = 8 * 2**20) -> None:
     """The corpus as one of our datasets, in four shards."""
     folder.mkdir(parents=True)
     tokenizer = words_tokenizer()
@@ -72,7 +72,7 @@ def write_ours(folder: Path, ids: np.ndarray, offsets: np.ndarray) -> None:
     for number, (first, stop) in enumerate(pairwise(cuts)):
         part = (offsets[first : stop + 1] - offsets[first]).astype(np.int32)
         documents = pa.ListArray.from_arrays(part, ids[offsets[first] : offsets[stop]], type=token_type("uint16"))
-        written.append(write_shard(folder, "train", number, documents, 8 * 2**20))
+        written.append(write_shard(folder, "train", number, documents, block_bytes))
     write_manifest(folder, tokenizer, written)
 
 
@@ -331,7 +331,10 @@ def s3(root: Path, quick: bool) -> tuple[list[Row], Bars]:
     """From a real S3 server at 180,000 tokens/s: a fifth of the requests answered 503, and an outage."""
     from benchmarks.data_s3 import measure_s3
 
-    write_ours(root / "s3", *corpus(8_000_000 if quick else 40_000_000, seed=0))
+    if quick:
+        write_ours(root / "s3", *corpus(8_000_000, seed=0), block_bytes=2**20)
+    else:
+        write_ours(root / "s3", *corpus(40_000_000, seed=0))
     row = measure_s3(root / "s3", our_config, seconds=20 if quick else 120, outage_seconds=5 if quick else 30)
     print_row(row)
     return [row], [

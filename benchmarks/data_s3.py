@@ -37,7 +37,8 @@ def measure_s3(dataset: Path, config: Callable[..., Config], seconds: float, out
         steps = int(seconds * TOKENS_PER_SECOND / remote.training.seq_len / remote.training.local_batch_size)
         step_seconds = seconds / steps
         outage = threading.Timer(seconds / 3, lambda: proxy.fault("reset"))
-        over = threading.Timer(seconds / 3 + outage_seconds, _fail_a_fifth, [proxy])
+        failed: list[int] = []
+        over = threading.Timer(seconds / 3 + outage_seconds, lambda: failed.append(_fail_a_fifth(proxy)))
         outage.start()
         over.start()
         waited = 0.0
@@ -48,7 +49,7 @@ def measure_s3(dataset: Path, config: Callable[..., Config], seconds: float, out
             waited += loader.wait_seconds
         elapsed = time.monotonic() - begin
         over.join()
-        faults = proxy.counts().get("fault:503", 0)
+        failed.append(_fail_a_fifth(proxy))
         loader.close()
     local = build_dataloader(config([dataset], window_blocks=WINDOW_BLOCKS), 0, 1)
     identical = batches == [local.next_step()[0].tokens.sum().item() for _ in batches]
@@ -58,12 +59,15 @@ def measure_s3(dataset: Path, config: Callable[..., Config], seconds: float, out
         "first_batch_s": start,
         "wait_pct": 100 * waited / elapsed,
         "outage_s": outage_seconds,
-        "faults_503": faults,
+        "failed_requests": sum(failed),
         "identical": identical,
     }
 
 
-def _fail_a_fifth(proxy: FaultProxy) -> None:
+def _fail_a_fifth(proxy: FaultProxy) -> int:
+    """From now on; ends what was failing before. Returns the requests that failed so far."""
+    counts = proxy.counts()
     proxy.reset()
     for i in range(1, 100):
         proxy.fault("503", operation="get", skip=4 * i, times=1)
+    return sum(number for name, number in counts.items() if name.startswith("fault:"))

@@ -7,6 +7,7 @@ Exit status 1, with a line for each fault, when anything is wrong.
 
 import argparse
 import sys
+import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -81,19 +82,26 @@ def _unended(block: Block, eos_id: int) -> Iterator[int]:
         yield int(np.flatnonzero((counts != 1) | ~last)[0])
 
 
+def _report(dataset: Dataset) -> int:
+    """Print what is wrong and what there is; returns the number of faults."""
+    wrong = 0
+    for message in faults(dataset):
+        wrong += 1
+        print(message)
+    for split in dataset.splits.values():
+        documents = sum(shard.documents for shard in split.shards)
+        print(f"{dataset.url}: {split.name}: {documents:,} documents, {split.total_tokens:,} tokens")
+    return wrong
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m data.verify", description="Check datasets, every byte.")
     parser.add_argument("dataset", nargs="+", help="folder or URL of a prepared dataset")
     wrong = 0
     try:
         for url in parser.parse_args(argv).dataset:
-            dataset = open_dataset(url, Data())
-            for message in faults(dataset):
-                wrong += 1
-                print(message)
-            for split in dataset.splits.values():
-                documents = sum(shard.documents for shard in split.shards)
-                print(f"{url}: {split.name}: {documents:,} documents, {split.total_tokens:,} tokens")
+            with tempfile.TemporaryDirectory() as cache:  # what lies in the run's own cache is not the dataset
+                wrong += _report(open_dataset(url, Data(cache_folder=cache, cache_gb=1)))
     except TitaniteError as error:
         sys.exit(f"error: {error}")
     if wrong:

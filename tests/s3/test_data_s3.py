@@ -1,5 +1,7 @@
 """Training data from a real S3 server, sound and misbehaving."""
 
+import gzip
+import json
 import os
 import threading
 import zlib
@@ -10,7 +12,9 @@ import pytest
 import torch
 
 from config import Config
+from data import verify
 from data.loader import build_dataloader, validation_batches
+from data.prepare import prepare
 from data.shards import BadBlockError, DataError
 from data.storage import Cache, StorageError
 from tests.corpus import data_config, write_dataset
@@ -64,13 +68,13 @@ def test_each_block_is_fetched_once_for_all_ranks_of_a_node(remote, tmp_path, pr
     alone = epoch_of(config)
     once = proxy.counts()["get"]
     assert epoch_of(config) == alone
-    small_files = 3  # manifest.json and the tokenizer's two are read anew by every start, twice
-    assert proxy.counts()["get"] == once + 2 * small_files
+    small = 4  # every start reads manifest.json twice, to check and to load, and the tokenizer's two files
+    assert proxy.counts()["get"] == once + small
     proxy.reset()
     shared = config_of(remote, tmp_path / "other")
     results = run_ranks(3, ranks_epoch, shared)
     assert [batch for turn in zip(*results, strict=True) for batch in turn] == alone[:33]
-    assert proxy.counts()["get"] == once + 2 * 2 * small_files
+    assert proxy.counts()["get"] == once + 2 * small
 
 
 def ranks_epoch(config: Config) -> list[list[int]]:
@@ -169,3 +173,26 @@ def test_without_credentials_nothing_is_retried(remote, tmp_path, monkeypatch):
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
     with pytest.raises(StorageError, match="Unable to locate credentials"):
         build_dataloader(config_of(remote, tmp_path, data__retry_seconds=10_000), 0, 1)
+
+
+def test_prepare_reads_s3_and_verify_checks_what_lies_there(bucket, tmp_path, capsys):
+    texts = [f"document {i} " + "words and more words " * (i % 7) for i in range(200)]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    system, _ = fsspec.core.url_to_fs(bucket, skip_instance_cache=True)
+    (tmp_path / "in").mkdir()
+    for name, content in (("a.jsonl", lines), ("b.jsonl.gz", gzip.compress(lines))):
+        system.pipe_file(f"{bucket}/in/{name}", content)
+        (tmp_path / "in" / name).write_bytes(content)
+    prepare([f"{bucket}/in"], str(tmp_path / "s3"), vocab_size=300, processes=2)
+    prepare([str(tmp_path / "in")], str(tmp_path / "local"), vocab_size=300, processes=1)
+    made = [{file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in ("s3", "local")]
+    assert made[0] == made[1]
+    for name, content in made[0].items():
+        system.pipe_file(f"{bucket}/out/{name}", content)
+    verify.main([f"{bucket}/out"])
+    assert "all as it was made" in capsys.readouterr().out
+    damaged = bytearray(made[0]["train-00000.arrow"])
+    damaged[1000] ^= 1
+    system.pipe_file(f"{bucket}/out/train-00000.arrow", bytes(damaged))
+    with pytest.raises(SystemExit, match="1 faults"):
+        verify.main([f"{bucket}/out"])
