@@ -278,7 +278,7 @@ class Profiling:
     trace_steps: Positive = 3
     """Steps in the trace."""
     memory_snapshot: bool = False
-    """Write a CUDA memory snapshot after the traced steps, and when memory runs out."""
+    """Record CUDA allocations and write a snapshot of them when the run ends, also when memory runs out."""
 
 
 @dataclass(frozen=True, kw_only=True)

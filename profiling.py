@@ -14,11 +14,12 @@ logger = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def profile(
-    profiling: settings.Profiling, folder: Path, rank: int, first_step: int
+    profiling: settings.Profiling, folder: Path, rank: int, steps_done: int
 ) -> Iterator[torch.profiler.profile | None]:
     """A profiler whose `.step()` the loop calls after each step, or None where no trace is wanted.
 
-    Steps are counted from the start of the run: `first_step` is the first one of this process.
+    Steps are counted from the start of the run; `steps_done` of them were done before. A trace whose first step
+    has passed begins as soon as it can: with the second step, the first warms the profiler up.
     """
     if profiling.memory_snapshot and torch.cuda.is_available():
         torch.cuda.memory._record_memory_history(max_entries=200_000)
@@ -26,7 +27,7 @@ def profile(
         if not profiling.trace:
             yield None
             return
-        skip = max(0, profiling.trace_start - first_step - 1)
+        skip = max(0, profiling.trace_start - steps_done - 2)
         with torch.profiler.profile(
             schedule=torch.profiler.schedule(wait=skip, warmup=1, active=profiling.trace_steps, repeat=1),
             on_trace_ready=lambda trace: _write_trace(trace, folder / f"trace-rank{rank}.json.gz"),

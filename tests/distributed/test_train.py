@@ -1,6 +1,7 @@
 """Whole runs of train.py: the same training at any world size, resumed bit for bit, and bad input explained."""
 
 import contextlib
+import gzip
 import json
 import os
 import random
@@ -119,6 +120,16 @@ def test_the_world_size_does_not_matter(layout: str, single: Path, dataset: Path
     run_ranks(world_size, run, arguments, start_group=False)
     assert column(tmp_path / "run", "tokens") == column(single, "tokens") == [256 * s for s in range(1, STEPS + 1)]
     torch.testing.assert_close(column(tmp_path / "run", "loss"), column(single, "loss"), rtol=1e-6, atol=0)
+
+
+def test_masked_documents_change_the_loss_and_not_its_independence(single: Path, dataset: Path, tmp_path: Path) -> None:
+    for world_size in (1, 2):
+        arguments = [*SMALL, f"--data.datasets={dataset}", f"--run.folder={tmp_path / str(world_size)}"]
+        run_ranks(world_size, run, [*arguments, "--data.mask_documents"], start_group=False)
+    alone, shared = (column(tmp_path / name, "loss") for name in ("1", "2"))
+    torch.testing.assert_close(shared, alone, rtol=1e-6, atol=0)
+    assert alone[0] == pytest.approx(column(single, "loss")[0], rel=1e-3)
+    assert alone != column(single, "loss")
 
 
 def test_the_model_learns_and_the_rows_are_whole(single: Path) -> None:
@@ -305,7 +316,11 @@ def test_killed_and_resumed_under_torchrun(dataset: Path, tmp_path: Path) -> Non
     assert "sample:\nba" in result.stderr
     assert sorted(rows(folder)) == list(range(1, 21))
     assert list((folder / "tensorboard").glob("events*"))
-    assert len(list((folder / "profile").glob("trace-rank*.json.gz"))) == 2
+    for rank in range(2):
+        with gzip.open(folder / "profile" / f"trace-rank{rank}.json.gz") as file:
+            names = {event["name"] for event in json.load(file)["traceEvents"]}
+        # Counted from this start, which resumed after step 5: steps 14 and 15 are its 9th and 10th.
+        assert {name for name in names if name.startswith("ProfilerStep")} == {"ProfilerStep#8", "ProfilerStep#9"}
 
     generate = [sys.executable, "generate.py", f"--run={folder}", "--prompt=ba", "--max-tokens=12"]
     texts = [subprocess.run(generate, cwd=ROOT, capture_output=True, text=True, check=True).stdout for _ in range(2)]
