@@ -82,6 +82,7 @@ class CheckpointManager:
         self.ranks = build_ranks(self.settings.timeout_seconds)
         self.store = self._open_store(self.settings.folder or run_folder / "checkpoints")
         self.upload_store = self._open_store(self.settings.upload) if self.settings.upload else None
+        self.model_bytes = self._gather_model_bytes()
         self.newest_step: int | None = None  # of the last save or load
         self.damaged: set[tuple[str, str]] = set()  # (url, name) found so while loading; removed after the next commit
         self.under_way: Future[None] | None = None
@@ -107,7 +108,7 @@ class CheckpointManager:
             if self.settings.save_initial:
                 self.save(0)
             return step
-        names = self._model_bytes().keys()
+        names = self.model_bytes.keys()
 
         def fill(store: Store, name: str, manifest: Manifest, metadata: Metadata) -> None:
             check_same_names(join(store.url, name), names, metadata)
@@ -126,7 +127,7 @@ class CheckpointManager:
         """The weights of `checkpoint.initial_load`, if set, into the model."""
         place = self.settings.initial_load
         if place:
-            names = self._model_bytes().keys()
+            names = self.model_bytes.keys()
 
             def fill(store: Store, name: str, manifest: Manifest, metadata: Metadata) -> None:
                 check_same_names(join(store.url, name), names, metadata)
@@ -318,7 +319,7 @@ class CheckpointManager:
             "torch": torch.__version__,
         }
 
-    def _model_bytes(self) -> dict[str, int]:
+    def _gather_model_bytes(self) -> dict[str, int]:
         """Name → bytes of every whole tensor of the model, the parts of all ranks together. Collective."""
         own = {name: value.numel() * value.itemsize for name, value in model_tensors(self.model).items()}
         parts = self.ranks.gather(own)
@@ -327,7 +328,7 @@ class CheckpointManager:
     def _check_room(self) -> None:
         """Where the first store is a disk: weights and two moments, for all that are kept and the next."""
         if isinstance(self.store, LocalStore):
-            checkpoint_bytes = 3 * sum(self._model_bytes().values())
+            checkpoint_bytes = 3 * sum(self.model_bytes.values())
             check_room(self.store, self.ranks, checkpoint_bytes // self.ranks.size, max(2, self.settings.keep + 1))
 
     def _open_store(self, place: str | Path) -> Store:

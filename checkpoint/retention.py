@@ -53,9 +53,10 @@ def check_room(store: LocalStore, ranks: Ranks, rank_bytes: int, copies: int) ->
     Checkpoints that are there already count as room. Raises CheckpointError.
     """
     probe = ranks.broadcast(f".probe-{time.time_ns()}")
-    ranks.together(lambda: store.put(probe, b"") if ranks.rank == 0 else None)
-    disk = "shared" if probe in store.sizes() else socket.gethostname()  # ranks that see it share one disk
-    room = store.free_bytes() + sum(store.sizes().values())
+    ranks.together(lambda: store.touch(probe) if ranks.rank == 0 else None)
+    sizes = store.sizes()
+    disk = "shared" if probe in sizes else socket.gethostname()  # ranks that see it share one disk
+    room = store.free_bytes() + sum(sizes.values())
     reports = ranks.gather((disk, rank_bytes, room))
 
     def check() -> None:

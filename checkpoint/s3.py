@@ -36,6 +36,7 @@ T = TypeVar("T")
 
 ATTEMPTS = 5  # of each request; the waits between them add up to less than 20 s
 PART_BYTES = 8 << 20
+READ_BYTES = 32 << 20  # larger ranges are read in pieces, at the same time
 PARTS_IN_FLIGHT = 4  # per file that is being written, per range that is being read
 CONNECT_SECONDS = 10
 
@@ -85,7 +86,7 @@ class S3Store:
 
     def read_into(self, name: str, offset: int, view: memoryview) -> None:
         def fetch(start: int) -> None:
-            piece = view[start : start + PART_BYTES]
+            piece = view[start : start + READ_BYTES]
             first, last = offset + start, offset + start + len(piece) - 1
 
             def get() -> int:
@@ -99,7 +100,7 @@ class S3Store:
             if done != len(piece):
                 raise DamagedError(f"{join(self.url, name)}: ends at byte {first + done}, more should be there")
 
-        starts = range(0, len(view), PART_BYTES)
+        starts = range(0, len(view), READ_BYTES)
         if len(starts) == 1:
             fetch(0)
         else:

@@ -1,0 +1,283 @@
+"""Saves and loads against stock DCP and the raw limits, on disk and on S3, by two ranks over gloo.
+
+    python -m benchmarks.checkpoint [--quick] [--check] [--skip-s3]
+
+State: float32 weights and two AdamW moments, FSDP2 over two ranks. Every round measures each way once, in turn;
+a row is the median. `raw` writes and reads as many bytes in the plainest way there is: files, written in 16 MiB
+pieces and fsynced; boto3's multipart transfer. `stock` is dcp.save and dcp.load with FileSystemWriter/-Reader,
+and FsspecWriter/-Reader, as they come. Reads start with the files out of the page cache. `read ratio` is the bytes
+read by all ranks over the bytes they need; `extra MB` is the highest resident memory of a rank beyond what it had
+before. The S3 server is started on this machine (tests/s3/server.py), so it shares its cores.
+"""
+
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from benchmarks.report import build_parser, finish, print_row
+from checkpoint.manager import CheckpointManager
+from checkpoint.retention import committed
+from checkpoint.state import allocate_optimizer_state, model_tensors, optimizer_tensors
+from checkpoint.stores import open_store
+from config import Checkpoint, Config
+from tests.harness import run_ranks
+from tests.s3.fault_proxy import fault_proxy
+from tests.s3.server import create_bucket, s3_environment, s3_server
+
+PIECE_BYTES = 16 << 20
+BUCKET = "benchmark"
+
+
+class Data:
+    """A data loader without a place."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        pass
+
+
+def build(layers: int, dim: int, url: str, **settings: Any) -> tuple[CheckpointManager, dict[str, Any], int]:
+    """(manager, its state as stock DCP takes it, bytes of this rank's part)."""
+    model = nn.Sequential(*(nn.Linear(dim, dim) for _ in range(layers)))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    allocate_optimizer_state(optimizer)
+    for state in optimizer.state.values():
+        state["exp_avg"].normal_()
+        state["exp_avg_sq"].normal_()
+    config = Config(checkpoint=Checkpoint(folder=url, keep=1, **settings))
+    manager = CheckpointManager(
+        config, Path("unused"), model=[model], optimizer=optimizer, dataloader=Data(), identity={}
+    )
+    state = {"model": model_tensors([model]), "optimizer": optimizer_tensors([model], optimizer)}
+    tensors = [*state["model"].values(), *state["optimizer"].values()]
+    size = sum(t.to_local().nbytes if hasattr(t, "to_local") else t.nbytes for t in tensors)
+    return manager, state, size
+
+
+# ---------------------------------------------------------------- what is measured, on every rank
+
+
+def measured(work: Callable[[], Any]) -> dict[str, float]:
+    """Seconds until all ranks are done, bytes read by the process, and its highest memory beyond what it had."""
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again
+    before, read = _status("VmRSS"), _bytes_read()
+    dist.barrier()
+    started = time.perf_counter()
+    work()
+    dist.barrier()
+    seconds = time.perf_counter() - started
+    return {"seconds": seconds, "read": _bytes_read() - read, "extra": _status("VmHWM") - before}
+
+
+def save_and_load(layers: int, dim: int, folder: str, way: str, s3: bool) -> dict[str, Any]:
+    """One save and one load in one way, by this rank."""
+    url = f"s3://{BUCKET}/{Path(folder).name}-{way}" if s3 else f"{folder}/{way}"
+    manager, state, size = build(layers, dim, url, mode="async" if way == "async" else "sync")
+    if way == "raw":
+        save, load = _raw_s3(url, size) if s3 else _raw_file(url, size)
+    elif way == "stock":
+        save, load = _stock_s3(url, state) if s3 else _stock_file(url, state)
+    else:
+        save, load = lambda: manager.save(1), manager.load
+    result: dict[str, Any] = {"size": size}
+    if way == "async":
+        result["first stall"] = measured(save)["seconds"]
+        manager.close()
+    result["save"] = measured(save)
+    manager.close()
+    if way != "async":
+        if not s3:
+            _forget(Path(url))
+        result["load"] = measured(load)
+    return result
+
+
+def load_elsewhere(layers: int, dim: int, url: str, way: str) -> dict[str, Any]:
+    """A load by another number of ranks than wrote."""
+    manager, state, size = build(layers, dim, url)
+    load = manager.load if way == "ours" else _stock_file(url, state)[1]
+    _forget(Path(url))
+    return {"size": size, "load": measured(load)}
+
+
+def load_through(endpoint: str, layers: int, dim: int, url: str, way: str) -> int:
+    """A load through a proxy that counts; returns the bytes of this rank's part."""
+    os.environ["AWS_ENDPOINT_URL_S3"] = endpoint
+    manager, state, size = build(layers, dim, url)
+    manager.load() if way == "ours" else _stock_s3(url, state)[1]()
+    return size
+
+
+def _stock_file(url: str, state: dict[str, Any]) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    writer, reader = dcp.FileSystemWriter(url), dcp.FileSystemReader(url)
+    return lambda: dcp.save(state, storage_writer=writer), lambda: dcp.load(state, storage_reader=reader)
+
+
+def _stock_s3(url: str, state: dict[str, Any]) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+
+    # Without sync_files=False it calls os.sync(), which waits for the disk of the whole machine.
+    writer, reader = FsspecWriter(url, sync_files=False), FsspecReader(url)
+    return lambda: dcp.save(state, storage_writer=writer), lambda: dcp.load(state, storage_reader=reader)
+
+
+def _raw_file(url: str, size: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    data, path = memoryview(bytearray(os.urandom(1 << 20) * (PIECE_BYTES >> 20))), Path(f"{url}/{dist.get_rank()}")
+
+    def save() -> None:
+        path.parent.mkdir(exist_ok=True)
+        with open(path, "wb", buffering=0) as file:
+            for start in range(0, size, PIECE_BYTES):
+                file.write(data[: min(PIECE_BYTES, size - start)])
+            os.fsync(file.fileno())
+
+    def load() -> None:
+        with open(path, "rb", buffering=0) as file:
+            while file.readinto(data):
+                pass
+
+    return save, load
+
+
+def _raw_s3(url: str, size: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    import boto3
+
+    client = boto3.client("s3")
+    key, data = f"{url.rpartition('/')[2]}/{dist.get_rank()}", os.urandom(1 << 20) * (size >> 20)
+    path = Path(tempfile.mkdtemp(dir="/dev/shm"))
+    (path / "source").write_bytes(data)
+    return (
+        lambda: client.upload_file(str(path / "source"), BUCKET, key),
+        lambda: client.download_file(BUCKET, key, str(path / "target")),
+    )
+
+
+def _forget(folder: Path) -> None:
+    """Drop the files of `folder` from the page cache."""
+    for file in folder.rglob("*"):
+        if file.is_file():
+            with open(file, "rb") as opened:
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _status(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+
+def _bytes_read() -> int:
+    return int(Path("/proc/self/io").read_text().split()[1])  # rchar: files and sockets
+
+
+# ---------------------------------------------------------------- rounds and rows
+
+
+def row_of(place: str, way: str, results: list[list[dict[str, Any]]]) -> dict[str, Any]:
+    """Medians over rounds; `results` by round, then rank."""
+    size = sum(rank["size"] for rank in results[0])
+    row: dict[str, Any] = {"place": place, "way": way, "MB": round(size / 1e6)}
+    for action in ("save", "load"):
+        if action not in results[0][0]:
+            continue
+        seconds = statistics.median(max(rank[action]["seconds"] for rank in ranks) for ranks in results)
+        row[f"{action} s"], row[f"{action} MB/s"] = round(seconds, 3), round(size / 1e6 / seconds, 1)
+        extra = max(rank[action]["extra"] for ranks in results for rank in ranks)
+        row[f"{action} extra MB"] = round(extra / 1e6)
+    if "load" in results[0][0] and place != "s3":
+        row["read ratio"] = round(sum(rank["load"]["read"] for rank in results[0]) / size, 3)
+    if "first stall" in results[0][0]:
+        row["first stall s"] = round(max(rank["first stall"] for rank in results[0]), 3)
+    return row
+
+
+def main() -> int:
+    """Run all, print rows and the bars that were missed."""
+    parser = build_parser(str(__doc__).splitlines()[0])
+    parser.add_argument("--skip-s3", action="store_true", help="local disk only")
+    arguments = parser.parse_args()
+    layers, dim, rounds = (4, 2048, 2) if arguments.quick else (12, 2048, 5)
+    rows: list[dict[str, Any]] = []
+
+    def add(row: dict[str, Any]) -> dict[str, Any]:
+        rows.append(row)
+        print_row(row)
+        return row
+
+    with tempfile.TemporaryDirectory(dir=".") as folder, nullcontext() if arguments.skip_s3 else s3_server() as server:
+        places = {"disk": False} if arguments.skip_s3 else {"disk": False, "s3": True}
+        if server:
+            os.environ.update(s3_environment(server), AWS_DEFAULT_REGION="us-east-1", OMP_NUM_THREADS="1")
+            create_bucket(server, BUCKET)
+        for place, s3 in places.items():
+            ways = ("raw", "stock", "ours", "async")
+            results: dict[str, list[Any]] = {way: [] for way in ways}
+            for number in range(rounds if not s3 else min(rounds, 3)):
+                for way in ways:
+                    target = f"{Path(folder).resolve()}/{number}"
+                    Path(target).mkdir(exist_ok=True)
+                    results[way].append(run_ranks(2, save_and_load, layers, dim, target, way, s3))
+                if number:
+                    shutil.rmtree(target)
+            for way in ways:
+                row = row_of(place, way, results[way])
+                if server and s3 and way in ("stock", "ours"):  # sockets are counted by a proxy
+                    with fault_proxy(server) as proxy:
+                        url = f"s3://{BUCKET}/0-{way}"
+                        sizes = run_ranks(2, load_through, proxy.endpoints[0], layers, dim, url, way)
+                        row["read ratio"] = round(proxy.counts()["bytes_out"] / sum(sizes), 3)
+                add(row)
+        for way in ("stock", "ours"):
+            source = f"{Path(folder).resolve()}/0/{way}"
+            add(row_of("disk, 2 to 3 ranks", way, [run_ranks(3, load_elsewhere, layers, dim, source, way)]))
+        assert len(committed(open_store(f"{folder}/0/ours"))) == 1
+    return finish(arguments, rows, bars(rows))
+
+
+def bars(rows: list[dict[str, Any]]) -> list[tuple[str, bool]]:
+    """What is asked of `ours`, and whether it is so."""
+    by = {(row["place"], row["way"]): row for row in rows}
+    disk, stock, background = by["disk", "ours"], by["disk", "stock"], by["disk", "async"]
+    resharded = by["disk, 2 to 3 ranks", "ours"]
+    copy = disk["MB"] / 2  # of one rank
+    asked = [
+        ("save to disk at 0.9 of stock or faster", disk["save MB/s"] >= 0.9 * stock["save MB/s"]),
+        ("load from disk at 0.9 of stock or faster", disk["load MB/s"] >= 0.9 * stock["load MB/s"]),
+        ("at most 1.05 bytes read per byte needed", disk["read ratio"] <= 1.05),
+        ("at most 2.1 when 3 ranks read what 2 wrote", resharded["read ratio"] <= 2.1),
+        ("async stalls at most 5 % of a sync save", background["save s"] <= 0.05 * disk["save s"]),
+        ("sync save: at most 256 MB more", disk["save extra MB"] <= 256),
+        ("load: at most 256 MB more", disk["load extra MB"] <= 256),
+        ("async save: at most one copy and 256 MB more", background["save extra MB"] <= copy + 256),
+    ]
+    if ("s3", "ours") in by:
+        s3, stock = by["s3", "ours"], by["s3", "stock"]
+        asked += [
+            ("save to S3 at 1.5 times stock or faster", s3["save MB/s"] >= 1.5 * stock["save MB/s"]),
+            ("load from S3 at 3 times stock or faster", s3["load MB/s"] >= 3 * stock["load MB/s"]),
+            ("S3: at most 1.05 bytes read per byte needed", s3["read ratio"] <= 1.05),
+        ]
+    return asked
+
+
+if __name__ == "__main__":
+    sys.exit(main())
