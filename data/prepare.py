@@ -310,8 +310,11 @@ def _write_bucket(job: Job, bucket: int) -> int:
 
 def _shuffled_documents(parts: Path, bucket: int) -> pa.ListArray:
     """The documents of a bucket from all parts, in the order of their sort keys."""
-    readers = [pa.ipc.open_file(pa.memory_map(str(path))) for path in sorted(parts.glob("unit-*.arrow"))]
-    table = pa.Table.from_batches([reader.get_batch(bucket) for reader in readers])
+    batches = []
+    for path in sorted(parts.glob("unit-*.arrow")):
+        with pa.OSFile(str(path)) as part:  # read, not mapped: there may be more parts than open files are allowed
+            batches.append(pa.ipc.open_file(part).get_batch(bucket))
+    table = pa.Table.from_batches(batches)
     if sum(len(chunk.values) for chunk in table.column("tokens").chunks) >= 2**31:
         raise DataError(f"shard {bucket} would hold 2^31 tokens or more; give a smaller --shard-mb")
     words = table.column("word").to_numpy()

@@ -23,6 +23,7 @@ STDLIB = "stdlib"
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cc", ".cpp", ".rs", ".go", ".java", ".js")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 UNIT_BYTES = 16 * 2**20
+MOST_UNITS = 10_000  # about; a larger input has larger units
 
 
 class File(NamedTuple):
@@ -94,7 +95,8 @@ def _stdlib_files() -> list[File]:
 
 
 def plan_units(files: Sequence[File]) -> list[Unit]:
-    """Cut the input into units of about UNIT_BYTES; small files of text share one."""
+    """Cut the input into units of UNIT_BYTES or more; small files of text share one."""
+    unit_bytes = max(UNIT_BYTES, sum(file.size for file in files) // MOST_UNITS)
     units: list[Unit] = []
     group: list[File] = []
     for file in files:
@@ -102,14 +104,14 @@ def plan_units(files: Sequence[File]) -> list[Unit]:
         if kind == "parquet":
             units += _row_group_units(file)
         elif kind == "jsonl" and not compression:
-            for start in range(0, file.size, UNIT_BYTES):
-                stop = min(start + UNIT_BYTES, file.size)
+            for start in range(0, file.size, unit_bytes):
+                stop = min(start + unit_bytes, file.size)
                 units.append(Unit((file,), start, stop, stop - start))
         elif kind == "jsonl":
             units.append(Unit((file,), bytes=file.size))
         else:
             group.append(file)
-            if sum(member.size for member in group) >= UNIT_BYTES:
+            if sum(member.size for member in group) >= unit_bytes:
                 units.append(Unit(tuple(group), bytes=sum(member.size for member in group)))
                 group = []
     if group:

@@ -137,6 +137,24 @@ def test_the_same_bytes_by_any_number_of_processes(texts, tokenizer_folder, tmp_
     assert len([name for name in made[0] if name.startswith("train-") and name.endswith(".arrow")]) > 1
 
 
+def test_more_units_than_files_may_be_open(texts, tokenizer_folder, tmp_path):
+    file = write_jsonl(tmp_path / "in.jsonl", texts)
+    code = (
+        "import resource; from data import prepare, sources; sources.UNIT_BYTES = 400;"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (48, 48));"
+        f"prepare.prepare([{str(file)!r}], {str(tmp_path / 'out')!r}, tokenizer={str(tokenizer_folder)!r}, processes=1)"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
+    assert Counter(decoded(tmp_path / "out", "train") + decoded(tmp_path / "out", "validation")) == Counter(texts)
+
+
+def test_a_large_input_has_larger_units():
+    files = [sources.File(f"/{i}.jsonl", 10**9) for i in range(1000)]
+    units = sources.plan_units(files)
+    assert 9_000 < len(units) < 12_000
+    assert sum(unit.bytes for unit in units) == 10**12
+
+
 def test_a_trained_tokenizer_is_the_same_every_time(texts, tmp_path):
     file = write_jsonl(tmp_path / "in.jsonl", texts)
     for name in "ab":
