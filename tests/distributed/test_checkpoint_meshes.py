@@ -1,0 +1,174 @@
+"""The same names and values under every wrapper: tensor and pipeline parallel, DDP, compile, recomputation, float8."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+from checkpoint.manager import CheckpointManager
+from checkpoint.manifest import read_metadata, unpickle_metadata
+from checkpoint.retention import committed
+from checkpoint.state import allocate_optimizer_state, model_tensors, optimizer_tensors
+from checkpoint.stores import open_store
+from config import Checkpoint, Config
+from tests.distributed import checkpoint_runs
+from tests.distributed.checkpoint_runs import IDENTITY, Tower
+from tests.harness import run_ranks
+
+DIM = 32
+
+
+def plain(model: Tower) -> list[nn.Module]:
+    return [model]
+
+
+def fsdp(model: Tower) -> list[nn.Module]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks.values():
+        fully_shard(block, mesh=mesh)
+    return [fully_shard(model, mesh=mesh)]
+
+
+def hsdp(model: Tower) -> list[nn.Module]:
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    return [fully_shard(model, mesh=mesh)]
+
+
+def ddp(model: Tower) -> list[nn.Module]:
+    return [DistributedDataParallel(model)]
+
+
+def tensor_parallel(model: Tower) -> list[nn.Module]:
+    return [_split(model, init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",)))]
+
+
+def fsdp_and_tensor_parallel(model: Tower) -> list[nn.Module]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    return [fully_shard(_split(model, mesh["tp"]), mesh=mesh["dp_shard"])]
+
+
+def pipeline(model: Tower) -> list[nn.Module]:
+    """Rank 0 has the first block, rank 1 the second and the head; names stay those of the whole model."""
+    if dist.get_rank() == 0:
+        del model.blocks["1"], model.head
+    else:
+        del model.blocks["0"]
+    return [model]
+
+
+def wrapped(model: Tower) -> list[nn.Module]:
+    """Recomputation around a compiled block, inside FSDP2."""
+    for name, block in model.blocks.items():
+        model.blocks[name] = checkpoint_wrapper(torch.compile(block, backend="aot_eager"))
+    return [fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))]
+
+
+def float8(model: Tower) -> list[nn.Module]:
+    convert_to_float8_training(model, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True))
+    return fsdp(model)
+
+
+def _split(model: Tower, mesh) -> nn.Module:
+    plan = {
+        "blocks.0.1": ColwiseParallel(output_layouts=Replicate()),
+        "blocks.1.1": RowwiseParallel(input_layouts=Replicate()),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    return parallelize_module(model, mesh, plan)
+
+
+WAYS = [(plain, 1), (fsdp, 2), (hsdp, 4), (ddp, 2), (tensor_parallel, 2), (fsdp_and_tensor_parallel, 4)]
+WAYS += [(pipeline, 2), (wrapped, 2), (float8, 2)]
+
+
+def build(folder, parallelize, seed):
+    torch.manual_seed(seed)
+    model = Tower(DIM, DIM)
+    moments = {name: torch.randn_like(value) for name, value in model.named_parameters()}
+    parts = parallelize(model)
+    optimizer = torch.optim.AdamW([p for part in parts for p in part.parameters()])
+    allocate_optimizer_state(optimizer)
+    for name, value in optimizer_tensors(parts, optimizer).items():
+        parameter, _, key = name.rpartition(".")
+        if key == "step":
+            value.fill_(7)
+            continue
+        filled = moments[parameter] * (2 if key == "exp_avg_sq" else 1)
+        if isinstance(value, DTensor):
+            filled = torch.distributed.tensor.distribute_tensor(filled, value.device_mesh, value.placements)
+        value.copy_(filled)
+    config = Config(checkpoint=Checkpoint(folder=folder))
+    manager = CheckpointManager(
+        config,
+        Path("unused"),
+        model=parts,
+        optimizer=optimizer,
+        dataloader=checkpoint_runs.Counter(),
+        identity=IDENTITY,
+    )
+    return manager, parts, optimizer
+
+
+def whole(parts, optimizer):
+    tensors = {**model_tensors(parts), **optimizer_tensors(parts, optimizer)}
+    return {
+        name: (value.full_tensor() if isinstance(value, DTensor) else value).clone() for name, value in tensors.items()
+    }
+
+
+def write(folder, parallelize):
+    manager, parts, optimizer = build(folder, parallelize, seed=0)
+    manager.save(7)
+    return whole(parts, optimizer)
+
+
+def read(folder, parallelize):
+    manager, parts, optimizer = build(folder, parallelize, seed=1)
+    assert manager.load() == 7
+    return whole(parts, optimizer)
+
+
+@pytest.mark.parametrize(("parallelize", "world_size"), WAYS, ids=lambda value: getattr(value, "__name__", value))
+def test_what_one_writes_another_reads(tmp_path, parallelize, world_size):
+    """Each to plain and back: so each to each."""
+    expected = run_ranks(1, write, str(tmp_path / "plain"), plain)[0]
+    for tensors in run_ranks(world_size, read, str(tmp_path / "plain"), parallelize):
+        assert tensors
+        assert tensors.keys() <= expected.keys()
+        assert [name for name, value in tensors.items() if not torch.equal(value, expected[name])] == []
+    run_ranks(world_size, write, str(tmp_path / "other"), parallelize)
+    back = run_ranks(1, read, str(tmp_path / "other"), plain)[0]
+    assert back.keys() == expected.keys()
+    assert [name for name, value in back.items() if not torch.equal(value, expected[name])] == []
+
+
+def test_replicas_are_written_once(tmp_path):
+    run_ranks(4, write, str(tmp_path), hsdp)
+    store = open_store(tmp_path)
+    (name,) = committed(store)
+    metadata = unpickle_metadata(read_metadata(store, name, None))
+    pieces = Counter(index.fqn for index in metadata.storage_data if not index.fqn.startswith("rng."))
+    assert pieces["model.head.weight"] == pieces["optimizer.head.weight.exp_avg"] == 2
+    assert max(pieces.values()) == 2
+
+
+def test_a_tied_weight_is_written_once_and_read_back(tmp_path):
+    def tied() -> Tower:
+        model = Tower(DIM, DIM)
+        model.head.weight = model.blocks["0"][1].weight
+        return model
+
+    model = tied()
+    names = model_tensors([model]).keys()
+    assert "blocks.0.1.weight" in names
+    assert "head.weight" not in names
