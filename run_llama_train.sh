@@ -29,7 +29,8 @@ if [ -z "${OMP_NUM_THREADS:-}" ]; then
 fi
 
 if grep -q '^datasets = .*"datasets/stdlib"' <<<"$settings" && [ ! -e datasets/stdlib/manifest.json ]; then
-  $python -m data.prepare --source stdlib --output datasets/stdlib
+  # Files cut to the length of a few samples: a batch of this small run then holds many of them, not part of one.
+  $python -m data.prepare --source stdlib --max-characters 4000 --output datasets/stdlib
 fi
 
 exec $python -m launch.torchrun --standalone --nproc-per-node="$NGPU" train.py "${overrides[@]}"

@@ -136,7 +136,7 @@ def main() -> int:
     parser.add_argument("--alone", nargs=2, metavar=("NAME", "DTYPE"), help="internal: run one contender, print GiB")
     arguments = parser.parse_args()
     if not (DATASET / "manifest.json").exists():
-        prepare(["--source=stdlib", f"--output={DATASET}"])
+        prepare(["--source=stdlib", "--max-characters=4000", f"--output={DATASET}"])
     if arguments.alone:
         run_alone(*arguments.alone)
         return 0

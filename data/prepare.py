@@ -49,6 +49,7 @@ class Plan:
 
     input: str  # hash of the input files' names and sizes
     text_key: str
+    max_characters: int
     tokenizer: str  # fingerprint
     dtype: str
     validation_fraction: float
@@ -79,6 +80,7 @@ def prepare(
     vocab_size: int = 4096,
     eos_token: str = "",
     text_key: str = "text",
+    max_characters: int = 0,
     validation_fraction: float = 0.02,
     block_mb: float = 8,
     shard_mb: float = 256,
@@ -100,6 +102,7 @@ def prepare(
     plan = Plan(
         input=hashlib.sha256(json.dumps(files).encode()).hexdigest(),
         text_key=text_key,
+        max_characters=max_characters,
         tokenizer=chosen.fingerprint,
         dtype=dtype,
         validation_fraction=validation_fraction,
@@ -136,13 +139,13 @@ def _beginning(unit: Unit, text_key: str, characters: int) -> Iterator[str]:
             return
 
 
-def count(sources: Sequence[str], text_key: str = "text") -> dict[str, int]:
+def count(sources: Sequence[str], text_key: str = "text", max_characters: int = 0) -> dict[str, int]:
     """What `prepare` would read, without writing anything. Raises DataError."""
     files = list_files(sources)
     counts = {"files": len(files), "bytes": sum(file.size for file in files), "documents": 0, "empty": 0}
     counts |= {"characters": 0}
     for unit in tqdm(plan_units(files), desc="count", unit=" units"):
-        for text in documents(unit, text_key):
+        for text in documents(unit, text_key, max_characters):
             counts["documents" if text else "empty"] += 1
             counts["characters"] += len(text)
     return counts
@@ -234,7 +237,7 @@ def _tokenize_unit(job: Job, task: tuple[int, Unit]) -> int:
     key = derive_key("document", number)
     seen = written = tokens = held = 0
     batches: list[pa.RecordBatch] = []
-    for texts in _batched(documents(unit, job.plan.text_key)):
+    for texts in _batched(documents(unit, job.plan.text_key, job.plan.max_characters)):
         words = random_words(len(texts), key, first=seen)
         batches.append(_tokenize(job, texts, words))
         seen += len(texts)
@@ -347,6 +350,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--vocab-size", type=int, default=4096, help="tokens of a trained tokenizer (default %(default)s)")
     add("--eos-token", default="", help="token that ends a document; default: the tokenizer's own")
     add("--text-key", default="text", help="key or column of the text in JSON lines and Parquet (default %(default)s)")
+    add(
+        "--max-characters", type=int, default=0, help="cut longer texts at line ends into documents; 0: never (default)"
+    )
     add("--validation-fraction", type=float, default=0.02, help="share of documents held out (default %(default)s)")
     add("--block-mb", type=float, default=8, help="MiB of tokens shuffled and read as one block (default %(default)s)")
     add("--shard-mb", type=float, default=256, help="MiB of tokens in a file, about (default %(default)s)")
@@ -357,7 +363,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments["sources"] = arguments.pop("source")
     try:
         if arguments.pop("dry_run"):
-            for name, number in count(arguments["sources"], arguments["text_key"]).items():
+            for name, number in count(arguments["sources"], arguments["text_key"], arguments["max_characters"]).items():
                 print(f"{name}: {number:,}")
             return
         manifest = prepare(**arguments)

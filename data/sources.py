@@ -142,14 +142,25 @@ def _row_group_units(file: File) -> list[Unit]:
     return [Unit((file,), i, i + 1, file.size // groups) for i in range(groups)]
 
 
-def documents(unit: Unit, text_key: str) -> Iterator[str]:
-    """The texts of a unit, in order. Raises DataError naming file and place."""
+def documents(unit: Unit, text_key: str, max_characters: int = 0) -> Iterator[str]:
+    """The texts of a unit, in order, the long ones in pieces. Raises DataError naming file and place."""
     for file in unit.files:
         try:
             with _open(file) as stream:
-                yield from _texts(file, stream, unit, text_key)
+                for text in _texts(file, stream, unit, text_key):
+                    yield from pieces(text, max_characters)
         except (OSError, pa.ArrowException) as error:
             raise DataError(f"{file.url}: cannot be read: {error}") from None
+
+
+def pieces(text: str, max_characters: int) -> Iterator[str]:
+    """`text` cut into parts of at most this many characters, after a line's end where there is one; 0: whole."""
+    start = 0
+    while max_characters and len(text) - start > max_characters:
+        stop = text.rfind("\n", start, start + max_characters) + 1 or start + max_characters
+        yield text[start:stop]
+        start = stop
+    yield text[start:]
 
 
 def _texts(file: File, stream: Any, unit: Unit, text_key: str) -> Iterator[str]:

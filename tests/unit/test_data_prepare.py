@@ -377,3 +377,14 @@ def test_tokens_of_another_vocabulary_are_refused(tokenizer_folder, tmp_path):
     (tmp_path / "a.idx").write_bytes(b"x" * 50)
     with pytest.raises(DataError, match="not a Megatron index"):
         convert([str(tmp_path / "a.bin")], str(tmp_path / "out"), "megatron", str(tokenizer_folder))
+
+
+def test_long_texts_are_cut_at_line_ends_and_nothing_is_lost() -> None:
+    text = "".join(f"line {i} {'x' * (i % 37)}\n" for i in range(500)) + "y" * 3000
+    cut = list(sources.pieces(text, 1000))
+    assert "".join(cut) == text
+    assert all(len(piece) <= 1000 for piece in cut)
+    assert all(piece.endswith("\n") for piece in cut if "line" in piece and piece is not cut[-1])
+    assert sum(len(piece) < 900 for piece in cut) <= 2
+    assert list(sources.pieces(text, 0)) == [text]
+    assert list(sources.pieces("", 10)) == [""]
