@@ -7,7 +7,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -169,17 +168,22 @@ def test_after_sigkill_the_same_command_finishes_with_the_same_bytes(texts, toke
     options = ["--source", str(file), "--tokenizer", str(tokenizer_folder), "--shard-mb", "0.05"]
     main([*options, "--output", str(tmp_path / "whole"), "--processes", "1"])
     output = tmp_path / "killed"
+    # It kills itself right after the third record of progress: no race with a process that watches it.
     code = (
-        "import sys; from data import prepare, sources; sources.UNIT_BYTES = 40_000;"
+        "import os, signal; from data import prepare, sources; sources.UNIT_BYTES = 40_000\n"
+        "real, seen = prepare.write_atomically, []\n"
+        "def write(path, data):\n"
+        "    real(path, data)\n"
+        f"    seen.extend([path] * (path.name.startswith({progress!r}) and path.suffix == '.json'))\n"
+        "    if len(seen) == 3: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "prepare.write_atomically = write\n"
         f"prepare.main({[*options, '--output', str(output), '--processes', '1']!r})"
     )
-    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.DEVNULL) as process:
-        while process.poll() is None and len(list(output.glob(f".parts/{progress}*.json"))) < 3:
-            time.sleep(0.001)
-        process.send_signal(signal.SIGKILL)
-    assert not (output / "manifest.json").exists(), "killed too late to test anything"
+    process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.DEVNULL)
+    assert process.returncode == -signal.SIGKILL
+    assert not (output / "manifest.json").exists()
     done = {path: path.stat().st_mtime_ns for path in output.glob(f".parts/{progress}*.json")}
-    assert len(done) >= 3
+    assert len(done) == 3
     kept = next(iter(sorted(done)))
     os.utime(kept, ns=(1, 1))
     watched = []
