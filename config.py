@@ -201,6 +201,12 @@ class Float8:
     """Convert the linear layers of the blocks to float8 training."""
     recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
     """torchao's recipe: one scale per tensor, per row, or per row with weight gradients in high precision."""
+    fsdp_all_gather: Literal["auto", "on", "off"] = "auto"
+    """Gather weights in float8, half the bytes of bfloat16. `auto`: where the recipe can, which is `tensorwise`."""
+    precompute_scale: Literal["auto", "on", "off"] = "auto"
+    """Scales of all gathered weights by one all-reduce a step, not one for each. `auto`: as `fsdp_all_gather`."""
+    filter: Literal["auto", "all"] = "auto"
+    """`auto`: only layers large enough to gain, by torchao's thresholds. `all`: every layer that 16 divides."""
     skip: tuple[str, ...] = ("output",)
     """Layers whose name contains one of these stay in high precision."""
     emulate: bool = False

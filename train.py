@@ -21,7 +21,8 @@ from checkpoint.manager import CheckpointManager
 from config import Config, TitaniteError, grad_accum_steps, load_config
 from data.loader import build_dataloader, validation_batches
 from data.shards import check_datasets
-from float8.convert import check_float8, convert_to_float8
+from float8.convert import check_float8, convert_to_float8, summarize
+from float8.fsdp import precompute_scales
 from loss import IGNORED, build_loss
 from metrics import MetricsLogger, configure_logging
 from models import build_model, find_model
@@ -48,11 +49,14 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
     dp_rank = dims.dp_rank(rank)
     tokens_per_step = grad_accum_steps(training, dims.dp) * training.local_batch_size * dims.dp * training.seq_len
     check_datasets(config)
-    check_float8(config.float8)
+    check_float8(config)
     dataloader = build_dataloader(config, dp_rank, dims.dp, pin_memory=device_type() != "cpu")
     spec, flavor = find_model(config.model, dataloader.vocab_size)
     identity = {"name": config.model.name, **dataclasses.asdict(flavor)}
     check_run_folder(config, identity)
+    model = build_model(spec, flavor)
+    if config.float8.enable:
+        logger.info(f"float8: {summarize(*convert_to_float8(model, config.float8))}")
 
     # -- processes and the run's folder
     torch.manual_seed(config.run.seed)
@@ -68,13 +72,9 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
     logger.info(f"run folder {folder}  {world_size} x {device.type}  {dims}")
 
     # -- model, optimizer, checkpoint
-    model = build_model(spec, flavor)
     n_parameters = sum(parameter.numel() for parameter in model.parameters())
     flops_per_token = model.flops_per_token(training.seq_len)  # type: ignore[operator]
     logger.info(f"model {config.model.name} {config.model.flavor}: {n_parameters:,} parameters")
-    if config.float8.enable:
-        converted, skipped = convert_to_float8(model, config.float8)  # before any sharding
-        logger.info(f"float8: {len(converted)} linear layers converted, not: {skipped or 'none'}")
     spec.apply_parallelism(model, mesh, config)
     init_weights(model, device, config.run.seed)
     loss_fn = build_loss(config.compile)
@@ -83,6 +83,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         config, folder, model=[model], optimizer=optimizer, dataloader=dataloader, identity=identity
     )
     first_step = step = checkpoint.load()
+    precompute_scales(model, config.float8)
     dataloader.open_ledger(folder)
     metrics = MetricsLogger(
         config.metrics, folder, rank=rank, device=device, steps=training.steps, flops_per_token=flops_per_token
@@ -116,6 +117,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
             lr = learning_rate(step, training.steps, config.optimizer.lr, config.lr_scheduler)
             set_learning_rate(optimizer, lr)
             optimizer.step()
+            precompute_scales(model, config.float8)
             optimizer.zero_grad()
 
             # The host waits for the device only in what follows, when something is due.

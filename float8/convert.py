@@ -1,61 +1,150 @@
-"""Linear layers to float8, by torchao's dynamically scaled recipes."""
+"""Linear layers to float8, by torchao's dynamically scaled recipes.
+
+torchao is imported where it is used: it takes seconds to load, and only float8 runs need it.
+"""
 
 import dataclasses
+import difflib
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
 import config as settings
-from config import ConfigError
+from config import Config, ConfigError
+
+RECIPE_OF_ALL_GATHER = "tensorwise"  # the one whose weight has a single scale, whichever rank holds which rows
 
 
-def check_float8(float8: settings.Float8) -> None:
-    """Refuse a device that has no float8 matmul, unless emulation is asked for. Raises ConfigError."""
-    if not float8.enable or float8.emulate or not torch.cuda.is_available():
-        return  # CPUs compute float8 matmuls for real, if not fast
-    if torch.cuda.get_device_capability() < (8, 9):
+def check_float8(config: Config) -> None:
+    """Refuse settings that contradict each other, and a device that has no float8 matmul. Raises ConfigError."""
+    float8, training = config.float8, config.training
+    if not float8.enable:
+        return
+    if float8.fsdp_all_gather == "on" and float8.recipe != RECIPE_OF_ALL_GATHER:
+        raise ConfigError(
+            f'float8.fsdp_all_gather = "on" with float8.recipe = "{float8.recipe}": only '
+            f'"{RECIPE_OF_ALL_GATHER}" has one scale per weight, which all ranks can know; set fsdp_all_gather = "auto"'
+        )
+    if float8.precompute_scale == "on" and not gathers_float8(float8):
+        raise ConfigError(
+            f'float8.precompute_scale = "on" with float8.recipe = "{float8.recipe}" and float8.fsdp_all_gather = '
+            f'"{float8.fsdp_all_gather}": only weights gathered in float8 have scales to compute ahead; '
+            'set precompute_scale = "auto"'
+        )
+    if float8.emulate:
+        return
+    tokens = training.local_batch_size * training.seq_len
+    if tokens % 16 and float8.recipe != "rowwise_with_gw_hp":
+        raise ConfigError(
+            f"float8.enable = true: training.local_batch_size x seq_len = {training.local_batch_size} x "
+            f"{training.seq_len} = {tokens} tokens must be a multiple of 16, which float8 matmuls of the weight "
+            "gradients sum over"
+        )
+    # CPUs compute float8 matmuls for real, if not fast.
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
         raise ConfigError(
             f"float8.enable = true: {torch.cuda.get_device_name()} has no float8 matmul (compute capability "
             "8.9 or newer has); set float8.emulate = true to try the numerics"
         )
 
 
+def gathers_float8(float8: settings.Float8) -> bool:
+    """Whether FSDP2 gathers the converted weights in float8."""
+    return float8.enable and float8.fsdp_all_gather != "off" and float8.recipe == RECIPE_OF_ALL_GATHER
+
+
+def precomputes_scales(float8: settings.Float8) -> bool:
+    """Whether the scales of the gathered weights are computed ahead, by one all-reduce a step."""
+    return gathers_float8(float8) and float8.precompute_scale != "off"
+
+
 def convert_to_float8(model: nn.Module, float8: settings.Float8) -> tuple[list[str], dict[str, str]]:
     """Swap the linear layers of `model`, in place, before it is compiled or sharded.
 
     Returns the names of the converted layers, and name → reason of those that were not.
-    Raises ConfigError if none is converted.
+    Raises ConfigError if none is converted, or if `skip` names what is not there.
     """
-    # Imported here: torchao takes a second to load, and only float8 runs need it.
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    from torchao.float8 import convert_to_float8_training
 
+    _check_skip(model, float8)
+    worthwhile = _build_filter(float8)
     converted: list[str] = []
     skipped: dict[str, str] = {}
 
     def wanted(module: nn.Module, name: str) -> bool:
         if not isinstance(module, nn.Linear):
             return False
-        reason = _reason_to_skip(module, name, float8.skip)
+        reason = _reason_to_skip(module, name, float8, worthwhile)
         if reason:
             skipped[name] = reason
         else:
             converted.append(name)
         return not reason
 
-    recipe = Float8LinearConfig.from_recipe_name(float8.recipe)
-    convert_to_float8_training(
-        model, module_filter_fn=wanted, config=dataclasses.replace(recipe, emulate=float8.emulate)
-    )
+    convert_to_float8_training(model, module_filter_fn=wanted, config=build_linear_config(float8))
     if not converted:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in list(skipped.items())[:3])
-        raise ConfigError(f"float8.enable = true, but no linear layer can be converted ({reasons})")
+        hint = ', or set float8.filter = "all"' if float8.filter == "auto" else ""
+        raise ConfigError(
+            f"float8.enable = true, but no linear layer can be converted ({reasons}); train without float8{hint}"
+        )
     return converted, skipped
 
 
-def _reason_to_skip(linear: nn.Linear, name: str, skip: tuple[str, ...]) -> str:
-    matches = [part for part in skip if part in name]
+def build_linear_config(float8: settings.Float8) -> Any:
+    """torchao's Float8LinearConfig for these settings.
+
+    `round_scales_to_power_of_2` is as the recipe has it, which is never together with the float8 all-gather:
+    there torchao (0.18) would ignore it.
+    """
+    from torchao.float8 import Float8LinearConfig
+
+    recipe = Float8LinearConfig.from_recipe_name(float8.recipe)
+    return dataclasses.replace(recipe, enable_fsdp_float8_all_gather=gathers_float8(float8), emulate=float8.emulate)
+
+
+def summarize(converted: list[str], skipped: dict[str, str]) -> str:
+    """One line: how many layers of which kind are in float8, and which kinds are not, and why."""
+    kinds = dict.fromkeys(_kind(name) for name in converted)
+    reasons = dict.fromkeys(f"{_kind(name)} ({reason})" for name, reason in skipped.items())
+    return f"{len(converted)} linear layers ({', '.join(kinds)}); not: {', '.join(reasons) or 'none'}"
+
+
+def _kind(name: str) -> str:
+    """`layers.3.attention.wq` → `attention.wq`: the same in every block."""
+    return name.split(".", 2)[2] if name.startswith("layers.") else name
+
+
+def _check_skip(model: nn.Module, float8: settings.Float8) -> None:
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    for part in set(float8.skip) - set(settings.Float8().skip):  # the default names what some models do not have
+        if not any(part in name for name in names):
+            kinds = list(dict.fromkeys(word for name in names for word in (_kind(name), name.split(".")[-1])))
+            close = difflib.get_close_matches(part, kinds, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(map(_kind, names[:7]))}"
+            raise ConfigError(f"float8.skip names {part!r}, which is in the name of no linear layer; {hint}")
+
+
+def _build_filter(float8: settings.Float8) -> Callable[[nn.Module, str], bool]:
+    """torchao's filter of the layers that gain from float8, found on H100 GPUs."""
+    from torchao.float8 import _auto_filter_for_recipe
+
+    # It has none for rowwise_with_gw_hp, whose forward is that of rowwise.
+    recipe = "rowwise" if float8.recipe == "rowwise_with_gw_hp" else float8.recipe
+    return _auto_filter_for_recipe(recipe, filter_fqns=[])
+
+
+def _reason_to_skip(
+    linear: nn.Linear, name: str, float8: settings.Float8, worthwhile: Callable[[nn.Module, str], bool]
+) -> str:
+    matches = [part for part in float8.skip if part in name]
+    shape = f"{linear.out_features} x {linear.in_features}"
     if matches:
         return f"float8.skip names {matches[0]!r}"
     if linear.in_features % 16 or linear.out_features % 16:
-        return f"{linear.out_features} x {linear.in_features} is not divisible by 16"
+        return f"{shape} is not divisible by 16"
+    if float8.filter == "auto" and not worthwhile(linear, name):
+        return f"{shape} is too small to gain"
     return ""

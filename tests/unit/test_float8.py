@@ -21,7 +21,7 @@ def build(flavor: LlamaConfig = FLAVOR) -> Llama:
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
 def test_a_step_in_float8_is_near_the_step_in_high_precision(recipe: str) -> None:
     exact, rounded = build(), build()
-    names, skipped = convert_to_float8(rounded, Float8(enable=True, recipe=recipe))
+    names, skipped = convert_to_float8(rounded, Float8(enable=True, recipe=recipe, filter="all", fsdp_all_gather="off"))
     assert len(names) == 2 * 7
     assert list(skipped) == ["output"]
     tokens = torch.randint(0, 96, (2, 32), generator=torch.Generator().manual_seed(0))
@@ -42,7 +42,7 @@ def test_a_step_in_float8_is_near_the_step_in_high_precision(recipe: str) -> Non
 
 def test_layers_are_skipped_by_name_and_by_shape() -> None:
     model = build(dataclasses.replace(FLAVOR, hidden_dim=120))
-    names, skipped = convert_to_float8(model, Float8(enable=True, skip=("output", "wk")))
+    names, skipped = convert_to_float8(model, Float8(enable=True, filter="all", skip=("output", "wk")))
     assert "layers.0.attention.wq" in names
     assert skipped["layers.1.attention.wk"] == "float8.skip names 'wk'"
     assert skipped["layers.0.feed_forward.w1"] == "120 x 64 is not divisible by 16"

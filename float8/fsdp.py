@@ -1,0 +1,19 @@
+"""Scales of weights that FSDP2 gathers in float8."""
+
+from torch import nn
+
+import config as settings
+from float8.convert import precomputes_scales
+
+
+def precompute_scales(model: nn.Module, float8: settings.Float8) -> None:
+    """Compute the scales of all float8 weights of `model`, by one all-reduce; nothing to do without float8 all-gather.
+
+    Call it whenever the weights have changed, which is after an optimizer step and after a load: FSDP2 casts by the
+    scales it last found, without looking at the weights again.
+    """
+    if not precomputes_scales(float8):
+        return
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    precompute_float8_dynamic_scale_for_fsdp(model)
