@@ -6,7 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -329,10 +329,12 @@ def _fill_positions(positions: np.ndarray, rows: list[int], bounds: list[int]) -
     seq_len = positions.shape[1]
     ramp = np.arange(seq_len)
     for i, row in enumerate(rows):
-        begin = i * seq_len
-        inner = bounds[bisect_right(bounds, begin) : bisect_left(bounds, begin + seq_len)]
-        for first, stop in pairwise([begin, *inner, begin + seq_len]):
-            positions[row, first - begin : stop - begin] = ramp[: stop - first]
+        out, begin, first = positions[row], i * seq_len, 0
+        for bound in bounds[bisect_right(bounds, begin) : bisect_left(bounds, begin + seq_len)]:
+            stop = bound - begin
+            out[first:stop] = ramp[: stop - first]
+            first = stop
+        out[first:] = ramp[: seq_len - first]
 
 
 def validation_batches(config: Config, dp_rank: int, dp_size: int) -> Iterator[Batch]:
