@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import WriteItem
 
 import config as titanite_config
 from checkpoint.loading import check_identity, check_same_names, load_newest, locate
@@ -24,6 +24,7 @@ from checkpoint.ranks import Ranks, build_ranks
 from checkpoint.retention import by_age, check_room, remove_checkpoint, superfluous
 from checkpoint.state import allocate_optimizer_state, model_tensors, optimizer_tensors, random_state, set_random_state
 from checkpoint.storage import (
+    Plan,
     State,
     commit,
     copy_files,
@@ -54,8 +55,7 @@ class Save:
 
     name: str
     step: int
-    plan: SavePlan
-    metadata: Metadata | None  # on rank 0
+    plan: Plan
     facts: Manifest
     resolve: Callable[[WriteItem], Tensor]
     started: float
@@ -87,7 +87,7 @@ class CheckpointManager:
         self.damaged: set[tuple[str, str]] = set()  # (url, name) found so while loading; removed after the next commit
         self.under_way: Future[None] | None = None
         self.staging: dict[MetadataIndex, Tensor] = {}  # host copies, reused by every async save
-        self.planned: tuple[Any, SavePlan, Metadata | None] | None = None
+        self.planned: tuple[Any, Plan] | None = None
 
     # ------------------------------------------------------------ load
 
@@ -213,10 +213,8 @@ class CheckpointManager:
         """All that the save of `state` needs. The plan is made again only when names or shapes have changed."""
         shapes = {kind: {name: tuple(value.shape) for name, value in _flat(part)} for kind, part in state.items()}
         if self.planned is None or self.planned[0] != shapes:
-            plan, metadata = plan_save(state, self.ranks)
-            self.planned = shapes, plan, metadata
-        _, plan, metadata = self.planned
-        return Save(self.ranks.broadcast(name), step, plan, metadata, self._facts(step), resolver(state), started)
+            self.planned = shapes, plan_save(state, self.ranks)
+        return Save(self.ranks.broadcast(name), step, self.planned[1], self._facts(step), resolver(state), started)
 
     def _stage(self, save: Save) -> None:
         """Copy what this rank writes to host memory, pinned where the device is an accelerator."""
@@ -234,16 +232,15 @@ class CheckpointManager:
         written = self.ranks.together(
             lambda: write_items(self.store, save.name, self.ranks.rank, save.plan.items, save.resolve)
         )
-        results = [result for results in self.ranks.gather(written) for result in results]
+        gathered = self.ranks.gather(written)
 
         def finish() -> None:
-            assert save.metadata is not None
-            commit(self.store, save.name, save.metadata, results, save.facts)
+            commit(self.store, save.name, save.plan, gathered, save.facts)
 
         self.ranks.together(self._on_rank_0(finish))
         logger.info(f"checkpoint {save.name} saved in {time.monotonic() - save.started:.1f} s")
         self._remove_superfluous(self.store)
-        return sorted({f"{save.name}/{result.storage_data.relative_path}" for result in written})
+        return sorted({f"{save.name}/{entry.file}" for entry in written})
 
     def _upload(self, save: Save, files: list[str]) -> None:
         """Copy a checkpoint to the second place, if there is one: every rank its own `files`, the manifest last."""

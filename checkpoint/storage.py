@@ -22,7 +22,8 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import IO, Any, cast
+from dataclasses import dataclass
+from typing import IO, Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -32,7 +33,6 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import WriteResult
 
 from checkpoint.manifest import (
     FORMAT_VERSION,
@@ -75,11 +75,27 @@ def step_of(name: str) -> int | None:
 # ---------------------------------------------------------------- writing
 
 
-def plan_save(state: State, ranks: Ranks) -> tuple[SavePlan, Metadata | None]:
-    """(what this rank writes, on rank 0 the index of it all). Collective.
+@dataclass(frozen=True)
+class Plan:
+    """Who writes what. It depends on names, shapes and placements only, so it serves every later save of a run."""
 
-    The plan depends on names, shapes and placements only, so it serves every later save of the same run.
-    """
+    items: list[WriteItem]  # of this rank
+    all_items: list[list[WriteItem]]  # of every rank, on rank 0
+    metadata: Metadata | None  # the index, without places, on rank 0
+
+
+class Written(NamedTuple):
+    """Where an item of a rank's plan lies: few and plain values, since rank 0 gathers millions of them."""
+
+    number: int  # in the plan
+    file: str
+    offset: int
+    length: int
+    crc32: int
+
+
+def plan_save(state: State, ranks: Ranks) -> Plan:
+    """Agree on who writes what. Collective."""
     planner = DefaultSavePlanner()
     planner.set_up_planner(state, is_coordinator=ranks.rank == 0)
     local_plans = ranks.gather(planner.create_local_plan())
@@ -87,7 +103,7 @@ def plan_save(state: State, ranks: Ranks) -> tuple[SavePlan, Metadata | None]:
     metadata = None
     if ranks.rank == 0:
         plans, metadata = planner.create_global_plan(local_plans)
-    return ranks.scatter(plans), metadata
+    return Plan(ranks.scatter(plans).items, [plan.items for plan in plans], metadata)
 
 
 def resolver(state: State) -> Callable[[WriteItem], Tensor]:
@@ -107,40 +123,41 @@ def resolver(state: State) -> Callable[[WriteItem], Tensor]:
 
 def write_items(
     store: Store, name: str, rank: int, items: Sequence[WriteItem], resolve: Callable[[WriteItem], Tensor]
-) -> list[WriteResult]:
+) -> list[Written]:
     """Write this rank's `items` into files of the checkpoint folder `name`, each item with its CRC-32.
 
     Raises CheckpointError; then the file in question does not exist.
     """
-    buckets = _split_evenly(items, WRITE_THREADS)
+    buckets = _split_evenly(list(enumerate(items)), WRITE_THREADS)
     with ThreadPoolExecutor(WRITE_THREADS) as threads:
         files = [f"__{rank}_{number}.distcp" for number in range(len(buckets))]
         written = [
             threads.submit(_write_file, store, name, file, bucket, resolve)
             for file, bucket in zip(files, buckets, strict=True)
         ]
-        return [result for future in written for result in future.result()]
+        return [entry for future in written for entry in future.result()]
 
 
-def commit(store: Store, name: str, metadata: Metadata, results: Iterable[WriteResult], facts: Manifest) -> Manifest:
+def commit(store: Store, name: str, plan: Plan, written: Sequence[Sequence[Written]], facts: Manifest) -> Manifest:
     """Write the index, then the manifest: from then on the checkpoint exists. For rank 0, after all have written.
 
-    `facts` go into the manifest as they are. Raises CheckpointError when an item was planned but not written.
+    `written` is by rank; `facts` go into the manifest as they are. Raises CheckpointError when an item was
+    planned but not written.
     """
-    storage_data = {result.index: result.storage_data for result in results}
-    planned = {
-        (fqn, tuple(chunk.offsets))
-        for fqn, tensor in metadata.state_dict_metadata.items()
-        for chunk in getattr(tensor, "chunks", ())
-    }
-    missing = planned - {(index.fqn, tuple(index.offset or ())) for index in storage_data}
-    if missing or len(planned) != len(storage_data):
-        raise CheckpointError(
-            f"{name}: {len(planned)} items planned, {len(storage_data)} written: {sorted(missing)[:3]}"
-        )
+    assert plan.metadata is not None
+    storage_data = {}
+    for rank, (items, entries) in enumerate(zip(plan.all_items, written, strict=True)):
+        if [entry.number for entry in sorted(entries)] != list(range(len(items))):
+            raise CheckpointError(f"{name}: of {len(items)} items planned for rank {rank}, {len(entries)} were written")
+        for entry in entries:
+            info = _StorageInfo(entry.file, entry.offset, entry.length)
+            info.crc32 = entry.crc32  # type: ignore[attr-defined]
+            storage_data[items[entry.number].index] = info
     storage_meta = StorageMeta(checkpoint_id=name, save_id=name)
     pickled = pickle.dumps(
-        dataclasses.replace(metadata, storage_data=storage_data, storage_meta=storage_meta, version=CURRENT_DCP_VERSION)
+        dataclasses.replace(
+            plan.metadata, storage_data=storage_data, storage_meta=storage_meta, version=CURRENT_DCP_VERSION
+        )
     )
     sizes = {METADATA: len(pickled)}
     for info in storage_data.values():
@@ -175,18 +192,20 @@ class _ChecksummedStream(io.RawIOBase):
 
 
 def _write_file(
-    store: Store, name: str, file: str, items: Sequence[WriteItem], resolve: Callable[[WriteItem], Tensor]
-) -> list[WriteResult]:
-    results = []
+    store: Store,
+    name: str,
+    file: str,
+    items: Sequence[tuple[int, WriteItem]],
+    resolve: Callable[[WriteItem], Tensor],
+) -> list[Written]:
+    written = []
     with store.create(f"{name}/{file}") as raw:
         stream = _ChecksummedStream(raw)
-        for item in items:
+        for number, item in items:
             offset, stream.crc32 = stream.position, 0
             torch.save(_compact(resolve(item)), cast(IO[bytes], stream))
-            info = _StorageInfo(file, offset, stream.position - offset)
-            info.crc32 = stream.crc32  # type: ignore[attr-defined]
-            results.append(WriteResult(item.index, info.length, info))
-    return results
+            written.append(Written(number, file, offset, stream.position - offset, stream.crc32))
+    return written
 
 
 def _compact(tensor: Tensor) -> Tensor:
@@ -195,13 +214,13 @@ def _compact(tensor: Tensor) -> Tensor:
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
-def _split_evenly(items: Sequence[WriteItem], parts: int) -> list[list[WriteItem]]:
+def _split_evenly(items: Sequence[tuple[int, WriteItem]], parts: int) -> list[list[tuple[int, WriteItem]]]:
     """At most `parts` lists of about the same number of bytes, none empty."""
-    buckets: list[list[WriteItem]] = [[] for _ in range(parts)]
+    buckets: list[list[tuple[int, WriteItem]]] = [[] for _ in range(parts)]
     sizes = [0] * parts
-    for item in sorted(items, key=_item_bytes, reverse=True):
+    for number, item in sorted(items, key=lambda pair: _item_bytes(pair[1]), reverse=True):
         smallest = sizes.index(min(sizes))
-        buckets[smallest].append(item)
+        buckets[smallest].append((number, item))
         sizes[smallest] += _item_bytes(item) + 1
     return [bucket for bucket in buckets if bucket]
 
