@@ -122,7 +122,7 @@ def _check_skip(model: nn.Module, float8: settings.Float8) -> None:
     for part in set(float8.skip) - set(settings.Float8().skip):  # the default names what some models do not have
         if not any(part in name for name in names):
             kinds = list(dict.fromkeys(word for name in names for word in (_kind(name), name.split(".")[-1])))
-            close = difflib.get_close_matches(part, kinds, n=1)
+            close = difflib.get_close_matches(part, kinds, n=1, cutoff=0.5)
             hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(map(_kind, names[:7]))}"
             raise ConfigError(f"float8.skip names {part!r}, which is in the name of no linear layer; {hint}")
 

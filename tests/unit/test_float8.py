@@ -1,15 +1,21 @@
 """Conversion to float8: which layers, real float8 arithmetic, and refusal where nothing can be converted."""
 
 import dataclasses
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from config import ConfigError, Float8
-from float8.convert import convert_to_float8
+from config import Config, ConfigError, Float8, Training, load_config
+from float8.convert import build_linear_config, check_float8, convert_to_float8, summarize
+from models import build_model, find_model
 from models.init import init_weights
+from models.llama import FLAVORS
 from models.llama.model import Llama, LlamaConfig
 
+TRAIN_CONFIGS = Path(__file__).parents[2] / "train_configs"
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 FLAVOR = LlamaConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=128, vocab_size=96)
 
 
@@ -18,7 +24,7 @@ def build(flavor: LlamaConfig = FLAVOR) -> Llama:
         return Llama(flavor)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_a_step_in_float8_is_near_the_step_in_high_precision(recipe: str) -> None:
     exact, rounded = build(), build()
     names, skipped = convert_to_float8(rounded, Float8(enable=True, recipe=recipe, filter="all", fsdp_all_gather="off"))
@@ -51,3 +57,90 @@ def test_layers_are_skipped_by_name_and_by_shape() -> None:
 def test_nothing_to_convert_is_an_error() -> None:
     with pytest.raises(ConfigError, match="no linear layer can be converted"):
         convert_to_float8(build(), Float8(enable=True, skip=("layers", "output")))
+
+
+def test_the_auto_filter_keeps_small_layers_in_high_precision() -> None:
+    with torch.device("meta"):
+        model = Llama(dataclasses.replace(FLAVORS["1.8B"], vocab_size=96, n_layers=1))
+    converted, skipped = convert_to_float8(model, Float8(enable=True))
+    assert [name.split(".")[-1] for name in converted] == ["wq", "wo", "w1", "w2", "w3"]
+    assert skipped["layers.0.attention.wk"] == "1024 x 2048 is too small to gain"
+    assert summarize(converted, skipped) == (
+        "5 linear layers (attention.wq, attention.wo, feed_forward.w1, feed_forward.w2, feed_forward.w3); not: "
+        "attention.wk (1024 x 2048 is too small to gain), attention.wv (1024 x 2048 is too small to gain), "
+        "output (float8.skip names 'output')"
+    )
+
+
+@pytest.mark.parametrize("file", sorted(TRAIN_CONFIGS.glob("*.toml")), ids=lambda file: file.stem)
+def test_one_line_suffices_for_every_config(file: Path) -> None:
+    config = load_config([f"--config={file}", "--float8.enable"])
+    check_float8(config)
+    spec, flavor = find_model(config.model, 32_000)
+    model = build_model(spec, dataclasses.replace(flavor, n_layers=1))
+    if config.model.flavor == "debug":
+        with pytest.raises(ConfigError, match=r'too small to gain.*set float8.filter = "all"'):
+            convert_to_float8(model, config.float8)
+    else:
+        assert len(convert_to_float8(model, config.float8)[0]) >= 5
+
+
+@pytest.mark.parametrize(
+    ("float8", "message"),
+    [
+        (
+            {"recipe": "rowwise", "fsdp_all_gather": "on"},
+            r'float8.fsdp_all_gather = "on" with float8.recipe = "rowwise": only "tensorwise"',
+        ),
+        (
+            {"recipe": "rowwise_with_gw_hp", "precompute_scale": "on"},
+            r'float8.precompute_scale = "on" with float8.recipe = "rowwise_with_gw_hp"',
+        ),
+        (
+            {"fsdp_all_gather": "off", "precompute_scale": "on"},
+            r'float8.fsdp_all_gather = "off": only weights gathered in float8',
+        ),
+    ],
+)
+def test_contradictions_are_refused(float8: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_float8(Config(float8=Float8(enable=True, **float8)))
+    check_float8(Config(float8=Float8(**float8)))  # not enabled
+
+
+def test_the_tokens_of_a_microbatch_must_fit_the_weight_gradients_matmul() -> None:
+    training = Training(seq_len=20, local_batch_size=2)
+    with pytest.raises(ConfigError, match="2 x 20 = 40 tokens must be a multiple of 16"):
+        check_float8(Config(training=training, float8=Float8(enable=True)))
+    check_float8(Config(training=training, float8=Float8(enable=True, emulate=True)))
+    check_float8(Config(training=training, float8=Float8(enable=True, recipe="rowwise_with_gw_hp")))
+
+
+def test_a_gpu_without_float8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100-SXM4-80GB")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    with pytest.raises(ConfigError, match="NVIDIA A100-SXM4-80GB has no float8 matmul"):
+        check_float8(Config(float8=Float8(enable=True)))
+    check_float8(Config(float8=Float8(enable=True, emulate=True)))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    check_float8(Config(float8=Float8(enable=True)))
+
+
+@pytest.mark.parametrize(("part", "hint"), [("w4", "did you mean w"), ("xyz", "known are attention.wq")])
+def test_a_skip_that_names_nothing_is_refused(part: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=f"float8.skip names '{part}'.*{hint}"):
+        convert_to_float8(build(), Float8(enable=True, filter="all", skip=("output", part)))
+    tied = build(dataclasses.replace(FLAVOR, tie_embeddings=True))
+    assert "output" not in convert_to_float8(tied, Float8(enable=True, filter="all"))[1]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("fsdp_all_gather", ["auto", "off"])
+def test_power_of_two_scales_never_meet_the_all_gather(recipe: str, fsdp_all_gather: str) -> None:
+    """torchao ignores `round_scales_to_power_of_2` for weights that FSDP2 gathers."""
+    float8 = Float8(enable=True, recipe=recipe, fsdp_all_gather=fsdp_all_gather)
+    linear = build_linear_config(float8)
+    assert linear.enable_fsdp_float8_all_gather == (recipe == "tensorwise" and fsdp_all_gather == "auto")
+    assert linear.round_scales_to_power_of_2 == (recipe == "rowwise" or recipe == "rowwise_with_gw_hp")
+    assert not (linear.round_scales_to_power_of_2 and linear.enable_fsdp_float8_all_gather)
