@@ -173,9 +173,7 @@ def _conclusions(auditor: Auditor, steps: list[Step], void: int, checked: int) -
     for dataset in auditor.datasets:
         size = dataset.split("train").total_tokens
         epochs, rest = divmod(consumed.get(dataset.hash, 0), size)
-        lines.append(
-            f"{dataset.url}: each of its {size:,} tokens {epochs} times, the first {rest:,} of the next epoch once more"
-        )
+        lines.append(f"{dataset.url}: each of its {size:,} tokens {epochs} times, and {rest:,} of epoch {epochs + 1}")
     return lines
 
 

@@ -78,7 +78,7 @@ def test_a_run_with_restarts_and_changes_is_proven(run, folders):
         size = sum(len(document) for block in stored_blocks(dataset) for document in block)
         inputs = [t for batch in batches for row in batch for t in row]
         own = {t for block in stored_blocks(dataset) for document in block for t in document} - {0}
-        epochs, rest = map(int, re.search(r"tokens (\d+) times, the first (\d+) of", line).groups())
+        epochs, rest = map(int, re.search(r"tokens (\d+) times, and (\d+) of epoch", line).groups())
         counts = [inputs.count(token) for token in own]
         assert set(counts) <= {epochs, epochs + 1}
         assert f"each of its {size:,} tokens" in line
