@@ -30,11 +30,10 @@ from botocore.exceptions import (
 )
 from botocore.parsers import ResponseParserError
 
-from checkpoint.stores import CheckpointError, DamagedError, join
+from checkpoint.stores import REQUEST_ATTEMPTS, CheckpointError, DamagedError, join
 
 T = TypeVar("T")
 
-ATTEMPTS = 5  # of each request; the waits between them add up to less than 20 s
 PART_BYTES = 8 << 20
 READ_BYTES = 32 << 20  # larger ranges are read in pieces, at the same time
 PARTS_IN_FLIGHT = 4  # per file that is being written, per range that is being read
@@ -44,7 +43,7 @@ CONNECT_SECONDS = 10
 class S3Store:
     """The objects under `s3://bucket/prefix`.
 
-    A request that is not answered for `request_seconds` is repeated, ATTEMPTS times in all. An object that must
+    A request that is not answered for `request_seconds` is repeated, REQUEST_ATTEMPTS times in all. An object that must
     exist and is not seen is waited for, `visibility_seconds` long: some stores show a new object late.
     """
 
@@ -157,7 +156,7 @@ class S3Store:
 
     def _repeated(self, name: str, call: Callable[[], T]) -> T:
         place = join(self.url, name)
-        for attempt in range(1, ATTEMPTS + 1):
+        for attempt in range(1, REQUEST_ATTEMPTS + 1):
             try:
                 return call()
             except (NoCredentialsError, PartialCredentialsError) as error:
@@ -165,8 +164,8 @@ class S3Store:
             except (ClientError, HTTPClientError, ConnectionError, IncompleteReadError, ResponseParserError) as error:
                 if isinstance(error, ClientError):
                     _raise_if_final(place, error)
-                if attempt == ATTEMPTS:
-                    raise CheckpointError(f"{place}: failed {ATTEMPTS} times; the last time: {error}") from None
+                if attempt == REQUEST_ATTEMPTS:
+                    raise CheckpointError(f"{place}: failed {REQUEST_ATTEMPTS} times; the last time: {error}") from None
                 time.sleep((2**attempt / 2) * random.uniform(0.5, 1.0))
             except BotoCoreError as error:
                 raise CheckpointError(f"{place}: {error}") from None

@@ -15,6 +15,8 @@ from typing import IO, Any, Protocol, cast
 from config import TitaniteError
 
 EARLY_BYTES = 8 << 20
+REQUEST_ATTEMPTS = 5  # of each request to an object store
+LONGEST_PAUSES_SECONDS = 15  # between them, together
 
 
 class CheckpointError(TitaniteError):

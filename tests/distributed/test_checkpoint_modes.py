@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import os
+import subprocess
 import threading
 from pathlib import Path
 
@@ -193,3 +194,32 @@ def _room(folder, copies):
     except CheckpointError:
         return False
     return True
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_full_disk_fails_the_save_on_all_ranks_and_the_one_before_stays(tmp_path, mode):
+    """A real disk (a small one, in memory) that fills up in the middle of a save."""
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=150k", "tmpfs", tmp_path], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting a small disk needs root")
+    try:
+        messages = run_ranks(2, _fill_the_disk, str(tmp_path), mode)
+        assert messages[0] == messages[1]
+        assert "No space left on device; free some space" in messages[0]
+        (tmp_path / "ballast").unlink()
+        assert steps_in(tmp_path) == [1]
+        assert [step for step, _ in run_ranks(2, load_run, str(tmp_path), (2,))] == [1, 1]
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
+def _fill_the_disk(folder, mode):
+    run = Run(folder, (2,), interval=1, keep=1, mode=mode)
+    run.train(0, 1)
+    if dist.get_rank() == 0:
+        free = LocalStore(folder).free_bytes()
+        (Path(folder) / "ballast").write_bytes(bytes(max(0, free - 30_000)))
+    dist.barrier()
+    with pytest.raises(CheckpointError) as caught:
+        run.train(1, 2)
+    return str(caught.value)

@@ -1,8 +1,10 @@
 """One checkpoint in one process: layout, commit, checks, what is refused."""
 
+import hashlib
 import json
 import os
 import pickle
+import zlib
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from checkpoint.manager import load_model
+from checkpoint.manifest import encode_manifest, read_manifest, unpickle_metadata
 from checkpoint.retention import committed
 from checkpoint.stores import CheckpointError, open_store
+from config import ConfigError
 from tests.distributed.checkpoint_runs import IDENTITY, Run, Tower
 
 
@@ -215,3 +219,37 @@ def test_manifest_says_what_is_inside(tmp_path, run):
     manifest = json.loads((folder / "MANIFEST.json").read_text())["manifest"]
     assert manifest["files"] == {f.name: f.stat().st_size for f in folder.iterdir() if f.name != "MANIFEST.json"}
     assert (manifest["step"], manifest["world_size"], manifest["dataloader"]) == (2, 1, {"samples": 8})
+
+
+@pytest.mark.parametrize("victim", ["rng.0.cpu", "model.head.weight", "optimizer.head.weight.exp_avg"])
+def test_payload_in_one_of_our_items_never_runs(tmp_path, run, victim):
+    """By somebody who can write everything: index, checksums and manifest agree with the planted bytes."""
+    marker, folder = tmp_path / "ran", newest(tmp_path)
+    torch.save(Payload(marker), tmp_path / "payload")
+    planted = (tmp_path / "payload").read_bytes()
+    metadata = unpickle_metadata((folder / ".metadata").read_bytes())
+    info = next(info for index, info in metadata.storage_data.items() if index.fqn == victim)
+    info.relative_path, info.offset, info.length, info.crc32 = "planted", 0, len(planted), zlib.crc32(planted)
+    (folder / "planted").write_bytes(planted)
+    pickled = pickle.dumps(metadata)
+    (folder / ".metadata").write_bytes(pickled)
+    manifest = read_manifest(open_store(tmp_path), folder.name)
+    manifest["metadata_sha256"] = hashlib.sha256(pickled).hexdigest()
+    (folder / "MANIFEST.json").write_bytes(encode_manifest(manifest))
+    assert Run(tmp_path).checkpoint.load() == 1
+    assert not marker.exists()
+
+
+def test_payload_in_a_byte_object_never_runs(tmp_path):
+    marker, stock = tmp_path / "ran", tmp_path / "stock"
+    state = {**Tower().state_dict(), "head.weight": Payload(marker)}
+    dcp.save({"model": state}, checkpoint_id=stock, no_dist=True)
+    with pytest.raises(CheckpointError, match=r"head\.weight is not a tensor"):
+        load_model(stock, Tower())
+    assert not marker.exists()
+
+
+def test_a_request_may_not_outlast_the_ranks_that_wait_for_it(tmp_path):
+    with pytest.raises(ConfigError, match="timeout_seconds = 315: must exceed 315"):
+        Run(tmp_path, timeout_seconds=315)
+    Run(tmp_path, timeout_seconds=316)
