@@ -102,7 +102,7 @@ class Data:
     mask_documents: bool = False
     """Restart positions and attention at every document, so that no token sees another document."""
     cache_folder: str = ""
-    """Folder on the node's own disk for blocks of remote datasets. Empty: `titanite-data` in the temporary folder."""
+    """Folder on the node's own disk for blocks of remote datasets. Empty: one of your own in the temporary folder."""
     cache_gb: NonNegative = 50.0
     """Size of that cache, in 10^9 bytes; what was used longest ago is removed first."""
     retry_seconds: Count = 300

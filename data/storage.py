@@ -65,7 +65,8 @@ def open_folder(url: str, data: Data) -> Folder:
     url = url.rstrip("/")
     if "://" not in url:
         return LocalFolder(url)
-    cache = Path(data.cache_folder or Path(tempfile.gettempdir()) / "titanite-data")
+    own = Path(tempfile.gettempdir()) / f"titanite-data-{os.getuid()}"  # other users may not write there
+    cache = Path(data.cache_folder or own)
     return RemoteFolder(url, Cache(cache, int(data.cache_gb * 1e9)), data.retry_seconds)
 
 
