@@ -91,7 +91,7 @@ class CheckpointManager:
         if longest_request >= self.settings.timeout_seconds:
             raise ConfigError(
                 f"checkpoint.timeout_seconds = {self.settings.timeout_seconds}: must exceed {longest_request}, the "
-                f"longest that one request may take ({REQUEST_ATTEMPTS} x checkpoint.request_timeout_seconds and pauses)"
+                f"longest that one request may take ({REQUEST_ATTEMPTS} x checkpoint.request_timeout_seconds, pauses)"
             )
         self.ranks = build_ranks(self.settings.timeout_seconds)
         self.store = self._open_store(self.settings.folder or run_folder / "checkpoints")
