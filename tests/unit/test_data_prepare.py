@@ -136,6 +136,18 @@ def test_the_same_bytes_by_any_number_of_processes(texts, tokenizer_folder, tmp_
     assert len([name for name in made[0] if name.startswith("train-") and name.endswith(".arrow")]) > 1
 
 
+@pytest.mark.parametrize("unit_bytes", [1, 7, 20, 40, 41, 59, 10_000])
+def test_units_cut_at_and_between_line_ends(tmp_path, monkeypatch, unit_bytes):
+    """Each line belongs to one unit, in order; lines of 20 bytes, so that cuts fall on their ends, too."""
+    texts = [f"{i:04}abc" for i in range(10)]
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    assert file.stat().st_size == 200
+    monkeypatch.setattr(sources, "UNIT_BYTES", unit_bytes)
+    units = sources.plan_units(sources.list_files([str(file)]))
+    assert [text for unit in units for text in sources.documents(unit, "text")] == texts
+
+
 def test_more_units_than_files_may_be_open(texts, tokenizer_folder, tmp_path):
     file = write_jsonl(tmp_path / "in.jsonl", texts)
     code = (
