@@ -1,0 +1,90 @@
+"""Shapes, strides and alignment of every float8 matmul of the 8B and the 70B, as CUDA demands them, without a GPU.
+
+CPUs take layouts that CUDA refuses, but a fake tensor on "cuda" is held to CUDA's rules.
+"""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+from torchao.float8 import convert_to_float8_training
+from torchao.float8.float8_training_tensor import Float8TrainingTensor
+
+from config import Float8
+from float8.convert import convert_to_float8
+from loss import cross_entropy
+from models.llama import FLAVORS
+from models.llama.model import Llama
+
+SEQ_LEN = 2048  # none of the models' dims, so that a shape tells which matmul it is
+
+
+class AsOnCuda(TorchDispatchMode):
+    """Repeats every float8 matmul on fake CUDA tensors of the same layout; remembers the shapes (M, K, N)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, int, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, Float8TrainingTensor) for kind in types):
+            return NotImplemented  # first torchao's dispatch, which then calls the matmul
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._scaled_mm.default:
+            assert func(*tree_map(on_cuda, args), **tree_map(on_cuda, kwargs)).device.type == "cuda"
+            self.shapes.append((*args[0].shape, args[1].shape[1]))
+        return func(*args, **kwargs)
+
+
+def on_cuda(x: Any) -> Any:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda") if isinstance(x, torch.Tensor) else x
+
+
+def converted_shapes(model: nn.Module, names: list[str]) -> set[tuple[int, ...]]:
+    return {tuple(model.get_parameter(f"{name}.weight").shape) for name in names}
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize("name", ["8B", "70B"])
+def test_every_matmul_has_a_layout_that_cuda_takes(name: str, recipe: str) -> None:
+    float8 = Float8(enable=True, recipe=recipe, fsdp_all_gather="off")
+    with torch.device("meta"):
+        whole = Llama(FLAVORS[name])
+    with FakeTensorMode():
+        model = Llama(dataclasses.replace(FLAVORS[name], n_layers=1))
+        model.compute_dtype = torch.bfloat16
+    everywhere, _ = convert_to_float8(whole, float8)
+    converted, _ = convert_to_float8(model, float8)
+    assert len(everywhere) == len(converted) * FLAVORS[name].n_layers
+    # All blocks are alike, so one stands for the others.
+    assert converted_shapes(whole, everywhere) == converted_shapes(model, converted)
+    with model.norm.weight.fake_mode, AsOnCuda() as checked:
+        tokens = torch.zeros(1, SEQ_LEN, dtype=torch.long)
+        cross_entropy(model(tokens), tokens).backward()
+    shapes = checked.shapes
+    gemms = 2 if recipe == "rowwise_with_gw_hp" else 3  # weight gradients in bf16, or all of y, dx, dw
+    assert len(shapes) == gemms * len(converted)
+    for linear in converted:
+        N, K = model.get_parameter(f"{linear}.weight").shape
+        assert {(SEQ_LEN, K, N), (SEQ_LEN, N, K)} <= set(shapes)
+        assert ((N, SEQ_LEN, K) in shapes) == (gemms == 3)
+
+
+@pytest.mark.parametrize(("dims", "tokens"), [((120, 256), 64), ((256, 120), 64), ((256, 256), 40)])
+def test_what_16_does_not_divide_would_be_refused(dims: tuple[int, int], tokens: int) -> None:
+    with FakeTensorMode(), AsOnCuda():
+        linear = convert_to_float8_training(nn.Linear(*dims, bias=False))
+        with pytest.raises(RuntimeError, match="divisible by 16"):
+            linear(torch.zeros(tokens, dims[0], dtype=torch.bfloat16, requires_grad=True)).sum().backward()
+
+
+def test_a_wrong_layout_would_be_refused() -> None:
+    with FakeTensorMode(), AsOnCuda():
+        a, b = (torch.zeros(64, 64).to(torch.float8_e4m3fn) for _ in range(2))
+        with pytest.raises(RuntimeError, match="col"):
+            torch._scaled_mm(a, b, scale_a=torch.ones(()), scale_b=torch.ones(()), out_dtype=torch.bfloat16)
