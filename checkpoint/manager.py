@@ -159,9 +159,11 @@ class CheckpointManager:
     def _fill(self, store: Store, name: str, manifest: Manifest, metadata: Metadata) -> None:
         """Model, optimizer and random states from checkpoint `name`, each byte checked."""
         state: State = {"model": model_tensors(self.model)}
-        if tensors_in(metadata, "optimizer."):  # a checkpoint of step 0 has none
+        if tensors_in(metadata, "optimizer."):
             allocate_optimizer_state(self.optimizer)
             state["optimizer"] = optimizer_tensors(self.model, self.optimizer)
+        else:  # a checkpoint of step 0; a damaged one, passed over for it, may have left some
+            self.optimizer.state.clear()
         states = random_state(self.device)
         if manifest["world_size"] == self.ranks.size:
             prefix = f"rng.{self.ranks.rank}."
@@ -352,7 +354,9 @@ class CheckpointManager:
     def _agreed(self, find: Callable[[], list[tuple[Store, str]]]) -> list[tuple[Store, str]]:
         """What rank 0 finds, on every rank."""
         found = self.ranks.together(self._on_rank_0(lambda: [(store.url, name) for store, name in find()]))
-        return [(self._open_store(url), name) for url, name in self.ranks.broadcast(found)]
+        agreed = self.ranks.broadcast(found)
+        stores = {url: self._open_store(url) for url in {url for url, _ in agreed}}
+        return [(stores[url], name) for url, name in agreed]
 
     def _on_rank_0(self, step: Callable[[], Any]) -> Callable[[], Any]:
         return step if self.ranks.rank == 0 else lambda: None

@@ -253,3 +253,15 @@ def test_a_request_may_not_outlast_the_ranks_that_wait_for_it(tmp_path):
     with pytest.raises(ConfigError, match="timeout_seconds = 315: must exceed 315"):
         Run(tmp_path, timeout_seconds=315)
     Run(tmp_path, timeout_seconds=316)
+
+
+def test_falling_back_to_step_0_leaves_no_moments_of_the_damaged_one(tmp_path):
+    Run(tmp_path, interval=1, keep=0, save_initial=True).checkpoint.load()
+    Run(tmp_path, interval=1, keep=0).train(0, 1)
+    for file in newest(tmp_path).glob("*.distcp"):
+        data = bytearray(file.read_bytes())
+        data[-400] ^= 1
+        file.write_bytes(data)
+    again = Run(tmp_path)
+    assert again.checkpoint.load() == 0
+    assert not again.optimizer.state
