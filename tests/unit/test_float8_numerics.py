@@ -1,0 +1,222 @@
+"""Outputs and gradients of float8 layers against float64, a reference of our own, and the compiler; faults are caught.
+
+The reference rounds to float8 in float64 arithmetic, from the definitions of the formats (Micikevicius et al. 2022) and
+of torchao's recipes, and shares no code with them. Losses of small runs are no such check: they hide these faults.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torchao.float8.float8_scaling_utils as casts
+import torchao.float8.float8_training_tensor as tensors
+from torch import Tensor, nn
+from torchao.float8.float8_training_tensor import GemmInputRole
+
+from config import Float8
+from float8.convert import convert_to_float8
+
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+GRADIENT_SCALES = (1.0, 1e-4, 1e-9)
+TOKENS, IN, OUT = 192, 256, 128
+E4M3, E5M2 = (3, -6, 448.0), (2, -14, 57344.0)  # bits of mantissa, smallest normal exponent, largest value
+
+# Against exact arithmetic, dB, for y, dx, dw. Rounding to m bits of mantissa has a noise of about 2^-2m / 24 of the
+# signal, or 31.6 dB for e4m3 and 25.5 dB for e5m2; a product has the noise of both factors; bfloat16 alone gives 55 dB.
+FLOORS = {
+    "tensorwise": (28.2, 24.3, 24.3),
+    "rowwise": (28.2, 28.2, 28.2),
+    "rowwise_with_gw_hp": (28.2, 28.2, 55.0),
+}
+REFERENCE_FLOOR = 55.0  # what is left against the reference is the rounding of the result to bfloat16
+
+
+def sqnr(exact: Tensor, approximate: Tensor) -> float:
+    """Signal to quantization noise, dB."""
+    exact, approximate = exact.double(), approximate.double()
+    return 20 * math.log10(exact.norm() / max((exact - approximate).norm().item(), 1e-300))
+
+
+def operands(gradient_scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """x [TOKENS, IN], w [OUT, IN] and dy [TOKENS, OUT], normal, bfloat16; rows of unlike size."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(TOKENS, IN, generator=generator)
+    w = torch.randn(OUT, IN, generator=generator) * 0.02
+    dy = torch.randn(TOKENS, OUT, generator=generator) * gradient_scale
+    return x.bfloat16(), w.bfloat16(), dy.bfloat16()
+
+
+def exact(x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """y, dx, dw in float64."""
+    x, w, dy = x.double(), w.double(), dy.double()
+    return x @ w.T, dy @ w, dy.T @ x
+
+
+def rounded(x: Tensor, format: tuple[int, int, float], dim: int | None, power_of_2: bool) -> Tensor:
+    """`x` as float8 holds it with one scale for all (`dim` None) or for each line along `dim`, in float64."""
+    mantissa_bits, min_exponent, largest = format
+    amax = x.double().abs().amax() if dim is None else x.double().abs().amax(dim, keepdim=True)
+    scale = (largest / amax).float()
+    if power_of_2:
+        scale = 2.0 ** scale.log2().floor()
+    scaled = (x.float() * scale).double()
+    exponent = scaled.abs().clamp(min=2.0**min_exponent).log2().floor()
+    step = 2.0 ** (exponent - mantissa_bits)
+    return ((scaled / step).round() * step).clamp(-largest, largest) / scale.double()  # round: ties to even
+
+
+def reference(recipe: str, x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """y, dx, dw by the recipe's roundings, all sums in float64."""
+    if recipe == "tensorwise":
+        x8, w8, dy8 = rounded(x, E4M3, None, False), rounded(w, E4M3, None, False), rounded(dy, E5M2, None, False)
+        return x8 @ w8.T, dy8 @ w8, dy8.T @ x8
+    y = rounded(x, E4M3, 1, True) @ rounded(w, E4M3, 1, True).T
+    if recipe == "rowwise":  # each factor has its scales along the dim that is summed over
+        dx = rounded(dy, E4M3, 1, True) @ rounded(w, E4M3, 0, True)
+        return y, dx, rounded(dy, E4M3, 0, True).T @ rounded(x, E4M3, 0, True)
+    dx = rounded(dy, E4M3, 1, True) @ rounded(w, E4M3, None, True)
+    return y, dx, dy.double().T @ x.double()
+
+
+def build_linear(recipe: str, w: Tensor) -> nn.Linear:
+    model = nn.Sequential(nn.Linear(IN, OUT, bias=False, dtype=torch.bfloat16))
+    convert_to_float8(model, Float8(enable=True, recipe=recipe, filter="all", fsdp_all_gather="off"))
+    with torch.no_grad():
+        model[0].weight.copy_(w)
+    return model[0]
+
+
+def run(linear: Callable[[Tensor], Tensor], weight: Tensor, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """y, dx, dw of the layer."""
+    x = x.clone().requires_grad_()
+    weight.grad = None
+    y = linear(x)
+    y.backward(dy)
+    assert x.grad is not None
+    assert weight.grad is not None
+    return y.detach(), x.grad, weight.grad
+
+
+def check(recipe: str) -> None:
+    """Fails if anything the layer gives is further from float64, or from the reference, than rounding explains."""
+    for gradient_scale in GRADIENT_SCALES:
+        x, w, dy = operands(gradient_scale)
+        linear = build_linear(recipe, w)
+        results = run(linear, linear.weight, x, dy)
+        columns = zip(("y", "dx", "dw"), results, exact(x, w, dy), reference(recipe, x, w, dy), strict=True)
+        for (name, result, truth, expected), floor in zip(columns, FLOORS[recipe], strict=True):
+            where = f"{name}, {recipe}, gradients of {gradient_scale}"
+            assert sqnr(truth, result) >= floor, f"{where}: {sqnr(truth, result):.1f} dB, floor {floor}"
+            assert sqnr(expected, result) >= REFERENCE_FLOOR, f"{where}: {sqnr(expected, result):.1f} dB of reference"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_within_the_floors_and_equal_to_the_reference(recipe: str) -> None:
+    check(recipe)
+
+
+# ---------------------------------------------------------------- planted faults
+
+Cast = Callable[..., Any]
+
+
+def truncating(saturated: Cast) -> Cast:
+    """Casts round towards zero."""
+
+    def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+        out = saturated(x, dtype)
+        bits = out.view(torch.uint8).clone()
+        bits[out.float().abs() > x.float().abs()] -= 1  # the next float8 towards zero
+        return bits.view(dtype)
+
+    return cast
+
+
+def scaled_by(factor: Callable[[Tensor], Tensor], role: GemmInputRole | None = None) -> Callable[[Cast], Cast]:
+    """The scale is `factor(scale)`, used and recorded, for tensors in `role` (None: all)."""
+
+    def plant(cast: Cast) -> Cast:
+        def faulty(x: Tensor, scale: Tensor, dtype: Any, config: Any, its_role: Any, dim: Any = None) -> Any:
+            return cast(x, scale if role not in (None, its_role) else factor(scale), dtype, config, its_role, dim)
+
+        return faulty
+
+    return plant
+
+
+def misrecorded(role: GemmInputRole, factor: float, calls: tuple[int, ...]) -> Callable[[Cast], Cast]:
+    """The scale is recorded as `factor` times the one used, in those of the casts in `role` that `calls` counts."""
+
+    def plant(cast: Cast) -> Cast:
+        seen = [0]
+
+        def faulty(x: Tensor, scale: Tensor, dtype: Any, config: Any, its_role: Any, dim: Any = None) -> Any:
+            out = cast(x, scale, dtype, config, its_role, dim)
+            if its_role is role:
+                if seen[0] % 2 in calls:
+                    out._scale = out._scale * factor
+                seen[0] += 1
+            return out
+
+        return faulty
+
+    return plant
+
+
+def kept_for_ever(cast: Cast) -> Cast:
+    """The scale of the first weights is never computed again; they have shrunk by a tenth since."""
+
+    def faulty(x: Tensor, scale: Tensor, dtype: Any, config: Any, its_role: Any, dim: Any = None) -> Any:
+        stale = 0.9 * scale if its_role is GemmInputRole.WEIGHT else scale
+        return cast(x, stale, dtype, config, its_role, dim)
+
+    return faulty
+
+
+FAULTS: dict[str, tuple[Any, str, Callable[[Cast], Cast]]] = {
+    "truncating cast": (tensors, "to_fp8_saturated", truncating),
+    "wrong wgrad scale": (casts, "hp_tensor_and_scale_to_float8", misrecorded(GemmInputRole.INPUT, 0.9, (1,))),
+    "saturated input": (casts, "hp_tensor_and_scale_to_float8", scaled_by(lambda s: 4 * s, GemmInputRole.INPUT)),
+    "stale scale": (casts, "hp_tensor_and_scale_to_float8", kept_for_ever),
+    # 1.5: what rowwise has rounded down before is to be rounded up, too.
+    "scale rounded up": (casts, "hp_tensor_and_scale_to_float8", scaled_by(lambda s: 2 ** (1.5 * s).log2().ceil())),
+    "scale 2 % off": (casts, "hp_tensor_and_scale_to_float8", misrecorded(GemmInputRole.WEIGHT, 1.02, (0, 1))),
+    "gradients unscaled": (
+        casts,
+        "hp_tensor_and_scale_to_float8",
+        scaled_by(torch.ones_like, GemmInputRole.GRAD_OUTPUT),
+    ),
+}
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_caught(fault: str, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, name, plant = FAULTS[fault]
+    monkeypatch.setattr(module, name, plant(getattr(module, name)))
+    with pytest.raises(AssertionError, match="dB"):
+        check(recipe)
+
+
+# ---------------------------------------------------------------- the compiler
+
+
+def test_compiled_by_inductor_gives_the_same_bits() -> None:
+    """With the casts of eager; without, inductor keeps float32 where eager rounds to bfloat16 in between."""
+    x, w, dy = operands(1e-4)
+    linears = [build_linear(recipe, w) for recipe in RECIPES]
+    eager = [run(linear, linear.weight, x, dy) for linear in linears]
+
+    def all_recipes(x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(linear(x) for linear in linears)
+
+    with torch._inductor.config.patch(emulate_precision_casts=True):
+        inputs = x.clone().requires_grad_()
+        outs = torch.compile(all_recipes, fullgraph=True)(inputs)
+        for linear, out, (y, dx, dw) in zip(linears, outs, eager, strict=True):
+            (got_dx, got_dw) = torch.autograd.grad(out, (inputs, linear.weight), dy, retain_graph=True)
+            assert torch.equal(out, y)
+            assert torch.equal(got_dx, dx)
+            assert torch.equal(got_dw, dw)
