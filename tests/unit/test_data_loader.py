@@ -4,7 +4,9 @@ import json
 import random
 import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice, pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from config import ConfigError
 from data.loader import IGNORED, Batch, build_dataloader, validation_batches
 from data.shards import DataError, open_dataset
+from data.stream import Stream
 from tests.corpus import data_config, expected_stream, stored_blocks, write_dataset
 
 SEED, WINDOW = 3, 3
@@ -187,6 +190,29 @@ def test_another_order_is_refused(folders):
         loader.load_state_dict(state | {"seed": 4})
     with pytest.raises(DataError, match=r"data\.window_blocks = 3: the checkpoint was trained with 16"):
         loader.load_state_dict(state | {"window_blocks": 16})
+
+
+def test_the_next_window_is_read_ahead_across_epochs(folders):
+    split = open_dataset(str(folders[0])).split("train")
+    asked = []
+    watched = SimpleNamespace(
+        total_tokens=split.total_tokens,
+        tokens=split.tokens,
+        read=lambda block: asked.append(block) or split.read(block),
+    )
+    blocks = len(split.tokens)
+    with ThreadPoolExecutor(1) as readers:
+        stream = Stream(watched, "name", readers, window_blocks=WINDOW)
+        stream.read(0, np.empty(1, split.dtype))
+        readers.submit(int).result()
+        assert len(asked) == 2 * WINDOW  # the first window and the next
+        stream.read(split.total_tokens - 1, np.empty(1, split.dtype))
+        readers.submit(int).result()
+        last = blocks % WINDOW or WINDOW
+        assert len(asked) == 3 * WINDOW + last  # the last window and the first of the next epoch
+        stream.read(split.total_tokens, np.empty(1, split.dtype))
+        readers.submit(int).result()
+        assert len(asked) == 4 * WINDOW + last  # which was there already; and its next
 
 
 def test_close_ends_the_threads(folders):

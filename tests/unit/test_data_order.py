@@ -69,6 +69,15 @@ def test_mixture_follows_the_definition_and_stays_near_its_shares(weights, total
     assert (np.abs(counts - total * weights) <= 1 + len(weights) * weights / 2).all()
 
 
+@pytest.mark.parametrize("weights", [(0.7, 0.3), (0.3, 0.7), (0.1, 0.2, 0.7)])
+def test_mixture_where_rounding_puts_the_first_guess_off(weights):
+    """At 45 samples of 0.7 and 0.3 both datasets have a sample due at 45, but not after rounding."""
+    dataset, _ = interleave(0, 400, np.array(weights))
+    for total in range(400):
+        expected = [int((dataset[:total] == i).sum()) for i in range(len(weights))]
+        assert mixture_counts(total, np.array(weights)).tolist() == expected
+
+
 @given(
     weights=weights_of_datasets,
     start=st.integers(0, 10**13),
