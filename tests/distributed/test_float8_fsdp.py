@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torchao.float8  # noqa: F401  (once, not in every forked rank)
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torchao.float8 import Float8LinearConfig
+from torchao.float8.float8_linear import Float8Linear
 
 from checkpoint.state import model_tensors, optimizer_tensors
 from config import ActivationCheckpoint, Compile, Config, Float8, Optimizer, Parallelism, Training
@@ -21,7 +22,7 @@ from models import build_model, find_model
 from models.init import init_weights
 from models.llama.model import LlamaConfig
 from optim import build_optimizer, clip_grad_norm_
-from parallel.fsdp import set_last_microbatch
+from parallel.fsdp import apply_fsdp, set_last_microbatch
 from parallel.mesh import ParallelDims
 from tests.harness import run_ranks
 
@@ -228,3 +229,50 @@ def gather_a_lone_weight() -> str:
 def test_gloo_needs_another_type_in_every_group() -> None:
     """Why the output layer shares its group with the last norm, and why "output too" above works on gloo."""
     assert run_ranks(2, gather_a_lone_weight) == ["Invalid scalar type"] * 2
+
+
+def bits_beside_torchao(recipe: str, gradient_scale: float, shrink: float) -> list[bool]:
+    """Whether y, dx, dw of a layer under our FSDP2 have the bits of torchao's own module, alone with the whole weight.
+
+    The weight is multiplied by `shrink` between the computation of its scale and its use.
+    """
+    config = config_for((1, 2), recipe=recipe)
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(96, 64, generator=generator) * 0.02
+    x = torch.randn(32, 64, generator=generator).bfloat16()
+    dy = (torch.randn(32, 96, generator=generator) * gradient_scale).bfloat16()
+
+    model = nn.Sequential(nn.Linear(64, 96, bias=False))
+    model.register_parameter("other", nn.Parameter(torch.ones(2)))  # gloo needs another type in the group
+    convert_to_float8(model, config.float8)
+    apply_fsdp(model, [], ParallelDims.from_config(config.parallelism, 2).build_mesh("cpu"), config)
+    ours: nn.Linear = model[0]
+    with torch.no_grad():
+        ours.weight.copy_(distribute_tensor(weight, ours.weight.device_mesh, ours.weight.placements))
+        precompute_scales(model, config.float8)
+        ours.weight.mul_(shrink)
+    own_config = Float8LinearConfig.from_recipe_name(recipe)
+    # What is gathered in float8 is cast from the float32 weight; what is gathered in bfloat16 from that.
+    own_weight = (weight * shrink) if recipe == "tensorwise" else (weight * shrink).bfloat16()
+    own = Float8Linear.from_float(nn.Linear(64, 96, bias=False, dtype=own_weight.dtype), own_config)
+    own.weight = nn.Parameter(own_weight)
+
+    results = []
+    for module in (model, own):
+        given = x.clone().requires_grad_()
+        y = module(given)
+        y.backward(dy)
+        results.append((y.detach(), given.grad, (ours if module is model else own).weight.grad))
+    (y, dx, dw), (own_y, own_dx, own_dw) = results
+    return [torch.equal(y, own_y), torch.equal(dx, own_dx), torch.equal(dw.full_tensor(), 2 * own_dw)]  # of two ranks
+
+
+@pytest.mark.parametrize("gradient_scale", [1.0, 1e-4, 1e-9])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_the_bits_of_torchaos_own_module(recipe: str, gradient_scale: float) -> None:
+    assert run_ranks(2, bits_beside_torchao, recipe, gradient_scale, 1.0) == [[True] * 3] * 2
+
+
+def test_a_stale_scale_is_caught_by_its_bits() -> None:
+    for same in run_ranks(2, bits_beside_torchao, "tensorwise", 1.0, 0.9):
+        assert same == [False, False, True]  # the weight's gradient does not involve the weight
