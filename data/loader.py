@@ -133,9 +133,9 @@ class DataLoader:
 
     def close(self) -> None:
         """Stop reading ahead."""
-        self._stop_prefetch()
         for dataset in self._datasets:
-            dataset.folder.close()
+            dataset.folder.close()  # first, or the thread might wait for a store that is out of reach
+        self._stop_prefetch()
         if self._ledger:
             self._ledger.close()
         self._readers.shutdown(wait=False, cancel_futures=True)
@@ -144,7 +144,11 @@ class DataLoader:
         if self._upcoming is None:
             steps = self._steps()
             self._upcoming = _Prefetcher(steps, self._prefetch_steps) if self._prefetch_steps else steps
-        return next(self._upcoming)
+        try:
+            return next(self._upcoming)
+        except BaseException:
+            self._stop_prefetch()  # a further call tries again
+            raise
 
     def _stop_prefetch(self) -> None:
         if isinstance(self._upcoming, _Prefetcher):
@@ -248,7 +252,6 @@ class _Prefetcher(Iterator[_Step]):
         """The next item; an exception of the iterator is raised here."""
         item = self._ready.get()
         if isinstance(item, BaseException):
-            self._ready.put(item)  # and again at every further call
             raise item
         self._go_on.put(True)
         return item

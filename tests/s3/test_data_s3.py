@@ -5,6 +5,7 @@ import json
 import os
 import threading
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import fsspec
@@ -144,6 +145,22 @@ def test_an_outage_that_lasts_stops_the_run_even_when_bad_blocks_are_masked(remo
     with pytest.raises(StorageError, match=r"s3://.*/train-0000\d\.arrow: cannot be read for \d s: "):
         loader.next_step()
     loader.close()
+
+
+def test_a_loader_can_be_closed_during_an_outage(remote, tmp_path, proxy):
+    loader = build_dataloader(config_of(remote, tmp_path, data__retry_seconds=10_000), 0, 1)
+    loader.next_step()
+    proxy.fault("503")
+    for path in (tmp_path / "cache").glob("*.range"):
+        path.unlink()
+    loader.load_state_dict(loader.state_dict() | {"samples": 200})  # blocks that are not here yet
+    with ThreadPoolExecutor(1) as thread:
+        trying = thread.submit(loader.next_step)
+        while proxy.counts().get("fault:503", 0) < 2:
+            pass
+        loader.close()  # does not wait for the end of the retries
+        with pytest.raises(StorageError, match="cannot be read"):
+            trying.result()
 
 
 def test_a_block_that_is_damaged_on_the_server(local, remote, tmp_path, proxy):

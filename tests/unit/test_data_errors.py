@@ -116,10 +116,11 @@ def test_token_above_the_vocabulary_is_named(folder):
 # ---------------------------------------------------------------- bad blocks
 
 
+@pytest.mark.parametrize("prefetch_steps", [0, 2])
 @pytest.mark.parametrize("kind", ["flipped", "short", "missing"])
-def test_a_bad_block_stops_the_run_and_is_named(folder, kind):
+def test_a_bad_block_stops_the_run_and_is_named(folder, kind, prefetch_steps):
     file, place = middle_of(folder, 7)
-    config = data_config(folder, training__seq_len=8)
+    config = data_config(folder, training__seq_len=8, data__prefetch_steps=prefetch_steps)
     loader = build_dataloader(config, 0, 1)
     if kind == "flipped":
         damage(file, place)
