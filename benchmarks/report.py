@@ -33,7 +33,8 @@ def finish(arguments: argparse.Namespace, rows: list[dict[str, Any]], bars: Iter
     missed = [text for text, met in bars if not met]
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        result = {"machine": machine(), "command": " ".join(sys.argv), "missed": missed, "rows": rows}
+        command = " ".join(["python -m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
+        result = {"machine": machine(), "command": command, "missed": missed, "rows": rows}
         arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     for text in missed:
         print(f"missed: {text}")
