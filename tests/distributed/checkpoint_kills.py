@@ -17,7 +17,7 @@ import torch.distributed as dist
 from tests.distributed.checkpoint_runs import Run
 from tests.harness import run_ranks
 
-KILLS = int(os.environ.get("KILLS", "20"))
+KILLS = int(os.environ.get("KILLS", "12"))
 
 
 def survive_kills(url: str, kills: int, mode: str) -> int:

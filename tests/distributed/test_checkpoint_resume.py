@@ -5,7 +5,7 @@ import pytest
 from tests.distributed.checkpoint_runs import load_run, same, train_run
 from tests.harness import run_ranks
 
-MESHES = [((), 1), ((2,), 2), ((3,), 3), ((2, 2), 4), ((4,), 4)]
+MESHES = [((), 1), ((2,), 2), ((3,), 3), ((2, 2), 4)]
 
 
 @pytest.mark.parametrize(("mesh", "world_size"), [((1,), 1), ((2,), 2), ((2, 2), 4)])

@@ -61,7 +61,7 @@ def test_an_object_of_several_parts_comes_back(bucket, monkeypatch):
 def test_resume_from_s3_at_any_mesh(bucket):
     written = run_ranks(2, train_run, bucket + "/run", (2,), 0, 3, {"interval": 1, "keep": 2, "mode": "async"})[0]
     assert steps_in(bucket + "/run") == [3, 2]
-    for mesh, size in (((2,), 2), ((3,), 3), ((2, 2), 4), ((), 1)):
+    for mesh, size in (((3,), 3), ((), 1)):
         for step, loaded in run_ranks(size, load_run, bucket + "/run", mesh):
             assert step == 3
             assert same(loaded, written, but=["random"]) == []
