@@ -1,0 +1,71 @@
+"""The parity report: its parts on known values, and once as a command."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from config import Config, ConfigError, Float8
+from float8.parity import gathered_bytes, judge, main, sqnr
+from tests.corpus import write_dataset
+
+
+def test_noise_in_decibels() -> None:
+    exact = torch.ones(100, dtype=torch.float64)
+    assert sqnr(exact, exact * 1.1) == pytest.approx(20)
+    assert sqnr(exact, exact) == float("inf")
+
+
+@pytest.mark.parametrize(("float8", "within"), [((3.02, 3.09), True), ((3.2, 3.4), False)])
+def test_the_verdict_compares_with_the_spread_of_seeds(float8: tuple[float, float], within: bool) -> None:
+    runs = {
+        name: [{"validation_loss": loss} for loss in pair] for name, pair in (("bf16", (3.0, 3.1)), ("float8", float8))
+    }
+    verdict = judge(runs)
+    assert verdict["seed_spread"] == pytest.approx(0.1)
+    assert verdict["difference"] == pytest.approx(sum(float8) / 2 - 3.05)
+    assert verdict["within"] == within
+
+
+def test_bytes_gathered() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(32, 16, bias=False), torch.nn.Linear(16, 16, bias=False))
+    on, off = (Config(float8=Float8(enable=True, fsdp_all_gather=choice)) for choice in ("auto", "off"))
+    assert gathered_bytes(model, ["0"], on) == (2 * (512 + 256), 512 + 2 * 256)
+    assert gathered_bytes(model, ["0"], off) == (2 * (512 + 256), 2 * (512 + 256))
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    documents = [[1 + (i * j) % 90 for j in range(60)] + [0] for i in range(30)]
+    return write_dataset(tmp_path_factory.mktemp("data") / "set", [documents], documents[:4], vocab_size=100)
+
+
+def test_the_command(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--seeds=2", f"--output={tmp_path / 'out'}", "--float8.filter=all", f"--data.datasets={dataset}"]
+    words += ["--training.steps=2", "--training.seq_len=16", "--training.local_batch_size=1"]
+    words += ["--lr_scheduler.warmup_steps=1", "--validation.max_samples=4"]
+    main(words)
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert (tmp_path / "out" / "losses.png").read_bytes().startswith(b"\x89PNG")
+    bf16, float8 = report["runs"]["bf16"], report["runs"]["float8"]
+    assert [run["steps"] for run in (*bf16, *float8)] == [[1, 2]] * 4
+    for before, after in zip(bf16, float8, strict=True):  # the same weights and data, in other roundings
+        assert after["losses"][0] == pytest.approx(before["losses"][0], rel=1e-2)
+        assert after["losses"] != before["losses"]
+    assert bf16[0]["losses"][0] != pytest.approx(bf16[1]["losses"][0], rel=1e-6)
+    assert len(report["layers"]) == len(report["converted"]) == 6 * 7
+    for row in report["layers"]:
+        assert all(20 < row[key] < 60 for key in ("y dB", "dx dB", "dw dB")), row
+    assert 0.5 < report["gathered_bytes"]["float8"] / report["gathered_bytes"]["bf16"] < 0.7
+    assert "the spread of bf16 over its seeds" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="already holds something"):
+        main(words)
+
+
+def test_without_matplotlib(dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match=r"\./setup.sh test, or pip install matplotlib"):
+        main([f"--output={tmp_path / 'out'}", f"--data.datasets={dataset}"])
+    assert not (tmp_path / "out").exists()
