@@ -329,13 +329,16 @@ def test_killed_and_resumed_under_torchrun(dataset: Path, tmp_path: Path) -> Non
     assert len(texts[0]) > 10
 
 
-@pytest.mark.parametrize("how", ["SIGTERM to torchrun", "SIGUSR1 to a rank", "stop file"])
+@pytest.mark.parametrize("how", ["SIGTERM to torchrun", "SIGUSR1 to a rank", "stop file", "stop file, async saves"])
 def test_asked_to_stop_it_saves_between_two_steps_and_resumes_with_the_same_bits(
     how: str, dataset: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "cut"
     words = [word for word in SMALL if "checkpoint.interval" not in word]
-    words += [f"--data.datasets={dataset}", "--checkpoint.interval=1000", "--validation.enable=false"]
+    saving = (
+        ["--checkpoint.interval=1", "--checkpoint.mode=async"] if "async" in how else ["--checkpoint.interval=1000"]
+    )
+    words += [f"--data.datasets={dataset}", *saving, "--validation.enable=false"]
     command = [sys.executable, "-m", "launch.torchrun", "--standalone", "--nproc-per-node=2", "train.py"]
     command += [*words, f"--run.folder={folder}"]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
@@ -357,7 +360,8 @@ def test_asked_to_stop_it_saves_between_two_steps_and_resumes_with_the_same_bits
     assert "stopped after step" in output
     stopped = max(rows(folder))
     assert 4 <= stopped < 20
-    assert [path.name.split("-")[1] for path in (folder / "checkpoints").iterdir()] == [f"{stopped:08}"]
+    saved = sorted(int(path.parent.name.split("-")[1]) for path in (folder / "checkpoints").glob("*/MANIFEST.json"))
+    assert saved == (list(range(1, stopped + 1)) if "async" in how else [stopped])
     assert not (folder / "stop").exists()
     run_ranks(2, run, [*words, f"--run.folder={folder}"], start_group=False)
     run_ranks(2, run, [*words, f"--run.folder={tmp_path / 'whole'}"], start_group=False)
