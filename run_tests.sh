@@ -8,6 +8,10 @@ export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false TORCHAO_FORCE_SKIP_LOADING
 # One cache of compiled kernels for the whole suite.
 export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$PWD/.cache/inductor}
 
+# A real S3 server for tests/s3: Ceph's gateway where it is installed, else moto's server.
+export S3_TEST_SERVER=${S3_TEST_SERVER:-$(command -v radosgw >/dev/null && echo ceph || echo moto)}
+echo "tests/s3 use $S3_TEST_SERVER"
+
 .venv/bin/pre-commit validate-config
 .venv/bin/ruff format --check .
 .venv/bin/ruff check .
