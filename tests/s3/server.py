@@ -60,10 +60,13 @@ def create_bucket(endpoint: str, name: str) -> None:
 
 
 def free_port() -> int:
-    """A port of which the next one is probably free too."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    """A port that is free, as is the next one, which Ceph's monitor takes."""
+    while True:
+        with socket.socket() as first, socket.socket() as second, suppress(OSError, OverflowError):
+            first.bind(("127.0.0.1", 0))
+            port: int = first.getsockname()[1]
+            second.bind(("127.0.0.1", port + 1))
+            return port
 
 
 @contextmanager
