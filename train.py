@@ -20,7 +20,6 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from checkpoint.manager import CheckpointManager
 from config import Config, TitaniteError, grad_accum_steps, load_config
 from data.loader import build_dataloader, validation_batches
-from data.shards import check_datasets
 from float8.convert import check_float8, convert_to_float8, summarize
 from float8.fsdp import precompute_scales
 from loss import IGNORED, build_loss
@@ -48,7 +47,6 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
     dims = ParallelDims.from_config(config.parallelism, world_size)
     dp_rank = dims.dp_rank(rank)
     tokens_per_step = grad_accum_steps(training, dims.dp) * training.local_batch_size * dims.dp * training.seq_len
-    check_datasets(config)
     check_float8(config)
     dataloader = build_dataloader(config, dp_rank, dims.dp, pin_memory=device_type() != "cpu")
     spec, flavor = find_model(config.model, dataloader.vocab_size)
