@@ -3,24 +3,24 @@
 python -m benchmarks.data_growth FOLDER          start on it, without torch; a JSON line
 """
 
-import hashlib
 import json
 import sys
 import time
-import zlib
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
-from data.order import shuffled_epoch
-from data.shards import FORMAT, INDEX_SCHEMA, VERSION, open_dataset
+from data.order import Segment, shuffled_epoch
+from data.shards import INDEX_SCHEMA, Shard, open_dataset
 from data.tokenizer import Tokenizer
+from data.writer import write_index
 
 BLOCKS_PER_SHARD = 32
+SEQ_LEN, BATCH = 4096, 16
 
 
-def write_index(folder: Path, blocks: int, tokenizer: Tokenizer) -> None:
+def write_simulated(folder: Path, blocks: int, tokenizer: Tokenizer) -> None:
     """manifest.json and blocks.arrow of a dataset with blocks of about 4 M uint16 tokens."""
     folder.mkdir(parents=True)
     tokenizer.save(folder)
@@ -31,59 +31,45 @@ def write_index(folder: Path, blocks: int, tokenizer: Tokenizer) -> None:
         [np.cumsum(part) - part for part in np.split(size, range(BLOCKS_PER_SHARD, blocks, BLOCKS_PER_SHARD))]
     )
     columns = {"offset": offset, "size": size, "documents": np.full(blocks, 6700), "tokens": tokens, "crc32": tokens}
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, INDEX_SCHEMA) as writer:
-        writer.write_table(
-            pa.table({k: v.astype(INDEX_SCHEMA.field(k).type.to_pandas_dtype()) for k, v in columns.items()})
-        )
-    index = memoryview(sink.getvalue())
-    (folder / "blocks.arrow").write_bytes(index)
+    table = pa.table([columns[field.name].astype(field.type.to_pandas_dtype()) for field in INDEX_SCHEMA], INDEX_SCHEMA)
     shards = [
-        {
-            "file": f"train-{number:05}.arrow",
-            "split": "train",
-            "bytes": int(size[part].sum()),
-            "blocks": len(size[part]),
-            "documents": 6700 * len(size[part]),
-            "tokens": int(tokens[part].sum()),
-            "lengths_crc32": 0,
-        }
+        Shard(
+            file=f"train-{number:05}.arrow",
+            split="train",
+            bytes=int(size[part].sum()),
+            blocks=len(size[part]),
+            documents=6700 * len(size[part]),
+            tokens=int(tokens[part].sum()),
+            lengths_crc32=0,
+        )
         for number, part in enumerate(slice(i, i + BLOCKS_PER_SHARD) for i in range(0, blocks, BLOCKS_PER_SHARD))
     ]
-    manifest = {
-        "format": FORMAT,
-        "version": VERSION,
-        "dtype": "uint16",
-        "vocab_size": tokenizer.vocab_size,
-        "eos_id": tokenizer.eos_id,
-        "tokenizer": tokenizer.fingerprint,
-        "index_bytes": len(index),
-        "index_crc32": zlib.crc32(index),
-        "index_sha256": hashlib.sha256(index).hexdigest(),
-        "shards": shards,
-    }
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    write_index(folder, tokenizer, shards, table)
 
 
 def start(folder: str) -> dict[str, float]:
-    """Open the dataset, lay out an epoch and look up places all over it."""
+    """Open the dataset, lay out an epoch and find the samples and the window of batches all over it."""
     begin = time.perf_counter()
     split = open_dataset(folder).split("train")
     epoch = shuffled_epoch(split.tokens, 16, key=1)
     seconds = time.perf_counter() - begin
     status = Path("/proc/self/status").read_text()  # ru_maxrss would count the process that started this one
     memory = int(status.split("VmHWM:")[1].split()[0]) * 1024
-    places = np.random.default_rng(0).integers(0, split.total_tokens, 100_000).tolist()
-    begin = time.perf_counter()
-    for place in places:
-        epoch.window_of(place)
-    lookup = (time.perf_counter() - begin) / len(places)
+    segment = Segment(("simulated",), (1.0,), (0,), SEQ_LEN)
+    samples = np.random.default_rng(0).integers(0, split.total_tokens // SEQ_LEN - BATCH, 20_000).tolist()
+    rounds = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        for sample in samples:
+            tokens = segment.locate(sample, BATCH)[1].tolist()
+            epoch.window_of(tokens[0])
+        rounds.append(time.perf_counter() - begin)
     return {
         "blocks": len(split.tokens),
         "tokens": split.total_tokens,
         "start_s": seconds,
         "memory_MB": memory / 1e6,
-        "place_us": lookup * 1e6,
+        "batch_us": min(rounds) / len(samples) * 1e6,
     }
 
 

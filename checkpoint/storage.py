@@ -18,21 +18,20 @@ import secrets
 import struct
 import time
 import zipfile
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import IO, Any, NamedTuple, cast
 
 import numpy as np
 import torch
+from isal import isal_zlib
 from torch import Tensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 
 from checkpoint.manifest import (
     FORMAT_VERSION,
@@ -43,14 +42,12 @@ from checkpoint.manifest import (
     encode_manifest,
     sha256,
 )
-from checkpoint.ranks import Ranks
+from checkpoint.planning import Plan, State
 from checkpoint.stores import CheckpointError, DamagedError, Store, join
 
 WRITE_THREADS = 2
 RANGE_BYTES = 16 << 20  # neighbouring items are read together up to this
 WINDOW_BYTES = 256 << 20  # read and not yet copied, at most, unless a single item is larger
-
-State = dict[str, Any]  # nested dicts of tensors, as DCP's planners take them
 
 
 # ---------------------------------------------------------------- names
@@ -75,15 +72,6 @@ def step_of(name: str) -> int | None:
 # ---------------------------------------------------------------- writing
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Who writes what. It depends on names, shapes and placements only, so it serves every later save of a run."""
-
-    items: list[WriteItem]  # of this rank
-    all_items: list[list[WriteItem]]  # of every rank, on rank 0
-    metadata: Metadata | None  # the index, without places, on rank 0
-
-
 class Written(NamedTuple):
     """Where an item of a rank's plan lies: few and plain values, since rank 0 gathers millions of them."""
 
@@ -92,33 +80,6 @@ class Written(NamedTuple):
     offset: int
     length: int
     crc32: int
-
-
-def plan_save(state: State, ranks: Ranks) -> Plan:
-    """Agree on who writes what. Collective."""
-    planner = DefaultSavePlanner()
-    planner.set_up_planner(state, is_coordinator=ranks.rank == 0)
-    local_plans = ranks.gather(planner.create_local_plan())
-    plans: list[SavePlan] = []
-    metadata = None
-    if ranks.rank == 0:
-        plans, metadata = planner.create_global_plan(local_plans)
-    return Plan(ranks.scatter(plans).items, [plan.items for plan in plans], metadata)
-
-
-def resolver(state: State) -> Callable[[WriteItem], Tensor]:
-    """The function that gives a write item's tensor: this rank's part of it, on its device."""
-    planner = DefaultSavePlanner()
-    planner.set_up_planner(state)
-
-    def resolve(item: WriteItem) -> Tensor:
-        if item.type == WriteItemType.BYTE_IO:
-            raise TypeError(f"{item.index.fqn}: only tensors are part of a checkpoint's state")
-        tensor = planner.resolve_data(item)
-        assert isinstance(tensor, Tensor)
-        return tensor.detach()
-
-    return resolve
 
 
 def write_items(
@@ -146,15 +107,17 @@ def commit(store: Store, name: str, plan: Plan, written: Sequence[Sequence[Writt
     """
     assert plan.metadata is not None
     storage_data = {}
-    for rank, (items, entries) in enumerate(zip(plan.all_items, written, strict=True)):
-        if [entry.number for entry in sorted(entries)] != list(range(len(items))):
-            raise CheckpointError(f"{name}: of {len(items)} items planned for rank {rank}, {len(entries)} were written")
+    for rank, (indices, entries) in enumerate(zip(plan.indices, written, strict=True)):
+        if [entry.number for entry in sorted(entries)] != list(range(len(indices))):
+            raise CheckpointError(
+                f"{name}: of {len(indices)} items planned for rank {rank}, {len(entries)} were written"
+            )
         for entry in entries:
             info = _StorageInfo(entry.file, entry.offset, entry.length)
             info.crc32 = entry.crc32  # type: ignore[attr-defined]
-            storage_data[items[entry.number].index] = info
+            storage_data[indices[entry.number]] = info
     storage_meta = StorageMeta(checkpoint_id=name, save_id=name)
-    pickled = pickle.dumps(
+    pickled = _pickle(
         dataclasses.replace(
             plan.metadata, storage_data=storage_data, storage_meta=storage_meta, version=CURRENT_DCP_VERSION
         )
@@ -173,6 +136,19 @@ def commit(store: Store, name: str, plan: Plan, written: Sequence[Sequence[Writt
     return manifest
 
 
+def _pickle(metadata: Metadata) -> bytes:
+    """As pickle.dumps, which keeps all other threads waiting: for seconds, where ranks and tensors are many."""
+    frames: list[bytes] = []
+
+    class Frames(io.RawIOBase):
+        def write(self, data: Any) -> int:  # Python code, every 64 KiB: here another thread may take over
+            frames.append(bytes(data))
+            return len(data)
+
+    pickle.Pickler(Frames()).dump(metadata)
+    return b"".join(frames)
+
+
 class _ChecksummedStream(io.RawIOBase):
     """What torch.save writes to: passes bytes on, keeps count and CRC-32 of the item being written."""
 
@@ -185,7 +161,7 @@ class _ChecksummedStream(io.RawIOBase):
         return True
 
     def write(self, data: Any) -> int:
-        self.crc32 = zlib.crc32(data, self.crc32)
+        self.crc32 = isal_zlib.crc32(data, self.crc32)
         self.position += len(data)
         self.stream.write(data)
         return len(data)
@@ -307,7 +283,7 @@ def _check_tensors(place: str, tensors: Mapping[str, Any], metadata: Metadata) -
 
 def _check_item(store: Store, name: str, info: _StorageInfo, index: MetadataIndex, data: memoryview) -> None:
     expected = getattr(info, "crc32", None)  # stock checkpoints have none
-    if expected is not None and zlib.crc32(data) != expected:
+    if expected is not None and isal_zlib.crc32(data) != expected:
         where = join(store.url, name)
         raise ChecksumError(f"{where}/{info.relative_path}: checksum of {index.fqn} differs, at byte {info.offset}")
 

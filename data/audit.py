@@ -12,9 +12,11 @@ once for each epoch that was consumed.
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,33 +59,36 @@ class Auditor:
         streams = open_streams(self._config, self.datasets, self._readers)
         return {stream.name: stream for stream in streams}
 
-    def samples(self, step: Step, first: int, count: int) -> Iterator[tuple[Stream, int]]:
-        """(stream, first token) of samples [first, first + count) of the step's segment."""
-        segment = saved_place(step.start).segment
-        for dataset, token in zip(*segment.locate(first, count), strict=True):
+    def samples(self, step: Step, first: int, count: int) -> Iterator[tuple[Stream, list[tuple[int, int]]]]:
+        """(stream, runs of its tokens) of samples [first, first + count) of the step's segment."""
+        place = saved_place(step.start)
+        segment = place.segment
+        for dataset, start in zip(*segment.locate(first, count), strict=True):
             name = segment.datasets[dataset]
             if name not in self._streams:
                 raise AuditError(f"dataset {name} was read by this run and is not among data.datasets of the config")
-            yield self._streams[name], int(token)
+            stream = self._streams[name]
+            yield stream, stream.runs(int(start), segment.seq_len, place.piece_tokens)
 
     def tokens(self, step: Step, dp_rank: int) -> Iterator[np.ndarray]:
         """The microbatches of a rank, int64 [local_batch_size, seq_len], rebuilt from the data."""
         for name, blocks in step.masked.items():
             if not set(blocks) <= self._streams[name].masked:
                 self._streams[name].mask(set(blocks))
-        seq_len = step.start["seq_len"]
         for first in step.shape.microbatches(step.first, dp_rank):
             rows = []
-            for stream, token in self.samples(step, first, step.shape.local_batch_size):
-                rows.append(np.empty(seq_len, stream.split.dtype))
-                stream.read(token, rows[-1])
+            for stream, runs in self.samples(step, first, step.shape.local_batch_size):
+                parts = [np.empty(count, stream.split.dtype) for _, count in runs]
+                for part, (token, _) in zip(parts, runs, strict=True):
+                    stream.read(token, part)
+                rows.append(np.concatenate(parts))
             yield np.stack(rows).astype(np.int64)
 
     def documents(self, step: Step) -> Iterator[Part]:
         """The documents of a step in the order of its samples, over all ranks and microbatches."""
-        for number, (stream, token) in enumerate(self.samples(step, step.first, step.shape.samples)):
+        for number, (stream, runs) in enumerate(self.samples(step, step.first, step.shape.samples)):
             split = stream.split
-            for block, row, first, stop in stream.documents(token, step.start["seq_len"]):
+            for block, row, first, stop in chain.from_iterable(stream.documents(*run) for run in runs):
                 file = f"{split.folder.url}/{split.shards[split.shard[block]].file}"
                 yield Part(number, file, block - split.first_block(block), row, first, stop)
 
@@ -95,7 +100,8 @@ class Auditor:
                 if f"{dataset.url}/{shard.file}" == part.file:
                     block = split.read(int(split.shard.searchsorted(number)) + part.block)
                     start = int(block.offsets[part.row])
-                    return tokenizer.decode(block.values[start + part.first : start + part.stop].tolist())
+                    ids = split.ids(block.values[start + part.first : start + part.stop])
+                    return tokenizer.decode(ids.tolist())
         raise AuditError(f"{part.file}: not a file of this run")
 
 
@@ -153,7 +159,7 @@ def prove(run: Path, every: int = 1) -> list[str]:
                         f"{run}: step {number}: rank {rank} was given other tokens than the data holds there"
                     )
                 checked += 1
-    return _conclusions(auditor, steps, void, checked)
+    return _conclusions(auditor, steps, void, checked) + _left_out(run)
 
 
 def _last_lines(steps: list[Step]) -> dict[tuple[int, int], Step]:
@@ -175,6 +181,14 @@ def _conclusions(auditor: Auditor, steps: list[Step], void: int, checked: int) -
         epochs, rest = divmod(consumed.get(dataset.hash, 0), size)
         lines.append(f"{dataset.url}: each of its {size:,} tokens {epochs} times, and {rest:,} of epoch {epochs + 1}")
     return lines
+
+
+def _left_out(run: Path) -> list[str]:
+    """A line if the run has consumed the tokens of some steps without an update, see failures.on_bad_step."""
+    file = run / "skipped.jsonl"
+    lines = file.read_text(encoding="utf-8").split("\n")[:-1] if file.is_file() else []
+    steps = sorted({step for r in map(json.loads, lines) for step in range(r["first"], r["last"] + 1)})
+    return [f"{len(steps):,} steps consumed their tokens without an update: {steps}"] if steps else []
 
 
 def run_config(run: Path) -> Config:

@@ -166,14 +166,18 @@ class DataLoader:
             yield _Step(batches, first)
 
     def _batch(self, datasets: list[int], starts: list[int]) -> Batch:
-        """The samples that begin at token `starts[i]` of stream `datasets[i]`."""
-        shape = (len(datasets), self._place.segment.seq_len)
+        """The samples that begin at place `starts[i]` in the order of stream `datasets[i]`."""
+        seq_len, piece_tokens = self._place.segment.seq_len, self._place.piece_tokens
+        shape = (len(datasets), seq_len)
         batch = _empty_batch(shape, self._positions, self._pin_memory)
         arrays = _arrays(batch)
         for i, stream in enumerate(self._streams):
             rows = [row for row, dataset in enumerate(datasets) if dataset == i]
-            if rows:
+            if rows and not piece_tokens:  # they follow each other in the stream
                 _fill(arrays, stream, rows, starts[rows[0]])
+            elif rows:
+                for row in rows:
+                    _fill_in_runs(arrays, stream, row, stream.runs(starts[row], seq_len, piece_tokens))
         return batch
 
 
@@ -325,6 +329,19 @@ def _fill(batch: _Arrays, stream: Stream, rows: list[int], start: int, end: int 
             batch.labels[row, first:stop] = IGNORED
     if batch.positions is not None:
         _fill_positions(batch.positions, rows, list(accumulate(lengths, initial=0)))
+
+
+def _fill_in_runs(batch: _Arrays, stream: Stream, row: int, runs: list[tuple[int, int]]) -> None:
+    """Fill a row with runs of a stream, (first token, tokens), one after the other.
+
+    The label of a run's last token is the one that follows in the stream; positions restart at each run.
+    """
+    begin = 0
+    for token, count in runs:
+        part = slice(row, row + 1), slice(begin, begin + count)
+        positions = None if batch.positions is None else batch.positions[part]
+        _fill(_Arrays(batch.tokens[part], batch.labels[part], positions), stream, [0], token)
+        begin += count
 
 
 def _fill_positions(positions: np.ndarray, rows: list[int], bounds: list[int]) -> None:

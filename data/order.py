@@ -7,6 +7,11 @@ dataset is tokens [j * seq_len, (j + 1) * seq_len] of that endless stream: the l
 only a label and comes again as the first input of sample j + 1, so every token of an
 epoch is an input exactly once.
 
+With data.shuffle_samples the stream is also cut into pieces of `piece_tokens` tokens, the
+seq_len the run began with, and the pieces of each window are permuted (`window_pieces`). Each
+token keeps its label, so that what is learnt is the same. Places in that order are consumed,
+sample after sample, and as long as seq_len is the first one, a sample is a piece.
+
 Several datasets are interleaved by weight. A `Segment` fixes where each stands and what
 is mixed; a global sample index in the segment then says everything.
 """
@@ -64,6 +69,15 @@ def shuffled_epoch(block_tokens: np.ndarray, window_blocks: int, key: int) -> Ep
     """The order of an epoch, from the tokens of each block; O(blocks) time and memory."""
     blocks = permutation(len(block_tokens), key).astype(np.uint32)
     return _windows(blocks, block_tokens, window_blocks)
+
+
+def window_pieces(start: int, stop: int, piece_tokens: int) -> range:
+    """The pieces that are permuted in the window of tokens [start, stop) of the stream.
+
+    Piece i is tokens [i * piece_tokens, (i + 1) * piece_tokens). One that needs a token of another
+    window, be it as the label of its last, stays in its place.
+    """
+    return range(-(-start // piece_tokens), (stop - 1) // piece_tokens)
 
 
 def plain_epoch(block_tokens: np.ndarray) -> Epoch:

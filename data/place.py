@@ -1,5 +1,6 @@
 """Where a run stands in its data, and which samples a step takes from there. Imports no torch."""
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -7,7 +8,7 @@ from config import Config
 from data.order import Segment
 from data.shards import DataError, Dataset
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 
 
 class StepShape(NamedTuple):
@@ -34,9 +35,15 @@ class Place(NamedTuple):
 
     seed: int
     window_blocks: int
+    piece_tokens: int  # of the pieces that are permuted in a window; 0: they are not
     segment: Segment
     samples: int  # of the segment, consumed
     earlier: dict[str, int]  # tokens consumed of datasets no longer in the mixture
+
+    @property
+    def shuffles_samples(self) -> bool:
+        """Whether the pieces of a window are permuted."""
+        return self.piece_tokens > 0
 
     @property
     def tokens(self) -> int:
@@ -51,6 +58,7 @@ class Place(NamedTuple):
             "version": STATE_VERSION,
             "seed": self.seed,
             "window_blocks": self.window_blocks,
+            "piece_tokens": self.piece_tokens,
             "seq_len": segment.seq_len,
             "samples": self.samples,
             "datasets": {name: [start, weight] for name, start, weight in parts},
@@ -68,18 +76,20 @@ class Place(NamedTuple):
         for name, old, new in (
             ("run.seed", saved.seed, self.seed),
             ("data.window_blocks", saved.window_blocks, self.window_blocks),
+            ("data.shuffle_samples", saved.shuffles_samples, self.shuffles_samples),
         ):
             if old != new:
                 raise DataError(
-                    f"{name} = {new}: the checkpoint was trained with {old}, another order of the data; "
-                    f"resume with {old} or start a new run"
+                    f"{name} = {json.dumps(new)}: the checkpoint was trained with {json.dumps(old)}, another order "
+                    f"of the data; resume with {json.dumps(old)} or start a new run"
                 )
         if self.segment._replace(starts=saved.segment.starts) == saved.segment:
             return saved
         consumed = saved.segment.consumed(saved.samples)
         tokens = saved.earlier | dict(zip(saved.segment.datasets, consumed, strict=True))
         starts = tuple(tokens.pop(name, 0) for name in self.segment.datasets)
-        return self._replace(segment=self.segment._replace(starts=starts), samples=0, earlier=tokens)
+        segment = self.segment._replace(starts=starts)
+        return saved._replace(segment=segment, samples=0, earlier=tokens)
 
 
 def first_place(config: Config, datasets: Sequence[Dataset]) -> Place:
@@ -88,7 +98,8 @@ def first_place(config: Config, datasets: Sequence[Dataset]) -> Place:
     shares = tuple(weight / sum(weights) for weight in weights)
     names = tuple(dataset.hash for dataset in datasets)
     segment = Segment(names, shares, (0,) * len(names), config.training.seq_len)
-    return Place(config.run.seed, config.data.window_blocks, segment, 0, {})
+    piece_tokens = config.training.seq_len if config.data.shuffle_samples else 0
+    return Place(config.run.seed, config.data.window_blocks, piece_tokens, segment, 0, {})
 
 
 def saved_place(state: Mapping[str, Any]) -> Place:
@@ -97,4 +108,5 @@ def saved_place(state: Mapping[str, Any]) -> Place:
         raise DataError(f"data state: version {state.get('version')}; this code reads version {STATE_VERSION}")
     starts, weights = zip(*state["datasets"].values(), strict=True)
     segment = Segment(tuple(state["datasets"]), weights, starts, state["seq_len"])
-    return Place(state["seed"], state["window_blocks"], segment, state["samples"], dict(state["earlier"]))
+    order = state["seed"], state["window_blocks"], state["piece_tokens"]
+    return Place(*order, segment, state["samples"], dict(state["earlier"]))

@@ -5,7 +5,7 @@
 Two passes, each on all cores. The first tokenises the units of the input and sorts each
 unit's documents into buckets; the second shuffles a bucket's documents and writes them as
 a shard. A document's bucket and place are hashes of where it stands in the input, and
-whether it is held out is a hash of its text, so the output does not depend on the number
+whether it is held out is a hash of its whole text, so the output does not depend on the number
 of processes. What is finished stays in OUTPUT/.parts until the end: after a kill the same
 command goes on from there. manifest.json is written last and makes the dataset valid.
 """
@@ -13,16 +13,13 @@ command goes on from there. manifest.json is written last and makes the dataset 
 import argparse
 import hashlib
 import json
-import multiprocessing
 import os
 import shutil
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from itertools import chain, islice, pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,10 +28,14 @@ import pyarrow as pa
 from tqdm import tqdm
 
 from config import TitaniteError
+from data.chat import BUILT_IN
 from data.order import derive_key, random_words
+from data.packing import pack
 from data.shards import DataError, Shard, token_type
-from data.sources import COMPRESSIONS, UNIT_BYTES, File, Unit, documents, list_files, plan_units
+from data.sources import COMPRESSIONS, UNIT_BYTES, File, Unit, documents, list_files, pieces, plan_units
 from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from data.tuning import KEYS, check_examples, encode_examples, read_template, split_keys
+from data.workers import run_all
 from data.writer import WrittenShard, token_dtype, write_atomically, write_manifest, write_shard
 
 PARTS = ".parts"
@@ -49,18 +50,27 @@ class Plan:
 
     input: str  # hash of the input files' names and sizes
     text_key: str
+    example_keys: str
+    format: str
+    seq_len: int
+    drop_long: bool
     max_characters: int
     tokenizer: str  # fingerprint
+    chat_template: str
     dtype: str
     validation_fraction: float
     block_bytes: int
     train_buckets: int
     validation_buckets: int
 
-    def bucket(self, text: str, word: int) -> int:
-        """The bucket of a document; those of validation follow those of train."""
+    def holds_out(self, text: str) -> bool:
+        """Whether a text is for validation, with all the pieces it is cut into."""
         digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-        if int.from_bytes(digest, "little") < self.validation_fraction * 2**64:
+        return int.from_bytes(digest, "little") < self.validation_fraction * 2**64
+
+    def bucket(self, held_out: bool, word: int) -> int:
+        """The bucket of a document; those of validation follow those of train."""
+        if held_out:
             return self.train_buckets + word % self.validation_buckets
         return word % self.train_buckets
 
@@ -86,6 +96,11 @@ def prepare(
     shard_mb: float = 256,
     processes: int = 0,
     overwrite: bool = False,
+    format: str = "text",
+    example_keys: str = "",
+    seq_len: int = 0,
+    drop_long: bool = False,
+    chat_template: str = "",
 ) -> dict[str, Any]:
     """Prepare a dataset; `--help` says what the parameters mean. Returns its manifest.
 
@@ -94,16 +109,30 @@ def prepare(
     folder = Path(output)
     if (folder / "manifest.json").exists() and not overwrite:
         raise DataError(f"{folder}: already holds a finished dataset; give --overwrite to replace it")
+    example_keys = example_keys or KEYS.get(format, "")
+    if format != "text":
+        check_examples(tokenizer, seq_len, max_characters, example_keys, format)
+    elif example_keys or seq_len or drop_long or chat_template:
+        raise DataError("--example-keys, --seq-len, --drop-long and --chat-template are for --format sft and chat")
     files = list_files(sources)
     units = plan_units(files)
     chosen = load_tokenizer(tokenizer, eos_token) if tokenizer else _trained_tokenizer(units, text_key, vocab_size)
-    dtype = token_dtype(chosen.vocab_size)
+    if chat_template:
+        chosen.chat_template = read_template(Path(chat_template))
+    elif format == "chat":
+        chosen.chat_template = chosen.chat_template or BUILT_IN
+    dtype = token_dtype(chosen.vocab_size) if format == "text" else "uint32"
     shards = _estimated_bytes(files, dtype) / (shard_mb * 2**20)
     plan = Plan(
         input=hashlib.sha256(json.dumps(files).encode()).hexdigest(),
         text_key=text_key,
+        example_keys=example_keys,
+        format=format,
+        seq_len=seq_len,
+        drop_long=drop_long,
         max_characters=max_characters,
         tokenizer=chosen.fingerprint,
+        chat_template=chosen.chat_template,
         dtype=dtype,
         validation_fraction=validation_fraction,
         block_bytes=int(block_mb * 2**20),
@@ -112,12 +141,14 @@ def prepare(
     )
     _start_or_go_on(folder, plan, chosen)
     workers = processes or os.cpu_count() or 1
-    _run_all(workers, folder, _tokenize_unit, list(enumerate(units)), "tokenise", [unit.bytes for unit in units])
+    _load_job.cache_clear()  # the folder may have held another plan
+    run_all(workers, _tokenize_unit, str(folder), list(enumerate(units)), "tokenise", [unit.bytes for unit in units])
     if not any((folder / PARTS).glob("unit-*.arrow")):
         raise DataError("the input holds no text: nothing to prepare")
     buckets = list(range(plan.train_buckets + plan.validation_buckets))
-    _run_all(workers, folder, _write_bucket, buckets, "write", [1] * len(buckets))
-    manifest = write_manifest(folder, chosen, _written(folder, len(buckets)))
+    run_all(workers, _write_bucket, str(folder), buckets, "write", [1] * len(buckets))
+    facts = {"dtype": dtype, "packed_seq_len": seq_len, "dropped": _dropped(folder)} if format != "text" else {}
+    manifest = write_manifest(folder, chosen, _written(folder, len(buckets)), facts)
     shutil.rmtree(folder / PARTS)
     return manifest
 
@@ -139,13 +170,16 @@ def _beginning(unit: Unit, text_key: str, characters: int) -> Iterator[str]:
             return
 
 
-def count(sources: Sequence[str], text_key: str = "text", max_characters: int = 0) -> dict[str, int]:
+def count(
+    sources: Sequence[str], text_key: str = "text", max_characters: int = 0, example_keys: str = ""
+) -> dict[str, int]:
     """What `prepare` would read, without writing anything. Raises DataError."""
     files = list_files(sources)
     counts = {"files": len(files), "bytes": sum(file.size for file in files), "documents": 0, "empty": 0}
     counts |= {"characters": 0}
     for unit in tqdm(plan_units(files), desc="count", unit=" units"):
-        for text in documents(unit, text_key, max_characters):
+        texts = documents(unit, text_key, split_keys(example_keys))
+        for text in chain.from_iterable(pieces(text, max_characters) for text in texts):
             counts["documents" if text else "empty"] += 1
             counts["characters"] += len(text)
     return counts
@@ -178,87 +212,56 @@ def _load_job(folder: str) -> Job:
     return Job(Plan(**record), load_tokenizer(folder), Path(folder))
 
 
-# ---------------------------------------------------------------- all cores
-
-Task = Callable[[Job, Any], int]
-
-
-def _run_all(workers: int, folder: Path, function: Task, tasks: list[Any], title: str, weights: list[int]) -> None:
-    """Run `function(job, task)` for every task, under a progress bar with tokens/s and the time left."""
-    tokens, begin = 0, time.monotonic()
-    _load_job.cache_clear()  # the folder may have held another plan
-    with tqdm(total=sum(weights), desc=title, unit="B" if title == "tokenise" else " shards", unit_scale=True) as bar:
-        for number, result in _results(workers, str(folder), function, tasks):
-            tokens += result
-            bar.set_postfix_str(f"{tokens / max(time.monotonic() - begin, 1e-9):,.0f} tokens/s", refresh=False)
-            bar.update(weights[number])
-
-
-def _results(workers: int, folder: str, function: Task, tasks: list[Any]) -> Iterator[tuple[int, int]]:
-    """(number of the task, its result) as they finish, a few tasks in flight at a time."""
-    if workers == 1 or len(tasks) == 1:
-        for number, task in enumerate(tasks):
-            yield number, _work(folder, function, task)
-        return
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(workers, len(tasks)), spawn, _start_worker) as pool:
-        running: dict[Future[int], int] = {}
-        waiting = iter(enumerate(tasks))
-        try:
-            while True:
-                for number, task in islice(waiting, 2 * workers - len(running)):
-                    running[pool.submit(_work, folder, function, task)] = number
-                if not running:
-                    return
-                for future in wait(running, return_when=FIRST_COMPLETED).done:
-                    yield running.pop(future), future.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-def _start_worker() -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes share the cores
-
-
-def _work(folder: str, function: Task, task: Any) -> int:
-    return function(_load_job(folder), task)
-
-
 # ---------------------------------------------------------------- pass 1: tokenise
 
 
-def _tokenize_unit(job: Job, task: tuple[int, Unit]) -> int:
+def _tokenize_unit(folder: str, task: tuple[int, Unit]) -> int:
     """Write the documents of a unit, sorted by bucket, as parts. Returns its tokens."""
-    number, unit = task
+    job, (number, unit) = _load_job(folder), task
     parts = job.folder / PARTS
     record = parts / f"unit-{number:06}.json"
     if record.exists():
         return json.loads(record.read_text(encoding="utf-8"))["tokens"]
     key = derive_key("document", number)
-    seen = written = tokens = held = 0
+    seen = written = tokens = held = dropped = 0
     batches: list[pa.RecordBatch] = []
-    for texts in _batched(documents(unit, job.plan.text_key, job.plan.max_characters)):
-        words = random_words(len(texts), key, first=seen)
-        batches.append(_tokenize(job, texts, words))
-        seen += len(texts)
+    for batch in _batched(_pieces(job.plan, unit)):
+        words = random_words(len(batch), key, first=seen)
+        batches.append(_tokenize(job, batch, words))
+        seen += len(batch)
         held += len(batches[-1].column("tokens").values)
+        dropped += len(batch) - batches[-1].num_rows
         if held >= PART_TOKENS:
             _write_part(job.plan, batches, parts / f"unit-{number:06}-{written:04}.arrow")
             tokens, held, written, batches = tokens + held, 0, written + 1, []
     if batches:
         _write_part(job.plan, batches, parts / f"unit-{number:06}-{written:04}.arrow")
-    write_atomically(record, json.dumps({"tokens": tokens + held, "documents": seen}).encode())
+    write_atomically(record, json.dumps({"tokens": tokens + held, "documents": seen, "dropped": dropped}).encode())
     return tokens + held
 
 
-def _batched(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Lists of non-empty texts, about BATCH_BYTES together."""
-    batch: list[str] = []
+class Piece(NamedTuple):
+    """A text, or a part of one, that becomes a document."""
+
+    text: str
+    held_out: bool
+
+
+def _pieces(plan: Plan, unit: Unit) -> Iterator[Piece]:
+    """The documents to be, in order, without empty ones."""
+    for text in filter(None, documents(unit, plan.text_key, split_keys(plan.example_keys))):
+        held_out = plan.holds_out(text)
+        for piece in pieces(text, plan.max_characters):
+            yield Piece(piece, held_out)
+
+
+def _batched(documents: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Lists of about BATCH_BYTES."""
+    batch: list[Piece] = []
     size = 0
-    for text in texts:
-        if text:
-            batch.append(text)
-            size += len(text)
+    for document in documents:
+        batch.append(document)
+        size += len(document.text)
         if size >= BATCH_BYTES:
             yield batch
             batch, size = [], 0
@@ -266,15 +269,30 @@ def _batched(texts: Iterable[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def _tokenize(job: Job, texts: list[str], words: np.ndarray) -> pa.RecordBatch:
-    """Bucket, sort key and tokens of each text."""
-    ids = job.tokenizer.encode_documents(texts)
+def _tokenize(job: Job, batch: list[Piece], words: np.ndarray) -> pa.RecordBatch:
+    """Bucket, sort key and tokens of each document."""
+    ids, plan = _encode(job, [piece.text for piece in batch]), job.plan
+    if plan.seq_len:
+        fitting = [i for i, document in enumerate(ids) if len(document) <= plan.seq_len]
+        if len(fitting) < len(ids) and not plan.drop_long:
+            i = next(i for i, document in enumerate(ids) if len(document) > plan.seq_len)
+            raise DataError(
+                f"an example of {len(ids[i])} tokens is longer than --seq-len {plan.seq_len}: {batch[i].text[:100]}; "
+                "give a larger one, or --drop-long to leave such examples out"
+            )
+        ids, batch, words = [ids[i] for i in fitting], [batch[i] for i in fitting], words[fitting]
     lengths = [len(document) for document in ids]
-    values = np.fromiter(chain.from_iterable(ids), job.plan.dtype, sum(lengths))
+    values = np.fromiter(chain.from_iterable(ids), plan.dtype, sum(lengths))
     offsets = np.cumsum([0, *lengths], dtype=np.int32)
-    buckets = [job.plan.bucket(text, int(word)) for text, word in zip(texts, words, strict=True)]
-    tokens = pa.ListArray.from_arrays(offsets, values, type=token_type(job.plan.dtype))
+    buckets = [plan.bucket(piece.held_out, int(word)) for piece, word in zip(batch, words, strict=True)]
+    tokens = pa.ListArray.from_arrays(offsets, values, type=token_type(plan.dtype))
     return pa.record_batch({"bucket": pa.array(buckets, pa.uint32()), "word": words, "tokens": tokens})
+
+
+def _encode(job: Job, texts: list[str]) -> Sequence[Sequence[int] | np.ndarray]:
+    if job.plan.format == "text":
+        return job.tokenizer.encode_documents(texts)
+    return encode_examples(texts, job.plan.format, job.tokenizer)
 
 
 def _write_part(plan: Plan, batches: list[pa.RecordBatch], path: Path) -> None:
@@ -298,14 +316,18 @@ def _one_batch(table: pa.Table) -> pa.RecordBatch:
 # ---------------------------------------------------------------- pass 2: shuffle and write
 
 
-def _write_bucket(job: Job, bucket: int) -> int:
+def _write_bucket(folder: str, bucket: int) -> int:
     """Write the shard that a bucket makes, and a record of its blocks. Returns its tokens."""
+    job = _load_job(folder)
     plan, parts = job.plan, job.folder / PARTS
     record = parts / f"bucket-{bucket:06}.json"
     if record.exists():
         return json.loads(record.read_text(encoding="utf-8"))["shard"]["tokens"]
     split, number = ("train", bucket) if bucket < plan.train_buckets else ("validation", bucket - plan.train_buckets)
-    written = write_shard(job.folder, split, number, _shuffled_documents(parts, bucket), plan.block_bytes)
+    documents = _shuffled_documents(parts, bucket)
+    if plan.seq_len:
+        documents = pack(documents, plan.seq_len, job.tokenizer.eos_id)
+    written = write_shard(job.folder, split, number, documents, plan.block_bytes)
     content = {"shard": written.shard._asdict(), "blocks": written.blocks}
     write_atomically(record, json.dumps(content).encode())
     return written.shard.tokens
@@ -323,6 +345,12 @@ def _shuffled_documents(parts: Path, bucket: int) -> pa.ListArray:
     words = table.column("word").to_numpy()
     tokens = table.column("tokens").combine_chunks()
     return tokens.take(pa.array(np.argsort(words, kind="stable")))
+
+
+def _dropped(folder: Path) -> int:
+    """Examples left out for their length."""
+    records = (folder / PARTS).glob("unit-*.json")
+    return sum(json.loads(record.read_text(encoding="utf-8"))["dropped"] for record in records)
 
 
 def _written(folder: Path, buckets: int) -> list[WrittenShard]:
@@ -349,6 +377,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--tokenizer", default="", help="tokenizer.json, or a folder with one; default: train one on the text")
     add("--vocab-size", type=int, default=4096, help="tokens of a trained tokenizer (default %(default)s)")
     add("--eos-token", default="", help="token that ends a document; default: the tokenizer's own")
+    add(
+        "--format",
+        choices=["text", *KEYS],
+        default="text",
+        help="text; or for fine-tuning: sft, prompts with responses, and chat, messages (default %(default)s)",
+    )
+    add("--example-keys", default="", help=f"keys of an example, by commas (default {KEYS})")
+    add("--seq-len", type=int, default=0, help="tokens of a row of packed examples: the training's seq_len")
+    add("--drop-long", action="store_true", help="leave out examples longer than that; they are counted")
+    add("--chat-template", default="", help="Jinja file; default: the tokenizer's own, else a built-in one")
     add("--text-key", default="text", help="key or column of the text in JSON lines and Parquet (default %(default)s)")
     add(
         "--max-characters", type=int, default=0, help="cut longer texts at line ends into documents; 0: never (default)"
@@ -363,7 +401,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments["sources"] = arguments.pop("source")
     try:
         if arguments.pop("dry_run"):
-            for name, number in count(arguments["sources"], arguments["text_key"], arguments["max_characters"]).items():
+            keys = arguments["example_keys"] or KEYS.get(arguments["format"], "")
+            counts = count(arguments["sources"], arguments["text_key"], arguments["max_characters"], keys)
+            for name, number in counts.items():
                 print(f"{name}: {number:,}")
             return
         manifest = prepare(**arguments)
@@ -373,6 +413,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         shards = [shard for shard in manifest["shards"] if shard["split"] == split]
         total, tokens = sum(shard["documents"] for shard in shards), sum(shard["tokens"] for shard in shards)
         print(f"{split}: {total:,} documents, {tokens:,} tokens in {len(shards)} files")
+    if manifest.get("dropped"):
+        print(f"left out: {manifest['dropped']:,} examples longer than {manifest['packed_seq_len']} tokens")
     print(f"vocabulary {manifest['vocab_size']}, token {manifest['eos_id']} ends a document")
     print(f"ready: {arguments['output']}")
 

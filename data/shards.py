@@ -4,11 +4,12 @@
     blocks.arrow         one row per block: byte range, documents, tokens, checksum
     train-00000.arrow    Arrow IPC file; column `tokens: list<uint16 | uint32>`, a row is a
                          document, a record batch is a block; validation-00000.arrow likewise
+    chat_template.jinja  the tokenizer's chat template, where it has one
     train-00000.lengths  uint32 little-endian, the tokens of each document of that shard; read
                          only to keep the place of a damaged block
     tokenizer.json       made the tokens, with tokenizer_config.json naming the eos token
 
-Imports no torch.
+A dataset for fine-tuning is packed: see data.packing. Imports no torch.
 """
 
 import hashlib
@@ -21,8 +22,9 @@ import numpy as np
 import pyarrow as pa
 
 from config import Config, Data, TitaniteError
+from data.packing import TOKEN_BITS
 from data.storage import DamagedError, Folder, open_folder
-from data.tokenizer import Tokenizer, declared_eos, fingerprint, load_tokenizer, parse_tokenizer
+from data.tokenizer import CHAT_TEMPLATE, Tokenizer, declared_eos, fingerprint, load_tokenizer, parse_tokenizer
 
 FORMAT = "titanite-tokens"
 VERSION = 1
@@ -83,6 +85,8 @@ class Split:
     name: str
     dtype: str
     vocab_size: int
+    packed_seq_len: int
+    """Tokens of every row, with the bits of data.packing; 0: rows are documents, tokens are ids."""
     shards: tuple[Shard, ...]
     shard: np.ndarray
     offset: np.ndarray
@@ -117,14 +121,19 @@ class Split:
         offsets = column.offsets.to_numpy()
         if len(column) != self.documents[block] or len(values) != self.tokens[block]:
             raise BadBlockError(f"{self.location(block)}: holds other documents than blocks.arrow says")
-        if len(values) and values.max() >= self.vocab_size:
-            token = int(np.argmax(values >= self.vocab_size))
+        ids = self.ids(values)
+        if len(ids) and ids.max() >= self.vocab_size:
+            token = int(np.argmax(ids >= self.vocab_size))
             row = int(offsets.searchsorted(token, side="right")) - 1
             raise DataError(
-                f"{self.location(block)}, row {row}: token id {values[token]} is not below the vocabulary "
+                f"{self.location(block)}, row {row}: token id {ids[token]} is not below the vocabulary "
                 f"size {self.vocab_size}; prepare the data again with its tokenizer"
             )
         return Block(values, offsets)
+
+    def ids(self, values: np.ndarray) -> np.ndarray:
+        """The ids of stored tokens."""
+        return values & TOKEN_BITS if self.packed_seq_len else values
 
     def read_zeros(self, block: int) -> Block:
         """The documents of a damaged block at their true lengths, all tokens 0.
@@ -154,6 +163,8 @@ class Dataset:
     eos_id: int
     tokenizer_fingerprint: str
     splits: dict[str, Split]
+    chat_template: str
+    """Digest of chat_template.jinja; "" where there is none."""
 
     @property
     def url(self) -> str:
@@ -167,14 +178,13 @@ class Dataset:
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer stored with the data. Raises DataError when it is not the one that made it."""
-        content, eos_token = self._checked_tokenizer()
-        return parse_tokenizer(content, eos_token, f"{self.url}/tokenizer.json")
+        return parse_tokenizer(*self._checked_tokenizer())
 
     def check_tokenizer(self) -> None:
         """Raises DataError when the stored tokenizer is not the one that made the data."""
         self._checked_tokenizer()
 
-    def _checked_tokenizer(self) -> tuple[bytes, str]:
+    def _checked_tokenizer(self) -> tuple[bytes, str, str, str]:
         content = _read(self.folder, "tokenizer.json")
         eos_token = declared_eos(_read(self.folder, "tokenizer_config.json"), f"{self.url}/tokenizer_config.json")
         found = fingerprint(content, eos_token)
@@ -183,7 +193,15 @@ class Dataset:
                 f"{self.url}/tokenizer.json: fingerprint {found}, but the data was made by "
                 f"{self.tokenizer_fingerprint}; put the right file back or prepare the data again"
             )
-        return content, eos_token
+        template = _read(self.folder, CHAT_TEMPLATE) if self.chat_template else b""
+        if template and digest(template) != self.chat_template:
+            raise DataError(f"{self.url}/{CHAT_TEMPLATE}: is not the one that made the data; prepare it again")
+        return content, eos_token, f"{self.url}/tokenizer.json", template.decode()
+
+
+def digest(content: bytes) -> str:
+    """16 hex digits of the SHA-256."""
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def open_dataset(url: str, data: Data | None = None) -> Dataset:
@@ -204,6 +222,7 @@ def open_dataset(url: str, data: Data | None = None) -> Dataset:
         vocab_size, eos_id, dtype = manifest["vocab_size"], manifest["eos_id"], manifest["dtype"]
         tokenizer, index_bytes = manifest["tokenizer"], manifest["index_bytes"]
         index_crc32, index_sha256 = manifest["index_crc32"], manifest["index_sha256"]
+        packed, template = manifest.get("packed_seq_len", 0), manifest.get("chat_template", "")
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{url}/manifest.json: not a manifest: {type(error).__name__} {error}") from None
     try:
@@ -214,8 +233,10 @@ def open_dataset(url: str, data: Data | None = None) -> Dataset:
         raise DataError(f"{url}/blocks.arrow: is damaged, its SHA-256 is not the one in manifest.json")
     table = pa.ipc.open_file(pa.py_buffer(content)).read_all().combine_chunks()
     index = {name: table.column(name).to_numpy() for name in INDEX_SCHEMA.names}
-    splits = {name: Split(folder, name, dtype, vocab_size, *_part_of_index(shards, index, name)) for name in SPLITS}
-    return Dataset(folder, hashlib.sha256(text).hexdigest()[:16], vocab_size, eos_id, tokenizer, splits)
+    splits = {
+        name: Split(folder, name, dtype, vocab_size, packed, *_part_of_index(shards, index, name)) for name in SPLITS
+    }
+    return Dataset(folder, digest(text), vocab_size, eos_id, tokenizer, splits, template)
 
 
 def _part_of_index(shards: list[Shard], index: dict[str, np.ndarray], name: str) -> Iterable[Any]:
@@ -258,11 +279,21 @@ def check_datasets(config: Config) -> None:
                 f"{dataset.url}: {tokens} training tokens are too few for a single sample of "
                 f"training.seq_len + 1 = {needed}"
             )
-        if config.validation.enable:
+        if config.validation.enable and not config.validation.datasets:
             dataset.split("validation")
+        _check_packing(dataset, config)
         if "://" not in dataset.url and config.data.on_bad_block == "stop":
             _check_sizes(dataset)
         dataset.check_tokenizer()
+    for url in config.validation.datasets:
+        dataset = open_dataset(url, config.data)
+        dataset.split("validation")
+        _check_packing(dataset, config)
+        if dataset.tokenizer_fingerprint != datasets[0].tokenizer_fingerprint:
+            raise DataError(
+                f"validation.datasets: {url} was made with another tokenizer than {datasets[0].url} "
+                f"({dataset.tokenizer_fingerprint}, {datasets[0].tokenizer_fingerprint})"
+            )
     if len({dataset.hash for dataset in datasets}) < len(datasets):
         raise DataError(f"data.datasets = {list(config.data.datasets)}: two folders hold the same dataset")
     if config.data.tokenizer:
@@ -272,6 +303,20 @@ def check_datasets(config: Config) -> None:
                 f"data.tokenizer = {config.data.tokenizer!r}: fingerprint {tokenizer.fingerprint}, but the data in "
                 f"{datasets[0].url} was made by {datasets[0].tokenizer_fingerprint}"
             )
+
+
+def _check_packing(dataset: Dataset, config: Config) -> None:
+    """Refuse settings under which examples of a packed dataset would be cut or see each other."""
+    packed = dataset.splits["train"].packed_seq_len
+    if packed and config.training.seq_len != packed:
+        raise DataError(
+            f"training.seq_len = {config.training.seq_len}: must be {packed}, the --seq-len by which "
+            f"{dataset.url} was packed"
+        )
+    if packed and not config.data.mask_documents:
+        raise DataError(
+            f"data.mask_documents = false: must be true for {dataset.url}, whose rows hold several examples"
+        )
 
 
 def _check_sizes(dataset: Dataset) -> None:

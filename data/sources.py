@@ -70,13 +70,7 @@ def _folder_suffixes() -> list[str]:
 def _expand(source: str) -> list[File]:
     try:
         system, path = fsspec.core.url_to_fs(source)
-        is_folder = system.isdir(path)
-        if is_folder:
-            details = system.find(path, detail=True)
-        elif "*" in path or "?" in path or "[" in path:
-            details = system.glob(path, detail=True)
-        else:
-            details = {path: system.info(path)} if system.exists(path) else {}
+        details, is_folder = _details(system, path)
     except (OSError, ValueError, ImportError) as error:
         raise DataError(f"--source {source}: cannot be listed: {error}") from None
     return [
@@ -84,6 +78,16 @@ def _expand(source: str) -> list[File]:
         for name, info in sorted(details.items())
         if info["type"] == "file" and (not is_folder or name.endswith(tuple(_folder_suffixes())))
     ]
+
+
+def _details(system: fsspec.AbstractFileSystem, path: str) -> tuple[dict[str, dict[str, Any]], bool]:
+    """What is known of the files at a path or glob, by name, and whether the path is a folder."""
+    try:
+        found = system.info(path)  # `isdir` and `exists` would take a refusal for an absence
+    except FileNotFoundError:
+        return (system.glob(path, detail=True) if any(sign in path for sign in "*?[") else {}), False
+    is_folder = found["type"] == "directory"
+    return (system.find(path, detail=True) if is_folder else {path: found}), is_folder
 
 
 def _stdlib_files() -> list[File]:
@@ -136,19 +140,23 @@ def _row_group_units(file: File) -> list[Unit]:
     try:
         with _open(file) as stream:
             metadata = pq.read_metadata(stream)
-    except (OSError, pa.ArrowException) as error:
+    except OSError as error:
+        raise DataError(f"{file.url}: cannot be read: {error}") from None
+    except pa.ArrowException as error:
         raise DataError(f"{file.url}: not a Parquet file: {error}") from None
     groups = metadata.num_row_groups
     return [Unit((file,), i, i + 1, file.size // groups) for i in range(groups)]
 
 
-def documents(unit: Unit, text_key: str, max_characters: int = 0) -> Iterator[str]:
-    """The texts of a unit, in order, the long ones in pieces. Raises DataError naming file and place."""
+def documents(unit: Unit, text_key: str, example_keys: tuple[str, ...] = ()) -> Iterator[str]:
+    """The texts of a unit, in order; with `example_keys`, the JSON list of the values under them instead.
+
+    Raises DataError naming file and place.
+    """
     for file in unit.files:
         try:
             with _open(file) as stream:
-                for text in _texts(file, stream, unit, text_key):
-                    yield from pieces(text, max_characters)
+                yield from _texts(file, stream, unit, text_key, example_keys)
         except (OSError, pa.ArrowException) as error:
             raise DataError(f"{file.url}: cannot be read: {error}") from None
 
@@ -163,14 +171,16 @@ def pieces(text: str, max_characters: int) -> Iterator[str]:
     yield text[start:]
 
 
-def _texts(file: File, stream: Any, unit: Unit, text_key: str) -> Iterator[str]:
+def _texts(file: File, stream: Any, unit: Unit, text_key: str, example_keys: tuple[str, ...]) -> Iterator[str]:
     kind, compression = _kind(file.url)
     if compression:
         stream = io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(stream), compression))
     if kind == "parquet":
-        yield from _parquet_texts(file, stream, unit, text_key)
+        yield from _parquet_texts(file, stream, unit, text_key, example_keys)
     elif kind == "jsonl":
-        yield from _json_texts(file, stream, unit, text_key)
+        yield from _json_texts(file, stream, unit, text_key, example_keys)
+    elif example_keys:
+        raise DataError(f"{file.url}: examples are read from JSON lines and Parquet only")
     else:
         yield _decode(file, stream.read())
 
@@ -185,7 +195,7 @@ def _decode(file: File, data: bytes) -> str:
         raise DataError(f"{file.url}: not {encoding} text: {error.reason} at byte {error.start}") from None
 
 
-def _json_texts(file: File, stream: Any, unit: Unit, text_key: str) -> Iterator[str]:
+def _json_texts(file: File, stream: Any, unit: Unit, text_key: str, example_keys: tuple[str, ...]) -> Iterator[str]:
     position = unit.start
     if position:
         stream.seek(position - 1)
@@ -195,15 +205,17 @@ def _json_texts(file: File, stream: Any, unit: Unit, text_key: str) -> Iterator[
         if not line:
             return
         if line.strip():
-            yield _json_text(file, position, line, text_key)
+            yield _json_text(file, position, line, text_key, example_keys)
         position += len(line)
 
 
-def _json_text(file: File, position: int, line: bytes, text_key: str) -> str:
+def _json_text(file: File, position: int, line: bytes, text_key: str, example_keys: tuple[str, ...]) -> str:
     try:
         record = json.loads(line)
     except ValueError as error:
         raise DataError(f"{file.url}, line at byte {position}: not JSON: {error}") from None
+    if example_keys:
+        return _example(record, example_keys, f"{file.url}, line at byte {position}")
     text = record.get(text_key) if isinstance(record, dict) else None
     if not isinstance(text, str):
         keys = ", ".join(record) if isinstance(record, dict) else type(record).__name__
@@ -213,9 +225,28 @@ def _json_text(file: File, position: int, line: bytes, text_key: str) -> str:
     return text
 
 
-def _parquet_texts(file: File, stream: Any, unit: Unit, text_key: str) -> Iterator[str]:
+def _example(record: Any, keys: tuple[str, ...], place: str) -> str:
+    """The JSON list of a record's values under `keys`."""
+    for key in keys:
+        if not isinstance(record, dict) or record.get(key) is None:
+            found = ", ".join(record) if isinstance(record, dict) else type(record).__name__
+            raise DataError(f"{place}: nothing under {key!r}; it has {found}; choose with --example-keys")
+    return json.dumps([record[key] for key in keys], ensure_ascii=False)
+
+
+def _parquet_texts(file: File, stream: Any, unit: Unit, text_key: str, example_keys: tuple[str, ...]) -> Iterator[str]:
     table = pq.ParquetFile(stream)
     names = table.schema_arrow.names
+    if example_keys:
+        wanted = [key for key in example_keys if key in names]
+        rows = (
+            row
+            for batch in table.iter_batches(1024, row_groups=[unit.start], columns=wanted)
+            for row in batch.to_pylist()
+        )
+        for number, record in enumerate(rows):
+            yield _example(record, example_keys, f"{file.url}, row group {unit.start}, row {number}")
+        return
     if text_key not in names:
         raise DataError(f"{file.url}: no column {text_key!r}; it has {', '.join(names)}; choose with --text-key")
     for batch in table.iter_batches(1024, row_groups=[unit.start], columns=[text_key]):

@@ -14,13 +14,13 @@ import random
 import tempfile
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import fsspec
+from isal import isal_zlib
 
 from config import Data, TitaniteError
 
@@ -111,7 +111,7 @@ def _map(path: Path, offset: int, size: int) -> memoryview:
 def _checked(content: memoryview, size: int, crc32: int) -> memoryview:
     if len(content) != size:
         raise DamagedError(f"is cut short, {size - len(content)} of {size} bytes missing")
-    if zlib.crc32(content) != crc32:
+    if isal_zlib.crc32(content) != crc32:
         raise DamagedError("is damaged, its checksum does not match")
     return content
 

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from config import Config
-from data.order import Epoch, derive_key, permutation, plain_epoch, shuffled_epoch
+from data.order import Epoch, derive_key, permutation, plain_epoch, shuffled_epoch, window_pieces
+from data.packing import unpack
 from data.shards import BadBlockError, Block, Dataset, Split
 
 log = logging.getLogger(__name__)
@@ -67,11 +68,13 @@ class Stream:
         self._reading: dict[tuple[int, int], Reading] = {}
         self._window: Window | None = None
         self._window_start = 0  # its first token in the stream
+        self._pieces: tuple[int, range, list[int]] = (0, range(0), [])  # piece_tokens, those of a window, their order
 
     def read(self, start: int, out: np.ndarray) -> tuple[list[int], list[slice]]:
         """Fill `out` [n] with tokens [start, start + n) of the stream.
 
-        Returns the length of each document's part in `out`, in order, and where `out` is masked.
+        Returns the length of each document's (or packed example's) part in `out`, in order, and where `out` is
+        masked: not to be trained.
         Raises DataError, StorageError.
         """
         done = 0
@@ -80,7 +83,41 @@ class Stream:
         while done < len(out):
             window, token = self._locate(start + done)
             done = _copy(window, token, out, done, lengths, masked)
+        if self.split.packed_seq_len:
+            lengths, hidden = unpack(out)
+            masked += hidden
         return lengths, masked
+
+    def runs(self, place: int, count: int, piece_tokens: int) -> list[tuple[int, int]]:
+        """Places [place, place + count) of the order as runs of the stream, (first token, tokens).
+
+        Each run is in one piece; `piece_tokens` 0: the order is the stream itself.
+        """
+        if not piece_tokens:
+            return [(place, count)]
+        found = []
+        while count:
+            piece, skipped = divmod(place, piece_tokens)
+            size = min(piece_tokens - skipped, count)
+            found.append((self._piece(piece, piece_tokens) * piece_tokens + skipped, size))
+            place, count = place + size, count - size
+        return found
+
+    def _piece(self, piece: int, piece_tokens: int) -> int:
+        """The piece of the stream that stands at this place of the order."""
+        known, pieces, order = self._pieces
+        if known == piece_tokens and piece in pieces:
+            return pieces[order[piece - pieces.start]]
+        number, in_epoch = divmod(piece * piece_tokens, self.epoch_tokens)
+        epoch = self._epoch(number)
+        index = epoch.window_of(in_epoch)
+        start, stop = (number * self.epoch_tokens + int(epoch.starts[i]) for i in (index, index + 1))
+        pieces = window_pieces(start, stop, piece_tokens)
+        if piece not in pieces:
+            return piece
+        order = permutation(len(pieces), derive_key(*self._key, number, index, "pieces")).tolist()
+        self._pieces = piece_tokens, pieces, order
+        return pieces[order[piece - pieces.start]]
 
     def mask(self, blocks: set[int]) -> None:
         """Read these blocks as zeros from now on."""
@@ -126,10 +163,11 @@ class Stream:
                 result.cancel()
         reading = self._reading.pop((number, index), None) or self._start_reading(number, index)
         contents = [result.result() for result in reading.results]
-        if following not in self._reading:
-            self._reading[following] = self._start_reading(*following)
         order_key = derive_key(*self._key, number, index) if self._shuffle else None
-        return _shuffled_window(reading.blocks, contents, order_key, self.masked)
+        window = _shuffled_window(reading.blocks, contents, order_key, self.masked)
+        if following not in self._reading:  # not before: the first batch of a start would wait for cores
+            self._reading[following] = self._start_reading(*following)
+        return window
 
     def _read_block(self, block: int) -> Block:
         if block in self.masked:

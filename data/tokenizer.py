@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from config import TitaniteError
 
+CHAT_TEMPLATE = "chat_template.jinja"
 END_OF_TEXT = "<|endoftext|>"
 # Looked for in this order when no tokenizer_config.json names the end-of-document token.
 KNOWN_EOS = ("<|end_of_text|>", END_OF_TEXT, "</s>", "<eos>", "<|eos|>", "[EOS]")
@@ -27,7 +28,7 @@ class Tokenizer:
     as those characters, so documents end exactly where `encode_documents` ends them.
     """
 
-    def __init__(self, raw: RawTokenizer, eos_token: str, name: str = "tokenizer"):
+    def __init__(self, raw: RawTokenizer, eos_token: str, name: str = "tokenizer", chat_template: str = ""):
         eos_id = raw.token_to_id(eos_token)
         if eos_id is None:
             raise TokenizerError(f"{name}: has no token {eos_token!r}; its special tokens are {_special_tokens(raw)}")
@@ -37,6 +38,7 @@ class Tokenizer:
         raw.encode_special_tokens = True
         self.raw = raw
         self.eos_token = eos_token
+        self.chat_template = chat_template  # Jinja, or "" where it has none
         self.eos_id: int = eos_id
         self.vocab_size: int = max(raw.get_vocab().values()) + 1
         self.fingerprint: str = fingerprint(content.encode(), eos_token)
@@ -59,12 +61,14 @@ class Tokenizer:
         return self.raw.decode(list(ids), skip_special_tokens=True)
 
     def save(self, folder: Path) -> None:
-        """Write tokenizer.json, and tokenizer_config.json that names the eos token, to `folder`."""
+        """Write tokenizer.json, tokenizer_config.json that names the eos token, and any chat template to `folder`."""
         self.raw.encode_special_tokens = False
         (folder / "tokenizer.json").write_text(self.raw.to_str(), encoding="utf-8")
         self.raw.encode_special_tokens = True
         config = json.dumps({"eos_token": self.eos_token}) + "\n"
         (folder / "tokenizer_config.json").write_text(config, encoding="utf-8")
+        if self.chat_template:
+            (folder / CHAT_TEMPLATE).write_text(self.chat_template, encoding="utf-8")
 
 
 def load_tokenizer(path: str | Path, eos_token: str = "") -> Tokenizer:
@@ -78,18 +82,30 @@ def load_tokenizer(path: str | Path, eos_token: str = "") -> Tokenizer:
     file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
     if not file.is_file():
         raise TokenizerError(f"{file}: no such tokenizer file")
-    beside = file.with_name("tokenizer_config.json")
-    declared = eos_token or (declared_eos(beside.read_bytes(), str(beside)) if beside.is_file() else "")
-    return parse_tokenizer(file.read_bytes(), declared, str(file))
+    beside = {name: file.with_name(name) for name in ("tokenizer_config.json", CHAT_TEMPLATE)}
+    files = {name: path.read_bytes() for name, path in beside.items() if path.is_file()}
+    config = files.get("tokenizer_config.json", b"{}")
+    declared = eos_token or declared_eos(config, str(beside["tokenizer_config.json"]))
+    return parse_tokenizer(file.read_bytes(), declared, str(file), find_chat_template(files))
 
 
-def parse_tokenizer(content: bytes, eos_token: str, name: str) -> Tokenizer:
+def parse_tokenizer(content: bytes, eos_token: str, name: str, chat_template: str = "") -> Tokenizer:
     """The tokenizer that the content of a tokenizer.json describes; see load_tokenizer. Raises TokenizerError."""
     try:
         raw = RawTokenizer.from_str(content.decode())
     except Exception as error:  # tokenizers raises bare Exception
         raise TokenizerError(f"{name}: not a tokenizer.json: {error}") from None
-    return Tokenizer(raw, eos_token or _known_eos(raw, name), name)
+    return Tokenizer(raw, eos_token or _known_eos(raw, name), name, chat_template)
+
+
+def find_chat_template(files: Mapping[str, bytes]) -> str:
+    """The chat template among a tokenizer's files (name → content), or ""."""
+    if CHAT_TEMPLATE in files:
+        return files[CHAT_TEMPLATE].decode()
+    found: Any = json.loads(files.get("tokenizer_config.json", b"{}")).get("chat_template") or ""
+    if isinstance(found, str):
+        return found
+    return next((entry["template"] for entry in found if entry["name"] == "default"), "")  # several, each with a name
 
 
 def declared_eos(content: bytes, name: str) -> str:

@@ -8,14 +8,15 @@ Exit status 1, with a line for each fault, when anything is wrong.
 import argparse
 import sys
 import tempfile
-import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+from isal import isal_zlib
 from tqdm import tqdm
 
 from config import Data, TitaniteError
+from data.packing import HIDDEN, START
 from data.shards import Block, DataError, Dataset, Split, open_dataset
 from data.storage import DamagedError
 
@@ -47,7 +48,7 @@ def _shard_faults(dataset: Dataset, split: Split) -> Iterator[str]:
             yield f"{dataset.url}/{shard.file}: has {size} bytes, the manifest says {shard.bytes}"
         lengths = shard.file.replace(".arrow", ".lengths")
         try:
-            if zlib.crc32(dataset.folder.read(lengths)) != shard.lengths_crc32:
+            if isal_zlib.crc32(dataset.folder.read(lengths)) != shard.lengths_crc32:
                 yield f"{dataset.url}/{lengths}: is damaged, its checksum does not match"
         except DamagedError as error:
             yield f"{dataset.url}/{lengths}: {error}"
@@ -69,8 +70,24 @@ def _faults_of_block(dataset: Dataset, split: Split, block: int) -> Iterator[str
     except DataError as error:
         yield str(error)
         return
+    if split.packed_seq_len:
+        yield from _packing_faults(dataset, split, block, content)
+        return
     for row in _unended(content, dataset.eos_id):
         yield f"{split.location(block)}, row {row}: does not end with its only token {dataset.eos_id}"
+
+
+def _packing_faults(dataset: Dataset, split: Split, block: int, content: Block) -> Iterator[str]:
+    """Rows that are not of the packed length, or do not begin and end as packed ones do; the first of each kind."""
+    sizes, ends = np.diff(content.offsets), content.offsets[1:] - 1
+    wrong = {
+        f"has not {split.packed_seq_len} tokens": sizes != split.packed_seq_len,
+        "does not begin with a hidden start": content.values[content.offsets[:-1]] < START + HIDDEN,
+        f"does not end with token {dataset.eos_id}": split.ids(content.values[ends]) != dataset.eos_id,
+    }
+    for what, rows in wrong.items():
+        if rows.any():
+            yield f"{split.location(block)}, row {int(np.argmax(rows))}: {what}"
 
 
 def _unended(block: Block, eos_id: int) -> Iterator[int]:

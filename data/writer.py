@@ -3,15 +3,15 @@
 import hashlib
 import json
 import os
-import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+from isal import isal_zlib
 
-from data.shards import FORMAT, INDEX_SCHEMA, VERSION, DataError, Shard, token_schema
+from data.shards import FORMAT, INDEX_SCHEMA, VERSION, DataError, Shard, digest, token_schema
 from data.tokenizer import Tokenizer
 
 
@@ -55,7 +55,7 @@ def write_shard(folder: Path, split: str, number: int, documents: pa.ListArray, 
         blocks=len(blocks),
         documents=len(documents),
         tokens=int(offsets[-1] - offsets[0]),
-        lengths_crc32=zlib.crc32(lengths),
+        lengths_crc32=isal_zlib.crc32(lengths),
     )
     return WrittenShard(shard, blocks)
 
@@ -82,7 +82,7 @@ def _write_blocks(path: Path, documents: pa.ListArray, offsets: np.ndarray, bloc
                         "size": message.size,
                         "documents": stop - first,
                         "tokens": int(offsets[stop] - offsets[first]),
-                        "crc32": zlib.crc32(message),
+                        "crc32": isal_zlib.crc32(message),
                     }
                 )
                 first = stop
@@ -91,20 +91,35 @@ def _write_blocks(path: Path, documents: pa.ListArray, offsets: np.ndarray, bloc
     return blocks
 
 
-def write_manifest(folder: Path, tokenizer: Tokenizer, written: Sequence[WrittenShard]) -> dict[str, Any]:
+def write_manifest(
+    folder: Path, tokenizer: Tokenizer, written: Sequence[WrittenShard], facts: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Write blocks.arrow and then, as the commit, manifest.json. Returns the manifest.
 
-    `written` holds the shards of train first. Raises DataError when there is no document.
+    `written` holds the shards of train first. `facts`: further entries of the manifest.
+    Raises DataError when there is no document.
     """
     shards = [shard for shard, _ in written if shard.blocks]
     if not shards:
         raise DataError(f"{folder}: no documents, so there is no dataset")
     rows = [row for _, blocks in written for row in blocks]
+    return write_index(folder, tokenizer, shards, pa.Table.from_pylist(rows, schema=INDEX_SCHEMA), facts)
+
+
+def write_index(
+    folder: Path,
+    tokenizer: Tokenizer,
+    shards: Sequence[Shard],
+    blocks: pa.Table,
+    facts: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Write `blocks` (a row per block, by INDEX_SCHEMA) as blocks.arrow and then manifest.json, which it returns."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, INDEX_SCHEMA) as writer:
-        writer.write_table(pa.Table.from_pylist(rows, schema=INDEX_SCHEMA).combine_chunks())
+        writer.write_table(blocks.combine_chunks())
     index = memoryview(sink.getvalue())
     write_atomically(folder / "blocks.arrow", index)
+    template = {"chat_template": digest(tokenizer.chat_template.encode())} if tokenizer.chat_template else {}
     manifest = {
         "format": FORMAT,
         "version": VERSION,
@@ -113,9 +128,11 @@ def write_manifest(folder: Path, tokenizer: Tokenizer, written: Sequence[Written
         "eos_id": tokenizer.eos_id,
         "tokenizer": tokenizer.fingerprint,
         "index_bytes": len(index),
-        "index_crc32": zlib.crc32(index),
+        "index_crc32": isal_zlib.crc32(index),
         "index_sha256": hashlib.sha256(index).hexdigest(),
         "shards": [shard._asdict() for shard in shards],
+        **template,
+        **(facts or {}),
     }
     write_atomically(folder / "manifest.json", (json.dumps(manifest, indent=1) + "\n").encode())
     return manifest

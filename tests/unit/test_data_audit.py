@@ -53,16 +53,16 @@ def run_phase(run: Path, folders, state, steps: int, dp_size: int = 1, only_rank
     return loaders[0].state_dict(), batches
 
 
-@pytest.fixture
-def run(folders, tmp_path):
+@pytest.fixture(params=[False, True], ids=["documents", "samples"])
+def run(request, folders, tmp_path):
     """A run with a crash, three world sizes, a change of mixture and of seq_len; and its batches."""
-    folder = tmp_path / "run"
-    state, batches = run_phase(folder, folders[:1], None, 3, dp_size=4)
-    _, lost = run_phase(folder, folders[:1], state, 2, dp_size=2)
+    folder, shuffle = tmp_path / "run", {"data__shuffle_samples": request.param}
+    state, batches = run_phase(folder, folders[:1], None, 3, dp_size=4, **shuffle)
+    _, lost = run_phase(folder, folders[:1], state, 2, dp_size=2, **shuffle)
     assert lost
-    state, more = run_phase(folder, folders, state, 4, dp_size=3)
+    state, more = run_phase(folder, folders, state, 4, dp_size=3, **shuffle)
     batches += more
-    state, more = run_phase(folder, folders, state, 5, dp_size=2, training__seq_len=16)
+    state, more = run_phase(folder, folders, state, 5, dp_size=2, training__seq_len=20, **shuffle)
     return folder, batches + more
 
 

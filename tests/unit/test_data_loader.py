@@ -4,8 +4,9 @@ import json
 import random
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice, pairwise
+from itertools import islice, pairwise, zip_longest
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from config import ConfigError
 from data.loader import IGNORED, Batch, build_dataloader, validation_batches
+from data.order import derive_key, permutation
 from data.shards import DataError, open_dataset
 from data.stream import Stream
 from tests.corpus import data_config, expected_stream, stored_blocks, write_dataset
@@ -60,23 +62,47 @@ def global_samples(loaders, steps: int) -> list[tuple[list[int], list[int], list
     return samples
 
 
-def positions_in_sample(part: list[tuple[int, int]]) -> list[int]:
-    """From 0 at the start of the sample and of each document in it."""
+def positions_in_sample(part: list[tuple[int, int]], starts: Sequence[bool] = ()) -> list[int]:
+    """From 0 at the start of the sample, of each document in it, and where `starts` says so."""
     start, positions = 0, []
-    for i, (_, place_in_document) in enumerate(part):
-        start = i if place_in_document == 0 else start
+    for i, ((_, place_in_document), begins) in enumerate(zip_longest(part, starts)):
+        start = i if place_in_document == 0 or begins else start
         positions.append(i - start)
     return positions
 
 
-class Reference:
-    """The same order by the plainest means: lists, generators and a cursor for each dataset."""
+def shuffled_places(folder, size: int, piece: int) -> list[int]:
+    """Which token of the stream stands at each place of the order, with the pieces of every window shuffled."""
+    blocks, name = stored_blocks(folder), open_dataset(str(folder)).hash
+    lengths = [sum(map(len, block)) for block in blocks]
+    places, begin, epoch = list(range(size)), 0, 0
+    while begin < size:
+        order = permutation(len(blocks), derive_key(SEED, name, epoch)).tolist()
+        for window, first in enumerate(range(0, len(order), WINDOW)):
+            end = begin + sum(lengths[block] for block in order[first : first + WINDOW])
+            # in the window with all of its tokens and the label of the last one
+            inside = [i for i in range(end // piece + 1) if begin <= i * piece and i * piece + piece < end]
+            moved = permutation(len(inside), derive_key(SEED, name, epoch, window, "pieces")).tolist()
+            for to, source in zip(inside, (inside[i] for i in moved), strict=True):
+                places[to * piece : (to + 1) * piece] = range(source * piece, (source + 1) * piece)
+            begin = end
+        epoch += 1
+    return places
 
-    def __init__(self, folders):
-        self.tokens, self.cursor = {}, {}
+
+class Reference:
+    """The same order by the plainest means: lists, generators and a cursor for each dataset.
+
+    `piece` 0: the samples are not shuffled.
+    """
+
+    def __init__(self, folders, piece: int = 0, size: int = 20_000):
+        self.tokens, self.places, self.cursor = {}, {}, {}
+        self.piece = piece
         for folder in folders:
             stream = expected_stream(stored_blocks(folder), open_dataset(str(folder)).hash, SEED, WINDOW)
-            self.tokens[folder] = list(islice(stream, 20_000))
+            self.tokens[folder] = list(islice(stream, 2 * size))
+            self.places[folder] = shuffled_places(folder, size, piece) if piece else list(range(size))
             self.cursor[folder] = 0
         self.mixture = None
 
@@ -89,10 +115,13 @@ class Reference:
             chosen = min(range(len(folders)), key=lambda i: ((self.taken[i] + 0.5) / shares[i], i))
             self.taken[chosen] += 1
             folder = folders[chosen]
-            part = self.tokens[folder][self.cursor[folder] : self.cursor[folder] + seq_len + 1]
+            places = range(self.cursor[folder], self.cursor[folder] + seq_len)
             self.cursor[folder] += seq_len
-            ids = [token for token, _ in part]
-            samples.append((ids[:-1], ids[1:], positions_in_sample(part[:-1])))
+            tokens, source = self.tokens[folder], self.places[folder]
+            part = [tokens[source[place]] for place in places]
+            labels = [tokens[source[place] + 1][0] for place in places]
+            starts = [self.piece > 0 and place % self.piece == 0 for place in places]
+            samples.append(([token for token, _ in part], labels, positions_in_sample(part, starts)))
         return samples
 
 
@@ -111,10 +140,10 @@ phase = st.fixed_dictionaries(
 
 
 @settings(max_examples=60, deadline=None)
-@given(phases=st.lists(phase, min_size=1, max_size=5))
-def test_order_survives_every_change_between_two_steps(folders, phases):
+@given(phases=st.lists(phase, min_size=1, max_size=5), shuffle_samples=st.booleans())
+def test_order_survives_every_change_between_two_steps(folders, phases, shuffle_samples):
     """World size, batches, prefetch, seq_len, weights and datasets change; the order is the reference's."""
-    reference, state = Reference(folders), None
+    reference, state = Reference(folders, phases[0]["seq_len"] if shuffle_samples else 0), None
     for p in phases:
         chosen = [folders[i] for i in p["mixture"][0]]
         config = config_of(
@@ -122,6 +151,7 @@ def test_order_survives_every_change_between_two_steps(folders, phases):
             data__weights=list(p["mixture"][1]),
             data__prefetch_steps=p["prefetch_steps"],
             data__mask_documents=True,
+            data__shuffle_samples=shuffle_samples,
             training__seq_len=p["seq_len"],
             training__local_batch_size=p["local_batch_size"],
             training__global_batch_size=p["local_batch_size"] * p["accumulation"] * p["dp_size"],
@@ -154,6 +184,47 @@ def test_every_token_is_an_input_once_per_epoch(folders):
     epochs = [inputs[i * size : (i + 1) * size] for i in range(3)]
     assert all(Counter(epoch) == corpus_tokens for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3
+
+
+@pytest.mark.parametrize("later_seq_len", [7, 3, 20])
+def test_shuffled_samples_hold_every_token_with_its_label_once_per_epoch(folders, later_seq_len):
+    """Each pair of input and label is as often there as in the unshuffled stream, also after a change of seq_len."""
+    tokens = Reference(folders[:1]).tokens[folders[0]]
+    size = open_dataset(str(folders[0])).split("train").total_tokens
+    pairs: list[tuple[int, int]] = []
+    state = None
+    for seq_len, steps in ((7, 4), (later_seq_len, 3 * size // later_seq_len)):
+        config = config_of(
+            folders[:1], training__seq_len=seq_len, training__local_batch_size=1, data__shuffle_samples=True
+        )
+        loader = build_dataloader(config, 0, 1)
+        if state:
+            loader.load_state_dict(state)
+        for _ in range(steps):
+            batch = loader.next_step()[0]
+            pairs += zip(batch.tokens[0].tolist(), batch.labels[0].tolist(), strict=True)
+        state = loader.state_dict()
+        loader.close()
+    stream = list(pairwise(token for token, _ in tokens[: 3 * size + 1]))
+    for epoch in range(2):
+        part = slice(epoch * size, (epoch + 1) * size)
+        assert Counter(pairs[part]) == Counter(stream[part])
+        assert pairs[part] != stream[part]
+
+
+def test_a_shuffled_sample_is_consecutive_tokens_of_the_stream(folders):
+    """As long as seq_len is that of the beginning; and neighbours in the stream are spread."""
+    samples = {}
+    for shuffle in (False, True):
+        config = config_of(folders[:1], training__seq_len=4, data__shuffle_samples=shuffle)
+        loader = build_dataloader(config, 0, 1)
+        samples[shuffle] = [row for _ in range(20) for row in loader.next_step()[0].tokens.tolist()]
+        loader.close()
+    whole = open_dataset(str(folders[0])).split("train").total_tokens // 4  # samples of the first epoch
+    place = {tuple(sample): i for i, sample in enumerate(samples[False][:whole])}
+    order = [place[tuple(sample)] for sample in samples[True][:whole]]
+    assert sorted(order) == list(range(whole))
+    assert sum(b == a + 1 for a, b in pairwise(order)) < len(order) / 4
 
 
 def test_another_seed_is_another_order(folders):
@@ -190,6 +261,8 @@ def test_another_order_is_refused(folders):
         loader.load_state_dict(state | {"seed": 4})
     with pytest.raises(DataError, match=r"data\.window_blocks = 3: the checkpoint was trained with 16"):
         loader.load_state_dict(state | {"window_blocks": 16})
+    with pytest.raises(DataError, match=r"data\.shuffle_samples = false: the checkpoint was trained with true"):
+        loader.load_state_dict(state | {"piece_tokens": 4})
 
 
 def test_the_next_window_is_read_ahead_across_epochs(folders):
@@ -198,6 +271,7 @@ def test_the_next_window_is_read_ahead_across_epochs(folders):
     watched = SimpleNamespace(
         total_tokens=split.total_tokens,
         tokens=split.tokens,
+        packed_seq_len=0,
         read=lambda block: asked.append(block) or split.read(block),
     )
     blocks = len(split.tokens)

@@ -123,6 +123,17 @@ def test_the_held_out_documents_depend_on_their_text_alone(texts, tokenizer_fold
     assert held_out[0] == held_out[1]
 
 
+def test_the_pieces_of_a_text_are_all_held_out_or_none(texts, tokenizer_folder, tmp_path):
+    source, held_out = str(write_jsonl(tmp_path / "in.jsonl", texts)), {}
+    for name, longest in (("whole", 0), ("cut", 40)):
+        options = {"tokenizer": str(tokenizer_folder), "validation_fraction": 0.2, "processes": 1}
+        prepare([source], str(tmp_path / name), max_characters=longest, **options)
+        held_out[name] = Counter(decoded(tmp_path / name, "validation"))
+    cut = Counter(piece for text in held_out["whole"] for piece in sources.pieces(text, 40))
+    assert len(cut) > len(held_out["whole"]) > 40
+    assert held_out["cut"] == cut
+
+
 def test_the_same_bytes_by_any_number_of_processes(texts, tokenizer_folder, tmp_path, monkeypatch):
     file = write_jsonl(tmp_path / "in.jsonl", texts * 3)
     monkeypatch.setattr(sources, "UNIT_BYTES", 5000)

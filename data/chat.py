@@ -1,0 +1,137 @@
+"""Chat templates: conversations as text and tokens, rendered as transformers renders them."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer as RawTokenizer
+
+from config import TitaniteError
+from data.tokenizer import Tokenizer
+
+# For tokenizers that bring none: roles in plain text, each answer ended by the tokenizer's eos.
+BUILT_IN = (
+    "{{ bos_token }}{% for message in messages %}{{ '<|' + message.role + '|>\\n' + message.content }}"
+    "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
+)
+ROLES = ("system", "user", "assistant", "tool")
+
+Message = Mapping[str, str]
+
+
+class ChatError(TitaniteError):
+    """A conversation or a chat template that cannot be used."""
+
+
+class GenerationTag(Extension):
+    """`{% generation %}`, by which some templates mark what the assistant says: its text as it is."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class ChatTemplate:
+    """A Jinja template of a conversation, and the tokenizer of its text.
+
+    The template sees `messages`, `add_generation_prompt`, `bos_token` and `eos_token`, and no date, so that a
+    conversation is the same text on every day.
+    """
+
+    def __init__(self, source: str, tokenizer: Tokenizer, name: str = "chat template"):
+        """`source` "": the built-in one. Raises ChatError."""
+        source = source or BUILT_IN
+        extensions = (loopcontrols, GenerationTag)
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+        environment.globals["raise_exception"] = _raise
+        environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+        self.source, self.name, self.tokenizer = source, name, tokenizer
+        try:
+            self._template = environment.from_string(source)
+        except TemplateError as error:
+            raise ChatError(f"{name}: not a chat template: {error}") from None
+        # Text of a template may be special tokens; those of a message may not, see `check_messages`.
+        self.raw = RawTokenizer.from_str(tokenizer.raw.to_str())
+        self.raw.encode_special_tokens = False
+        self._special = {
+            token.content: id for id, token in self.raw.get_added_tokens_decoder().items() if token.special
+        }
+        self._bos = "" if tokenizer.bos_id is None else tokenizer.raw.id_to_token(tokenizer.bos_id)
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
+        """The conversation as text, up to where the assistant's answer begins if asked. Raises ChatError."""
+        try:
+            return self._template.render(
+                messages=messages,
+                add_generation_prompt=add_generation_prompt,
+                bos_token=self._bos,
+                eos_token=self.tokenizer.eos_token,
+            )
+        except (TemplateError, TypeError) as error:
+            raise ChatError(f"{self.name}: refuses the conversation: {error}") from None
+
+    def encode(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> list[int]:
+        """The token ids of the conversation. Raises ChatError."""
+        self.check_messages(messages)
+        return self.encode_text(self.render(messages, add_generation_prompt=add_generation_prompt))
+
+    def encode_text(self, text: str) -> list[int]:
+        """The token ids of a rendered text, in which special tokens are what they are."""
+        return self.raw.encode(text, add_special_tokens=False).ids
+
+    def segments(self, messages: Sequence[Message]) -> list[tuple[str, bool]]:
+        """The conversation as (text, whether the assistant wrote it), in turns.
+
+        What the template puts after an answer, such as the token that ends it, counts as the assistant's.
+        Raises ChatError.
+        """
+        self.check_messages(messages)
+        found: list[tuple[str, bool]] = []
+        done = ""
+        for i, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            prompt = self.render(messages[:i], add_generation_prompt=True)
+            through = self.render(messages[: i + 1])
+            if not (prompt.startswith(done) and through.startswith(prompt)):
+                raise ChatError(f"{self.name}: an answer changes the text before it, so it cannot be told apart")
+            found += [(prompt[len(done) :], False), (through[len(prompt) :], True)]
+            done = through
+        return found
+
+    def check_messages(self, messages: Sequence[Message]) -> None:
+        """Raises ChatError for what is no conversation, or spells out a special token."""
+        if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+            raise ChatError(f"messages = {_short(messages)}: must be a list of messages")
+        for message in messages:
+            if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
+                raise ChatError(f'message {_short(message)}: must have a "role" and a string "content"')
+            if message.get("role") not in ROLES:
+                raise ChatError(f"role {message.get('role')!r}: must be one of {', '.join(ROLES)}")
+            for token in self._special:
+                if token in message["content"]:
+                    raise ChatError(f"a message spells out {token!r}, which would become that special token")
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """The special token with which the template ends an answer, if any."""
+        question = {"role": "user", "content": "a"}
+        *_, (answer, _) = self.segments([question, {"role": "assistant", "content": "a"}])
+        special = set(self._special.values())
+        return frozenset([token for token in self.encode_text(answer) if token in special][-1:])
+
+
+def _raise(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,89 @@
+"""Prompts with responses, and conversations, as tokens of which only the responses are trained. Imports no torch."""
+
+import json
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from config import TitaniteError
+from data.chat import ChatTemplate
+from data.packing import HIDDEN, START
+from data.shards import DataError
+from data.tokenizer import Tokenizer
+
+# Format → the keys of an example in JSON lines or Parquet.
+KEYS = {"sft": "prompt,response", "chat": "messages"}
+
+Segments = list[tuple[list[int], bool]]  # (tokens, whether they are trained)
+
+
+def encode_examples(texts: Sequence[str], format: str, tokenizer: Tokenizer) -> list[np.ndarray]:
+    """The tokens of examples, uint32 with the bits of data.packing, each example ended by eos.
+
+    A text is the JSON list of an example's values: [prompt, response] in format "sft", where the eos is trained as
+    part of the response, and [messages] in format "chat", by the tokenizer's template. The first token of an example
+    is never trained: nothing comes before it. Raises DataError quoting the example.
+    """
+    template = ChatTemplate(tokenizer.chat_template, tokenizer)
+    segments: list[list[tuple[str, bool]]] = []
+    for text in texts:
+        try:
+            values = json.loads(text)
+            segments.append(_prompt_and_response(*values) if format == "sft" else template.segments(*values))
+            if not any(trained for _, trained in segments[-1]):
+                raise DataError("no message of the assistant, so nothing to train")
+        except TitaniteError as error:
+            raise DataError(f"{error}; in the example {text[:100]}") from None
+    encode = tokenizer.raw.encode_batch_fast if format == "sft" else template.raw.encode_batch_fast
+    flat = [text for parts in segments for text, _ in parts]
+    encodings = iter([encoding.ids for encoding in encode(flat, add_special_tokens=False)])
+    prefix: Segments = [(tokenizer.prefix, False)] if format == "sft" else []
+    end: Segments = [([tokenizer.eos_id], True)] if format == "sft" else []
+    encoded = [[*prefix, *((next(encodings), trained) for _, trained in parts), *end] for parts in segments]
+    return [_marked(parts, tokenizer.eos_id) for parts in encoded]
+
+
+def check_examples(tokenizer: str, seq_len: int, max_characters: int, keys: str, format: str) -> None:
+    """Refuse options of data.prepare that do not fit examples. Raises DataError."""
+    if not tokenizer:
+        raise DataError(f"--format {format}: give the --tokenizer of the model that is to be tuned")
+    if seq_len < 2:
+        raise DataError(f"--format {format}: --seq-len {seq_len} must be at least 2, the training.seq_len to come")
+    if max_characters:
+        raise DataError("--max-characters: examples are never cut")
+    wanted = KEYS[format].count(",") + 1
+    if len(split_keys(keys)) != wanted:
+        raise DataError(f"--example-keys {keys}: --format {format} needs {wanted}, such as {KEYS[format]}")
+
+
+def split_keys(keys: str) -> tuple[str, ...]:
+    """The names in a comma-separated list; none in an empty one."""
+    return tuple(keys.split(",")) if keys else ()
+
+
+def read_template(file: Path) -> str:
+    """The text of a chat template. Raises DataError."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"--chat-template {file}: cannot be read: {error}") from None
+
+
+def _prompt_and_response(prompt: Any, response: Any) -> list[tuple[str, bool]]:
+    if not isinstance(prompt, str) or not isinstance(response, str):
+        raise DataError("prompt and response must be strings")
+    return [(prompt, False), (response, True)]
+
+
+def _marked(parts: Segments, eos_id: int) -> np.ndarray:
+    """The tokens of one example with their bits, and a hidden eos where the template does not end with one."""
+    ids = list(chain.from_iterable(tokens for tokens, _ in parts))
+    hidden = [not trained for tokens, trained in parts for _ in tokens]
+    if not ids or ids[-1] != eos_id:
+        ids, hidden = [*ids, eos_id], [*hidden, True]
+    tokens = np.array(ids, np.uint32) | np.where(hidden, np.uint32(HIDDEN), np.uint32(0))
+    tokens[0] |= np.uint32(START | HIDDEN)
+    return tokens

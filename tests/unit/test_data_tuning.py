@@ -1,0 +1,248 @@
+"""Fine-tuning data: which tokens are trained, worked out by hand; packing; and datasets that verify and fit."""
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from tokenizers import AddedToken, models, pre_tokenizers
+from tokenizers import Tokenizer as RawTokenizer
+
+from config import TitaniteError, from_dict
+from data.audit import Auditor, planned_step
+from data.loader import IGNORED, build_dataloader, validation_batches
+from data.packing import HIDDEN, START, TOKEN_BITS, pack
+from data.prepare import main as prepare
+from data.shards import open_dataset
+from data.tokenizer import Tokenizer
+from data.tuning import encode_examples
+from data.verify import faults
+
+WORDS = ("<eos>", "<|u|>", "<|a|>", "<|end|>", "two", "plus", "is", "four", "five", "what", "?", "so")
+EOS, USER, ASSISTANT, END, TWO, PLUS, IS, FOUR, FIVE, WHAT, ASK, SO = range(len(WORDS))
+TEMPLATE = (
+    "{% for m in messages %}{{ ('<|u|> ' if m.role == 'user' else '<|a|> ') + m.content + ' <|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|a|> {% endif %}"
+)
+
+
+def tokenizer() -> Tokenizer:
+    raw = RawTokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="so"))
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    raw.add_special_tokens([AddedToken(token, special=True) for token in WORDS[:4]])
+    return Tokenizer(raw, "<eos>", chat_template=TEMPLATE)
+
+
+def shown(tokens: np.ndarray) -> list[tuple[int, bool]]:
+    """(id, whether it is trained)."""
+    return [(int(token) & TOKEN_BITS, token < HIDDEN) for token in tokens]
+
+
+def test_only_responses_are_trained() -> None:
+    (pair,) = encode_examples([json.dumps(["two plus two", "is four"])], "sft", tokenizer())
+    assert shown(pair) == [(TWO, False), (PLUS, False), (TWO, False), (IS, True), (FOUR, True), (EOS, True)]
+    assert [bool(token & START) for token in pair] == [True] + [False] * 5
+    (bare,) = encode_examples([json.dumps(["", "is four"])], "sft", tokenizer())
+    assert shown(bare) == [(IS, False), (FOUR, True), (EOS, True)], "nothing comes before the first token"
+    conversation = [
+        {"role": "user", "content": "what ?"},
+        {"role": "assistant", "content": "four"},
+        {"role": "user", "content": "so ?"},
+        {"role": "assistant", "content": "five"},
+    ]
+    (chat,) = encode_examples([json.dumps([conversation])], "chat", tokenizer())
+    no, yes = False, True
+    assert shown(chat) == [
+        *((USER, no), (WHAT, no), (ASK, no), (END, no), (ASSISTANT, no), (FOUR, yes), (END, yes)),
+        *((USER, no), (SO, no), (ASK, no), (END, no), (ASSISTANT, no), (FIVE, yes), (END, yes)),
+        (EOS, no),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("format", "values", "said"),
+    [
+        ("sft", ["two", 3], "must be strings"),
+        ("chat", [[{"role": "user", "content": "two"}]], "no message of the assistant"),
+        ("chat", ["two"], "must be a list of messages"),
+        (
+            "chat",
+            [[{"role": "user", "content": "<eos>"}, {"role": "assistant", "content": "is"}]],
+            "spells out '<eos>'",
+        ),
+    ],
+)
+def test_examples_that_cannot_be_used_are_quoted(format: str, values: list[Any], said: str) -> None:
+    with pytest.raises(TitaniteError) as error:
+        encode_examples([json.dumps(values)], format, tokenizer())
+    assert said in str(error.value)
+    assert f"in the example {json.dumps(values)[:100]}" in str(error.value)
+
+
+def test_packing_keeps_every_example_whole_and_wastes_little() -> None:
+    numbers = random.Random(1)
+    examples = [
+        [START | HIDDEN | 5, *(numbers.randrange(1, 9) for _ in range(numbers.randint(1, 40)))] for _ in range(500)
+    ]
+    rows = pack(pa.array(examples, pa.list_(pa.uint32())), 64, EOS).to_pylist()
+    found = []
+    for row in rows:
+        assert len(row) == 64
+        starts = [i for i, token in enumerate(row) if token & START]
+        assert starts[0] == 0
+        parts = [row[a:b] for a, b in zip(starts, [*starts[1:], 64], strict=True)]
+        padding = parts[-1][1:] == [EOS | HIDDEN] * (len(parts[-1]) - 1) and parts[-1][0] == EOS | HIDDEN | START
+        found += parts[:-1] if padding else parts
+    assert sorted(found) == sorted(examples)
+    assert len(rows) * 64 < 1.1 * sum(map(len, examples))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A packed dataset of 300 prompts and responses, each with a number of its own in it."""
+    folder = tmp_path_factory.mktemp("tuning")
+    raw = RawTokenizer(models.WordLevel({"<eos>": 0} | {f"w{i}": i for i in range(1, 1000)}, unk_token="w1"))
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    raw.add_special_tokens([AddedToken("<eos>", special=True)])
+    (folder / "tokenizer").mkdir()
+    Tokenizer(raw, "<eos>").save(folder / "tokenizer")
+    numbers = random.Random(2)
+    with (folder / "examples.jsonl").open("w") as file:
+        for i in range(300):
+            question = " ".join(f"w{numbers.randint(400, 600)}" for _ in range(numbers.randint(1, 8)))
+            answer = " ".join(f"w{numbers.randint(700, 900)}" for _ in range(numbers.randint(1, 8)))
+            file.write(json.dumps({"q": f"w{i + 1} {question}", "a": f"{answer} w{i + 1}"}) + "\n")
+    command = ["--source", str(folder / "examples.jsonl"), "--tokenizer", str(folder / "tokenizer")]
+    command += ["--format=sft", "--example-keys=q,a", "--seq-len=32", "--validation-fraction=0.1", "--block-mb=0.002"]
+    prepare([*command, "--output", str(folder / "set")])
+    return folder
+
+
+def settings(folder: Path, **training: Any) -> Any:
+    return from_dict(
+        {
+            "data": {"datasets": [str(folder / "set")], "mask_documents": True, "window_blocks": 2},
+            "training": {"seq_len": 32, "local_batch_size": 4} | training,
+        }
+    )
+
+
+def check_row(tokens: list[int], labels: list[int], positions: list[int]) -> list[int]:
+    """Every rule of a packed row; the numbers of its examples."""
+    found = []
+    starts = [i for i, position in enumerate(positions) if position == 0]
+    for first, stop in zip(starts, [*starts[1:], len(tokens)], strict=True):
+        part = tokens[first:stop]
+        assert positions[first:stop] == list(range(stop - first))
+        if set(part) == {0}:  # padding
+            assert labels[first:stop] == [IGNORED] * (stop - first)
+            continue
+        assert part[-1] == 0
+        number = part[0]
+        assert part[-2] == number, "whole: its number is at its beginning and at its end"
+        expected = [
+            t if t >= 700 or t == 0 or (t == number and i == stop - first - 2) else IGNORED for i, t in enumerate(part)
+        ]
+        assert labels[first:stop] == [*expected[1:], IGNORED]
+        found.append(number)
+    return found
+
+
+@pytest.mark.parametrize("shuffle_samples", [False, True])
+def test_batches_hold_whole_examples_each_seen_once_per_epoch(folder: Path, shuffle_samples: bool) -> None:
+    config = settings(folder)
+    config = replace(config, data=replace(config.data, shuffle_samples=shuffle_samples))
+    dataset = open_dataset(str(folder / "set"))
+    rows = dataset.split("train").total_tokens // 32
+    loaders = [build_dataloader(config, rank, 2) for rank in range(2)]
+    numbers: list[int] = []
+    seen = 0
+    while seen < rows:
+        for loader in loaders:
+            (batch,) = loader.next_step()
+            for row in zip(*(tensor.tolist() for tensor in batch), strict=True):
+                examples = check_row(*row)
+                numbers += examples if seen < rows else []  # the last batch reaches into the second epoch
+                seen += 1
+    for batch in validation_batches(config, 0, 1):
+        for row in zip(*(tensor.tolist() for tensor in batch), strict=True):
+            numbers += check_row(*row)
+    assert sorted(numbers) == list(range(1, 301))
+    for loader in loaders:
+        loader.close()
+
+
+def test_the_dataset_verifies_and_the_audit_rebuilds_its_batches(folder: Path) -> None:
+    dataset = open_dataset(str(folder / "set"))
+    assert list(faults(dataset)) == []
+    config = settings(folder)
+    loader = build_dataloader(config, 0, 1)
+    auditor = Auditor(config)
+    for number in (1, 2, 3):
+        (batch,) = loader.next_step()
+        (tokens,) = auditor.tokens(planned_step(config, number), 0)
+        assert torch.equal(batch.tokens, torch.from_numpy(tokens))
+    part = next(auditor.documents(planned_step(config, 1)))
+    first = int(next(auditor.tokens(planned_step(config, 1), 0))[0, 0])
+    assert auditor.text(part, dataset.tokenizer()).split()[0] == f"w{first}"
+    loader.close()
+
+
+def test_settings_that_would_cut_or_mix_examples_are_refused(folder: Path) -> None:
+    with pytest.raises(TitaniteError, match=r"training.seq_len = 16: must be 32, the --seq-len"):
+        build_dataloader(settings(folder, seq_len=16), 0, 1)
+    config = from_dict({"data": {"datasets": [str(folder / "set")]}, "training": {"seq_len": 32}})
+    with pytest.raises(TitaniteError, match=r"data.mask_documents = false: must be true"):
+        build_dataloader(config, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ([], "give the --tokenizer"),
+        (["TOKENIZER"], "--seq-len 0 must be at least 2"),
+        (["TOKENIZER", "--seq-len=5"], "is longer than --seq-len 5"),
+        (["TOKENIZER", "--seq-len=32", "--example-keys=q"], "needs 2, such as prompt,response"),
+        (["TOKENIZER", "--seq-len=32", "--example-keys=q,b"], "nothing under 'b'; it has q, a"),
+        (["TOKENIZER", "--seq-len=32", "--max-characters=9"], "examples are never cut"),
+    ],
+)
+def test_options_that_do_not_fit_are_explained(
+    folder: Path, tmp_path: Path, options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [word.replace("TOKENIZER", f"--tokenizer={folder / 'tokenizer'}") for word in options]
+    if not any("example-keys" in word for word in words):
+        words.append("--example-keys=q,a")
+    command = ["--source", str(folder / "examples.jsonl"), "--format=sft", "--output", str(tmp_path / "out")]
+    with pytest.raises(SystemExit) as error:
+        prepare([*command, *words])
+    assert said in str(error.value)
+
+
+def test_long_examples_are_left_out_and_counted(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["--source", str(folder / "examples.jsonl"), "--tokenizer", str(folder / "tokenizer"), "--format=sft"]
+    command += ["--example-keys=q,a", "--seq-len=12", "--drop-long", "--output", str(tmp_path / "out")]
+    prepare(command)
+    lines = [json.loads(line) for line in (folder / "examples.jsonl").read_text().splitlines()]
+    long = sum(len(f"{line['q']} {line['a']}".split()) + 1 > 12 for line in lines)
+    assert f"left out: {long} examples longer than 12 tokens" in capsys.readouterr().out
+
+
+def test_a_chat_dataset_carries_its_template(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer").mkdir()
+    tokenizer().save(tmp_path / "tokenizer")
+    turn = [{"role": "user", "content": "two plus two"}, {"role": "assistant", "content": "is four"}]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps({"messages": turn}) + "\n" for _ in range(20)))
+    command = ["--source", str(tmp_path / "chat.jsonl"), "--tokenizer", str(tmp_path / "tokenizer"), "--format=chat"]
+    prepare([*command, "--seq-len=16", "--validation-fraction=0", "--output", str(tmp_path / "set")])
+    dataset = open_dataset(str(tmp_path / "set"))
+    assert dataset.tokenizer().chat_template == TEMPLATE
+    (tmp_path / "set" / "chat_template.jinja").write_text("another")
+    assert any("chat_template.jinja: is not the one" in fault for fault in faults(dataset))
