@@ -95,6 +95,8 @@ class Data:
     """Path of a tokenizer.json that must be the one the data was made with. Empty: the datasets' own."""
     window_blocks: Positive = 16
     """Blocks (4-16 MB each) shuffled together, document by document; more mixes wider and needs more memory."""
+    shuffle_samples: bool = False
+    """Shuffle the samples of a window as well, so that those of a long document are spread."""
     prefetch_steps: Count = 2
     """Steps prepared ahead by a background thread. 0: none, each step is read when it is needed."""
     on_bad_block: Literal["stop", "mask"] = "stop"
@@ -127,6 +129,8 @@ class Training:
     """Type in which blocks compute; the weights themselves and the optimizer stay in float32."""
     reduce_dtype: Literal["bfloat16", "float32"] = "float32"
     """Type in which gradients are summed over the ranks."""
+    loss_chunks: Count = 1
+    """Pieces of the output layer and the loss; only one piece's logits exist at a time. 0: 4, but 1 with tp or pp."""
     gc_interval: Positive = 50
     """Python's garbage collector runs on all ranks together, every this many steps."""
 
@@ -147,6 +151,8 @@ class Optimizer:
     """Added to the denominator."""
     weight_decay: NonNegative = 0.1
     """Decoupled weight decay."""
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type in which the two running means are kept, half the memory in bfloat16; they are computed in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,16 +177,46 @@ class Parallelism:
     """Replicas of the model (DDP, or HSDP when `dp_shard` is above 1)."""
     dp_shard: Annotated[int, Range(-1)] = -1
     """Ranks that share one copy of the model (FSDP2). -1: all that are left."""
+    cp: Positive = 1
+    """Context parallelism: ranks that share each sequence. They also share FSDP's shards."""
+    tp: Positive = 1
+    """Tensor parallelism: ranks that share each matmul, with the sequence split between matmuls."""
+    pp: Positive = 1
+    """Pipeline parallelism: groups of ranks that hold consecutive layers."""
     reshard_after_forward: bool = True
-    """Free a block's gathered weights after its forward: less memory, one more all-gather in backward."""
+    """Free a block's gathered weights after its forward: less memory, one more all-gather in backward. Not with pp."""
+    reshard_group_size: Count = 0
+    """With reshard_after_forward: keep weights sharded over groups of so many ranks, as of a node, till backward."""
+    sync_every_microbatch: bool = True
+    """False: gradients stay whole on each rank till the last microbatch: less traffic, more memory. Not with pp."""
+    prefetch_layers: Count = 0
+    """Blocks gathered ahead of the one that computes. 0: FSDP2's own way, the next one, in backward only."""
+    reduce_scatter: Literal["backend", "all_to_all"] = "backend"
+    """`all_to_all`: exchange the pieces and sum them in float32 here; half the bytes of gloo's own on CPU."""
+    cpu_offload: bool = False
+    """Keep weights, gradients and optimizer states in host memory, where the optimizer then runs."""
+    async_tp: bool = False
+    """Overlap tensor parallelism's communication with its matmuls. Needs CUDA and compile."""
+    cp_method: Literal["allgather", "ring"] = "allgather"
+    """Keys and values of other ranks come at once (`allgather`) or one rank at a time, with less memory (`ring`)."""
+    pp_schedule: Literal["1F1B", "Interleaved1F1B", "InterleavedZeroBubble"] = "1F1B"
+    """Order of the pipeline's forwards and backwards; the interleaved ones give each rank more than one stage."""
+    pp_stages_per_rank: Annotated[int, Range(2)] = 2
+    """Stages on each rank in the interleaved schedules."""
+    pp_microbatch_size: Positive = 1
+    """Sequences in a microbatch of the pipeline; must divide training.local_batch_size."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationCheckpoint:
     """Recompute activations in backward instead of keeping them."""
 
-    mode: Literal["none", "full", "selective"] = "none"
-    """`full`: keep only each block's input. `selective`: keep attention and every second matmul, recompute the rest."""
+    mode: Literal["none", "full", "selective", "budget"] = "none"
+    """`full`: keep a block's input only. `selective`: also attention and every second matmul. `budget`: see below."""
+    every_n_layers: Positive = 1
+    """`full` and `selective` apply to every n-th block; the others keep everything."""
+    memory_budget: Fraction = 0.8
+    """With `budget`: share of the activations that the compiler may keep; it recomputes the cheapest. Needs compile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,6 +239,8 @@ class Float8:
     """torchao's recipe: one scale per tensor, per row, or per row with weight gradients in high precision."""
     fsdp_all_gather: Literal["auto", "on", "off"] = "auto"
     """Gather weights in float8, half the bytes of bfloat16. `auto`: where the recipe can, which is `tensorwise`."""
+    tp_all_gather: Literal["auto", "on", "off"] = "auto"
+    """Gather activations in float8 where tensor parallelism does. `auto`: where the recipe can, as above."""
     precompute_scale: Literal["auto", "on", "off"] = "auto"
     """Scales of all gathered weights by one all-reduce a step, not one for each. `auto`: as `fsdp_all_gather`."""
     filter: Literal["auto", "all"] = "auto"
@@ -224,7 +262,7 @@ class Checkpoint:
     interval: Positive = 200
     """Steps between two checkpoints."""
     mode: Literal["sync", "async"] = "sync"
-    """`async`: training goes on once the state is copied to host memory; a background thread writes it."""
+    """`async`: training goes on while a background thread copies the state to host memory and writes it."""
     upload: str = ""
     """Second place, such as s3://bucket/prefix, to which each checkpoint is copied in the background."""
     keep: Count = 2
@@ -236,7 +274,7 @@ class Checkpoint:
     save_model: bool = False
     """At the last step, also write the model alone, as `model-STEP-...` beside the checkpoints."""
     initial_load: str = ""
-    """Checkpoint whose model weights a new run starts from, with a fresh optimizer at step 0."""
+    """Checkpoint, or what `checkpoint.hf import` made, whose weights a new run starts from, with fresh moments."""
     timeout_seconds: Positive = 1800
     """Longest wait of one rank for the others while a checkpoint is written or read."""
     request_timeout_seconds: Positive = 60
@@ -254,7 +292,9 @@ class Validation:
     interval: Positive = 100
     """Steps between two validations."""
     max_samples: Count = 256
-    """Sequences measured, always the same ones. 0: the whole validation set."""
+    """Sequences measured of each set, always the same ones. 0: all."""
+    datasets: tuple[str, ...] = ()
+    """Prepared datasets whose held-out documents are measured, each by its folder's name. Empty: `data.datasets`."""
     sample_prompt: str = ""
     """Text continued by the model at the end of the run."""
     sample_tokens: Count = 0
@@ -271,6 +311,8 @@ class Metrics:
     """Ranks that print progress. Errors are printed by any rank."""
     tensorboard: bool = True
     """Write TensorBoard files to `tensorboard` in the run folder."""
+    hook: str = ""
+    """`package.module:function`, called on rank 0 with each row of metrics.jsonl, as a dict. Empty: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,6 +340,24 @@ class Comm:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Failures:
+    """What a run does when something goes wrong."""
+
+    on_bad_step: Literal["stop", "skip", "rollback"] = "stop"
+    """A loss that is not finite or spikes: `stop`, `skip` the step's update, or go back and skip all since the save."""
+    bad_step_budget: Positive = 10
+    """Bad steps that are skipped or rolled back in the whole run; one more stops it."""
+    spike_factor: NonNegative = 0.0
+    """A loss above this multiple of the median of the 32 steps before is bad, too. 0: only what is not finite."""
+    restarts_without_progress: Count = 3
+    """Restarts of a job that may follow each other without a checkpoint in between; one more is refused."""
+    straggler_interval: Count = 0
+    """Steps between two timings of the same small computation on all ranks, which name a slow one. 0: never."""
+    replay_interval: Count = 0
+    """Steps between two that are computed twice and compared bit for bit. 0: none. Needs run.deterministic."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """A whole run."""
 
@@ -316,6 +376,7 @@ class Config:
     metrics: Metrics = field(default_factory=Metrics)
     profiling: Profiling = field(default_factory=Profiling)
     comm: Comm = field(default_factory=Comm)
+    failures: Failures = field(default_factory=Failures)
 
 
 SECTIONS: types.MappingProxyType[str, type] = types.MappingProxyType(get_type_hints(Config))
@@ -511,6 +572,13 @@ def check_config(config: Config) -> None:
         raise ConfigError(
             f"data.weights has {len(data.weights)} entries for {len(data.datasets)} data.datasets: give one each"
         )
+    if config.failures.replay_interval and not config.run.deterministic:
+        raise ConfigError(
+            f"failures.replay_interval = {config.failures.replay_interval}: needs run.deterministic = true, "
+            "since only deterministic kernels give the same bits twice"
+        )
+    if config.failures.on_bad_step == "rollback" and not config.checkpoint.enable:
+        raise ConfigError('failures.on_bad_step = "rollback": needs checkpoint.enable = true')
     if any(weight <= 0 for weight in data.weights):
         raise ConfigError(f"data.weights = {list(data.weights)}: every weight must be above 0")
     if schedule.warmup_steps > steps:
@@ -523,8 +591,45 @@ def check_config(config: Config) -> None:
             f"lr_scheduler: warmup_steps = {schedule.warmup_steps} and decay_fraction = {schedule.decay_fraction} "
             f"({decay_steps} steps) do not fit in training.steps = {steps}"
         )
+    checkpointing, parallelism = config.activation_checkpoint, config.parallelism
+    if checkpointing.mode == "budget" and not config.compile.enable:
+        raise ConfigError(
+            'activation_checkpoint.mode = "budget" with compile.enable = false: it is the compiler that keeps to the '
+            "budget; set compile.enable = true"
+        )
+    if checkpointing.every_n_layers > 1 and checkpointing.mode not in ("full", "selective"):
+        raise ConfigError(
+            f"activation_checkpoint.every_n_layers = {checkpointing.every_n_layers}: is for mode full or selective, "
+            f"not {checkpointing.mode}"
+        )
+    if parallelism.reshard_group_size and not parallelism.reshard_after_forward:
+        raise ConfigError(
+            f"parallelism.reshard_group_size = {parallelism.reshard_group_size}: needs reshard_after_forward = true"
+        )
+    if not parallelism.sync_every_microbatch and parallelism.pp > 1:
+        raise ConfigError(f"parallelism.sync_every_microbatch = false: not with parallelism.pp = {parallelism.pp}")
+    if parallelism.async_tp and not (config.compile.enable and parallelism.tp > 1):
+        raise ConfigError("parallelism.async_tp = true: needs compile.enable = true and parallelism.tp above 1")
+    if config.training.loss_chunks > 1 and (parallelism.tp > 1 or parallelism.pp > 1):
+        raise ConfigError(
+            f"training.loss_chunks = {config.training.loss_chunks}: must be 0 or 1 with parallelism.tp = "
+            f"{parallelism.tp} and pp = {parallelism.pp}; tp splits the logits, pp cuts the batch already"
+        )
+    if loss_chunks(config) > 1 and config.float8.enable and not any(part in "output" for part in config.float8.skip):
+        raise ConfigError(
+            f'training.loss_chunks = {config.training.loss_chunks}: must be 1 unless float8.skip names "output"'
+        )
+    names = [url.rstrip("/").rpartition("/")[2] for url in config.validation.datasets]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"validation.datasets = {list(config.validation.datasets)}: two have the same last name")
     if config.validation.sample_tokens and not config.validation.sample_prompt:
         raise ConfigError("validation.sample_tokens is set but validation.sample_prompt is empty: give a prompt")
+
+
+def loss_chunks(config: Config) -> int:
+    """Pieces in which the loss is computed."""
+    shared = config.parallelism.tp > 1 or config.parallelism.pp > 1
+    return config.training.loss_chunks or (1 if shared else 4)
 
 
 def grad_accum_steps(training: Training, dp: int) -> int:

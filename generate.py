@@ -1,108 +1,335 @@
-"""Text from a trained model.
+"""Text from a trained model: continuations of prompts, or a chat.
 
-python generate.py --run outputs/llama-debug-20260101-120000 --prompt "def main("
+python generate.py outputs/llama-debug-20260101-120000 --prompt "def main("
 """
 
 import argparse
-import dataclasses
 import json
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-import config as settings
-from checkpoint.manager import load_model
 from config import ConfigError, TitaniteError
-from data.tokenizer import load_tokenizer
-from models import build_model, find_model
+from data.tokenizer import Tokenizer
 from models.llama.model import KVCache
 from parallel.comm import device_type
+from trained import Trained, add_place_arguments, load_from_arguments
+
+PREFILL_TOKENS = 512  # of a prompt, in one forward: bounds the memory of logits that nobody looks at
+CACHE_STEP = 256  # room for keys and values is a multiple of this, so that few lengths are compiled
+
+
+# ---------------------------------------------------------------- token by token
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How a token is drawn. Temperature 0 takes the likeliest; `top_k` 0 and `top_p` 1 leave none out."""
+
+    temperature: float = 0.8
+    top_k: int = 50
+    top_p: float = 1.0
+    seed: int = 0
 
 
 @torch.no_grad()
 def generate(
-    model: nn.Module,
-    prompt: list[int],
-    max_tokens: int,
-    *,
-    device: torch.device,
-    temperature: float = 0.8,
-    top_k: int = 50,
-    seed: int = 0,
-) -> Iterator[int]:
-    """Yield `max_tokens` token ids that continue `prompt`, one forward each, with a KV cache.
+    model: nn.Module, prompts: Sequence[Sequence[int]], max_tokens: int, device: torch.device, sampling: Sampling
+) -> Iterator[list[int]]:
+    """Yield the next token of every prompt, `max_tokens` times, one forward each, with a KV cache.
 
-    Temperature 0 takes the likeliest token; `top_k` 0 draws from all.
+    Prompts may differ in length. A row gets what it would get alone: it has its own positions, and a random
+    generator seeded by `sampling.seed` plus its number.
     """
-    generator = torch.Generator(device).manual_seed(seed)
-    n_layers = len(model.layers)  # type: ignore[arg-type]
-    caches = [KVCache(len(prompt) + max_tokens) for _ in range(n_layers)]
-    tokens_BS = torch.tensor([prompt], device=device)
-    for _ in range(max_tokens):
-        logits_V = model(tokens_BS, caches=caches)[0, -1].float()
-        token = sample(logits_V, temperature, top_k, generator)
-        yield int(token)
-        tokens_BS = token.view(1, 1)
+    generators = [torch.Generator(device).manual_seed(sampling.seed + row) for row in range(len(prompts))]
+    room = -(-(max(map(len, prompts)) + max_tokens) // CACHE_STEP) * CACHE_STEP
+    caches = [KVCache(room) for _ in range(len(model.layers))]  # type: ignore[arg-type]
+    logits_BV = _prefill(model, prompts, caches, device)
+    positions_B1 = torch.tensor([[len(prompt)] for prompt in prompts], device=device)
+    for drawn in range(1, max_tokens + 1):
+        rows = zip(logits_BV.float(), generators, strict=True)
+        tokens_B = torch.stack([sample(logits_V, sampling, generator) for logits_V, generator in rows])
+        yield tokens_B.tolist()
+        if drawn < max_tokens:
+            logits_BV = model(tokens_B[:, None], positions_B1, caches)[:, -1]
+            positions_B1 = positions_B1 + 1
 
 
-def sample(logits_V: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> Tensor:
-    """One token id drawn from softmax(logits / temperature), among the `top_k` likeliest."""
-    if temperature == 0:
+def _prefill(model: nn.Module, prompts: Sequence[Sequence[int]], caches: list[KVCache], device: torch.device) -> Tensor:
+    """Fill the caches; the logits [B, V] after each prompt's last token.
+
+    Shorter prompts are padded at the end: what padding stores is overwritten before it is ever seen.
+    """
+    longest = max(map(len, prompts))
+    tokens_BS = torch.zeros(len(prompts), longest, dtype=torch.int64)
+    for row, prompt in enumerate(prompts):
+        tokens_BS[row, : len(prompt)] = torch.tensor(prompt)
+    last: dict[int, Tensor] = {}
+    for start in range(0, longest, PREFILL_TOKENS):
+        stop = min(start + PREFILL_TOKENS, longest)
+        positions_1S = torch.arange(start, stop, device=device)[None]
+        with torch.compiler.set_stance("force_eager"):  # lengths change with every prompt: not worth compiling
+            logits_BSV = model(tokens_BS[:, start:stop].to(device), positions_1S, caches)
+        for row, prompt in enumerate(prompts):
+            if start < len(prompt) <= stop:
+                last[row] = logits_BSV[row, len(prompt) - 1 - start]
+    return torch.stack([last[row] for row in range(len(prompts))])
+
+
+def sample(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
+    """One token id drawn from softmax(logits / temperature), cut to the `top_k` likeliest, then to `top_p`.
+
+    Top-p (Holtzman et al. 2020) keeps the likeliest tokens up to the one with which their sum reaches `top_p`.
+    """
+    if sampling.temperature == 0:
         return logits_V.argmax()
-    if top_k:
-        threshold = logits_V.topk(min(top_k, logits_V.numel())).values[-1]
+    logits_V = logits_V / sampling.temperature
+    if sampling.top_k:
+        threshold = logits_V.topk(min(sampling.top_k, logits_V.numel())).values[-1]
         logits_V = logits_V.masked_fill(logits_V < threshold, -torch.inf)
-    return torch.multinomial((logits_V / temperature).softmax(-1), 1, generator=generator)[0]
+    probabilities_V = logits_V.softmax(-1)
+    if sampling.top_p < 1:
+        sorted_V, order_V = probabilities_V.sort(descending=True)
+        sorted_V = sorted_V.masked_fill(sorted_V.cumsum(-1) - sorted_V >= sampling.top_p, 0.0)
+        probabilities_V = torch.zeros_like(sorted_V).scatter(0, order_V, sorted_V)
+    return torch.multinomial(probabilities_V, 1, generator=generator)[0]
 
 
-def load_run(folder: Path, device: torch.device) -> nn.Module:
-    """The model of a run with the weights of its newest checkpoint, on one device. Raises TitaniteError."""
-    for name in ("config.toml", "model.json", "tokenizer.json"):
-        if not (folder / name).is_file():
-            raise ConfigError(f"{folder}: not the folder of a run, it has no {name}")
-    config = settings.from_dict(settings.read_toml(folder / "config.toml"))
-    vocab_size = json.loads((folder / "model.json").read_text(encoding="utf-8"))["vocab_size"]
-    spec, flavor = find_model(dataclasses.replace(config.model, vocab_size=vocab_size), vocab_size)
-    model = build_model(spec, flavor).to_empty(device=device)
-    load_model(config.checkpoint.folder or str(folder / "checkpoints"), model)
-    return model.eval()
+# ---------------------------------------------------------------- text
+
+
+class TextStream:
+    """The text of one row as its tokens come; ends at a stop token, or before a stop string."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop_ids: frozenset[int], stops: Sequence[str]):
+        self.tokenizer, self.stop_ids, self.stops = tokenizer, stop_ids, stops
+        self.shown = list(prompt[-8:])  # tokens whose text is out: what follows them may depend on them
+        self.pending: list[int] = []  # tokens that end within a character
+        self.held = ""  # text that may be the beginning of a stop string
+        self.n_tokens = 0
+        self.done = False
+
+    def push(self, token: int) -> str:
+        """One more token; the text that is now certain."""
+        self.n_tokens += 1
+        if token in self.stop_ids:
+            return self.finish()
+        self.pending.append(token)
+        text = self._decode_pending()
+        return "" if text.endswith("\ufffd") else self._release(text)
+
+    def finish(self) -> str:
+        """No more tokens; the text that was still held back."""
+        text = self._release(self._decode_pending())
+        if not self.done:
+            text, self.held, self.done = text + self.held, "", True
+        return text
+
+    def _decode_pending(self) -> str:
+        before, after = (self.tokenizer.decode(ids) for ids in (self.shown, self.shown + self.pending))
+        return after[len(before) :]
+
+    def _release(self, text: str) -> str:
+        """What of `text`, which follows all before, is no part of a stop string and cannot become one."""
+        if self.pending:
+            self.shown, self.pending = self.pending, []
+        text = self.held + text
+        ends = [text.index(stop) for stop in self.stops if stop in text]
+        if ends:
+            self.held, self.done = "", True
+            return text[: min(ends)]
+        begun = (n for stop in self.stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
+        certain = len(text) - max(begun, default=0)
+        self.held = text[certain:]
+        return text[:certain]
+
+
+@dataclass
+class Timing:
+    """Tokens and seconds of what was generated."""
+
+    prompt_tokens: int = 0
+    prompt_seconds: float = 0.0  # until the first token of every row is there
+    tokens: int = 0  # those after the first of each row
+    seconds: float = 0.0  # and their time
+
+    def __str__(self) -> str:
+        rate = self.tokens / self.seconds if self.seconds else 0.0
+        return (
+            f"{self.prompt_tokens} prompt tokens in {self.prompt_seconds:.2f} s, then {self.tokens} tokens in "
+            f"{self.seconds:.2f} s: {rate:,.1f} tokens/s"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is asked of the model for each prompt."""
+
+    max_tokens: int = 128
+    sampling: Sampling = field(default_factory=Sampling)
+    stop_ids: frozenset[int] = frozenset()
+    stops: tuple[str, ...] = ()
+
+
+def stream_texts(
+    trained: Trained, prompts: Sequence[Sequence[int]], request: Request, device: torch.device, timing: Timing
+) -> Iterator[tuple[int, str, bool]]:
+    """Yield (row, further text, whether the row is finished) as tokens come, until all rows are finished."""
+    streams = [TextStream(trained.tokenizer, prompt, request.stop_ids, request.stops) for prompt in prompts]
+    timing.prompt_tokens += sum(map(len, prompts))
+    begin = time.perf_counter()
+    steps = generate(trained.model, prompts, request.max_tokens, device, request.sampling)
+    for number, tokens in enumerate(steps, start=1):
+        if number == 1:
+            timing.prompt_seconds += (first := time.perf_counter()) - begin
+        for row, (stream, token) in enumerate(zip(streams, tokens, strict=True)):
+            if stream.done:
+                continue
+            text = stream.push(token)
+            if number == request.max_tokens and not stream.done:
+                text += stream.finish()
+            if text or stream.done:
+                yield row, text, stream.done
+        if all(stream.done for stream in streams):
+            break
+    timing.tokens += sum(stream.n_tokens - 1 for stream in streams)
+    timing.seconds += time.perf_counter() - first
+
+
+# ---------------------------------------------------------------- command line
+
+
+def continue_one(trained: Trained, prompt: str, request: Request, device: torch.device, timing: Timing) -> None:
+    """Print the prompt, and its continuation as it comes."""
+    print(prompt, end="", flush=True)
+    for _, text, _ in stream_texts(trained, [trained.tokenizer.encode(prompt)], request, device, timing):
+        print(text, end="", flush=True)
+    print()
+
+
+def continue_many(
+    trained: Trained, prompts: Sequence[str], request: Request, device: torch.device, timing: Timing, batch_size: int
+) -> None:
+    """Print a JSON line for each prompt, in their order, each as soon as those before it are there."""
+    for first in range(0, len(prompts), batch_size):
+        batch = prompts[first : first + batch_size]
+        ids = [trained.tokenizer.encode(prompt) for prompt in batch]
+        texts, finished, printed = [""] * len(batch), [False] * len(batch), 0
+        sampling = replace(request.sampling, seed=request.sampling.seed + first)
+        for row, text, done in stream_texts(trained, ids, replace(request, sampling=sampling), device, timing):
+            texts[row] += text
+            finished[row] = done
+            while printed < len(batch) and finished[printed]:
+                line = {"prompt": batch[printed], "completion": texts[printed]}
+                print(json.dumps(line, ensure_ascii=False), flush=True)
+                printed += 1
+
+
+def chat(trained: Trained, system: str, request: Request, device: torch.device) -> None:
+    """Answer what is typed, line by line, until the end of input. The tokens/s of each answer go to stderr."""
+    messages = [{"role": "system", "content": system}] if system else []
+    while True:
+        try:
+            line = input("> ")
+        except EOFError:
+            return
+        turn = [*messages, {"role": "user", "content": line}]
+        try:
+            prompt = trained.chat.encode(turn, add_generation_prompt=True)
+        except TitaniteError as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            continue
+        answer, timing = "", Timing()
+        for _, text, _ in stream_texts(trained, [prompt], request, device, timing):
+            answer += text
+            print(text, end="", flush=True)
+        print(flush=True)
+        print(f"[{timing}]", file=sys.stderr, flush=True)
+        messages = [*turn, {"role": "assistant", "content": answer}]
+
+
+def read_prompts(file: Path) -> list[str]:
+    """The `prompt` of every line of a jsonl file. Raises ConfigError naming the line."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--prompts-file {file}: cannot be read: {error}") from None
+    prompts = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row: Any = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(f"{file}, line {number}: not JSON: {error}") from None
+        prompt = row.get("prompt") if isinstance(row, Mapping) else None
+        if not isinstance(prompt, str):
+            raise ConfigError(f'{file}, line {number}: must be an object with a string "prompt"')
+        prompts.append(prompt)
+    return prompts
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Continue prompts, or chat, with a trained model.")
+    add_place_arguments(parser)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--prompt", action="append", help="text to continue; again for a batch of several")
+    what.add_argument("--prompts-file", type=Path, help='jsonl with a "prompt" in each line')
+    what.add_argument("--chat", action="store_true", help="a conversation by the model's chat template")
+    parser.add_argument("--system", default="", help="system message of the chat")
+    parser.add_argument("--max-tokens", type=int, default=128, help="tokens per prompt or answer (%(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest token (default %(default)s)")
+    parser.add_argument("--top-k", type=int, default=50, help="draw among the k likeliest, 0: all (%(default)s)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="draw among the likeliest that make p (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first prompt, the next one's is one more")
+    parser.add_argument("--stop", action="append", default=[], help="text that ends a continuation; may be repeated")
+    parser.add_argument("--batch-size", type=int, default=8, help="prompts continued together (default %(default)s)")
+    parser.add_argument("--compile", action="store_true", help="compile the forward of one token")
+    return parser
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description="Continue a prompt with the model of a run.")
-    parser.add_argument("--run", type=Path, required=True, help="folder of the run")
-    parser.add_argument("--prompt", required=True, help="text to continue")
-    parser.add_argument("--max-tokens", type=int, default=128, help="tokens to generate (default %(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest token (default %(default)s)")
-    parser.add_argument("--top-k", type=int, default=50, help="draw among the k likeliest, 0: all (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the draw (default %(default)s)")
+    """The command line. Text goes to stdout, tokens/s to stderr. Raises TitaniteError."""
+    parser = build_parser()
     arguments = parser.parse_args(argv)
-    if arguments.max_tokens < 1 or arguments.temperature < 0 or arguments.top_k < 0:
-        parser.error("--max-tokens must be at least 1, --temperature and --top-k at least 0")
+    if arguments.max_tokens < 1 or arguments.batch_size < 1 or arguments.temperature < 0 or arguments.top_k < 0:
+        parser.error("--max-tokens and --batch-size must be at least 1, --temperature and --top-k at least 0")
+    if not 0 < arguments.top_p <= 1:
+        parser.error(f"--top-p {arguments.top_p}: must be above 0 and at most 1")
+    if not all(arguments.stop):
+        parser.error("--stop is empty")
+    if arguments.system and not arguments.chat:
+        parser.error("--system is for --chat")
+    prompts = read_prompts(arguments.prompts_file) if arguments.prompts_file else arguments.prompt
 
     device = torch.device(device_type())
-    model = load_run(arguments.run, device)
-    tokenizer = load_tokenizer(arguments.run)
-    prompt = tokenizer.encode(arguments.prompt)
-    if not prompt:
-        parser.error("--prompt is empty")
-    tokens = []
-    for token in generate(
-        model,
-        prompt,
-        arguments.max_tokens,
-        device=device,
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        seed=arguments.seed,
-    ):
-        if token == tokenizer.eos_id:
-            break
-        tokens.append(token)
-    print(arguments.prompt + tokenizer.decode(tokens))
+    trained = load_from_arguments(arguments, device)
+    if prompts and not all(map(trained.tokenizer.encode, prompts)):
+        raise ConfigError("a prompt is empty, and the tokenizer begins a text with no token of its own")
+    if arguments.compile:
+        for block in trained.model.layers.values():  # type: ignore[operator]
+            block.compile(fullgraph=True, dynamic=False)
+    request = Request(
+        max_tokens=arguments.max_tokens,
+        sampling=Sampling(
+            temperature=arguments.temperature, top_k=arguments.top_k, top_p=arguments.top_p, seed=arguments.seed
+        ),
+        stop_ids=frozenset({trained.tokenizer.eos_id}) | (trained.chat.stop_ids if arguments.chat else frozenset()),
+        stops=tuple(arguments.stop),
+    )
+    if arguments.chat:
+        chat(trained, arguments.system, request, device)
+        return
+    timing = Timing()
+    if arguments.prompts_file or len(prompts) > 1:
+        continue_many(trained, prompts, request, device, timing, arguments.batch_size)
+    else:
+        continue_one(trained, prompts[0], request, device, timing)
+    print(timing, file=sys.stderr)
 
 
 if __name__ == "__main__":
@@ -110,3 +337,5 @@ if __name__ == "__main__":
         main(sys.argv[1:])
     except TitaniteError as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)

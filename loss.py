@@ -1,12 +1,17 @@
 """The training loss."""
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import config as settings
+from parallel.context import local_indices
+from parallel.mesh import Mesh
+from parallel.tensor import vocab_parallel_cross_entropy
 
 IGNORED = -100  # label of a token that is not trained
 
@@ -16,6 +21,69 @@ def cross_entropy(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
     return F.cross_entropy(logits_BSV.flatten(0, 1).float(), labels_BS.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
-def build_loss(compile: settings.Compile) -> Callable[[Tensor, Tensor], Tensor]:
-    """The loss, compiled where the model is: float32 logits then exist only inside the kernel."""
-    return torch.compile(cross_entropy, backend=compile.backend) if compile.enable else cross_entropy
+def build_loss(compile: settings.Compile, mesh: Mesh | None = None) -> Callable[[Tensor, Tensor], Tensor]:
+    """The summed loss of (logits, labels), compiled where the model is: float32 logits are then only in the kernel.
+
+    With a `mesh`, logits are this rank's part: of the vocabulary over tp, of the sequence over cp. Labels are whole.
+    """
+    summed = cross_entropy
+    if mesh and mesh.tp.size() > 1:
+        summed = partial(vocab_parallel_cross_entropy, mesh=mesh.tp, ignored=IGNORED)
+    if compile.enable:
+        summed = torch.compile(summed, backend=compile.backend)
+    if mesh is None or mesh.cp.size() == 1:
+        return summed
+    return lambda logits, labels: summed(logits, labels[:, local_indices(labels.shape[1], mesh.cp, labels.device)])
+
+
+def build_chunked_loss(
+    compile: settings.Compile, mesh: Mesh, chunks: int
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """The summed loss of (hidden [B, S, D], output weight [V, D], labels [B, S]), a chunk of the tokens at a time.
+
+    Only one chunk's logits exist at a time, in the forward too: its gradients are computed at once, and backward only
+    scales them, so nothing is computed twice (the idea of Liger-Kernel's fused linear cross-entropy, Hsu et al. 2024).
+    """
+
+    def head(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        return cross_entropy(F.linear(hidden, weight.to(hidden.dtype))[None], labels)
+
+    summed = torch.compile(head, backend=compile.backend) if compile.enable else head
+
+    def chunked(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        if mesh.cp.size() > 1:
+            labels = labels[:, local_indices(labels.shape[1], mesh.cp, labels.device)]
+        parts = hidden.flatten(0, 1).chunk(chunks), labels.flatten().chunk(chunks)
+        if not torch.is_grad_enabled():
+            return torch.stack([summed(h, weight, label) for h, label in zip(*parts, strict=True)]).sum()
+        return _ChunkedHead.apply(hidden, weight, labels, summed, chunks)
+
+    return chunked
+
+
+class _ChunkedHead(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, summed: Callable[..., Tensor], chunks: int
+    ) -> Tensor:
+        of_hidden = torch.empty_like(hidden)
+        of_weight: Tensor | None = None
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        parts = (x.flatten(0, 1).chunk(chunks) for x in (hidden, of_hidden, labels))
+        for part, grad_part, label in zip(*parts, strict=True):
+            with torch.enable_grad():
+                h, w = part.detach().requires_grad_(), weight.detach().requires_grad_()
+                loss = summed(h, w, label)
+                grad_h, grad_w = torch.autograd.grad(loss, (h, w))
+            total += loss.detach()
+            grad_part.copy_(grad_h)
+            # A sum of many chunks, and so in float32.
+            of_weight = grad_w.float() if of_weight is None else of_weight.add_(grad_w)
+        assert of_weight is not None
+        ctx.save_for_backward(of_hidden, of_weight.to(weight.dtype))
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        of_hidden, of_weight = ctx.saved_tensors
+        return of_hidden.mul_(grad), of_weight.mul_(grad), None, None, None

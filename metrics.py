@@ -1,9 +1,16 @@
-"""What a run reports: metrics.jsonl, TensorBoard and one readable line per log step."""
+"""What a run reports: metrics.jsonl, TensorBoard and one readable line per log step; and runs compared.
 
+python -m metrics compare outputs/A outputs/B --output compare.html
+"""
+
+import argparse
+import importlib
 import json
 import logging
 import resource
+import sys
 import time
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -11,6 +18,8 @@ from typing import Any
 import torch
 
 import config as settings
+from config import ConfigError, TitaniteError
+from metrics_page import write_page
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +48,7 @@ FIELDS = (
     "memory_gib",
     "data_wait_pct",
     "step_seconds",
+    "skipped",
     "time",
 )
 
@@ -72,6 +82,22 @@ def configure_logging(log_ranks: tuple[int, ...], rank: int) -> None:
     )
 
 
+def find_hook(name: str) -> Callable[[dict[str, Any]], object] | None:
+    """The function that `metrics.hook` names, None for "". Raises ConfigError."""
+    if not name:
+        return None
+    module, colon, function = name.partition(":")
+    if not (module and colon and function):
+        raise ConfigError(f"metrics.hook = {name!r}: must be of the form package.module:function")
+    try:
+        hook = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"metrics.hook = {name!r}: {error}") from None
+    if not callable(hook):
+        raise ConfigError(f"metrics.hook = {name!r}: is a {type(hook).__name__}, must be a function")
+    return hook
+
+
 class MetricsLogger:
     """Writes rows on rank 0 and measures the time between them."""
 
@@ -88,6 +114,7 @@ class MetricsLogger:
         self.device, self.steps, self.flops_per_token = device, steps, flops_per_token
         self.peak = peak_flops(device)
         self.file = open(run_folder / "metrics.jsonl", "a", encoding="utf-8") if rank == 0 else None  # noqa: SIM115
+        self.hook = find_hook(metrics.hook) if rank == 0 else None
         self.board = None
         if rank == 0 and metrics.tensorboard:
             # Imported here: TensorBoard takes a second to load.
@@ -136,10 +163,16 @@ class MetricsLogger:
         self._write(row)
         self.restart_clock()
 
-    def log_validation(self, step: int, loss: float, tokens: int) -> None:
-        """A row and a line for the held-out set."""
-        logger.info(f"step {step:>{len(str(self.steps))}}/{self.steps}  validation loss {loss:.4f}")
-        self._write({"step": step, "validation_loss": loss, "tokens": tokens})
+    def log_validation(self, step: int, losses: Mapping[str, float], tokens: int) -> None:
+        """A row and a line for the held-out sets: name → loss; the name of the training data's own is empty."""
+        named = {f"validation_loss/{name}" if name else "validation_loss": loss for name, loss in losses.items()}
+        shown = "  ".join(f"{name.replace('_', ' ')} {loss:.4f}" for name, loss in named.items())
+        logger.info(f"step {step:>{len(str(self.steps))}}/{self.steps}  {shown}")
+        self._write({"step": step, **named, "tokens": tokens})
+
+    def log_skipped(self, step: int, tokens: int) -> None:
+        """A row for a step whose update was left out, see parallel.failures."""
+        self._write({"step": step, "skipped": 1, "tokens": tokens})
 
     def _write(self, row: dict[str, Any]) -> None:
         if self.file is None:
@@ -147,6 +180,8 @@ class MetricsLogger:
         row = dict.fromkeys(FIELDS) | row | {"time": time.time()}
         self.file.write(json.dumps(row) + "\n")
         self.file.flush()
+        if self.hook:
+            self.hook(row)
         if self.board:
             for name, value in row.items():
                 if value is not None and name not in ("step", "time"):
@@ -163,3 +198,22 @@ class MetricsLogger:
 
 def _percent(share: float | None) -> str:
     return "unknown" if share is None else f"{100 * share:.1f}%"
+
+
+def main(argv: list[str]) -> None:
+    """The command line. Raises TitaniteError."""
+    parser = argparse.ArgumentParser(prog="python -m metrics", description="What runs have reported.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    compare = commands.add_parser("compare", help="a page of curves, throughput and settings of several runs")
+    compare.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
+    compare.add_argument("--output", type=Path, default=Path("compare.html"), help="the page (default %(default)s)")
+    arguments = parser.parse_args(argv)
+    write_page(arguments.runs, arguments.output)
+    print(f"{arguments.output}: {len(arguments.runs)} runs compared; open it in a browser")
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except TitaniteError as error:
+        sys.exit(f"error: {error}")

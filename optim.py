@@ -1,24 +1,103 @@
 """The optimizer, the learning rate and gradient clipping."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import config as settings
 
 
-def build_optimizer(model: nn.Module, optimizer: settings.Optimizer) -> torch.optim.Optimizer:
-    """AdamW (Loshchilov and Hutter 2019), one fused kernel per step; norms and biases are not decayed."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
+def build_optimizer(
+    parts: list[nn.Module], optimizer: settings.Optimizer, compile: settings.Compile | None = None
+) -> torch.optim.Optimizer:
+    """AdamW (Loshchilov and Hutter 2019), one fused kernel per step; norms and biases are not decayed.
+
+    With states in bfloat16, which torch's kernel refuses, our own, compiled where the model is.
+    """
+    parameters = [p for part in parts for p in part.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": optimizer.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     betas = (optimizer.beta1, optimizer.beta2)
+    if optimizer.state_dtype == "bfloat16":
+        update = _adamw_update
+        if compile is not None and compile.enable:
+            update = torch.compile(update, backend=compile.backend, dynamic=False)
+        return SmallStateAdamW(groups, optimizer.lr, betas, optimizer.eps, update)
     return torch.optim.AdamW(groups, lr=optimizer.lr, betas=betas, eps=optimizer.eps, fused=True)
+
+
+class SmallStateAdamW(torch.optim.Optimizer):
+    """AdamW whose running means are stored in bfloat16. State names are those of torch's AdamW.
+
+    Both means are read, updated in float32 and rounded to nearest: with beta2 0.95 a mean follows its input until it
+    is within 4 % of it, below which a step is less than half of bfloat16's last bit.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        update: Callable[..., None],
+    ):
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        self.update = update
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            lr, decay = (torch.tensor(group[key], dtype=torch.float32) for key in ("lr", "weight_decay"))
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["step"] = torch.zeros((), dtype=torch.float32)
+                    state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
+                    state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
+                state["step"] += 1
+                tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
+                self.update(*map(_local, tensors), state["step"], lr, decay, *group["betas"], group["eps"])
+
+
+def _local(x: Tensor) -> Tensor:
+    """This rank's plain values, sharing memory: without DTensor, and without torchao's float8 wrapper of weights."""
+    x = x.to_local() if isinstance(x, DTensor) else x
+    if is_traceable_wrapper_subclass(x):
+        (inner,), _ = x.__tensor_flatten__()
+        return getattr(x, inner)
+    return x
+
+
+def _adamw_update(
+    parameter: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    step: Tensor,
+    lr: Tensor,
+    decay: Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+) -> None:
+    """One step in place (Loshchilov and Hutter 2019, algorithm 2); `step`, `lr`, `decay` are numbers on the host."""
+    mean = torch.lerp(exp_avg.float(), grad.float(), 1 - beta1)
+    square = torch.lerp(exp_avg_sq.float(), grad.float().square(), 1 - beta2)
+    exp_avg.copy_(mean)
+    exp_avg_sq.copy_(square)
+    denominator = (square / (1 - beta2**step)).sqrt() + eps
+    parameter.mul_(1 - lr * decay).sub_(lr * (mean / (1 - beta1**step)) / denominator)
 
 
 def learning_rate(step: int, steps: int, peak: float, schedule: settings.LRScheduler) -> float:
@@ -31,8 +110,8 @@ def learning_rate(step: int, steps: int, peak: float, schedule: settings.LRSched
     if step <= schedule.warmup_steps:
         return peak * step / schedule.warmup_steps
     if schedule.schedule == "wsd":
-        decay_steps = max(1, round(schedule.decay_fraction * steps))
-        share = min(1.0, (steps - step) / decay_steps)
+        decay_steps = round(schedule.decay_fraction * steps)
+        share = min(1.0, (steps - step) / decay_steps) if decay_steps else 1.0
     else:
         done = (step - schedule.warmup_steps) / max(1, steps - schedule.warmup_steps)
         share = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
@@ -45,16 +124,20 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, pp: DeviceMesh | None = None) -> Tensor:
     """Scale gradients in place to a total norm of at most `max_norm` (0: leave them); return the norm before.
 
-    The norm is over all ranks and stays on the device. A norm that is not finite spreads into every
-    gradient, on every rank alike, for the loop to find.
+    The norm is over all ranks, those of the pipeline `pp` included, and stays on the device. A norm that is not
+    finite spreads into every gradient, on every rank alike, for the loop to find.
     """
     parameters = [p for p in parameters if p.grad is not None]
     norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
+    if pp is not None and pp.size() > 1:
+        squared = norm.square()
+        dist.all_reduce(squared, group=pp.get_group())
+        norm = squared.sqrt()
     if max_norm > 0:
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm

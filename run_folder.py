@@ -1,5 +1,6 @@
 """The folder of a run: its name, what it is the run of, and the record of every start."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -9,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import config as settings
-from config import Config, ConfigError
+from config import Config, ConfigError, Run, TitaniteError
+from parallel import exits
 
+PROGRESS = ".progress"  # exists once a start has saved a checkpoint
 PACKAGES = ("torch", "torchao", "triton", "numpy", "pyarrow", "tokenizers", "s3fs")
 
 
@@ -35,10 +38,17 @@ def check_run_folder(config: Config, identity: dict[str, Any]) -> None:
             )
 
 
-def name_run_folder(config: Config) -> Path:
-    """The folder that the config names, or a new name under `run.outputs`; only rank 0 may ask."""
+def name_run_folder(config: Config, identity: dict[str, Any], job: str = "") -> Path:
+    """The folder that the config names; else that of the job's earlier starts; else a new name under `run.outputs`.
+
+    Only rank 0 may ask: clocks and views of a shared folder differ. Raises ConfigError.
+    """
     if config.run.folder:
         return Path(config.run.folder)
+    for starts in Path(config.run.outputs).glob("*/starts.jsonl") if job else ():
+        if read_starts(starts.parent)[-1].get("job") == job and not _finished(starts.parent):
+            check_run_folder(dataclasses.replace(config, run=Run(folder=str(starts.parent))), identity)
+            return starts.parent
     stamp = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
     name = f"{config.model.name}-{config.model.flavor}-{stamp}"
     outputs = Path(config.run.outputs)
@@ -46,12 +56,38 @@ def name_run_folder(config: Config) -> Path:
     return outputs / next(n for n in (name, *(f"{name}-{i}" for i in range(2, 1000))) if n not in taken)
 
 
-def record_start(folder: Path, config: Config, identity: dict[str, Any], world_size: int) -> dict[str, tuple[Any, Any]]:
-    """Write what this start runs: config.toml, model.json and a line of starts.jsonl.
+def start_run(
+    config: Config, identity: dict[str, Any], world_size: int, job: str
+) -> tuple[Path, dict[str, tuple[Any, Any]]]:
+    """The run's folder, and what `record_start` says. Rank 0 only. Raises ConfigError, CrashLoopError."""
+    folder = name_run_folder(config, identity, job)
+    return folder, record_start(folder, config, identity, world_size, job)
+
+
+def read_starts(folder: Path) -> list[dict[str, Any]]:
+    """The starts of a run so far; a last line cut by a kill is left out."""
+    path = folder / "starts.jsonl"
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []
+    return [json.loads(line) for line in lines]
+
+
+def _finished(folder: Path) -> bool:
+    """Whether the run has done all its steps."""
+    file = folder / exits.FILE
+    return file.is_file() and json.loads(file.read_text(encoding="utf-8"))["kind"] == "finished"
+
+
+def record_start(
+    folder: Path, config: Config, identity: dict[str, Any], world_size: int, job: str = ""
+) -> dict[str, tuple[Any, Any]]:
+    """Write what this start runs: config.toml, model.json and a line of starts.jsonl, with how the one before ended.
 
     Returns the settings that differ from the start before, dotted key → (old, new). Rank 0 only.
+    Raises CrashLoopError.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    count = _count_without_progress(folder, job, config.failures.restarts_without_progress)
+    after = exits.take_exit(folder)
     changed = {}
     if (folder / "config.toml").is_file():
         changed = settings.differences(settings.from_dict(settings.read_toml(folder / "config.toml")), config)
@@ -60,6 +96,9 @@ def record_start(folder: Path, config: Config, identity: dict[str, Any], world_s
     (folder / "model.json").write_text(json.dumps(identity, indent=2) + "\n", encoding="utf-8")
     start = {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "job": job,
+        "starts_since_checkpoint": count,
+        "after": after,
         "world_size": world_size,
         "changed": changed,
         "git_commit": _git_commit(),
@@ -69,6 +108,32 @@ def record_start(folder: Path, config: Config, identity: dict[str, Any], world_s
     with open(folder / "starts.jsonl", "a", encoding="utf-8") as file:
         file.write(json.dumps(start) + "\n")
     return changed
+
+
+class CrashLoopError(TitaniteError):
+    """A job that is started again and again and gets nowhere."""
+
+
+def record_progress(folder: Path) -> None:
+    """A checkpoint was saved in this start: restarts before it count no more. Rank 0 only."""
+    (folder / PROGRESS).touch()
+
+
+def _count_without_progress(folder: Path, job: str, allowed: int) -> int:
+    """Starts of this job, this one included, since the last checkpoint. Raises CrashLoopError above 1 + `allowed`."""
+    starts, progress = read_starts(folder), folder / PROGRESS
+    before = starts[-1].get("starts_since_checkpoint", 0) if starts and job and starts[-1].get("job") == job else 0
+    count = 1 if progress.exists() else before + 1
+    progress.unlink(missing_ok=True)
+    if count > 1 + allowed:
+        path = folder / exits.FILE
+        last = json.loads(path.read_text(encoding="utf-8"))["cause"] if path.is_file() else "unknown, it was killed"
+        raise CrashLoopError(
+            f"{folder}: {count - 1} starts of this job in a row ended without a new checkpoint, "
+            f"failures.restarts_without_progress = {allowed}; the last one: {last}. Mend that, then start a new job "
+            f"with --run.folder={folder}"
+        )
+    return count
 
 
 def _git_commit() -> str | None:

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -18,22 +19,33 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from checkpoint.manager import CheckpointManager
-from config import Config, TitaniteError, grad_accum_steps, load_config
-from data.loader import build_dataloader, validation_batches
+from config import Config, TitaniteError, grad_accum_steps, load_config, loss_chunks
+from data.loader import Batch, build_dataloader, validation_batches
 from float8.convert import check_float8, convert_to_float8, summarize
 from float8.fsdp import precompute_scales
-from loss import IGNORED, build_loss
-from metrics import MetricsLogger, configure_logging
+from loss import IGNORED, build_chunked_loss, build_loss
+from metrics import MetricsLogger, configure_logging, find_hook
 from models import build_model, find_model
 from models.init import init_weights
 from optim import build_optimizer, clip_grad_norm_, learning_rate, set_learning_rate
-from parallel.comm import broadcast_object, device_type, init_distributed, launch_environment, set_timeout, shut_down
+from parallel.comm import (
+    device_type,
+    end_launcher,
+    from_rank_0,
+    init_distributed,
+    launch_environment,
+    set_timeout,
+    shut_down,
+)
+from parallel.failures import BadSteps, Stragglers, check_replay
 from parallel.fsdp import set_last_microbatch
 from parallel.mesh import ParallelDims
+from parallel.pipeline import build_step
 from parallel.stop import StopRequest
+from parallel.watchdog import Watchdog
 from profiling import profile
-from run_folder import check_run_folder, name_run_folder, record_start
-from validate import sample_text, validate
+from run_folder import CrashLoopError, check_run_folder, record_progress, start_run
+from validate import sample_text, validate, validation_sets
 
 logger = logging.getLogger(__name__)
 
@@ -48,44 +60,67 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
     dp_rank = dims.dp_rank(rank)
     tokens_per_step = grad_accum_steps(training, dims.dp) * training.local_batch_size * dims.dp * training.seq_len
     check_float8(config)
+    find_hook(config.metrics.hook)
     dataloader = build_dataloader(config, dp_rank, dims.dp, pin_memory=device_type() != "cpu")
     spec, flavor = find_model(config.model, dataloader.vocab_size)
+    spec.check_parallelism(flavor, config)
     identity = {"name": config.model.name, **dataclasses.asdict(flavor)}
     check_run_folder(config, identity)
     model = build_model(spec, flavor)
     if config.float8.enable:
-        logger.info(f"float8: {summarize(*convert_to_float8(model, config.float8))}")
+        logger.info(f"float8: {summarize(*convert_to_float8(model, config.float8, dims.tp))}")
 
     # -- processes and the run's folder
     torch.manual_seed(config.run.seed)
     torch.use_deterministic_algorithms(config.run.deterministic)
     device = init_distributed(environment, config.comm)
     mesh = dims.build_mesh(device.type)
-    folder = broadcast_object(name_run_folder(config) if rank == 0 else None)
+    folder, changed = from_rank_0(lambda: start_run(config, identity, world_size, environment.job))
     if rank == 0:
-        changed = record_start(folder, config, identity, world_size)
         dataloader.tokenizer.save(folder)
         for key, (old, new) in changed.items():
             logger.info(f"resume: {key} was {old!r}, is now {new!r}")
     logger.info(f"run folder {folder}  {world_size} x {device.type}  {dims}")
+    watchdog = Watchdog(folder, environment, config)
 
     # -- model, optimizer, checkpoint
     n_parameters = sum(parameter.numel() for parameter in model.parameters())
     flops_per_token = model.flops_per_token(training.seq_len)  # type: ignore[operator]
     logger.info(f"model {config.model.name} {config.model.flavor}: {n_parameters:,} parameters")
-    spec.apply_parallelism(model, mesh, config)
-    init_weights(model, device, config.run.seed)
-    loss_fn = build_loss(config.compile)
-    optimizer = build_optimizer(model, config.optimizer)
+    parts = spec.apply_parallelism(model, mesh, config)
+    del model  # a pipeline holds only parts of it
+    for part in parts:
+        init_weights(part, torch.device("cpu") if config.parallelism.cpu_offload else device, config.run.seed)
+    loss_fn = build_loss(config.compile, mesh)
+    chunks = loss_chunks(config)
+    chunked = build_chunked_loss(config.compile, mesh, chunks) if chunks > 1 else None
+    compute = build_step(parts, loss_fn, flavor.dim, flavor.vocab_size, mesh, config, chunked)
+    parameters = [parameter for part in parts for parameter in part.parameters()]
+    optimizer = build_optimizer(parts, config.optimizer, config.compile)
     checkpoint = CheckpointManager(
-        config, folder, model=[model], optimizer=optimizer, dataloader=dataloader, identity=identity
+        config, folder, model=parts, optimizer=optimizer, dataloader=dataloader, identity=identity
     )
-    first_step = step = checkpoint.load()
-    precompute_scales(model, config.float8)
-    dataloader.open_ledger(folder)
+    with watchdog:
+        watchdog.enter("load")
+        first_step = step = checkpoint.load()
+    watchdog.resumed(step)
+    precompute_scales(parts, config.float8)
+    if dims.is_first_copy(rank):
+        dataloader.open_ledger(folder)
     metrics = MetricsLogger(
         config.metrics, folder, rank=rank, device=device, steps=training.steps, flops_per_token=flops_per_token
     )
+
+    bad_steps = BadSteps(config.failures, folder)
+    stragglers = Stragglers(device) if config.failures.straggler_interval else None
+
+    def forward_backward(microbatches: list[Batch], n_tokens: Tensor) -> list[Tensor]:
+        losses = []
+        for i, batch in enumerate(microbatches):
+            watchdog.enter("forward/backward")
+            set_last_microbatch(parts, i == len(microbatches) - 1, config.parallelism)
+            losses.append(compute.forward_backward(batch.tokens, batch.labels, batch.positions, n_tokens))
+        return losses
 
     def due(interval: int) -> bool:
         return step % interval == 0 or step == training.steps
@@ -93,29 +128,43 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
     # -- the loop
     gc.disable()  # a collection on one rank holds up all the others: they collect together
     unchecked: list[Tensor] = []  # loss and gradient norm of the steps since the host last looked
-    with StopRequest(folder) as stop, profile(config.profiling, folder / "profile", rank, first_step) as profiler:
+    with (
+        StopRequest(folder) as stop,
+        watchdog,
+        profile(config.profiling, folder / "profile", rank, first_step) as profiler,
+    ):
         while step < training.steps and not stop.agreed():
             step += 1
+            watchdog.enter("data", step)
             microbatches = [batch.to(device) for batch in dataloader.next_step()]
+            if step in bad_steps.skipped:
+                continue
             n_tokens = torch.stack([(batch.labels != IGNORED).sum() for batch in microbatches]).sum()
             dist.all_reduce(n_tokens)
+            n_tokens //= dims.copies
             n_tokens.clamp_(min=1)  # all may be masked: a step of loss 0, not of 0 / 0
 
-            losses = []
-            for i, batch in enumerate(microbatches):
-                set_last_microbatch(model, i == len(microbatches) - 1)
-                # Divided by the tokens of the whole step, so that the update does not depend on how they were split.
-                loss = loss_fn(model(batch.tokens, batch.positions), batch.labels) / n_tokens
-                loss.backward()
-                losses.append(loss.detach())
-            loss = torch.stack(losses).sum()
+            losses = forward_backward(microbatches, n_tokens)
+            if config.failures.replay_interval and step % config.failures.replay_interval == 0:
+                check_replay(step, parameters, losses, partial(forward_backward, microbatches, n_tokens))
+            loss = torch.stack(losses).sum() / dims.tp  # whose ranks have all computed the same
             dist.all_reduce(loss)
 
-            grad_norm = clip_grad_norm_(model.parameters(), training.max_norm)
+            grad_norm = clip_grad_norm_(parameters, training.max_norm, mesh.pp).to(device)
+            watchdog.enter("optimizer")
+            if trouble := bad_steps.judge(step, loss, grad_norm):
+                saved = checkpoint.newest_step if config.failures.on_bad_step == "rollback" else None
+                bad_steps.leave_out(step if saved is None else saved + 1, step, trouble)
+                metrics.log_skipped(step, dataloader.tokens_seen)
+                optimizer.zero_grad()
+                if saved is not None:
+                    step = checkpoint.load()
+                    precompute_scales(parts, config.float8)
+                continue
             lr = learning_rate(step, training.steps, config.optimizer.lr, config.lr_scheduler)
             set_learning_rate(optimizer, lr)
             optimizer.step()
-            precompute_scales(model, config.float8)
+            precompute_scales(parts, config.float8)
             optimizer.zero_grad()
 
             # The host waits for the device only in what follows, when something is due.
@@ -130,13 +179,25 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
                 (*_, (loss_value, norm_value)) = history
                 metrics.log_step(step, loss=loss_value, grad_norm=norm_value, lr=lr, tokens=dataloader.tokens_seen)
             if validation_due:
-                validation_loss = validate(model, loss_fn, validation_batches(config, dp_rank, dims.dp), device)
-                metrics.log_validation(step, validation_loss, dataloader.tokens_seen)
+                validation_losses = {
+                    name: validate(parts, compute, watchdog.follow(batches, "validation"), dims, device)
+                    for name, held_out in validation_sets(config).items()
+                    for batches in [validation_batches(held_out, dp_rank, dims.dp)]
+                }
+                metrics.log_validation(step, validation_losses, dataloader.tokens_seen)
             if save_due:
+                watchdog.enter("checkpoint")
                 checkpoint.save(step)
+                watchdog.saved(step)
+                if rank == 0:
+                    record_progress(folder)
+            if stragglers and step % config.failures.straggler_interval == 0:
+                stragglers.check(step, dataloader.wait_seconds)
             checkpoint.check()  # a background save that failed is no news for later
             if step == first_step + 1:
+                watchdog.enter("start")
                 set_timeout(mesh, config.comm.train_timeout_seconds)  # everything is compiled and connected
+                watchdog.limit_seconds = config.comm.train_timeout_seconds
             if step % training.gc_interval == 0:
                 gc.collect(1)
             if profiler:
@@ -146,16 +207,20 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
             after_step(step)
 
         # -- the end
+        watchdog.enter("end", step)
+        fetch_finite(unchecked, step)
+        checkpoint.save_if_due(step, last=True)  # when stopped in between, or when the last step was left out
+        if rank == 0 and config.checkpoint.enable:
+            record_progress(folder)
         if step < training.steps:
             logger.info(f"stopped after step {step}: {stop.asked_by or 'another rank was asked'}")
-            fetch_finite(unchecked, step)
-            checkpoint.save_if_due(step, last=True)
         elif config.validation.sample_tokens:
-            prompt, length = config.validation.sample_prompt, config.validation.sample_tokens
-            logger.info(f"sample:\n{sample_text(model, dataloader.tokenizer, prompt, length, device)}")
+            text = sample_text(parts, compute, dataloader.tokenizer, config, dims, mesh, device)
+            logger.info(f"sample:\n{text}")
         checkpoint.close()
         dataloader.close()
         metrics.close()
+    watchdog.close(step, training.steps, stop.asked_by)
     logger.info(f"done: {step} of {training.steps} steps, run folder {folder}")
 
 
@@ -193,6 +258,12 @@ def main() -> None:
             time.sleep(SPEAKER_TIMEOUT_SECONDS)
         where = f" (rank {environment.rank})" if running and not error.agreed else ""
         print(f"error{where}: {error}", file=sys.stderr, flush=True)
+        if (
+            environment.local_rank == 0
+            and environment.restarts_left
+            and (isinstance(error, CrashLoopError) or not running)
+        ):
+            end_launcher()
         os._exit(2)  # not through Python's end, which would wait for ranks that are still in a collective
     shut_down()
 

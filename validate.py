@@ -1,39 +1,170 @@
-"""Loss on the held-out documents, and a sample of what the model writes."""
+"""Loss on held-out documents, and a sample of what the model writes: in a run, or of a trained model.
 
-from collections.abc import Callable, Iterable
+python validate.py outputs/NAME --datasets datasets/web datasets/code
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from data.loader import Batch
+import config as settings
+from config import Config, ConfigError, TitaniteError
+from data.loader import Batch, validation_batches
+from data.shards import DataError, open_dataset
 from data.tokenizer import Tokenizer
-from generate import generate
-from loss import IGNORED
+from generate import Sampling, generate, sample
+from loss import IGNORED, cross_entropy
+from parallel.comm import device_type
+from parallel.context import local_indices
 from parallel.fsdp import reshard
+from parallel.mesh import Mesh, ParallelDims
+from parallel.pipeline import Step
+from trained import Trained, add_place_arguments, load_from_arguments
+
+
+def validation_sets(config: Config) -> dict[str, Config]:
+    """What is measured: name → the config under which its batches are read. The training data has an empty name."""
+    if not config.validation.datasets:
+        return {"": config}
+    return {
+        url.rstrip("/").rpartition("/")[2]: replace(config, data=replace(config.data, datasets=(url,), weights=()))
+        for url in config.validation.datasets
+    }
 
 
 @torch.no_grad()
 def validate(
-    model: nn.Module, loss_fn: Callable[[Tensor, Tensor], Tensor], batches: Iterable[Batch], device: torch.device
+    parts: list[nn.Module], step: Step, batches: Iterable[Batch], dims: ParallelDims, device: torch.device
 ) -> float:
     """Mean loss per token over the batches of all ranks, nats. Every rank must have as many batches."""
     total = torch.zeros(2, dtype=torch.float64, device=device)  # summed loss, tokens
     for batch in batches:
         tokens, labels, positions = batch.to(device)
-        total[0] += loss_fn(model(tokens, positions), labels)
-        total[1] += labels.ne(IGNORED).sum()
+        total[0] += step.forward(tokens, labels, positions) / dims.tp
+        total[1] += labels.ne(IGNORED).sum() / dims.copies
     dist.all_reduce(total)
-    reshard(model)
+    reshard(parts)
     summed, count = total.tolist()
     return summed / count
 
 
-def sample_text(model: nn.Module, tokenizer: Tokenizer, prompt: str, max_tokens: int, device: torch.device) -> str:
-    """`prompt` continued by a sharded model. All ranks take part, and all take every step."""
+def sample_text(
+    parts: list[nn.Module],
+    step: Step,
+    tokenizer: Tokenizer,
+    config: Config,
+    dims: ParallelDims,
+    mesh: Mesh,
+    device: torch.device,
+) -> str:
+    """The sample `config.validation` asks for. All ranks take part, and all take every step."""
+    prompt, max_tokens = config.validation.sample_prompt, config.validation.sample_tokens
+    tokens = tokenizer.encode(prompt)
     with torch.compiler.set_stance("force_eager"):  # its lengths change at each token: not worth compiling
-        tokens = list(generate(model, tokenizer.encode(prompt), max_tokens, device=device))
-    reshard(model)
-    if tokenizer.eos_id in tokens:
-        tokens = tokens[: tokens.index(tokenizer.eos_id)]
-    return prompt + tokenizer.decode(tokens)
+        if dims.copies == 1:
+            drawn = [token for (token,) in generate(parts[0], [tokens], max_tokens, device, Sampling())]
+        else:
+            drawn = list(_generate_in_parts(step, tokens, max_tokens, config.training, dims, mesh, device))
+    reshard(parts)
+    if tokenizer.eos_id in drawn:
+        drawn = drawn[: drawn.index(tokenizer.eos_id)]
+    return prompt + tokenizer.decode(drawn)
+
+
+@torch.no_grad()
+def _generate_in_parts(
+    step: Step,
+    tokens: list[int],
+    max_tokens: int,
+    training: settings.Training,
+    dims: ParallelDims,
+    mesh: Mesh,
+    device: torch.device,
+) -> Iterator[int]:
+    """As `generate`, for a model whose layers, matmuls or sequences are shared out: a whole forward for each token."""
+    generator = torch.Generator(device).manual_seed(0)
+    for _ in range(max_tokens):
+        tokens = tokens[-training.seq_len :]
+        padded = torch.zeros(training.local_batch_size, training.seq_len, dtype=torch.int64, device=device)
+        padded[:, : len(tokens)] = torch.tensor(tokens, device=device)
+        logits_V = _logits_at(step.logits(padded), len(tokens) - 1, training.seq_len, dims, mesh)
+        token = int(sample(logits_V.to(device), Sampling(), generator))
+        tokens = [*tokens, token]
+        yield token
+
+
+def _logits_at(logits: Tensor | None, place: int, seq_len: int, dims: ParallelDims, mesh: Mesh) -> Tensor:
+    """The logits [V] of the first row's token at `place`, on every rank, from the parts that the ranks hold."""
+    device = torch.device(mesh.tp.device_type)
+    columns = torch.tensor(0 if logits is None else logits.shape[-1], device=device)
+    dist.all_reduce(columns, op=dist.ReduceOp.MAX)
+    whole_V = torch.zeros(dims.tp, int(columns), device=device)
+    if logits is not None:
+        own = (local_indices(seq_len, mesh.cp, device) == place).nonzero()
+        if len(own):
+            whole_V[mesh.tp.get_local_rank()] = logits[0, own[0, 0]].float()
+    dist.all_reduce(whole_V)
+    return whole_V.flatten() / dims.dp
+
+
+# ---------------------------------------------------------------- of a trained model
+
+
+@torch.no_grad()
+def measure(trained: Trained, config: Config, device: torch.device) -> tuple[float, int]:
+    """(mean loss per token in nats, tokens) of a trained model on the held-out documents of `config.data`.
+
+    Raises DataError where they were made with another tokenizer than the model's.
+    """
+    for url in config.data.datasets:
+        made_by = open_dataset(url, config.data).tokenizer_fingerprint
+        if made_by != trained.tokenizer.fingerprint:
+            raise DataError(f"{url}: was made with tokenizer {made_by}, the model's is {trained.tokenizer.fingerprint}")
+    summed, count = torch.zeros((), dtype=torch.float64, device=device), 0
+    for batch in validation_batches(config, 0, 1):
+        tokens, labels, positions = batch.to(device)
+        summed += cross_entropy(trained.model(tokens, positions), labels)
+        count += int(labels.ne(IGNORED).sum())
+    return float(summed) / count, count
+
+
+def main(argv: list[str]) -> None:
+    """The command line. Raises TitaniteError."""
+    parser = argparse.ArgumentParser(description="Loss and perplexity of a trained model on held-out documents.")
+    add_place_arguments(parser)
+    parser.add_argument("--datasets", nargs="+", help="prepared datasets; default: those of the run")
+    parser.add_argument("--max-samples", type=int, help="sequences of each, 0: all; default: as the run")
+    parser.add_argument("--seq-len", type=int, help="tokens of a sequence; default: as the run")
+    parser.add_argument("--batch-size", type=int, help="sequences in a forward; default: as the run")
+    arguments = parser.parse_args(argv)
+    device = torch.device(device_type())
+    trained = load_from_arguments(arguments, device)
+    values = settings.tomllib.loads(trained.manifest.get("config", ""))
+    given = {
+        "validation": {"max_samples": arguments.max_samples},
+        "training": {"seq_len": arguments.seq_len, "local_batch_size": arguments.batch_size},
+    }
+    for section, fields in given.items():
+        values.setdefault(section, {}).update({key: value for key, value in fields.items() if value is not None})
+    config = settings.from_dict(values)
+    datasets = arguments.datasets or (values.get("data") and (config.validation.datasets or config.data.datasets))
+    if not datasets:
+        raise ConfigError(f"{arguments.place}: no run says which datasets to measure; name them with --datasets")
+    config = replace(config, validation=replace(config.validation, datasets=tuple(datasets)))
+    settings.check_config(config)
+    for name, held_out in validation_sets(config).items():
+        loss, tokens = measure(trained, held_out, device)
+        print(f"{name}  loss {loss:.4f}  perplexity {math.exp(loss):.3f}  {tokens:,} tokens", flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except TitaniteError as error:
+        sys.exit(f"error: {error}")

@@ -4,6 +4,8 @@ python -m checkpoint.list FOLDER_OR_S3_URL
 """
 
 import sys
+from collections.abc import Callable
+from typing import NoReturn
 
 from checkpoint.manifest import MANIFEST, METADATA, Manifest, read_manifest
 from checkpoint.stores import CheckpointError, DamagedError, Store, join, open_store
@@ -59,11 +61,8 @@ def describe(store: Store, name: str, manifest: Manifest, problem: str) -> str:
     )
 
 
-def main(arguments: list[str]) -> int:
-    """Print the table; 1 if anything in it is not intact as far as can be seen from outside."""
-    if len(arguments) != 1 or arguments[0].startswith("-"):
-        raise CheckpointError("usage: python -m checkpoint.list FOLDER_OR_S3_URL")
-    store, names = find_all(arguments[0])
+def print_table(store: Store, names: list[str]) -> int:
+    """One line for each; 1 if anything in it is not intact as far as can be seen from outside."""
     print(COLUMNS.format("step", "size", "files", "ranks", "created", "state", "name"))
     problems = 0
     for name in names:
@@ -73,8 +72,16 @@ def main(arguments: list[str]) -> int:
     return min(problems, 1)
 
 
-if __name__ == "__main__":
+def run(command: str, work: Callable[[Store, list[str]], int]) -> NoReturn:
+    """`python -m checkpoint.COMMAND PLACE`: exit with what `work` returns for the checkpoints there."""
+    arguments = sys.argv[1:]
     try:
-        sys.exit(main(sys.argv[1:]))
+        if len(arguments) != 1 or arguments[0].startswith("-"):
+            raise CheckpointError(f"usage: python -m checkpoint.{command} FOLDER_OR_S3_URL")
+        sys.exit(work(*find_all(arguments[0])))
     except TitaniteError as error:
         sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    run("list", print_table)

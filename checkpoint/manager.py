@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,24 +15,23 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItem
 
 import config as titanite_config
 from checkpoint.loading import check_identity, check_same_names, load_newest, locate
 from checkpoint.manifest import MANIFEST, METADATA, Manifest
+from checkpoint.planning import Plan, State, plan_save, resolver
 from checkpoint.ranks import Ranks, build_ranks
 from checkpoint.retention import by_age, check_room, remove_checkpoint, superfluous
+from checkpoint.staging import Staging
 from checkpoint.state import allocate_optimizer_state, model_tensors, optimizer_tensors, random_state, set_random_state
 from checkpoint.storage import (
-    Plan,
-    State,
+    Written,
     commit,
     copy_files,
     new_checkpoint_name,
-    plan_save,
     read_state,
-    resolver,
     tensors_in,
     write_items,
 )
@@ -45,6 +45,8 @@ from checkpoint.stores import (
     open_store,
 )
 from config import Config, ConfigError
+
+LOWEST_PRIORITY = 19  # as `nice` counts
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +102,9 @@ class CheckpointManager:
         self.newest_step: int | None = None  # of the last save or load
         self.damaged: set[tuple[str, str]] = set()  # (url, name) found so while loading; removed after the next commit
         self.under_way: Future[None] | None = None
-        self.staging: dict[MetadataIndex, Tensor] = {}  # host copies, reused by every async save
+        self.staging = Staging(self.device)
+        if self.settings.mode == "async":
+            optimizer.register_step_pre_hook(lambda *_: self.staging.wait())
         self.planned: tuple[Any, Plan] | None = None
 
     # ------------------------------------------------------------ load
@@ -113,6 +117,7 @@ class CheckpointManager:
         that says so. Raises CheckpointError if none is intact, if one is of another model, or if the disk
         has no room for the checkpoints to come.
         """
+        self.wait()
         if not self.settings.enable:
             return self._load_initial()
         self._check_room()
@@ -182,10 +187,11 @@ class CheckpointManager:
             self.save(step)
 
     def save(self, step: int) -> None:
-        """Write a checkpoint of `step`; in mode `async`, return once the state is copied.
+        """Write a checkpoint of `step`; in mode `async`, in the background.
 
-        One save is under way at a time: the one before is waited for. Raises CheckpointError, on all ranks, if
-        this one (`sync`) or the one before could not be committed.
+        Weights and moments are then copied while the next forward and backward run, and the optimizer's next step
+        waits for that; all else is taken at once. One save is under way at a time: the one before is waited for.
+        Raises CheckpointError, on all ranks, if this one (`sync`) or the one before could not be committed.
         """
         started = time.monotonic()
         self.wait()
@@ -196,10 +202,9 @@ class CheckpointManager:
         }
         save = self._prepare(new_checkpoint_name(step), step, state, started)
         if self.settings.mode == "async":
-            self._stage(save)
-            staged = dataclasses.replace(save, resolve=lambda item: self.staging[item.index])
-            self._start(lambda: self._upload(staged, self._write(staged)))
-            logger.info(f"checkpoint {save.name} copied in {time.monotonic() - started:.2f} s")
+            copy = self.staging.prepare({item.index: save.resolve(item) for item in save.plan.items})
+            staged = dataclasses.replace(save, resolve=lambda item: self.staging.copies[item.index])
+            self._start(lambda: self._upload(staged, self._write(staged, copy)))
         else:
             files = self._write(save)
             if self.upload_store:
@@ -232,22 +237,14 @@ class CheckpointManager:
             self.planned = shapes, plan_save(state, self.ranks)
         return Save(self.ranks.broadcast(name), step, self.planned[1], self._facts(step), resolver(state), started)
 
-    def _stage(self, save: Save) -> None:
-        """Copy what this rank writes to host memory, pinned where the device is an accelerator."""
-        pinned = self.device.type != "cpu"
-        for item in save.plan.items:
-            tensor = save.resolve(item)
-            if item.index not in self.staging:
-                self.staging[item.index] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
-            self.staging[item.index].copy_(tensor, non_blocking=True)
-        if pinned:
-            torch.accelerator.synchronize()
-
-    def _write(self, save: Save) -> list[str]:
+    def _write(self, save: Save, before: Callable[[], None] = lambda: None) -> list[str]:
         """Write and commit, then remove what has become superfluous. Returns the files that this rank has written."""
-        written = self.ranks.together(
-            lambda: write_items(self.store, save.name, self.ranks.rank, save.plan.items, save.resolve)
-        )
+
+        def write() -> list[Written]:
+            before()
+            return write_items(self.store, save.name, self.ranks.rank, save.plan.items, save.resolve)
+
+        written = self.ranks.together(write)
         gathered = self.ranks.gather(written)
 
         def finish() -> None:
@@ -308,6 +305,8 @@ class CheckpointManager:
         future: Future[None] = Future()
 
         def run() -> None:
+            # This thread and those it starts (a matter of threads on Linux): training has the cores first.
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
             try:
                 work()
             except BaseException as error:
@@ -355,7 +354,8 @@ class CheckpointManager:
         """What rank 0 finds, on every rank."""
         found = self.ranks.together(self._on_rank_0(lambda: [(store.url, name) for store, name in find()]))
         agreed = self.ranks.broadcast(found)
-        stores = {url: self._open_store(url) for url in {url for url, _ in agreed}}
+        stores = {store.url: store for store in (self.store, self.upload_store) if store}
+        stores |= {url: self._open_store(url) for url in {url for url, _ in agreed} - stores.keys()}
         return [(stores[url], name) for url, name in agreed]
 
     def _on_rank_0(self, step: Callable[[], Any]) -> Callable[[], Any]:

@@ -3,15 +3,12 @@
 python -m checkpoint.verify FOLDER_OR_S3_URL
 """
 
-import sys
-
 from tqdm import tqdm
 
-from checkpoint.list import find_all, look
+from checkpoint.list import look, run
 from checkpoint.manifest import Manifest, read_metadata, unpickle_metadata
 from checkpoint.storage import verify_items
-from checkpoint.stores import CheckpointError, DamagedError, Store
-from config import TitaniteError
+from checkpoint.stores import DamagedError, Store
 
 
 def verify(store: Store, name: str, manifest: Manifest) -> int:
@@ -23,11 +20,8 @@ def verify(store: Store, name: str, manifest: Manifest) -> int:
     return len(metadata.storage_data)
 
 
-def main(arguments: list[str]) -> int:
+def verify_all(store: Store, names: list[str]) -> int:
     """Print one line per checkpoint; 1 if one that was committed is damaged."""
-    if len(arguments) != 1 or arguments[0].startswith("-"):
-        raise CheckpointError("usage: python -m checkpoint.verify FOLDER_OR_S3_URL")
-    store, names = find_all(arguments[0])
     damaged = 0
     for name in names:
         manifest, problem = look(store, name)
@@ -45,7 +39,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except TitaniteError as error:
-        sys.exit(f"error: {error}")
+    run("verify", verify_all)

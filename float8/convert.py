@@ -27,6 +27,11 @@ def check_float8(config: Config) -> None:
             f'float8.fsdp_all_gather = "on" with float8.recipe = "{float8.recipe}": only '
             f'"{RECIPE_OF_ALL_GATHER}" has one scale per weight, which all ranks can know; set fsdp_all_gather = "auto"'
         )
+    if float8.tp_all_gather == "on" and float8.recipe != RECIPE_OF_ALL_GATHER:
+        raise ConfigError(
+            f'float8.tp_all_gather = "on" with float8.recipe = "{float8.recipe}": only "{RECIPE_OF_ALL_GATHER}" has '
+            'one scale for the whole input; set tp_all_gather = "auto"'
+        )
     if float8.precompute_scale == "on" and not gathers_float8(float8):
         raise ConfigError(
             f'float8.precompute_scale = "on" with float8.recipe = "{float8.recipe}" and float8.fsdp_all_gather = '
@@ -60,8 +65,8 @@ def precomputes_scales(float8: settings.Float8) -> bool:
     return gathers_float8(float8) and float8.precompute_scale != "off"
 
 
-def convert_to_float8(model: nn.Module, float8: settings.Float8) -> tuple[list[str], dict[str, str]]:
-    """Swap the linear layers of `model`, in place, before it is compiled or sharded.
+def convert_to_float8(model: nn.Module, float8: settings.Float8, tp: int = 1) -> tuple[list[str], dict[str, str]]:
+    """Swap the linear layers of `model`, in place, before it is compiled or sharded, over `tp` ranks each.
 
     Returns the names of the converted layers, and name → reason of those that were not.
     Raises ConfigError if none is converted, or if `skip` names what is not there.
@@ -76,7 +81,7 @@ def convert_to_float8(model: nn.Module, float8: settings.Float8) -> tuple[list[s
     def wanted(module: nn.Module, name: str) -> bool:
         if not isinstance(module, nn.Linear):
             return False
-        reason = _reason_to_skip(module, name, float8, worthwhile)
+        reason = _reason_to_skip(module, name, float8, tp, worthwhile)
         if reason:
             skipped[name] = reason
         else:
@@ -137,14 +142,14 @@ def _build_filter(float8: settings.Float8) -> Callable[[nn.Module, str], bool]:
 
 
 def _reason_to_skip(
-    linear: nn.Linear, name: str, float8: settings.Float8, worthwhile: Callable[[nn.Module, str], bool]
+    linear: nn.Linear, name: str, float8: settings.Float8, tp: int, worthwhile: Callable[[nn.Module, str], bool]
 ) -> str:
     matches = [part for part in float8.skip if part in name]
     shape = f"{linear.out_features} x {linear.in_features}"
     if matches:
         return f"float8.skip names {matches[0]!r}"
-    if linear.in_features % 16 or linear.out_features % 16:
-        return f"{shape} is not divisible by 16"
+    if linear.in_features % (16 * tp) or linear.out_features % (16 * tp):
+        return f"{shape} is not divisible by 16" + (f" on each of {tp} ranks" if tp > 1 else "")
     if float8.filter == "auto" and not worthwhile(linear, name):
         return f"{shape} is too small to gain"
     return ""

@@ -6,8 +6,8 @@ import config as settings
 from float8.convert import precomputes_scales
 
 
-def precompute_scales(model: nn.Module, float8: settings.Float8) -> None:
-    """Compute the scales of all float8 weights of `model`, by one all-reduce; nothing to do without float8 all-gather.
+def precompute_scales(parts: list[nn.Module], float8: settings.Float8) -> None:
+    """Compute the scales of all float8 weights, by one all-reduce a part; nothing to do without float8 all-gather.
 
     Call it whenever the weights have changed, which is after an optimizer step and after a load: FSDP2 casts by the
     scales it last found, without looking at the weights again.
@@ -16,4 +16,5 @@ def precompute_scales(model: nn.Module, float8: settings.Float8) -> None:
         return
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
-    precompute_float8_dynamic_scale_for_fsdp(model)
+    for part in parts:
+        precompute_float8_dynamic_scale_for_fsdp(part)

@@ -25,10 +25,10 @@ from config import Config, ConfigError, TitaniteError, load_config, to_toml
 from data.loader import validation_batches
 from data.shards import check_datasets
 from float8.convert import build_linear_config, check_float8, convert_to_float8, gathers_float8, summarize
-from generate import load_run
 from loss import cross_entropy
 from models import build_model, find_model
 from parallel.comm import device_type
+from trained import load_trained
 
 ROOT = Path(__file__).parents[1]
 QUICK = (
@@ -188,7 +188,8 @@ def main(argv: list[str]) -> None:
 
     # -- the report
     device = torch.device(device_type())
-    trained = load_run(output / f"bf16-seed{config.run.seed}", device)
+    place = str(output / f"bf16-seed{config.run.seed}")
+    trained = load_trained(place, device=device, dtype=torch.float32).model
     before, after = gathered_bytes(trained, converted, config)
     layers = measure_layers(trained, converted, config, device)
     verdict = judge(runs)

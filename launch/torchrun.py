@@ -6,10 +6,14 @@ Takes torchrun's arguments. Exits with the code of the rank that failed first.
 """
 
 import logging
+import signal
 import sys
+from unittest import mock
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousInfo
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.run import main
 
 
@@ -17,8 +21,18 @@ def launch(argv: list[str]) -> int:
     """Run torchrun; return the exit code for the shell."""
     # Which rank failed is said below, in one line.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+    logging.getLogger("torch.distributed.elastic.agent.server.api").setLevel(logging.ERROR)  # of signals, too
+    next_rendezvous = DynamicRendezvousHandler.next_rendezvous
+
+    def next_with_a_new_store(handler: DynamicRendezvousHandler) -> RendezvousInfo:
+        # torch (2.11 to 2.13) keeps the ranks' store and its address from one round to the next, and then a node that
+        # comes later is never told of it: both wait for a minute and fail. So every round has a store of its own.
+        handler._shared_tcp_store_server = handler._bootstrap_store_info = None
+        return next_rendezvous(handler)
+
     try:
-        main(argv)
+        with mock.patch.object(DynamicRendezvousHandler, "next_rendezvous", next_with_a_new_store):
+            main(argv)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode < 0:
@@ -27,6 +41,8 @@ def launch(argv: list[str]) -> int:
             print(f"error: rank {rank} failed with exit code {failure.exitcode}, see above", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     except SignalException as error:
+        if error.sigval == signal.SIGQUIT:  # from a rank: what it has explained comes again in every restart
+            return USER_ERROR
         print(f"torchrun: ended by {error.sigval.name}; the ranks were asked to stop after their step", file=sys.stderr)
         return 128 + error.sigval
     return 0

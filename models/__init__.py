@@ -14,23 +14,25 @@ import config as settings
 from config import ConfigError
 from models.llama import FLAVORS
 from models.llama.model import Llama
-from models.llama.parallelize import apply_parallelism
+from models.llama.parallelize import apply_parallelism, check_parallelism
 
 
 @dataclass(frozen=True)
 class ModelSpec:
     """What train.py needs of a model family.
 
-    `model(flavor)` builds a module with `init_std(name)` and `flops_per_token(seq_len)`;
-    `apply_parallelism(model, mesh, config)` shards it in place; flavors are dataclasses with `vocab_size`.
+    `model(flavor)` builds a module with `init_std(name)` and `flops_per_token(seq_len)`; flavors are dataclasses
+    with `vocab_size` and `dim`. `check_parallelism(flavor, config)` raises ConfigError where they do not fit;
+    `apply_parallelism(model, mesh, config)` shards the model and returns the parts this rank holds.
     """
 
     model: Callable[[Any], nn.Module]
     flavors: Mapping[str, Any]
-    apply_parallelism: Callable[..., None]
+    check_parallelism: Callable[..., None]
+    apply_parallelism: Callable[..., list[nn.Module]]
 
 
-MODELS = MappingProxyType({"llama": ModelSpec(Llama, FLAVORS, apply_parallelism)})
+MODELS = MappingProxyType({"llama": ModelSpec(Llama, FLAVORS, check_parallelism, apply_parallelism)})
 
 
 def find_model(model: settings.Model, data_vocab_size: int) -> tuple[ModelSpec, Any]:

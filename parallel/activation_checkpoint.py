@@ -26,8 +26,15 @@ ATTENTION_OPS = frozenset(
 
 
 def apply_activation_checkpoint(block: nn.Module, settings: settings.ActivationCheckpoint) -> None:
-    """Replace `block.forward`, in place, by one that recomputes; names of parameters stay as they are."""
+    """Replace `block.forward`, in place, by one that recomputes; names of parameters stay as they are.
+
+    In mode `budget` the compiler does it, by a setting for the whole process: it solves for the cheapest recomputation
+    that keeps the given share of the activations.
+    """
     if settings.mode == "none":
+        return
+    if settings.mode == "budget":
+        torch._functorch.config.activation_memory_budget = settings.memory_budget
         return
     options: dict[str, Any] = {"context_fn": _selective_contexts} if settings.mode == "selective" else {}
     forward = block.forward

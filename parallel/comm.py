@@ -2,14 +2,22 @@
 
 import gc
 import os
+import signal
+import socket
+import time
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 import config as settings
+from config import TitaniteError
+from parallel.mesh import Mesh
+
+T = TypeVar("T")
 
 
 class LaunchEnvironment(NamedTuple):
@@ -18,13 +26,36 @@ class LaunchEnvironment(NamedTuple):
     rank: int
     local_rank: int
     world_size: int
+    job: str = ""  # the same in every restart of a job, and for no other job; empty without torchrun
+    restarts_left: int = 0  # that torchrun may still make
+    agent_store: tuple[str, int] | None = None  # host and port of a store that torchrun keeps over restarts
 
 
 def launch_environment() -> LaunchEnvironment:
-    """The only place where the environment's ranks are read."""
+    """The only place where the environment's ranks, and the job they belong to, are read."""
     environ = os.environ
     rank, local_rank, world_size = (int(environ.get(key, 0)) for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
-    return LaunchEnvironment(rank, local_rank, max(world_size, 1))
+    made, allowed = (int(environ.get(f"TORCHELASTIC_{key}", 0)) for key in ("RESTART_COUNT", "MAX_RESTARTS"))
+    job = environ.get("TORCHELASTIC_RUN_ID", "")
+    if job == "none":  # torchrun was given no --rdzv-id: then the process that starts us is the job
+        job = f"{socket.gethostname()}-{os.getppid()}-{_start_ticks(os.getppid())}"
+    agent_store = None
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        agent_store = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+    return LaunchEnvironment(rank, local_rank, max(world_size, 1), job, max(allowed - made, 0), agent_store)
+
+
+def _start_ticks(pid: int) -> str:
+    """When a process started, since a pid may come again; empty where the system does not say."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
+
+
+def end_launcher() -> None:
+    """Tell torchrun to end, not to start this again: no restart can mend it. One rank of each node calls this."""
+    os.kill(os.getppid(), signal.SIGQUIT)
 
 
 def device_type() -> str:
@@ -44,18 +75,52 @@ def init_distributed(environment: LaunchEnvironment, comm: settings.Comm) -> tor
     timeout = timedelta(seconds=comm.init_timeout_seconds)
     if environment.world_size == 1:
         dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+    elif environment.agent_store:
+        rank, world_size = environment.rank, environment.world_size
+        kept = dist.TCPStore(*environment.agent_store, is_master=False, timeout=timeout)
+        store = dist.PrefixStore(meet(kept, rank, world_size, comm.init_timeout_seconds), kept)
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
     else:
         dist.init_process_group(backend, timeout=timeout)
     return device
 
 
-def set_timeout(mesh: DeviceMesh, seconds: int) -> None:
+def meet(store: dist.Store, rank: int, world_size: int, timeout_seconds: float) -> str:
+    """A name that all ranks of this start, and no rank of an earlier one, agree on.
+
+    torchrun keeps its store over restarts, and what an earlier start left there, such as gloo's addresses, would be
+    taken for this one's (torch 2.11 to 2.13). Every rank says hello with a word of its own; rank 0 names a round with
+    the words it has seen; a round counts when all ranks have found their own words in it.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    word, named, joined = os.urandom(8).hex(), "", ""
+    store.set(f"hello/{rank}", word)
+    hellos = [f"hello/{other}" for other in range(world_size)]
+    while time.monotonic() < deadline:
+        if rank == 0 and store.check(hellos):
+            words = b",".join(store.multi_get(hellos)).decode()
+            if words != named:
+                named = words
+                store.set("round", f"{os.urandom(8).hex()}:{words}")
+        if store.check(["round"]):
+            name, _, words = store.get("round").decode().partition(":")
+            if words.split(",")[rank : rank + 1] == [word]:
+                if name != joined:
+                    joined = name
+                    store.add(f"joined/{name}", 1)
+                if store.add(f"joined/{name}", 0) == world_size:
+                    return f"start/{name}"
+        time.sleep(0.02)
+    raise TimeoutError(f"rank {rank}: not all of {world_size} ranks came within {timeout_seconds} s")
+
+
+def set_timeout(mesh: Mesh, seconds: int) -> None:
     """Change the longest wait of every group of the mesh and of the world.
 
     All ranks meet first, so that none is bound by the new limit while another still compiles.
     """
     dist.barrier()
-    groups = [None, *mesh.get_all_groups()]
+    groups = [None, *mesh.groups()]
     for group in groups:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
@@ -65,6 +130,21 @@ def broadcast_object(value: Any) -> Any:
     holder = [value]
     dist.broadcast_object_list(holder, src=0)
     return holder[0]
+
+
+def from_rank_0(make: Callable[[], T]) -> T:
+    """What `make` returns on rank 0, on every rank; a TitaniteError of it is raised on all alike."""
+    value: Any = None
+    if dist.get_rank() == 0:
+        try:
+            value = make()
+        except TitaniteError as error:
+            value = error
+    value = broadcast_object(value)
+    if isinstance(value, TitaniteError):
+        value.agreed = True
+        raise value
+    return value
 
 
 def shut_down() -> None:

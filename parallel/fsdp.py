@@ -1,48 +1,117 @@
 """Data parallelism by FSDP2: DDP, FSDP and HSDP are one function over three shapes of mesh."""
 
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
-from config import Config
+from config import Config, ConfigError, Parallelism
 
 
 def apply_fsdp(model: nn.Module, groups: list[list[nn.Module]], mesh: DeviceMesh, config: Config) -> None:
-    """Shard `model` in place over the mesh axes dp_replicate and dp_shard.
+    """Shard `model` in place over `mesh`: of one axis, or of replicas of that axis.
 
     Each of `groups`, in order of use, is gathered and freed as one; what is in none belongs to the root,
     which stays gathered from its forward to its backward, as does the last group, which backward needs first.
-    A mesh of (n, 1) replicates (DDP), (1, n) shards (FSDP), (m, n) does both (HSDP).
+    A mesh of (n, 1) replicates (DDP), (n) shards (FSDP), (m, n) does both (HSDP).
     """
-    axes = "dp_shard" if mesh["dp_replicate"].size() == 1 else ("dp_replicate", "dp_shard")
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, config.training.param_dtype),
         reduce_dtype=getattr(torch, config.training.reduce_dtype),
         # Hidden states have the compute type already, and rotary angles must keep float32.
         cast_forward_inputs=False,
     )
-    reshard = config.parallelism.reshard_after_forward
+    # Pinning host memory needs the accelerator that it is pinned for.
+    offload = (
+        CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if config.parallelism.cpu_offload else OffloadPolicy()
+    )
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
+    # A pipeline's microbatches would gather the weights again and again; and its split backward needs them in place.
+    settings = config.parallelism
+    reshard: bool | int = settings.reshard_after_forward and settings.pp == 1
+    if reshard and settings.reshard_group_size:
+        reshard = check_reshard_group(settings.reshard_group_size, mesh.size(-1))
+    # What tensor parallelism's modules return is a view; nothing here changes it in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for group in groups:
         is_last = group is groups[-1]
-        fully_shard(group, mesh=mesh[axes], mp_policy=policy, reshard_after_forward=reshard and not is_last)
-    fully_shard(model, mesh=mesh[axes], mp_policy=policy, reshard_after_forward=False)
+        fully_shard(group, reshard_after_forward=False if is_last else reshard, **options)
+    fully_shard(model, reshard_after_forward=False, **options)
 
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # The loss is divided by the step's tokens over all ranks, so gradients are summed, never averaged.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+            if settings.reduce_scatter == "all_to_all":
+                module.set_custom_reduce_scatter(AllToAllReduceScatter())
+    set_prefetch([module for group in groups for module in group if isinstance(module, FSDPModule)], settings)
 
 
-def set_last_microbatch(model: nn.Module, is_last: bool) -> None:
-    """Sum gradients over the replicas only after a step's last microbatch."""
-    if isinstance(model, FSDPModule):
-        model.set_requires_all_reduce(is_last)
+def check_reshard_group(size: int, shards: int) -> int:
+    """`size` if the ranks that share the weights can be cut into groups of it. Raises ConfigError."""
+    if shards % size or not 1 < size < shards:
+        error = ConfigError(
+            f"parallelism.reshard_group_size = {size}: must divide the {shards} ranks that share the weights, and be "
+            f"neither 1 nor {shards}"
+        )
+        error.agreed = True
+        raise error
+    return size
 
 
-def reshard(model: nn.Module) -> None:
+def set_prefetch(modules: list[FSDPModule], settings: Parallelism) -> None:
+    """Gather the weights of the next `prefetch_layers` groups while one computes, forward and backward."""
+    count = settings.prefetch_layers
+    if count:
+        for i, module in enumerate(modules):
+            module.set_modules_to_forward_prefetch(modules[i + 1 : i + 1 + count])
+            module.set_modules_to_backward_prefetch(modules[max(0, i - count) : i][::-1])
+
+
+class AllToAllReduceScatter(ReduceScatter):
+    """Every rank sends each other its piece, and sums in float32 what it receives.
+
+    gloo's own reduce-scatter is an all-reduce of which all but one piece is dropped: twice the bytes. Also more
+    exact than a sum in bfloat16, at the same traffic.
+    """
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        received = torch.empty_like(input_tensor)
+        dist.all_to_all_single(received, input_tensor, group=group)
+        output_tensor.copy_(received.view(group.size(), -1).sum(0, dtype=torch.float32))
+
+
+def set_last_microbatch(parts: list[nn.Module], is_last: bool, settings: Parallelism | None = None) -> None:
+    """Sum gradients over the replicas only after a step's last microbatch; if the settings say so, over all ranks."""
+    for part in parts:
+        if isinstance(part, FSDPModule):
+            part.set_requires_all_reduce(is_last)
+            if settings and not settings.sync_every_microbatch:
+                part.set_requires_gradient_sync(is_last)
+                if not settings.reshard_after_forward:  # then they need not be gathered again, either
+                    part.set_reshard_after_backward(is_last)
+
+
+def reshard(parts: list[nn.Module]) -> None:
     """Free what a forward without a backward left gathered, so that the parameters are the shards again."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    for part in parts:
+        for module in part.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()

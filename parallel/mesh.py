@@ -1,16 +1,35 @@
 """The mesh of ranks: which axes there are and what they are called.
 
-Axes, outermost first: dp_replicate (replicas of the model), dp_shard (ranks sharing one copy).
+Axes, outermost first: pp (pipeline stages), dp_replicate (replicas of the model), dp_shard (ranks sharing one
+copy), cp (ranks sharing each sequence), tp (ranks sharing each matmul). Ranks of an inner axis are neighbours,
+so that the axes that talk most stay within a node.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import config as settings
 from config import ConfigError
 
-AXES = ("dp_replicate", "dp_shard")
+
+class Mesh(NamedTuple):
+    """The axes as they are used; each is there when its size is 1, too."""
+
+    pp: DeviceMesh
+    fsdp: DeviceMesh  # dp_shard and cp as one axis, which share the weights; with dp_replicate around it if above 1
+    cp: DeviceMesh
+    tp: DeviceMesh
+
+    def size(self) -> int:
+        """All ranks."""
+        return self.pp.size() * self.fsdp.size() * self.tp.size()
+
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The process group of every axis."""
+        return [group for axes in self for group in axes.get_all_groups()]
 
 
 @dataclass(frozen=True)
@@ -19,31 +38,58 @@ class ParallelDims:
 
     dp_replicate: int
     dp_shard: int
+    cp: int = 1
+    tp: int = 1
+    pp: int = 1
 
     @classmethod
     def from_config(cls, parallelism: settings.Parallelism, world_size: int) -> "ParallelDims":
         """Fill in what is left to be found. Raises ConfigError, with every factor, if they do not multiply."""
         dp_replicate, dp_shard = parallelism.dp_replicate, parallelism.dp_shard
+        cp, tp, pp = parallelism.cp, parallelism.tp, parallelism.pp
         if dp_shard == 0:
             raise ConfigError("parallelism.dp_shard = 0: must be at least 1, or -1 for all ranks that are left")
-        if dp_shard == -1 and world_size % dp_replicate == 0:
-            dp_shard = world_size // dp_replicate
-        if dp_replicate * dp_shard != world_size:
+        others = dp_replicate * cp * tp * pp
+        if dp_shard == -1 and world_size % others == 0:
+            dp_shard = world_size // others
+        if others * dp_shard != world_size:
             raise ConfigError(
-                f"parallelism: dp_replicate {dp_replicate} x dp_shard {dp_shard} "
+                f"parallelism: pp {pp} x dp_replicate {dp_replicate} x dp_shard {dp_shard} x cp {cp} x tp {tp} "
                 f"must multiply to the world size, {world_size}"
             )
-        return cls(dp_replicate, dp_shard)
+        return cls(dp_replicate, dp_shard, cp, tp, pp)
+
+    def __str__(self) -> str:
+        axes = {axis: getattr(self, axis) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
+        return " x ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1) or "one rank"
 
     @property
     def dp(self) -> int:
         """Data-parallel ranks: those that see different samples."""
         return self.dp_replicate * self.dp_shard
 
+    @property
+    def copies(self) -> int:
+        """Ranks that are given the same samples."""
+        return self.pp * self.cp * self.tp
+
     def dp_rank(self, rank: int) -> int:
         """Place of a rank among the data-parallel ranks."""
-        return rank % self.dp
+        return rank // (self.cp * self.tp) % self.dp
 
-    def build_mesh(self, device_type: str) -> DeviceMesh:
-        """The device mesh, every axis present, those of size 1 too. Needs a process group."""
-        return init_device_mesh(device_type, (self.dp_replicate, self.dp_shard), mesh_dim_names=AXES)
+    def is_first_copy(self, rank: int) -> bool:
+        """Whether a rank is the first of those that are given its samples."""
+        return rank < self.dp * self.cp * self.tp and rank % (self.cp * self.tp) == 0
+
+    def build_mesh(self, device_type: str) -> Mesh:
+        """The device meshes. Needs a process group."""
+        axes = ("pp", "dp_replicate", "dp_shard_cp", "tp")
+        ranks = init_device_mesh(
+            device_type, (self.pp, self.dp_replicate, self.dp_shard * self.cp, self.tp), mesh_dim_names=axes
+        )
+        # A second mesh for cp: a flattened axis cannot be sliced again together with another one.
+        split = init_device_mesh(
+            device_type, (self.pp * self.dp, self.cp, self.tp), mesh_dim_names=("pp_dp", "cp", "tp")
+        )
+        fsdp = ranks["dp_shard_cp"] if self.dp_replicate == 1 else ranks["dp_replicate", "dp_shard_cp"]
+        return Mesh(pp=ranks["pp"], fsdp=fsdp, cp=split["cp"], tp=ranks["tp"])

@@ -1,5 +1,7 @@
 """Llama to and from Hugging Face: names of weights and fields of config.json. Values cross unchanged."""
 
+from collections.abc import Collection
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -23,6 +25,18 @@ BLOCK_NAMES = {
     "feed_forward.w3.weight": "mlp.up_proj.weight",
 }
 
+REQUIRED_KEYS = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "vocab_size",
+    "rms_norm_eps",
+)
+# What a config.json may ask for and our model has not: key → the only value that can be run.
+ONLY = MappingProxyType({"hidden_act": "silu", "attention_bias": False, "mlp_bias": False})
+NEVER = ("sliding_window", "quantization_config")
+
 
 def to_hf_name(name: str) -> str:
     """Hugging Face's name of one of our parameters. Raises KeyError for a name that is not Llama's."""
@@ -32,19 +46,31 @@ def to_hf_name(name: str) -> str:
     return f"model.layers.{layer}.{BLOCK_NAMES[rest]}"
 
 
-def from_hf_state_dict(hf: dict[str, Tensor], config: LlamaConfig) -> dict[str, Tensor]:
-    """Our names for the weights of a Hugging Face Llama.
-
-    Raises ValueError naming what is missing or left over; a tied lm_head is no error, being the embedding.
-    """
-    names = [name for name in TOP_NAMES if not (config.tie_embeddings and name == "output.weight")]
+def hf_names(config: LlamaConfig) -> dict[str, str]:
+    """Our name of every parameter, in the model's order → Hugging Face's. Tied, the embedding is also the output."""
+    names = ["tok_embeddings.weight"]
     names += [f"layers.{i}.{rest}" for i in range(config.n_layers) for rest in BLOCK_NAMES]
-    ours = {name: to_hf_name(name) for name in names}
-    missing = set(ours.values()) - hf.keys()
-    surplus = hf.keys() - set(ours.values()) - ({"lm_head.weight"} if config.tie_embeddings else set())
+    names += ["norm.weight"] + ([] if config.tie_embeddings else ["output.weight"])
+    return {name: to_hf_name(name) for name in names}
+
+
+def check_hf_names(found: Collection[str], config: LlamaConfig) -> None:
+    """Raises ValueError naming what is missing or left over among the names of a Hugging Face Llama's weights.
+
+    Neither a tied lm_head, which is the embedding, nor the rotary frequencies of old files are left over.
+    """
+    names = set(hf_names(config).values())
+    missing = names - set(found)
+    known = names | ({"lm_head.weight"} if config.tie_embeddings else set())
+    surplus = {name for name in set(found) - known if not name.endswith("rotary_emb.inv_freq")}
     if missing or surplus:
-        raise ValueError(f"not the weights of this model: missing {sorted(missing)}, left over {sorted(surplus)}")
-    return {name: hf[hf_name] for name, hf_name in ours.items()}
+        raise ValueError(f"not the weights of this model: missing {_some(missing)}; left over {_some(surplus)}")
+
+
+def from_hf_state_dict(hf: dict[str, Tensor], config: LlamaConfig) -> dict[str, Tensor]:
+    """Our names for the weights of a Hugging Face Llama. Raises ValueError, see check_hf_names."""
+    check_hf_names(hf.keys(), config)
+    return {name: hf[hf_name] for name, hf_name in hf_names(config).items()}
 
 
 def to_hf_state_dict(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -54,16 +80,25 @@ def to_hf_state_dict(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def from_hf_config(hf: dict[str, Any]) -> LlamaConfig:
     """The shape that a config.json of model_type "llama" describes. Raises ValueError for what we cannot run."""
-    if hf["model_type"] != "llama":
-        raise ValueError(f"model_type {hf['model_type']!r}: only llama can be read")
-    for key, only in (("attention_bias", False), ("mlp_bias", False), ("hidden_act", "silu")):
-        if hf.get(key, only) != only:
+    if hf.get("model_type") != "llama":
+        raise ValueError(f"model_type = {hf.get('model_type')!r}: only 'llama' can be read")
+    missing = [key for key in REQUIRED_KEYS if key not in hf]
+    if missing:
+        raise ValueError(f"has no {', '.join(missing)}")
+    for key, only in ONLY.items():
+        if hf.get(key, only) not in (only, None):
             raise ValueError(f"{key} = {hf[key]!r}: only {only!r} can be run")
+    for key in NEVER:
+        if hf.get(key):
+            raise ValueError(f"{key} = {hf[key]!r}: cannot be run")
     # transformers 5 holds the rotary settings in one dict; files written before it spread them over two fields.
     rope = hf.get("rope_parameters") or {"rope_theta": hf.get("rope_theta", 10_000.0), **(hf.get("rope_scaling") or {})}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type not in ("default", "llama3"):
-        raise ValueError(f"rope_type {rope_type!r}: only default and llama3 can be run")
+        raise ValueError(f"rope_type = {rope_type!r}: only 'default' and 'llama3' can be run")
+    rotated = (hf | rope).get("partial_rotary_factor", 1.0)
+    if rotated != 1.0:
+        raise ValueError(f"partial_rotary_factor = {rotated!r}: only 1.0 can be run")
     scaling = None
     if rope_type == "llama3":
         scaling = RopeScaling(
@@ -85,3 +120,41 @@ def from_hf_config(hf: dict[str, Any]) -> LlamaConfig:
         rope_scaling=scaling,
         tie_embeddings=hf.get("tie_word_embeddings", False),
     )
+
+
+def to_hf_config(config: LlamaConfig, max_positions: int, dtype: str) -> dict[str, Any]:
+    """config.json of the model, its weights in `dtype`, made for up to `max_positions` tokens.
+
+    In the fields that came before transformers 5, which reads them too, as vLLM does.
+    """
+    scaling = config.rope_scaling
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": config.dim,
+        "num_hidden_layers": config.n_layers,
+        "num_attention_heads": config.n_heads,
+        "num_key_value_heads": config.n_kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.hidden_dim,
+        "vocab_size": config.vocab_size,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": scaling
+        and {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_seq_len,
+        },
+        "tie_word_embeddings": config.tie_embeddings,
+        "max_position_embeddings": max_positions,
+        "torch_dtype": dtype,
+        **ONLY,
+    }
+
+
+def _some(names: Collection[str]) -> str:
+    listed = sorted(names)
+    return ", ".join(listed[:3]) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "") if listed else "nothing"

@@ -4,12 +4,12 @@ Weights have the layout of Hugging Face's checkpoints: rotary embeddings turn th
 halves of a head, so nothing is permuted on the way in or out.
 
 Shapes are written with these letters:
-    B batch   S sequence   T keys seen so far (S without a cache)   D dim   F hidden_dim
+    B batch   S sequence   T keys (S, or the room of the cache)   D dim   F hidden_dim
     N query heads   K key/value heads   H head_dim   V vocabulary
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,21 +54,25 @@ class LlamaConfig:
 
 
 class KVCache:
-    """Keys and values of the tokens seen so far, for one layer; room for `max_seq_len` of them."""
+    """Keys and values of one layer, for rows of up to `max_seq_len` tokens, each kept at its token's position.
+
+    Rows may stand at different positions; what is stored beyond a row's own is never seen.
+    """
 
     def __init__(self, max_seq_len: int):
-        self.max_seq_len, self.length = max_seq_len, 0
+        self.max_seq_len = max_seq_len
+        self.k: Tensor | None = None
+        self.v: Tensor | None = None
 
-    def append(self, k_BKSH: Tensor, v_BKSH: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the new keys and values; return all of them, [B, K, T, H]."""
-        if self.length == 0:
-            B, K, _, H = k_BKSH.shape
-            self.k, self.v = (x.new_empty(B, K, self.max_seq_len, H) for x in (k_BKSH, v_BKSH))
-        end = self.length + k_BKSH.shape[2]
-        self.k[:, :, self.length : end] = k_BKSH
-        self.v[:, :, self.length : end] = v_BKSH
-        self.length = end
-        return self.k[:, :, :end], self.v[:, :, :end]
+    def store(self, k_BKSH: Tensor, v_BKSH: Tensor, positions_BS: Tensor) -> tuple[Tensor, Tensor]:
+        """Store keys and values at `positions_BS`; return the whole cache, [B, K, T, H] with T = max_seq_len."""
+        B, K, _, H = k_BKSH.shape
+        if self.k is None or self.v is None:  # zeros: a place without weight must not hold NaN
+            self.k, self.v = (x.new_zeros(B, K, self.max_seq_len, H) for x in (k_BKSH, v_BKSH))
+        rows_B1 = torch.arange(B, device=k_BKSH.device)[:, None]
+        self.k[rows_B1, :, positions_BS] = k_BKSH.transpose(1, 2)
+        self.v[rows_B1, :, positions_BS] = v_BKSH.transpose(1, 2)
+        return self.k, self.v
 
 
 def rope_frequencies(config: LlamaConfig, device: torch.device) -> Tensor:
@@ -98,21 +102,21 @@ def apply_rope(x_BNSH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos + torch.cat((-second, first), dim=-1) * sin).type_as(x_BNSH)
 
 
-def document_mask(positions_BS: Tensor) -> Tensor | BlockMask:
-    """Causal attention within documents, which start where `positions` is 0.
+def causal_mask(positions_BT: Tensor, queries_S: Tensor) -> Tensor | BlockMask:
+    """What the tokens at the places `queries_S` of the sequence see: what is not after them, in their document.
 
-    Flex attention's block mask on CUDA, a boolean [B, 1, S, S] elsewhere.
+    Documents start where `positions_BT` is 0. Flex attention's block mask on CUDA, a boolean [B, 1, S, T] elsewhere.
     """
-    documents_BS = (positions_BS == 0).cumsum(dim=1)
-    B, S = documents_BS.shape
-    if positions_BS.is_cuda:
+    documents_BT = (positions_BT == 0).cumsum(dim=1)
+    (B, T), S = documents_BT.shape, queries_S.shape[0]
+    if positions_BT.is_cuda:
 
         def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            return (q >= k) & (documents_BS[b, q] == documents_BS[b, k])
+            return (queries_S[q] >= k) & (documents_BT[b, queries_S[q]] == documents_BT[b, k])
 
-        return create_block_mask(visible, B, None, S, S, device="cuda")
-    same_document = documents_BS[:, None, :, None] == documents_BS[:, None, None, :]
-    return same_document & torch.ones(S, S, dtype=torch.bool, device=positions_BS.device).tril()
+        return create_block_mask(visible, B, None, S, T, device="cuda")
+    same_document = documents_BT[:, None, queries_S, None] == documents_BT[:, None, None, :]
+    return same_document & (queries_S[:, None] >= torch.arange(T, device=queries_S.device))
 
 
 def attention(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
@@ -132,6 +136,13 @@ class Linear(nn.Linear):
         return F.linear(x, self.weight.to(x.dtype))
 
 
+class Output(Linear):
+    """The last matmul; given a loss, it hands it the hidden states and the weight, for a loss that needs no logits."""
+
+    def forward(self, x: Tensor, loss: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
+        return super().forward(x) if loss is None else loss(x, self.weight)
+
+
 class RMSNorm(nn.RMSNorm):
     """Computes in the type of its input, whatever wider type its weight is stored in."""
 
@@ -143,20 +154,27 @@ class Attention(nn.Module):
     def __init__(self, config: LlamaConfig):
         super().__init__()
         self.head_dim = config.head_dim
+        self.attend: Callable[..., Tensor] = attention
         self.wq = Linear(config.dim, config.n_heads * config.head_dim, bias=False)
         self.wk = Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
         self.wv = Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
         self.wo = Linear(config.n_heads * config.head_dim, config.dim, bias=False)
 
     def forward(
-        self, x_BSD: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | BlockMask | None, cache: KVCache | None
+        self,
+        x_BSD: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | BlockMask | None,
+        cache: KVCache | None,
+        positions_BS: Tensor | None,
     ) -> Tensor:
         B, S, _ = x_BSD.shape
         q, k, v = (w(x_BSD).view(B, S, -1, self.head_dim).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-        if cache is not None:
-            k, v = cache.append(k, v)
-        out = attention(q, k, v, mask)
+        if cache is not None and positions_BS is not None:
+            k, v = cache.store(k, v, positions_BS)
+        out = self.attend(q, k, v, mask)
         return self.wo(out.transpose(1, 2).reshape(B, S, -1))
 
 
@@ -188,8 +206,11 @@ class Block(nn.Module):
         sin: Tensor,
         mask: Tensor | BlockMask | None = None,
         cache: KVCache | None = None,
+        positions_BS: Tensor | None = None,
     ) -> Tensor:
-        h = x_BSD + self.attention(self.attention_norm(x_BSD), cos, sin, mask, cache)
+        h = x_BSD + self.attention(
+            self.attention_norm(x_BSD), cos=cos, sin=sin, mask=mask, cache=cache, positions_BS=positions_BS
+        )
         return h + self.feed_forward(self.ffn_norm(h))
 
 
@@ -197,46 +218,69 @@ class Llama(nn.Module):
     """Build it on the meta device, shard it, then fill it by `models.init.init_weights` or from a checkpoint.
 
     `compute_dtype`: type of the residual stream, which decides the type of all that is computed; the weights' own
-    if None.
+    if None. `local_indices(S)`: where context parallelism shares out sequences, the places of the tokens this rank
+    holds, and `local_mask`: whether attention needs to be told of them. `seq_len`: tokens of all sequences, in a
+    pipeline stage whose input, hidden states, does not tell.
     """
 
     compute_dtype: torch.dtype | None = None
+    local_indices: Callable[[int], Tensor] | None = None
+    local_mask = True
+    seq_len = 0
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
         self.config = config
-        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
+        # Pipeline stages hold only some of these: the embedding is the first's, norm and output are the last's.
+        self.tok_embeddings: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim)
         # Keyed by number, so that a parameter keeps its name when a pipeline stage holds only some layers.
         self.layers = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})
-        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.norm: RMSNorm | None = RMSNorm(config.dim, config.norm_eps)
         # Tied embeddings have no second parameter: one weight, one name, one shard.
-        self.output = None if config.tie_embeddings else Linear(config.dim, config.vocab_size, bias=False)
+        self.output = None if config.tie_embeddings else Output(config.dim, config.vocab_size, bias=False)
 
     def forward(
-        self, tokens_BS: Tensor, positions_BS: Tensor | None = None, caches: Sequence[KVCache] | None = None
+        self,
+        x: Tensor,
+        positions_BS: Tensor | None = None,
+        caches: Sequence[KVCache] | None = None,
+        loss: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """Logits [B, S, V].
+        """Logits [B, S, V] of tokens [B, S]; of and to hidden states [B, S, D] where a pipeline cuts the model.
+
+        With `loss`, a function of the last hidden states and the output's weight: what it returns.
 
         `positions_BS`: places of the tokens in their documents; they restart at 0 with each document, and a
-        token then sees only its own. None: one document per row. With `caches` (one for each layer) the
-        tokens continue those seen before.
+        token then sees only its own. None: one document per row. With `caches` (one for each layer) positions
+        do not restart: a token sees all that its row has stored up to its own. With context parallelism tokens
+        and positions are whole sequences, hidden states and logits are this rank's part of them.
         """
-        S, device = tokens_BS.shape[1], tokens_BS.device
-        seen = caches[0].length if caches else 0
+        S, device = self.seq_len or x.shape[1], x.device
+        positions = torch.arange(S, device=device)[None] if positions_BS is None else positions_BS
         mask: Tensor | BlockMask | None = None
-        if positions_BS is not None:
-            mask = document_mask(positions_BS)
-        elif caches:
-            mask = torch.ones(S, seen + S, dtype=torch.bool, device=device).tril(diagonal=seen)
-        positions = torch.arange(seen, seen + S, device=device)[None] if positions_BS is None else positions_BS
+        if caches:
+            mask = torch.arange(caches[0].max_seq_len, device=device) <= positions[:, None, :, None]
+        elif self.local_indices is not None:
+            own = self.local_indices(S)
+            mask = causal_mask(positions, own) if self.local_mask or positions_BS is not None else None
+            positions = positions[:, own]
+            x = x if self.tok_embeddings is None else x[:, own]
+        elif positions_BS is not None:
+            mask = causal_mask(positions, torch.arange(S, device=device))
         cos, sin = rope_cos_sin(self.config, positions)
 
-        h = self.tok_embeddings(tokens_BS)
+        h = x if self.tok_embeddings is None else self.tok_embeddings(x)
         h = h.to(self.compute_dtype or h.dtype)
         for i, block in enumerate(self.layers.values()):
-            h = block(h, cos, sin, mask, caches[i] if caches else None)
+            h = block(h, cos, sin, mask, caches[i], positions) if caches else block(h, cos, sin, mask)
+        if self.norm is None:
+            return h
         h = self.norm(h)
-        return F.linear(h, self.tok_embeddings.weight.to(h.dtype)) if self.output is None else self.output(h)
+        if self.output is not None:
+            return self.output(h) if loss is None else self.output(h, loss)
+        assert self.tok_embeddings is not None, "tied: one weight at both ends"
+        weight = self.tok_embeddings.weight
+        return F.linear(h, weight.to(h.dtype)) if loss is None else loss(h, weight)
 
     def init_std(self, name: str) -> float | None:
         """Standard deviation of the initial values of the parameter `name`; None for norms, which start at 1.
@@ -255,7 +299,7 @@ class Llama(nn.Module):
         half not taken off: the definition of PaLM's appendix B that torchtitan uses, for figures that compare.
         """
         matmul_weights = sum(p.numel() for p in self.parameters())
-        if self.output is not None:
+        if self.output is not None and self.tok_embeddings is not None:
             matmul_weights -= self.tok_embeddings.weight.numel()  # a look-up, unless it is also the output
         config = self.config
         return 6 * matmul_weights + 12 * config.n_layers * config.n_heads * config.head_dim * seq_len

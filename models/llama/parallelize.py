@@ -1,31 +1,167 @@
-"""How a Llama is checkpointed, compiled and sharded: one recipe, in the order that matters."""
+"""How a Llama is split, checkpointed, compiled and sharded: one recipe, in the order that matters."""
+
+import copy
 
 import torch
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
+from torch.nn.attention.flex_attention import BlockMask
 
-from config import Config
-from models.llama.model import Llama
+from config import Config, ConfigError
+from float8.tensor import float8_plan, gathers_activations
+from models.llama.model import Llama, LlamaConfig, attention
 from parallel.activation_checkpoint import apply_activation_checkpoint
+from parallel.comm import device_type
+from parallel.context import build_gather, build_ring_attention, local_indices
 from parallel.fsdp import apply_fsdp
+from parallel.mesh import Mesh
+from parallel.pipeline import check_pipeline, layers_of_stages, stages_of_rank
+from parallel.tensor import apply_tensor_parallel, check_divides, enable_async_tensor_parallel
 
 
-def apply_parallelism(model: Llama, mesh: DeviceMesh, config: Config) -> None:
-    """Change `model` (on the meta device) in place: activation checkpointing → compile → FSDP2."""
-    blocks = list(model.layers.values())
-    for block in blocks:
-        apply_activation_checkpoint(block, config.activation_checkpoint)
+def apply_parallelism(model: Llama, mesh: Mesh, config: Config) -> list[nn.Module]:
+    """Split and change `model` (on the meta device): PP → TP → CP → activation checkpointing → compile → FSDP2.
 
-    if config.compile.enable:
-        # Per block: all layers share one compiled graph, and FSDP's hooks stay between the graphs.
-        for block in blocks:
-            block.compile(backend=config.compile.backend, fullgraph=True)
+    Returns the parts this rank holds: the model itself, changed in place, unless a pipeline cuts it.
+    """
+    parts = split_stages(model, mesh, config) if mesh.pp.size() > 1 else [model]
+    for part in parts:
+        blocks = list(part.layers.values())
+        if mesh.tp.size() > 1:
+            apply_tensor_parallel(part, tensor_plan(part), mesh.tp)
+            if model.config.tie_embeddings:  # the embedding's rows are the output's columns, for all of the sequence
+                apply_tensor_parallel(part, {"norm": WHOLE_SEQUENCE}, mesh.tp)
+            for block in blocks:
+                in_float8 = gathers_activations(config.float8)
+                plan = float8_plan(block, BLOCK_PLAN, mesh.tp.device_type) if in_float8 else BLOCK_PLAN
+                apply_tensor_parallel(block, plan, mesh.tp)
+            if config.parallelism.async_tp:
+                enable_async_tensor_parallel(mesh.tp)
+        if mesh.cp.size() > 1:
+            apply_context_parallel(part, mesh, config.parallelism.cp_method)
+        checkpointing, compile = config.activation_checkpoint, config.compile
+        # Here the compiled graph goes inside the checkpoint: torch 2.13 fails to keep a mesh for the backward of the
+        # other way round, where the compiler sees the recomputation and fuses it.
+        compile_first = compile.enable and mesh.tp.size() > 1 and checkpointing.mode == "full"
+        for i, block in part.layers.items():
+            if compile_first:
+                block.forward = torch.compile(block.forward, backend=compile.backend, fullgraph=True)
+            if int(i) % checkpointing.every_n_layers == 0:
+                apply_activation_checkpoint(block, checkpointing)
+            if compile.enable and not compile_first:
+                # Per block: all layers share one compiled graph, and FSDP's hooks stay between the graphs.
+                block.compile(backend=compile.backend, fullgraph=True)
+        if mesh.size() == 1 and not config.float8.enable and not config.parallelism.cpu_offload:
+            # Alone there is nothing to gather: weights are cast where they are used, FSDP's copies only slow it down.
+            part.compute_dtype = getattr(torch, config.training.param_dtype)
+            continue
+        groups: list[list[nn.Module]] = [[block] for block in blocks]
+        if not model.config.tie_embeddings:  # tied, the weight at both ends is the root's, gathered for the whole step
+            if part.tok_embeddings is not None:
+                groups.insert(0, [part.tok_embeddings])
+            if part.norm is not None and part.output is not None:
+                groups.append([part.norm, part.output])
+        apply_fsdp(part, groups, mesh.fsdp, config)
+    return list(parts)
 
-    if mesh.size() == 1 and not config.float8.enable:
-        # Alone there is nothing to gather: weights are cast where they are used, which FSDP's copies only slow down.
-        model.compute_dtype = getattr(torch, config.training.param_dtype)
-        return
-    groups: list[list[nn.Module]] = [[block] for block in blocks]
-    if model.output is not None:  # tied, the weight at both ends is the root's, gathered for the whole step
-        groups = [[model.tok_embeddings], *groups, [model.norm, model.output]]
-    apply_fsdp(model, groups, mesh, config)
+
+def check_parallelism(flavor: LlamaConfig, config: Config) -> None:
+    """Raises ConfigError where this Llama cannot be shared out as `config` asks."""
+    settings, seq_len = config.parallelism, config.training.seq_len
+    sizes = {
+        "n_heads": flavor.n_heads,
+        "n_kv_heads": flavor.n_kv_heads,
+        "hidden_dim": flavor.hidden_dim,
+        "vocab_size": flavor.vocab_size,
+    }
+    check_divides(settings.tp, sizes)
+    if settings.async_tp and device_type() != "cuda":
+        raise ConfigError(f"parallelism.async_tp = true: needs CUDA, the device is {device_type()}")
+    pieces = settings.tp * (2 * settings.cp if settings.cp > 1 else 1)
+    if seq_len % pieces:
+        raise ConfigError(
+            f"training.seq_len = {seq_len}: must be a multiple of {pieces}, for parallelism.tp = {settings.tp} ranks "
+            f"to split it and, if above 1, cp = {settings.cp} ranks to hold two pieces each"
+        )
+    if settings.cp > 1 and settings.cp_method == "ring" and config.data.mask_documents:
+        raise ConfigError(
+            'parallelism.cp_method = "ring" with data.mask_documents = true: the ring knows no documents; '
+            'set cp_method = "allgather"'
+        )
+    if settings.pp > 1 and flavor.tie_embeddings:
+        raise ConfigError(
+            f"parallelism.pp = {settings.pp}: model.flavor = {config.model.flavor!r} uses one weight as embedding and "
+            "output, which would be on two stages; set pp = 1"
+        )
+    check_pipeline(config, flavor.n_layers)
+
+
+# The matmuls of a block come in pairs, the first split by columns and the second by rows (Megatron-LM): only
+# before and after a pair the ranks talk. Between pairs each holds a part of the sequence.
+BLOCK_PLAN: dict[str, ParallelStyle] = {
+    "attention_norm": SequenceParallel(),
+    "attention": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+    "attention.wq": ColwiseParallel(),
+    "attention.wk": ColwiseParallel(),
+    "attention.wv": ColwiseParallel(),
+    "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
+    "ffn_norm": SequenceParallel(),
+    "feed_forward": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+    "feed_forward.w1": ColwiseParallel(),
+    "feed_forward.w3": ColwiseParallel(),
+    "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
+}
+WHOLE_SEQUENCE = PrepareModuleOutput(
+    output_layouts=Shard(1), desired_output_layouts=Replicate(), use_local_output=False
+)
+
+
+def tensor_plan(part: Llama) -> dict[str, ParallelStyle]:
+    """How what is outside the blocks is split: embedding and output by vocabulary, so that the loss is, too."""
+    plan: dict[str, ParallelStyle] = {}
+    if part.tok_embeddings is not None:
+        plan["tok_embeddings"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+    if part.norm is not None:
+        plan["norm"] = SequenceParallel()
+        if part.output is not None:
+            plan["output"] = ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1))
+    return plan
+
+
+def apply_context_parallel(part: Llama, mesh: Mesh, method: str) -> None:
+    """Give each rank its part of every sequence, and attention the keys and values of the others."""
+    device = torch.device(mesh.cp.device_type)
+    part.local_indices = lambda seq_len: local_indices(seq_len, mesh.cp, device)
+    part.local_mask = method == "allgather"
+    gather, ring = build_gather(mesh.cp), build_ring_attention(mesh.cp)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
+        return ring(q, k, v) if method == "ring" else attention(q, gather(k), gather(v), mask)
+
+    for block in part.layers.values():
+        block.attention.attend = attend  # type: ignore[union-attr]
+
+
+def split_stages(model: Llama, mesh: Mesh, config: Config) -> list[Llama]:
+    """The pipeline stages of this rank: copies of `model` (on the meta device) that keep some of the layers."""
+    settings = config.parallelism
+    own = stages_of_rank(mesh.pp.get_local_rank(), settings)
+    layers = layers_of_stages(model.config.n_layers, mesh.pp.size() * len(own))
+    parts = []
+    for stage in own:
+        part = copy.deepcopy(model)
+        part.layers = nn.ModuleDict({str(i): part.layers[str(i)] for i in layers[stage]})
+        if stage > 0:
+            part.tok_embeddings, part.seq_len = None, config.training.seq_len
+        if stage < len(layers) - 1:
+            part.norm = part.output = None
+        parts.append(part)
+    return parts

@@ -1,0 +1,404 @@
+"""Models from and to Hugging Face, piece by piece, whatever their size:
+
+python -m checkpoint.hf import HF_FOLDER CHECKPOINT        # to start from: checkpoint.initial_load=CHECKPOINT
+python -m checkpoint.hf export RUN_OR_CHECKPOINT HF_FOLDER
+
+A checkpoint is a folder or s3://bucket/prefix. Both end with a test of what was made: logits against transformers'
+where that is installed and both models fit in memory, every value against its origin elsewhere.
+"""
+
+import argparse
+import dataclasses
+import json
+import logging
+import re
+import shutil
+import sys
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import WriteItem
+from tqdm import tqdm
+
+from checkpoint import safetensors as files
+from checkpoint.loading import check_same_names, load_newest, locate
+from checkpoint.manifest import Manifest
+from checkpoint.planning import plan_pieces, split_rows
+from checkpoint.ranks import Ranks
+from checkpoint.state import model_tensors
+from checkpoint.storage import commit, read_state, write_items
+from checkpoint.stores import CheckpointError, Store, join, open_store
+from config import TitaniteError, tomllib
+from data.tokenizer import load_tokenizer
+from models.llama import FLAVORS
+from models.llama.hf import check_hf_names, from_hf_config, hf_names, to_hf_config
+from models.llama.model import Llama, LlamaConfig, RopeScaling
+
+PIECE_BYTES = 16 << 20  # of an imported tensor: so each rank reads little more than it needs
+TOKENIZER = "tokenizer.json"
+# What is taken along, as it is.
+COMPANIONS = (
+    TOKENIZER,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+SAMPLE = "The quick brown fox jumps over the lazy dog. 0123456789 éß 中文"
+LOGITS_TOLERANCE = 1e-4  # of the largest logit: both compute in float32, in another order
+
+logger = logging.getLogger(__name__)
+
+
+# ---------------------------------------------------------------- export
+
+
+def export_model(
+    place: str, folder: Path, *, dtype: str, file_bytes: int, tokenizer: Path | None, max_positions: int, check: str
+) -> None:
+    """Write the newest intact checkpoint at `place` to the new folder `folder`, which appears once it is whole.
+
+    `dtype` is "bfloat16" or "float32"; `tokenizer` a tokenizer.json or the folder of one, None: the run's own;
+    `max_positions` 0: the length of the training's sequences. `check`: see `check_result`. Raises CheckpointError.
+    """
+    if "://" in str(folder):
+        raise CheckpointError(f"{folder}: an export is written to a folder; copy it from there")
+    if folder.exists():
+        raise CheckpointError(f"{folder}: exists; name a new folder")
+    partial = folder.with_name(f"{folder.name}.partial")
+    if partial.exists():
+        raise CheckpointError(f"{partial}: left behind by another export, or being written; remove it")
+
+    def fill(store: Store, name: str, manifest: Manifest, metadata: Metadata) -> None:
+        config = model_config(manifest)
+        shapes = parameter_shapes(config)
+        check_same_names(join(store.url, name), shapes, metadata)
+        companions = find_companions(store, name, tokenizer or place)
+        positions = max_positions or trained_positions(manifest)
+        partial.mkdir(parents=True)
+        try:
+            write_companions(partial, companions, to_hf_config(config, positions, dtype))
+            write_weights(store, name, metadata, config, partial, getattr(torch, dtype), file_bytes)
+            check_result(partial, store, name, metadata, config, check)
+            partial.rename(folder)
+        except BaseException:
+            shutil.rmtree(partial)
+            raise
+        logger.info(f"{folder}: step {manifest['step']} of {join(store.url, name)}, {dtype}")
+
+    load_newest(locate(place), Ranks(), fill, lambda manifest: None)
+
+
+def write_weights(
+    store: Store,
+    name: str,
+    metadata: Metadata,
+    config: LlamaConfig,
+    folder: Path,
+    dtype: torch.dtype,
+    file_bytes: int,
+) -> None:
+    """The checkpoint's weights as safetensors files of about `file_bytes`, and the index if they are several."""
+    shapes, names = parameter_shapes(config), hf_names(config)
+    ours = {hf_name: name for name, hf_name in names.items()}
+    sizes = {hf_name: shapes[name].numel() * dtype.itemsize for name, hf_name in names.items()}
+    contents = files.split_into_files(sizes, file_bytes)
+    with tqdm(total=sum(sizes.values()), unit="B", unit_scale=True, desc="export", disable=None, leave=False) as bar:
+        for file, held in contents.items():
+
+            def fill(tensors: dict[str, Tensor]) -> None:
+                state = {"model": {ours[hf_name]: tensor for hf_name, tensor in tensors.items()}}
+                read_state(store, name, metadata, state)  # converts, straight into the file's memory
+
+            files.write_file(folder / file, {hf_name: shapes[ours[hf_name]] for hf_name in held}, dtype, fill)
+            bar.update(sum(sizes[hf_name] for hf_name in held))
+    if len(contents) > 1:
+        weight_map = {hf_name: file for file, held in contents.items() for hf_name in held}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        (folder / files.INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def write_companions(folder: Path, companions: Mapping[str, bytes], config: dict[str, Any]) -> None:
+    """config.json, generation_config.json and the tokenizer's files, with what AutoTokenizer asks for."""
+    for file, content in companions.items():
+        (folder / file).write_bytes(content)
+    tokenizer = load_tokenizer(folder)
+    tokens = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+    ids = {key: value for key, value in tokens.items() if value is not None}
+    declared = json.loads(companions.get("tokenizer_config.json", b"{}"))
+    defaults = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": None if tokenizer.bos_id is None else tokenizer.raw.id_to_token(tokenizer.bos_id),
+        "eos_token": tokenizer.eos_token,
+        "model_max_length": config["max_position_embeddings"],
+        "clean_up_tokenization_spaces": False,
+    }
+    generation = json.loads(companions.get("generation_config.json", b"null")) or ids
+    made = {
+        "tokenizer_config.json": {**defaults, **declared},
+        "generation_config.json": generation,
+        "config.json": {**config, **ids},
+    }
+    for file, values in made.items():
+        (folder / file).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def model_config(manifest: Manifest) -> LlamaConfig:
+    """The shape of the model that a checkpoint holds. Raises CheckpointError if it does not say so."""
+    identity = dict(manifest.get("identity", {}))
+    name = identity.pop("name", None)
+    if name != "llama":
+        raise CheckpointError(f"the checkpoint is of model {name!r}: only 'llama' is known to Hugging Face's format")
+    scaling = identity.pop("rope_scaling")
+    return LlamaConfig(**identity, rope_scaling=RopeScaling(**scaling) if scaling else None)
+
+
+def trained_positions(manifest: Manifest) -> int:
+    """Tokens of the sequences that the model was trained on, by this run or by who exported it."""
+    if "imported" in manifest:
+        return manifest["imported"]["max_position_embeddings"]
+    return tomllib.loads(manifest["config"])["training"]["seq_len"]
+
+
+def find_companions(store: Store, name: str, place: str | Path) -> dict[str, bytes]:
+    """Content of the tokenizer's files in the checkpoint, else at `place` or above it. Raises CheckpointError."""
+    inside = {path.rpartition("/")[2]: path for path in store.sizes(name)}
+    if isinstance(place, str) and TOKENIZER in inside:
+        return {file: store.read(inside[file]) for file in COMPANIONS if file in inside}
+    if "://" not in str(place):
+        path = Path(place).absolute()
+        for folder in (path, *list(path.parents)[:2]):
+            if (folder / TOKENIZER).is_file():
+                return {file: (folder / file).read_bytes() for file in COMPANIONS if (folder / file).is_file()}
+    raise CheckpointError(f"{place}: no {TOKENIZER} in it or in the run it is of; name one with --tokenizer")
+
+
+# ---------------------------------------------------------------- import
+
+
+def import_model(folder: Path, place: str, *, check: str) -> None:
+    """Write a Hugging Face Llama as a checkpoint of step 0 without moments, its values and types unchanged.
+
+    The tokenizer's files go with it. `check`: see `check_result`. Raises CheckpointError.
+    """
+    raw = files.read_json(folder / "config.json")
+    try:
+        config = from_hf_config(raw)
+        weights = files.find_weights(folder)
+        check_hf_names(weights.keys(), config)
+    except (ValueError, KeyError, TypeError) as error:
+        reason = f"has no {error}" if isinstance(error, KeyError) else str(error)
+        raise CheckpointError(f"{folder / 'config.json'}: {reason}") from None
+    names = hf_names(config)
+    parent, _, name = place.rstrip("/").rpartition("/")
+    if name in ("", ".", "..") or parent.endswith(":/"):
+        raise CheckpointError(f"{place}: name a new folder, or a prefix in a bucket")
+    store = open_store(parent or ".")
+    if store.sizes(name):
+        raise CheckpointError(f"{place}: exists; name a new checkpoint")
+    shapes = parameter_shapes(config)
+    dtypes = files.check_shapes(weights, {hf_name: shapes[ours] for ours, hf_name in names.items()})
+    pieces = [
+        piece
+        for ours, hf_name in names.items()
+        for piece in split_rows(("model", ours), dtypes[hf_name], shapes[ours], PIECE_BYTES)
+    ]
+    plan = plan_pieces(pieces)
+    total = sum(torch.Size(piece.sizes).numel() * piece.dtype.itemsize for piece in pieces)
+
+    def read(item: WriteItem) -> Tensor:
+        assert item.tensor_data is not None
+        hf_name, chunk = names[item.index.fqn.removeprefix("model.")], item.tensor_data.chunk
+        with files.open_file(weights[hf_name]) as file:
+            rows = file.get_slice(hf_name)[chunk.offsets[0] : chunk.offsets[0] + chunk.sizes[0]]
+        bar.update(rows.nbytes)
+        return rows
+
+    identity = {"name": "llama", **dataclasses.asdict(config)}
+    facts = {
+        "step": 0,
+        "world_size": 1,
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "identity": identity,
+        "dataloader": {},
+        "imported": raw | {"max_position_embeddings": raw.get("max_position_embeddings", 2048)},
+        "torch": torch.__version__,
+    }
+    try:
+        with tqdm(total=total, unit="B", unit_scale=True, desc="import", disable=None, leave=False) as bar:
+            written = write_items(store, name, 0, plan.items, read)
+        for file in COMPANIONS:
+            if (folder / file).is_file():
+                store.put(f"{name}/{file}", (folder / file).read_bytes())
+        store.put(f"{name}/model.json", (json.dumps(identity, indent=2) + "\n").encode())
+        assert plan.metadata is not None
+        commit(store, name, plan, [written], facts)
+
+        def compare(store: Store, name: str, manifest: Manifest, metadata: Metadata) -> None:
+            check_result(folder, store, name, metadata, config, check)
+
+        load_newest([(store, name)], Ranks(), compare, lambda manifest: None)
+    except BaseException:
+        store.remove(sorted(store.sizes(name), key=lambda file: not file.endswith("MANIFEST.json")))
+        raise
+    logger.info(f"{place}: {total / 1e9:.2f} GB\n{how_to_start(place, config)}")
+
+
+def how_to_start(place: str, config: LlamaConfig) -> str:
+    """What to tell train.py, for a run that begins with these weights."""
+    for flavor, known in FLAVORS.items():
+        if dataclasses.replace(known, vocab_size=config.vocab_size) == config:
+            vocabulary = "" if known.vocab_size == config.vocab_size else f" --model.vocab_size={config.vocab_size}"
+            return f"start from it with --model.flavor={flavor}{vocabulary} --checkpoint.initial_load={place}"
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    values = {key: value for key, value in vars(config).items() if value != defaults[key]}
+    arguments = ", ".join(f"{key}={value!r}" for key, value in values.items())
+    return (
+        "no flavor has this shape; add to FLAVORS in models/llama/__init__.py:\n"
+        f'    "NAME": LlamaConfig({arguments}),\n'
+        f"then start from it with --model.flavor=NAME --checkpoint.initial_load={place}"
+    )
+
+
+# ---------------------------------------------------------------- test of the result
+
+
+def check_result(
+    folder: Path, store: Store, name: str, metadata: Metadata, config: LlamaConfig, check: str = "auto"
+) -> None:
+    """Compare the Hugging Face folder with the checkpoint. Raises CheckpointError where they differ.
+
+    `check` "logits": with transformers, in float32; "tensors": every value, in bounded memory; "auto": logits
+    where transformers is there and both models fit in memory.
+    """
+    needed = 2 * 4 * sum(shape.numel() for shape in parameter_shapes(config).values())
+    if check == "auto":
+        check = "logits"
+        if find_spec("transformers") is None:
+            logger.info("transformers is absent: values are compared instead of logits")
+            check = "tensors"
+        elif needed > 0.8 * available_bytes():
+            logger.info(f"both models need {needed / 1e9:.1f} GB: values are compared instead of logits")
+            check = "tensors"
+    if check == "tensors":
+        check_tensors(folder, store, name, metadata, config)
+    else:
+        check_logits(folder, store, name, metadata, config)
+        check_tokenizer(folder)
+
+
+def check_tensors(folder: Path, store: Store, name: str, metadata: Metadata, config: LlamaConfig) -> None:
+    """Read every tensor of both sides and compare them bit for bit, in the type of the files."""
+    shapes, weights, names = parameter_shapes(config), files.find_weights(folder), hf_names(config)
+    for ours, hf_name in tqdm(names.items(), desc="compare", disable=None, leave=False):
+        with files.open_file(weights[hf_name]) as file:
+            theirs = file.get_slice(hf_name)
+            expected = torch.empty(shapes[ours], dtype=files.DTYPES[theirs.get_dtype()])
+            read_state(store, name, metadata, {"model": {ours: expected}})
+            step = max(1, PIECE_BYTES // expected[0].nbytes)
+            for start in range(0, len(expected), step):
+                if not torch.equal(theirs[start : start + step], expected[start : start + step]):
+                    raise CheckpointError(f"{weights[hf_name]}: {hf_name} is not what {join(store.url, name)} holds")
+    logger.info(f"{len(names)} tensors compared bit for bit")
+
+
+def check_logits(folder: Path, store: Store, name: str, metadata: Metadata, config: LlamaConfig) -> None:
+    """Logits of 64 tokens in both, float32; weights rounded as in the files."""
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(folder).eval()
+    dtype = theirs.dtype
+    theirs = theirs.float()
+    with torch.device("meta"):
+        ours = Llama(config)
+    ours = ours.to_empty(device="cpu")
+    read_state(store, name, metadata, {"model": model_tensors([ours])})
+    tokens = torch.arange(64)[None] * max(1, config.vocab_size // 64) % config.vocab_size
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            parameter.copy_(parameter.to(dtype))
+        logits, expected = ours(tokens), theirs(tokens).logits
+    difference, largest = (logits - expected).abs().max().item(), expected.abs().max().item()
+    if not difference <= LOGITS_TOLERANCE * largest:
+        raise CheckpointError(f"{folder}: logits differ from transformers' by {difference:.2e}, the largest: {largest}")
+    logger.info(f"logits equal transformers' within {difference:.1e}, the largest being {largest:.3g}")
+
+
+def check_tokenizer(folder: Path) -> None:
+    """Token ids of a sample by AutoTokenizer and by us."""
+    from transformers import AutoTokenizer
+
+    if not (folder / TOKENIZER).is_file():
+        logger.info(f"{folder}: no {TOKENIZER}, so none was taken along")
+        return
+    ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    ids, expected = (
+        ours.raw.encode(SAMPLE, add_special_tokens=False).ids,
+        theirs(SAMPLE, add_special_tokens=False)["input_ids"],
+    )
+    if ids != expected or ours.eos_id != theirs.eos_token_id:
+        raise CheckpointError(f"{folder}: AutoTokenizer gives {expected}, eos {theirs.eos_token_id}; here {ids}")
+
+
+def parameter_shapes(config: LlamaConfig) -> dict[str, torch.Size]:
+    """Our name → shape of every parameter."""
+    with torch.device("meta"):
+        return {name: parameter.shape for name, parameter in Llama(config).named_parameters()}
+
+
+def available_bytes() -> int:
+    """Memory that can be had without swapping."""
+    found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+    assert found
+    return int(found[1]) * 1024
+
+
+# ---------------------------------------------------------------- command line
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m checkpoint.hf", description="Models from and to Hugging Face.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    out = commands.add_parser("export", help="a checkpoint as a folder that transformers and vLLM load")
+    out.add_argument("place", metavar="RUN_OR_CHECKPOINT", help="run, checkpoints or one checkpoint; folder or s3://")
+    out.add_argument("folder", type=Path, metavar="HF_FOLDER", help="new folder")
+    out.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="default %(default)s")
+    out.add_argument("--file-gb", type=float, default=5.0, help="10^9 bytes per file, about (default %(default)s)")
+    out.add_argument("--tokenizer", type=Path, help="tokenizer.json or its folder; default: the run's own")
+    out.add_argument("--max-positions", type=int, default=0, help="longest context; default: the training's seq_len")
+    back = commands.add_parser("import", help="a Hugging Face Llama as a checkpoint to start from")
+    back.add_argument("folder", type=Path, metavar="HF_FOLDER", help="config.json and safetensors files")
+    back.add_argument("place", metavar="CHECKPOINT", help="new folder or s3://bucket/prefix")
+    for command in (out, back):
+        command.add_argument(
+            "--check", choices=["auto", "logits", "tensors"], default="auto", help="test of the result"
+        )
+    arguments = parser.parse_args(argv)
+    if arguments.command == "import":
+        import_model(arguments.folder, arguments.place, check=arguments.check)
+        return
+    if arguments.file_gb <= 0 or arguments.max_positions < 0:
+        parser.error("--file-gb must be above 0, --max-positions at least 0")
+    export_model(
+        arguments.place,
+        arguments.folder,
+        dtype=arguments.dtype,
+        file_bytes=int(arguments.file_gb * 1e9),
+        tokenizer=arguments.tokenizer,
+        max_positions=arguments.max_positions,
+        check=arguments.check,
+    )
+
+
+if __name__ == "__main__":
+    logging.basicConfig(format="%(message)s", level=logging.INFO)
+    try:
+        main(sys.argv[1:])
+    except TitaniteError as error:
+        sys.exit(f"error: {error}")

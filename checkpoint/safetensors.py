@@ -1,0 +1,128 @@
+"""Folders of safetensors files, as Hugging Face lays them out: which file holds what; files written in place."""
+
+import json
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from checkpoint.stores import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+# Names of types in a file's header. Others (float8, integers: quantized weights) are not read.
+DTYPES: Mapping[str, torch.dtype] = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises CheckpointError."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: missing") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: not a JSON file that can be read: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: holds no JSON object")
+    return value
+
+
+def find_weights(folder: Path) -> dict[str, Path]:
+    """Name of each tensor → the file that holds it.
+
+    Raises CheckpointError where there are none, or where the index names a file that is not in the folder.
+    """
+    if not (folder / INDEX).is_file():
+        if (folder / SINGLE).is_file():
+            with open_file(folder / SINGLE) as file:
+                return dict.fromkeys(file.keys(), folder / SINGLE)
+        others = ", ".join(sorted(path.name for path in folder.glob("*.bin")))
+        hint = f"; {others} may run code when read: convert it to safetensors" if others else ""
+        raise CheckpointError(f"{folder}: has neither {SINGLE} nor {INDEX}{hint}")
+    weights = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(weights, dict):
+        raise CheckpointError(f"{folder / INDEX}: has no weight_map")
+    for file in set(map(str, weights.values())):
+        if Path(file).name != file or not file.endswith(".safetensors") or "\\" in file:
+            raise CheckpointError(f"{folder / INDEX}: names {file!r}, which is not a safetensors file of this folder")
+        if not (folder / file).is_file():
+            raise CheckpointError(f"{folder / file}: missing")
+    return {name: folder / file for name, file in weights.items()}
+
+
+def open_file(path: Path) -> Any:
+    """`safetensors.safe_open`. Raises CheckpointError naming the file."""
+    try:
+        return safe_open(path, "pt")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: not a safetensors file that can be read: {error}") from None
+
+
+def check_shapes(weights: Mapping[str, Path], shapes: Mapping[str, Sequence[int]]) -> dict[str, torch.dtype]:
+    """Type of each tensor named in `shapes`, from the files' headers alone.
+
+    Raises CheckpointError where one is missing, or is of another shape or of a type that is not read.
+    """
+    found = {}
+    for path in sorted({weights[name] for name in shapes}):
+        with open_file(path) as file:
+            held = set(file.keys())
+            for name in (name for name in shapes if weights[name] == path):
+                if name not in held:
+                    raise CheckpointError(f"{path}: has no {name}, which the index says it has")
+                part = file.get_slice(name)
+                kind, shape, expected = part.get_dtype(), tuple(part.get_shape()), tuple(shapes[name])
+                if shape != expected:
+                    raise CheckpointError(f"{path}: {name} is of shape {shape}, by config.json it must be {expected}")
+                if kind not in DTYPES:
+                    raise CheckpointError(f"{path}: {name} is of type {kind}, must be one of {', '.join(DTYPES)}")
+                found[name] = DTYPES[kind]
+    return found
+
+
+def split_into_files(sizes: Mapping[str, int], file_bytes: int) -> dict[str, list[str]]:
+    """File name → the tensors it is to hold, in order, of `sizes` in bytes; at most `file_bytes`, or one tensor."""
+    groups: list[list[str]] = [[]]
+    room = file_bytes
+    for name, size in sizes.items():
+        if size > room and groups[-1]:
+            groups.append([])
+            room = file_bytes
+        groups[-1].append(name)
+        room -= size
+    if len(groups) == 1:
+        return {SINGLE: groups[0]}
+    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, start=1)}
+
+
+def write_file(
+    path: Path, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype, fill: Callable[[dict[str, Tensor]], None]
+) -> None:
+    """A new file of tensors named as in `shapes`; `fill` puts the values into them, in the file's own memory.
+
+    The format is 8 bytes for the length of a JSON header, the header, and the values
+    (https://github.com/huggingface/safetensors#format).
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    kind = next(name for name, known in DTYPES.items() if known == dtype)
+    end = 0
+    for name, shape in shapes.items():
+        start, end = end, end + int(np.prod(shape)) * dtype.itemsize
+        header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [start, end]}
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with open(path, "xb") as file:
+        file.write(struct.pack("<Q", len(encoded)) + encoded)
+        file.truncate(8 + len(encoded) + end)
+    memory = np.memmap(path, np.uint8, "r+", offset=0)
+    tensors = {}
+    for name, shape in shapes.items():
+        start, stop = (8 + len(encoded) + offset for offset in header[name]["data_offsets"])
+        tensors[name] = torch.from_numpy(memory[start:stop]).view(dtype).view(*shape)
+    fill(tensors)
+    memory.flush()

@@ -1,0 +1,55 @@
+"""Host copies of what an async save writes, made while training goes on."""
+
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+
+class Staging:
+    """Host memory for this rank's part of a checkpoint: pinned for an accelerator, used again by every save.
+
+    Weights and moments stay as they are during the forward and backward that follow a save, so they are copied
+    meanwhile; what changes them, the optimizer's step, must call `wait` before.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.copies: dict[MetadataIndex, Tensor] = {}
+        self.stream = torch.Stream(device) if device.type != "cpu" else None
+        self.queued = threading.Event()  # the host has given all copies to the stream; without one: has made them
+        self.queued.set()
+        self.copied: torch.Event | None = None  # on the stream
+
+    def prepare(self, sources: dict[MetadataIndex, Tensor]) -> Callable[[], None]:
+        """The function that copies `sources` as they are now; for another thread, which must call it."""
+        self.queued, self.copied = threading.Event(), None
+        if self.stream is not None:
+            self.stream.wait_stream(torch.accelerator.current_stream(self.stream.device))
+
+        def copy() -> None:
+            try:
+                with self.stream or nullcontext():
+                    self._copy(sources)
+                    copied = self.copied = self.stream.record_event() if self.stream else None
+            finally:
+                self.queued.set()
+            if copied is not None:
+                copied.synchronize()
+
+        return copy
+
+    def wait(self) -> None:
+        """Return when weights and moments may change: on an accelerator, by what is queued there from now on."""
+        self.queued.wait()
+        if self.stream is not None and self.copied is not None:
+            torch.accelerator.current_stream(self.stream.device).wait_event(self.copied)
+
+    def _copy(self, sources: dict[MetadataIndex, Tensor]) -> None:
+        for index, tensor in sources.items():
+            if index not in self.copies:
+                pinned = self.stream is not None
+                self.copies[index] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+            self.copies[index].copy_(tensor, non_blocking=True)

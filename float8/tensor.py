@@ -1,0 +1,71 @@
+"""Tensor parallelism whose activations are gathered in float8.
+
+torchao's parallel styles cast to float8 before they gather, so half the bytes travel and several matmuls share one
+cast. They need one scale for the whole tensor, so they are for the tensorwise recipe.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel
+
+import config as settings
+from float8.convert import RECIPE_OF_ALL_GATHER
+
+
+def gathers_activations(float8: settings.Float8) -> bool:
+    """Whether tensor parallelism gathers the inputs of the converted layers in float8."""
+    return float8.enable and float8.tp_all_gather != "off" and float8.recipe == RECIPE_OF_ALL_GATHER
+
+
+def float8_plan(module: nn.Module, plan: Mapping[str, ParallelStyle], device_type: str) -> dict[str, ParallelStyle]:
+    """`plan` with torchao's float8 styles wherever `module` was converted.
+
+    A gathered input is cast once for all the layers that read it, so its readers must all be converted; where some
+    are not, the input stays in high precision.
+    """
+    from torchao.float8.float8_linear import Float8Linear
+    from torchao.float8.float8_tensor_parallel import (
+        Float8ColwiseParallel,
+        Float8RowwiseParallel,
+        PrepareFloat8ModuleInput,
+    )
+
+    if device_type == "cpu":
+        _gather_as_bytes()
+    changed = dict(plan)
+    for name, style in plan.items():
+        readers = [reader for reader, kind in plan.items() if _reads(reader, name, kind)]
+        if isinstance(style, PrepareModuleInput) and all(_is(module, r, Float8Linear) for r in readers):
+            changed[name] = PrepareFloat8ModuleInput(
+                input_layouts=style.input_layouts, desired_input_layouts=style.desired_input_layouts
+            )
+            changed |= {reader: Float8ColwiseParallel() for reader in readers}
+        elif isinstance(style, RowwiseParallel) and _is(module, name, Float8Linear):
+            changed[name] = Float8RowwiseParallel(output_layouts=style.output_layouts[0])
+    return changed
+
+
+def _reads(name: str, parent: str, style: ParallelStyle) -> bool:
+    return name.startswith(f"{parent}.") and isinstance(style, ColwiseParallel)
+
+
+def _is(module: nn.Module, name: str, kind: type) -> bool:
+    return isinstance(module.get_submodule(name), kind)
+
+
+def _gather_as_bytes() -> None:
+    """Let gloo, which knows no float8, carry float8 as bytes: torchao's handlers of the two operators, replaced."""
+    from torchao.float8.float8_ops import FLOAT8_OPS_TABLE
+    from torchao.float8.float8_training_tensor import Float8TrainingTensor
+
+    def carry(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+        x, *rest = args
+        data = operator(x._data.contiguous().view(torch.uint8), *rest, **(kwargs or {})).view(x._data.dtype)
+        return Float8TrainingTensor(data, x._scale, x._orig_dtype, x._linear_mm_config, x._gemm_input_role)
+
+    functional = torch.ops._c10d_functional
+    for operator in (functional.all_gather_into_tensor.default, functional.wait_tensor.default):
+        FLOAT8_OPS_TABLE[operator] = carry

@@ -1,0 +1,175 @@
+"""Runs side by side: one HTML page that holds its data, opens without a server and loads nothing."""
+
+import json
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from config import TitaniteError, tomllib
+
+MAX_POINTS = 4000  # of a curve: longer ones are thinned to every n-th row
+TITLES = {
+    "loss": "loss",
+    "validation_loss": "validation loss",
+    "tps": "tokens/s per device",
+    "mfu": "MFU",
+    "grad_norm": "gradient norm",
+    "lr": "learning rate",
+    "memory_gib": "memory, GiB",
+    "data_wait_pct": "waiting for data, %",
+}
+ORDER = ("loss", "validation_loss", "validation_loss/", "tps", "mfu", "grad_norm", "lr", "memory_gib", "data_wait_pct")
+AXES = ("step", "tokens", "hours")
+COLUMNS = (
+    "steps",
+    "tokens",
+    "hours",
+    "loss",
+    "validation loss",
+    "tokens/s per device",
+    "devices",
+    "tokens/s",
+    "MFU",
+    "memory GiB",
+    "waiting for data %",
+)
+
+
+class RunError(TitaniteError):
+    """What is not the folder of a run with metrics."""
+
+
+def write_page(folders: Sequence[Path], output: Path) -> None:
+    """Write the page that compares these runs. Raises RunError."""
+    names, charts = _names(folders), [read_charts(folder) for folder in folders]
+    found = {chart for tables in charts for chart in tables}
+    data = {
+        "runs": [
+            {"name": name, "charts": {chart: _thinned(table) for chart, table in tables.items()}}
+            for name, tables in zip(names, charts, strict=True)
+        ],
+        "charts": sorted(found, key=lambda chart: (_place(chart), chart)),
+        "titles": TITLES,
+        "summary": {
+            "columns": COLUMNS,
+            "rows": [
+                [name, *_summary(folder, tables)] for name, folder, tables in zip(names, folders, charts, strict=True)
+            ],
+        },
+        "settings": differing_settings([read_settings(folder) for folder in folders]),
+    }
+    template = Path(__file__).with_name("metrics_page.html").read_text(encoding="utf-8")
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")  # cannot end the script
+    output.write_text(template.replace('"DATA"', text), encoding="utf-8")
+
+
+def read_charts(folder: Path) -> dict[str, dict[str, list[Any]]]:
+    """Chart → columns step, tokens, hours and value. Where steps were trained again, the last start counts.
+
+    Hours are the step times added up. Raises RunError.
+    """
+    file = folder / "metrics.jsonl"
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise RunError(f"{file}: cannot be read, {error.strerror}; name folders of runs") from None
+    steps: dict[int, dict[str, Any]] = {}
+    validations: dict[int, dict[str, Any]] = {}
+    last = 0
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            if number == len(lines):
+                break  # cut off by a crash
+            raise RunError(f"{file}, line {number}: not JSON: {error}") from None
+        if row["loss"] is None:
+            validations[row["step"]] = row
+            continue
+        if steps and row["step"] <= last:  # a new start goes on from an earlier step
+            steps = {step: kept for step, kept in steps.items() if step < row["step"]}
+            validations = {step: kept for step, kept in validations.items() if step < row["step"]}
+        steps[row["step"]], last = row, row["step"]
+    ends = list(steps)
+    counts = (step - before for before, step in pairwise([0, *ends]))
+    hours = list(accumulate(n * row["step_seconds"] / 3600 for n, row in zip(counts, steps.values(), strict=True)))
+    charts: dict[str, dict[str, list[Any]]] = {}
+    for row in (*steps.values(), *validations.values()):
+        done = bisect_right(ends, row["step"])
+        row["hours"] = hours[done - 1] if done else 0.0
+        for key, value in row.items():
+            if value is None or not (key in TITLES or key.startswith("validation_loss/")) or not math.isfinite(value):
+                continue
+            table = charts.setdefault(key, {name: [] for name in (*AXES, "value")})
+            for name in AXES:
+                table[name].append(row[name])
+            table["value"].append(value)
+    return charts
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Dotted key → value of the run's config, of its model, and of its last start."""
+    settings: dict[str, Any] = {}
+    if (folder / "config.toml").is_file():
+        sections = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
+        settings |= {f"{section}.{key}": value for section, fields in sections.items() for key, value in fields.items()}
+    start = _last_start(folder)
+    settings |= {key: start[key] for key in ("world_size", "git_commit", "python") if key in start}
+    return settings | {f"package {name}": version for name, version in start.get("packages", {}).items()}
+
+
+def differing_settings(runs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """A row for each setting that is not the same in all runs: its key, then its value in each."""
+    keys = dict.fromkeys(key for run in runs for key in run if key != "run.folder")
+    shown = {key: [json.dumps(run[key]) if key in run else "–" for run in runs] for key in keys}
+    return [[key, *values] for key, values in shown.items() if len(set(values)) > 1]
+
+
+def _summary(folder: Path, charts: Mapping[str, Mapping[str, list[Any]]]) -> list[Any]:
+    """The values of COLUMNS; None where there is none."""
+    loss = charts.get("loss", {name: [] for name in (*AXES, "value")})
+    middle = {key: median(charts[key]["value"]) if key in charts else None for key in ("tps", "mfu", "data_wait_pct")}
+    devices = _last_start(folder).get("world_size")
+    last = {name: values[-1] if values else None for name, values in loss.items()}
+    return [
+        last["step"],
+        last["tokens"],
+        last["hours"],
+        last["value"],
+        charts["validation_loss"]["value"][-1] if "validation_loss" in charts else None,
+        middle["tps"],
+        devices,
+        middle["tps"] * devices if middle["tps"] and devices else None,
+        middle["mfu"],
+        max(charts["memory_gib"]["value"]) if "memory_gib" in charts else None,
+        middle["data_wait_pct"],
+    ]
+
+
+def _last_start(folder: Path) -> dict[str, Any]:
+    file = folder / "starts.jsonl"
+    return json.loads(file.read_text(encoding="utf-8").splitlines()[-1]) if file.is_file() else {}
+
+
+def _thinned(table: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+    """At most about MAX_POINTS rows, evenly spread, the last one among them."""
+    n = len(table["value"])
+    stride = -(-n // MAX_POINTS)
+    kept = range(n - 1, -1, -stride)[::-1] if n else range(0)
+    return {name: [values[i] for i in kept] for name, values in table.items()}
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """The folders' last names, or their whole paths where two have the same one. Raises RunError."""
+    if len({folder.resolve() for folder in folders}) < len(folders):
+        raise RunError(f"{', '.join(map(str, folders))}: a run is named twice")
+    names = [folder.resolve().name for folder in folders]
+    return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
+
+
+def _place(chart: str) -> int:
+    return ORDER.index("validation_loss/" if chart.startswith("validation_loss/") else chart)

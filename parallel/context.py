@@ -1,0 +1,198 @@
+"""Context parallelism: each sequence shared by ranks, which see each other's keys and values in attention.
+
+A sequence is cut into 2 cp chunks; rank r holds chunks r and 2 cp - 1 - r, so that every rank has as much of the
+causal triangle to compute (Llama 3, Grattafiori et al. 2024, section 3.3.2; zigzag in the ring: Brandon et al. 2023).
+
+Shapes: B batch   N query heads   K key/value heads   S this rank's tokens   T all tokens   H head_dim
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
+from torch.distributed.device_mesh import DeviceMesh
+
+aten = torch.ops.aten
+
+
+def local_indices(seq_len: int, mesh: DeviceMesh, device: torch.device | None = None) -> Tensor:
+    """Places, in a sequence of `seq_len` tokens, of those this rank holds: [seq_len / cp], int64."""
+    rank, size = mesh.get_local_rank(), mesh.size()
+    if size == 1:
+        return torch.arange(seq_len, device=device)
+    chunks = torch.arange(seq_len, device=device).view(2 * size, -1)
+    return torch.cat((chunks[rank], chunks[2 * size - 1 - rank]))
+
+
+def build_gather(mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
+    """A function from this rank's [B, K, S, H] to all ranks' [B, K, T, H], in the order of the sequence.
+
+    Its backward sums the gradients of all ranks and returns this rank's part.
+    """
+    group, size = mesh.get_group(), mesh.size()
+
+    def gather(x_BKSH: Tensor) -> Tensor:
+        parts = all_gather_tensor_autograd(x_BKSH.contiguous(), gather_dim=2, group=group)
+        chunks = list(parts.chunk(2 * size, dim=2))  # rank 0's two, rank 1's two, ...
+        return torch.cat(chunks[::2] + chunks[1::2][::-1], dim=2)
+
+    return gather
+
+
+def build_ring_attention(mesh: DeviceMesh) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Causal attention over the whole sequence, keys and values passed round from rank to rank (Liu et al. 2023).
+
+    Takes this rank's q [B, N, S, H], k and v [B, K, S, H]; returns [B, N, S, H]. Only one other rank's keys and
+    values are held at a time.
+    """
+    name = mesh.get_group().group_name
+
+    def attend(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor) -> Tensor:
+        return ring_attention(q_BNSH, k_BKSH, v_BKSH, name)[0]
+
+    return attend
+
+
+# An operator of its own, because the compiler cannot look into the exchange: to it this is one kernel.
+@torch.library.custom_op("titanite::ring_attention", mutates_args=())
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
+    """Output [B, N, S, H] and log-sum-exp [B, N, S] (float32)."""
+    group = _group(group_name)
+    rank, size = group.rank(), group.size()
+    q, kv = q.contiguous(), torch.stack((k, v))
+    out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device=q.device)
+    for step in range(size):
+        if step < size - 1:
+            kv_next, transfer = _pass_on(kv, group)
+        queries, keys = _halves(step, rank, q.shape[2])
+        k_part, v_part = _for_each_query_head(kv[:, :, :, keys], q.shape[1])
+        part, part_lse = _flash(q[:, :, queries], k_part, v_part, causal=step == 0)
+        merged = torch.logaddexp(lse[:, :, queries], part_lse)
+        out[:, :, queries] *= (lse[:, :, queries] - merged).exp()[..., None]
+        out[:, :, queries] += part.float() * (part_lse - merged).exp()[..., None]
+        lse[:, :, queries] = merged
+        if step < size - 1:
+            _wait(transfer)
+            kv = kv_next
+    return out.to(q.dtype), lse
+
+
+@torch.library.custom_op("titanite::ring_attention_backward", mutates_args=())
+def ring_attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, group_name: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v. Those of k and v travel the ring with them, and arrive home after a full turn."""
+    group = _group(group_name)
+    rank, size = group.rank(), group.size()
+    kv = torch.stack((k, v))
+    dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    dkv = torch.zeros(kv.shape, dtype=torch.float32, device=q.device)
+    for step in range(size):
+        if step < size - 1:
+            kv_next, transfer = _pass_on(kv, group)
+        queries, keys = _halves(step, rank, q.shape[2])
+        of_queries = [x[:, :, queries].contiguous() for x in (grad, q, out, lse)]
+        of_keys = _for_each_query_head(kv[:, :, :, keys], q.shape[1])
+        part_q, *part_kv = _flash_backward(of_queries, of_keys, causal=step == 0)
+        dq[:, :, queries] += part_q
+        shared = torch.stack(part_kv).unflatten(2, (k.shape[1], -1))
+        dkv[:, :, :, keys] += shared.sum(3, dtype=torch.float32)
+        dkv, home = _pass_on(dkv, group)
+        _wait(home)
+        if step < size - 1:
+            _wait(transfer)
+            kv = kv_next
+    dk, dv = dkv.to(k.dtype)
+    return dq.to(q.dtype), dk, dv.clone()
+
+
+def _halves(step: int, rank: int, length: int) -> tuple[slice, slice]:
+    """Which of its queries a rank computes at a step of the ring, and for which of the keys that are there.
+
+    The keys are those of rank - step (mod size). Its own: all with all, causal. Of an earlier rank: its first
+    chunk is before all our queries, its second after. Of a later rank: only our second chunk comes after, but after
+    all of them.
+    """
+    half = length // 2
+    if step == 0:
+        return slice(None), slice(None)
+    if step <= rank:
+        return slice(None), slice(0, half)
+    return slice(half, None), slice(None)
+
+
+def _for_each_query_head(kv: Tensor, n_heads: int) -> tuple[Tensor, Tensor]:
+    """Keys and values [2, B, K, S, H], each head repeated for the query heads that share it: two of [B, N, S, H]."""
+    k, v = kv.repeat_interleave(n_heads // kv.shape[2], dim=2)
+    return k, v
+
+
+def _group(name: str) -> dist.ProcessGroup:
+    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def _pass_on(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, list[dist.Work]]:
+    """Send `x` to the next rank and receive the previous one's; wait for the transfer before using either."""
+    rank, size = group.rank(), group.size()
+    received = torch.empty_like(x)
+    operations = [
+        dist.P2POp(dist.isend, x, group=group, group_peer=(rank + 1) % size),
+        dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % size),
+    ]
+    return received, dist.batch_isend_irecv(operations)
+
+
+def _wait(transfer: list[dist.Work]) -> None:
+    for work in transfer:
+        work.wait()
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+    """Flash attention with its log-sum-exp; only the operator's name differs by device."""
+    if q.is_cpu:
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    else:
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
+    return out, lse
+
+
+def _flash_backward(
+    of_queries: list[Tensor], of_keys: tuple[Tensor, Tensor], *, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, given (grad, q, out, lse), the last two over all keys and not only these, and (k, v)."""
+    (grad, q, out, lse), (k, v) = of_queries, of_keys
+    if q.is_cpu:
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal)
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.zeros((), dtype=torch.uint64)
+    S, T = q.shape[2], k.shape[2]
+    return aten._scaled_dot_product_flash_attention_backward(
+        grad, q, k, v, out, lse, None, None, S, T, 0.0, causal, *no_dropout
+    )
+
+
+@ring_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@ring_attention_backward.register_fake
+def _(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, group_name: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    return dq, dk, dv
+
+
+def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    q, k, v, ctx.group_name = inputs
+    ctx.save_for_backward(q, k, v, *output)
+
+
+def _backward(ctx, grad, _):  # type: ignore[no-untyped-def]
+    return *ring_attention_backward(grad, *ctx.saved_tensors, ctx.group_name), None
+
+
+ring_attention.register_autograd(_backward, setup_context=_save)

@@ -1,0 +1,67 @@
+"""Why a start of a run ended: `exit.json` in the run's folder and one line, by whoever knows it first."""
+
+import json
+import os
+import sys
+import tempfile
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, NamedTuple
+
+FILE = "exit.json"
+
+
+class Exit(NamedTuple):
+    """The end of a start."""
+
+    kind: str  # finished, stopped, error, failed, lost, hung
+    cause: str
+    rank: int | None  # the one it began with; None where no single one can be named
+    section: str  # where in the step it was
+    step: int  # being trained then
+    last_checkpoint: int | None  # its step
+    next_action: str
+
+    @property
+    def steps_repeated(self) -> int:
+        """Steps begun since the last checkpoint. Their tokens come again, in the same order: none is lost."""
+        return 0 if self.kind in ("finished", "stopped") else self.step - (self.last_checkpoint or 0)
+
+    def line(self) -> str:
+        """All of it in one line."""
+        last = "no checkpoint yet" if self.last_checkpoint is None else f"last checkpoint step {self.last_checkpoint}"
+        who = "" if self.rank is None else f"rank {self.rank}, "
+        return (
+            f"exit: {self.cause} ({who}{self.section} of step {self.step}); {last}, "
+            f"{self.steps_repeated} steps to repeat, no tokens lost; next: {self.next_action}"
+        )
+
+
+def record_exit(folder: Path, ended: Exit) -> bool:
+    """Write `exit.json` unless this start has one; whether it was written. The first to write it knew the cause."""
+    record = ended._asdict() | {"steps_repeated": ended.steps_repeated, "tokens_lost": 0}
+    record["time"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    try:
+        descriptor, name = tempfile.mkstemp(dir=folder, prefix=".exit-")
+        with open(descriptor, "w", encoding="utf-8") as file:
+            json.dump(record, file, indent=2)
+            file.write("\n")
+        try:
+            os.link(name, folder / FILE)  # whole, and by one alone
+        finally:
+            os.unlink(name)
+    except FileExistsError:
+        return False
+    except OSError as error:  # a full disk is no reason to say nothing
+        print(f"exit.json could not be written: {error}", file=sys.stderr, flush=True)
+    return True
+
+
+def take_exit(folder: Path) -> dict[str, Any] | None:
+    """How the start before ended, to be recorded with the next one; removes `exit.json`. None: nobody could say."""
+    path = folder / FILE
+    if not path.is_file():
+        return None
+    record = json.loads(path.read_text(encoding="utf-8"))
+    path.unlink()
+    return record

@@ -1,0 +1,202 @@
+"""Trouble inside a run that goes on: steps not to be trained on, ranks that are slow, results that are wrong."""
+
+import json
+import logging
+import math
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median, median_low
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import config as settings
+from config import TitaniteError
+from parallel.comm import broadcast_object
+
+logger = logging.getLogger(__name__)
+
+SKIPPED = "skipped.jsonl"
+SPIKE_WINDOW = 32  # good steps that a loss is compared with
+SLOW = 1.5  # times what the others need
+SLOW_SECONDS = 0.02  # and at least so much more: less is noise
+PROBES = 5
+
+
+# ---------------------------------------------------------------- bad steps
+
+
+class BadStepError(TitaniteError):
+    """A step that cannot be trained on, where the settings allow no more of them to be left out."""
+
+    agreed = True
+
+
+class BadSteps:
+    """The steps whose update is left out, in `skipped.jsonl` of the run's folder; the same on all ranks.
+
+    Their data is consumed as usual, so no place of the order changes; and a resume leaves them out again.
+    """
+
+    def __init__(self, failures: settings.Failures, folder: Path):
+        self.settings, self.file = failures, folder / SKIPPED
+        records = broadcast_object(read_skipped(folder) if dist.get_rank() == 0 else None)
+        self.skipped = {step for record in records for step in range(record["first"], record["last"] + 1)}
+        self.incidents = {record["last"] for record in records}
+        self.recent: deque[float] = deque(maxlen=SPIKE_WINDOW)
+        self.active = failures.on_bad_step != "stop" or failures.spike_factor > 0
+
+    def judge(self, step: int, loss: Tensor, grad_norm: Tensor) -> str:
+        """What is wrong with a step, on all ranks alike; empty: nothing. Waits for the device, if it has to judge."""
+        if not self.active:
+            return ""
+        value, norm = torch.stack((loss, grad_norm)).tolist()
+        limit = self.settings.spike_factor * median(self.recent) if len(self.recent) == SPIKE_WINDOW else 0.0
+        spike = bool(limit) and value > limit
+        verdict = torch.tensor(
+            [float(not (math.isfinite(value) and math.isfinite(norm))), float(spike)], device=loss.device
+        )
+        dist.all_reduce(verdict, dist.ReduceOp.MAX)
+        not_finite, spikes = verdict.tolist()
+        if not_finite:
+            return f"loss {value}, gradient norm {norm}: not finite"
+        if spikes:
+            return f"loss {value:.4f} is above {limit:.4f}, {self.settings.spike_factor:g} times the median before"
+        self.recent.append(value)
+        return ""
+
+    def leave_out(self, first: int, last: int, cause: str) -> None:
+        """Record that the updates of steps `first` to `last` are left out. Raises BadStepError beyond the budget."""
+        budget = self.settings.bad_step_budget
+        self.incidents.add(last)
+        if self.settings.on_bad_step == "stop" or len(self.incidents) > budget:
+            spent = "" if self.settings.on_bad_step == "stop" else f"; failures.bad_step_budget = {budget} is spent"
+            raise BadStepError(f"step {last}: {cause}, so training stops and nothing of it is saved{spent}")
+        self.skipped |= set(range(first, last + 1))
+        if dist.get_rank() == 0:
+            with open(self.file, "a", encoding="utf-8") as file:
+                file.write(json.dumps({"first": first, "last": last, "cause": cause}) + "\n")
+        logger.info(f"step {last}: {cause}; no update by steps {first} to {last}")
+
+
+def read_skipped(folder: Path) -> list[dict[str, Any]]:
+    """The records of `skipped.jsonl`: `first` and `last` step left out, and the cause at the last one."""
+    file = folder / SKIPPED
+    lines = file.read_text(encoding="utf-8").split("\n")[:-1] if file.is_file() else []
+    return [json.loads(line) for line in lines]
+
+
+# ---------------------------------------------------------------- slow ranks
+
+
+class Timing(NamedTuple):
+    """What a rank needed, alone, before it met any other."""
+
+    host: str
+    compute_seconds: float  # for the probe, the best of several
+    data_seconds: float  # for the batch of this step
+
+
+class Stragglers:
+    """Names ranks that twice in a row needed much longer than the others for the same work."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        size = 512 if device.type == "cpu" else 4096
+        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        self.factor = torch.ones(size, size, dtype=dtype, device=device)
+        self.group = dist.new_group(backend="gloo")  # not through the device's queue
+        self.suspects: set[tuple[int, str]] = set()
+
+    def check(self, step: int, data_seconds: float) -> list[str]:
+        """Time the probe on all ranks and compare; a line for each slow rank, on all ranks alike. Collective."""
+        timings: list[Any] = [None] * dist.get_world_size()
+        own = Timing(socket.gethostname(), self._probe_seconds(), data_seconds)
+        dist.all_gather_object(timings, own, group=self.group)
+        slow = find_slow(timings)
+        lines = [text for key, text in slow.items() if key in self.suspects]
+        self.suspects = set(slow)
+        for line in lines:
+            logger.info(f"straggler, seen twice up to step {step}: {line}")
+        return lines
+
+    def _probe_seconds(self) -> float:
+        times = []
+        for _ in range(PROBES):
+            self._wait()
+            begin = time.perf_counter()
+            self.factor @ self.factor
+            self._wait()
+            times.append(time.perf_counter() - begin)
+        return min(times)
+
+    def _wait(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+
+def find_slow(timings: Sequence[Timing]) -> dict[tuple[int, str], str]:
+    """(rank, what it is slow at) → the evidence. The median of the ranks is the measure, the lower of two."""
+    slow = {}
+    for field, work in (("compute_seconds", "the same matrix product"), ("data_seconds", "its batch")):
+        values = [getattr(timing, field) for timing in timings]
+        usual = median_low(values)
+        for rank, value in enumerate(values):
+            if value > SLOW * usual and value > usual + SLOW_SECONDS:
+                slow[rank, field] = (
+                    f"rank {rank} ({timings[rank].host}) needed {1e3 * value:.1f} ms for {work}, "
+                    f"half of the ranks at most {1e3 * usual:.1f} ms"
+                )
+    return slow
+
+
+# ---------------------------------------------------------------- wrong results
+
+
+class ReplayError(TitaniteError):
+    """The same computation gave two results."""
+
+    agreed = True
+
+
+def check_replay(
+    step: int, parameters: Sequence[Tensor], losses: list[Tensor], again: Callable[[], list[Tensor]]
+) -> None:
+    """Compute the gradients of a step a second time, by `again`, and compare them bit for bit; they stay in place.
+
+    `losses` are this rank's own of the first time. A processor that computes wrongly now and then is found so
+    (Dixit et al. 2021, "Silent data corruptions at scale"). Raises ReplayError on all ranks alike.
+    """
+    first = (_bits(losses), _bits(_gradients(parameters)))
+    for parameter in parameters:
+        parameter.grad = None
+    second = (_bits(again()), _bits(_gradients(parameters)))
+    differ = [None] * dist.get_world_size()
+    dist.all_gather_object(differ, [a != b for a, b in zip(first, second, strict=True)])
+    losses_differ, gradients_differ = ([r for r, d in enumerate(differ) if d and d[kind]] for kind in (0, 1))
+    if losses_differ:
+        raise ReplayError(
+            f"step {step}: computed twice, the loss differs on rank {losses_differ}: its device is suspect"
+        )
+    if gradients_differ:
+        raise ReplayError(
+            f"step {step}: computed twice, gradients differ on rank {gradients_differ} and no rank's own loss does: "
+            "the backward of one of them, or the network, is suspect; `python -m parallel.preflight` tests each device"
+        )
+
+
+def _gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
+    grads = [p.grad for p in parameters if p.grad is not None]
+    return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+
+
+def _bits(tensors: Sequence[Tensor]) -> list[int]:
+    """The sum of the bit patterns of each tensor: one wrong element changes it."""
+    sums = [tensor.detach().contiguous().view(-1).view(torch.uint8).sum(dtype=torch.int64) for tensor in tensors]
+    return torch.stack(sums).tolist() if sums else []

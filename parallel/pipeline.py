@@ -1,0 +1,178 @@
+"""Pipeline parallelism: consecutive layers on different ranks, microbatches in flight between them.
+
+The schedules are torch's: 1F1B (Narayanan et al. 2021), its interleaved form, and zero-bubble (Qi et al. 2023).
+"""
+
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+from torch.distributed.tensor import DTensor
+
+import config as settings
+from config import Config, ConfigError
+from parallel.mesh import Mesh
+
+LossFn = Callable[[Tensor, Tensor], Tensor]  # (logits, labels) → summed loss
+ChunkedLoss = Callable[[Tensor, Tensor, Tensor], Tensor]  # (hidden states, output weight, labels) → summed loss
+
+
+class Step(NamedTuple):
+    """What a rank does with one microbatch, given tokens [B, S], labels [B, S] and positions [B, S] or None.
+
+    forward_backward(tokens, labels, positions, n_tokens) adds to the gradients and returns the loss divided by
+    `n_tokens`; forward(tokens, labels, positions) returns the summed loss. On a rank without the last layer both
+    losses are 0. logits(tokens) returns this rank's part of the logits; None without the last layer.
+    """
+
+    forward_backward: Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
+    forward: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    logits: Callable[[Tensor], Tensor | None]
+
+
+def build_step(
+    parts: list[nn.Module],
+    loss_fn: LossFn,
+    dim: int,
+    vocab_size: int,
+    mesh: Mesh,
+    config: Config,
+    chunked_loss: ChunkedLoss | None = None,
+) -> Step:
+    """The step of the whole model, or of the pipeline stages `parts` whose hidden states have size `dim`.
+
+    With `chunked_loss`, the whole model computes it instead of logits.
+    """
+    if mesh.pp.size() == 1:
+        return _build_whole(parts[0], loss_fn, chunked_loss)
+    return _build_pipeline(parts, loss_fn, dim, vocab_size, mesh, config)
+
+
+def _build_whole(model: nn.Module, loss_fn: LossFn, chunked_loss: ChunkedLoss | None) -> Step:
+    def forward(tokens: Tensor, labels: Tensor, positions: Tensor | None) -> Tensor:
+        if chunked_loss is not None:
+            return model(tokens, positions, loss=lambda hidden, weight: chunked_loss(hidden, weight, labels))
+        return loss_fn(model(tokens, positions), labels)
+
+    def forward_backward(tokens: Tensor, labels: Tensor, positions: Tensor | None, n_tokens: Tensor) -> Tensor:
+        # Divided by the tokens of the whole step, so that the update does not depend on how they were split.
+        loss = forward(tokens, labels, positions) / n_tokens
+        loss.backward()
+        return loss.detach()
+
+    def logits(tokens: Tensor) -> Tensor:
+        out = model(tokens)
+        return out.to_local() if isinstance(out, DTensor) else out
+
+    return Step(forward_backward, forward, logits)
+
+
+def _build_pipeline(
+    parts: list[nn.Module], loss_fn: LossFn, dim: int, vocab_size: int, mesh: Mesh, config: Config
+) -> Step:
+    settings, training = config.parallelism, config.training
+    device = torch.device(mesh.pp.device_type)
+    if device.type != "cpu":
+        device = torch.device(device.type, torch.accelerator.current_device_index())
+    n_stages = mesh.pp.size() * len(parts)
+    stage_ids = stages_of_rank(mesh.pp.get_local_rank(), settings)
+    size, length = settings.pp_microbatch_size, training.seq_len // mesh.cp.size()
+    # Shapes are stated, or every first step would run an extra forward and backward to find them.
+    dtype = getattr(torch, training.param_dtype)
+    tokens = torch.empty(size, training.seq_len, dtype=torch.int64, device="meta")
+    hidden = torch.empty(size, length // mesh.tp.size(), dim, dtype=dtype, device="meta", requires_grad=True)
+    scores = torch.empty(size, length, vocab_size // mesh.tp.size(), dtype=dtype, device="meta", requires_grad=True)
+    stages = [
+        PipelineStage(
+            part,
+            i,
+            n_stages,
+            device,
+            input_args=tokens if i == 0 else hidden,
+            output_args=scores if i == n_stages - 1 else hidden,
+            group=mesh.pp.get_group(),
+        )
+        for part, i in zip(parts, stage_ids, strict=True)
+    ]
+    divisor = torch.ones((), device=device)  # read by the loss, which the schedule calls with two arguments
+    kind = get_schedule_class(settings.pp_schedule)
+    schedule = kind(
+        stages[0] if issubclass(kind, PipelineScheduleSingle) else stages,
+        training.local_batch_size // size,
+        loss_fn=lambda output, labels: loss_fn(output, labels) / divisor,
+        scale_grads=False,
+    )
+    first, last = 0 in stage_ids, n_stages - 1 in stage_ids
+
+    def run(action: Callable[..., object], tokens: Tensor, labels: Tensor, positions: Tensor | None) -> Tensor:
+        losses: list[Tensor] = []
+        inputs = (tokens,) if first else ()
+        kwargs = {} if positions is None else {"positions_BS": positions}
+        action(*inputs, target=labels if last else None, losses=losses if last else None, **kwargs)
+        return torch.stack(losses).sum() if last else torch.zeros((), device=device)
+
+    def forward(tokens: Tensor, labels: Tensor, positions: Tensor | None) -> Tensor:
+        divisor.fill_(1)
+        return run(schedule.eval, tokens, labels, positions)
+
+    def forward_backward(tokens: Tensor, labels: Tensor, positions: Tensor | None, n_tokens: Tensor) -> Tensor:
+        divisor.copy_(n_tokens)
+        return run(partial(schedule.step, return_outputs=False), tokens, labels, positions).detach()
+
+    def logits(tokens: Tensor) -> Tensor | None:
+        inputs, target = (tokens,) if first else (), tokens if last else None
+        return schedule.eval(*inputs, target=target, losses=[] if last else None)
+
+    return Step(forward_backward, forward, logits)
+
+
+def stages_of_rank(rank: int, settings: settings.Parallelism) -> list[int]:
+    """Numbers of the stages that a rank of the pipeline holds; dealt round where there are more than ranks."""
+    per_rank = 1 if settings.pp_schedule == "1F1B" else settings.pp_stages_per_rank
+    return list(range(rank, settings.pp * per_rank, settings.pp))
+
+
+def layers_of_stages(n_layers: int, n_stages: int) -> list[range]:
+    """The layers of each stage, as even as can be; the ends, with the embedding and the output, get the fewer."""
+    least, more = divmod(n_layers, n_stages)
+    # The stages nearest to the middle take one layer more.
+    middle = sorted(range(n_stages), key=lambda stage: abs(2 * stage - n_stages + 1))[:more]
+    ends = [0]
+    for stage in range(n_stages):
+        ends.append(ends[-1] + least + (stage in middle))
+    return [range(start, end) for start, end in pairwise(ends)]
+
+
+def check_pipeline(config: Config, n_layers: int) -> None:
+    """Raises ConfigError where the batch or the layers do not suit the pipeline, or the compiler the schedule."""
+    settings, batch = config.parallelism, config.training.local_batch_size
+    if settings.pp == 1:
+        return
+    n_stages = settings.pp * len(stages_of_rank(0, settings))
+    if n_layers < n_stages:
+        raise ConfigError(
+            f"parallelism.pp = {settings.pp}: {n_stages} stages ({settings.pp_schedule}) for {n_layers} layers; "
+            "a stage needs at least one"
+        )
+    microbatches, rest = divmod(batch, settings.pp_microbatch_size)
+    if rest:
+        raise ConfigError(
+            f"parallelism.pp_microbatch_size = {settings.pp_microbatch_size}: must divide "
+            f"training.local_batch_size = {batch}"
+        )
+    if microbatches < settings.pp or (settings.pp_schedule != "1F1B" and microbatches % settings.pp):
+        multiple = "at least" if settings.pp_schedule == "1F1B" else "a multiple of"
+        raise ConfigError(
+            f"training.local_batch_size = {batch} makes {microbatches} microbatches of parallelism.pp_microbatch_size "
+            f"= {settings.pp_microbatch_size}: {settings.pp_schedule} needs {multiple} parallelism.pp = {settings.pp}"
+        )
+    if config.compile.enable and "ZeroBubble" in settings.pp_schedule:
+        raise ConfigError(
+            f'parallelism.pp_schedule = "{settings.pp_schedule}" with compile.enable = true: splitting a compiled '
+            "block's backward gives wrong gradients; set one of them otherwise"
+        )

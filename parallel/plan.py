@@ -1,0 +1,303 @@
+"""What a run would need and give on any cluster, from a laptop: memory, traffic, speed, checkpoints, failures.
+
+    python -m parallel.plan --config train_configs/llama3_8b.toml --world-size 64 --device h100
+    python -m parallel.plan --config train_configs/llama3_70b.toml --world-size 256 --sweep
+    python -m parallel.plan --config train_configs/llama3_8b.toml --world-size 64 --dry-run
+
+The model is built on the meta device and its weights are counted. The rest are formulas (docs/plan.md) which tests hold
+to counts of the real step. `--dry-run` makes that count for this very config: one step of train.py on fake ranks and
+fake tensors, with everything but data, checkpoints and kernels. Data need not be there.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import math
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+from config import Config, ConfigError, TitaniteError, grad_accum_steps, load_config
+from float8.convert import check_float8, convert_to_float8
+from models import ModelSpec, build_model, find_model
+from parallel.devices import DEVICES
+from parallel.mesh import ParallelDims
+from parallel.plan_costs import GIB, Work, flops_per_token, traffic
+from parallel.plan_memory import memory, reserved
+from parallel.plan_time import Cluster, estimate
+
+DEFAULT_VOCAB_SIZE = 4096  # of a flavor that takes its tokenizer's: the one that the default run trains
+# Errors against published runs and against counts, from benchmarks/results/plan.json and tests/unit/test_plan.py.
+KNOWN_BY = {
+    "parameters": "counted on the real module",
+    "memory": "modelled; within 5 % of a count of the real step, 20 % with both tp and pp; reserved: docs/plan.md",
+    "traffic": "modelled; equal to a count of the real step, with up to three stages per rank and no budget",
+    "speed": "modelled; errors against published runs in docs/plan.md",
+    "checkpoint": "size exact; times from --storage-bandwidth",
+    "failures": "Young's and Daly's formulas, from --mttf-hours",
+}
+
+
+MODES: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
+
+
+class Options(NamedTuple):
+    """What the planner asks beside the config."""
+
+    world_size: int
+    cluster: Cluster
+    tokens: float
+    mttf_hours: float
+    storage_bandwidth: float
+
+
+def plan(config: Config, options: Options) -> dict[str, Any]:
+    """Everything there is to say of a run, as plain values. Raises ConfigError for what cannot run."""
+    spec, flavor = _find_model(config)
+    dims = _check(config, options, spec, flavor)
+    work, parameters = build_work(config, dims, spec, flavor)
+    return plan_work(work, parameters, options)
+
+
+def build_work(config: Config, dims: ParallelDims, spec: ModelSpec, flavor: Any) -> tuple[Work, int]:
+    """The run for the formulas, and the number of its parameters, counted on the model itself."""
+    model = build_model(spec, flavor)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    float8: frozenset[str] = frozenset()
+    if config.float8.enable:
+        converted, _ = convert_to_float8(model, config.float8)
+        float8 = frozenset(name.rsplit(".")[-1] for name in converted)
+    compiled = config.compile.enable
+    return Work(shape=flavor, config=config, dims=dims, float8_layers=float8, compiled_loss=compiled), parameters
+
+
+def plan_work(work: Work, parameters: int, options: Options) -> dict[str, Any]:
+    """The plan by the formulas."""
+    config, dims = work.config, work.dims
+    stages = [dataclasses.replace(work, stage=stage) for stage in range(dims.pp)]
+    fullest = max(stages, key=lambda stage: memory(stage).peak)
+    held, speed = memory(fullest), estimate(stages[-1], options.cluster)
+    capacity = options.cluster.device.memory_bytes
+    step_tokens = work.accumulation * config.training.local_batch_size * dims.dp * config.training.seq_len
+    tokens = options.tokens or config.training.steps * step_tokens
+    state_bytes = parameters * (8 if config.optimizer.state_dtype == "bfloat16" else 12)  # weights and two moments
+    sizes = {**held._asdict(), "allocated": held.peak, "reserved": reserved(held), "device": capacity}
+    return {
+        "world_size": options.world_size,
+        "layout": str(dims),
+        "parameters": parameters,
+        "flops_per_token": flops_per_token(work),
+        "tokens_per_step": step_tokens,
+        "memory_gib": {name: size / GIB for name, size in sizes.items()},
+        "stage": fullest.stage,
+        "fits": reserved(held) <= capacity,
+        "traffic": [item._asdict() for item in traffic(stages[-1])],
+        "speed": speed._asdict() | {"bound": speed.bound},
+        "tokens": tokens,
+        "days": tokens / (speed.tokens_per_second * options.world_size) / 86400,
+        "checkpoint": _checkpoint(state_bytes, tokens, speed.tokens_per_second * options.world_size, options),
+        "known_by": KNOWN_BY,
+    }
+
+
+def _find_model(config: Config) -> tuple[ModelSpec, Any]:
+    spec, flavor = find_model(config.model, 0)
+    return spec, flavor if flavor.vocab_size else dataclasses.replace(flavor, vocab_size=DEFAULT_VOCAB_SIZE)
+
+
+def _check(config: Config, options: Options, spec: ModelSpec, flavor: Any) -> ParallelDims:
+    """The layout, if train.py would take it. Raises ConfigError."""
+    dims = ParallelDims.from_config(config.parallelism, options.world_size)
+    # Overlapped tensor parallelism needs a GPU to run, not to be planned.
+    parallelism = dataclasses.replace(config.parallelism, async_tp=False)
+    spec.check_parallelism(flavor, dataclasses.replace(config, parallelism=parallelism))
+    check_float8(config)
+    grad_accum_steps(config.training, dims.dp)
+    return dims
+
+
+def _checkpoint(size: int, tokens: float, tokens_per_second: float, options: Options) -> dict[str, float]:
+    """Size and time of a checkpoint, failures of the run, and the interval that loses least to both.
+
+    Young 1974: sqrt(2 C M) for a checkpoint of C seconds and M seconds between failures. Daly 2006 corrects it by
+    terms of C / M. A run's mean time to failure is a node's over their number.
+    """
+    seconds = size / options.storage_bandwidth
+    nodes = math.ceil(options.world_size / options.cluster.gpus_per_node)
+    mttf = 3600 * options.mttf_hours / nodes
+    ratio = seconds / (2 * mttf)
+    daly = math.sqrt(2 * seconds * mttf) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - seconds if ratio < 1 else mttf
+    return {
+        "gib": size / GIB,
+        "write_seconds": seconds,
+        "failures": tokens / tokens_per_second / mttf,
+        "interval_seconds_young": math.sqrt(2 * seconds * mttf),
+        "interval_seconds_daly": daly,
+        "lost_pct": 100 * (seconds / daly + daly / (2 * mttf)),
+    }
+
+
+def sweep(config: Config, options: Options) -> list[dict[str, Any]]:
+    """Plans of all layouts, batch sizes and checkpointing modes that fit, the fastest first.
+
+    Replicas are as many as the config says, or one per node. The sequences of an optimizer step stay as they are where
+    the config names them.
+    """
+    plans = []
+    degrees = [2**i for i in range(6)]
+    spec, flavor = _find_model(config)
+    base, parameters = build_work(config, ParallelDims(1, 1), spec, flavor)
+    for tp, pp, cp, mode, batch in itertools.product(
+        degrees[:4], degrees[:5], degrees[:4], MODES, sorted({config.training.local_batch_size, *degrees[:5]})
+    ):
+        on_node = options.world_size // (options.cluster.gpus_per_node * pp)
+        for replicas in sorted({config.parallelism.dp_replicate, max(1, on_node)}):
+            layout = dataclasses.replace(config.parallelism, tp=tp, pp=pp, cp=cp, dp_replicate=replicas, dp_shard=-1)
+            changed = dataclasses.replace(
+                config,
+                parallelism=layout,
+                activation_checkpoint=dataclasses.replace(config.activation_checkpoint, mode=mode),
+                training=dataclasses.replace(config.training, local_batch_size=batch),
+            )
+            try:
+                dims = _check(changed, options, spec, flavor)
+            except ConfigError:
+                continue  # the world, the batch or the model does not divide so
+            found = plan_work(dataclasses.replace(base, config=changed, dims=dims), parameters, options)
+            if found["fits"]:
+                plans.append({"mode": mode, "local_batch_size": batch, **found})
+    return sorted(plans, key=lambda found: -found["speed"]["tokens_per_second"])
+
+
+def to_text(found: dict[str, Any]) -> str:
+    """A plan for people."""
+    held, speed, saved = found["memory_gib"], found["speed"], found["checkpoint"]
+    causes = ("weights", "gradients", "optimizer", "activations", "working", "gathered")
+    waits = ("matmul", "pointwise", "intra_node", "inter_node", "bubble")
+    known = found["known_by"]
+    lines = [
+        f"{found['parameters']:,} parameters on {found['world_size']} ranks: {found['layout']}",
+        f"{found['tokens_per_step']:,} tokens per step, {found['flops_per_token'] / 1e9:.1f} GFLOP per token",
+        "",
+        f"memory per rank, GiB  [{known['memory']}]",
+        *(f"  {cause:<14}{held[cause]:>9.2f}" for cause in causes),
+        f"  {'allocated':<14}{held['allocated']:>9.2f}",
+        f"  {'reserved':<14}{held['reserved']:>9.2f}  of {held['device']:.1f}: "
+        + ("fits" if found["fits"] else "DOES NOT FIT"),
+        "",
+        f"traffic per step and rank, whole tensors, GiB  [{known['traffic']}]",
+        *(f"  {x['axis']:<14}{x['kind']:<16}{x['calls']:>7} calls {x['bytes'] / GIB:>10.3f}" for x in found["traffic"]),
+        "",
+        f"speed  [{known['speed']}]",
+        f"  {speed['tokens_per_second']:,.0f} tokens/s/device, MFU {100 * speed['mfu']:.1f} %; bound: {speed['bound']}",
+        f"  {speed['step_seconds']:.3f} s per step: " + ", ".join(f"{name} {speed[name]:.3f}" for name in waits),
+        f"  {found['tokens'] / 1e9:,.1f} G tokens in {found['days']:,.1f} days",
+        "",
+        f"checkpoints  [{known['checkpoint']}; {known['failures']}]",
+        f"  {saved['gib']:,.1f} GiB, written in {saved['write_seconds']:,.0f} s",
+        f"  {saved['failures']:.1f} failures expected; cheapest interval {saved['interval_seconds_daly'] / 60:.0f} min "
+        f"(Daly; Young {saved['interval_seconds_young'] / 60:.0f}), {saved['lost_pct']:.1f} % of the time lost",
+    ]
+    return "\n".join(lines)
+
+
+def run_dry(config: Config, world_size: int, rank: int) -> dict[str, Any]:
+    """The count of one real step, as plain values."""
+    from parallel.plan_dry_run import dry_run  # loads train.py and all it needs
+
+    counted = dry_run(config, world_size, rank)
+    return {
+        "rank": rank,
+        "memory_gib": {name: getattr(counted, name) / GIB for name in ("weights", "optimizer", "peak")},
+        "traffic": [item._asdict() for item in counted.traffic],
+        "known_by": "counted on one step of train.py with fake ranks and tensors; kernels are the CPU's, not fused",
+    }
+
+
+def dry_text(counted: dict[str, Any]) -> str:
+    """A dry run for people."""
+    held = counted["memory_gib"]
+    return "\n".join(
+        [
+            f"one step of train.py ran as rank {counted['rank']}  [{counted['known_by']}]",
+            "  " + ", ".join(f"{name} {value:.2f} GiB" for name, value in held.items()),
+            *(
+                f"  {x['axis']:<14}{x['kind']:<16}{x['calls']:>7} calls {x['bytes'] / GIB:>10.3f} GiB"
+                for x in counted["traffic"]
+            ),
+        ]
+    )
+
+
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Config, Options]:
+    """The planner's own options; what is left describes the config. Raises ConfigError."""
+    parser = argparse.ArgumentParser(
+        prog="python -m parallel.plan", description="plan a run for any cluster", allow_abbrev=False,
+        epilog="other options are the config's: --config=FILE --section.field=value",
+    )  # fmt: skip
+    parser.add_argument("--world-size", type=int, required=True, help="ranks")
+    parser.add_argument("--device", choices=sorted(DEVICES), default="h100")
+    parser.add_argument("--gpus-per-node", type=int, default=8)
+    parser.add_argument("--bandwidth", type=_positive, help="network per device and direction, 1e9 bytes/s")
+    parser.add_argument("--tokens", type=_positive, default=0.0, help="token budget; else the config's steps")
+    parser.add_argument("--mttf-hours", type=_positive, default=20_000.0, help="mean time to failure of a node")
+    parser.add_argument("--storage-bandwidth", type=_positive, default=10.0, help="of all ranks together, 1e9 bytes/s")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    modes = parser.add_mutually_exclusive_group()
+    modes.add_argument("--sweep", action="store_true", help="rank the layouts that fit")
+    modes.add_argument("--dry-run", action="store_true", help="run and count one real step on fake ranks")
+    parser.add_argument("--rank", type=int, default=0, help="the rank that --dry-run is")
+    arguments, rest = parser.parse_known_args(argv)
+    for name in ("world_size", "gpus_per_node"):
+        if getattr(arguments, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} = {getattr(arguments, name)}: must be at least 1")
+    if not 0 <= arguments.rank < arguments.world_size:
+        raise ConfigError(f"--rank = {arguments.rank}: must be from 0 to {arguments.world_size - 1}")
+    device = DEVICES[arguments.device]
+    bandwidth = 1e9 * arguments.bandwidth if arguments.bandwidth else device.network_bandwidth
+    cluster = Cluster(device, arguments.gpus_per_node, bandwidth)
+    storage = 1e9 * arguments.storage_bandwidth
+    options = Options(arguments.world_size, cluster, arguments.tokens, arguments.mttf_hours, storage)
+    config = load_config(rest)
+    if config.float8.enable and device.float8_flops is None and not config.float8.emulate:
+        raise ConfigError(f"float8.enable = true: {arguments.device} has no float8 matmul")
+    return arguments, config, options
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"{text}: must be above 0")
+    return value
+
+
+def main(argv: Sequence[str]) -> None:
+    """Print the plan, the layouts or the dry run."""
+    arguments, config, options = parse(argv)
+    if arguments.sweep:
+        plans = sweep(config, options)
+        if arguments.json:
+            print(json.dumps(plans, indent=1))
+            return
+        print(f"{len(plans)} layouts fit; the fastest:")
+        for found in plans[:20]:
+            rate, gib = found["speed"]["tokens_per_second"], found["memory_gib"]["reserved"]
+            settings = f"{found['layout']}, {found['mode']}, local_batch_size {found['local_batch_size']}"
+            print(f"  {rate:>8,.0f} tokens/s/device  {gib:>6.1f} GiB  {settings}")
+        return
+    found = plan(config, options)
+    if arguments.dry_run:
+        found = run_dry(config, arguments.world_size, arguments.rank)
+    text = dry_text if arguments.dry_run else to_text
+    print(json.dumps(found, indent=1) if arguments.json else text(found), flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except TitaniteError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        os._exit(2)
+    os._exit(0)  # fake ranks have no way to leave their process group

@@ -1,0 +1,333 @@
+"""What a step of a Llama costs a rank: weights, floating-point operations, bytes sent. Formulas only.
+
+docs/plan.md explains them; tests compare each with a count of the real step (parallel/plan_dry_run.py).
+
+Letters: T tokens of a microbatch on a rank   D dim   F hidden_dim   N query heads   K key/value heads   H head_dim
+V vocabulary   t = tp. A "tensor's bytes" are those of the whole tensor that a group works on, not a rank's part.
+"""
+
+import dataclasses
+from collections import Counter
+from typing import Any, NamedTuple
+
+from config import Config, grad_accum_steps
+from parallel.mesh import ParallelDims
+from parallel.pipeline import layers_of_stages
+
+GIB = 2**30
+
+
+class Traffic(NamedTuple):
+    """Collectives of one kind on one axis, in a step of one rank; `bytes` of the whole tensors."""
+
+    axis: str
+    kind: str
+    calls: int
+    bytes: int
+
+
+class Weight(NamedTuple):
+    """A weight as tensor parallelism leaves it to a rank, before FSDP2 shards its rows."""
+
+    name: str
+    rows: int
+    columns: int  # 0: a vector
+
+    @property
+    def size(self) -> int:
+        """Numbers in it."""
+        return self.rows * max(1, self.columns)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Work:
+    """A run as the formulas see it, on the ranks of one stage of the pipeline.
+
+    `shape` is a flavor (dim, n_layers, ...); `float8_layers` names the linear layers that are converted.
+    `compiled_loss` is apart from config.compile because others compile the one and not the other.
+    `unfused_norm`: the device has no kernel for RMSNorm, as the CPU has not, so that autograd keeps its parts.
+    """
+
+    shape: Any
+    config: Config
+    dims: ParallelDims
+    float8_layers: frozenset[str] = frozenset()
+    compiled_loss: bool = False
+    unfused_norm: bool = False
+    stage: int = 0
+
+    @property
+    def microbatch(self) -> int:
+        """Sequences that a rank computes at once."""
+        parallelism, training = self.config.parallelism, self.config.training
+        return parallelism.pp_microbatch_size if self.dims.pp > 1 else training.local_batch_size
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return self.microbatch * self.config.training.seq_len // self.dims.cp
+
+    @property
+    def accumulation(self) -> int:
+        """Batches of local_batch_size sequences in a step."""
+        return grad_accum_steps(self.config.training, self.dims.dp)
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches in a step."""
+        return self.accumulation * (self.config.training.local_batch_size // self.microbatch)
+
+    @property
+    def batches(self) -> int:
+        """How often in a step weights are gathered and gradients summed: a pipeline waits for its last microbatch."""
+        return self.accumulation if self.dims.pp > 1 else self.microbatches
+
+    @property
+    def reduce_bytes(self) -> int:
+        """Bytes of a gradient that is being summed."""
+        return 2 if self.config.training.reduce_dtype == "bfloat16" else 4
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Pieces of the model on a rank."""
+        one = self.dims.pp == 1 or self.config.parallelism.pp_schedule == "1F1B"
+        return 1 if one else self.config.parallelism.pp_stages_per_rank
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the rank holds the embedding."""
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the rank computes the loss."""
+        return self.stage == self.dims.pp - 1
+
+    @property
+    def blocks(self) -> list[int]:
+        """Numbers of the blocks on the rank, of all its pieces of the model."""
+        pieces = layers_of_stages(self.shape.n_layers, self.dims.pp * self.stages_per_rank)
+        return [block for piece in pieces[self.stage :: self.dims.pp] for block in piece]
+
+    @property
+    def layers(self) -> int:
+        """How many they are."""
+        return len(self.blocks)
+
+    @property
+    def recomputed(self) -> int:
+        """How many of them repeat their forward in backward, by checkpointing; the compiler's choices not counted."""
+        checkpoint = self.config.activation_checkpoint
+        if checkpoint.mode not in ("full", "selective"):
+            return 0
+        return sum(block % checkpoint.every_n_layers == 0 for block in self.blocks)
+
+    @property
+    def fsdp(self) -> int:
+        """Ranks over which weights are sharded."""
+        return self.dims.dp_shard * self.dims.cp
+
+    @property
+    def alone(self) -> bool:
+        """Whether nothing is sharded, and FSDP2 is not used."""
+        dims = self.dims
+        return dims.dp * dims.cp * dims.tp * dims.pp == 1 and not self.config.float8.enable
+
+    @property
+    def param_bytes(self) -> int:
+        """Bytes of a number as blocks compute."""
+        return 2 if self.config.training.param_dtype == "bfloat16" else 4
+
+
+# ---------------------------------------------------------------- weights
+
+
+def block_weights(work: Work) -> list[Weight]:
+    """The weights of a block on a rank."""
+    s, t = work.shape, work.dims.tp
+    q, kv, f = s.n_heads * s.head_dim // t, s.n_kv_heads * s.head_dim // t, s.hidden_dim // t
+    return [
+        Weight("attention_norm", s.dim, 0),
+        Weight("wq", q, s.dim),
+        Weight("wk", kv, s.dim),
+        Weight("wv", kv, s.dim),
+        Weight("wo", s.dim, q),
+        Weight("ffn_norm", s.dim, 0),
+        Weight("w1", f, s.dim),
+        Weight("w2", s.dim, f),
+        Weight("w3", f, s.dim),
+    ]
+
+
+def groups(work: Work) -> list[list[Weight]]:
+    """The weights that are gathered together on a rank, in order of use."""
+    s = work.shape
+    table = Weight("tok_embeddings", s.vocab_size // work.dims.tp, s.dim)
+    output, norm = table._replace(name="output"), Weight("norm", s.dim, 0)
+    blocks = [block_weights(work)] * work.layers
+    if s.tie_embeddings:
+        return [[table, norm], *blocks]
+    first = [[table]] if work.is_first else []
+    last = [[norm, output]] if work.is_last else []
+    return [*first, *blocks, *last]
+
+
+def kept_whole(work: Work) -> set[int]:
+    """Which of the groups stay gathered from forward to backward: of a pipeline, all.
+
+    Else what is used last, being used first in backward, and the root, which holds tied weights.
+    """
+    n_groups = len(groups(work))
+    if work.dims.pp > 1 or not work.config.parallelism.reshard_after_forward:
+        return set(range(n_groups))
+    return {0, n_groups - 1} if work.shape.tie_embeddings else {n_groups - 1}
+
+
+def padded(weight: Weight, ranks: int) -> int:
+    """Numbers in `weight` once its rows are filled up to a multiple of the ranks that share them."""
+    return -(-weight.rows // ranks) * ranks * max(1, weight.columns)
+
+
+def n_parameters(work: Work) -> int:
+    """Numbers in the whole model."""
+    s = work.shape
+    tables = s.vocab_size * s.dim * (1 if s.tie_embeddings else 2)
+    attention = 2 * s.dim * s.head_dim * (s.n_heads + s.n_kv_heads)
+    return tables + s.dim + s.n_layers * (attention + 3 * s.dim * s.hidden_dim + 2 * s.dim)
+
+
+def local_parameters(work: Work) -> int:
+    """Numbers that a rank keeps between two steps; those filling up included."""
+    return sum(padded(weight, work.fsdp) // work.fsdp for group in groups(work) for weight in group)
+
+
+# ---------------------------------------------------------------- traffic
+
+
+def traffic(work: Work) -> list[Traffic]:
+    """All collectives of a step of one rank, and what it sends to others.
+
+    Those of a few bytes, too, but for the votes to stop and of checkpoints, which are on the host.
+    """
+    calls: Counter[tuple[str, str]] = Counter()
+    total: Counter[tuple[str, str]] = Counter()
+    world = work.dims.dp * work.dims.cp * work.dims.tp * work.dims.pp
+
+    def add(axis: str, ranks: int, kind: str, size: int, times: int = 1) -> None:
+        if times and (ranks > 1 or axis == "world"):
+            key = ("world" if ranks == world else axis), kind
+            calls[key] += times
+            total[key] += times * size
+
+    add("world", world, "all_reduce", 8)  # tokens of the step
+    add("world", world, "all_reduce", 4)  # its loss
+    _add_fsdp(work, add)
+    if work.dims.tp > 1:
+        _add_tensor_parallel(work, add)
+    if work.dims.cp > 1:
+        _add_context_parallel(work, add)
+    if work.dims.pp > 1:
+        hidden = work.tokens * work.shape.dim * work.param_bytes // work.dims.tp
+        # Each piece sends hidden states to the next and gradients to the one before, which are on other ranks.
+        sends = 2 * work.stages_per_rank - work.is_first - work.is_last
+        add("pp", work.dims.pp, "send", hidden, sends * work.microbatches)
+        add("pp", work.dims.pp, "all_reduce", 4)  # of the gradient's norm
+    return [Traffic(*key, calls[key], total[key]) for key in sorted(calls)]
+
+
+def _add_fsdp(work: Work, add: Any) -> None:
+    all_groups, ranks, replicas, batches = groups(work), work.fsdp, work.dims.dp_replicate, work.batches
+    reduce_bytes = work.reduce_bytes
+    n_weights = sum(map(len, all_groups))
+    kept = kept_whole(work)
+    for i, group in enumerate(all_groups):
+        numbers = sum(padded(weight, ranks) for weight in group)
+        gathers = batches * (1 if i in kept else 2)
+        add("dp_shard_cp", ranks, "all_gather", gathered_bytes(work, group), gathers)
+        add("dp_shard_cp", ranks, "reduce_scatter", numbers * reduce_bytes, batches)
+        add("dp_replicate", replicas, "all_reduce", numbers * reduce_bytes // ranks)
+    add("dp_shard_cp", ranks, "all_reduce", 4 * n_weights)  # norms of the gradients
+    add("tp", work.dims.tp, "all_reduce", 4 * n_weights)
+    if work.float8_layers:
+        add("dp_shard_cp", ranks, "all_reduce", 4 * len(work.float8_layers) * work.layers)  # scales
+
+
+def gathered_bytes(work: Work, group: list[Weight]) -> int:
+    """Bytes of a group's weights as they are gathered."""
+    return sum(
+        padded(weight, work.fsdp) * (1 if weight.name in work.float8_layers else work.param_bytes) for weight in group
+    )
+
+
+def _add_tensor_parallel(work: Work, add: Any) -> None:
+    """Megatron-LM's with sequence parallel: attention and feed-forward each gather and scatter the hidden states."""
+    t, m, hidden = work.dims.tp, work.microbatches, work.tokens * work.shape.dim * work.param_bytes
+    # A checkpointed block repeats its forward, up to the last result that backward needs: not the last scatter.
+    again = work.recomputed
+    add("tp", t, "all_gather", hidden, m * (4 * work.layers + 2 * again + work.is_first + work.is_last))
+    add("tp", t, "reduce_scatter", hidden, m * (4 * work.layers + again + work.is_first + work.is_last))
+    # Every rank has seen a part of the sequence, so the gradients of norms are summed.
+    norms = 2 * work.layers + work.is_last
+    summed = work.reduce_bytes if work.batches < m else work.param_bytes  # a pipeline's gradients are summed up first
+    add("tp", t, "all_reduce", work.shape.dim * summed, work.batches * norms)
+    if work.is_last:  # the loss: the largest logit of each token, then the sum and the label's
+        add("tp", t, "all_reduce", 4 * work.tokens, m)
+        add("tp", t, "all_reduce", 8 * work.tokens, m)
+
+
+def _add_context_parallel(work: Work, add: Any) -> None:
+    """Keys and values are gathered before attention, their gradients summed and scattered; or both go round a ring."""
+    s, c, m = work.shape, work.dims.cp, work.microbatches
+    numbers = work.tokens * s.n_kv_heads * s.head_dim // work.dims.tp  # of this rank's keys
+    again = work.recomputed
+    if work.config.parallelism.cp_method == "allgather":
+        add("cp", c, "all_gather", numbers * c * work.param_bytes, 2 * m * (work.layers + again))
+        add("cp", c, "reduce_scatter", numbers * c * work.param_bytes, 2 * m * work.layers)
+    else:  # keys and values in one message; in backward the float32 gradients of both come along, and home
+        add("cp", c, "send", 2 * numbers * work.param_bytes, (c - 1) * m * (2 * work.layers + again))
+        add("cp", c, "send", 2 * numbers * 4, c * m * work.layers)
+
+
+# ---------------------------------------------------------------- operations
+
+
+class Flops(NamedTuple):
+    """Floating-point operations of a rank for one microbatch, forward and backward and what is recomputed."""
+
+    matmul: float  # in param_dtype
+    float8: float
+    attention: float  # the causal half
+
+
+def block_flops(work: Work) -> tuple[Flops, Flops]:
+    """Of one block: (forward, backward with recomputation)."""
+    s, t, tokens = work.shape, work.dims.tp, work.tokens
+    matmuls = {weight.name: 2.0 * tokens * weight.size for weight in block_weights(work) if weight.columns}
+    attention = 2.0 * tokens * work.config.training.seq_len * s.n_heads * s.head_dim / t
+    checkpoint = work.config.activation_checkpoint
+    again: frozenset[str] = frozenset()
+    if checkpoint.mode == "full":
+        again = frozenset(matmuls) - {"w2"}  # whose result no backward reads
+    elif checkpoint.mode == "selective":
+        again = frozenset({"wk", "wo", "w3"})
+    share = 1 / checkpoint.every_n_layers
+
+    def total(times: dict[str, float], attentions: float) -> Flops:
+        by = {name: times[name] * flops for name, flops in matmuls.items()}
+        float8 = sum(flops for name, flops in by.items() if name in work.float8_layers)
+        return Flops(sum(by.values()) - float8, float8, attentions * attention)
+
+    backward = {name: 2 + share * (name in again) for name in matmuls}
+    return total(dict.fromkeys(matmuls, 1.0), 1), total(backward, 2.5 + share * (checkpoint.mode == "full"))
+
+
+def head_flops(work: Work) -> float:
+    """The output's matmul, forward and backward."""
+    return 6.0 * work.tokens * work.shape.dim * work.shape.vocab_size / work.dims.tp
+
+
+def flops_per_token(work: Work) -> int:
+    """As Llama.flops_per_token, whose definition MFU goes by."""
+    s = work.shape
+    matmul = n_parameters(work) - (0 if s.tie_embeddings else s.vocab_size * s.dim)
+    return 6 * matmul + 12 * s.n_layers * s.n_heads * s.head_dim * work.config.training.seq_len

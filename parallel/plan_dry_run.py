@@ -1,0 +1,309 @@
+"""One real step of train.py for any number of ranks, on one CPU: fake ranks, fake tensors, the same code.
+
+What a step needs of the world outside is replaced: data, checkpoints, the other ranks. The model, its sharding and
+compilation, loss, clipping, optimizer and metrics are those of a run. Fake tensors have shapes and no memory, and
+torch's fake backend answers every collective at once. A mode counts what passes: bytes sent and bytes held.
+"""
+
+import contextlib
+import dataclasses
+import tempfile
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+import train
+from config import Config, Failures, Metrics, grad_accum_steps
+from data.loader import Batch
+from parallel import failures
+from parallel.comm import LaunchEnvironment
+from parallel.context import ring_attention, ring_attention_backward
+from parallel.plan_costs import Traffic
+
+# Operator → (kind, which argument or result has the bytes that count: the whole tensor, not a rank's part).
+COLLECTIVES = {
+    "_allgather_base_": ("all_gather", 0),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "allreduce_": ("all_reduce", 0),
+    "alltoall_base_": ("all_to_all", 1),
+    "send": ("send", 0),
+    "all_gather_into_tensor": ("all_gather", -1),
+    "reduce_scatter_tensor": ("reduce_scatter", 0),
+    "all_reduce": ("all_reduce", 0),
+    "all_to_all_single": ("all_to_all", 0),
+}
+# Operator → the function that it runs.
+RING = {
+    torch.ops.titanite.ring_attention.default: ring_attention._init_fn,
+    torch.ops.titanite.ring_attention_backward.default: ring_attention_backward._init_fn,
+}
+
+
+class DryRun(NamedTuple):
+    """What one rank held and sent in a step. Bytes."""
+
+    traffic: list[Traffic]
+    weights: int
+    optimizer: int
+    peak: int  # in a step when the optimizer's states are there
+
+
+class Tally(TorchDispatchMode):
+    """Counts the bytes of every collective by axis, and those of all storages made since it began.
+
+    An `infra` mode, which torch.compile does not refuse to run under.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[tuple[str, str]] = Counter()
+        self.bytes: Counter[tuple[str, str]] = Counter()
+        self.sizes: dict[int, int] = {}
+        self.live = self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a DTensor, say: the tensors it is made of come next
+        name = func.name().partition("::")[2].partition(".")[0]
+        if func in RING:
+            with self:  # to dispatch it is one operator, but what it sends and holds counts
+                result = RING[func](*args)
+        else:
+            result = func(*args, **(kwargs or {}))
+        if name in COLLECTIVES and func.namespace in ("c10d", "_c10d_functional"):
+            self._count_collective(name, args, result)
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor):
+                self.count(x)
+        return result
+
+    def _count_collective(self, name: str, args: tuple[Any, ...], result: Any) -> None:
+        kind, place = COLLECTIVES[name]
+        tensors = tree_leaves(result if place < 0 else args[place])
+        key = _axis_of(args), kind
+        self.calls[key] += 1
+        self.bytes[key] += sum(x.numel() * x.element_size() for x in tensors)
+
+    def count(self, x: Tensor) -> None:
+        """Count the memory of a tensor until it is freed."""
+        if hasattr(x, "__tensor_flatten__"):
+            for inner in (getattr(x, name) for name in x.__tensor_flatten__()[0]):
+                if isinstance(inner, Tensor):
+                    self.count(inner)
+            return
+        storage = x.untyped_storage()
+        key = storage._cdata
+        if key not in self.sizes:
+            self.sizes[key] = 0
+            weakref.finalize(storage, self._resize, key, None)
+        self._resize(key, storage.nbytes())
+
+    def _resize(self, key: int, size: int | None) -> None:
+        self.live += (size or 0) - self.sizes.get(key, 0)
+        if size is None:
+            self.sizes.pop(key, None)
+        else:
+            self.sizes[key] = size
+        self.peak = max(self.peak, self.live)
+
+    def forget_collectives(self) -> None:
+        """Count those of a step, not those before it."""
+        self.calls.clear()
+        self.bytes.clear()
+
+    def traffic(self) -> list[Traffic]:
+        """What was counted."""
+        return [Traffic(*key, self.calls[key], self.bytes[key]) for key in sorted(self.calls)]
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count inside; FSDP2 frees and regains gathered weights by resizing their storage, which is no operator."""
+        resize = torch.UntypedStorage.resize_
+
+        def counted_resize(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            if storage._cdata in self.sizes:
+                self._resize(storage._cdata, size)
+            return result
+
+        with mock.patch.object(torch.UntypedStorage, "resize_", counted_resize), self:
+            yield
+
+
+def dry_run(config: Config, world_size: int, rank: int = 0) -> DryRun:
+    """Run one step of train.py as `rank` of `world_size`, and count.
+
+    Starts a process group of fake ranks, so call it once in a process. Raises what a run with these settings would,
+    ConfigError above all. Blocks are compiled as one graph each if the config says so, but not to kernels.
+    """
+    tally = Tally()
+    weights = optimizer = before = 0
+
+    def start_fake_ranks(*_: Any) -> torch.device:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+        return torch.device("cpu")
+
+    def begin_fake_tensors(model: nn.Module, *args: Any) -> None:
+        nonlocal weights
+        if not tally.live:
+            modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        init_weights(model, *args)
+        for parameter in model.parameters():
+            tally.count(parameter.data)
+        weights = tally.live
+
+    def begin_count(*args: Any) -> Any:
+        modes.enter_context(tally.counting())
+        optimizer = build_optimizer(*args)
+        optimizer.register_step_pre_hook(remember_peak)
+        return optimizer
+
+    def remember_peak(*_: Any) -> None:
+        nonlocal before
+        before = tally.peak
+
+    def end_of_step(step: int) -> None:
+        nonlocal optimizer
+        optimizer = tally.live - weights  # gradients are gone by now
+
+    init_weights, build_optimizer = train.init_weights, train.build_optimizer
+    with contextlib.ExitStack() as stubs, contextlib.ExitStack() as modes, tempfile.TemporaryDirectory() as folder:
+        stubs.enter_context(warnings.catch_warnings(action="ignore"))
+        stubs.enter_context(_local_shapes_only())
+        stubs.enter_context(mock.patch.object(dist, "new_group", return_value=None))
+        stubs.enter_context(mock.patch.object(failures, "broadcast_object", return_value=[]))  # no steps to skip
+        # The stages of a pipeline vote on whether all of them know their shapes; ours do.
+        vote = mock.Mock(item=lambda: 1)
+        stubs.enter_context(mock.patch.object(PipelineStage, "_warmup_forward_vote", create=True))
+        stubs.enter_context(mock.patch.object(PipelineStage, "_warmup_backward_result", return_value=vote, create=True))
+        stubs.enter_context(
+            mock.patch.multiple(
+                train,
+                launch_environment=lambda: LaunchEnvironment(rank, 0, world_size),
+                init_distributed=start_fake_ranks,
+                from_rank_0=lambda start: (Path(folder), {}),  # a name, and no settings changed
+                init_weights=begin_fake_tensors,
+                build_optimizer=begin_count,
+                build_dataloader=partial(_Loader, before_step=tally.forget_collectives),
+                CheckpointManager=_NoCheckpoints,
+                StopRequest=_NoStop,
+                Watchdog=mock.MagicMock(),
+                fetch_finite=lambda unchecked, step: [[0.0, 0.0]],
+            )
+        )
+        train.train(_one_step(config, Path(folder)), after_step=end_of_step)
+    return DryRun(tally.traffic(), weights, optimizer, max(before + optimizer, tally.peak))
+
+
+def _one_step(config: Config, folder: Path) -> Config:
+    """`config` for one silent step that neither reads nor writes anything of the user's."""
+    backend = "aot_eager"  # inductor's kernels would touch the memory that fake tensors have not got
+    return dataclasses.replace(
+        config,
+        run=dataclasses.replace(config.run, folder="", outputs=str(folder)),
+        training=dataclasses.replace(config.training, steps=1),
+        compile=dataclasses.replace(config.compile, backend=backend),
+        parallelism=dataclasses.replace(config.parallelism, async_tp=False),  # of the GPU's compiler, too
+        checkpoint=dataclasses.replace(config.checkpoint, enable=False),
+        validation=dataclasses.replace(config.validation, enable=False, sample_tokens=0),
+        failures=Failures(),  # nothing fails here, and fake tensors have no values to judge
+        metrics=Metrics(log_ranks=(), tensorboard=False),
+    )
+
+
+def _axis_of(args: tuple[Any, ...]) -> str:
+    """Mesh axis of the group among a collective's arguments; "world" if the group is all ranks."""
+    groups: dict[str, Any] = {name: group for group, name in dist.distributed_c10d._world.pg_names.items()}
+    for argument in args:
+        group = None
+        if isinstance(argument, torch.ScriptObject):
+            with contextlib.suppress(RuntimeError, TypeError):
+                group = dist.ProcessGroup.unbox(argument)
+        elif isinstance(argument, str) and argument in groups:
+            group = groups[argument]
+        if group is not None:
+            description = group.group_desc
+            return description.removeprefix("mesh_") if description.startswith("mesh_") else "world"
+    raise AssertionError(f"no process group among {args}")
+
+
+@contextlib.contextmanager
+def _local_shapes_only() -> Iterator[None]:
+    """Hide DTensor's propagation of global shapes from the count: it is done on fake tensors that no rank holds."""
+    propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def uncounted(self: ShardingPropagator, *args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return propagate(self, *args, **kwargs)
+
+    with mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", uncounted):
+        yield
+
+
+class _Loader:
+    """Batches of zeros."""
+
+    vocab_size = 4096  # of the tokenizer that the default run trains; only a flavor without its own takes it
+    tokens_seen, wait_seconds = 0, 0.0
+    tokenizer = mock.Mock()
+
+    def __init__(self, config: Config, dp_rank: int, dp: int, *, before_step: Callable[[], None], **_: Any):
+        self.config, self.accumulation = config, grad_accum_steps(config.training, dp)
+        self.before_step = before_step
+
+    def next_step(self) -> list[Batch]:
+        self.before_step()
+        shape = self.config.training.local_batch_size, self.config.training.seq_len
+        positions = torch.zeros(shape, dtype=torch.int64) if self.config.data.mask_documents else None
+        tokens, labels = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
+        return [Batch(tokens, labels, positions)] * self.accumulation
+
+    def open_ledger(self, folder: Path) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _NoCheckpoints:
+    def __init__(self, *args: Any, **kwargs: Any): ...
+
+    def load(self) -> int:
+        return 0
+
+    def check(self) -> None: ...
+
+    def save_if_due(self, step: int, *, last: bool) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _NoStop(contextlib.nullcontext["_NoStop"]):
+    asked_by = ""
+
+    def __init__(self, folder: Path): ...
+
+    def __enter__(self) -> "_NoStop":
+        return self
+
+    def agreed(self) -> bool:
+        return False

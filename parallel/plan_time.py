@@ -1,0 +1,200 @@
+"""How long a Llama's training step takes, from what it costs (plan_costs) and what a device gives (devices).
+
+A plain model: a block's kernels run one after the other, those of matmuls at a share of the peak, the others at the
+memory's speed. FSDP2's communication runs beside them, and what is longer counts; tensor and context parallelism's
+stands between them and counts in full. docs/plan.md has the formulas, benchmarks/plan.py the errors.
+"""
+
+import math
+from typing import NamedTuple
+
+from parallel.devices import Device
+from parallel.plan_costs import (
+    Flops,
+    Work,
+    block_flops,
+    block_weights,
+    flops_per_token,
+    gathered_bytes,
+    groups,
+    head_flops,
+    kept_whole,
+    local_parameters,
+)
+
+MEMORY_SHARE = 0.8  # of the memory's bandwidth that a pointwise kernel gets
+NETWORK_SHARE = 0.8  # of a link's or the network's that a collective gets
+CONTENTION = 0.16  # of a collective's time that kernels beside it lose: it takes some of their cores and bandwidth
+ASYNC_TP_SHOWS = 0.5  # of tensor parallelism's communication, when the compiler overlaps it
+
+
+class Cluster(NamedTuple):
+    """What runs the step. `bandwidth`: of the network, bytes per second, device and direction."""
+
+    device: Device
+    gpus_per_node: int
+    bandwidth: float
+
+
+class Estimate(NamedTuple):
+    """Seconds of a step, by what a rank waits for; with tokens per second and device, and MFU as metrics.py has it."""
+
+    step_seconds: float
+    matmul: float  # attention included
+    pointwise: float  # at the memory's speed; loss and optimizer included
+    intra_node: float  # communication that nothing hides
+    inter_node: float
+    bubble: float
+    tokens_per_second: float
+    mfu: float
+
+    @property
+    def bound(self) -> str:
+        """What takes most of the step."""
+        parts = {
+            "compute": self.matmul,
+            "memory": self.pointwise,
+            "intra-node network": self.intra_node,
+            "inter-node network": self.inter_node,
+            "pipeline bubble": self.bubble,
+        }
+        return max(parts, key=lambda name: parts[name])
+
+
+class _Link(NamedTuple):
+    """How a group of ranks is connected. Bytes per second for a rank's share; crosses: whether beyond a node."""
+
+    ranks: int
+    bandwidth: float
+    crosses: bool
+
+    def seconds(self, kind: str, size: float) -> float:
+        """Time of a ring collective on a tensor of `size` bytes."""
+        if self.ranks == 1:
+            return 0.0
+        share = (self.ranks - 1) / self.ranks
+        return size * share * (2 if kind == "all_reduce" else 1) / (self.bandwidth * NETWORK_SHARE)
+
+
+def _link(cluster: Cluster, ranks: int, stride: int) -> _Link:
+    """Of `ranks` that lie `stride` apart. Those of a group on one node share its way out; other groups have theirs."""
+    if ranks * stride <= cluster.gpus_per_node:
+        return _Link(ranks, cluster.device.link_bandwidth, False)
+    on_node = max(1, cluster.gpus_per_node // stride)
+    return _Link(ranks, min(cluster.device.link_bandwidth, on_node * cluster.bandwidth), True)
+
+
+def estimate(work: Work, cluster: Cluster) -> Estimate:
+    """The step of the slowest stage, which is the last."""
+    dims, device = work.dims, cluster.device
+    fsdp = _link(cluster, work.fsdp, dims.tp)
+    replicas = _link(cluster, dims.dp_replicate, dims.tp * work.fsdp)
+    forward_flops, backward_flops = block_flops(work)
+    forward_bytes, backward_bytes = _pointwise_bytes(work)
+    kernels = [
+        (_matmul_seconds(flops, device), size / (device.memory_bandwidth * MEMORY_SHARE))
+        for flops, size in ((forward_flops, forward_bytes), (backward_flops, backward_bytes))
+    ]
+    between = _between_kernels(work, cluster)
+
+    # Communication beside the kernels: one gather in forward; in backward a gather, a reduce-scatter, an all-reduce.
+    block = block_weights(work)
+    numbers, batches = sum(weight.size for weight in block), work.batches
+    gather = fsdp.seconds("all_gather", gathered_bytes(work, block))
+    scatter = fsdp.seconds("reduce_scatter", work.reduce_bytes * numbers)
+    last = replicas.seconds("all_reduce", work.reduce_bytes * numbers / work.fsdp)
+    if dims.pp > 1:
+        beside = [gather / work.microbatches, (scatter + last) / work.microbatches]
+    else:
+        again = 0.0 if len(kept_whole(work)) == len(groups(work)) else gather
+        beside = [gather, again + scatter + last / batches]
+
+    matmul = pointwise = shown = standing = 0.0
+    for (computing, moving), comm, stands in zip(kernels, beside, between, strict=True):
+        slowed = 1 + CONTENTION * min(1.0, comm / (computing + moving))
+        matmul += computing * slowed
+        pointwise += moving * slowed
+        standing += stands
+        shown += max(0.0, comm - (computing + moving) * slowed - stands)
+    layers, m = work.shape.n_layers / dims.pp, work.microbatches
+    head = head_flops(work) / (device.flops * device.matmul)
+    loss = _loss_bytes_moved(work) / (device.memory_bandwidth * MEMORY_SHARE)
+    # The first gather and the last reduce-scatter have nothing to hide behind: embedding and output are the largest.
+    ends = fsdp.seconds("reduce_scatter", work.reduce_bytes * work.shape.vocab_size * work.shape.dim / dims.tp)
+    optimizer = _optimizer_bytes(work) * local_parameters(work) / (device.memory_bandwidth * MEMORY_SHARE)
+
+    matmul = m * (layers * matmul + head)
+    pointwise = m * (layers * pointwise + loss) + optimizer
+    by_link = {True: 0.0, False: 0.0}
+    by_link[fsdp.crosses or replicas.crosses] += m * layers * shown + batches * ends
+    by_link[_link(cluster, dims.cp * dims.tp, 1).crosses] += m * layers * standing
+    bubble = 0.0
+    if dims.pp > 1:
+        hidden = work.tokens * work.shape.dim * work.param_bytes / dims.tp
+        stage = _link(cluster, dims.pp, dims.dp * dims.cp * dims.tp)
+        by_link[stage.crosses] += 2 * m * work.stages_per_rank * hidden / (stage.bandwidth * NETWORK_SHARE)
+        zero = 1 / 3 if "ZeroBubble" in work.config.parallelism.pp_schedule else 1.0
+        once = (matmul + pointwise - optimizer + sum(by_link.values())) / work.accumulation
+        per_batch = m / work.accumulation
+        bubble = work.accumulation * once * zero * (dims.pp - 1) / (work.stages_per_rank * per_batch)
+    seconds = matmul + pointwise + sum(by_link.values()) + bubble
+    tokens = work.accumulation * work.config.training.local_batch_size * work.config.training.seq_len
+    rate = tokens / seconds / (dims.cp * dims.tp * dims.pp)
+    mfu = rate * flops_per_token(work) / device.flops
+    return Estimate(seconds, matmul, pointwise, by_link[False], by_link[True], bubble, rate, mfu)
+
+
+def _matmul_seconds(flops: Flops, device: Device) -> float:
+    seconds = flops.matmul / (device.flops * device.matmul) + flops.attention / (device.flops * device.attention)
+    if flops.float8:
+        seconds += flops.float8 / ((device.float8_flops or math.nan) * device.matmul)
+    return seconds
+
+
+def _pointwise_bytes(work: Work) -> tuple[float, float]:
+    """Bytes that a block's other kernels read and write: (forward, backward with recomputation).
+
+    Eager: every operation of norms, residuals, rotary embedding and SwiGLU reads and writes; compiled they are
+    fused to a pass each. Float8 reads its inputs for the scale, then again to cast them.
+    """
+    s, t = work.shape, work.dims.tp
+    heads = (s.n_heads + s.n_kv_heads) * s.head_dim / t
+    if work.config.compile.enable:
+        elements = 5 * s.dim / t + 2 * heads + 3 * s.hidden_dim / t
+    else:
+        elements = 10 * s.dim / t + 26 * heads + 5 * s.hidden_dim / t
+    forward = work.param_bytes * work.tokens * elements
+    backward = 2 * forward
+    for weight in block_weights(work):
+        if weight.name in work.float8_layers:
+            forward += 5 * work.tokens * max(1, weight.columns)
+            backward += 5 * work.tokens * (weight.rows + weight.columns)
+    mode, n = work.config.activation_checkpoint.mode, work.config.activation_checkpoint.every_n_layers
+    return forward, backward + (forward / n if mode in ("full", "selective") else 0.0)
+
+
+def _loss_bytes_moved(work: Work) -> float:
+    """Logits written and read: 10 bytes for each if fused, else each step of the float32 softmax and its backward."""
+    per_logit = 10 if work.compiled_loss else (60 if work.dims.tp > 1 else 38)
+    return per_logit * work.tokens * work.shape.vocab_size / work.dims.tp
+
+
+def _optimizer_bytes(work: Work) -> int:
+    """Bytes that clipping and AdamW read and write per number: gradient thrice and once written, weight, two moments.
+
+    The moments in bfloat16 are those of the compiled step; eager, it makes several passes.
+    """
+    moment = 2 if work.config.optimizer.state_dtype == "bfloat16" else 4
+    return 4 * (3 + 1) + 2 * 4 + 2 * 2 * moment
+
+
+def _between_kernels(work: Work, cluster: Cluster) -> tuple[float, float]:
+    """Seconds of a block's tensor and context parallel communication: (forward, backward with recomputation)."""
+    s, dims = work.shape, work.dims
+    mode, n = work.config.activation_checkpoint.mode, work.config.activation_checkpoint.every_n_layers
+    again = 1 / n if mode in ("full", "selective") else 0.0
+    tensor = _link(cluster, dims.tp, 1).seconds("all_gather", work.tokens * s.dim * work.param_bytes)
+    tensor *= ASYNC_TP_SHOWS if work.config.parallelism.async_tp else 1.0
+    keys = work.tokens * dims.cp * s.n_kv_heads * s.head_dim * work.param_bytes / dims.tp
+    context = 2 * _link(cluster, dims.cp, dims.tp).seconds("all_gather", keys)
+    return 4 * tensor + context, (4 + 3 * again) * tensor + (1 + again) * context

@@ -1,0 +1,229 @@
+"""Is this cluster fit to train on? In a minute, and with the name of the rank that is not.
+
+    torchrun --nnodes=2 --nproc-per-node=8 ... -m parallel.preflight --storage=s3://bucket/preflight --expect-gbits=100
+
+Run as the job will be run. Compares the software of all ranks, their clocks, their disks; writes to and reads from the
+storage; times a matrix product on every device and checks it bit for bit; times transfers between pairs of ranks and
+an all-reduce. Exits with 1 and a line for each fault.
+"""
+
+import argparse
+import logging
+import os
+import platform
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from statistics import median_low
+from typing import Any, NamedTuple
+
+import fsspec
+import torch
+import torch.distributed as dist
+
+from config import Comm, TitaniteError
+from parallel.comm import init_distributed, launch_environment, shut_down
+
+PACKAGES = ("torch", "torchao", "numpy", "pyarrow", "tokenizers", "s3fs")
+CLOCK_SECONDS = 2.0  # apart at most; S3 refuses requests 900 s off
+FREE_GB = 20.0
+STORAGE_BYTES = 8 * 2**20
+TRANSFER_BYTES = 16 * 2**20
+SLOW = 1.5  # times the usual, for compute and transfers
+REPEATS = 5
+
+
+class Report(NamedTuple):
+    """What a rank found out alone."""
+
+    host: str
+    versions: dict[str, str]
+    clock_seconds: float
+    free_gb: float
+    storage_seconds: float | None
+    gemm_seconds: float
+    gemm_checksum: int
+    error: str  # of the storage
+
+
+def look_around(device: torch.device, folder: str, storage: str, rank: int) -> Report:
+    """This rank's own report."""
+    seconds, error = None, ""
+    if storage:
+        try:
+            seconds = time_storage(f"{storage.rstrip('/')}/preflight-{rank}-{os.urandom(4).hex()}")
+        except Exception as failure:  # whatever a store may raise is a finding, not our failure
+            error = f"{type(failure).__name__}: {failure}"
+    gemm_seconds, checksum = time_gemm(device)
+    return Report(
+        socket.gethostname(),
+        {name: _version(name) for name in PACKAGES} | {"python": platform.python_version()},
+        time.time(),
+        shutil.disk_usage(folder).free / 1e9,
+        seconds,
+        gemm_seconds,
+        checksum,
+        error,
+    )
+
+
+def time_storage(url: str) -> float:
+    """Seconds to write an object, read it back and remove it. Raises OSError where it is not the same."""
+    content, begin = os.urandom(STORAGE_BYTES), time.perf_counter()
+    with fsspec.open(url, "wb") as file:
+        file.write(content)
+    with fsspec.open(url, "rb") as file:
+        if file.read() != content:
+            raise OSError(f"{url}: what was read is not what was written")
+    seconds = time.perf_counter() - begin
+    filesystem, path = fsspec.core.url_to_fs(url)
+    filesystem.rm(path)
+    return seconds
+
+
+def time_gemm(device: torch.device) -> tuple[float, int]:
+    """(seconds, sum of the bits) of a product of whole numbers, which is exact in whatever order it is summed."""
+    size, dtype = (512, torch.float32) if device.type == "cpu" else (8192, torch.bfloat16)
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randint(-2, 3, (size, size), generator=generator).to(device, dtype) for _ in range(2))
+    times = []
+    for _ in range(REPEATS):
+        _wait(device)
+        begin = time.perf_counter()
+        product = (left @ right).to(torch.float32)
+        _wait(device)
+        times.append(time.perf_counter() - begin)
+    return min(times), int(product.view(torch.int32).sum(dtype=torch.int64))
+
+
+def time_transfers(device: torch.device) -> tuple[dict[tuple[int, int], float], float]:
+    """Bytes per second of every rank to the one half the ranks away and to its neighbour, and of an all-reduce."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    own: dict[tuple[int, int], float] = {}
+    buffer = torch.ones(TRANSFER_BYTES // 4, device=device)
+    for shift in sorted({1, size // 2} - {0} if size > 1 else ()):
+        target, source = (rank + shift) % size, (rank - shift) % size
+        received = torch.empty_like(buffer)
+        for _ in range(2):  # the first one connects
+            dist.barrier()
+            begin = time.perf_counter()
+            operations = [dist.P2POp(dist.isend, buffer, target), dist.P2POp(dist.irecv, received, source)]
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+            _wait(device)
+            own[source, rank] = TRANSFER_BYTES / (time.perf_counter() - begin)
+    gathered: list[Any] = [None] * size
+    dist.all_gather_object(gathered, own)
+    for _ in range(2):
+        dist.barrier()
+        begin = time.perf_counter()
+        dist.all_reduce(buffer)
+        _wait(device)
+        seconds = time.perf_counter() - begin
+    return {pair: rate for rates in gathered for pair, rate in rates.items()}, TRANSFER_BYTES / seconds
+
+
+def find_faults(reports: Sequence[Report], pairs: dict[tuple[int, int], float], expect_gbits: float) -> list[str]:
+    """A line for each thing that is wrong, with the rank it is wrong on. What most ranks have is right."""
+    faults = []
+
+    def odd_ones(what: str, values: Sequence[Any]) -> None:
+        usual = max(values, key=values.count)
+        for rank, value in enumerate(values):
+            if value != usual:
+                faults.append(f"rank {rank} ({reports[rank].host}): {what} is {value}, the others have {usual}")
+
+    for name in reports[0].versions:
+        odd_ones(name, [report.versions[name] for report in reports])
+    odd_ones("the result of a matrix product", [report.gemm_checksum for report in reports])
+    clock = median_low([report.clock_seconds for report in reports])
+    gemm = median_low([report.gemm_seconds for report in reports])
+    for rank, report in enumerate(reports):
+        where = f"rank {rank} ({report.host})"
+        if abs(report.clock_seconds - clock) > CLOCK_SECONDS:
+            faults.append(f"{where}: its clock is {report.clock_seconds - clock:+.1f} s off")
+        if report.free_gb < FREE_GB:
+            faults.append(f"{where}: {report.free_gb:.1f} GB free on its disk, {FREE_GB:.0f} wanted")
+        if report.error:
+            faults.append(f"{where}: storage: {report.error}")
+        if report.gemm_seconds > SLOW * gemm:
+            faults.append(
+                f"{where}: a matrix product takes {1e3 * report.gemm_seconds:.2f} ms, half the ranks at most "
+                f"{1e3 * gemm:.2f} ms"
+            )
+    usual = median_low(list(pairs.values())) if pairs else 0.0
+    wanted = expect_gbits * 1e9 / 8 if expect_gbits else usual
+    for (source, target), rate in pairs.items():
+        if rate * SLOW < wanted:
+            hosts = f"{reports[source].host} to {reports[target].host}"
+            faults.append(
+                f"rank {source} to {target} ({hosts}): {8e-9 * rate:.2f} Gbit/s, wanted {8e-9 * wanted:.2f} Gbit/s"
+            )
+    return faults
+
+
+def _wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def main(argv: Sequence[str], say: Callable[[str], None] = print) -> int:
+    """The command line; the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m parallel.preflight", description="Is this cluster fit to train on?"
+    )
+    parser.add_argument("--storage", default="", help="folder or URL to write to and read from, such as s3://bucket/x")
+    parser.add_argument("--folder", default=".", help="folder whose disk is looked at (default: this one)")
+    parser.add_argument(
+        "--expect-gbits", type=float, default=0.0, help="between two ranks; default: what most pairs have"
+    )
+    arguments = parser.parse_args(argv)
+    begin, environment = time.monotonic(), launch_environment()
+    logging.disable(logging.WARNING)
+    device = init_distributed(environment, Comm(init_timeout_seconds=60))
+    dist.barrier()  # so that clocks are read together
+    own = look_around(device, arguments.folder, arguments.storage, environment.rank)
+    own = own._replace(clock_seconds=_read_clock())
+    reports: list[Any] = [None] * environment.world_size
+    dist.all_gather_object(reports, own)
+    pairs, all_reduce = time_transfers(device)
+    faults = find_faults([Report(*report) for report in reports], pairs, arguments.expect_gbits)
+    if environment.rank == 0:
+        gemm = sorted(report.gemm_seconds for report in reports)
+        say(f"{len(reports)} ranks on {len({report.host for report in reports})} hosts, {device.type}, {own.versions}")
+        say(f"matrix product {1e3 * gemm[0]:.2f} to {1e3 * gemm[-1]:.2f} ms")
+        if pairs:
+            rates = sorted(8e-9 * rate for rate in pairs.values())
+            say(
+                f"pairs {rates[0]:.2f} to {rates[-1]:.2f} Gbit/s; all-reduce {8e-9 * all_reduce:.2f} Gbit/s of its size"
+            )
+        if arguments.storage:
+            took = [report.storage_seconds for report in reports if report.storage_seconds]
+            say(f"storage: {STORAGE_BYTES / 2**20:.0f} MiB there and back in at most {max(took, default=0):.2f} s")
+        for fault in faults:
+            say(f"fault: {fault}")
+        say(f"{len(faults)} faults found in {time.monotonic() - begin:.1f} s")
+    shut_down()
+    return int(bool(faults))
+
+
+def _read_clock() -> float:
+    dist.barrier()
+    return time.time()
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except TitaniteError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,315 @@
+"""A thread on every rank that notices when the job hangs, says where, and ends it so that torchrun starts it again.
+
+Each rank's thread publishes a beat in the job's store every second or so: which section of which step the rank is in,
+for how long, and its Python stack. Nothing in the step waits for it. When this rank has made no progress for most of
+the time that a collective may take, its thread reads the beats of all, and the ranks agree on one verdict.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple, TypeVar
+
+import torch.distributed as dist
+
+from config import Config, TitaniteError
+from parallel.comm import LaunchEnvironment
+from parallel.exits import Exit, record_exit
+
+T = TypeVar("T")
+
+HUNG = 75  # exit code of the ranks of a job that hung; sysexits.h: try again
+PATIENCE = 0.8  # of the limit: the verdict comes before the collectives give up
+SILENT = 0.3  # of the limit: a rank whose thread has said nothing for so long does not run
+LOST_SECONDS = 3.0  # in which a rank that lost its connection finds out to whom
+FRAMES = 10
+
+
+class Beat(NamedTuple):
+    """What a rank last said of itself. Seconds are by its own clock, so clocks need not agree."""
+
+    number: int  # of the beat
+    host: str
+    pid: int
+    ticks: int  # sections entered so far: the same on all ranks at the same place
+    section: str
+    step: int
+    idle_seconds: float  # since it entered the section
+    limit_seconds: float  # that it may stay there
+    waiting: bool  # in a collective, for others
+    stack: list[str]  # innermost last
+
+
+class Verdict(NamedTuple):
+    """Which ranks hold up the job. No rank: none stands out."""
+
+    ranks: list[int]
+    text: str
+    section: str
+    step: int
+
+
+def judge(beats: Sequence[Beat], silent: set[int], gone: bool = False) -> Verdict | None:
+    """Who holds up the job, by the beats of all ranks; None as long as anyone moves or may take longer.
+
+    `silent` are the ranks whose beats have ceased; `gone`: for so long that it matters not what the others do.
+    In this order: a rank that does not run at all, one that has
+    not come as far as others, one that is not waiting in a collective while others are.
+    """
+    moving = [b for rank, b in enumerate(beats) if rank not in silent and b.idle_seconds < PATIENCE * b.limit_seconds]
+    if moving and not gone:
+        return None
+    first = min(b.ticks for b in beats)
+    behind = [rank for rank, b in enumerate(beats) if b.ticks == first]
+    busy = [rank for rank, b in enumerate(beats) if not b.waiting]
+    if silent:
+        ranks, why = sorted(silent), "does not run (stopped, or its machine is gone)"
+    elif len(behind) < len(beats):
+        ranks, why = behind, "is stuck, the others wait for it"
+    elif 0 < len(busy) < len(beats):
+        ranks, why = busy, "is stuck while the others wait in a collective"
+    else:
+        return Verdict([], "all ranks wait and none stands out: the network?", beats[0].section, beats[0].step)
+    beat = beats[ranks[0]]
+    names = ", ".join(map(str, ranks))
+    text = f"hung: rank {names} ({beat.host}) {why}; its stack: {' > '.join(beat.stack)}"
+    return Verdict(ranks, text, beat.section, beat.step)
+
+
+class Watchdog:
+    """Knows where this rank is, and what to say when the run ends. Made by all ranks together.
+
+    Verdicts are given only under torchrun, which starts the job again. As a context (also several times) it
+    explains the exception that ends the run.
+    """
+
+    def __init__(self, folder: Path, environment: LaunchEnvironment, config: Config):
+        self.folder, self.environment, self.config = folder, environment, config
+        self.section, self.step, self.last_checkpoint = "start", 0, None  # type: tuple[str, int, int | None]
+        self.limit_seconds: float = config.comm.init_timeout_seconds
+        self._ticks, self._entered, self._count = 0, time.monotonic(), 0
+        self._main, self._host = threading.get_ident(), socket.gethostname()
+        self._closed = threading.Event()
+        self._last_seen: dict[int, tuple[int, float]] = {}  # rank → its count, when it changed
+        self._thread: threading.Thread | None = None
+        if environment.job:
+            # A client of its own: in the default one a thread would wait behind whatever the main thread waits for.
+            self._store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+            self._publish()
+            dist.barrier()
+            self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+            self._thread.start()
+
+    # ------------------------------------------------------------ what train.py says
+
+    def enter(self, section: str, step: int | None = None) -> None:
+        """This rank begins a section of the step: data, forward/backward, optimizer, validation, checkpoint."""
+        self.section, self.step = section, self.step if step is None else step
+        self._ticks += 1
+        self._entered = time.monotonic()
+
+    def follow(self, items: Iterable[T], section: str) -> Iterator[T]:
+        """`items`; fetching each one is progress within the section."""
+        for item in items:
+            self.enter(section)
+            yield item
+
+    def resumed(self, step: int) -> None:
+        """The run goes on after `step`; 0: it begins."""
+        self.step, self.last_checkpoint = step, step or None
+
+    def saved(self, step: int) -> None:
+        """A checkpoint of `step` has been written, or is being written in the background."""
+        self.last_checkpoint = step
+
+    def close(self, step: int, steps: int, stopped_by: str) -> None:
+        """The run has ended as it should: record it, and watch no more."""
+        self._closed.set()
+        if self._thread:
+            self._thread.join()
+        if self.environment.rank == 0:
+            kind = "finished" if step >= steps else "stopped"
+            cause = "all steps done" if kind == "finished" else f"stopped by {stopped_by or 'another rank'}"
+            action = "none" if kind == "finished" else f"resume with --run.folder={self.folder}"
+            record_exit(self.folder, Exit(kind, cause, None, "end", step, self.last_checkpoint, action))
+
+    # ------------------------------------------------------------ why the run ends
+
+    def __enter__(self) -> "Watchdog":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not isinstance(error, Exception):
+            return
+        rank: int | None = self.environment.rank
+        if isinstance(error, TitaniteError):
+            what, cause, rank = "error", str(error), None if error.agreed else rank
+        elif isinstance(error, RuntimeError) and _in_collective(_frames(trace)):
+            lost = self._find_lost()
+            names = ", ".join(map(str, lost))
+            what, rank = "lost", lost[0] if lost else None
+            cause = (
+                f"rank {names} was lost (killed, stopped, out of memory, or its machine gone)" if lost else str(error)
+            )
+            cause = cause.splitlines()[0]
+        else:
+            what, cause = "failed", f"{type(error).__name__}: {error}".splitlines()[0]
+        self._announce(what, cause, rank, self.section, self.step)
+
+    def _announce(self, kind: str, cause: str, rank: int | None, section: str, step: int) -> None:
+        if not self.folder.is_dir():  # nothing was written yet, or the folder is another node's
+            return
+        again = self.environment.restarts_left > 0
+        action = "torchrun starts the job again" if again else f"start again with --run.folder={self.folder}"
+        ended = Exit(kind, cause, rank, section, step, self.last_checkpoint, action)
+        if record_exit(self.folder, ended) and kind != "error":  # which train.py's main prints
+            print(ended.line(), file=sys.stderr, flush=True)
+
+    def _find_lost(self) -> list[int]:
+        """The ranks that do not run: on this machine by their process, on others by their silence.
+
+        A process that is only stopped is killed: it would not hear that the job ends.
+        """
+        if self._thread is None:
+            return []
+        deadline = time.monotonic() + LOST_SECONDS
+        try:
+            before = self._read_beats()
+            while True:
+                dead = [rank for rank, b in enumerate(before) if b.host == self._host and not _runs(b.pid)]
+                if dead or time.monotonic() > deadline:
+                    break
+                time.sleep(0.05)
+            after = self._read_beats()
+        except RuntimeError:  # the store is gone as well
+            return []
+        for rank in dead:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(before[rank].pid, signal.SIGKILL)
+        silent = [r for r, (a, b) in enumerate(zip(before, after, strict=True)) if a.host != self._host and a == b]
+        return dead or silent
+
+    # ------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        parent = os.getppid()
+        while not self._closed.wait(min(1.0, self._limit() / 10)):
+            if os.getppid() != parent:
+                # Without its torchrun a rank would train on beside the job that takes its place.
+                print(f"rank {self.environment.rank}: torchrun is gone, so this rank ends", file=sys.stderr, flush=True)
+                os._exit(HUNG)
+            try:
+                self._publish()
+                if self._store.check(["watchdog/verdict"]):
+                    self._obey(Verdict(*json.loads(self._store.get("watchdog/verdict"))))
+                if time.monotonic() - self._entered > PATIENCE / 2 * min(self._limit(), self.limit_seconds):
+                    self._watch()
+                else:
+                    self._last_seen.clear()
+            except RuntimeError:
+                continue  # the store is with torchrun's first agent: if that is gone, ours will end us
+
+    def _limit(self) -> float:
+        if self.section in ("checkpoint", "load", "end"):
+            return self.config.checkpoint.timeout_seconds
+        return self.limit_seconds
+
+    def _publish(self) -> None:
+        self._count += 1
+        stack = _frames_of(sys._current_frames()[self._main])
+        beat = Beat(
+            self._count,
+            self._host,
+            os.getpid(),
+            self._ticks,
+            self.section,
+            self.step,
+            time.monotonic() - self._entered,
+            self._limit(),
+            _in_collective(stack),
+            [_short(frame) for frame in stack],
+        )
+        self._store.set(f"watchdog/{self.environment.rank}", json.dumps(beat))
+
+    def _read_beats(self) -> list[Beat]:
+        keys = [f"watchdog/{rank}" for rank in range(self.environment.world_size)]
+        return [Beat(*json.loads(text)) for text in self._store.multi_get(keys)]
+
+    def _watch(self) -> None:
+        """Look at all ranks; give the verdict if there is one."""
+        now, beats = time.monotonic(), self._read_beats()
+        for rank, beat in enumerate(beats):
+            if self._last_seen.get(rank, (0, 0.0))[0] != beat.number:
+                self._last_seen[rank] = beat.number, now
+        quiet = {rank: now - at for rank, (_, at) in self._last_seen.items()}
+        # A save may take long, but never does a thread that has nothing else to do keep silent for long.
+        gone = {rank for rank, seconds in quiet.items() if seconds > PATIENCE * self.limit_seconds}
+        silent = gone or {rank for rank, seconds in quiet.items() if seconds > SILENT * self._limit()}
+        verdict = judge(beats, silent, bool(gone))
+        if verdict is None:
+            return
+        mine = json.dumps(verdict)
+        agreed = self._store.compare_set("watchdog/verdict", "", mine).decode()
+        if agreed == mine:
+            stuck = verdict.ranks[0] if verdict.ranks else None
+            self._announce("hung", verdict.text, stuck, verdict.section, verdict.step)
+        self._obey(Verdict(*json.loads(agreed)))
+
+    def _obey(self, verdict: Verdict) -> None:
+        """End the ranks on this machine that are stuck, which may not hear a signal, and this one."""
+        beats = self._read_beats()
+        for rank in verdict.ranks:
+            if beats[rank].host == self._host and rank != self.environment.rank:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(beats[rank].pid, signal.SIGKILL)
+        os._exit(HUNG)
+
+
+# ---------------------------------------------------------------- stacks and processes
+
+
+def _frames_of(frame: object) -> list[traceback.FrameSummary]:
+    """The innermost frames of a stack, innermost last."""
+    walked = traceback.walk_stack(frame)  # type: ignore[arg-type]
+    pairs = [(f, line) for (f, line), _ in zip(walked, range(FRAMES), strict=False)]
+    return [
+        traceback.FrameSummary(f.f_code.co_filename, line, f.f_code.co_name, lookup_line=False)
+        for f, line in reversed(pairs)
+    ]
+
+
+def _frames(trace: TracebackType | None) -> list[traceback.FrameSummary]:
+    """The innermost frames of an exception, innermost last."""
+    return traceback.extract_tb(trace)[-FRAMES:]
+
+
+def _in_collective(frames: Iterable[traceback.FrameSummary]) -> bool:
+    """Whether a stack leads into torch's collectives, or into the vote of parallel.stop."""
+    files = [frame.filename.replace("\\", "/") for frame in frames]
+    return any(
+        ("/torch/distributed/" in file and "/elastic/" not in file) or file.endswith("parallel/stop.py")
+        for file in files
+    )
+
+
+def _short(frame: traceback.FrameSummary) -> str:
+    return f"{'/'.join(Path(frame.filename).parts[-2:])}:{frame.lineno} {frame.name}"
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process exists and has neither ended (a zombie has) nor been stopped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZT"
+    except FileNotFoundError:
+        return False

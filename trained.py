@@ -1,0 +1,90 @@
+"""A trained model in one process: from a run, a folder of checkpoints or a URL, with its tokenizer."""
+
+import argparse
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata
+
+import config as settings
+from checkpoint.hf import find_companions, model_config
+from checkpoint.loading import check_same_names, load_newest, locate
+from checkpoint.manifest import Manifest
+from checkpoint.ranks import Ranks
+from checkpoint.state import model_tensors
+from checkpoint.storage import read_state
+from checkpoint.stores import Store, join
+from data.chat import ChatTemplate
+from data.tokenizer import Tokenizer, declared_eos, find_chat_template, parse_tokenizer
+from models.llama.model import Llama
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model with the weights of a checkpoint, in one process, and what belongs to it."""
+
+    model: nn.Module
+    tokenizer: Tokenizer
+    manifest: Manifest
+    place: str  # the checkpoint
+
+    @cached_property
+    def chat(self) -> ChatTemplate:
+        """The tokenizer's chat template, or the built-in one. Raises ChatError."""
+        return ChatTemplate(self.tokenizer.chat_template, self.tokenizer)
+
+
+def load_trained(place: str, *, device: torch.device, dtype: torch.dtype, tokenizer: str = "") -> Trained:
+    """The newest intact checkpoint of a run, of a folder of checkpoints or at a URL.
+
+    `tokenizer`: a tokenizer.json or the folder of one; "": the run's own. Raises TitaniteError.
+    """
+    found: list[Trained] = []
+
+    def fill(store: Store, name: str, manifest: Manifest, metadata: Metadata) -> None:
+        with torch.device("meta"):
+            model = Llama(model_config(manifest or _stock_manifest(place))).to(dtype)
+        model = model.to_empty(device=device).eval()
+        tensors = model_tensors([model])
+        check_same_names(join(store.url, name), tensors, metadata)
+        read_state(store, name, metadata, {"model": tensors})
+        files = find_companions(store, name, Path(tokenizer) if tokenizer else place)
+        declared = declared_eos(files["tokenizer_config.json"], place) if "tokenizer_config.json" in files else ""
+        text = parse_tokenizer(files["tokenizer.json"], declared, tokenizer or place, find_chat_template(files))
+        found.append(Trained(model, text, manifest, join(store.url, name)))
+
+    load_newest(locate(checkpoints_of(place)), Ranks(), fill, lambda manifest: None)
+    return found[-1]
+
+
+def checkpoints_of(place: str) -> str:
+    """Where the checkpoints of a run are that keeps them elsewhere; `place` itself if it is no such run."""
+    file = Path(place) / "config.toml"
+    if not file.is_file():
+        return place
+    return settings.from_dict(settings.read_toml(file)).checkpoint.folder or place
+
+
+def _stock_manifest(place: str) -> Manifest:
+    """What a checkpoint of stock DCP does not say of its model: the run's own record of it."""
+    file = Path(place) / "model.json"
+    return {"identity": json.loads(file.read_text(encoding="utf-8"))} if file.is_file() else {}
+
+
+def add_place_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of every command that loads a trained model."""
+    parser.add_argument("place", metavar="RUN_OR_CHECKPOINT", help="run, checkpoints or one checkpoint; folder or URL")
+    parser.add_argument("--tokenizer", default="", help="tokenizer.json or its folder; default: the run's own")
+    parser.add_argument(
+        "--dtype", choices=["bfloat16", "float32"], help="of weights and computation; default: float32 on CPU"
+    )
+
+
+def load_from_arguments(arguments: argparse.Namespace, device: torch.device) -> Trained:
+    """What `add_place_arguments` describe."""
+    dtype = arguments.dtype or ("float32" if device.type == "cpu" else "bfloat16")
+    return load_trained(arguments.place, device=device, dtype=getattr(torch, dtype), tokenizer=arguments.tokenizer)
