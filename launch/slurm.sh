@@ -1,0 +1,49 @@
+#!/bin/bash
+# A run on a Slurm cluster: one torchrun on every node, started again where it stopped when it was preempted or failed.
+#
+#   sbatch --nodes=4 launch/slurm.sh --config=train_configs/llama3_8b.toml
+#
+# Edit the lines below for your cluster; options of sbatch override them. To be submitted from the project's folder,
+# which all nodes must see.
+#SBATCH --job-name=titanite
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --time=24:00:00
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=outputs/slurm-%j.log
+# Two minutes before the time is up, the ranks are asked to save and stop.
+#SBATCH --signal=TERM@120
+set -euo pipefail
+
+export NPROC_PER_NODE=${NPROC_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}  # processes on a node
+export MAX_RESTARTS=${MAX_RESTARTS:-100}                           # the run itself ends restarts without progress
+# Seconds for the last checkpoint after SIGTERM; the partition's GraceTime or KillWait must allow as much.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-100}
+
+# Where a node is reached (NodeAddr), which need not be its name. No address: the job fails, rather than try localhost.
+address_of() { scontrol show node "$1" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p'; }
+hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+address=$(address_of "${hosts%%$'\n'*}")
+export RENDEZVOUS=${address:?scontrol names no address of node ${hosts%%$'\n'*}}:${PORT:-$((20000 + SLURM_JOB_ID % 20000))}
+export -f address_of
+
+# The job's id names the run, so that a requeued job resumes it.
+trap : TERM  # the ranks are asked as well; this shell waits for them
+code=0
+srun --kill-on-bad-exit=1 bash -c '
+  [ "$SLURM_NODEID" = 0 ] && is_host=true || is_host=false
+  exec .venv/bin/python -m launch.torchrun \
+    --nnodes="$SLURM_NNODES" --nproc-per-node="$NPROC_PER_NODE" --max-restarts="$MAX_RESTARTS" \
+    --rdzv-id="slurm-$SLURM_JOB_ID" --rdzv-backend=c10d --rdzv-endpoint="$RENDEZVOUS" \
+    --rdzv-conf="is_host=$is_host" --local-addr="$(address_of "$SLURMD_NODENAME")" train.py "$@"
+' titanite "$@" || code=$?
+
+# 143: asked to stop, by preemption or the time limit, and saved. A job that ends by itself before Slurm takes its nodes
+# would count as failed, so it asks to be queued again; but not when it was cancelled.
+if [ "$code" = 143 ] && scontrol show job "$SLURM_JOB_ID" | grep -q JobState=RUNNING; then
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"

@@ -1,0 +1,63 @@
+"""launch/slurm.sh on a real Slurm of two nodes: submitted, preempted by another job, requeued, resumed, done.
+
+python -m pytest tests/slurm
+"""
+
+import json
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from data.audit import prove
+from tests.corpus import write_dataset
+from tests.slurm.lab import missing, slurm
+
+ROOT = Path(__file__).parents[2]
+PATIENCE_SECONDS = 240
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_a_preempted_job_is_requeued_and_resumes(tmp_path: Path) -> None:
+    documents = [[[1 + (i * j) % 90 for j in range(40)] + [0] for i in range(300)]]
+    dataset = write_dataset(tmp_path / "set", documents, vocab_size=100)
+    arguments = ["--training.seq_len=16", "--training.local_batch_size=1", "--training.steps=150"]
+    arguments += ["--validation.enable=false", "--metrics.tensorboard=false", "--metrics.log_interval=1"]
+    arguments += ["--checkpoint.interval=1000", f"--data.datasets={dataset}", f"--run.outputs={tmp_path / 'out'}"]
+    with slurm(tmp_path / "slurm") as environment:
+
+        def call(*command: str) -> str:
+            done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+            return done.stdout.strip()
+
+        def steps() -> list[int]:
+            files = list((tmp_path / "out").glob("*/metrics.jsonl"))
+            return [json.loads(line)["step"] for file in files for line in file.read_text().split("\n")[:-1]]
+
+        def wait(ready: object, what: str) -> None:
+            deadline = time.monotonic() + PATIENCE_SECONDS
+            while not ready():  # type: ignore[operator]
+                log = (tmp_path / "log").read_text() if (tmp_path / "log").exists() else "no log"
+                assert time.monotonic() < deadline, f"{what}: {call('squeue')}\n{log[-3000:]}"
+                time.sleep(0.1)
+
+        options = ["--partition=low", "--gpus-per-node=0", f"--output={tmp_path / 'log'}"]
+        job = call("sbatch", "--parsable", *options, "launch/slurm.sh", *arguments)
+        wait(lambda: max(steps(), default=0) >= 5, "five steps")
+        call("sbatch", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true")
+        wait(lambda: "Restarts=1" in call("scontrol", "show", "job", job), "the job to be requeued")
+        call("scontrol", "update", f"jobid={job}", "StartTime=now")
+        wait(lambda: "JobState=COMPLETED" in call("scontrol", "show", "job", job), "the job to be done")
+
+    log = (tmp_path / "log").read_text()
+    assert "stopped after step" in log, "asked to stop, it saved"
+    assert "resumed from" in log
+    (run,) = (tmp_path / "out").iterdir()
+    starts = [json.loads(line) for line in (run / "starts.jsonl").read_text().splitlines()]
+    assert [start["world_size"] for start in starts] == [2, 2]
+    assert starts[1]["after"]["kind"] == "stopped"
+    assert json.loads((run / "exit.json").read_text())["kind"] == "finished"
+    assert steps() == list(range(1, 151)), "no step was trained twice"
+    assert prove(run)[0].startswith("150 steps")

@@ -1,0 +1,111 @@
+"""The manifests in launch/: against the published schemas, for OpenShift's rules, and with settings that exist."""
+
+import copy
+import gzip
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from config import load_config
+
+ROOT = Path(__file__).parents[2]
+SCHEMAS = {
+    "TrainJob": "trainer.kubeflow.org_trainjobs",
+    "PyTorchJob": "kubeflow.org_pytorchjobs",
+    "AppWrapper": "workload.codeflare.dev_appwrappers",
+}
+
+
+def strict(schema: Any) -> Any:
+    """A schema that refuses unknown fields, as `kubectl apply --validate=strict` does."""
+    if isinstance(schema, list):
+        return [strict(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    schema = {key: strict(value) for key, value in schema.items()}
+    if isinstance(schema.get("properties"), dict) and "x-kubernetes-preserve-unknown-fields" not in schema:
+        schema.setdefault("additionalProperties", False)
+    return schema
+
+
+def validate(manifest: dict[str, Any]) -> None:
+    """Raises jsonschema.ValidationError."""
+    text = gzip.decompress((ROOT / f"tests/schemas/{SCHEMAS[manifest['kind']]}.yaml.gz").read_bytes())
+    (definition,) = [document for document in yaml.safe_load_all(text) if document]
+    group, _, version = manifest["apiVersion"].partition("/")
+    assert group == definition["spec"]["group"]
+    (schema,) = [
+        v["schema"]["openAPIV3Schema"]["properties"]["spec"]
+        for v in definition["spec"]["versions"]
+        if v["name"] == version
+    ]
+    jsonschema.validate(manifest["spec"], strict(schema))
+
+
+def load(name: str) -> dict[str, Any]:
+    return yaml.safe_load((ROOT / "launch" / name).read_text())
+
+
+def objects() -> dict[str, dict[str, Any]]:
+    wrapper = load("kubernetes/pytorchjob-appwrapper.yaml")
+    inner = wrapper["spec"]["components"][0]["template"]
+    return {"TrainJob": load("kubernetes/trainjob.yaml"), "AppWrapper": wrapper, "PyTorchJob": inner}
+
+
+def pod_and_arguments(kind: str) -> tuple[dict[str, Any], list[str]]:
+    spec = objects()[kind]["spec"]
+    if kind == "TrainJob":
+        (node,) = spec["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+        return node["template"]["spec"]["template"]["spec"], spec["trainer"]["args"]
+    pod = spec["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
+    return pod, pod["containers"][0]["args"]
+
+
+@pytest.mark.parametrize("kind", SCHEMAS)
+def test_manifests_fit_the_published_schemas(kind: str) -> None:
+    manifest = objects()[kind]
+    validate(manifest)
+    misspelt = copy.deepcopy(manifest)
+    misspelt["spec"]["nummNodes"] = 2
+    with pytest.raises(jsonschema.ValidationError, match="nummNodes"):
+        validate(misspelt)
+
+
+@pytest.mark.parametrize("kind", ["TrainJob", "PyTorchJob"])
+def test_pods_need_no_rights(kind: str) -> None:
+    """What OpenShift's restricted-v2 and Kubernetes' restricted profile ask for."""
+    pod, _ = pod_and_arguments(kind)
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert "runAsUser" not in pod["securityContext"], "OpenShift chooses the user id"
+    (container,) = pod["containers"]
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert {mount["mountPath"] for mount in container["volumeMounts"]} >= {"/scratch", "/dev/shm", "/runs"}
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+
+
+@pytest.mark.parametrize("kind", ["TrainJob", "PyTorchJob"])
+def test_arguments_are_settings_and_credentials_are_in_the_secret(kind: str) -> None:
+    pod, arguments = pod_and_arguments(kind)
+    load_config(arguments[arguments.index("train.py") + 1 :])
+    assert any(word.startswith("--run.folder=") for word in arguments), "a pod started again must resume"
+    text = yaml.safe_dump(pod)
+    assert "titanite-s3" in text
+    assert not re.search(r"AKIA|SECRET_ACCESS_KEY.*value: ", text)
+
+
+def test_the_other_launchers_hold_settings_too() -> None:
+    run = load("skypilot.yaml")["run"]
+    words = run.partition("train.py")[2].replace("\\\n", " ").replace("$CONFIG", "train_configs/llama3_8b.toml").split()
+    load_config([word.replace('"', "") for word in words])
+    for script in (run, (ROOT / "launch" / "slurm.sh").read_text()):
+        assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
