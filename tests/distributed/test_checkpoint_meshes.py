@@ -1,5 +1,6 @@
 """The same names and values under every wrapper: tensor and pipeline parallel, DDP, compile, recomputation, float8."""
 
+import copy
 from collections import Counter
 from pathlib import Path
 
@@ -66,6 +67,15 @@ def pipeline(model: Tower) -> list[nn.Module]:
     return [model]
 
 
+def pipeline_of_three_stages(model: Tower) -> list[nn.Module]:
+    """Rank 0 has the first block and the head, as two parts; rank 1 the second block."""
+    stages = [copy.deepcopy(model) for _ in range(3)]
+    del stages[0].blocks["1"], stages[0].head
+    del stages[1].blocks["0"], stages[1].head
+    del stages[2].blocks
+    return [stages[0], stages[2]] if dist.get_rank() == 0 else [stages[1]]
+
+
 def wrapped(model: Tower) -> list[nn.Module]:
     """Recomputation around a compiled block, inside FSDP2."""
     for name, block in model.blocks.items():
@@ -88,7 +98,7 @@ def _split(model: Tower, mesh) -> nn.Module:
 
 
 WAYS = [(plain, 1), (fsdp, 2), (hsdp, 4), (ddp, 2), (tensor_parallel, 2), (fsdp_and_tensor_parallel, 4)]
-WAYS += [(pipeline, 2), (wrapped, 2), (float8, 2)]
+WAYS += [(pipeline, 2), (pipeline_of_three_stages, 2), (wrapped, 2), (float8, 2)]
 
 
 def build(folder, parallelize, seed):

@@ -35,6 +35,7 @@ def test_async_saves_the_state_of_its_step_whatever_training_does_meanwhile(tmp_
 def _train_past_a_save(folder, settings):
     run = Run(folder, (2,), **settings)
     gate, write_items = threading.Event(), manager.write_items
+    _copy_only_once_waited_for(run.checkpoint.staging)
 
     def write_when_open(*arguments):
         assert gate.wait(60)
@@ -44,12 +45,28 @@ def _train_past_a_save(folder, settings):
     run.step()
     run.checkpoint.save_if_due(1, last=False)
     run.step()
+    assert run.checkpoint.staging.queued.is_set()
     run.step()
     assert not run.checkpoint.under_way.done()
     gate.set()
     for _ in range(20):
         dist.all_reduce(torch.ones(1000))  # training's own collectives, while the background thread has its own
     run.checkpoint.close()
+
+
+def _copy_only_once_waited_for(staging):
+    """Copies begin as late as can be: when the optimizer waits for them, after the next forward and backward."""
+    waited, prepare, wait = threading.Event(), staging.prepare, staging.wait
+
+    def prepare_late(sources):
+        copy = prepare(sources)
+        return lambda: (waited.wait(60), copy())
+
+    def say_and_wait():
+        waited.set()
+        wait()
+
+    staging.prepare, staging.wait = prepare_late, say_and_wait
 
 
 def test_async_resumes_bit_for_bit_and_reuses_its_host_copies(tmp_path):
@@ -61,11 +78,11 @@ def test_async_resumes_bit_for_bit_and_reuses_its_host_copies(tmp_path):
         assert same(ours, theirs) == []
     run = Run(tmp_path / "c", mode="async")
     run.train(0, 1)
-    before = {index: tensor.data_ptr() for index, tensor in run.checkpoint.staging.items()}
+    before = {index: tensor.data_ptr() for index, tensor in run.checkpoint.staging.copies.items()}
     run.step()
     run.checkpoint.save(2)
     run.checkpoint.close()
-    assert {index: tensor.data_ptr() for index, tensor in run.checkpoint.staging.items()} == before
+    assert {index: tensor.data_ptr() for index, tensor in run.checkpoint.staging.copies.items()} == before
 
 
 @pytest.mark.parametrize("failing_rank", [0, 1])

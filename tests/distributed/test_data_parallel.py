@@ -2,113 +2,19 @@
 
 import dataclasses
 from collections import Counter
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from config import ActivationCheckpoint, Compile, Config, Optimizer, Parallelism, Training
-from loss import IGNORED, build_loss
-from models import build_model, find_model
+from config import ActivationCheckpoint, Config, Training
 from models.init import init_weights
-from models.llama.model import Llama, LlamaConfig
-from optim import build_optimizer, clip_grad_norm_
-from parallel.fsdp import reshard, set_last_microbatch
-from parallel.mesh import ParallelDims
+from models.llama.model import Llama
 from tests.harness import run_ranks
-
-VOCAB, SEQ_LEN, GLOBAL_BATCH = 256, 32, 16
-FLAVOR = LlamaConfig(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, hidden_dim=112, vocab_size=VOCAB)
-LR, MAX_NORM = 3e-3, 0.5
-
-
-def step_data(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and labels of a global batch; some labels are not trained, unevenly over the samples."""
-    generator = torch.Generator().manual_seed(100 + step)
-    stream = torch.randint(0, VOCAB, (GLOBAL_BATCH, SEQ_LEN + 1), generator=generator)
-    tokens, labels = stream[:, :-1], stream[:, 1:].clone()
-    labels[: GLOBAL_BATCH // 3, : SEQ_LEN // 2] = IGNORED
-    return tokens, labels
-
-
-def plain_run(steps: int, tied: bool = False) -> dict[str, Any]:
-    """The same training by torch alone: no sharding, no accumulation, no fused kernels."""
-    model = Llama(dataclasses.replace(FLAVOR, tie_embeddings=tied))
-    init_weights(model, torch.device("cpu"), seed=0)
-    decayed = [p for p in model.parameters() if p.ndim > 1]
-    others = [p for p in model.parameters() if p.ndim <= 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed}, {"params": others, "weight_decay": 0.0}],
-        lr=LR, betas=(0.9, 0.95), weight_decay=0.1, foreach=False, fused=False,
-    )  # fmt: skip
-    result: dict[str, Any] = {"losses": [], "norms": []}
-    for step in range(steps):
-        tokens, labels = step_data(step)
-        loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
-        loss.backward()
-        if step == 0:
-            result["grads"] = {n: p.grad.clone() for n, p in model.named_parameters()}
-        result["norms"].append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
-        optimizer.step()
-        optimizer.zero_grad()
-        result["losses"].append(loss.item())
-    result["weights"] = {n: p.detach() for n, p in model.named_parameters()}
-    return result
-
-
-def whole(x: torch.Tensor) -> torch.Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x
-
-
-def our_run(config: Config, steps: int, accumulation: int, tied: bool = False) -> dict[str, Any]:
-    """The step of train.py on this rank."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    dims = ParallelDims.from_config(config.parallelism, world_size)
-    spec, _ = find_model(config.model, VOCAB)
-    model = build_model(spec, dataclasses.replace(FLAVOR, tie_embeddings=tied))
-    spec.apply_parallelism(model, dims.build_mesh("cpu"), config)
-    init_weights(model, torch.device("cpu"), seed=0)
-    result: dict[str, Any] = {"init": {n: whole(p).detach().clone() for n, p in model.named_parameters()}}
-    optimizer, loss_fn = build_optimizer(model, config.optimizer), build_loss(config.compile)
-    result |= {"losses": [], "norms": []}
-    local = GLOBAL_BATCH // accumulation // world_size
-    for step in range(steps):
-        tokens, labels = step_data(step)
-        n_tokens = (labels != IGNORED).sum()
-        total = torch.zeros(())
-        for i in range(accumulation):
-            set_last_microbatch(model, i == accumulation - 1)
-            mine = slice((i * world_size + rank) * local, (i * world_size + rank + 1) * local)
-            loss = loss_fn(model(tokens[mine]), labels[mine]) / n_tokens
-            loss.backward()
-            total += loss.detach()
-        dist.all_reduce(total)
-        if step == 0:
-            result["grads"] = {n: whole(p.grad).clone() for n, p in model.named_parameters()}
-        result["norms"].append(clip_grad_norm_(model.parameters(), MAX_NORM).item())
-        optimizer.step()
-        optimizer.zero_grad()
-        result["losses"].append(total.item())
-    with torch.no_grad():
-        model(step_data(0)[0][:1])  # as validation does: a forward without a backward
-    reshard(model)
-    result["weights"] = {n: whole(p).detach().clone() for n, p in model.named_parameters()}
-    return result
-
-
-def config_for(dp_replicate: int, dp_shard: int, compile: str = "", mode: str = "none", **parallelism: Any) -> Config:
-    return Config(
-        training=Training(param_dtype="float32", seq_len=SEQ_LEN),
-        optimizer=Optimizer(lr=LR),
-        parallelism=Parallelism(dp_replicate=dp_replicate, dp_shard=dp_shard, **parallelism),
-        compile=Compile(enable=bool(compile), backend=compile or "inductor"),
-        activation_checkpoint=ActivationCheckpoint(mode=mode),
-    )
-
+from tests.parity import FLAVOR, GLOBAL_BATCH, SEQ_LEN, VOCAB, close, config_for, our_run, plain_run
 
 STEPS = 20
 CASES = {
@@ -120,10 +26,18 @@ CASES = {
     "FSDP 2, accumulation": (config_for(1, 2), 4),
     "FSDP 4": (config_for(1, 4), 1),
     "FSDP 4, kept gathered": (config_for(1, 4, reshard_after_forward=False), 2),
+    "FSDP 4, kept gathered in pairs": (config_for(1, 4, reshard_group_size=2), 2),
+    "FSDP 2, summed once": (config_for(1, 2, sync_every_microbatch=False), 4),
+    "FSDP 2, summed and gathered once": (config_for(1, 2, sync_every_microbatch=False, reshard_after_forward=False), 4),
+    "FSDP 4, prefetch, own reduce-scatter": (config_for(1, 4, prefetch_layers=2, reduce_scatter="all_to_all"), 2),
+    "HSDP 2 x 2, own reduce-scatter": (config_for(2, 2, reduce_scatter="all_to_all"), 2),
     "HSDP 2 x 2": (config_for(2, 2), 1),
     "HSDP 2 x 2, accumulation": (config_for(2, 2), 2),
     "FSDP 2, full": (config_for(1, 2, mode="full"), 1),
     "FSDP 2, selective": (config_for(1, 2, mode="selective"), 1),
+    "one process, loss in chunks": (config_for(1, 1, loss_chunks=4), 2),
+    "FSDP 2, loss in chunks": (config_for(1, 2, loss_chunks=5), 1),
+    "HSDP 2 x 2, loss in chunks, compiled": (config_for(2, 2, compile="aot_eager", loss_chunks=3), 2),
     "FSDP 2, compiled": (config_for(1, 2, compile="aot_eager"), 2),
     "HSDP 2 x 2, compiled, full": (config_for(2, 2, compile="aot_eager", mode="full"), 2),
     "DDP 2, compiled, selective": (config_for(2, 1, compile="aot_eager", mode="selective"), 1),
@@ -133,14 +47,6 @@ CASES = {
 @pytest.fixture(scope="module")
 def plain() -> dict[str, Any]:
     return plain_run(STEPS)
-
-
-def close(actual: dict[str, Any], expected: dict[str, Any], loss_tolerance: float) -> None:
-    torch.testing.assert_close(actual["losses"], expected["losses"], rtol=loss_tolerance, atol=0)
-    torch.testing.assert_close(actual["norms"], expected["norms"], rtol=100 * loss_tolerance, atol=0)
-    for name, grad in expected["grads"].items():
-        scale = grad.abs().max().item()
-        torch.testing.assert_close(actual["grads"][name], grad, rtol=0, atol=10 * loss_tolerance * scale, msg=name)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -163,10 +69,41 @@ def test_compiled_by_inductor() -> None:
 
 
 def test_tied_embeddings() -> None:
-    expected = plain_run(5, tied=True)
-    for result in run_ranks(2, our_run, config_for(1, 2), 5, 2, True):
+    expected = plain_run(5, tie_embeddings=True)
+    for result in run_ranks(2, partial(our_run, tie_embeddings=True), config_for(1, 2), 5, 2):
         close(result, expected, loss_tolerance=1e-6)
         assert "output.weight" not in result["weights"]
+
+
+def test_tied_embeddings_with_the_loss_in_chunks() -> None:
+    expected = plain_run(5, tie_embeddings=True)
+    for result in run_ranks(2, partial(our_run, tie_embeddings=True), config_for(1, 2, loss_chunks=4), 5, 2):
+        close(result, expected, loss_tolerance=1e-6)
+
+
+class LargestLogits(TorchDispatchMode):
+    """Most rows of anything as wide as the vocabulary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.ndim and result.shape[-1] == VOCAB:
+            self.rows = max(self.rows, result.numel() // VOCAB)
+        return result
+
+
+def run_logits(config: Config) -> int:
+    with LargestLogits() as logits:
+        our_run(config, 1, 1)
+    return logits.rows
+
+
+def test_only_a_chunk_of_the_logits_exists_at_a_time() -> None:
+    assert run_ranks(1, run_logits, config_for(1, 1)) == [GLOBAL_BATCH * SEQ_LEN]
+    assert run_ranks(1, run_logits, config_for(1, 1, loss_chunks=4)) == [GLOBAL_BATCH * SEQ_LEN // 4]
 
 
 def test_initial_weights_do_not_depend_on_the_sharding() -> None:
@@ -190,9 +127,10 @@ class CountOps(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def run_counted(mode: str) -> tuple[float, int, int, int]:
+def run_counted(mode: str, compile: str = "", **options: Any) -> tuple[float, int, int, int]:
     """Loss of one step, the bytes autograd keeps for backward, matmuls and attention forwards computed."""
-    config = config_for(1, 1, mode=mode)
+    checkpointing = ActivationCheckpoint(mode=mode, **options)
+    config = dataclasses.replace(config_for(1, 1, compile), activation_checkpoint=checkpointing)
     config = dataclasses.replace(config, training=Training(seq_len=SEQ_LEN))
     kept: dict[int, int] = {}
 
@@ -200,7 +138,8 @@ def run_counted(mode: str) -> tuple[float, int, int, int]:
         kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 
-    with CountOps() as ops, torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+    ops = CountOps()  # under which nothing would be compiled
+    with nullcontext() if compile else ops, torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         losses = our_run(config, 1, 1)["losses"]
     attention = sum(n for name, n in ops.counts.items() if "attention" in name and "backward" not in name)
     return losses[0], sum(kept.values()), ops.counts["mm"], attention
@@ -215,3 +154,21 @@ def test_activation_checkpointing_keeps_less_recomputes_what_it_says_and_changes
     assert 0.3 * matmuls < selective[2] - none[2] < 0.7 * matmuls
     assert full[3] - none[3] == FLAVOR.n_layers
     assert selective[3] == none[3], "selective keeps attention"
+
+
+def test_every_third_layer() -> None:
+    (none,), (third,) = (run_ranks(1, partial(run_counted, every_n_layers=3), mode) for mode in ("none", "full"))
+    assert FLAVOR.n_layers == 3
+    assert third[0] == none[0]
+    assert third[2] - none[2] == 6
+    assert third[3] - none[3] == 1
+
+
+def test_the_compiler_keeps_to_a_memory_budget() -> None:
+    (none,) = run_ranks(1, run_counted, "none", "inductor")
+    kept = [none[1]]
+    for budget in (0.6, 0.2):
+        ((loss, nbytes, *_),) = run_ranks(1, partial(run_counted, memory_budget=budget), "budget", "inductor")
+        assert abs(loss - none[0]) < 1e-4 * loss
+        kept.append(nbytes)
+    assert kept[2] < kept[1] < kept[0]

@@ -77,8 +77,8 @@ class Run:
             convert_to_float8(self.model, config.float8)
         spec.apply_parallelism(self.model, dims.build_mesh("cpu"), config)
         init_weights(self.model, torch.device("cpu"), seed=0)
-        self.optimizer, self.loss_fn = build_optimizer(self.model, config.optimizer), build_loss(config.compile)
-        precompute_scales(self.model, config.float8)
+        self.optimizer, self.loss_fn = build_optimizer([self.model], config.optimizer), build_loss(config.compile)
+        precompute_scales([self.model], config.float8)
 
     def step(self, step: int, accumulation: int = 1, precompute: bool = True) -> float:
         """One optimizer step; the loss before it."""
@@ -87,7 +87,7 @@ class Run:
         local = GLOBAL_BATCH // accumulation // world_size
         total = torch.zeros(())
         for i in range(accumulation):
-            set_last_microbatch(self.model, i == accumulation - 1)
+            set_last_microbatch([self.model], i == accumulation - 1)
             mine = slice((i * world_size + rank) * local, (i * world_size + rank + 1) * local)
             loss = self.loss_fn(self.model(tokens[mine]), labels[mine]) / labels.numel()
             loss.backward()
@@ -96,7 +96,7 @@ class Run:
         clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         if precompute:
-            precompute_scales(self.model, self.config.float8)
+            precompute_scales([self.model], self.config.float8)
         self.optimizer.zero_grad()
         return total.item()
 
@@ -155,7 +155,7 @@ def losses_around_a_load(config: Config, precompute_after_load: bool) -> tuple[l
         for tensor, value in zip(run.tensors(), saved, strict=True):
             tensor.copy_(value)
     if precompute_after_load:
-        precompute_scales(run.model, config.float8)
+        precompute_scales([run.model], config.float8)
     return first, [run.step(2), run.step(3)]
 
 
@@ -245,11 +245,11 @@ def bits_beside_torchao(recipe: str, gradient_scale: float, shrink: float) -> li
     model = nn.Sequential(nn.Linear(64, 96, bias=False))
     model.register_parameter("other", nn.Parameter(torch.ones(2)))  # gloo needs another type in the group
     convert_to_float8(model, config.float8)
-    apply_fsdp(model, [], ParallelDims.from_config(config.parallelism, 2).build_mesh("cpu"), config)
+    apply_fsdp(model, [], ParallelDims.from_config(config.parallelism, 2).build_mesh("cpu").fsdp, config)
     ours: nn.Linear = model[0]
     with torch.no_grad():
         ours.weight.copy_(distribute_tensor(weight, ours.weight.device_mesh, ours.weight.placements))
-        precompute_scales(model, config.float8)
+        precompute_scales([model], config.float8)
         ours.weight.mul_(shrink)
     own_config = Float8LinearConfig.from_recipe_name(recipe)
     # What is gathered in float8 is cast from the float32 weight; what is gathered in bfloat16 from that.

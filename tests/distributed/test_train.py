@@ -102,6 +102,9 @@ LAYOUTS = {
     "FSDP 2, accumulation 1": (2, ["--training.local_batch_size=4"]),
     "FSDP 4": (4, []),
     "HSDP 2 x 2, compiled": (4, ["--parallelism.dp_replicate=2", "--compile.enable", "--compile.backend=aot_eager"]),
+    "FSDP 2 x TP 2": (4, ["--parallelism.tp=2"]),
+    "FSDP 2 x CP 2": (4, ["--parallelism.cp=2"]),
+    "FSDP 2 x PP 2": (4, ["--parallelism.pp=2", "--training.local_batch_size=4"]),
 }
 
 
@@ -159,10 +162,20 @@ def test_the_model_learns_and_the_rows_are_whole(single: Path) -> None:
     assert start["packages"]["torch"] == torch.__version__
 
 
-@pytest.mark.parametrize(("world_size", "stop_after"), [(1, 5), (2, 12), (2, 19), (2, 3)])
-def test_a_resumed_run_has_the_same_bits(world_size: int, stop_after: int, dataset: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "stop_after", "state_dtype"),
+    [(1, 5, "float32"), (2, 12, "float32"), (2, 19, "float32"), (2, 3, "float32"), (2, 12, "bfloat16")],
+)
+def test_a_resumed_run_has_the_same_bits(
+    world_size: int, stop_after: int, state_dtype: str, dataset: Path, tmp_path: Path
+) -> None:
     def arguments(name: str) -> list[str]:
-        return [*SMALL, f"--data.datasets={dataset}", f"--run.folder={tmp_path / name}"]
+        return [
+            *SMALL,
+            f"--optimizer.state_dtype={state_dtype}",
+            f"--data.datasets={dataset}",
+            f"--run.folder={tmp_path / name}",
+        ]
 
     run_ranks(world_size, run, arguments("whole"), start_group=False)
     run_ranks(world_size, run, arguments("cut"), stop_after, start_group=False)
@@ -175,6 +188,8 @@ def test_a_resumed_run_has_the_same_bits(world_size: int, stop_after: int, datas
     assert len(whole) >= 3 * 56
     for name, value in whole.items():
         assert torch.equal(cut[name], value), name
+    moments = {value.dtype for name, value in whole.items() if name.endswith("exp_avg")}
+    assert moments == {getattr(torch, state_dtype)}
 
 
 def test_resume_at_another_world_size_sees_the_same_tokens(single: Path, dataset: Path, tmp_path: Path) -> None:
@@ -322,11 +337,42 @@ def test_killed_and_resumed_under_torchrun(dataset: Path, tmp_path: Path) -> Non
         # Counted from this start, which resumed after step 5: steps 14 and 15 are its 9th and 10th.
         assert {name for name in names if name.startswith("ProfilerStep")} == {"ProfilerStep#8", "ProfilerStep#9"}
 
-    generate = [sys.executable, "generate.py", f"--run={folder}", "--prompt=ba", "--max-tokens=12"]
+    generate = [sys.executable, "generate.py", str(folder), "--prompt=ba", "--max-tokens=12"]
     texts = [subprocess.run(generate, cwd=ROOT, capture_output=True, text=True, check=True).stdout for _ in range(2)]
     assert texts[0] == texts[1]
     assert texts[0].startswith("ba")
     assert len(texts[0]) > 10
+
+
+def test_layouts_change_from_start_to_start_under_torchrun(single: Path, dataset: Path, tmp_path: Path) -> None:
+    """FSDP 2 x TP 2 x PP 2, then CP 2 x TP 2, then one process: the same tokens and losses, and the same sample."""
+    folder = tmp_path / "run"
+
+    def start(world_size: int, *arguments: str) -> str:
+        command = [sys.executable, "-m", "launch.torchrun", "--standalone", f"--nproc-per-node={world_size}"]
+        common = (word for word in SMALL if "training.steps" not in word)
+        command += ["train.py", *common, f"--data.datasets={dataset}", f"--run.folder={folder}"]
+        command += ["--validation.sample_prompt=ba", "--validation.sample_tokens=6", *arguments]
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+        return result.stderr.split("sample:\n")[-1].split("\n")[0]
+
+    def steps(last: int) -> list[str]:
+        # The schedule is that of the whole run, which ends after 20 steps.
+        return [f"--training.steps={last}", f"--lr_scheduler.decay_fraction={0.0 if last < STEPS else 0.2}"]
+
+    start(8, *steps(9), "--parallelism.tp=2", "--parallelism.pp=2")
+    parts = start(4, *steps(15), "--parallelism.tp=2", "--parallelism.cp=2")
+    alone = start(1, *steps(15))
+    assert len(parts) > 4
+    assert parts == alone, "drawn part by part, and by one process with a cache"
+    start(1, *steps(STEPS))
+    assert column(folder, "tokens") == column(single, "tokens")
+    torch.testing.assert_close(column(folder, "loss"), column(single, "loss"), rtol=1e-6, atol=0)
+    proof = subprocess.run(
+        [sys.executable, "-m", "data.audit", f"--run={folder}", "--prove"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert proof.returncode == 0, proof.stdout + proof.stderr
 
 
 @pytest.mark.parametrize("how", ["SIGTERM to torchrun", "SIGUSR1 to a rank", "stop file", "stop file, async saves"])

@@ -9,12 +9,15 @@ import torch
 import torch.distributed as dist
 
 from checkpoint import s3
+from checkpoint.hf import export_model, import_model
 from checkpoint.retention import committed, remove_checkpoint
 from checkpoint.s3 import S3Store
 from checkpoint.stores import CheckpointError, open_store
+from data.tokenizer import train_tokenizer
 from tests.distributed.checkpoint_kills import survive_kills
 from tests.distributed.checkpoint_runs import Run, load_run, same, train_run
 from tests.harness import run_ranks
+from tests.unit.test_llama import hf_model
 
 # Short waits, so that what is never answered is soon given up.
 WAITS = {"request_timeout_seconds": 1, "visibility_seconds": 1.0, "interval": 1, "keep": 2}
@@ -291,3 +294,19 @@ def test_stock_fsspec_reader_reads_ours(two_steps):
     reader = FsspecReader(place, endpoint_url=os.environ["AWS_ENDPOINT_URL_S3"])
     dcp.load(state, storage_reader=reader, no_dist=True)
     assert all(torch.equal(state["model"][name], value) for name, value in run.model.state_dict().items())
+
+
+def test_a_hugging_face_model_goes_in_and_out(bucket, tmp_path):
+    train_tokenizer(["some text"], 300).save(tmp_path)
+    hf_model("llama3").save_pretrained(tmp_path, max_shard_size="100KB")
+    import_model(tmp_path, f"{bucket}/models/imported", check="tensors")
+    export_model(
+        f"{bucket}/models/imported",
+        tmp_path / "back",
+        dtype="float32",
+        file_bytes=100_000,
+        tokenizer=None,
+        max_positions=0,
+        check="logits",
+    )
+    assert len(list((tmp_path / "back").glob("*.safetensors"))) > 1

@@ -1,34 +1,306 @@
-"""Generation: the same greedy tokens as Hugging Face transformers, and sampling as asked."""
+"""Generation: transformers' greedy tokens for prompts of unequal lengths, its sampling, stops, streams and chat."""
 
+import dataclasses
+import json
+import random
+from pathlib import Path
+
+import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as RawTokenizer
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
-from generate import generate, sample
-from tests.unit.test_llama import FAMILIES, hf_model, ours_from
+from checkpoint.hf import main as checkpoint_hf
+from config import TitaniteError
+from data.chat import BUILT_IN, ChatTemplate
+from data.tokenizer import Tokenizer
+from generate import Sampling, TextStream, generate, main, sample
+from models.llama.model import Llama
+from tests.unit.test_llama import FAMILIES, SMALL, hf_model, ours_from
+from trained import load_trained
+
+CPU = torch.device("cpu")
+GREEDY = Sampling(temperature=0)
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}{% if message.role == 'assistant' %}"
+    "{% generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ message.content + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
-def test_greedy_tokens_equal_transformers() -> None:
-    for family in FAMILIES:
-        hf = hf_model(family)
-        prompt = torch.randint(0, 96, (1, 9), generator=torch.Generator().manual_seed(3))
-        hf.generation_config.eos_token_id = None
-        mask = torch.ones_like(prompt)  # no token is padding
-        expected = hf.generate(prompt, attention_mask=mask, max_new_tokens=24, do_sample=False, pad_token_id=0)
-        tokens = generate(ours_from(hf), prompt[0].tolist(), 24, device=torch.device("cpu"), temperature=0)
-        assert list(tokens) == expected[0, 9:].tolist(), family
+def prompts_of(*lengths: int) -> list[list[int]]:
+    numbers = random.Random(3)
+    return [[numbers.randrange(96) for _ in range(n)] for n in lengths]
 
 
-def test_sampling_follows_the_probabilities_of_the_top_k() -> None:
-    logits = torch.tensor([1.0, 3.0, 2.0, -1.0])
+def tokens_of(model: Llama, prompts: list[list[int]], n: int, sampling: Sampling = GREEDY) -> list[list[int]]:
+    """The tokens of each row."""
+    return [list(row) for row in zip(*generate(model, prompts, n, CPU, sampling), strict=True)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_equal_transformers_in_a_batch_of_unequal_lengths(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("generate.PREFILL_TOKENS", 16)  # the longer prompts come in pieces
+    hf, prompts = hf_model(family), prompts_of(9, 1, 40, 16, 17)
+    hf.generation_config.eos_token_id = None
+    expected = []
+    for prompt in prompts:
+        tokens = torch.tensor([prompt])
+        mask = torch.ones_like(tokens)  # no token is padding
+        out = hf.generate(tokens, attention_mask=mask, max_new_tokens=24, do_sample=False, pad_token_id=0)
+        expected.append(out[0, len(prompt) :].tolist())
+    model = ours_from(hf)
+    assert tokens_of(model, prompts, 24) == expected
+    assert tokens_of(model, prompts[:1], 24) == expected[:1]
+
+
+def test_a_row_is_drawn_as_it_would_be_alone() -> None:
+    model, prompts = ours_from(hf_model("llama3")), prompts_of(5, 12, 3)
+    together = tokens_of(model, prompts, 12, Sampling(seed=7))
+    assert together == [tokens_of(model, [prompt], 12, Sampling(seed=7 + i))[0] for i, prompt in enumerate(prompts)]
+    assert together != tokens_of(model, prompts, 12, Sampling(seed=8))
+
+
+def test_compiled_blocks_give_the_same_tokens_and_are_compiled_once() -> None:
+    model, prompts = ours_from(hf_model("llama3.2")), prompts_of(4, 11)
+    expected = tokens_of(model, prompts, 10)
+    compiled = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
+        compiled.append(graph)
+        return graph
+
+    for block in model.layers.values():
+        block.compile(fullgraph=True, dynamic=False, backend=backend)
+    assert tokens_of(model, prompts, 10) == expected
+    assert len(compiled) == 1, "one graph for all layers and places"
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (3, 1.0), (0, 0.7), (4, 0.6), (0, 0.01)])
+def test_sampling_follows_the_probabilities_that_transformers_leaves(top_k: int, top_p: float) -> None:
+    logits = torch.tensor([1.0, 3.0, 2.0, -1.0, 2.5, 0.0])
     generator = torch.Generator().manual_seed(0)
-    draws = torch.stack([sample(logits, 0.7, 2, generator) for _ in range(4000)])
-    share = torch.bincount(draws, minlength=4) / len(draws)
-    kept = torch.tensor([3.0, 2.0])
-    expected = (kept / 0.7).softmax(-1)
-    torch.testing.assert_close(share, torch.tensor([0.0, expected[0], expected[1], 0.0]), rtol=0, atol=0.03)
-    assert sample(logits, 0, 2, generator) == 1
+    draws = torch.stack([sample(logits, Sampling(temperature=0.7, top_k=top_k, top_p=top_p), generator)
+                         for _ in range(4000)])  # fmt: skip
+    warped = TemperatureLogitsWarper(0.7)(torch.empty(1, 0), logits[None])
+    if top_k:
+        warped = TopKLogitsWarper(top_k)(torch.empty(1, 0), warped)
+    if top_p < 1:
+        warped = TopPLogitsWarper(top_p)(torch.empty(1, 0), warped)
+    expected = warped[0].softmax(-1)
+    share = torch.bincount(draws, minlength=6) / len(draws)
+    torch.testing.assert_close(share, expected, rtol=0, atol=0.03)
+    assert (share[expected == 0] == 0).all()
+    assert sample(logits, GREEDY, generator) == 1
 
 
-def test_the_seed_decides() -> None:
-    model = ours_from(hf_model("llama3"))
-    texts = [list(generate(model, [1, 2], 12, device=torch.device("cpu"), seed=seed)) for seed in (0, 0, 1)]
-    assert texts[0] == texts[1] != texts[2]
+# ---------------------------------------------------------------- text
+
+
+def byte_tokenizer(*special: str) -> Tokenizer:
+    """A token for each byte, and the special ones; no merges."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[: SMALL["vocab_size"] * 3]
+    raw = RawTokenizer(models.BPE({token: i for i, token in enumerate(alphabet)}, []))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    raw.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special or SPECIAL])
+    return Tokenizer(raw, "<|endoftext|>")
+
+
+def metaspace_tokenizer() -> Tokenizer:
+    """As Llama 2's: words with a leading ▁, whose decoder drops the first one."""
+    words = {"<unk>": 0, "</s>": 1, "▁Hello": 2, "▁world": 3, "!": 4}
+    raw = RawTokenizer(models.BPE(words, [], unk_token="<unk>"))
+    raw.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    return Tokenizer(raw, "</s>")
+
+
+def feed(stream: TextStream, tokens: list[int]) -> list[str]:
+    """What comes out after each token, and at the end."""
+    pieces = [stream.push(token) for token in tokens if not stream.done]
+    return pieces if stream.done else [*pieces, stream.finish()]
+
+
+def test_a_stream_gives_whole_characters_and_all_of_them() -> None:
+    tokenizer, text = byte_tokenizer(), "naïve 中文 👍 é"
+    stream = TextStream(tokenizer, tokenizer.encode("ü"), frozenset(), ())
+    pieces = feed(stream, tokenizer.encode(text))
+    assert "".join(pieces) == text
+    assert all("\ufffd" not in piece for piece in pieces)
+    cut = feed(TextStream(tokenizer, [], frozenset(), ()), tokenizer.encode("a中")[:-1])
+    assert cut == ["a", "", "", "\ufffd"], "half a character is shown at the end only"
+
+
+def test_a_stream_keeps_the_space_of_the_first_word() -> None:
+    stream = TextStream(metaspace_tokenizer(), [2], frozenset(), ())
+    assert feed(stream, [3, 4, 3]) == [" world", "!", " world", ""]
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "expected"),
+    [
+        ("one\ntwo\n\nthree", ("\n\n",), "one\ntwo"),
+        ("a END b", ("EN!", "END"), "a "),
+        ("ENENDx", ("END",), "EN"),
+        ("no stop EN", ("END",), "no stop EN"),
+        ("中文。more", ("。",), "中文"),
+        ("x<|endoftext|>y", (), "x"),
+    ],
+)
+def test_stops(text: str, stops: tuple[str, ...], expected: str) -> None:
+    tokenizer = byte_tokenizer()
+    before, eos, after = text.partition("<|endoftext|>")
+    tokens = tokenizer.encode(before) + ([tokenizer.eos_id, *tokenizer.encode(after)] if eos else [])
+    stream = TextStream(tokenizer, [], frozenset({tokenizer.eos_id}), stops)
+    pieces = feed(stream, tokens)
+    assert "".join(pieces) == expected
+    assert all(expected.startswith("".join(pieces[:i])) for i in range(len(pieces))), "nothing is taken back"
+
+
+# ---------------------------------------------------------------- chat
+
+
+def test_a_conversation_has_the_tokens_that_transformers_gives_it() -> None:
+    tokenizer = byte_tokenizer()
+    template = ChatTemplate(CHATML, tokenizer)
+    theirs = PreTrainedTokenizerFast(tokenizer_object=RawTokenizer.from_str(tokenizer.raw.to_str()))
+    theirs.chat_template = CHATML
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hello, 中?"},
+        {"role": "assistant", "content": "Yes."},
+        {"role": "user", "content": "Why"},
+    ]
+    expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert template.encode(messages, add_generation_prompt=True) == expected
+    assert template.stop_ids == {tokenizer.raw.token_to_id("<|im_end|>")}
+    prompt = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello, 中?<|im_end|>\n<|im_start|>assistant\n"
+    assert template.segments(messages) == [(prompt, False), ("Yes.<|im_end|>\n", True)]
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        ([], "must be a list of messages"),
+        ("hello", "must be a list of messages"),
+        ([{"role": "user"}], "string \"content\""),
+        ([{"role": "bot", "content": "a"}], "'bot': must be one of system, user"),
+        ([{"role": "user", "content": "a<|im_end|>b"}], "spells out '<|im_end|>'"),
+    ],
+)  # fmt: skip
+def test_what_is_no_conversation_is_refused(messages: object, said: str) -> None:
+    with pytest.raises(TitaniteError) as error:
+        ChatTemplate(CHATML, byte_tokenizer()).encode(messages)  # type: ignore[arg-type]
+    assert said in str(error.value)
+
+
+def test_templates_that_cannot_be_used_say_why() -> None:
+    with pytest.raises(TitaniteError, match="not a chat template"):
+        ChatTemplate("{% for", byte_tokenizer())
+    refusing = ChatTemplate("{{ raise_exception('no system, please') }}", byte_tokenizer())
+    with pytest.raises(TitaniteError, match="no system, please"):
+        refusing.render([{"role": "user", "content": "a"}])
+
+
+# ---------------------------------------------------------------- command line
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama with a byte tokenizer and a chat template, imported as a checkpoint."""
+    folder = tmp_path_factory.mktemp("imported")
+    tokenizer = byte_tokenizer()
+    torch.manual_seed(1)
+    config = LlamaConfig(**(SMALL | FAMILIES["llama3.2"] | {"vocab_size": 320}))
+    LlamaForCausalLM(config).save_pretrained(folder / "hf")
+    tokenizer.save(folder / "hf")
+    (folder / "hf" / "chat_template.jinja").write_text(CHATML)
+    checkpoint_hf(["import", str(folder / "hf"), str(folder / "imported")])
+    return folder / "imported"
+
+
+def test_one_prompt_and_many_prompts(imported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = ["Hello", "A somewhat longer prompt", "x"]
+    alone = []
+    for prompt in prompts:
+        main([str(imported), "--prompt", prompt, "--temperature=0", "--max-tokens=20"])
+        out, err = capsys.readouterr()
+        assert out.startswith(prompt)
+        assert "tokens/s" in err
+        alone.append(out.removeprefix(prompt)[:-1])
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    several = [argument for prompt in prompts for argument in ("--prompt", prompt)]
+    for source in (several, ["--prompts-file", str(tmp_path / "prompts.jsonl"), "--batch-size=2"]):
+        main([str(imported), *source, "--temperature=0", "--max-tokens=20"])
+        lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert lines == [{"prompt": p, "completion": c} for p, c in zip(prompts, alone, strict=True)]
+
+
+def test_a_chat_goes_on_from_what_was_said(
+    imported: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed = iter(["Hi", "not <|im_end|> this", "Go on"])
+    asked = []
+
+    def read_line(prompt: str) -> str:
+        try:
+            return next(typed)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("builtins.input", read_line)
+    original = ChatTemplate.encode
+
+    def encode(self: ChatTemplate, messages: list[dict[str, str]], **options: bool) -> list[int]:
+        asked.append([dict(message) for message in messages])
+        return original(self, messages, **options)
+
+    monkeypatch.setattr(ChatTemplate, "encode", encode)
+    main([str(imported), "--chat", "--system=Be kind.", "--temperature=0", "--max-tokens=12"])
+    out, err = capsys.readouterr()
+    assert "spells out '<|im_end|>'" in err
+    assert [message["role"] for message in asked[-1]] == ["system", "user", "assistant", "user"]
+    assert asked[-1][2]["content"] in out
+
+
+def test_mistakes_are_explained(imported: Path, tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"text": "b"}\n')
+    with pytest.raises(TitaniteError, match=r'bad.jsonl, line 2: must be an object with a string "prompt"'):
+        main([str(imported), "--prompts-file", str(tmp_path / "bad.jsonl")])
+    with pytest.raises(TitaniteError, match="a prompt is empty"):
+        main([str(imported), "--prompt", ""])
+    with pytest.raises(TitaniteError, match="no checkpoint here"):
+        main([str(tmp_path), "--prompt", "a"])
+
+
+def test_a_checkpoint_of_stock_dcp_in_a_run(tmp_path: Path) -> None:
+    model = ours_from(hf_model("llama3.1"))
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "checkpoints")
+    (tmp_path / "model.json").write_text(json.dumps({"name": "llama", **dataclasses.asdict(model.config)}))
+    byte_tokenizer().save(tmp_path)
+    trained = load_trained(str(tmp_path), device=CPU, dtype=torch.float32)
+    prompts = prompts_of(5)
+    assert tokens_of(trained.model, prompts, 5) == tokens_of(model, prompts, 5)
+
+
+def test_the_built_in_template_is_used_where_there_is_none(imported: Path, tmp_path: Path) -> None:
+    byte_tokenizer().save(tmp_path)
+    trained = load_trained(str(imported), device=CPU, dtype=torch.bfloat16, tokenizer=str(tmp_path))
+    assert trained.chat.source == BUILT_IN
+    assert trained.chat.render([{"role": "user", "content": "a"}], add_generation_prompt=True) == (
+        "<|user|>\na\n<|assistant|>\n"
+    )
+    assert next(trained.model.parameters()).dtype == torch.bfloat16

@@ -16,14 +16,15 @@ MAY_IMPORT = {
     "float8": {"config"},
     "data": {"config"},
     "checkpoint": {"config"},
-    "loss": {"config"},
+    "loss": {"config", "parallel"},
     "optim": {"config"},
-    "metrics": {"config"},
+    "metrics": {"config", "metrics_page"},
+    "metrics_page": {"config"},
     "profiling": {"config"},
     "models": {"config", "parallel", "float8"},
 }
 # Command lines inside a package, which stand above it.
-ABOVE = {"checkpoint/hf.py", "float8/parity.py", "parallel/plan.py", "models/evaluate.py"}
+ABOVE = {"checkpoint/hf.py", "float8/parity.py", "parallel/plan.py", "parallel/plan_dry_run.py", "models/evaluate.py"}
 
 
 def sources() -> list[Path]:

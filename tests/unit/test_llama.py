@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 from models.init import init_weights
 from models.llama import FLAVORS
 from models.llama.hf import from_hf_config, from_hf_state_dict, to_hf_state_dict
-from models.llama.model import KVCache, Llama, LlamaConfig, document_mask
+from models.llama.model import KVCache, Llama, LlamaConfig, causal_mask
 
 SMALL = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 3, "rms_norm_eps": 1e-5}
 LLAMA3_ROPE = {
@@ -103,7 +103,8 @@ def test_cached_decoding_gives_the_same_logits() -> None:
     model, tokens = ours_from(hf_model("llama3.1")), random_tokens(2, 40)
     expected = model(tokens)
     caches = [KVCache(40) for _ in model.layers]
-    pieces = [model(tokens[:, a:b], caches=caches) for a, b in ((0, 17), (17, 18), (18, 19), (19, 40))]
+    parts = [torch.arange(a, b)[None] for a, b in ((0, 17), (17, 18), (18, 19), (19, 40))]
+    pieces = [model(tokens[:, part[0]], part, caches) for part in parts]
     torch.testing.assert_close(torch.cat(pieces, dim=1), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -114,8 +115,10 @@ def test_documents_do_not_see_each_other() -> None:
     alone = [model(part) for part in tokens.split(lengths, dim=1)]
     torch.testing.assert_close(model(tokens, positions), torch.cat(alone, dim=1), rtol=1e-5, atol=1e-5)
     # A row that continues a document begun before it: positions need not start at 0.
-    mask = document_mask(torch.tensor([[3, 4, 0, 1]]))
+    mask = causal_mask(torch.tensor([[3, 4, 0, 1]]), torch.arange(4))
     assert mask.int().tolist() == [[[[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]]]
+    some = causal_mask(torch.tensor([[3, 4, 0, 1]]), torch.tensor([3, 0]))
+    assert some.int().tolist() == [[[[0, 0, 1, 1], [1, 0, 0, 0]]]]
 
 
 def build(config: LlamaConfig, seed: int = 0) -> Llama:

@@ -1,6 +1,7 @@
 """Optimizer, schedule, clipping and loss, each against a computation of its own."""
 
 import copy
+import dataclasses
 import math
 
 import pytest
@@ -17,7 +18,7 @@ def test_adamw_follows_its_formula_and_spares_norms_and_biases() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.RMSNorm(3)).double()
     settings = Optimizer(lr=0.01, weight_decay=0.5, beta1=0.8, beta2=0.9, eps=1e-6)
-    optimizer = build_optimizer(model, settings)
+    optimizer = build_optimizer([model], settings)
     reference = {n: p.detach().clone() for n, p in model.named_parameters()}
     m = {n: torch.zeros_like(p) for n, p in reference.items()}
     v = copy.deepcopy(m)
@@ -37,6 +38,38 @@ def test_adamw_follows_its_formula_and_spares_norms_and_biases() -> None:
         torch.testing.assert_close(p.detach(), reference[name], rtol=1e-10, atol=1e-12, msg=name)
 
 
+@pytest.mark.parametrize("compile", [False, True])
+def test_small_states_follow_torchs_adamw_up_to_their_rounding(compile: bool) -> None:
+    """Means rounded to bfloat16 at every step, as a loop by hand does it; near torch's own, which does not round."""
+    torch.manual_seed(0)
+    ours, torchs = (nn.Linear(32, 16) for _ in range(2))
+    torchs.load_state_dict(ours.state_dict())
+    settings = Optimizer(lr=0.01, weight_decay=0.1, state_dtype="bfloat16")
+    small = build_optimizer([ours], settings, Compile(enable=compile, backend="aot_eager"))
+    large = build_optimizer([torchs], dataclasses.replace(settings, state_dtype="float32"))
+    expected = {n: p.detach().double().clone() for n, p in ours.named_parameters()}
+    m = {n: torch.zeros_like(p) for n, p in expected.items()}
+    v = copy.deepcopy(m)
+    for step in range(1, 11):
+        x = torch.randn(8, 32)
+        for model, optimizer in ((ours, small), (torchs, large)):
+            set_learning_rate(optimizer, 0.01 / step)
+            model(x).square().sum().backward()
+        for name, p in ours.named_parameters():
+            grad, decay = p.grad.double(), 0.1 if p.ndim > 1 else 0.0
+            new_m, new_v = 0.9 * m[name] + 0.1 * grad, 0.95 * v[name] + 0.05 * grad**2
+            m[name], v[name] = new_m.bfloat16().double(), new_v.bfloat16().double()
+            update = (new_m / (1 - 0.9**step)) / ((new_v / (1 - 0.95**step)).sqrt() + 1e-8)
+            expected[name] = expected[name] * (1 - 0.01 / step * decay) - 0.01 / step * update
+        for optimizer in (small, large):
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, p in ours.named_parameters():
+        assert small.state[p]["exp_avg"].dtype == small.state[p]["exp_avg_sq"].dtype == torch.bfloat16
+        torch.testing.assert_close(p.detach().double(), expected[name], rtol=1e-3, atol=1e-4, msg=name)
+        torch.testing.assert_close(p, dict(torchs.named_parameters())[name], rtol=0.02, atol=2e-3, msg=name)
+
+
 def test_wsd_schedule() -> None:
     schedule = LRScheduler(schedule="wsd", warmup_steps=10, decay_fraction=0.2, min_lr_factor=0.1)
     rates = {step: learning_rate(step, 100, 2.0, schedule) for step in range(1, 101)}
@@ -45,7 +78,8 @@ def test_wsd_schedule() -> None:
     assert all(rates[step] == 2.0 for step in range(10, 81))
     assert rates[90] == pytest.approx(2.0 * (0.1 + 0.9 * 0.5))
     assert rates[100] == pytest.approx(0.2)
-    assert learning_rate(1, 10, 2.0, LRScheduler(warmup_steps=0, decay_fraction=0.0)) == 2.0
+    no_decay = LRScheduler(warmup_steps=0, decay_fraction=0.0)
+    assert [learning_rate(step, 10, 2.0, no_decay) for step in (1, 10)] == [2.0, 2.0]
 
 
 def test_cosine_schedule_is_torchs_after_the_warmup() -> None:

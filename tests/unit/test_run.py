@@ -1,5 +1,6 @@
 """The small modules beside train.py: run folder, metrics, mesh, launcher."""
 
+import importlib
 import json
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import torch
 
 from config import Config, ConfigError, Metrics, Model, Parallelism, Run, Training
 from launch.torchrun import launch
-from metrics import MetricsLogger, peak_flops
+from metrics import MetricsLogger, find_hook, peak_flops
 from models import find_model
 from parallel.mesh import ParallelDims
 from run_folder import check_run_folder, name_run_folder, record_start
@@ -16,12 +17,12 @@ from run_folder import check_run_folder, name_run_folder, record_start
 
 def test_new_runs_get_names_of_their_own(tmp_path: Path) -> None:
     config = Config(run=Run(outputs=str(tmp_path)))
-    first = name_run_folder(config)
+    first = name_run_folder(config, {})
     first.mkdir()
-    second = name_run_folder(config)
+    second = name_run_folder(config, {})
     assert first != second
     assert first.parent == second.parent == tmp_path
-    assert name_run_folder(Config(run=Run(folder="x/y"))) == Path("x/y")
+    assert name_run_folder(Config(run=Run(folder="x/y")), {}) == Path("x/y")
 
 
 def test_starts_are_recorded_with_what_changed(tmp_path: Path) -> None:
@@ -55,9 +56,10 @@ def test_metrics_rows_hold_the_rates_of_the_interval(tmp_path: Path, monkeypatch
         now[0] += 4.0
         metrics.count_step(1000, data_wait_seconds=1.0)
     metrics.log_step(2, loss=3.5, grad_norm=0.5, lr=1e-3, tokens=4000)
-    metrics.log_validation(2, 3.25, tokens=4000)
+    metrics.log_validation(2, {"": 3.25}, tokens=4000)
+    metrics.log_validation(2, {"web": 3.0, "code": 2.0}, tokens=4000)
     metrics.close()
-    row, validation = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    row, validation, named = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert row["tps"] == 2000 / 8
     assert row["mfu"] == pytest.approx(50 * 250 / 1e6)
     assert row["data_wait_pct"] == 25
@@ -65,6 +67,7 @@ def test_metrics_rows_hold_the_rates_of_the_interval(tmp_path: Path, monkeypatch
     assert (row["loss"], row["validation_loss"], row["tokens"]) == (3.5, None, 4000)
     assert (validation["validation_loss"], validation["loss"], validation["mfu"]) == (3.25, None, None)
     assert row.keys() == validation.keys()
+    assert (named["validation_loss/web"], named["validation_loss/code"], named["validation_loss"]) == (3.0, 2.0, None)
     assert list((tmp_path / "tensorboard").iterdir())
 
 
@@ -129,3 +132,26 @@ def test_the_launcher_keeps_exit_codes_and_prints_no_traceback(
     output = capfd.readouterr().err
     assert said in output
     assert "Traceback" not in output
+
+
+def test_a_hook_is_given_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_tracker.py").write_text("rows = []\nlog = rows.append\nlevel = 3\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    device, hooked = torch.device("cpu"), Metrics(hook="my_tracker:log", tensorboard=False)
+    for rank in (0, 1):
+        metrics = MetricsLogger(hooked, tmp_path, rank=rank, device=device, steps=9, flops_per_token=1)
+        metrics.log_step(1, loss=3.5, grad_norm=0.5, lr=1e-3, tokens=40)
+        metrics.log_validation(1, {"": 3.25}, tokens=40)
+        metrics.close()
+    written = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert importlib.import_module("my_tracker").rows == written
+    assert len(written) == 2
+    for name, said in {
+        "my_tracker": "package.module:function",
+        "my_tracker:lag": "lag",
+        "no_such:f": "no_such",
+    }.items():
+        with pytest.raises(ConfigError, match=said):
+            find_hook(name)
+    with pytest.raises(ConfigError, match="is a int, must be a function"):
+        find_hook("my_tracker:level")

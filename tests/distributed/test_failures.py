@@ -1,0 +1,223 @@
+"""Bad steps left out, results that differ between two computations, slow ranks; and a short chaos under torchrun."""
+
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks.chaos import Job, judge_job, prepare_data, running, schedule, suffer, weights
+from config import Failures, load_config
+from data.audit import prove
+from parallel.failures import SPIKE_WINDOW, BadStepError, BadSteps, ReplayError, Stragglers, check_replay
+from tests.corpus import write_dataset
+from tests.harness import run_ranks
+from train import train
+
+SMALL = (
+    "--training.seq_len=16",
+    "--training.local_batch_size=2",
+    "--training.param_dtype=float32",
+    "--training.steps=12",
+    "--lr_scheduler.warmup_steps=2",
+    "--metrics.log_interval=1",
+    "--metrics.tensorboard=false",
+    "--validation.enable=false",
+    "--checkpoint.interval=5",
+    "--checkpoint.keep=0",
+)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rng = random.Random(0)
+    documents = [[[rng.randrange(1, 90) for _ in range(rng.randrange(5, 60))] + [0] for _ in range(300)]]
+    return write_dataset(tmp_path_factory.mktemp("data") / "set", documents, vocab_size=100)
+
+
+def run(arguments: list[str], bad_steps: tuple[int, ...] = (), stop_after: int = 0) -> str:
+    """Train; rank 1's n-th forward is NaN for n in `bad_steps`; the error that ended it, or "crash" if cut off."""
+    forwards = [0]
+
+    def spoil(module: nn.Module, inputs: Any, output: Any) -> Any:
+        if not isinstance(module, nn.Embedding):
+            return output
+        forwards[0] += 1
+        return output * float("nan") if dist.get_rank() == 1 and forwards[0] in bad_steps else output
+
+    def after_step(step: int) -> None:
+        if step == stop_after:
+            raise KeyboardInterrupt
+
+    nn.modules.module.register_module_forward_hook(spoil)
+    try:
+        train(load_config(arguments), after_step)
+    except (BadStepError, KeyboardInterrupt) as error:
+        return str(error) or "crash"
+    return ""
+
+
+def read(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def same_weights(left: Path, right: Path, scratch: Path) -> bool:
+    a, b = weights(left, scratch), weights(right, scratch)
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_bad_step_is_skipped_on_all_ranks_and_again_after_a_crash(dataset: Path, tmp_path: Path) -> None:
+    def arguments(name: str) -> list[str]:
+        return [
+            *SMALL,
+            "--failures.on_bad_step=skip",
+            f"--data.datasets={dataset}",
+            f"--run.folder={tmp_path / name}",
+        ]
+
+    assert run_ranks(2, run, arguments("whole"), (7,), start_group=False) == ["", ""]
+    (record,) = read(tmp_path / "whole", "skipped.jsonl")
+    assert (record["first"], record["last"]) == (7, 7)
+    rows = {row["step"]: row for row in read(tmp_path / "whole", "metrics.jsonl")}
+    assert list(rows) == list(range(1, 13))
+    assert [step for step, row in rows.items() if row["skipped"]] == [7]
+    assert rows[7]["loss"] is None
+    assert prove(tmp_path / "whole")[0].startswith("12 steps")
+
+    run_ranks(2, run, arguments("cut"), (7,), 8, start_group=False)
+    run_ranks(2, run, arguments("cut"), start_group=False)  # step 7 would be sound now, and is left out all the same
+    assert same_weights(tmp_path / "cut", tmp_path / "whole", tmp_path)
+    assert prove(tmp_path / "cut")[0].startswith("12 steps")
+
+    run_ranks(2, run, arguments("sound"), start_group=False)
+    assert not same_weights(tmp_path / "sound", tmp_path / "whole", tmp_path), "the step matters"
+
+
+def test_a_bad_step_rolls_back_to_the_checkpoint_and_leaves_out_all_since(dataset: Path, tmp_path: Path) -> None:
+    def arguments(name: str) -> list[str]:
+        folder = tmp_path / name
+        return [*SMALL, "--failures.on_bad_step=rollback", f"--data.datasets={dataset}", f"--run.folder={folder}"]
+
+    assert run_ranks(2, run, arguments("rolled"), (8,), start_group=False) == ["", ""]
+    (record,) = read(tmp_path / "rolled", "skipped.jsonl")
+    assert (record["first"], record["last"]) == (6, 8)
+    # The same, known beforehand: a run whose record has those steps from its first crash on.
+    run_ranks(2, run, arguments("told"), (), 5, start_group=False)
+    (tmp_path / "told" / "skipped.jsonl").write_text(json.dumps(record) + "\n")
+    run_ranks(2, run, arguments("told"), start_group=False)
+    assert same_weights(tmp_path / "told", tmp_path / "rolled", tmp_path)
+    proof = prove(tmp_path / "rolled")
+    assert proof[0].startswith("12 steps")
+    assert proof[-1] == "3 steps consumed their tokens without an update: [6, 7, 8]"
+
+
+def test_the_budget_ends_the_run_on_all_ranks(dataset: Path, tmp_path: Path) -> None:
+    arguments = [*SMALL, "--failures.on_bad_step=skip", "--failures.bad_step_budget=1"]
+    arguments += [f"--data.datasets={dataset}", f"--run.folder={tmp_path / 'run'}"]
+    for said in run_ranks(2, run, arguments, (3, 6), start_group=False):
+        assert said.startswith("step 6: loss nan")
+        assert "failures.bad_step_budget = 1 is spent" in said
+    record = json.loads((tmp_path / "run" / "exit.json").read_text())
+    assert (record["kind"], record["step"], record["last_checkpoint"]) == ("error", 6, 5)
+
+
+def judge_losses(folder: Path) -> list[str]:
+    bad_steps = BadSteps(Failures(on_bad_step="skip", spike_factor=1.5), folder)
+    losses = [2.0] * (SPIKE_WINDOW - 1) + [2.9, 3.1, 2.9, 3.1]
+    return [bad_steps.judge(step, torch.tensor(loss), torch.tensor(1.0)) for step, loss in enumerate(losses)]
+
+
+def test_spikes_are_measured_by_the_steps_before(tmp_path: Path) -> None:
+    for verdicts in run_ranks(2, judge_losses, tmp_path):
+        assert [bool(verdict) for verdict in verdicts[-4:]] == [False, True, False, True]
+        assert not any(verdicts[:-4])
+        assert verdicts[-1].startswith("loss 3.1000 is above 3.0000")
+
+
+# ---------------------------------------------------------------- replay, stragglers
+
+
+def replay(wrong: str) -> str:
+    """Two computations of a gradient; on rank 1 the second one has a wrong bit in the loss or a gradient."""
+    weight = nn.Parameter(torch.arange(8.0))
+
+    def compute() -> list[Tensor]:
+        loss = (weight * torch.arange(8.0)).square().sum()
+        loss.backward()
+        return [loss.detach()]
+
+    def again() -> list[Tensor]:
+        losses = compute()
+        if dist.get_rank() == 1 and wrong:
+            tensor = losses[0] if wrong == "loss" else weight.grad
+            assert tensor is not None
+            tensor.view(torch.int32).view(-1)[-1:] ^= 1
+        return losses
+
+    try:
+        check_replay(10, [weight], compute(), again)
+    except ReplayError as error:
+        return str(error)
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, 2 * torch.arange(8.0) ** 3), "one computation's gradients are left in place"
+    return ""
+
+
+def test_a_wrong_bit_is_found_by_replay() -> None:
+    assert run_ranks(2, replay, "") == ["", ""]
+    for said in run_ranks(2, replay, "loss"):
+        assert "step 10: computed twice, the loss differs on rank [1]" in said
+    for said in run_ranks(2, replay, "gradient"):
+        assert "gradients differ on rank [1]" in said
+
+
+def test_replayed_steps_train_the_same(dataset: Path, tmp_path: Path) -> None:
+    arguments = [*SMALL, "--run.deterministic", f"--data.datasets={dataset}"]
+    run_ranks(2, run, [*arguments, f"--run.folder={tmp_path / 'once'}"], start_group=False)
+    twice = [*arguments, f"--run.folder={tmp_path / 'twice'}", "--failures.replay_interval=3"]
+    assert run_ranks(2, run, [*twice, "--failures.straggler_interval=4"], start_group=False) == ["", ""]
+    assert same_weights(tmp_path / "once", tmp_path / "twice", tmp_path)
+
+
+def find_stragglers(slow_rank: int) -> list[list[str]]:
+    stragglers = Stragglers(torch.device("cpu"))
+    if dist.get_rank() == slow_rank:
+        probe = stragglers._probe_seconds
+        stragglers._probe_seconds = lambda: 2 * probe() + 1.0  # type: ignore[method-assign]
+    return [stragglers.check(step, 0.0) for step in (10, 20)]
+
+
+def test_a_slow_rank_is_named_the_second_time() -> None:
+    for first, second in run_ranks(2, find_stragglers, 1):
+        assert not first
+        assert len(second) == 1
+        assert second[0].startswith("rank 1 (")
+
+
+# ---------------------------------------------------------------- chaos
+
+
+def test_a_job_survives_faults_with_the_same_weights_and_the_right_verdicts(tmp_path: Path) -> None:
+    dataset = prepare_data(tmp_path / "data")
+    with running(Job(tmp_path / "undisturbed", dataset)) as job:
+        job.wait(lambda: job.process.poll() == 0, "the end")
+        reference = weights(job.run, tmp_path)
+    ((*faults,),) = schedule(random.Random(int(os.environ.get("SEED", "0"))), {"SIGKILL": 1, "SIGSTOP": 1}, per_job=9)
+    with running(Job(tmp_path / "job", dataset)) as job:
+        rows: list[dict[str, Any]] = []
+        suffer(job, faults, None, rows)
+    assert len(rows) == 2
+    row = judge_job(job, reference, tmp_path)
+    assert row["ledger"] == "exact"
+    assert row["bit_equal"]
+    assert row["wrong_verdicts"] == 0
+    ends = [start["after"] for start in read(job.run, "starts.jsonl")[1:]]
+    for fault in faults:
+        (end,) = (end for end in ends if end["kind"] == {"SIGKILL": "lost", "SIGSTOP": "hung"}[fault.kind])
+        assert end["rank"] == fault.rank
+    assert json.loads((job.run / "exit.json").read_text())["kind"] == "finished"

@@ -1,0 +1,65 @@
+"""python -m parallel.preflight: a sound cluster has no faults; what is wrong is named with its rank."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from parallel.preflight import Report, find_faults, time_storage
+
+ROOT = Path(__file__).parents[2]
+SOUND = Report("a", {"torch": "2.13.0", "numpy": "2.0"}, 1000.0, 100.0, 0.5, 0.010, 77, "")
+PAIRS = {(0, 1): 1e9, (1, 2): 1e9, (2, 0): 1e9}
+
+
+def test_a_sound_cluster_has_no_faults() -> None:
+    assert find_faults([SOUND, SOUND._replace(gemm_seconds=0.013, clock_seconds=1001.5), SOUND], PAIRS, 0) == []
+    assert find_faults([SOUND] * 3, PAIRS, expect_gbits=10) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"versions": {"torch": "2.12.0", "numpy": "2.0"}}, "torch is 2.12.0, the others have 2.13.0"),
+        ({"clock_seconds": 1300.0}, "its clock is +300.0 s off"),
+        ({"free_gb": 3.0}, "3.0 GB free"),
+        ({"error": "PermissionError: Access Denied"}, "storage: PermissionError: Access Denied"),
+        ({"gemm_seconds": 0.020}, "a matrix product takes 20.00 ms"),
+        ({"gemm_checksum": 78}, "the result of a matrix product is 78, the others have 77"),
+    ],
+)
+def test_the_bad_rank_is_named(change: dict[str, object], said: str) -> None:
+    (fault,) = find_faults([SOUND, SOUND, SOUND._replace(host="b", **change)], PAIRS, 0)  # type: ignore[arg-type]
+    assert fault.startswith("rank 2 (b): ")
+    assert said in fault
+
+
+def test_a_slow_link_is_named() -> None:
+    (fault,) = find_faults([SOUND] * 3, PAIRS | {(1, 2): 1e8}, 0)
+    assert fault.startswith("rank 1 to 2 (a to a): 0.80 Gbit/s, wanted 8.00")
+    assert len(find_faults([SOUND] * 3, PAIRS, expect_gbits=100)) == 3
+
+
+def test_storage_is_left_as_it_was(tmp_path: Path) -> None:
+    assert time_storage(f"file://{tmp_path}/x") > 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_under_torchrun(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "launch.torchrun",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "parallel.preflight",
+    ]
+    result = subprocess.run(
+        [*command, f"--storage=file://{tmp_path}", "--expect-gbits=100000"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert "2 ranks on 1 hosts" in result.stdout, result.stderr
+    assert "storage: 8 MiB there and back" in result.stdout
+    assert "fault: rank 0 to 1" in result.stdout
+    assert result.returncode == 1

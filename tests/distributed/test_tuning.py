@@ -1,0 +1,73 @@
+"""An imported model is tuned on a toy task by train.py itself, cut, resumed, proven, and then does the task."""
+
+import json
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken, models, pre_tokenizers
+from tokenizers import Tokenizer as RawTokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from checkpoint.hf import main as checkpoint_hf
+from config import load_config
+from data.audit import prove
+from data.prepare import main as prepare
+from data.tokenizer import Tokenizer
+from generate import Sampling, generate
+from models.llama import FLAVORS
+from tests.harness import run_ranks
+from train import train
+from trained import load_trained
+
+NUMBERS = 20
+VOCAB = 64
+
+
+def train_as(words: list[str]) -> None:
+    train(load_config(words))
+
+
+def test_an_imported_model_learns_to_answer(tmp_path: Path) -> None:
+    words = {"<eos>": 0, "after": 1, "?": 2} | {f"n{i}": 3 + i for i in range(NUMBERS)}
+    raw = RawTokenizer(models.WordLevel(words, unk_token="?"))
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    raw.add_special_tokens([AddedToken("<eos>", special=True)])
+    (tmp_path / "hf").mkdir()
+    Tokenizer(raw, "<eos>").save(tmp_path / "hf")
+    shape = FLAVORS["debug"]
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=shape.dim,
+        intermediate_size=shape.hidden_dim,
+        num_hidden_layers=shape.n_layers,
+        num_attention_heads=shape.n_heads,
+        num_key_value_heads=shape.n_kv_heads,
+        rms_norm_eps=shape.norm_eps,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "hf")
+    checkpoint_hf(["import", str(tmp_path / "hf"), str(tmp_path / "imported")])
+
+    lines = [{"prompt": f"after n{i} ?", "response": f"n{(i + 1) % NUMBERS}"} for i in range(NUMBERS)] * 30
+    (tmp_path / "task.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    command = ["--source", str(tmp_path / "task.jsonl"), "--tokenizer", str(tmp_path / "hf"), "--format=sft"]
+    prepare([*command, "--seq-len=32", "--validation-fraction=0", "--output", str(tmp_path / "set")])
+
+    run = tmp_path / "run"
+    arguments = [f"--data.datasets={tmp_path / 'set'}", "--data.mask_documents", f"--run.folder={run}"]
+    arguments += [f"--checkpoint.initial_load={tmp_path / 'imported'}", f"--model.vocab_size={VOCAB}"]
+    arguments += ["--training.seq_len=32", "--training.local_batch_size=4", "--training.global_batch_size=8"]
+    arguments += ["--lr_scheduler.warmup_steps=2", "--lr_scheduler.decay_fraction=0", "--optimizer.lr=1e-3"]
+    arguments += ["--validation.enable=false", "--metrics.tensorboard=false", "--metrics.log_interval=1"]
+    run_ranks(2, train_as, [*arguments, "--training.steps=15"], start_group=False)
+    run_ranks(1, train_as, [*arguments, "--training.steps=30"], start_group=False)  # goes on at another world size
+
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["step"] == 30
+    # The answer to each question can be known, and so can the eos after it; nothing else is trained.
+    assert rows[-1]["loss"] < 0.1 < 3 < rows[0]["loss"]
+    assert "without gap or overlap" in prove(run)[0]
+    trained = load_trained(str(run), device=torch.device("cpu"), dtype=torch.float32)
+    prompts = [trained.tokenizer.encode(f"after n{i} ?") for i in range(NUMBERS)]
+    answers = list(zip(*generate(trained.model, prompts, 2, torch.device("cpu"), Sampling(temperature=0)), strict=True))
+    assert answers == [(words[f"n{(i + 1) % NUMBERS}"], 0) for i in range(NUMBERS)]

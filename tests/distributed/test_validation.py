@@ -1,0 +1,81 @@
+"""Validation sets by name, in a run and of its checkpoint, against the loss worked out from the stored documents."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from config import ConfigError, TitaniteError, load_config
+from tests.corpus import stored_blocks, write_dataset
+from tests.harness import run_ranks
+from train import train
+from trained import load_trained
+from validate import main as validate
+
+SEQ_LEN = 16
+
+
+def train_as(words: list[str]) -> None:
+    train(load_config(words))
+
+
+def expected_loss(folder: Path, run: Path) -> tuple[float, int]:
+    """(mean loss, tokens) of the held-out documents, one after the other, cut into sequences."""
+    model = load_trained(str(run), device=torch.device("cpu"), dtype=torch.float32).model
+    stream = [token for block in stored_blocks(folder, "validation") for document in block for token in document]
+    summed, count = 0.0, 0
+    with torch.no_grad():
+        for start in range(0, len(stream) - 1, SEQ_LEN):
+            piece = torch.tensor(stream[start : start + SEQ_LEN + 1])
+            summed += F.cross_entropy(model(piece[None, :-1])[0].double(), piece[1:], reduction="sum").item()
+            count += len(piece) - 1
+    return summed / count, count
+
+
+def test_named_sets_are_measured_in_a_run_and_afterwards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    numbers = random.Random(0)
+
+    def documents(n: int, low: int, high: int) -> list[list[int]]:
+        return [[*(numbers.randrange(low, high) for _ in range(numbers.randint(3, 60))), 0] for _ in range(n)]
+
+    main_set = write_dataset(tmp_path / "main", [documents(60, 1, 500)], documents(3, 1, 500))
+    sets = {
+        name: write_dataset(tmp_path / name, [documents(1, 1, 500)], documents(n, 1, high))
+        for name, n, high in (("few", 9, 20), ("many", 30, 500))
+    }
+    run = tmp_path / "run"
+    words = [
+        f"--data.datasets={main_set}",
+        f"--run.folder={run}",
+        "--training.steps=4",
+        "--lr_scheduler.warmup_steps=1",
+    ]
+    words += [f"--training.seq_len={SEQ_LEN}", "--training.local_batch_size=4", "--training.param_dtype=float32"]
+    words += ["--validation.interval=2", "--validation.max_samples=0", "--metrics.tensorboard=false"]
+    words += ["--validation.datasets=" + ",".join(map(str, sets.values()))]
+    run_ranks(2, train_as, words, start_group=False)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    last = [row for row in rows if "validation_loss/few" in row][-1]
+    assert last["step"] == 4
+    assert last["validation_loss"] is None
+    capsys.readouterr()
+    validate([str(run)])
+    lines = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
+    for name, folder in sets.items():
+        loss, tokens = expected_loss(folder, run)
+        assert last[f"validation_loss/{name}"] == pytest.approx(loss, abs=1e-5)
+        assert lines[name].startswith(f"loss {loss:.4f}")
+        assert lines[name].endswith(f"{tokens:,} tokens")
+    validate([str(run), "--datasets", str(main_set), "--batch-size=1"])
+    assert f"loss {expected_loss(main_set, run)[0]:.4f}" in capsys.readouterr().out
+
+    other = write_dataset(tmp_path / "other", [documents(1, 1, 5)], documents(2, 1, 5), vocab_size=600)
+    with pytest.raises(TitaniteError, match="was made with tokenizer"):
+        validate([str(run), "--datasets", str(other)])
+    with pytest.raises(TitaniteError, match=r"validation.datasets: .*other was made with another tokenizer"):
+        train(load_config([*words[:1], f"--validation.datasets={other}", f"--training.seq_len={SEQ_LEN}"]))
+    with pytest.raises(ConfigError, match="two have the same last name"):
+        load_config(["--validation.datasets=a/web,b/web/"])

@@ -1,0 +1,37 @@
+"""Text and scores from a checkpoint on a real S3 server."""
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from checkpoint.hf import main as checkpoint_hf
+from config import TitaniteError
+from data.tokenizer import train_tokenizer
+from generate import main as generate
+from tests.corpus import write_dataset
+from tests.unit.test_llama import FAMILIES, SMALL
+from validate import main as validate
+
+
+def test_a_checkpoint_on_s3_generates_and_is_measured(
+    bucket: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = LlamaForCausalLM(LlamaConfig(**(SMALL | FAMILIES["llama3"] | {"vocab_size": 320})))
+    model.save_pretrained(tmp_path / "hf")
+    train_tokenizer(["some text to learn from"] * 9, 300).save(tmp_path / "hf")
+    texts = []
+    for place in (str(tmp_path / "imported"), f"{bucket}/models/imported"):
+        checkpoint_hf(["import", str(tmp_path / "hf"), place])
+        generate([place, "--prompt", "some", "--prompt", "a text", "--max-tokens=8", "--temperature=0"])
+        texts.append([json.loads(line) for line in capsys.readouterr().out.splitlines()])
+    assert texts[0] == texts[1]
+    assert len(texts[0]) == 2
+    with pytest.raises(TitaniteError, match="name them with --datasets"):
+        validate([f"{bucket}/models/imported"])
+    other = write_dataset(tmp_path / "other", [[[1, 2, 0]]], [[3, 4, 0]])
+    with pytest.raises(TitaniteError, match="was made with tokenizer"):
+        validate([f"{bucket}/models/imported", "--datasets", str(other)])
+    with pytest.raises(TitaniteError, match="no checkpoint here"):
+        generate([f"{bucket}/nothing", "--prompt", "a"])

@@ -1,0 +1,29 @@
+"""Host copies are of the moment they were asked for, whatever the device does next."""
+
+import threading
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from checkpoint.staging import Staging
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
+def test_copies_hold_what_was_there_before_what_waited(device):
+    """Long queues before and after: the copy must come between them on a stream of its own."""
+    value = torch.zeros(1 << 22, device=device)
+    index, staging = MetadataIndex("value"), Staging(value.device)
+    for _ in range(3):
+        for _ in range(100):
+            value.add_(1)
+        thread = threading.Thread(target=staging.prepare({index: value}))
+        thread.start()
+        staging.wait()
+        value.mul_(1000)  # what an optimizer would do
+        thread.join()
+        assert staging.copies[index].unique().tolist() == [100]
+        assert staging.copies[index].is_pinned() == (device == "cuda")
+        value.zero_()

@@ -1,0 +1,117 @@
+"""Benchmarks by lm-evaluation-harness on a task of our own, against the harness's own transformers model; offline."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("lm_eval", reason="pip install -r requirements-eval.txt")
+pytest.importorskip("accelerate", reason="the harness's transformers model needs it: pip install lm_eval[hf]")
+
+from lm_eval import simple_evaluate
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from config import ConfigError
+from models.evaluate import TASKS, HarnessModel, check_tasks, main
+from tests.unit.test_generate import imported  # noqa: F401
+from trained import load_trained
+
+CHOICES_TASK = """
+task: colours
+dataset_path: json
+dataset_kwargs: {data_files: {validation: FOLDER/colours.jsonl}}
+output_type: multiple_choice
+validation_split: validation
+num_fewshot: 2
+fewshot_split: validation
+doc_to_text: "Question: {{question}}\\nAnswer:"
+doc_to_target: "{{answer}}"
+doc_to_choice: "{{choices}}"
+metric_list:
+  - {metric: acc, aggregation: mean, higher_is_better: true}
+  - {metric: acc_norm, aggregation: mean, higher_is_better: true}
+"""
+TEXT_TASK = """
+task: sayings
+dataset_path: json
+dataset_kwargs: {data_files: {validation: FOLDER/sayings.jsonl}}
+output_type: loglikelihood_rolling
+validation_split: validation
+doc_to_text: ""
+doc_to_target: "{{text}}"
+metric_list:
+  - {metric: word_perplexity, aggregation: weighted_perplexity, higher_is_better: false}
+"""
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two small tasks over local files, and a cache of their own for Hugging Face's datasets."""
+    numbers = random.Random(1)
+    words = ["red", "green", "dark blue", "yellow", "a very light grey"]
+    questions = [
+        {"question": f"Colour {i}?", "choices": numbers.sample(words, 4), "answer": numbers.randrange(4)}
+        for i in range(12)
+    ]
+    texts = [{"text": " ".join(numbers.choices(words, k=numbers.randint(3, 30)))} for _ in range(4)]
+    for name, rows in (("colours", questions), ("sayings", texts)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, task in (("colours", CHOICES_TASK), ("sayings", TEXT_TASK)):
+        (tmp_path / f"{name}.yaml").write_text(task.replace("FOLDER", str(tmp_path)))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    return tmp_path
+
+
+def both_models(place: Path) -> tuple[HarnessModel, HFLM]:
+    trained = load_trained(str(place), device=CPU, dtype=torch.float32)
+    ours = HarnessModel(trained, batch_size=4, max_seq_len=100, device=CPU)
+    hf = place.parent / "hf"
+    tokenizer = AutoTokenizer.from_pretrained(hf)
+    model = AutoModelForCausalLM.from_pretrained(hf)
+    return ours, HFLM(pretrained=model, tokenizer=tokenizer, batch_size=4, max_length=100, device="cpu")
+
+
+def test_every_answer_is_what_the_harness_gives_for_transformers(imported: Path) -> None:  # noqa: F811
+    ours, theirs = both_models(imported)
+    pairs = [("Question: a\nAnswer:", " red"), ("x ", "y z"), ("long " * 40, "end"), ("", "no context")]
+    requests = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)]
+    for (value, greedy), (expected, expected_greedy) in zip(
+        ours.loglikelihood(requests), theirs.loglikelihood(requests), strict=True
+    ):
+        assert abs(value - expected) < 1e-4
+        assert greedy == expected_greedy
+    texts = [Instance("loglikelihood_rolling", {}, (text,), 0) for text in ("short", "many words " * 30)]
+    assert ours.loglikelihood_rolling(texts) == pytest.approx(theirs.loglikelihood_rolling(texts), abs=1e-3)
+    options = {"until": ["\n"], "max_gen_toks": 12, "do_sample": False}
+    prompts = [Instance("generate_until", {}, (text, options), 0) for text in ("Hello", "A somewhat longer one")]
+    assert ours.generate_until(prompts) == theirs.generate_until(prompts)
+
+
+def test_a_task_of_our_own_has_the_scores_of_the_harness(
+    imported: Path,  # noqa: F811
+    tasks: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    names = "colours,sayings"
+    command = [str(imported), "--tasks", names, "--include", str(tasks), "--batch-size=5", "--max-seq-len=100"]
+    main([*command, "--output", str(tasks / "results.json")])
+    assert "acc_norm" in capsys.readouterr().out
+    ours = json.loads((tasks / "results.json").read_text())["results"]
+    _, hf = both_models(imported)
+    theirs = simple_evaluate(model=hf, tasks=names.split(","), task_manager=TaskManager(include_path=str(tasks)))
+    for task, metrics in (("colours", ("acc", "acc_norm")), ("sayings", ("word_perplexity",))):
+        for metric in metrics:
+            assert ours[task][f"{metric},none"] == pytest.approx(theirs["results"][task][f"{metric},none"], rel=1e-5)
+
+
+def test_the_eight_benchmarks_are_known_and_others_refused() -> None:
+    manager = TaskManager()
+    check_tasks(TASKS.split(","), manager)
+    with pytest.raises(ConfigError, match="did you mean hellaswag"):
+        check_tasks(["helaswag"], manager)

@@ -1,0 +1,300 @@
+"""Hugging Face folders to checkpoints and back, through the command line's functions."""
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+from checkpoint import hf
+from checkpoint.hf import export_model, import_model, model_config
+from checkpoint.manager import CheckpointManager, load_model
+from checkpoint.manifest import read_manifest, read_metadata, unpickle_metadata
+from checkpoint.planning import plan_pieces, split_rows
+from checkpoint.state import model_tensors
+from checkpoint.storage import commit, write_items
+from checkpoint.stores import CheckpointError, DamagedError, open_store
+from config import Checkpoint, Config, from_dict, to_toml
+from data.tokenizer import load_tokenizer, train_tokenizer
+from models.llama import FLAVORS
+from models.llama.model import Llama, LlamaConfig, RopeScaling
+from tests.distributed.checkpoint_runs import Counter
+from tests.harness import run_ranks
+from tests.unit.test_llama import FAMILIES, hf_model
+
+EXPORT = {"dtype": "float32", "file_bytes": 100_000, "tokenizer": None, "max_positions": 0, "check": "logits"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer(["the quick brown fox"] * 9, 300).save(folder)
+    return folder
+
+
+def hf_folder(
+    folder: Path, family: str, tokenizer_folder: Path, dtype: torch.dtype = torch.float32
+) -> LlamaForCausalLM:
+    """A random small model of the family, in several files, with a tokenizer."""
+    model = hf_model(family).to(dtype)
+    model.save_pretrained(folder, max_shard_size="100KB")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / file).write_bytes((tokenizer_folder / file).read_bytes())
+    return model
+
+
+def assert_same_weights(left: LlamaForCausalLM, right: LlamaForCausalLM) -> None:
+    expected = left.state_dict()
+    assert right.state_dict().keys() == expected.keys()
+    assert [name for name, value in right.state_dict().items() if not torch.equal(value, expected[name])] == []
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_to_a_checkpoint_and_back_bit_for_bit(tmp_path, tokenizer_folder, family, dtype, caplog):
+    caplog.set_level("INFO")
+    model = hf_folder(tmp_path / "hf", family, tokenizer_folder, getattr(torch, dtype))
+    import_model(tmp_path / "hf", str(tmp_path / "ours"), check="logits")
+    export_model(str(tmp_path / "ours"), tmp_path / "back", **{**EXPORT, "dtype": dtype})
+    assert caplog.text.count("logits equal transformers' within") == 2
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype="auto")
+    assert back.dtype == model.dtype
+    assert_same_weights(model, back)
+    for key in ("rope_parameters", "tie_word_embeddings", "num_key_value_heads", "max_position_embeddings", "head_dim"):
+        assert getattr(back.config, key) == getattr(model.config, key), key
+    assert len(list((tmp_path / "back").glob("*.safetensors"))) > 1
+    tokens = torch.arange(40)[None]
+    first = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")  # not `model`: rounded rotary frequencies, too
+    torch.testing.assert_close(back.float()(tokens).logits, first.float()(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama3", "llama3.2"])
+def test_an_imported_model_loads_on_four_ranks_and_goes_back(tmp_path, tokenizer_folder, family):
+    model = hf_folder(tmp_path / "hf", family, tokenizer_folder, torch.bfloat16)
+    import_model(tmp_path / "hf", str(tmp_path / "ours"), check="tensors")
+    run_ranks(4, _load_and_save, str(tmp_path / "ours"), str(tmp_path / "trained"))
+    export_model(
+        str(tmp_path / "trained"), tmp_path / "back", **{**EXPORT, "dtype": "bfloat16", "tokenizer": tokenizer_folder}
+    )
+    assert_same_weights(model, AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype="auto"))
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["max_position_embeddings"] == 256  # seq_len
+
+
+def _load_and_save(place: str, folder: str) -> None:
+    identity = json.loads((Path(place) / "model.json").read_text())
+    config = model_config({"identity": identity})
+    with torch.device("meta"):
+        model = Llama(config)
+    mesh = init_device_mesh("cpu", (4,))
+    for block in model.layers.values():
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh).to_empty(device="cpu")
+    manager = CheckpointManager(
+        Config(checkpoint=Checkpoint(initial_load=place, folder=folder)),
+        Path("unused"),
+        model=[model],
+        optimizer=torch.optim.AdamW(model.parameters()),
+        dataloader=Counter(),
+        identity=identity,
+    )
+    assert manager.load() == 0
+    manager.save(7)
+
+
+def test_tensors_are_cut_into_pieces_of_whole_rows():
+    pieces = split_rows(("w",), torch.float32, (13, 100), 1000)
+    assert [(piece.offsets, piece.sizes) for piece in pieces[::6]] == [((0, 0), (2, 100)), ((12, 0), (1, 100))]
+    assert [piece.sizes for piece in split_rows(("n",), torch.bfloat16, (700,), 1000)] == [(500,), (200,)]
+
+
+def test_tokenizer_and_generation_config_load_in_transformers(tmp_path, tokenizer_folder):
+    hf_folder(tmp_path / "hf", "llama3", tokenizer_folder)
+    (tmp_path / "hf" / "generation_config.json").unlink()
+    import_model(tmp_path / "hf", str(tmp_path / "ours"), check="tensors")
+    export_model(str(tmp_path / "ours"), tmp_path / "back", **EXPORT)
+    theirs, ours = AutoTokenizer.from_pretrained(tmp_path / "back"), load_tokenizer(tmp_path / "back")
+    assert theirs("the quick fox").input_ids == ours.encode("the quick fox")
+    assert theirs.eos_token == "<|endoftext|>"
+    assert theirs.decode(ours.encode("the quick fox")) == "the quick fox"
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    assert model.generation_config.eos_token_id == ours.eos_id == model.config.eos_token_id
+
+
+@pytest.mark.parametrize("place", ["s3://bucket", "/", "..", ""])
+def test_a_place_that_is_none_is_refused(tmp_path, tokenizer_folder, place):
+    hf_folder(tmp_path / "hf", "llama3", tokenizer_folder)
+    with pytest.raises(CheckpointError, match="name a new folder"):
+        import_model(tmp_path / "hf", place, check="auto")
+
+
+def test_how_to_start_names_the_flavor_or_gives_it():
+    said = hf.how_to_start("there", FLAVORS["8B_3.1"])
+    assert said == "start from it with --model.flavor=8B_3.1 --checkpoint.initial_load=there"
+    debug = dataclasses.replace(FLAVORS["debug"], vocab_size=512)
+    assert "--model.flavor=debug --model.vocab_size=512 " in hf.how_to_start("there", debug)
+    unknown = dataclasses.replace(FLAVORS["1B"], dim=4096)
+    (line,) = re.findall(r'"NAME": (.*),\n', hf.how_to_start("there", unknown))
+    assert eval(line, {"LlamaConfig": LlamaConfig, "RopeScaling": RopeScaling}) == unknown
+
+
+def edit(path: Path, **changes) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"model_type": "mistral"}, "model_type = 'mistral'"),
+        ({"attention_bias": True}, "attention_bias = True"),
+        ({"mlp_bias": True}, "mlp_bias = True"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ({"sliding_window": 4096}, "sliding_window = 4096"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type = 'yarn'"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": None}, "rope_type = 'linear'"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        ({"num_hidden_layers": 4}, "missing model.layers.3.input_layernorm.weight"),
+        ({"num_hidden_layers": 2}, "left over model.layers.2.input_layernorm.weight"),
+        ({"tie_word_embeddings": True, "vocab_size": 97}, "is of shape (96, 64), by config.json it must be (97, 64)"),
+    ],
+)
+def test_what_the_model_has_not_is_refused_before_anything_is_written(tmp_path, tokenizer_folder, change, said):
+    hf_folder(tmp_path / "hf", "llama3", tokenizer_folder)
+    edit(tmp_path / "hf" / "config.json", **change)
+    with pytest.raises(CheckpointError) as caught:
+        import_model(tmp_path / "hf", str(tmp_path / "ours"), check="auto")
+    assert said in str(caught.value)
+    assert not (tmp_path / "ours").exists()
+
+
+def test_quantized_weights_are_refused(tmp_path, tokenizer_folder):
+    model = hf_folder(tmp_path / "hf", "llama3", tokenizer_folder)
+    state = {name: value.to(torch.float8_e4m3fn) for name, value in model.state_dict().items()}
+    save_file(state, tmp_path / "hf" / "model.safetensors")
+    (tmp_path / "hf" / "model.safetensors.index.json").unlink()
+    with pytest.raises(CheckpointError, match="is of type F8_E4M3, must be one of BF16, F16, F32"):
+        import_model(tmp_path / "hf", str(tmp_path / "ours"), check="auto")
+
+
+@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "sub/x.safetensors", "..", "model.bin"])
+def test_files_outside_the_folder_are_refused(tmp_path, tokenizer_folder, name):
+    hf_folder(tmp_path / "hf", "llama3", tokenizer_folder)
+    index = tmp_path / "hf" / "model.safetensors.index.json"
+    weights = json.loads(index.read_text())["weight_map"]
+    edit(index, weight_map=weights | {"model.norm.weight": name})
+    (tmp_path / "secret.safetensors").write_bytes((tmp_path / "hf" / weights["model.norm.weight"]).read_bytes())
+    with pytest.raises(CheckpointError, match="not a safetensors file of this folder"):
+        import_model(tmp_path / "hf", str(tmp_path / "ours"), check="auto")
+
+
+def test_a_truncated_file_and_pickled_weights_are_refused(tmp_path, tokenizer_folder):
+    hf_folder(tmp_path / "hf", "llama3", tokenizer_folder)
+    file = sorted((tmp_path / "hf").glob("*.safetensors"))[0]
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(CheckpointError, match=f"{file.name}: not a safetensors file"):
+        import_model(tmp_path / "hf", str(tmp_path / "ours"), check="auto")
+    (tmp_path / "hf" / "model.safetensors.index.json").unlink()
+    (tmp_path / "hf" / "pytorch_model.bin").write_bytes(b"pickle")
+    with pytest.raises(CheckpointError, match="may run code when read"):
+        import_model(tmp_path / "hf", str(tmp_path / "ours"), check="auto")
+
+
+def test_a_wrong_result_is_found_and_leaves_nothing(tmp_path, tokenizer_folder, monkeypatch):
+    """Planted: the two norms of a block change places on their way out."""
+    hf_folder(tmp_path / "hf", "llama3", tokenizer_folder)
+    import_model(tmp_path / "hf", str(tmp_path / "ours"), check="tensors")
+    names = hf.hf_names
+
+    def swapped(config):
+        found = names(config)
+        first, second = "layers.0.attention_norm.weight", "layers.0.ffn_norm.weight"
+        return found | {first: found[second], second: found[first]}
+
+    monkeypatch.setattr(hf, "hf_names", swapped)
+    with pytest.raises(CheckpointError, match="logits differ from transformers'"):
+        export_model(str(tmp_path / "ours"), tmp_path / "back", **EXPORT)
+    monkeypatch.undo()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "ours"]
+    export_model(str(tmp_path / "ours"), tmp_path / "back", **{**EXPORT, "check": "tensors"})
+    file = sorted((tmp_path / "back").glob("*.safetensors"))[0]
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    store = open_store(tmp_path)
+    manifest = read_manifest(store, "ours")
+    metadata: Metadata = unpickle_metadata(read_metadata(store, "ours", manifest))
+    with pytest.raises(CheckpointError, match="is not what"):
+        hf.check_tensors(tmp_path / "back", store, "ours", metadata, model_config(manifest))
+
+
+def test_a_damaged_checkpoint_is_not_exported(tmp_path, tokenizer_folder):
+    hf_folder(tmp_path / "hf", "llama3", tokenizer_folder)
+    import_model(tmp_path / "hf", str(tmp_path / "ours"), check="tensors")
+    file = tmp_path / "ours" / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match="checksum of") as caught:
+        export_model(str(tmp_path / "ours"), tmp_path / "back", **EXPORT)
+    assert not isinstance(caught.value, DamagedError)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "ours"]
+
+
+def test_imported_weights_are_what_load_model_gives(tmp_path, tokenizer_folder):
+    model = hf_folder(tmp_path / "hf", "llama3.1", tokenizer_folder)
+    import_model(tmp_path / "hf", str(tmp_path / "ours"), check="tensors")
+    ours = Llama(model_config(read_manifest(open_store(tmp_path), "ours")))
+    load_model(tmp_path / "ours", ours)
+    tokens = torch.arange(90)[None]
+    torch.testing.assert_close(ours(tokens), model(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+BIG = LlamaConfig(dim=1024, n_layers=20, n_heads=8, n_kv_heads=4, hidden_dim=4096, vocab_size=4096)
+ALLOWED_MB = 512
+
+
+def test_memory_is_bounded_by_a_file_not_by_the_model(tmp_path, tokenizer_folder):
+    """A float32 model of twice what is allowed, out and in again, in a process of its own."""
+    with torch.device("meta"):
+        shapes = {name: tuple(value.shape) for name, value in model_tensors([Llama(BIG)]).items()}
+    total = sum(4 * torch.Size(shape).numel() for shape in shapes.values())
+    assert total > 2 * ALLOWED_MB * 1e6
+    pieces = [
+        piece
+        for name, shape in shapes.items()
+        for piece in split_rows(("model", name), torch.float32, shape, hf.PIECE_BYTES)
+    ]
+    plan, store = plan_pieces(pieces), open_store(tmp_path)
+    values = torch.randn(hf.PIECE_BYTES // 4)
+
+    def resolve(item):
+        sizes = item.tensor_data.chunk.sizes
+        return values[: sizes.numel()].view(sizes)
+
+    written = write_items(store, "big", 0, plan.items, resolve)
+    config = to_toml(from_dict({}))
+    identity = json.loads(json.dumps({"name": "llama", **vars(BIG)}))
+    facts = {"step": 3, "world_size": 1, "identity": identity, "dataloader": {}, "config": config}
+    commit(store, "big", plan, [written], facts)
+
+    def peak_mb(*arguments):
+        code = (  # not ru_maxrss, which a process inherits from the one that started it
+            "import re, sys; from checkpoint.hf import main; from pathlib import Path\n"
+            "kb = lambda key: int(re.search(key + r':\\s+(\\d+)', Path('/proc/self/status').read_text())[1])\n"
+            "before = kb('VmRSS'); main(sys.argv[1:]); print((kb('VmHWM') - before) // 1000)"
+        )
+        command = [sys.executable, "-c", code, *map(str, arguments), "--check=tensors"]
+        return int(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+
+    file_mb = 100
+    out = peak_mb("export", tmp_path / "big", tmp_path / "hf", "--file-gb=0.1", f"--tokenizer={tokenizer_folder}")
+    back = peak_mb("import", tmp_path / "hf", tmp_path / "ours")
+    assert out <= file_mb + ALLOWED_MB
+    assert back <= file_mb + ALLOWED_MB

@@ -1,0 +1,116 @@
+"""Verdicts of the watchdog by what the ranks say of themselves; exits, crash loops and run folders of a job."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from config import Config, ConfigError, Failures, Run, check_config, from_dict
+from parallel.exits import Exit, record_exit, take_exit
+from parallel.failures import Timing, find_slow
+from parallel.watchdog import Beat, judge
+from run_folder import CrashLoopError, name_run_folder, read_starts, record_progress, record_start
+
+WAITING = Beat(9, "a", 1, 50, "forward/backward", 7, 100.0, 60.0, True, ["all_reduce"])
+
+
+def beats(*changes: dict[str, object]) -> list[Beat]:
+    return [WAITING._replace(**change) for change in changes]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("others", "silent", "named", "said"),
+    [
+        ([{}, {"ticks": 49, "section": "data", "waiting": False}, {}], set(), [1], "stuck, the others wait"),
+        ([{}, {}, {"waiting": False}], set(), [2], "while the others wait in a collective"),
+        ([{}, {}, {}], {1}, [1], "does not run"),
+        ([{}, {"ticks": 49}, {}], {2}, [2], "does not run"),
+        ([{}, {}, {}], set(), [], "none stands out"),
+        ([{"waiting": False}] * 3, set(), [], "none stands out"),
+    ],
+)
+def test_the_one_that_holds_up_the_others_is_named(
+    others: list[dict[str, object]], silent: set[int], named: list[int], said: str
+) -> None:
+    verdict = judge(beats(*others), silent)
+    assert verdict is not None
+    assert verdict.ranks == named
+    assert said in verdict.text
+
+
+def test_no_verdict_while_anyone_moves_or_may_take_longer() -> None:
+    assert judge(beats({}, {"idle_seconds": 40.0}), set()) is None
+    assert judge(beats({}, {"ticks": 49, "section": "checkpoint", "limit_seconds": 1800.0}), set()) is None
+    assert judge(beats({}, {"idle_seconds": 40.0}), {1}) is not None, "what a silent rank said last counts no more"
+    saving = {"section": "checkpoint", "limit_seconds": 1800.0}
+    assert judge(beats(saving, saving), {1}) is None
+    assert judge(beats(saving, saving), {1}, gone=True) is not None, "a thread is never silent for so long"
+
+
+def exit_of(kind: str, cause: str = "rank 1 was lost", last: int | None = 30) -> Exit:
+    return Exit(kind, cause, 1, "data", 37, last, "torchrun starts the job again")
+
+
+def test_the_first_who_knows_the_cause_writes_it(tmp_path: Path) -> None:
+    assert record_exit(tmp_path, exit_of("lost"))
+    assert not record_exit(tmp_path, exit_of("failed", "a consequence"))
+    record = take_exit(tmp_path)
+    assert record is not None
+    assert (record["cause"], record["steps_repeated"], record["tokens_lost"]) == ("rank 1 was lost", 7, 0)
+    assert take_exit(tmp_path) is None
+    assert not list(tmp_path.iterdir())
+    line = exit_of("lost").line()
+    for part in ("rank 1", "data of step 37", "checkpoint step 30", "7 steps to repeat", "torchrun starts"):
+        assert part in line
+
+
+def start(config: Config, job: str, kind: str = "lost") -> Path:
+    """One start of a job that ends so."""
+    folder = name_run_folder(config, {}, job)
+    record_start(folder, config, {}, 2, job)
+    record_exit(folder, exit_of(kind))
+    return folder
+
+
+def test_restarts_of_a_job_share_a_folder_until_it_is_done(tmp_path: Path) -> None:
+    config = Config(run=Run(outputs=str(tmp_path)))
+    first = start(config, "job-1")
+    assert start(config, "job-1") == first
+    assert start(config, "job-2") != first
+    assert start(config, "") not in (first, start(config, ""))
+    assert read_starts(first)[1]["after"]["cause"] == "rank 1 was lost"
+    assert start(config, "job-1", "finished") == first
+    assert start(config, "job-1") != first
+    with pytest.raises(ConfigError, match="another model"):
+        name_run_folder(config, {"dim": 3}, "job-2")
+
+
+def test_restarts_without_progress_are_refused(tmp_path: Path) -> None:
+    config = Config(run=Run(outputs=str(tmp_path)))
+    folder = start(config, "job-1")
+    for _ in range(3):
+        start(config, "job-1")
+    record_progress(folder)
+    for _ in range(4):
+        start(config, "job-1")
+    with pytest.raises(CrashLoopError, match=r"4 starts of this job in a row .* the last one: rank 1 was lost"):
+        start(config, "job-1")
+    by_hand = dataclasses.replace(config, run=Run(folder=str(folder)))
+    assert start(by_hand, "job-3") == folder, "a new job is a person's, who has mended it"
+
+
+def test_slow_ranks_are_named_and_noise_is_not() -> None:
+    usual = Timing("a", 0.1, 0.001)
+    assert find_slow([usual, usual._replace(compute_seconds=0.14), usual, usual._replace(data_seconds=0.02)]) == {}
+    slow = find_slow([usual, usual, usual._replace(host="b", compute_seconds=0.2)])
+    assert list(slow) == [(2, "compute_seconds")]
+    assert "rank 2 (b) needed 200.0 ms" in slow[2, "compute_seconds"]
+    assert list(find_slow([usual._replace(data_seconds=0.5), usual])) == [(0, "data_seconds")]
+
+
+def test_failure_settings_that_cannot_work_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"failures.replay_interval = 5: needs run.deterministic"):
+        check_config(from_dict({"failures": {"replay_interval": 5}}))
+    with pytest.raises(ConfigError, match="rollback"):
+        check_config(from_dict({"failures": {"on_bad_step": "rollback"}, "checkpoint": {"enable": False}}))
+    assert Failures().on_bad_step == "stop"
