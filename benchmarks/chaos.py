@@ -1,0 +1,523 @@
+"""Real torchrun jobs of a tiny model on CPU, with faults from a seeded schedule.
+
+    python -m benchmarks.chaos [--quick] [--check] [--seed=0] [--json=benchmarks/results/chaos.json]
+
+Each job trains the same 200 steps, is hit by faults, and must end with the weights of an undisturbed run, bit for bit,
+with a ledger that `data.audit --prove` accepts, and with verdicts of the watchdog that name the rank that was stopped.
+"""
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from benchmarks.report import build_parser, finish, print_row
+from config import TitaniteError
+from data.audit import prove
+from data.prepare import main as prepare
+from run_folder import read_starts
+from tests.s3.fault_proxy import fault_proxy
+from tests.s3.server import create_bucket, free_port, s3_environment, s3_server
+
+ROOT = Path(__file__).parents[1]
+RANKS = 2
+STEPS = 200
+TIMEOUT_SECONDS = 10  # of a collective, so that a hang is noticed after 8
+PATIENCE_SECONDS = 180  # for anything to happen at all
+OUTAGE_SECONDS = 6.0
+ARGUMENTS = (
+    "--training.seq_len=16",
+    "--training.local_batch_size=2",
+    "--training.global_batch_size=4",
+    "--training.param_dtype=float32",
+    f"--training.steps={STEPS}",
+    "--metrics.log_interval=1",
+    "--metrics.tensorboard=false",
+    "--validation.enable=false",
+    "--checkpoint.interval=5",
+    "--checkpoint.keep=3",
+    "--checkpoint.timeout_seconds=120",
+    "--checkpoint.request_timeout_seconds=5",
+    "--comm.init_timeout_seconds=30",
+    f"--comm.train_timeout_seconds={TIMEOUT_SECONDS}",
+    "--failures.restarts_without_progress=50",
+)
+# Moves the clock of odd ranks forward and of even ranks back by five minutes; what is not a rank keeps its own.
+SKEW_SOURCE = r"""
+#define _GNU_SOURCE
+#include <stdlib.h>
+#include <sys/syscall.h>
+#include <sys/time.h>
+#include <time.h>
+#include <unistd.h>
+static long skew(void) { char *rank = getenv("RANK"); return !rank ? 0 : atoi(rank) % 2 ? 300 : -300; }
+int clock_gettime(clockid_t clock, struct timespec *t) {
+  int result = syscall(SYS_clock_gettime, clock, t);
+  if (clock == CLOCK_REALTIME) t->tv_sec += skew();
+  return result;
+}
+time_t time(time_t *out) {
+  struct timespec t; clock_gettime(CLOCK_REALTIME, &t);
+  if (out) *out = t.tv_sec;
+  return t.tv_sec;
+}
+int gettimeofday(struct timeval *tv, void *zone) {
+  struct timespec t; clock_gettime(CLOCK_REALTIME, &t);
+  tv->tv_sec = t.tv_sec; tv->tv_usec = t.tv_nsec / 1000;
+  return 0;
+}
+"""
+
+
+class Fault(NamedTuple):
+    """Something that is to happen once the job has trained `step`."""
+
+    kind: str
+    step: int
+    rank: int
+    delay_seconds: float
+
+
+class Job:
+    """A job under torchrun, its run folder, and what happened to it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        dataset: Path,
+        *extra: str,
+        environment: dict[str, str] | None = None,
+        agents: tuple[str, ...] = ("--nnodes=1", f"--nproc-per-node={RANKS}", "--rdzv-endpoint=localhost:0"),
+    ):
+        folder.mkdir(parents=True)
+        self.folder, self.name, self.agents = folder, folder.name, agents
+        changed = {word.partition("=")[0] for word in extra}
+        common = [word for word in ARGUMENTS if word.partition("=")[0] not in changed]
+        self.arguments = [*common, f"--data.datasets={dataset}", f"--run.outputs={folder / 'out'}", *extra]
+        self.environment = os.environ | {"OMP_NUM_THREADS": "1", "CHAOS_FOLDER": str(folder)} | (environment or {})
+        self.log = open(folder / "log", "ab")  # noqa: SIM115
+        self.hung: list[int] = []  # ranks that were stopped, in order
+        self.launch()
+
+    def launch(self, **environment: str) -> None:
+        """Start torchrun, as a scheduler does after every end of it: the same job, no folder named."""
+        self.process = self.start_agent(*self.agents, **environment)
+
+    def start_agent(self, *arguments: str, **environment: str) -> subprocess.Popen[bytes]:
+        """The torchrun of one node."""
+        command = [sys.executable, "-m", "launch.torchrun", *arguments, "--rdzv-backend=c10d", f"--rdzv-id={self.name}"]
+        command += ["--max-restarts=1000", "--monitor-interval=0.1", "-m", "benchmarks.chaos_rank", *self.arguments]
+        environment = self.environment | environment
+        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=self.log, stderr=self.log)
+
+    @property
+    def run(self) -> Path:
+        """The folder that the job has made for itself."""
+        return next(iter(sorted((self.folder / "out").glob("*/starts.jsonl")))).parent
+
+    def rows(self) -> list[int]:
+        """The steps that were logged so far, over all starts."""
+        files = list((self.folder / "out").glob("*/metrics.jsonl"))
+        text = files[0].read_text() if files else ""
+        return [json.loads(line)["step"] for line in text.split("\n")[:-1]]
+
+    def pids(self) -> dict[int, int]:
+        """Rank → process."""
+        found = {}
+        for pid in _children(self.process.pid):
+            with contextlib.suppress(OSError, StopIteration):
+                words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                found[int(next(word[5:] for word in words if word.startswith(b"RANK=")))] = pid
+        return found
+
+    def wait(self, ready: Callable[[], bool], what: str) -> None:
+        """Until `ready`; a job that has ended is started again, as a scheduler would."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not ready():
+            if self.process.poll() is not None and self.process.returncode != 0:
+                self.launch()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{self.name}: waited {PATIENCE_SECONDS} s for {what}; see {self.folder / 'log'}")
+            time.sleep(0.005)
+
+    def kill_all(self) -> None:
+        """The machine is gone: torchrun and all ranks."""
+        kill_machine(self.process)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.kill_all()
+        self.log.close()
+
+
+def kill_machine(agent: subprocess.Popen[bytes]) -> None:
+    """SIGKILL of a torchrun and its ranks."""
+    for pid in (agent.pid, *_children(agent.pid)):
+        _signal(pid, signal.SIGKILL)
+    agent.wait()
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+# ---------------------------------------------------------------- faults
+
+
+def strike(job: Job, fault: Fault, skew: Path | None) -> None:
+    """Let a fault happen; returns as soon as it has."""
+    if fault.kind == "SIGKILL in a save":
+        saves = job.run / "checkpoints"
+        known = set(os.listdir(saves)) if saves.exists() else set()
+        with contextlib.suppress(TimeoutError):
+            job.wait(lambda: bool(set(os.listdir(saves) if saves.exists() else ()) - known), "a save")
+        time.sleep(fault.delay_seconds / 10)
+    else:
+        time.sleep(fault.delay_seconds)
+    pid = job.pids().get(fault.rank)
+    if fault.kind.startswith("SIGKILL"):
+        _signal(pid, signal.SIGKILL)
+    elif fault.kind == "SIGSTOP":
+        job.hung.append(fault.rank)
+        _signal(pid, signal.SIGSTOP)
+    elif fault.kind in ("NaN", "stall"):
+        if fault.kind == "stall":
+            job.hung.append(fault.rank)
+        (job.folder / f"{fault.rank}-{fault.kind.lower()}").touch()
+    elif fault.kind == "SIGTERM":
+        job.process.terminate()
+        job.process.wait()
+        job.launch()
+    elif fault.kind == "corrupt checkpoint":
+        newest = max((job.run / "checkpoints").glob("*/MANIFEST.json")).parent
+        file = random.Random(fault.step).choice(sorted(newest.glob("*.distcp")))
+        with open(file, "r+b") as content:
+            content.seek(file.stat().st_size // 2)
+            byte = content.read(1)[0]
+            content.seek(-1, os.SEEK_CUR)
+            content.write(bytes([byte ^ 4]))
+        _signal(pid, signal.SIGKILL)
+    elif fault.kind == "machine lost":
+        job.kill_all()
+        job.launch()
+    elif fault.kind == "clock skew":
+        job.kill_all()
+        job.launch(**({"LD_PRELOAD": str(skew)} if skew else {}))
+
+
+def _signal(pid: int | None, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        if pid is not None:
+            os.kill(pid, number)
+
+
+def suffer(job: Job, faults: list[Fault], skew: Path | None, rows: list[dict[str, Any]]) -> None:
+    """Every fault in its turn, each after the job trains again; then to the end of the run. Adds a row for each."""
+    for fault in faults:
+        job.wait(lambda at=fault.step: max(job.rows(), default=0) >= at, f"step {fault.step}")  # type: ignore[misc]
+        if job.process.poll() == 0:
+            break  # it was done first
+        strike(job, fault, skew)
+        saves = sorted((job.run / "checkpoints").glob("step-*"), key=lambda save: save.stat().st_mtime)
+        amid = bool(saves) and not (saves[-1] / "MANIFEST.json").exists()
+        struck, starts, seen = time.monotonic(), len(read_starts(job.run)), len(job.rows())
+        if fault.kind not in ("SIGTERM", "machine lost", "clock skew"):
+            job.wait(lambda known=starts: len(read_starts(job.run)) > known or job.process.poll() == 0, "a restart")  # type: ignore[misc]
+            seen = len(job.rows())
+        job.wait(lambda known=seen: len(job.rows()) > known or job.process.poll() == 0, "the next step")  # type: ignore[misc]
+        row = {"job": job.name, "fault": fault.kind, "seconds": round(time.monotonic() - struck, 2)}
+        if fault.kind == "SIGKILL in a save":
+            row["amid"] = amid
+        print_row(row)
+        rows.append(row)
+    job.wait(lambda: job.process.poll() == 0, "the end")
+
+
+def schedule(rng: random.Random, counts: dict[str, int], per_job: int) -> list[list[Fault]]:
+    """The faults of each job, at random steps of it, of random ranks."""
+    kinds = [kind for kind, count in counts.items() for _ in range(count)]
+    rng.shuffle(kinds)
+    jobs = [kinds[i : i + per_job] for i in range(0, len(kinds), per_job)]
+    return [
+        [
+            Fault(kind, step, rng.randrange(RANKS), rng.uniform(0, 0.05))
+            for kind, step in zip(job, sorted(rng.sample(range(6, STEPS - 10), len(job))), strict=True)
+        ]
+        for job in jobs
+    ]
+
+
+# ---------------------------------------------------------------- verdicts
+
+
+def weights(run: Path, scratch: Path) -> dict[str, torch.Tensor]:
+    """Everything in the newest checkpoint but the random states, read by torch's own tool."""
+    newest = max((run / "checkpoints").glob("*/MANIFEST.json")).parent
+    dcp_to_torch_save(newest, scratch / "all.pt")
+    return dict(_flat(torch.load(scratch / "all.pt", weights_only=True)))
+
+
+def _flat(tree: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(tree, torch.Tensor):
+        yield name, tree
+    elif isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from _flat(value, f"{name}.{key}")
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def wrong_verdicts(job: Job) -> int:
+    """Verdicts of the watchdog that name another rank than the one that was stopped."""
+    exits = [start["after"] for start in read_starts(job.run) if start["after"]]
+    named = [record["rank"] for record in exits if record["kind"] == "hung" and record["rank"] is not None]
+    wrong, stopped = 0, list(job.hung)
+    for rank in named:
+        if rank in stopped:
+            del stopped[: stopped.index(rank) + 1]
+        else:
+            wrong += 1
+    return wrong
+
+
+def judge_job(
+    job: Job, reference: dict[str, torch.Tensor] | None, scratch: Path, place: Path | None = None
+) -> dict[str, Any]:
+    """Ledger, weights and verdicts of a job that is done; no reference where the world size has changed."""
+    try:
+        prove(job.run)
+        ledger = "exact"
+    except TitaniteError as error:
+        ledger = str(error)
+    equal = None if reference is None else same(weights(place or job.run, scratch), reference)
+    exits = [start["after"] for start in read_starts(job.run) if start["after"]]
+    hung = sum(record["kind"] == "hung" for record in exits)
+    row = {"job": job.name, "starts": len(read_starts(job.run)), "explained": len(exits), "ledger": ledger}
+    row |= {"bit_equal": equal, "verdicts": hung, "wrong_verdicts": wrong_verdicts(job)}
+    print_row(row)
+    return row
+
+
+# ---------------------------------------------------------------- jobs
+
+
+def prepare_data(folder: Path) -> Path:
+    """Documents of random words."""
+    rng = random.Random(0)
+    (folder / "text").mkdir(parents=True)
+    for i in range(60):
+        words = ("".join(rng.choices("abcdefgh ", k=rng.randint(2, 9))) for _ in range(rng.randint(20, 200)))
+        (folder / "text" / f"{i:03}.txt").write_text(" ".join(words))
+    prepare([f"--source={folder / 'text'}", f"--output={folder / 'set'}", "--vocab-size=300", "--processes=1"])
+    return folder / "set"
+
+
+def build_skew(folder: Path) -> Path | None:
+    """The library that moves clocks; None where there is no C compiler."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        return None
+    (folder / "skew.c").write_text(SKEW_SOURCE)
+    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", folder / "skew.so", folder / "skew.c"], check=True)
+    return folder / "skew.so"
+
+
+@contextlib.contextmanager
+def running(job: Job) -> Iterator[Job]:
+    try:
+        yield job
+    finally:
+        job.close()
+
+
+def run_on_s3(folder: Path, dataset: Path, outages: int, rows: list[dict[str, Any]]) -> Job:
+    """Checkpoints on an S3 server that is out of reach for some seconds, again and again."""
+    with s3_server() as server, fault_proxy(server) as proxy:
+        create_bucket(server, "chaos")
+        arguments = ("--checkpoint.folder=s3://chaos/run", "--checkpoint.interval=10")
+        with running(Job(folder, dataset, *arguments, environment=s3_environment(proxy.endpoints[0]))) as job:
+            for number in range(outages):
+                at = 8 + number * (STEPS - 20) // outages
+                job.wait(lambda at=at: max(job.rows(), default=0) >= at, f"step {at}")  # type: ignore[misc]
+                struck = time.monotonic()
+                proxy.fault(("503", "reset")[number % 2])
+                time.sleep(OUTAGE_SECONDS)
+                proxy.reset()
+                seen = len(job.rows())
+                job.wait(lambda known=seen: len(job.rows()) > known or job.process.poll() == 0, "the next step")  # type: ignore[misc]
+                rows.append({"job": job.name, "fault": "S3 outage", "seconds": round(time.monotonic() - struck, 2)})
+                print_row(rows[-1])
+            job.wait(lambda: job.process.poll() == 0, "the end")
+        copy = folder / "copy" / "checkpoints"
+        script = "import s3fs, sys; s3fs.S3FileSystem().get('chaos/run', sys.argv[1], recursive=True)"
+        environment = os.environ | s3_environment(server)
+        subprocess.run([sys.executable, "-c", script, str(copy)], env=environment, check=True)
+    return job
+
+
+def run_elastic(folder: Path, dataset: Path, times: int, rows: list[dict[str, Any]]) -> Job:
+    """Two nodes of one rank each; the second is lost and the job goes on without it, until it comes back."""
+    common = ("--nnodes=1:2", "--nproc-per-node=1", f"--rdzv-endpoint=127.0.0.1:{free_port()}")
+    conf = "--rdzv-conf=join_timeout=120,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3,is_host="
+    first, node = (*common, conf + "true"), (*common, conf + "false")
+    # One rank alone would be done before the other is back: so it is slowed down.
+    with running(Job(folder, dataset, agents=first, environment={"CHAOS_PAUSE_SECONDS": "0.2"})) as job:
+        second = job.start_agent(*node)
+        try:
+            for number in range(times):
+                for kind in ("node lost", "node back"):
+                    at = 8 + number * (STEPS - 40) // times
+                    job.wait(lambda at=at: max(job.rows(), default=0) >= at, f"step {at}")  # type: ignore[misc]
+                    struck = time.monotonic()
+                    if kind == "node lost":
+                        kill_machine(second)
+                    else:
+                        second = job.start_agent(*node)
+                    size = 1 if kind == "node lost" else 2
+                    job.wait(lambda size=size: read_starts(job.run)[-1]["world_size"] == size, kind)  # type: ignore[misc]
+                    seen = len(job.rows())
+                    job.wait(lambda known=seen: len(job.rows()) > known, "the next step")  # type: ignore[misc]
+                    rows.append({"job": job.name, "fault": kind, "seconds": round(time.monotonic() - struck, 2)})
+                    print_row(rows[-1])
+            job.wait(lambda: job.process.poll() == 0, "the end")
+            second.wait()
+        finally:
+            kill_machine(second)
+    return job
+
+
+def run_on_full_disk(folder: Path, dataset: Path, times: int, rows: list[dict[str, Any]]) -> Job | None:
+    """Checkpoints on a small disk that something else fills for some seconds. None without the right to mount."""
+    disk = folder.parent / f"{folder.name}-disk"
+    disk.mkdir(parents=True)
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", disk], capture_output=True).returncode:
+        return None
+    try:
+        with running(Job(folder, dataset, f"--checkpoint.folder={disk}")) as job:
+            for number in range(times):
+                at = 8 + number * (STEPS - 20) // times
+                job.wait(lambda at=at: max(job.rows(), default=0) >= at, f"step {at}")  # type: ignore[misc]
+                struck, seen = time.monotonic(), len(read_starts(job.run))
+                with contextlib.suppress(OSError), open(disk / "filler", "wb", buffering=0) as filler:
+                    while True:
+                        filler.write(bytes(4096))
+                job.wait(lambda known=seen: len(read_starts(job.run)) > known, "a restart")  # type: ignore[misc]
+                (disk / "filler").unlink()
+                known = len(job.rows())
+                job.wait(lambda known=known: len(job.rows()) > known or job.process.poll() == 0, "the next step")  # type: ignore[misc]
+                rows.append({"job": job.name, "fault": "disk full", "seconds": round(time.monotonic() - struck, 2)})
+                print_row(rows[-1])
+            job.wait(lambda: job.process.poll() == 0, "the end")
+        shutil.copytree(disk, folder / "copy" / "checkpoints")
+    finally:
+        subprocess.run(["umount", disk], check=True)
+    return job
+
+
+def judge_full_disk(
+    folder: Path, dataset: Path, reference: dict[str, torch.Tensor], rows: list[dict[str, Any]]
+) -> dict[str, Any] | None:
+    """The job on a full disk and its verdicts, where such a disk can be had."""
+    job = run_on_full_disk(folder, dataset, 2, rows)
+    return judge_job(job, reference, folder, folder / "copy") if job else None
+
+
+def summarize(faults: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row for each kind of fault."""
+    kinds = sorted({row["fault"] for row in faults})
+    table = []
+    for kind in kinds:
+        seconds = [row["seconds"] for row in faults if row["fault"] == kind]
+        table.append(
+            {"fault": kind, "survived": len(seconds), "median_seconds": median(seconds), "worst_seconds": max(seconds)}
+        )
+        if amid := sum(row.get("amid", False) for row in faults if row["fault"] == kind):
+            table[-1]["amid_a_save"] = amid
+    return table
+
+
+COUNTS = {
+    "SIGKILL": 26,
+    "SIGKILL in a save": 26,
+    "SIGSTOP": 20,
+    "stall": 3,
+    "SIGTERM": 30,
+    "NaN": 3,
+    "corrupt checkpoint": 4,
+    "machine lost": 3,
+    "clock skew": 3,
+}
+QUICK_COUNTS = {"SIGKILL": 1, "SIGKILL in a save": 1, "SIGSTOP": 1, "SIGTERM": 1, "NaN": 1, "corrupt checkpoint": 1}
+
+
+def measure(arguments: Any, folder: Path) -> tuple[list[dict[str, Any]], list[tuple[str, bool]]]:
+    """Run all jobs; the rows of the report, and its bars."""
+    dataset, skew = prepare_data(folder / "data"), build_skew(folder)
+    with running(Job(folder / "undisturbed", dataset)) as job:
+        job.wait(lambda: job.process.poll() == 0, "the end")
+        reference = weights(job.run, folder)
+    faults: list[dict[str, Any]] = []
+    counts = QUICK_COUNTS if arguments.quick else COUNTS
+
+    def run_planned(number: int, planned: list[Fault]) -> dict[str, Any]:
+        with running(Job(folder / f"job-{number}", dataset)) as job:
+            suffer(job, planned, skew, faults)
+        return judge_job(job, reference, folder)
+
+    plan = schedule(random.Random(arguments.seed), counts, per_job=21)
+    todo: list[Callable[[], dict[str, Any] | None]] = [partial(run_planned, *item) for item in enumerate(plan)]
+    if not arguments.quick:
+        todo += [
+            lambda: judge_job(run_on_s3(folder / "s3", dataset, 3, faults), reference, folder, folder / "s3" / "copy"),
+            lambda: judge_full_disk(folder / "disk", dataset, reference, faults),
+            lambda: judge_job(run_elastic(folder / "elastic", dataset, 2, faults), None, folder),
+        ]
+    jobs = []
+    for work in todo:
+        try:
+            if row := work():
+                jobs.append(row)
+        except TimeoutError as error:
+            jobs.append({"job": str(error), "ledger": "not done", "bit_equal": False})
+            print_row(jobs[-1])
+    missing = sum(counts.values()) - sum(row["fault"] in counts for row in faults)
+    bars = [
+        (f"every planned fault happened ({missing} did not)", missing == 0),
+        ("no token lost or repeated", all(job["ledger"] == "exact" for job in jobs)),
+        ("final weights bit-equal to the undisturbed run", all(job["bit_equal"] is not False for job in jobs)),
+        ("no wrong verdict of the watchdog", not any(job.get("wrong_verdicts") for job in jobs)),
+    ]
+    return [*summarize(faults), *jobs], bars
+
+
+def main() -> int:
+    parser = build_parser(__doc__ or "")
+    parser.add_argument("--seed", type=int, default=0, help="of the schedule")
+    parser.add_argument("--keep", type=Path, help="do all in this new folder and keep it")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="chaos-") as scratch:
+        rows, bars = measure(arguments, arguments.keep or Path(scratch))
+    return finish(arguments, rows, bars)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

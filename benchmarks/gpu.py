@@ -1,0 +1,380 @@
+"""The speed of train.py on one GPU, beside what the GPU can do and beside a transformers loop of the same model.
+
+    python -m benchmarks.gpu [--rows NAME,...] [--budget-seconds 540] [--rehearse] [--check] [--json FILE]
+
+Rows come in the order of their importance and are written as soon as they are measured, so that a run cut short still
+leaves its first ones. Each is a process of its own. A training row runs train.py itself: some steps to compile and warm
+up, then STEPS steps timed as one (the device is waited for only at their ends), then one under torch's profiler,
+for the shares of the step. `roofline` is tokens/s divided by what the measured matmul peaks would allow if nothing but
+matmuls and attention were computed (attention at the bfloat16 peak, its causal half).
+
+`--rehearse` runs all of it on CPU with tiny shapes, so that the first minute on a GPU is not spent on a typo: its
+figures say nothing. The dataset is the one that ./run_llama_train.sh prepares.
+"""
+
+import dataclasses
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import metrics
+from benchmarks.report import build_parser, finish, print_row
+from config import Config, load_config
+from data.prepare import main as prepare
+from models import find_model
+from train import train
+
+WARMUP_STEPS, STEPS = 3, 6
+DATASET = Path("datasets/stdlib")
+TENSORWISE, ROWWISE = ("--float8.enable",), ("--float8.enable", "--float8.recipe=rowwise")
+SMALL_STATES = ("--optimizer.state_dtype=bfloat16",)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A training row: flavor, tokens per sequence, sequences per microbatch and step, and further settings."""
+
+    flavor: str
+    seq_len: int
+    local_batch_size: int
+    global_batch_size: int
+    options: tuple[str, ...] = ()
+    peer: str = ""
+
+
+def runs() -> dict[str, Run]:
+    """The training rows by name, the most telling first."""
+    small, large = ("--training.loss_chunks=8",), ("--training.loss_chunks=8", *SMALL_STATES)
+    budget = ("--activation_checkpoint.mode=budget", "--activation_checkpoint.memory_budget=0.5")
+    return {
+        "1.8B bf16 8192": Run("1.8B", 8192, 2, 8, small),
+        "8B bf16 8192": Run("8B", 8192, 1, 8, (*large, *budget)),
+        "8B tensorwise 8192": Run("8B", 8192, 1, 8, (*large, *budget, *TENSORWISE)),
+        "1.8B tensorwise 8192": Run("1.8B", 8192, 2, 8, (*small, *TENSORWISE)),
+        "1.8B transformers 8192": Run("1.8B", 8192, 1, 8, peer="transformers"),
+        "1.8B bf16 8192, whole logits": Run("1.8B", 8192, 1, 8),
+        "1.8B rowwise 8192": Run("1.8B", 8192, 2, 8, (*small, *ROWWISE)),
+        "1.8B bf16 4096": Run("1.8B", 4096, 4, 16, small),
+        "3B bf16 8192": Run("3B", 8192, 1, 8, (*small, *budget)),
+        "3B tensorwise 8192": Run("3B", 8192, 1, 8, (*small, *budget, *TENSORWISE)),
+        "8B bf16 8192, full checkpointing": Run("8B", 8192, 1, 8, (*large, "--activation_checkpoint.mode=full")),
+        "8B rowwise 8192": Run("8B", 8192, 1, 8, (*large, *budget, *ROWWISE)),
+    }
+
+
+def rehearsal(run: Run) -> Run:
+    """The same row, small enough for a CPU."""
+    options = (*run.options, "--float8.filter=all") if "--float8.enable" in run.options else run.options
+    return dataclasses.replace(
+        run, flavor="debug", seq_len=64, local_batch_size=2, global_batch_size=4, options=options
+    )
+
+
+# ---------------------------------------------------------------- what the device can do
+
+
+def peaks(device: torch.device, rehearse: bool) -> dict[str, float | None]:
+    """TFLOP/s of bfloat16 and float8 matmuls at the 8B's shapes, and TB/s of a copy (read and written)."""
+    tokens, dim, hidden = (64, 64, 128) if rehearse else (8192, 4096, 14336)
+    x = torch.randn(tokens, dim, device=device, dtype=torch.bfloat16)
+    weight = torch.randn(hidden, dim, device=device, dtype=torch.bfloat16)
+    flops = 2 * tokens * dim * hidden
+    row: dict[str, float | None] = {"bf16 TFLOP/s": flops / seconds(lambda: F.linear(x, weight), device) / 1e12}
+    if device.type == "cpu" or torch.cuda.get_device_capability() >= (8, 9):
+        one = torch.ones((), device=device)
+        x8, weight8 = (t.to(torch.float8_e4m3fn) for t in (x, weight))
+
+        def matmul() -> torch.Tensor:
+            return torch._scaled_mm(x8, weight8.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+        row["float8 TFLOP/s"] = flops / seconds(matmul, device) / 1e12
+    big = torch.empty(2**16 if rehearse else 2**30, dtype=torch.bfloat16, device=device)
+    target = torch.empty_like(big)
+    row["copy TB/s"] = 2 * big.nbytes / seconds(lambda: target.copy_(big), device) / 1e12
+    return row
+
+
+def seconds(action: Callable[[], Any], device: torch.device, rounds: int = 20) -> float:
+    """Median time of `action` on the device."""
+    times = []
+    for i in range(rounds + 3):
+        synchronize(device)
+        begin = time.perf_counter()
+        action()
+        synchronize(device)
+        if i >= 3:
+            times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.cuda.synchronize(device)
+
+
+# ---------------------------------------------------------------- training
+
+
+def measure_training(run: Run, device: torch.device, started: float) -> dict[str, Any]:
+    """train.py's tokens/s, first step, memory, and shares of a profiled step."""
+    marks: dict[str, float] = {}
+    profiler = torch.profiler.profile()
+
+    def after_step(step: int) -> None:
+        if step in (1, WARMUP_STEPS, WARMUP_STEPS + STEPS):
+            synchronize(device)
+            marks[str(step)] = time.perf_counter()
+        if step == WARMUP_STEPS + STEPS:
+            profiler.start()
+        elif step > WARMUP_STEPS + STEPS:
+            synchronize(device)
+            profiler.stop()
+
+    with tempfile.TemporaryDirectory() as outputs:
+        train(training_config(run, WARMUP_STEPS + STEPS + 1, outputs), after_step)
+    elapsed = marks[str(WARMUP_STEPS + STEPS)] - marks[str(WARMUP_STEPS)]
+    row = {"tokens/s": STEPS * run.global_batch_size * run.seq_len / elapsed, "first step s": marks["1"] - started}
+    return row | {"peak GiB": metrics.peak_memory_gib(device)} | shares(profiler, device)
+
+
+def training_config(run: Run, steps: int, outputs: str) -> Config:
+    options = [
+        f"--model.flavor={run.flavor}",
+        f"--data.datasets={DATASET}",
+        f"--training.seq_len={run.seq_len}",
+        f"--training.local_batch_size={run.local_batch_size}",
+        f"--training.global_batch_size={run.global_batch_size}",
+        f"--training.steps={steps}",
+        f"--run.outputs={outputs}",
+        "--compile.enable",
+        "--lr_scheduler.warmup_steps=1",
+        "--lr_scheduler.decay_fraction=0",
+        "--metrics.log_interval=1000",
+        "--metrics.tensorboard=false",
+        "--validation.enable=false",
+        "--checkpoint.enable=false",
+        *run.options,
+    ]
+    return load_config(options)
+
+
+def measure_transformers(run: Run, device: torch.device, started: float) -> dict[str, Any]:
+    """Hugging Face's Llama of the same shape, compiled, float32 weights under autocast, fused AdamW."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    _, flavor = find_model(training_config(run, 1, "unused").model, 1)
+    shape = LlamaConfig(
+        vocab_size=flavor.vocab_size,
+        hidden_size=flavor.dim,
+        intermediate_size=flavor.hidden_dim,
+        num_hidden_layers=flavor.n_layers,
+        num_attention_heads=flavor.n_heads,
+        num_key_value_heads=flavor.n_kv_heads,
+        max_position_embeddings=run.seq_len,
+        use_cache=False,
+    )
+    with device:
+        model: nn.Module = LlamaForCausalLM(shape)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    samples = torch.randint(0, flavor.vocab_size, (run.local_batch_size, run.seq_len + 1), device=device)
+    tokens, labels = samples[:, :-1], samples[:, 1:]
+
+    @torch.compile
+    def loss_of(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model(tokens).logits.flatten(0, 1).float(), labels.flatten())
+
+    def step() -> None:
+        for _ in range(run.global_batch_size // run.local_batch_size):
+            with torch.autocast(device.type, torch.bfloat16):
+                loss = loss_of(tokens, labels)
+            loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    synchronize(device)
+    first = time.perf_counter() - started
+    for _ in range(WARMUP_STEPS - 1):
+        step()
+    synchronize(device)
+    begin = time.perf_counter()
+    for _ in range(STEPS):
+        step()
+    synchronize(device)
+    elapsed = time.perf_counter() - begin
+    row = {"tokens/s": STEPS * run.global_batch_size * run.seq_len / elapsed, "first step s": first}
+    return row | {"peak GiB": metrics.peak_memory_gib(device)}
+
+
+# The first pattern that matches the name of a kernel decides what it is counted as.
+KERNELS = (
+    ("attention", r"sdpa|flash|fmha|attention|flex"),
+    ("optimizer", r"adam|multi_tensor|foreach"),
+    ("GEMM", r"gemm|nvjet|cutlass|xmma|scaled_mm|addmm|\bmm\b"),
+    ("copy", r"memcpy|memset"),
+    ("pointwise", r""),
+)
+
+
+def shares(profiler: torch.profiler.profile, device: torch.device) -> dict[str, Any]:
+    """Per cent of the profiled step's span that the device spent in each kind of kernel, and idle; none on CPU."""
+    if device.type == "cpu":
+        return {}
+    kernels = [event for event in profiler.events() or [] if event.device_type == torch.autograd.DeviceType.CUDA]
+    if not kernels:
+        return {}
+    spent = dict.fromkeys([kind for kind, _ in KERNELS], 0.0)
+    backends = set()
+    for event in kernels:
+        kind = next(kind for kind, pattern in KERNELS if re.search(pattern, event.name, re.IGNORECASE))
+        spent[kind] += event.time_range.elapsed_us()
+        if kind == "attention":
+            backends.add("cudnn" if "cudnn" in event.name else "flex" if "triton" in event.name else "flash")
+    span = max(e.time_range.end for e in kernels) - min(e.time_range.start for e in kernels)
+    busy = sum(end - begin for begin, end in merged((e.time_range.start, e.time_range.end) for e in kernels))
+    row = {f"{kind} %": 100 * time / span for kind, time in spent.items()}
+    return {"attention by": "+".join(sorted(backends))} | row | {"idle %": 100 * (1 - busy / span)}
+
+
+def merged(spans: Iterator[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+    """Overlapping spans as one."""
+    begin = end = 0.0
+    for start, stop in sorted(spans):
+        if start > end:
+            yield begin, end
+            begin, end = start, stop
+        end = max(end, stop)
+    yield begin, end
+
+
+def attainable(run: Run, peak: dict[str, Any]) -> float:
+    """Tokens/s if nothing but matmuls and attention cost time, at the peaks measured in this run."""
+    _, flavor = find_model(training_config(run, 1, "unused").model, 1)
+    blocks = (
+        flavor.n_layers
+        * flavor.dim
+        * (2 * flavor.head_dim * (flavor.n_heads + flavor.n_kv_heads) + 3 * flavor.hidden_dim)
+    )
+    attention = 6 * flavor.n_layers * flavor.n_heads * flavor.head_dim * run.seq_len  # the causal half
+    bf16, in_float8 = peak["bf16 TFLOP/s"] * 1e12, "--float8.enable" in run.options
+    matmul = peak["float8 TFLOP/s"] * 1e12 if in_float8 else bf16
+    return 1 / (6 * blocks / matmul + (6 * flavor.vocab_size * flavor.dim + attention) / bf16)
+
+
+# ---------------------------------------------------------------- rows, each in a process of its own
+
+
+def measure_row(name: str, rehearse: bool, started: float) -> dict[str, Any]:
+    """One row, in this process."""
+    device = torch.device("cpu" if rehearse else "cuda")
+    if name == "peaks":
+        return peaks(device, rehearse)
+    run = rehearsal(runs()[name]) if rehearse else runs()[name]
+    measure = measure_transformers if run.peer else measure_training
+    return measure(run, device, started)
+
+
+def run_row(name: str, rehearse: bool, timeout_seconds: float) -> dict[str, Any]:
+    """One row, measured by a process of its own; what went wrong is part of the row."""
+    command = [sys.executable, "-m", "benchmarks.gpu", "--alone", name, *(["--rehearse"] if rehearse else [])]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=timeout_seconds)
+    except subprocess.TimeoutExpired:
+        return {"failed": f"not done within {timeout_seconds:.0f} s"}
+    if result.returncode:
+        lines = [line for line in result.stderr.splitlines() if "Error" in line or "error" in line]
+        return {"failed": (lines or result.stderr.splitlines() or ["no output"])[-1][:200]}
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def main() -> int:
+    started = time.perf_counter()
+    parser = build_parser("train.py on one GPU")
+    parser.add_argument("--rows", default="", help="names separated by commas; default: all that fit the budget")
+    parser.add_argument(
+        "--budget-seconds", type=float, default=540, help="no row begins that may pass it (%(default)s)"
+    )
+    parser.add_argument("--rehearse", action="store_true", help="on CPU, with tiny shapes; the figures say nothing")
+    parser.add_argument("--alone", metavar="ROW", help="internal: measure one row in this process")
+    arguments = parser.parse_args()
+    if arguments.alone:
+        print(json.dumps(measure_row(arguments.alone, arguments.rehearse, started)), flush=True)
+        return 0
+    unknown = set(filter(None, arguments.rows.split(","))) - {"peaks", *runs()}
+    if unknown:
+        parser.error(f"--rows: unknown {', '.join(sorted(unknown))}; known are peaks, {', '.join(runs())}")
+    if not arguments.rehearse and not torch.cuda.is_available():
+        print("no GPU here: nothing measured; --rehearse tries the command on CPU")
+        return int(arguments.check)
+    if not (DATASET / "manifest.json").exists():
+        prepare(["--source=stdlib", "--max-characters=4000", f"--output={DATASET}"])
+
+    chosen = [name for name in ("peaks", *runs()) if not arguments.rows or name in arguments.rows.split(",")]
+    rows: list[dict[str, Any]] = []
+    peak: dict[str, Any] = {}
+    longest = 0.0
+    for name in chosen:
+        left = arguments.budget_seconds - (time.perf_counter() - started)
+        if left < longest:
+            print(f"{name}: left out, {left:.0f} s remain of the budget", flush=True)
+            continue
+        begin = time.perf_counter()
+        row: dict[str, Any] = {"row": name} | run_row(name, arguments.rehearse, left)
+        longest = max(longest, time.perf_counter() - begin)
+        if name == "peaks":
+            peak = row
+        elif "tokens/s" in row:
+            run = rehearsal(runs()[name]) if arguments.rehearse else runs()[name]
+            row |= {"MFU %": mfu(run, row["tokens/s"])}
+            if peak.get("bf16 TFLOP/s"):
+                row |= {"roofline": row["tokens/s"] / attainable(run, peak)}
+        rows.append(row)
+        print_row(row)
+        if arguments.json:  # after each row: a run cut short leaves what it has
+            arguments.json.parent.mkdir(parents=True, exist_ok=True)
+            arguments.json.write_text(json.dumps({"rows": rows}, indent=1) + "\n", encoding="utf-8")
+    return finish(arguments, rows, [] if arguments.rehearse else list(bars(rows)))
+
+
+def mfu(run: Run, tokens_per_second: float) -> float | None:
+    """Per cent of the data sheet's peak, by torchtitan's count of operations; None where the peak is not known."""
+    if not torch.cuda.is_available():
+        return None
+    peak = metrics.peak_flops(torch.device("cuda"))
+    spec, flavor = find_model(training_config(run, 1, "unused").model, 1)
+    with torch.device("meta"):
+        flops = spec.model(flavor).flops_per_token(run.seq_len)  # type: ignore[operator]
+    return 100 * flops * tokens_per_second / peak if peak else None
+
+
+def bars(rows: list[dict[str, Any]]) -> Iterator[tuple[str, bool]]:
+    """What is asked of an H200, by rows that were measured."""
+    speed = {row["row"]: row["tokens/s"] for row in rows if "tokens/s" in row}
+    targets = {
+        "1.8B bf16 8192": 40_000,
+        "1.8B tensorwise 8192": 47_000,
+        "8B bf16 8192": 10_500,
+        "8B tensorwise 8192": 14_500,
+    }
+    for name, target in targets.items():
+        if name in speed:
+            yield f"{name}: {speed[name]:,.0f} tokens/s, at least {target:,}", speed[name] >= target
+    ours, theirs = speed.get("1.8B bf16 8192"), speed.get("1.8B transformers 8192")
+    if ours and theirs:
+        yield f"1.8B bf16 / transformers = {ours / theirs:.2f}, at least 1.15", ours >= 1.15 * theirs
+
+
+if __name__ == "__main__":
+    sys.exit(main())
