@@ -193,6 +193,12 @@ class Parallelism:
     """Blocks gathered ahead of the one that computes. 0: FSDP2's own way, the next one, in backward only."""
     reduce_scatter: Literal["backend", "all_to_all"] = "backend"
     """`all_to_all`: exchange the pieces and sum them in float32 here; half the bytes of gloo's own on CPU."""
+    local_steps: Count = 0
+    """Steps that each of the dp_replicate replicas, an island, trains alone between two meetings (DiLoCo). 0: none."""
+    outer_lr: NonNegative = 0.7
+    """With local_steps: rate of the outer optimizer, which takes the islands' mean way since the last meeting."""
+    outer_momentum: Fraction = 0.9
+    """With local_steps: its Nesterov momentum."""
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer states in host memory, where the optimizer then runs."""
     async_tp: bool = False
@@ -608,6 +614,8 @@ def check_config(config: Config) -> None:
         )
     if not parallelism.sync_every_microbatch and parallelism.pp > 1:
         raise ConfigError(f"parallelism.sync_every_microbatch = false: not with parallelism.pp = {parallelism.pp}")
+    if parallelism.local_steps:
+        check_local_steps(config)
     if parallelism.async_tp and not (config.compile.enable and parallelism.tp > 1):
         raise ConfigError("parallelism.async_tp = true: needs compile.enable = true and parallelism.tp above 1")
     if config.training.loss_chunks > 1 and (parallelism.tp > 1 or parallelism.pp > 1):
@@ -624,6 +632,22 @@ def check_config(config: Config) -> None:
         raise ConfigError(f"validation.datasets = {list(config.validation.datasets)}: two have the same last name")
     if config.validation.sample_tokens and not config.validation.sample_prompt:
         raise ConfigError("validation.sample_tokens is set but validation.sample_prompt is empty: give a prompt")
+
+
+def check_local_steps(config: Config) -> None:
+    """Islands must have others to meet, and be one model wherever it is measured or saved. Raises ConfigError."""
+    steps, replicas = config.parallelism.local_steps, config.parallelism.dp_replicate
+    if replicas == 1:
+        raise ConfigError(
+            f"parallelism.local_steps = {steps}: needs parallelism.dp_replicate above 1, the number of islands"
+        )
+    for name in ("checkpoint", "validation"):
+        section = getattr(config, name)
+        if section.enable and section.interval % steps:
+            raise ConfigError(
+                f"{name}.interval = {section.interval}: must be a multiple of parallelism.local_steps = {steps}, "
+                "after which the islands have the same weights"
+            )
 
 
 def loss_chunks(config: Config) -> int:

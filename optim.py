@@ -70,6 +70,57 @@ class SmallStateAdamW(torch.optim.Optimizer):
                 self.update(*map(_local, tensors), state["step"], lr, decay, *group["betas"], group["eps"])
 
 
+class OuterOptimizer:
+    """Lets islands train alone and meet now and then (DiLoCo, Douillard et al. 2023, algorithm 1).
+
+    At a meeting the islands' mean way since the last one is the gradient of SGD with Nesterov momentum, whose result
+    all go on from. Other than in the paper, AdamW's running means are averaged, too: then islands that have met are
+    the same in everything, one checkpoint holds them all, and their number may change. That is three times the
+    bytes, still once in many steps. Its momentum is part of the state of `optimizer`, and so of checkpoints.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, islands: DeviceMesh, parallelism: settings.Parallelism):
+        self.optimizer, self.islands = optimizer, islands
+        self.lr, self.momentum = parallelism.outer_lr, parallelism.outer_momentum
+        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.steps_alone = 0
+        self.anchors = [_local(p.detach()).clone() for p in self.parameters]
+        optimizer.register_step_post_hook(self._count_step)
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Begin anew from the weights as they are, which are the same on all islands."""
+        self.steps_alone = 0
+        for anchor, parameter in zip(self.anchors, self.parameters, strict=True):
+            anchor.copy_(_local(parameter))
+
+    def mean(self, value: Tensor) -> Tensor:
+        """The mean over the islands, in place; on all of them not finite if it is on one."""
+        dist.all_reduce(value, group=self.islands.get_group())
+        return value.div_(self.islands.size())
+
+    @torch.no_grad()
+    def meet(self) -> None:
+        """Make the islands one, unless they have not trained since they were. Collective."""
+        if not self.steps_alone:
+            return
+        for anchor, parameter in zip(self.anchors, self.parameters, strict=True):
+            weights, state = _local(parameter), self.optimizer.state[parameter]
+            way = self.mean(anchor - weights)
+            momentum = _local(state["outer_momentum"]).mul_(self.momentum).add_(way)
+            weights.copy_(anchor.sub_(way.add_(momentum, alpha=self.momentum), alpha=self.lr))
+            for name in ("exp_avg", "exp_avg_sq"):
+                self.mean(_local(state[name]))
+        self.steps_alone = 0
+
+    def _count_step(self, *_: Any) -> None:
+        self.steps_alone += 1
+        for parameter in self.parameters:
+            state = self.optimizer.state[parameter]
+            if state and "outer_momentum" not in state:
+                state["outer_momentum"] = torch.zeros_like(parameter)
+
+
 def _local(x: Tensor) -> Tensor:
     """This rank's plain values, sharing memory: without DTensor, and without torchao's float8 wrapper of weights."""
     x = x.to_local() if isinstance(x, DTensor) else x

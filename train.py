@@ -27,7 +27,7 @@ from loss import IGNORED, build_chunked_loss, build_loss
 from metrics import MetricsLogger, configure_logging, find_hook
 from models import build_model, find_model
 from models.init import init_weights
-from optim import build_optimizer, clip_grad_norm_, learning_rate, set_learning_rate
+from optim import OuterOptimizer, build_optimizer, clip_grad_norm_, learning_rate, set_learning_rate
 from parallel.comm import (
     device_type,
     end_launcher,
@@ -97,6 +97,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
     compute = build_step(parts, loss_fn, flavor.dim, flavor.vocab_size, mesh, config, chunked)
     parameters = [parameter for part in parts for parameter in part.parameters()]
     optimizer = build_optimizer(parts, config.optimizer, config.compile)
+    outer = OuterOptimizer(optimizer, mesh.islands, config.parallelism) if dims.islands > 1 else None
     checkpoint = CheckpointManager(
         config, folder, model=parts, optimizer=optimizer, dataloader=dataloader, identity=identity
     )
@@ -104,6 +105,8 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         watchdog.enter("load")
         first_step = step = checkpoint.load()
     watchdog.resumed(step)
+    if outer:
+        outer.restart()
     precompute_scales(parts, config.float8)
     if dims.is_first_copy(rank):
         dataloader.open_ledger(folder)
@@ -139,18 +142,21 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
             microbatches = [batch.to(device) for batch in dataloader.next_step()]
             if step in bad_steps.skipped:
                 continue
-            n_tokens = torch.stack([(batch.labels != IGNORED).sum() for batch in microbatches]).sum()
-            dist.all_reduce(n_tokens)
-            n_tokens //= dims.copies
+            island_tokens = torch.zeros(dims.islands, dtype=torch.int64, device=device)
+            island_tokens[dims.island(rank)] = sum((batch.labels != IGNORED).sum() for batch in microbatches)
+            dist.all_reduce(island_tokens)
+            n_tokens = island_tokens[dims.island(rank)] // dims.copies
             n_tokens.clamp_(min=1)  # all may be masked: a step of loss 0, not of 0 / 0
 
             losses = forward_backward(microbatches, n_tokens)
             if config.failures.replay_interval and step % config.failures.replay_interval == 0:
                 check_replay(step, parameters, losses, partial(forward_backward, microbatches, n_tokens))
-            loss = torch.stack(losses).sum() / dims.tp  # whose ranks have all computed the same
+            loss = torch.stack(losses).sum() / dims.tp / dims.islands  # the ranks of tp have all computed the same
             dist.all_reduce(loss)
 
             grad_norm = clip_grad_norm_(parameters, training.max_norm, mesh.pp).to(device)
+            if outer:
+                outer.mean(grad_norm)
             watchdog.enter("optimizer")
             if trouble := bad_steps.judge(step, loss, grad_norm):
                 saved = checkpoint.newest_step if config.failures.on_bad_step == "rollback" else None
@@ -159,11 +165,15 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
                 optimizer.zero_grad()
                 if saved is not None:
                     step = checkpoint.load()
+                    if outer:
+                        outer.restart()
                     precompute_scales(parts, config.float8)
                 continue
             lr = learning_rate(step, training.steps, config.optimizer.lr, config.lr_scheduler)
             set_learning_rate(optimizer, lr)
             optimizer.step()
+            if outer and due(config.parallelism.local_steps):
+                outer.meet()
             precompute_scales(parts, config.float8)
             optimizer.zero_grad()
 
@@ -179,11 +189,10 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
                 (*_, (loss_value, norm_value)) = history
                 metrics.log_step(step, loss=loss_value, grad_norm=norm_value, lr=lr, tokens=dataloader.tokens_seen)
             if validation_due:
-                validation_losses = {
-                    name: validate(parts, compute, watchdog.follow(batches, "validation"), dims, device)
-                    for name, held_out in validation_sets(config).items()
-                    for batches in [validation_batches(held_out, dp_rank, dims.dp)]
-                }
+                validation_losses = {}
+                for name, held_out in validation_sets(config).items():
+                    batches = watchdog.follow(validation_batches(held_out, dp_rank, dims.dp), "validation")
+                    validation_losses[name] = validate(parts, compute, batches, dims, device)
                 metrics.log_validation(step, validation_losses, dataloader.tokens_seen)
             if save_due:
                 watchdog.enter("checkpoint")
@@ -209,6 +218,8 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         # -- the end
         watchdog.enter("end", step)
         fetch_finite(unchecked, step)
+        if outer:
+            outer.meet()  # asked to stop between two meetings
         checkpoint.save_if_due(step, last=True)  # when stopped in between, or when the last step was left out
         if rank == 0 and config.checkpoint.enable:
             record_progress(folder)

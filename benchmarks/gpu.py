@@ -33,6 +33,8 @@ from benchmarks.report import build_parser, finish, print_row
 from config import Config, load_config
 from data.prepare import main as prepare
 from models import find_model
+from models.llama.hf import to_hf_config
+from parallel.comm import synchronize
 from train import train
 
 WARMUP_STEPS, STEPS = 3, 6
@@ -118,11 +120,6 @@ def seconds(action: Callable[[], Any], device: torch.device, rounds: int = 20) -
     return statistics.median(times)
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.cuda.synchronize(device)
-
-
 # ---------------------------------------------------------------- training
 
 
@@ -174,18 +171,9 @@ def measure_transformers(run: Run, device: torch.device, started: float) -> dict
     from transformers import LlamaConfig, LlamaForCausalLM
 
     _, flavor = find_model(training_config(run, 1, "unused").model, 1)
-    shape = LlamaConfig(
-        vocab_size=flavor.vocab_size,
-        hidden_size=flavor.dim,
-        intermediate_size=flavor.hidden_dim,
-        num_hidden_layers=flavor.n_layers,
-        num_attention_heads=flavor.n_heads,
-        num_key_value_heads=flavor.n_kv_heads,
-        max_position_embeddings=run.seq_len,
-        use_cache=False,
-    )
+    shape = to_hf_config(flavor, run.seq_len, "float32") | {"use_cache": False}
     with device:
-        model: nn.Module = LlamaForCausalLM(shape)
+        model: nn.Module = LlamaForCausalLM(LlamaConfig(**shape))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     samples = torch.randint(0, flavor.vocab_size, (run.local_batch_size, run.seq_len + 1), device=device)
     tokens, labels = samples[:, :-1], samples[:, 1:]

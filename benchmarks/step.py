@@ -32,6 +32,7 @@ from config import Config, load_config
 from data.prepare import main as prepare
 from models.init import init_weights
 from models.llama import FLAVORS
+from models.llama.hf import to_hf_config
 from models.llama.model import Llama, LlamaConfig
 from train import train
 
@@ -52,18 +53,8 @@ def transformers_llama() -> nn.Module:
     from transformers import LlamaConfig as HFConfig
     from transformers import LlamaForCausalLM
 
-    flavor = _flavor()
-    return LlamaForCausalLM(
-        HFConfig(
-            vocab_size=flavor.vocab_size,
-            hidden_size=flavor.dim,
-            intermediate_size=flavor.hidden_dim,
-            num_hidden_layers=flavor.n_layers,
-            num_attention_heads=flavor.n_heads,
-            num_key_value_heads=flavor.n_kv_heads,
-            use_cache=False,
-        )
-    )
+    shape = to_hf_config(_flavor(), 2048, "float32") | {"use_cache": False}
+    return LlamaForCausalLM(HFConfig(**shape))
 
 
 def bare_loop(model: nn.Module, config: Config) -> Iterator[None]:
@@ -177,7 +168,6 @@ def main() -> int:
 
 
 def _flavor() -> LlamaConfig:
-
     return dataclasses.replace(FLAVORS["debug"], vocab_size=VOCAB_SIZE)
 
 

@@ -64,6 +64,12 @@ def device_type() -> str:
     return accelerator.type if accelerator else "cpu"
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all it was asked to; a CPU always has."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+
+
 def init_distributed(environment: LaunchEnvironment, comm: settings.Comm) -> torch.device:
     """Start the process group (also of one process) and return this rank's device."""
     kind = device_type()

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import config as settings
 from config import TitaniteError
-from parallel.comm import broadcast_object
+from parallel.comm import broadcast_object, synchronize
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +27,7 @@ SPIKE_WINDOW = 32  # good steps that a loss is compared with
 SLOW = 1.5  # times what the others need
 SLOW_SECONDS = 0.02  # and at least so much more: less is noise
 PROBES = 5
+INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 # ---------------------------------------------------------------- bad steps
@@ -129,16 +130,12 @@ class Stragglers:
     def _probe_seconds(self) -> float:
         times = []
         for _ in range(PROBES):
-            self._wait()
+            synchronize(self.device)
             begin = time.perf_counter()
             self.factor @ self.factor
-            self._wait()
+            synchronize(self.device)
             times.append(time.perf_counter() - begin)
         return min(times)
-
-    def _wait(self) -> None:
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
 
 
 def find_slow(timings: Sequence[Timing]) -> dict[tuple[int, str], str]:
@@ -198,5 +195,5 @@ def _gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
 
 def _bits(tensors: Sequence[Tensor]) -> list[int]:
     """The sum of the bit patterns of each tensor: one wrong element changes it."""
-    sums = [tensor.detach().contiguous().view(-1).view(torch.uint8).sum(dtype=torch.int64) for tensor in tensors]
+    sums = [t.detach().contiguous().view(INTEGER_OF_SIZE[t.element_size()]).sum(dtype=torch.int64) for t in tensors]
     return torch.stack(sums).tolist() if sums else []

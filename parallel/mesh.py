@@ -22,9 +22,10 @@ class Mesh(NamedTuple):
     fsdp: DeviceMesh  # dp_shard and cp as one axis, which share the weights; with dp_replicate around it if above 1
     cp: DeviceMesh
     tp: DeviceMesh
+    islands: DeviceMesh  # dp_replicate, whose replicas are islands with parallelism.local_steps
 
     def size(self) -> int:
-        """All ranks."""
+        """Ranks that compute an update together: all, or those of an island."""
         return self.pp.size() * self.fsdp.size() * self.tp.size()
 
     def groups(self) -> list[dist.ProcessGroup]:
@@ -41,6 +42,7 @@ class ParallelDims:
     cp: int = 1
     tp: int = 1
     pp: int = 1
+    islands: int = 1  # replicas that do not sum their gradients: dp_replicate of them, or one of all
 
     @classmethod
     def from_config(cls, parallelism: settings.Parallelism, world_size: int) -> "ParallelDims":
@@ -57,7 +59,7 @@ class ParallelDims:
                 f"parallelism: pp {pp} x dp_replicate {dp_replicate} x dp_shard {dp_shard} x cp {cp} x tp {tp} "
                 f"must multiply to the world size, {world_size}"
             )
-        return cls(dp_replicate, dp_shard, cp, tp, pp)
+        return cls(dp_replicate, dp_shard, cp, tp, pp, dp_replicate if parallelism.local_steps else 1)
 
     def __str__(self) -> str:
         axes = {axis: getattr(self, axis) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
@@ -77,6 +79,10 @@ class ParallelDims:
         """Place of a rank among the data-parallel ranks."""
         return rank // (self.cp * self.tp) % self.dp
 
+    def island(self, rank: int) -> int:
+        """The island of a rank; 0 if there is but one."""
+        return self.dp_rank(rank) * self.islands // self.dp
+
     def is_first_copy(self, rank: int) -> bool:
         """Whether a rank is the first of those that are given its samples."""
         return rank < self.dp * self.cp * self.tp and rank % (self.cp * self.tp) == 0
@@ -91,5 +97,6 @@ class ParallelDims:
         split = init_device_mesh(
             device_type, (self.pp * self.dp, self.cp, self.tp), mesh_dim_names=("pp_dp", "cp", "tp")
         )
-        fsdp = ranks["dp_shard_cp"] if self.dp_replicate == 1 else ranks["dp_replicate", "dp_shard_cp"]
-        return Mesh(pp=ranks["pp"], fsdp=fsdp, cp=split["cp"], tp=ranks["tp"])
+        apart = self.dp_replicate == 1 or self.islands > 1
+        fsdp = ranks["dp_shard_cp"] if apart else ranks["dp_replicate", "dp_shard_cp"]
+        return Mesh(pp=ranks["pp"], fsdp=fsdp, cp=split["cp"], tp=ranks["tp"], islands=ranks["dp_replicate"])

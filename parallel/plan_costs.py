@@ -79,8 +79,13 @@ class Work:
 
     @property
     def batches(self) -> int:
-        """How often in a step weights are gathered and gradients summed: a pipeline waits for its last microbatch."""
+        """How often in a step weights are gathered: a pipeline keeps them for all its microbatches."""
         return self.accumulation if self.dims.pp > 1 else self.microbatches
+
+    @property
+    def sums(self) -> int:
+        """How often in a step gradients are summed over the shards."""
+        return self.batches if self.config.parallelism.sync_every_microbatch else 1
 
     @property
     def reduce_bytes(self) -> int:
@@ -183,6 +188,16 @@ def kept_whole(work: Work) -> set[int]:
     return {0, n_groups - 1} if work.shape.tie_embeddings else {n_groups - 1}
 
 
+def gathers(work: Work, group: int) -> tuple[int, int]:
+    """How often in a step a group's weights are gathered: over all their shards, over those of a reshard group."""
+    parallelism = work.config.parallelism
+    if group in kept_whole(work):
+        once = not parallelism.sync_every_microbatch and not parallelism.reshard_after_forward
+        return (1 if once else work.batches), 0
+    within = work.batches if parallelism.reshard_group_size else 0
+    return 2 * work.batches - within, within
+
+
 def padded(weight: Weight, ranks: int) -> int:
     """Numbers in `weight` once its rows are filled up to a multiple of the ranks that share them."""
     return -(-weight.rows // ranks) * ranks * max(1, weight.columns)
@@ -205,7 +220,7 @@ def local_parameters(work: Work) -> int:
 
 
 def traffic(work: Work) -> list[Traffic]:
-    """All collectives of a step of one rank, and what it sends to others.
+    """All collectives of a step of one rank, and what it sends to others; of islands, a step after which they meet.
 
     Those of a few bytes, too, but for the votes to stop and of checkpoints, which are on the host.
     """
@@ -219,9 +234,11 @@ def traffic(work: Work) -> list[Traffic]:
             calls[key] += times
             total[key] += times * size
 
-    add("world", world, "all_reduce", 8)  # tokens of the step
+    add("world", world, "all_reduce", 8 * work.dims.islands)  # tokens of the step
     add("world", world, "all_reduce", 4)  # its loss
     _add_fsdp(work, add)
+    if work.dims.islands > 1:
+        _add_islands(work, add)
     if work.dims.tp > 1:
         _add_tensor_parallel(work, add)
     if work.dims.cp > 1:
@@ -236,20 +253,51 @@ def traffic(work: Work) -> list[Traffic]:
 
 
 def _add_fsdp(work: Work, add: Any) -> None:
-    all_groups, ranks, replicas, batches = groups(work), work.fsdp, work.dims.dp_replicate, work.batches
-    reduce_bytes = work.reduce_bytes
+    all_groups, ranks, reduce_bytes = groups(work), work.fsdp, work.reduce_bytes
+    replicas = work.dims.dp_replicate if work.dims.islands == 1 else 1
     n_weights = sum(map(len, all_groups))
-    kept = kept_whole(work)
     for i, group in enumerate(all_groups):
         numbers = sum(padded(weight, ranks) for weight in group)
-        gathers = batches * (1 if i in kept else 2)
-        add("dp_shard_cp", ranks, "all_gather", gathered_bytes(work, group), gathers)
-        add("dp_shard_cp", ranks, "reduce_scatter", numbers * reduce_bytes, batches)
+        everywhere, within = gathers(work, i)
+        add("dp_shard_cp", ranks, "all_gather", gathered_bytes(work, group), everywhere)
+        add(
+            "reshard_group",
+            work.config.parallelism.reshard_group_size,
+            "all_gather",
+            gathered_bytes(work, group),
+            within,
+        )
+        add("dp_shard_cp", ranks, sum_kind(work), numbers * reduce_bytes, work.sums)
         add("dp_replicate", replicas, "all_reduce", numbers * reduce_bytes // ranks)
     add("dp_shard_cp", ranks, "all_reduce", 4 * n_weights)  # norms of the gradients
     add("tp", work.dims.tp, "all_reduce", 4 * n_weights)
     if work.float8_layers:
         add("dp_shard_cp", ranks, "all_reduce", 4 * len(work.float8_layers) * work.layers)  # scales
+
+
+def sum_kind(work: Work) -> str:
+    """The collective that sums gradients over the shards."""
+    return "all_to_all" if work.config.parallelism.reduce_scatter == "all_to_all" else "reduce_scatter"
+
+
+def _add_islands(work: Work, add: Any) -> None:
+    """A meeting of islands: the way of each weight and its two moments, in as many messages; at each step the norm."""
+    replicas, moment = work.dims.dp_replicate, 2 if work.config.optimizer.state_dtype == "bfloat16" else 4
+    for group in groups(work):
+        for weight in group:
+            numbers = padded(weight, work.fsdp) // work.fsdp
+            add("dp_replicate", replicas, "all_reduce", 4 * numbers)
+            add("dp_replicate", replicas, "all_reduce", moment * numbers, 2)
+    add("dp_replicate", replicas, "all_reduce", 4)
+
+
+def sent_bytes(kind: str, size: float, ranks: int, gloo: bool = False) -> float:
+    """Bytes that one of `ranks` sends for a ring collective on a tensor of `size` bytes.
+
+    gloo's reduce-scatter is an all-reduce of which each rank keeps its piece.
+    """
+    twice = kind == "all_reduce" or (gloo and kind == "reduce_scatter")
+    return size * (2 if twice else 1) * (ranks - 1) / ranks
 
 
 def gathered_bytes(work: Work, group: list[Weight]) -> int:

@@ -47,6 +47,7 @@ COLLECTIVES = {
     "all_reduce": ("all_reduce", 0),
     "all_to_all_single": ("all_to_all", 0),
 }
+UNNAMED_AXIS = "mesh_dim_1"  # of FSDP2's mesh for reshard_group_size, the only one whose axes we do not name
 # Operator → the function that it runs.
 RING = {
     torch.ops.titanite.ring_attention.default: ring_attention._init_fn,
@@ -244,6 +245,8 @@ def _axis_of(args: tuple[Any, ...]) -> str:
             group = groups[argument]
         if group is not None:
             description = group.group_desc
+            if description == UNNAMED_AXIS:
+                return "reshard_group"
             return description.removeprefix("mesh_") if description.startswith("mesh_") else "world"
     raise AssertionError(f"no process group among {args}")
 

@@ -98,10 +98,14 @@ def memory(work: Work) -> Memory:
     swiglu = work.tokens * work.shape.hidden_dim * work.param_bytes // work.dims.tp
     resident = 0 if work.config.parallelism.cpu_offload else 4 * local_parameters(work)
     moments_share = 1 if work.config.optimizer.state_dtype == "bfloat16" else 2  # of the weights' bytes
+    if work.dims.islands > 1:
+        moments_share += 2  # the outer optimizer's momentum, and the weights of the last meeting
     all_groups, block = groups(work), block_weights(work)
     pipeline = work.dims.pp > 1
     # A pipeline sums gradients over its ranks after the last microbatch, so until then they are whole.
-    gradients = work.reduce_bytes * sum(w.size for group in all_groups for w in group) if pipeline else resident
+    # So they are where they are summed once a step.
+    late = pipeline or work.sums < work.batches
+    gradients = work.reduce_bytes * sum(w.size for group in all_groups for w in group) if late else resident
     earlier = gradients if work.microbatches > 1 else 0
 
     per_microbatch = work.layers * kept_by_block(work)
@@ -114,13 +118,24 @@ def memory(work: Work) -> Memory:
     # FSDP2 keeps some groups whole, and of the others two: in use and next. One block's gradients are on their way.
     held = sum(gathered_bytes(work, all_groups[i]) for i in kept_whole(work))
     in_block = held if pipeline else 2 * gathered_bytes(work, block)
+    # What waits for its backward: weights not freed after the forward, or freed down to a reshard group's share.
+    group_size = work.config.parallelism.reshard_group_size
+    waiting = 0
+    if not pipeline and (group_size or not work.config.parallelism.reshard_after_forward):
+        waiting = work.layers * gathered_bytes(work, block) // max(1, group_size)
     in_block += sum(w.size for w in block) * (work.param_bytes + (0 if pipeline else work.reduce_bytes))
 
     # A block is computed again, then backward walks through it with two gradients as wide as SwiGLU.
     again = max(0, _everything(work) - kept_by_block(work)) + 2 * hidden + 2 * swiglu
-    moments = [(0, first, again, in_block), (earlier, blocks, again, in_block), (gradients, others, again, in_block)]
+    moments = [
+        (0, first, again, in_block),
+        (earlier, blocks, again, in_block + waiting),
+        (gradients, others, again, in_block),
+    ]
     if work.is_last:
-        moments.append((earlier, blocks, loss_bytes(work) + 2 * hidden // work.dims.tp, held))
+        moments.append(
+            (earlier, blocks, loss_bytes(work) + 2 * hidden // work.dims.tp, held + (waiting if group_size else 0))
+        )
     at, activations, working, gathered = max(moments, key=sum)
     return Memory(resident, at, moments_share * resident, activations, working, 0 if work.alone else gathered)
 

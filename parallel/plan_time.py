@@ -16,10 +16,10 @@ from parallel.plan_costs import (
     block_weights,
     flops_per_token,
     gathered_bytes,
-    groups,
+    gathers,
     head_flops,
-    kept_whole,
     local_parameters,
+    sent_bytes,
 )
 
 MEMORY_SHARE = 0.8  # of the memory's bandwidth that a pointwise kernel gets
@@ -70,10 +70,7 @@ class _Link(NamedTuple):
 
     def seconds(self, kind: str, size: float) -> float:
         """Time of a ring collective on a tensor of `size` bytes."""
-        if self.ranks == 1:
-            return 0.0
-        share = (self.ranks - 1) / self.ranks
-        return size * share * (2 if kind == "all_reduce" else 1) / (self.bandwidth * NETWORK_SHARE)
+        return sent_bytes(kind, size, self.ranks) / (self.bandwidth * NETWORK_SHARE)
 
 
 def _link(cluster: Cluster, ranks: int, stride: int) -> _Link:
@@ -99,15 +96,15 @@ def estimate(work: Work, cluster: Cluster) -> Estimate:
 
     # Communication beside the kernels: one gather in forward; in backward a gather, a reduce-scatter, an all-reduce.
     block = block_weights(work)
-    numbers, batches = sum(weight.size for weight in block), work.batches
+    numbers, m = sum(weight.size for weight in block), work.microbatches
+    everywhere, within = gathers(work, 1)  # of a block
+    ahead = min(everywhere, work.batches)
     gather = fsdp.seconds("all_gather", gathered_bytes(work, block))
-    scatter = fsdp.seconds("reduce_scatter", work.reduce_bytes * numbers)
-    last = replicas.seconds("all_reduce", work.reduce_bytes * numbers / work.fsdp)
-    if dims.pp > 1:
-        beside = [gather / work.microbatches, (scatter + last) / work.microbatches]
-    else:
-        again = 0.0 if len(kept_whole(work)) == len(groups(work)) else gather
-        beside = [gather, again + scatter + last / batches]
+    near = _link(cluster, max(1, work.config.parallelism.reshard_group_size), dims.tp)
+    again = (everywhere - ahead) * gather + within * near.seconds("all_gather", gathered_bytes(work, block))
+    scatter = work.sums * fsdp.seconds("reduce_scatter", work.reduce_bytes * numbers)
+    last = 0.0 if dims.islands > 1 else replicas.seconds("all_reduce", work.reduce_bytes * numbers / work.fsdp)
+    beside = [ahead * gather / m, (again + scatter + last) / m]
 
     matmul = pointwise = shown = standing = 0.0
     for (computing, moving), comm, stands in zip(kernels, beside, between, strict=True):
@@ -116,7 +113,7 @@ def estimate(work: Work, cluster: Cluster) -> Estimate:
         pointwise += moving * slowed
         standing += stands
         shown += max(0.0, comm - (computing + moving) * slowed - stands)
-    layers, m = work.shape.n_layers / dims.pp, work.microbatches
+    layers = work.shape.n_layers / dims.pp
     head = head_flops(work) / (device.flops * device.matmul)
     loss = _loss_bytes_moved(work) / (device.memory_bandwidth * MEMORY_SHARE)
     # The first gather and the last reduce-scatter have nothing to hide behind: embedding and output are the largest.
@@ -126,8 +123,12 @@ def estimate(work: Work, cluster: Cluster) -> Estimate:
     matmul = m * (layers * matmul + head)
     pointwise = m * (layers * pointwise + loss) + optimizer
     by_link = {True: 0.0, False: 0.0}
-    by_link[fsdp.crosses or replicas.crosses] += m * layers * shown + batches * ends
+    by_link[fsdp.crosses or replicas.crosses] += m * layers * shown + work.sums * ends
     by_link[_link(cluster, dims.cp * dims.tp, 1).crosses] += m * layers * standing
+    if dims.islands > 1:  # they stand still while they meet
+        moments = 4 if work.config.optimizer.state_dtype == "bfloat16" else 8
+        meeting = replicas.seconds("all_reduce", (4 + moments) * local_parameters(work))
+        by_link[replicas.crosses] += meeting / work.config.parallelism.local_steps
     bubble = 0.0
     if dims.pp > 1:
         hidden = work.tokens * work.shape.dim * work.param_bytes / dims.tp

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from config import Comm, TitaniteError
-from parallel.comm import init_distributed, launch_environment, shut_down
+from parallel.comm import init_distributed, launch_environment, shut_down, synchronize
 
 PACKAGES = ("torch", "torchao", "numpy", "pyarrow", "tokenizers", "s3fs")
 CLOCK_SECONDS = 2.0  # apart at most; S3 refuses requests 900 s off
@@ -91,10 +91,10 @@ def time_gemm(device: torch.device) -> tuple[float, int]:
     left, right = (torch.randint(-2, 3, (size, size), generator=generator).to(device, dtype) for _ in range(2))
     times = []
     for _ in range(REPEATS):
-        _wait(device)
+        synchronize(device)
         begin = time.perf_counter()
         product = (left @ right).to(torch.float32)
-        _wait(device)
+        synchronize(device)
         times.append(time.perf_counter() - begin)
     return min(times), int(product.view(torch.int32).sum(dtype=torch.int64))
 
@@ -113,7 +113,7 @@ def time_transfers(device: torch.device) -> tuple[dict[tuple[int, int], float], 
             operations = [dist.P2POp(dist.isend, buffer, target), dist.P2POp(dist.irecv, received, source)]
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
-            _wait(device)
+            synchronize(device)
             own[source, rank] = TRANSFER_BYTES / (time.perf_counter() - begin)
     gathered: list[Any] = [None] * size
     dist.all_gather_object(gathered, own)
@@ -121,7 +121,7 @@ def time_transfers(device: torch.device) -> tuple[dict[tuple[int, int], float], 
         dist.barrier()
         begin = time.perf_counter()
         dist.all_reduce(buffer)
-        _wait(device)
+        synchronize(device)
         seconds = time.perf_counter() - begin
     return {pair: rate for rates in gathered for pair, rate in rates.items()}, TRANSFER_BYTES / seconds
 
@@ -163,11 +163,6 @@ def find_faults(reports: Sequence[Report], pairs: dict[tuple[int, int], float], 
                 f"rank {source} to {target} ({hosts}): {8e-9 * rate:.2f} Gbit/s, wanted {8e-9 * wanted:.2f} Gbit/s"
             )
     return faults
-
-
-def _wait(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize()
 
 
 def _version(package: str) -> str:

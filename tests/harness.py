@@ -50,6 +50,7 @@ def _run_child(
     try:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
         torch.set_num_threads(1)
+        torch._dynamo.reset()  # what the parent's tests have compiled must not make this rank's shapes dynamic
         if start_group:
             rendezvous, timeout = f"file://{folder}/rendezvous", timedelta(seconds=GROUP_TIMEOUT_SECONDS)
             dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size, timeout=timeout)

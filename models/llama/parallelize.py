@@ -39,8 +39,8 @@ def apply_parallelism(model: Llama, mesh: Mesh, config: Config) -> list[nn.Modul
             apply_tensor_parallel(part, tensor_plan(part), mesh.tp)
             if model.config.tie_embeddings:  # the embedding's rows are the output's columns, for all of the sequence
                 apply_tensor_parallel(part, {"norm": WHOLE_SEQUENCE}, mesh.tp)
-            for block in blocks:
-                in_float8 = gathers_activations(config.float8)
+            in_float8 = gathers_activations(config.float8)
+            for block in blocks:  # each with its own plan: not all need have been converted
                 plan = float8_plan(block, BLOCK_PLAN, mesh.tp.device_type) if in_float8 else BLOCK_PLAN
                 apply_tensor_parallel(block, plan, mesh.tp)
             if config.parallelism.async_tp:

@@ -48,6 +48,8 @@ def counted(world_size: int, *arguments: str, rank: int = 0) -> DryRun:
 
 BATCH = "--training.global_batch_size"
 RING, INTERLEAVED = "--parallelism.cp_method=ring", "--parallelism.pp_schedule=Interleaved1F1B"
+ONCE = ("--parallelism.sync_every_microbatch=false",)
+LOCAL = (f"{BATCH}=0", "--parallelism.local_steps=100")
 TRAFFIC = {
     "one rank": (1, []),
     "DDP 2": (2, ["--parallelism.dp_replicate=2"]),
@@ -91,6 +93,18 @@ TRAFFIC = {
         ["--parallelism.pp=2", "--parallelism.tp=2", "--parallelism.pp_schedule=InterleavedZeroBubble"],
     ),
     "PP 3 x TP 2": (12, [f"{BATCH}=32", "--parallelism.pp=3", "--parallelism.tp=2"]),
+    "FSDP 4, summed once": (4, [f"{BATCH}=64", *ONCE, "--parallelism.reshard_after_forward=true"]),
+    "FSDP 4, summed and gathered once": (4, [f"{BATCH}=64", *ONCE]),
+    "FSDP 8 in groups of 2": (
+        8,
+        [f"{BATCH}=128", "--parallelism.reshard_after_forward=true", "--parallelism.reshard_group_size=2"],
+    ),
+    "FSDP 4, all to all": (4, [f"{BATCH}=64", "--parallelism.reduce_scatter=all_to_all"]),
+    "islands, FSDP 2 each": (4, ["--parallelism.dp_replicate=2", *LOCAL]),
+    "3 islands, TP 2 each, moments in bfloat16": (
+        6,
+        ["--parallelism.dp_replicate=3", "--parallelism.tp=2", "--optimizer.state_dtype=bfloat16", *LOCAL],
+    ),
     "PP 2 x CP 2, accumulation": (4, [f"{BATCH}=32", "--parallelism.pp=2", "--parallelism.cp=2"]),
 }
 
@@ -159,6 +173,10 @@ MEMORY = {
     "TP 4, eager": (16, ["--parallelism.tp=4", "--compile.enable=false"], 0.05),
     "TP 4": (16, ["--parallelism.tp=4"], 0.15),
     "CP 2": (16, ["--parallelism.cp=2"], 0.05),
+    "kept gathered": (16, ["--parallelism.reshard_after_forward=false"], 0.05),
+    "resharded in groups of 4": (16, ["--parallelism.reshard_group_size=4"], 0.05),
+    "summed once": (16, [*ONCE, "--training.global_batch_size=128"], 0.05),
+    "islands": (16, ["--parallelism.dp_replicate=2", "--parallelism.local_steps=100"], 0.03),
     "PP 4": (
         16,
         ["--config=train_configs/llama_1.8b.toml", "--parallelism.pp=4", "--training.local_batch_size=4"],

@@ -1,0 +1,161 @@
+"""Islands that train alone and meet (DiLoCo): the weights of a plain loop by torch alone, resumed bit for bit."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from config import ConfigError, load_config
+from data.loader import build_dataloader
+from loss import IGNORED
+from models import find_model
+from models.init import init_weights
+from models.llama.model import Llama
+from optim import learning_rate
+from tests.distributed.test_train import SMALL, column, dataset, final_weights, flat, run  # noqa: F401
+from tests.harness import run_ranks
+
+COMMON = [word for word in SMALL if "local_batch_size" not in word]
+LOCAL_STEPS, ISLANDS = 5, 2
+APART = (f"--parallelism.dp_replicate={ISLANDS}", f"--parallelism.local_steps={LOCAL_STEPS}")
+# World size, settings, and an island's samples in a row, which decide what it trains on.
+LAYOUTS: dict[str, tuple[int, tuple[str, ...], int]] = {
+    "one rank each": (2, (), 2),
+    "FSDP 2 each": (4, (), 4),
+    "TP 2 each": (4, ("--parallelism.tp=2",), 2),
+    "PP 2 each": (4, ("--parallelism.pp=2", "--training.local_batch_size=4"), 4),
+    "bfloat16 moments": (2, ("--optimizer.state_dtype=bfloat16",), 2),
+}
+
+
+def train_plainly(arguments: list[str]) -> dict[str, Any]:
+    """One model for each island in one process, brought together by torch's own SGD with Nesterov momentum."""
+    config = load_config(arguments)
+    training = config.training
+    loaders = [build_dataloader(config, island, ISLANDS, pin_memory=False) for island in range(ISLANDS)]
+    _, flavor = find_model(config.model, loaders[0].vocab_size)
+    models = [Llama(flavor) for _ in range(ISLANDS)]
+    optimizers = []
+    for model in models:
+        init_weights(model, torch.device("cpu"), seed=config.run.seed)
+        groups = [
+            {"params": [p for p in model.parameters() if p.ndim > 1]},
+            {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+        ]
+        optimizers.append(torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.1, foreach=False, fused=False))
+    common = [p.detach().clone().requires_grad_() for p in models[0].parameters()]
+    outer = torch.optim.SGD(common, lr=0.7, momentum=0.9, nesterov=True)
+    losses = []
+    for step in range(1, training.steps + 1):
+        of_islands = []
+        for loader, model, optimizer in zip(loaders, models, optimizers, strict=True):
+            batches = list(loader.next_step())
+            n_tokens = sum((batch.labels != IGNORED).sum() for batch in batches)
+            total = torch.zeros(())
+            for batch in batches:
+                logits = model(batch.tokens)
+                loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum") / n_tokens
+                loss.backward()
+                total += loss.detach()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), training.max_norm)
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(step, training.steps, config.optimizer.lr, config.lr_scheduler)
+            optimizer.step()
+            optimizer.zero_grad()
+            of_islands.append(total.item())
+        losses.append(sum(of_islands) / ISLANDS)
+        if step % LOCAL_STEPS == 0:
+            for i, weight in enumerate(common):
+                own = [list(model.parameters())[i] for model in models]
+                weight.grad = weight.detach() - torch.stack([p.detach() for p in own]).mean(0)
+            outer.step()
+            for i, weight in enumerate(common):
+                own = [list(model.parameters())[i] for model in models]
+                states = [optimizer.state[p] for optimizer, p in zip(optimizers, own, strict=True)]
+                for key in ("exp_avg", "exp_avg_sq"):
+                    mean = torch.stack([state[key] for state in states]).mean(0)
+                    for state in states:
+                        state[key].copy_(mean)
+                for p in own:
+                    p.data.copy_(weight.detach())
+    for loader in loaders:
+        loader.close()
+    return {"losses": losses, "weights": dict(models[0].named_parameters())}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_islands_equal_a_plain_loop(layout: str, dataset: Path, tmp_path: Path) -> None:  # noqa: F811
+    world_size, overrides, in_a_row = LAYOUTS[layout]
+    if not any("local_batch_size" in word for word in overrides):
+        overrides = (*overrides, "--training.local_batch_size=2")
+    arguments = [*COMMON, f"--data.datasets={dataset}", f"--run.folder={tmp_path / 'run'}"]
+    plain = train_plainly([*COMMON, f"--training.local_batch_size={in_a_row}", f"--data.datasets={dataset}"])
+    run_ranks(world_size, run, [*arguments, *APART, *overrides], start_group=False)
+    exact = "bfloat16" not in layout
+    torch.testing.assert_close(column(tmp_path / "run", "loss"), plain["losses"], rtol=1e-5 if exact else 5e-3, atol=0)
+    saved = flat(final_weights(tmp_path / "run", tmp_path)["model"])
+    for name, expected in plain["weights"].items():
+        error = (saved[f"/{name}"] - expected).norm() / expected.norm()
+        assert error < (1e-4 if exact else 2e-2), name
+
+
+def test_islands_are_resumed_with_the_same_bits_and_may_change_in_number(
+    dataset: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    def arguments(name: str, islands: int = ISLANDS) -> list[str]:
+        words = [*SMALL, *APART[1:], f"--parallelism.dp_replicate={islands}"]
+        return [*words, f"--data.datasets={dataset}", f"--run.folder={tmp_path / name}"]
+
+    run_ranks(2, run, arguments("whole"), start_group=False)
+    run_ranks(2, run, arguments("cut"), 12, start_group=False)  # between two meetings: the one before counts
+    run_ranks(2, run, arguments("cut"), start_group=False)
+    assert column(tmp_path / "cut", "loss") == column(tmp_path / "whole", "loss")
+    whole, cut = (flat(final_weights(tmp_path / name, tmp_path)) for name in ("whole", "cut"))
+    assert whole.keys() == cut.keys()
+    assert any(name.endswith("outer_momentum") and value.any() for name, value in whole.items())
+    assert all(torch.equal(cut[name], value) for name, value in whole.items())
+
+    run_ranks(2, run, arguments("other"), 12, start_group=False)
+    run_ranks(4, run, arguments("other", islands=4), start_group=False)
+    assert column(tmp_path / "other", "tokens") == column(tmp_path / "whole", "tokens")
+    assert column(tmp_path / "other", "loss")[:10] == column(tmp_path / "whole", "loss")[:10]
+    assert all(math.isfinite(loss) for loss in column(tmp_path / "other", "loss"))
+
+
+def test_a_stop_between_two_meetings_saves_one_model(dataset: Path, tmp_path: Path) -> None:  # noqa: F811
+    arguments = [*SMALL, *APART, f"--data.datasets={dataset}", f"--run.folder={tmp_path / 'run'}"]
+
+    run_ranks(2, _stop_after_7, arguments, start_group=False)
+    steps = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if path.is_dir()]
+    assert any(name.startswith(("step-00000007", "step-00000008")) for name in steps)
+    run_ranks(2, run, arguments, start_group=False)
+    assert len(column(tmp_path / "run", "loss")) == 20
+
+
+def _stop_after_7(arguments: list[str]) -> None:
+    from train import train
+
+    config = load_config(arguments)
+
+    def after_step(step: int) -> None:
+        if step == 7:
+            (Path(config.run.folder) / "stop").touch()
+
+    train(config, after_step)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--parallelism.local_steps=5",), "needs parallelism.dp_replicate above 1"),
+        ((*APART, "--checkpoint.interval=7"), "checkpoint.interval = 7: must be a multiple"),
+        ((*APART, "--checkpoint.interval=5", "--validation.interval=6"), "validation.interval = 6"),
+    ],
+)
+def test_what_cannot_be_is_refused(words: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(list(words))
