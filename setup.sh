@@ -8,7 +8,7 @@ cd "$(dirname "$0")"
 
 python=${PYTHON:-python3}
 files=(requirements.txt)
-[ "${1:-}" = test ] && files+=(requirements-test.txt)
+[ "${1:-}" = test ] && files+=(requirements-eval.txt requirements-test.txt)
 
 for file in "${files[@]}"; do
   stamp=.venv/.installed-$file

@@ -130,6 +130,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
 
     # -- the loop
     gc.disable()  # a collection on one rank holds up all the others: they collect together
+    starting = True  # till a step has been trained
     unchecked: list[Tensor] = []  # loss and gradient norm of the steps since the host last looked
     with (
         StopRequest(folder) as stop,
@@ -180,7 +181,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
             # The host waits for the device only in what follows, when something is due.
             unchecked.append(torch.stack((loss, grad_norm)))
             metrics.count_step(tokens_per_step / world_size, dataloader.wait_seconds)
-            log_due = due(config.metrics.log_interval) or step == first_step + 1
+            log_due = due(config.metrics.log_interval) or starting
             validation_due = config.validation.enable and due(config.validation.interval)
             save_due = config.checkpoint.enable and due(config.checkpoint.interval)
             if log_due or validation_due or save_due:
@@ -203,9 +204,10 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
             if stragglers and step % config.failures.straggler_interval == 0:
                 stragglers.check(step, dataloader.wait_seconds)
             checkpoint.check()  # a background save that failed is no news for later
-            if step == first_step + 1:
+            if starting:  # everything is compiled and connected by now
+                starting = False
                 watchdog.enter("start")
-                set_timeout(mesh, config.comm.train_timeout_seconds)  # everything is compiled and connected
+                set_timeout(mesh, config.comm.train_timeout_seconds)
                 watchdog.limit_seconds = config.comm.train_timeout_seconds
             if step % training.gc_interval == 0:
                 gc.collect(1)

@@ -2,7 +2,8 @@
 
     python -m benchmarks.ethernet [--quick] [--check] [--json=benchmarks/results/ethernet.json]
 
-train.py's own step on one rank per node; bytes are counted by the kernel at the link. Needs root, `ip` and `tc`.
+train.py's own step; bytes are counted by the kernel at the link. Predicted are the bytes, by the planner's formulas,
+and the time: that of the unshaped link, and the bytes at the link's rate less headers. Needs root, `ip` and `tc`.
 """
 
 import json
@@ -14,21 +15,27 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.chaos import prepare_data
 from benchmarks.report import build_parser, finish, print_row
 from config import load_config
+from models import find_model
+from parallel.mesh import ParallelDims
+from parallel.plan import build_work
+from parallel.plan_costs import sent_bytes, traffic
 
 ROOT = Path(__file__).parents[1]
 NODES = (("titanite-a", "ta", "10.77.7.1"), ("titanite-b", "tb", "10.77.7.2"))
 STEPS, SKIPPED = 5, 2  # the first steps connect
+LOCAL_STEPS = 10  # of islands: then from one meeting to the next
 ACCUMULATION = 4
+VOCAB_SIZE = 320
+PAYLOAD = 1448 / 1514  # of an Ethernet frame: the rest is headers
 COMMON = (
     "--training.seq_len=64",
     "--training.local_batch_size=1",
-    f"--training.global_batch_size={len(NODES) * ACCUMULATION}",
-    f"--training.steps={STEPS}",
+    f"--model.vocab_size={VOCAB_SIZE}",
     "--lr_scheduler.warmup_steps=1",
     "--metrics.tensorboard=false",
     "--metrics.log_ranks=9",
@@ -36,35 +43,68 @@ COMMON = (
     "--checkpoint.enable=false",
 )
 FLOAT32 = ("--training.param_dtype=float32",)
+FLOAT8 = ("--float8.enable", "--float8.filter=all")
 OWN_SUM = ("--parallelism.reduce_scatter=all_to_all",)
 ONCE = ("--parallelism.sync_every_microbatch=false",)
 KEPT = ("--parallelism.reshard_after_forward=false",)
 BF16_SUM = ("--training.reduce_dtype=bfloat16",)
-SETTINGS: dict[str, tuple[str, ...]] = {
-    "naive: all in float32": FLOAT32,
-    "weights in bfloat16": (),
-    "+ all_to_all": OWN_SUM,
-    "+ gradients in bfloat16": (*OWN_SUM, *BF16_SUM),
-    "+ prefetch 1": (*OWN_SUM, *BF16_SUM, "--parallelism.prefetch_layers=1"),
-    "+ summed once a step": (*OWN_SUM, *BF16_SUM, *ONCE),
-    "+ gathered once a step": (*OWN_SUM, *BF16_SUM, *ONCE, *KEPT),
+
+
+class Setting(NamedTuple):
+    """Ranks on each node, and how they are to share the work."""
+
+    ranks_per_node: int
+    words: tuple[str, ...]
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """The last step before those measured, and the last of them."""
+        local = any("local_steps" in word for word in self.words)
+        return (LOCAL_STEPS, 2 * LOCAL_STEPS) if local else (SKIPPED, STEPS)
+
+    def arguments(self) -> list[str]:
+        """Of train.py."""
+        batch = len(NODES) * self.ranks_per_node * ACCUMULATION
+        return [
+            *COMMON,
+            *self.words,
+            f"--training.global_batch_size={batch}",
+            f"--training.steps={self.steps[1]}",
+        ]
+
+
+SETTINGS = {
+    "naive: all in float32": Setting(1, FLOAT32),
+    "weights in bfloat16": Setting(1, ()),
+    "weights in float8": Setting(1, FLOAT8),
+    "+ all_to_all": Setting(1, OWN_SUM),
+    "+ gradients in bfloat16": Setting(1, (*OWN_SUM, *BF16_SUM)),
+    "+ prefetch 1": Setting(1, (*OWN_SUM, *BF16_SUM, "--parallelism.prefetch_layers=1")),
+    "+ summed once a step": Setting(1, (*OWN_SUM, *BF16_SUM, *ONCE)),
+    "+ gathered once a step": Setting(1, (*OWN_SUM, *BF16_SUM, *ONCE, *KEPT)),
+    "islands, 10 local steps": Setting(1, ("--parallelism.dp_replicate=2", f"--parallelism.local_steps={LOCAL_STEPS}")),
+    "2 ranks a node": Setting(2, ()),
+    "2 ranks a node, reshard group 2": Setting(2, ("--parallelism.reshard_group_size=2",)),
+    "2 ranks a node, HSDP": Setting(2, ("--parallelism.dp_replicate=2",)),
 }
+QUICK = ("naive: all in float32", "+ gathered once a step", "2 ranks a node, HSDP")
 RATES = {"unshaped": None, "1 Gbit/s": 1000, "200 Mbit/s": 200}  # Mbit/s
 
 
-def predict_bytes(settings: tuple[str, ...], parameters: int) -> float:
-    """Bytes that a rank sends in a step, by the formulas of docs/ethernet.md."""
-    config = load_config([*COMMON, *settings])
-    share = (len(NODES) - 1) / len(NODES)
-    sums = 1 if not config.parallelism.sync_every_microbatch else ACCUMULATION
-    gathers = ACCUMULATION * (2 if config.parallelism.reshard_after_forward else 1)
-    if sums == 1 and not config.parallelism.reshard_after_forward:
-        gathers = 1
-    weight, gradient = (
-        {"float32": 4, "bfloat16": 2}[dtype] for dtype in (config.training.param_dtype, config.training.reduce_dtype)
-    )
-    whole = 1 if config.parallelism.reduce_scatter == "all_to_all" else 2  # gloo's reduce-scatter is an all-reduce
-    return share * parameters * (gathers * weight + sums * gradient * whole)
+def predict_bytes(setting: Setting) -> float:
+    """Bytes that a node sends in a step, by the planner's count of collectives and its rings."""
+    config = load_config(setting.arguments())
+    spec, flavor = find_model(config.model, VOCAB_SIZE)
+    dims = ParallelDims.from_config(config.parallelism, len(NODES) * setting.ranks_per_node)
+    work, _ = build_work(config, dims, spec, flavor)
+    total = 0.0
+    for item in traffic(work):
+        ranks, groups = {
+            "world": (len(NODES) * setting.ranks_per_node, 1),
+            "dp_replicate": (dims.dp_replicate, setting.ranks_per_node),  # as many rings cross as a node has ranks
+        }.get(item.axis, (1, 0))  # the other axes stay on a node
+        total += groups * sent_bytes(item.kind, item.bytes, ranks, gloo=True)
+    return total / max(1, config.parallelism.local_steps)
 
 
 @contextmanager
@@ -99,21 +139,24 @@ def shape(mbits: int | None) -> None:
             subprocess.run([*tc, "add", "dev", link, "root", "tbf", *limit], check=True)
 
 
-def run_nodes(arguments: list[str], port: int) -> dict[str, float]:
-    """Train on both nodes: seconds and sent bytes of a step, parameters."""
-    ranks = []
-    for rank, (name, link, _) in enumerate(NODES):
-        environment = os.environ | {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(len(NODES))}
+def run_nodes(setting: Setting, arguments: list[str], port: int) -> dict[str, float]:
+    """Train on both nodes: seconds and sent bytes of a step."""
+    processes = []
+    size = len(NODES) * setting.ranks_per_node
+    for rank in range(size):
+        name, link, _ = NODES[rank // setting.ranks_per_node]
+        local = str(rank % setting.ranks_per_node)
+        environment = os.environ | {"RANK": str(rank), "LOCAL_RANK": local, "WORLD_SIZE": str(size)}
         environment |= {"MASTER_ADDR": NODES[0][2], "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": link}
-        environment |= {"OMP_NUM_THREADS": "1", "ETHERNET_LINK": link}
+        environment |= {"OMP_NUM_THREADS": "1", "ETHERNET_LINK": link, "SKIPPED": str(setting.steps[0])}
         command = ["ip", "netns", "exec", name, sys.executable, "-m", "benchmarks.ethernet", "rank", *arguments]
-        ranks.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True))
-    outputs = [rank.communicate(timeout=600)[0] for rank in ranks]
+        processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True))
+    outputs = [process.communicate(timeout=600)[0] for process in processes]
     return json.loads(outputs[0].splitlines()[-1])
 
 
 def run_rank(arguments: list[str]) -> None:
-    """One node's rank; prints what it measured."""
+    """One rank; prints what it measured."""
     import torch
 
     from train import train
@@ -122,7 +165,7 @@ def run_rank(arguments: list[str]) -> None:
     seen: list[tuple[float, int]] = []
     torch.set_num_threads(1)
     train(load_config(arguments), lambda step: seen.append((time.perf_counter(), int(counter.read_text()))))
-    times, sent = zip(*seen[SKIPPED - 1 :], strict=True)
+    times, sent = zip(*seen[int(os.environ["SKIPPED"]) - 1 :], strict=True)
     count = len(times) - 1
     # In whole steps: the one after the last is not begun.
     print(json.dumps({"seconds": (times[-1] - times[0]) / count, "bytes": (sent[-1] - sent[0]) / count}), flush=True)
@@ -134,7 +177,7 @@ def main() -> int:
     arguments = parser.parse_args()
     rows: list[dict[str, Any]] = []
     quick = arguments.quick
-    names = [name for name in SETTINGS if not quick or name in (next(iter(SETTINGS)), list(SETTINGS)[-1])]
+    names = [name for name in SETTINGS if not quick or name in QUICK]
     rates = {name: rate for name, rate in RATES.items() if not quick or name != "1 Gbit/s"}
     port = 29_700
     with tempfile.TemporaryDirectory(prefix="ethernet-") as scratch:
@@ -145,15 +188,15 @@ def main() -> int:
                     shape(mbits)
                     for name in names:
                         port += 1
-                        folder = Path(scratch) / f"run-{port}"
-                        words = [*COMMON, *SETTINGS[name], f"--data.datasets={dataset}", f"--run.folder={folder}"]
-                        rows.append({"link": rate_name, "setting": name} | run_nodes(words, port))
-                        model = json.loads((folder / "model.json").read_text())
-                        rows[-1]["bytes_predicted"] = predict_bytes(SETTINGS[name], count_parameters(model))
+                        setting, folder = SETTINGS[name], Path(scratch) / f"run-{port}"
+                        words = [*setting.arguments(), f"--data.datasets={dataset}", f"--run.folder={folder}"]
+                        row: dict[str, Any] = {"link": rate_name, "setting": name} | run_nodes(setting, words, port)
+                        row["bytes_predicted"] = predict_bytes(setting)
                         if mbits:
                             alone = next(r for r in rows if r["setting"] == name and r["link"] == "unshaped")
-                            wire = 8 * rows[-1]["bytes_predicted"] / (mbits * 1e6)
-                            rows[-1]["seconds_predicted"] = alone["seconds"] + wire
+                            wire = 8 * row["bytes_predicted"] / (mbits * 1e6 * PAYLOAD)
+                            row["seconds_predicted"] = alone["seconds"] + wire
+                        rows.append(row)
                         print_row(rows[-1])
         except (OSError, subprocess.CalledProcessError) as error:
             print(f"no namespaces or no shaped link can be made here: {error}")
@@ -166,15 +209,6 @@ def main() -> int:
         (f"every time within 25 % of the formulas: {100 * off:.0f} %", off <= 0.25),
     ]
     return finish(arguments, rows, bars)
-
-
-def count_parameters(model: dict[str, Any]) -> int:
-    """Parameters of a run's model.json."""
-    from models import MODELS, build_model
-
-    spec = MODELS[model.pop("name")]
-    flavor = type(next(iter(spec.flavors.values())))(**model)
-    return sum(parameter.numel() for parameter in build_model(spec, flavor).parameters())
 
 
 if __name__ == "__main__":

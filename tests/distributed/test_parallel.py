@@ -1,7 +1,13 @@
 """TP, CP and PP, alone and together with data parallelism, against a plain loop in one process."""
 
-from functools import partial
+import json
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache, partial
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +16,10 @@ import torch
 from config import Config
 from tests.harness import run_ranks
 from tests.parity import GLOBAL_BATCH, close, config_for, our_run, plain_run
+from tests.parity_ranks import FULL_STEPS, compare
 
-STEPS = 4
+ROOT = Path(__file__).parents[2]
+STEPS = FULL_STEPS
 PP = {"local_batch_size": GLOBAL_BATCH, "pp_microbatch_size": 2}
 DEEP = 6  # layers where stages are many
 NAMED: dict[str, dict[str, Any]] = {
@@ -35,11 +43,6 @@ OTHERS: dict[str, dict[str, Any]] = {
 MODES = [(compile, mode) for compile in ("", "aot_eager") for mode in ("none", "full", "selective")]
 
 
-@pytest.fixture(scope="module")
-def plain() -> dict[str, Any]:
-    return plain_run(STEPS)
-
-
 def build_config(dp_replicate: int = 1, dp_shard: int = 1, **options: Any) -> Config:
     return config_for(dp_replicate, dp_shard, **options)
 
@@ -49,52 +52,81 @@ def world_size(config: Config) -> int:
     return prod((settings.dp_replicate, settings.dp_shard, settings.cp, settings.tp, settings.pp))
 
 
-def compare(config: Config, expected: dict[str, Any], accumulation: int = 1, steps: int = STEPS, **model: Any) -> None:
-    """Losses and norms of every step, gradients of the first, weights at the end if it is that of `expected`."""
+CASES = {name: (build_config(**layout), STEPS) for name, layout in (NAMED | OTHERS).items()} | {
+    f"{name}, {compile or 'eager'}, {mode}": (build_config(compile=compile, mode=mode, **layout), 2)
+    for name, layout in NAMED.items()
+    for compile, mode in MODES[1:]
+}
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, Any]:
+    return plain_run(STEPS)
+
+
+@pytest.fixture(scope="module")
+def outcomes(plain: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[dict[str, Any]]]:
+    """What each rank says of each case of a world size, all of them in one start of torchrun."""
+
+    @cache
+    def run_cases(size: int) -> list[dict[str, Any]]:
+        folder = tmp_path_factory.mktemp(f"ranks{size}")
+        torch.save(plain, folder / "plain.pt")
+        cases = {name: case for name, case in CASES.items() if world_size(case[0]) == size}
+        (folder / "cases.pickle").write_bytes(pickle.dumps(cases))
+        command = [sys.executable, "-m", "launch.torchrun", "--standalone", f"--nproc-per-node={size}"]
+        done = subprocess.run(
+            [*command, "-m", "tests.parity_ranks", str(folder)], cwd=ROOT, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr[-5000:]
+        return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
+
+    return run_cases
+
+
+@pytest.mark.parametrize(
+    "name",
+    # Those of one start of torchrun on one worker.
+    [pytest.param(name, marks=pytest.mark.xdist_group(f"parity{world_size(case[0])}")) for name, case in CASES.items()],
+)
+def test_equals_a_plain_loop(name: str, plain: dict[str, Any], outcomes: Callable[[int], list[dict[str, Any]]]) -> None:
+    """Through torchrun: every layout, eager and compiled, with every way of checkpointing activations."""
+    ranks = [outcome[name] for outcome in outcomes(world_size(CASES[name][0]))]
+    assert not any(rank["error"] for rank in ranks), "\n".join(rank["error"] for rank in ranks)
+    seen = {parameter for rank in ranks for parameter in rank["gradients"]}
+    assert seen == plain["grads"].keys(), "every parameter has a gradient on some rank"
+
+
+def compare_forked(config: Config, expected: dict[str, Any], accumulation: int = 1, **model: Any) -> None:
+    """The same for a model or a batch of its own, without torchrun."""
     seen: set[str] = set()
-    expected = expected | {"losses": expected["losses"][:steps], "norms": expected["norms"][:steps]}
-    for result in run_ranks(world_size(config), partial(our_run, **model), config, steps, accumulation):
-        close(result, expected, loss_tolerance=1e-6)
-        for parameter, value in result["weights"].items():
-            plain = expected["weights"][parameter]
-            assert steps < STEPS or (value - plain).norm() < 1e-3 * plain.norm(), parameter
-            assert torch.equal(result["init"][parameter], expected["init"][parameter]), parameter
+    for result in run_ranks(world_size(config), partial(our_run, **model), config, STEPS, accumulation):
+        compare(result, expected, STEPS)
         seen |= result["grads"].keys()
-    assert seen == expected["grads"].keys(), "every parameter has a gradient on some rank"
-
-
-@pytest.mark.parametrize("name", NAMED | OTHERS)
-def test_equals_a_plain_loop(name: str, plain: dict[str, Any]) -> None:
-    compare(build_config(**(NAMED | OTHERS)[name]), plain)
-
-
-@pytest.mark.parametrize(("compile", "mode"), MODES[1:])
-@pytest.mark.parametrize("name", NAMED)
-def test_compiled_and_checkpointed(name: str, compile: str, mode: str, plain: dict[str, Any]) -> None:
-    compare(build_config(compile=compile, mode=mode, **NAMED[name]), plain, steps=2)
+    assert seen == expected["grads"].keys()
 
 
 @pytest.mark.parametrize("microbatch_size", [1, 4])
 @pytest.mark.parametrize("schedule", ["Interleaved1F1B", "InterleavedZeroBubble"])
 def test_schedules_of_many_stages(schedule: str, microbatch_size: int) -> None:
     config = config_for(1, 2, pp=2, pp_schedule=schedule, local_batch_size=8, pp_microbatch_size=microbatch_size)
-    compare(config, plain_run(STEPS, n_layers=DEEP), n_layers=DEEP)
+    compare_forked(config, plain_run(STEPS, n_layers=DEEP), n_layers=DEEP)
 
 
 @pytest.mark.parametrize("axes", [{"pp": 2, "pp_microbatch_size": 2}, {"tp": 2}, {"cp": 2}])
 def test_accumulation(axes: dict[str, int], plain: dict[str, Any]) -> None:
-    compare(config_for(2, 1, local_batch_size=4, **axes), plain, accumulation=2)
+    compare_forked(config_for(2, 1, local_batch_size=4, **axes), plain, accumulation=2)
 
 
 def test_tied_embeddings_split_by_vocabulary() -> None:
-    compare(config_for(1, 2, tp=2), plain_run(STEPS, tie_embeddings=True), tie_embeddings=True)
+    compare_forked(config_for(1, 2, tp=2), plain_run(STEPS, tie_embeddings=True), tie_embeddings=True)
 
 
 @pytest.mark.parametrize("axes", [{"cp": 2}, {"cp": 2, "tp": 2}, {"pp": 2, "pp_microbatch_size": 2}])
 def test_documents(axes: dict[str, int]) -> None:
     """Positions restart and attention ends at documents, wherever the ranks' parts of a sequence begin."""
     config = config_for(1, 1, documents=True, local_batch_size=GLOBAL_BATCH, **axes)
-    compare(config, plain_run(STEPS, documents=True))
+    compare_forked(config, plain_run(STEPS, documents=True))
 
 
 def test_compiled_by_inductor() -> None:
@@ -105,4 +137,4 @@ def test_compiled_by_inductor() -> None:
 
 
 def test_offloaded_to_the_host(plain: dict[str, Any]) -> None:
-    compare(config_for(1, 2, cpu_offload=True), plain)
+    compare_forked(config_for(1, 2, cpu_offload=True), plain)

@@ -6,6 +6,7 @@ python -m pytest tests/slurm
 import json
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from tests.slurm.lab import missing, slurm
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_SECONDS = 240
+DEAD = {"FAILED", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "OUT_OF_MEMORY"}
 
 
 @pytest.mark.skipif(bool(missing()), reason=missing())
@@ -36,11 +38,23 @@ def test_a_preempted_job_is_requeued_and_resumes(tmp_path: Path) -> None:
             files = list((tmp_path / "out").glob("*/metrics.jsonl"))
             return [json.loads(line)["step"] for file in files for line in file.read_text().split("\n")[:-1]]
 
-        def wait(ready: object, what: str) -> None:
+        def state() -> str:
+            """Of the job, as squeue and sacct name it."""
+            return call("scontrol", "show", "job", job).partition("JobState=")[2].split()[0]
+
+        def wait(ready: Callable[[], bool], what: str) -> None:
             deadline = time.monotonic() + PATIENCE_SECONDS
-            while not ready():  # type: ignore[operator]
-                log = (tmp_path / "log").read_text() if (tmp_path / "log").exists() else "no log"
-                assert time.monotonic() < deadline, f"{what}: {call('squeue')}\n{log[-3000:]}"
+            while not ready():
+                if time.monotonic() > deadline or state() in DEAD:
+                    logs = [
+                        tmp_path / "log",
+                        tmp_path / "slurm" / "slurmctld.log",
+                        tmp_path / "slurm" / "slurmd-n1.log",
+                    ]
+                    texts = [path.read_text()[-3000:] for path in logs if path.exists()]
+                    raise AssertionError(
+                        "\n".join([f"waited for {what}", call("scontrol", "show", "job", job), *texts])
+                    )
                 time.sleep(0.1)
 
         options = ["--partition=low", "--gpus-per-node=0", f"--output={tmp_path / 'log'}"]
@@ -48,8 +62,10 @@ def test_a_preempted_job_is_requeued_and_resumes(tmp_path: Path) -> None:
         wait(lambda: max(steps(), default=0) >= 5, "five steps")
         call("sbatch", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true")
         wait(lambda: "Restarts=1" in call("scontrol", "show", "job", job), "the job to be requeued")
+        # Slurm starts it again two minutes later. It need not wait here; but for the nodes to be done with it.
+        wait(lambda: state() == "PENDING" and call("sinfo", "-h", "-o", "%T", "-p", "low") == "idle", "idle nodes")
         call("scontrol", "update", f"jobid={job}", "StartTime=now")
-        wait(lambda: "JobState=COMPLETED" in call("scontrol", "show", "job", job), "the job to be done")
+        wait(lambda: state() == "COMPLETED", "the job to be done")
 
     log = (tmp_path / "log").read_text()
     assert "stopped after step" in log, "asked to stop, it saved"

@@ -1,0 +1,89 @@
+"""What local steps (DiLoCo) cost in loss: the same tokens by two islands that meet now and then, or at every step.
+
+    python -m benchmarks.local_steps [--quick] [--check] [--json=benchmarks/results/local_steps.json]
+
+The debug model on the data of ./run_llama_train.sh, two ranks, one seed of weights and order. `bytes` is what a rank
+sends in a step on average, by the planner's formulas, as a share of what the synchronous run sends.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import build_parser, finish, print_row
+from config import load_config
+from data.prepare import main as prepare
+from models import find_model
+from parallel.mesh import ParallelDims
+from parallel.plan import build_work
+from parallel.plan_costs import sent_bytes, traffic
+
+DATASET = Path("datasets/stdlib")
+RANKS, STEPS, QUICK_STEPS = 2, 200, 20
+LOCAL_STEPS = (10, 50)
+VOCAB_SIZE = 4096
+ACCEPTED_NATS = 0.1  # that the least frequent meetings may cost
+
+
+def arguments(local_steps: int, steps: int, folder: str) -> list[str]:
+    """Of train.py; without local steps, replicas that sum their gradients."""
+    return [
+        "--config=train_configs/debug.toml",
+        f"--data.datasets={DATASET}",
+        f"--parallelism.dp_replicate={RANKS}",
+        f"--parallelism.local_steps={local_steps}",
+        f"--training.steps={steps}",
+        f"--validation.interval={steps}",
+        "--validation.sample_tokens=0",
+        "--checkpoint.enable=false",
+        "--metrics.tensorboard=false",
+        f"--run.folder={folder}",
+    ]
+
+
+def train_and_validate(local_steps: int, steps: int) -> float:
+    """The validation loss after the last step, nats."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "launch.torchrun", "--standalone", f"--nproc-per-node={RANKS}", "train.py"]
+        run = Path(folder) / "run"
+        subprocess.run([*command, *arguments(local_steps, steps, str(run))], check=True, capture_output=True)
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        return next(row["validation_loss"] for row in reversed(rows) if row["validation_loss"] is not None)
+
+
+def bytes_per_step(local_steps: int) -> float:
+    """Bytes that a rank sends in a step, the meetings spread over the steps between them."""
+    config = load_config(arguments(local_steps, STEPS, ""))
+    spec, flavor = find_model(config.model, VOCAB_SIZE)
+    work, _ = build_work(config, ParallelDims.from_config(config.parallelism, RANKS), spec, flavor)
+    sent = sum(sent_bytes(item.kind, item.bytes, RANKS) for item in traffic(work))
+    return sent / max(1, local_steps)
+
+
+def main() -> int:
+    options = build_parser("the loss that local steps cost").parse_args()
+    if not (DATASET / "manifest.json").exists():
+        prepare(["--source=stdlib", "--max-characters=4000", f"--output={DATASET}"])
+    steps = QUICK_STEPS if options.quick else STEPS
+    rows: list[dict[str, Any]] = []
+    for local_steps in (0, *(LOCAL_STEPS[:1] if options.quick else LOCAL_STEPS)):
+        loss = train_and_validate(local_steps, steps)
+        row = {
+            "local steps": local_steps or "none",
+            "steps": steps,
+            "validation loss": loss,
+            "more than synchronous": loss - (rows[0]["validation loss"] if rows else loss),
+            "bytes": bytes_per_step(local_steps) / bytes_per_step(0),
+        }
+        rows.append(row)
+        print_row(row)
+    cost = rows[-1]["more than synchronous"]
+    text = f"{rows[-1]['local steps']} local steps cost {cost:+.3f} nats, at most {ACCEPTED_NATS}"
+    return finish(options, rows, [] if options.quick else [(text, cost <= ACCEPTED_NATS)])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
