@@ -29,6 +29,7 @@ from models import build_model, find_model
 from models.init import init_weights
 from optim import OuterOptimizer, build_optimizer, clip_grad_norm_, learning_rate, set_learning_rate
 from parallel.comm import (
+    bfloat16_is_slow,
     device_type,
     end_launcher,
     from_rank_0,
@@ -81,6 +82,8 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         for key, (old, new) in changed.items():
             logger.info(f"resume: {key} was {old!r}, is now {new!r}")
     logger.info(f"run folder {folder}  {world_size} x {device.type}  {dims}")
+    if training.param_dtype == "bfloat16" and bfloat16_is_slow(device):
+        logger.info('bfloat16 is very slow on this CPU: training.param_dtype = "float32" is faster')
     watchdog = Watchdog(folder, environment, config)
 
     # -- model, optimizer, checkpoint

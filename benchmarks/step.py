@@ -6,7 +6,8 @@
 cross-entropy, clipping and fused AdamW, with autocast for bfloat16. `transformers` is Hugging Face's Llama in that loop
 (./setup.sh test installs it). Each round is one step of train.py (documents shuffled, global token count, loss in
 chunks, finite check, log line) and one of each loop. Peak memory comes from a process of its own for each. The bars:
-train.py's tokens/s are at least those of either, and its memory is at most theirs.
+train.py's tokens/s are at least those of either, and its memory is at most theirs. In bfloat16 only where the CPU has
+AVX-512.
 """
 
 import contextlib
@@ -34,6 +35,7 @@ from models.init import init_weights
 from models.llama import FLAVORS
 from models.llama.hf import to_hf_config
 from models.llama.model import Llama, LlamaConfig
+from parallel.comm import bfloat16_is_slow
 from train import train
 
 VOCAB_SIZE, WARMUP_STEPS = 4096, 3
@@ -140,7 +142,7 @@ def main() -> int:
 
     rows: list[dict[str, Any]] = []
     bars = []
-    for param_dtype in ("float32", "bfloat16"):
+    for param_dtype in ("float32",) if bfloat16_is_slow(torch.device("cpu")) else ("float32", "bfloat16"):
         with tempfile.TemporaryDirectory() as outputs:
             seconds = measure(param_dtype, 8 if arguments.quick else 40, Path(outputs))
         medians = {name: statistics.median(times) for name, times in seconds.items()}

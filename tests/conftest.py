@@ -7,3 +7,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")
+
+from hypothesis import settings
+
+settings.register_profile("suite", deadline=None)  # how long an example takes says nothing on a busy machine
+settings.load_profile("suite")

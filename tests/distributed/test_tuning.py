@@ -57,6 +57,7 @@ def test_an_imported_model_learns_to_answer(tmp_path: Path) -> None:
     arguments = [f"--data.datasets={tmp_path / 'set'}", "--data.mask_documents", f"--run.folder={run}"]
     arguments += [f"--checkpoint.initial_load={tmp_path / 'imported'}", f"--model.vocab_size={VOCAB}"]
     arguments += ["--training.seq_len=32", "--training.local_batch_size=4", "--training.global_batch_size=8"]
+    arguments += ["--training.param_dtype=float32"]
     arguments += ["--lr_scheduler.warmup_steps=2", "--lr_scheduler.decay_fraction=0", "--optimizer.lr=1e-3"]
     arguments += ["--validation.enable=false", "--metrics.tensorboard=false", "--metrics.log_interval=1"]
     run_ranks(2, train_as, [*arguments, "--training.steps=15"], start_group=False)

@@ -25,6 +25,7 @@ def test_a_preempted_job_is_requeued_and_resumes(tmp_path: Path) -> None:
     documents = [[[1 + (i * j) % 90 for j in range(40)] + [0] for i in range(300)]]
     dataset = write_dataset(tmp_path / "set", documents, vocab_size=100)
     arguments = ["--training.seq_len=16", "--training.local_batch_size=1", "--training.steps=150"]
+    arguments += ["--training.param_dtype=float32"]
     arguments += ["--validation.enable=false", "--metrics.tensorboard=false", "--metrics.log_interval=1"]
     arguments += ["--checkpoint.interval=1000", f"--data.datasets={dataset}", f"--run.outputs={tmp_path / 'out'}"]
     with slurm(tmp_path / "slurm") as environment:

@@ -27,7 +27,8 @@ from parallel.plan_dry_run import DryRun, Tally, _Loader, _NoCheckpoints, _NoSto
 from parallel.plan_memory import kept_by_block, memory
 from tests.harness import run_ranks
 
-DEBUG = ["--config=train_configs/debug.toml", "--training.loss_chunks=1"]
+REAL_DEBUG = ["--config=train_configs/debug.toml", "--training.loss_chunks=1"]
+DEBUG = [*REAL_DEBUG, "--training.param_dtype=bfloat16"]
 
 
 def build(world_size: int, *arguments: str) -> Work:
@@ -151,8 +152,8 @@ REAL = {
 def test_traffic_equals_that_of_real_ranks(name: str, tmp_path: Path) -> None:
     size, settings = REAL[name]
     settings = ["--training.seq_len=96", *settings]
-    real = run_ranks(size, real_step, [*DEBUG, *settings], str(tmp_path), start_group=False)
-    work = build(size, *DEBUG, *settings)
+    real = run_ranks(size, real_step, [*REAL_DEBUG, *settings], str(tmp_path), start_group=False)
+    work = build(size, *REAL_DEBUG, *settings)
     stages = [traffic(dataclasses.replace(work, stage=stage)) for stage in range(work.dims.pp)]
     assert real == [stage for stage in stages for _ in range(size // work.dims.pp)]
 
