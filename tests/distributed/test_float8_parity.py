@@ -57,7 +57,7 @@ def test_the_command(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert bf16[0]["losses"][0] != pytest.approx(bf16[1]["losses"][0], rel=1e-6)
     assert len(report["layers"]) == len(report["converted"]) == 6 * 7
     for row in report["layers"]:
-        assert all(20 < row[key] < 60 for key in ("y dB", "dx dB", "dw dB")), row
+        assert all(15 < row[key] < 60 for key in ("y dB", "dx dB", "dw dB")), row
     assert 0.5 < report["gathered_bytes"]["float8"] / report["gathered_bytes"]["bf16"] < 0.7
     assert "the spread of bf16 over its seeds" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="already holds something"):
