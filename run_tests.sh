@@ -4,6 +4,7 @@ set -euo pipefail
 cd "$(dirname "$0")"
 
 ./setup.sh test
+workers=$(nproc)  # before the next line, which it would obey
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false TORCHAO_FORCE_SKIP_LOADING_SO_FILES=1
 # One cache of compiled kernels for the whole suite.
 export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$PWD/.cache/inductor}
@@ -16,4 +17,4 @@ echo "tests/s3 use $S3_TEST_SERVER"
 .venv/bin/ruff format --check .
 .venv/bin/ruff check .
 .venv/bin/mypy .
-.venv/bin/python -m pytest -n "$(nproc)" --dist loadgroup --durations=15 "$@"
+.venv/bin/python -m pytest -n "$workers" --dist loadgroup --durations=15 "$@"

@@ -36,6 +36,8 @@ def arguments(local_steps: int, steps: int, folder: str) -> list[str]:
         f"--parallelism.dp_replicate={RANKS}",
         f"--parallelism.local_steps={local_steps}",
         f"--training.steps={steps}",
+        "--training.local_batch_size=4",
+        "--training.global_batch_size=8",
         f"--validation.interval={steps}",
         "--validation.sample_tokens=0",
         "--checkpoint.enable=false",
