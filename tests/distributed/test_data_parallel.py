@@ -31,15 +31,11 @@ CASES = {
     "FSDP 2, summed and gathered once": (config_for(1, 2, sync_every_microbatch=False, reshard_after_forward=False), 4),
     "FSDP 4, prefetch, own reduce-scatter": (config_for(1, 4, prefetch_layers=2, reduce_scatter="all_to_all"), 2),
     "HSDP 2 x 2, own reduce-scatter": (config_for(2, 2, reduce_scatter="all_to_all"), 2),
-    "HSDP 2 x 2": (config_for(2, 2), 1),
     "HSDP 2 x 2, accumulation": (config_for(2, 2), 2),
-    "FSDP 2, full": (config_for(1, 2, mode="full"), 1),
-    "FSDP 2, selective": (config_for(1, 2, mode="selective"), 1),
     "one process, loss in chunks": (config_for(1, 1, loss_chunks=4), 2),
     "FSDP 2, loss in chunks": (config_for(1, 2, loss_chunks=5), 1),
     "HSDP 2 x 2, loss in chunks, compiled": (config_for(2, 2, compile="aot_eager", loss_chunks=3), 2),
     "FSDP 2, compiled": (config_for(1, 2, compile="aot_eager"), 2),
-    "HSDP 2 x 2, compiled, full": (config_for(2, 2, compile="aot_eager", mode="full"), 2),
     "DDP 2, compiled, selective": (config_for(2, 1, compile="aot_eager", mode="selective"), 1),
 }
 
