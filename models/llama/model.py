@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-compiled_flex_attention = torch.compile(flex_attention)
+# Only CUDA uses it; and to ask for it imports the compiler, which takes a second.
+compiled_flex_attention = torch.compile(flex_attention) if torch.cuda.is_available() else flex_attention
 
 
 @dataclass(frozen=True, kw_only=True)

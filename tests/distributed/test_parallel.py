@@ -131,8 +131,8 @@ def test_documents(axes: dict[str, int]) -> None:
 
 def test_compiled_by_inductor() -> None:
     expected = plain_run(STEPS)
-    config = config_for(1, 2, "inductor", tp=2)
-    for result in run_ranks(4, our_run, config, STEPS, 1):
+    config = config_for(1, 1, "inductor", tp=2, local_batch_size=GLOBAL_BATCH)
+    for result in run_ranks(2, our_run, config, STEPS, 1):
         close(result, expected, loss_tolerance=1e-5)
 
 
