@@ -20,6 +20,7 @@ from tests.harness import run_ranks
 from train import train
 
 SMALL = (
+    "--model.flavor=tiny",
     "--training.seq_len=16",
     "--training.local_batch_size=2",
     "--training.param_dtype=float32",

@@ -25,6 +25,7 @@ from train import main, train
 ROOT = Path(__file__).parents[2]
 STEPS = 20
 SMALL = (
+    "--model.flavor=tiny",
     "--training.seq_len=32",
     "--training.local_batch_size=2",
     "--training.global_batch_size=8",
