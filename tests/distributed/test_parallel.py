@@ -1,6 +1,8 @@
 """TP, CP and PP, alone and together with data parallelism, against a plain loop in one process."""
 
+import fcntl
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -66,11 +68,21 @@ def plain() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def outcomes(plain: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[dict[str, Any]]]:
-    """What each rank says of each case of a world size, all of them in one start of torchrun."""
+    """What each rank says of each case of a world size, all of them in one start of torchrun for all test workers."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
     @cache
     def run_cases(size: int) -> list[dict[str, Any]]:
-        folder = tmp_path_factory.mktemp(f"ranks{size}")
+        folder = shared / f"ranks{size}"
+        with open(f"{folder}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not folder.exists():
+                start_ranks(size, folder)
+        return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
+
+    def start_ranks(size: int, folder: Path) -> None:
+        folder.mkdir()
         torch.save(plain, folder / "plain.pt")
         cases = {name: case for name, case in CASES.items() if world_size(case[0]) == size}
         (folder / "cases.pickle").write_bytes(pickle.dumps(cases))
@@ -79,16 +91,11 @@ def outcomes(plain: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) ->
             [*command, "-m", "tests.parity_ranks", str(folder)], cwd=ROOT, capture_output=True, text=True
         )
         assert done.returncode == 0, done.stderr[-5000:]
-        return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
 
     return run_cases
 
 
-@pytest.mark.parametrize(
-    "name",
-    # Those of one start of torchrun on one worker.
-    [pytest.param(name, marks=pytest.mark.xdist_group(f"parity{world_size(case[0])}")) for name, case in CASES.items()],
-)
+@pytest.mark.parametrize("name", CASES)
 def test_equals_a_plain_loop(name: str, plain: dict[str, Any], outcomes: Callable[[int], list[dict[str, Any]]]) -> None:
     """Through torchrun: every layout, eager and compiled, with every way of checkpointing activations."""
     ranks = [outcome[name] for outcome in outcomes(world_size(CASES[name][0]))]
