@@ -1,6 +1,6 @@
 """Does float8 train like bfloat16, for this model and these shapes?
 
-    python -m float8.parity --config=train_configs/debug.toml --float8.filter=all [--quick]
+    python -m float8.parity --config=train_configs/debug.toml --training.param_dtype=bfloat16 --float8.filter=all
 
 Trains the config in bfloat16 and in float8, from the same seeds on the same data, and writes to `--output` the loss
 curves (losses.png, report.json) and a verdict: the difference of the validation losses beside what another seed
@@ -156,6 +156,10 @@ def main(argv: list[str]) -> None:
 
     # -- what can go wrong is found before the first run
     config = load_config([*rest, *(QUICK if arguments.quick else ())])
+    if config.training.param_dtype != "bfloat16":
+        raise ConfigError(
+            f'training.param_dtype = "{config.training.param_dtype}": must be "bfloat16", which float8 is compared with'
+        )
     config = _prepared(config)
     try:
         import matplotlib  # noqa: F401

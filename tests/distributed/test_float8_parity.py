@@ -69,3 +69,9 @@ def test_without_matplotlib(dataset: Path, tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(ConfigError, match=r"\./setup.sh test, or pip install matplotlib"):
         main([f"--output={tmp_path / 'out'}", f"--data.datasets={dataset}"])
     assert not (tmp_path / "out").exists()
+
+
+def test_float32_is_not_what_float8_is_compared_with(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r'training\.param_dtype = "float32": must be "bfloat16"'):
+        main([f"--output={tmp_path / 'out'}", "--training.param_dtype=float32"])
+    assert not (tmp_path / "out").exists()
