@@ -225,6 +225,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         fetch_finite(unchecked, step)
         if outer:
             outer.meet()  # asked to stop between two meetings
+            precompute_scales(parts, config.float8)
         checkpoint.save_if_due(step, last=True)  # when stopped in between, or when the last step was left out
         if rank == 0 and config.checkpoint.enable:
             record_progress(folder)

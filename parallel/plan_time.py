@@ -123,7 +123,8 @@ def estimate(work: Work, cluster: Cluster) -> Estimate:
     matmul = m * (layers * matmul + head)
     pointwise = m * (layers * pointwise + loss) + optimizer
     by_link = {True: 0.0, False: 0.0}
-    by_link[fsdp.crosses or replicas.crosses] += m * layers * shown + work.sums * ends
+    crosses = fsdp.crosses or (replicas.crosses and dims.islands == 1)  # islands meet apart from the step
+    by_link[crosses] += m * layers * shown + work.sums * ends
     by_link[_link(cluster, dims.cp * dims.tp, 1).crosses] += m * layers * standing
     if dims.islands > 1:  # they stand still while they meet
         moments = 4 if work.config.optimizer.state_dtype == "bfloat16" else 8
