@@ -4,13 +4,15 @@ import os
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch._inductor import metrics
 
-from config import ActivationCheckpoint
+from config import ActivationCheckpoint, Float8
+from float8.convert import convert_to_float8
 from models.init import init_weights
-from models.llama.model import Llama, LlamaConfig
+from models.llama.model import Llama, LlamaConfig, rope_cos_sin
 from parallel.activation_checkpoint import apply_activation_checkpoint
 from tests.harness import run_ranks
 
@@ -40,6 +42,48 @@ def test_all_layers_share_one_graph_of_few_kernels() -> None:
 
 
 KERNELS_OF_A_BLOCK = 60
+
+
+def kept_bytes(float8: Float8) -> float:
+    """Bytes that a compiled block's forward keeps for its backward, per token and dim; without weights."""
+    B, S, D = 2, 64, 256
+    model = Llama(LlamaConfig(dim=D, n_layers=1, n_heads=8, n_kv_heads=2, hidden_dim=7 * D // 2, vocab_size=8))
+    model.compute_dtype = torch.bfloat16
+    if float8.enable:
+        convert_to_float8(model, float8)
+    init_weights(model, torch.device("cpu"), seed=0)
+    block = model.layers["0"]
+    block.compile(backend="aot_eager_decomp_partition", fullgraph=True)  # inductor's choice, none of its kernels
+    cos, sin = rope_cos_sin(model.config, torch.arange(S)[None])
+    x = torch.randn(B, S, D, dtype=torch.bfloat16, requires_grad=True)
+    weights = {tuple(p.shape) for p in block.parameters() if p.ndim == 2}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        # One rank has no FSDP, so a bfloat16 copy of each weight is kept, too.
+        if tuple(tensor.shape) not in weights and tuple(tensor.shape[::-1]) not in weights:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    for given in (cos, sin, *block.parameters()):
+        pack(given.detach())
+    given_storages = set(kept)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        block(x, cos, sin, None)
+    return sum(size for storage, size in kept.items() if storage not in given_storages) / (B * S * D)
+
+
+def test_activations_kept_for_the_backward() -> None:
+    """In bfloat16: q, k, v and attention's result, what goes into the norms and comes out of them (2 bytes each, k and
+    v a quarter), three results of the feed-forward, each 3.5 times as wide: 34. In float8 what only matmuls read is
+    made again from the rest, or kept in one byte: at most 24. Beside them a float32 number per head and norm."""
+    ((bfloat16,), (tensorwise,), (rowwise,)) = (
+        run_ranks(1, kept_bytes, Float8(enable=enable, recipe=recipe, filter="all", fsdp_all_gather="off"))
+        for enable, recipe in ((False, "tensorwise"), (True, "tensorwise"), (True, "rowwise"))
+    )
+    assert 34 <= bfloat16 < 34.5
+    assert tensorwise < 24.5
+    assert rowwise < 24.5
 
 
 def compile_with_cache(folder: Path) -> tuple[int, int]:
