@@ -11,9 +11,10 @@ before.
 
 `async` saves between the steps of a training loop. `blocking s` is the time until its save returns; `stall s`, how
 much longer than others the step is that follows it, up to where the optimizer may begin: the median of such steps
-less the median of the steps between them, during which nothing is written. A forward and backward of 64 tokens on
-each rank keeps one core busy: both cores with two ranks; with one rank (`a core free`) the copies have the other,
-as on machines whose accelerators do the work. The S3 server is started on this machine (tests/s3/server.py), so it
+less the median of the steps between them, during which nothing is written. As on an accelerator, a step is a wait
+that takes neither cores nor memory's bandwidth. In the rows of `cores train` it is a forward and backward of 64 tokens
+on each rank, one core busy: both cores with two ranks; with one rank copies and writing have the other.
+The S3 server is started on this machine (tests/s3/server.py), so it
 shares its cores.
 """
 
@@ -46,9 +47,12 @@ from tests.s3.fault_proxy import fault_proxy
 from tests.s3.server import create_bucket, s3_environment, s3_server
 
 PIECE_BYTES = 16 << 20
-ALONE = "async, a core free"
+ASYNC = "async"
+BUSY = "async, all cores train"
+ALONE = "async, one of two cores trains"
 STEP_TOKENS = 64
-STEPS = 3  # with a save, and as many without
+STEP_SECONDS = 0.4  # of an accelerator; about what the tokens take on a core
+STEPS = 6  # with a save, and as many without
 BUCKET = "benchmark"
 
 
@@ -103,8 +107,8 @@ def measured(work: Callable[[], Any]) -> dict[str, float]:
 def save_and_load(layers: int, dim: int, folder: str, way: str, s3: bool) -> dict[str, Any]:
     """One save and one load in one way, by this rank."""
     url = f"s3://{BUCKET}/{Path(folder).name}-{way}" if s3 else f"{folder}/{way}"
-    if way == "async":
-        return save_while_training(layers, dim, url)
+    if way in (ASYNC, BUSY):
+        return save_while_training(layers, dim, url, way)
     manager, state, size = build(layers, dim, url)
     if way == "raw":
         save, load = _raw_s3(url, size) if s3 else _raw_file(url, size)
@@ -120,7 +124,7 @@ def save_and_load(layers: int, dim: int, folder: str, way: str, s3: bool) -> dic
     return result
 
 
-def save_while_training(layers: int, dim: int, url: str) -> dict[str, Any]:
+def save_while_training(layers: int, dim: int, url: str, way: str) -> dict[str, Any]:
     """Steps of a training loop in turn with and without an async save before them."""
     manager, _, size = build(layers, dim, url, mode="async")
     tokens_TD, blocking = torch.randn(STEP_TOKENS, dim), 0.0
@@ -131,7 +135,10 @@ def save_while_training(layers: int, dim: int, url: str) -> dict[str, Any]:
         if save:
             manager.save(1)
         blocking = time.perf_counter() - started
-        manager.model[0](tokens_TD).square().mean().backward()
+        if way == ASYNC:
+            time.sleep(STEP_SECONDS)
+        else:
+            manager.model[0](tokens_TD).square().mean().backward()
         manager.staging.wait()
 
     def update() -> None:
@@ -244,7 +251,7 @@ def row_of(place: str, way: str, results: list[list[dict[str, Any]]]) -> dict[st
     """Medians over rounds; `results` by round, then rank."""
     size = sum(rank["size"] for rank in results[0])
     row: dict[str, Any] = {"place": place, "way": way, "MB": round(size / 1e6)}
-    if way in ("async", ALONE):
+    if way in (ASYNC, BUSY, ALONE):
         steps = {
             name: statistics.median(time for ranks in results for time in ranks[0][name])
             for name in ("blocking", "with", "without")
@@ -287,7 +294,7 @@ def main() -> int:
             os.environ.update(s3_environment(server), AWS_DEFAULT_REGION="us-east-1", OMP_NUM_THREADS="1")
             create_bucket(server, BUCKET)
         for place, s3 in places.items():
-            ways: tuple[str, ...] = ("raw", "stock", "ours", "async")
+            ways: tuple[str, ...] = ("raw", "stock", "ours", ASYNC, BUSY)
             results: dict[str, list[Any]] = {way: [] for way in ways}
             for number in range(rounds if not s3 else min(rounds, 3)):
                 for way in ways:
@@ -298,8 +305,10 @@ def main() -> int:
                     shutil.rmtree(target)
             if not s3:
                 ways = (*ways, ALONE)
-                alone = [run_ranks(1, save_while_training, layers, dim, f"{folder}/alone") for _ in range(rounds)]
-                results[ALONE] = alone
+                place_alone = f"{folder}/alone"
+                results[ALONE] = [
+                    run_ranks(1, save_while_training, layers, dim, place_alone, ALONE) for _ in range(rounds)
+                ]
             for way in ways:
                 row = row_of(place, way, results[way])
                 if server and s3 and way in ("stock", "ours"):  # sockets are counted by a proxy
@@ -318,7 +327,7 @@ def main() -> int:
 def bars(rows: list[dict[str, Any]]) -> list[tuple[str, bool]]:
     """What is asked of `ours`, and whether it is so."""
     by = {(row["place"], row["way"]): row for row in rows}
-    disk, stock, busy, alone = (by["disk", way] for way in ("ours", "stock", "async", ALONE))
+    disk, stock, background = (by["disk", way] for way in ("ours", "stock", ASYNC))
     resharded = by["disk, 2 to 3 ranks", "ours"]
     copy = disk["MB"] / 2  # of one rank
     asked = [
@@ -326,14 +335,15 @@ def bars(rows: list[dict[str, Any]]) -> list[tuple[str, bool]]:
         ("load from disk at 0.9 of stock or faster", disk["load MB/s"] >= 0.9 * stock["load MB/s"]),
         ("at most 1.05 bytes read per byte needed", disk["read ratio"] <= 1.05),
         ("at most 2.1 when 3 ranks read what 2 wrote", resharded["read ratio"] <= 2.1),
-        ("async stalls at most 5 % of a sync save, a core free", alone["stall s"] <= 0.05 * disk["save s"]),
+        ("async stalls at most 5 % of a sync save", background["stall s"] <= 0.05 * disk["save s"]),
         ("sync save: at most 256 MB more", disk["save extra MB"] <= 256),
         ("load: at most 256 MB more", disk["load extra MB"] <= 256),
-        ("async save: at most one copy and 256 MB more", busy["save extra MB"] <= copy + 256),
+        ("async save: at most one copy and 256 MB more", background["save extra MB"] <= copy + 256),
     ]
     if ("s3", "ours") in by:
-        s3, stock = by["s3", "ours"], by["s3", "stock"]
+        s3, stock, background = (by["s3", way] for way in ("ours", "stock", ASYNC))
         asked += [
+            ("async to S3 stalls at most 5 % of a sync save", background["stall s"] <= 0.05 * s3["save s"]),
             ("save to S3 at 1.5 times stock or faster", s3["save MB/s"] >= 1.5 * stock["save MB/s"]),
             ("load from S3 at 3 times stock or faster", s3["load MB/s"] >= 3 * stock["load MB/s"]),
             ("S3: at most 1.05 bytes read per byte needed", s3["read ratio"] <= 1.05),

@@ -23,18 +23,21 @@ from parallel.plan_costs import sent_bytes, traffic
 
 DATASET = Path("datasets/stdlib")
 RANKS, STEPS, QUICK_STEPS = 2, 200, 20
-LOCAL_STEPS = (10, 50)
+AVERAGE, PAPER = (1.0, 0.0), (0.7, 0.9)  # outer rate and momentum: the islands' mean; as published, for long runs
+SETTINGS = ((0, AVERAGE), (10, AVERAGE), (50, AVERAGE), (10, PAPER), (50, PAPER))  # the first is synchronous
 VOCAB_SIZE = 4096
-ACCEPTED_NATS = 0.1  # that the least frequent meetings may cost
+ACCEPTED_NATS = 0.1  # that the mean at every tenth step may cost
 
 
-def arguments(local_steps: int, steps: int, folder: str) -> list[str]:
+def arguments(local_steps: int, outer: tuple[float, float], steps: int, folder: str) -> list[str]:
     """Of train.py; without local steps, replicas that sum their gradients."""
     return [
         "--config=train_configs/debug.toml",
         f"--data.datasets={DATASET}",
         f"--parallelism.dp_replicate={RANKS}",
         f"--parallelism.local_steps={local_steps}",
+        f"--parallelism.outer_lr={outer[0]}",
+        f"--parallelism.outer_momentum={outer[1]}",
         f"--training.steps={steps}",
         "--training.local_batch_size=4",
         "--training.global_batch_size=8",
@@ -46,19 +49,19 @@ def arguments(local_steps: int, steps: int, folder: str) -> list[str]:
     ]
 
 
-def train_and_validate(local_steps: int, steps: int) -> float:
+def train_and_validate(local_steps: int, outer: tuple[float, float], steps: int) -> float:
     """The validation loss after the last step, nats."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "launch.torchrun", "--standalone", f"--nproc-per-node={RANKS}", "train.py"]
         run = Path(folder) / "run"
-        subprocess.run([*command, *arguments(local_steps, steps, str(run))], check=True, capture_output=True)
+        subprocess.run([*command, *arguments(local_steps, outer, steps, str(run))], check=True, capture_output=True)
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         return next(row["validation_loss"] for row in reversed(rows) if row["validation_loss"] is not None)
 
 
 def bytes_per_step(local_steps: int) -> float:
     """Bytes that a rank sends in a step, the meetings spread over the steps between them."""
-    config = load_config(arguments(local_steps, STEPS, ""))
+    config = load_config(arguments(local_steps, AVERAGE, STEPS, ""))
     spec, flavor = find_model(config.model, VOCAB_SIZE)
     work, _ = build_work(config, ParallelDims.from_config(config.parallelism, RANKS), spec, flavor)
     sent = sum(sent_bytes(item.kind, item.bytes, RANKS) for item in traffic(work))
@@ -71,20 +74,22 @@ def main() -> int:
         prepare(["--source=stdlib", "--max-characters=4000", f"--output={DATASET}"])
     steps = QUICK_STEPS if options.quick else STEPS
     rows: list[dict[str, Any]] = []
-    for local_steps in (0, *(LOCAL_STEPS[:1] if options.quick else LOCAL_STEPS)):
-        loss = train_and_validate(local_steps, steps)
+    for local_steps, outer in SETTINGS[:2] if options.quick else SETTINGS:
+        loss = train_and_validate(local_steps, outer, steps)
         row = {
             "local steps": local_steps or "none",
+            "outer lr": outer[0],
+            "outer momentum": outer[1],
             "steps": steps,
-            "validation loss": loss,
-            "more than synchronous": loss - (rows[0]["validation loss"] if rows else loss),
-            "bytes": bytes_per_step(local_steps) / bytes_per_step(0),
+            "validation loss": round(loss, 4),
+            "more than synchronous": round(loss - rows[0]["validation loss"], 4) if rows else 0.0,
+            "bytes": round(bytes_per_step(local_steps) / bytes_per_step(0), 3),
         }
         rows.append(row)
         print_row(row)
-    cost = rows[-1]["more than synchronous"]
-    text = f"{rows[-1]['local steps']} local steps cost {cost:+.3f} nats, at most {ACCEPTED_NATS}"
-    return finish(options, rows, [] if options.quick else [(text, cost <= ACCEPTED_NATS)])
+    cost = rows[1]["more than synchronous"]
+    text = f"the mean at every 10th step costs {cost:+.3f} nats, at most {ACCEPTED_NATS}"
+    return finish(options, rows, [(text, cost <= ACCEPTED_NATS)])
 
 
 if __name__ == "__main__":

@@ -204,11 +204,10 @@ class CheckpointManager:
         if self.settings.mode == "async":
             copy = self.staging.prepare({item.index: save.resolve(item) for item in save.plan.items})
             staged = dataclasses.replace(save, resolve=lambda item: self.staging.copies[item.index])
-            self._start(lambda: self._upload(staged, self._write(staged, copy)))
+            self._start(lambda: self._follow_up(staged, self._write(staged, copy)))
         else:
             files = self._write(save)
-            if self.upload_store:
-                self._start(lambda: self._upload(save, files))
+            self._start(lambda: self._follow_up(save, files))
         self.newest_step = step
         if self.settings.save_model and step == self.config.training.steps:
             self.wait()
@@ -238,7 +237,7 @@ class CheckpointManager:
         return Save(self.ranks.broadcast(name), step, self.planned[1], self._facts(step), resolver(state), started)
 
     def _write(self, save: Save, before: Callable[[], None] = lambda: None) -> list[str]:
-        """Write and commit, then remove what has become superfluous. Returns the files that this rank has written."""
+        """Write and commit. Returns the files that this rank has written."""
 
         def write() -> list[Written]:
             before()
@@ -252,14 +251,16 @@ class CheckpointManager:
 
         self.ranks.together(self._on_rank_0(finish))
         logger.info(f"checkpoint {save.name} saved in {time.monotonic() - save.started:.1f} s")
-        self._remove_superfluous(self.store)
         return sorted({f"{save.name}/{entry.file}" for entry in written})
 
-    def _upload(self, save: Save, files: list[str]) -> None:
-        """Copy a checkpoint to the second place, if there is one: every rank its own `files`, the manifest last."""
-        store = self.upload_store
-        if store is None:
-            return
+    def _follow_up(self, save: Save, files: list[str]) -> None:
+        """What training need not wait for once `save` is committed."""
+        self._remove_superfluous(self.store)
+        if self.upload_store:
+            self._upload(self.upload_store, save, files)
+
+    def _upload(self, store: Store, save: Save, files: list[str]) -> None:
+        """Copy a checkpoint to the second place: every rank its own `files`, the manifest last."""
         self.ranks.together(lambda: copy_files(self.store, store, files))
 
         def finish() -> None:

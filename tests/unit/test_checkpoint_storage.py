@@ -1,6 +1,9 @@
 """One checkpoint in one process: layout, commit, checks, what is refused."""
 
+import errno
+import fcntl
 import hashlib
+import itertools
 import json
 import os
 import pickle
@@ -15,7 +18,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from checkpoint.manager import load_model
 from checkpoint.manifest import encode_manifest, read_manifest, unpickle_metadata
 from checkpoint.retention import committed
-from checkpoint.stores import CheckpointError, open_store
+from checkpoint.stores import CheckpointError, LocalStore, open_store
 from config import ConfigError
 from tests.distributed.checkpoint_runs import IDENTITY, Run, Tower
 
@@ -265,3 +268,47 @@ def test_falling_back_to_step_0_leaves_no_moments_of_the_damaged_one(tmp_path):
     again = Run(tmp_path)
     assert again.checkpoint.load() == 0
     assert not again.optimizer.state
+
+
+@pytest.mark.parametrize("support", ["as it is", "flag refused", "write refused"])
+def test_a_file_is_what_was_written_whatever_the_file_system_can(tmp_path, monkeypatch, support):
+    """Pieces of all sizes, more than one buffer of them, with O_DIRECT and without."""
+    real_fcntl, real_write = fcntl.fcntl, os.write
+
+    def refuse_flag(descriptor, command, flags=0):
+        if command == fcntl.F_SETFL and flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no O_DIRECT here")
+        return real_fcntl(descriptor, command, flags)
+
+    def refuse_write(descriptor, data):
+        if real_fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no O_DIRECT here")
+        return real_write(descriptor, data)
+
+    if support == "flag refused":
+        monkeypatch.setattr(fcntl, "fcntl", refuse_flag)
+    if support == "write refused":
+        monkeypatch.setattr(os, "write", refuse_write)
+    content = os.urandom(1 << 20) * 17 + b"odd"
+    with LocalStore(tmp_path).create("file") as stream:
+        for start, end in itertools.pairwise((0, 1, 5000, 9 << 20, (16 << 20) + 7, len(content))):
+            assert stream.write(memoryview(content)[start:end]) == end - start
+    assert (tmp_path / "file").read_bytes() == content
+
+
+def test_full_blocks_are_written_past_the_page_cache(tmp_path, monkeypatch):
+    try:
+        os.close(os.open(tmp_path / "try", os.O_CREAT | os.O_WRONLY | os.O_DIRECT))
+    except OSError:
+        pytest.skip("this file system has no O_DIRECT")
+    direct = []
+    real_write = os.write
+
+    def watch(descriptor, data):
+        direct.append(bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT))
+        return real_write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", watch)
+    with LocalStore(tmp_path).create("file") as stream:
+        stream.write(bytes(17 << 20))
+    assert direct == [True, True, False], "two blocks, and a rest that is none"
