@@ -198,7 +198,7 @@ class Parallelism:
     outer_lr: NonNegative = 0.7
     """With local_steps: rate of the outer optimizer, which takes the islands' mean way since the last meeting."""
     outer_momentum: Fraction = 0.9
-    """With local_steps: its Nesterov momentum."""
+    """With local_steps: its Nesterov momentum. In short runs take 0, and outer_lr = 1: the mean of the islands."""
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer states in host memory, where the optimizer then runs."""
     async_tp: bool = False
