@@ -17,6 +17,7 @@ import numpy as np
 
 from config import TitaniteError
 
+O_DIRECT = getattr(os, "O_DIRECT", 0)  # Linux's
 DIRECT_BYTES = 8 << 20  # written at a time
 ALIGNMENT = 4096  # of memory, place and size of such writes
 REQUEST_ATTEMPTS = 5  # of each request to an object store
@@ -189,7 +190,7 @@ class _DirectWriter(io.RawIOBase):
     def _set_direct(self, direct: bool) -> None:
         flags = fcntl.fcntl(self.descriptor, fcntl.F_GETFL)
         with suppress(OSError):  # a file system that cannot: through the page cache
-            fcntl.fcntl(self.descriptor, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
+            fcntl.fcntl(self.descriptor, fcntl.F_SETFL, flags | O_DIRECT if direct else flags & ~O_DIRECT)
 
 
 def open_store(url: str | Path, *, request_seconds: float = 60, visibility_seconds: float = 10) -> Store:
