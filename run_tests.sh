@@ -17,4 +17,4 @@ echo "tests/s3 use $S3_TEST_SERVER"
 .venv/bin/ruff format --check .
 .venv/bin/ruff check .
 .venv/bin/mypy .
-.venv/bin/python -m pytest -n "$workers" --durations=40 "$@"
+.venv/bin/python -m pytest -n "$workers" --durations=15 "$@"

@@ -26,7 +26,7 @@ RANKS, STEPS, QUICK_STEPS = 2, 200, 20
 AVERAGE, PAPER = (1.0, 0.0), (0.7, 0.9)  # outer rate and momentum: the islands' mean; as published, for long runs
 SETTINGS = ((0, AVERAGE), (10, AVERAGE), (50, AVERAGE), (10, PAPER), (50, PAPER))  # the first is synchronous
 VOCAB_SIZE = 4096
-ACCEPTED_NATS = 0.1  # that the mean at every tenth step may cost
+ACCEPTED_NATS = 0.1  # that the least frequent meetings, as published, may cost
 
 
 def arguments(local_steps: int, outer: tuple[float, float], steps: int, folder: str) -> list[str]:
@@ -87,9 +87,14 @@ def main() -> int:
         }
         rows.append(row)
         print_row(row)
-    cost = rows[1]["more than synchronous"]
-    text = f"the mean at every 10th step costs {cost:+.3f} nats, at most {ACCEPTED_NATS}"
-    return finish(options, rows, [(text, cost <= ACCEPTED_NATS)])
+    return finish(options, rows, [] if options.quick else bars(rows))
+
+
+def bars(rows: list[dict[str, Any]]) -> list[tuple[str, bool]]:
+    """What is asked, and whether it is so."""
+    cost = rows[-1]["more than synchronous"]
+    text = f"{rows[-1]['local steps']} local steps cost {cost:+.3f} nats, at most {ACCEPTED_NATS}"
+    return [(text, cost <= ACCEPTED_NATS)]
 
 
 if __name__ == "__main__":

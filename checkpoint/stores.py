@@ -144,8 +144,8 @@ class LocalStore:
 class _DirectWriter(io.RawIOBase):
     """Collects bytes and writes them past the page cache (O_DIRECT) where the file system can.
 
-    Copying gigabytes into the page cache and out again costs the cores as much as all else of a save, evicts the
-    data that is being trained on, and a checkpoint is rarely read soon.
+    Gigabytes in the page cache push out the data that is being trained on and cost the kernel time, and a checkpoint is
+    rarely read soon.
     """
 
     def __init__(self, descriptor: int) -> None:

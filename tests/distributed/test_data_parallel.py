@@ -160,14 +160,11 @@ def test_every_third_layer() -> None:
     assert third[3] - none[3] == 1
 
 
-PARTITIONED = "aot_eager_decomp_partition"  # what inductor keeps and recomputes, without its kernels
-
-
 def test_the_compiler_keeps_to_a_memory_budget() -> None:
-    (none,) = run_ranks(1, run_counted, "none", PARTITIONED)
+    (none,) = run_ranks(1, run_counted, "none", "inductor")
     kept = [none[1]]
     for budget in (0.6, 0.2):
-        ((loss, nbytes, *_),) = run_ranks(1, partial(run_counted, memory_budget=budget), "budget", PARTITIONED)
+        ((loss, nbytes, *_),) = run_ranks(1, partial(run_counted, memory_budget=budget), "budget", "inductor")
         assert abs(loss - none[0]) < 1e-4 * loss
         kept.append(nbytes)
     assert kept[2] < kept[1] < kept[0]

@@ -64,7 +64,8 @@ def test_a_preempted_job_is_requeued_and_resumes(tmp_path: Path) -> None:
         call("sbatch", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true")
         wait(lambda: "Restarts=1" in call("scontrol", "show", "job", job), "the job to be requeued")
         # Slurm starts it again two minutes later, which it need not do here. But a node refuses a job that it
-        # was told to kill in the same second ("Job credential revoked"): so first the nodes are to be done with it.
+        # was told to kill in the same second ("Job credential revoked"): so the nodes are to be done with it, and the
+        # start is to be in a later second.
         wait(lambda: state() == "PENDING" and call("sinfo", "-h", "-o", "%T", "-p", "low") == "idle", "idle nodes")
         call("scontrol", "update", f"jobid={job}", "StartTime=now+2")
         wait(lambda: state() == "COMPLETED", "the job to be done")
