@@ -137,6 +137,24 @@ def test_newest_are_kept_and_every_nth_for_ever(tmp_path):
     assert steps_in(tmp_path) == [8, 7, 6, 3]
 
 
+def test_a_save_does_not_wait_for_the_removal_of_older_ones(tmp_path, monkeypatch):
+    run = Run(tmp_path, interval=1, keep=1)
+    run.train(0, 1)
+    gate, remove = threading.Event(), LocalStore.remove
+
+    def remove_when_open(store, names):
+        assert gate.wait(20)
+        remove(store, names)
+
+    monkeypatch.setattr(LocalStore, "remove", remove_when_open)
+    run.step()
+    run.checkpoint.save(2)
+    assert steps_in(tmp_path) == [2, 1]
+    gate.set()
+    run.checkpoint.close()
+    assert steps_in(tmp_path) == [2]
+
+
 def test_old_leftovers_go_and_fresh_ones_stay(tmp_path):
     run = Run(tmp_path, interval=1)
     run.train(0, 1)
