@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._inductor.compile_fx  # about a second, which no rank that compiles has to spend itself
 import torch.distributed as dist
 
 GROUP_TIMEOUT_SECONDS = 120
