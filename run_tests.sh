@@ -4,7 +4,7 @@ set -euo pipefail
 cd "$(dirname "$0")"
 
 ./setup.sh test
-workers=$(($(nproc) + 1))  # some tests wait for others than the CPU; before the next line, which nproc would obey
+workers=$(nproc)  # before the next line, which it would obey
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false TORCHAO_FORCE_SKIP_LOADING_SO_FILES=1
 # One cache of compiled kernels for the whole suite.
 export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$PWD/.cache/inductor}
