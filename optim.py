@@ -56,7 +56,7 @@ class SmallStateAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            lr, decay = (torch.tensor(group[key], dtype=torch.float32) for key in ("lr", "weight_decay"))
+            beta1, beta2 = group["betas"]
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
@@ -66,8 +66,12 @@ class SmallStateAdamW(torch.optim.Optimizer):
                     state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
                     state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
                 state["step"] += 1
+                # Computed here, on the host, and as tensors: numbers would be compiled for anew whenever they change.
+                shrink = torch.tensor(1 - group["lr"] * group["weight_decay"])
+                rate = group["lr"] / (1 - beta1 ** state["step"])
+                correction = 1 - beta2 ** state["step"]
                 tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
-                self.update(*map(_local, tensors), state["step"], lr, decay, *group["betas"], group["eps"])
+                self.update(*map(_local, tensors), shrink, rate, correction, beta1, beta2, group["eps"])
 
 
 class OuterOptimizer:
@@ -135,20 +139,23 @@ def _adamw_update(
     grad: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
-    step: Tensor,
-    lr: Tensor,
-    decay: Tensor,
+    shrink: Tensor,
+    rate: Tensor,
+    correction: Tensor,
     beta1: float,
     beta2: float,
     eps: float,
 ) -> None:
-    """One step in place (Loshchilov and Hutter 2019, algorithm 2); `step`, `lr`, `decay` are numbers on the host."""
+    """One step in place (Loshchilov and Hutter 2019, algorithm 2), one kernel where it is compiled.
+
+    `shrink`: the weight decay's factor; `rate`: the learning rate, corrected as the mean is; `correction`: of the
+    square's mean. Numbers on the host.
+    """
     mean = torch.lerp(exp_avg.float(), grad.float(), 1 - beta1)
     square = torch.lerp(exp_avg_sq.float(), grad.float().square(), 1 - beta2)
     exp_avg.copy_(mean)
     exp_avg_sq.copy_(square)
-    denominator = (square / (1 - beta2**step)).sqrt() + eps
-    parameter.mul_(1 - lr * decay).sub_(lr * (mean / (1 - beta1**step)) / denominator)
+    parameter.mul_(shrink).sub_(rate * mean / ((square / correction).sqrt() + eps))
 
 
 def learning_rate(step: int, steps: int, peak: float, schedule: settings.LRScheduler) -> float:

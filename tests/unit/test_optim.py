@@ -3,6 +3,8 @@
 import copy
 import dataclasses
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -68,6 +70,27 @@ def test_small_states_follow_torchs_adamw_up_to_their_rounding(compile: bool) ->
         assert small.state[p]["exp_avg"].dtype == small.state[p]["exp_avg_sq"].dtype == torch.bfloat16
         torch.testing.assert_close(p.detach().double(), expected[name], rtol=1e-3, atol=1e-4, msg=name)
         torch.testing.assert_close(p, dict(torchs.named_parameters())[name], rtol=0.02, atol=2e-3, msg=name)
+
+
+def test_the_update_of_small_states_computes_nothing_on_the_host() -> None:
+    """It is compiled once, and every operation is on the whole tensor: on a GPU, one kernel and nothing else."""
+    graphs = []
+
+    def keep(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        graphs.append(module.graph)
+        return module.forward
+
+    model = nn.Linear(32, 16, bias=False)
+    compile = Compile(enable=True, backend=keep)  # type: ignore[arg-type]
+    optimizer = build_optimizer([model], Optimizer(state_dtype="bfloat16"), compile)
+    for step in range(1, 4):
+        set_learning_rate(optimizer, 0.01 / step)
+        model(torch.randn(8, 32)).sum().backward()
+        optimizer.step()
+    (graph,) = graphs
+    computed = [node.meta["example_value"].shape for node in graph.nodes if node.op.startswith("call")]
+    assert len(computed) > 5
+    assert set(computed) == {model.weight.shape}
 
 
 def test_wsd_schedule() -> None:
