@@ -328,11 +328,10 @@ def main() -> int:
 def bars(rows: list[dict[str, Any]]) -> list[tuple[str, bool]]:
     """What is asked of `ours`, and whether it is so."""
     by = {(row["place"], row["way"]): row for row in rows}
-    disk, stock, background, alone = (by["disk", way] for way in ("ours", "stock", ASYNC, ALONE))
+    disk, stock, background, busy, alone = (by["disk", way] for way in ("ours", "stock", ASYNC, BUSY, ALONE))
     resharded = by["disk, 2 to 3 ranks", "ours"]
-    # One rank holds half of the state, alone all of it. BUSY is left out: the peak of its step varies by 170 MB with
-    # what else the cores do, without any save.
-    memory = [background["save extra MB"] - disk["MB"] / 2, alone["save extra MB"] - disk["MB"]]
+    copy = disk["MB"] / 2  # of one rank; alone it has both
+    memory = max(background["save extra MB"], alone["save extra MB"] - copy)
     asked = [
         ("save to disk at 0.9 of stock or faster", disk["save MB/s"] >= 0.9 * stock["save MB/s"]),
         ("load from disk at 0.9 of stock or faster", disk["load MB/s"] >= 0.9 * stock["load MB/s"]),
@@ -342,7 +341,9 @@ def bars(rows: list[dict[str, Any]]) -> list[tuple[str, bool]]:
         ("the same where one of two cores trains", alone["stall s"] <= 0.05 * disk["save s"]),
         ("sync save: at most 256 MB more", disk["save extra MB"] <= 256),
         ("load: at most 256 MB more", disk["load extra MB"] <= 256),
-        ("async save: at most one copy and 256 MB more", max(memory) <= 256),
+        ("async save: at most one copy and 256 MB more", memory <= copy + 256),
+        # The peak of its step alone varies by 170 MB with what else the cores do.
+        ("the same where all cores train", busy["save extra MB"] <= copy + 256),
     ]
     if ("s3", "ours") in by:
         s3, stock, background = (by["s3", way] for way in ("ours", "stock", ASYNC))
