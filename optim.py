@@ -57,6 +57,9 @@ class SmallStateAdamW(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
+            # What depends on the step is computed here, on the host, and as tensors: numbers would be compiled for anew
+            # whenever they change.
+            shrink = torch.tensor(1 - group["lr"] * group["weight_decay"], dtype=torch.float32)
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
@@ -66,8 +69,6 @@ class SmallStateAdamW(torch.optim.Optimizer):
                     state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
                     state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
                 state["step"] += 1
-                # Computed here, on the host, and as tensors: numbers would be compiled for anew whenever they change.
-                shrink = torch.tensor(1 - group["lr"] * group["weight_decay"])
                 rate = group["lr"] / (1 - beta1 ** state["step"])
                 correction = 1 - beta2 ** state["step"]
                 tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
@@ -146,7 +147,7 @@ def _adamw_update(
     beta2: float,
     eps: float,
 ) -> None:
-    """One step in place (Loshchilov and Hutter 2019, algorithm 2), one kernel where it is compiled.
+    """One step in place (Loshchilov and Hutter 2019, algorithm 2).
 
     `shrink`: the weight decay's factor; `rate`: the learning rate, corrected as the mean is; `correction`: of the
     square's mean. Numbers on the host.

@@ -53,9 +53,8 @@ def kept_bytes(float8: Float8) -> float:
         convert_to_float8(model, float8)
     init_weights(model, torch.device("cpu"), seed=0)
     block = model.layers["0"]
-    block.compile(
-        backend="aot_eager_decomp_partition", fullgraph=True
-    )  # partitions as inductor does, builds no kernels
+    # Partitions as inductor does, builds no kernels.
+    block.compile(backend="aot_eager_decomp_partition", fullgraph=True)
     cos, sin = rope_cos_sin(model.config, torch.arange(S)[None])
     x = torch.randn(B, S, D, dtype=torch.bfloat16, requires_grad=True)
     weights = {tuple(p.shape) for p in block.parameters() if p.ndim == 2}

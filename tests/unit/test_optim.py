@@ -73,7 +73,7 @@ def test_small_states_follow_torchs_adamw_up_to_their_rounding(compile: bool) ->
 
 
 def test_the_update_of_small_states_computes_nothing_on_the_host() -> None:
-    """It is compiled once, and every operation is on the whole tensor: on a GPU, one kernel and nothing else."""
+    """It is compiled once for all steps, and every operation in it is on the whole tensor."""
     graphs = []
 
     def keep(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
