@@ -132,13 +132,13 @@ class DataLoader:
         self._ledger = Ledger(run_folder, self._dp_rank, self._shape, self.state_dict())
 
     def close(self) -> None:
-        """Stop reading ahead."""
+        """Stop reading; no thread of it touches a file or the cache afterwards."""
         for dataset in self._datasets:
             dataset.folder.close()  # first, or the thread might wait for a store that is out of reach
         self._stop_prefetch()
         if self._ledger:
             self._ledger.close()
-        self._readers.shutdown(wait=False, cancel_futures=True)
+        self._readers.shutdown(cancel_futures=True)
 
     def _take_step(self) -> _Step:
         if self._upcoming is None:

@@ -221,10 +221,7 @@ class Cache:
         with self._locked(f"lock-{int(key[:8], 16) % LOCKS}"):
             content = self._lookup(key, size, crc32)  # another process may have been faster
             if content is None:
-                self._store(key, fetch())
-                content = self._lookup(key, size, crc32)
-        if content is None:
-            raise StorageError(f"data.cache_folder = {self.folder}: gives back other bytes than were written")
+                content = self._store(key, fetch(), size, crc32)
         self._shrink()
         return content
 
@@ -237,11 +234,16 @@ class Cache:
         except (FileNotFoundError, DamagedError):
             return None
 
-    def _store(self, key: str, content: bytes) -> None:
+    def _store(self, key: str, content: bytes, size: int, crc32: int) -> memoryview:
         temporary = self.folder / f"{key}.tmp"
         try:
             temporary.write_bytes(content)
+            mapped = _checked(_map(temporary, 0, size), size, crc32)  # before another process can see and remove it
             temporary.replace(self.folder / f"{key}.range")
+            return mapped
+        except DamagedError:
+            temporary.unlink(missing_ok=True)
+            raise StorageError(f"data.cache_folder = {self.folder}: gives back other bytes than were written") from None
         except OSError as error:
             temporary.unlink(missing_ok=True)
             raise StorageError(f"data.cache_folder = {self.folder}: cannot be written: {error.strerror}") from None

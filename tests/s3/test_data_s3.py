@@ -83,9 +83,6 @@ def ranks_epoch(config: Config) -> list[list[int]]:
 
 
 def test_the_cache_keeps_its_bound_and_what_was_used_last(remote, tmp_path):
-    sizes = []
-    for entry in (tmp_path / "cache").parent.glob("dataset/*.arrow"):
-        sizes.append(entry.stat().st_size)
     limit = 4000
     unbounded = epoch_of(config_of(remote, tmp_path / "a"))
     assert epoch_of(config_of(remote, tmp_path, data__cache_gb=limit / 1e9)) == unbounded
@@ -109,6 +106,25 @@ def test_the_least_recently_used_goes_first(tmp_path):
     os.utime(cache.folder / f"{b}.range", (1, 1))
     assert get(c)
     assert [get(a), get(b)] == [False, True]
+
+
+def test_what_another_process_removes_at_once_can_still_be_used(tmp_path):
+    cache, other = Cache(tmp_path / "cache", 10**9), Cache(tmp_path / "cache", 0)
+    done = threading.Event()
+
+    def remove_all():
+        while not done.is_set():
+            other._shrink()
+
+    with ThreadPoolExecutor(1) as pool:
+        removal = pool.submit(remove_all)
+        try:
+            for i in range(500):
+                content = os.urandom(100)
+                assert cache.map(f"{i:024x}", lambda content=content: content, 100, zlib.crc32(content)) == content
+        finally:
+            done.set()
+        removal.result()
 
 
 def test_a_damaged_cache_is_fetched_again(remote, tmp_path):
