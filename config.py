@@ -5,7 +5,7 @@ overrides on the command line: field default < base < TOML < `--section.field=va
 A section is a frozen dataclass; the text under a field is its documentation, which
 `--help` prints. Nothing here imports torch, so a mistake is reported at once:
 
-    python -m config --config train_configs/debug.toml --training.steps=20
+    python -m config --config train_configs/debug.toml --training.steps=100
 """
 
 import ast
@@ -735,4 +735,5 @@ if __name__ == "__main__":
     try:
         print(to_toml(load_config(sys.argv[1:])))
     except TitaniteError as error:
-        sys.exit(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

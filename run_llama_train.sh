@@ -2,15 +2,15 @@
 # Trains a Llama: sets up on the first start, prepares the embedded data if the config uses it, runs torchrun.
 #
 #   ./run_llama_train.sh                                        a small Llama on Python's standard library
-#   ./run_llama_train.sh --training.steps=20                    with any setting changed
-#   ./run_llama_train.sh --run.folder=outputs/NAME              a run resumed
+#   ./run_llama_train.sh --training.steps=100                   with any setting changed
+#   ./run_llama_train.sh --run.folder=outputs/NAME              a run of it resumed
 #   NGPU=8 CONFIG_FILE=train_configs/llama3_8b.toml ./run_llama_train.sh
 #   ./run_llama_train.sh --help                                 every setting
 set -euo pipefail
 cd "$(dirname "$0")"
 
 CONFIG_FILE=${CONFIG_FILE:-train_configs/debug.toml}
-NGPU=${NGPU:-}           # processes; default: one for each GPU, or 2 where there is none
+NGPU=${NGPU:-}           # processes; default: one for each GPU (debug.toml: 2 at most), or 2 where there is none
 LOG_RANK=${LOG_RANK:-}   # ranks that print progress, such as 0,1; default: 0
 
 ./setup.sh
@@ -22,6 +22,8 @@ case " $* " in *" --help "* | *" -h "*) echo "$settings"; exit ;; esac
 
 if [ -z "$NGPU" ]; then
   NGPU=$($python -c "import torch; print(torch.accelerator.device_count() or 2)")
+  # Its step is 16 sequences, 8 for each process.
+  if [ "$CONFIG_FILE" = train_configs/debug.toml ] && [ "$NGPU" -gt 2 ]; then NGPU=2; fi
 fi
 if [ -z "${OMP_NUM_THREADS:-}" ]; then
   cores=$(nproc)

@@ -4,7 +4,7 @@
 #   sbatch --nodes=4 launch/slurm.sh --config=train_configs/llama3_8b.toml
 #
 # Edit the lines below for your cluster; options of sbatch override them. To be submitted from the project's folder,
-# which all nodes must see.
+# which all nodes must see, and in which ./setup.sh has run.
 #SBATCH --job-name=titanite
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -13,7 +13,7 @@
 #SBATCH --time=24:00:00
 #SBATCH --requeue
 #SBATCH --open-mode=append
-#SBATCH --output=outputs/slurm-%j.log
+#SBATCH --output=slurm-%j.log
 # Two minutes before the time is up, the ranks are asked to save and stop.
 #SBATCH --signal=TERM@120
 set -euo pipefail

@@ -5,6 +5,7 @@
 Takes torchrun's arguments. Exits with the code of the rank that failed first.
 """
 
+import gc
 import logging
 import signal
 import sys
@@ -51,4 +52,6 @@ def launch(argv: list[str]) -> int:
 USER_ERROR = 2  # the exit code of train.py for a mistake that it has explained
 
 if __name__ == "__main__":
-    sys.exit(launch(sys.argv[1:]))
+    exit_code = launch(sys.argv[1:])
+    gc.freeze()  # as in train.py
+    sys.exit(exit_code)

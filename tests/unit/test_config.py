@@ -1,6 +1,8 @@
 """Config: precedence, types, and errors that name the key, the value, what is allowed and the nearest name."""
 
 import dataclasses
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -143,6 +145,26 @@ def test_config_needs_no_torch_and_says_errors_in_one_line() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
     command = [sys.executable, "-m", "config", "--training.steps=x"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert result.stderr.count("\n") == 1
     assert result.stderr.startswith("error: training.steps")
+
+
+def commands_of_run_llama_train() -> list[str]:
+    """Every whole command line with `run_llama_train.sh` in the pages and in the script's own header."""
+    found = []
+    for page in (ROOT / "README.md", ROOT / "run_llama_train.sh", *sorted((ROOT / "docs").glob("*.md"))):
+        for line in page.read_text().replace("\\\n", " ").splitlines():
+            command = re.match(r"(?:[#$] +)?((?:[A-Z_]+=\S+ )*\./run_llama_train\.sh(?: +--\S+)*)", line)
+            if command and "--help" not in command[1]:
+                found.append(command[1])
+    return list(dict.fromkeys(found))
+
+
+@pytest.mark.parametrize("command", commands_of_run_llama_train())
+def test_what_the_pages_tell_to_type_is_accepted(command: str) -> None:
+    words = shlex.split(command)
+    script = words.index("./run_llama_train.sh")
+    file = dict(word.split("=", 1) for word in words[:script]).get("CONFIG_FILE", "train_configs/debug.toml")
+    if not file.startswith("outputs/"):  # a run of the reader's
+        load_config([f"--config={ROOT / file}", *words[script + 1 :]])

@@ -106,7 +106,7 @@ TRAFFIC = {
         6,
         ["--parallelism.dp_replicate=3", "--parallelism.tp=2", "--optimizer.state_dtype=bfloat16", *LOCAL],
     ),
-    "PP 2 x CP 2, accumulation": (4, [f"{BATCH}=32", "--parallelism.pp=2", "--parallelism.cp=2"]),
+    "PP 2 x CP 2, accumulation": (4, [f"{BATCH}=16", "--parallelism.pp=2", "--parallelism.cp=2"]),
 }
 
 
