@@ -68,11 +68,12 @@ class _ChunkedHead(torch.autograd.Function):
     ) -> Tensor:
         of_hidden = torch.empty_like(hidden)
         of_weight: Tensor | None = None
+        low = weight.detach().to(hidden.dtype)  # once, not for each chunk
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         parts = (x.flatten(0, 1).chunk(chunks) for x in (hidden, of_hidden, labels))
         for part, grad_part, label in zip(*parts, strict=True):
             with torch.enable_grad():
-                h, w = part.detach().requires_grad_(), weight.detach().requires_grad_()
+                h, w = part.detach().requires_grad_(), low.detach().requires_grad_()
                 loss = summed(h, w, label)
                 grad_h, grad_w = torch.autograd.grad(loss, (h, w))
             total += loss.detach()

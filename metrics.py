@@ -20,6 +20,7 @@ import torch
 import config as settings
 from config import ConfigError, TitaniteError
 from metrics_page import write_page
+from records import open_records
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +114,7 @@ class MetricsLogger:
     ):
         self.device, self.steps, self.flops_per_token = device, steps, flops_per_token
         self.peak = peak_flops(device)
-        self.file = open(run_folder / "metrics.jsonl", "a", encoding="utf-8") if rank == 0 else None  # noqa: SIM115
+        self.file = open_records(run_folder / "metrics.jsonl") if rank == 0 else None
         self.hook = find_hook(metrics.hook) if rank == 0 else None
         self.board = None
         if rank == 0 and metrics.tensorboard:

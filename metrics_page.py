@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 from config import TitaniteError, tomllib
+from records import read_records
 
 MAX_POINTS = 4000  # of a curve: longer ones are thinned to every n-th row
 TITLES = {
@@ -151,8 +152,8 @@ def _summary(folder: Path, charts: Mapping[str, Mapping[str, list[Any]]]) -> lis
 
 
 def _last_start(folder: Path) -> dict[str, Any]:
-    file = folder / "starts.jsonl"
-    return json.loads(file.read_text(encoding="utf-8").splitlines()[-1]) if file.is_file() else {}
+    starts = read_records(folder / "starts.jsonl")
+    return starts[-1] if starts else {}
 
 
 def _thinned(table: Mapping[str, list[Any]]) -> dict[str, list[Any]]:

@@ -12,7 +12,9 @@ from typing import Any
 import config as settings
 from config import Config, ConfigError, Run, TitaniteError
 from parallel import exits
+from records import open_records, read_records
 
+STARTS = "starts.jsonl"
 PROGRESS = ".progress"  # exists once a start has saved a checkpoint
 PACKAGES = ("torch", "torchao", "triton", "numpy", "pyarrow", "tokenizers", "s3fs")
 
@@ -45,8 +47,8 @@ def name_run_folder(config: Config, identity: dict[str, Any], job: str = "") -> 
     """
     if config.run.folder:
         return Path(config.run.folder)
-    for starts in Path(config.run.outputs).glob("*/starts.jsonl") if job else ():
-        if read_starts(starts.parent)[-1].get("job") == job and not _finished(starts.parent):
+    for starts in Path(config.run.outputs).glob(f"*/{STARTS}") if job else ():
+        if _last_job(starts.parent) == job and not _finished(starts.parent):
             check_run_folder(dataclasses.replace(config, run=Run(folder=str(starts.parent))), identity)
             return starts.parent
     stamp = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
@@ -66,9 +68,13 @@ def start_run(
 
 def read_starts(folder: Path) -> list[dict[str, Any]]:
     """The starts of a run so far; a last line cut by a kill is left out."""
-    path = folder / "starts.jsonl"
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []
-    return [json.loads(line) for line in lines]
+    return read_records(folder / STARTS)
+
+
+def _last_job(folder: Path) -> str | None:
+    """The job that started the run last; None if no start was recorded whole."""
+    starts = read_starts(folder)
+    return starts[-1].get("job") if starts else None
 
 
 def _finished(folder: Path) -> bool:
@@ -105,7 +111,7 @@ def record_start(
         "python": sys.version.split()[0],
         "packages": {name: _version(name) for name in PACKAGES},
     }
-    with open(folder / "starts.jsonl", "a", encoding="utf-8") as file:
+    with open_records(folder / STARTS) as file:
         file.write(json.dumps(start) + "\n")
     return changed
 

@@ -18,3 +18,4 @@ echo "tests/s3 use $S3_TEST_SERVER"
 .venv/bin/ruff check .
 .venv/bin/mypy .
 .venv/bin/python -m pytest -n "$workers" --durations=15 "$@"
+if command -v nvidia-smi > /dev/null && [ $# = 0 ]; then TEST_GPU=1 .venv/bin/python -m pytest tests/gpu; fi

@@ -73,6 +73,8 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
 
     # -- processes and the run's folder
     torch.manual_seed(config.run.seed)
+    if config.run.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses to be deterministic
     torch.use_deterministic_algorithms(config.run.deterministic)
     device = init_distributed(environment, config.comm)
     mesh = dims.build_mesh(device.type)
@@ -101,8 +103,14 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
     parameters = [parameter for part in parts for parameter in part.parameters()]
     optimizer = build_optimizer(parts, config.optimizer, config.compile)
     outer = OuterOptimizer(optimizer, mesh.islands, config.parallelism) if dims.islands > 1 else None
+
+    def committed(step: int) -> None:
+        watchdog.saved(step)
+        if rank == 0:
+            record_progress(folder)
+
     checkpoint = CheckpointManager(
-        config, folder, model=parts, optimizer=optimizer, dataloader=dataloader, identity=identity
+        config, folder, model=parts, optimizer=optimizer, dataloader=dataloader, identity=identity, on_commit=committed
     )
     with watchdog:
         watchdog.enter("load")
@@ -201,9 +209,6 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
             if save_due:
                 watchdog.enter("checkpoint")
                 checkpoint.save(step)
-                watchdog.saved(step)
-                if rank == 0:
-                    record_progress(folder)
             if stragglers and step % config.failures.straggler_interval == 0:
                 stragglers.check(step, dataloader.wait_seconds)
             checkpoint.check()  # a background save that failed is no news for later
@@ -227,8 +232,6 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
             outer.meet()  # asked to stop between two meetings
             precompute_scales(parts, config.float8)
         checkpoint.save_if_due(step, last=True)  # when stopped in between, or when the last step was left out
-        if rank == 0 and config.checkpoint.enable:
-            record_progress(folder)
         if step < training.steps:
             logger.info(f"stopped after step {step}: {stop.asked_by or 'another rank was asked'}")
         elif config.validation.sample_tokens:

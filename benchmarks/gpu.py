@@ -15,6 +15,7 @@ figures say nothing. The dataset is the one that ./run_llama_train.sh prepares.
 import dataclasses
 import importlib.util
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -275,8 +276,10 @@ def measure_loop(step: Callable[[], None], run: Run, device: torch.device, start
 
 # The first pattern that matches the name of a kernel decides what it is counted as.
 KERNELS = (
+    ("optimizer", r"adam|multi_tensor|foreach|triton.*lerp"),
+    ("attention", r"triton_tem.*(flex|attention)"),
+    ("pointwise", r"^triton_(poi|red|per)_"),  # named after what they were fused from, such as attention's reshapes
     ("attention", r"sdpa|flash|fmha|attention|flex"),
-    ("optimizer", r"adam|multi_tensor|foreach"),
     ("GEMM", r"gemm|nvjet|cutlass|xmma|scaled_mm|addmm|\bmm\b"),
     ("copy", r"memcpy|memset"),
     ("pointwise", r""),
@@ -287,7 +290,9 @@ def shares(profiler: torch.profiler.profile, device: torch.device) -> dict[str, 
     """Per cent of the profiled step's span that the device spent in each kind of kernel, and idle; none on CPU."""
     if device.type == "cpu":
         return {}
-    kernels = [event for event in profiler.events() or [] if event.device_type == torch.autograd.DeviceType.CUDA]
+    cuda = torch.autograd.DeviceType.CUDA
+    # Ranges that the compiler and the optimizer have named come as events of the device, too.
+    kernels = [event for event in profiler.events() or [] if event.device_type == cuda and not event.is_user_annotation]
     if not kernels:
         return {}
     spent = dict.fromkeys([kind for kind, _ in KERNELS], 0.0)
@@ -341,16 +346,22 @@ def measure_row(name: str, rehearse: bool, started: float) -> dict[str, Any]:
     return measure(run, device, started)
 
 
-def run_row(name: str, rehearse: bool, timeout_seconds: float) -> dict[str, Any]:
-    """One row, measured by a process of its own; what went wrong is part of the row."""
+def run_row(name: str, rehearse: bool, timeout_seconds: float, log: Path) -> dict[str, Any]:
+    """One row, measured by a process of its own; what went wrong is part of the row, and all that it said in `log`."""
     command = [sys.executable, "-m", "benchmarks.gpu", "--alone", name, *(["--rehearse"] if rehearse else [])]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=timeout_seconds)
-    except subprocess.TimeoutExpired:
-        return {"failed": f"not done within {timeout_seconds:.0f} s"}
+    with open(log, "a+", encoding="utf-8") as errors:
+        errors.write(f"--- {name}\n")
+        errors.flush()
+        begin = errors.tell()
+        try:
+            result = subprocess.run(command, stdout=subprocess.PIPE, stderr=errors, text=True, timeout=timeout_seconds)
+        except subprocess.TimeoutExpired:
+            return {"failed": f"not done within {timeout_seconds:.0f} s, see {log}"}
+        errors.seek(begin)
+        said = errors.read().splitlines()
     if result.returncode:
-        lines = [line for line in result.stderr.splitlines() if "Error" in line or "error" in line]
-        return {"failed": (lines or result.stderr.splitlines() or ["no output"])[-1][:200]}
+        lines = [line for line in said if "Error" in line or "error" in line]
+        return {"failed": f"{(lines or said or ['no output'])[-1][:200]}, see {log}"}
     return json.loads(result.stdout.splitlines()[-1])
 
 
@@ -366,7 +377,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.alone:
         print(json.dumps(measure_row(arguments.alone, arguments.rehearse, started)), flush=True)
-        return 0
+        os._exit(0)  # the row is there: whatever goes wrong at Python's end does not matter
     unknown = set(filter(None, arguments.rows.split(","))) - {"peaks", *runs()}
     if unknown:
         parser.error(f"--rows: unknown {', '.join(sorted(unknown))}; known are peaks, {', '.join(runs())}")
@@ -379,15 +390,18 @@ def main() -> int:
     chosen = [name for name in ("peaks", *runs()) if not arguments.rows or name in arguments.rows.split(",")]
     rows: list[dict[str, Any]] = []
     peak: dict[str, Any] = {}
-    longest = 0.0
+    longest: dict[str, float] = {}  # row of each flavor; those of another say nothing about it
+    log = arguments.json.with_suffix(".log") if arguments.json else Path(tempfile.gettempdir()) / "benchmarks-gpu.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
     for name in chosen:
+        flavor = name.split()[0]
         left = arguments.budget_seconds - (time.perf_counter() - started)
-        if left < longest:
+        if left < longest.get(flavor, 0.0):
             print(f"{name}: left out, {left:.0f} s remain of the budget", flush=True)
             continue
         begin = time.perf_counter()
-        row: dict[str, Any] = {"row": name} | run_row(name, arguments.rehearse, left)
-        longest = max(longest, time.perf_counter() - begin)
+        row: dict[str, Any] = {"row": name} | run_row(name, arguments.rehearse, left, log)
+        longest[flavor] = max(longest.get(flavor, 0.0), time.perf_counter() - begin)
         if name == "peaks":
             peak = row
         elif "tokens/s" in row:
@@ -398,7 +412,6 @@ def main() -> int:
         rows.append(row)
         print_row(row)
         if arguments.json:  # after each row: a run cut short leaves what it has
-            arguments.json.parent.mkdir(parents=True, exist_ok=True)
             arguments.json.write_text(json.dumps({"rows": rows}, indent=1) + "\n", encoding="utf-8")
     return finish(arguments, rows, [] if arguments.rehearse else list(bars(rows)))
 

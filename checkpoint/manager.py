@@ -83,11 +83,16 @@ class CheckpointManager:
         optimizer: torch.optim.Optimizer,
         dataloader: Stateful,
         identity: dict[str, Any],
+        on_commit: Callable[[int], None] = lambda step: None,
     ) -> None:
-        """`identity` says what the model is (JSON-able); a checkpoint of another identity is refused."""
+        """`identity` says what the model is (JSON-able); a checkpoint of another identity is refused.
+
+        `on_commit` is called on every rank with the step of each checkpoint that is safe now; in mode `async` by the
+        background thread.
+        """
         self.config, self.settings = config, config.checkpoint
         self.model, self.optimizer, self.dataloader = model, optimizer, dataloader
-        self.identity = _jsonable(identity)
+        self.identity, self.on_commit = _jsonable(identity), on_commit
         self.device = next(model[0].parameters()).device
         longest_request = REQUEST_ATTEMPTS * self.settings.request_timeout_seconds + LONGEST_PAUSES_SECONDS
         if longest_request >= self.settings.timeout_seconds:
@@ -250,6 +255,7 @@ class CheckpointManager:
             commit(self.store, save.name, save.plan, gathered, save.facts)
 
         self.ranks.together(self._on_rank_0(finish))
+        self.on_commit(save.step)
         logger.info(f"checkpoint {save.name} saved in {time.monotonic() - save.started:.1f} s")
         return sorted({f"{save.name}/{entry.file}" for entry in written})
 

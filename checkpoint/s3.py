@@ -30,6 +30,7 @@ from botocore.exceptions import (
 )
 from botocore.parsers import ResponseParserError
 
+from checkpoint.storage import is_checkpoint_name
 from checkpoint.stores import REQUEST_ATTEMPTS, CheckpointError, DamagedError, join
 
 T = TypeVar("T")
@@ -128,11 +129,20 @@ class S3Store:
             list(threads.map(lambda name: self._call("delete_object", name, Key=self._key(name)), names[1:]))
 
     def abort_uploads(self, older_than_seconds: float) -> None:
-        page = self._call("list_multipart_uploads", "", Prefix=self.prefix)
-        for upload in page.get("Uploads", ()):
-            if time.time() - upload["Initiated"].timestamp() > older_than_seconds:
-                with suppress(_NotFoundError):
-                    self._call("abort_multipart_upload", upload["Key"], Key=upload["Key"], UploadId=upload["UploadId"])
+        root = f"{self.prefix}/" if self.prefix else ""  # without the slash `run` would reach into `run-2`
+        more: dict[str, str] = {}
+        while True:
+            page = self._call("list_multipart_uploads", "", Prefix=root, **more)
+            for upload in page.get("Uploads", ()):
+                own = is_checkpoint_name(upload["Key"].removeprefix(root).partition("/")[0])
+                if own and time.time() - upload["Initiated"].timestamp() > older_than_seconds:
+                    with suppress(_NotFoundError):
+                        self._call(
+                            "abort_multipart_upload", upload["Key"], Key=upload["Key"], UploadId=upload["UploadId"]
+                        )
+            if not page.get("IsTruncated"):
+                return
+            more = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
 
     def _key(self, name: str) -> str:
         return f"{self.prefix}/{name}" if self.prefix else name

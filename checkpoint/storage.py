@@ -64,6 +64,11 @@ def age_seconds(name: str) -> float:
     return time.time() - int(name.rpartition("-")[2][:8], 16)
 
 
+def is_checkpoint_name(name: str) -> bool:
+    """Whether `new_checkpoint_name` may have made this name."""
+    return re.fullmatch(r"(step|model)-\d{8,}-[0-9a-f]{12}", name) is not None
+
+
 def step_of(name: str) -> int | None:
     """The step in a checkpoint's folder name, None for any other name."""
     match = re.fullmatch(r"step-(\d{8,})-[0-9a-f]{12}", name)

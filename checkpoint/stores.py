@@ -121,10 +121,15 @@ class LocalStore:
 
     def remove(self, names: list[str]) -> None:
         for name in names:
-            (self.folder / name).unlink(missing_ok=True)
-        for parent in {(self.folder / name).parent for name in names}:
-            if parent != self.folder and parent.is_dir() and not any(parent.iterdir()):
-                parent.rmdir()
+            with _reported(f"{self.url}/{name}"):
+                (self.folder / name).unlink(missing_ok=True)
+        for parent in {(self.folder / name).parent for name in names} - {self.folder}:
+            with _reported(str(parent)):
+                try:
+                    parent.rmdir()
+                except OSError as error:  # files are left in it, or another rank of the node was faster
+                    if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+                        raise
 
     def abort_uploads(self, older_than_seconds: float) -> None:
         pass  # unfinished files are files like others

@@ -12,7 +12,6 @@ once for each epoch that was consumed.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +28,7 @@ from data.place import StepShape, first_place, saved_place
 from data.shards import Dataset, open_dataset
 from data.stream import Stream, open_streams
 from data.tokenizer import Tokenizer
+from records import read_records
 
 
 class AuditError(TitaniteError):
@@ -185,9 +185,8 @@ def _conclusions(auditor: Auditor, steps: list[Step], void: int, checked: int) -
 
 def _left_out(run: Path) -> list[str]:
     """A line if the run has consumed the tokens of some steps without an update, see failures.on_bad_step."""
-    file = run / "skipped.jsonl"
-    lines = file.read_text(encoding="utf-8").split("\n")[:-1] if file.is_file() else []
-    steps = sorted({step for r in map(json.loads, lines) for step in range(r["first"], r["last"] + 1)})
+    records = read_records(run / "skipped.jsonl")
+    steps = sorted({step for r in records for step in range(r["first"], r["last"] + 1)})
     return [f"{len(steps):,} steps consumed their tokens without an update: {steps}"] if steps else []
 
 

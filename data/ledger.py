@@ -14,6 +14,7 @@ import numpy as np
 from isal import isal_zlib
 
 from data.place import StepShape
+from records import open_records, read_records
 
 
 class Ledger:
@@ -22,7 +23,7 @@ class Ledger:
     def __init__(self, folder: Path, dp_rank: int, shape: StepShape, state: Mapping[str, Any]):
         path = folder / "data" / f"rank-{dp_rank:05}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = open_records(path)
         self._write({"start": dict(state), "shape": shape._asdict()})
 
     def step(self, first: int, tokens: Iterable[np.ndarray], masked: Mapping[str, list[int]]) -> None:
@@ -61,9 +62,8 @@ def read_ledger(path: Path) -> list[Step]:
 
     Raises ValueError or KeyError for anything else that is not a ledger.
     """
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
     steps: list[Step] = []
-    for line in map(json.loads, lines):
+    for line in read_records(path):
         if "start" in line:
             start, shape = line["start"], StepShape(**line["shape"])
         else:

@@ -368,19 +368,21 @@ def validation_batches(config: Config, dp_rank: int, dp_size: int) -> Iterator[B
     seq_len, size = config.training.seq_len, config.training.local_batch_size
     with ThreadPoolExecutor(READERS, thread_name_prefix="reader") as readers:
         streams = [Stream(dataset.split("validation"), dataset.hash, readers, shuffle=False) for dataset in datasets]
-        samples = [
-            (stream, start) for stream in streams for start in range(0, max(stream.epoch_tokens - 1, 0), seq_len)
-        ]
-        if not samples:
+        starts = [range(0, max(stream.epoch_tokens - 1, 0), seq_len) for stream in streams]  # of its samples
+        bounds = list(accumulate(map(len, starts), initial=0))
+        total = bounds[-1]
+        if not total:
             raise DataError(f"data.datasets = {list(config.data.datasets)}: no held-out document has two tokens")
-        chosen = len(samples)
+        chosen = total
         if config.validation.max_samples:
             chosen = min(chosen, config.validation.max_samples)
-        spread = [samples[i * len(samples) // chosen] for i in range(chosen)]
         for first in range(0, chosen, size * dp_size):
-            own = spread[first + dp_rank * size : first + (dp_rank + 1) * size]
+            own = range(first + dp_rank * size, min(first + (dp_rank + 1) * size, chosen))
             batch = _padding((size, seq_len), config.data.mask_documents)
             arrays = _arrays(batch)
-            for row, (stream, start) in enumerate(own):
-                _fill(arrays, stream, [row], start, stream.epoch_tokens)
+            for row, i in enumerate(own):
+                sample = i * total // chosen
+                number = bisect_right(bounds, sample) - 1
+                start = starts[number][sample - bounds[number]]
+                _fill(arrays, streams[number], [row], start, streams[number].epoch_tokens)
             yield batch

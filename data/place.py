@@ -8,7 +8,7 @@ from config import Config
 from data.order import Segment
 from data.shards import DataError, Dataset
 
-STATE_VERSION = 2
+STATE_VERSION = 3
 
 
 class StepShape(NamedTuple):
@@ -61,7 +61,7 @@ class Place(NamedTuple):
             "piece_tokens": self.piece_tokens,
             "seq_len": segment.seq_len,
             "samples": self.samples,
-            "datasets": {name: [start, weight] for name, start, weight in parts},
+            "datasets": [[name, start, weight] for name, start, weight in parts],  # their order is part of the place
             "earlier": dict(self.earlier),
             "masked": {name: sorted(blocks) for name, blocks in masked.items() if blocks},
         }
@@ -73,6 +73,11 @@ class Place(NamedTuple):
         no token comes again. Raises DataError when the order itself would be another one.
         """
         saved = saved_place(state)
+        if state["version"] == 2 and len(saved.segment.datasets) > 1:
+            raise DataError(
+                "data state: version 2 of several datasets, without their order: a token could come twice; start a new "
+                "run, with checkpoint.initial_load if its weights are to stay"
+            )
         for name, old, new in (
             ("run.seed", saved.seed, self.seed),
             ("data.window_blocks", saved.window_blocks, self.window_blocks),
@@ -104,9 +109,12 @@ def first_place(config: Config, datasets: Sequence[Dataset]) -> Place:
 
 def saved_place(state: Mapping[str, Any]) -> Place:
     """The place that `Place.state` wrote down. Raises DataError for another version of it."""
-    if state.get("version") != STATE_VERSION:
-        raise DataError(f"data state: version {state.get('version')}; this code reads version {STATE_VERSION}")
-    starts, weights = zip(*state["datasets"].values(), strict=True)
-    segment = Segment(tuple(state["datasets"]), weights, starts, state["seq_len"])
+    if state.get("version") not in (2, STATE_VERSION):
+        raise DataError(f"data state: version {state.get('version')}; this code reads versions 2 and {STATE_VERSION}")
+    datasets = state["datasets"]
+    if state["version"] == 2:  # a table, of which ledgers kept the order, and manifests did not
+        datasets = [[name, *values] for name, values in datasets.items()]
+    names, starts, weights = zip(*datasets, strict=True)
+    segment = Segment(names, weights, starts, state["seq_len"])
     order = state["seed"], state["window_blocks"], state["piece_tokens"]
     return Place(*order, segment, state["samples"], dict(state["earlier"]))

@@ -103,6 +103,7 @@ def plan_units(files: Sequence[File]) -> list[Unit]:
     unit_bytes = max(UNIT_BYTES, sum(file.size for file in files) // MOST_UNITS)
     units: list[Unit] = []
     group: list[File] = []
+    group_bytes = 0
     for file in files:
         kind, compression = _kind(file.url)
         if kind == "parquet":
@@ -115,11 +116,12 @@ def plan_units(files: Sequence[File]) -> list[Unit]:
             units.append(Unit((file,), bytes=file.size))
         else:
             group.append(file)
-            if sum(member.size for member in group) >= unit_bytes:
-                units.append(Unit(tuple(group), bytes=sum(member.size for member in group)))
-                group = []
+            group_bytes += file.size
+            if group_bytes >= unit_bytes:
+                units.append(Unit(tuple(group), bytes=group_bytes))
+                group, group_bytes = [], 0
     if group:
-        units.append(Unit(tuple(group), bytes=sum(member.size for member in group)))
+        units.append(Unit(tuple(group), bytes=group_bytes))
     return units
 
 

@@ -5,6 +5,7 @@ first fetched into a cache on the node's own disk, which its processes share. En
 credentials come from the environment, as for any client of the store.
 """
 
+import errno
 import fcntl
 import hashlib
 import logging
@@ -82,13 +83,15 @@ class LocalFolder:
         except FileNotFoundError:
             raise DamagedError("is missing") from None
         except OSError as error:
-            raise StorageError(f"{self.url}/{name}: cannot be read: {error.strerror}") from None
+            raise self._refusal(name, error) from None
 
     def map(self, name: str, offset: int, size: int, crc32: int) -> memoryview:
         try:
             return _checked(_map(Path(self.url) / name, offset, size), size, crc32)
-        except OSError as error:
+        except FileNotFoundError as error:
             raise DamagedError(f"cannot be read: {error.strerror}") from None
+        except OSError as error:
+            raise self._refusal(name, error) from None
 
     def size(self, name: str) -> int | None:
         path = Path(self.url) / name
@@ -96,6 +99,10 @@ class LocalFolder:
 
     def close(self) -> None:
         pass
+
+    def _refusal(self, name: str, error: OSError) -> StorageError:
+        hint = "; raise the limit with `ulimit -n`" if error.errno == errno.EMFILE else ""
+        return StorageError(f"{self.url}/{name}: cannot be read: {error.strerror}{hint}")
 
 
 def _map(path: Path, offset: int, size: int) -> memoryview:
@@ -184,6 +191,8 @@ class RemoteFolder:
             except FileNotFoundError:
                 raise DamagedError("is missing") from None
             except Exception as error:  # every kind of store has its own
+                if _begins_behind_the_end(error):
+                    raise DamagedError("is cut short") from None
                 waited = time.monotonic() - begin
                 if isinstance(error, FATAL) or type(error).__name__.endswith("CredentialsError"):
                     self._give_up(name, error)
@@ -197,6 +206,13 @@ class RemoteFolder:
 
     def _give_up(self, name: str, error: Exception, duration: str = "") -> NoReturn:
         raise StorageError(f"{self.url}/{name}: cannot be read{duration}: {type(error).__name__}: {error}") from None
+
+
+def _begins_behind_the_end(error: Exception) -> bool:
+    """Whether S3 refused a range because the object ends before it."""
+    # s3fs makes an EINVAL of this as of many other answers, and not every server sends a message with it.
+    response = getattr(error.__cause__, "response", None)
+    return isinstance(response, dict) and response.get("ResponseMetadata", {}).get("HTTPStatusCode") == 416
 
 
 class Cache:

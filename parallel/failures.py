@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 import config as settings
 from config import TitaniteError
 from parallel.comm import broadcast_object, synchronize
+from records import open_records, read_records
 
 logger = logging.getLogger(__name__)
 
@@ -42,12 +43,14 @@ class BadStepError(TitaniteError):
 class BadSteps:
     """The steps whose update is left out, in `skipped.jsonl` of the run's folder; the same on all ranks.
 
+    A record is the `first` and `last` step left out, and the cause at the last one.
+
     Their data is consumed as usual, so no place of the order changes; and a resume leaves them out again.
     """
 
     def __init__(self, failures: settings.Failures, folder: Path):
         self.settings, self.file = failures, folder / SKIPPED
-        records = broadcast_object(read_skipped(folder) if dist.get_rank() == 0 else None)
+        records = broadcast_object(read_records(self.file) if dist.get_rank() == 0 else None)
         self.skipped = {step for record in records for step in range(record["first"], record["last"] + 1)}
         self.incidents = {record["last"] for record in records}
         self.recent: deque[float] = deque(maxlen=SPIKE_WINDOW)
@@ -81,16 +84,9 @@ class BadSteps:
             raise BadStepError(f"step {last}: {cause}, so training stops and nothing of it is saved{spent}")
         self.skipped |= set(range(first, last + 1))
         if dist.get_rank() == 0:
-            with open(self.file, "a", encoding="utf-8") as file:
+            with open_records(self.file) as file:
                 file.write(json.dumps({"first": first, "last": last, "cause": cause}) + "\n")
         logger.info(f"step {last}: {cause}; no update by steps {first} to {last}")
-
-
-def read_skipped(folder: Path) -> list[dict[str, Any]]:
-    """The records of `skipped.jsonl`: `first` and `last` step left out, and the cause at the last one."""
-    file = folder / SKIPPED
-    lines = file.read_text(encoding="utf-8").split("\n")[:-1] if file.is_file() else []
-    return [json.loads(line) for line in lines]
 
 
 # ---------------------------------------------------------------- slow ranks

@@ -128,7 +128,7 @@ class Watchdog:
         self.step, self.last_checkpoint = step, step or None
 
     def saved(self, step: int) -> None:
-        """A checkpoint of `step` has been written, or is being written in the background."""
+        """A checkpoint of `step` is whole and safe."""
         self.last_checkpoint = step
 
     def close(self, step: int, steps: int, stopped_by: str) -> None:

@@ -1,6 +1,7 @@
 """Async saves, the second place, what is kept, and the room that must be there."""
 
 import concurrent.futures
+import errno
 import os
 import subprocess
 import threading
@@ -87,13 +88,15 @@ def test_async_resumes_bit_for_bit_and_reuses_its_host_copies(tmp_path):
 
 @pytest.mark.parametrize("failing_rank", [0, 1])
 def test_a_failed_background_save_surfaces_on_all_ranks_and_the_one_before_stays(tmp_path, failing_rank):
-    messages = run_ranks(2, _fail_in_the_background, str(tmp_path), failing_rank)
-    assert all("no room, on purpose" in message for message in messages)
+    for message, safe in run_ranks(2, _fail_in_the_background, str(tmp_path), failing_rank):
+        assert "no room, on purpose" in message
+        assert safe == [1]
     assert steps_in(tmp_path) == [1]
 
 
 def _fail_in_the_background(folder, failing_rank):
-    run = Run(folder, (2,), interval=1, mode="async")
+    run, safe = Run(folder, (2,), interval=1, mode="async"), []
+    run.checkpoint.on_commit = safe.append
     run.train(0, 1)
 
     def fail(*arguments):
@@ -105,7 +108,7 @@ def _fail_in_the_background(folder, failing_rank):
     run.checkpoint.save_if_due(2, last=False)
     with pytest.raises(CheckpointError) as caught:
         run.checkpoint.close()
-    return str(caught.value)
+    return str(caught.value), safe
 
 
 def test_check_raises_once_the_background_has_failed(tmp_path):
@@ -173,6 +176,35 @@ def test_what_cannot_be_removed_is_said_and_does_not_stop_the_run(tmp_path, monk
     run.train(0, 2)
     assert "still listed after their removal" in caplog.text
     assert steps_in(tmp_path) == [2, 1]
+
+
+def test_a_folder_that_may_not_be_changed_is_said_and_does_not_stop_the_run(tmp_path, monkeypatch, caplog):
+    run = Run(tmp_path, interval=1, keep=1)
+
+    def refuse(*arguments, **settings):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    run.train(0, 2)
+    assert "old checkpoints could not be removed" in caplog.text
+    assert "Permission denied" in caplog.text
+
+
+def test_ranks_of_a_node_may_remove_the_same_checkpoint_at_once(tmp_path):
+    names = [f"step-{i:08}-0123456789ab" for i in range(100)]
+    for name in names:
+        (tmp_path / name).mkdir()
+        for file in range(3):
+            (tmp_path / name / f"{file}").touch()
+    run_ranks(4, _remove_all, str(tmp_path), names)
+    assert not list(tmp_path.iterdir())
+
+
+def _remove_all(folder, names):
+    store = open_store(folder)
+    for name in names:
+        dist.barrier()
+        retention.remove_checkpoint(store, name)
 
 
 def test_seed_checkpoint_gives_all_runs_the_same_start(tmp_path):

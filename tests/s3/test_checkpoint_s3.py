@@ -197,15 +197,21 @@ def test_a_failed_large_object_leaves_nothing(bucket, proxy, monkeypatch, quick,
     assert "Uploads" not in store.client.list_multipart_uploads(Bucket=store.bucket)
 
 
-def test_begun_uploads_are_dropped_once_old(bucket):
-    store = store_at(bucket)
-    store.client.create_multipart_upload(Bucket=store.bucket, Key="step-1/x")
-    (begun,) = store.client.list_multipart_uploads(Bucket=store.bucket)["Uploads"]
-    age = time.time() - begun["Initiated"].timestamp()  # not always 0: moto's clock stands still in 2010
-    store.abort_uploads(age + 3600)
-    assert len(store.client.list_multipart_uploads(Bucket=store.bucket)["Uploads"]) == 1
-    store.abort_uploads(age - 3600)
-    assert "Uploads" not in store.client.list_multipart_uploads(Bucket=store.bucket)
+def test_begun_uploads_are_dropped_once_old_and_none_of_others(bucket):
+    store = store_at(f"{bucket}/run")
+    own = {f"run/{kind}-00000001-0123456789ab/x" for kind in ("step", "model")}
+    others = {"run-2/step-00000001-0123456789ab/x", "run/notes/x"}
+    for key in own | others:
+        store.client.create_multipart_upload(Bucket=store.bucket, Key=key)
+
+    def begun():
+        return store.client.list_multipart_uploads(Bucket=store.bucket)["Uploads"]
+
+    ages = [time.time() - upload["Initiated"].timestamp() for upload in begun()]  # moto's clock stands still in 2010
+    store.abort_uploads(max(ages) + 3600)
+    assert {upload["Key"] for upload in begun()} == own | others
+    store.abort_uploads(min(ages) - 3600)
+    assert {upload["Key"] for upload in begun()} == others
 
 
 @pytest.mark.parametrize("operation", ["put", "get", "list"])

@@ -17,7 +17,7 @@ from data import verify
 from data.loader import build_dataloader, validation_batches
 from data.prepare import prepare
 from data.shards import BadBlockError, DataError
-from data.storage import Cache, StorageError
+from data.storage import Cache, DamagedError, RemoteFolder, StorageError, open_folder
 from tests.corpus import data_config, write_dataset
 from tests.harness import run_ranks
 
@@ -185,6 +185,28 @@ def test_a_block_that_is_damaged_on_the_server(local, remote, tmp_path, proxy):
     with pytest.raises(BadBlockError, match=r"s3://.*train-00001\.arrow, block \d+: is damaged"):
         steps_of(loader)
     loader.close()
+
+
+def test_a_range_behind_the_end_of_a_cut_object_is_bad_at_once(local, remote, tmp_path, proxy):
+    config = config_of(remote, tmp_path, data__retry_seconds=2, data__on_bad_block="mask")
+    loader = build_dataloader(config, 0, 1)
+    system, _ = fsspec.core.url_to_fs(remote, skip_instance_cache=True)
+    for content in ((local / "train-00001.arrow").read_bytes()[:600], b""):
+        system.pipe_file(f"{remote}/train-00001.arrow", content)
+        proxy.reset()
+        with pytest.raises(DamagedError, match="is cut short"):
+            open_folder(remote, config.data).map("train-00001.arrow", 600, 100, 0)
+        assert proxy.counts()["get"] == 1
+    steps_of(loader)
+    loader.close()
+    assert len(*loader.state_dict()["masked"].values()) > 1
+
+
+def test_other_requests_that_s3_finds_invalid_say_nothing_about_the_data(bucket, tmp_path):
+    folder = RemoteFolder(bucket, Cache(tmp_path, 0), retry_seconds=0)
+    request = {"Bucket": bucket.removeprefix("s3://"), "Key": "x", "Body": b"x", "ContentMD5": "no"}
+    with pytest.raises(StorageError, match=r"Errno 22"):  # EINVAL, as for a range behind the end
+        folder._repeated("x", lambda: folder._system.call_s3("put_object", **request))
 
 
 def test_missing_files_are_named(remote, bucket, tmp_path):

@@ -1,6 +1,7 @@
 """Data that cannot be used: each case a clear error; a bad block masked in place when asked."""
 
 import json
+import resource
 import shutil
 import subprocess
 import sys
@@ -135,6 +136,28 @@ def test_a_bad_block_stops_the_run_and_is_named(folder, kind, prefetch_steps):
         with pytest.raises(BadBlockError, match=rf"train-00001\.arrow, {message}"):
             loader.next_step()
     loader.close()
+
+
+@pytest.mark.parametrize("kind", ["too many open files", "not readable"])
+def test_what_says_nothing_about_the_data_is_no_bad_block(folder, kind):
+    """It stops the run even when bad blocks are masked: the data may be sound."""
+    loader = build_dataloader(data_config(folder, training__seq_len=8, data__on_bad_block="mask"), 0, 1)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    message = r"dataset/train-0000\d\.arrow: cannot be read: "
+    try:
+        if kind == "too many open files":
+            message += "Too many open files; raise the limit with `ulimit -n`"
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+        else:
+            message += "Too many levels of symbolic links$"  # unlike permissions, this refuses root, too
+            for file in folder.glob("train-*.arrow"):
+                file.unlink()
+                file.symlink_to(file)
+        with pytest.raises(StorageError, match=message):
+            loader.next_step()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        loader.close()
 
 
 def tokens_and_labels(loader, steps):

@@ -3,11 +3,13 @@
 import json
 import random
 import threading
+import tracemalloc
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice, pairwise, zip_longest
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from checkpoint.manifest import encode_manifest
 from config import ConfigError
 from data.loader import IGNORED, Batch, build_dataloader, validation_batches
 from data.order import derive_key, permutation
@@ -48,6 +51,11 @@ def folders(tmp_path_factory):
 
 def config_of(folders, **overrides):
     return data_config(*folders, run__seed=SEED, data__window_blocks=WINDOW, **overrides)
+
+
+def stored(state: dict[str, Any]) -> dict[str, Any]:
+    """The state as it comes back out of a checkpoint."""
+    return json.loads(encode_manifest({"dataloader": state}))["manifest"]["dataloader"]
 
 
 def global_samples(loaders, steps: int) -> list[tuple[list[int], list[int], list[int]]]:
@@ -159,7 +167,7 @@ def test_order_survives_every_change_between_two_steps(folders, phases, shuffle_
         loaders = [build_dataloader(config, rank, p["dp_size"]) for rank in range(p["dp_size"])]
         for loader in loaders:
             if state:
-                loader.load_state_dict(json.loads(json.dumps(state)))
+                loader.load_state_dict(stored(state))
         samples = global_samples(loaders, p["steps"])
         assert samples == reference.take(chosen, p["mixture"][1], p["seq_len"], len(samples))
         states = [loader.state_dict() for loader in loaders]
@@ -170,6 +178,48 @@ def test_order_survives_every_change_between_two_steps(folders, phases, shuffle_
         for loader in loaders:
             loader.close()
         state = states[0]
+
+
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (0.3, 0.7)])
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_mixture_goes_on_where_it_stood_whatever_order_its_datasets_have(folders, order, weights):
+    """What a checkpoint stores is sorted; with equal weights two samples are due at once, and the order decides."""
+    config = config_of(
+        [folders[i] for i in order],
+        data__weights=list(weights),
+        data__mask_documents=True,
+        training__seq_len=7,
+        training__local_batch_size=1,
+    )
+    loader = build_dataloader(config, 0, 1)
+    expected = global_samples([loader], 20)
+    loader.close()
+    for stop in range(1, 6):
+        before, after = build_dataloader(config, 0, 1), build_dataloader(config, 0, 1)
+        samples = global_samples([before], stop)
+        after.load_state_dict(stored(before.state_dict()))
+        assert samples + global_samples([after], 20 - stop) == expected
+        before.close()
+        after.close()
+
+
+def test_of_an_earlier_version_a_single_dataset_is_resumed_and_a_mixture_refused(folders):
+    """Version 2 held the datasets as a table, of which a checkpoint loses the order."""
+
+    def earlier(state: dict[str, Any]) -> dict[str, Any]:
+        return stored(state | {"version": 2, "datasets": {name: values for name, *values in state["datasets"]}})
+
+    settings = {"data__mask_documents": True, "training__seq_len": 7, "training__local_batch_size": 1}
+    loader = build_dataloader(config_of(folders[:1], **settings), 0, 1)
+    global_samples([loader], 3)
+    again = build_dataloader(config_of(folders[:1], **settings), 0, 1)
+    again.load_state_dict(earlier(loader.state_dict()))
+    assert global_samples([again], 3) == global_samples([loader], 3)
+    both = build_dataloader(config_of(folders[:2], **settings), 0, 1)
+    with pytest.raises(DataError, match="version 2 of several datasets, without their order"):
+        both.load_state_dict(earlier(both.state_dict()))
+    for each in (loader, again, both):
+        each.close()
 
 
 def test_every_token_is_an_input_once_per_epoch(folders):
@@ -350,6 +400,56 @@ def test_validation_takes_at_most_max_samples_spread_over_all(folders):
     every = [pair for rank in pairs(validation__max_samples=0) for pair in rank]
     assert {pair for rank in few for pair in rank} <= set(every)
     assert max(token for rank in few for token, _ in rank) > 500  # the last dataset is there
+
+
+def validation_reads(
+    monkeypatch, tokens: Sequence[int], dp_rank: int, dp_size: int, **overrides
+) -> Iterator[list[tuple[int, int]]]:
+    """(stream, first token) of the samples in each batch of a rank, from streams of so many held-out tokens."""
+    reads = []
+
+    def stream(split, *_, **__):
+        def read(start, out):
+            reads.append((split, start))
+            return [len(out)], []
+
+        return SimpleNamespace(split=SimpleNamespace(dtype=np.uint16), epoch_tokens=tokens[split], read=read)
+
+    monkeypatch.setattr("data.loader.Stream", stream)
+    monkeypatch.setattr("data.loader.open_dataset", lambda url, _: SimpleNamespace(hash=url, split=lambda _: int(url)))
+    config = data_config(*map(str, range(len(tokens))), **overrides)
+    for _ in validation_batches(config, dp_rank, dp_size):
+        yield list(reads)
+        reads.clear()
+
+
+@pytest.mark.parametrize("tokens", [[23], [2], [50, 0, 1, 2, 6, 7, 8, 0, 31, 0], [0, 1, 601, 5]])
+@pytest.mark.parametrize("max_samples", [0, 1, 4, 7, 1000])
+def test_validation_chooses_evenly_from_the_samples_of_all_streams(monkeypatch, tokens, max_samples):
+    seq_len, size, dp_size = 6, 2, 3
+    every = [(i, start) for i, count in enumerate(tokens) for start in range(0, max(count - 1, 0), seq_len)]
+    chosen = min(len(every), max_samples or len(every))
+    spread = [every[i * len(every) // chosen] for i in range(chosen)]
+    for rank in range(dp_size):
+        expected = [
+            spread[first + rank * size : first + rank * size + size] for first in range(0, chosen, size * dp_size)
+        ]
+        overrides = {"training__seq_len": seq_len, "training__local_batch_size": size}
+        reads = validation_reads(monkeypatch, tokens, rank, dp_size, validation__max_samples=max_samples, **overrides)
+        assert list(reads) == expected
+
+
+def test_validation_needs_no_memory_for_the_samples_it_does_not_take(monkeypatch):
+    reads = validation_reads(
+        monkeypatch, [10**6, 10**6], 0, 1, training__seq_len=8, training__local_batch_size=2, validation__max_samples=2
+    )
+    tracemalloc.start()
+    try:
+        assert list(reads) == [[(0, 0), (1, 0)]]
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 10**6  # 250,000 samples: 4 bytes each
 
 
 def test_validation_positions(folders):

@@ -170,6 +170,38 @@ def test_more_units_than_files_may_be_open(texts, tokenizer_folder, tmp_path):
     assert Counter(decoded(tmp_path / "out", "train") + decoded(tmp_path / "out", "validation")) == Counter(texts)
 
 
+def test_small_files_share_units(monkeypatch):
+    """A unit is closed by the file that fills it; empty files fill none."""
+    monkeypatch.setattr(sources, "UNIT_BYTES", 10)
+    sizes = {"a.txt": 0, "b.md": 9, "lines.jsonl": 15, "c.py": 0, "d.txt": 1, "packed.jsonl.gz": 30}
+    sizes |= {"e.c": 0, "f.txt.gz": 25, "g.txt": 4, "h.txt": 5, "i.txt": 0}
+    files = [sources.File(name, size) for name, size in sizes.items()]
+    a, b, lines, c, d, packed, e, f, g, h, i = files
+    assert sources.plan_units(files) == [
+        sources.Unit((lines,), 0, 10, 10),
+        sources.Unit((lines,), 10, 15, 5),
+        sources.Unit((a, b, c, d), bytes=10),
+        sources.Unit((packed,), bytes=30),
+        sources.Unit((e, f), bytes=25),
+        sources.Unit((g, h, i), bytes=9),
+    ]
+    assert sources.plan_units([a, c]) == [sources.Unit((a, c))]
+
+
+def test_planning_looks_at_each_small_file_a_few_times_only():
+    reads = []
+
+    class Counted(sources.File):
+        @property
+        def size(self) -> int:
+            reads.append(self.url)
+            return self[1]
+
+    files = [Counted(f"/{number}.txt", 300 * (number % 2)) for number in range(2000)]
+    assert sources.plan_units(files) == [sources.Unit(tuple(files), bytes=300_000)]
+    assert len(reads) <= 3 * len(files)
+
+
 def test_a_large_input_has_larger_units():
     files = [sources.File(f"/{i}.jsonl", 10**9) for i in range(1000)]
     units = sources.plan_units(files)

@@ -4,11 +4,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks.gpu import KERNELS, attainable, merged, runs
+from benchmarks.gpu import KERNELS, attainable, merged, runs, shares
 from models.llama import FLAVORS
 from models.llama.model import Llama
 
@@ -42,3 +43,31 @@ def test_what_is_attainable_follows_from_the_operations_of_a_token() -> None:
 def test_time_of_kernels_that_overlap_is_counted_once() -> None:
     assert list(merged(iter([(5.0, 7.0), (1.0, 3.0), (2.0, 4.0)]))) == [(0.0, 0.0), (1.0, 4.0), (5.0, 7.0)]
     assert KERNELS[-1][1] == "", "every kernel is counted as something"
+
+
+def event(name: str, begin: float, end: float, annotation: bool = False) -> SimpleNamespace:
+    span = SimpleNamespace(start=begin, end=end, elapsed_us=lambda: end - begin)
+    return SimpleNamespace(
+        name=name, time_range=span, device_type=torch.autograd.DeviceType.CUDA, is_user_annotation=annotation
+    )
+
+
+def test_shares_count_kernels_and_nothing_that_only_bears_a_name() -> None:
+    events = [
+        event("## Call CompiledFxGraph ##", 0, 100, annotation=True),
+        event("Optimizer.step#AdamW.step", 60, 100, annotation=True),
+        event("nvjet_tst_128x256_64x4", 0, 40),
+        event("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", 40, 60),
+        event("triton_poi_fused__scaled_dot_product_cudnn_attention_view_3", 60, 70),
+        event("triton_poi_fused_add_div_lerp_mul_sqrt_0", 70, 80),
+        event("triton_tem_fused_flex_attention_1", 90, 100),
+    ]
+    found = shares(SimpleNamespace(events=lambda: events), torch.device("cuda"))  # type: ignore[arg-type]
+    assert {name: found[f"{name} %"] for name in ("GEMM", "attention", "pointwise", "optimizer", "idle")} == {
+        "GEMM": 40,
+        "attention": 30,
+        "pointwise": 10,
+        "optimizer": 10,
+        "idle": pytest.approx(10),
+    }
+    assert found["attention by"] == "cudnn+flex"

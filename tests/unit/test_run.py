@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from config import Config, ConfigError, Metrics, Model, Parallelism, Run, Training
+from data.ledger import Ledger, read_ledger
+from data.place import StepShape
 from launch.torchrun import launch
 from metrics import MetricsLogger, find_hook, peak_flops
 from models import find_model
 from parallel.mesh import ParallelDims
-from run_folder import check_run_folder, name_run_folder, record_start
+from run_folder import check_run_folder, name_run_folder, read_starts, record_start
 
 
 def test_new_runs_get_names_of_their_own(tmp_path: Path) -> None:
@@ -33,6 +35,27 @@ def test_starts_are_recorded_with_what_changed(tmp_path: Path) -> None:
     assert [start["world_size"] for start in starts] == [2, 4]
     assert starts[0]["packages"]["torch"] == torch.__version__
     assert starts[0]["git_commit"]
+
+
+def test_a_line_cut_by_a_kill_spoils_no_later_one(tmp_path: Path) -> None:
+    for _ in range(3):
+        record_start(tmp_path / "run", Config(), {}, world_size=2, job="job 1")
+        file = tmp_path / "run" / "starts.jsonl"
+        file.write_text(file.read_text() + '{"time": "cut')
+    assert [start["world_size"] for start in read_starts(tmp_path / "run")] == [2, 2, 2]
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "starts.jsonl").touch()  # a full disk
+    assert name_run_folder(Config(run=Run(outputs=str(tmp_path))), {}, "job 1") == tmp_path / "run"
+
+
+def test_a_ledger_cut_by_a_kill_goes_on(tmp_path: Path) -> None:
+    for _ in range(2):
+        ledger = Ledger(tmp_path, 0, StepShape(1, 1, 1), {"version": 3})
+        ledger.step(0, [], {})
+        ledger.close()
+        with open(tmp_path / "data" / "rank-00000.jsonl", "a") as file:
+            file.write('{"first": 1, "cr')
+    assert [step.first for step in read_ledger(tmp_path / "data" / "rank-00000.jsonl")] == [0, 0]
 
 
 def test_another_models_run_is_not_resumed(tmp_path: Path) -> None:

@@ -1,0 +1,25 @@
+"""Files of one JSON record a line, added to by every start of a run. Imports no torch.
+
+A kill or a full disk may cut the last line: it counts as never written.
+"""
+
+import json
+import mmap
+from pathlib import Path
+from typing import IO, Any
+
+
+def open_records(path: Path) -> IO[str]:
+    """The file, to add lines to. What was cut off at its end goes first: the next line would be glued to it."""
+    if path.is_file() and path.stat().st_size:
+        with open(path, "r+b") as file:
+            with mmap.mmap(file.fileno(), 0) as content:
+                whole = content.rfind(b"\n") + 1
+            file.truncate(whole)
+    return open(path, "a", encoding="utf-8")
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The records so far; none if there is no such file. Raises ValueError for a line that is not JSON."""
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []
+    return [json.loads(line) for line in lines]
