@@ -161,10 +161,8 @@ def test_every_third_layer() -> None:
 
 
 def test_the_compiler_keeps_to_a_memory_budget() -> None:
+    """In a whole step; what a block keeps at several budgets is in tests/unit/test_plan.py."""
     (none,) = run_ranks(1, run_counted, "none", "inductor")
-    kept = [none[1]]
-    for budget in (0.6, 0.2):
-        ((loss, nbytes, *_),) = run_ranks(1, partial(run_counted, memory_budget=budget), "budget", "inductor")
-        assert abs(loss - none[0]) < 1e-4 * loss
-        kept.append(nbytes)
-    assert kept[2] < kept[1] < kept[0]
+    ((loss, nbytes, *_),) = run_ranks(1, partial(run_counted, memory_budget=0.2), "budget", "inductor")
+    assert abs(loss - none[0]) < 1e-4 * loss
+    assert nbytes < 0.8 * none[1]
