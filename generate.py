@@ -257,7 +257,7 @@ def chat(trained: Trained, system: str, request: Request, device: torch.device) 
 def read_prompts(file: Path) -> list[str]:
     """The `prompt` of every line of a jsonl file. Raises ConfigError naming the line."""
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8").removesuffix("\n").split("\n")  # JSON may hold other line ends
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--prompts-file {file}: cannot be read: {error}") from None
     prompts = []

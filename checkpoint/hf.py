@@ -160,9 +160,11 @@ def model_config(manifest: Manifest) -> LlamaConfig:
 
 
 def trained_positions(manifest: Manifest) -> int:
-    """Tokens of the sequences that the model was trained on, by this run or by who exported it."""
+    """Tokens of the sequences that the model was trained on, by this run or its exporter. Raises CheckpointError."""
     if "imported" in manifest:
         return manifest["imported"]["max_position_embeddings"]
+    if "config" not in manifest:
+        raise CheckpointError("this checkpoint does not say for how many tokens: give --max-seq-len")
     return tomllib.loads(manifest["config"])["training"]["seq_len"]
 
 
@@ -199,7 +201,7 @@ def import_model(folder: Path, place: str, *, check: str) -> None:
     parent, _, name = place.rstrip("/").rpartition("/")
     if name in ("", ".", "..") or parent.endswith(":/"):
         raise CheckpointError(f"{place}: name a new folder, or a prefix in a bucket")
-    store = open_store(parent or ".")
+    store = open_store(parent or ("/" if place.startswith("/") else "."))
     if store.sizes(name):
         raise CheckpointError(f"{place}: exists; name a new checkpoint")
     shapes = parameter_shapes(config)

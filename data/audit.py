@@ -12,6 +12,7 @@ once for each epoch that was consumed.
 """
 
 import argparse
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -217,6 +218,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     if bool(options.run) == bool(options.config) or bool(options.steps) == options.prove:
         parser.error("give --run or --config, and --steps or --prove")
+    if options.steps and not re.fullmatch(r"\d+(:\d+)?", options.steps):
+        parser.error(f"--steps {options.steps}: must be N or FIRST:STOP")
+    if options.every < 1:
+        parser.error(f"--every {options.every}: must be at least 1")
     try:
         if options.prove:
             print("\n".join(prove(options.run, options.every)), "proven", sep="\n")

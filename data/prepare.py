@@ -155,7 +155,8 @@ def prepare(
 
 def _trained_tokenizer(units: list[Unit], text_key: str, vocab_size: int) -> Tokenizer:
     """A tokenizer learnt from units spread evenly over the input, the beginning of each."""
-    step = max(1, sum(unit.bytes for unit in units) // TOKENIZER_SAMPLE_BYTES)
+    total = min(sum(unit.bytes for unit in units), len(units) * UNIT_BYTES)  # few large units: some of each
+    step = max(1, total // TOKENIZER_SAMPLE_BYTES)
     chosen = units[::step]
     each = max(TOKENIZER_SAMPLE_BYTES // max(len(chosen), 1), UNIT_BYTES)
     return train_tokenizer(chain.from_iterable(_beginning(unit, text_key, each) for unit in chosen), vocab_size)
@@ -398,6 +399,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--overwrite", action="store_true", help="replace a finished dataset")
     add("--dry-run", action="store_true", help="read everything, count it and write nothing")
     arguments = vars(parser.parse_args(argv))
+    for name, least in (("max_characters", 0), ("processes", 0), ("block_mb", 1e-6), ("shard_mb", 1e-6)):
+        if arguments[name] < least:
+            parser.error(f"--{name.replace('_', '-')} {arguments[name]}: must be {'above' if least else 'at least'} 0")
     arguments["sources"] = arguments.pop("source")
     try:
         if arguments.pop("dry_run"):

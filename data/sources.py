@@ -71,8 +71,13 @@ def _expand(source: str) -> list[File]:
     try:
         system, path = fsspec.core.url_to_fs(source)
         details, is_folder = _details(system, path)
+        details = {name: system.info(name) if info.get("islink") else info for name, info in details.items()}
     except (OSError, ValueError, ImportError) as error:
         raise DataError(f"--source {source}: cannot be listed: {error}") from None
+    for name, info in details.items():
+        if info.get("islink") and info["type"] != "file" and is_folder:
+            what = "a folder: name it as a source, too" if info["type"] == "directory" else "no file"
+            raise DataError(f"--source {source}: {name} is a link to {what}")
     return [
         File(system.unstrip_protocol(name) if "://" in source else name, info["size"])
         for name, info in sorted(details.items())
@@ -107,7 +112,7 @@ def plan_units(files: Sequence[File]) -> list[Unit]:
     for file in files:
         kind, compression = _kind(file.url)
         if kind == "parquet":
-            units += _row_group_units(file)
+            units += _row_group_units(file, unit_bytes)
         elif kind == "jsonl" and not compression:
             for start in range(0, file.size, unit_bytes):
                 stop = min(start + unit_bytes, file.size)
@@ -138,7 +143,7 @@ def _open(file: File) -> Any:
     return fsspec.open(file.url, "rb").open()
 
 
-def _row_group_units(file: File) -> list[Unit]:
+def _row_group_units(file: File, unit_bytes: int) -> list[Unit]:
     try:
         with _open(file) as stream:
             metadata = pq.read_metadata(stream)
@@ -147,7 +152,10 @@ def _row_group_units(file: File) -> list[Unit]:
     except pa.ArrowException as error:
         raise DataError(f"{file.url}: not a Parquet file: {error}") from None
     groups = metadata.num_row_groups
-    return [Unit((file,), i, i + 1, file.size // groups) for i in range(groups)]
+    per_unit = max(1, unit_bytes * groups // max(1, file.size))  # some writers make groups of a few megabytes
+    starts = range(0, groups, per_unit)
+    stops = [min(start + per_unit, groups) for start in starts]
+    return [Unit((file,), a, b, file.size * (b - a) // groups) for a, b in zip(starts, stops, strict=True)]
 
 
 def documents(unit: Unit, text_key: str, example_keys: tuple[str, ...] = ()) -> Iterator[str]:
@@ -217,13 +225,23 @@ def _json_text(file: File, position: int, line: bytes, text_key: str, example_ke
     except ValueError as error:
         raise DataError(f"{file.url}, line at byte {position}: not JSON: {error}") from None
     if example_keys:
-        return _example(record, example_keys, f"{file.url}, line at byte {position}")
+        return _unicode(_example(record, example_keys, f"{file.url}, line at byte {position}"), file, position)
     text = record.get(text_key) if isinstance(record, dict) else None
     if not isinstance(text, str):
         keys = ", ".join(record) if isinstance(record, dict) else type(record).__name__
         raise DataError(
             f"{file.url}, line at byte {position}: no text under {text_key!r}; it has {keys}; choose with --text-key"
         )
+    return _unicode(text, file, position)
+
+
+def _unicode(text: str, file: File, position: int) -> str:
+    """`text`, which JSON may have given half a character. Raises DataError."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        place, half = f"{file.url}, line at byte {position}", ascii(text[error.start])[1:-1]
+        raise DataError(f"{place}: holds {half}, half of a character, which is not Unicode") from None
     return text
 
 
@@ -239,20 +257,15 @@ def _example(record: Any, keys: tuple[str, ...], place: str) -> str:
 def _parquet_texts(file: File, stream: Any, unit: Unit, text_key: str, example_keys: tuple[str, ...]) -> Iterator[str]:
     table = pq.ParquetFile(stream)
     names = table.schema_arrow.names
-    if example_keys:
-        wanted = [key for key in example_keys if key in names]
-        rows = (
-            row
-            for batch in table.iter_batches(1024, row_groups=[unit.start], columns=wanted)
-            for row in batch.to_pylist()
-        )
-        for number, record in enumerate(rows):
-            yield _example(record, example_keys, f"{file.url}, row group {unit.start}, row {number}")
-        return
-    if text_key not in names:
+    if not example_keys and text_key not in names:
         raise DataError(f"{file.url}: no column {text_key!r}; it has {', '.join(names)}; choose with --text-key")
-    for batch in table.iter_batches(1024, row_groups=[unit.start], columns=[text_key]):
-        for row, text in enumerate(batch.column(0).to_pylist()):
-            if not isinstance(text, str):
-                raise DataError(f"{file.url}, row group {unit.start}: {text_key!r} holds {text!r}, row {row}")
-            yield text
+    wanted = [key for key in example_keys or (text_key,) if key in names]
+    batches = table.iter_batches(1024, row_groups=list(range(unit.start, unit.stop)), columns=wanted)
+    first = sum(table.metadata.row_group(i).num_rows for i in range(unit.start))
+    for row, record in enumerate((record for batch in batches for record in batch.to_pylist()), start=first):
+        if example_keys:
+            yield _example(record, example_keys, f"{file.url}, row {row}")
+        elif isinstance(record[text_key], str):
+            yield record[text_key]
+        else:
+            raise DataError(f"{file.url}, row {row}: {text_key!r} holds {record[text_key]!r}")

@@ -167,6 +167,10 @@ def test_usage_errors(run, tmp_path, capsys):
         audit.main(["--run", str(folder), "--steps", "99"])
     with pytest.raises(SystemExit, match="is it the folder of a run"):
         audit.main(["--run", str(tmp_path), "--prove"])
+    for mistake in (["--steps=abc"], ["--steps=3:"], ["--prove", "--every=0"]):
+        with pytest.raises(SystemExit):
+            audit.main(["--run", str(folder), *mistake])
+        assert f"error: {mistake[-1].replace('=', ' ')}: must be" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- verify

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -298,6 +299,11 @@ def test_a_dry_run_counts_and_writes_nothing(texts, tmp_path, capsys):
         ("a.jsonl", b'{"text": "x"}\n{"text": \n', r"a\.jsonl, line at byte 14: not JSON"),
         ("a.jsonl", b'{"body": "x"}\n', r"no text under 'text'; it has body; choose with --text-key"),
         ("a.jsonl", b'{"text": 3}\n', r"no text under 'text'"),
+        (
+            "a.jsonl",
+            b'{"text": "a"}\n{"text": "cut \\ud83d here"}\n',
+            r"line at byte 14: holds \\ud83d, half of a char",
+        ),
         ("a.jsonl", b"\n", "holds no text: nothing to prepare"),
         ("a.parquet", b"PAR1", r"a\.parquet: not a Parquet file"),
         ("a.txt", b"abc\xff", r"a\.txt: not utf-8 text: invalid start byte at byte 3"),
@@ -319,6 +325,59 @@ def test_missing_sources_are_named(tmp_path):
     unit = sources.plan_units(sources.list_files([str(tmp_path / "a.parquet")]))[0]
     with pytest.raises(DataError, match=r"a\.parquet: no column 'text'; it has body; choose with --text-key"):
         list(sources.documents(unit, "text"))
+
+
+def test_links_are_followed_and_never_left_out(tmp_path):
+    """As in the Hugging Face cache, where every file of a snapshot is a link."""
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / "0123").write_text("hello")
+    (tmp_path / "snapshot").mkdir()
+    (tmp_path / "snapshot" / "a.txt").symlink_to("../blobs/0123")
+    (tmp_path / "snapshot" / "b.txt").write_text("b")
+    names = [str(tmp_path / "snapshot" / name) for name in ("a.txt", "b.txt")]
+    for source in ("snapshot", "snapshot/*"):
+        assert sources.list_files([str(tmp_path / source)]) == [
+            sources.File(name, size) for name, size in zip(names, (5, 1), strict=True)
+        ]
+    (tmp_path / "snapshot" / "more").symlink_to("../blobs")
+    with pytest.raises(DataError, match="more is a link to a folder: name it as a source, too"):
+        sources.list_files([str(tmp_path / "snapshot")])
+    (tmp_path / "snapshot" / "more").unlink()
+    (tmp_path / "snapshot" / "c.txt").symlink_to("../nowhere")
+    with pytest.raises(DataError, match=r"No such file or directory: .*c\.txt"):
+        sources.list_files([str(tmp_path / "snapshot")])
+
+
+@pytest.mark.parametrize(("unit_bytes", "units"), [(1, 10), (10**9, 1)])
+def test_small_row_groups_share_units(tmp_path, monkeypatch, unit_bytes, units):
+    texts = [f"text {i}" for i in range(40)]
+    file = str(tmp_path / "a.parquet")
+    pq.write_table(pa.table({"text": [*texts[:37], None, *texts[38:]], "id": range(40)}), file, row_group_size=4)
+    monkeypatch.setattr(sources, "UNIT_BYTES", unit_bytes)
+    monkeypatch.setattr(sources, "MOST_UNITS", 10**9)
+    planned = sources.plan_units(sources.list_files([file]))
+    assert len(planned) == units
+    assert [row for unit in planned for row in range(unit.start, unit.stop)] == list(range(10))
+    read = chain.from_iterable(sources.documents(unit, "text") for unit in planned)
+    assert list(islice(read, 37)) == texts[:37]
+    with pytest.raises(DataError, match=r"a\.parquet, row 37: 'text' holds None"):
+        next(read)
+
+
+def test_the_tokenizer_is_learnt_from_all_kinds_of_a_few_large_units(monkeypatch):
+    sampled = []
+    monkeypatch.setattr(prepare_module, "_beginning", lambda unit, *_: sampled.append(unit) or iter(("text ",)))
+    units = [sources.Unit((sources.File(name, 1 << 30),), bytes=1 << 30) for name in ("code", "math", "web")]
+    prepare_module._trained_tokenizer(units, "text", 300)
+    assert sampled == units
+
+
+@pytest.mark.parametrize("flag", ["--shard-mb=0", "--block-mb=-1", "--max-characters=-5", "--processes=-1"])
+def test_sizes_that_make_no_sense_are_refused(tmp_path, flag, capsys):
+    with pytest.raises(SystemExit):
+        main(["--source=stdlib", f"--output={tmp_path / 'out'}", flag])
+    assert f"error: {flag.partition('=')[0]}" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_standard_library_without_its_tests():

@@ -23,7 +23,7 @@ from checkpoint.hf import main as checkpoint_hf
 from config import TitaniteError
 from data.chat import BUILT_IN, ChatTemplate
 from data.tokenizer import Tokenizer
-from generate import Sampling, TextStream, generate, main, sample
+from generate import Sampling, TextStream, generate, main, read_prompts, sample
 from models.llama.model import Llama
 from tests.unit.test_llama import FAMILIES, SMALL, hf_model, ours_from
 from trained import load_trained
@@ -274,6 +274,13 @@ def test_a_chat_goes_on_from_what_was_said(
     assert "spells out '<|im_end|>'" in err
     assert [message["role"] for message in asked[-1]] == ["system", "user", "assistant", "user"]
     assert asked[-1][2]["content"] in out
+
+
+def test_a_prompt_may_hold_any_line_end(tmp_path: Path) -> None:
+    prompts = ["a\u2028b", "c\u0085d", "e\r\nf"]
+    text = "".join(json.dumps({"prompt": prompt}, ensure_ascii=False) + "\n" for prompt in prompts)
+    (tmp_path / "prompts.jsonl").write_text(text, encoding="utf-8")
+    assert read_prompts(tmp_path / "prompts.jsonl") == prompts
 
 
 def test_mistakes_are_explained(imported: Path, tmp_path: Path) -> None:

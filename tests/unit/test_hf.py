@@ -136,6 +136,19 @@ def test_a_place_that_is_none_is_refused(tmp_path, tokenizer_folder, place):
         import_model(tmp_path / "hf", place, check="auto")
 
 
+def test_a_folder_in_the_root_is_not_one_in_the_working_directory(tmp_path, tokenizer_folder, monkeypatch):
+    hf_folder(tmp_path / "hf", "llama3", tokenizer_folder)
+    (tmp_path / "here" / "etc").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(CheckpointError, match="/etc: exists"):  # so does the other, but it is empty
+        import_model(tmp_path / "hf", "/etc", check="auto")
+
+
+def test_who_was_not_told_the_length_says_so():
+    with pytest.raises(CheckpointError, match="give --max-seq-len"):
+        hf.trained_positions({})
+
+
 def test_how_to_start_names_the_flavor_or_gives_it():
     said = hf.how_to_start("there", FLAVORS["8B_3.1"])
     assert said == "start from it with --model.flavor=8B_3.1 --checkpoint.initial_load=there"
