@@ -48,7 +48,7 @@ TOKENIZER_SAMPLE_BYTES = 64 * 2**20  # text a tokenizer is trained on
 class Plan:
     """All that decides the bytes of the dataset; a change of it makes finished parts useless."""
 
-    input: str  # hash of the input files' names and sizes
+    input: str  # hash of the units: the files' names and sizes, and how they are cut
     text_key: str
     example_keys: str
     format: str
@@ -124,7 +124,7 @@ def prepare(
     dtype = token_dtype(chosen.vocab_size) if format == "text" else "uint32"
     shards = _estimated_bytes(files, dtype) / (shard_mb * 2**20)
     plan = Plan(
-        input=hashlib.sha256(json.dumps(files).encode()).hexdigest(),
+        input=hashlib.sha256(json.dumps(units).encode()).hexdigest(),
         text_key=text_key,
         example_keys=example_keys,
         format=format,

@@ -218,6 +218,21 @@ def test_a_trained_tokenizer_is_the_same_every_time(texts, tmp_path):
     assert load_tokenizer(tmp_path / "a").vocab_size == 350
 
 
+def test_parts_of_an_input_that_was_cut_otherwise_are_not_used(texts, tokenizer_folder, tmp_path, monkeypatch):
+    """By an earlier version, say: its unit 1 is not ours."""
+    pq.write_table(pa.table({"text": texts}), tmp_path / "in.parquet", row_group_size=10)
+    source, options = [str(tmp_path / "in.parquet")], {"tokenizer": str(tokenizer_folder), "processes": 1}
+    prepare(source, str(tmp_path / "whole"), **options)
+    with monkeypatch.context() as other:
+        other.setattr(sources, "UNIT_BYTES", 1)
+        other.setattr(sources, "MOST_UNITS", 10**9)
+        other.setattr(prepare_module, "_write_bucket", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            prepare(source, str(tmp_path / "out"), **options)
+    prepare(source, str(tmp_path / "out"), **options)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
 @pytest.mark.parametrize("progress", ["unit-", "bucket-"])
 def test_after_sigkill_the_same_command_finishes_with_the_same_bytes(texts, tokenizer_folder, tmp_path, progress):
     file = write_jsonl(tmp_path / "in.jsonl", texts * 20)
