@@ -12,6 +12,7 @@ from config import Config
 from data.order import Epoch, derive_key, permutation, plain_epoch, shuffled_epoch, window_pieces
 from data.packing import unpack
 from data.shards import BadBlockError, Block, Dataset, Split
+from data.storage import StorageError
 
 log = logging.getLogger(__name__)
 
@@ -184,7 +185,10 @@ class Stream:
     def _start_reading(self, number: int, index: int) -> Reading:
         first = index * self._window_blocks
         blocks = self._epoch(number).blocks[first : first + self._window_blocks]
-        return Reading(blocks, [self._readers.submit(self._read_block, int(block)) for block in blocks])
+        try:
+            return Reading(blocks, [self._readers.submit(self._read_block, int(block)) for block in blocks])
+        except RuntimeError:  # no more tasks: another thread has closed the loader
+            raise StorageError(f"{self.split.folder.url}: cannot be read: the loader is closed") from None
 
     def _epoch(self, number: int) -> Epoch:
         if number not in self._epochs:

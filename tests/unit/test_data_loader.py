@@ -22,6 +22,7 @@ from config import ConfigError
 from data.loader import IGNORED, Batch, build_dataloader, validation_batches
 from data.order import derive_key, permutation
 from data.shards import DataError, open_dataset
+from data.storage import StorageError
 from data.stream import Stream
 from tests.corpus import data_config, expected_stream, stored_blocks, write_dataset
 
@@ -220,6 +221,13 @@ def test_of_an_earlier_version_a_single_dataset_is_resumed_and_a_mixture_refused
         both.load_state_dict(earlier(both.state_dict()))
     for each in (loader, again, both):
         each.close()
+
+
+def test_a_closed_loader_says_so(folders):
+    loader = build_dataloader(config_of(folders[:1], training__seq_len=7, training__local_batch_size=1), 0, 1)
+    loader.close()
+    with pytest.raises(StorageError, match="cannot be read: the loader is closed"):
+        loader.next_step()
 
 
 def test_every_token_is_an_input_once_per_epoch(folders):
