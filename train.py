@@ -238,6 +238,8 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
             text = sample_text(parts, compute, dataloader.tokenizer, config, dims, mesh, device)
             logger.info(f"sample:\n{text}")
         checkpoint.close()
+        if rank == 0 and config.checkpoint.enable:
+            record_progress(folder)  # an orderly end is no crash, even where nothing was left to save
         dataloader.close()
         metrics.close()
     watchdog.close(step, training.steps, stop.asked_by)
