@@ -9,6 +9,7 @@ A section is a frozen dataclass; the text under a field is its documentation, wh
 """
 
 import ast
+import contextlib
 import dataclasses
 import difflib
 import inspect
@@ -40,12 +41,18 @@ class ConfigError(TitaniteError):
 
 @dataclass(frozen=True)
 class Range:
-    """Allowed numbers, both ends included."""
+    """Allowed numbers, `min` and `max` included, `below` not."""
 
     min: float = -math.inf
     max: float = math.inf
+    below: float = math.inf
+
+    def __contains__(self, number: float) -> bool:
+        return self.min <= number <= self.max and number < self.below
 
     def __str__(self) -> str:
+        if self.below < math.inf:
+            return f"from {self.min:g} to below {self.below:g}"
         if self.max == math.inf:
             return f">= {self.min:g}"
         return f"from {self.min:g} to {self.max:g}"
@@ -55,6 +62,11 @@ Count = Annotated[int, Range(0)]
 Positive = Annotated[int, Range(1)]
 NonNegative = Annotated[float, Range(0.0)]
 Fraction = Annotated[float, Range(0.0, 1.0)]
+Decay = Annotated[float, Range(0.0, below=1.0)]
+
+REQUEST_ATTEMPTS = 5  # of each request to an object store for a checkpoint
+LONGEST_PAUSES_SECONDS = 15  # between them, together
+PATIENCE = 0.8  # share of the time that a collective may take after which the watchdog finds that the job hangs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,8 +119,8 @@ class Data:
     """Folder on the node's own disk for blocks of remote datasets. Empty: one of your own in the temporary folder."""
     cache_gb: NonNegative = 50.0
     """Size of that cache, in 10^9 bytes; what was used longest ago is removed first."""
-    retry_seconds: Count = 300
-    """How long a failing request for remote data is repeated before the run stops."""
+    retry_seconds: Count = 180
+    """How long a failing request for remote data is repeated before the run stops, well below comm's timeouts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,9 +155,9 @@ class Optimizer:
     """Kind of optimizer."""
     lr: NonNegative = 3e-4
     """Peak learning rate."""
-    beta1: Fraction = 0.9
+    beta1: Decay = 0.9
     """Decay of the gradient's running mean."""
-    beta2: Fraction = 0.95
+    beta2: Decay = 0.95
     """Decay of the squared gradient's running mean."""
     eps: NonNegative = 1e-8
     """Added to the denominator."""
@@ -197,7 +209,7 @@ class Parallelism:
     """Steps that each of the dp_replicate replicas, an island, trains alone between two meetings (DiLoCo). 0: none."""
     outer_lr: NonNegative = 0.7
     """With local_steps: rate of the outer optimizer, which takes the islands' mean way since the last meeting."""
-    outer_momentum: Fraction = 0.9
+    outer_momentum: Decay = 0.9
     """With local_steps: its Nesterov momentum. In short runs take 0, and outer_lr = 1: the mean of the islands."""
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer states in host memory, where the optimizer then runs."""
@@ -470,8 +482,13 @@ def _parse_command_line(argv: Sequence[str]) -> tuple[str, dict[str, str]]:
         key, equals, text = word[2:].partition("=")
         if not equals:
             has_value = bool(words) and not words[0].startswith("--")
-            text = words.pop(0) if has_value else "true"
+            text = words.pop(0) if has_value else ""
+            if not has_value and (key == "config" or not _is_flag(key)):
+                raise ConfigError(f"--{key}: needs a value, as in --{key}=...")
+            text = text or "true"
         if key == "config":
+            if file:
+                raise ConfigError(f"--config: given twice, {file!r} and {text!r}")
             file = text
         elif key.count(".") != 1:
             raise _unknown_key(key)
@@ -480,6 +497,12 @@ def _parse_command_line(argv: Sequence[str]) -> tuple[str, dict[str, str]]:
         else:
             overrides[key] = text
     return file, overrides
+
+
+def _is_flag(key: str) -> bool:
+    """Whether a field is true or false; a key that does not exist is refused later."""
+    section, _, name = key.partition(".")
+    return get_type_hints(SECTIONS[section]).get(name, bool) is bool if section in SECTIONS else True
 
 
 def _parse_override(section: str, name: str, text: str) -> Any:
@@ -496,10 +519,13 @@ def _parse_override(section: str, name: str, text: str) -> Any:
     if get_origin(kind) is tuple and not text.lstrip().startswith("["):
         element = get_args(kind)[0]
         parts = [part.strip() for part in text.split(",") if part.strip()]
-        text = "[" + ", ".join(json.dumps(p) if element is str else p for p in parts) + "]"
+        text = "[" + ", ".join(_toml_value(p) if element is str else p for p in parts) + "]"
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
+        if float in (kind, *get_args(kind)):  # .5 and 1. are numbers to people, if not to TOML
+            with contextlib.suppress(ValueError):
+                return float(text)
         return text  # the type check names what was expected
 
 
@@ -519,11 +545,14 @@ def _check_value(key: str, value: Any, kind: Any) -> Any:
             raise _bad_value(key, value, _kind_name(kind))
         return tuple(_check_value(key, item, get_args(base)[0]) for item in value)
     if base is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
+        with contextlib.suppress(OverflowError):
+            value = float(value)
     if type(value) is not base or (base is float and not math.isfinite(value)):
         raise _bad_value(key, value, _kind_name(kind))
-    if allowed and not allowed.min <= value <= allowed.max:
+    if allowed and value not in allowed:
         raise _bad_value(key, value, _kind_name(kind))
+    if base is str and re.search("[\ud800-\udfff]", value):
+        raise _bad_value(key, value, "valid text, in UTF-8")
     if base is str and re.search(r"://[^/@]*@", value):
         raise ConfigError(f"{key} = {_redact(value)!r}: credentials in a URL; they are taken from the environment only")
     return value
@@ -585,6 +614,17 @@ def check_config(config: Config) -> None:
         )
     if config.failures.on_bad_step == "rollback" and not config.checkpoint.enable:
         raise ConfigError('failures.on_bad_step = "rollback": needs checkpoint.enable = true')
+    if 0 < config.failures.spike_factor <= 1:
+        raise ConfigError(
+            f"failures.spike_factor = {config.failures.spike_factor}: must be above 1, times the usual loss, or 0"
+        )
+    patience = round(PATIENCE * config.comm.train_timeout_seconds)
+    if any("://" in url for url in data.datasets) and data.retry_seconds >= patience:
+        raise ConfigError(
+            f"data.retry_seconds = {data.retry_seconds}: must be below {patience}, {PATIENCE:g} x "
+            "comm.train_timeout_seconds, when ranks that wait so long for their data count as hung"
+        )
+    check_checkpointing(config)
     if any(weight <= 0 for weight in data.weights):
         raise ConfigError(f"data.weights = {list(data.weights)}: every weight must be above 0")
     if schedule.warmup_steps > steps:
@@ -612,6 +652,11 @@ def check_config(config: Config) -> None:
         raise ConfigError(
             f"parallelism.reshard_group_size = {parallelism.reshard_group_size}: needs reshard_after_forward = true"
         )
+    if parallelism.reshard_group_size and parallelism.pp > 1:
+        raise ConfigError(
+            f"parallelism.reshard_group_size = {parallelism.reshard_group_size}: not with parallelism.pp = "
+            f"{parallelism.pp}, whose weights stay gathered"
+        )
     if not parallelism.sync_every_microbatch and parallelism.pp > 1:
         raise ConfigError(f"parallelism.sync_every_microbatch = false: not with parallelism.pp = {parallelism.pp}")
     if parallelism.local_steps:
@@ -632,6 +677,25 @@ def check_config(config: Config) -> None:
         raise ConfigError(f"validation.datasets = {list(config.validation.datasets)}: two have the same last name")
     if config.validation.sample_tokens and not config.validation.sample_prompt:
         raise ConfigError("validation.sample_tokens is set but validation.sample_prompt is empty: give a prompt")
+
+
+def check_checkpointing(config: Config) -> None:
+    """Refuse what would not be saved, or not be waited for. Raises ConfigError."""
+    settings = config.checkpoint
+    if not settings.enable:
+        for name in ("save_initial", "save_model", "upload"):
+            if getattr(settings, name):
+                raise ConfigError(
+                    f"checkpoint.{name} = {json.dumps(getattr(settings, name))}: needs checkpoint.enable = true"
+                )
+    longest_request = REQUEST_ATTEMPTS * settings.request_timeout_seconds + LONGEST_PAUSES_SECONDS
+    if longest_request >= settings.timeout_seconds:
+        raise ConfigError(
+            f"checkpoint.timeout_seconds = {settings.timeout_seconds}: must exceed {longest_request}, the "
+            f"longest that one request may take ({REQUEST_ATTEMPTS} x checkpoint.request_timeout_seconds, pauses)"
+        )
+    if settings.upload and settings.upload.rstrip("/") == settings.folder.rstrip("/"):
+        raise ConfigError(f"checkpoint.upload = {settings.upload!r}: is checkpoint.folder itself; name a second place")
 
 
 def check_local_steps(config: Config) -> None:
@@ -677,9 +741,14 @@ def to_toml(config: Config) -> str:
     for section in SECTIONS:
         lines.append(f"[{section}]")
         for name, value in dataclasses.asdict(getattr(config, section)).items():
-            lines.append(f"{name} = {json.dumps(value)}")  # JSON scalars, strings and lists are TOML
+            lines.append(f"{name} = {_toml_value(value)}")
         lines.append("")
     return "\n".join(lines)
+
+
+def _toml_value(value: Any) -> str:
+    """JSON scalars, strings and lists are TOML, but for its surrogate pairs and a DEL that is not escaped."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:

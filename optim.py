@@ -130,8 +130,7 @@ def _local(x: Tensor) -> Tensor:
     """This rank's plain values, sharing memory: without DTensor, and without torchao's float8 wrapper of weights."""
     x = x.to_local() if isinstance(x, DTensor) else x
     if is_traceable_wrapper_subclass(x):
-        (inner,), _ = x.__tensor_flatten__()
-        return getattr(x, inner)
+        return x._tensor  # its __tensor_flatten__ also names the scale, and waits for the device to see whether it is 0
     return x
 
 

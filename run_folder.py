@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from datetime import datetime, timezone
@@ -24,10 +25,14 @@ def check_run_folder(config: Config, identity: dict[str, Any]) -> None:
     folder = Path(config.run.folder)
     if not config.run.folder or not folder.exists():
         return
-    if not folder.is_dir() or (any(folder.iterdir()) and not (folder / "model.json").is_file()):
+    hold = [path for path in folder.iterdir() if not path.name.startswith(".")] if folder.is_dir() else [folder]
+    if hold and not (folder / "model.json").is_file():
         raise ConfigError(f"run.folder = {config.run.folder!r}: exists, but is not the folder of a run")
     if (folder / "model.json").is_file():
-        saved = json.loads((folder / "model.json").read_text(encoding="utf-8"))
+        try:
+            saved = json.loads((folder / "model.json").read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ConfigError(f"{folder / 'model.json'}: is damaged ({error}); start again in a new folder") from None
         different = [
             f"{key} is {saved.get(key)!r} there and {identity.get(key)!r} in this config"
             for key in sorted(saved.keys() | identity.keys())
@@ -43,12 +48,15 @@ def check_run_folder(config: Config, identity: dict[str, Any]) -> None:
 def name_run_folder(config: Config, identity: dict[str, Any], job: str = "") -> Path:
     """The folder that the config names; else that of the job's earlier starts; else a new name under `run.outputs`.
 
+    A run that has done all its steps is gone on with only by the same config, and then has nothing to do: a scheduler
+    may start a job again that was asked to stop in its last moments.
+
     Only rank 0 may ask: clocks and views of a shared folder differ. Raises ConfigError.
     """
     if config.run.folder:
         return Path(config.run.folder)
     for starts in Path(config.run.outputs).glob(f"*/{STARTS}") if job else ():
-        if _last_job(starts.parent) == job and not _finished(starts.parent):
+        if _last_job(starts.parent) == job and not (_finished(starts.parent) and _changed(starts.parent, config)):
             check_run_folder(dataclasses.replace(config, run=Run(folder=str(starts.parent))), identity)
             return starts.parent
     stamp = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
@@ -77,6 +85,22 @@ def _last_job(folder: Path) -> str | None:
     return starts[-1].get("job") if starts else None
 
 
+def _changed(folder: Path, config: Config) -> dict[str, tuple[Any, Any]]:
+    """The settings that differ from the last start's: dotted key → (old, new)."""
+    if not (folder / "config.toml").is_file():
+        return {}
+    changed = settings.differences(settings.from_dict(settings.read_toml(folder / "config.toml")), config)
+    changed.pop("run.folder", None)
+    return changed
+
+
+def _write(path: Path, text: str) -> None:
+    """Put a whole file in the place of another: a kill or a full disk leaves the one or the other."""
+    new = path.with_name(f".{path.name}.new")
+    new.write_text(text, encoding="utf-8")
+    os.replace(new, path)
+
+
 def _finished(folder: Path) -> bool:
     """Whether the run has done all its steps."""
     file = folder / exits.FILE
@@ -94,12 +118,9 @@ def record_start(
     folder.mkdir(parents=True, exist_ok=True)
     count = _count_without_progress(folder, job, config.failures.restarts_without_progress)
     after = exits.take_exit(folder)
-    changed = {}
-    if (folder / "config.toml").is_file():
-        changed = settings.differences(settings.from_dict(settings.read_toml(folder / "config.toml")), config)
-        changed.pop("run.folder", None)
-    (folder / "config.toml").write_text(settings.to_toml(config), encoding="utf-8")
-    (folder / "model.json").write_text(json.dumps(identity, indent=2) + "\n", encoding="utf-8")
+    changed = _changed(folder, config)
+    _write(folder / "model.json", json.dumps(identity, indent=2) + "\n")  # first: by it a folder is known as a run's
+    _write(folder / "config.toml", settings.to_toml(config))
     start = {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "job": job,

@@ -13,10 +13,15 @@ CONFIG_FILE=${CONFIG_FILE:-train_configs/debug.toml}
 NGPU=${NGPU:-}           # processes; default: one for each GPU (debug.toml: 2 at most), or 2 where there is none
 LOG_RANK=${LOG_RANK:-}   # ranks that print progress, such as 0,1; default: 0
 
+given=()
+for word in "$@"; do
+  case $word in --config=*) CONFIG_FILE=${word#*=} ;; *) given+=("$word") ;; esac
+done
+
 ./setup.sh
 python=.venv/bin/python
 
-overrides=(--config="$CONFIG_FILE" ${LOG_RANK:+--metrics.log_ranks="$LOG_RANK"} "$@")
+overrides=(--config="$CONFIG_FILE" ${LOG_RANK:+--metrics.log_ranks="$LOG_RANK"} ${given[@]+"${given[@]}"})
 settings=$($python -m config "${overrides[@]}")   # a mistake ends here, in one line
 case " $* " in *" --help "* | *" -h "*) echo "$settings"; exit ;; esac
 

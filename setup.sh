@@ -13,12 +13,12 @@ files=(requirements.txt)
 for file in "${files[@]}"; do
   stamp=.venv/.installed-$file
   if ! cmp -s "$file" "$stamp"; then
-    if [ ! -x .venv/bin/python ]; then
+    if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then  # none, or one that was cut off half-made
       command -v "$python" >/dev/null || { echo "error: $python not found; Python 3.10 or newer is needed (set PYTHON)" >&2; exit 1; }
       "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
         { echo "error: $("$python" --version) is too old; Python 3.10 or newer is needed (set PYTHON)" >&2; exit 1; }
       echo "setup: making .venv"
-      "$python" -m venv .venv
+      "$python" -m venv --clear .venv
     fi
     echo "setup: installing $file"
     .venv/bin/python -m pip install --quiet --disable-pip-version-check -r "$file"

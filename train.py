@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from checkpoint.manager import CheckpointManager
-from config import Config, TitaniteError, grad_accum_steps, load_config, loss_chunks
+from config import Config, ConfigError, TitaniteError, grad_accum_steps, load_config, loss_chunks
 from data.loader import Batch, build_dataloader, validation_batches
 from float8.convert import check_float8, convert_to_float8, summarize
 from float8.fsdp import precompute_scales
@@ -89,44 +89,44 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
     watchdog = Watchdog(folder, environment, config)
 
     # -- model, optimizer, checkpoint
-    n_parameters = sum(parameter.numel() for parameter in model.parameters())
-    flops_per_token = model.flops_per_token(training.seq_len)  # type: ignore[operator]
-    logger.info(f"model {config.model.name} {config.model.flavor}: {n_parameters:,} parameters")
-    parts = spec.apply_parallelism(model, mesh, config)
-    del model  # a pipeline holds only parts of it
-    for part in parts:
-        init_weights(part, torch.device("cpu") if config.parallelism.cpu_offload else device, config.run.seed)
-    loss_fn = build_loss(config.compile, mesh)
-    chunks = loss_chunks(config)
-    chunked = build_chunked_loss(config.compile, mesh, chunks) if chunks > 1 else None
-    compute = build_step(parts, loss_fn, flavor.dim, flavor.vocab_size, mesh, config, chunked)
-    parameters = [parameter for part in parts for parameter in part.parameters()]
-    optimizer = build_optimizer(parts, config.optimizer, config.compile)
-    outer = OuterOptimizer(optimizer, mesh.islands, config.parallelism) if dims.islands > 1 else None
-
-    def committed(step: int) -> None:
-        watchdog.saved(step)
-        if rank == 0:
-            record_progress(folder)
-
-    checkpoint = CheckpointManager(
-        config, folder, model=parts, optimizer=optimizer, dataloader=dataloader, identity=identity, on_commit=committed
-    )
     with watchdog:
+        n_parameters = sum(parameter.numel() for parameter in model.parameters())
+        flops_per_token = model.flops_per_token(training.seq_len)  # type: ignore[operator]
+        logger.info(f"model {config.model.name} {config.model.flavor}: {n_parameters:,} parameters")
+        parts = spec.apply_parallelism(model, mesh, config)
+        del model  # a pipeline holds only parts of it
+        for part in parts:
+            init_weights(part, torch.device("cpu") if config.parallelism.cpu_offload else device, config.run.seed)
+        loss_fn = build_loss(config.compile, mesh)
+        chunks = loss_chunks(config)
+        chunked = build_chunked_loss(config.compile, mesh, chunks) if chunks > 1 else None
+        compute = build_step(parts, loss_fn, flavor.dim, flavor.vocab_size, mesh, config, chunked)
+        parameters = [parameter for part in parts for parameter in part.parameters()]
+        optimizer = build_optimizer(parts, config.optimizer, config.compile)
+        outer = OuterOptimizer(optimizer, mesh.islands, config.parallelism) if dims.islands > 1 else None
+
+        def note(step: int) -> None:
+            watchdog.saved(step)
+            if rank == 0:
+                record_progress(folder)
+
+        checkpoint = CheckpointManager(
+            config, folder, model=parts, optimizer=optimizer, dataloader=dataloader, identity=identity, on_commit=note
+        )
         watchdog.enter("load")
         first_step = step = checkpoint.load()
-    watchdog.resumed(step)
-    if outer:
-        outer.restart()
-    precompute_scales(parts, config.float8)
-    if dims.is_first_copy(rank):
-        dataloader.open_ledger(folder)
-    metrics = MetricsLogger(
-        config.metrics, folder, rank=rank, device=device, steps=training.steps, flops_per_token=flops_per_token
-    )
+        watchdog.resumed(step)
+        if outer:
+            outer.restart()
+        precompute_scales(parts, config.float8)
+        if dims.is_first_copy(rank):
+            dataloader.open_ledger(folder)
+        metrics = MetricsLogger(
+            config.metrics, folder, rank=rank, device=device, steps=training.steps, flops_per_token=flops_per_token
+        )
 
-    bad_steps = BadSteps(config.failures, folder)
-    stragglers = Stragglers(device) if config.failures.straggler_interval else None
+        bad_steps = BadSteps(config.failures, folder)
+        stragglers = Stragglers(device) if config.failures.straggler_interval else None
 
     def forward_backward(microbatches: list[Batch], n_tokens: Tensor) -> list[Tensor]:
         losses = []
@@ -176,6 +176,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
                 metrics.log_skipped(step, dataloader.tokens_seen)
                 optimizer.zero_grad()
                 if saved is not None:
+                    watchdog.enter("load")
                     step = checkpoint.load()
                     if outer:
                         outer.restart()
@@ -280,11 +281,8 @@ def main() -> None:
             time.sleep(SPEAKER_TIMEOUT_SECONDS)
         where = f" (rank {environment.rank})" if running and not error.agreed else ""
         print(f"error{where}: {error}", file=sys.stderr, flush=True)
-        if (
-            environment.local_rank == 0
-            and environment.restarts_left
-            and (isinstance(error, CrashLoopError) or not running)
-        ):
+        in_vain = not running or isinstance(error, (ConfigError, CrashLoopError))
+        if environment.local_rank == 0 and environment.restarts_left and in_vain:
             end_launcher()
         os._exit(2)  # not through Python's end, which would wait for ranks that are still in a collective
     shut_down()

@@ -36,15 +36,13 @@ from checkpoint.storage import (
     write_items,
 )
 from checkpoint.stores import (
-    LONGEST_PAUSES_SECONDS,
-    REQUEST_ATTEMPTS,
     CheckpointError,
     LocalStore,
     Store,
     join,
     open_store,
 )
-from config import Config, ConfigError
+from config import Config
 
 LOWEST_PRIORITY = 19  # as `nice` counts
 
@@ -94,12 +92,6 @@ class CheckpointManager:
         self.model, self.optimizer, self.dataloader = model, optimizer, dataloader
         self.identity, self.on_commit = _jsonable(identity), on_commit
         self.device = next(model[0].parameters()).device
-        longest_request = REQUEST_ATTEMPTS * self.settings.request_timeout_seconds + LONGEST_PAUSES_SECONDS
-        if longest_request >= self.settings.timeout_seconds:
-            raise ConfigError(
-                f"checkpoint.timeout_seconds = {self.settings.timeout_seconds}: must exceed {longest_request}, the "
-                f"longest that one request may take ({REQUEST_ATTEMPTS} x checkpoint.request_timeout_seconds, pauses)"
-            )
         self.ranks = build_ranks(self.settings.timeout_seconds)
         self.store = self._open_store(self.settings.folder or run_folder / "checkpoints")
         self.upload_store = self._open_store(self.settings.upload) if self.settings.upload else None

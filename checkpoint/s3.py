@@ -31,7 +31,8 @@ from botocore.exceptions import (
 from botocore.parsers import ResponseParserError
 
 from checkpoint.storage import is_checkpoint_name
-from checkpoint.stores import REQUEST_ATTEMPTS, CheckpointError, DamagedError, join
+from checkpoint.stores import CheckpointError, DamagedError, join
+from config import REQUEST_ATTEMPTS
 
 T = TypeVar("T")
 

@@ -104,7 +104,7 @@ def _plain(name: str, tensor: Tensor) -> Tensor:
             values, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
         )
     while is_traceable_wrapper_subclass(tensor):
-        fields, _ = tensor.__tensor_flatten__()
+        fields = [field for field in tensor.__tensor_flatten__()[0] if field != "_precomputed_scale"]  # made at a load
         if len(fields) != 1:
             raise CheckpointError(f"{name} is a {type(tensor).__name__} of {len(fields)} tensors: it cannot be saved")
         tensor = getattr(tensor, fields[0])

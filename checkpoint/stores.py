@@ -20,8 +20,6 @@ from config import TitaniteError
 O_DIRECT = getattr(os, "O_DIRECT", 0)  # Linux's
 DIRECT_BYTES = 8 << 20  # written at a time
 ALIGNMENT = 4096  # of memory, place and size of such writes
-REQUEST_ATTEMPTS = 5  # of each request to an object store
-LONGEST_PAUSES_SECONDS = 15  # between them, together
 
 
 class CheckpointError(TitaniteError):

@@ -231,14 +231,17 @@ class Cache:
 
     def map(self, key: str, fetch: Callable[[], bytes], size: int, crc32: int) -> memoryview:
         """The range `key`, from the cache or else by `fetch`, which one process calls for all."""
-        content = self._lookup(key, size, crc32)
-        if content is not None:
-            return content
-        with self._locked(f"lock-{int(key[:8], 16) % LOCKS}"):
-            content = self._lookup(key, size, crc32)  # another process may have been faster
-            if content is None:
-                content = self._store(key, fetch(), size, crc32)
-        self._shrink()
+        try:
+            content = self._lookup(key, size, crc32)
+            if content is not None:
+                return content
+            with self._locked(f"lock-{int(key[:8], 16) % LOCKS}"):
+                content = self._lookup(key, size, crc32)  # another process may have been faster
+                if content is None:
+                    content = self._store(key, fetch(), size, crc32)
+            self._shrink()
+        except OSError as error:  # full, no permission, too many open files
+            raise StorageError(f"data.cache_folder = {self.folder}: cannot be used: {error.strerror}") from None
         return content
 
     def _lookup(self, key: str, size: int, crc32: int) -> memoryview | None:
@@ -260,9 +263,9 @@ class Cache:
         except DamagedError:
             temporary.unlink(missing_ok=True)
             raise StorageError(f"data.cache_folder = {self.folder}: gives back other bytes than were written") from None
-        except OSError as error:
+        except OSError:
             temporary.unlink(missing_ok=True)
-            raise StorageError(f"data.cache_folder = {self.folder}: cannot be written: {error.strerror}") from None
+            raise
 
     def _shrink(self) -> None:
         with self._locked("lock-shrink"):

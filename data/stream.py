@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -163,7 +163,10 @@ class Stream:
             for result in self._reading.pop(key).results:
                 result.cancel()
         reading = self._reading.pop((number, index), None) or self._start_reading(number, index)
-        contents = [result.result() for result in reading.results]
+        try:
+            contents = [result.result() for result in reading.results]
+        except CancelledError:
+            raise self._closed() from None
         order_key = derive_key(*self._key, number, index) if self._shuffle else None
         window = _shuffled_window(reading.blocks, contents, order_key, self.masked)
         if following not in self._reading:  # not before: the first batch of a start would wait for cores
@@ -187,8 +190,12 @@ class Stream:
         blocks = self._epoch(number).blocks[first : first + self._window_blocks]
         try:
             return Reading(blocks, [self._readers.submit(self._read_block, int(block)) for block in blocks])
-        except RuntimeError:  # no more tasks: another thread has closed the loader
-            raise StorageError(f"{self.split.folder.url}: cannot be read: the loader is closed") from None
+        except RuntimeError:  # no more tasks
+            raise self._closed() from None
+
+    def _closed(self) -> StorageError:
+        """What to raise once another thread has closed the loader."""
+        return StorageError(f"{self.split.folder.url}: cannot be read: the loader is closed")
 
     def _epoch(self, number: int) -> Epoch:
         if number not in self._epochs:

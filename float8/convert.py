@@ -40,12 +40,14 @@ def check_float8(config: Config) -> None:
         )
     if float8.emulate:
         return
-    tokens = training.local_batch_size * training.seq_len
+    parallelism = config.parallelism
+    sequences = training.local_batch_size if parallelism.pp == 1 else parallelism.pp_microbatch_size
+    tokens = sequences * training.seq_len // parallelism.cp
     if tokens % 16 and float8.recipe != "rowwise_with_gw_hp":
         raise ConfigError(
-            f"float8.enable = true: training.local_batch_size x seq_len = {training.local_batch_size} x "
-            f"{training.seq_len} = {tokens} tokens must be a multiple of 16, which float8 matmuls of the weight "
-            "gradients sum over"
+            f"float8.enable = true: {sequences} sequences x training.seq_len / parallelism.cp = {sequences} x "
+            f"{training.seq_len} / {parallelism.cp} = {tokens} tokens must be a multiple of 16, over which float8 "
+            "matmuls of the weight gradients sum"
         )
     # CPUs compute float8 matmuls for real, if not fast.
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):

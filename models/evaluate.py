@@ -11,6 +11,7 @@ import difflib
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from trained import Trained, add_place_arguments, load_from_arguments
 try:
     from lm_eval import simple_evaluate
     from lm_eval.api.model import TemplateLM
+    from lm_eval.models.utils import normalize_gen_kwargs
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ImportError as error:
@@ -84,36 +86,44 @@ class HarnessModel(TemplateLM):
         return sums
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Greedy or drawn continuations, one batch for each set of options."""
+        """Greedy or drawn continuations, one batch for each set of options.
+
+        Raises ConfigError where what is to be generated leaves no room for a prompt.
+        """
         answers: dict[int, str] = {}
         by_options: dict[str, list[int]] = {}
         for i, request in enumerate(requests):
             by_options.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(i)
         for text, members in by_options.items():
             asked = self._request(json.loads(text))
-            room = max(1, self.max_seq_len - asked.max_tokens)
+            room = self.max_seq_len - asked.max_tokens
+            if room < 1:
+                raise ConfigError(
+                    f"--max-seq-len {self.max_seq_len}: must exceed the {asked.max_tokens} tokens that a task generates"
+                )
             for first in range(0, len(members), self.batch_size):
                 batch = members[first : first + self.batch_size]
                 prompts = [self.tok_encode(requests[i].args[0])[-room:] for i in batch]
                 texts = [""] * len(batch)
-                for row, piece, _ in stream_texts(self.trained, prompts, asked, self.device, Timing()):
+                # Repeats of a question differ: each has a seed of its own.
+                seeded = replace(asked, sampling=replace(asked.sampling, seed=first))
+                for row, piece, _ in stream_texts(self.trained, prompts, seeded, self.device, Timing()):
                     texts[row] += piece
                 answers.update(zip(batch, texts, strict=True))
         return [answers[i] for i in range(len(requests))]
 
     def _request(self, options: dict[str, Any]) -> Request:
-        until = options.get("until") or []
-        drawn = options.get("do_sample", False)
+        options = normalize_gen_kwargs(options)
         sampling = Sampling(
-            temperature=options.get("temperature", 1.0) if drawn else 0.0,
+            temperature=options.get("temperature", 1.0) if options["do_sample"] else 0.0,
             top_k=options.get("top_k", 0),
             top_p=options.get("top_p", 1.0),
         )
         return Request(
-            max_tokens=options.get("max_gen_toks", 256),
+            max_tokens=options["max_gen_toks"],
             sampling=sampling,
             stop_ids=frozenset({self.eot_token_id}),
-            stops=tuple(filter(None, [until] if isinstance(until, str) else until)),
+            stops=tuple(filter(None, options["until"])),
         )
 
     def _scores(self, pairs: Sequence[Pair]) -> list[Any]:

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import (
 )
 
 import config as settings
+import parallel.context  # noqa: F401  (registers the ring's operator)
 
 aten = torch.ops.aten
 # Dear to compute, cheap to keep. Names of attention on every device: the CPU's is its own op.
@@ -21,6 +22,7 @@ ATTENTION_OPS = frozenset(
         aten._scaled_dot_product_cudnn_attention.default,
         aten._scaled_dot_product_flash_attention_for_cpu.default,
         torch.ops.higher_order.flex_attention,
+        torch.ops.titanite.ring_attention.default,
     }
 )
 

@@ -43,10 +43,10 @@ def record_exit(folder: Path, ended: Exit) -> bool:
     record["time"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
     try:
         descriptor, name = tempfile.mkstemp(dir=folder, prefix=".exit-")
-        with open(descriptor, "w", encoding="utf-8") as file:
-            json.dump(record, file, indent=2)
-            file.write("\n")
         try:
+            with open(descriptor, "w", encoding="utf-8") as file:
+                json.dump(record, file, indent=2)
+                file.write("\n")
             os.link(name, folder / FILE)  # whole, and by one alone
         finally:
             os.unlink(name)

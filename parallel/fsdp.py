@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
-from config import Config, ConfigError, Parallelism
+from config import Config, Parallelism
 
 
 def apply_fsdp(model: nn.Module, groups: list[list[nn.Module]], mesh: DeviceMesh, config: Config) -> None:
@@ -36,7 +36,7 @@ def apply_fsdp(model: nn.Module, groups: list[list[nn.Module]], mesh: DeviceMesh
     settings = config.parallelism
     reshard: bool | int = settings.reshard_after_forward and settings.pp == 1
     if reshard and settings.reshard_group_size:
-        reshard = check_reshard_group(settings.reshard_group_size, mesh.size(-1))
+        reshard = settings.reshard_group_size
     # What tensor parallelism's modules return is a view; nothing here changes it in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for group in groups:
@@ -52,18 +52,6 @@ def apply_fsdp(model: nn.Module, groups: list[list[nn.Module]], mesh: DeviceMesh
             if settings.reduce_scatter == "all_to_all":
                 module.set_custom_reduce_scatter(AllToAllReduceScatter())
     set_prefetch([module for group in groups for module in group if isinstance(module, FSDPModule)], settings)
-
-
-def check_reshard_group(size: int, shards: int) -> int:
-    """`size` if the ranks that share the weights can be cut into groups of it. Raises ConfigError."""
-    if shards % size or not 1 < size < shards:
-        error = ConfigError(
-            f"parallelism.reshard_group_size = {size}: must divide the {shards} ranks that share the weights, and be "
-            f"neither 1 nor {shards}"
-        )
-        error.agreed = True
-        raise error
-    return size
 
 
 def set_prefetch(modules: list[FSDPModule], settings: Parallelism) -> None:

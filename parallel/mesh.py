@@ -59,6 +59,12 @@ class ParallelDims:
                 f"parallelism: pp {pp} x dp_replicate {dp_replicate} x dp_shard {dp_shard} x cp {cp} x tp {tp} "
                 f"must multiply to the world size, {world_size}"
             )
+        group, shards = parallelism.reshard_group_size, dp_shard * cp
+        if group and (shards % group or not 1 < group < shards):
+            raise ConfigError(
+                f"parallelism.reshard_group_size = {group}: must divide the {shards} ranks that share the weights, and "
+                f"be neither 1 nor {shards}"
+            )
         return cls(dp_replicate, dp_shard, cp, tp, pp, dp_replicate if parallelism.local_steps else 1)
 
     def __str__(self) -> str:

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-from config import Config, ConfigError, TitaniteError, grad_accum_steps, load_config
+from config import Config, ConfigError, TitaniteError, check_config, grad_accum_steps, load_config
 from float8.convert import check_float8, convert_to_float8
 from models import ModelSpec, build_model, find_model
 from parallel.devices import DEVICES
@@ -83,6 +83,8 @@ def plan_work(work: Work, parameters: int, options: Options) -> dict[str, Any]:
     step_tokens = work.accumulation * config.training.local_batch_size * dims.dp * config.training.seq_len
     tokens = options.tokens or config.training.steps * step_tokens
     state_bytes = parameters * (8 if config.optimizer.state_dtype == "bfloat16" else 12)  # weights and two moments
+    if dims.islands > 1:
+        state_bytes += 4 * parameters  # the outer optimizer's momentum
     sizes = {**held._asdict(), "allocated": held.peak, "reserved": reserved(held), "device": capacity}
     return {
         "world_size": options.world_size,
@@ -162,6 +164,7 @@ def sweep(config: Config, options: Options) -> list[dict[str, Any]]:
                 training=dataclasses.replace(config.training, local_batch_size=batch),
             )
             try:
+                check_config(changed)
                 dims = _check(changed, options, spec, flavor)
             except ConfigError:
                 continue  # the world, the batch or the model does not divide so

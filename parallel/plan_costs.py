@@ -128,6 +128,11 @@ class Work:
         return sum(block % checkpoint.every_n_layers == 0 for block in self.blocks)
 
     @property
+    def keys_go_again(self) -> bool:
+        """Whether a block that repeats its forward gets other ranks' keys again: not if the ring's result is kept."""
+        return self.config.parallelism.cp_method != "ring" or self.config.activation_checkpoint.mode == "full"
+
+    @property
     def fsdp(self) -> int:
         """Ranks over which weights are sharded."""
         return self.dims.dp_shard * self.dims.cp
@@ -327,7 +332,7 @@ def _add_context_parallel(work: Work, add: Any) -> None:
     """Keys and values are gathered before attention, their gradients summed and scattered; or both go round a ring."""
     s, c, m = work.shape, work.dims.cp, work.microbatches
     numbers = work.tokens * s.n_kv_heads * s.head_dim // work.dims.tp  # of this rank's keys
-    again = work.recomputed
+    again = work.recomputed if work.keys_go_again else 0
     if work.config.parallelism.cp_method == "allgather":
         add("cp", c, "all_gather", numbers * c * work.param_bytes, 2 * m * (work.layers + again))
         add("cp", c, "reduce_scatter", numbers * c * work.param_bytes, 2 * m * work.layers)
@@ -362,7 +367,8 @@ def block_flops(work: Work) -> tuple[Flops, Flops]:
 
     def total(times: dict[str, float], attentions: float) -> Flops:
         by = {name: times[name] * flops for name, flops in matmuls.items()}
-        float8 = sum(flops for name, flops in by.items() if name in work.float8_layers)
+        in_float8 = frozenset() if work.config.float8.emulate else work.float8_layers
+        float8 = sum(flops for name, flops in by.items() if name in in_float8)
         return Flops(sum(by.values()) - float8, float8, attentions * attention)
 
     backward = {name: 2 + share * (name in again) for name in matmuls}

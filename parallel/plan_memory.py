@@ -117,7 +117,7 @@ def memory(work: Work) -> Memory:
 
     # FSDP2 keeps some groups whole, and of the others two: in use and next. One block's gradients are on their way.
     held = sum(gathered_bytes(work, all_groups[i]) for i in kept_whole(work))
-    in_block = held if pipeline else 2 * gathered_bytes(work, block)
+    in_block = held if pipeline else (2 + work.config.parallelism.prefetch_layers) * gathered_bytes(work, block)
     # What waits for its backward: weights not freed after the forward, or freed down to a reshard group's share.
     group_size = work.config.parallelism.reshard_group_size
     waiting = 0

@@ -199,4 +199,5 @@ def _between_kernels(work: Work, cluster: Cluster) -> tuple[float, float]:
     tensor *= ASYNC_TP_SHOWS if work.config.parallelism.async_tp else 1.0
     keys = work.tokens * dims.cp * s.n_kv_heads * s.head_dim * work.param_bytes / dims.tp
     context = 2 * _link(cluster, dims.cp, dims.tp).seconds("all_gather", keys)
-    return 4 * tensor + context, (4 + 3 * again) * tensor + (1 + again) * context
+    backward = (4 + 3 * again) * tensor + (1 + again * work.keys_go_again) * context
+    return 4 * tensor + context, backward

@@ -4,7 +4,7 @@
 
 Run as the job will be run. Compares the software of all ranks, their clocks, their disks; writes to and reads from the
 storage; times a matrix product on every device and checks it bit for bit; times transfers between pairs of ranks and
-an all-reduce. Exits with 1 and a line for each fault.
+an all-reduce. Exits with 1 and a line for each fault; under a torchrun with restarts left, ends that as well.
 """
 
 import argparse
@@ -14,8 +14,10 @@ import platform
 import shutil
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from importlib import metadata
 from statistics import median_low
 from typing import Any, NamedTuple
@@ -25,12 +27,13 @@ import torch
 import torch.distributed as dist
 
 from config import Comm, TitaniteError
-from parallel.comm import init_distributed, launch_environment, shut_down, synchronize
+from parallel.comm import end_launcher, init_distributed, launch_environment, shut_down, synchronize
 
 PACKAGES = ("torch", "torchao", "numpy", "pyarrow", "tokenizers", "s3fs")
 CLOCK_SECONDS = 2.0  # apart at most; S3 refuses requests 900 s off
 FREE_GB = 20.0
 STORAGE_BYTES = 8 * 2**20
+STORAGE_SECONDS = 30.0  # for the storage to answer, half the time the other ranks would wait
 TRANSFER_BYTES = 16 * 2**20
 SLOW = 1.5  # times the usual, for compute and transfers
 REPEATS = 5
@@ -54,7 +57,8 @@ def look_around(device: torch.device, folder: str, storage: str, rank: int) -> R
     seconds, error = None, ""
     if storage:
         try:
-            seconds = time_storage(f"{storage.rstrip('/')}/preflight-{rank}-{os.urandom(4).hex()}")
+            url = f"{storage.rstrip('/')}/preflight-{rank}-{os.urandom(4).hex()}"
+            seconds = within(STORAGE_SECONDS, lambda: time_storage(url))
         except Exception as failure:  # whatever a store may raise is a finding, not our failure
             error = f"{type(failure).__name__}: {failure}"
     gemm_seconds, checksum = time_gemm(device)
@@ -68,6 +72,22 @@ def look_around(device: torch.device, folder: str, storage: str, rank: int) -> R
         checksum,
         error,
     )
+
+
+def within(seconds: float, work: Callable[[], float]) -> float:
+    """What `work` returns or raises. Raises TimeoutError where it takes longer, since the other ranks wait for us."""
+    outcome: Future[float] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except Exception as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    if not wait([outcome], timeout=seconds).done:
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    return outcome.result()
 
 
 def time_storage(url: str) -> float:
@@ -208,6 +228,9 @@ def main(argv: Sequence[str], say: Callable[[str], None] = print) -> int:
         for fault in faults:
             say(f"fault: {fault}")
         say(f"{len(faults)} faults found in {time.monotonic() - begin:.1f} s")
+    dist.barrier()  # till that is said
+    if faults and environment.restarts_left and environment.local_rank == 0:
+        end_launcher()  # which would only look again
     shut_down()
     return int(bool(faults))
 

@@ -19,19 +19,23 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, TypeVar
 
+import torch
 import torch.distributed as dist
 
-from config import Config, TitaniteError
+from config import PATIENCE, Config, TitaniteError
 from parallel.comm import LaunchEnvironment
 from parallel.exits import Exit, record_exit
 
 T = TypeVar("T")
 
 HUNG = 75  # exit code of the ranks of a job that hung; sysexits.h: try again
-PATIENCE = 0.8  # of the limit: the verdict comes before the collectives give up
 SILENT = 0.3  # of the limit: a rank whose thread has said nothing for so long does not run
 LOST_SECONDS = 3.0  # in which a rank that lost its connection finds out to whom
 FRAMES = 10
+LESS_MEMORY = (
+    "a smaller training.local_batch_size or activation_checkpoint.mode = selective, full or budget needs less;"
+    " python -m parallel.plan says how much"
+)
 
 
 class Beat(NamedTuple):
@@ -155,14 +159,17 @@ class Watchdog:
         rank: int | None = self.environment.rank
         if isinstance(error, TitaniteError):
             what, cause, rank = "error", str(error), None if error.agreed else rank
+        elif isinstance(error, torch.OutOfMemoryError):  # also inside a collective: nobody else is to blame
+            what, cause = "failed", f"{str(error).splitlines()[0]}; {LESS_MEMORY}"
         elif isinstance(error, RuntimeError) and _in_collective(_frames(trace)):
             lost = self._find_lost()
-            names = ", ".join(map(str, lost))
-            what, rank = "lost", lost[0] if lost else None
-            cause = (
-                f"rank {names} was lost (killed, stopped, out of memory, or its machine gone)" if lost else str(error)
-            )
-            cause = cause.splitlines()[0]
+            cause = str(error).splitlines()[0]
+            if lost:
+                names = ", ".join(map(str, lost))
+                cause = f"rank {names} was lost (killed, stopped, out of memory, or its machine gone)"
+            # Much of torch.distributed computes: of what it raises, only some tells of a connection.
+            disconnected = lost or isinstance(error, dist.DistError) or "gloo" in str(error)
+            what, rank = ("lost", lost[0] if lost else None) if disconnected else ("failed", rank)
         else:
             what, cause = "failed", f"{type(error).__name__}: {error}".splitlines()[0]
         self._announce(what, cause, rank, self.section, self.step)
@@ -295,10 +302,11 @@ def _frames(trace: TracebackType | None) -> list[traceback.FrameSummary]:
 
 
 def _in_collective(frames: Iterable[traceback.FrameSummary]) -> bool:
-    """Whether a stack leads into torch's collectives, or into the vote of parallel.stop."""
+    """Whether a stack leads into torch's collectives, the vote of parallel.stop or the ring of parallel.context."""
     files = [frame.filename.replace("\\", "/") for frame in frames]
     return any(
-        ("/torch/distributed/" in file and "/elastic/" not in file) or file.endswith("parallel/stop.py")
+        ("/torch/distributed/" in file and "/elastic/" not in file)
+        or file.endswith(("parallel/stop.py", "parallel/context.py"))
         for file in files
     )
 
@@ -311,5 +319,5 @@ def _runs(pid: int) -> bool:
     """Whether a process exists and has neither ended (a zombie has) nor been stopped."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZT"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # gone; gone while it was read
         return False

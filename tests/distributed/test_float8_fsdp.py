@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchao.float8 import Float8LinearConfig
 from torchao.float8.float8_linear import Float8Linear
 
-from checkpoint.state import model_tensors, optimizer_tensors
+from checkpoint.state import _plain, model_tensors, optimizer_tensors
 from config import ActivationCheckpoint, Compile, Config, Float8, Optimizer, Parallelism, Training
 from float8.convert import convert_to_float8
 from float8.fsdp import precompute_scales
@@ -21,6 +21,7 @@ from loss import build_loss
 from models import build_model, find_model
 from models.init import init_weights
 from models.llama.model import LlamaConfig
+from optim import _local as local_values
 from optim import build_optimizer, clip_grad_norm_
 from parallel.fsdp import apply_fsdp, set_last_microbatch
 from parallel.mesh import ParallelDims
@@ -165,6 +166,20 @@ def test_scales_are_those_of_the_weights_that_were_loaded() -> None:
     # What the call after the load is for:
     for first, again in run_ranks(2, losses_around_a_load, config_for((1, 2)), False):
         assert first != again
+
+
+def plain_weights(config: Config) -> tuple[bool, bool, bool]:
+    run = Run(config)
+    run.step(0)
+    weight = next(x for name, x in run.model.named_parameters() if name.endswith("attention.wq.weight"))
+    wrapped = weight._local_tensor  # what `to_local` returns without gradients, in torch 2.11 with its scale
+    plain, saved = local_values(wrapped), model_tensors([run.model])["layers.0.attention.wq.weight"]
+    same = _plain("wq", wrapped)
+    return wrapped._precomputed_scale is not None, plain is wrapped._tensor is same, type(saved.to_local()) is Tensor
+
+
+def test_a_precomputed_scale_does_not_hide_the_weights_from_optimizer_and_checkpoint() -> None:
+    assert run_ranks(1, plain_weights, config_for((1, 1))) == [(True, True, True)]
 
 
 def losses_of_stale_scales(config: Config) -> list[float]:

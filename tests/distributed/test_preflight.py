@@ -2,11 +2,12 @@
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
-from parallel.preflight import Report, find_faults, time_storage
+from parallel.preflight import Report, find_faults, time_storage, within
 
 ROOT = Path(__file__).parents[2]
 SOUND = Report("a", {"torch": "2.13.0", "numpy": "2.0"}, 1000.0, 100.0, 0.5, 0.010, 77, "")
@@ -41,6 +42,20 @@ def test_a_slow_link_is_named() -> None:
     assert len(find_faults([SOUND] * 3, PAIRS, expect_gbits=100)) == 3
 
 
+def test_storage_that_does_not_answer_is_a_finding() -> None:
+    never = threading.Event()
+    with pytest.raises(TimeoutError, match=r"no answer within 0\.01 s"):
+        within(0.01, lambda: float(never.wait()))
+    with pytest.raises(PermissionError, match="denied"):
+        within(60, lambda: open_denied())
+    assert within(60, lambda: 1.5) == 1.5
+    never.set()
+
+
+def open_denied() -> float:
+    raise PermissionError("denied")
+
+
 def test_storage_is_left_as_it_was(tmp_path: Path) -> None:
     assert time_storage(f"file://{tmp_path}/x") > 0
     assert not list(tmp_path.iterdir())
@@ -53,6 +68,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
         "launch.torchrun",
         "--standalone",
         "--nproc-per-node=2",
+        "--max-restarts=2",
         "-m",
         "parallel.preflight",
     ]
@@ -62,4 +78,5 @@ def test_under_torchrun(tmp_path: Path) -> None:
     assert "2 ranks on 1 hosts" in result.stdout, result.stderr
     assert "storage: 8 MiB there and back" in result.stdout
     assert "fault: rank 0 to 1" in result.stdout
-    assert result.returncode == 1
+    assert result.stdout.count("faults found in") == 1, "a restart would only look again"
+    assert result.returncode == 2

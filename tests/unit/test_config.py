@@ -32,6 +32,10 @@ def test_precedence_default_base_file_command_line(tmp_path: Path) -> None:
         (['--data.datasets=["a", "b"]'], lambda c: c.data.datasets, ("a", "b")),
         (["--optimizer.lr=1e-4"], lambda c: c.optimizer.lr, 1e-4),
         (["--optimizer.lr", "1"], lambda c: c.optimizer.lr, 1.0),
+        (["--optimizer.lr=.5"], lambda c: c.optimizer.lr, 0.5),
+        (["--optimizer.eps=1."], lambda c: c.optimizer.eps, 1.0),
+        (["--parallelism.dp_shard", "-1"], lambda c: c.parallelism.dp_shard, -1),
+        (["--data.datasets=data/🙂"], lambda c: c.data.datasets, ("data/🙂",)),
         (["--training.steps=100_000"], lambda c: c.training.steps, 100_000),
         (["--run.folder=123"], lambda c: c.run.folder, "123"),
         (["--metrics.log_ranks=0,1"], lambda c: c.metrics.log_ranks, (0, 1)),
@@ -54,7 +58,18 @@ def test_command_line_values(words, get, value) -> None:
         (["--training.steps=true"], ["training.steps = true", "an integer"]),
         (["--compile.enable=yes"], ["compile.enable", "yes", "true or false"]),
         (["--optimizer.lr=nan"], ["optimizer.lr", "a number"]),
-        (["--optimizer.beta1=1.5"], ["optimizer.beta1 = 1.5", "from 0 to 1"]),
+        (["--optimizer.lr=1" + 400 * "0"], ["optimizer.lr", "a number"]),
+        (["--optimizer.beta1=1"], ["optimizer.beta1 = 1.0", "from 0 to below 1"]),
+        (["--lr_scheduler.min_lr_factor=1.5"], ["min_lr_factor = 1.5", "from 0 to 1"]),
+        (["--run.folder", "--training.steps=3"], ["--run.folder: needs a value"]),
+        (["--config"], ["--config: needs a value"]),
+        (["--config=a.toml", "--config=b.toml"], ["--config: given twice", "a.toml", "b.toml"]),
+        (["--run.folder=\udc80"], ["run.folder", "UTF-8"]),
+        (["--failures.spike_factor=0.5"], ["failures.spike_factor = 0.5", "above 1"]),
+        (["--data.datasets=s3://b/x", "--data.retry_seconds=240"], ["data.retry_seconds = 240", "below 240"]),
+        (["--checkpoint.timeout_seconds=315"], ["checkpoint.timeout_seconds = 315", "must exceed 315"]),
+        (["--checkpoint.folder=x", "--checkpoint.upload=x/"], ["checkpoint.upload", "checkpoint.folder itself"]),
+        (["--checkpoint.enable=false", "--checkpoint.save_model"], ["checkpoint.save_model = true", "enable = true"]),
         (
             ["--training.param_dtype=bf16"],
             ["training.param_dtype", "bf16", "bfloat16, float32", "did you mean bfloat16"],
@@ -103,8 +118,9 @@ def test_missing_base_is_named(tmp_path: Path) -> None:
 
 
 def test_resolved_config_reads_back_the_same(tmp_path: Path) -> None:
-    config = load_config(['--data.datasets=a b,c"d', "--optimizer.lr=3e-5", "--compile.enable"])
-    (tmp_path / "saved.toml").write_text(settings.to_toml(config))
+    prompt = "--validation.sample_prompt=tab\t, DEL \x7f, \u2028, \\ and 🙂"
+    config = load_config(['--data.datasets=a b,c"d', "--optimizer.lr=3e-5", "--compile.enable", prompt])
+    (tmp_path / "saved.toml").write_text(settings.to_toml(config), encoding="utf-8")
     assert load_config([f"--config={tmp_path / 'saved.toml'}"]) == config
 
 
@@ -168,3 +184,48 @@ def test_what_the_pages_tell_to_type_is_accepted(command: str) -> None:
     file = dict(word.split("=", 1) for word in words[:script]).get("CONFIG_FILE", "train_configs/debug.toml")
     if not file.startswith("outputs/"):  # a run of the reader's
         load_config([f"--config={ROOT / file}", *words[script + 1 :]])
+
+
+ASYNC, ZERO_BUBBLE = "--parallelism.async_tp", "--parallelism.pp_schedule=InterleavedZeroBubble"
+TWO_STAGES = "--parallelism.pp=2"
+REFUSED = [  # words, ranks, what is said: each would otherwise train wrongly, fail late or be ignored
+    ([TWO_STAGES, ZERO_BUBBLE, "--compile.enable"], 2, "gives wrong gradients"),
+    ([TWO_STAGES, "--model.flavor=1B"], 2, "one weight as embedding and output"),
+    ([TWO_STAGES, "--training.local_batch_size=3", "--parallelism.pp_microbatch_size=2"], 2, "must divide"),
+    ([TWO_STAGES, "--training.local_batch_size=1"], 2, "needs at least parallelism.pp = 2"),
+    (["--parallelism.pp=8", "--training.local_batch_size=8"], 8, "8 stages .* for 6 layers"),
+    ([TWO_STAGES, "--parallelism.sync_every_microbatch=false"], 2, "not with parallelism.pp"),
+    ([TWO_STAGES, "--parallelism.reshard_group_size=2"], 2, "not with parallelism.pp"),
+    ([TWO_STAGES, "--training.loss_chunks=4"], 2, "must be 0 or 1"),
+    (["--parallelism.tp=2", "--training.loss_chunks=4"], 2, "must be 0 or 1"),
+    (["--float8.enable", "--float8.skip=[]", "--training.loss_chunks=4"], 1, 'unless float8.skip names "output"'),
+    (["--parallelism.cp=2", "--parallelism.cp_method=ring", "--data.mask_documents"], 2, "knows no documents"),
+    (["--parallelism.cp=2", "--training.seq_len=254"], 2, "must be a multiple of 4"),
+    (["--parallelism.tp=3"], 3, "n_heads"),
+    (["--activation_checkpoint.mode=budget"], 1, "needs compile.enable|set compile.enable"),
+    (["--activation_checkpoint.every_n_layers=2"], 1, "is for mode full or selective"),
+    (["--parallelism.reshard_group_size=3"], 8, "must divide the 8 ranks"),
+    (["--parallelism.reshard_group_size=2", "--parallelism.reshard_after_forward=false"], 8, "needs reshard_after"),
+    ([ASYNC], 1, "needs compile.enable = true and parallelism.tp above 1"),
+    (["--failures.replay_interval=5"], 1, "needs run.deterministic"),
+    (["--failures.on_bad_step=rollback", "--checkpoint.enable=false"], 1, "needs checkpoint.enable"),
+    (["--parallelism.local_steps=10"], 2, "needs parallelism.dp_replicate above 1"),
+    (["--parallelism.local_steps=30", "--parallelism.dp_replicate=2"], 2, "must be a multiple of"),
+]
+
+
+@pytest.mark.parametrize(("words", "world_size", "said"), REFUSED, ids=[" ".join(words) for words, *_ in REFUSED])
+def test_combinations_that_cannot_train_are_refused_before_anything_starts(
+    words: list[str], world_size: int, said: str
+) -> None:
+    from models import find_model
+    from parallel.mesh import ParallelDims
+
+    def check() -> None:
+        config = load_config(words)
+        ParallelDims.from_config(config.parallelism, world_size)
+        spec, flavor = find_model(config.model, data_vocab_size=1024)
+        spec.check_parallelism(flavor, config)
+
+    with pytest.raises(ConfigError, match=said):
+        check()

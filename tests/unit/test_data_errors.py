@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from isal import isal_zlib
 
 from config import TitaniteError
 from data.loader import IGNORED, build_dataloader
 from data.shards import BadBlockError, DataError, check_datasets, open_dataset
-from data.storage import StorageError
+from data.storage import Cache, StorageError
 from data.tokenizer import TokenizerError
 from tests.corpus import data_config, expected_stream, stored_blocks, word_tokenizer, write_dataset
 from tests.harness import run_ranks
@@ -252,3 +253,12 @@ def test_ranks_agree_on_a_block_that_is_bad_on_one_node_only(folder, tmp_path):
 def test_errors_are_ones_that_users_see_without_traceback():
     assert issubclass(DataError, TitaniteError)
     assert issubclass(StorageError, TitaniteError)
+
+
+def test_a_cache_folder_that_went_away_is_named(tmp_path: Path) -> None:
+    cache, content = Cache(tmp_path / "cache", 1000), b"tokens"
+    checksum = isal_zlib.crc32(content)
+    assert cache.map("0123456789abcdef", lambda: content, len(content), checksum) == content
+    shutil.rmtree(cache.folder)
+    with pytest.raises(StorageError, match=r"data.cache_folder = .*/cache: cannot be used: No such file"):
+        cache.map("fedcba9876543210", lambda: content, len(content), checksum)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from config import Config, ConfigError, Float8, Training, load_config
+from config import Config, ConfigError, Float8, Parallelism, Training, load_config
 from float8.convert import build_linear_config, check_float8, convert_to_float8, summarize
 from models import build_model, find_model
 from models.init import init_weights
@@ -110,8 +110,13 @@ def test_contradictions_are_refused(float8: dict[str, Any], message: str) -> Non
 
 def test_the_tokens_of_a_microbatch_must_fit_the_weight_gradients_matmul() -> None:
     training = Training(seq_len=20, local_batch_size=2)
-    with pytest.raises(ConfigError, match="2 x 20 = 40 tokens must be a multiple of 16"):
+    with pytest.raises(ConfigError, match="2 x 20 / 1 = 40 tokens must be a multiple of 16"):
         check_float8(Config(training=training, float8=Float8(enable=True)))
+    training = dataclasses.replace(training, seq_len=264)
+    check_float8(Config(training=training, float8=Float8(enable=True)))
+    for shared in (Parallelism(cp=2), Parallelism(pp=2)):
+        with pytest.raises(ConfigError, match="= 264 tokens must be"):
+            check_float8(Config(training=training, float8=Float8(enable=True), parallelism=shared))
     check_float8(Config(training=training, float8=Float8(enable=True, emulate=True)))
     check_float8(Config(training=training, float8=Float8(enable=True, recipe="rowwise_with_gw_hp")))
 

@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 import yaml
 
-from config import load_config
+from config import grad_accum_steps, load_config
 
 ROOT = Path(__file__).parents[2]
 SCHEMAS = {
@@ -96,7 +96,12 @@ def test_pods_need_no_rights(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["TrainJob", "PyTorchJob"])
 def test_arguments_are_settings_and_credentials_are_in_the_secret(kind: str) -> None:
     pod, arguments = pod_and_arguments(kind)
-    load_config(arguments[arguments.index("train.py") + 1 :])
+    config = load_config(arguments[arguments.index("train.py") + 1 :])
+    elastic = objects()[kind]["spec"].get("elasticPolicy")
+    if elastic:  # the batch stays the same with any number of nodes
+        ranks = [8 * nodes for nodes in range(elastic["minReplicas"], elastic["maxReplicas"] + 1)]
+        assert [grad_accum_steps(config.training, n) for n in ranks]
+        assert config.training.global_batch_size
     assert any(word.startswith("--run.folder=") for word in arguments), "a pod started again must resume"
     text = yaml.safe_dump(pod)
     assert "titanite-s3" in text

@@ -175,6 +175,7 @@ MEMORY = {
     "TP 4": (16, ["--parallelism.tp=4"], 0.15),
     "CP 2": (16, ["--parallelism.cp=2"], 0.05),
     "kept gathered": (16, ["--parallelism.reshard_after_forward=false"], 0.05),
+    "2 layers ahead": (16, ["--parallelism.prefetch_layers=2"], 0.05),
     "resharded in groups of 4": (16, ["--parallelism.reshard_group_size=4"], 0.05),
     "summed once": (16, [*ONCE, "--training.global_batch_size=128"], 0.05),
     "islands": (16, ["--parallelism.dp_replicate=2", "--parallelism.local_steps=100"], 0.03),
@@ -334,6 +335,28 @@ def test_sweep_ranks_layouts_that_fit() -> None:
     assert all(found["memory_gib"]["reserved"] <= found["memory_gib"]["device"] for found in plans)
     assert rates[0] >= plan(config, settings)["speed"]["tokens_per_second"]
     assert len({found["layout"] for found in plans}) > 5
+
+
+@pytest.mark.parametrize(
+    ("asked", "never"),
+    [
+        (["--training.loss_chunks=8"], "tp|pp"),
+        (["--activation_checkpoint.mode=full", "--activation_checkpoint.every_n_layers=2"], "none"),
+        (["--parallelism.reshard_group_size=4"], "pp"),
+    ],
+)
+def test_sweep_leaves_out_what_train_refuses(asked: list[str], never: str) -> None:
+    plans = sweep(*options("--sweep", *asked))
+    assert plans
+    assert not [found for found in plans if re.search(never, f"{found['layout']} {found['mode']}")]
+
+
+def test_what_outer_momentum_and_emulation_cost() -> None:
+    islands = ["--parallelism.dp_replicate=2", "--checkpoint.interval=100", "--validation.interval=100"]
+    usual, local = (plan(*options(*islands, *more)) for more in ([], ["--parallelism.local_steps=100"]))
+    assert local["checkpoint"]["gib"] == pytest.approx(4 / 3 * usual["checkpoint"]["gib"])
+    emulated = plan(*options("--float8.enable", "--float8.emulate", "--device=a100"))
+    assert emulated["speed"]["tokens_per_second"] > 0
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
 """The small modules beside train.py: run folder, metrics, mesh, launcher."""
 
+import contextlib
 import importlib
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from data.place import StepShape
 from launch.torchrun import launch
 from metrics import MetricsLogger, find_hook, peak_flops
 from models import find_model
+from parallel.exits import Exit, record_exit
 from parallel.mesh import ParallelDims
 from run_folder import check_run_folder, name_run_folder, read_starts, record_start
 
@@ -46,6 +49,26 @@ def test_a_line_cut_by_a_kill_spoils_no_later_one(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "starts.jsonl").touch()  # a full disk
     assert name_run_folder(Config(run=Run(outputs=str(tmp_path))), {}, "job 1") == tmp_path / "run"
+
+
+def test_a_start_cut_while_it_is_recorded_spoils_no_later_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, identity = tmp_path / "run", {"dim": 2}
+    config = Config(run=Run(folder=str(folder)))
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    for name in ("replace", "link"):  # of config.toml and model.json; of exit.json
+        with monkeypatch.context() as patched, contextlib.suppress(OSError):
+            patched.setattr(os, name, full)
+            record_start(folder, config, identity, 1)
+            record_exit(folder, Exit("failed", "x", 0, "data", 1, None, "y"))
+        check_run_folder(config, identity)
+        record_start(folder, config, identity, 1)
+    assert not list(folder.glob(".exit-*"))
+    (folder / "model.json").write_text("")
+    with pytest.raises(ConfigError, match=r"model\.json: is damaged"):
+        check_run_folder(config, identity)
 
 
 def test_a_ledger_cut_by_a_kill_goes_on(tmp_path: Path) -> None:

@@ -2,13 +2,16 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from config import Config, ConfigError, Failures, Run, check_config, from_dict
+from config import Config, ConfigError, Failures, Run, Training, check_config, from_dict
+from parallel.comm import LaunchEnvironment
 from parallel.exits import Exit, record_exit, take_exit
 from parallel.failures import Timing, find_slow
-from parallel.watchdog import Beat, judge
+from parallel.watchdog import Beat, Watchdog, judge
 from run_folder import CrashLoopError, name_run_folder, read_starts, record_progress, record_start
 
 WAITING = Beat(9, "a", 1, 50, "forward/backward", 7, 100.0, 60.0, True, ["all_reduce"])
@@ -64,6 +67,44 @@ def test_the_first_who_knows_the_cause_writes_it(tmp_path: Path) -> None:
         assert part in line
 
 
+def raise_in_collective(error: Exception) -> None:
+    """Raise `error` as if by code of torch.distributed."""
+    code = "def fail(error):\n    raise error"
+    scope: dict[str, Any] = {}
+    exec(compile(code, "/site-packages/torch/distributed/tensor/x.py", "exec"), scope)
+    scope["fail"](error)
+
+
+def test_only_what_tells_of_a_connection_counts_as_a_lost_rank(tmp_path: Path) -> None:
+    alone = LaunchEnvironment(rank=3, local_rank=3, world_size=4)
+    errors = {
+        "failed": RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"),
+        "lost": RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:544] Connection closed by peer"),
+    }
+    for kind, error in errors.items():
+        with pytest.raises(RuntimeError), Watchdog(tmp_path, alone, Config()):
+            raise_in_collective(error)
+        record = take_exit(tmp_path)
+        assert record is not None
+        assert (record["kind"], record["rank"]) == (kind, 3 if kind == "failed" else None)
+
+
+def test_memory_that_runs_out_is_blamed_on_nobody_else(tmp_path: Path) -> None:
+    alone = LaunchEnvironment(rank=3, local_rank=3, world_size=4)
+    message = "CUDA out of memory. Tried to allocate 2 GiB.\nand more"
+
+    watchdog = Watchdog(tmp_path, alone, Config())
+    watchdog.enter("forward/backward", step=7)
+    with pytest.raises(torch.OutOfMemoryError), watchdog:
+        raise_in_collective(torch.OutOfMemoryError(message))
+    record = take_exit(tmp_path)
+    assert record is not None
+    assert (record["kind"], record["rank"], record["step"]) == ("failed", 3, 7)
+    assert record["cause"].startswith(
+        "CUDA out of memory. Tried to allocate 2 GiB.; a smaller training.local_batch_size"
+    )
+
+
 def start(config: Config, job: str, kind: str = "lost") -> Path:
     """One start of a job that ends so."""
     folder = name_run_folder(config, {}, job)
@@ -80,7 +121,9 @@ def test_restarts_of_a_job_share_a_folder_until_it_is_done(tmp_path: Path) -> No
     assert start(config, "") not in (first, start(config, ""))
     assert read_starts(first)[1]["after"]["cause"] == "rank 1 was lost"
     assert start(config, "job-1", "finished") == first
-    assert start(config, "job-1") != first
+    assert start(config, "job-1", "finished") == first, "asked to stop in its last moments, and queued again"
+    longer = dataclasses.replace(config, training=Training(steps=500))
+    assert start(longer, "job-1") != first
     with pytest.raises(ConfigError, match="another model"):
         name_run_folder(config, {"dim": 3}, "job-2")
 
