@@ -30,8 +30,9 @@ from config import TitaniteError
 from data.audit import prove
 from data.prepare import main as prepare
 from run_folder import read_starts
+from tests.ports import free_port
 from tests.s3.fault_proxy import fault_proxy
-from tests.s3.server import create_bucket, free_port, s3_environment, s3_server
+from tests.s3.server import create_bucket, s3_environment, s3_server
 
 ROOT = Path(__file__).parents[1]
 RANKS = 2

@@ -111,7 +111,7 @@ def _build_pipeline(
 
     def run(action: Callable[..., object], tokens: Tensor, labels: Tensor, positions: Tensor | None) -> Tensor:
         losses: list[Tensor] = []
-        inputs = (tokens,) if first else ()
+        inputs = (tokens.contiguous(),) if first else ()  # torch 2.11 takes no other strides
         kwargs = {} if positions is None else {"positions_BS": positions}
         action(*inputs, target=labels if last else None, losses=losses if last else None, **kwargs)
         return torch.stack(losses).sum() if last else torch.zeros((), device=device)
@@ -125,7 +125,7 @@ def _build_pipeline(
         return run(partial(schedule.step, return_outputs=False), tokens, labels, positions).detach()
 
     def logits(tokens: Tensor) -> Tensor | None:
-        inputs, target = (tokens,) if first else (), tokens if last else None
+        inputs, target = (tokens.contiguous(),) if first else (), tokens if last else None
         return schedule.eval(*inputs, target=target, losses=[] if last else None)
 
     return Step(forward_backward, forward, logits)

@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import socket
 import sys
 import tempfile
 import traceback
@@ -15,6 +14,8 @@ import torch
 import torch._inductor.compile_fx  # about a second, which no rank that compiles has to spend itself
 import torch.distributed as dist
 
+from tests.ports import free_port
+
 GROUP_TIMEOUT_SECONDS = 120
 
 
@@ -25,7 +26,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, start_g
     starts the process group, for which the address is set too. Raises AssertionError with the
     traceback of every rank that failed; a rank that fails ends, and the others notice it.
     """
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     with tempfile.TemporaryDirectory() as folder:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -67,12 +68,6 @@ def _run_child(
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def _read(path: Path) -> str:

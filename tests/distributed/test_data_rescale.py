@@ -1,19 +1,14 @@
-"""One pass over the data by real torchrun jobs of 4, 2, 3 and 8 processes."""
+"""One pass over the data by jobs of 4, 2, 3 and 8 processes (under torchrun: test_train.py)."""
 
-import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from itertools import islice
-from pathlib import Path
 
 from config import to_toml
 from data.audit import prove
 from data.shards import open_dataset
 from tests.corpus import data_config, expected_stream, stored_blocks, write_dataset
-
-ROOT = Path(__file__).parents[2]
+from tests.distributed.data_walk import walk
+from tests.harness import run_ranks
 
 
 def test_each_token_once_over_jobs_of_4_2_3_and_8_processes(tmp_path):
@@ -32,11 +27,7 @@ def test_each_token_once_over_jobs_of_4_2_3_and_8_processes(tmp_path):
             data__window_blocks=2,
         )
         (run / "config.toml").write_text(to_toml(config))
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-        script = ["-m", "tests.distributed.data_walk", str(run), str(steps), f"--config={run / 'config.toml'}"]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        subprocess.run(torchrun + script, cwd=ROOT, env=environment, check=True, timeout=200)
-        given = [json.loads((run / f"given-{rank}.json").read_text()) for rank in range(processes)]
+        given = run_ranks(processes, walk, run, steps, config)
         for turn in zip(*given, strict=True):  # a step: of each rank, its microbatches
             for microbatch in zip(*turn, strict=True):
                 samples += [row for batch in microbatch for row in batch]

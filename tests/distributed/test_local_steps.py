@@ -4,11 +4,14 @@ import dataclasses
 import math
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from checkpoint.manager import CheckpointManager
+from checkpoint.state import model_tensors
 from config import ConfigError, load_config
 from data.loader import build_dataloader
 from float8.convert import convert_to_float8
@@ -138,23 +141,34 @@ def test_islands_are_resumed_with_the_same_bits_and_may_change_in_number(
 def test_a_stop_between_two_meetings_saves_one_model(dataset: Path, tmp_path: Path) -> None:  # noqa: F811
     arguments = [*SMALL, *APART, f"--data.datasets={dataset}", f"--run.folder={tmp_path / 'run'}"]
 
-    run_ranks(2, _stop_after_7, arguments, start_group=False)
+    first, second = run_ranks(2, _stop_after_7, arguments, start_group=False)
+    assert len(first) > 1
+    assert first == second, "the islands have met before they save"
     steps = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if path.is_dir()]
     assert any(name.startswith(("step-00000007", "step-00000008")) for name in steps)
     run_ranks(2, run, arguments, start_group=False)
     assert len(column(tmp_path / "run", "loss")) == 20
 
 
-def _stop_after_7(arguments: list[str]) -> None:
+def _stop_after_7(arguments: list[str]) -> list[dict[str, bytes]]:
+    """The weights that this rank had at each save, as bytes."""
     from train import train
 
-    config = load_config(arguments)
+    config, saved = load_config(arguments), []
+    save = CheckpointManager.save
+
+    def note_and_save(manager: CheckpointManager, step: int, *rest: Any, **options: Any) -> Any:
+        weights = model_tensors(manager.model).items()
+        saved.append({name: value.detach().numpy().tobytes() for name, value in weights})  # one rank is an island
+        return save(manager, step, *rest, **options)
 
     def after_step(step: int) -> None:
         if step == 7:
             (Path(config.run.folder) / "stop").touch()
 
-    train(config, after_step)
+    with mock.patch.object(CheckpointManager, "save", note_and_save):
+        train(config, after_step)
+    return saved
 
 
 @pytest.mark.parametrize(

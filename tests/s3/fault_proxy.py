@@ -33,7 +33,7 @@ from urllib.parse import unquote
 from aiohttp import ClientSession, ClientTimeout, TCPConnector, web
 from yarl import URL
 
-from tests.s3.server import free_port
+from tests.ports import free_port
 
 XML_NAMESPACE = "http://s3.amazonaws.com/doc/2006-03-01/"
 CONTROL = "/__control"

@@ -8,7 +8,6 @@
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,8 +21,10 @@ from pathlib import Path
 import botocore.session
 from botocore.config import Config
 
+from tests.ports import free_port
+
 ACCESS_KEY, SECRET_KEY = "testing", "testing-secret"
-START_SECONDS = 60
+START_SECONDS = 300
 
 
 @contextmanager
@@ -57,16 +58,6 @@ def create_bucket(endpoint: str, name: str) -> None:
         config=Config(s3={"addressing_style": "path"}),
     )
     client.create_bucket(Bucket=name)
-
-
-def free_port() -> int:
-    """A port that is free, as is the next one, which Ceph's monitor takes."""
-    while True:
-        with socket.socket() as first, socket.socket() as second, suppress(OSError, OverflowError):
-            first.bind(("127.0.0.1", 0))
-            port: int = first.getsockname()[1]
-            second.bind(("127.0.0.1", port + 1))
-            return port
 
 
 @contextmanager

@@ -147,11 +147,18 @@ def test_an_outage_is_waited_for(local, remote, tmp_path, proxy):
     loader = build_dataloader(config_of(remote, tmp_path), 0, 1)
     batches = [loader.next_step()[0].tokens.flatten().tolist()]
     proxy.fault("reset")
-    over = threading.Timer(3, proxy.reset)
+    hit: list[int] = []
+
+    def recover() -> None:
+        hit.append(proxy.counts()["fault:reset"])
+        proxy.reset()
+
+    over = threading.Timer(3, recover)
     over.start()
     batches += [loader.next_step()[0].tokens.flatten().tolist() for _ in range(34)]
     loader.close()
     over.join()
+    assert hit[0] > 0
     assert batches == epoch_of(config_of(local, tmp_path))
 
 

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from tests.ports import free_port
+
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged")
 START_SECONDS = 60
 
@@ -59,7 +61,7 @@ def slurm(folder: Path) -> Iterator[dict[str, str]]:
     key = folder / "munge" / "key"
     key.write_bytes(os.urandom(1024))
     key.chmod(0o400)
-    ports = dict(zip(("controller_port", "port1", "port2"), _free_ports(3), strict=True))
+    ports = dict(zip(("controller_port", "port1", "port2"), [free_port() for _ in range(3)], strict=True))
     conf = folder / "slurm.conf"
     conf.write_text(CONFIG.format(folder=folder, host=socket.gethostname(), **ports))
     environment = os.environ | {"SLURM_CONF": str(conf)}
@@ -98,13 +100,3 @@ def _wait(ready: object, folder: Path) -> None:
         logs = "\n".join(path.read_text(errors="replace")[-1500:] for path in folder.glob("*.log"))
         assert time.monotonic() < deadline, logs
         time.sleep(0.1)
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports

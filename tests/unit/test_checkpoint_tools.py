@@ -5,15 +5,25 @@ import sys
 
 import pytest
 
+from checkpoint.list import print_table, run
 from checkpoint.retention import committed
 from checkpoint.stores import open_store
+from checkpoint.verify import verify_all
 from tests.distributed.checkpoint_runs import Run
 
 
-def tool(module, place):
-    done = subprocess.run([sys.executable, "-m", f"checkpoint.{module}", place], capture_output=True, text=True)
-    assert "Traceback" not in done.stderr
-    return done.returncode, done.stdout + done.stderr
+@pytest.fixture
+def tool(monkeypatch, capsys):
+    """A function that calls the command `module` on a place and returns its exit code and what it printed."""
+
+    def call(module, place):
+        monkeypatch.setattr(sys, "argv", [module, str(place)])
+        with pytest.raises(SystemExit) as ended:
+            run(module, {"list": print_table, "verify": verify_all}[module])
+        printed = capsys.readouterr()
+        return ended.value.code, printed.out + printed.err
+
+    return call
 
 
 @pytest.fixture
@@ -26,7 +36,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_list_shows_each_and_what_is_wrong(folder):
+def test_list_shows_each_and_what_is_wrong(folder, tool):
     code, text = tool("list", folder)
     assert code == 1
     assert text.count("committed") == 3
@@ -38,7 +48,7 @@ def test_list_shows_each_and_what_is_wrong(folder):
     assert f"__0_0.distcp has {file.stat().st_size} bytes, not {file.stat().st_size + 1}" in text
 
 
-def test_verify_reads_every_byte(folder):
+def test_verify_reads_every_byte(folder, tool):
     code, text = tool("verify", folder)
     assert code == 0
     assert text.count("intact") == 2
@@ -55,7 +65,8 @@ def test_verify_reads_every_byte(folder):
 
 def test_nothing_there_is_an_error_in_one_line(tmp_path):
     for module in ("list", "verify"):
-        code, text = tool(module, tmp_path / "nothing")
-        assert code == 1
-        assert text.startswith("error: ")
-        assert text.count("\n") == 1
+        command = [sys.executable, "-m", f"checkpoint.{module}", tmp_path / "nothing"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 1
+        assert done.stderr.startswith("error: ")
+        assert done.stderr.count("\n") == 1

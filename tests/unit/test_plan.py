@@ -25,6 +25,7 @@ from parallel.plan import _checkpoint, build_work, main, parse, plan, sweep
 from parallel.plan_costs import GIB, Traffic, Work, flops_per_token, n_parameters, traffic
 from parallel.plan_dry_run import DryRun, Tally, _Loader, _NoCheckpoints, _NoStop, _one_step, dry_run
 from parallel.plan_memory import kept_by_block, memory
+from tests.distributed.test_dry_run import keep_layers
 from tests.harness import run_ranks
 
 REAL_DEBUG = ["--config=train_configs/debug.toml", "--training.loss_chunks=1"]
@@ -111,8 +112,10 @@ TRAFFIC = {
 
 
 @pytest.mark.parametrize("name", TRAFFIC)
-def test_traffic_equals_the_count_of_the_real_step(name: str) -> None:
+def test_traffic_equals_the_count_of_the_real_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     world_size, settings = TRAFFIC[name]
+    if not any("pp=" in word for word in settings):
+        keep_layers(monkeypatch, 3)
     work = build(world_size, *DEBUG, *settings)
     for stage in {0, work.dims.pp - 1}:
         rank = stage * world_size // work.dims.pp
