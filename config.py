@@ -41,16 +41,19 @@ class ConfigError(TitaniteError):
 
 @dataclass(frozen=True)
 class Range:
-    """Allowed numbers, `min` and `max` included, `below` not."""
+    """Allowed numbers, `min` and `max` included, `above` and `below` not."""
 
     min: float = -math.inf
     max: float = math.inf
+    above: float = -math.inf
     below: float = math.inf
 
     def __contains__(self, number: float) -> bool:
-        return self.min <= number <= self.max and number < self.below
+        return self.min <= number <= self.max and self.above < number < self.below
 
     def __str__(self) -> str:
+        if self.above > -math.inf:
+            return f"above {self.above:g}"
         if self.below < math.inf:
             return f"from {self.min:g} to below {self.below:g}"
         if self.max == math.inf:
@@ -159,7 +162,7 @@ class Optimizer:
     """Decay of the gradient's running mean."""
     beta2: Decay = 0.95
     """Decay of the squared gradient's running mean."""
-    eps: NonNegative = 1e-8
+    eps: Annotated[float, Range(above=0.0)] = 1e-8
     """Added to the denominator."""
     weight_decay: NonNegative = 0.1
     """Decoupled weight decay."""
@@ -643,6 +646,11 @@ def check_config(config: Config) -> None:
             'activation_checkpoint.mode = "budget" with compile.enable = false: it is the compiler that keeps to the '
             "budget; set compile.enable = true"
         )
+    if checkpointing.mode == "budget" and config.compile.backend in ("eager", "aot_eager"):
+        raise ConfigError(
+            f'activation_checkpoint.mode = "budget" with compile.backend = "{config.compile.backend}", which keeps to '
+            'no budget; set compile.backend = "inductor"'
+        )
     if checkpointing.every_n_layers > 1 and checkpointing.mode not in ("full", "selective"):
         raise ConfigError(
             f"activation_checkpoint.every_n_layers = {checkpointing.every_n_layers}: is for mode full or selective, "
@@ -652,11 +660,12 @@ def check_config(config: Config) -> None:
         raise ConfigError(
             f"parallelism.reshard_group_size = {parallelism.reshard_group_size}: needs reshard_after_forward = true"
         )
-    if parallelism.reshard_group_size and parallelism.pp > 1:
-        raise ConfigError(
-            f"parallelism.reshard_group_size = {parallelism.reshard_group_size}: not with parallelism.pp = "
-            f"{parallelism.pp}, whose weights stay gathered"
-        )
+    for axis in ("pp", "tp", "local_steps"):  # weights stay gathered; FSDP2 takes no DTensors; nor ranks of islands
+        if parallelism.reshard_group_size and getattr(parallelism, axis) > (axis != "local_steps"):
+            raise ConfigError(
+                f"parallelism.reshard_group_size = {parallelism.reshard_group_size}: not with parallelism.{axis} = "
+                f"{getattr(parallelism, axis)}"
+            )
     if not parallelism.sync_every_microbatch and parallelism.pp > 1:
         raise ConfigError(f"parallelism.sync_every_microbatch = false: not with parallelism.pp = {parallelism.pp}")
     if parallelism.local_steps:

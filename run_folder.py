@@ -128,7 +128,7 @@ def record_start(
         "after": after,
         "world_size": world_size,
         "changed": changed,
-        "git_commit": _git_commit(),
+        "git_commit": git_commit(),
         "python": sys.version.split()[0],
         "packages": {name: _version(name) for name in PACKAGES},
     }
@@ -163,7 +163,7 @@ def _count_without_progress(folder: Path, job: str, allowed: int) -> int:
     return count
 
 
-def _git_commit() -> str | None:
+def git_commit() -> str | None:
     """Commit of this code, with "-dirty" where files differ from it; None outside a repository."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
     try:

@@ -66,11 +66,11 @@ def sample_text(
     """The sample `config.validation` asks for. All ranks take part, and all take every step."""
     prompt, max_tokens = config.validation.sample_prompt, config.validation.sample_tokens
     tokens = tokenizer.encode(prompt)
-    with torch.compiler.set_stance("force_eager"):  # its lengths change at each token: not worth compiling
-        if dims.copies == 1:
+    if dims.copies == 1:
+        with torch.compiler.set_stance("force_eager"):  # its lengths change at each token: not worth compiling
             drawn = [token for (token,) in generate(parts[0], [tokens], max_tokens, device, Sampling())]
-        else:
-            drawn = list(_generate_in_parts(step, tokens, max_tokens, config.training, dims, mesh, device))
+    else:
+        drawn = list(_generate_in_parts(step, tokens, max_tokens, config.training, dims, mesh, device))
     reshard(parts)
     if tokenizer.eos_id in drawn:
         drawn = drawn[: drawn.index(tokenizer.eos_id)]

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from run_folder import git_commit
+
 
 def build_parser(description: str) -> argparse.ArgumentParser:
     """The options all benchmarks share."""
@@ -62,6 +64,7 @@ def machine() -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "python": platform.python_version(),
         "torch": metadata.version("torch"),
+        "commit": git_commit(),
     }
 
 

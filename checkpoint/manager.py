@@ -44,6 +44,7 @@ from checkpoint.stores import (
 )
 from config import Config
 
+OUTER = ".outer_momentum"
 LOWEST_PRIORITY = 19  # as `nice` counts
 
 logger = logging.getLogger(__name__)
@@ -163,7 +164,11 @@ class CheckpointManager:
         state: State = {"model": model_tensors(self.model)}
         if tensors_in(metadata, "optimizer."):
             allocate_optimizer_state(self.optimizer)
-            state["optimizer"] = optimizer_tensors(self.model, self.optimizer)
+            tensors = optimizer_tensors(self.model, self.optimizer)
+            saved = tensors_in(metadata, "optimizer.")
+            for new in [key for key in tensors if key.endswith(OUTER) and f"optimizer.{key}" not in saved]:
+                tensors.pop(new).zero_()  # the islands' own: parallelism.local_steps was turned on since
+            state["optimizer"] = tensors
         else:  # a checkpoint of step 0; a damaged one, passed over for it, may have left some
             self.optimizer.state.clear()
         states = random_state(self.device)
@@ -337,10 +342,13 @@ class CheckpointManager:
         return self.ranks.broadcast({name: size for part in parts for name, size in part.items()})
 
     def _check_room(self) -> None:
-        """Where the first store is a disk: weights and two moments, for all that are kept and the next."""
+        """Where the first store is a disk: for weights, two moments and, of islands, the outer momentum."""
         if isinstance(self.store, LocalStore):
-            checkpoint_bytes = 3 * sum(self.model_bytes.values())
-            check_room(self.store, self.ranks, checkpoint_bytes // self.ranks.size, max(2, self.settings.keep + 1))
+            moments = 1 if self.config.optimizer.state_dtype == "bfloat16" else 2  # of the weights' size
+            outer = 1 if self.config.parallelism.local_steps else 0
+            rank_bytes = (1 + moments + outer) * sum(self.model_bytes.values()) // self.ranks.size
+            keep, keep_every = self.settings.keep, self.settings.keep_every
+            check_room(self.store, self.ranks, rank_bytes, keep=keep, keep_every=keep_every)
 
     def _open_store(self, place: str | Path) -> Store:
         return open_store(

@@ -27,7 +27,7 @@ def superfluous(
     names = _committed(sizes)
     intact = [name for name in names if name not in damaged]
     old = intact[keep:] if keep else []
-    kept_for_ever = [name for name in old if keep_every and (step_of(name) or 0) % keep_every == 0]
+    kept_for_ever = [name for name in old if _kept_for_ever(name, keep_every)]
     folders = {file.partition("/")[0] for file in sizes}
     leftovers = [
         folder
@@ -35,6 +35,10 @@ def superfluous(
         if step_of(folder) is not None and age_seconds(folder) > leftover_seconds
     ]
     return sorted({*old, *leftovers, *(name for name in names if name in damaged)} - set(kept_for_ever))
+
+
+def _kept_for_ever(name: str, keep_every: int) -> bool:
+    return bool(keep_every) and (step_of(name) or 0) % keep_every == 0
 
 
 def remove_checkpoint(store: Store, name: str) -> None:
@@ -47,16 +51,18 @@ def remove_checkpoint(store: Store, name: str) -> None:
         raise CheckpointError(f"{store.url}/{name}: {len(left)} files are still listed after their removal")
 
 
-def check_room(store: LocalStore, ranks: Ranks, rank_bytes: int, copies: int) -> None:
-    """Refuse to start where the disk cannot hold `copies` checkpoints, of `rank_bytes` for this rank. Collective.
+def check_room(store: LocalStore, ranks: Ranks, rank_bytes: int, *, keep: int, keep_every: int) -> None:
+    """Refuse to start where the disk cannot hold what is kept and the next, `rank_bytes` each here. Collective.
 
-    Checkpoints that are there already count as room. Raises CheckpointError.
+    Checkpoints that are there already count as room, unless they are kept for ever. Raises CheckpointError.
     """
+    copies = max(2, keep + 1)
     probe = ranks.broadcast(f".probe-{time.time_ns()}")
     ranks.together(lambda: store.touch(probe) if ranks.rank == 0 else None)
     sizes = store.sizes()
     disk = "shared" if probe in sizes else socket.gethostname()  # ranks that see it share one disk
-    room = store.free_bytes() + sum(sizes.values())
+    stay = {name for name in _committed(sizes) if not keep or _kept_for_ever(name, keep_every)}
+    room = store.free_bytes() + sum(size for file, size in sizes.items() if file.partition("/")[0] not in stay)
     reports = ranks.gather((disk, rank_bytes, room))
 
     def check() -> None:

@@ -197,12 +197,14 @@ def _texts(file: File, stream: Any, unit: Unit, text_key: str, example_keys: tup
 
 def _decode(file: File, data: bytes) -> str:
     encoding = "utf-8"
-    if file.url.endswith(".py"):  # may declare its own encoding
-        encoding = tokenize.detect_encoding(io.BytesIO(data).readline)[0]
     try:
+        if file.url.endswith(".py"):  # may declare its own encoding
+            encoding = tokenize.detect_encoding(io.BytesIO(data).readline)[0]
         return data.decode(encoding)
     except UnicodeDecodeError as error:
         raise DataError(f"{file.url}: not {encoding} text: {error.reason} at byte {error.start}") from None
+    except SyntaxError as error:  # no encoding of that name
+        raise DataError(f"{file.url}: {error}") from None
 
 
 def _json_texts(file: File, stream: Any, unit: Unit, text_key: str, example_keys: tuple[str, ...]) -> Iterator[str]:

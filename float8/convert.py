@@ -32,6 +32,11 @@ def check_float8(config: Config) -> None:
             f'float8.tp_all_gather = "on" with float8.recipe = "{float8.recipe}": only "{RECIPE_OF_ALL_GATHER}" has '
             'one scale for the whole input; set tp_all_gather = "auto"'
         )
+    if gathers_float8(float8) and config.parallelism.reshard_group_size:
+        raise ConfigError(
+            f"float8.enable = true with parallelism.reshard_group_size = {config.parallelism.reshard_group_size}: "
+            'FSDP2 gathers no float8 weights from such groups; set float8.fsdp_all_gather = "off"'
+        )
     if float8.precompute_scale == "on" and not gathers_float8(float8):
         raise ConfigError(
             f'float8.precompute_scale = "on" with float8.recipe = "{float8.recipe}" and float8.fsdp_all_gather = '

@@ -36,7 +36,10 @@ def apply_activation_checkpoint(block: nn.Module, settings: settings.ActivationC
     if settings.mode == "none":
         return
     if settings.mode == "budget":
-        torch._functorch.config.activation_memory_budget = settings.memory_budget
+        compiler = torch._functorch.config
+        compiler.activation_memory_budget = settings.memory_budget
+        if hasattr(compiler, "unsafe_treat_script_objects_as_zero_size"):  # torch 2.13 asks how large a mesh is
+            compiler.unsafe_treat_script_objects_as_zero_size = True
         return
     options: dict[str, Any] = {"context_fn": _selective_contexts} if settings.mode == "selective" else {}
     forward = block.forward

@@ -51,7 +51,7 @@ def apply_fsdp(model: nn.Module, groups: list[list[nn.Module]], mesh: DeviceMesh
             module.set_force_sum_reduction_for_comms(True)
             if settings.reduce_scatter == "all_to_all":
                 module.set_custom_reduce_scatter(AllToAllReduceScatter())
-    set_prefetch([module for group in groups for module in group if isinstance(module, FSDPModule)], settings)
+    set_prefetch([group[0] for group in groups], settings)  # type: ignore[misc]  # a group has one state, in each
 
 
 def set_prefetch(modules: list[FSDPModule], settings: Parallelism) -> None:

@@ -101,10 +101,16 @@ def _build_pipeline(
     ]
     divisor = torch.ones((), device=device)  # read by the loss, which the schedule calls with two arguments
     kind = get_schedule_class(settings.pp_schedule)
+
+    def mean_loss(output: Tensor, labels: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():  # the schedule keeps all logits to the end of a batch, where nobody reads them
+            stages[-1].fwd_cache.update(dict.fromkeys(stages[-1].fwd_cache, ((), [])))
+        return loss_fn(output, labels) / divisor
+
     schedule = kind(
         stages[0] if issubclass(kind, PipelineScheduleSingle) else stages,
         training.local_batch_size // size,
-        loss_fn=lambda output, labels: loss_fn(output, labels) / divisor,
+        loss_fn=mean_loss,
         scale_grads=False,
     )
     first, last = 0 in stage_ids, n_stages - 1 in stage_ids
@@ -118,7 +124,7 @@ def _build_pipeline(
 
     def forward(tokens: Tensor, labels: Tensor, positions: Tensor | None) -> Tensor:
         divisor.fill_(1)
-        return run(schedule.eval, tokens, labels, positions)
+        return run(partial(schedule.eval, return_outputs=False), tokens, labels, positions)
 
     def forward_backward(tokens: Tensor, labels: Tensor, positions: Tensor | None, n_tokens: Tensor) -> Tensor:
         divisor.copy_(n_tokens)
@@ -170,6 +176,11 @@ def check_pipeline(config: Config, n_layers: int) -> None:
         raise ConfigError(
             f"training.local_batch_size = {batch} makes {microbatches} microbatches of parallelism.pp_microbatch_size "
             f"= {settings.pp_microbatch_size}: {settings.pp_schedule} needs {multiple} parallelism.pp = {settings.pp}"
+        )
+    if config.activation_checkpoint.mode == "selective" and "ZeroBubble" in settings.pp_schedule:
+        raise ConfigError(
+            f'parallelism.pp_schedule = "{settings.pp_schedule}" with activation_checkpoint.mode = "selective": its '
+            'split backward recomputes twice, which selective cannot; set mode = "full" or "none"'
         )
     if config.compile.enable and "ZeroBubble" in settings.pp_schedule:
         raise ConfigError(

@@ -19,6 +19,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 # Only CUDA uses it; and to ask for it imports the compiler, which takes a second.
 compiled_flex_attention = torch.compile(flex_attention) if torch.cuda.is_available() else flex_attention
+# Else it would make the whole boolean [B, S, T], several times.
+compiled_block_mask = torch.compile(create_block_mask) if torch.cuda.is_available() else create_block_mask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +117,7 @@ def causal_mask(positions_BT: Tensor, queries_S: Tensor) -> Tensor | BlockMask:
         def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
             return (queries_S[q] >= k) & (documents_BT[b, queries_S[q]] == documents_BT[b, k])
 
-        return create_block_mask(visible, B, None, S, T, device="cuda")
+        return compiled_block_mask(visible, B, None, S, T, device="cuda")
     same_document = documents_BT[:, None, queries_S, None] == documents_BT[:, None, None, :]
     return same_document & (queries_S[:, None] >= torch.arange(T, device=queries_S.device))
 

@@ -96,6 +96,16 @@ def check_parallelism(flavor: LlamaConfig, config: Config) -> None:
             'parallelism.cp_method = "ring" with data.mask_documents = true: the ring knows no documents; '
             'set cp_method = "allgather"'
         )
+    if (
+        settings.cp > 1
+        and settings.cp_method == "ring"
+        and device_type() == "cuda"
+        and not (config.training.param_dtype == "bfloat16" and flavor.head_dim % 8 == 0)
+    ):
+        raise ConfigError(
+            f'parallelism.cp_method = "ring" with training.param_dtype = "{config.training.param_dtype}" and head_dim '
+            f'= {flavor.head_dim}: on CUDA it takes bfloat16 and multiples of 8; set cp_method = "allgather"'
+        )
     if settings.pp > 1 and flavor.tie_embeddings:
         raise ConfigError(
             f"parallelism.pp = {settings.pp}: model.flavor = {config.model.flavor!r} uses one weight as embedding and "

@@ -5,14 +5,18 @@ from collections import Counter
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from config import ActivationCheckpoint, Config, Training
+from models import build_model, find_model
 from models.init import init_weights
 from models.llama.model import Llama
+from parallel.mesh import ParallelDims
 from tests.harness import run_ranks
 from tests.parity import FLAVOR, GLOBAL_BATCH, SEQ_LEN, VOCAB, close, config_for, our_run, plain_run
 
@@ -55,6 +59,31 @@ def test_equals_a_plain_loop(name: str, plain: dict[str, Any]) -> None:
         for parameter, value in plain["weights"].items():
             # As a whole: AdamW turns the rounding of a gradient near zero into a step of its own.
             assert (result["weights"][parameter] - value).norm() < 1e-3 * value.norm(), parameter
+
+
+def prefetched(config: Config) -> dict[str, dict[str, list[str]]]:
+    """Direction → group → the groups gathered while it computes."""
+    asked: dict[str, dict[Any, Any]] = {"forward": {}, "backward": {}}
+    with mock.patch.multiple(
+        FSDPModule,
+        set_modules_to_forward_prefetch=lambda self, modules: asked["forward"].update({self: modules}),
+        set_modules_to_backward_prefetch=lambda self, modules: asked["backward"].update({self: modules}),
+    ):
+        spec, _ = find_model(config.model, VOCAB)
+        model = build_model(spec, FLAVOR)
+        spec.apply_parallelism(model, ParallelDims.from_config(config.parallelism, 2).build_mesh("cpu"), config)
+    names = {module: name for name, module in model.named_modules()}
+    return {
+        direction: {names[module]: [names[other] for other in others] for module, others in by_module.items()}
+        for direction, by_module in asked.items()
+    }
+
+
+def test_prefetched_are_the_groups_that_come_next() -> None:
+    order = ["tok_embeddings", "layers.0", "layers.1", "layers.2", "norm"]
+    for found in run_ranks(2, prefetched, config_for(1, 2, prefetch_layers=2)):
+        assert found["forward"] == {name: order[i + 1 : i + 3] for i, name in enumerate(order)}
+        assert found["backward"] == {name: order[max(0, i - 2) : i][::-1] for i, name in enumerate(order)}
 
 
 def test_compiled_by_inductor() -> None:

@@ -6,16 +6,19 @@ import os
 import pickle
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from functools import cache, partial
 from math import prod
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from config import Config
+from loss import build_loss
 from tests.harness import run_ranks
 from tests.parity import GLOBAL_BATCH, close, config_for, our_run, plain_run
 from tests.parity_ranks import FULL_STEPS, compare
@@ -145,3 +148,42 @@ def test_compiled_by_inductor() -> None:
 
 def test_offloaded_to_the_host(plain: dict[str, Any]) -> None:
     compare_forked(config_for(1, 2, cpu_offload=True), plain)
+
+
+def test_the_compiler_keeps_to_a_memory_budget() -> None:
+    """With DTensors in its graphs; the backend is inductor's partitioner without its kernels."""
+    backend = "aot_eager_decomp_partition"
+    config = config_for(1, 1, backend, mode="budget", tp=2, local_batch_size=GLOBAL_BATCH)
+    expected = plain_run(STEPS)
+    for result in run_ranks(2, our_run, config, STEPS, 1):
+        close(result, expected, loss_tolerance=1e-5)
+
+
+def most_logits_alive(config: Config) -> int:
+    """Of how many microbatches the logits exist at once while a loss is evaluated."""
+    refs: list[weakref.ref[torch.Tensor]] = []
+    alive = [0]
+
+    def build_counting_loss(*args: Any) -> Callable[..., torch.Tensor]:
+        loss_fn = build_loss(*args)
+
+        def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            if not torch.is_grad_enabled():
+                refs.append(weakref.ref(logits))
+                alive.append(sum(ref() is not None for ref in refs))
+            return loss_fn(logits, labels)
+
+        return loss
+
+    with mock.patch("tests.parity.build_loss", build_counting_loss):
+        our_run(config, 1, 1, n_layers=DEEP)
+    return max(alive)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+def test_a_pipelines_validation_does_not_keep_the_logits_of_a_whole_batch(schedule: str) -> None:
+    config = config_for(
+        1, 1, pp=2, pp_schedule=schedule, pp_microbatch_size=1, local_batch_size=GLOBAL_BATCH, loss_chunks=1
+    )
+    other, last = run_ranks(2, partial(most_logits_alive), config)
+    assert (other, 0 < last < 4) == (0, True), f"{last} of {GLOBAL_BATCH} microbatches"

@@ -59,6 +59,7 @@ def test_command_line_values(words, get, value) -> None:
         (["--compile.enable=yes"], ["compile.enable", "yes", "true or false"]),
         (["--optimizer.lr=nan"], ["optimizer.lr", "a number"]),
         (["--optimizer.lr=1" + 400 * "0"], ["optimizer.lr", "a number"]),
+        (["--optimizer.eps=0"], ["optimizer.eps = 0.0", "a number above 0"]),
         (["--optimizer.beta1=1"], ["optimizer.beta1 = 1.0", "from 0 to below 1"]),
         (["--lr_scheduler.min_lr_factor=1.5"], ["min_lr_factor = 1.5", "from 0 to 1"]),
         (["--run.folder", "--training.steps=3"], ["--run.folder: needs a value"]),
@@ -196,6 +197,19 @@ REFUSED = [  # words, ranks, what is said: each would otherwise train wrongly, f
     (["--parallelism.pp=8", "--training.local_batch_size=8"], 8, "8 stages .* for 6 layers"),
     ([TWO_STAGES, "--parallelism.sync_every_microbatch=false"], 2, "not with parallelism.pp"),
     ([TWO_STAGES, "--parallelism.reshard_group_size=2"], 2, "not with parallelism.pp"),
+    (["--parallelism.tp=2", "--parallelism.reshard_group_size=2"], 8, "not with parallelism.tp"),
+    (
+        ["--parallelism.local_steps=50", "--parallelism.dp_replicate=2", "--parallelism.reshard_group_size=2"],
+        8,
+        "not with parallelism.local_steps",
+    ),
+    (["--float8.enable", "--parallelism.reshard_group_size=2"], 4, "gathers no float8 weights"),
+    ([TWO_STAGES, ZERO_BUBBLE, "--activation_checkpoint.mode=selective"], 2, "recomputes twice"),
+    (
+        ["--activation_checkpoint.mode=budget", "--compile.enable", "--compile.backend=aot_eager"],
+        1,
+        "keeps to no budget",
+    ),
     ([TWO_STAGES, "--training.loss_chunks=4"], 2, "must be 0 or 1"),
     (["--parallelism.tp=2", "--training.loss_chunks=4"], 2, "must be 0 or 1"),
     (["--float8.enable", "--float8.skip=[]", "--training.loss_chunks=4"], 1, 'unless float8.skip names "output"'),
@@ -218,12 +232,14 @@ REFUSED = [  # words, ranks, what is said: each would otherwise train wrongly, f
 def test_combinations_that_cannot_train_are_refused_before_anything_starts(
     words: list[str], world_size: int, said: str
 ) -> None:
+    from float8.convert import check_float8
     from models import find_model
     from parallel.mesh import ParallelDims
 
     def check() -> None:
         config = load_config(words)
         ParallelDims.from_config(config.parallelism, world_size)
+        check_float8(config)
         spec, flavor = find_model(config.model, data_vocab_size=1024)
         spec.check_parallelism(flavor, config)
 
