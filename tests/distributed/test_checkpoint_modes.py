@@ -248,16 +248,25 @@ def test_a_disk_with_no_room_for_what_is_kept_is_refused_before_the_first_step(t
 
 
 def test_room_is_counted_per_disk(tmp_path):
-    """Two ranks share a disk with room for two halves: enough for one copy, not for two."""
-    assert run_ranks(2, _room, str(tmp_path), 1) == [True, True]
-    assert run_ranks(2, _room, str(tmp_path), 2) == [False, False]
+    """Two ranks share a disk: what each of them writes must fit, twice."""
+    assert run_ranks(2, _room, str(tmp_path), 240) == [True, True]
+    assert run_ranks(2, _room, str(tmp_path), 260) == [False, False]
 
 
-def _room(folder, copies):
+def test_what_is_kept_for_ever_is_no_room(tmp_path):
+    Run(tmp_path, interval=1, keep=1, keep_every=2).train(0, 6)  # 2, 4 and 6, of which none will go
+    for step in (2, 4, 6):
+        (folder,) = tmp_path.glob(f"step-0000000{step}-*")
+        (folder / "ballast").write_bytes(bytes(1000))
+    assert run_ranks(1, _room, str(tmp_path), 260) == [True]
+    assert run_ranks(1, _room, str(tmp_path), 520, 2) == [False]
+
+
+def _room(folder, rank_bytes, keep_every=0):
     store = LocalStore(folder)
     store.free_bytes = lambda: 1000  # type: ignore[method-assign]
     try:
-        retention.check_room(store, manager.build_ranks(60), 400, copies)
+        retention.check_room(store, manager.build_ranks(60), rank_bytes, keep=1, keep_every=keep_every)
     except CheckpointError:
         return False
     return True

@@ -36,3 +36,28 @@ def test_the_tutorial_works_as_written(tmp_path: Path) -> None:
     assert (tmp_path / "outputs" / "tutorial-hf" / "model.safetensors").is_file()
     page = (tmp_path / "outputs" / "compare.html").read_text()
     assert '"tutorial-slow"' in page
+
+    check_run_script(tmp_path, environment)
+
+
+def check_run_script(folder: Path, environment: dict[str, str]) -> None:
+    """./run_llama_train.sh, which is the README's first command, in a checkout that is set up."""
+    (folder / "setup.sh").unlink()
+    (folder / "setup.sh").write_text("#!/bin/sh\n")
+    (folder / "setup.sh").chmod(0o755)
+    (folder / ".venv").symlink_to(sys.prefix)
+
+    def start(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
+        environ = {**environment, "NGPU": "1", **more}
+        return subprocess.run(["./run_llama_train.sh", *words], cwd=folder, env=environ, capture_output=True, text=True)
+
+    assert start("--help").stdout.startswith("usage: train.py")
+    wrong = start("--training.stpes=3")
+    assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)
+    assert "did you mean training.steps" in wrong.stderr
+    words = ["--data.datasets=datasets/tutorial", "--run.folder=outputs/script", "--training.steps=2"]
+    words += ["--lr_scheduler.warmup_steps=0", "--validation.enable=false", "--validation.sample_tokens=0"]
+    # The file named last is the one that counts, however it is named.
+    done = start(*words, "--config=train_configs/tutorial.toml", CONFIG_FILE="train_configs/no_such.toml")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "done: 2 of 2 steps" in done.stderr

@@ -262,3 +262,12 @@ def test_a_cache_folder_that_went_away_is_named(tmp_path: Path) -> None:
     shutil.rmtree(cache.folder)
     with pytest.raises(StorageError, match=r"data.cache_folder = .*/cache: cannot be used: No such file"):
         cache.map("fedcba9876543210", lambda: content, len(content), checksum)
+
+
+def test_more_bad_blocks_than_an_accident_makes_stop_the_run(folder, monkeypatch):
+    monkeypatch.setattr("data.loader.MAX_BAD_BLOCKS", 1)
+    loader = build_dataloader(data_config(folder, training__seq_len=8, data__on_bad_block="mask"), 0, 1)
+    (folder / "train-00001.arrow").unlink()
+    with pytest.raises(DataError, match=r"\d+ blocks are bad, more than 1; mend the data"):
+        all(loader.next_step() for _ in range(60))
+    loader.close()

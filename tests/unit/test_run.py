@@ -2,12 +2,18 @@
 
 import contextlib
 import importlib
+import inspect
 import json
 import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from config import Config, ConfigError, Metrics, Model, Parallelism, Run, Training
 from data.ledger import Ledger, read_ledger
@@ -15,9 +21,12 @@ from data.place import StepShape
 from launch.torchrun import launch
 from metrics import MetricsLogger, find_hook, peak_flops
 from models import find_model
+from parallel.comm import meet
 from parallel.exits import Exit, record_exit
 from parallel.mesh import ParallelDims
 from run_folder import check_run_folder, name_run_folder, read_starts, record_start
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_new_runs_get_names_of_their_own(tmp_path: Path) -> None:
@@ -123,6 +132,8 @@ def test_metrics_rows_hold_the_rates_of_the_interval(tmp_path: Path, monkeypatch
         ("NVIDIA H100 80GB HBM3", 989e12),
         ("NVIDIA H100 PCIe", 756e12),
         ("NVIDIA H200", 989e12),
+        ("NVIDIA H200 NVL", 835e12),
+        ("NVIDIA GB200", 2500e12),
         ("NVIDIA A100-SXM4-80GB", 312e12),
         ("Some new GPU", None),
     ],
@@ -201,3 +212,38 @@ def test_a_hook_is_given_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             find_hook(name)
     with pytest.raises(ConfigError, match="is a int, must be a function"):
         find_hook("my_tracker:level")
+
+
+def test_ranks_of_a_start_agree_on_a_name_whatever_an_earlier_one_left() -> None:
+    store = dist.HashStore()
+    names = []
+    for _ in range(2):  # the second finds all that the first left
+        with ThreadPoolExecutor(3) as threads:
+            names.append(set(threads.map(lambda rank: meet(store, rank, 3, timeout_seconds=60), range(3))))
+    first, second = names
+    assert len(first) == len(second) == 1
+    assert first != second
+    with pytest.raises(TimeoutError, match="rank 0: not all of 4 ranks came"):
+        meet(store, 0, 4, timeout_seconds=0.1)
+
+
+def test_what_no_restart_can_mend_ends_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import sys, threading\n"
+        "from parallel.comm import end_launcher\n"
+        f"open({str(tmp_path / 'starts')!r}, 'a').write('x')\n"
+        "end_launcher()\n"
+        "threading.Event().wait()\n"
+    )
+    command = [sys.executable, "-m", "launch.torchrun", "--standalone", "--max-restarts=3", str(script)]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert (tmp_path / "starts").read_text() == "x"
+
+
+def test_the_launcher_resets_what_torchrun_keeps() -> None:
+    """Attributes of torch's own; if they were renamed, ours would do nothing."""
+    made = inspect.getsource(DynamicRendezvousHandler.__init__)
+    assert all(f"self.{name}" in made for name in ("_shared_tcp_store_server", "_bootstrap_store_info"))
