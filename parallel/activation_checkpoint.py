@@ -1,5 +1,7 @@
 """Activation checkpointing: what a block keeps for backward and what it computes again."""
 
+import hashlib
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +33,8 @@ def apply_activation_checkpoint(block: nn.Module, settings: settings.ActivationC
     """Replace `block.forward`, in place, by one that recomputes; names of parameters stay as they are.
 
     In mode `budget` the compiler does it, by a setting for the whole process: it solves for the cheapest recomputation
-    that keeps the given share of the activations.
+    that keeps the given share of the activations. It is told to keep attention, some of whose operators (cuDNN's, the
+    CPU's, the ring's) torch 2.11 to 2.13 would take for cheap.
     """
     if settings.mode == "none":
         return
@@ -40,8 +43,12 @@ def apply_activation_checkpoint(block: nn.Module, settings: settings.ActivationC
         compiler.activation_memory_budget = settings.memory_budget
         if hasattr(compiler, "unsafe_treat_script_objects_as_zero_size"):  # torch 2.13 asks how large a mesh is
             compiler.unsafe_treat_script_objects_as_zero_size = True
-        return
-    options: dict[str, Any] = {"context_fn": _selective_contexts} if settings.mode == "selective" else {}
+    contexts = {"selective": _selective_contexts, "budget": _budget_contexts}
+    options: dict[str, Any] = {}
+    if settings.mode in contexts:
+        options["context_fn"] = context_fn = contexts[settings.mode]
+        # By this the compiler's cache knows the policies below; without it a second start would compile all again.
+        context_fn.cache_hash = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()  # type: ignore[attr-defined]
     forward = block.forward
 
     # A function, not a partial: torch.compile has to find the checkpoint inside a frame.
@@ -62,5 +69,14 @@ def _selective_contexts() -> Any:
             matmuls[mode] += 1
             keep = matmuls[mode] % 2 == 1
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def _budget_contexts() -> Any:
+    """Keep attention; the compiler chooses among the rest."""
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op in ATTENTION_OPS else CheckpointPolicy.PREFER_SAVE
 
     return create_selective_checkpoint_contexts(policy)

@@ -35,13 +35,22 @@ def kept_by_block(work: Work) -> int:
         return everything
     if mode == "budget":
         share = work.config.activation_checkpoint.memory_budget
-        return round(_block_input(work) + share * (everything - _block_input(work)))
+        if share == 0:
+            return _block_input(work)
+        kept = _block_input(work) + _attention(work)  # which the budget does not include
+        return min(everything, round(kept + share * (everything - _block_input(work))))
     kept = _block_input(work) if mode == "full" else _selected(work)
     return round((kept + (n - 1) * everything) / n)
 
 
 def _block_input(work: Work) -> int:
     return work.tokens * work.shape.dim * work.param_bytes // work.dims.tp
+
+
+def _attention(work: Work) -> int:
+    """Attention's result and its log-sum-exp."""
+    s, t = work.shape, work.dims.tp
+    return work.tokens * s.n_heads * (s.head_dim * work.param_bytes + 4) // t
 
 
 def _everything(work: Work) -> int:

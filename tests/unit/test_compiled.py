@@ -87,11 +87,34 @@ def test_activations_kept_for_the_backward() -> None:
     assert rowwise < 24.5
 
 
+def forwards_of_attention(memory_budget: float) -> int:
+    """How often a compiled block's forward and backward together compute attention."""
+    B, S, D = 2, 128, 256
+    model = Llama(LlamaConfig(dim=D, n_layers=1, n_heads=8, n_kv_heads=2, hidden_dim=7 * D // 2, vocab_size=8))
+    init_weights(model, torch.device("cpu"), seed=0)
+    block = model.layers["0"]
+    apply_activation_checkpoint(block, ActivationCheckpoint(mode="budget", memory_budget=memory_budget))
+    block.compile(backend="aot_eager_decomp_partition", fullgraph=True)
+    cos, sin = rope_cos_sin(model.config, torch.arange(S)[None])
+    x = torch.randn(B, S, D, requires_grad=True)
+
+    block(x, cos, sin, None).sum().backward()  # to compile it computes with shapes, which counts as well
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        block(x, cos, sin, None).sum().backward()
+    name = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    return sum(event.name == name for event in profile.events() or [])
+
+
+def test_no_memory_budget_recomputes_attention() -> None:
+    """The CPU's operator is one of those that the compiler by itself would compute again, as cuDNN's is."""
+    assert [run_ranks(1, forwards_of_attention, budget) for budget in (0.9, 0.3)] == [[1], [1]]
+
+
 def compile_with_cache(folder: Path) -> tuple[int, int]:
     """Graphs found in the compiler's cache, and graphs compiled."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
     counters.clear()
-    count("none")
+    count("budget")
     cache = counters["aot_autograd"]
     return cache["autograd_cache_hit"], cache["autograd_cache_miss"]
 
