@@ -237,7 +237,7 @@ class ActivationCheckpoint:
     every_n_layers: Positive = 1
     """`full` and `selective` apply to every n-th block; the others keep everything."""
     memory_budget: Fraction = 0.8
-    """With `budget`: share of the activations that the compiler may keep; it recomputes the cheapest. Needs compile."""
+    """With `budget`: share of the activations that the compiler may keep besides attention's. Needs compile."""
 
 
 @dataclass(frozen=True, kw_only=True)

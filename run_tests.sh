@@ -18,5 +18,5 @@ echo "tests/s3 use $S3_TEST_SERVER"
 .venv/bin/ruff format --check .
 .venv/bin/ruff check .
 .venv/bin/mypy .
-.venv/bin/python -m pytest -n "$workers" --durations=15 "$@"
+.venv/bin/python -m pytest -n "$workers" --dist=worksteal --durations=15 "$@"
 if command -v nvidia-smi > /dev/null && [ $# = 0 ]; then TEST_GPU=1 .venv/bin/python -m pytest tests/gpu; fi

@@ -42,7 +42,7 @@ from train import train
 
 WARMUP_STEPS, STEPS = 3, 6
 QUICK = ("peaks", "1.8B bf16 8192")
-DATASET = Path("datasets/stdlib")
+DATASET, REHEARSAL = Path("datasets/stdlib"), Path("datasets/rehearsal")
 TENSORWISE, ROWWISE = ("--float8.enable",), ("--float8.enable", "--float8.recipe=rowwise")
 SMALL_STATES = ("--optimizer.state_dtype=bfloat16",)
 
@@ -56,6 +56,7 @@ class Run:
     local_batch_size: int
     global_batch_size: int
     options: tuple[str, ...] = ()
+    dataset: Path = DATASET
     peer: str = ""
     peer_checkpointing: str = "none"
 
@@ -86,7 +87,7 @@ def rehearsal(run: Run) -> Run:
     options = (*run.options, "--training.param_dtype=float32")  # what every CPU multiplies fast
     options = (*options, "--float8.filter=all") if "--float8.enable" in run.options else options
     return dataclasses.replace(
-        run, flavor="debug", seq_len=64, local_batch_size=2, global_batch_size=4, options=options
+        run, flavor="debug", seq_len=64, local_batch_size=2, global_batch_size=4, options=options, dataset=REHEARSAL
     )
 
 
@@ -155,7 +156,7 @@ def measure_training(run: Run, device: torch.device, started: float) -> dict[str
 def training_config(run: Run, steps: int, outputs: str) -> Config:
     options = [
         f"--model.flavor={run.flavor}",
-        f"--data.datasets={DATASET}",
+        f"--data.datasets={run.dataset}",
         f"--training.seq_len={run.seq_len}",
         f"--training.local_batch_size={run.local_batch_size}",
         f"--training.global_batch_size={run.global_batch_size}",
@@ -394,8 +395,9 @@ def main() -> int:
     if not arguments.rehearse and not torch.cuda.is_available():
         print("no GPU here: nothing measured; --rehearse tries the command on CPU")
         return int(arguments.check)
-    if not (DATASET / "manifest.json").exists():
-        prepare(["--source=stdlib", "--max-characters=4000", f"--output={DATASET}"])
+    source, dataset = ("docs", REHEARSAL) if arguments.rehearse else ("stdlib", DATASET)
+    if not (dataset / "manifest.json").exists():
+        prepare([f"--source={source}", "--max-characters=4000", f"--output={dataset}"])
 
     wanted = arguments.rows.split(",") if arguments.rows else QUICK if arguments.quick else ["peaks", *runs()]
     chosen = [name for name in ("peaks", *runs()) if name in wanted]
