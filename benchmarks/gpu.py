@@ -72,12 +72,12 @@ def runs() -> dict[str, Run]:
         "1.8B tensorwise 8192": Run("1.8B", 8192, 2, 8, (*small, *TENSORWISE)),
         "1.8B transformers 8192": Run("1.8B", 8192, 2, 8, peer="transformers"),
         "1.8B torchtitan 8192": Run("1.8B", 8192, 2, 8, peer="torchtitan"),
-        "1.8B bf16 8192, whole logits": Run("1.8B", 8192, 1, 8),
+        "1.8B bf16 8192 whole logits": Run("1.8B", 8192, 1, 8),
         "1.8B rowwise 8192": Run("1.8B", 8192, 2, 8, (*small, *ROWWISE)),
         "1.8B bf16 4096": Run("1.8B", 4096, 4, 16, small),
         "3B bf16 8192": Run("3B", 8192, 1, 8, (*small, *budget)),
         "3B tensorwise 8192": Run("3B", 8192, 1, 8, (*small, *budget, *TENSORWISE)),
-        "8B bf16 8192, full checkpointing": Run("8B", 8192, 1, 8, (*large, "--activation_checkpoint.mode=full")),
+        "8B bf16 8192 full checkpointing": Run("8B", 8192, 1, 8, (*large, "--activation_checkpoint.mode=full")),
         "8B rowwise 8192": Run("8B", 8192, 1, 8, (*large, *budget, *ROWWISE)),
     }
 

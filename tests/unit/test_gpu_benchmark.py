@@ -28,6 +28,10 @@ def test_a_rehearsal_measures_its_rows(tmp_path: Path) -> None:
     assert all(row["tokens/s"] > 0 and row["peak GiB"] > 0 for row in list(rows.values())[1:])
 
 
+def test_every_row_can_be_picked() -> None:
+    assert not [name for name in runs() if "," in name], "--rows separates names by commas"
+
+
 def test_what_is_attainable_follows_from_the_operations_of_a_token() -> None:
     peak = {"bf16 TFLOP/s": 790, "float8 TFLOP/s": 1500}
     for name in ("1.8B", "8B"):
