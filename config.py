@@ -485,11 +485,12 @@ def _parse_command_line(argv: Sequence[str]) -> tuple[str, dict[str, str]]:
         key, equals, text = word[2:].partition("=")
         if not equals:
             has_value = bool(words) and not words[0].startswith("--")
-            text = words.pop(0) if has_value else ""
+            text = words.pop(0) if has_value else "true"
             if not has_value and (key == "config" or not _is_flag(key)):
                 raise ConfigError(f"--{key}: needs a value, as in --{key}=...")
-            text = text or "true"
         if key == "config":
+            if not text:
+                raise ConfigError("--config: needs a value, as in --config=FILE")
             if file:
                 raise ConfigError(f"--config: given twice, {file!r} and {text!r}")
             file = text

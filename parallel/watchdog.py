@@ -157,13 +157,14 @@ class Watchdog:
         if not isinstance(error, Exception):
             return
         rank: int | None = self.environment.rank
+        said = next(iter(str(error).splitlines()), type(error).__name__)
         if isinstance(error, TitaniteError):
             what, cause, rank = "error", str(error), None if error.agreed else rank
         elif isinstance(error, torch.OutOfMemoryError):  # also inside a collective: nobody else is to blame
-            what, cause = "failed", f"{str(error).splitlines()[0]}; {LESS_MEMORY}"
+            what, cause = "failed", f"{said}; {LESS_MEMORY}"
         elif isinstance(error, RuntimeError) and _in_collective(_frames(trace)):
             lost = self._find_lost()
-            cause = str(error).splitlines()[0]
+            cause = said
             if lost:
                 names = ", ".join(map(str, lost))
                 cause = f"rank {names} was lost (killed, stopped, out of memory, or its machine gone)"

@@ -38,6 +38,7 @@ def test_precedence_default_base_file_command_line(tmp_path: Path) -> None:
         (["--data.datasets=data/🙂"], lambda c: c.data.datasets, ("data/🙂",)),
         (["--training.steps=100_000"], lambda c: c.training.steps, 100_000),
         (["--run.folder=123"], lambda c: c.run.folder, "123"),
+        (["--run.folder", ""], lambda c: c.run.folder, ""),
         (["--metrics.log_ranks=0,1"], lambda c: c.metrics.log_ranks, (0, 1)),
     ],
 )
@@ -64,6 +65,7 @@ def test_command_line_values(words, get, value) -> None:
         (["--lr_scheduler.min_lr_factor=1.5"], ["min_lr_factor = 1.5", "from 0 to 1"]),
         (["--run.folder", "--training.steps=3"], ["--run.folder: needs a value"]),
         (["--config"], ["--config: needs a value"]),
+        (["--config="], ["--config: needs a value"]),
         (["--config=a.toml", "--config=b.toml"], ["--config: given twice", "a.toml", "b.toml"]),
         (["--run.folder=\udc80"], ["run.folder", "UTF-8"]),
         (["--failures.spike_factor=0.5"], ["failures.spike_factor = 0.5", "above 1"]),
