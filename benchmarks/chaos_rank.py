@@ -48,3 +48,4 @@ if __name__ == "__main__":
     nn.modules.module.register_module_forward_hook(spoil)
     train.find_model = tiny_model
     train.main()
+    os._exit(0)  # as train.py ends

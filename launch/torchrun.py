@@ -53,5 +53,5 @@ USER_ERROR = 2  # the exit code of train.py for a mistake that it has explained
 
 if __name__ == "__main__":
     exit_code = launch(sys.argv[1:])
-    gc.freeze()  # as in train.py
+    gc.freeze()  # Python's end would go through all that torch has ever made, for most of a second
     sys.exit(exit_code)
