@@ -390,7 +390,7 @@ def uninterrupted(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> li
     return column(folder, "loss")
 
 
-@pytest.mark.parametrize("how", ["SIGTERM to torchrun", "SIGUSR1 to a rank", "stop file, async saves"])
+@pytest.mark.parametrize("how", ["SIGTERM to torchrun", "SIGUSR1 to a rank", "stop file", "stop file, async saves"])
 def test_asked_to_stop_it_saves_between_two_steps_and_resumes_with_the_same_bits(
     how: str, uninterrupted: list[float], dataset: Path, tmp_path: Path
 ) -> None:
