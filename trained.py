@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 
-import config as settings
 from checkpoint.hf import find_companions, model_config
 from checkpoint.loading import check_same_names, load_newest, locate
 from checkpoint.manifest import Manifest
@@ -57,16 +56,8 @@ def load_trained(place: str, *, device: torch.device, dtype: torch.dtype, tokeni
         text = parse_tokenizer(files["tokenizer.json"], declared, tokenizer or place, find_chat_template(files))
         found.append(Trained(model, text, manifest, join(store.url, name)))
 
-    load_newest(locate(checkpoints_of(place)), Ranks(), fill, lambda manifest: None)
+    load_newest(locate(place), Ranks(), fill, lambda manifest: None)
     return found[-1]
-
-
-def checkpoints_of(place: str) -> str:
-    """Where the checkpoints of a run are that keeps them elsewhere; `place` itself if it is no such run."""
-    file = Path(place) / "config.toml"
-    if not file.is_file():
-        return place
-    return settings.from_dict(settings.read_toml(file)).checkpoint.folder or place
 
 
 def _stock_manifest(place: str) -> Manifest:

@@ -7,27 +7,18 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
+from checkpoint.loading import find
 from checkpoint.manifest import MANIFEST, METADATA, Manifest, read_manifest
-from checkpoint.stores import CheckpointError, DamagedError, Store, join, open_store
+from checkpoint.stores import CheckpointError, DamagedError, Store
 from config import TitaniteError
 
 COLUMNS = "{:>10}  {:>10}  {:>5}  {:>5}  {:<25}  {:<10}  {}"
 
 
-def find_all(place: str) -> tuple[Store, list[str]]:
-    """The store of a run folder, a folder of checkpoints or one checkpoint, and the names in it, committed or not.
-
-    The name of a single checkpoint is empty. Raises CheckpointError if there is none.
-    """
-    for url in (place, join(place, "checkpoints")):
-        store = open_store(url)
-        files = store.sizes()
-        if {MANIFEST, METADATA} & files.keys():
-            return store, [""]
-        names = {file.partition("/")[0] for file in files if "/" in file and file.startswith(("step-", "model-"))}
-        if names:
-            return store, sorted(names)
-    raise CheckpointError(f"{place}: no checkpoint here, nor in its folder `checkpoints`")
+def begun(store: Store) -> list[str]:
+    """Names of all checkpoints in `store`, committed or not."""
+    names = {file.partition("/")[0] for file in store.sizes() if "/" in file}
+    return sorted(name for name in names if name.startswith(("step-", "model-")))
 
 
 def look(store: Store, name: str) -> tuple[Manifest, str]:
@@ -78,7 +69,7 @@ def run(command: str, work: Callable[[Store, list[str]], int]) -> NoReturn:
     try:
         if len(arguments) != 1 or arguments[0].startswith("-"):
             raise CheckpointError(f"usage: python -m checkpoint.{command} FOLDER_OR_S3_URL")
-        sys.exit(work(*find_all(arguments[0])))
+        sys.exit(work(*find(arguments[0], begun)))
     except TitaniteError as error:
         sys.exit(f"error: {error}")
 

@@ -9,9 +9,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from checkpoint.manifest import MANIFEST, METADATA, Manifest, read_manifest, read_metadata, unpickle_metadata
 from checkpoint.ranks import Ranks
-from checkpoint.retention import by_age
+from checkpoint.retention import committed
 from checkpoint.storage import tensors_in
 from checkpoint.stores import CheckpointError, DamagedError, Store, join, open_store
+from config import tomllib
 
 Fill = Callable[[Store, str, Manifest, Metadata], None]
 
@@ -19,18 +20,36 @@ logger = logging.getLogger(__name__)
 
 
 def locate(place: str | Path) -> list[tuple[Store, str]]:
-    """(store, name) of the checkpoints of a run folder, a folder of checkpoints or one checkpoint, newest first.
+    """(store, name) of the committed checkpoints at `place`, newest first; see `find`."""
+    store, names = find(place, committed)
+    return [(store, name) for name in names]
 
-    The name of a single checkpoint is empty. Raises CheckpointError if there is none.
+
+def find(place: str | Path, names_in: Callable[[Store], list[str]]) -> tuple[Store, list[str]]:
+    """The store of a run folder, a folder of checkpoints or one checkpoint, and what `names_in` finds in it.
+
+    A run's are where its config says, `checkpoint.folder`. The name of a single checkpoint is empty. Raises
+    CheckpointError if there is none.
     """
-    for url in (str(place), join(place, "checkpoints")):
+    elsewhere = _folder_of_run(Path(place) / "config.toml")
+    for url in [elsewhere] if elsewhere else [str(place), join(place, "checkpoints")]:
         store = open_store(url)
         if {MANIFEST, METADATA} & store.sizes().keys():
-            return [(store, "")]
-        found = by_age([store])
-        if found:
-            return found
-    raise CheckpointError(f"{place}: no checkpoint here, nor in its folder `checkpoints`")
+            return store, [""]
+        if names := names_in(store):
+            return store, names
+    searched = f"in {elsewhere}, its checkpoint.folder" if elsewhere else "here, nor in its folder `checkpoints`"
+    raise CheckpointError(f"{place}: no checkpoint {searched}")
+
+
+def _folder_of_run(file: Path) -> str:
+    """`checkpoint.folder` in the config of a run, of whatever version, or ""."""
+    if not file.is_file():
+        return ""
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8")).get("checkpoint", {}).get("folder", "")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file}: cannot be read: {error}") from None
 
 
 def load_newest(

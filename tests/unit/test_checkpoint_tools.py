@@ -4,12 +4,14 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from checkpoint.list import print_table, run
 from checkpoint.retention import committed
 from checkpoint.stores import open_store
 from checkpoint.verify import verify_all
-from tests.distributed.checkpoint_runs import Run
+from config import from_dict, to_toml
+from tests.distributed.checkpoint_runs import Run, load_run
 
 
 @pytest.fixture
@@ -61,6 +63,19 @@ def test_verify_reads_every_byte(folder, tool):
     assert code == 1
     assert "__0_1.distcp: checksum of" in text
     assert tool("verify", newest)[0] == 1
+
+
+def test_a_run_that_keeps_its_checkpoints_elsewhere(folder, tool, tmp_path_factory):
+    run = tmp_path_factory.mktemp("run")
+    (run / "config.toml").write_text(to_toml(from_dict({"checkpoint": {"folder": str(folder)}})))
+    assert tool("list", run)[1].count("step-") == 3
+    assert tool("verify", run)[1].count("intact") == 2
+    fresh = Run(run / "checkpoints", seed=7, initial_load=str(run))
+    fresh.checkpoint.load()
+    assert torch.equal(fresh.model.head.weight, load_run(folder, ())[1]["head.weight"])
+    (run / "config.toml").write_text(to_toml(from_dict({"checkpoint": {"folder": str(run / "nothing")}})))
+    code, text = tool("list", run)
+    assert f"{run}: no checkpoint in {run / 'nothing'}, its checkpoint.folder" in code + text
 
 
 def test_nothing_there_is_an_error_in_one_line(tmp_path):

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -82,9 +83,10 @@ def test_an_imported_model_loads_on_four_ranks_and_goes_back(tmp_path, tokenizer
     model = hf_folder(tmp_path / "hf", family, tokenizer_folder, torch.bfloat16)
     import_model(tmp_path / "hf", str(tmp_path / "ours"), check="tensors")
     run_ranks(4, _load_and_save, str(tmp_path / "ours"), str(tmp_path / "trained"))
-    export_model(
-        str(tmp_path / "trained"), tmp_path / "back", **{**EXPORT, "dtype": "bfloat16", "tokenizer": tokenizer_folder}
-    )
+    run = tmp_path / "run"  # its checkpoints are elsewhere
+    shutil.copytree(tokenizer_folder, run)
+    (run / "config.toml").write_text(to_toml(from_dict({"checkpoint": {"folder": str(tmp_path / "trained")}})))
+    export_model(str(run), tmp_path / "back", **{**EXPORT, "dtype": "bfloat16"})
     assert_same_weights(model, AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype="auto"))
     assert json.loads((tmp_path / "back" / "config.json").read_text())["max_position_embeddings"] == 256  # seq_len
 
