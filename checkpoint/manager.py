@@ -119,7 +119,7 @@ class CheckpointManager:
         if not self.settings.enable:
             return self._load_initial()
         self._check_room()
-        candidates = self._agreed(lambda: by_age([store for store in (self.store, self.upload_store) if store]))
+        candidates = self._agreed(self._find)
         if not candidates:
             step = self._load_initial()
             if self.settings.save_initial:
@@ -131,14 +131,25 @@ class CheckpointManager:
             check_same_names(join(store.url, name), names, metadata)
             self._fill(store, name, manifest, metadata)
 
+        advice = ". Nothing is started anew: to do so, name another checkpoint.folder or run.folder"
         store, name, manifest, damaged = load_newest(
-            candidates, self.ranks, fill, lambda manifest: check_identity(manifest, self.identity)
+            candidates, self.ranks, fill, lambda manifest: check_identity(manifest, self.identity), advice
         )
         self.damaged = {(store.url, name) for store, name in damaged}
         self.dataloader.load_state_dict(manifest["dataloader"])
         logger.info(f"resumed from {join(store.url, name)}, written by {manifest['world_size']} ranks")
         self.newest_step = manifest["step"]
         return manifest["step"]
+
+    def _find(self) -> list[tuple[Store, str]]:
+        """The checkpoints of this run, newest first. Raises CheckpointError if there is none where one has been."""
+        found = by_age([store for store in (self.store, self.upload_store) if store])
+        if not found and self.newest_step is not None:
+            raise CheckpointError(
+                f"{self.store.url}: no checkpoint is seen there, but this run has saved or loaded that of step "
+                f"{self.newest_step}; nothing is started anew: look what became of it, then start the run again"
+            )
+        return found
 
     def _load_initial(self) -> int:
         """The weights of `checkpoint.initial_load`, if set, into the model."""

@@ -69,10 +69,12 @@ class LocalStore:
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
         sizes = {}
-        for folder, _, names in os.walk(self.folder / prefix):
-            for file in (Path(folder) / name for name in names):
-                with suppress(FileNotFoundError):  # removed since it was listed
-                    sizes[file.relative_to(self.folder).as_posix()] = file.stat().st_size
+        with _reported(join(self.url, prefix)):
+            for folder, folders, names in os.walk(self.folder / prefix, onerror=_raise_unless_gone, followlinks=True):
+                folders[:] = [name for name in folders if name != "lost+found"]  # root's own, on a disk of its own
+                for file in (Path(folder) / name for name in names):
+                    with suppress(FileNotFoundError):  # removed since it was listed
+                        sizes[file.relative_to(self.folder).as_posix()] = file.stat().st_size
         return sizes
 
     def read(self, name: str) -> bytes:
@@ -118,13 +120,16 @@ class LocalStore:
                 os.close(descriptor)
 
     def remove(self, names: list[str]) -> None:
-        for name in names:
-            with _reported(f"{self.url}/{name}"):
-                (self.folder / name).unlink(missing_ok=True)
-        for parent in {(self.folder / name).parent for name in names} - {self.folder}:
+        parents = {(self.folder / name).parent for name in names} - {self.folder}
+        links = {parent for parent in parents if parent.is_symlink()}  # what they lead to is not ours to remove
+        for path in (self.folder / name for name in names):
+            if path.parent not in links:
+                with _reported(str(path)):
+                    path.unlink(missing_ok=True)
+        for parent in parents:
             with _reported(str(parent)):
                 try:
-                    parent.rmdir()
+                    parent.unlink() if parent in links else parent.rmdir()
                 except OSError as error:  # files are left in it, or another rank of the node was faster
                     if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
                         raise
@@ -140,8 +145,9 @@ class LocalStore:
 
     def free_bytes(self) -> int:
         """Room left on the disk."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        return shutil.disk_usage(self.folder).free
+        with _reported(self.url):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            return shutil.disk_usage(self.folder).free
 
 
 class _DirectWriter(io.RawIOBase):
@@ -213,6 +219,11 @@ def join(url: str | Path, name: str) -> str:
     return f"{str(url).rstrip('/')}/{name}".rstrip("/")
 
 
+def _raise_unless_gone(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):
+        raise error
+
+
 @contextmanager
 def _reported(path: str) -> Iterator[None]:
     """Errors of the operating system as errors of a checkpoint that name the file."""
@@ -222,4 +233,5 @@ def _reported(path: str) -> Iterator[None]:
         raise DamagedError(f"{path}: missing") from None
     except OSError as error:
         hint = "; free some space or set checkpoint.folder elsewhere" if error.errno == errno.ENOSPC else ""
-        raise CheckpointError(f"{path}: {error.strerror or error}{hint}") from error
+        where = error.filename or path
+        raise CheckpointError(f"{where}: {error.strerror or error}{hint}") from error

@@ -137,8 +137,10 @@ def test_resume_falls_back_as_a_whole_and_removes_the_damaged_one_after_the_next
 def test_nothing_intact_is_an_error_never_a_fresh_start(tmp_path, run):
     for name in committed(open_store(tmp_path)):
         (tmp_path / name / ".metadata").unlink()
-    with pytest.raises(CheckpointError, match="no checkpoint is intact, of 2"):
+    with pytest.raises(CheckpointError, match="no checkpoint is intact, of 2: .*Nothing is started anew"):
         Run(tmp_path).checkpoint.load()
+    with pytest.raises(CheckpointError, match=r"no checkpoint is intact, of 2: .*\.metadata: missing$"):  # no resume
+        Run(tmp_path / "fresh", initial_load=str(tmp_path)).checkpoint.load()
 
 
 def test_another_model_is_refused_with_the_keys_that_differ(tmp_path, run):
@@ -173,6 +175,55 @@ def test_no_step_is_saved_twice(tmp_path):
     run.train(0, 2)
     run.checkpoint.save_if_due(2, last=True)
     assert len(committed(open_store(tmp_path))) == 1
+
+
+def test_a_rollback_that_sees_no_checkpoint_is_an_error(tmp_path, monkeypatch):
+    """The weights that the run has are those it wanted to leave."""
+    run = Run(tmp_path, interval=1)
+    run.train(0, 1)
+    monkeypatch.setattr(LocalStore, "sizes", lambda self, prefix="": {})
+    with pytest.raises(CheckpointError, match=r"is seen there, but .* step 1"):
+        run.checkpoint.load()
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTALE])
+def test_a_folder_that_cannot_be_listed_is_an_error_never_a_fresh_start(tmp_path, run, monkeypatch, caplog, number):
+    real = os.scandir
+
+    def refuse(path="."):
+        if "step-" in str(path):
+            raise OSError(number, os.strerror(number), str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(CheckpointError, match=rf"step-.*{os.strerror(number)}"):
+        Run(tmp_path).checkpoint.load()
+    run.train(2, 3)  # a run that goes on is not stopped
+    assert f"old checkpoints could not be removed: {tmp_path}/step-" in caplog.text
+
+
+def test_a_file_that_cannot_be_looked_at_does_not_stop_the_run(tmp_path, run, monkeypatch, caplog):
+    real = Path.stat
+
+    def refuse(path, **options):
+        if path.name.endswith(".distcp"):
+            raise OSError(errno.ESTALE, "Stale file handle", str(path))
+        return real(path, **options)
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    run.train(2, 3)
+    assert "Stale file handle" in caplog.text
+
+
+def test_a_linked_checkpoint_is_loaded_and_only_the_link_is_ever_removed(tmp_path, run):
+    linked = newest(tmp_path)
+    (tmp_path / "other" / "lost+found").mkdir(parents=True)
+    (tmp_path / "other" / linked.name).symlink_to(linked)
+    other = Run(tmp_path / "other", interval=1, keep=1)
+    assert other.checkpoint.load() == 2
+    other.train(2, 3)
+    assert [int(name.split("-")[1]) for name in committed(open_store(tmp_path / "other"))] == [3]
+    assert load_model(linked, Tower())["step"] == 2
 
 
 class Payload:
