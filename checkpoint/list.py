@@ -1,6 +1,8 @@
 """What checkpoints there are, without reading their data:
 
 python -m checkpoint.list FOLDER_OR_S3_URL
+
+Exits with 1 if one is damaged as far as sizes tell, or was never committed.
 """
 
 import sys
@@ -8,10 +10,12 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from checkpoint.loading import find
-from checkpoint.manifest import MANIFEST, METADATA, Manifest, read_manifest
+from checkpoint.manifest import MANIFEST, Manifest, is_stock, read_manifest, read_metadata, unpickle_metadata
 from checkpoint.stores import CheckpointError, DamagedError, Store
 from config import TitaniteError
 
+STOCK = "stock DCP, no checksums"
+UNCOMMITTED = "never committed"
 COLUMNS = "{:>10}  {:>10}  {:>5}  {:>5}  {:<25}  {:<10}  {}"
 
 
@@ -24,9 +28,10 @@ def begun(store: Store) -> list[str]:
 def look(store: Store, name: str) -> tuple[Manifest, str]:
     """(manifest or {}, what is wrong with manifest and file sizes or "")."""
     sizes = {file.removeprefix(f"{name}/"): size for file, size in store.sizes(name).items()}
-    if MANIFEST not in sizes:
-        return {}, "stock: no manifest, no checksums" if METADATA in sizes and not name else "never committed"
     try:
+        if MANIFEST not in sizes:
+            stock = not name and is_stock(unpickle_metadata(read_metadata(store, name, None)))
+            return {}, STOCK if stock else UNCOMMITTED
         manifest = read_manifest(store, name)
     except DamagedError as error:
         return {}, str(error)
@@ -47,7 +52,7 @@ def describe(store: Store, name: str, manifest: Manifest, problem: str) -> str:
         len(manifest.get("files", ())),
         manifest.get("world_size", "?"),
         manifest.get("created", "?"),
-        "committed" if manifest and not problem else "DAMAGED" if manifest else "unusable",
+        "stock" if problem == STOCK else "unusable" if not manifest else "DAMAGED" if problem else "committed",
         f"{name or store.url}  {problem}".rstrip(),
     )
 
@@ -58,7 +63,7 @@ def print_table(store: Store, names: list[str]) -> int:
     problems = 0
     for name in names:
         manifest, problem = look(store, name)
-        problems += bool(problem)
+        problems += problem not in ("", STOCK)
         print(describe(store, name, manifest, problem))
     return min(problems, 1)
 

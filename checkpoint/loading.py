@@ -7,7 +7,15 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from checkpoint.manifest import MANIFEST, METADATA, Manifest, read_manifest, read_metadata, unpickle_metadata
+from checkpoint.manifest import (
+    MANIFEST,
+    METADATA,
+    Manifest,
+    is_stock,
+    read_manifest,
+    read_metadata,
+    unpickle_metadata,
+)
 from checkpoint.ranks import Ranks
 from checkpoint.retention import committed
 from checkpoint.storage import tensors_in
@@ -53,11 +61,16 @@ def _folder_of_run(file: Path) -> str:
 
 
 def load_newest(
-    candidates: Sequence[tuple[Store, str]], ranks: Ranks, fill: Fill, check: Callable[[Manifest], None]
+    candidates: Sequence[tuple[Store, str]],
+    ranks: Ranks,
+    fill: Fill,
+    check: Callable[[Manifest], None],
+    advice: str = "",
 ) -> tuple[Store, str, Manifest, list[tuple[Store, str]]]:
     """`fill` from the first candidate that is intact: (its store, name and manifest, the damaged ones before it).
 
-    Collective; all ranks take the same one. `check` refuses by raising. Raises CheckpointError if none is intact.
+    Collective; all ranks take the same one. `check` refuses by raising. Raises CheckpointError if none is intact, and
+    adds `advice`.
     """
     damaged: list[tuple[Store, str]] = []
     for store, name in candidates:
@@ -71,10 +84,7 @@ def load_newest(
         else:
             return store, name, manifest, damaged
     names = ", ".join(join(store.url, name) for store, name in damaged)
-    failure = CheckpointError(
-        f"no checkpoint is intact, of {len(damaged)}: {names}; the last one: {reason}. Nothing is started anew: "
-        "to do so, name another checkpoint.folder or run.folder"
-    )
+    failure = CheckpointError(f"no checkpoint is intact, of {len(damaged)}: {names}; the last one: {reason}{advice}")
     failure.agreed = True
     raise failure
 
@@ -113,6 +123,10 @@ def _load_one(store: Store, name: str, ranks: Ranks, fill: Fill, check: Callable
 
 def _open(store: Store, name: str) -> tuple[Manifest, bytes]:
     """Manifest and pickled index of a checkpoint; a stock one has an empty manifest."""
-    stock = not name and MANIFEST not in store.sizes()
-    manifest = {} if stock else read_manifest(store, name)
-    return manifest, read_metadata(store, name, manifest or None)
+    if name or MANIFEST in store.sizes():
+        manifest = read_manifest(store, name)
+        return manifest, read_metadata(store, name, manifest)
+    pickled = read_metadata(store, name, None)
+    if not is_stock(unpickle_metadata(pickled)):
+        raise CheckpointError(f"{store.url}: was never committed, it has no {MANIFEST}; name another checkpoint")
+    return {}, pickled

@@ -85,6 +85,11 @@ def unpickle_metadata(pickled: bytes) -> Metadata:
     return metadata
 
 
+def is_stock(metadata: Metadata) -> bool:
+    """Whether the index is stock DCP's: its items have no checksums, ours all have."""
+    return not any(hasattr(info, "crc32") for info in metadata.storage_data.values())
+
+
 _METADATA_CLASSES = (
     "Metadata ChunkStorageMetadata TensorStorageMetadata BytesStorageMetadata TensorProperties MetadataIndex "
     "StorageMeta _MEM_FORMAT_ENCODING"

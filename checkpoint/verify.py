@@ -1,11 +1,13 @@
 """Read checkpoints in full and compare every byte with its checksum:
 
 python -m checkpoint.verify FOLDER_OR_S3_URL
+
+Exits with 1 if a committed one is damaged, or one is stock DCP's, which cannot be checked.
 """
 
 from tqdm import tqdm
 
-from checkpoint.list import look, run
+from checkpoint.list import STOCK, UNCOMMITTED, look, run
 from checkpoint.manifest import Manifest, read_metadata, unpickle_metadata
 from checkpoint.storage import verify_items
 from checkpoint.stores import DamagedError, Store
@@ -21,21 +23,26 @@ def verify(store: Store, name: str, manifest: Manifest) -> int:
 
 
 def verify_all(store: Store, names: list[str]) -> int:
-    """Print one line per checkpoint; 1 if one that was committed is damaged."""
-    damaged = 0
+    """Print one line per checkpoint; 1 if one that was committed is damaged or has no checksums."""
+    doubtful = 0
     for name in names:
         manifest, problem = look(store, name)
-        if not manifest and "never committed" in problem:
-            print(f"{name}: never committed, no run will use it")
+        place = name or store.url
+        if problem == UNCOMMITTED:
+            print(f"{place}: never committed, nothing will use it")
+            continue
+        if problem == STOCK:
+            doubtful += 1
+            print(f"{place}: {STOCK}: it can be loaded, but not verified")
             continue
         try:
             if problem:
                 raise DamagedError(problem)
-            print(f"{name or store.url}: intact, step {manifest['step']}, {verify(store, name, manifest)} items")
+            print(f"{place}: intact, step {manifest['step']}, {verify(store, name, manifest)} items")
         except DamagedError as error:
-            damaged += 1
-            print(f"{name or store.url}: DAMAGED: {error}")
-    return min(damaged, 1)
+            doubtful += 1
+            print(f"{place}: DAMAGED: {error}")
+    return min(doubtful, 1)
 
 
 if __name__ == "__main__":

@@ -137,7 +137,7 @@ def test_resume_falls_back_as_a_whole_and_removes_the_damaged_one_after_the_next
 def test_nothing_intact_is_an_error_never_a_fresh_start(tmp_path, run):
     for name in committed(open_store(tmp_path)):
         (tmp_path / name / ".metadata").unlink()
-    with pytest.raises(CheckpointError, match="no checkpoint is intact, of 2: .*Nothing is started anew"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint is intact, of 2: .*Nothing is started anew"):
         Run(tmp_path).checkpoint.load()
     with pytest.raises(CheckpointError, match=r"no checkpoint is intact, of 2: .*\.metadata: missing$"):  # no resume
         Run(tmp_path / "fresh", initial_load=str(tmp_path)).checkpoint.load()

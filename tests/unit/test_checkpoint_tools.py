@@ -5,13 +5,14 @@ import sys
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from checkpoint.list import print_table, run
 from checkpoint.retention import committed
-from checkpoint.stores import open_store
+from checkpoint.stores import CheckpointError, open_store
 from checkpoint.verify import verify_all
 from config import from_dict, to_toml
-from tests.distributed.checkpoint_runs import Run, load_run
+from tests.distributed.checkpoint_runs import Run, Tower, load_run
 
 
 @pytest.fixture
@@ -63,6 +64,25 @@ def test_verify_reads_every_byte(folder, tool):
     assert code == 1
     assert "__0_1.distcp: checksum of" in text
     assert tool("verify", newest)[0] == 1
+
+
+def test_stock_dcp_is_neither_damaged_nor_vouched_for(tmp_path, tool):
+    dcp.save({"model": Tower().state_dict()}, checkpoint_id=tmp_path, no_dist=True)
+    code, text = tool("list", tmp_path)
+    assert (code, "stock DCP, no checksums" in text) == (0, True)
+    code, text = tool("verify", tmp_path)
+    assert (code, "can be loaded, but not verified" in text) == (1, True)
+    assert "DAMAGED" not in text
+
+
+def test_one_of_ours_without_its_manifest_was_never_committed(folder, tool):
+    newest = folder / committed(open_store(folder))[0]
+    (newest / "MANIFEST.json").unlink()
+    code, text = tool("list", newest)
+    assert (code, "never committed" in text) == (1, True)
+    assert tool("verify", newest) == (0, f"{newest}: never committed, nothing will use it\n")
+    with pytest.raises(CheckpointError, match=f"{newest}: was never committed, it has no MANIFEST.json"):
+        Run(folder / "fresh", initial_load=str(newest)).checkpoint.load()
 
 
 def test_a_run_that_keeps_its_checkpoints_elsewhere(folder, tool, tmp_path_factory):
