@@ -31,6 +31,8 @@ def launch(argv: list[str]) -> int:
         handler._shared_tcp_store_server = handler._bootstrap_store_info = None
         return next_rendezvous(handler)
 
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # torchrun would undo what nohup has done
+        argv = ["--signals-to-handle=SIGTERM,SIGINT,SIGQUIT", *argv]
     try:
         with mock.patch.object(DynamicRendezvousHandler, "next_rendezvous", next_with_a_new_store):
             main(argv)
@@ -44,7 +46,8 @@ def launch(argv: list[str]) -> int:
     except SignalException as error:
         if error.sigval == signal.SIGQUIT:  # from a rank: what it has explained comes again in every restart
             return USER_ERROR
-        print(f"torchrun: ended by {error.sigval.name}; the ranks were asked to stop after their step", file=sys.stderr)
+        passed_on = "the ranks got it too; one that trains ends after its step, with a checkpoint"
+        print(f"torchrun: ended by {error.sigval.name}; {passed_on}", file=sys.stderr)
         return 128 + error.sigval
     return 0
 

@@ -10,13 +10,18 @@ import torch.distributed as dist
 
 from config import TitaniteError
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+
 
 class StopRequest:
-    """SIGTERM, SIGUSR1 (Slurm's warning) or a file named `stop` in the run's folder, agreed on by all ranks.
+    """SIGTERM, Ctrl-C, a terminal that is closed, SIGUSR1 (Slurm's warning) or a file `stop` in the run's folder.
+
+    All ranks agree on it.
 
     Each step casts a vote and reads the one cast a step before, on the host and in a gloo group of its own: so
     nobody waits, neither for the device nor for a slower rank, and all ranks stop at the same step.
-    Signals are caught inside `with`.
+    Signals are caught inside `with`; what was ignored before, as SIGHUP is under nohup, stays so. A second Ctrl-C
+    raises KeyboardInterrupt.
     """
 
     def __init__(self, run_folder: Path):
@@ -27,6 +32,8 @@ class StopRequest:
         self.under_way: dist.Work | None = None
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.asked_by == "SIGINT":
+            raise KeyboardInterrupt
         self.asked_by = signal.Signals(number).name
 
     def agreed(self) -> bool:
@@ -41,18 +48,20 @@ class StopRequest:
         return stop
 
     def __enter__(self) -> "StopRequest":
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, self._on_signal)
+        self.before = {number: signal.getsignal(number) for number in SIGNALS}
+        for number, handler in self.before.items():
+            if handler != signal.SIG_IGN:
+                signal.signal(number, self._on_signal)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Leave signals to their defaults; remove the `stop` file, which has been obeyed."""
+        """Leave signals as they were; remove the `stop` file, which has been obeyed."""
         if isinstance(error, Exception) and not isinstance(error, TitaniteError) and self.asked_by == "SIGTERM":
             # torchrun ends all ranks by SIGTERM when one has failed, and a collective with that one fails in turn.
             # Why is for the other to say: a second traceback would bury it.
             os._exit(128 + signal.SIGTERM)
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, signal.SIG_DFL)
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
         if error is None:
             if self.under_way is not None:
                 self.under_way.wait()

@@ -5,6 +5,7 @@ import importlib
 import inspect
 import json
 import os
+import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from config import Config, ConfigError, Metrics, Model, Parallelism, Run, Training
@@ -24,7 +26,9 @@ from models import find_model
 from parallel.comm import meet
 from parallel.exits import Exit, record_exit
 from parallel.mesh import ParallelDims
+from parallel.stop import StopRequest
 from run_folder import check_run_folder, name_run_folder, read_starts, record_start
+from tests.harness import run_ranks
 
 ROOT = Path(__file__).parents[2]
 
@@ -103,7 +107,7 @@ def test_metrics_rows_hold_the_rates_of_the_interval(tmp_path: Path, monkeypatch
     now = [100.0]
     monkeypatch.setattr("metrics.time.perf_counter", lambda: now[0])
     device = torch.device("cpu")
-    metrics = MetricsLogger(Metrics(), tmp_path, rank=0, device=device, steps=10, flops_per_token=50)
+    metrics = MetricsLogger(Config(), tmp_path, 0, device, first_step=0, flops_per_token=50)
     metrics.peak = 1e6
     now[0] = 200.0
     metrics.restart_clock()
@@ -118,12 +122,28 @@ def test_metrics_rows_hold_the_rates_of_the_interval(tmp_path: Path, monkeypatch
     assert row["tps"] == 2000 / 8
     assert row["mfu"] == pytest.approx(50 * 250 / 1e6)
     assert row["data_wait_pct"] == 25
-    assert row["step_seconds"] == 4
+    assert (row["step_seconds"], row["interval_steps"]) == (4, 2)
     assert (row["loss"], row["validation_loss"], row["tokens"]) == (3.5, None, 4000)
     assert (validation["validation_loss"], validation["loss"], validation["mfu"]) == (3.25, None, None)
     assert row.keys() == validation.keys()
     assert (named["validation_loss/web"], named["validation_loss/code"], named["validation_loss"]) == (3.0, 2.0, None)
-    assert list((tmp_path / "tensorboard").iterdir())
+
+
+def test_tensorboard_shows_each_step_once_after_a_resume_and_a_rollback(tmp_path: Path) -> None:
+    for first_step, steps in ((0, (1, 2, 3, 4, 5, 6)), (3, (4, 5, 6, 7))):  # the first start crashed
+        metrics = MetricsLogger(Config(), tmp_path, 0, torch.device("cpu"), first_step=first_step, flops_per_token=1)
+        for step in steps:
+            metrics.log_step(step, loss=first_step + step, grad_norm=0.5, lr=1e-3, tokens=step)
+    metrics.resume(5)
+    metrics.log_skipped(6, tokens=6)
+    metrics.log_step(7, loss=20.0, grad_norm=0.5, lr=1e-3, tokens=7)
+    metrics.close()
+    shown = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in shown.Scalars("loss")] == [
+        *[(1, 1.0), (2, 2.0), (3, 3.0), (4, 7.0), (5, 8.0)],
+        (7, 20.0),
+    ]
+    assert [event.step for event in shown.Scalars("skipped")] == [6]
 
 
 @pytest.mark.parametrize(
@@ -191,12 +211,48 @@ def test_the_launcher_keeps_exit_codes_and_prints_no_traceback(
     assert "Traceback" not in output
 
 
+def stopped_by(folder: Path, number: signal.Signals) -> tuple[list[bool], str]:
+    """The votes of two steps after a signal, and what is said to have asked."""
+    before = signal.getsignal(number)
+    with StopRequest(folder) as stop:
+        os.kill(os.getpid(), number)
+        votes, asked_by = [stop.agreed(), stop.agreed()], stop.asked_by
+        if number == signal.SIGINT:
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), number)
+    assert signal.getsignal(number) == before
+    return votes, asked_by
+
+
+def ignored(folder: Path) -> tuple[list[bool], str]:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    return stopped_by(folder, signal.SIGHUP)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"])
+def test_a_signal_asks_for_a_stop_after_the_step(name: str, tmp_path: Path) -> None:
+    assert run_ranks(1, stopped_by, tmp_path, signal.Signals[name]) == [([False, True], name)]
+
+
+def test_under_nohup_a_closed_terminal_stops_nothing(tmp_path: Path) -> None:
+    assert run_ranks(1, ignored, tmp_path) == [([False, False], "")]
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import os, signal\n"
+        "os.kill(os.getppid(), signal.SIGHUP)\n"
+        "assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN\n"
+    )
+    command = ["nohup", sys.executable, "-m", "launch.torchrun", "--standalone", "--nproc-per-node=1", str(script)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_hook_is_given_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_tracker.py").write_text("rows = []\nlog = rows.append\nlevel = 3\n")
     monkeypatch.syspath_prepend(tmp_path)
-    device, hooked = torch.device("cpu"), Metrics(hook="my_tracker:log", tensorboard=False)
+    hooked = Config(metrics=Metrics(hook="my_tracker:log", tensorboard=False))
     for rank in (0, 1):
-        metrics = MetricsLogger(hooked, tmp_path, rank=rank, device=device, steps=9, flops_per_token=1)
+        metrics = MetricsLogger(hooked, tmp_path, rank, torch.device("cpu"), first_step=0, flops_per_token=1)
         metrics.log_step(1, loss=3.5, grad_norm=0.5, lr=1e-3, tokens=40)
         metrics.log_validation(1, {"": 3.25}, tokens=40)
         metrics.close()
