@@ -7,7 +7,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from trained import Trained, add_place_arguments, load_from_arguments
 
 PREFILL_TOKENS = 512  # of a prompt, in one forward: bounds the memory of logits that nobody looks at
 CACHE_STEP = 256  # room for keys and values is a multiple of this, so that few lengths are compiled
+COMPILED_ROOMS = 256  # torch._dynamo gives up beyond its limit of graphs for one function, 8 if nothing is said
 
 
 # ---------------------------------------------------------------- token by token
@@ -99,6 +100,13 @@ def sample(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> 
         sorted_V = sorted_V.masked_fill(sorted_V.cumsum(-1) - sorted_V >= sampling.top_p, 0.0)
         probabilities_V = torch.zeros_like(sorted_V).scatter(0, order_V, sorted_V)
     return torch.multinomial(probabilities_V, 1, generator=generator)[0]
+
+
+def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "inductor") -> None:
+    """Compile the forward of one token; once for each room of the cache that comes, which are many in a long chat."""
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, COMPILED_ROOMS)
+    for block in model.layers.values():  # type: ignore[operator]
+        block.compile(fullgraph=True, dynamic=False, backend=backend)
 
 
 # ---------------------------------------------------------------- text
@@ -296,7 +304,7 @@ def main(argv: list[str]) -> None:
     """The command line. Text goes to stdout, tokens/s to stderr. Raises TitaniteError."""
     parser = build_parser()
     arguments = parser.parse_args(argv)
-    if arguments.max_tokens < 1 or arguments.batch_size < 1 or arguments.temperature < 0 or arguments.top_k < 0:
+    if arguments.max_tokens < 1 or arguments.batch_size < 1 or not arguments.temperature >= 0 or arguments.top_k < 0:
         parser.error("--max-tokens and --batch-size must be at least 1, --temperature and --top-k at least 0")
     if not 0 < arguments.top_p <= 1:
         parser.error(f"--top-p {arguments.top_p}: must be above 0 and at most 1")
@@ -311,8 +319,7 @@ def main(argv: list[str]) -> None:
     if prompts and not all(map(trained.tokenizer.encode, prompts)):
         raise ConfigError("a prompt is empty, and the tokenizer begins a text with no token of its own")
     if arguments.compile:
-        for block in trained.model.layers.values():  # type: ignore[operator]
-            block.compile(fullgraph=True, dynamic=False)
+        compile_blocks(trained.model)
     request = Request(
         max_tokens=arguments.max_tokens,
         sampling=Sampling(

@@ -23,7 +23,7 @@ from checkpoint.hf import main as checkpoint_hf
 from config import TitaniteError
 from data.chat import BUILT_IN, ChatTemplate
 from data.tokenizer import Tokenizer
-from generate import Sampling, TextStream, generate, main, read_prompts, sample
+from generate import CACHE_STEP, Sampling, TextStream, compile_blocks, generate, main, read_prompts, sample
 from models.llama.model import Llama
 from tests.unit.test_llama import FAMILIES, SMALL, hf_model, ours_from
 from trained import load_trained
@@ -83,10 +83,12 @@ def test_compiled_blocks_give_the_same_tokens_and_are_compiled_once() -> None:
         compiled.append(graph)
         return graph
 
-    for block in model.layers.values():
-        block.compile(fullgraph=True, dynamic=False, backend=backend)
+    compile_blocks(model, backend)
     assert tokens_of(model, prompts, 10) == expected
     assert len(compiled) == 1, "one graph for all layers and places"
+    for rooms in range(2, 11):  # more than torch._dynamo's own limit
+        tokens_of(model, [[1] * (CACHE_STEP * (rooms - 1))], 2)
+    assert len(compiled) == 10
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (3, 1.0), (0, 0.7), (4, 0.6), (0, 0.01)])
