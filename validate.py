@@ -18,7 +18,7 @@ from config import Config, ConfigError, TitaniteError
 from data.loader import Batch, validation_batches
 from data.shards import DataError, open_dataset
 from data.tokenizer import Tokenizer
-from generate import Sampling, generate, sample
+from generate import Sampling, TextStream, generate, sample
 from loss import IGNORED, cross_entropy
 from parallel.comm import device_type
 from parallel.context import local_indices
@@ -65,16 +65,18 @@ def sample_text(
 ) -> str:
     """The sample `config.validation` asks for. All ranks take part, and all take every step."""
     prompt, max_tokens = config.validation.sample_prompt, config.validation.sample_tokens
-    tokens = tokenizer.encode(prompt)
+    tokens, sampling = tokenizer.encode(prompt), Sampling(seed=config.run.seed)
     if dims.copies == 1:
         with torch.compiler.set_stance("force_eager"):  # its lengths change at each token: not worth compiling
-            drawn = [token for (token,) in generate(parts[0], [tokens], max_tokens, device, Sampling())]
+            drawn = [token for (token,) in generate(parts[0], [tokens], max_tokens, device, sampling)]
     else:
-        drawn = list(_generate_in_parts(step, tokens, max_tokens, config.training, dims, mesh, device))
+        drawn = list(_generate_in_parts(step, tokens, max_tokens, sampling, config.training, dims, mesh, device))
     reshard(parts)
-    if tokenizer.eos_id in drawn:
-        drawn = drawn[: drawn.index(tokenizer.eos_id)]
-    return prompt + tokenizer.decode(drawn)
+    text, stream = prompt, TextStream(tokenizer, tokens, frozenset({tokenizer.eos_id}), stops=())
+    for token in drawn:
+        if not stream.done:
+            text += stream.push(token)
+    return text if stream.done else text + stream.finish()
 
 
 @torch.no_grad()
@@ -82,19 +84,20 @@ def _generate_in_parts(
     step: Step,
     tokens: list[int],
     max_tokens: int,
+    sampling: Sampling,
     training: settings.Training,
     dims: ParallelDims,
     mesh: Mesh,
     device: torch.device,
 ) -> Iterator[int]:
     """As `generate`, for a model whose layers, matmuls or sequences are shared out: a whole forward for each token."""
-    generator = torch.Generator(device).manual_seed(0)
+    generator = torch.Generator(device).manual_seed(sampling.seed)
     for _ in range(max_tokens):
         tokens = tokens[-training.seq_len :]
         padded = torch.zeros(training.local_batch_size, training.seq_len, dtype=torch.int64, device=device)
         padded[:, : len(tokens)] = torch.tensor(tokens, device=device)
         logits_V = _logits_at(step.logits(padded), len(tokens) - 1, training.seq_len, dims, mesh)
-        token = int(sample(logits_V.to(device), Sampling(), generator))
+        token = int(sample(logits_V.to(device), sampling, generator))
         tokens = [*tokens, token]
         yield token
 
@@ -134,6 +137,21 @@ def measure(trained: Trained, config: Config, device: torch.device) -> tuple[flo
     return float(summed) / count, count
 
 
+def as_packed(config: Config, seq_len: int | None) -> Config:
+    """`config` as a packed dataset needs it, whose examples would else be cut or see each other.
+
+    `seq_len` is what was asked for, if anything. Raises ConfigError where the rows have another length.
+    """
+    (url,) = config.data.datasets
+    packed = open_dataset(url, config.data).split("validation").packed_seq_len
+    if not packed:
+        return config
+    if seq_len not in (None, packed):
+        raise ConfigError(f"--seq-len {seq_len}: must be {packed} for {url}, which was packed so")
+    data, training = replace(config.data, mask_documents=True), replace(config.training, seq_len=packed)
+    return replace(config, data=data, training=training)
+
+
 def main(argv: list[str]) -> None:
     """The command line. Raises TitaniteError."""
     parser = argparse.ArgumentParser(description="Loss and perplexity of a trained model on held-out documents.")
@@ -159,7 +177,7 @@ def main(argv: list[str]) -> None:
     config = replace(config, validation=replace(config.validation, datasets=tuple(datasets)))
     settings.check_config(config)
     for name, held_out in validation_sets(config).items():
-        loss, tokens = measure(trained, held_out, device)
+        loss, tokens = measure(trained, as_packed(held_out, arguments.seq_len), device)
         print(f"{name}  loss {loss:.4f}  perplexity {math.exp(loss):.3f}  {tokens:,} tokens", flush=True)
 
 

@@ -8,11 +8,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from config import ConfigError, TitaniteError, load_config
+from config import Config, ConfigError, Data, Model, TitaniteError, Training, load_config
+from data.loader import IGNORED, validation_batches
+from data.shards import open_dataset
+from models import build_model, find_model
+from models.init import init_weights
 from tests.corpus import stored_blocks, write_dataset
 from tests.harness import run_ranks
+from tests.unit.test_data_tuning import folder as tuning  # noqa: F401
 from train import train
-from trained import load_trained
+from trained import Trained, load_trained
+from validate import as_packed, measure
 from validate import main as validate
 
 SEQ_LEN = 16
@@ -79,3 +85,25 @@ def test_named_sets_are_measured_in_a_run_and_afterwards(tmp_path: Path, capsys:
         train(load_config([*words[:1], f"--validation.datasets={other}", f"--training.seq_len={SEQ_LEN}"]))
     with pytest.raises(ConfigError, match="two have the same last name"):
         load_config(["--validation.datasets=a/web,b/web/"])
+
+
+def test_packed_examples_are_measured_whole_and_apart(tuning: Path) -> None:  # noqa: F811
+    url = str(tuning / "set")
+    config = Config(data=Data(datasets=(url,)), training=Training(seq_len=20, local_batch_size=3))  # of a pre-training
+    model = build_model(*find_model(Model(flavor="debug"), 1024)).to_empty(device="cpu")
+    init_weights(model, torch.device("cpu"), seed=3)
+    with pytest.raises(ConfigError, match="--seq-len 20: must be 32"):
+        as_packed(config, 20)
+    packed = as_packed(config, None)
+    summed, count = 0.0, 0
+    for batch in validation_batches(packed, 0, 1):
+        for tokens, labels, positions in zip(*batch, strict=True):
+            starts = [*positions.eq(0).nonzero()[:, 0].tolist(), len(tokens)]
+            for part in map(slice, starts, starts[1:]):
+                logits = model(tokens[None, part])[0].detach().double()
+                summed += F.cross_entropy(logits, labels[part], ignore_index=IGNORED, reduction="sum").item()
+                count += int(labels[part].ne(IGNORED).sum())
+    trained = Trained(model, open_dataset(url).tokenizer(), {}, "")
+    loss, tokens = measure(trained, packed, torch.device("cpu"))
+    assert tokens == count
+    assert loss == pytest.approx(summed / count, abs=1e-5)
