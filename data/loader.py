@@ -246,9 +246,8 @@ class _Prefetcher(Iterator[_Step]):
 
     def __init__(self, items: Iterator[_Step], depth: int):
         self._ready: SimpleQueue[_Step | BaseException] = SimpleQueue()
-        self._go_on: SimpleQueue[bool] = SimpleQueue()  # one entry for each item to make; False: stop
-        for _ in range(depth):
-            self._go_on.put(True)
+        self._room = threading.Semaphore(depth)  # for items to make
+        self._stopped = False
         self._thread = threading.Thread(target=self._run, args=(items,), name="prefetch", daemon=True)
         self._thread.start()
 
@@ -257,18 +256,17 @@ class _Prefetcher(Iterator[_Step]):
         item = self._ready.get()
         if isinstance(item, BaseException):
             raise item
-        self._go_on.put(True)
+        self._room.release()
         return item
 
     def close(self) -> None:
-        while not self._go_on.empty():
-            self._go_on.get()
-        self._go_on.put(False)
+        self._stopped = True
+        self._room.release()
         self._thread.join()
 
     def _run(self, items: Iterator[_Step]) -> None:
         try:
-            while self._go_on.get():
+            while self._room.acquire() and not self._stopped:
                 self._ready.put(next(items))
         except BaseException as error:
             self._ready.put(error)

@@ -2,6 +2,7 @@
 
 import json
 import random
+import sys
 import threading
 import tracemalloc
 from collections import Counter
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 
 from checkpoint.manifest import encode_manifest
 from config import ConfigError
-from data.loader import IGNORED, Batch, build_dataloader, validation_batches
+from data.loader import IGNORED, Batch, _Prefetcher, build_dataloader, validation_batches
 from data.order import derive_key, permutation
 from data.shards import DataError, open_dataset
 from data.storage import StorageError
@@ -348,16 +349,34 @@ def test_the_next_window_is_read_ahead_across_epochs(folders):
 
 
 def test_close_ends_the_threads(folders):
-    before = threading.active_count()
+    before = set(threading.enumerate())
     loader = build_dataloader(config_of(folders, training__seq_len=4), 0, 1)
     loader.next_step()
-    assert threading.active_count() > before
+    own = set(threading.enumerate()) - before
+    assert {thread.name.partition("_")[0] for thread in own} == {"prefetch", "reader"}
     loader.close()
-    while threading.active_count() > before:
-        for thread in threading.enumerate():
-            if thread.name.startswith(("prefetch", "window")):
-                thread.join(timeout=10)
-                assert not thread.is_alive()
+    assert not any(thread.is_alive() for thread in own)
+
+
+def test_reading_ahead_ends_whatever_its_thread_is_doing():
+    """Closed while the thread asks for more, at thousands of different moments."""
+
+    def open_and_close():
+        for _ in range(3000):
+            asked = threading.Event()
+            items = _Prefetcher(iter(asked.wait, None), depth=2)
+            asked.set()
+            items.close()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        thread = threading.Thread(target=open_and_close, daemon=True)
+        thread.start()
+        thread.join(timeout=60)
+        assert not thread.is_alive()
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_global_batch_must_divide(folders):
