@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-import config as settings
-from config import ConfigError, TitaniteError
+from config import Config, ConfigError, TitaniteError
 from metrics_page import write_page
 from records import open_records
 
@@ -51,6 +50,7 @@ FIELDS = (
     "memory_gib",
     "data_wait_pct",
     "step_seconds",
+    "interval_steps",
     "skipped",
     "time",
 )
@@ -106,24 +106,31 @@ class MetricsLogger:
 
     def __init__(
         self,
-        metrics: settings.Metrics,
+        config: Config,
         run_folder: Path,
-        *,
         rank: int,
         device: torch.device,
-        steps: int,
+        *,
+        first_step: int,
         flops_per_token: int,
     ):
-        self.device, self.steps, self.flops_per_token = device, steps, flops_per_token
+        self.device, self.steps, self.flops_per_token = device, config.training.steps, flops_per_token
         self.peak = peak_flops(device)
         self.file = open_records(run_folder / "metrics.jsonl") if rank == 0 else None
-        self.hook = find_hook(metrics.hook) if rank == 0 else None
-        self.board = None
-        if rank == 0 and metrics.tensorboard:
+        self.hook = find_hook(config.metrics.hook) if rank == 0 else None
+        self.board_folder = run_folder / "tensorboard" if rank == 0 and config.metrics.tensorboard else None
+        self.board: Any = None
+        self.resume(first_step)
+
+    def resume(self, step: int) -> None:
+        """Go on from the checkpoint of `step`: TensorBoard drops what it was told of later steps."""
+        if self.board_folder:
             # Imported here: TensorBoard takes a second to load.
             from torch.utils.tensorboard import SummaryWriter
 
-            self.board = SummaryWriter(str(run_folder / "tensorboard"))
+            if self.board:
+                self.board.close()
+            self.board = SummaryWriter(str(self.board_folder), purge_step=step + 1)
         self.restart_clock()
 
     def restart_clock(self) -> None:
@@ -156,6 +163,7 @@ class MetricsLogger:
             "memory_gib": peak_memory_gib(self.device),
             "data_wait_pct": 100 * self.data_wait_seconds / seconds,
             "step_seconds": step_seconds,
+            "interval_steps": self.interval_steps,
         }
         eta = timedelta(seconds=round(step_seconds * (self.steps - step)))
         logger.info(
@@ -187,7 +195,7 @@ class MetricsLogger:
             self.hook(row)
         if self.board:
             for name, value in row.items():
-                if value is not None and name not in ("step", "time"):
+                if value is not None and name not in ("step", "interval_steps", "time"):
                     self.board.add_scalar(name, value, row["step"])
             self.board.flush()
 

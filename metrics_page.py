@@ -3,8 +3,8 @@
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -69,7 +69,7 @@ def write_page(folders: Sequence[Path], output: Path) -> None:
 
 
 def read_charts(folder: Path) -> dict[str, dict[str, list[Any]]]:
-    """Chart → columns step, tokens, hours and value. Where steps were trained again, the last start counts.
+    """Chart → columns step, tokens, hours and value. Of steps that were trained again or left out, the last row counts.
 
     Hours are the step times added up. Raises RunError.
     """
@@ -80,6 +80,7 @@ def read_charts(folder: Path) -> dict[str, dict[str, list[Any]]]:
         raise RunError(f"{file}: cannot be read, {error.strerror}; name folders of runs") from None
     steps: dict[int, dict[str, Any]] = {}
     validations: dict[int, dict[str, Any]] = {}
+    skipped: set[int] = set()
     last = 0
     for number, line in enumerate(lines, start=1):
         try:
@@ -88,16 +89,20 @@ def read_charts(folder: Path) -> dict[str, dict[str, list[Any]]]:
             if number == len(lines):
                 break  # cut off by a crash
             raise RunError(f"{file}, line {number}: not JSON: {error}") from None
-        if row["loss"] is None:
+        if row["loss"] is None and not row.get("skipped"):
             validations[row["step"]] = row
             continue
-        if steps and row["step"] <= last:  # a new start goes on from an earlier step
+        if row["step"] <= last:  # a new start, or a rollback, goes on from an earlier step
             steps = {step: kept for step, kept in steps.items() if step < row["step"]}
             validations = {step: kept for step, kept in validations.items() if step < row["step"]}
-        steps[row["step"]], last = row, row["step"]
+            skipped = {step for step in skipped if step < row["step"]}
+        last = row["step"]
+        if row.get("skipped"):
+            skipped.add(last)
+        else:
+            steps[last] = row
     ends = list(steps)
-    counts = (step - before for before, step in pairwise([0, *ends]))
-    hours = list(accumulate(n * row["step_seconds"] / 3600 for n, row in zip(counts, steps.values(), strict=True)))
+    hours = list(accumulate(_interval_hours(steps, skipped)))
     charts: dict[str, dict[str, list[Any]]] = {}
     for row in (*steps.values(), *validations.values()):
         done = bisect_right(ends, row["step"])
@@ -110,6 +115,21 @@ def read_charts(folder: Path) -> dict[str, dict[str, list[Any]]]:
                 table[name].append(row[name])
             table["value"].append(value)
     return charts
+
+
+def _interval_hours(steps: Mapping[int, Mapping[str, Any]], skipped: set[int]) -> Iterator[float]:
+    """For each row the hours since the row before.
+
+    A row times `interval_steps` steps. Others before it, up to a validation, a checkpoint or the end of their start,
+    count as the faster of the two rows, since the first of a start may hold a compilation.
+    """
+    before, usual = 0, math.inf
+    for step, row in steps.items():
+        seconds = row["step_seconds"]
+        trained = step - before - sum(before < left_out < step for left_out in skipped)
+        timed = row.get("interval_steps") or trained  # unknown in runs of earlier versions
+        yield (timed * seconds + (trained - timed) * min(seconds, usual)) / 3600
+        before, usual = step, seconds
 
 
 def read_settings(folder: Path) -> dict[str, Any]:

@@ -121,9 +121,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         precompute_scales(parts, config.float8)
         if dims.is_first_copy(rank):
             dataloader.open_ledger(folder)
-        metrics = MetricsLogger(
-            config.metrics, folder, rank=rank, device=device, steps=training.steps, flops_per_token=flops_per_token
-        )
+        metrics = MetricsLogger(config, folder, rank, device, first_step=step, flops_per_token=flops_per_token)
 
         bad_steps = BadSteps(config.failures, folder)
         stragglers = Stragglers(device) if config.failures.straggler_interval else None
@@ -142,7 +140,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
     # -- the loop
     gc.disable()  # a collection on one rank holds up all the others: they collect together
     starting = True  # till a step has been trained
-    unchecked: list[Tensor] = []  # loss and gradient norm of the steps since the host last looked
+    unchecked: dict[int, Tensor] = {}  # step → loss and gradient norm, since the host last looked
     with (
         StopRequest(folder) as stop,
         watchdog,
@@ -153,6 +151,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
             watchdog.enter("data", step)
             microbatches = [batch.to(device) for batch in dataloader.next_step()]
             if step in bad_steps.skipped:
+                metrics.log_skipped(step, dataloader.tokens_seen)
                 continue
             island_tokens = torch.zeros(dims.islands, dtype=torch.int64, device=device)
             island_tokens[dims.island(rank)] = sum((batch.labels != IGNORED).sum() for batch in microbatches)
@@ -181,6 +180,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
                     if outer:
                         outer.restart()
                     precompute_scales(parts, config.float8)
+                    metrics.resume(step)
                 continue
             lr = learning_rate(step, training.steps, config.optimizer.lr, config.lr_scheduler)
             set_learning_rate(optimizer, lr)
@@ -191,13 +191,13 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
             optimizer.zero_grad()
 
             # The host waits for the device only in what follows, when something is due.
-            unchecked.append(torch.stack((loss, grad_norm)))
+            unchecked[step] = torch.stack((loss, grad_norm))
             metrics.count_step(tokens_per_step / world_size, dataloader.wait_seconds)
             log_due = due(config.metrics.log_interval) or starting
             validation_due = config.validation.enable and due(config.validation.interval)
             save_due = config.checkpoint.enable and due(config.checkpoint.interval)
             if log_due or validation_due or save_due:
-                history = fetch_finite(unchecked, step)
+                history = fetch_finite(unchecked)
             if log_due:
                 (*_, (loss_value, norm_value)) = history
                 metrics.log_step(step, loss=loss_value, grad_norm=norm_value, lr=lr, tokens=dataloader.tokens_seen)
@@ -228,7 +228,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
 
         # -- the end
         watchdog.enter("end", step)
-        fetch_finite(unchecked, step)
+        fetch_finite(unchecked)
         if outer:
             outer.meet()  # asked to stop between two meetings
             precompute_scales(parts, config.float8)
@@ -253,19 +253,19 @@ class NotFiniteError(TitaniteError):
     agreed = True
 
 
-def fetch_finite(unchecked: list[Tensor], step: int) -> list[list[float]]:
-    """The (loss, gradient norm) of the steps up to `step`, from the device; empties `unchecked`.
+def fetch_finite(unchecked: dict[int, Tensor]) -> list[list[float]]:
+    """The (loss, gradient norm) of the steps in `unchecked`, from the device; empties it.
 
     Raises NotFiniteError on all ranks alike, both being sums over all ranks. Comes before anything is written.
     """
-    history = torch.stack(unchecked).tolist() if unchecked else []
-    unchecked.clear()
-    for past, (loss, grad_norm) in zip(range(step - len(history) + 1, step + 1), history, strict=True):
+    history = torch.stack(list(unchecked.values())).tolist() if unchecked else []
+    for step, (loss, grad_norm) in zip(unchecked, history, strict=True):
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise NotFiniteError(
-                f"step {past}: loss {loss}, gradient norm {grad_norm}: not finite, so training stops and nothing "
+                f"step {step}: loss {loss}, gradient norm {grad_norm}: not finite, so training stops and nothing "
                 "of it is saved; resume from the last checkpoint, with a lower optimizer.lr or another run.seed"
             )
+    unchecked.clear()
     return history
 
 

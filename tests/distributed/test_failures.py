@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from benchmarks.chaos import Job, judge_job, prepare_data, running, schedule, suffer, weights
 from config import Failures, load_config
 from data.audit import prove
+from metrics_page import read_charts
 from parallel.failures import SPIKE_WINDOW, BadStepError, BadSteps, ReplayError, Stragglers, check_replay
 from tests.corpus import write_dataset
 from tests.harness import run_ranks
-from train import train
+from train import NotFiniteError, train
 
 SMALL = (
     "--model.flavor=tiny",
@@ -58,7 +59,7 @@ def run(arguments: list[str], bad_steps: tuple[int, ...] = (), stop_after: int =
     nn.modules.module.register_module_forward_hook(spoil)
     try:
         train(load_config(arguments), after_step)
-    except (BadStepError, KeyboardInterrupt) as error:
+    except (BadStepError, NotFiniteError, KeyboardInterrupt) as error:
         return str(error) or "crash"
     return ""
 
@@ -107,6 +108,9 @@ def test_a_bad_step_rolls_back_to_the_checkpoint_and_leaves_out_all_since(datase
     assert run_ranks(2, run, arguments("rolled"), (8,), start_group=False) == ["", ""]
     (record,) = read(tmp_path / "rolled", "skipped.jsonl")
     assert (record["first"], record["last"]) == (6, 8)
+    rows = {row["step"]: row for row in read(tmp_path / "rolled", "metrics.jsonl")}
+    assert [step for step, row in rows.items() if row["skipped"]] == [6, 7, 8]
+    assert read_charts(tmp_path / "rolled")["loss"]["step"] == [1, 2, 3, 4, 5, 9, 10, 11, 12]
     # The same, known beforehand: a run whose record has those steps from its first crash on.
     run_ranks(2, run, arguments("told"), (), 5, start_group=False)
     (tmp_path / "told" / "skipped.jsonl").write_text(json.dumps(record) + "\n")
@@ -115,6 +119,15 @@ def test_a_bad_step_rolls_back_to_the_checkpoint_and_leaves_out_all_since(datase
     proof = prove(tmp_path / "rolled")
     assert proof[0].startswith("12 steps")
     assert proof[-1] == "3 steps consumed their tokens without an update: [6, 7, 8]"
+
+
+def test_a_loss_that_is_not_finite_names_its_step_also_behind_one_left_out(dataset: Path, tmp_path: Path) -> None:
+    seldom = [word.replace("log_interval=1", "log_interval=10") for word in SMALL]
+    arguments = [*seldom, f"--data.datasets={dataset}", f"--run.folder={tmp_path / 'run'}"]
+    run_ranks(2, run, arguments, (), 5, start_group=False)
+    (tmp_path / "run" / "skipped.jsonl").write_text(json.dumps({"first": 8, "last": 8, "cause": ""}) + "\n")
+    for said in run_ranks(2, run, arguments, (2,), start_group=False):
+        assert said.startswith("step 7: loss nan")
 
 
 def test_the_budget_ends_the_run_on_all_ranks(dataset: Path, tmp_path: Path) -> None:

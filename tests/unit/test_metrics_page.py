@@ -76,6 +76,28 @@ def test_curves_tables_and_settings(tmp_path: Path) -> None:
     assert not re.search(r"""(src|href)=|url\(|@import|fetch\(|https?://(?!www\.w3\.org/2000/svg)""", page)
 
 
+def test_hours_after_a_start_that_ended_between_two_rows(tmp_path: Path) -> None:
+    def timed(step: int, step_seconds: float, interval_steps: int) -> str:
+        return row(step, loss=1.0, step_seconds=step_seconds, interval_steps=interval_steps)
+
+    rows = [timed(1, 60.0, 1), timed(10, 1.0, 9), timed(20, 1.0, 10)]  # the first step of a start compiles
+    rows += [timed(26, 61.0, 1), timed(30, 1.0, 2)]  # a start from step 25; a checkpoint after step 28
+    rows += [row(31, skipped=1), timed(40, 1.0, 9)]
+    hours = read_charts(write_run(tmp_path / "run", rows, Config()))["loss"]["hours"]
+    assert hours == pytest.approx([s / 3600 for s in (60, 69, 79, 5 + 79 + 61, 145 + 4, 149 + 9)])
+
+
+def test_steps_left_out_after_a_rollback_are_in_no_curve(tmp_path: Path) -> None:
+    rows = [row(step, loss=float(step), step_seconds=1.0, interval_steps=1) for step in range(1, 8)]
+    rows += [row(6, validation_loss=9.5), row(8, skipped=1)]
+    rows += [row(step, skipped=1) for step in (6, 7, 8)]  # back to the checkpoint of step 5
+    rows += [row(9, loss=9.0, step_seconds=1.0, interval_steps=1)]
+    charts = read_charts(write_run(tmp_path / "run", rows, Config()))
+    assert charts["loss"]["step"] == [1, 2, 3, 4, 5, 9]
+    assert charts["loss"]["hours"][-1] == pytest.approx(6 / 3600)
+    assert "validation_loss" not in charts
+
+
 def test_long_curves_are_thinned_and_keep_their_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics_page, "MAX_POINTS", 10)
     rows = [row(i, loss=float(i), tps=1.0, step_seconds=1.0) for i in range(1, 101)]
