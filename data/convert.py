@@ -29,7 +29,8 @@ from config import TitaniteError
 from data.shards import DataError, token_type
 from data.sources import list_files
 from data.tokenizer import Tokenizer, load_tokenizer
-from data.writer import WrittenShard, token_dtype, write_manifest, write_shard
+from data.workers import locked
+from data.writer import WrittenShard, refuse_finished, remove_dataset, token_dtype, write_manifest, write_shard
 
 # The codes of Megatron-LM's megatron/core/datasets/indexed_dataset.py
 MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
@@ -106,25 +107,25 @@ def convert(
 ) -> dict[str, Any]:
     """Convert; `--help` says what the parameters mean. Returns the manifest. Raises DataError, TokenizerError."""
     folder = Path(output)
-    if (folder / "manifest.json").exists() and not overwrite:
-        raise DataError(f"{folder}: already holds a finished dataset; give --overwrite to replace it")
+    refuse_finished(folder, overwrite)
     chosen = load_tokenizer(tokenizer, eos_token)
     paths = [Path(file.url) for file in list_files(sources)]
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "manifest.json").unlink(missing_ok=True)
-    chosen.save(folder)
-    writers = [
-        _Writer(folder, split, token_dtype(chosen.vocab_size), int(block_mb * 2**20), int(shard_mb * 2**20))
-        for split in ("train", "validation")
-    ]
-    for path in tqdm(paths, desc="convert", unit=" files"):
-        for row, ids in enumerate(FORMATS[format](path, chosen.eos_id)):
-            document = _ended_once(ids, chosen, f"{path}, document {row}")
-            if len(document) > 1:
-                digest = hashlib.blake2b(document.astype("<u4").tobytes(), digest_size=8).digest()
-                held_out = int.from_bytes(digest, "little") < validation_fraction * 2**64
-                writers[held_out].add(document)
-    return write_manifest(folder, chosen, [shard for writer in writers for shard in writer.finish()])
+    with locked(folder):
+        refuse_finished(folder, overwrite)
+        remove_dataset(folder)
+        chosen.save(folder)
+        writers = [
+            _Writer(folder, split, token_dtype(chosen.vocab_size), int(block_mb * 2**20), int(shard_mb * 2**20))
+            for split in ("train", "validation")
+        ]
+        for path in tqdm(paths, desc="convert", unit=" files"):
+            for row, ids in enumerate(FORMATS[format](path, chosen.eos_id)):
+                document = _ended_once(ids, chosen, f"{path}, document {row}")
+                if len(document) > 1:
+                    digest = hashlib.blake2b(document.astype("<u4").tobytes(), digest_size=8).digest()
+                    held_out = int.from_bytes(digest, "little") < validation_fraction * 2**64
+                    writers[held_out].add(document)
+        return write_manifest(folder, chosen, [shard for writer in writers for shard in writer.finish()])
 
 
 def _ended_once(ids: np.ndarray, tokenizer: Tokenizer, where: str) -> np.ndarray:

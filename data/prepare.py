@@ -14,7 +14,6 @@ import argparse
 import hashlib
 import json
 import os
-import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -35,10 +34,19 @@ from data.shards import DataError, Shard, token_type
 from data.sources import COMPRESSIONS, UNIT_BYTES, File, Unit, documents, list_files, pieces, plan_units
 from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from data.tuning import KEYS, check_examples, encode_examples, read_template, split_keys
-from data.workers import run_all
-from data.writer import WrittenShard, token_dtype, write_atomically, write_manifest, write_shard
+from data.workers import locked, run_all
+from data.writer import (
+    PARTS,
+    WrittenShard,
+    refuse_finished,
+    remove_dataset,
+    remove_parts,
+    token_dtype,
+    write_atomically,
+    write_manifest,
+    write_shard,
+)
 
-PARTS = ".parts"
 BATCH_BYTES = 4 * 2**20  # text tokenised in one call
 PART_TOKENS = 32 * 2**20  # tokens a process holds before it writes a part
 TOKENIZER_SAMPLE_BYTES = 64 * 2**20  # text a tokenizer is trained on
@@ -107,8 +115,7 @@ def prepare(
     Raises DataError or TokenizerError.
     """
     folder = Path(output)
-    if (folder / "manifest.json").exists() and not overwrite:
-        raise DataError(f"{folder}: already holds a finished dataset; give --overwrite to replace it")
+    refuse_finished(folder, overwrite)
     example_keys = example_keys or KEYS.get(format, "")
     if format != "text":
         check_examples(tokenizer, seq_len, max_characters, example_keys, format)
@@ -139,18 +146,20 @@ def prepare(
         train_buckets=max(1, round(shards * (1 - validation_fraction))),
         validation_buckets=max(1, round(shards * validation_fraction)),
     )
-    _start_or_go_on(folder, plan, chosen)
-    workers = processes or os.cpu_count() or 1
-    _load_job.cache_clear()  # the folder may have held another plan
-    run_all(workers, _tokenize_unit, str(folder), list(enumerate(units)), "tokenise", [unit.bytes for unit in units])
-    if not any((folder / PARTS).glob("unit-*.arrow")):
-        raise DataError("the input holds no text: nothing to prepare")
-    buckets = list(range(plan.train_buckets + plan.validation_buckets))
-    run_all(workers, _write_bucket, str(folder), buckets, "write", [1] * len(buckets))
-    facts = {"dtype": dtype, "packed_seq_len": seq_len, "dropped": _dropped(folder)} if format != "text" else {}
-    manifest = write_manifest(folder, chosen, _written(folder, len(buckets)), facts)
-    shutil.rmtree(folder / PARTS)
-    return manifest
+    with locked(folder) as lock:
+        refuse_finished(folder, overwrite)  # it may have been finished in the meantime
+        _start_or_go_on(folder, plan, chosen)
+        workers, units_bytes = processes or os.cpu_count() or 1, [unit.bytes for unit in units]
+        _load_job.cache_clear()  # the folder may have held another plan
+        run_all(workers, lock, _tokenize_unit, str(folder), list(enumerate(units)), "tokenise", units_bytes)
+        if not any((folder / PARTS).glob("unit-*.arrow")):
+            raise DataError("the input holds no text: nothing to prepare")
+        buckets = list(range(plan.train_buckets + plan.validation_buckets))
+        run_all(workers, lock, _write_bucket, str(folder), buckets, "write", [1] * len(buckets))
+        facts = {"dtype": dtype, "packed_seq_len": seq_len, "dropped": _dropped(folder)} if format != "text" else {}
+        manifest = write_manifest(folder, chosen, _written(folder, len(buckets)), facts)
+        remove_parts(folder)
+        return manifest
 
 
 def _trained_tokenizer(units: list[Unit], text_key: str, vocab_size: int) -> Tokenizer:
@@ -194,15 +203,13 @@ def _estimated_bytes(files: Iterable[File], dtype: str) -> float:
 
 def _start_or_go_on(folder: Path, plan: Plan, tokenizer: Tokenizer) -> None:
     """Keep the parts of an interrupted preparation by the same plan; remove what else we wrote."""
-    parts = folder / PARTS
+    plan_file = folder / PARTS / "plan.json"
     record = json.dumps(asdict(plan), indent=1)
     (folder / "manifest.json").unlink(missing_ok=True)
-    if not (parts / "plan.json").is_file() or (parts / "plan.json").read_text(encoding="utf-8") != record:
-        shutil.rmtree(parts, ignore_errors=True)
-        for file in (*folder.glob("train-*"), *folder.glob("validation-*")):
-            file.unlink()
-        parts.mkdir(parents=True)
-        write_atomically(parts / "plan.json", record.encode())
+    if not plan_file.is_file() or plan_file.read_text(encoding="utf-8") != record:
+        remove_dataset(folder)
+        plan_file.parent.mkdir()
+        write_atomically(plan_file, record.encode())
     tokenizer.save(folder)
 
 

@@ -1,36 +1,69 @@
-"""Tasks on all cores, under a progress bar. Imports no torch."""
+"""Tasks on all cores, under a progress bar, in a folder that nobody else writes to. Imports no torch."""
 
+import fcntl
 import multiprocessing
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from itertools import islice
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from data.shards import DataError
+
+LOCK_SECONDS = 10.0  # within which the workers of a process that was killed have ended
 Function = Callable[[str, Any], int]
 
 
-def run_all(workers: int, function: Function, folder: str, tasks: list[Any], title: str, weights: list[int]) -> None:
+@contextmanager
+def locked(folder: Path) -> Iterator[Connection]:
+    """Make a folder and keep others out of it, from this process and the workers that are given the lock.
+
+    It is held until the last of them ends. Raises DataError.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with Connection(os.open(folder, os.O_RDONLY)) as lock:  # a descriptor that spawned processes can inherit
+        begin = time.monotonic()
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() - begin > LOCK_SECONDS:
+                    raise DataError(f"{folder}: another process is writing there; wait until it has ended") from None
+                time.sleep(0.05)
+        yield lock
+
+
+def run_all(
+    workers: int, lock: Connection, function: Function, folder: str, tasks: list[Any], title: str, weights: list[int]
+) -> None:
     """Run `function(folder, task)`, which returns tokens, for every task; the bar shows tokens/s and the time left."""
     tokens, begin = 0, time.monotonic()
     with tqdm(total=sum(weights), desc=title, unit="B" if title == "tokenise" else " shards", unit_scale=True) as bar:
-        for number, result in _results(workers, function, folder, tasks):
+        for number, result in _results(workers, lock, function, folder, tasks):
             tokens += result
             bar.set_postfix_str(f"{tokens / max(time.monotonic() - begin, 1e-9):,.0f} tokens/s", refresh=False)
             bar.update(weights[number])
 
 
-def _results(workers: int, function: Function, folder: str, tasks: list[Any]) -> Iterator[tuple[int, int]]:
+def _results(
+    workers: int, lock: Connection, function: Function, folder: str, tasks: list[Any]
+) -> Iterator[tuple[int, int]]:
     """(number of the task, its result) as they finish, a few tasks in flight at a time."""
     if workers == 1 or len(tasks) == 1:
         for number, task in enumerate(tasks):
             yield number, function(folder, task)
         return
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(workers, len(tasks)), spawn, _start_worker) as pool:
+    with ProcessPoolExecutor(min(workers, len(tasks)), spawn, _start_worker, (lock,)) as pool:
         running: dict[Future[int], int] = {}
         waiting = iter(enumerate(tasks))
         try:
@@ -41,9 +74,23 @@ def _results(workers: int, function: Function, folder: str, tasks: list[Any]) ->
                     return
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     yield running.pop(future), future.result()
+        except BrokenProcessPool:
+            raise DataError(
+                f"{folder}: the system killed a worker, most often for want of memory; "
+                "the same command goes on from there, best with fewer --processes or a smaller --shard-mb"
+            ) from None
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-def _start_worker() -> None:
+def _start_worker(lock: Connection) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes share the cores
+    threading.Thread(target=_end_with_parent, args=(lock,), daemon=True).start()
+
+
+def _end_with_parent(lock: Connection) -> None:
+    """Without this a worker would outlive a parent that is killed, and go on writing."""
+    parent = multiprocessing.parent_process()
+    assert parent
+    parent.join()
+    os._exit(1)

@@ -3,6 +3,8 @@
 import hashlib
 import json
 import os
+import re
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +15,9 @@ from isal import isal_zlib
 
 from data.shards import FORMAT, INDEX_SCHEMA, VERSION, DataError, Shard, digest, token_schema
 from data.tokenizer import Tokenizer
+
+PARTS = ".parts"  # what a preparation has finished, until its end
+SHARDS = re.compile(r"(train|validation)-\d{5,}\.(arrow|lengths)(\.tmp)?")
 
 
 class WrittenShard(NamedTuple):
@@ -25,6 +30,26 @@ class WrittenShard(NamedTuple):
 def token_dtype(vocab_size: int) -> str:
     """The smallest type that holds every id."""
     return "uint16" if vocab_size <= 2**16 else "uint32"
+
+
+def refuse_finished(folder: Path, overwrite: bool) -> None:
+    if (folder / "manifest.json").exists() and not overwrite:
+        raise DataError(f"{folder}: already holds a finished dataset; give --overwrite to replace it")
+
+
+def remove_dataset(folder: Path) -> None:
+    """Remove the shards and parts in a folder, and nothing else: it may hold the user's own files."""
+    (folder / "manifest.json").unlink(missing_ok=True)
+    remove_parts(folder)
+    for file in [file for file in folder.iterdir() if SHARDS.fullmatch(file.name)]:
+        file.unlink()
+
+
+def remove_parts(folder: Path) -> None:
+    """The plan goes first: parts without one are never used, so that a kill may leave some."""
+    (folder / PARTS / "plan.json").unlink(missing_ok=True)
+    if (folder / PARTS).exists():
+        shutil.rmtree(folder / PARTS)
 
 
 def write_atomically(path: Path, data: bytes | memoryview) -> None:

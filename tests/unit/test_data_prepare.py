@@ -4,12 +4,16 @@ import gzip
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
 from itertools import chain, islice
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow as pa
@@ -271,6 +275,149 @@ def test_after_sigkill_the_same_command_finishes_with_the_same_bytes(texts, toke
         main([*options, "--output", str(tmp_path / "whole"), "--processes", "2", "--overwrite"])
     assert kept.name not in watched, "finished parts are not made again"
     assert contents(output) == contents(tmp_path / "whole")
+
+
+@pytest.fixture
+def workers_of_a_killed_run(texts, tokenizer_folder, tmp_path) -> Iterator[list[int]]:
+    """Two workers that were stopped before they wrote a part of tmp_path/out, and then lost their parent."""
+    (tmp_path / "pids").mkdir()
+    (tmp_path / "killed.py").write_text(
+        "import os, signal; from data import prepare, sources; sources.UNIT_BYTES = 20_000\n"
+        "def stop():\n"
+        f"    open({str(tmp_path / 'pids')!r} + f'/{{os.getpid()}}', 'w').close()\n"
+        "    os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "write_part = prepare._write_part\n"
+        "prepare._write_part = lambda *part: (stop(), write_part(*part))\n"
+        "if __name__ == '__main__':\n"
+        f"    prepare.prepare([{str(write_jsonl(tmp_path / 'in.jsonl', texts))!r}], {str(tmp_path / 'out')!r},"
+        f" tokenizer={str(tokenizer_folder)!r}, processes=2)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    parent = subprocess.Popen([sys.executable, tmp_path / "killed.py"], env=environment, stderr=subprocess.DEVNULL)
+    while len(pids := [int(file.name) for file in (tmp_path / "pids").iterdir()]) < 2:
+        assert parent.poll() is None
+    while not all(state(pid) == "T" for pid in pids):
+        pass
+    parent.kill()
+    parent.wait()
+    yield pids
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def state(pid: int) -> str:
+    """Of a process, by proc(5)."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+
+
+def test_a_new_start_waits_for_the_workers_of_a_killed_one(
+    workers_of_a_killed_run, texts, tokenizer_folder, tmp_path, monkeypatch
+):
+    arguments = {"tokenizer": str(tokenizer_folder), "max_characters": 40, "processes": 1}
+    prepare([str(tmp_path / "in.jsonl")], str(tmp_path / "whole"), **arguments)
+    with monkeypatch.context() as patch:
+        patch.setattr("data.workers.LOCK_SECONDS", 0)
+        with pytest.raises(DataError, match=r"/out: another process is writing there; wait until it has ended"):
+            prepare([str(tmp_path / "in.jsonl")], str(tmp_path / "out"), **arguments)
+    for pid in workers_of_a_killed_run:
+        os.kill(pid, signal.SIGCONT)  # they find their parent gone, and end
+    prepare([str(tmp_path / "in.jsonl")], str(tmp_path / "out"), **arguments)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_two_starts_do_not_write_into_one_folder(texts, tokenizer_folder, tmp_path, monkeypatch):
+    source = [str(write_jsonl(tmp_path / "in.jsonl", texts))]
+    arguments = {"output": str(tmp_path / "out"), "tokenizer": str(tokenizer_folder), "processes": 1}
+    monkeypatch.setattr("data.workers.LOCK_SECONDS", 0)
+    start, refused = prepare_module._start_or_go_on, []
+
+    def start_twice(*rest):
+        start(*rest)
+        with pytest.raises(DataError, match="another process is writing there"):
+            prepare(source, **arguments)
+        refused.append(True)
+
+    monkeypatch.setattr(prepare_module, "_start_or_go_on", start_twice)
+    monkeypatch.setattr(prepare_module, "load_tokenizer", finish_first(lambda: prepare(source, **arguments)))
+    with pytest.raises(DataError, match="already holds a finished dataset"):  # found only under the lock
+        prepare(source, **arguments)
+    assert refused
+    assert Counter(decoded(tmp_path / "out", "train") + decoded(tmp_path / "out", "validation")) == Counter(texts)
+
+
+def finish_first(other):
+    """A `load_tokenizer` in whose first call another start begins and ends."""
+    others = iter([other])
+
+    def load(*arguments):
+        for run in others:
+            run()
+        return load_tokenizer(*arguments)
+
+    return load
+
+
+@pytest.mark.parametrize("cut", ["at the end", "at another start"])
+def test_a_kill_while_parts_are_removed_loses_no_document(texts, tokenizer_folder, tmp_path, monkeypatch, cut):
+    source, output = [str(write_jsonl(tmp_path / "in.jsonl", texts))], str(tmp_path / "out")
+    arguments = {"tokenizer": str(tokenizer_folder), "processes": 1}
+    monkeypatch.setattr(sources, "UNIT_BYTES", 5000)
+
+    def cut_short(parts, **_):
+        if not Path(parts).exists():
+            return
+        for file in (*Path(parts).glob("bucket-*"), *Path(parts).glob("unit-000001-*")):
+            file.unlink()
+        raise KeyboardInterrupt
+
+    def interrupted(options, module, name, function=cut_short):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, function)
+            with pytest.raises(KeyboardInterrupt):
+                prepare(source, output, **arguments | options)
+
+    if cut == "at the end":
+        interrupted({}, shutil, "rmtree")
+    else:
+        interrupted({}, prepare_module, "write_manifest", Mock(side_effect=KeyboardInterrupt))
+        interrupted({"max_characters": 40}, shutil, "rmtree")
+    prepare(source, output, **arguments, overwrite=True)
+    assert Counter(decoded(tmp_path / "out", "train") + decoded(tmp_path / "out", "validation")) == Counter(texts)
+
+
+def test_the_files_of_others_in_the_folder_are_kept(texts, tokenizer_folder, tmp_path):
+    """Also those that the Hugging Face Hub names much as we name shards."""
+    source, output = write_jsonl(tmp_path / "in.jsonl", texts), tmp_path / "out"
+    output.mkdir()
+    others = [
+        "train-00000-of-00002.parquet",
+        "validation-00000-of-00001.parquet",
+        "train-00000.arrow.bak",
+        "train-0.arrow",
+    ]
+    shards = ["train-00099.arrow", "train-00099.lengths", "validation-00001.arrow.tmp", "train-100000.arrow"]
+    for name in (*others, *shards):
+        (output / name).write_bytes(b"old")
+    prepare([str(source)], str(output), tokenizer=str(tokenizer_folder), processes=1)
+    assert all((output / name).read_bytes() == b"old" for name in others)
+    assert not any((output / name).exists() for name in shards)
+
+
+def test_a_worker_that_the_system_kills_is_one_line(texts, tokenizer_folder, tmp_path):
+    source = write_jsonl(tmp_path / "in.jsonl", texts)
+    (tmp_path / "killed.py").write_text(
+        "import os, signal; from data import prepare, sources; sources.UNIT_BYTES = 20_000\n"
+        "prepare._write_part = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "if __name__ == '__main__':\n"
+        f"    prepare.main(['--source', {str(source)!r}, '--output', {str(tmp_path / 'out')!r},"
+        f" '--tokenizer', {str(tokenizer_folder)!r}, '--processes', '2'])\n"
+    )
+    command = [sys.executable, str(tmp_path / "killed.py")]
+    result = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert f"error: {tmp_path / 'out'}: the system killed a worker" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_other_options_do_not_go_on_from_old_parts(texts, tokenizer_folder, tmp_path, monkeypatch):
