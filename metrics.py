@@ -19,7 +19,7 @@ import torch
 
 from config import Config, ConfigError, TitaniteError
 from metrics_page import write_page
-from records import open_records
+from records import open_records, output_file
 
 logger = logging.getLogger(__name__)
 
@@ -217,10 +217,14 @@ def main(argv: list[str]) -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     compare = commands.add_parser("compare", help="a page of curves, throughput and settings of several runs")
     compare.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
-    compare.add_argument("--output", type=Path, default=Path("compare.html"), help="the page (default %(default)s)")
+    page = Path("compare.html")
+    compare.add_argument("--output", type=output_file, default=page, help="the page (default %(default)s)")
     arguments = parser.parse_args(argv)
-    write_page(arguments.runs, arguments.output)
-    print(f"{arguments.output}: {len(arguments.runs)} runs compared; open it in a browser")
+    compared = write_page(arguments.runs, arguments.output)
+    for run in arguments.runs:
+        if run not in compared:
+            print(f"{run}: left out, it has logged no step", file=sys.stderr)
+    print(f"{arguments.output}: {len(compared)} runs compared; open it in a browser")
 
 
 if __name__ == "__main__":

@@ -18,62 +18,70 @@ TITLES = {
     "validation_loss": "validation loss",
     "tps": "tokens/s per device",
     "mfu": "MFU",
+    "tflops": "TFLOP/s per device",
+    "step_seconds": "seconds per step",
     "grad_norm": "gradient norm",
     "lr": "learning rate",
     "memory_gib": "memory, GiB",
     "data_wait_pct": "waiting for data, %",
 }
-ORDER = ("loss", "validation_loss", "validation_loss/", "tps", "mfu", "grad_norm", "lr", "memory_gib", "data_wait_pct")
 AXES = ("step", "tokens", "hours")
 COLUMNS = (
     "steps",
     "tokens",
     "hours",
     "loss",
-    "validation loss",
     "tokens/s per device",
     "devices",
     "tokens/s",
     "MFU",
     "memory GiB",
     "waiting for data %",
-)
+)  # then the validation losses
 
 
 class RunError(TitaniteError):
     """What is not the folder of a run with metrics."""
 
 
-def write_page(folders: Sequence[Path], output: Path) -> None:
-    """Write the page that compares these runs. Raises RunError."""
-    names, charts = _names(folders), [read_charts(folder) for folder in folders]
-    found = {chart for tables in charts for chart in tables}
+def write_page(runs: Sequence[Path], output: Path) -> list[Path]:
+    """Write the page that compares these runs, but for those that logged no step; returns those compared.
+
+    Raises RunError.
+    """
+    names = dict(zip(runs, _names(runs), strict=True))
+    logged = {run: tables for run in runs if (tables := read_charts(run))}
+    if not logged:
+        raise RunError(f"{', '.join(map(str, runs))}: no step was logged yet, there is nothing to compare")
+    found = sorted({chart for tables in logged.values() for chart in tables}, key=_place)
+    validations = [chart for chart in found if chart.startswith("validation_loss")]
     data = {
         "runs": [
-            {"name": name, "charts": {chart: _thinned(table) for chart, table in tables.items()}}
-            for name, tables in zip(names, charts, strict=True)
+            {"name": names[run], "charts": {chart: _thinned(table) for chart, table in tables.items()}}
+            for run, tables in logged.items()
         ],
-        "charts": sorted(found, key=lambda chart: (_place(chart), chart)),
+        "charts": found,
         "titles": TITLES,
         "summary": {
-            "columns": COLUMNS,
-            "rows": [
-                [name, *_summary(folder, tables)] for name, folder, tables in zip(names, folders, charts, strict=True)
-            ],
+            "columns": [*COLUMNS, *(chart.replace("_", " ") for chart in validations)],
+            "rows": [[names[run], *_summary(run, tables, validations)] for run, tables in logged.items()],
         },
-        "settings": differing_settings([read_settings(folder) for folder in folders]),
+        "settings": differing_settings([read_settings(run) for run in logged]),
     }
     template = Path(__file__).with_name("metrics_page.html").read_text(encoding="utf-8")
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")  # cannot end the script
     output.write_text(template.replace('"DATA"', text), encoding="utf-8")
+    return list(logged)
 
 
 def read_charts(folder: Path) -> dict[str, dict[str, list[Any]]]:
     """Chart → columns step, tokens, hours and value. Of steps that were trained again or left out, the last row counts.
 
-    Hours are the step times added up. Raises RunError.
+    Hours are the step times added up. Empty for a run that ended before its first step. Raises RunError.
     """
     file = folder / "metrics.jsonl"
+    if (folder / "model.json").is_file() and not file.exists():
+        return {}
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -150,8 +158,8 @@ def differing_settings(runs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     return [[key, *values] for key, values in shown.items() if len(set(values)) > 1]
 
 
-def _summary(folder: Path, charts: Mapping[str, Mapping[str, list[Any]]]) -> list[Any]:
-    """The values of COLUMNS; None where there is none."""
+def _summary(folder: Path, charts: Mapping[str, Mapping[str, list[Any]]], validations: Sequence[str]) -> list[Any]:
+    """The values of COLUMNS and the last ones of `validations`; None where there is none."""
     loss = charts.get("loss", {name: [] for name in (*AXES, "value")})
     middle = {key: median(charts[key]["value"]) if key in charts else None for key in ("tps", "mfu", "data_wait_pct")}
     devices = _last_start(folder).get("world_size")
@@ -161,13 +169,13 @@ def _summary(folder: Path, charts: Mapping[str, Mapping[str, list[Any]]]) -> lis
         last["tokens"],
         last["hours"],
         last["value"],
-        charts["validation_loss"]["value"][-1] if "validation_loss" in charts else None,
         middle["tps"],
         devices,
         middle["tps"] * devices if middle["tps"] and devices else None,
         middle["mfu"],
         max(charts["memory_gib"]["value"]) if "memory_gib" in charts else None,
         middle["data_wait_pct"],
+        *(charts[name]["value"][-1] if name in charts else None for name in validations),
     ]
 
 
@@ -192,5 +200,5 @@ def _names(folders: Sequence[Path]) -> list[str]:
     return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
 
 
-def _place(chart: str) -> int:
-    return ORDER.index("validation_loss/" if chart.startswith("validation_loss/") else chart)
+def _place(chart: str) -> tuple[int, str]:
+    return list(TITLES).index(chart.partition("/")[0]), chart

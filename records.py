@@ -3,6 +3,7 @@
 A kill or a full disk may cut the last line: it counts as never written.
 """
 
+import argparse
 import json
 import mmap
 from pathlib import Path
@@ -17,6 +18,18 @@ def open_records(path: Path) -> IO[str]:
                 whole = content.rfind(b"\n") + 1
             file.truncate(whole)
     return open(path, "a", encoding="utf-8")
+
+
+def output_file(text: str) -> Path:
+    """The file that an `--output` names, with its folder made: argparse finds out before the work, not after it."""
+    path = Path(text)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{path}: its folder cannot be made: {error.strerror}") from None
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{path}: is a folder, must be a file")
+    return path
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

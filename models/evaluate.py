@@ -22,6 +22,7 @@ from config import ConfigError, TitaniteError
 from generate import Request, Sampling, Timing, stream_texts
 from models.scoring import Pair, log_likelihoods
 from parallel.comm import device_type
+from records import output_file
 from trained import Trained, add_place_arguments, load_from_arguments
 
 try:
@@ -164,7 +165,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--limit", type=int, help="questions per task; default: all")
     parser.add_argument("--batch-size", type=int, default=16, help="sequences in a forward (default %(default)s)")
     parser.add_argument("--max-seq-len", type=int, default=0, help="longest context; default: the training's seq_len")
-    parser.add_argument("--output", type=Path, help="JSON file for the results and all that they depend on")
+    parser.add_argument("--output", type=output_file, help="JSON file for the results and all that they depend on")
     arguments = parser.parse_args(argv)
     manager = TaskManager(include_path=str(arguments.include) if arguments.include else None)
     tasks = arguments.tasks.split(",")

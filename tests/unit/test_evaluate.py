@@ -114,9 +114,9 @@ def test_a_task_of_our_own_has_the_scores_of_the_harness(
 ) -> None:
     names = "colours,sayings"
     command = [str(imported), "--tasks", names, "--include", str(tasks), "--batch-size=5", "--max-seq-len=100"]
-    main([*command, "--output", str(tasks / "results.json")])
+    main([*command, "--output", str(tasks / "made" / "results.json")])
     assert "acc_norm" in capsys.readouterr().out
-    ours = json.loads((tasks / "results.json").read_text())["results"]
+    ours = json.loads((tasks / "made" / "results.json").read_text())["results"]
     _, hf = both_models(imported)
     theirs = simple_evaluate(model=hf, tasks=names.split(","), task_manager=TaskManager(include_path=str(tasks)))
     for task, metrics in (("colours", ("acc", "acc_norm")), ("sayings", ("word_perplexity",))):

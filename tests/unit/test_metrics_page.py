@@ -49,8 +49,8 @@ def test_curves_tables_and_settings(tmp_path: Path) -> None:
         Config(training=Training(seq_len=128), optimizer=Optimizer(lr=0.5)),
         world_size=4,
     )
-    main(["compare", str(first), str(second), "--output", str(tmp_path / "page.html")])
-    page = (tmp_path / "page.html").read_text()
+    main(["compare", str(first), str(second), "--output", str(tmp_path / "made" / "page.html")])
+    page = (tmp_path / "made" / "page.html").read_text()
     data = data_of(page)
     assert [run["name"] for run in data["runs"]] == ["<b>first", "second"]
     charts = data["runs"][0]["charts"]
@@ -62,7 +62,7 @@ def test_curves_tables_and_settings(tmp_path: Path) -> None:
     }
     assert charts["validation_loss"]["value"] == [4.5]
     assert charts["validation_loss/code"]["hours"] == pytest.approx([0.055])
-    assert data["charts"] == ["loss", "validation_loss", "validation_loss/code", "tps", "grad_norm"]
+    assert data["charts"] == ["loss", "validation_loss", "validation_loss/code", "tps", "step_seconds", "grad_norm"]
     settings = {line[0]: line[1:] for line in data["settings"]}
     assert settings == {
         "training.seq_len": ["256", "128"],
@@ -71,6 +71,7 @@ def test_curves_tables_and_settings(tmp_path: Path) -> None:
     }
     summary = [dict(zip(["run", *data["summary"]["columns"]], line, strict=True)) for line in data["summary"]["rows"]]
     assert (summary[0]["loss"], summary[0]["validation loss"], summary[0]["tokens/s"]) == (3.9, 4.5, 200.0)
+    assert [line["validation loss/code"] for line in summary] == [3.5, None]
     assert (summary[1]["devices"], summary[1]["tokens/s"], summary[1]["MFU"]) == (4, 200.0, None)
     assert "<b>first" not in page, "names cannot become markup"
     assert not re.search(r"""(src|href)=|url\(|@import|fetch\(|https?://(?!www\.w3\.org/2000/svg)""", page)
@@ -107,11 +108,30 @@ def test_long_curves_are_thinned_and_keep_their_ends(tmp_path: Path, monkeypatch
     assert loss["value"] == [float(i) for i in range(10, 101, 10)]
 
 
-def test_mistakes_are_explained(tmp_path: Path) -> None:
+def test_a_run_that_ended_before_its_first_step_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [write_run(tmp_path / name, [row(5, loss=2.0, step_seconds=1.0)], Config()) for name in "abc"]
+    (runs[0] / "metrics.jsonl").unlink()
+    (runs[1] / "metrics.jsonl").write_text("")
+    words = ["--output", str(tmp_path / "page.html")]
+    main(["compare", *map(str, runs), *words])
+    assert [run["name"] for run in data_of((tmp_path / "page.html").read_text())["runs"]] == ["c"]
+    said = capsys.readouterr()
+    assert said.err.splitlines() == [f"{run}: left out, it has logged no step" for run in runs[:2]]
+    assert "1 runs compared" in said.out
+    with pytest.raises(TitaniteError, match="no step was logged yet"):
+        main(["compare", *map(str, runs[:2]), *words])
+
+
+def test_mistakes_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(TitaniteError, match=r"nowhere/metrics.jsonl: cannot be read"):
         main(["compare", str(tmp_path / "nowhere")])
     run = write_run(tmp_path / "run", ["{", row(2, loss=1.0)], Config())
     with pytest.raises(TitaniteError, match="line 1: not JSON"):
         read_charts(run)
+    (tmp_path / "file").touch()
+    for output, said in ((tmp_path, "is a folder"), (tmp_path / "file" / "page.html", "its folder cannot be made")):
+        with pytest.raises(SystemExit):
+            main(["compare", str(run), "--output", str(output)])
+        assert f"argument --output: {output}: {said}" in capsys.readouterr().err
     with pytest.raises(TitaniteError, match="named twice"):
         main(["compare", str(run), f"{run}/."])
