@@ -16,6 +16,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -51,14 +52,10 @@ class Auditor:
     """The datasets of a run, to be read at any place of its order."""
 
     def __init__(self, config: Config):
+        config = replace(config, data=replace(config.data, on_bad_block="stop"))  # only what the ledger names is masked
         self.datasets: list[Dataset] = [open_dataset(url, config.data) for url in config.data.datasets]
-        self._readers = ThreadPoolExecutor(8)
-        self._config = config
-        self._streams = self._open()
-
-    def _open(self) -> dict[str, Stream]:
-        streams = open_streams(self._config, self.datasets, self._readers)
-        return {stream.name: stream for stream in streams}
+        streams = open_streams(config, self.datasets, ThreadPoolExecutor(8))
+        self._streams: dict[str, Stream] = {stream.name: stream for stream in streams}
 
     def samples(self, step: Step, first: int, count: int) -> Iterator[tuple[Stream, list[tuple[int, int]]]]:
         """(stream, runs of its tokens) of samples [first, first + count) of the step's segment."""
@@ -73,9 +70,7 @@ class Auditor:
 
     def tokens(self, step: Step, dp_rank: int) -> Iterator[np.ndarray]:
         """The microbatches of a rank, int64 [local_batch_size, seq_len], rebuilt from the data."""
-        for name, blocks in step.masked.items():
-            if not set(blocks) <= self._streams[name].masked:
-                self._streams[name].mask(set(blocks))
+        self._mask(step)
         for first in step.shape.microbatches(step.first, dp_rank):
             rows = []
             for stream, runs in self.samples(step, first, step.shape.local_batch_size):
@@ -85,8 +80,15 @@ class Auditor:
                 rows.append(np.concatenate(parts))
             yield np.stack(rows).astype(np.int64)
 
+    def _mask(self, step: Step) -> None:
+        for name, stream in self._streams.items():
+            blocks = set(step.masked.get(name, ()))
+            if not blocks <= stream.masked:
+                stream.mask(blocks)
+
     def documents(self, step: Step) -> Iterator[Part]:
         """The documents of a step in the order of its samples, over all ranks and microbatches."""
+        self._mask(step)
         for number, (stream, runs) in enumerate(self.samples(step, step.first, step.shape.samples)):
             split = stream.split
             for block, row, first, stop in chain.from_iterable(stream.documents(*run) for run in runs):

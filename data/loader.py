@@ -3,6 +3,7 @@
 import threading
 import time
 from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -77,12 +78,10 @@ class DataLoader:
         """The microbatches of the next optimizer step of this rank. Raises DataError, StorageError."""
         begin = time.perf_counter()
         step = self._take_step()
-        while self._bad_blocks and (unmasked := self._bad_blocks.agree()) is not None:
-            if any(unmasked):  # other ranks could not read what this one could: make the step again without it
-                self._stop_prefetch()
-                for stream, blocks in zip(self._streams, unmasked, strict=True):
-                    stream.mask(blocks)
-                step = self._take_step()
+        while self._bad_blocks and self._bad_blocks.agree():
+            self._stop_prefetch()
+            self._bad_blocks.mask()
+            step = self._take_step()  # again: this rank may have read what another could not, or it could itself before
         if self._ledger:
             tokens = (batch.tokens.numpy() for batch in step.batches)
             self._ledger.step(self._place.samples, tokens, self.state_dict()["masked"])
@@ -102,8 +101,7 @@ class DataLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the training stands: plain JSON, the same on all ranks."""
-        masked = self._bad_blocks.agreed if self._bad_blocks else []
-        return self._place.state({stream.name: sorted(m) for stream, m in zip(self._streams, masked, strict=False)})
+        return self._place.state(self._bad_blocks.agreed if self._bad_blocks else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` stands.
@@ -201,44 +199,50 @@ class _LocateAhead:
 
 
 class _BadBlocks:
-    """The masked blocks of each stream that all ranks know of. `agree` is collective over all ranks."""
+    """The masked blocks of each dataset that all ranks know of. `agree` is collective over all ranks."""
 
     def __init__(self, streams: list[Stream]):
-        self.agreed: list[set[int]] = [set() for _ in streams]
+        self.agreed: defaultdict[str, set[int]] = defaultdict(set)  # also of datasets not in the mixture any more
         self._streams = streams
         self._group: Any = None
 
-    def agree(self) -> list[set[int]] | None:
-        """Make what any rank found bad known to all. None: nothing new; else what this rank has not masked yet.
+    def agree(self) -> bool:
+        """Make what any rank found bad known to all. Returns whether there was any news, which all must then `mask`.
 
         Raises DataError on all ranks when it is too much.
         """
-        found = [set(stream.masked) for stream in self._streams]
+        found = {stream.name: set(stream.masked) for stream in self._streams}
         everyone = [found]
+        news = any(blocks != self.agreed[name] for name, blocks in found.items())
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             if self._group is None:  # by gloo, since this must not wait for the device
                 self._group = dist.new_group(backend="gloo")
-            news = torch.tensor([int(found != self.agreed)])
-            dist.all_reduce(news, group=self._group)
-            if not news.item():
-                return None
-            everyone = [[]] * dist.get_world_size()
-            dist.all_gather_object(everyone, found, group=self._group)
-        elif found == self.agreed:
-            return None
-        self.agreed = [set().union(*blocks) for blocks in zip(*everyone, strict=True)]
-        count = sum(map(len, self.agreed))
+            any_news = torch.tensor([int(news)])
+            dist.all_reduce(any_news, group=self._group)
+            news = bool(any_news)
+            if news:
+                everyone = [{}] * dist.get_world_size()
+                dist.all_gather_object(everyone, found, group=self._group)
+        if not news:
+            return False
+        for name in found:
+            self.agreed[name].update(*(blocks[name] for blocks in everyone))
+        count = sum(map(len, self.agreed.values()))
         if count > MAX_BAD_BLOCKS:
             raise DataError(
                 f"data.on_bad_block = mask: {count} blocks are bad, more than {MAX_BAD_BLOCKS}; mend the data"
             )
-        return [blocks - own for blocks, own in zip(self.agreed, found, strict=True)]
+        return True
+
+    def mask(self) -> None:
+        """Read what is agreed on as zeros. Nothing may read ahead meanwhile."""
+        for stream in self._streams:
+            stream.mask(self.agreed[stream.name])
 
     def restore(self, masked: dict[str, list[int]]) -> None:
         """Mask what a checkpoint says was masked."""
-        self.agreed = [set(masked.get(stream.name, ())) for stream in self._streams]
-        for stream, blocks in zip(self._streams, self.agreed, strict=True):
-            stream.mask(blocks)
+        self.agreed = defaultdict(set, {name: set(blocks) for name, blocks in masked.items()})
+        self.mask()
 
 
 class _Prefetcher(Iterator[_Step]):

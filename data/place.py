@@ -1,7 +1,7 @@
 """Where a run stands in its data, and which samples a step takes from there. Imports no torch."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from config import Config
@@ -50,7 +50,7 @@ class Place(NamedTuple):
         """Tokens consumed since the run began."""
         return sum(self.segment.starts) + sum(self.earlier.values()) + self.samples * self.segment.seq_len
 
-    def state(self, masked: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    def state(self, masked: Mapping[str, Collection[int]]) -> dict[str, Any]:
         """The place as plain JSON, with the masked blocks of each dataset."""
         segment = self.segment
         parts = zip(segment.datasets, segment.starts, segment.weights, strict=True)

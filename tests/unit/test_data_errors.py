@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from isal import isal_zlib
 
-from config import TitaniteError
+from config import TitaniteError, to_toml
+from data.audit import prove
 from data.loader import IGNORED, build_dataloader
 from data.shards import BadBlockError, DataError, check_datasets, open_dataset
 from data.storage import Cache, StorageError
@@ -218,6 +219,48 @@ def test_masked_blocks_stay_masked_after_a_resume(folder):
     with pytest.raises(DataError, match="was trained with masked blocks"):
         strict.load_state_dict(state)
     strict.close()
+
+
+def test_a_block_found_bad_while_its_sound_copy_is_in_use_is_masked_there_too(folder, tmp_path):
+    """All is one window, and the next epoch is read ahead. What the state says is what is trained, and is proven."""
+    config = data_config(folder, training__seq_len=8, training__local_batch_size=5, data__on_bad_block="mask")
+    run, file = tmp_path / "run", folder / "train-00001.arrow"
+    run.mkdir()
+    (run / "config.toml").write_text(to_toml(config))
+    loader = build_dataloader(config, 0, 1)
+    loader.open_ledger(run)
+    loader.next_step()
+    content = file.read_bytes()
+    file.unlink()
+    while not loader.state_dict()["masked"]:
+        loader.next_step()
+    state = loader.state_dict()
+    rest = tokens_and_labels(loader, 5)
+    loader.close()
+    with pytest.raises(BadBlockError, match=r"train-00001\.arrow, block \d: cannot be read: No such file"):
+        prove(run)  # the first steps had read it
+    file.write_bytes(content)
+    assert prove(run)[-1].startswith(str(folder))
+    again = build_dataloader(config, 0, 1)
+    again.load_state_dict(state)
+    assert tokens_and_labels(again, 5) == rest
+    again.close()
+
+
+def test_a_dataset_that_comes_back_into_the_mixture_is_still_masked(folder, tmp_path):
+    other = write_dataset(tmp_path / "other", [DOCUMENTS[1]])
+    damage(*middle_of(folder, 7))
+    state = None
+    for folders in ((folder,), (other,), (other, folder)):
+        loader = build_dataloader(data_config(*folders, training__seq_len=8, data__on_bad_block="mask"), 0, 1)
+        if state:
+            loader.load_state_dict(json.loads(json.dumps(state)))
+        loader.next_step()
+        state = loader.state_dict()
+        assert state["masked"] == {open_dataset(str(folder)).hash: [7]}
+        loader.close()
+        if folder not in folders:
+            damage(*middle_of(folder, 7))  # sound again
 
 
 def test_damaged_lengths_cannot_be_masked(folder):
