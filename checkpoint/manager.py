@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -23,7 +24,7 @@ from checkpoint.loading import check_identity, check_same_names, load_newest, lo
 from checkpoint.manifest import MANIFEST, METADATA, Manifest
 from checkpoint.planning import Plan, State, plan_save, resolver
 from checkpoint.ranks import Ranks, build_ranks
-from checkpoint.retention import by_age, check_room, remove_checkpoint, superfluous
+from checkpoint.retention import by_age, check_room, finished, remove_checkpoints, superfluous, unfinished
 from checkpoint.staging import Staging
 from checkpoint.state import allocate_optimizer_state, model_tensors, optimizer_tensors, random_state, set_random_state
 from checkpoint.storage import (
@@ -256,7 +257,14 @@ class CheckpointManager:
             before()
             return write_items(self.store, save.name, self.ranks.rank, save.plan.items, save.resolve)
 
-        written = self.ranks.together(write)
+        try:
+            written = self.ranks.together(write)
+        except Exception:
+            if isinstance(self.store, LocalStore):  # files that others could finish would only fill the disk
+                with suppress(CheckpointError):
+                    own = [file for file in self.store.sizes(save.name) if f"/__{self.ranks.rank}_" in file]
+                    self.store.remove(own)
+            raise
         gathered = self.ranks.gather(written)
 
         def finish() -> None:
@@ -269,7 +277,7 @@ class CheckpointManager:
 
     def _follow_up(self, save: Save, files: list[str]) -> None:
         """What training need not wait for once `save` is committed."""
-        self._remove_superfluous(self.store)
+        self._remove_superfluous(self.store, save.name)
         if self.upload_store:
             self._upload(self.upload_store, save, files)
 
@@ -285,31 +293,34 @@ class CheckpointManager:
         logger.info(
             f"checkpoint {save.name} uploaded to {store.url} {time.monotonic() - save.started:.1f} s after its start"
         )
-        self._remove_superfluous(store)
+        self._remove_superfluous(store, save.name)
 
-    def _remove_superfluous(self, store: Store) -> None:
+    def _remove_superfluous(self, store: Store, saved: str) -> None:
+        """Remove from `store` what is not kept, now that `saved` is committed there."""
         damaged = {name for url, name in self.damaged if url == store.url}
+        keep, keep_every = self.settings.keep, self.settings.keep_every
+        leftover_seconds = 2 * self.settings.timeout_seconds
 
-        def choose() -> list[str]:
-            store.abort_uploads(2 * self.settings.timeout_seconds)
-            return superfluous(
-                store,
-                keep=self.settings.keep,
-                keep_every=self.settings.keep_every,
-                damaged=damaged,
-                leftover_seconds=2 * self.settings.timeout_seconds,
-            )
+        def tidy() -> tuple[set[str], set[str]]:
+            try:
+                store.abort_uploads(leftover_seconds)
+            except CheckpointError as error:
+                logger.warning(f"uploads that were begun and never finished could not be removed: {error}")
+            sizes = store.sizes()
+            old = superfluous(sizes, saved, keep=keep, keep_every=keep_every, damaged=damaged)
+            remove_checkpoints(store, old | unfinished(sizes, leftover_seconds), sizes)
+            return old, finished(sizes) - old
 
-        def remove() -> None:
-            for name in names:
-                remove_checkpoint(store, name)
+        def tidy_node() -> None:  # rank 0's disk alone has manifests
+            here = store.folders()
+            for name in here & (old | unfinished(here, leftover_seconds) - kept):
+                remove_checkpoints(store, [name], store.sizes(name))
 
         # That something old stays is no reason to stop a run; that it stays unnoticed would be.
         try:
-            names = self.ranks.broadcast(self.ranks.together(self._on_rank_0(choose)))
-            self.ranks.together(self._on_rank_0(remove))
-            if isinstance(store, LocalStore):  # the disks of other nodes
-                self.ranks.together(remove)
+            old, kept = self.ranks.broadcast(self.ranks.together(self._on_rank_0(tidy)))
+            if isinstance(store, LocalStore):
+                self.ranks.together(tidy_node)
         except CheckpointError as error:
             if self.ranks.rank == 0:
                 logger.warning(f"old checkpoints could not be removed: {error}")
@@ -321,7 +332,8 @@ class CheckpointManager:
 
         def run() -> None:
             # This thread and those it starts (a matter of threads on Linux): training has the cores first.
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
             try:
                 work()
             except BaseException as error:

@@ -1,13 +1,16 @@
 """Which checkpoints a store holds, which of them go, and whether the disk has room for them."""
 
+import logging
 import socket
 import time
 from collections.abc import Collection, Sequence
 
 from checkpoint.manifest import MANIFEST
 from checkpoint.ranks import Ranks
-from checkpoint.storage import age_seconds, step_of
+from checkpoint.storage import age_seconds, is_checkpoint_name, step_of
 from checkpoint.stores import CheckpointError, LocalStore, Store
+
+logger = logging.getLogger(__name__)
 
 
 def committed(store: Store) -> list[str]:
@@ -16,53 +19,73 @@ def committed(store: Store) -> list[str]:
 
 
 def superfluous(
-    store: Store, *, keep: int, keep_every: int, damaged: Collection[str], leftover_seconds: float
-) -> list[str]:
-    """What may go from `store`, now that a newer checkpoint is committed there.
+    sizes: Collection[str], saved: str, *, keep: int, keep_every: int, damaged: Collection[str]
+) -> set[str]:
+    """What may go of a listing, now that `saved` is committed there.
 
-    All but the `keep` newest (0: all are kept) and those of every `keep_every`-th step; the `damaged`; and what
-    was begun more than `leftover_seconds` ago and never committed.
+    All but `saved`, the `keep` newest (0: all are kept) and those of every `keep_every`-th step; and the `damaged`.
     """
-    sizes = store.sizes()
     names = _committed(sizes)
     intact = [name for name in names if name not in damaged]
-    old = intact[keep:] if keep else []
-    kept_for_ever = [name for name in old if _kept_for_ever(name, keep_every)]
-    folders = {file.partition("/")[0] for file in sizes}
-    leftovers = [
-        folder
-        for folder in folders - set(names)
-        if step_of(folder) is not None and age_seconds(folder) > leftover_seconds
-    ]
-    return sorted({*old, *leftovers, *(name for name in names if name in damaged)} - set(kept_for_ever))
+    stay = {name for name in intact if not keep or _kept_for_ever(name, keep_every)}
+    return set(names) - stay - set(intact[:keep]) - {saved}
 
 
-def _kept_for_ever(name: str, keep_every: int) -> bool:
-    return bool(keep_every) and (step_of(name) or 0) % keep_every == 0
+def finished(sizes: Collection[str]) -> set[str]:
+    """The folders of a listing that have a manifest."""
+    return {file.removesuffix(f"/{MANIFEST}") for file in sizes if file.endswith(f"/{MANIFEST}")}
 
 
-def remove_checkpoint(store: Store, name: str) -> None:
-    """Remove checkpoint `name`, its manifest first, so that no half of it ever passes for a whole.
+def unfinished(sizes: Collection[str], seconds: float = 0) -> set[str]:
+    """The checkpoints of a listing that were begun more than `seconds` ago and never committed."""
+    folders = _folders(sizes) - finished(sizes)
+    return {name for name in folders if is_checkpoint_name(name) and age_seconds(name) > seconds}
 
-    Raises CheckpointError if it is still listed afterwards.
+
+def remove_checkpoints(store: Store, names: Collection[str], sizes: Collection[str]) -> None:
+    """Remove those of `names` that are in a listing, manifests first, so that no half ever passes for a whole.
+
+    Raises CheckpointError if any is still listed afterwards.
     """
-    store.remove(sorted(store.sizes(name), key=lambda file: not file.endswith(f"/{MANIFEST}")))
-    if left := store.sizes(name):
-        raise CheckpointError(f"{store.url}/{name}: {len(left)} files are still listed after their removal")
+    present = sorted(_folders(sizes) & set(names))
+    for name in present:
+        files = [file for file in sizes if file.startswith(f"{name}/")]
+        store.remove(sorted(files, key=lambda file: not file.endswith(f"/{MANIFEST}")))
+    if present and (left := sorted(_folders(store.sizes()) & set(present))):
+        raise CheckpointError(f"{store.url}: files of {', '.join(left)} are still listed after their removal")
 
 
 def check_room(store: LocalStore, ranks: Ranks, rank_bytes: int, *, keep: int, keep_every: int) -> None:
     """Refuse to start where the disk cannot hold what is kept and the next, `rank_bytes` each here. Collective.
 
-    Checkpoints that are there already count as room, unless they are kept for ever. Raises CheckpointError.
+    Checkpoints that will go count as room; those begun and never committed are removed where they are in the way.
+    Raises CheckpointError.
     """
+    try:
+        _check_room(store, ranks, rank_bytes, keep, keep_every)
+    except CheckpointError:
+        whole = ranks.broadcast(ranks.together(lambda: finished(store.sizes()) if ranks.rank == 0 else set()))
+
+        def make_room() -> None:
+            sizes = store.sizes()
+            begun = unfinished(sizes) - whole
+            remove_checkpoints(store, begun, sizes)
+            if begun and ranks.rank == 0:
+                logger.warning(f"{store.url}: removed to make room: {', '.join(sorted(begun))}, never committed")
+
+        ranks.together(make_room)
+        _check_room(store, ranks, rank_bytes, keep, keep_every)
+
+
+def _check_room(store: LocalStore, ranks: Ranks, rank_bytes: int, keep: int, keep_every: int) -> None:
     copies = max(2, keep + 1)
     probe = ranks.broadcast(f".probe-{time.time_ns()}")
     ranks.together(lambda: store.touch(probe) if ranks.rank == 0 else None)
-    sizes = store.sizes()
+    sizes, free_bytes = ranks.together(lambda: (store.sizes(), store.free_bytes()))
     disk = "shared" if probe in sizes else socket.gethostname()  # ranks that see it share one disk
-    stay = {name for name in _committed(sizes) if not keep or _kept_for_ever(name, keep_every)}
-    room = store.free_bytes() + sum(size for file, size in sizes.items() if file.partition("/")[0] not in stay)
+    names = ranks.broadcast(_committed(sizes))  # as rank 0 sees it: no other disk has manifests
+    going = {name for name in names if keep and not _kept_for_ever(name, keep_every)}
+    room = free_bytes + sum(size for file, size in sizes.items() if file.partition("/")[0] in going)
     reports = ranks.gather((disk, rank_bytes, room))
 
     def check() -> None:
@@ -81,9 +104,16 @@ def check_room(store: LocalStore, ranks: Ranks, rank_bytes: int, *, keep: int, k
     ranks.together(check)
 
 
+def _kept_for_ever(name: str, keep_every: int) -> bool:
+    return bool(keep_every) and (step_of(name) or 0) % keep_every == 0
+
+
+def _folders(sizes: Collection[str]) -> set[str]:
+    return {file.partition("/")[0] for file in sizes}
+
+
 def _committed(sizes: Collection[str]) -> list[str]:
-    folders = {file.removesuffix(f"/{MANIFEST}") for file in sizes if file.endswith(f"/{MANIFEST}")}
-    return sorted((folder for folder in folders if step_of(folder) is not None), reverse=True)
+    return sorted((name for name in finished(sizes) if step_of(name) is not None), reverse=True)
 
 
 def by_age(stores: Sequence[Store]) -> list[tuple[Store, str]]:

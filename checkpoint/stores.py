@@ -137,6 +137,11 @@ class LocalStore:
     def abort_uploads(self, older_than_seconds: float) -> None:
         pass  # unfinished files are files like others
 
+    def folders(self) -> set[str]:
+        """Names at the top, whatever they are."""
+        with _reported(self.url):
+            return set(os.listdir(self.folder))
+
     def touch(self, name: str) -> None:
         """Make an empty file."""
         with _reported(f"{self.url}/{name}"):

@@ -5,6 +5,7 @@ import errno
 import os
 import subprocess
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -162,12 +163,69 @@ def test_old_leftovers_go_and_fresh_ones_stay(tmp_path):
     run = Run(tmp_path, interval=1)
     run.train(0, 1)
     old, fresh = "step-00000001-000000010000", f"step-00000001-{2**32 - 1:08x}0000"
-    for name in (old, fresh):
+    model = old.replace("step", "model")
+    for name in (old, fresh, model):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__0_0.distcp").write_bytes(b"begun")
     run.train(1, 2)
     assert not (tmp_path / old).exists()
+    assert not (tmp_path / model).exists()
     assert (tmp_path / fresh).exists()
+
+
+def test_what_was_just_saved_is_never_the_one_that_goes(tmp_path, monkeypatch):
+    """A run that could not see step 3 begins anew beside it."""
+    Run(tmp_path, interval=1, keep=1).train(0, 3)
+    run = Run(tmp_path, interval=1, keep=1)
+    with monkeypatch.context() as late:
+        late.setattr(LocalStore, "sizes", lambda self, prefix="": {})
+        assert run.checkpoint.load() == 0
+    run.train(0, 1)
+    assert steps_in(tmp_path) == [3, 1]
+    run.train(1, 2)
+    assert steps_in(tmp_path) == [3, 2]
+
+
+def test_a_failed_save_leaves_none_of_its_pieces(tmp_path):
+    """The rank that fails has written one file before, the other one both of its own."""
+    run_ranks(2, _fail_one_file, str(tmp_path))
+    assert [folder.name.split("-")[1] for folder in tmp_path.iterdir()] == ["00000001"]
+
+
+def _fail_one_file(folder):
+    run = Run(folder, (2,), interval=1)
+    run.train(0, 1)
+    create = LocalStore.create
+
+    def fail(store, name):
+        if name.endswith("__1_1.distcp"):
+            raise CheckpointError("no room, on purpose")
+        return create(store, name)
+
+    LocalStore.create = fail  # type: ignore[method-assign]
+    with pytest.raises(CheckpointError, match="on purpose"):
+        run.train(1, 2)
+
+
+def test_disks_of_nodes_are_tidied_of_what_rank_0_does_not_know(tmp_path):
+    """The disk of rank 0 is new: what rank 1 has kept goes once it is old, as it does on a disk of its own."""
+    assert run_ranks(2, _train_on_own_disks, str(tmp_path), 0, 2, "") == [[2], [2]]
+    (tmp_path / "near1" / "step-00000001-000000010000").mkdir()
+    (tmp_path / "near1" / "step-00000001-000000010000" / "__1_0.distcp").touch()
+    assert run_ranks(2, _train_on_own_disks, str(tmp_path), 2, 4, "new") == [[4], [2, 4]]  # 2: not yet
+
+
+def _train_on_own_disks(folder, first, last, new):
+    rank, init = dist.get_rank(), LocalStore.__init__
+
+    def on_own_disk(store, place):
+        init(store, str(place).replace("near", f"near{rank}{new if rank == 0 else ''}"))
+
+    LocalStore.__init__ = on_own_disk  # type: ignore[method-assign]
+    run = Run(f"{folder}/near", (2,), interval=1, keep=1, upload=f"{folder}/far")
+    assert run.checkpoint.load() == first
+    run.train(first, last)
+    return sorted(int(name.split("-")[1]) for name in run.checkpoint.store.folders())
 
 
 def test_what_cannot_be_removed_is_said_and_does_not_stop_the_run(tmp_path, monkeypatch, caplog):
@@ -190,6 +248,16 @@ def test_a_folder_that_may_not_be_changed_is_said_and_does_not_stop_the_run(tmp_
     assert "Permission denied" in caplog.text
 
 
+def test_uploads_that_may_not_be_listed_keep_nothing_from_being_removed(tmp_path, monkeypatch, caplog):
+    def refuse(store, older_than_seconds):
+        raise CheckpointError("not allowed: ListMultipartUploads")
+
+    monkeypatch.setattr(LocalStore, "abort_uploads", refuse)
+    Run(tmp_path, interval=1, keep=1).train(0, 2)
+    assert "not allowed: ListMultipartUploads" in caplog.text
+    assert steps_in(tmp_path) == [2]
+
+
 def test_ranks_of_a_node_may_remove_the_same_checkpoint_at_once(tmp_path):
     names = [f"step-{i:08}-0123456789ab" for i in range(100)]
     for name in names:
@@ -204,7 +272,7 @@ def _remove_all(folder, names):
     store = open_store(folder)
     for name in names:
         dist.barrier()
-        retention.remove_checkpoint(store, name)
+        retention.remove_checkpoints(store, [name], store.sizes())
 
 
 def test_seed_checkpoint_gives_all_runs_the_same_start(tmp_path):
@@ -232,6 +300,16 @@ def test_model_alone_is_saved_at_the_last_step(tmp_path):
         file.stat().st_size for file in tmp_path.glob("step-*/*.distcp")
     )
     assert Run(tmp_path).checkpoint.load() == 3
+
+
+def test_a_thread_whose_priority_may_not_be_lowered_does_its_work(tmp_path, monkeypatch):
+    def refuse(*arguments):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "setpriority", refuse)
+    run = Run(tmp_path, interval=1)
+    run.checkpoint._start(lambda: None)
+    run.checkpoint.under_way.result(timeout=20)
 
 
 @pytest.mark.parametrize("room", [2.9, 3.2])
@@ -262,9 +340,29 @@ def test_what_is_kept_for_ever_is_no_room(tmp_path):
     assert run_ranks(1, _room, str(tmp_path), 520, 2) == [False]
 
 
-def _room(folder, rank_bytes, keep_every=0):
+def test_only_what_will_go_is_room(tmp_path):
+    for name in ("notes", "model-00000003-0123456789ab", f"step-00000003-{2**32 - 1:08x}0000"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_bytes(bytes(1000))
+    (tmp_path / "model-00000003-0123456789ab" / "MANIFEST.json").touch()
+    assert run_ranks(1, _room, str(tmp_path), 500) == [True]
+    assert run_ranks(1, _room, str(tmp_path), 501) == [False]
+
+
+@pytest.mark.parametrize(("disk", "left"), [(2500, []), (3500, [2]), (1900, None)])
+def test_what_a_killed_save_left_makes_room_where_it_is_in_the_way(tmp_path, disk, left):
+    for step in (1, 2):
+        folder = tmp_path / f"step-{step:08d}-{int(time.time()) - 5:08x}0000"
+        folder.mkdir()
+        (folder / "__0_0.distcp").write_bytes(bytes(1000))
+    (tmp_path / min(os.listdir(tmp_path)) / "MANIFEST.json").touch()
+    assert run_ranks(2, _room, str(tmp_path), 500, 0, disk) == [left is not None] * 2
+    assert [int(name.split("-")[1]) for name in sorted(os.listdir(tmp_path))] == [1, *(left or [])]
+
+
+def _room(folder, rank_bytes, keep_every=0, disk=0):
     store = LocalStore(folder)
-    store.free_bytes = lambda: 1000  # type: ignore[method-assign]
+    store.free_bytes = lambda: disk - sum(store.sizes().values()) if disk else 1000  # type: ignore[method-assign]
     try:
         retention.check_room(store, manager.build_ranks(60), rank_bytes, keep=1, keep_every=keep_every)
     except CheckpointError:

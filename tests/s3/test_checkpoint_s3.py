@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from checkpoint import s3
 from checkpoint.hf import export_model, import_model
-from checkpoint.retention import committed, remove_checkpoint
+from checkpoint.retention import committed, remove_checkpoints
 from checkpoint.s3 import S3Store
 from checkpoint.stores import CheckpointError, open_store
 from data.tokenizer import train_tokenizer
@@ -273,11 +273,18 @@ def test_what_cannot_be_removed_is_said(bucket, proxy, caplog):
     assert steps_in(bucket) == [3, 2, 1]
 
 
+def test_a_save_that_removes_one_lists_twice(two_steps, proxy):
+    Run(two_steps, **WAITS).train(2, 3)
+    assert steps_in(two_steps) == [3, 2]
+    counts = proxy.counts()
+    assert (counts["list"] - 1, counts["list_uploads"]) == (2, 1)  # one is the test's own
+
+
 def test_removal_takes_the_manifest_first(two_steps, proxy):
     store = store_at(two_steps)
     proxy.fault("403", "delete", skip=1)
     with pytest.raises(CheckpointError, match="not allowed"):
-        remove_checkpoint(store, committed(store)[1])
+        remove_checkpoints(store, [committed(store)[1]], store.sizes())
     assert steps_in(two_steps) == [2]
 
 
