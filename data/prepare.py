@@ -197,7 +197,7 @@ def count(
 
 def _estimated_bytes(files: Iterable[File], dtype: str) -> float:
     """Of the tokens: 4 bytes of text make about one token, compression is about 5-fold."""
-    text = sum(file.size * (5 if file.url.endswith((*COMPRESSIONS, ".parquet")) else 1) for file in files)
+    text = sum(file.size * (5 if file.url.lower().endswith((*COMPRESSIONS, ".parquet")) else 1) for file in files)
     return text / 4 * np.dtype(dtype).itemsize
 
 

@@ -6,24 +6,33 @@ what is prepared does not depend on the number of processes. Imports no torch.
 
 import io
 import json
+import logging
 import os
 import sysconfig
 import tokenize
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from config import TitaniteError
 from data.shards import DataError
 
 STDLIB = "stdlib"
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cc", ".cpp", ".rs", ".go", ".java", ".js")
+KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 UNIT_BYTES = 16 * 2**20
 MOST_UNITS = 10_000  # about; a larger input has larger units
+REQUEST_BYTES = 4 * 2**20  # read ahead from a remote file, of which a process may need one unit only
+
+log = logging.getLogger(__name__)
 
 
 class File(NamedTuple):
@@ -56,33 +65,54 @@ def list_files(sources: Sequence[str]) -> list[File]:
         found = _stdlib_files() if source == STDLIB else _expand(source)
         if not found:
             raise DataError(
-                f"--source {source}: no files there; a folder is searched for {' '.join(_folder_suffixes())}, "
-                f"a file or glob may have any suffix, and `{STDLIB}` is the Python standard library"
+                f"--source {source}: no files there; a folder is searched for {' '.join((*TEXT_SUFFIXES, *KINDS))}, "
+                "also compressed as .gz or .zst, but not for plain .json; a file or glob may have any suffix, "
+                f"and `{STDLIB}` is the Python standard library"
             )
         files.update((file.url, file) for file in found)
     return list(files.values())
 
 
-def _folder_suffixes() -> list[str]:
-    return [*TEXT_SUFFIXES, ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet"]
+def _is_read_from_folder(name: str) -> bool:
+    """Plain .json is not: in a folder it holds settings as often as data."""
+    suffix, compression = _suffixes(name)
+    return suffix in (*TEXT_SUFFIXES, *KINDS) and (suffix, compression) != (".json", "")
+
+
+@contextmanager
+def _failures_of(what: str) -> Iterator[None]:
+    """Every kind of store and file has its own exceptions; all become DataErrors that begin with `what`."""
+    try:
+        yield
+    except TitaniteError:
+        raise
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{what}: {error}") from None
+    except Exception as error:
+        raise DataError(f"{what}: {type(error).__name__}: {error}") from None
 
 
 def _expand(source: str) -> list[File]:
-    try:
+    with _failures_of(f"--source {source}: cannot be listed"):
         system, path = fsspec.core.url_to_fs(source)
         details, is_folder = _details(system, path)
         details = {name: system.info(name) if info.get("islink") else info for name, info in details.items()}
-    except (OSError, ValueError, ImportError) as error:
-        raise DataError(f"--source {source}: cannot be listed: {error}") from None
     for name, info in details.items():
         if info.get("islink") and info["type"] != "file" and is_folder:
             what = "a folder: name it as a source, too" if info["type"] == "directory" else "no file"
             raise DataError(f"--source {source}: {name} is a link to {what}")
-    return [
-        File(system.unstrip_protocol(name) if "://" in source else name, info["size"])
+        if info["type"] == "file" and info["size"] is None:
+            raise DataError(f"--source {source}: the server does not say how large the file is; download it first")
+    read = [
+        name
         for name, info in sorted(details.items())
-        if info["type"] == "file" and (not is_folder or name.endswith(tuple(_folder_suffixes())))
+        if info["type"] == "file" and (not is_folder or _is_read_from_folder(name))
     ]
+    if is_folder and len(read) < len(details):
+        suffixes = Counter("".join(_suffixes(name)) or "no suffix" for name in details.keys() - set(read))
+        common = ", ".join(f"{number:,} with {suffix}" for suffix, number in suffixes.most_common(5))
+        log.warning("--source %s: %s files are left out (%s)", source, f"{suffixes.total():,}", common)
+    return [File(system.unstrip_protocol(name) if "://" in source else name, details[name]["size"]) for name in read]
 
 
 def _details(system: fsspec.AbstractFileSystem, path: str) -> tuple[dict[str, dict[str, Any]], bool]:
@@ -132,25 +162,28 @@ def plan_units(files: Sequence[File]) -> list[Unit]:
 
 def _kind(url: str) -> tuple[str, str]:
     """("text" | "jsonl" | "parquet", compression or "") by the file's name."""
-    stem, suffix = os.path.splitext(url)
-    compression = COMPRESSIONS.get(suffix, "")
-    if compression:
-        suffix = os.path.splitext(stem)[1]
-    return {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}.get(suffix, "text"), compression
+    suffix, compression = _suffixes(url)
+    return KINDS.get(suffix, "text"), COMPRESSIONS.get(compression, "")
+
+
+def _suffixes(url: str) -> tuple[str, str]:
+    """The suffix of a file's name, and that of its compression or "", in small letters."""
+    name = urlsplit(url).path if url.startswith(("http://", "https://")) else url
+    stem, suffix = os.path.splitext(name.lower())
+    return (os.path.splitext(stem)[1], suffix) if suffix in COMPRESSIONS else (suffix, "")
 
 
 def _open(file: File) -> Any:
-    return fsspec.open(file.url, "rb").open()
+    system, path = fsspec.core.url_to_fs(file.url)
+    return system.open(path, "rb", block_size=REQUEST_BYTES)
 
 
 def _row_group_units(file: File, unit_bytes: int) -> list[Unit]:
-    try:
-        with _open(file) as stream:
+    with _failures_of(f"{file.url}: cannot be read"), _open(file) as stream:
+        try:
             metadata = pq.read_metadata(stream)
-    except OSError as error:
-        raise DataError(f"{file.url}: cannot be read: {error}") from None
-    except pa.ArrowException as error:
-        raise DataError(f"{file.url}: not a Parquet file: {error}") from None
+        except pa.ArrowException as error:
+            raise DataError(f"{file.url}: not a Parquet file: {error}") from None
     groups = metadata.num_row_groups
     per_unit = max(1, unit_bytes * groups // max(1, file.size))  # some writers make groups of a few megabytes
     starts = range(0, groups, per_unit)
@@ -164,11 +197,8 @@ def documents(unit: Unit, text_key: str, example_keys: tuple[str, ...] = ()) -> 
     Raises DataError naming file and place.
     """
     for file in unit.files:
-        try:
-            with _open(file) as stream:
-                yield from _texts(file, stream, unit, text_key, example_keys)
-        except (OSError, pa.ArrowException) as error:
-            raise DataError(f"{file.url}: cannot be read: {error}") from None
+        with _failures_of(f"{file.url}: cannot be read"), _open(file) as stream:
+            yield from _texts(file, stream, unit, text_key, example_keys)
 
 
 def pieces(text: str, max_characters: int) -> Iterator[str]:
@@ -184,7 +214,9 @@ def pieces(text: str, max_characters: int) -> Iterator[str]:
 def _texts(file: File, stream: Any, unit: Unit, text_key: str, example_keys: tuple[str, ...]) -> Iterator[str]:
     kind, compression = _kind(file.url)
     if compression:
-        stream = io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(stream), compression))
+        stream = pa.CompressedInputStream(pa.PythonFile(stream), compression)
+    if compression or kind == "jsonl":
+        stream = io.BufferedReader(stream, 2**20)  # a remote file's own readline copies all it has read ahead
     if kind == "parquet":
         yield from _parquet_texts(file, stream, unit, text_key, example_keys)
     elif kind == "jsonl":
@@ -203,7 +235,7 @@ def _decode(file: File, data: bytes) -> str:
         return data.decode(encoding)
     except UnicodeDecodeError as error:
         raise DataError(f"{file.url}: not {encoding} text: {error.reason} at byte {error.start}") from None
-    except SyntaxError as error:  # no encoding of that name
+    except (SyntaxError, LookupError, UnicodeError) as error:  # no encoding of that name, or none of text
         raise DataError(f"{file.url}: {error}") from None
 
 
@@ -222,18 +254,19 @@ def _json_texts(file: File, stream: Any, unit: Unit, text_key: str, example_keys
 
 
 def _json_text(file: File, position: int, line: bytes, text_key: str, example_keys: tuple[str, ...]) -> str:
+    place = f"{file.url}, line at byte {position}"
+    if line.lstrip().startswith(b"["):
+        raise DataError(f"{place}: a JSON array; make it one object on each line, as `jq -c '.[]'` does")
     try:
         record = json.loads(line)
     except ValueError as error:
-        raise DataError(f"{file.url}, line at byte {position}: not JSON: {error}") from None
+        raise DataError(f"{place}: not JSON, one object on each line: {error}") from None
     if example_keys:
-        return _unicode(_example(record, example_keys, f"{file.url}, line at byte {position}"), file, position)
+        return _unicode(_example(record, example_keys, place), file, position)
     text = record.get(text_key) if isinstance(record, dict) else None
     if not isinstance(text, str):
         keys = ", ".join(record) if isinstance(record, dict) else type(record).__name__
-        raise DataError(
-            f"{file.url}, line at byte {position}: no text under {text_key!r}; it has {keys}; choose with --text-key"
-        )
+        raise DataError(f"{place}: no text under {text_key!r}; it has {keys}; choose with --text-key")
     return _unicode(text, file, position)
 
 
@@ -253,7 +286,10 @@ def _example(record: Any, keys: tuple[str, ...], place: str) -> str:
         if not isinstance(record, dict) or record.get(key) is None:
             found = ", ".join(record) if isinstance(record, dict) else type(record).__name__
             raise DataError(f"{place}: nothing under {key!r}; it has {found}; choose with --example-keys")
-    return json.dumps([record[key] for key in keys], ensure_ascii=False)
+    try:
+        return json.dumps([record[key] for key in keys], ensure_ascii=False)
+    except TypeError as error:
+        raise DataError(f"{place}: not what JSON can hold: {error}") from None
 
 
 def _parquet_texts(file: File, stream: Any, unit: Unit, text_key: str, example_keys: tuple[str, ...]) -> Iterator[str]:
@@ -264,10 +300,16 @@ def _parquet_texts(file: File, stream: Any, unit: Unit, text_key: str, example_k
     wanted = [key for key in example_keys or (text_key,) if key in names]
     batches = table.iter_batches(1024, row_groups=list(range(unit.start, unit.stop)), columns=wanted)
     first = sum(table.metadata.row_group(i).num_rows for i in range(unit.start))
-    for row, record in enumerate((record for batch in batches for record in batch.to_pylist()), start=first):
+    rows = (batch.slice(i, 1) for batch in batches for i in range(len(batch)))
+    for number, row in enumerate(rows, start=first):
+        place = f"{file.url}, row {number}"
+        try:
+            (record,) = row.to_pylist()
+        except UnicodeDecodeError as error:
+            raise DataError(f"{place}: not utf-8 text: {error.reason} at byte {error.start}") from None
         if example_keys:
-            yield _example(record, example_keys, f"{file.url}, row {row}")
+            yield _example(record, example_keys, place)
         elif isinstance(record[text_key], str):
             yield record[text_key]
         else:
-            raise DataError(f"{file.url}, row {row}: {text_key!r} holds {record[text_key]!r}")
+            raise DataError(f"{place}: {text_key!r} holds {repr(record[text_key])[:100]}")

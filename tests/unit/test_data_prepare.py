@@ -11,14 +11,17 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
+from datetime import datetime
 from itertools import chain, islice
 from pathlib import Path
 from unittest.mock import Mock
 
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fsspec.spec import AbstractBufferedFile
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers.processors import TemplateProcessing
@@ -467,6 +470,10 @@ def test_a_dry_run_counts_and_writes_nothing(texts, tmp_path, capsys):
             r"line at byte 14: holds \\ud83d, half of a char",
         ),
         ("a.jsonl", b"\n", "holds no text: nothing to prepare"),
+        ("a.json", b'[{"text": "x"}]', r"a\.json, line at byte 0: a JSON array; make it one object on each line"),
+        ("a.json", b'\n [\n{"text": "x"}\n]\n', r"a\.json, line at byte 1: a JSON array"),
+        ("a.py", b"# coding: rot13\n", r"a\.py: 'rot13' is not a text encoding"),
+        ("a.py", b"# coding: undefined\n", r"a\.py: .*undefined encoding"),
         ("a.parquet", b"PAR1", r"a\.parquet: not a Parquet file"),
         ("a.txt", b"abc\xff", r"a\.txt: not utf-8 text: invalid start byte at byte 3"),
         ("a.jsonl.gz", b"not gzip", r"a\.jsonl\.gz"),
@@ -477,6 +484,112 @@ def test_bad_input_is_named(tmp_path, name, content, message, capsys):
     with pytest.raises(SystemExit, match=message):
         main(["--source", str(tmp_path / name), "--output", str(tmp_path / "out"), "--processes", "1"])
     assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("column", "keys", "message"),
+    [
+        (pa.array([b"a", b"b\xff"]).view(pa.string()), (), "not utf-8 text: invalid start byte at byte 1"),
+        (pa.array([[datetime(2026, 1, 1)]]), ("text",), "not what JSON can hold: .* datetime"),
+    ],
+)
+def test_bad_rows_of_parquet_are_named(tmp_path, column, keys, message):
+    pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
+    (unit,) = sources.plan_units(sources.list_files([str(tmp_path / "a.parquet")]))
+    with pytest.raises(DataError, match=rf"a\.parquet, row {int(not keys)}: {message}"):
+        list(sources.documents(unit, "text", keys))
+
+
+@pytest.mark.parametrize("name", ["c4.00000-of-00512.json.gz", "A.JSONL", "a.json", "a.Ndjson.ZST", "a.NDJSON"])
+def test_json_lines_by_all_their_names(texts, tmp_path, name):
+    content = write_jsonl(tmp_path / "lines", texts).read_bytes()
+    codec = {".gz": "gzip", ".zst": "zstd"}.get(Path(name).suffix.lower())
+    (tmp_path / name).write_bytes(pa.compress(content, codec, asbytes=True) if codec else content)
+    units = sources.plan_units(sources.list_files([str(tmp_path / name)]))
+    assert [text for unit in units for text in sources.documents(unit, "text")] == texts
+
+
+def test_what_is_left_out_of_a_folder_is_said(tmp_path, caplog):
+    read = ["a.TXT", "b.ndjson", "c.json.gz", "d.md.zst", "e.jsonl", "f.Parquet"]
+    left_out = ["package.json", "a.png", "b.PNG", "c.csv.gz", "README"]
+    for name in (*read, *left_out):
+        (tmp_path / name).write_bytes(b"x")
+    assert [Path(file.url).name for file in sources.list_files([str(tmp_path)])] == read
+    assert f"--source {tmp_path}: 5 files are left out (2 with .png, " in caplog.text
+    assert all(f"1 with {what}" in caplog.text for what in (".json", ".csv.gz", "no suffix"))
+    caplog.clear()
+    sources.list_files([str(tmp_path / "*.json"), str(tmp_path / "e.jsonl")])
+    assert not caplog.text
+
+
+class Store(fsspec.AbstractFileSystem):
+    """A remote file system with one file, and blocks as large as those of s3fs."""
+
+    protocol = "store"
+    cachable = False
+    content = (json.dumps({"text": "x" * 1000}) + "\n").encode() * 30_000
+    fetched = reads = 0
+    fault = ""
+
+    def info(self, path: str, **_: object) -> dict[str, object]:
+        self.fail("listed")
+        size = None if Store.fault == "without size" else len(self.content)
+        return {"name": path, "size": size, "type": "file"}
+
+    def _open(self, path: str, mode: str = "rb", block_size: int | None = None, **_: object) -> "StoreFile":
+        self.fail("opened")
+        return StoreFile(self, path, block_size=block_size or 50 * 2**20)
+
+    def fail(self, when: str) -> None:
+        if Store.fault == when:
+            raise StoreError("gone")
+
+
+class StoreFile(AbstractBufferedFile):
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        self.fs.fail("read")
+        Store.fetched += end - start
+        return Store.content[start:end]
+
+    def read(self, length: int = -1) -> bytes:
+        Store.reads += 1
+        return super().read(length)
+
+
+class StoreError(Exception):
+    """Of no kind that Python knows, as those of botocore and aiohttp."""
+
+
+@pytest.fixture
+def store(monkeypatch) -> type[Store]:
+    fsspec.register_implementation("store", Store, clobber=True)
+    for name, value in (("fetched", 0), ("reads", 0), ("fault", "")):
+        monkeypatch.setattr(Store, name, value)
+    return Store
+
+
+def test_lines_of_a_remote_file_are_read_in_large_requests_but_not_far_beyond_the_unit(store, monkeypatch):
+    monkeypatch.setattr(sources, "UNIT_BYTES", 2**20)
+    unit = sources.plan_units(sources.list_files(["store://lines.jsonl"]))[3]
+    assert 1000 < sum(1 for _ in sources.documents(unit, "text")) < 1050
+    assert store.reads < 10
+    assert store.fetched < 8 * 2**20 < len(store.content) / 3
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "message"),
+    [
+        ("a.jsonl", "listed", "--source store://a.jsonl: cannot be listed: StoreError: gone"),
+        ("a.jsonl", "without size", "--source store://a.jsonl: the server does not say how large the file is"),
+        ("a.parquet", "opened", "store://a.parquet: cannot be read: StoreError: gone"),
+        ("a.jsonl", "opened", "store://a.jsonl: cannot be read: StoreError: gone"),
+        ("a.jsonl", "read", "store://a.jsonl: cannot be read: StoreError: gone"),
+    ],
+)
+def test_failures_of_a_store_are_named(store, monkeypatch, name, fault, message):
+    monkeypatch.setattr(store, "fault", fault)
+    with pytest.raises(DataError, match=f"^{message}"):
+        count([f"store://{name}"])
 
 
 def test_missing_sources_are_named(tmp_path):
