@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 
-from checkpoint.hf import find_companions, model_config
+from checkpoint.hf import companion_tokenizer, find_companions, model_config
 from checkpoint.loading import check_same_names, load_newest, locate
 from checkpoint.manifest import Manifest
 from checkpoint.ranks import Ranks
@@ -18,7 +18,7 @@ from checkpoint.state import model_tensors
 from checkpoint.storage import read_state
 from checkpoint.stores import Store, join
 from data.chat import ChatTemplate
-from data.tokenizer import Tokenizer, declared_eos, find_chat_template, parse_tokenizer
+from data.tokenizer import Tokenizer
 from models.llama.model import Llama
 
 
@@ -47,13 +47,13 @@ def load_trained(place: str, *, device: torch.device, dtype: torch.dtype, tokeni
     def fill(store: Store, name: str, manifest: Manifest, metadata: Metadata) -> None:
         with torch.device("meta"):
             model = Llama(model_config(manifest or _stock_manifest(place))).to(dtype)
+        text = companion_tokenizer(
+            *find_companions(store, name, Path(tokenizer) if tokenizer else place), model.config.vocab_size
+        )
         model = model.to_empty(device=device).eval()
         tensors = model_tensors([model])
         check_same_names(join(store.url, name), tensors, metadata)
         read_state(store, name, metadata, {"model": tensors})
-        files = find_companions(store, name, Path(tokenizer) if tokenizer else place)
-        declared = declared_eos(files["tokenizer_config.json"], place) if "tokenizer_config.json" in files else ""
-        text = parse_tokenizer(files["tokenizer.json"], declared, tokenizer or place, find_chat_template(files))
         found.append(Trained(model, text, manifest, join(store.url, name)))
 
     load_newest(locate(place), Ranks(), fill, lambda manifest: None)

@@ -35,7 +35,7 @@ from checkpoint.state import model_tensors
 from checkpoint.storage import commit, read_state, write_items
 from checkpoint.stores import CheckpointError, Store, join, open_store
 from config import TitaniteError, tomllib
-from data.tokenizer import load_tokenizer
+from data.tokenizer import Tokenizer, declared_eos, find_chat_template, load_tokenizer, parse_tokenizer
 from models.llama import FLAVORS
 from models.llama.hf import check_hf_names, from_hf_config, hf_names, to_hf_config
 from models.llama.model import Llama, LlamaConfig, RopeScaling
@@ -79,16 +79,20 @@ def export_model(
         config = model_config(manifest)
         shapes = parameter_shapes(config)
         check_same_names(join(store.url, name), shapes, metadata)
-        companions = find_companions(store, name, tokenizer or place)
+        origin, companions = find_companions(store, name, tokenizer or place)
+        text = companion_tokenizer(origin, companions, config.vocab_size)
+        logger.info(f"tokenizer from {origin}")
         positions = max_positions or trained_positions(manifest)
-        partial.mkdir(parents=True)
         try:
-            write_companions(partial, companions, to_hf_config(config, positions, dtype))
+            partial.mkdir(parents=True)
+            write_companions(partial, companions, text, to_hf_config(config, positions, dtype))
             write_weights(store, name, metadata, config, partial, getattr(torch, dtype), file_bytes)
             check_result(partial, store, name, metadata, config, check)
             partial.rename(folder)
-        except BaseException:
-            shutil.rmtree(partial)
+        except BaseException as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise CheckpointError(f"{folder}: not exported: {error}") from error
             raise
         logger.info(f"{folder}: step {manifest['step']} of {join(store.url, name)}, {dtype}")
 
@@ -124,11 +128,12 @@ def write_weights(
         (folder / files.INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def write_companions(folder: Path, companions: Mapping[str, bytes], config: dict[str, Any]) -> None:
+def write_companions(
+    folder: Path, companions: Mapping[str, bytes], tokenizer: Tokenizer, config: dict[str, Any]
+) -> None:
     """config.json, generation_config.json and the tokenizer's files, with what AutoTokenizer asks for."""
     for file, content in companions.items():
         (folder / file).write_bytes(content)
-    tokenizer = load_tokenizer(folder)
     tokens = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
     ids = {key: value for key, value in tokens.items() if value is not None}
     declared = json.loads(companions.get("tokenizer_config.json", b"{}"))
@@ -168,17 +173,35 @@ def trained_positions(manifest: Manifest) -> int:
     return tomllib.loads(manifest["config"])["training"]["seq_len"]
 
 
-def find_companions(store: Store, name: str, place: str | Path) -> dict[str, bytes]:
-    """Content of the tokenizer's files in the checkpoint, else at `place` or above it. Raises CheckpointError."""
+def find_companions(store: Store, name: str, place: str | Path) -> tuple[str, dict[str, bytes]]:
+    """Where the tokenizer's files are, and what they hold.
+
+    `place` as a path: a tokenizer.json or its folder; as text: what the checkpoint was found by, which is looked
+    through, and the two folders above it, where the checkpoint has none. Raises CheckpointError if there are none.
+    """
     inside = {path.rpartition("/")[2]: path for path in store.sizes(name)}
     if isinstance(place, str) and TOKENIZER in inside:
-        return {file: store.read(inside[file]) for file in COMPANIONS if file in inside}
+        return join(store.url, name), {file: store.read(inside[file]) for file in COMPANIONS if file in inside}
     if "://" not in str(place):
-        path = Path(place).absolute()
-        for folder in (path, *list(path.parents)[:2]):
+        path = Path(place)
+        named = [path.parent if path.name == TOKENIZER else path]
+        for folder in [path, *path.absolute().parents[:2]] if isinstance(place, str) else named:
             if (folder / TOKENIZER).is_file():
-                return {file: (folder / file).read_bytes() for file in COMPANIONS if (folder / file).is_file()}
+                found = [folder / file for file in COMPANIONS if (folder / file).is_file()]
+                return str(folder), {file.name: file.read_bytes() for file in found}
     raise CheckpointError(f"{place}: no {TOKENIZER} in it or in the run it is of; name one with --tokenizer")
+
+
+def companion_tokenizer(origin: str, companions: Mapping[str, bytes], vocab_size: int) -> Tokenizer:
+    """The tokenizer that `find_companions` found, for a model of `vocab_size`. Raises TitaniteError."""
+    declared = declared_eos(companions.get("tokenizer_config.json", b"{}"), origin)
+    tokenizer = parse_tokenizer(companions[TOKENIZER], declared, origin, find_chat_template(companions))
+    if tokenizer.vocab_size > vocab_size:
+        raise CheckpointError(
+            f"{origin}: its tokenizer has ids up to {tokenizer.vocab_size - 1}, the model only {vocab_size} rows of "
+            "embedding; name the one it was trained with by --tokenizer"
+        )
+    return tokenizer
 
 
 # ---------------------------------------------------------------- import
@@ -354,11 +377,19 @@ def parameter_shapes(config: LlamaConfig) -> dict[str, torch.Size]:
         return {name: parameter.shape for name, parameter in Llama(config).named_parameters()}
 
 
-def available_bytes() -> int:
-    """Memory that can be had without swapping."""
-    found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+def available_bytes(root: Path = Path("/")) -> int:
+    """Memory that can be had without swapping, by the system and by the control groups (v2) that this process is in."""
+    found = re.search(r"MemAvailable:\s+(\d+) kB", (root / "proc/meminfo").read_text())
     assert found
-    return int(found[1]) * 1024
+    available = [int(found[1]) * 1024]
+    own = re.search(r"^0::/(.*)$", (root / "proc/self/cgroup").read_text(), re.MULTILINE)
+    group = root / "sys/fs/cgroup" / (own[1] if own else "")
+    for folder in (group, *group.parents):
+        if (folder / "memory.max").is_file() and (limit := (folder / "memory.max").read_text().strip()) != "max":
+            cache = re.search(r"^inactive_file (\d+)$", (folder / "memory.stat").read_text(), re.MULTILINE)
+            used = int((folder / "memory.current").read_text()) - (int(cache[1]) if cache else 0)
+            available.append(int(limit) - used)
+    return min(available)
 
 
 # ---------------------------------------------------------------- command line

@@ -1,6 +1,7 @@
 """Folders of safetensors files, as Hugging Face lays them out: which file holds what; files written in place."""
 
 import json
+import os
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -106,7 +107,7 @@ def write_file(
     """A new file of tensors named as in `shapes`; `fill` puts the values into them, in the file's own memory.
 
     The format is 8 bytes for the length of a JSON header, the header, and the values
-    (https://github.com/huggingface/safetensors#format).
+    (https://github.com/huggingface/safetensors#format). Raises CheckpointError where there is no room for it.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     kind = next(name for name, known in DTYPES.items() if known == dtype)
@@ -116,9 +117,13 @@ def write_file(
         header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [start, end]}
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)
-    with open(path, "xb") as file:
-        file.write(struct.pack("<Q", len(encoded)) + encoded)
-        file.truncate(8 + len(encoded) + end)
+    size = 8 + len(encoded) + end
+    try:
+        with open(path, "xb", buffering=0) as file:
+            os.posix_fallocate(file.fileno(), 0, size)  # a full disk would else end the process at a write to memory
+            file.write(struct.pack("<Q", len(encoded)) + encoded)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {size / 1e9:.2f} GB cannot be written: {error.strerror}") from None
     memory = np.memmap(path, np.uint8, "r+", offset=0)
     tensors = {}
     for name, shape in shapes.items():

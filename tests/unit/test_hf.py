@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import models
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -25,13 +27,15 @@ from checkpoint.state import model_tensors
 from checkpoint.storage import commit, write_items
 from checkpoint.stores import CheckpointError, DamagedError, open_store
 from config import Checkpoint, Config, from_dict, to_toml
-from data.tokenizer import load_tokenizer, train_tokenizer
+from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from models.llama import FLAVORS
 from models.llama.model import Llama, LlamaConfig, RopeScaling
 from tests.distributed.checkpoint_runs import Counter
 from tests.harness import run_ranks
 from tests.unit.test_llama import FAMILIES, hf_model
+from trained import load_trained
 
+CPU = torch.device("cpu")
 EXPORT = {"dtype": "float32", "file_bytes": 100_000, "tokenizer": None, "max_positions": 0, "check": "logits"}
 
 
@@ -179,7 +183,10 @@ def edit(path: Path, **changes) -> None:
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
         ({"num_hidden_layers": 4}, "missing model.layers.3.input_layernorm.weight"),
         ({"num_hidden_layers": 2}, "left over model.layers.2.input_layernorm.weight"),
-        ({"tie_word_embeddings": True, "vocab_size": 97}, "is of shape (96, 64), by config.json it must be (97, 64)"),
+        (
+            {"tie_word_embeddings": True, "vocab_size": 321},
+            "shape (320, 64), by config.json it must be (321, 64)",
+        ),
     ],
 )
 def test_what_the_model_has_not_is_refused_before_anything_is_written(tmp_path, tokenizer_folder, change, said):
@@ -260,6 +267,67 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path, tokenizer_folder):
         export_model(str(tmp_path / "ours"), tmp_path / "back", **EXPORT)
     assert not isinstance(caught.value, DamagedError)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "ours"]
+
+
+def test_an_export_that_the_disk_has_no_room_for_leaves_nothing(tmp_path, tokenizer_folder):
+    hf_folder(tmp_path / "hf", "llama3", tokenizer_folder)
+    import_model(tmp_path / "hf", str(tmp_path / "ours"), check="tensors")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", disk], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"no file system of its own: {mounted.stderr.decode().strip()}")
+    try:
+        (said,) = run_ranks(1, _failure, str(tmp_path / "ours"), disk / "out")  # a process that may die
+        left = list(disk.iterdir())
+    finally:
+        subprocess.run(["umount", "--lazy", disk], check=True)
+    assert re.search(r"/model-00001-of-.*: 0.00 GB cannot be written: No space left on device", said)
+    assert not left
+
+
+def _failure(place: str, folder: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        export_model(place, folder, **EXPORT)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("size", [320, 321])
+def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path, tokenizer_folder, size, caplog):
+    caplog.set_level("INFO")
+    hf_folder(tmp_path / "hf", "llama3", tokenizer_folder)
+    import_model(tmp_path / "hf", str(tmp_path / "ours"), check="tensors")
+    raw = RawTokenizer(models.WordLevel({"<eos>": 0} | {f"w{i}": i for i in range(1, size)}, unk_token="w1"))
+    Tokenizer(raw, "<eos>").save(tmp_path)
+    export = {**EXPORT, "check": "tensors"}
+    if size == 320:
+        export_model(str(tmp_path / "ours"), tmp_path / "back", **{**export, "tokenizer": tmp_path})
+        assert f"tokenizer from {tmp_path}\n" in caplog.text
+        return
+    with pytest.raises(CheckpointError, match="has ids up to 320, the model only 320 rows of embedding"):
+        export_model(str(tmp_path / "ours"), tmp_path / "back", **{**export, "tokenizer": tmp_path})
+    with pytest.raises(CheckpointError, match="has ids up to 320, the model only 320 rows of embedding"):
+        load_trained(str(tmp_path / "ours"), device=CPU, dtype=torch.float32, tokenizer=str(tmp_path))
+    with pytest.raises(CheckpointError, match=f"{tmp_path / 'hf2'}: no tokenizer.json in it"):  # not that above it
+        export_model(str(tmp_path / "ours"), tmp_path / "back", **{**export, "tokenizer": tmp_path / "hf2"})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "ours", "tokenizer.json", "tokenizer_config.json"]
+
+
+@pytest.mark.parametrize(
+    ("limits", "available"),
+    [({}, 1000), ({"a": 900}, 650), ({"a": 900, "a/b": 700}, 450), ({"a/b": 5000, "": 600}, 350), ({"other": 5}, 1000)],
+)
+def test_the_memory_of_a_control_group_is_what_can_be_had(tmp_path, limits, available):
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    (tmp_path / "proc" / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    1000 kB\n")
+    (tmp_path / "proc" / "self" / "cgroup").write_text("4:memory:/old\n0::/a/b\n")
+    for group in ("a", "a/b", "", "other"):
+        folder = tmp_path / "sys" / "fs" / "cgroup" / group
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "memory.max").write_text(f"{limits[group] * 1024}\n" if group in limits else "max\n")
+        (folder / "memory.current").write_text(f"{300 * 1024}\n")
+        (folder / "memory.stat").write_text(f"anon 5\ninactive_file {50 * 1024}\nactive_file 7\n")
+    assert hf.available_bytes(tmp_path) == available * 1024
 
 
 def test_imported_weights_are_what_load_model_gives(tmp_path, tokenizer_folder):

@@ -13,7 +13,7 @@ from models.llama import FLAVORS
 from models.llama.hf import from_hf_config, from_hf_state_dict, to_hf_state_dict
 from models.llama.model import KVCache, Llama, LlamaConfig, causal_mask
 
-SMALL = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 3, "rms_norm_eps": 1e-5}
+SMALL = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 3, "rms_norm_eps": 1e-5}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,
