@@ -14,6 +14,7 @@ import dataclasses
 import difflib
 import inspect
 import json
+import logging
 import math
 import re
 import sys
@@ -27,6 +28,8 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+logger = logging.getLogger(__name__)
 
 
 class TitaniteError(Exception):
@@ -471,6 +474,29 @@ def read_toml(path: Path, _children: tuple[Path, ...] = ()) -> dict[str, Any]:
     for section, entries in values.items():
         merged.setdefault(section, {}).update(entries)
     return merged
+
+
+def read_recorded(text: str, place: object) -> dict[str, Any]:
+    """The settings that a run at `place` recorded as TOML, perhaps by another version of this code, as nested dicts.
+
+    What this version does not know is left out, and named in a warning. Raises ConfigError.
+    """
+    try:
+        recorded = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{place}: its config is not valid TOML: {error}") from None
+    values: dict[str, dict[str, Any]] = {}
+    unknown = []
+    for section, entries in recorded.items():
+        for name, value in entries.items():
+            try:
+                from_dict({section: {name: value}})
+                values.setdefault(section, {})[name] = value
+            except ConfigError:
+                unknown.append(f"{section}.{name} = {_redact(repr(value))}")
+    if unknown:
+        logger.warning(f"{place}: settings that this version does not know, left out: {', '.join(unknown)}")
+    return values
 
 
 def _parse_command_line(argv: Sequence[str]) -> tuple[str, dict[str, str]]:

@@ -87,9 +87,11 @@ def _last_job(folder: Path) -> str | None:
 
 def _changed(folder: Path, config: Config) -> dict[str, tuple[Any, Any]]:
     """The settings that differ from the last start's: dotted key → (old, new)."""
-    if not (folder / "config.toml").is_file():
+    file = folder / "config.toml"
+    if not file.is_file():
         return {}
-    changed = settings.differences(settings.from_dict(settings.read_toml(folder / "config.toml")), config)
+    old = settings.from_dict(settings.read_recorded(file.read_text(encoding="utf-8"), file))
+    changed = settings.differences(old, config)
     changed.pop("run.folder", None)
     return changed
 

@@ -18,10 +18,12 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from config import load_config
+from config import ConfigError, load_config, to_toml
 from data.prepare import main as prepare
+from generate import main as generate
 from tests.harness import run_ranks
 from train import main, train
+from validate import main as validate
 
 ROOT = Path(__file__).parents[2]
 STEPS = 20
@@ -211,6 +213,25 @@ def test_steps_may_change_on_resume_and_the_change_is_recorded(dataset: Path, tm
     assert sorted(rows(tmp_path / "run")) == [1, 2, 3, 4, 5, 6]
     last = json.loads((tmp_path / "run" / "starts.jsonl").read_text().splitlines()[-1])
     assert last["changed"] == {"training.steps": [4, 6]}
+
+
+def test_a_run_of_a_version_with_other_settings_is_used_and_resumed(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    base = [word for word in SMALL if "steps" not in word]
+    base += ["--lr_scheduler.warmup_steps=1", f"--data.datasets={dataset}", f"--run.folder={folder}"]
+    with monkeypatch.context() as other_version:
+        other_version.setattr("config.to_toml", lambda config: to_toml(config) + "[branch]\nidea = 3\n")
+        run_ranks(1, run, [*base, "--training.steps=2"], start_group=False)
+    generate([str(folder), "--prompt=ba", "--max-tokens=4"])
+    validate([str(folder)])
+    assert f"{dataset.name}  loss " in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"\[branch\]: unknown section"):
+        load_config([f"--config={folder / 'config.toml'}"])
+    run_ranks(1, run, [*base, "--training.steps=3"], start_group=False)
+    last = json.loads((folder / "starts.jsonl").read_text().splitlines()[-1])
+    assert last["changed"] == {"training.steps": [2, 3]}
 
 
 # ---------------------------------------------------------------- bad input
