@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from config import Config, TitaniteError, from_dict, grad_accum_steps, load_config, read_toml
 from data.ledger import Step, checksum, read_ledger
-from data.place import StepShape, first_place, saved_place
+from data.place import Place, StepShape, first_place, saved_place
 from data.shards import Dataset, open_dataset
 from data.stream import Stream, open_streams
 from data.tokenizer import Tokenizer
@@ -111,33 +111,52 @@ class Auditor:
 def trained_steps(run: Path) -> tuple[list[Step], int]:
     """The steps that made the run's last weights, and the number of steps that resumes made void.
 
-    Raises AuditError when the ranks' ledgers differ or a step is missing.
+    Raises AuditError when a step is missing or came twice, by the ledger of data-parallel rank 0.
     """
-    recorded = _read_ranks(run).get(0, [])
+    recorded = _read_rank(run, 0)
     kept: list[Step] = []
     for step in recorded:
         while kept and _tokens(kept[-1]) >= _tokens(step):  # it ran again after a resume
             kept.pop()
-        end = _tokens(kept[-1]) + kept[-1].shape.samples * kept[-1].start["seq_len"] if kept else 0
-        if _tokens(step) != end:
-            raise AuditError(f"{run}: {_tokens(step) - end:,} tokens are missing between step {len(kept)} and the next")
+        _check_follows(run, kept, step)
         kept.append(step)
     if not kept:
-        raise AuditError(f"{run}: no step of data-parallel rank 0 is recorded")
+        raise AuditError(f"{run}: no step of data-parallel rank 0 is recorded; is it the folder of a run?")
     return kept, len(recorded) - len(kept)
+
+
+def _check_follows(run: Path, kept: list[Step], step: Step) -> None:
+    """Raises AuditError unless each dataset goes on, in the same order, where the last of `kept` ended."""
+    place = _place(step)
+    begins, ended = place.consumed, {}
+    if kept:
+        last = _place(kept[-1], kept[-1].shape.samples)
+        ended = last.consumed
+        if last[:3] != place[:3]:
+            raise AuditError(
+                f"{run}: step {len(kept)} is of another order than the next (seed, window_blocks, piece_tokens): "
+                f"{last[:3]}, {place[:3]}"
+            )
+    for name in sorted(begins.keys() | ended.keys()):
+        if gap := begins.get(name, 0) - ended.get(name, 0):
+            what = f"{abs(gap):,} tokens of dataset {name} {'are missing' if gap > 0 else 'come again'}"
+            raise AuditError(f"{run}: {what} between step {len(kept)} and the next")
+
+
+def _place(step: Step, samples: int = 0) -> Place:
+    """Where the run stood `samples` samples after the beginning of a step."""
+    return saved_place(step.start)._replace(samples=step.first + samples)
 
 
 def _tokens(step: Step) -> int:
     """Tokens consumed before a step, since the run began."""
-    return saved_place(step.start)._replace(samples=step.first).tokens
+    return _place(step).tokens
 
 
-def _read_ranks(run: Path) -> dict[int, list[Step]]:
-    files = sorted((run / "data").glob("rank-*.jsonl"))
-    if not files:
-        raise AuditError(f"{run}/data: no ledger there; is it the folder of a run?")
+def _read_rank(run: Path, rank: int) -> list[Step]:
+    """The ledger of a data-parallel rank; empty if there is none. Raises AuditError."""
     try:
-        return {int(file.stem.removeprefix("rank-")): read_ledger(file) for file in files}
+        return read_ledger(run / "data" / f"rank-{rank:05}.jsonl")
     except (ValueError, KeyError, TypeError) as error:
         raise AuditError(f"{run}/data: not a ledger: {type(error).__name__} {error}") from None
 
@@ -149,11 +168,12 @@ def prove(run: Path, every: int = 1) -> list[str]:
     """
     auditor = Auditor(run_config(run))
     steps, void = trained_steps(run)
-    recorded = {rank: _last_lines(lines) for rank, lines in _read_ranks(run).items()}
+    ranks = range(max(step.shape.dp_size for step in steps))
+    recorded = [_last_lines(_read_rank(run, rank) if rank else steps) for rank in ranks]
     checked = 0
     for number, step in enumerate(tqdm(steps, desc="prove", unit=" steps"), start=1):
         for rank in range(step.shape.dp_size):
-            own = recorded.get(rank, {}).get((_tokens(step), step.start["seq_len"]))
+            own = recorded[rank].get((_tokens(step), step.start["seq_len"]))
             if own is None or (own.shape, own.start) != (step.shape, step.start):
                 raise AuditError(f"{run}: rank {rank} has no record of step {number} that fits rank 0's")
             if number % every == 0 or number == len(steps):
@@ -172,16 +192,14 @@ def _last_lines(steps: list[Step]) -> dict[tuple[int, int], Step]:
 
 def _conclusions(auditor: Auditor, steps: list[Step], void: int, checked: int) -> list[str]:
     sizes = sorted({step.shape.dp_size for step in steps})
-    end = saved_place(steps[-1].start)
-    end = end._replace(samples=steps[-1].first + steps[-1].shape.samples)
-    consumed = dict(zip(end.segment.datasets, end.segment.consumed(end.samples), strict=True)) | end.earlier
+    end = _place(steps[-1], steps[-1].shape.samples)
     lines = [
         f"{len(steps):,} steps, {end.tokens:,} tokens, without gap or overlap, on {sizes} data-parallel ranks",
         f"{void:,} steps made void by a resume left out; {checked:,} batches rebuilt and found equal",
     ]
     for dataset in auditor.datasets:
         size = dataset.split("train").total_tokens
-        epochs, rest = divmod(consumed.get(dataset.hash, 0), size)
+        epochs, rest = divmod(end.consumed.get(dataset.hash, 0), size)
         lines.append(f"{dataset.url}: each of its {size:,} tokens {epochs} times, and {rest:,} of epoch {epochs + 1}")
     return lines
 

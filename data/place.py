@@ -50,6 +50,11 @@ class Place(NamedTuple):
         """Tokens consumed since the run began."""
         return sum(self.segment.starts) + sum(self.earlier.values()) + self.samples * self.segment.seq_len
 
+    @property
+    def consumed(self) -> dict[str, int]:
+        """Tokens of each dataset consumed since the run began."""
+        return self.earlier | dict(zip(self.segment.datasets, self.segment.consumed(self.samples), strict=True))
+
     def state(self, masked: Mapping[str, Collection[int]]) -> dict[str, Any]:
         """The place as plain JSON, with the masked blocks of each dataset."""
         segment = self.segment
@@ -90,8 +95,7 @@ class Place(NamedTuple):
                 )
         if self.segment._replace(starts=saved.segment.starts) == saved.segment:
             return saved
-        consumed = saved.segment.consumed(saved.samples)
-        tokens = saved.earlier | dict(zip(saved.segment.datasets, consumed, strict=True))
+        tokens = saved.consumed
         starts = tuple(tokens.pop(name, 0) for name in self.segment.datasets)
         segment = self.segment._replace(starts=starts)
         return saved._replace(segment=segment, samples=0, earlier=tokens)

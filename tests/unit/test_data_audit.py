@@ -11,7 +11,7 @@ import pytest
 
 from config import to_toml
 from data import audit, verify
-from data.audit import AuditError, prove, trained_steps
+from data.audit import AuditError, prove
 from data.loader import build_dataloader
 from data.shards import open_dataset
 from tests.corpus import data_config, stored_blocks, write_dataset
@@ -88,7 +88,7 @@ def test_a_run_with_restarts_and_changes_is_proven(run, folders):
 @pytest.mark.parametrize(
     ("tamper", "message"),
     [
-        (lambda lines: lines[:2] + lines[3:], r"tokens are missing between step 1 and|has no record of step"),
+        (lambda lines: lines[:2] + lines[3:], r"are missing between step 1 and|has no record of step"),
         (
             lambda lines: [re.sub(r'"crc32": \d+', '"crc32": 1', line) for line in lines],
             "given other tokens than the data",
@@ -109,13 +109,42 @@ def test_a_run_that_is_not_as_recorded_is_refused(run, tamper, message, rank):
         prove(folder)
 
 
-def test_samples_trained_twice_are_found(folders, tmp_path):
-    """As if a resume had gone back without its weights: the ledger of a second run after the first."""
-    run = tmp_path / "run"
-    state, _ = run_phase(run, folders[:1], None, 2)
-    run_phase(run, folders[:1], state | {"samples": state["samples"] + 4}, 2)  # skips a step
-    with pytest.raises(AuditError, match=r"32 tokens are missing between step 2 and the next"):
-        trained_steps(run)
+@pytest.mark.parametrize(
+    ("moved", "message"),
+    [
+        ((0, 0), ""),
+        ((-32, 0), "16 tokens of dataset ({a} come again|{b} are missing) between step 2 and the next"),
+        ((0, 32), "32 tokens of dataset {b} are missing between step 3 and the next"),
+        ((-32, 32), "32 tokens of dataset .* between step 3 and the next"),  # in all, none is missing
+        ((-48, -16), "16 tokens of dataset .* between step 1 and the next"),
+        ((-48, -48), ""),  # back to the beginning: the three steps are void
+    ],
+)
+def test_tokens_trained_twice_or_never_are_found(folders, tmp_path, moved, message):
+    """As if a resume had set the datasets of a mixture back or forward, while the weights go on."""
+    run, mixture = tmp_path / "run", {"data__weights": [0.5, 0.5]}
+    state, before = run_phase(run, folders, None, 3, **mixture)
+    names = [open_dataset(str(folder)).hash for folder in folders]
+    starts = [48 + tokens for tokens in moved]
+    there = [[name, start, 0.5] for name, start in zip(names, starts, strict=True)]
+    _, after = run_phase(run, folders, state | {"samples": 0, "datasets": there}, 4, **mixture)
+    batches = after if starts == [0, 0] else before + after
+    trained = [token for batch in batches for row in batch for token in row if token]
+    if message:
+        with pytest.raises(AuditError, match=message.format(a=names[0], b=names[1])):
+            prove(run)
+        assert len(set(trained)) < len(trained) or min(moved) == 0
+    else:
+        prove(run)
+        assert len(set(trained)) == len(trained)
+
+
+def test_a_change_of_the_order_is_found(folders, tmp_path):
+    run, shuffled = tmp_path / "run", {"data__shuffle_samples": True}
+    state, _ = run_phase(run, folders, None, 3, **shuffled)
+    run_phase(run, folders, state | {"piece_tokens": 16}, 4, **shuffled)
+    with pytest.raises(AuditError, match=r"step 3 is of another order .*: \(0, 3, 8\), \(0, 3, 16\)"):
+        prove(run)
 
 
 def test_other_data_than_was_trained_is_found(folders, tmp_path, run):
