@@ -10,12 +10,14 @@ set -euo pipefail
 cd "$(dirname "$0")"
 
 CONFIG_FILE=${CONFIG_FILE:-train_configs/debug.toml}
-NGPU=${NGPU:-}           # processes; default: one for each GPU (debug.toml: 2 at most), or 2 where there is none
+NGPU=${NGPU:-}           # processes; default: one for each GPU, as many as can share the batch, or 2 where there is none
 LOG_RANK=${LOG_RANK:-}   # ranks that print progress, such as 0,1; default: 0
 
-given=()
+case $NGPU in 0* | *[!0-9]*) echo "error: NGPU=$NGPU: must be a number of processes, at least 1" >&2; exit 2 ;; esac
+given=() next=
 for word in "$@"; do
-  case $word in --config=*) CONFIG_FILE=${word#*=} ;; *) given+=("$word") ;; esac
+  if [ "$next" ]; then CONFIG_FILE=$word next=; continue; fi
+  case $word in --config) next=1 ;; --config=*) CONFIG_FILE=${word#*=} ;; *) given+=("$word") ;; esac
 done
 
 ./setup.sh
@@ -25,11 +27,7 @@ overrides=(--config="$CONFIG_FILE" ${LOG_RANK:+--metrics.log_ranks="$LOG_RANK"} 
 settings=$($python -m config "${overrides[@]}")   # a mistake ends here, in one line
 case " $* " in *" --help "* | *" -h "*) echo "$settings"; exit ;; esac
 
-if [ -z "$NGPU" ]; then
-  NGPU=$($python -c "import torch; print(torch.accelerator.device_count() or 2)")
-  # Its step is 16 sequences, 8 for each process.
-  if [ "$CONFIG_FILE" = train_configs/debug.toml ] && [ "$NGPU" -gt 2 ]; then NGPU=2; fi
-fi
+if [ -z "$NGPU" ]; then NGPU=$($python -m launch.processes "${overrides[@]}"); fi
 if [ -z "${OMP_NUM_THREADS:-}" ]; then
   cores=$(nproc)
   export OMP_NUM_THREADS=$((cores > NGPU ? cores / NGPU : 1))

@@ -55,9 +55,13 @@ def check_run_script(folder: Path, environment: dict[str, str]) -> None:
     wrong = start("--training.stpes=3")
     assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)
     assert "did you mean training.steps" in wrong.stderr
+    for number in ("0", "auto", "2 "):
+        wrong = start(NGPU=number)
+        assert wrong.returncode == 2
+        assert wrong.stderr == f"error: NGPU={number}: must be a number of processes, at least 1\n"
     words = ["--data.datasets=datasets/tutorial", "--run.folder=outputs/script", "--training.steps=2"]
     words += ["--lr_scheduler.warmup_steps=0", "--validation.enable=false", "--validation.sample_tokens=0"]
-    # The file named last is the one that counts, however it is named.
-    done = start(*words, "--config=train_configs/tutorial.toml", CONFIG_FILE="train_configs/no_such.toml")
+    # The file named last is the one that counts, however it is named; and as many processes as share its batch.
+    done = start("--config", "train_configs/tutorial.toml", *words, CONFIG_FILE="train_configs/no_such.toml", NGPU="")
     assert done.returncode == 0, done.stderr[-3000:]
     assert "done: 2 of 2 steps" in done.stderr

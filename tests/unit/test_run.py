@@ -20,6 +20,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from config import Config, ConfigError, Metrics, Model, Parallelism, Run, Training
 from data.ledger import Ledger, read_ledger
 from data.place import StepShape
+from launch.processes import processes
 from launch.torchrun import launch
 from metrics import MetricsLogger, find_hook, peak_flops
 from models import find_model
@@ -180,6 +181,29 @@ def test_impossible_degrees_are_printed_with_every_factor(dp_replicate: int, dp_
     with pytest.raises(ConfigError, match="dp_shard") as error:
         ParallelDims.from_config(Parallelism(dp_replicate=dp_replicate, dp_shard=dp_shard), 8)
     assert dp_shard == 0 or (f"dp_replicate {dp_replicate}" in str(error.value) and "8" in str(error.value))
+
+
+@pytest.mark.parametrize(
+    ("devices", "global_batch_size", "tp", "dp_replicate", "expected"),
+    [
+        (8, 16, 1, 1, 2),
+        (1, 16, 1, 1, 1),
+        (5, 48, 1, 1, 3),
+        (8, 0, 1, 1, 8),
+        (7, 0, 2, 1, 6),
+        (8, 16, 2, 1, 4),
+        (7, 48, 1, 2, 6),
+        (2, 0, 4, 1, 2),
+    ],
+)
+def test_a_run_gets_as_many_processes_as_can_share_it(
+    devices: int, global_batch_size: int, tp: int, dp_replicate: int, expected: int
+) -> None:
+    training = Training(local_batch_size=8, global_batch_size=global_batch_size)
+    assert (
+        processes(Config(training=training, parallelism=Parallelism(tp=tp, dp_replicate=dp_replicate)), devices)
+        == expected
+    )
 
 
 def test_vocabularies() -> None:

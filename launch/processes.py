@@ -1,0 +1,29 @@
+"""How many processes a run is started with on this machine, where nobody says it.
+
+python -m launch.processes --config=train_configs/debug.toml
+"""
+
+import sys
+
+import torch
+
+from config import Config, load_config
+
+CPU_PROCESSES = 2  # where there is no accelerator
+
+
+def processes(config: Config, devices: int) -> int:
+    """The most processes, at most `devices`, among which the ranks of tp, cp and pp and the batch can be shared out.
+
+    `devices` itself where none can: the run then says why.
+    """
+    parallelism, training = config.parallelism, config.training
+    model_ranks = parallelism.tp * parallelism.cp * parallelism.pp
+    batches = training.global_batch_size // training.local_batch_size  # 0: one for each rank, as many as there are
+    numbers = range(parallelism.dp_replicate, devices // model_ranks + 1, parallelism.dp_replicate)
+    fitting = [dp for dp in numbers if batches % dp == 0]
+    return max(fitting, default=0) * model_ranks or devices
+
+
+if __name__ == "__main__":
+    print(processes(load_config(sys.argv[1:]), torch.accelerator.device_count() or CPU_PROCESSES))
