@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,7 +22,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 import config as titanite_config
 from checkpoint.loading import check_identity, check_same_names, load_newest, locate
-from checkpoint.manifest import MANIFEST, METADATA, Manifest
+from checkpoint.manifest import MANIFEST, METADATA, Manifest, encode_manifest, read_manifest, read_metadata
 from checkpoint.planning import Plan, State, plan_save, resolver
 from checkpoint.ranks import Ranks, build_ranks
 from checkpoint.retention import by_age, check_room, finished, remove_checkpoints, superfluous, unfinished
@@ -30,8 +31,9 @@ from checkpoint.state import allocate_optimizer_state, model_tensors, optimizer_
 from checkpoint.storage import (
     Written,
     commit,
-    copy_files,
+    copy_pieces,
     new_checkpoint_name,
+    pieces_of,
     read_state,
     tensors_in,
     write_items,
@@ -127,10 +129,12 @@ class CheckpointManager:
                 self.save(0)
             return step
         names = self.model_bytes.keys()
+        index: list[Metadata] = []
 
         def fill(store: Store, name: str, manifest: Manifest, metadata: Metadata) -> None:
             check_same_names(join(store.url, name), names, metadata)
             self._fill(store, name, manifest, metadata)
+            index[:] = [metadata]
 
         advice = ". Nothing is started anew: to do so, name another checkpoint.folder or run.folder"
         store, name, manifest, damaged = load_newest(
@@ -140,6 +144,9 @@ class CheckpointManager:
         self.dataloader.load_state_dict(manifest["dataloader"])
         logger.info(f"resumed from {join(store.url, name)}, written by {manifest['world_size']} ranks")
         self.newest_step = manifest["step"]
+        if self.upload_store and (self.upload_store, name) not in candidates:  # an earlier start ended before
+            pieces = pieces_of(index[0], self.ranks.rank, self.ranks.size)
+            self._start(partial(self._upload, self.upload_store, name, pieces, time.monotonic()))
         return manifest["step"]
 
     def _find(self) -> list[tuple[Store, str]]:
@@ -174,10 +181,9 @@ class CheckpointManager:
     def _fill(self, store: Store, name: str, manifest: Manifest, metadata: Metadata) -> None:
         """Model, optimizer and random states from checkpoint `name`, each byte checked."""
         state: State = {"model": model_tensors(self.model)}
-        if tensors_in(metadata, "optimizer."):
+        if saved := tensors_in(metadata, "optimizer."):
             allocate_optimizer_state(self.optimizer)
             tensors = optimizer_tensors(self.model, self.optimizer)
-            saved = tensors_in(metadata, "optimizer.")
             for new in [key for key in tensors if key.endswith(OUTER) and f"optimizer.{key}" not in saved]:
                 tensors.pop(new).zero_()  # the islands' own: parallelism.local_steps was turned on since
             state["optimizer"] = tensors
@@ -194,11 +200,13 @@ class CheckpointManager:
     # ------------------------------------------------------------ save
 
     def save_if_due(self, step: int, last: bool) -> None:
-        """Save every `checkpoint.interval` steps and at the last step, no step twice."""
+        """Save every `checkpoint.interval` steps and at the last step, no step twice; then the model, if asked for."""
         self.check()
         due = last or step % self.settings.interval == 0
         if self.settings.enable and due and step != self.newest_step:
             self.save(step)
+        if self.settings.save_model and last and step == self.config.training.steps:
+            self._save_model(step)
 
     def save(self, step: int) -> None:
         """Write a checkpoint of `step`; in mode `async`, in the background.
@@ -220,13 +228,25 @@ class CheckpointManager:
             staged = dataclasses.replace(save, resolve=lambda item: self.staging.copies[item.index])
             self._start(lambda: self._follow_up(staged, self._write(staged, copy)))
         else:
-            files = self._write(save)
-            self._start(lambda: self._follow_up(save, files))
+            written = self._write(save)
+            self._start(lambda: self._follow_up(save, written))
         self.newest_step = step
-        if self.settings.save_model and step == self.config.training.steps:
-            self.wait()
-            model_only = self._prepare(new_checkpoint_name(step, "model"), step, {"model": state["model"]}, started)
-            self._write(model_only)
+
+    def _save_model(self, step: int) -> None:
+        """Write the weights alone, unless an earlier start has done so in all places."""
+        self.wait()
+        started = time.monotonic()
+        stores = [store for store in (self.store, self.upload_store) if store]
+
+        def look() -> bool:
+            found = [finished(store.sizes()) for store in stores]
+            return all(any(name.startswith(f"model-{step:08d}-") for name in names) for names in found)
+
+        if not self.ranks.broadcast(self.ranks.together(self._on_rank_0(look))):
+            state: State = {"model": model_tensors(self.model)}
+            save = self._prepare(new_checkpoint_name(step, "model"), step, state, started)
+            written = self._write(save)
+            self._start(lambda: self._follow_up(save, written))
 
     def check(self) -> None:
         """Raise the failure of a background save that has ended. Costs nothing; for every step."""
@@ -250,8 +270,8 @@ class CheckpointManager:
             self.planned = shapes, plan_save(state, self.ranks)
         return Save(self.ranks.broadcast(name), step, self.planned[1], self._facts(step), resolver(state), started)
 
-    def _write(self, save: Save, before: Callable[[], None] = lambda: None) -> list[str]:
-        """Write and commit. Returns the files that this rank has written."""
+    def _write(self, save: Save, before: Callable[[], None] = lambda: None) -> list[Written]:
+        """Write and commit. Returns what this rank has written."""
 
         def write() -> list[Written]:
             before()
@@ -273,27 +293,32 @@ class CheckpointManager:
         self.ranks.together(self._on_rank_0(finish))
         self.on_commit(save.step)
         logger.info(f"checkpoint {save.name} saved in {time.monotonic() - save.started:.1f} s")
-        return sorted({f"{save.name}/{entry.file}" for entry in written})
+        return written
 
-    def _follow_up(self, save: Save, files: list[str]) -> None:
+    def _follow_up(self, save: Save, written: list[Written]) -> None:
         """What training need not wait for once `save` is committed."""
         self._remove_superfluous(self.store, save.name)
         if self.upload_store:
-            self._upload(self.upload_store, save, files)
+            self._upload(self.upload_store, save.name, written, save.started)
 
-    def _upload(self, store: Store, save: Save, files: list[str]) -> None:
-        """Copy a checkpoint to the second place: every rank its own `files`, the manifest last."""
-        self.ranks.together(lambda: copy_files(self.store, store, files))
+    def _upload(self, store: Store, name: str, pieces: list[Written], started: float) -> None:
+        """Copy a checkpoint to the second place: every rank its own `pieces`, the manifest last."""
+
+        def clear() -> None:  # a disk does not write over what an upload that was cut has left
+            remove_checkpoints(store, [name], store.sizes(name))
+
+        if isinstance(store, LocalStore):
+            self.ranks.together(self._on_rank_0(clear))
+        self.ranks.together(lambda: copy_pieces(self.store, store, name, pieces))
 
         def finish() -> None:
-            for file in (f"{save.name}/{METADATA}", f"{save.name}/{MANIFEST}"):
-                store.put(file, self.store.read(file))
+            manifest = read_manifest(self.store, name)
+            store.put(f"{name}/{METADATA}", read_metadata(self.store, name, manifest))
+            store.put(f"{name}/{MANIFEST}", encode_manifest(manifest))
 
         self.ranks.together(self._on_rank_0(finish))
-        logger.info(
-            f"checkpoint {save.name} uploaded to {store.url} {time.monotonic() - save.started:.1f} s after its start"
-        )
-        self._remove_superfluous(store, save.name)
+        logger.info(f"checkpoint {name} uploaded to {store.url} {time.monotonic() - started:.1f} s after its start")
+        self._remove_superfluous(store, name)
 
     def _remove_superfluous(self, store: Store, saved: str) -> None:
         """Remove from `store` what is not kept, now that `saved` is committed there."""
@@ -311,7 +336,7 @@ class CheckpointManager:
             remove_checkpoints(store, old | unfinished(sizes, leftover_seconds), sizes)
             return old, finished(sizes) - old
 
-        def tidy_node() -> None:  # rank 0's disk alone has manifests
+        def tidy_node(store: LocalStore) -> None:  # rank 0's disk alone has manifests
             here = store.folders()
             for name in here & (old | unfinished(here, leftover_seconds) - kept):
                 remove_checkpoints(store, [name], store.sizes(name))
@@ -320,7 +345,7 @@ class CheckpointManager:
         try:
             old, kept = self.ranks.broadcast(self.ranks.together(self._on_rank_0(tidy)))
             if isinstance(store, LocalStore):
-                self.ranks.together(tidy_node)
+                self.ranks.together(partial(tidy_node, store))
         except CheckpointError as error:
             if self.ranks.rank == 0:
                 logger.warning(f"old checkpoints could not be removed: {error}")

@@ -12,6 +12,7 @@ here, unchecked since they hold no checksums. Nothing is unpickled but the class
 
 import dataclasses
 import io
+import itertools
 import pickle
 import re
 import secrets
@@ -21,6 +22,7 @@ import zipfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import IO, Any, NamedTuple, cast
 
 import numpy as np
@@ -40,6 +42,7 @@ from checkpoint.manifest import (
     METADATA,
     ChecksumError,
     Manifest,
+    checked_twice,
     encode_manifest,
     sha256,
 )
@@ -213,14 +216,32 @@ def _item_bytes(item: WriteItem) -> int:
     return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
 
 
-def copy_files(source: Store, target: Store, names: Iterable[str]) -> None:
-    """Copy files from one store to another, under the same names."""
-    for name, size in ((name, source.sizes(name.rpartition("/")[0])[name]) for name in names):
-        with target.create(name) as stream:
-            for start in range(0, size, RANGE_BYTES):
-                piece = np.empty(min(RANGE_BYTES, size - start), np.uint8).data
-                source.read_into(name, start, piece)
-                stream.write(piece)
+def copy_pieces(source: Store, target: Store, name: str, pieces: Iterable[Written]) -> None:
+    """Copy the files of checkpoint `name` that hold `pieces`, each checked on the way. Raises DamagedError."""
+    in_order = sorted(pieces, key=lambda piece: (piece.file, piece.offset))
+    for file, group in itertools.groupby(in_order, key=lambda piece: f"{name}/{piece.file}"):
+        checked_twice(partial(_copy_file, source, target, file, list(group)))
+
+
+def _copy_file(source: Store, target: Store, file: str, pieces: Sequence[Written]) -> None:
+    with target.create(file) as raw:
+        for piece in pieces:
+            stream = _ChecksummedStream(raw)
+            for start in range(0, piece.length, RANGE_BYTES):
+                part = np.empty(min(RANGE_BYTES, piece.length - start), np.uint8).data
+                source.read_into(file, piece.offset + start, part)
+                stream.write(part)
+            if stream.crc32 != piece.crc32:
+                raise ChecksumError(f"{join(source.url, file)}: checksum differs at byte {piece.offset}; not copied")
+
+
+def pieces_of(metadata: Metadata, rank: int, ranks: int) -> list[Written]:
+    """The pieces of a checkpoint in the files of `rank`; those of more ranks than there are now are shared out."""
+    return [
+        Written(0, info.relative_path, info.offset, info.length, info.crc32)
+        for info in metadata.storage_data.values()
+        if int(info.relative_path.split("_")[2]) % ranks == rank
+    ]
 
 
 # ---------------------------------------------------------------- reading
@@ -249,7 +270,6 @@ def read_state(store: Store, name: str, metadata: Metadata, state: State) -> Non
         for item in wanted:
             target = planner.resolve_tensor(item).detach()
             target.copy_(narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths))
-            planner.commit_tensor(item, target)
 
     wanted: dict[tuple[str, int], tuple[_StorageInfo, list[ReadItem]]] = {}
     for item in plan.items:

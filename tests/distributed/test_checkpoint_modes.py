@@ -136,6 +136,57 @@ def test_upload_to_a_second_place_and_resume_from_it_alone(tmp_path, mode):
     assert steps_in(far) == [4, 3]
 
 
+@pytest.mark.parametrize(("mesh", "size"), [((2,), 2), ((), 1)])
+def test_an_upload_that_was_cut_is_made_up_for_by_the_next_start(tmp_path, mesh, size):
+    disk, far = tmp_path / "disk", tmp_path / "far"
+    expected = run_ranks(2, _train_with_a_cut_upload, str(disk), str(far))[0]
+    assert (steps_in(disk), steps_in(far)) == ([2, 1], [1])
+    run_ranks(size, train_run, str(disk), mesh, 2, 2, {"upload": str(far)})
+    assert steps_in(far) == [2, 1]
+    assert same(load_run(str(far), ())[1], expected, but=["random"]) == []
+
+
+def _train_with_a_cut_upload(folder, far):
+    run = Run(folder, (2,), interval=1, upload=far)
+    run.train(0, 1)
+    copy = manager.copy_pieces
+
+    def cut(*arguments):
+        copy(*arguments)
+        raise CheckpointError("away, on purpose")
+
+    manager.copy_pieces = cut
+    with pytest.raises(CheckpointError, match="away, on purpose"):
+        run.train(1, 2)
+    return run.everything()
+
+
+def test_a_bit_that_flips_before_the_upload_is_found(tmp_path, monkeypatch):
+    """Once it is read again; if it stays wrong nothing is uploaded, and nothing is left of it."""
+    run = Run(tmp_path / "near", interval=1, upload=str(tmp_path / "far"))
+    read, flips = LocalStore.read_into, iter([True, False, True, True, True, True])
+
+    def flip(store, name, offset, view):
+        read(store, name, offset, view)
+        if name.endswith("__0_0.distcp") and offset == 0 and next(flips):
+            view[100] ^= 1
+
+    monkeypatch.setattr(LocalStore, "read_into", flip)
+    run.train(0, 1)
+    assert steps_in(tmp_path / "far") == [1]
+    with pytest.raises(CheckpointError, match=r"near/step-00000002-.*__0_0.distcp: checksum differs"):
+        run.train(1, 2)
+    assert steps_in(tmp_path / "far") == [1]
+    assert not list((tmp_path / "far").glob("step-00000002-*/*"))
+
+
+def test_an_upload_lists_nothing_of_the_first_place(tmp_path, monkeypatch):
+    run, sizes = Run(tmp_path / "near", upload=str(tmp_path / "far")), LocalStore.sizes
+    monkeypatch.setattr(LocalStore, "sizes", lambda self, prefix="": {} if prefix else sizes(self))
+    run.train(0, 1)
+    assert steps_in(tmp_path / "far") == [1]
+
+
 def test_newest_are_kept_and_every_nth_for_ever(tmp_path):
     Run(tmp_path, interval=1, keep=2, keep_every=3).train(0, 8)
     assert steps_in(tmp_path) == [8, 7, 6, 3]
@@ -310,6 +361,23 @@ def test_a_thread_whose_priority_may_not_be_lowered_does_its_work(tmp_path, monk
     run = Run(tmp_path, interval=1)
     run.checkpoint._start(lambda: None)
     run.checkpoint.under_way.result(timeout=20)
+
+
+@pytest.mark.parametrize("lost", ["near", "far", ""])
+def test_model_alone_is_made_up_for_and_uploaded(tmp_path, lost):
+    """By a start that finds the run done: not asked for before, or ended before it was written."""
+    settings = {"interval": 100, "steps": 2, "upload": str(tmp_path / "far")}
+    Run(tmp_path / "near", **settings, save_model=lost != "").train(0, 2)
+    for folder in (tmp_path / (lost or "none")).glob("model-*"):
+        (folder / "MANIFEST.json").unlink()
+    for _ in range(2):
+        run = Run(tmp_path / "near", **settings, save_model=True)
+        run.checkpoint.save_if_due(run.checkpoint.load(), last=True)
+        run.checkpoint.wait()
+    for place in ("near", "far"):
+        models = list((tmp_path / place).glob("model-00000002-*/MANIFEST.json"))
+        assert len(models) == (2 if lost and place != lost else 1)
+        assert load_model(models[0].parent, Tower())["step"] == 2
 
 
 @pytest.mark.parametrize("room", [2.9, 3.2])
