@@ -78,11 +78,6 @@ class Place(NamedTuple):
         no token comes again. Raises DataError when the order itself would be another one.
         """
         saved = saved_place(state)
-        if state["version"] == 2 and len(saved.segment.datasets) > 1:
-            raise DataError(
-                "data state: version 2 of several datasets, without their order: a token could come twice; start a new "
-                "run, with checkpoint.initial_load if its weights are to stay"
-            )
         for name, old, new in (
             ("run.seed", saved.seed, self.seed),
             ("data.window_blocks", saved.window_blocks, self.window_blocks),
@@ -113,12 +108,12 @@ def first_place(config: Config, datasets: Sequence[Dataset]) -> Place:
 
 def saved_place(state: Mapping[str, Any]) -> Place:
     """The place that `Place.state` wrote down. Raises DataError for another version of it."""
-    if state.get("version") not in (2, STATE_VERSION):
-        raise DataError(f"data state: version {state.get('version')}; this code reads versions 2 and {STATE_VERSION}")
-    datasets = state["datasets"]
-    if state["version"] == 2:  # a table, of which ledgers kept the order, and manifests did not
-        datasets = [[name, *values] for name, values in datasets.items()]
-    names, starts, weights = zip(*datasets, strict=True)
+    if state.get("version") != STATE_VERSION:
+        raise DataError(
+            f"data state: version {state.get('version')}; this code reads version {STATE_VERSION}; start a new run, "
+            "with checkpoint.initial_load if its weights are to stay"
+        )
+    names, starts, weights = zip(*state["datasets"], strict=True)
     segment = Segment(names, weights, starts, state["seq_len"])
     order = state["seed"], state["window_blocks"], state["piece_tokens"]
     return Place(*order, segment, state["samples"], dict(state["earlier"]))
