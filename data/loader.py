@@ -117,6 +117,14 @@ class DataLoader:
                 f"data.on_bad_block = stop: the checkpoint was trained with masked blocks, {state['masked']}; "
                 "resume with mask, or start a new run on sound data"
             )
+        for dataset in self._datasets:
+            packed = dataset.split("train").packed_seq_len
+            if packed and place.piece_tokens % packed:
+                raise DataError(
+                    f"data.shuffle_samples = true: this run began with training.seq_len = {place.piece_tokens}, and "
+                    f"pieces of that length would cut the rows of {dataset.url}, which was packed by --seq-len {packed}; "
+                    "start a new run, with checkpoint.initial_load if its weights are to stay"
+                )
         self._stop_prefetch()
         self._place = place
         if self._bad_blocks:

@@ -193,6 +193,24 @@ def test_the_dataset_verifies_and_the_audit_rebuilds_its_batches(folder: Path) -
     loader.close()
 
 
+@pytest.mark.parametrize("began_with", [16, 48, 32, 64])
+def test_a_run_that_shuffles_pieces_of_another_length_cuts_no_example(folder: Path, began_with: int) -> None:
+    config = settings(folder)
+    config = replace(config, data=replace(config.data, shuffle_samples=True))
+    loader = build_dataloader(config, 0, 1)
+    state = loader.state_dict() | {"piece_tokens": began_with, "datasets": [["an earlier one", 0, 1.0]]}
+    if began_with % 32:
+        with pytest.raises(TitaniteError, match=rf"began with training.seq_len = {began_with}, .* rows of .*set"):
+            loader.load_state_dict(state)
+    else:
+        loader.load_state_dict(state)
+        for _ in range(3):
+            (batch,) = loader.next_step()
+            for row in zip(*(tensor.tolist() for tensor in batch), strict=True):
+                check_row(*row)
+    loader.close()
+
+
 def test_settings_that_would_cut_or_mix_examples_are_refused(folder: Path) -> None:
     with pytest.raises(TitaniteError, match=r"training.seq_len = 16: must be 32, the --seq-len"):
         build_dataloader(settings(folder, seq_len=16), 0, 1)
