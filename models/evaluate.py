@@ -167,6 +167,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--max-seq-len", type=int, default=0, help="longest context; default: the training's seq_len")
     parser.add_argument("--output", type=output_file, help="JSON file for the results and all that they depend on")
     arguments = parser.parse_args(argv)
+    for name, least in (("batch_size", 1), ("limit", 1), ("num_fewshot", 0), ("max_seq_len", 0)):
+        if (value := getattr(arguments, name)) is not None and value < least:
+            parser.error(f"--{name.replace('_', '-')} {value}: must be at least {least}")
     manager = TaskManager(include_path=str(arguments.include) if arguments.include else None)
     tasks = arguments.tasks.split(",")
     check_tasks(tasks, manager)

@@ -129,3 +129,11 @@ def test_the_eight_benchmarks_are_known_and_others_refused() -> None:
     check_tasks(TASKS.split(","), manager)
     with pytest.raises(ConfigError, match="did you mean hellaswag"):
         check_tasks(["helaswag"], manager)
+
+
+@pytest.mark.parametrize("word", ["--batch-size=0", "--limit=0", "--num-fewshot=-1", "--max-seq-len=-5"])
+def test_numbers_that_mean_nothing_are_refused(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["nowhere", word])
+    name, _, value = word.partition("=")
+    assert f"{name} {value}: must be at least" in capsys.readouterr().err

@@ -24,6 +24,8 @@ MAY_IMPORT = {
     "profiling": {"config"},
     "models": {"config", "parallel", "float8"},
 }
+# Who reads or sets variables of the environment: of the launcher, of AWS, and switches of libraries.
+ENVIRONMENT = {"parallel/comm.py", "checkpoint/s3.py", "train.py", "data/workers.py", "float8/__init__.py"}
 # Command lines inside a package, which stand above it.
 ABOVE = {"checkpoint/hf.py", "float8/parity.py", "parallel/plan.py", "parallel/plan_dry_run.py", "models/evaluate.py"}
 
@@ -66,3 +68,9 @@ def test_no_mutable_globals(path: Path) -> None:
             assert name.isupper() or name.startswith("_"), f"{name}: a table at module level is a CONSTANT"
     for node in ast.walk(ast.parse(path.read_text())):
         assert not isinstance(node, ast.Global), ast.unparse(node)
+
+
+def test_the_environment_is_read_in_few_places() -> None:
+    found = {str(path.relative_to(ROOT)) for path in sources() if "os.environ" in path.read_text()}
+    assert found <= ENVIRONMENT
+    assert not [path for path in sources() if "getenv" in path.read_text()]
