@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 
-from checkpoint.hf import companion_tokenizer, find_companions, model_config
+from checkpoint.hf import companion_tokenizer, find_companions
 from checkpoint.loading import check_same_names, load_newest, locate
 from checkpoint.manifest import Manifest
 from checkpoint.ranks import Ranks
@@ -19,7 +19,7 @@ from checkpoint.storage import read_state
 from checkpoint.stores import Store, join
 from data.chat import ChatTemplate
 from data.tokenizer import Tokenizer
-from models.llama.model import Llama
+from models import build_model, recorded_model
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,10 @@ def load_trained(place: str, *, device: torch.device, dtype: torch.dtype, tokeni
     found: list[Trained] = []
 
     def fill(store: Store, name: str, manifest: Manifest, metadata: Metadata) -> None:
-        with torch.device("meta"):
-            model = Llama(model_config(manifest or _stock_manifest(place))).to(dtype)
-        text = companion_tokenizer(
-            *find_companions(store, name, Path(tokenizer) if tokenizer else place), model.config.vocab_size
-        )
-        model = model.to_empty(device=device).eval()
+        spec, flavor = recorded_model((manifest or _stock_manifest(place)).get("identity", {}))
+        companions = find_companions(store, name, Path(tokenizer) if tokenizer else place)
+        text = companion_tokenizer(*companions, flavor.vocab_size)
+        model = build_model(spec, flavor).to(dtype).to_empty(device=device).eval()
         tensors = model_tensors([model])
         check_same_names(join(store.url, name), tensors, metadata)
         read_state(store, name, metadata, {"model": tensors})

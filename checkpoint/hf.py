@@ -36,9 +36,9 @@ from checkpoint.storage import commit, read_state, write_items
 from checkpoint.stores import CheckpointError, Store, join, open_store
 from config import TitaniteError, tomllib
 from data.tokenizer import Tokenizer, declared_eos, find_chat_template, load_tokenizer, parse_tokenizer
-from models.llama import FLAVORS
+from models.llama import FLAVORS, recorded_flavor
 from models.llama.hf import check_hf_names, from_hf_config, hf_names, to_hf_config
-from models.llama.model import Llama, LlamaConfig, RopeScaling
+from models.llama.model import Llama, LlamaConfig
 
 PIECE_BYTES = 16 << 20  # of an imported tensor: so each rank reads little more than it needs
 TOKENIZER = "tokenizer.json"
@@ -160,8 +160,7 @@ def model_config(manifest: Manifest) -> LlamaConfig:
     name = identity.pop("name", None)
     if name != "llama":
         raise CheckpointError(f"the checkpoint is of model {name!r}: only 'llama' is known to Hugging Face's format")
-    scaling = identity.pop("rope_scaling")
-    return LlamaConfig(**identity, rope_scaling=RopeScaling(**scaling) if scaling else None)
+    return recorded_flavor(identity)
 
 
 def trained_positions(manifest: Manifest) -> int:

@@ -12,7 +12,7 @@ from torch import nn
 
 import config as settings
 from config import ConfigError
-from models.llama import FLAVORS
+from models.llama import FLAVORS, recorded_flavor
 from models.llama.model import Llama
 from models.llama.parallelize import apply_parallelism, check_parallelism
 
@@ -22,17 +22,19 @@ class ModelSpec:
     """What train.py needs of a model family.
 
     `model(flavor)` builds a module with `init_std(name)` and `flops_per_token(seq_len)`; flavors are dataclasses
-    with `vocab_size` and `dim`. `check_parallelism(flavor, config)` raises ConfigError where they do not fit;
-    `apply_parallelism(model, mesh, config)` shards the model and returns the parts this rank holds.
+    with `vocab_size` and `dim`, and `recorded_flavor(fields)` makes one of its own `asdict`.
+    `check_parallelism(flavor, config)` raises ConfigError where they do not fit; `apply_parallelism(model, mesh,
+    config)` shards the model and returns the parts this rank holds.
     """
 
     model: Callable[[Any], nn.Module]
     flavors: Mapping[str, Any]
+    recorded_flavor: Callable[[Mapping[str, Any]], Any]
     check_parallelism: Callable[..., None]
     apply_parallelism: Callable[..., list[nn.Module]]
 
 
-MODELS = MappingProxyType({"llama": ModelSpec(Llama, FLAVORS, check_parallelism, apply_parallelism)})
+MODELS = MappingProxyType({"llama": ModelSpec(Llama, FLAVORS, recorded_flavor, check_parallelism, apply_parallelism)})
 
 
 def find_model(model: settings.Model, data_vocab_size: int) -> tuple[ModelSpec, Any]:
@@ -52,6 +54,18 @@ def find_model(model: settings.Model, data_vocab_size: int) -> tuple[ModelSpec, 
             f"whose vocabulary has {data_vocab_size}; set model.vocab_size to at least that"
         )
     return spec, dataclasses.replace(flavor, vocab_size=vocab_size)
+
+
+def recorded_model(identity: Mapping[str, Any]) -> tuple[ModelSpec, Any]:
+    """The model family and the flavor that a run recorded, with its checkpoints. Raises ConfigError."""
+    fields = dict(identity)
+    name = fields.pop("name", None)
+    if name not in MODELS:
+        raise ConfigError(f"the checkpoint is of model {name!r}: must be one of {', '.join(MODELS)}")
+    try:
+        return MODELS[name], MODELS[name].recorded_flavor(fields)
+    except TypeError as error:
+        raise ConfigError(f"the checkpoint is of another version of model {name!r}: {error}") from None
 
 
 def build_model(spec: ModelSpec, flavor: Any) -> nn.Module:

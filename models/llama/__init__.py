@@ -3,8 +3,16 @@
 from collections.abc import Mapping
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 from models.llama.model import LlamaConfig, RopeScaling
+
+
+def recorded_flavor(fields: Mapping[str, Any]) -> LlamaConfig:
+    """The flavor whose `dataclasses.asdict` is `fields`."""
+    scaling = fields.get("rope_scaling")
+    return LlamaConfig(**{**fields, "rope_scaling": RopeScaling(**scaling) if scaling else None})
+
 
 llama2 = partial(LlamaConfig, vocab_size=32_000, rope_theta=10_000.0)
 llama3 = partial(LlamaConfig, n_kv_heads=8, vocab_size=128_256, rope_theta=500_000.0)

@@ -18,9 +18,12 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from checkpoint.hf import model_config
+from checkpoint.stores import CheckpointError
 from config import ConfigError, load_config, to_toml
 from data.prepare import main as prepare
 from generate import main as generate
+from models import MODELS
 from tests.harness import run_ranks
 from train import main, train
 from validate import main as validate
@@ -232,6 +235,24 @@ def test_a_run_of_a_version_with_other_settings_is_used_and_resumed(
     run_ranks(1, run, [*base, "--training.steps=3"], start_group=False)
     last = json.loads((folder / "starts.jsonl").read_text().splitlines()[-1])
     assert last["changed"] == {"training.steps": [2, 3]}
+
+
+def test_a_model_that_was_added_is_trained_and_used(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    monkeypatch.setattr("models.MODELS", {**MODELS, "toy": MODELS["llama"]})
+    words = [word for word in SMALL if "steps" not in word and "flavor" not in word]
+    words += ["--model.name=toy", "--model.flavor=tiny", "--lr_scheduler.warmup_steps=1", "--training.steps=2"]
+    run_ranks(1, run, [*words, f"--data.datasets={dataset}", f"--run.folder={folder}"], start_group=False)
+    generate([str(folder), "--prompt=ba", "--max-tokens=4"])
+    validate([str(folder)])
+    assert f"{dataset.name}  loss " in capsys.readouterr().out
+    with pytest.raises(CheckpointError, match="of model 'toy': only 'llama' is known to Hugging Face"):
+        model_config({"identity": json.loads((folder / "model.json").read_text())})
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match="of model 'toy': must be one of llama"):
+        generate([str(folder), "--prompt=ba"])
 
 
 # ---------------------------------------------------------------- bad input
