@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +37,13 @@ def encode_examples(texts: Sequence[str], format: str, tokenizer: Tokenizer) -> 
                 raise DataError("no message of the assistant, so nothing to train")
         except TitaniteError as error:
             raise DataError(f"{error}; in the example {text[:100]}") from None
-    encode = tokenizer.raw.encode_batch_fast if format == "sft" else template.raw.encode_batch_fast
-    flat = [text for parts in segments for text, _ in parts]
-    encodings = iter([encoding.ids for encoding in encode(flat, add_special_tokens=False)])
-    prefix: Segments = [(tokenizer.prefix, False)] if format == "sft" else []
-    end: Segments = [([tokenizer.eos_id], True)] if format == "sft" else []
-    encoded = [[*prefix, *((next(encodings), trained) for _, trained in parts), *end] for parts in segments]
+    if format == "sft":
+        flat = [text for parts in segments for text, _ in parts]
+        encodings = iter(tokenizer.raw.encode_batch_fast(flat, add_special_tokens=False))
+        begin, end = (tokenizer.prefix, False), ([tokenizer.eos_id], True)
+        encoded = [[begin, *((next(encodings).ids, trained) for _, trained in parts), end] for parts in segments]
+    else:
+        encoded = [_split(parts, template) for parts in segments]
     return [_marked(parts, tokenizer.eos_id) for parts in encoded]
 
 
@@ -76,6 +77,20 @@ def _prompt_and_response(prompt: Any, response: Any) -> list[tuple[str, bool]]:
     if not isinstance(prompt, str) or not isinstance(response, str):
         raise DataError("prompt and response must be strings")
     return [(prompt, False), (response, True)]
+
+
+def _split(parts: Sequence[tuple[str, bool]], template: ChatTemplate) -> Segments:
+    """The tokens of a conversation's whole text, part by part.
+
+    A part alone may be other tokens, for Llama 2's tokenizer begins each text with a space. It is taken all the same
+    where the text up to the end of some part is not the beginning of the whole: that is what the model is asked.
+    """
+    texts = list(accumulate(text for text, _ in parts))
+    encoded = [encoding.ids for encoding in template.raw.encode_batch_fast(texts, add_special_tokens=False)]
+    if any(encoded[-1][: len(ids)] != ids for ids in encoded):
+        return [(template.encode_text(text), trained) for text, trained in parts]
+    starts = [0, *map(len, encoded)]
+    return [(ids[start:], trained) for ids, start, (_, trained) in zip(encoded, starts, parts, strict=False)]
 
 
 def _marked(parts: Segments, eos_id: int) -> np.ndarray:

@@ -10,11 +10,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from tokenizers import AddedToken, models, pre_tokenizers
+from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
 
 from config import TitaniteError, from_dict
 from data.audit import Auditor, planned_step
+from data.chat import ChatTemplate
 from data.loader import IGNORED, build_dataloader, validation_batches
 from data.packing import HIDDEN, START, TOKEN_BITS, pack
 from data.prepare import main as prepare
@@ -62,6 +63,40 @@ def test_only_responses_are_trained() -> None:
         *((USER, no), (SO, no), (ASK, no), (END, no), (ASSISTANT, no), (FIVE, yes), (END, yes)),
         (EOS, no),
     ]
+
+
+def piecewise(*merges: str, begin: bool) -> Tokenizer:
+    """A BPE of letters and `merges` of two, as Llama 2's: a space is "▁", and one begins each text if `begin`."""
+    vocabulary = {token: i for i, token in enumerate(["<eos>", *"▁[]/Qahions", *merges])}
+    raw = RawTokenizer(models.BPE(vocabulary, [(pair[0], pair[1]) for pair in merges]))
+    steps = [normalizers.Prepend("▁")] if begin else []
+    raw.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
+    raw.add_special_tokens([AddedToken("<eos>", special=True)])
+    roles = "{% if m.role == 'user' %}[Q] {{ m.content }} [/Q]{% else %} {{ m.content }} <eos>{% endif %}"
+    return Tokenizer(raw, "<eos>", chat_template="{% for m in messages %}" + roles + "{% endfor %}")
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "question", "answers"),
+    [
+        # On its own, the answer would begin with "▁▁".
+        (piecewise("▁▁", begin=True), "▁ [ Q ] ▁ {} ▁ [ / Q ]", "▁ {} ▁ <eos>"),
+        # In the whole text, "]▁" would be in both: the model is asked with "]" and has to begin with "▁".
+        (piecewise("]▁", begin=False), "[ Q ]▁ {} ▁ [ / Q ]", "▁ {} ▁ <eos>"),
+    ],
+)
+def test_answers_are_tokens_that_can_follow_their_question(tokenizer: Tokenizer, question: str, answers: str) -> None:
+    words = [("user", "hi"), ("assistant", "ho"), ("user", "so"), ("assistant", "no")]
+    conversation = [{"role": role, "content": content} for role, content in words]
+    (chat,) = encode_examples([json.dumps([conversation])], "chat", tokenizer)
+    expected = [
+        (token, role == "assistant")
+        for role, content in words
+        for token in (question if role == "user" else answers).format(" ".join(content)).split()
+    ]
+    assert [(tokenizer.raw.id_to_token(token), trained) for token, trained in shown(chat)] == expected
+    at_once = ChatTemplate(tokenizer.chat_template, tokenizer).encode(conversation)
+    assert ([token for token, _ in shown(chat)] == at_once) == ("]▁" not in question)
 
 
 @pytest.mark.parametrize(
