@@ -78,6 +78,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
     torch.use_deterministic_algorithms(config.run.deterministic)
     device = init_distributed(environment, config.comm)
     mesh = dims.build_mesh(device.type)
+    dataloader.check_ranks()
     folder, changed = from_rank_0(lambda: start_run(config, identity, world_size, environment.job))
     if rank == 0:
         dataloader.tokenizer.save(folder)

@@ -1,5 +1,6 @@
 """Batches for training and validation: the order of data.order, read ahead by a thread."""
 
+import logging
 import threading
 import time
 from bisect import bisect_left, bisect_right
@@ -19,10 +20,12 @@ import torch.distributed as dist
 from config import Config, grad_accum_steps
 from data.ledger import Ledger
 from data.order import Segment
-from data.place import StepShape, first_place
+from data.place import StepShape, first_place, saved_place
 from data.shards import DataError, check_datasets, open_dataset
 from data.stream import Stream, open_streams
 from data.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 IGNORED = -100  # the label that torch's cross-entropy skips
 MAX_BAD_BLOCKS = 32  # more are no accident, and the state would grow
@@ -59,6 +62,8 @@ class DataLoader:
 
     def __init__(self, config: Config, dp_rank: int, dp_size: int, pin_memory: bool = False):
         self._datasets = [open_dataset(url, config.data) for url in config.data.datasets]
+        held_out = [open_dataset(url, config.data) for url in config.validation.datasets]
+        self._read = [(f"dataset {dataset.url}", dataset.hash) for dataset in (*self._datasets, *held_out)]
         self.vocab_size: int = max(dataset.vocab_size for dataset in self._datasets)
         self.wait_seconds: float = 0.0
         self._place = first_place(config, self._datasets)
@@ -73,6 +78,23 @@ class DataLoader:
         self._prefetch_steps = config.data.prefetch_steps
         self._upcoming: Iterator[_Step] | None = None
         self._ledger: Ledger | None = None
+
+    def check_ranks(self) -> None:
+        """Refuse to start where ranks would read different data, or in different orders. Collective.
+
+        Raises DataError on all ranks alike, naming the dataset or the setting.
+        """
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, [*self._read, *self.state_dict().items(), ("batches", self._shape)])
+        for rank, facts in enumerate(everyone):
+            for (what, value), (_, first) in zip(facts, everyone[0], strict=False):
+                if value != first:
+                    error = DataError(
+                        f"{what}: {value} on rank {rank}, {first} on rank 0; every node needs the same copy of the "
+                        "data and the same config"
+                    )
+                    error.agreed = True
+                    raise error
 
     def next_step(self) -> list[Batch]:
         """The microbatches of the next optimizer step of this rank. Raises DataError, StorageError."""
@@ -122,8 +144,17 @@ class DataLoader:
             if packed and place.piece_tokens % packed:
                 raise DataError(
                     f"data.shuffle_samples = true: this run began with training.seq_len = {place.piece_tokens}, and "
-                    f"pieces of that length would cut the rows of {dataset.url}, which was packed by --seq-len {packed}; "
+                    f"pieces of that length would cut the rows of {dataset.url}, packed by --seq-len {packed}; "
                     "start a new run, with checkpoint.initial_load if its weights are to stay"
+                )
+        saved = saved_place(state)
+        for name in sorted(place.earlier.keys() - saved.earlier.keys()):
+            log.warning(f"data: dataset {name} is left after {place.earlier[name]:,} tokens: not in data.datasets")
+        for dataset in self._datasets:
+            if dataset.hash not in saved.consumed:
+                log.warning(
+                    f"data: {dataset.url} (dataset {dataset.hash}) is new to this run and begins at its first token, "
+                    "also if it was prepared anew from what the run has read before"
                 )
         self._stop_prefetch()
         self._place = place

@@ -22,6 +22,7 @@ from checkpoint.hf import model_config
 from checkpoint.stores import CheckpointError
 from config import ConfigError, load_config, to_toml
 from data.prepare import main as prepare
+from data.shards import DataError, open_dataset
 from generate import main as generate
 from models import MODELS
 from tests.harness import run_ranks
@@ -206,6 +207,29 @@ def test_resume_at_another_world_size_sees_the_same_tokens(single: Path, dataset
     run_ranks(1, run, arguments, start_group=False)
     assert column(tmp_path / "run", "tokens") == column(single, "tokens")
     torch.testing.assert_close(column(tmp_path / "run", "loss"), column(single, "loss"), rtol=1e-6, atol=0)
+
+
+def refusal(arguments: list[str], own: list[str]) -> str:
+    """What train.py says where this rank has one setting of its own."""
+    with pytest.raises(DataError) as refused:
+        train(load_config([*arguments, own[int(os.environ["RANK"])]]))
+    assert refused.value.agreed
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("setting", ["data.datasets", "validation.datasets", "training.seq_len"])
+def test_ranks_that_would_read_different_data_do_not_start(setting: str, dataset: Path, tmp_path: Path) -> None:
+    """As where each node has a copy of its own, and one was prepared in another way."""
+    command = [f"--source={dataset.parent / 'text'}", f"--output={tmp_path / 'set'}", f"--tokenizer={dataset}"]
+    prepare([*command, "--validation-fraction=0.1", "--block-mb=0.01"])
+    own = {"training.seq_len": ["32", "16"]}.get(setting, [str(dataset), str(tmp_path / "set")])
+    shown = [value if value.isdigit() else open_dataset(value).hash for value in own]
+    words = [*SMALL, f"--data.datasets={dataset}", f"--run.folder={tmp_path / 'run'}"]
+    words = [word for word in words if not word.startswith(f"--{setting}=")]
+    said = run_ranks(2, refusal, words, [f"--{setting}={value}" for value in own], start_group=False)
+    assert said[0] == said[1]
+    assert f": {shown[1]} on rank 1, {shown[0]} on rank 0; every node needs the same copy of the data" in said[0]
+    assert not (tmp_path / "run").exists()
 
 
 def test_steps_may_change_on_resume_and_the_change_is_recorded(dataset: Path, tmp_path: Path) -> None:

@@ -205,6 +205,23 @@ def test_a_mixture_goes_on_where_it_stood_whatever_order_its_datasets_have(folde
         after.close()
 
 
+def test_a_resume_names_the_datasets_that_begin_and_those_that_are_left(folders, caplog):
+    a, b = (open_dataset(str(folder)).hash for folder in folders[:2])
+    left = f"dataset {a} is left after 64 tokens"
+    begins = f"{folders[1]} (dataset {b}) is new to this run and begins at its first token"
+    state = None
+    for chosen, expected in (([0], []), ([0], []), ([1], [left, begins]), ([1, 0], []), ([1, 0], [])):
+        caplog.clear()
+        loader = build_dataloader(config_of([folders[i] for i in chosen], training__seq_len=4), 0, 1)
+        if state:
+            loader.load_state_dict(stored(state))
+        loader.next_step()
+        state = loader.state_dict()
+        loader.close()
+        assert len(caplog.messages) == len(expected)
+        assert all(part in line for part, line in zip(expected, caplog.messages, strict=True))
+
+
 def test_a_closed_loader_says_so(folders):
     loader = build_dataloader(config_of(folders[:1], training__seq_len=7, training__local_batch_size=1), 0, 1)
     loader.close()
