@@ -13,7 +13,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from typing import IO, Any, TypeVar, cast
 
@@ -55,18 +55,22 @@ class S3Store:
         self.url = url.rstrip("/")
         self.bucket, _, self.prefix = self.url.removeprefix("s3://").partition("/")
         self.visibility_seconds = visibility_seconds
-        self.client = botocore.session.get_session().create_client(
-            "s3",
-            region_name=os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1",
-            config=Config(
-                connect_timeout=CONNECT_SECONDS,
-                read_timeout=request_seconds,
-                retries={"total_max_attempts": 1},  # repeated below, where what may be repeated is known
-                max_pool_connections=64,
-                request_checksum_calculation="when_required",  # not every S3 API knows the newer checksums
-                response_checksum_validation="when_required",
-            ),
+        config = Config(
+            connect_timeout=CONNECT_SECONDS,
+            read_timeout=request_seconds,
+            retries={"total_max_attempts": 1},  # repeated below, where what may be repeated is known
+            max_pool_connections=64,
+            request_checksum_calculation="when_required",  # not every S3 API knows the newer checksums
+            response_checksum_validation="when_required",
         )
+        try:
+            session = botocore.session.get_session()  # which does not know AWS_REGION
+            region = os.environ.get("AWS_REGION") or session.get_config_variable("region") or "us-east-1"
+            self.client = session.create_client("s3", region_name=region, config=config)
+        except (BotoCoreError, ValueError) as error:
+            raise CheckpointError(
+                f"{self.url}: {error}; check AWS_PROFILE, AWS_REGION and AWS_ENDPOINT_URL_S3"
+            ) from None
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
         sizes: dict[str, int] = {}
@@ -124,10 +128,14 @@ class S3Store:
 
     def remove(self, names: list[str]) -> None:
         # One request each: DeleteObjects answers 200 even where it removed nothing.
-        if names:
-            self._call("delete_object", names[0], Key=self._key(names[0]))
+        def delete(name: str) -> None:
+            with suppress(_NotFoundError):  # where a store says so
+                self._call("delete_object", name, Key=self._key(name))
+
+        for name in names[:1]:
+            delete(name)
         with ThreadPoolExecutor(8) as threads:
-            list(threads.map(lambda name: self._call("delete_object", name, Key=self._key(name)), names[1:]))
+            list(threads.map(delete, names[1:]))
 
     def abort_uploads(self, older_than_seconds: float) -> None:
         root = f"{self.prefix}/" if self.prefix else ""  # without the slash `run` would reach into `run-2`
@@ -239,13 +247,18 @@ class _MultipartStream(io.RawIOBase):
             self._call("complete_multipart_upload", UploadId=self.upload_id, MultipartUpload={"Parts": tags})
         except _NotFoundError:
             # No such upload: it was completed by an attempt whose answer got lost, or it was aborted by somebody.
-            if self._call("head_object")["ContentLength"] != self.size:
-                raise
+            place = {"Bucket": self.store.bucket, "Key": self.store._key(self.name)}
+            with suppress(DamagedError):
+                head = self.store._visible(self.name, lambda: self.store.client.head_object(**place))
+                if head["ContentLength"] == self.size:
+                    return
+            raise
 
     def abort(self) -> None:
         """Leave nothing behind, as far as the store can still be reached."""
         for part in self.parts:
             part.cancel()
+        wait(self.parts)  # one that arrives after the abort would stay
         if self.upload_id:
             with suppress(CheckpointError):
                 self._call("abort_multipart_upload", UploadId=self.upload_id)

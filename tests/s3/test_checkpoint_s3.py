@@ -1,26 +1,36 @@
 """Checkpoints on a real S3 server, and behind a proxy that makes it misbehave."""
 
+import concurrent.futures
+import io
+import itertools
 import os
 import random
+import threading
 import time
+from contextlib import nullcontext
+from datetime import datetime, timezone
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from botocore.exceptions import ClientError
 
 from checkpoint import s3
 from checkpoint.hf import export_model, import_model
 from checkpoint.retention import committed, remove_checkpoints
 from checkpoint.s3 import S3Store
-from checkpoint.stores import CheckpointError, open_store
+from checkpoint.stores import CheckpointError, DamagedError, open_store
 from data.tokenizer import train_tokenizer
 from tests.distributed.checkpoint_kills import survive_kills
 from tests.distributed.checkpoint_runs import Run, load_run, same, train_run
 from tests.harness import run_ranks
+from tests.s3.server import s3_environment
 from tests.unit.test_llama import hf_model
 
 # Short waits, so that what is never answered is soon given up.
 WAITS = {"request_timeout_seconds": 10, "visibility_seconds": 1.0, "interval": 1, "keep": 2}
+INITIATED = datetime(2020, 1, 1, tzinfo=timezone.utc)
 DAMAGES = int(os.environ.get("DAMAGES", "12"))
 
 
@@ -100,6 +110,179 @@ def test_every_damage_is_found_and_named_and_the_one_before_is_used(two_steps, c
         assert file in caplog.text
         store.put(file, intact)
     assert run.checkpoint.load() == 2
+
+
+# ---------------------------------------------------------------- without a server
+
+
+class Client:
+    """Answers as `answers` say, by method, and keeps the requests."""
+
+    def __init__(self, **answers):
+        self.answers, self.requests = answers, []
+
+    def __getattr__(self, method):
+        def call(**arguments):
+            self.requests.append((method, arguments))
+            return self.answers[method](arguments)
+
+        return call
+
+
+def error(code, status):
+    return ClientError({"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}, "method")
+
+
+@pytest.fixture
+def stubbed(monkeypatch):
+    """A function that makes a store with such a client."""
+    for name, value in s3_environment("http://127.0.0.1:9").items():
+        monkeypatch.setenv(name, value)
+
+    def build(**answers):
+        store = store_at("s3://bucket/run")
+        store.client = Client(**answers)
+        return store
+
+    return build
+
+
+def test_listings_of_many_pages_are_read_to_the_end(stubbed):
+    def page(kind, names, arguments):
+        start = int(arguments.get("ContinuationToken", arguments.get("KeyMarker", 0)))
+        entries = [{"Key": f"run/{name}", "Size": 1, "Initiated": INITIATED, "UploadId": name} for name in names]
+        more = {"IsTruncated": start + 2 < len(names), "NextContinuationToken": f"{start + 2}"}
+        return {kind: entries[start : start + 2], **more, "NextKeyMarker": f"{start + 2}", "NextUploadIdMarker": "x"}
+
+    names = [f"step-0000000{i}-0123456789ab/x" for i in range(5)]
+    store = stubbed(
+        list_objects_v2=partial(page, "Contents", names),
+        list_multipart_uploads=partial(page, "Uploads", names),
+        abort_multipart_upload=lambda arguments: {},
+    )
+    assert store.sizes() == dict.fromkeys(names, 1)
+    store.abort_uploads(10)
+    assert [sent["UploadId"] for method, sent in store.client.requests if method.startswith("abort")] == names
+
+
+def test_parts_grow_so_that_no_upload_has_too_many(stubbed, monkeypatch):
+    monkeypatch.setattr(s3, "PART_BYTES", 8)
+    data, parts = os.urandom(8 * 1000 + 16 * 1000 + 32 + 5), {}
+
+    def keep(arguments):
+        parts[arguments["PartNumber"]] = bytes(arguments["Body"])
+        return {"ETag": str(arguments["PartNumber"])}
+
+    store = stubbed(
+        create_multipart_upload=lambda arguments: {"UploadId": "u"},
+        upload_part=keep,
+        complete_multipart_upload=lambda arguments: {},
+    )
+    with store.create("file") as stream:
+        for start in range(0, len(data), 1001):
+            stream.write(data[start : start + 1001])
+    assert [len(parts[number]) for number in sorted(parts)] == [8] * 1000 + [16] * 1000 + [32, 5]
+    assert b"".join(parts[number] for number in sorted(parts)) == data
+    (tags,) = [sent["MultipartUpload"]["Parts"] for method, sent in store.client.requests if method.startswith("compl")]
+    assert tags == [{"PartNumber": number, "ETag": str(number)} for number in sorted(parts)]
+
+
+def test_a_large_range_is_read_in_pieces(stubbed, monkeypatch):
+    monkeypatch.setattr(s3, "READ_BYTES", 10)
+    data = bytes(range(200))
+
+    def get(arguments):
+        first, last = map(int, arguments["Range"].removeprefix("bytes=").split("-"))
+        return {"Body": io.BytesIO(data[first : last + 1])}
+
+    store, view = stubbed(get_object=get), memoryview(bytearray(95))
+    store.read_into("file", 50, view)
+    assert view == data[50:145]
+    assert len(store.client.requests) == 10
+    with pytest.raises(DamagedError, match="ends at byte 200"):
+        store.read_into("file", 120, view)
+
+
+def test_an_upload_is_aborted_once_no_part_is_under_way(stubbed, monkeypatch):
+    monkeypatch.setattr(s3, "PART_BYTES", 8)
+    sent, arrives, order = threading.Event(), threading.Event(), []
+
+    def part(arguments):
+        if arguments["PartNumber"] == 1:
+            assert sent.wait(20)
+            raise error("AccessDenied", 403)
+        sent.set()
+        assert arrives.wait(20)
+        order.append("part")
+        return {"ETag": "e"}
+
+    def abort(arguments):
+        order.append("abort")
+        arrives.set()
+        return {}
+
+    def wait(parts):
+        arrives.set()
+        return concurrent.futures.wait(parts)
+
+    monkeypatch.setattr(s3, "wait", wait, raising=False)
+    create = {"create_multipart_upload": lambda arguments: {"UploadId": "u"}}
+    store = stubbed(**create, upload_part=part, abort_multipart_upload=abort)
+    with pytest.raises(CheckpointError, match="not allowed"), store.create("file") as stream:
+        stream.write(bytes(16))
+    assert order == ["part", "abort"]
+
+
+@pytest.mark.parametrize(("heads", "whole"), [([404, 20], True), ([19], False), ([404] * 99, False)])
+def test_a_completion_whose_answer_got_lost_is_looked_for_until_it_is_seen(stubbed, monkeypatch, quick, heads, whole):
+    monkeypatch.setattr(s3, "PART_BYTES", 8)
+    monkeypatch.setattr(s3.time, "monotonic", partial(next, itertools.count()))
+    answers = iter(heads)
+
+    def complete(arguments):
+        raise error("NoSuchUpload", 404)
+
+    def head(arguments):
+        if (answer := next(answers)) == 404:
+            raise error("NotFound", 404)
+        return {"ContentLength": answer}
+
+    store = stubbed(
+        create_multipart_upload=lambda arguments: {"UploadId": "u"},
+        upload_part=lambda arguments: {"ETag": "e"},
+        complete_multipart_upload=complete,
+        head_object=head,
+        abort_multipart_upload=lambda arguments: {},
+    )
+    store.visibility_seconds = 5
+    expected = nullcontext() if whole else pytest.raises(CheckpointError, match="NoSuchUpload")
+    with expected, store.create("file") as stream:
+        stream.write(bytes(20))
+
+
+def test_what_is_gone_already_is_removed(stubbed):
+    def delete(arguments):
+        if arguments["Key"] != "run/c":
+            raise error("NoSuchKey", 404)
+        return {}
+
+    store = stubbed(delete_object=delete)
+    store.remove(["a", "b", "c"])
+    assert sorted(sent["Key"] for _, sent in store.client.requests) == ["run/a", "run/b", "run/c"]
+
+
+def test_the_region_of_the_profile_is_used_and_settings_that_do_not_fit_are_named(monkeypatch, tmp_path):
+    (tmp_path / "config").write_text("[default]\nregion = eu-central-1\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    for name in ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    assert store_at("s3://bucket/x").client.meta.region_name == "eu-central-1"
+    monkeypatch.setenv("AWS_REGION", "us-west-2")
+    assert store_at("s3://bucket/x").client.meta.region_name == "us-west-2"
+    for name, value in (("AWS_ENDPOINT_URL_S3", "localhost:9000"), ("AWS_PROFILE", "nobody")):
+        monkeypatch.setenv(name, value)
+        with pytest.raises(CheckpointError, match=rf"s3://bucket/x: .*{value}.*check AWS_PROFILE"):
+            store_at("s3://bucket/x")
 
 
 # ---------------------------------------------------------------- a store that shows things late
