@@ -218,14 +218,14 @@ def loaders(root: Path, quick: bool) -> tuple[list[Row], Bars]:
         ]
     found = _measure_all(rows)
     ours = found[0]
-    streaming = max((row["Mtok/s"] for row in found if row["loader"].startswith("streaming")), default=None)
+    rates = [row["Mtok/s"] for row in found if row["loader"].startswith("streaming") and "note" not in row]
     bars = [
         ("loaders: 200 M tokens per CPU second", ours["Mtok/s/cpu"] >= 200),
         ("loaders: state of at most 1 KB", ours["state_bytes"] <= 1024),
         ("loaders: resume within 50 ms", ours["resume_ms"] <= 50),
     ]
-    if streaming:
-        bars.append(("loaders: 5 times MosaicML streaming at its best", ours["Mtok/s"] >= 5 * streaming))
+    if rates:
+        bars.append(("loaders: 5 times MosaicML streaming at its best", ours["Mtok/s"] >= 5 * max(rates)))
     return found, bars
 
 

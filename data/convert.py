@@ -30,7 +30,16 @@ from data.shards import DataError, token_type
 from data.sources import list_files
 from data.tokenizer import Tokenizer, load_tokenizer
 from data.workers import locked
-from data.writer import WrittenShard, refuse_finished, remove_dataset, token_dtype, write_manifest, write_shard
+from data.writer import (
+    WrittenShard,
+    check_output,
+    refuse_finished,
+    refuse_too_large,
+    remove_dataset,
+    token_dtype,
+    write_manifest,
+    write_shard,
+)
 
 # The codes of Megatron-LM's megatron/core/datasets/indexed_dataset.py
 MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
@@ -53,18 +62,23 @@ def nanogpt_documents(path: Path, eos_id: int) -> Iterator[np.ndarray]:
 
 def megatron_documents(path: Path, eos_id: int) -> Iterator[np.ndarray]:
     """The documents of PREFIX.bin, by the index PREFIX.idx beside it."""
-    index = path.with_suffix(".idx").read_bytes()
+    index_path = path.with_suffix(".idx")
+    if not index_path.is_file():
+        raise DataError(f"{path}: its index {index_path} is missing")
+    index = index_path.read_bytes()
     if index[:9] != MEGATRON_MAGIC or len(index) < 34:
-        raise DataError(f"{path.with_suffix('.idx')}: not a Megatron index")
+        raise DataError(f"{index_path}: not a Megatron index")
     version, sequences, documents = (int(np.frombuffer(index, "<u8", 1, at)[0]) for at in (9, 18, 26))
     if version != 1 or index[17] not in MEGATRON_DTYPES:
-        raise DataError(
-            f"{path.with_suffix('.idx')}: version {version}, type {index[17]}; integers of version 1 are read"
-        )
+        raise DataError(f"{index_path}: version {version}, type {index[17]}; integers of version 1 are read")
+    if len(index) < 34 + 12 * sequences + 8 * documents:
+        raise DataError(f"{index_path}: is cut short")
     sizes = np.frombuffer(index, "<i4", sequences, 34)
     pointers = np.frombuffer(index, "<i8", sequences, 34 + 4 * sequences)
     bounds = np.frombuffer(index, "<i8", documents, 34 + 12 * sequences)
     dtype = np.dtype(MEGATRON_DTYPES[index[17]])
+    if (pointers + sizes.astype(np.int64) * dtype.itemsize).max(initial=1) > path.stat().st_size:
+        raise DataError(f"{path}: is cut short, or {index_path} belongs to another file")
     content = np.memmap(path, "u1", "r")
     for first, stop in pairwise(bounds):
         yield np.concatenate(
@@ -106,9 +120,10 @@ def convert(
     overwrite: bool = False,
 ) -> dict[str, Any]:
     """Convert; `--help` says what the parameters mean. Returns the manifest. Raises DataError, TokenizerError."""
-    folder = Path(output)
-    refuse_finished(folder, overwrite)
+    folder = check_output(output, overwrite, validation_fraction, block_mb, shard_mb)
     chosen = load_tokenizer(tokenizer, eos_token)
+    if remote := [source for source in sources if "://" in source]:
+        raise DataError(f"--source {remote[0]}: must be on this machine")
     paths = [Path(file.url) for file in list_files(sources)]
     with locked(folder):
         refuse_finished(folder, overwrite)
@@ -162,10 +177,11 @@ class _Writer:
     def _write(self) -> None:
         if not self._documents:
             return
-        offsets = np.cumsum([0, *map(len, self._documents)]).astype(np.int32)
-        values = np.concatenate(self._documents)
-        documents = pa.ListArray.from_arrays(offsets, values, type=token_type(self._dtype))
         number = len(self._written)
+        offsets = np.cumsum([0, *map(len, self._documents)])
+        refuse_too_large(int(offsets[-1]), number)
+        values = np.concatenate(self._documents)
+        documents = pa.ListArray.from_arrays(offsets.astype(np.int32), values, type=token_type(self._dtype))
         self._written.append(write_shard(self._folder, self._split, number, documents, self._block_bytes))
         self._documents, self._bytes = [], 0
 

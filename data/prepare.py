@@ -38,7 +38,9 @@ from data.workers import locked, run_all
 from data.writer import (
     PARTS,
     WrittenShard,
+    check_output,
     refuse_finished,
+    refuse_too_large,
     remove_dataset,
     remove_parts,
     token_dtype,
@@ -49,6 +51,7 @@ from data.writer import (
 
 BATCH_BYTES = 4 * 2**20  # text tokenised in one call
 PART_TOKENS = 32 * 2**20  # tokens a process holds before it writes a part
+VOCAB_SIZE = 4096  # of a tokenizer that is trained, unless said
 TOKENIZER_SAMPLE_BYTES = 64 * 2**20  # text a tokenizer is trained on
 
 
@@ -95,7 +98,7 @@ def prepare(
     sources: Sequence[str],
     output: str,
     tokenizer: str = "",
-    vocab_size: int = 4096,
+    vocab_size: int = 0,
     eos_token: str = "",
     text_key: str = "text",
     max_characters: int = 0,
@@ -114,8 +117,16 @@ def prepare(
 
     Raises DataError or TokenizerError.
     """
-    folder = Path(output)
-    refuse_finished(folder, overwrite)
+    folder = check_output(output, overwrite, validation_fraction, block_mb, shard_mb)
+    if tokenizer and vocab_size:
+        raise DataError(f"--vocab-size {vocab_size}: is for a tokenizer that is trained, without --tokenizer")
+    if eos_token and not tokenizer:
+        raise DataError(f"--eos-token {eos_token}: is for --tokenizer; one that is trained has its own")
+    vocab_size = vocab_size or VOCAB_SIZE
+    if vocab_size < 257:
+        raise DataError(f"--vocab-size {vocab_size}: must be at least 257, for each byte and the end of a document")
+    if format != "text" and text_key != "text":
+        raise DataError(f"--text-key {text_key}: is for --format text; give --example-keys")
     example_keys = example_keys or KEYS.get(format, "")
     if format != "text":
         check_examples(tokenizer, seq_len, max_characters, example_keys, format)
@@ -348,8 +359,7 @@ def _shuffled_documents(parts: Path, bucket: int) -> pa.ListArray:
         with pa.OSFile(str(path)) as part:  # read, not mapped: there may be more parts than open files are allowed
             batches.append(pa.ipc.open_file(part).get_batch(bucket))
     table = pa.Table.from_batches(batches)
-    if sum(len(chunk.values) for chunk in table.column("tokens").chunks) >= 2**31:
-        raise DataError(f"shard {bucket} would hold 2^31 tokens or more; give a smaller --shard-mb")
+    refuse_too_large(sum(len(chunk.values) for chunk in table.column("tokens").chunks), bucket)
     words = table.column("word").to_numpy()
     tokens = table.column("tokens").combine_chunks()
     return tokens.take(pa.array(np.argsort(words, kind="stable")))
@@ -383,7 +393,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     add("--output", required=True, help="folder of the dataset")
     add("--tokenizer", default="", help="tokenizer.json, or a folder with one; default: train one on the text")
-    add("--vocab-size", type=int, default=4096, help="tokens of a trained tokenizer (default %(default)s)")
+    add("--vocab-size", type=int, default=0, help=f"tokens of a trained tokenizer (default {VOCAB_SIZE})")
     add("--eos-token", default="", help="token that ends a document; default: the tokenizer's own")
     add(
         "--format",
@@ -406,9 +416,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--overwrite", action="store_true", help="replace a finished dataset")
     add("--dry-run", action="store_true", help="read everything, count it and write nothing")
     arguments = vars(parser.parse_args(argv))
-    for name, least in (("max_characters", 0), ("processes", 0), ("block_mb", 1e-6), ("shard_mb", 1e-6)):
-        if arguments[name] < least:
-            parser.error(f"--{name.replace('_', '-')} {arguments[name]}: must be {'above' if least else 'at least'} 0")
+    for name in ("max_characters", "processes"):
+        if arguments[name] < 0:
+            parser.error(f"--{name.replace('_', '-')} {arguments[name]}: must be at least 0")
     arguments["sources"] = arguments.pop("source")
     try:
         if arguments.pop("dry_run"):

@@ -66,9 +66,11 @@ def open_folder(url: str, data: Data) -> Folder:
     url = url.rstrip("/")
     if "://" not in url:
         return LocalFolder(url)
-    own = Path(tempfile.gettempdir()) / f"titanite-data-{os.getuid()}"  # other users may not write there
-    cache = Path(data.cache_folder or own)
-    return RemoteFolder(url, Cache(cache, int(data.cache_gb * 1e9)), data.retry_seconds)
+    own = Path(tempfile.gettempdir()) / f"titanite-data-{os.getuid()}"
+    cache = Cache(Path(data.cache_folder or own), int(data.cache_gb * 1e9))
+    if not data.cache_folder and (own.is_symlink() or own.stat().st_uid != os.getuid()):
+        raise StorageError(f"data.cache_folder: {own} was made by another user, who can write there; set another")
+    return RemoteFolder(url, cache, data.retry_seconds)
 
 
 class LocalFolder:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -32,9 +33,28 @@ def token_dtype(vocab_size: int) -> str:
     return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
+def check_output(output: str, overwrite: bool, validation_fraction: float, block_mb: float, shard_mb: float) -> Path:
+    """The folder to write a dataset to, if these options make sense. Raises DataError."""
+    for name, value in (("block-mb", block_mb), ("shard-mb", shard_mb)):
+        if not 1e-6 <= value < math.inf:
+            raise DataError(f"--{name} {value}: must be above 0 and finite")
+    if not 0 <= validation_fraction < 1:
+        raise DataError(f"--validation-fraction {validation_fraction}: must be at least 0 and below 1")
+    if "://" in output:
+        raise DataError(f"--output {output}: must be a folder on this machine; copy it from there when it is finished")
+    refuse_finished(Path(output), overwrite)
+    return Path(output)
+
+
 def refuse_finished(folder: Path, overwrite: bool) -> None:
     if (folder / "manifest.json").exists() and not overwrite:
         raise DataError(f"{folder}: already holds a finished dataset; give --overwrite to replace it")
+
+
+def refuse_too_large(tokens: int, shard: int) -> None:
+    """Arrow's lists have offsets of 32 bits."""
+    if tokens >= 2**31:
+        raise DataError(f"shard {shard} would hold {tokens:,} tokens, 2^31 or more; give a smaller --shard-mb")
 
 
 def remove_dataset(folder: Path) -> None:
@@ -112,6 +132,7 @@ def _write_blocks(path: Path, documents: pa.ListArray, offsets: np.ndarray, bloc
                 )
                 first = stop
         sink.flush()
+        os.fsync(sink.fileno())
     temporary.replace(path)
     return blocks
 

@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import tempfile
 import threading
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -125,6 +126,18 @@ def test_what_another_process_removes_at_once_can_still_be_used(tmp_path):
         finally:
             done.set()
         removal.result()
+
+
+@pytest.mark.parametrize("kind", ["another user's", "a link"])
+def test_a_cache_folder_that_another_user_made_is_not_used(tmp_path, monkeypatch, kind):
+    user = os.getuid() + (kind == "another user's")
+    own = tmp_path / f"titanite-data-{user}"
+    own.symlink_to(tmp_path) if kind == "a link" else own.mkdir()
+    monkeypatch.setattr(os, "getuid", lambda: user)
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    with pytest.raises(StorageError, match=rf"data\.cache_folder: {own} was made by another user"):
+        open_folder("memory://set", data_config("memory://set").data)
+    open_folder("memory://set", data_config("memory://set", data__cache_folder=str(own)).data)
 
 
 def test_a_damaged_cache_is_fetched_again(remote, tmp_path):

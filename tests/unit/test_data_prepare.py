@@ -22,17 +22,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from fsspec.spec import AbstractBufferedFile
-from tokenizers import AddedToken
+from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers.processors import TemplateProcessing
 
+from benchmarks import data as data_benchmark
+from data import convert as convert_module
 from data import prepare as prepare_module
 from data import sources, verify
 from data.convert import convert
+from data.convert import main as convert_main
 from data.prepare import count, main, prepare
 from data.shards import DataError
 from data.tokenizer import Tokenizer, TokenizerError, load_tokenizer, train_tokenizer
-from tests.corpus import stored_blocks
+from tests.corpus import stored_blocks, write_dataset
 
 ROOT = Path(__file__).parents[2]
 WORDS = [
@@ -647,12 +650,29 @@ def test_the_tokenizer_is_learnt_from_all_kinds_of_a_few_large_units(monkeypatch
     assert sampled == units
 
 
-@pytest.mark.parametrize("flag", ["--shard-mb=0", "--block-mb=-1", "--max-characters=-5", "--processes=-1"])
-def test_sizes_that_make_no_sense_are_refused(tmp_path, flag, capsys):
-    with pytest.raises(SystemExit):
-        main(["--source=stdlib", f"--output={tmp_path / 'out'}", flag])
-    assert f"error: {flag.partition('=')[0]}" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+TO_BOTH = ["--shard-mb=0.0", "--block-mb=-1.0", "--block-mb=inf", "--validation-fraction=1.0"]
+TO_BOTH += ["--validation-fraction=-0.1", "--validation-fraction=nan", "--output=s3://bucket/out"]
+TO_PREPARE = ["--max-characters=-5", "--processes=-1", "--vocab-size=256", "--eos-token=</s>"]
+TO_PREPARE += ["--vocab-size=300 --tokenizer=T", "--text-key=body --format=chat"]
+
+
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [*((convert_main, flags) for flags in TO_BOTH), *((main, flags) for flags in TO_BOTH + TO_PREPARE)],
+)
+def test_options_that_make_no_sense_are_refused(texts, tokenizer_folder, tmp_path, monkeypatch, command, flags, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "in.jsonl", texts)
+    np.arange(400, dtype="<u2").tofile("in.bin")
+    words = ["--source=in.jsonl", "--output=out", "--processes=1"]
+    if command is convert_main:
+        words = ["--source=in.bin", "--output=out", "--format=nanogpt", f"--tokenizer={tokenizer_folder}"]
+    files = set(tmp_path.iterdir())
+    with pytest.raises(SystemExit) as refusal:
+        command([*words, *flags.replace("=T", f"={tokenizer_folder}").split()])
+    option, _, value = flags.split()[0].partition("=")
+    assert f"error: {option} {value}: " in capsys.readouterr().err + str(refusal.value)
+    assert set(tmp_path.iterdir()) == files
 
 
 def test_the_standard_library_without_its_tests():
@@ -702,6 +722,50 @@ def test_which_token_ends_a_document(texts, tmp_path):
     assert load_tokenizer(folder, "<|begin_of_text|>").eos_token == "<|begin_of_text|>"
     with pytest.raises(TokenizerError, match=r"has no token '<pad>'; its special tokens are .*<\|end_of_text\|>"):
         load_tokenizer(folder, "<pad>")
+
+
+def without_unknown(raw: RawTokenizer) -> RawTokenizer:
+    raw.add_special_tokens([AddedToken("</s>", special=True)])
+    return raw
+
+
+def byte_level(texts, token: AddedToken, template: str = "$A") -> RawTokenizer:
+    raw = train_tokenizer(texts, 300).raw
+    raw.add_tokens([token])
+    names = [name for name in template.split() if name != "$A"]
+    raw.post_processor = TemplateProcessing(template, special_tokens=[(name, raw.token_to_id(name)) for name in names])
+    return raw
+
+
+@pytest.mark.parametrize("kind", ["not special", "Unigram", "WordLevel"])
+def test_a_token_that_a_text_can_spell_out_does_not_end_documents(texts, kind):
+    if kind == "not special":
+        raw = byte_level(texts, AddedToken("</s>", special=False))
+    elif kind == "Unigram":
+        pieces = [("<unk>", 0.0), ("</s>", 0.0), *((letter, -5.0) for letter in "▁a</s>")]
+        raw = without_unknown(RawTokenizer(models.Unigram(pieces, unk_id=0)))
+    else:
+        raw = without_unknown(RawTokenizer(models.WordLevel({"</s>": 0, "a": 1}, unk_token="a")))
+        raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    with pytest.raises(TokenizerError, match=r"^mine: a text that spells out '</s>' would become that token"):
+        Tokenizer(raw, "</s>", "mine")
+
+
+@pytest.mark.parametrize("model", [models.WordLevel({"</s>": 0, "A": 1}), models.BPE({"</s>": 0, "A": 1}, [])])
+def test_a_vocabulary_without_letters_is_refused(model):
+    with pytest.raises(TokenizerError, match=r"^mine: cannot encode the letter a: "):
+        Tokenizer(without_unknown(RawTokenizer(model)), "</s>", "mine")
+
+
+@pytest.mark.parametrize(("template", "bos"), [("</s> $A", []), ("</s> <|endoftext|> $A </s>", ["<|endoftext|>"])])
+def test_an_eos_that_the_template_puts_before_a_text_is_left_out(texts, template, bos):
+    """OPT's and GPT-2's bos is their eos."""
+    raw = byte_level(texts, AddedToken("</s>", special=True), template)
+    tokenizer = Tokenizer(raw, "</s>")
+    assert [raw.id_to_token(token) for token in tokenizer.prefix] == bos
+    (document,) = tokenizer.encode_documents(["text"])
+    assert document.count(tokenizer.eos_id) == 1
+    assert document[-1] == tokenizer.eos_id
 
 
 def test_saving_keeps_the_fingerprint_and_the_encoding(texts, tmp_path):
@@ -767,9 +831,45 @@ def test_tokens_of_another_vocabulary_are_refused(tokenizer_folder, tmp_path):
         DataError, match=r"a\.bin, document 1: token id 5000 is not in the tokenizer's vocabulary of 400"
     ):
         convert([str(tmp_path / "a.bin")], str(tmp_path / "out"), "nanogpt", str(tokenizer_folder))
-    (tmp_path / "a.idx").write_bytes(b"x" * 50)
-    with pytest.raises(DataError, match="not a Megatron index"):
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data, index: index.unlink(), r"a\.bin: its index .*a\.idx is missing"),
+        (lambda data, index: index.write_bytes(b"x" * 50), r"a\.idx: not a Megatron index"),
+        (lambda data, index: index.write_bytes(index.read_bytes()[:-8]), r"a\.idx: is cut short"),
+        (lambda data, index: data.write_bytes(data.read_bytes()[:-4]), r"a\.bin: is cut short, or .*a\.idx belongs to"),
+        (lambda data, index: data.write_bytes(b""), r"a\.bin: is cut short"),
+    ],
+)
+def test_damaged_megatron_files_are_named(tokenizer_folder, tmp_path, change, message):
+    write_megatron(tmp_path, [[5, 6], [7, 8, 9]], 0)
+    change(tmp_path / "a.bin", tmp_path / "a.idx")
+    with pytest.raises(DataError, match=message):
         convert([str(tmp_path / "a.bin")], str(tmp_path / "out"), "megatron", str(tokenizer_folder))
+
+
+def test_files_to_convert_are_local(tokenizer_folder, tmp_path):
+    with pytest.raises(DataError, match=r"--source s3://bucket/a\.bin: must be on this machine"):
+        convert(["s3://bucket/a.bin"], str(tmp_path / "out"), "nanogpt", str(tokenizer_folder))
+
+
+def test_a_shard_of_more_tokens_than_arrow_counts_is_refused(tmp_path):
+    writer = convert_module._Writer(tmp_path, "train", "uint16", 2**20, 2**40)
+    for _ in range(2):
+        writer.add(np.broadcast_to(np.uint16(5), 2**30))  # no memory behind it
+    with pytest.raises(DataError, match=r"shard 0 would hold 2,147,483,648 tokens, .* smaller --shard-mb"):
+        writer.finish()
+
+
+def test_every_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    synced, named, fsync, replace = [], [], os.fsync, Path.replace
+    monkeypatch.setattr(os, "fsync", lambda file: (synced.append(os.readlink(f"/proc/self/fd/{file}")), fsync(file)))
+    monkeypatch.setattr(Path, "replace", lambda self, name: (named.append(str(self)), replace(self, name)))
+    write_dataset(tmp_path / "set", [[[1, 2, 0]]], validation=[[5, 0]])
+    assert len(named) == 6
+    assert synced == named
 
 
 def test_long_texts_are_cut_at_line_ends_and_nothing_is_lost() -> None:
@@ -781,3 +881,16 @@ def test_long_texts_are_cut_at_line_ends_and_nothing_is_lost() -> None:
     assert sum(len(piece) < 900 for piece in cut) <= 2
     assert list(sources.pieces(text, 0)) == [text]
     assert list(sources.pieces("", 10)) == [""]
+
+
+def test_a_loader_that_fails_in_the_benchmark_loses_no_row_of_the_others(tmp_path, monkeypatch):
+    def measured(row):
+        rate = {"note": "failed"} if row[0] == "streaming" else {"Mtok/s": 60.0 if row[0] == "titanite" else 10.0}
+        return {"loader": row[0], "Mtok/s/cpu": 1, "state_bytes": 1, "resume_ms": 1, **rate}
+
+    for name, stub in (("corpus", lambda *_, **__: ([], [])), ("write_ours", Mock()), ("write_peer", lambda *_: "")):
+        monkeypatch.setattr(data_benchmark, name, stub)
+    monkeypatch.setattr(data_benchmark, "in_own_process", measured)
+    rows, bars = data_benchmark.loaders(tmp_path, quick=True)
+    assert len(rows) == 4 + sum(len(peer.workers) for peer in data_benchmark.PEERS.values())
+    assert bars[-1] == ("loaders: 5 times MosaicML streaming at its best", True)
