@@ -21,7 +21,7 @@ from config import Config, grad_accum_steps
 from data.ledger import Ledger
 from data.order import Segment
 from data.place import StepShape, first_place, saved_place
-from data.shards import DataError, check_datasets, open_dataset
+from data.shards import DataError, check_datasets, open_dataset, with_chat_template
 from data.stream import Stream, open_streams
 from data.tokenizer import Tokenizer
 
@@ -114,7 +114,7 @@ class DataLoader:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that made the data; all datasets share it."""
-        return self._datasets[0].tokenizer()
+        return with_chat_template(self._datasets).tokenizer()
 
     @property
     def tokens_seen(self) -> int:

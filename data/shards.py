@@ -14,7 +14,7 @@ A dataset for fine-tuning is packed: see data.packing. Imports no torch.
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -259,6 +259,11 @@ def _read(folder: Folder, name: str) -> bytes:
         ) from None
 
 
+def with_chat_template(datasets: Sequence[Dataset]) -> Dataset:
+    """The one whose tokenizer has the chat template of a run on all: a packed one before others, else the first."""
+    return max(datasets, key=lambda dataset: bool(dataset.chat_template) * (1 + dataset.splits["train"].packed_seq_len))
+
+
 def check_datasets(config: Config) -> None:
     """Refuse data that cannot be trained on: manifests, file sizes, tokenizer, number of tokens.
 
@@ -267,6 +272,7 @@ def check_datasets(config: Config) -> None:
     Raises DataError, StorageError, TokenizerError.
     """
     datasets = [open_dataset(url, config.data) for url in config.data.datasets]
+    chat = with_chat_template(datasets)
     for dataset in datasets:
         if dataset.tokenizer_fingerprint != datasets[0].tokenizer_fingerprint:
             raise DataError(
@@ -285,6 +291,12 @@ def check_datasets(config: Config) -> None:
         if "://" not in dataset.url and config.data.on_bad_block == "stop":
             _check_sizes(dataset)
         dataset.check_tokenizer()
+        packed = bool(dataset.splits["train"].packed_seq_len)
+        if packed and dataset.chat_template not in ("", chat.chat_template):
+            raise DataError(
+                f"data.datasets: {dataset.url} was made with another chat template than {chat.url}; prepare one of "
+                "them again with the other's chat_template.jinja as --chat-template"
+            )
     for url in config.validation.datasets:
         dataset = open_dataset(url, config.data)
         dataset.split("validation")

@@ -299,3 +299,28 @@ def test_a_chat_dataset_carries_its_template(tmp_path: Path) -> None:
     assert dataset.tokenizer().chat_template == TEMPLATE
     (tmp_path / "set" / "chat_template.jinja").write_text("another")
     assert any("chat_template.jinja: is not the one" in fault for fault in faults(dataset))
+
+
+def test_a_mixture_has_the_template_of_its_conversations(tmp_path: Path) -> None:
+    text = {"plain": "hi so", "one": TEMPLATE, "other": TEMPLATE + "{# another #}"}
+    conversation = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "so"}]
+    piecewise("▁▁", begin=False).save(tmp_path)
+    for name, template in text.items():
+        row = {"text": template} if name == "plain" else {"messages": conversation}
+        (tmp_path / f"{name}.jsonl").write_text((json.dumps(row) + "\n") * 30)
+        (tmp_path / "template").write_text(template)
+        command = ["--source", str(tmp_path / f"{name}.jsonl"), "--output", str(tmp_path / name), "--processes=1"]
+        command += ["--validation-fraction=0", "--tokenizer", str(tmp_path)]
+        chat = ["--format=chat", "--seq-len=32", "--chat-template", str(tmp_path / "template")]
+        prepare(command if name == "plain" else command + chat)
+
+    def mixture(*names: str) -> Any:
+        data = {"datasets": [str(tmp_path / name) for name in names], "mask_documents": True}
+        return from_dict({"data": data, "training": {"seq_len": 32}, "validation": {"enable": False}})
+
+    for names in (("plain", "one"), ("other", "plain")):  # the plain set's own is its tokenizer's
+        loader = build_dataloader(mixture(*names), 0, 1)
+        assert loader.tokenizer.chat_template == text[max(names, key=["plain", "one", "other"].index)]
+        loader.close()
+    with pytest.raises(TitaniteError, match=f"other was made with another chat template than {tmp_path / 'one'}"):
+        build_dataloader(mixture("plain", "one", "other"), 0, 1)
