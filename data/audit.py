@@ -49,11 +49,24 @@ class Part(NamedTuple):
 
 
 class Auditor:
-    """The datasets of a run, to be read at any place of its order."""
+    """The datasets of a run, to be read at any place of its order.
 
-    def __init__(self, config: Config):
+    Those of `config`, and those that `steps` were taken from and that are not among them. Raises AuditError.
+    """
+
+    def __init__(self, config: Config, steps: Sequence[Step] = ()):
         config = replace(config, data=replace(config.data, on_bad_block="stop"))  # only what the ledger names is masked
         self.datasets: list[Dataset] = [open_dataset(url, config.data) for url in config.data.datasets]
+        urls = {name: url for step in steps for name, url in step.urls.items()}
+        known = {dataset.hash for dataset in self.datasets}
+        for name in [name for name in urls if name not in known]:
+            dataset = open_dataset(urls[name], config.data)
+            if dataset.hash != name:
+                raise AuditError(
+                    f"{dataset.url}: this run has read dataset {name} there, now it holds {dataset.hash}; put it back, "
+                    "or name in data.datasets of the run's config.toml where it is"
+                )
+            self.datasets.append(dataset)
         streams = open_streams(config, self.datasets, ThreadPoolExecutor(8))
         self._streams: dict[str, Stream] = {stream.name: stream for stream in streams}
 
@@ -62,10 +75,7 @@ class Auditor:
         place = saved_place(step.start)
         segment = place.segment
         for dataset, start in zip(*segment.locate(first, count), strict=True):
-            name = segment.datasets[dataset]
-            if name not in self._streams:
-                raise AuditError(f"dataset {name} was read by this run and is not among data.datasets of the config")
-            stream = self._streams[name]
+            stream = self._streams[segment.datasets[dataset]]
             yield stream, stream.runs(int(start), segment.seq_len, place.piece_tokens)
 
     def tokens(self, step: Step, dp_rank: int) -> Iterator[np.ndarray]:
@@ -166,8 +176,9 @@ def prove(run: Path, every: int = 1) -> list[str]:
 
     Raises AuditError naming the first step and rank that does not hold.
     """
-    auditor = Auditor(run_config(run))
+    config = run_config(run)
     steps, void = trained_steps(run)
+    auditor = Auditor(config, steps)
     ranks = range(max(step.shape.dp_size for step in steps))
     recorded = [_last_lines(_read_rank(run, rank) if rank else steps) for rank in ranks]
     checked = 0
@@ -222,7 +233,7 @@ def planned_step(config: Config, number: int) -> Step:
     """Step `number` (from 1) of a run that starts anew with this config on one data-parallel rank."""
     place = first_place(config, [open_dataset(url, config.data) for url in config.data.datasets])
     shape = StepShape(1, config.training.local_batch_size, grad_accum_steps(config.training, 1))
-    return Step(place.state({}), shape, (number - 1) * shape.samples, 0, {})
+    return Step(place.state({}), shape, {}, (number - 1) * shape.samples, 0, {})
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -256,7 +267,7 @@ def _list_steps(options: argparse.Namespace) -> None:
     numbers = range(int(first), int(stop) if stop else int(first) + 1)
     config = run_config(options.run) if options.run else load_config([f"--config={options.config}"])
     steps = trained_steps(options.run)[0] if options.run else []
-    auditor = Auditor(config)
+    auditor = Auditor(config, steps)
     tokenizer = auditor.datasets[0].tokenizer()
     for number in numbers:
         if options.run and not 1 <= number <= len(steps):

@@ -1,7 +1,7 @@
 """The record of what each data-parallel rank was given, for data.audit to prove. Imports no torch.
 
 `data/rank-00000.jsonl` in the run folder, one file for each data-parallel rank: a line for
-every start with the place it goes on from, then a line for every step with the samples of
+every start with the place it goes on from and where its datasets are, then a line for every step with the samples of
 the segment consumed before it and a checksum of the rank's tokens.
 """
 
@@ -20,11 +20,11 @@ from records import open_records, read_records
 class Ledger:
     """Appends to the file of one rank; every line is handed to the system at once."""
 
-    def __init__(self, folder: Path, dp_rank: int, shape: StepShape, state: Mapping[str, Any]):
+    def __init__(self, folder: Path, dp_rank: int, shape: StepShape, state: Mapping[str, Any], urls: Mapping[str, str]):
         path = folder / "data" / f"rank-{dp_rank:05}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open_records(path)
-        self._write({"start": dict(state), "shape": shape._asdict()})
+        self._write({"start": dict(state), "shape": shape._asdict(), "urls": dict(urls)})
 
     def step(self, first: int, tokens: Iterable[np.ndarray], masked: Mapping[str, list[int]]) -> None:
         """A step whose first sample of the segment is `first`, with the rank's microbatches."""
@@ -52,6 +52,7 @@ class Step(NamedTuple):
 
     start: dict[str, Any]  # the state its start went on from
     shape: StepShape
+    urls: dict[str, str]  # of the datasets of that start, by hash
     first: int  # samples of the segment consumed before it
     crc32: int
     masked: dict[str, list[int]]
@@ -65,7 +66,7 @@ def read_ledger(path: Path) -> list[Step]:
     steps: list[Step] = []
     for line in read_records(path):
         if "start" in line:
-            start, shape = line["start"], StepShape(**line["shape"])
+            start, shape, urls = line["start"], StepShape(**line["shape"]), line["urls"]
         else:
-            steps.append(Step(start, shape, line["first"], line["crc32"], line.get("masked", {})))
+            steps.append(Step(start, shape, urls, line["first"], line["crc32"], line.get("masked", {})))
     return steps

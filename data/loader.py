@@ -166,7 +166,8 @@ class DataLoader:
 
         To be called after the state is loaded, by one of the ranks that share a dp_rank.
         """
-        self._ledger = Ledger(run_folder, self._dp_rank, self._shape, self.state_dict())
+        urls = {dataset.hash: dataset.url for dataset in self._datasets}
+        self._ledger = Ledger(run_folder, self._dp_rank, self._shape, self.state_dict(), urls)
 
     def close(self) -> None:
         """Stop reading; no thread of it touches a file or the cache afterwards."""

@@ -13,7 +13,7 @@ from config import to_toml
 from data import audit, verify
 from data.audit import AuditError, prove
 from data.loader import build_dataloader
-from data.shards import open_dataset
+from data.shards import DataError, open_dataset
 from tests.corpus import data_config, stored_blocks, write_dataset
 
 
@@ -147,14 +147,31 @@ def test_a_change_of_the_order_is_found(folders, tmp_path):
         prove(run)
 
 
-def test_other_data_than_was_trained_is_found(folders, tmp_path, run):
-    folder, _ = run
-    config = folder / "config.toml"
-    swapped = config.read_text().replace(str(folders[1]), str(tmp_path / "c"))
-    write_dataset(tmp_path / "c", [[[1, 2, 3, 0]] * 50])
-    config.write_text(swapped)
-    with pytest.raises(AuditError, match=r"is not among data\.datasets of the config"):
-        prove(folder)
+def test_a_run_that_left_a_dataset_is_proven_also_when_that_was_moved(folders, tmp_path, capsys):
+    run, left = tmp_path / "run", shutil.copytree(folders[0], tmp_path / "left")
+    state, _ = run_phase(run, [left, folders[1]], None, 3)
+    run_phase(run, folders[1:], state, 3)
+    lines = prove(run)
+    assert lines[0].startswith("6 steps, 192 tokens")
+    assert [line.split(":")[0] for line in lines[2:]] == [str(folders[1]), str(left)]
+    audit.main(["--run", str(run), "--steps", "1"])
+    assert f" {left}/train-0000" in capsys.readouterr().out
+    moved = left.rename(tmp_path / "moved")
+    config = (run / "config.toml").read_text()
+    (run / "config.toml").write_text(config.replace(f'"{folders[1]}"', f'"{folders[1]}", "{moved}"'))
+    assert prove(run)[:-1] == lines[:-1]
+
+
+def test_other_data_than_was_trained_is_found(folders, tmp_path):
+    run, dropped = tmp_path / "run", shutil.copytree(folders[0], tmp_path / "dropped")
+    state, _ = run_phase(run, [dropped, folders[1]], None, 3)
+    run_phase(run, folders[1:], state, 3)
+    shutil.rmtree(dropped)
+    with pytest.raises(DataError, match=r"dropped/manifest\.json: is missing"):
+        prove(run)
+    write_dataset(dropped, [[[1, 2, 3, 0]] * 50])
+    with pytest.raises(AuditError, match=r"dropped: this run has read dataset \w+ there, now it holds"):
+        prove(run)
 
 
 def test_a_line_cut_by_a_kill_is_left_out(run):

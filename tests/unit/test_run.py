@@ -87,7 +87,7 @@ def test_a_start_cut_while_it_is_recorded_spoils_no_later_one(tmp_path: Path, mo
 
 def test_a_ledger_cut_by_a_kill_goes_on(tmp_path: Path) -> None:
     for _ in range(2):
-        ledger = Ledger(tmp_path, 0, StepShape(1, 1, 1), {"version": 3})
+        ledger = Ledger(tmp_path, 0, StepShape(1, 1, 1), {"version": 3}, {})
         ledger.step(0, [], {})
         ledger.close()
         with open(tmp_path / "data" / "rank-00000.jsonl", "a") as file:
