@@ -649,7 +649,7 @@ def check_config(config: Config) -> None:
             f"failures.spike_factor = {config.failures.spike_factor}: must be above 1, times the usual loss, or 0"
         )
     patience = round(PATIENCE * config.comm.train_timeout_seconds)
-    if any("://" in url for url in data.datasets) and data.retry_seconds >= patience:
+    if any("://" in url for url in (*data.datasets, *config.validation.datasets)) and data.retry_seconds >= patience:
         raise ConfigError(
             f"data.retry_seconds = {data.retry_seconds}: must be below {patience}, {PATIENCE:g} x "
             "comm.train_timeout_seconds, when ranks that wait so long for their data count as hung"
@@ -730,7 +730,8 @@ def check_checkpointing(config: Config) -> None:
             f"checkpoint.timeout_seconds = {settings.timeout_seconds}: must exceed {longest_request}, the "
             f"longest that one request may take ({REQUEST_ATTEMPTS} x checkpoint.request_timeout_seconds, pauses)"
         )
-    if settings.upload and settings.upload.rstrip("/") == settings.folder.rstrip("/"):
+    first = settings.folder or (config.run.folder and f"{config.run.folder}/checkpoints")
+    if settings.upload and first and Path(settings.upload).resolve() == Path(first).resolve():
         raise ConfigError(f"checkpoint.upload = {settings.upload!r}: is checkpoint.folder itself; name a second place")
 
 

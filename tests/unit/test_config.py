@@ -70,8 +70,12 @@ def test_command_line_values(words, get, value) -> None:
         (["--run.folder=\udc80"], ["run.folder", "UTF-8"]),
         (["--failures.spike_factor=0.5"], ["failures.spike_factor = 0.5", "above 1"]),
         (["--data.datasets=s3://b/x", "--data.retry_seconds=240"], ["data.retry_seconds = 240", "below 240"]),
+        (["--validation.datasets=s3://b/x", "--data.retry_seconds=240"], ["data.retry_seconds = 240", "below 240"]),
         (["--checkpoint.timeout_seconds=315"], ["checkpoint.timeout_seconds = 315", "must exceed 315"]),
         (["--checkpoint.folder=x", "--checkpoint.upload=x/"], ["checkpoint.upload", "checkpoint.folder itself"]),
+        (["--checkpoint.folder=s3://x/y", "--checkpoint.upload=s3://x/y/"], ["checkpoint.upload", "folder itself"]),
+        (["--checkpoint.folder=./x", "--checkpoint.upload=y/../x"], ["checkpoint.upload", "folder itself"]),
+        (["--run.folder=x", "--checkpoint.upload=x/checkpoints"], ["checkpoint.upload", "folder itself"]),
         (["--checkpoint.enable=false", "--checkpoint.save_model"], ["checkpoint.save_model = true", "enable = true"]),
         (
             ["--training.param_dtype=bf16"],
