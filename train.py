@@ -239,7 +239,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         elif config.validation.sample_tokens:
             text = sample_text(parts, compute, dataloader.tokenizer, config, dims, mesh, device)
             logger.info(f"sample:\n{text}")
-        checkpoint.close()
+        checkpoint.wait()
         if rank == 0 and config.checkpoint.enable:
             record_progress(folder)  # an orderly end is no crash, even where nothing was left to save
         dataloader.close()

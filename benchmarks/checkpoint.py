@@ -116,7 +116,7 @@ def save_and_load(layers: int, dim: int, folder: str, way: str, s3: bool) -> dic
     else:
         save, load = lambda: manager.save(1), manager.load
     result: dict[str, Any] = {"size": size, "save": measured(save)}
-    manager.close()
+    manager.wait()
     if s3:
         os.sync()  # what the server has accepted and not written yet
     else:

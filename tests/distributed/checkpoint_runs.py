@@ -90,7 +90,7 @@ class Run:
         for step in range(first + 1, last + 1):
             self.step()
             self.checkpoint.save_if_due(step, last=step == last)
-        self.checkpoint.close()
+        self.checkpoint.wait()
 
     def everything(self) -> dict[str, Any]:
         """All that a checkpoint must bring back, whole tensors, by name."""

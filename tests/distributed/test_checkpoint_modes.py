@@ -53,7 +53,7 @@ def _train_past_a_save(folder, settings):
     gate.set()
     for _ in range(20):
         dist.all_reduce(torch.ones(1000))  # training's own collectives, while the background thread has its own
-    run.checkpoint.close()
+    run.checkpoint.wait()
 
 
 def _copy_only_once_waited_for(staging):
@@ -83,7 +83,7 @@ def test_async_resumes_bit_for_bit_and_reuses_its_host_copies(tmp_path):
     before = {index: tensor.data_ptr() for index, tensor in run.checkpoint.staging.copies.items()}
     run.step()
     run.checkpoint.save(2)
-    run.checkpoint.close()
+    run.checkpoint.wait()
     assert {index: tensor.data_ptr() for index, tensor in run.checkpoint.staging.copies.items()} == before
 
 
@@ -108,7 +108,7 @@ def _fail_in_the_background(folder, failing_rank):
     run.step()
     run.checkpoint.save_if_due(2, last=False)
     with pytest.raises(CheckpointError) as caught:
-        run.checkpoint.close()
+        run.checkpoint.wait()
     return str(caught.value), safe
 
 
@@ -118,7 +118,7 @@ def test_check_raises_once_the_background_has_failed(tmp_path):
     concurrent.futures.wait([run.checkpoint.under_way])
     with pytest.raises(CheckpointError, match="lost"):
         run.checkpoint.check()
-    run.checkpoint.close()
+    run.checkpoint.wait()
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -206,7 +206,7 @@ def test_a_save_does_not_wait_for_the_removal_of_older_ones(tmp_path, monkeypatc
     run.checkpoint.save(2)
     assert steps_in(tmp_path) == [2, 1]
     gate.set()
-    run.checkpoint.close()
+    run.checkpoint.wait()
     assert steps_in(tmp_path) == [2]
 
 
@@ -336,7 +336,7 @@ def test_seed_checkpoint_gives_all_runs_the_same_start(tmp_path):
 def _weights_after_load(folder, mesh, settings, seed):
     run = Run(folder, mesh, seed=seed, **settings)
     assert run.checkpoint.load() == 0
-    run.checkpoint.close()
+    run.checkpoint.wait()
     return {name: value for name, value in run.everything().items() if name not in ("samples", "random")}
 
 
