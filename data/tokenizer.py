@@ -22,7 +22,7 @@ class TokenizerError(TitaniteError):
 
 
 class Tokenizer:
-    """A `tokenizers` tokenizer with the ids that training needs.
+    """A `tokenizers` tokenizer with the ids that training needs. Raises TokenizerError for one that cannot give them.
 
     Text never becomes a special token: a document that spells out `<|endoftext|>` is encoded
     as those characters, so documents end exactly where `encode_documents` ends them.
@@ -42,9 +42,18 @@ class Tokenizer:
         self.eos_id: int = eos_id
         self.vocab_size: int = max(raw.get_vocab().values()) + 1
         self.fingerprint: str = fingerprint(content.encode(), eos_token)
-        # What the tokenizer's own template puts around a text: Llama 3's puts <|begin_of_text|> before it.
-        template = raw.encode("a")
-        self.prefix: list[int] = template.ids[: template.special_tokens_mask.index(0)]
+        try:
+            template, spelt_out = raw.encode("a"), raw.encode(f"a{eos_token}a", add_special_tokens=False)
+            text_begins = template.special_tokens_mask.index(0)
+        except Exception as error:  # tokenizers raises bare Exception
+            raise TokenizerError(f"{name}: cannot encode the letter a: {error}") from None
+        if eos_id in spelt_out.ids:
+            raise TokenizerError(
+                f"{name}: a text that spells out {eos_token!r} would become that token and end a document; "
+                "take a token that is marked as special and that the model does not find in text"
+            )
+        # What the tokenizer's own template puts before a text, Llama 3's <|begin_of_text|>; an eos only ends one.
+        self.prefix: list[int] = [token for token in template.ids[:text_begins] if token != eos_id]
         self.bos_id: int | None = self.prefix[0] if self.prefix else None
 
     def encode(self, text: str) -> list[int]:
