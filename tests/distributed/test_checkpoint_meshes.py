@@ -172,13 +172,25 @@ def test_replicas_are_written_once(tmp_path):
     assert max(pieces.values()) == 2
 
 
-def test_a_tied_weight_is_written_once_and_read_back(tmp_path):
-    def tied() -> Tower:
-        model = Tower(DIM, DIM)
-        model.head.weight = model.blocks["0"][1].weight
-        return model
+def tied(model: Tower) -> list[nn.Module]:
+    model.head.weight = model.blocks["0"][1].weight
+    return [model]
 
-    model = tied()
-    names = model_tensors([model]).keys()
-    assert "blocks.0.1.weight" in names
-    assert "head.weight" not in names
+
+def tied_and_sharded(model: Tower) -> list[nn.Module]:
+    return [fully_shard(*tied(model), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))]
+
+
+def test_a_tied_weight_is_written_once_and_read_back(tmp_path):
+    expected = run_ranks(1, write, str(tmp_path / "one"), tied)[0]
+    run_ranks(2, write, str(tmp_path / "two"), tied_and_sharded)
+    for folder, ranks in (("one", 1), ("two", 2)):
+        store = open_store(tmp_path / folder)
+        metadata = unpickle_metadata(read_metadata(store, committed(store)[0], None))
+        pieces = Counter(index.fqn for index in metadata.storage_data)
+        assert pieces["model.blocks.0.1.weight"] == pieces["optimizer.blocks.0.1.weight.exp_avg"] == ranks
+        assert not {name for name in pieces if "head.weight" in name}
+    sharded = run_ranks(2, read, str(tmp_path / "one"), tied_and_sharded)
+    for tensors in (*sharded, *run_ranks(1, read, str(tmp_path / "two"), tied)):
+        assert tensors.keys() == expected.keys()
+        assert [name for name, value in tensors.items() if not torch.equal(value, expected[name])] == []
