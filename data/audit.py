@@ -249,8 +249,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     if bool(options.run) == bool(options.config) or bool(options.steps) == options.prove:
         parser.error("give --run or --config, and --steps or --prove")
-    if options.steps and not re.fullmatch(r"\d+(:\d+)?", options.steps):
-        parser.error(f"--steps {options.steps}: must be N or FIRST:STOP")
+    if options.prove and not options.run:
+        parser.error("--prove needs --run")
+    given = _numbers(options.steps) if re.fullmatch(r"\d+(:\d+)?", options.steps) else range(0)
+    if options.steps and not (given and given[0]):
+        parser.error(f"--steps {options.steps}: must be N or FIRST:STOP, counted from 1, STOP above FIRST")
     if options.every < 1:
         parser.error(f"--every {options.every}: must be at least 1")
     try:
@@ -262,14 +265,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(f"error: {error}")
 
 
+def _numbers(steps: str) -> range:
+    """The steps that N or FIRST:STOP names."""
+    first, _, stop = steps.partition(":")
+    return range(int(first), int(stop) if stop else int(first) + 1)
+
+
 def _list_steps(options: argparse.Namespace) -> None:
-    first, _, stop = options.steps.partition(":")
-    numbers = range(int(first), int(stop) if stop else int(first) + 1)
     config = run_config(options.run) if options.run else load_config([f"--config={options.config}"])
     steps = trained_steps(options.run)[0] if options.run else []
     auditor = Auditor(config, steps)
     tokenizer = auditor.datasets[0].tokenizer()
-    for number in numbers:
+    for number in _numbers(options.steps):
         if options.run and not 1 <= number <= len(steps):
             raise AuditError(f"--steps {options.steps}: the run has steps 1 to {len(steps)}")
         step = steps[number - 1] if options.run else planned_step(config, number)

@@ -213,10 +213,16 @@ def test_usage_errors(run, tmp_path, capsys):
         audit.main(["--run", str(folder), "--steps", "99"])
     with pytest.raises(SystemExit, match="is it the folder of a run"):
         audit.main(["--run", str(tmp_path), "--prove"])
-    for mistake in (["--steps=abc"], ["--steps=3:"], ["--prove", "--every=0"]):
+    for steps in ("abc", "3:", "0", "0:2", "5:3"):
         with pytest.raises(SystemExit):
-            audit.main(["--run", str(folder), *mistake])
-        assert f"error: {mistake[-1].replace('=', ' ')}: must be" in capsys.readouterr().err
+            audit.main(["--run", str(folder), "--steps", steps])
+        assert f"error: --steps {steps}: must be N or FIRST:STOP, counted from 1" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        audit.main(["--run", str(folder), "--prove", "--every=0"])
+    assert "error: --every 0: must be at least 1" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        audit.main(["--config", str(folder / "config.toml"), "--prove"])
+    assert "error: --prove needs --run" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- verify
