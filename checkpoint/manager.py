@@ -259,10 +259,6 @@ class CheckpointManager:
             under_way, self.under_way = self.under_way, None
             under_way.result()
 
-    def close(self) -> None:
-        """Wait for what is under way, for the last time. Raises its failure."""
-        self.wait()
-
     def _prepare(self, name: str, step: int, state: State, started: float) -> Save:
         """All that the save of `state` needs. The plan is made again only when names or shapes have changed."""
         shapes = {kind: {name: tuple(value.shape) for name, value in _flat(part)} for kind, part in state.items()}
