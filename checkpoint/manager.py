@@ -24,7 +24,7 @@ import config as titanite_config
 from checkpoint.loading import check_identity, check_same_names, load_newest, locate
 from checkpoint.manifest import MANIFEST, METADATA, Manifest, encode_manifest, read_manifest, read_metadata
 from checkpoint.planning import Plan, State, plan_save, resolver
-from checkpoint.ranks import Ranks, build_ranks
+from checkpoint.ranks import build_ranks
 from checkpoint.retention import by_age, check_room, finished, remove_checkpoints, superfluous, unfinished
 from checkpoint.staging import Staging
 from checkpoint.state import allocate_optimizer_state, model_tensors, optimizer_tensors, random_state, set_random_state
@@ -411,23 +411,6 @@ class CheckpointManager:
 
     def _on_rank_0(self, step: Callable[[], Any]) -> Callable[[], Any]:
         return step if self.ranks.rank == 0 else lambda: None
-
-
-def load_model(folder_or_checkpoint: str | Path, model: nn.Module) -> Manifest:
-    """Fill `model` in this process from the newest intact checkpoint; returns its manifest.
-
-    `folder_or_checkpoint` is a run folder, a folder of checkpoints or a single checkpoint, each also on S3; one
-    written by stock DCP (with its model under the key `model`) will do, and has an empty manifest. Values are
-    converted to the model's types. Raises CheckpointError.
-    """
-
-    def fill(store: Store, name: str, manifest: Manifest, metadata: Metadata) -> None:
-        tensors = model_tensors([model])
-        check_same_names(join(store.url, name), tensors, metadata)
-        read_state(store, name, metadata, {"model": tensors})
-
-    _, _, manifest, _ = load_newest(locate(folder_or_checkpoint), Ranks(), fill, lambda manifest: None)
-    return manifest
 
 
 def _flat(part: dict[str, Any]) -> list[tuple[str, Tensor]]:

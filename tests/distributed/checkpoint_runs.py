@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from checkpoint.manager import CheckpointManager
+from checkpoint.manifest import Manifest
 from config import Checkpoint, Config, Training
 
 IDENTITY = {"name": "tower", "dim": 12, "layers": [2, 2]}
@@ -121,6 +123,18 @@ def load_run(folder: str, mesh_shape: Sequence[int]) -> Any:
     run = Run(folder, mesh_shape, seed=99)
     step = run.checkpoint.load()
     return step, run.everything()
+
+
+def load_model(place: str | Path, model: nn.Module) -> Manifest:
+    """What `checkpoint.initial_load` gives a model, whatever its identity; the manifest of the checkpoint it took."""
+    config = Config(checkpoint=Checkpoint(enable=False, initial_load=str(place)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    manager = CheckpointManager(
+        config, Path("unused"), model=[model], optimizer=optimizer, dataloader=Counter(), identity={}
+    )
+    with patch("checkpoint.manager.check_identity") as check:
+        assert manager.load() == 0
+    return check.call_args.args[0]
 
 
 def same(left: dict[str, Any], right: dict[str, Any], but: Sequence[str] = ()) -> list[str]:

@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 
 from checkpoint import manager, retention
-from checkpoint.manager import load_model
 from checkpoint.retention import committed
 from checkpoint.stores import CheckpointError, LocalStore, open_store
-from tests.distributed.checkpoint_runs import IDENTITY, Run, Tower, load_run, same, train_run
+from tests.distributed.checkpoint_runs import IDENTITY, Run, Tower, load_model, load_run, same, train_run
 from tests.harness import run_ranks
 
 

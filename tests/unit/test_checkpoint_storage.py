@@ -15,11 +15,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from checkpoint.manager import load_model
 from checkpoint.manifest import encode_manifest, read_manifest, unpickle_metadata
 from checkpoint.retention import committed
 from checkpoint.stores import CheckpointError, LocalStore, open_store
-from tests.distributed.checkpoint_runs import IDENTITY, Run, Tower
+from tests.distributed.checkpoint_runs import IDENTITY, Run, Tower, load_model
 
 
 @pytest.fixture

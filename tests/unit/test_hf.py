@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from checkpoint import hf
 from checkpoint.hf import export_model, import_model, model_config
-from checkpoint.manager import CheckpointManager, load_model
+from checkpoint.manager import CheckpointManager
 from checkpoint.manifest import read_manifest, read_metadata, unpickle_metadata
 from checkpoint.planning import plan_pieces, split_rows
 from checkpoint.state import model_tensors
@@ -330,11 +330,10 @@ def test_the_memory_of_a_control_group_is_what_can_be_had(tmp_path, limits, avai
     assert hf.available_bytes(tmp_path) == available * 1024
 
 
-def test_imported_weights_are_what_load_model_gives(tmp_path, tokenizer_folder):
+def test_imported_weights_are_what_load_trained_gives(tmp_path, tokenizer_folder):
     model = hf_folder(tmp_path / "hf", "llama3.1", tokenizer_folder)
     import_model(tmp_path / "hf", str(tmp_path / "ours"), check="tensors")
-    ours = Llama(model_config(read_manifest(open_store(tmp_path), "ours")))
-    load_model(tmp_path / "ours", ours)
+    ours = load_trained(str(tmp_path / "ours"), device=CPU, dtype=torch.float32).model
     tokens = torch.arange(90)[None]
     torch.testing.assert_close(ours(tokens), model(tokens).logits, rtol=1e-5, atol=1e-5)
 
