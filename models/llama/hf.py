@@ -4,8 +4,6 @@ from collections.abc import Collection
 from types import MappingProxyType
 from typing import Any
 
-from torch import Tensor
-
 from models.llama.model import LlamaConfig, RopeScaling
 
 TOP_NAMES = {
@@ -65,17 +63,6 @@ def check_hf_names(found: Collection[str], config: LlamaConfig) -> None:
     surplus = {name for name in set(found) - known if not name.endswith("rotary_emb.inv_freq")}
     if missing or surplus:
         raise ValueError(f"not the weights of this model: missing {_some(missing)}; left over {_some(surplus)}")
-
-
-def from_hf_state_dict(hf: dict[str, Tensor], config: LlamaConfig) -> dict[str, Tensor]:
-    """Our names for the weights of a Hugging Face Llama. Raises ValueError, see check_hf_names."""
-    check_hf_names(hf.keys(), config)
-    return {name: hf[hf_name] for name, hf_name in hf_names(config).items()}
-
-
-def to_hf_state_dict(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Hugging Face's names for our weights."""
-    return {to_hf_name(name): value for name, value in state_dict.items()}
 
 
 def from_hf_config(hf: dict[str, Any]) -> LlamaConfig:
