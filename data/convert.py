@@ -206,6 +206,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         manifest = convert(**arguments)
     except TitaniteError as error:
         sys.exit(f"error: {error}")
+    except OSError as error:  # a full disk, no permission
+        sys.exit(f"error: --output {arguments['output']}: {error}")
     print(f"{sum(shard['tokens'] for shard in manifest['shards']):,} tokens; ready: {arguments['output']}")
 
 

@@ -430,6 +430,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         manifest = prepare(**arguments)
     except TitaniteError as error:
         sys.exit(f"error: {error}")
+    except OSError as error:  # a full disk, no permission
+        sys.exit(f"error: --output {arguments['output']}: {error}")
     for split in ("train", "validation"):
         shards = [shard for shard in manifest["shards"] if shard["split"] == split]
         total, tokens = sum(shard["documents"] for shard in shards), sum(shard["tokens"] for shard in shards)

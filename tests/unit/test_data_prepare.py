@@ -651,7 +651,12 @@ def test_the_tokenizer_is_learnt_from_all_kinds_of_a_few_large_units(monkeypatch
 
 
 TO_BOTH = ["--shard-mb=0.0", "--block-mb=-1.0", "--block-mb=inf", "--validation-fraction=1.0"]
-TO_BOTH += ["--validation-fraction=-0.1", "--validation-fraction=nan", "--output=s3://bucket/out"]
+TO_BOTH += [
+    "--validation-fraction=-0.1",
+    "--validation-fraction=nan",
+    "--output=s3://bucket/out",
+    "--output=a-file/out",
+]
 TO_PREPARE = ["--max-characters=-5", "--processes=-1", "--vocab-size=256", "--eos-token=</s>"]
 TO_PREPARE += ["--vocab-size=300 --tokenizer=T", "--text-key=body --format=chat"]
 
@@ -664,6 +669,7 @@ def test_options_that_make_no_sense_are_refused(texts, tokenizer_folder, tmp_pat
     monkeypatch.chdir(tmp_path)
     write_jsonl(tmp_path / "in.jsonl", texts)
     np.arange(400, dtype="<u2").tofile("in.bin")
+    Path("a-file").touch()
     words = ["--source=in.jsonl", "--output=out", "--processes=1"]
     if command is convert_main:
         words = ["--source=in.bin", "--output=out", "--format=nanogpt", f"--tokenizer={tokenizer_folder}"]
