@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from config import Config, TitaniteError, from_dict, grad_accum_steps, load_config, read_toml
+from config import Config, TitaniteError, from_dict, grad_accum_steps, load_config, read_recorded
 from data.ledger import Step, checksum, read_ledger
 from data.place import Place, StepShape, first_place, saved_place
 from data.shards import Dataset, open_dataset
@@ -226,7 +226,8 @@ def run_config(run: Path) -> Config:
     """The config a run folder holds. Raises AuditError."""
     if not (run / "config.toml").is_file():
         raise AuditError(f"{run}: no config.toml there; is it the folder of a run?")
-    return from_dict(read_toml(run / "config.toml"))
+    file = run / "config.toml"
+    return from_dict(read_recorded(file.read_text(encoding="utf-8"), file))
 
 
 def planned_step(config: Config, number: int) -> Step:

@@ -1,8 +1,10 @@
 """Tasks on all cores, under a progress bar, in a folder that nobody else writes to. Imports no torch."""
 
+import errno
 import fcntl
 import multiprocessing
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +20,7 @@ from tqdm import tqdm
 
 from data.shards import DataError
 
+LOCK = ".lock"
 LOCK_SECONDS = 10.0  # within which the workers of a process that was killed have ended
 Function = Callable[[str, Any], int]
 
@@ -29,7 +32,8 @@ def locked(folder: Path) -> Iterator[Connection]:
     It is held until the last of them ends. Raises DataError.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with Connection(os.open(folder, os.O_RDONLY)) as lock:  # a descriptor that spawned processes can inherit
+    # A file, which is writable: NFS locks no others. A Connection, since spawned processes inherit its descriptor.
+    with Connection(os.open(folder / LOCK, os.O_RDWR | os.O_CREAT)) as lock:
         begin = time.monotonic()
         while True:
             try:
@@ -39,6 +43,11 @@ def locked(folder: Path) -> Iterator[Connection]:
                 if time.monotonic() - begin > LOCK_SECONDS:
                     raise DataError(f"{folder}: another process is writing there; wait until it has ended") from None
                 time.sleep(0.05)
+            except OSError as error:
+                if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+                    raise DataError(f"{folder / LOCK}: cannot be locked: {error.strerror}") from None
+                print(f"{folder}: on a file system without locks; see that nobody else writes there", file=sys.stderr)
+                break
         yield lock
 
 

@@ -1,5 +1,6 @@
 """From text to a dataset: every source, exact, the same bytes whatever happens on the way."""
 
+import errno
 import gzip
 import json
 import os
@@ -10,7 +11,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import datetime
 from itertools import chain, islice
 from pathlib import Path
@@ -35,6 +36,7 @@ from data.convert import main as convert_main
 from data.prepare import count, main, prepare
 from data.shards import DataError
 from data.tokenizer import Tokenizer, TokenizerError, load_tokenizer, train_tokenizer
+from data.workers import locked
 from tests.corpus import stored_blocks, write_dataset
 
 ROOT = Path(__file__).parents[2]
@@ -900,3 +902,11 @@ def test_a_loader_that_fails_in_the_benchmark_loses_no_row_of_the_others(tmp_pat
     rows, bars = data_benchmark.loaders(tmp_path, quick=True)
     assert len(rows) == 4 + sum(len(peer.workers) for peer in data_benchmark.PEERS.values())
     assert bars[-1] == ("loaders: 5 times MosaicML streaming at its best", True)
+
+
+@pytest.mark.parametrize(("number", "said"), [(errno.ENOSYS, "without locks"), (errno.EBADF, "cannot be locked")])
+def test_file_systems_without_locks(number, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(number, os.strerror(number))))
+    refused = number == errno.EBADF
+    with pytest.raises(DataError, match=said) if refused else nullcontext(), locked(tmp_path / "out"):
+        assert said in capsys.readouterr().err
