@@ -50,7 +50,12 @@ def validate(
         total[1] += labels.ne(IGNORED).sum() / dims.copies
     dist.all_reduce(total)
     reshard(parts)
-    summed, count = total.tolist()
+    return _mean(*total.tolist())
+
+
+def _mean(summed: float, count: float) -> float:
+    if not count:
+        raise DataError("data.on_bad_block = mask: no held-out token is left to measure; mend the data")
     return summed / count
 
 
@@ -134,7 +139,7 @@ def measure(trained: Trained, config: Config, device: torch.device) -> tuple[flo
         tokens, labels, positions = batch.to(device)
         summed += cross_entropy(trained.model(tokens, positions), labels)
         count += int(labels.ne(IGNORED).sum())
-    return float(summed) / count, count
+    return _mean(float(summed), count), count
 
 
 def as_packed(config: Config, seq_len: int | None) -> Config:

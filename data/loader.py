@@ -267,11 +267,7 @@ class _BadBlocks:
             return False
         for name in found:
             self.agreed[name].update(*(blocks[name] for blocks in everyone))
-        count = sum(map(len, self.agreed.values()))
-        if count > MAX_BAD_BLOCKS:
-            raise DataError(
-                f"data.on_bad_block = mask: {count} blocks are bad, more than {MAX_BAD_BLOCKS}; mend the data"
-            )
+        _check_not_too_many(sum(map(len, self.agreed.values())))
         return True
 
     def mask(self) -> None:
@@ -283,6 +279,13 @@ class _BadBlocks:
         """Mask what a checkpoint says was masked."""
         self.agreed = defaultdict(set, {name: set(blocks) for name, blocks in masked.items()})
         self.mask()
+
+
+def _check_not_too_many(bad_blocks: int) -> None:
+    if bad_blocks > MAX_BAD_BLOCKS:
+        raise DataError(
+            f"data.on_bad_block = mask: {bad_blocks} blocks are bad, more than {MAX_BAD_BLOCKS}; mend the data"
+        )
 
 
 class _Prefetcher(Iterator[_Step]):
@@ -407,17 +410,20 @@ def validation_batches(config: Config, dp_rank: int, dp_size: int) -> Iterator[B
     all (0: all). What is left over is padded, with labels IGNORED. Raises DataError.
     """
     datasets = [open_dataset(url, config.data) for url in config.data.datasets]
+    splits = [dataset.split("validation") for dataset in datasets]
     seq_len, size = config.training.seq_len, config.training.local_batch_size
+    starts = [range(0, max(split.total_tokens - 1, 0), seq_len) for split in splits]  # of its samples
+    bounds = list(accumulate(map(len, starts), initial=0))
+    total = bounds[-1]
+    if not total:
+        raise DataError(f"data.datasets = {list(config.data.datasets)}: no held-out document has two tokens")
+    chosen = min(total, config.validation.max_samples or total)
+    mask, all_taken = config.data.on_bad_block == "mask", chosen == total
     with ThreadPoolExecutor(READERS, thread_name_prefix="reader") as readers:
-        streams = [Stream(dataset.split("validation"), dataset.hash, readers, shuffle=False) for dataset in datasets]
-        starts = [range(0, max(stream.epoch_tokens - 1, 0), seq_len) for stream in streams]  # of its samples
-        bounds = list(accumulate(map(len, starts), initial=0))
-        total = bounds[-1]
-        if not total:
-            raise DataError(f"data.datasets = {list(config.data.datasets)}: no held-out document has two tokens")
-        chosen = total
-        if config.validation.max_samples:
-            chosen = min(chosen, config.validation.max_samples)
+        streams = [
+            Stream(split, dataset.hash, readers, shuffle=False, mask_bad_blocks=mask, read_ahead=all_taken)
+            for split, dataset in zip(splits, datasets, strict=True)
+        ]
         for first in range(0, chosen, size * dp_size):
             own = range(first + dp_rank * size, min(first + (dp_rank + 1) * size, chosen))
             batch = _padding((size, seq_len), config.data.mask_documents)
@@ -427,4 +433,5 @@ def validation_batches(config: Config, dp_rank: int, dp_size: int) -> Iterator[B
                 number = bisect_right(bounds, sample) - 1
                 start = starts[number][sample - bounds[number]]
                 _fill(arrays, streams[number], [row], start, streams[number].epoch_tokens)
+            _check_not_too_many(sum(len(stream.masked) for stream in streams))
             yield batch

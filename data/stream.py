@@ -43,7 +43,7 @@ class Stream:
     out to be bad join it, otherwise the first of them raises BadBlockError.
 
     With `shuffle=False` the documents come as they are stored, a block at a time. Two windows
-    are kept: the one in use, and the next, whose blocks `readers` fetch in the background.
+    are kept: the one in use, and with `read_ahead` the next, whose blocks `readers` fetch in the background.
     """
 
     def __init__(
@@ -55,12 +55,14 @@ class Stream:
         window_blocks: int = 1,
         shuffle: bool = True,
         mask_bad_blocks: bool = False,
+        read_ahead: bool = True,
     ):
         self.split = split
         self.name = name
         self.epoch_tokens = split.total_tokens
         self.masked: set[int] = set()
         self._mask_bad_blocks = mask_bad_blocks
+        self._read_ahead = read_ahead
         self._readers = readers
         self._key = (seed, name)
         self._window_blocks = window_blocks if shuffle else 1
@@ -169,7 +171,8 @@ class Stream:
             raise self._closed() from None
         order_key = derive_key(*self._key, number, index) if self._shuffle else None
         window = _shuffled_window(reading.blocks, contents, order_key, self.masked)
-        if following not in self._reading:  # not before: the first batch of a start would wait for cores
+        # Not before: the first batch of a start would wait for cores.
+        if self._read_ahead and following not in self._reading:
             self._reading[following] = self._start_reading(*following)
         return window
 

@@ -15,7 +15,7 @@ from isal import isal_zlib
 
 from config import TitaniteError, to_toml
 from data.audit import prove
-from data.loader import IGNORED, build_dataloader
+from data.loader import IGNORED, build_dataloader, validation_batches
 from data.shards import BadBlockError, DataError, check_datasets, open_dataset
 from data.storage import Cache, StorageError
 from data.tokenizer import TokenizerError
@@ -261,6 +261,33 @@ def test_a_dataset_that_comes_back_into_the_mixture_is_still_masked(folder, tmp_
         loader.close()
         if folder not in folders:
             damage(*middle_of(folder, 7))  # sound again
+
+
+@pytest.mark.parametrize("max_samples", [0, 5])
+def test_validation_leaves_a_bad_block_out_where_bad_blocks_are_masked(tmp_path, monkeypatch, max_samples):
+    held_out = [document for documents in DOCUMENTS for document in documents]
+    folder = write_dataset(tmp_path / "dataset", DOCUMENTS, validation=held_out)
+    split = open_dataset(str(folder)).splits["validation"]
+    settings = {"training__seq_len": 8, "training__local_batch_size": 5, "validation__max_samples": max_samples}
+    config = data_config(folder, data__on_bad_block="mask", **settings)
+
+    def labels():
+        return torch.cat([batch.labels for batch in validation_batches(config, 0, 1)])
+
+    sound = labels()
+    bad = torch.tensor([token for document in stored_blocks(folder, "validation")[4] for token in document if token])
+    damage(folder / "validation-00000.arrow", int(split.offset[4] + split.size[4]) - 20)
+    left = labels()
+    hidden = sound != left
+    assert hidden.any()
+    assert (left[hidden] == IGNORED).all()
+    assert set(sound[hidden].tolist()) <= {0, *bad.tolist()}
+    assert not torch.isin(left, bad).any()
+    with pytest.raises(BadBlockError, match=r"validation-00000\.arrow, block 4: is damaged"):
+        list(validation_batches(data_config(folder, **settings), 0, 1))
+    monkeypatch.setattr("data.loader.MAX_BAD_BLOCKS", 0)
+    with pytest.raises(DataError, match="1 blocks are bad, more than 0"):
+        labels()
 
 
 def test_damaged_lengths_cannot_be_masked(folder):

@@ -22,7 +22,7 @@ from checkpoint.manifest import encode_manifest
 from config import ConfigError
 from data.loader import IGNORED, Batch, _Prefetcher, build_dataloader, validation_batches
 from data.order import derive_key, permutation
-from data.shards import DataError, open_dataset
+from data.shards import DataError, Split, open_dataset
 from data.storage import StorageError
 from data.stream import Stream
 from tests.corpus import data_config, expected_stream, stored_blocks, write_dataset
@@ -437,13 +437,17 @@ def validation_reads(
 
     def stream(split, *_, **__):
         def read(start, out):
-            reads.append((split, start))
+            reads.append((split.number, start))
             return [len(out)], []
 
-        return SimpleNamespace(split=SimpleNamespace(dtype=np.uint16), epoch_tokens=tokens[split], read=read)
+        return SimpleNamespace(split=split, epoch_tokens=split.total_tokens, read=read, masked=set())
+
+    def dataset(url, _):
+        split = SimpleNamespace(number=int(url), total_tokens=tokens[int(url)], dtype=np.uint16)
+        return SimpleNamespace(hash=url, split=lambda _: split)
 
     monkeypatch.setattr("data.loader.Stream", stream)
-    monkeypatch.setattr("data.loader.open_dataset", lambda url, _: SimpleNamespace(hash=url, split=lambda _: int(url)))
+    monkeypatch.setattr("data.loader.open_dataset", dataset)
     config = data_config(*map(str, range(len(tokens))), **overrides)
     for _ in validation_batches(config, dp_rank, dp_size):
         yield list(reads)
@@ -477,6 +481,16 @@ def test_validation_needs_no_memory_for_the_samples_it_does_not_take(monkeypatch
     finally:
         tracemalloc.stop()
     assert peak < 10**6  # 250,000 samples: 4 bytes each
+
+
+def test_validation_reads_only_the_blocks_of_the_samples_it_takes(monkeypatch, tmp_path):
+    documents = [[*range(1, 20), 0]] * 40
+    folder = write_dataset(tmp_path / "d", [documents], validation=documents, block_tokens=20)
+    read, original = [], Split.read
+    monkeypatch.setattr(Split, "read", lambda self, block: read.append(block) or original(self, block))
+    sizes = {"training__seq_len": 20, "training__local_batch_size": 2, "validation__max_samples": 3}
+    assert len(list(validation_batches(data_config(folder, **sizes), 0, 1))) == 2
+    assert sorted(read) == [0, 1, 13, 14, 26, 27]  # the label of a sample's last token is in the next block
 
 
 def test_validation_positions(folders):
