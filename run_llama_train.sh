@@ -19,6 +19,7 @@ for word in "$@"; do
   if [ "$next" ]; then CONFIG_FILE=$word next=; continue; fi
   case $word in --config) next=1 ;; --config=*) CONFIG_FILE=${word#*=} ;; *) given+=("$word") ;; esac
 done
+if [ "$next" ]; then echo "error: --config: needs a value, as in --config=FILE" >&2; exit 2; fi
 
 ./setup.sh
 python=.venv/bin/python
