@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -230,10 +231,15 @@ def test_recomputed_activations_change_nothing() -> None:
 
 
 def gather_a_lone_weight() -> str:
-    """What becomes of an FSDP2 group that is one float8 weight and nothing else."""
+    """What becomes of an FSDP2 group that is one float8 weight and nothing else.
+
+    On a process group of its own: the barrier that ends a rank waits for the unfinished work of its
+    group, and raises its error again.
+    """
+    mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
     linear = nn.Sequential(nn.Linear(32, 32, bias=False))
     convert_to_float8(linear, Float8(enable=True, filter="all"))
-    fully_shard(linear, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    fully_shard(linear, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     try:
         linear(torch.ones(16, 32, dtype=torch.bfloat16))
     except RuntimeError as error:
