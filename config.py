@@ -476,18 +476,20 @@ def read_toml(path: Path, _children: tuple[Path, ...] = ()) -> dict[str, Any]:
     return merged
 
 
-def read_recorded(text: str, place: object) -> dict[str, Any]:
+def read_recorded(text: bytes, place: object) -> dict[str, Any]:
     """The settings that a run at `place` recorded as TOML, perhaps by another version of this code, as nested dicts.
 
     What this version does not know is left out, and named in a warning. Raises ConfigError.
     """
     try:
-        recorded = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        recorded = tomllib.loads(text.decode())
+    except ValueError as error:  # also bytes that are not UTF-8
         raise ConfigError(f"{place}: its config is not valid TOML: {error}") from None
     values: dict[str, dict[str, Any]] = {}
     unknown = []
     for section, entries in recorded.items():
+        if not isinstance(entries, dict):
+            raise ConfigError(f"{place}: {section} = {_redact(repr(entries))}: must be in a section")
         for name, value in entries.items():
             try:
                 from_dict({section: {name: value}})

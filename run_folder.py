@@ -90,7 +90,7 @@ def _changed(folder: Path, config: Config) -> dict[str, tuple[Any, Any]]:
     file = folder / "config.toml"
     if not file.is_file():
         return {}
-    old = settings.from_dict(settings.read_recorded(file.read_text(encoding="utf-8"), file))
+    old = settings.from_dict(settings.read_recorded(file.read_bytes(), file))
     changed = settings.differences(old, config)
     changed.pop("run.folder", None)
     return changed

@@ -168,7 +168,7 @@ def main(argv: list[str]) -> None:
     arguments = parser.parse_args(argv)
     device = torch.device(device_type())
     trained = load_from_arguments(arguments, device)
-    values = settings.read_recorded(trained.manifest.get("config", ""), trained.place)
+    values = settings.read_recorded(trained.manifest.get("config", "").encode(), trained.place)
     given = {
         "validation": {"max_samples": arguments.max_samples},
         "training": {"seq_len": arguments.seq_len, "local_batch_size": arguments.batch_size},

@@ -227,7 +227,7 @@ def run_config(run: Path) -> Config:
     if not (run / "config.toml").is_file():
         raise AuditError(f"{run}: no config.toml there; is it the folder of a run?")
     file = run / "config.toml"
-    return from_dict(read_recorded(file.read_text(encoding="utf-8"), file))
+    return from_dict(read_recorded(file.read_bytes(), file))
 
 
 def planned_step(config: Config, number: int) -> Step:

@@ -20,7 +20,9 @@ def processes(config: Config, devices: int) -> int:
     parallelism, training = config.parallelism, config.training
     model_ranks = parallelism.tp * parallelism.cp * parallelism.pp
     batches = training.global_batch_size // training.local_batch_size  # 0: one for each rank, as many as there are
-    numbers = range(parallelism.dp_replicate, devices // model_ranks + 1, parallelism.dp_replicate)
+    copies = parallelism.dp_replicate * max(1, parallelism.dp_shard)
+    most = copies if parallelism.dp_shard > 0 else devices
+    numbers = range(copies, min(most, devices // model_ranks) + 1, copies)
     fitting = [dp for dp in numbers if batches % dp == 0]
     return max(fitting, default=0) * model_ranks or devices
 

@@ -134,14 +134,17 @@ def test_resolved_config_reads_back_the_same(tmp_path: Path) -> None:
 def test_what_another_version_recorded_is_named_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
     text = settings.to_toml(Config(training=Training(steps=7))) + '[branch]\nidea = "s3://me:secret@x"\n'
     text = text.replace("[optimizer]\n", "[optimizer]\nidea = 3\n").replace('name = "adamw"', 'name = "lion"')
-    values = settings.read_recorded(text, "outputs/a")
+    values = settings.read_recorded(text.encode(), "outputs/a")
     assert settings.from_dict(values) == Config(training=Training(steps=7))
     assert caplog.messages == [
         "outputs/a: settings that this version does not know, left out: "
         "optimizer.idea = 3, optimizer.name = 'lion', branch.idea = 's3://***@x'"
     ]
-    with pytest.raises(ConfigError, match="outputs/a: its config is not valid TOML"):
-        settings.read_recorded("[", "outputs/a")
+    for damaged in (b"[", "[run]\nfolder = 'é'".encode("latin-1")):
+        with pytest.raises(ConfigError, match="outputs/a: its config is not valid TOML"):
+            settings.read_recorded(damaged, "outputs/a")
+    with pytest.raises(ConfigError, match=r"outputs/a: base = 'x\.toml': must be in a section"):
+        settings.read_recorded(b'base = "x.toml"', "outputs/a")
 
 
 def test_differences_name_the_dotted_keys() -> None:

@@ -184,26 +184,27 @@ def test_impossible_degrees_are_printed_with_every_factor(dp_replicate: int, dp_
 
 
 @pytest.mark.parametrize(
-    ("devices", "global_batch_size", "tp", "dp_replicate", "expected"),
+    ("devices", "global_batch_size", "layout", "expected"),
     [
-        (8, 16, 1, 1, 2),
-        (1, 16, 1, 1, 1),
-        (5, 48, 1, 1, 3),
-        (8, 0, 1, 1, 8),
-        (7, 0, 2, 1, 6),
-        (8, 16, 2, 1, 4),
-        (7, 48, 1, 2, 6),
-        (2, 0, 4, 1, 2),
+        (8, 16, {}, 2),
+        (1, 16, {}, 1),
+        (5, 48, {}, 3),
+        (8, 0, {}, 8),
+        (7, 0, {"tp": 2}, 6),
+        (8, 16, {"tp": 2}, 4),
+        (7, 48, {"dp_replicate": 2}, 6),
+        (2, 0, {"tp": 4}, 2),
+        (8, 0, {"dp_shard": 4}, 4),
+        (8, 0, {"dp_replicate": 2, "dp_shard": 2}, 4),
+        (8, 0, {"dp_shard": 1, "tp": 2}, 2),
+        (2, 0, {"dp_shard": 4}, 2),
     ],
 )
 def test_a_run_gets_as_many_processes_as_can_share_it(
-    devices: int, global_batch_size: int, tp: int, dp_replicate: int, expected: int
+    devices: int, global_batch_size: int, layout: dict[str, int], expected: int
 ) -> None:
     training = Training(local_batch_size=8, global_batch_size=global_batch_size)
-    assert (
-        processes(Config(training=training, parallelism=Parallelism(tp=tp, dp_replicate=dp_replicate)), devices)
-        == expected
-    )
+    assert processes(Config(training=training, parallelism=Parallelism(**layout)), devices) == expected
 
 
 def test_vocabularies() -> None:
