@@ -56,6 +56,10 @@ class Auditor:
 
     def __init__(self, config: Config, steps: Sequence[Step] = ()):
         config = replace(config, data=replace(config.data, on_bad_block="stop"))  # only what the ledger names is masked
+        if steps:  # a start that was refused has left its own settings in config.toml
+            order = saved_place(steps[0].start)
+            data = replace(config.data, window_blocks=order.window_blocks)
+            config = replace(config, run=replace(config.run, seed=order.seed), data=data)
         self.datasets: list[Dataset] = [open_dataset(url, config.data) for url in config.data.datasets]
         urls = {name: url for step in steps for name, url in step.urls.items()}
         known = {dataset.hash for dataset in self.datasets}

@@ -147,6 +147,22 @@ def test_a_change_of_the_order_is_found(folders, tmp_path):
         prove(run)
 
 
+@pytest.mark.parametrize("refused", [{"data__window_blocks": 2}, {"run__seed": 5}, {"data__shuffle_samples": True}])
+def test_a_resume_that_was_refused_changes_neither_proof_nor_list(folders, tmp_path, capsys, refused):
+    """Its settings are in config.toml already when the checkpoint says no."""
+    run = tmp_path / "run"
+    state, _ = run_phase(run, folders, None, 6)
+
+    def audited():
+        audit.main(["--run", str(run), "--steps", "1:7"])
+        return capsys.readouterr().out, prove(run)
+
+    expected = audited()
+    with pytest.raises(DataError, match="another order of the data"):
+        run_phase(run, folders, state, 1, **refused)
+    assert audited() == expected
+
+
 def test_a_run_that_left_a_dataset_is_proven_also_when_that_was_moved(folders, tmp_path, capsys):
     run, left = tmp_path / "run", shutil.copytree(folders[0], tmp_path / "left")
     state, _ = run_phase(run, [left, folders[1]], None, 3)
