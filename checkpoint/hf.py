@@ -36,7 +36,8 @@ from checkpoint.storage import commit, read_state, write_items
 from checkpoint.stores import CheckpointError, Store, join, open_store
 from config import TitaniteError, tomllib
 from data.tokenizer import Tokenizer, declared_eos, find_chat_template, load_tokenizer, parse_tokenizer
-from models.llama import FLAVORS, recorded_flavor
+from models import recorded_model
+from models.llama import FLAVORS
 from models.llama.hf import check_hf_names, from_hf_config, hf_names, to_hf_config
 from models.llama.model import Llama, LlamaConfig
 
@@ -85,6 +86,9 @@ def export_model(
         positions = max_positions or trained_positions(manifest)
         try:
             partial.mkdir(parents=True)
+        except OSError as error:  # nothing in there is ours to remove
+            raise CheckpointError(f"{partial}: cannot be made: {error.strerror}") from None
+        try:
             write_companions(partial, companions, text, to_hf_config(config, positions, dtype))
             write_weights(store, name, metadata, config, partial, getattr(torch, dtype), file_bytes)
             check_result(partial, store, name, metadata, config, check)
@@ -155,12 +159,12 @@ def write_companions(
 
 
 def model_config(manifest: Manifest) -> LlamaConfig:
-    """The shape of the model that a checkpoint holds. Raises CheckpointError if it does not say so."""
-    identity = dict(manifest.get("identity", {}))
-    name = identity.pop("name", None)
+    """The shape of the model that a checkpoint holds. Raises TitaniteError if it does not say so, or is no Llama's."""
+    identity = manifest.get("identity", {})
+    name = identity.get("name")
     if name != "llama":
         raise CheckpointError(f"the checkpoint is of model {name!r}: only 'llama' is known to Hugging Face's format")
-    return recorded_flavor(identity)
+    return recorded_model(identity)[1]
 
 
 def trained_positions(manifest: Manifest) -> int:

@@ -26,7 +26,7 @@ from checkpoint.planning import plan_pieces, split_rows
 from checkpoint.state import model_tensors
 from checkpoint.storage import commit, write_items
 from checkpoint.stores import CheckpointError, DamagedError, open_store
-from config import Checkpoint, Config, from_dict, to_toml
+from config import Checkpoint, Config, TitaniteError, from_dict, to_toml
 from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from models.llama import FLAVORS
 from models.llama.model import Llama, LlamaConfig, RopeScaling
@@ -290,6 +290,28 @@ def _failure(place: str, folder: Path) -> str:
     with pytest.raises(CheckpointError) as caught:
         export_model(place, folder, **EXPORT)
     return str(caught.value)
+
+
+def test_an_export_that_was_overtaken_leaves_the_other_its_folder(tmp_path, tokenizer_folder, monkeypatch):
+    hf_folder(tmp_path / "hf", "llama3", tokenizer_folder)
+    import_model(tmp_path / "hf", str(tmp_path / "ours"), check="tensors")
+    read, other = hf.companion_tokenizer, tmp_path / "out.partial" / "model.safetensors"
+
+    def overtaken(*arguments):
+        other.parent.mkdir()
+        other.touch()
+        return read(*arguments)
+
+    monkeypatch.setattr(hf, "companion_tokenizer", overtaken)
+    with pytest.raises(CheckpointError, match=r"out.partial: cannot be made: File exists$"):
+        export_model(str(tmp_path / "ours"), tmp_path / "out", **EXPORT)
+    assert other.exists()
+
+
+def test_a_model_of_another_version_is_named_in_one_line():
+    identity = {"name": "llama", **dataclasses.asdict(FLAVORS["tiny"]), "new_field": 1}
+    with pytest.raises(TitaniteError, match=r"is of another version of model 'llama': .*new_field"):
+        model_config({"identity": identity})
 
 
 @pytest.mark.parametrize("size", [320, 321])
