@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from checkpoint.loading import find
 from checkpoint.manifest import MANIFEST, Manifest, is_stock, read_manifest, read_metadata, unpickle_metadata
+from checkpoint.storage import is_checkpoint_name
 from checkpoint.stores import CheckpointError, DamagedError, Store
 from config import TitaniteError
 
@@ -22,7 +23,7 @@ COLUMNS = "{:>10}  {:>10}  {:>5}  {:>5}  {:<25}  {:<10}  {}"
 def begun(store: Store) -> list[str]:
     """Names of all checkpoints in `store`, committed or not."""
     names = {file.partition("/")[0] for file in store.sizes() if "/" in file}
-    return sorted(name for name in names if name.startswith(("step-", "model-")))
+    return sorted(filter(is_checkpoint_name, names))
 
 
 def look(store: Store, name: str) -> tuple[Manifest, str]:

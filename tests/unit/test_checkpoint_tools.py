@@ -51,6 +51,14 @@ def test_list_shows_each_and_what_is_wrong(folder, tool):
     assert f"__0_0.distcp has {file.stat().st_size} bytes, not {file.stat().st_size + 1}" in text
 
 
+def test_what_only_begins_like_a_checkpoint_is_none(tmp_path, tool):
+    Run(tmp_path).train(0, 1)
+    (tmp_path / "model-notes").mkdir()
+    (tmp_path / "model-notes" / "ideas.txt").touch()
+    code, text = tool("list", tmp_path)
+    assert (code, "notes" in text) == (0, False)
+
+
 def test_verify_reads_every_byte(folder, tool):
     code, text = tool("verify", folder)
     assert code == 0
