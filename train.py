@@ -233,7 +233,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         if outer:
             outer.meet()  # asked to stop between two meetings
             precompute_scales(parts, config.float8)
-        checkpoint.save_if_due(step, last=True)  # when stopped in between, or when the last step was left out
+        checkpoint.finish(step)  # when stopped in between, or when the last step was left out
         if step < training.steps:
             logger.info(f"stopped after step {step}: {stop.asked_by or 'another rank was asked'}")
         elif config.validation.sample_tokens:

@@ -199,13 +199,12 @@ class CheckpointManager:
 
     # ------------------------------------------------------------ save
 
-    def save_if_due(self, step: int, last: bool) -> None:
-        """Save every `checkpoint.interval` steps and at the last step, no step twice; then the model, if asked for."""
+    def finish(self, step: int) -> None:
+        """Save the last `step` of this start, unless that is done; after the last of all the model, if asked for."""
         self.check()
-        due = last or step % self.settings.interval == 0
-        if self.settings.enable and due and step != self.newest_step:
+        if self.settings.enable and step != self.newest_step:
             self.save(step)
-        if self.settings.save_model and last and step == self.config.training.steps:
+        if self.settings.save_model and step == self.config.training.steps:
             self._save_model(step)
 
     def save(self, step: int) -> None:

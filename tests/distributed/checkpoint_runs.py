@@ -88,10 +88,12 @@ class Run:
         self.data.samples += 4
 
     def train(self, first: int, last: int) -> None:
-        """Steps `first` + 1 to `last`, with a checkpoint whenever one is due."""
+        """Steps `first` + 1 to `last`, with a checkpoint whenever one is due and at the end."""
         for step in range(first + 1, last + 1):
             self.step()
-            self.checkpoint.save_if_due(step, last=step == last)
+            if step < last and step % self.checkpoint.settings.interval == 0:
+                self.checkpoint.save(step)
+        self.checkpoint.finish(last)
         self.checkpoint.wait()
 
     def everything(self) -> dict[str, Any]:

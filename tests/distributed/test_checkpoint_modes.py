@@ -44,7 +44,7 @@ def _train_past_a_save(folder, settings):
 
     manager.write_items = write_when_open
     run.step()
-    run.checkpoint.save_if_due(1, last=False)
+    run.checkpoint.save(1)
     run.step()
     assert run.checkpoint.staging.queued.is_set()
     run.step()
@@ -105,7 +105,7 @@ def _fail_in_the_background(folder, failing_rank):
     if dist.get_rank() == failing_rank:
         manager.write_items = fail
     run.step()
-    run.checkpoint.save_if_due(2, last=False)
+    run.checkpoint.save(2)
     with pytest.raises(CheckpointError) as caught:
         run.checkpoint.wait()
     return str(caught.value), safe
@@ -371,7 +371,7 @@ def test_model_alone_is_made_up_for_and_uploaded(tmp_path, lost):
         (folder / "MANIFEST.json").unlink()
     for _ in range(2):
         run = Run(tmp_path / "near", **settings, save_model=True)
-        run.checkpoint.save_if_due(run.checkpoint.load(), last=True)
+        run.checkpoint.finish(run.checkpoint.load())
         run.checkpoint.wait()
     for place in ("near", "far"):
         models = list((tmp_path / place).glob("model-00000002-*/MANIFEST.json"))

@@ -172,7 +172,7 @@ def test_initial_load_takes_weights_only(tmp_path, run):
 def test_no_step_is_saved_twice(tmp_path):
     run = Run(tmp_path, interval=2, keep=0)
     run.train(0, 2)
-    run.checkpoint.save_if_due(2, last=True)
+    run.checkpoint.finish(2)
     assert len(committed(open_store(tmp_path))) == 1
 
 
