@@ -35,6 +35,7 @@ from checkpoint.storage import (
     new_checkpoint_name,
     pieces_of,
     read_state,
+    step_of,
     tensors_in,
     write_items,
 )
@@ -286,7 +287,8 @@ class CheckpointManager:
             commit(self.store, save.name, save.plan, gathered, save.facts)
 
         self.ranks.together(self._on_rank_0(finish))
-        self.on_commit(save.step)
+        if step_of(save.name) is not None:  # a model alone is nothing to resume from
+            self.on_commit(save.step)
         logger.info(f"checkpoint {save.name} saved in {time.monotonic() - save.started:.1f} s")
         return written
 

@@ -8,9 +8,13 @@ from collections.abc import Collection, Sequence
 from checkpoint.manifest import MANIFEST
 from checkpoint.ranks import Ranks
 from checkpoint.storage import age_seconds, is_checkpoint_name, step_of
-from checkpoint.stores import CheckpointError, LocalStore, Store
+from checkpoint.stores import CheckpointError, DamagedError, LocalStore, Store
 
 logger = logging.getLogger(__name__)
+
+
+class _NoRoomError(CheckpointError):
+    """The disk is too small for the checkpoints to come."""
 
 
 def committed(store: Store) -> list[str]:
@@ -24,7 +28,11 @@ def superfluous(
     """What may go of a listing, now that `saved` is committed there.
 
     All but `saved`, the `keep` newest (0: all are kept) and those of every `keep_every`-th step; and the `damaged`.
+    After a model alone: what earlier starts have saved of the same one.
     """
+    if step_of(saved) is None:
+        kind = saved.rpartition("-")[0]
+        return {name for name in finished(sizes) if name.rpartition("-")[0] == kind} - {saved}
     names = _committed(sizes)
     intact = [name for name in names if name not in damaged]
     stay = {name for name in intact if not keep or _kept_for_ever(name, keep_every)}
@@ -63,18 +71,26 @@ def check_room(store: LocalStore, ranks: Ranks, rank_bytes: int, *, keep: int, k
     """
     try:
         _check_room(store, ranks, rank_bytes, keep, keep_every)
-    except CheckpointError:
-        whole = ranks.broadcast(ranks.together(lambda: finished(store.sizes()) if ranks.rank == 0 else set()))
+    except _NoRoomError:
+        listed = ranks.gather(ranks.together(lambda: unfinished(store.sizes())))
 
-        def make_room() -> None:
-            sizes = store.sizes()
-            begun = unfinished(sizes) - whole
-            remove_checkpoints(store, begun, sizes)
-            if begun and ranks.rank == 0:
-                logger.warning(f"{store.url}: removed to make room: {', '.join(sorted(begun))}, never committed")
+        def find_begun() -> set[str]:  # on rank 0, which has all listings: no other disk has manifests
+            return {name for name in set().union(*listed) if not _has_manifest(store, name)}
 
-        ranks.together(make_room)
+        begun = ranks.broadcast(ranks.together(find_begun))
+        ranks.together(lambda: remove_checkpoints(store, begun, store.sizes()))
+        if begun and ranks.rank == 0:
+            logger.warning(f"{store.url}: removed to make room: {', '.join(sorted(begun))}, never committed")
         _check_room(store, ranks, rank_bytes, keep, keep_every)
+
+
+def _has_manifest(store: Store, name: str) -> bool:
+    """Asked for by name: a listing may lag."""
+    try:
+        store.read(f"{name}/{MANIFEST}")
+    except DamagedError:
+        return False
+    return True
 
 
 def _check_room(store: LocalStore, ranks: Ranks, rank_bytes: int, keep: int, keep_every: int) -> None:
@@ -85,6 +101,7 @@ def _check_room(store: LocalStore, ranks: Ranks, rank_bytes: int, keep: int, kee
     disk = "shared" if probe in sizes else socket.gethostname()  # ranks that see it share one disk
     names = ranks.broadcast(_committed(sizes))  # as rank 0 sees it: no other disk has manifests
     going = {name for name in names if keep and not _kept_for_ever(name, keep_every)}
+    going = {name for name in going if not (store.folder / name).is_symlink()}  # whose removal frees nothing
     room = free_bytes + sum(size for file, size in sizes.items() if file.partition("/")[0] in going)
     reports = ranks.gather((disk, rank_bytes, room))
 
@@ -95,7 +112,7 @@ def _check_room(store: LocalStore, ranks: Ranks, rank_bytes: int, keep: int, kee
             needed = copies * sum(size for other, size, _ in reports if other == disk)
             room = min(room for other, _, room in reports if other == disk)
             if room < needed:
-                raise CheckpointError(
+                raise _NoRoomError(
                     f"{store.url}: has room for {room / 1e9:.2f} GB, but {copies} checkpoints of "
                     f"{needed / copies / 1e9:.2f} GB must fit (checkpoint.keep and the one being written); free some "
                     "space, lower checkpoint.keep or set checkpoint.folder elsewhere"

@@ -224,9 +224,9 @@ def test_old_leftovers_go_and_fresh_ones_stay(tmp_path):
 
 
 def test_what_was_just_saved_is_never_the_one_that_goes(tmp_path, monkeypatch):
-    """A run that could not see step 3 begins anew beside it."""
+    """A run that could not see step 3 begins anew beside it, and ends with a save of the model alone."""
     Run(tmp_path, interval=1, keep=1).train(0, 3)
-    run = Run(tmp_path, interval=1, keep=1)
+    run = Run(tmp_path, interval=1, keep=1, save_model=True, steps=2)
     with monkeypatch.context() as late:
         late.setattr(LocalStore, "sizes", lambda self, prefix="": {})
         assert run.checkpoint.load() == 0
@@ -234,6 +234,7 @@ def test_what_was_just_saved_is_never_the_one_that_goes(tmp_path, monkeypatch):
     assert steps_in(tmp_path) == [3, 1]
     run.train(1, 2)
     assert steps_in(tmp_path) == [3, 2]
+    assert list(tmp_path.glob("model-00000002-*"))
 
 
 def test_a_failed_save_leaves_none_of_its_pieces(tmp_path):
@@ -375,8 +376,27 @@ def test_model_alone_is_made_up_for_and_uploaded(tmp_path, lost):
         run.checkpoint.wait()
     for place in ("near", "far"):
         models = list((tmp_path / place).glob("model-00000002-*/MANIFEST.json"))
-        assert len(models) == (2 if lost and place != lost else 1)
+        assert len(models) == 1
         assert load_model(models[0].parent, Tower())["step"] == 2
+
+
+def test_starts_that_only_fail_to_upload_the_model_are_no_progress_and_leave_one_copy(tmp_path, monkeypatch):
+    copy, safe = manager.copy_pieces, []
+
+    def refuse_models(source, target, name, *rest):
+        if name.startswith("model-"):
+            raise CheckpointError("away, on purpose")
+        copy(source, target, name, *rest)
+
+    monkeypatch.setattr(manager, "copy_pieces", refuse_models)
+    for first in (0, 2, 2):
+        run = Run(tmp_path / "near", steps=2, save_model=True, upload=str(tmp_path / "far"))
+        run.checkpoint.on_commit = safe.append
+        assert run.checkpoint.load() == first
+        with pytest.raises(CheckpointError, match="away, on purpose"):
+            run.train(first, 2)
+    assert safe == [2]
+    assert len(list((tmp_path / "near").glob("model-*"))) == 1
 
 
 @pytest.mark.parametrize("room", [2.9, 3.2])
@@ -412,6 +432,8 @@ def test_only_what_will_go_is_room(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_bytes(bytes(1000))
     (tmp_path / "model-00000003-0123456789ab" / "MANIFEST.json").touch()
+    (tmp_path / "notes" / "MANIFEST.json").touch()
+    (tmp_path / "step-00000002-0123456789ab").symlink_to(tmp_path / "notes")
     assert run_ranks(1, _room, str(tmp_path), 500) == [True]
     assert run_ranks(1, _room, str(tmp_path), 501) == [False]
 
@@ -427,9 +449,30 @@ def test_what_a_killed_save_left_makes_room_where_it_is_in_the_way(tmp_path, dis
     assert [int(name.split("-")[1]) for name in sorted(os.listdir(tmp_path))] == [1, *(left or [])]
 
 
-def _room(folder, rank_bytes, keep_every=0, disk=0):
+@pytest.mark.parametrize("hidden", ["", "MANIFEST.json", "no answer"])
+def test_only_what_is_known_to_be_unfinished_makes_room(tmp_path, hidden):
+    """Not what a listing that lags shows without its manifest, nor anything where the disk fails otherwise."""
+    for step in (1, 2):
+        folder = tmp_path / f"step-{step:08d}-{int(time.time()) - 5:08x}0000"
+        folder.mkdir()
+        (folder / "__0_0.distcp").write_bytes(bytes(1000))
+    (folder / "MANIFEST.json").touch()
+    assert run_ranks(2, _room, str(tmp_path), 500, 0, 2500, hidden) == [hidden == ""] * 2
+    assert len(list(tmp_path.glob("step-00000001-*"))) == (1 if hidden == "no answer" else 0)
+    assert len(list(folder.iterdir())) == 2
+
+
+def _room(folder, rank_bytes, keep_every=0, disk=0, hidden=""):
     store = LocalStore(folder)
     store.free_bytes = lambda: disk - sum(store.sizes().values()) if disk else 1000  # type: ignore[method-assign]
+    listed, failures = store.sizes, iter([CheckpointError("no answer")] if hidden == "no answer" else [])
+
+    def sizes(prefix=""):
+        for error in failures:
+            raise error
+        return {file: size for file, size in listed(prefix).items() if not (hidden and file.endswith(hidden))}
+
+    store.sizes = sizes  # type: ignore[method-assign]
     try:
         retention.check_room(store, manager.build_ranks(60), rank_bytes, keep=1, keep_every=keep_every)
     except CheckpointError:
