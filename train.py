@@ -112,7 +112,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
                 record_progress(folder)
 
         checkpoint = CheckpointManager(
-            config, folder, model=parts, optimizer=optimizer, dataloader=dataloader, identity=identity, on_commit=note
+            config, folder, parts, optimizer, dataloader, identity, on_commit=note, on_progress=watchdog.alive
         )
         watchdog.enter("load")
         first_step = step = checkpoint.load()

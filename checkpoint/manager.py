@@ -81,21 +81,22 @@ class CheckpointManager:
         self,
         config: Config,
         run_folder: Path,
-        *,
         model: Sequence[nn.Module],
         optimizer: torch.optim.Optimizer,
         dataloader: Stateful,
         identity: dict[str, Any],
+        *,
         on_commit: Callable[[int], None] = lambda step: None,
+        on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         """`identity` says what the model is (JSON-able); a checkpoint of another identity is refused.
 
         `on_commit` is called on every rank with the step of each checkpoint that is safe now; in mode `async` by the
-        background thread.
+        background thread. `on_progress` is called, by any thread, for all bytes that are written, read or uploaded.
         """
         self.config, self.settings = config, config.checkpoint
         self.model, self.optimizer, self.dataloader = model, optimizer, dataloader
-        self.identity, self.on_commit = _jsonable(identity), on_commit
+        self.identity, self.on_commit, self.on_progress = _jsonable(identity), on_commit, on_progress
         self.device = next(model[0].parameters()).device
         self.ranks = build_ranks(self.settings.timeout_seconds)
         self.store = self._open_store(self.settings.folder or run_folder / "checkpoints")
@@ -168,7 +169,7 @@ class CheckpointManager:
 
             def fill(store: Store, name: str, manifest: Manifest, metadata: Metadata) -> None:
                 check_same_names(join(store.url, name), names, metadata)
-                read_state(store, name, metadata, {"model": model_tensors(self.model)})
+                read_state(store, name, metadata, {"model": model_tensors(self.model)}, self.on_progress)
 
             store, name, _, _ = load_newest(
                 self._agreed(lambda: locate(place)),
@@ -195,7 +196,7 @@ class CheckpointManager:
             prefix = f"rng.{self.ranks.rank}."
             states = {kind: value for kind, value in states.items() if tensors_in(metadata, f"{prefix}{kind}")}
             state["rng"] = {str(self.ranks.rank): states}
-        read_state(store, name, metadata, state)
+        read_state(store, name, metadata, state, self.on_progress)
         set_random_state(states)
 
     # ------------------------------------------------------------ save
@@ -271,7 +272,8 @@ class CheckpointManager:
 
         def write() -> list[Written]:
             before()
-            return write_items(self.store, save.name, self.ranks.rank, save.plan.items, save.resolve)
+            items = save.plan.items
+            return write_items(self.store, save.name, self.ranks.rank, items, save.resolve, self.on_progress)
 
         try:
             written = self.ranks.together(write)
@@ -306,7 +308,7 @@ class CheckpointManager:
 
         if isinstance(store, LocalStore):
             self.ranks.together(self._on_rank_0(clear))
-        self.ranks.together(lambda: copy_pieces(self.store, store, name, pieces))
+        self.ranks.together(lambda: copy_pieces(self.store, store, name, pieces, self.on_progress))
 
         def finish() -> None:
             manifest = read_manifest(self.store, name)

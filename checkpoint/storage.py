@@ -92,17 +92,23 @@ class Written(NamedTuple):
 
 
 def write_items(
-    store: Store, name: str, rank: int, items: Sequence[WriteItem], resolve: Callable[[WriteItem], Tensor]
+    store: Store,
+    name: str,
+    rank: int,
+    items: Sequence[WriteItem],
+    resolve: Callable[[WriteItem], Tensor],
+    on_progress: Callable[[], None] = lambda: None,
 ) -> list[Written]:
     """Write this rank's `items` into files of the checkpoint folder `name`, each item with its CRC-32.
 
-    Raises CheckpointError; then the file in question does not exist.
+    `on_progress` is called after each write, by several threads. Raises CheckpointError; then the file in question does
+    not exist.
     """
     buckets = _split_evenly(list(enumerate(items)), WRITE_THREADS)
     with ThreadPoolExecutor(WRITE_THREADS) as threads:
         files = [f"__{rank}_{number}.distcp" for number in range(len(buckets))]
         written = [
-            threads.submit(_write_file, store, name, file, bucket, resolve)
+            threads.submit(_write_file, store, name, file, bucket, resolve, on_progress)
             for file, bucket in zip(files, buckets, strict=True)
         ]
         return [entry for future in written for entry in future.result()]
@@ -161,8 +167,8 @@ def _pickle(metadata: Metadata) -> bytes:
 class _ChecksummedStream(io.RawIOBase):
     """What torch.save writes to: passes bytes on, keeps count and CRC-32 of the item being written."""
 
-    def __init__(self, stream: IO[bytes]) -> None:
-        self.stream = stream
+    def __init__(self, stream: IO[bytes], on_progress: Callable[[], None]) -> None:
+        self.stream, self.on_progress = stream, on_progress
         self.position = 0
         self.crc32 = 0
 
@@ -173,6 +179,7 @@ class _ChecksummedStream(io.RawIOBase):
         self.crc32 = isal_zlib.crc32(data, self.crc32)
         self.position += len(data)
         self.stream.write(data)
+        self.on_progress()
         return len(data)
 
 
@@ -182,11 +189,12 @@ def _write_file(
     file: str,
     items: Sequence[tuple[int, WriteItem]],
     resolve: Callable[[WriteItem], Tensor],
+    on_progress: Callable[[], None],
 ) -> list[Written]:
     written = []
     # torch.save's own CRC-32 takes three times as long as ours, and nothing reads it.
     with store.create(f"{name}/{file}") as raw, serialization.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
-        stream = _ChecksummedStream(raw)
+        stream = _ChecksummedStream(raw, on_progress)
         for number, item in items:
             offset, stream.crc32 = stream.position, 0
             torch.save(_compact(resolve(item)), cast(IO[bytes], stream))
@@ -216,17 +224,21 @@ def _item_bytes(item: WriteItem) -> int:
     return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
 
 
-def copy_pieces(source: Store, target: Store, name: str, pieces: Iterable[Written]) -> None:
+def copy_pieces(
+    source: Store, target: Store, name: str, pieces: Iterable[Written], on_progress: Callable[[], None] = lambda: None
+) -> None:
     """Copy the files of checkpoint `name` that hold `pieces`, each checked on the way. Raises DamagedError."""
     in_order = sorted(pieces, key=lambda piece: (piece.file, piece.offset))
     for file, group in itertools.groupby(in_order, key=lambda piece: f"{name}/{piece.file}"):
-        checked_twice(partial(_copy_file, source, target, file, list(group)))
+        checked_twice(partial(_copy_file, source, target, file, list(group), on_progress))
 
 
-def _copy_file(source: Store, target: Store, file: str, pieces: Sequence[Written]) -> None:
+def _copy_file(
+    source: Store, target: Store, file: str, pieces: Sequence[Written], on_progress: Callable[[], None]
+) -> None:
     with target.create(file) as raw:
         for piece in pieces:
-            stream = _ChecksummedStream(raw)
+            stream = _ChecksummedStream(raw, on_progress)
             for start in range(0, piece.length, RANGE_BYTES):
                 part = np.empty(min(RANGE_BYTES, piece.length - start), np.uint8).data
                 source.read_into(file, piece.offset + start, part)
@@ -247,7 +259,9 @@ def pieces_of(metadata: Metadata, rank: int, ranks: int) -> list[Written]:
 # ---------------------------------------------------------------- reading
 
 
-def read_state(store: Store, name: str, metadata: Metadata, state: State) -> None:
+def read_state(
+    store: Store, name: str, metadata: Metadata, state: State, on_progress: Callable[[], None] = lambda: None
+) -> None:
     """Fill the tensors of `state` (nested dicts; DTensors: this rank's part) from checkpoint `name`, in place.
 
     Every item is checked against its CRC-32 before any of it is copied. Raises CheckpointError when a tensor
@@ -270,6 +284,7 @@ def read_state(store: Store, name: str, metadata: Metadata, state: State) -> Non
         for item in wanted:
             target = planner.resolve_tensor(item).detach()
             target.copy_(narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths))
+        on_progress()
 
     wanted: dict[tuple[str, int], tuple[_StorageInfo, list[ReadItem]]] = {}
     for item in plan.items:

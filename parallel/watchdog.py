@@ -32,6 +32,7 @@ HUNG = 75  # exit code of the ranks of a job that hung; sysexits.h: try again
 SILENT = 0.3  # of the limit: a rank whose thread has said nothing for so long does not run
 LOST_SECONDS = 3.0  # in which a rank that lost its connection finds out to whom
 FRAMES = 10
+CHECKPOINTING = ("checkpoint", "load", "end")  # sections that may last checkpoint.timeout_seconds
 LESS_MEMORY = (
     "a smaller training.local_batch_size or activation_checkpoint.mode = selective, full or budget needs less;"
     " python -m parallel.plan says how much"
@@ -47,7 +48,7 @@ class Beat(NamedTuple):
     ticks: int  # sections entered so far: the same on all ranks at the same place
     section: str
     step: int
-    idle_seconds: float  # since it entered the section
+    idle_seconds: float  # since it entered the section, or bytes of its checkpoint have moved there
     limit_seconds: float  # that it may stay there
     waiting: bool  # in a collective, for others
     stack: list[str]  # innermost last
@@ -120,6 +121,11 @@ class Watchdog:
         self.section, self.step = section, self.step if step is None else step
         self._ticks += 1
         self._entered = time.monotonic()
+
+    def alive(self) -> None:
+        """Bytes of a checkpoint have moved, by any thread: progress of a rank that saves, loads or waits for that."""
+        if self.section in CHECKPOINTING:
+            self._entered = time.monotonic()
 
     def follow(self, items: Iterable[T], section: str) -> Iterator[T]:
         """`items`; fetching each one is progress within the section."""
@@ -229,7 +235,7 @@ class Watchdog:
                 continue  # the store is with torchrun's first agent: if that is gone, ours will end us
 
     def _limit(self) -> float:
-        if self.section in ("checkpoint", "load", "end"):
+        if self.section in CHECKPOINTING:
             return self.config.checkpoint.timeout_seconds
         return self.limit_seconds
 

@@ -15,6 +15,9 @@ import torch.distributed as dist
 from checkpoint import manager, retention
 from checkpoint.retention import committed
 from checkpoint.stores import CheckpointError, LocalStore, open_store
+from config import PATIENCE
+from parallel.comm import LaunchEnvironment
+from parallel.watchdog import Watchdog
 from tests.distributed.checkpoint_runs import IDENTITY, Run, Tower, load_model, load_run, same, train_run
 from tests.harness import run_ranks
 
@@ -184,6 +187,35 @@ def test_an_upload_lists_nothing_of_the_first_place(tmp_path, monkeypatch):
     monkeypatch.setattr(LocalStore, "sizes", lambda self, prefix="": {} if prefix else sizes(self))
     run.train(0, 1)
     assert steps_in(tmp_path / "far") == [1]
+
+
+def test_bytes_that_are_written_uploaded_and_read_are_progress(tmp_path):
+    run, moved = Run(tmp_path / "near", upload=str(tmp_path / "far")), set()
+    run.checkpoint.on_progress = lambda: moved.add(threading.current_thread().name.partition("-")[0])
+    run.train(0, 1)
+    assert moved == {"ThreadPoolExecutor", "checkpoint"}  # writes, and the upload
+    moved.clear()
+    run.checkpoint.load()
+    assert moved == {"MainThread"}
+
+
+def test_an_upload_at_the_end_may_last_longer_than_the_watchdog_waits(tmp_path, monkeypatch):
+    """Each piece takes 1,000 s, by the watchdog's clock."""
+    run = Run(tmp_path / "near", upload=str(tmp_path / "far"))
+    watchdog = Watchdog(tmp_path, LaunchEnvironment(rank=0, local_rank=0, world_size=1), run.checkpoint.config)
+    run.checkpoint.on_progress = watchdog.alive
+    read, idle_seconds = LocalStore.read_into, []
+
+    def read_for_long(*arguments):
+        watchdog._entered -= 1000
+        idle_seconds.append(time.monotonic() - watchdog._entered)
+        read(*arguments)
+
+    monkeypatch.setattr(LocalStore, "read_into", read_for_long)
+    watchdog.enter("end")
+    run.train(0, 1)
+    assert len(idle_seconds) > 1
+    assert max(idle_seconds) < PATIENCE * watchdog._limit()
 
 
 def test_newest_are_kept_and_every_nth_for_ever(tmp_path):

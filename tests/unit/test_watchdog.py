@@ -50,6 +50,18 @@ def test_no_verdict_while_anyone_moves_or_may_take_longer() -> None:
     assert judge(beats(saving, saving), {1}, gone=True) is not None, "a thread is never silent for so long"
 
 
+@pytest.mark.parametrize(
+    ("section", "counts"), [("end", True), ("checkpoint", True), ("load", True), ("forward/backward", False)]
+)
+def test_bytes_of_a_checkpoint_are_progress_of_who_waits_for_them(tmp_path: Path, section: str, counts: bool) -> None:
+    watchdog = Watchdog(tmp_path, LaunchEnvironment(rank=0, local_rank=0, world_size=1), Config())
+    watchdog.enter(section)
+    watchdog._entered, ticks = 0.0, watchdog._ticks
+    watchdog.alive()
+    assert (watchdog._entered > 0.0) == counts
+    assert watchdog._ticks == ticks, "the ranks move different numbers of pieces"
+
+
 def exit_of(kind: str, cause: str = "rank 1 was lost", last: int | None = 30) -> Exit:
     return Exit(kind, cause, 1, "data", 37, last, "torchrun starts the job again")
 
