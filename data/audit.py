@@ -8,7 +8,7 @@ The proof rests on the ledger that every rank keeps (data.ledger). It drops the 
 resume from an earlier checkpoint made void, and checks that the others follow each other
 without gap or overlap on every rank alike, and that the tokens each rank recorded are those
 of the dataset at that place in the order. Each token of a dataset was then an input exactly
-once for each epoch that was consumed.
+once for each epoch that was consumed, but for those of masked blocks, which the proof names.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from config import Config, TitaniteError, from_dict, grad_accum_steps, load_config, read_recorded
+from config import Config, Data, TitaniteError, from_dict, grad_accum_steps, load_config, read_recorded
 from data.ledger import Step, checksum, read_ledger
 from data.place import Place, StepShape, first_place, saved_place
 from data.shards import Dataset, open_dataset
@@ -46,31 +46,25 @@ class Part(NamedTuple):
     row: int  # of the block
     first: int  # tokens [first, stop) of the document
     stop: int
+    masked: bool  # zeros were given in its place
 
 
 class Auditor:
-    """The datasets of a run, to be read at any place of its order.
+    """The datasets that `steps` were taken from, to be read at any place of their order.
 
-    Those of `config`, and those that `steps` were taken from and that are not among them. Raises AuditError.
+    They are where the steps found them, or where `config` names them now. Raises AuditError.
     """
 
-    def __init__(self, config: Config, steps: Sequence[Step] = ()):
-        config = replace(config, data=replace(config.data, on_bad_block="stop"))  # only what the ledger names is masked
-        if steps:  # a start that was refused has left its own settings in config.toml
-            order = saved_place(steps[0].start)
-            data = replace(config.data, window_blocks=order.window_blocks)
-            config = replace(config, run=replace(config.run, seed=order.seed), data=data)
-        self.datasets: list[Dataset] = [open_dataset(url, config.data) for url in config.data.datasets]
+    def __init__(self, config: Config, steps: Sequence[Step]):
+        order = saved_place(steps[0].start)  # a start that was refused has left its own in the config
+        config = replace(
+            config,
+            run=replace(config.run, seed=order.seed),
+            # Only what the ledger names is masked.
+            data=replace(config.data, window_blocks=order.window_blocks, on_bad_block="stop"),
+        )
         urls = {name: url for step in steps for name, url in step.urls.items()}
-        known = {dataset.hash for dataset in self.datasets}
-        for name in [name for name in urls if name not in known]:
-            dataset = open_dataset(urls[name], config.data)
-            if dataset.hash != name:
-                raise AuditError(
-                    f"{dataset.url}: this run has read dataset {name} there, now it holds {dataset.hash}; put it back, "
-                    "or name in data.datasets of the run's config.toml where it is"
-                )
-            self.datasets.append(dataset)
+        self.datasets: list[Dataset] = [_find(name, url, config.data) for name, url in urls.items()]
         streams = open_streams(config, self.datasets, ThreadPoolExecutor(8))
         self._streams: dict[str, Stream] = {stream.name: stream for stream in streams}
 
@@ -107,7 +101,8 @@ class Auditor:
             split = stream.split
             for block, row, first, stop in chain.from_iterable(stream.documents(*run) for run in runs):
                 file = f"{split.folder.url}/{split.shards[split.shard[block]].file}"
-                yield Part(number, file, block - split.first_block(block), row, first, stop)
+                masked = block in step.masked.get(stream.name, ())
+                yield Part(number, file, block - split.first_block(block), row, first, stop, masked)
 
     def text(self, part: Part, tokenizer: Tokenizer) -> str:
         """The text of a part of a document."""
@@ -120,6 +115,25 @@ class Auditor:
                     ids = split.ids(block.values[start + part.first : start + part.stop])
                     return tokenizer.decode(ids.tolist())
         raise AuditError(f"{part.file}: not a file of this run")
+
+
+def _find(name: str, url: str, data: Data) -> Dataset:
+    """The dataset that a run has read at `url`: there, or among those that its config names now. Raises AuditError."""
+    found = []
+    for place in dict.fromkeys((url, *(place.rstrip("/") for place in data.datasets))):
+        try:
+            dataset = open_dataset(place, data)
+        except TitaniteError as error:
+            found.append(str(error))
+            continue
+        if dataset.hash == name:
+            return dataset
+        if place == url:
+            found.append(f"{url}: holds dataset {dataset.hash}")
+    raise AuditError(
+        f"{'; '.join(found)}; this run has read dataset {name} at {url}: put it back, or name its new place in "
+        "data.datasets of the run's config.toml"
+    )
 
 
 def trained_steps(run: Path) -> tuple[list[Step], int]:
@@ -215,8 +229,19 @@ def _conclusions(auditor: Auditor, steps: list[Step], void: int, checked: int) -
     for dataset in auditor.datasets:
         size = dataset.split("train").total_tokens
         epochs, rest = divmod(end.consumed.get(dataset.hash, 0), size)
-        lines.append(f"{dataset.url}: each of its {size:,} tokens {epochs} times, and {rest:,} of epoch {epochs + 1}")
+        line = f"{dataset.url}: each of its {size:,} tokens {epochs} times, and {rest:,} of epoch {epochs + 1}"
+        lines.append(line + _masked(dataset, steps))
     return lines
+
+
+def _masked(dataset: Dataset, steps: list[Step]) -> str:
+    """The end of a conclusion, if not all tokens were what the dataset holds."""
+    blocks = sorted({block for step in steps for block in step.masked.get(dataset.hash, ())})
+    if not blocks:
+        return ""
+    named = "; ".join(dataset.split("train").location(block) for block in blocks[:3])
+    more = f" and {len(blocks) - 3} more" if len(blocks) > 3 else ""
+    return f"; but {len(blocks)} blocks were masked, zeros in their place since they were found bad: {named}{more}"
 
 
 def _left_out(run: Path) -> list[str]:
@@ -234,11 +259,12 @@ def run_config(run: Path) -> Config:
     return from_dict(read_recorded(file.read_bytes(), file))
 
 
-def planned_step(config: Config, number: int) -> Step:
-    """Step `number` (from 1) of a run that starts anew with this config on one data-parallel rank."""
-    place = first_place(config, [open_dataset(url, config.data) for url in config.data.datasets])
+def planned_steps(config: Config, numbers: range) -> list[Step]:
+    """Steps `numbers` (from 1) of a run that starts anew with this config on one data-parallel rank."""
+    datasets = [open_dataset(url, config.data) for url in config.data.datasets]
+    state, urls = first_place(config, datasets).state({}), {dataset.hash: dataset.url for dataset in datasets}
     shape = StepShape(1, config.training.local_batch_size, grad_accum_steps(config.training, 1))
-    return Step(place.state({}), shape, {}, (number - 1) * shape.samples, 0, {})
+    return [Step(state, shape, urls, (number - 1) * shape.samples, 0, {}) for number in numbers]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -277,18 +303,22 @@ def _numbers(steps: str) -> range:
 
 
 def _list_steps(options: argparse.Namespace) -> None:
-    config = run_config(options.run) if options.run else load_config([f"--config={options.config}"])
-    steps = trained_steps(options.run)[0] if options.run else []
+    numbers = _numbers(options.steps)
+    if options.run:
+        config, (recorded, _) = run_config(options.run), trained_steps(options.run)
+        if numbers[-1] > len(recorded):
+            raise AuditError(f"--steps {options.steps}: the run has steps 1 to {len(recorded)}")
+        steps = recorded[numbers[0] - 1 : numbers[-1]]
+    else:
+        config = load_config([f"--config={options.config}"])
+        steps = planned_steps(config, numbers)
     auditor = Auditor(config, steps)
     tokenizer = auditor.datasets[0].tokenizer()
-    for number in _numbers(options.steps):
-        if options.run and not 1 <= number <= len(steps):
-            raise AuditError(f"--steps {options.steps}: the run has steps 1 to {len(steps)}")
-        step = steps[number - 1] if options.run else planned_step(config, number)
+    for number, step in zip(numbers, steps, strict=True):
         for part in auditor.documents(step):
             place = f"{part.file} block {part.block} row {part.row} tokens {part.first}:{part.stop}"
-            print(f"step {number} sample {part.sample}: {place}")
-            if options.text:
+            print(f"step {number} sample {part.sample}: {place}{' masked: zeros in its place' if part.masked else ''}")
+            if options.text and not part.masked:
                 print(auditor.text(part, tokenizer))
 
 

@@ -253,10 +253,7 @@ def _read(folder: Folder, name: str) -> bytes:
     try:
         return folder.read(name)
     except DamagedError as error:
-        raise DataError(
-            f"{folder.url}/{name}: {error}. Make a dataset with: "
-            f"python -m data.prepare --source FILES --output {folder.url}"
-        ) from None
+        raise DataError(f"{folder.url}/{name}: {error}") from None
 
 
 def with_chat_template(datasets: Sequence[Dataset]) -> Dataset:
@@ -264,14 +261,14 @@ def with_chat_template(datasets: Sequence[Dataset]) -> Dataset:
     return max(datasets, key=lambda dataset: bool(dataset.chat_template) * (1 + dataset.splits["train"].packed_seq_len))
 
 
-def check_datasets(config: Config) -> None:
+def check_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
     """Refuse data that cannot be trained on: manifests, file sizes, tokenizer, number of tokens.
 
-    Reads no tokens and imports no torch, so that train.py can call it first.
+    Returns data.datasets and validation.datasets. Reads no tokens and imports no torch, so that it may come first.
 
     Raises DataError, StorageError, TokenizerError.
     """
-    datasets = [open_dataset(url, config.data) for url in config.data.datasets]
+    datasets = [_open_to_train(url, config.data) for url in config.data.datasets]
     chat = with_chat_template(datasets)
     for dataset in datasets:
         if dataset.tokenizer_fingerprint != datasets[0].tokenizer_fingerprint:
@@ -297,13 +294,13 @@ def check_datasets(config: Config) -> None:
                 f"data.datasets: {dataset.url} was made with another chat template than {chat.url}; prepare one of "
                 "them again with the other's chat_template.jinja as --chat-template"
             )
-    for url in config.validation.datasets:
-        dataset = open_dataset(url, config.data)
+    held_out = [_open_to_train(url, config.data) for url in config.validation.datasets]
+    for dataset in held_out:
         dataset.split("validation")
         _check_packing(dataset, config)
         if dataset.tokenizer_fingerprint != datasets[0].tokenizer_fingerprint:
             raise DataError(
-                f"validation.datasets: {url} was made with another tokenizer than {datasets[0].url} "
+                f"validation.datasets: {dataset.url} was made with another tokenizer than {datasets[0].url} "
                 f"({dataset.tokenizer_fingerprint}, {datasets[0].tokenizer_fingerprint})"
             )
     if len({dataset.hash for dataset in datasets}) < len(datasets):
@@ -315,6 +312,16 @@ def check_datasets(config: Config) -> None:
                 f"data.tokenizer = {config.data.tokenizer!r}: fingerprint {tokenizer.fingerprint}, but the data in "
                 f"{datasets[0].url} was made by {datasets[0].tokenizer_fingerprint}"
             )
+    return datasets, held_out
+
+
+def _open_to_train(url: str, data: Data) -> Dataset:
+    """A dataset that the config names, or the error with what makes one."""
+    try:
+        return open_dataset(url, data)
+    except DataError as error:
+        advice = f"Make a dataset with: python -m data.prepare --source FILES --output {url}"
+        raise DataError(f"{error}. {advice}") from None
 
 
 def _check_packing(dataset: Dataset, config: Config) -> None:

@@ -169,25 +169,76 @@ def test_a_run_that_left_a_dataset_is_proven_also_when_that_was_moved(folders, t
     run_phase(run, folders[1:], state, 3)
     lines = prove(run)
     assert lines[0].startswith("6 steps, 192 tokens")
-    assert [line.split(":")[0] for line in lines[2:]] == [str(folders[1]), str(left)]
+    assert [line.split(":")[0] for line in lines[2:]] == [str(left), str(folders[1])]
     audit.main(["--run", str(run), "--steps", "1"])
     assert f" {left}/train-0000" in capsys.readouterr().out
     moved = left.rename(tmp_path / "moved")
     config = (run / "config.toml").read_text()
     (run / "config.toml").write_text(config.replace(f'"{folders[1]}"', f'"{folders[1]}", "{moved}"'))
-    assert prove(run)[:-1] == lines[:-1]
+    assert prove(run) == [line.replace(str(left), str(moved)) for line in lines]
 
 
 def test_other_data_than_was_trained_is_found(folders, tmp_path):
     run, dropped = tmp_path / "run", shutil.copytree(folders[0], tmp_path / "dropped")
     state, _ = run_phase(run, [dropped, folders[1]], None, 3)
     run_phase(run, folders[1:], state, 3)
-    shutil.rmtree(dropped)
-    with pytest.raises(DataError, match=r"dropped/manifest\.json: is missing"):
+    name, moved = open_dataset(str(dropped)).hash, dropped.rename(tmp_path / "moved")
+    advice = f"this run has read dataset {name} at {dropped}: put it back, or name its new place in data.datasets"
+    with pytest.raises(AuditError, match=rf"dropped/manifest\.json: is missing; {advice}"):
+        prove(run)
+    config = (run / "config.toml").read_text()
+    (run / "config.toml").write_text(config.replace(f'"{folders[1]}"', f'"{folders[1]}", "{moved}.typo/"'))
+    with pytest.raises(AuditError, match=rf"is missing; {moved}\.typo/manifest\.json: is missing; {advice}"):
         prove(run)
     write_dataset(dropped, [[[1, 2, 3, 0]] * 50])
-    with pytest.raises(AuditError, match=r"dropped: this run has read dataset \w+ there, now it holds"):
+    with pytest.raises(AuditError, match=rf"dropped: holds dataset \w+; .*{advice}"):
         prove(run)
+
+
+def test_only_the_datasets_of_the_steps_that_are_asked_for_are_needed(folders, tmp_path, capsys):
+    run, left = tmp_path / "run", shutil.copytree(folders[0], tmp_path / "left")
+    state, _ = run_phase(run, [left], None, 2)
+    run_phase(run, folders[1:], state, 2)
+    shutil.rmtree(left)
+    audit.main(["--run", str(run), "--steps", "3:5", "--text"])
+    assert f"step 4 sample 0: {folders[1]}" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=f"this run has read dataset .* at {left}: put it back"):
+        audit.main(["--run", str(run), "--steps", "2:5"])
+    assert not capsys.readouterr().out
+
+
+def test_masked_blocks_are_named_by_proof_and_list(folders, tmp_path, capsys):
+    """A file that was gone in a whole epoch: its tokens were never trained, whether it is back or not."""
+    run, data = tmp_path / "run", shutil.copytree(folders[0], tmp_path / "data")
+    file, mask = data / "train-00001.arrow", {"data__on_bad_block": "mask"}
+    documents = [document for block in stored_blocks(data) for document in block]
+    sound = run_phase(tmp_path / "sound", [data], None, 15)[1]
+    content = file.read_bytes()
+    file.unlink()
+    bad = {token for document in documents for token in document} - {
+        token for block in stored_blocks(data) for document in block for token in document
+    }
+    state, batches = run_phase(run, [data], None, 15, **mask)
+    assert not bad & {token for batch in batches for row in batch for token in row}
+    (blocks,) = state["masked"].values()
+    assert len(blocks) > 4
+    end = f"; but {len(blocks)} blocks were masked, zeros in their place since they were found bad: {file}, block 0; "
+    end += f"{file}, block 1; {file}, block 2 and {len(blocks) - 3} more"
+
+    def listed() -> str:
+        audit.main(["--run", str(run), "--steps", "1:16", "--text"])
+        return capsys.readouterr().out
+
+    proof, text = prove(run), listed()
+    assert proof[2].endswith(end)
+    for line in text.splitlines():
+        assert (str(file) in line) == line.endswith(" masked: zeros in its place")
+    trained = re.findall(r"w(\d+)\b", re.sub("^step.*", "", text, flags=re.MULTILINE))
+    assert set(map(int, trained)) == {token for batch in batches for row in batch for token in row} - {0}
+    file.write_bytes(content)
+    assert (prove(run), listed()) == (proof, text)
+    assert bad <= {token for batch in sound for row in batch for token in row}
+    assert not any("were masked" in line for line in prove(tmp_path / "sound"))
 
 
 def test_a_line_cut_by_a_kill_is_left_out(run):

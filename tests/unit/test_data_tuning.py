@@ -14,7 +14,7 @@ from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
 
 from config import TitaniteError, from_dict
-from data.audit import Auditor, planned_step
+from data.audit import Auditor, planned_steps
 from data.chat import ChatTemplate
 from data.loader import IGNORED, build_dataloader, validation_batches
 from data.packing import HIDDEN, START, TOKEN_BITS, pack
@@ -217,13 +217,14 @@ def test_the_dataset_verifies_and_the_audit_rebuilds_its_batches(folder: Path) -
     assert list(faults(dataset)) == []
     config = settings(folder)
     loader = build_dataloader(config, 0, 1)
-    auditor = Auditor(config)
-    for number in (1, 2, 3):
+    steps = planned_steps(config, range(1, 4))
+    auditor = Auditor(config, steps)
+    for step in steps:
         (batch,) = loader.next_step()
-        (tokens,) = auditor.tokens(planned_step(config, number), 0)
+        (tokens,) = auditor.tokens(step, 0)
         assert torch.equal(batch.tokens, torch.from_numpy(tokens))
-    part = next(auditor.documents(planned_step(config, 1)))
-    first = int(next(auditor.tokens(planned_step(config, 1), 0))[0, 0])
+    part = next(auditor.documents(steps[0]))
+    first = int(next(auditor.tokens(steps[0], 0))[0, 0])
     assert auditor.text(part, dataset.tokenizer()).split()[0] == f"w{first}"
     loader.close()
 
