@@ -77,8 +77,8 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses to be deterministic
     torch.use_deterministic_algorithms(config.run.deterministic)
     device = init_distributed(environment, config.comm)
-    mesh = dims.build_mesh(device.type)
     dataloader.check_ranks()
+    mesh = dims.build_mesh(device.type)
     folder, changed = from_rank_0(lambda: start_run(config, identity, world_size, environment.job))
     if rank == 0:
         dataloader.tokenizer.save(folder)

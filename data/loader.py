@@ -1,5 +1,6 @@
 """Batches for training and validation: the order of data.order, read ahead by a thread."""
 
+import json
 import logging
 import threading
 import time
@@ -7,6 +8,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -17,11 +19,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from config import Config, grad_accum_steps
+from config import Config, ConfigError, grad_accum_steps
 from data.ledger import Ledger
 from data.order import Segment
 from data.place import StepShape, first_place, saved_place
-from data.shards import DataError, check_datasets, open_dataset, with_chat_template
+from data.shards import DataError, Dataset, check_datasets, open_dataset, with_chat_template
 from data.stream import Stream, open_streams
 from data.tokenizer import Tokenizer
 
@@ -31,6 +33,15 @@ IGNORED = -100  # the label that torch's cross-entropy skips
 MAX_BAD_BLOCKS = 32  # more are no accident, and the state would grow
 LOCATED_AHEAD = 1024  # samples; changes the cost, never the order
 READERS = 8  # threads that fetch and check blocks
+OF_THE_NODE = {  # settings that may differ between nodes
+    "data.datasets",  # what is there is compared
+    "validation.datasets",
+    "data.tokenizer",  # is compared with the data's
+    "data.cache_folder",
+    "data.cache_gb",
+    "run.folder",  # that of rank 0 counts
+    "run.outputs",
+}
 
 
 class Batch(NamedTuple):
@@ -61,9 +72,8 @@ class DataLoader:
     """
 
     def __init__(self, config: Config, dp_rank: int, dp_size: int, pin_memory: bool = False):
-        self._datasets = [open_dataset(url, config.data) for url in config.data.datasets]
-        held_out = [open_dataset(url, config.data) for url in config.validation.datasets]
-        self._read = [(f"dataset {dataset.url}", dataset.hash) for dataset in (*self._datasets, *held_out)]
+        self._datasets, held_out = check_datasets(config)
+        self._facts = _facts(config, self._datasets, held_out)
         self.vocab_size: int = max(dataset.vocab_size for dataset in self._datasets)
         self.wait_seconds: float = 0.0
         self._place = first_place(config, self._datasets)
@@ -80,18 +90,18 @@ class DataLoader:
         self._ledger: Ledger | None = None
 
     def check_ranks(self) -> None:
-        """Refuse to start where ranks would read different data, or in different orders. Collective.
+        """Refuse to start where ranks would read different data or do different things with it. Collective.
 
-        Raises DataError on all ranks alike, naming the dataset or the setting.
+        Raises ConfigError on all ranks alike, naming the dataset or the setting.
         """
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, [*self._read, *self.state_dict().items(), ("batches", self._shape)])
+        dist.all_gather_object(everyone, self._facts)
         for rank, facts in enumerate(everyone):
-            for (what, value), (_, first) in zip(facts, everyone[0], strict=False):
+            for (what, value), (_, first) in zip(facts, everyone[0], strict=False):  # as many, if the first are equal
                 if value != first:
-                    error = DataError(
-                        f"{what}: {value} on rank {rank}, {first} on rank 0; every node needs the same copy of the "
-                        "data and the same config"
+                    error = ConfigError(
+                        f"{what}: {json.dumps(value)} on rank {rank}, {json.dumps(first)} on rank 0; every node needs "
+                        "the same copy of the data and the same config"
                     )
                     error.agreed = True
                     raise error
@@ -319,12 +329,22 @@ class _Prefetcher(Iterator[_Step]):
             self._ready.put(error)
 
 
+def _facts(config: Config, datasets: list[Dataset], held_out: list[Dataset]) -> list[tuple[str, Any]]:
+    """What must be the same on all ranks."""
+    counts = [("data.datasets", datasets), ("validation.datasets", held_out)]
+    settings = {f"{section}.{key}": value for section, part in asdict(config).items() for key, value in part.items()}
+    return [
+        *((f"number of {key}", len(named)) for key, named in counts),
+        *((f"dataset {dataset.url}", dataset.hash) for dataset in (*datasets, *held_out)),
+        *((key, value) for key, value in settings.items() if key not in OF_THE_NODE),
+    ]
+
+
 def build_dataloader(config: Config, dp_rank: int, dp_size: int, pin_memory: bool = False) -> DataLoader:
     """The training data of data-parallel rank `dp_rank` of `dp_size`.
 
     Raises DataError when the data cannot be used, ConfigError when the batch sizes do not divide.
     """
-    check_datasets(config)
     return DataLoader(config, dp_rank, dp_size, pin_memory)
 
 

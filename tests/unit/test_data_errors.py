@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from isal import isal_zlib
 
-from config import TitaniteError, to_toml
+from config import ConfigError, TitaniteError, to_toml
 from data.audit import prove
 from data.loader import IGNORED, build_dataloader, validation_batches
 from data.shards import BadBlockError, DataError, check_datasets, open_dataset
-from data.storage import Cache, StorageError
+from data.storage import Cache, LocalFolder, StorageError
 from data.tokenizer import TokenizerError
 from tests.corpus import data_config, expected_stream, stored_blocks, word_tokenizer, write_dataset
 from tests.harness import run_ranks
@@ -318,6 +318,67 @@ def test_ranks_agree_on_a_block_that_is_bad_on_one_node_only(folder, tmp_path):
     assert list(results[0][1]["masked"].values()) == [[7]]
     bad = {token for document in stored_blocks(folder)[7] for token in document if token}
     assert not any(bad & set(labels) for (_, labels), _ in results)
+
+
+def refusals(cases):
+    """What this rank says in each case, (configs of the ranks, what is said)."""
+    said = []
+    for configs, _ in cases:
+        loader = build_dataloader(configs[dist.get_rank()], dist.get_rank(), dist.get_world_size())
+        try:
+            loader.check_ranks()
+            said.append("")
+        except ConfigError as error:
+            said.append(str(error) if error.agreed else "by one rank only")
+        loader.close()
+    return said
+
+
+def test_ranks_with_other_settings_or_datasets_do_not_start(folder, tmp_path):
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    other = write_dataset(tmp_path / "other", DOCUMENTS[:1], validation=[[5, 6, 0]])
+
+    def config(*folders, **overrides):
+        return data_config(*folders, training__seq_len=8, **overrides)
+
+    def names(*folders):
+        return [str(folder) for folder in folders]
+
+    one, number = config(folder), "number of {}.datasets: {} on rank 1, {} on rank 0; every node needs the same"
+    cases = [
+        ((one, config(copy)), ""),
+        ((one, config(folder, data__cache_gb=1, run__outputs="elsewhere", data__tokenizer=str(copy))), ""),
+        ((one, config(folder, data__mask_documents=True)), "data.mask_documents: true on rank 1, false on rank 0"),
+        ((one, config(folder, data__on_bad_block="mask")), 'data.on_bad_block: "mask" on rank 1, "stop" on rank 0'),
+        ((one, config(folder, validation__max_samples=7)), "validation.max_samples: 7 on rank 1, 256 on rank 0"),
+        ((one, config(folder, optimizer__lr=0.5)), "optimizer.lr: 0.5 on rank 1, 0.0003 on rank 0"),
+        ((config(folder, other), config(other)), number.format("data", 1, 2)),
+        ((config(folder), config(folder, other)), number.format("data", 2, 1)),
+        ((config(folder, other), config(other, copy)), f"dataset {other}: "),
+        (
+            (
+                config(folder, validation__datasets=names(other)),
+                config(folder, validation__datasets=names(copy, other)),
+            ),
+            number.format("validation", 2, 1),
+        ),
+        (
+            (config(folder, validation__datasets=names(other)), config(folder, validation__datasets=names(copy))),
+            f"dataset {copy}: ",
+        ),
+    ]
+    first, second = run_ranks(2, refusals, cases)
+    assert first == second
+    for said, (_, expected) in zip(first, cases, strict=True):
+        assert said.startswith(expected)
+        assert bool(said) == bool(expected)
+
+
+def test_a_start_opens_each_dataset_once(folder, tmp_path, monkeypatch):
+    held_out, read, original = shutil.copytree(folder, tmp_path / "held_out"), [], LocalFolder.read
+    monkeypatch.setattr(LocalFolder, "read", lambda self, name: read.append((self.url, name)) or original(self, name))
+    build_dataloader(data_config(folder, training__seq_len=8, validation__datasets=[str(held_out)]), 0, 1).close()
+    assert [url for url, name in read if name == "manifest.json"] == [str(folder), str(held_out)]
 
 
 def test_errors_are_ones_that_users_see_without_traceback():
