@@ -193,12 +193,12 @@ class Stream:
         blocks = self._epoch(number).blocks[first : first + self._window_blocks]
         try:
             return Reading(blocks, [self._readers.submit(self._read_block, int(block)) for block in blocks])
-        except RuntimeError:  # no more tasks
-            raise self._closed() from None
+        except RuntimeError as error:  # no more tasks, or no more threads
+            raise self._closed(f", or has no thread: {error}") from None
 
-    def _closed(self) -> StorageError:
+    def _closed(self, otherwise: str = "") -> StorageError:
         """What to raise once another thread has closed the loader."""
-        return StorageError(f"{self.split.folder.url}: cannot be read: the loader is closed")
+        return StorageError(f"{self.split.folder.url}: cannot be read: the loader is closed{otherwise}")
 
     def _epoch(self, number: int) -> Epoch:
         if number not in self._epochs:

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice, pairwise, zip_longest
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -227,6 +228,15 @@ def test_a_closed_loader_says_so(folders):
     loader.close()
     with pytest.raises(StorageError, match="cannot be read: the loader is closed"):
         loader.next_step()
+
+
+def test_a_system_without_threads_left_is_named(folders, monkeypatch):
+    loader = build_dataloader(config_of(folders[:1], training__seq_len=7, data__prefetch_steps=0), 0, 1)
+    with monkeypatch.context() as system:
+        system.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+        with pytest.raises(StorageError, match=r"cannot be read: .*can't start new thread"):
+            loader.next_step()
+    loader.close()
 
 
 def test_every_token_is_an_input_once_per_epoch(folders):
