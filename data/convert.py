@@ -14,7 +14,6 @@ order; training shuffles them. Which are held out is a hash of their tokens.
 """
 
 import argparse
-import hashlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -27,12 +26,13 @@ from tqdm import tqdm
 
 from config import TitaniteError
 from data.shards import DataError, token_type
-from data.sources import list_files
+from data.sources import STDLIB, failures_of, list_files
 from data.tokenizer import Tokenizer, load_tokenizer
 from data.workers import locked
 from data.writer import (
     WrittenShard,
     check_output,
+    is_held_out,
     refuse_finished,
     refuse_too_large,
     remove_dataset,
@@ -122,8 +122,11 @@ def convert(
     """Convert; `--help` says what the parameters mean. Returns the manifest. Raises DataError, TokenizerError."""
     folder = check_output(output, overwrite, validation_fraction, block_mb, shard_mb)
     chosen = load_tokenizer(tokenizer, eos_token)
-    if remote := [source for source in sources if "://" in source]:
-        raise DataError(f"--source {remote[0]}: must be on this machine")
+    for source in sources:
+        if "://" in source:
+            raise DataError(f"--source {source}: must be on this machine")
+        if source == STDLIB or Path(source).is_dir():  # what is text there would be taken for tokens
+            raise DataError(f"--source {source}: must be files of tokens; name them, as in 'FOLDER/*.bin'")
     paths = [Path(file.url) for file in list_files(sources)]
     with locked(folder):
         refuse_finished(folder, overwrite)
@@ -134,13 +137,16 @@ def convert(
             for split in ("train", "validation")
         ]
         for path in tqdm(paths, desc="convert", unit=" files"):
-            for row, ids in enumerate(FORMATS[format](path, chosen.eos_id)):
+            for row, ids in enumerate(_documents(path, format, chosen.eos_id)):
                 document = _ended_once(ids, chosen, f"{path}, document {row}")
                 if len(document) > 1:
-                    digest = hashlib.blake2b(document.astype("<u4").tobytes(), digest_size=8).digest()
-                    held_out = int.from_bytes(digest, "little") < validation_fraction * 2**64
-                    writers[held_out].add(document)
+                    writers[is_held_out(document.astype("<u4").tobytes(), validation_fraction)].add(document)
         return write_manifest(folder, chosen, [shard for writer in writers for shard in writer.finish()])
+
+
+def _documents(path: Path, format: str, eos_id: int) -> Iterator[np.ndarray]:
+    with failures_of(f"{path}: cannot be read"):
+        yield from FORMATS[format](path, eos_id)
 
 
 def _ended_once(ids: np.ndarray, tokenizer: Tokenizer, where: str) -> np.ndarray:

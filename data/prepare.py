@@ -31,7 +31,7 @@ from data.chat import BUILT_IN
 from data.order import derive_key, random_words
 from data.packing import pack
 from data.shards import DataError, Shard, token_type
-from data.sources import COMPRESSIONS, UNIT_BYTES, File, Unit, documents, list_files, pieces, plan_units
+from data.sources import UNIT_BYTES, File, Unit, documents, kind_of, list_files, pieces, plan_units
 from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from data.tuning import KEYS, check_examples, encode_examples, read_template, split_keys
 from data.workers import locked, run_all
@@ -39,6 +39,7 @@ from data.writer import (
     PARTS,
     WrittenShard,
     check_output,
+    is_held_out,
     refuse_finished,
     refuse_too_large,
     remove_dataset,
@@ -73,11 +74,6 @@ class Plan:
     block_bytes: int
     train_buckets: int
     validation_buckets: int
-
-    def holds_out(self, text: str) -> bool:
-        """Whether a text is for validation, with all the pieces it is cut into."""
-        digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-        return int.from_bytes(digest, "little") < self.validation_fraction * 2**64
 
     def bucket(self, held_out: bool, word: int) -> int:
         """The bucket of a document; those of validation follow those of train."""
@@ -208,7 +204,7 @@ def count(
 
 def _estimated_bytes(files: Iterable[File], dtype: str) -> float:
     """Of the tokens: 4 bytes of text make about one token, compression is about 5-fold."""
-    text = sum(file.size * (5 if file.url.lower().endswith((*COMPRESSIONS, ".parquet")) else 1) for file in files)
+    text = sum(file.size * (1 if kind_of(file.url) in (("text", ""), ("jsonl", "")) else 5) for file in files)
     return text / 4 * np.dtype(dtype).itemsize
 
 
@@ -269,7 +265,7 @@ class Piece(NamedTuple):
 def _pieces(plan: Plan, unit: Unit) -> Iterator[Piece]:
     """The documents to be, in order, without empty ones."""
     for text in filter(None, documents(unit, plan.text_key, split_keys(plan.example_keys))):
-        held_out = plan.holds_out(text)
+        held_out = is_held_out(text.encode("utf-8", "surrogatepass"), plan.validation_fraction)
         for piece in pieces(text, plan.max_characters):
             yield Piece(piece, held_out)
 

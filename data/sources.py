@@ -80,7 +80,7 @@ def _is_read_from_folder(name: str) -> bool:
 
 
 @contextmanager
-def _failures_of(what: str) -> Iterator[None]:
+def failures_of(what: str) -> Iterator[None]:
     """Every kind of store and file has its own exceptions; all become DataErrors that begin with `what`."""
     try:
         yield
@@ -93,7 +93,7 @@ def _failures_of(what: str) -> Iterator[None]:
 
 
 def _expand(source: str) -> list[File]:
-    with _failures_of(f"--source {source}: cannot be listed"):
+    with failures_of(f"--source {source}: cannot be listed"):
         system, path = fsspec.core.url_to_fs(source)
         details, is_folder = _details(system, path)
         details = {name: system.info(name) if info.get("islink") else info for name, info in details.items()}
@@ -140,7 +140,7 @@ def plan_units(files: Sequence[File]) -> list[Unit]:
     group: list[File] = []
     group_bytes = 0
     for file in files:
-        kind, compression = _kind(file.url)
+        kind, compression = kind_of(file.url)
         if kind == "parquet":
             units += _row_group_units(file, unit_bytes)
         elif kind == "jsonl" and not compression:
@@ -160,7 +160,7 @@ def plan_units(files: Sequence[File]) -> list[Unit]:
     return units
 
 
-def _kind(url: str) -> tuple[str, str]:
+def kind_of(url: str) -> tuple[str, str]:
     """("text" | "jsonl" | "parquet", compression or "") by the file's name."""
     suffix, compression = _suffixes(url)
     return KINDS.get(suffix, "text"), COMPRESSIONS.get(compression, "")
@@ -179,7 +179,7 @@ def _open(file: File) -> Any:
 
 
 def _row_group_units(file: File, unit_bytes: int) -> list[Unit]:
-    with _failures_of(f"{file.url}: cannot be read"), _open(file) as stream:
+    with failures_of(f"{file.url}: cannot be read"), _open(file) as stream:
         try:
             metadata = pq.read_metadata(stream)
         except pa.ArrowException as error:
@@ -197,7 +197,7 @@ def documents(unit: Unit, text_key: str, example_keys: tuple[str, ...] = ()) -> 
     Raises DataError naming file and place.
     """
     for file in unit.files:
-        with _failures_of(f"{file.url}: cannot be read"), _open(file) as stream:
+        with failures_of(f"{file.url}: cannot be read"), _open(file) as stream:
             yield from _texts(file, stream, unit, text_key, example_keys)
 
 
@@ -212,7 +212,7 @@ def pieces(text: str, max_characters: int) -> Iterator[str]:
 
 
 def _texts(file: File, stream: Any, unit: Unit, text_key: str, example_keys: tuple[str, ...]) -> Iterator[str]:
-    kind, compression = _kind(file.url)
+    kind, compression = kind_of(file.url)
     if compression:
         stream = pa.CompressedInputStream(pa.PythonFile(stream), compression)
     if compression or kind == "jsonl":

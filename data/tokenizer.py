@@ -78,6 +78,8 @@ class Tokenizer:
         (folder / "tokenizer_config.json").write_text(config, encoding="utf-8")
         if self.chat_template:
             (folder / CHAT_TEMPLATE).write_text(self.chat_template, encoding="utf-8")
+        else:
+            (folder / CHAT_TEMPLATE).unlink(missing_ok=True)
 
 
 def load_tokenizer(path: str | Path, eos_token: str = "") -> Tokenizer:

@@ -2,9 +2,9 @@
 
 import errno
 import fcntl
+import logging
 import multiprocessing
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +24,8 @@ LOCK = ".lock"
 LOCK_SECONDS = 10.0  # within which the workers of a process that was killed have ended
 Function = Callable[[str, Any], int]
 
+log = logging.getLogger(__name__)
+
 
 @contextmanager
 def locked(folder: Path) -> Iterator[Connection]:
@@ -33,7 +35,7 @@ def locked(folder: Path) -> Iterator[Connection]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     # A file, which is writable: NFS locks no others. A Connection, since spawned processes inherit its descriptor.
-    with Connection(os.open(folder / LOCK, os.O_RDWR | os.O_CREAT)) as lock:
+    with Connection(os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)) as lock:
         begin = time.monotonic()
         while True:
             try:
@@ -46,7 +48,7 @@ def locked(folder: Path) -> Iterator[Connection]:
             except OSError as error:
                 if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
                     raise DataError(f"{folder / LOCK}: cannot be locked: {error.strerror}") from None
-                print(f"{folder}: on a file system without locks; see that nobody else writes there", file=sys.stderr)
+                log.warning("%s: on a file system without locks; see that nobody else writes there", folder)
                 break
         yield lock
 

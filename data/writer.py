@@ -33,6 +33,12 @@ def token_dtype(vocab_size: int) -> str:
     return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
+def is_held_out(content: bytes, validation_fraction: float) -> bool:
+    """Whether a document is for validation: by a hash of its whole content, with all the pieces it is cut into."""
+    digest = hashlib.blake2b(content, digest_size=8).digest()
+    return int.from_bytes(digest, "little") < validation_fraction * 2**64
+
+
 def check_output(output: str, overwrite: bool, validation_fraction: float, block_mb: float, shard_mb: float) -> Path:
     """The folder to write a dataset to, if these options make sense. Raises DataError."""
     for name, value in (("block-mb", block_mb), ("shard-mb", shard_mb)):

@@ -786,6 +786,14 @@ def test_saving_keeps_the_fingerprint_and_the_encoding(texts, tmp_path):
     assert Tokenizer(copy.raw, "<|endoftext|>").fingerprint != original.fingerprint
 
 
+def test_a_saved_tokenizer_has_no_template_but_its_own(tokenizer_folder, tmp_path):
+    tokenizer = load_tokenizer(tokenizer_folder)
+    for template in ("{{ messages }}", ""):  # as of a chat dataset, and of plain text that takes its place
+        tokenizer.chat_template = template
+        tokenizer.save(tmp_path)
+        assert load_tokenizer(tmp_path).chat_template == template
+
+
 # ---------------------------------------------------------------- other projects' tokens
 
 
@@ -863,6 +871,27 @@ def test_files_to_convert_are_local(tokenizer_folder, tmp_path):
         convert(["s3://bucket/a.bin"], str(tmp_path / "out"), "nanogpt", str(tokenizer_folder))
 
 
+@pytest.mark.parametrize("source", ["FOLDER", "stdlib"])
+def test_text_is_not_taken_for_tokens(tokenizer_folder, tmp_path, source):
+    """As the readme beside the tokens, which is text, would be where a folder is named."""
+    np.array([1, 2, 0], "<u2").tofile(tmp_path / "a.bin")
+    (tmp_path / "readme.md").write_text("\x01\0" * 20)
+    source = source.replace("FOLDER", str(tmp_path))
+    with pytest.raises(
+        DataError, match=rf"--source {source}: must be files of tokens; name them, as in 'FOLDER/\*\.bin'"
+    ):
+        convert([source], str(tmp_path / "out"), "nanogpt", str(tokenizer_folder))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_source_that_may_not_be_read_is_named(tokenizer_folder, tmp_path, monkeypatch):
+    np.array([1, 2, 0], "<u2").tofile(tmp_path / "a.bin")
+    monkeypatch.setattr(np, "memmap", Mock(side_effect=PermissionError(errno.EACCES, "Permission denied")))
+    words = [f"--source={tmp_path / 'a.bin'}", f"--output={tmp_path / 'out'}", f"--tokenizer={tokenizer_folder}"]
+    with pytest.raises(SystemExit, match=rf"error: {tmp_path}/a\.bin: cannot be read: .*Permission denied"):
+        convert_main([*words, "--format=nanogpt"])
+
+
 def test_a_shard_of_more_tokens_than_arrow_counts_is_refused(tmp_path):
     writer = convert_module._Writer(tmp_path, "train", "uint16", 2**20, 2**40)
     for _ in range(2):
@@ -905,8 +934,28 @@ def test_a_loader_that_fails_in_the_benchmark_loses_no_row_of_the_others(tmp_pat
 
 
 @pytest.mark.parametrize(("number", "said"), [(errno.ENOSYS, "without locks"), (errno.EBADF, "cannot be locked")])
-def test_file_systems_without_locks(number, said, tmp_path, monkeypatch, capsys):
+def test_file_systems_without_locks(number, said, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(number, os.strerror(number))))
     refused = number == errno.EBADF
     with pytest.raises(DataError, match=said) if refused else nullcontext(), locked(tmp_path / "out"):
-        assert said in capsys.readouterr().err
+        assert said in caplog.text
+
+
+def test_the_lock_is_no_program(tmp_path):
+    with locked(tmp_path / "out"):
+        assert not (tmp_path / "out" / ".lock").stat().st_mode & 0o111
+
+
+@pytest.mark.parametrize(
+    ("url", "factor"),
+    [
+        ("a.parquet", 5),
+        ("https://host/a.parquet?download=true", 5),
+        ("https://host/a.JSONL.GZ#part", 5),
+        ("a.txt.zst", 5),
+        ("https://host/a.jsonl?format=.gz", 1),
+        ("a.md", 1),
+    ],
+)
+def test_the_estimate_knows_what_is_compressed(url, factor):
+    assert prepare_module._estimated_bytes([sources.File(url, 1000)], "uint16") == 1000 * factor / 4 * 2
