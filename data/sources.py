@@ -30,6 +30,7 @@ KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "p
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 UNIT_BYTES = 16 * 2**20
 MOST_UNITS = 10_000  # about; a larger input has larger units
+ROWS = 64  # of Parquet made Python objects at once: many cost less each, few take less memory
 REQUEST_BYTES = 4 * 2**20  # read ahead from a remote file, of which a process may need one unit only
 
 log = logging.getLogger(__name__)
@@ -298,18 +299,23 @@ def _parquet_texts(file: File, stream: Any, unit: Unit, text_key: str, example_k
     if not example_keys and text_key not in names:
         raise DataError(f"{file.url}: no column {text_key!r}; it has {', '.join(names)}; choose with --text-key")
     wanted = [key for key in example_keys or (text_key,) if key in names]
-    batches = table.iter_batches(1024, row_groups=list(range(unit.start, unit.stop)), columns=wanted)
     first = sum(table.metadata.row_group(i).num_rows for i in range(unit.start))
-    rows = (batch.slice(i, 1) for batch in batches for i in range(len(batch)))
-    for number, row in enumerate(rows, start=first):
-        place = f"{file.url}, row {number}"
-        try:
-            (record,) = row.to_pylist()
-        except UnicodeDecodeError as error:
-            raise DataError(f"{place}: not utf-8 text: {error.reason} at byte {error.start}") from None
-        if example_keys:
-            yield _example(record, example_keys, place)
-        elif isinstance(record[text_key], str):
-            yield record[text_key]
-        else:
-            raise DataError(f"{place}: {text_key!r} holds {repr(record[text_key])[:100]}")
+    for batch in table.iter_batches(ROWS, row_groups=list(range(unit.start, unit.stop)), columns=wanted):
+        for number, record in enumerate(_records(batch, file, first), start=first):
+            if example_keys:
+                yield _example(record, example_keys, f"{file.url}, row {number}")
+            elif isinstance(record[text_key], str):
+                yield record[text_key]
+            else:
+                raise DataError(f"{file.url}, row {number}: {text_key!r} holds {repr(record[text_key])[:100]}")
+        first += len(batch)
+
+
+def _records(batch: pa.RecordBatch, file: File, first: int) -> list[dict[str, Any]]:
+    """The rows of a batch that begins at row `first` of the file. Raises DataError naming one that is not text."""
+    try:
+        return batch.to_pylist()
+    except UnicodeDecodeError as error:
+        if len(batch) > 1:  # which of them?
+            return [row for i in range(len(batch)) for row in _records(batch.slice(i, 1), file, first + i)]
+        raise DataError(f"{file.url}, row {first}: not utf-8 text: {error.reason} at byte {error.start}") from None

@@ -505,6 +505,42 @@ def test_bad_rows_of_parquet_are_named(tmp_path, column, keys, message):
         list(sources.documents(unit, "text", keys))
 
 
+class CountedRows:
+    """A record batch that counts how often rows of it are turned into Python."""
+
+    def __init__(self, batch, sizes):
+        self.batch, self.sizes = batch, sizes
+
+    def __len__(self):
+        return len(self.batch)
+
+    def slice(self, first, count):
+        return CountedRows(self.batch.slice(first, count), self.sizes)
+
+    def to_pylist(self):
+        self.sizes.append(len(self))
+        return self.batch.to_pylist()
+
+
+def test_rows_of_parquet_are_read_many_at_once_and_one_by_one_where_one_is_bad(texts, tmp_path, monkeypatch):
+    read, sizes = pq.ParquetFile.iter_batches, []
+    counted = lambda *args, **options: (CountedRows(batch, sizes) for batch in read(*args, **options))  # noqa: E731
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", counted)
+
+    def rows(column):
+        pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet", row_group_size=150)
+        (unit,) = sources.plan_units(sources.list_files([str(tmp_path / "a.parquet")]))
+        return list(sources.documents(unit, "text"))
+
+    assert rows(texts) == texts
+    assert sum(sizes) == len(texts) > 20 * len(sizes)
+    for bad in (0, 63, 64, 149, 150, 399):
+        column = [text.encode() for text in texts]
+        column[bad] = b"ab\xff"
+        with pytest.raises(DataError, match=rf"a\.parquet, row {bad}: not utf-8 text: invalid start byte at byte 2"):
+            rows(pa.array(column).view(pa.string()))
+
+
 @pytest.mark.parametrize("name", ["c4.00000-of-00512.json.gz", "A.JSONL", "a.json", "a.Ndjson.ZST", "a.NDJSON"])
 def test_json_lines_by_all_their_names(texts, tmp_path, name):
     content = write_jsonl(tmp_path / "lines", texts).read_bytes()
