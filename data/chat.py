@@ -60,9 +60,12 @@ class ChatTemplate:
         # Text of a template may be special tokens; those of a message may not, see `check_messages`.
         self.raw = RawTokenizer.from_str(tokenizer.raw.to_str())
         self.raw.encode_special_tokens = False
-        self._special = {
-            token.content: id for id, token in self.raw.get_added_tokens_decoder().items() if token.special
-        }
+        added = self.raw.get_added_tokens_decoder()
+        self._special = {token.content: id for id, token in added.items() if token.special}
+        # Where the tokenizer cuts a text before all else, so that what follows is encoded alike whatever comes before.
+        # A token for single words only hides others where it does not apply.
+        whole_words = any(token.single_word for token in added.values())
+        self.cuts = {id: token.content for id, token in added.items() if not (token.normalized or whole_words)}
         self._bos = "" if tokenizer.bos_id is None else tokenizer.raw.id_to_token(tokenizer.bos_id)
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:

@@ -1,8 +1,9 @@
 """Prompts with responses, and conversations, as tokens of which only the responses are trained. Imports no torch."""
 
 import json
+from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate, chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -85,12 +86,20 @@ def _split(parts: Sequence[tuple[str, bool]], template: ChatTemplate) -> Segment
     A part alone may be other tokens, for Llama 2's tokenizer begins each text with a space. It is taken all the same
     where the text up to the end of some part is not the beginning of the whole: that is what the model is asked.
     """
-    texts = list(accumulate(text for text, _ in parts))
-    encoded = [encoding.ids for encoding in template.raw.encode_batch_fast(texts, add_special_tokens=False)]
-    if any(encoded[-1][: len(ids)] != ids for ids in encoded):
-        return [(template.encode_text(text), trained) for text, trained in parts]
-    starts = [0, *map(len, encoded)]
-    return [(ids[start:], trained) for ids, start, (_, trained) in zip(encoded, starts, parts, strict=False)]
+    text = "".join(part for part, _ in parts)
+    whole = template.raw.encode(text, add_special_tokens=False)
+    ids, spans = whole.ids, whole.offsets  # each access copies
+    cuts = [i for i, id in enumerate(ids) if id in template.cuts and text.startswith(template.cuts[id], spans[i][0])]
+    places = [(0, 0, 0), *((spans[i][1], spans[i][0], i) for i in cuts)]  # (end, begin, number) of the token
+    ends, done, starts = [end for end, _, _ in places], 0, [0]
+    for part, _ in parts:
+        done += len(part)
+        _, begin, first = places[bisect_right(ends, done) - 1]  # up to there all is as in the whole
+        own = template.encode_text(text[begin:done])
+        starts.append(first + len(own))
+        if ids[first : starts[-1]] != own:
+            return [(template.encode_text(part), trained) for part, trained in parts]
+    return [(ids[a:b], trained) for (a, b), (_, trained) in zip(pairwise(starts), parts, strict=True)]
 
 
 def _marked(parts: Segments, eos_id: int) -> np.ndarray:

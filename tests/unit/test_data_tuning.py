@@ -3,6 +3,7 @@
 import json
 import random
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from tokenizers import AddedToken, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as RawTokenizer
 
 from config import TitaniteError, from_dict
@@ -21,7 +22,7 @@ from data.packing import HIDDEN, START, TOKEN_BITS, pack
 from data.prepare import main as prepare
 from data.shards import open_dataset
 from data.tokenizer import Tokenizer
-from data.tuning import encode_examples
+from data.tuning import Segments, _split, encode_examples
 from data.verify import faults
 
 WORDS = ("<eos>", "<|u|>", "<|a|>", "<|end|>", "two", "plus", "is", "four", "five", "what", "?", "so")
@@ -97,6 +98,67 @@ def test_answers_are_tokens_that_can_follow_their_question(tokenizer: Tokenizer,
     assert [(tokenizer.raw.id_to_token(token), trained) for token, trained in shown(chat)] == expected
     at_once = ChatTemplate(tokenizer.chat_template, tokenizer).encode(conversation)
     assert ([token for token, _ in shown(chat)] == at_once) == ("]▁" not in question)
+
+
+def cut_at_once(parts: list[tuple[str, bool]], template: ChatTemplate) -> Segments:
+    """What `_split` promises, by encoding the text up to the end of each part."""
+    texts = list(accumulate(text for text, _ in parts))
+    encoded = [template.encode_text(text) for text in texts]
+    if any(encoded[-1][: len(ids)] != ids for ids in encoded):
+        return [(template.encode_text(text), trained) for text, trained in parts]
+    starts = [0, *map(len, encoded)]
+    return [(ids[start:], trained) for ids, start, (_, trained) in zip(encoded, starts, parts, strict=False)]
+
+
+@pytest.mark.parametrize("flags", [{}, {"lstrip": True}, {"rstrip": True}, {"normalized": True}, {"single_word": True}])
+@pytest.mark.parametrize(
+    "steps",
+    [
+        (pre_tokenizers.ByteLevel(add_prefix_space=True),),
+        (normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")),
+        (normalizers.NFC(), pre_tokenizers.Metaspace(prepend_scheme="first")),
+        (normalizers.Lowercase(), normalizers.Strip(), pre_tokenizers.Whitespace()),
+    ],
+)
+def test_a_conversation_is_cut_as_if_its_text_were_encoded_anew_for_each_part(
+    steps: tuple[Any, ...], flags: dict[str, bool]
+) -> None:
+    raw = RawTokenizer(models.BPE())
+    raw.normalizer = normalizers.Sequence([step for step in steps if isinstance(step, normalizers.Normalizer)])
+    for step in steps:
+        if isinstance(step, pre_tokenizers.PreTokenizer):
+            raw.pre_tokenizer = step
+    raw.train_from_iterator(["ab a'b  ba1 éa <|a|> <|<|"] * 9, trainers.BpeTrainer(vocab_size=60, show_progress=False))
+    added = [AddedToken("<eos>"), AddedToken("<|a|>", **flags), AddedToken("<|a|>b"), AddedToken("<|")]
+    raw.add_special_tokens(added)
+    template, random_ = ChatTemplate("{{ messages }}", Tokenizer(raw, "<eos>")), random.Random(3)
+    pieces = ["<|a|>", "<|a|>", "<eos>", "<|", "a", "b", " ", "\n", " a", "'", "é", "e\u0301", "1"]
+    conversations = [["b", "<|a|>", "b"], *([] for _ in range(100))]
+    for parts in conversations[1:]:
+        parts += ["".join(random_.choices(pieces, k=random_.randint(0, 6))) for _ in range(random_.randint(1, 8))]
+    for parts in conversations:
+        marked = [(text, i % 2 > 0) for i, text in enumerate(parts)]
+        assert _split(marked, template) == cut_at_once(marked, template), parts
+
+
+def test_a_long_conversation_is_not_encoded_anew_for_each_turn() -> None:
+    template, encoded = ChatTemplate(TEMPLATE, tokenizer()), []
+
+    class Counted:
+        def encode(self, text: str, **options: Any) -> Any:
+            encoded.append(text)
+            return raw.encode(text, **options)
+
+        def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
+            return [self.encode(text, **options) for text in texts]
+
+    raw, template.raw = template.raw, Counted()
+    turns = [{"role": ("user", "assistant")[i % 2], "content": "what two plus five is"} for i in range(80)]
+    parts = template.segments(turns)
+    tokens = [token for ids, _ in _split(parts, template) for token in ids]
+    text = "".join(part for part, _ in parts)
+    assert tokens == raw.encode(text).ids
+    assert sum(map(len, encoded)) < 5 * len(text)
 
 
 @pytest.mark.parametrize(
