@@ -22,7 +22,7 @@ llama3_2 = partial(llama3, rope_scaling=RopeScaling(factor=32.0), tie_embeddings
 FLAVORS: Mapping[str, LlamaConfig] = MappingProxyType(
     {
         # Ours, to try things out: a step takes milliseconds.
-        "tiny": LlamaConfig(dim=64, n_layers=6, n_heads=4, n_kv_heads=2, hidden_dim=192),
+        "tiny": LlamaConfig(dim=64, n_layers=4, n_heads=4, n_kv_heads=2, hidden_dim=192),
         # Ours: learns Python in minutes on a laptop.
         "debug": LlamaConfig(dim=256, n_layers=6, n_heads=8, n_kv_heads=4, hidden_dim=768),
         "1B": llama3_2(dim=2048, n_layers=16, n_heads=32, hidden_dim=8192),

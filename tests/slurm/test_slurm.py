@@ -16,7 +16,7 @@ from tests.corpus import write_dataset
 from tests.slurm.lab import missing, slurm
 
 ROOT = Path(__file__).parents[2]
-PATIENCE_SECONDS = 240
+PATIENCE_SECONDS = 600
 DEAD = {"FAILED", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "OUT_OF_MEMORY"}
 
 
