@@ -33,7 +33,7 @@ IGNORED = -100  # the label that torch's cross-entropy skips
 MAX_BAD_BLOCKS = 32  # more are no accident, and the state would grow
 LOCATED_AHEAD = 1024  # samples; changes the cost, never the order
 READERS = 8  # threads that fetch and check blocks
-OF_THE_NODE = {  # settings that may differ between nodes
+OF_THE_NODE = (  # settings that may differ between nodes
     "data.datasets",  # what is there is compared
     "validation.datasets",
     "data.tokenizer",  # is compared with the data's
@@ -41,7 +41,7 @@ OF_THE_NODE = {  # settings that may differ between nodes
     "data.cache_gb",
     "run.folder",  # that of rank 0 counts
     "run.outputs",
-}
+)
 
 
 class Batch(NamedTuple):
