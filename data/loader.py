@@ -8,7 +8,6 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -19,11 +18,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from config import Config, ConfigError, grad_accum_steps
+from config import Config, ConfigError, differences, grad_accum_steps
 from data.ledger import Ledger
 from data.order import Segment
 from data.place import StepShape, first_place, saved_place
-from data.shards import DataError, Dataset, check_datasets, open_dataset, with_chat_template
+from data.shards import DataError, check_datasets, open_dataset, with_chat_template
 from data.stream import Stream, open_streams
 from data.tokenizer import Tokenizer
 
@@ -73,7 +72,10 @@ class DataLoader:
 
     def __init__(self, config: Config, dp_rank: int, dp_size: int, pin_memory: bool = False):
         self._datasets, held_out = check_datasets(config)
-        self._facts = _facts(config, self._datasets, held_out)
+        self._config = config
+        counts = [("data.datasets", self._datasets), ("validation.datasets", held_out)]
+        self._read: list[tuple[str, int | str]] = [(f"number of {key}", len(named)) for key, named in counts]
+        self._read += [(f"dataset {dataset.url}", dataset.hash) for dataset in (*self._datasets, *held_out)]
         self.vocab_size: int = max(dataset.vocab_size for dataset in self._datasets)
         self.wait_seconds: float = 0.0
         self._place = first_place(config, self._datasets)
@@ -95,12 +97,16 @@ class DataLoader:
         Raises ConfigError on all ranks alike, naming the dataset or the setting.
         """
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, self._facts)
-        for rank, facts in enumerate(everyone):
-            for (what, value), (_, first) in zip(facts, everyone[0], strict=False):  # as many, if the first are equal
-                if value != first:
+        dist.all_gather_object(everyone, (self._read, self._config))
+        first_read, first_config = everyone[0]
+        for rank, (read, config) in enumerate(everyone):
+            # The numbers of datasets come first: where they are equal, so are the lengths.
+            facts = [(what, first, own) for (what, own), (_, first) in zip(read, first_read, strict=False)]
+            facts += [(key, *pair) for key, pair in differences(first_config, config).items() if key not in OF_THE_NODE]
+            for what, first, own in facts:
+                if own != first:
                     error = ConfigError(
-                        f"{what}: {json.dumps(value)} on rank {rank}, {json.dumps(first)} on rank 0; every node needs "
+                        f"{what}: {json.dumps(own)} on rank {rank}, {json.dumps(first)} on rank 0; every node needs "
                         "the same copy of the data and the same config"
                     )
                     error.agreed = True
@@ -327,17 +333,6 @@ class _Prefetcher(Iterator[_Step]):
                 self._ready.put(next(items))
         except BaseException as error:
             self._ready.put(error)
-
-
-def _facts(config: Config, datasets: list[Dataset], held_out: list[Dataset]) -> list[tuple[str, Any]]:
-    """What must be the same on all ranks."""
-    counts = [("data.datasets", datasets), ("validation.datasets", held_out)]
-    settings = {f"{section}.{key}": value for section, part in asdict(config).items() for key, value in part.items()}
-    return [
-        *((f"number of {key}", len(named)) for key, named in counts),
-        *((f"dataset {dataset.url}", dataset.hash) for dataset in (*datasets, *held_out)),
-        *((key, value) for key, value in settings.items() if key not in OF_THE_NODE),
-    ]
 
 
 def build_dataloader(config: Config, dp_rank: int, dp_size: int, pin_memory: bool = False) -> DataLoader:

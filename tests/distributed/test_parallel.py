@@ -45,7 +45,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "HSDP 2 x 2 x CP 2, ring": {"dp_replicate": 2, "dp_shard": 2, "cp": 2, "cp_method": "ring"},
     "FSDP 2 x TP 2 x PP 2": {"dp_shard": 2, "tp": 2, "pp": 2, "pp_microbatch_size": 2},
 }
-# What is compiled: each layout, each mode, all of both but in pairs; a rank compiles a case in many times its seconds.
+# Each layout and each mode is compiled, not every pair: to compile takes a rank ten times what the steps take.
 COMPILED: dict[str, tuple[str, ...]] = {
     "TP 2": ("selective",),
     "CP 2": ("full",),
