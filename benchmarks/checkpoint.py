@@ -6,8 +6,8 @@ State: float32 weights and two AdamW moments, FSDP2 over two ranks. Every round 
 a row is the median. `raw` writes and reads as many bytes in the plainest way there is: files, written in 16 MiB
 pieces and fsynced; boto3's multipart transfer. `stock` is dcp.save and dcp.load with FileSystemWriter/-Reader,
 and FsspecWriter/-Reader, as they come. Reads start with the files out of the page cache, or when the S3 server's
-disk has caught up. `read ratio` is the bytes read by all ranks over the bytes they need; `extra MB` is the highest
-resident memory of a rank beyond what it had before.
+disk has caught up. `CPU s` is what the ranks took of the cores together, without the server; `read ratio`, the bytes
+read by all ranks over the bytes they need; `extra MB`, the highest resident memory of a rank beyond what it had before.
 
 `async` saves between the steps of a training loop. `blocking s` is the time until its save returns; `stall s`, how
 much longer than others the step is that follows it, up to where the optimizer may begin: the median of such steps
@@ -75,8 +75,8 @@ def build(layers: int, dim: int, url: str, **settings: Any) -> tuple[CheckpointM
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     allocate_optimizer_state(optimizer)
     for state in optimizer.state.values():
-        state["exp_avg"].normal_()
-        state["exp_avg_sq"].normal_()
+        state["exp_avg"].to_local().normal_()
+        state["exp_avg_sq"].to_local().normal_()
     config = Config(checkpoint=Checkpoint(folder=url, keep=1, **settings))
     manager = CheckpointManager(
         config, Path("unused"), model=[model], optimizer=optimizer, dataloader=Data(), identity={}
@@ -91,16 +91,16 @@ def build(layers: int, dim: int, url: str, **settings: Any) -> tuple[CheckpointM
 
 
 def measured(work: Callable[[], Any]) -> dict[str, float]:
-    """Seconds until all ranks are done, bytes read by the process, and its highest memory beyond what it had."""
+    """Seconds until all ranks are done; of this process: CPU seconds, bytes read, highest memory, and its growth."""
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again
     before, read = _status("VmRSS"), _bytes_read()
     dist.barrier()
-    started = time.perf_counter()
+    started, used = time.perf_counter(), time.process_time()
     work()
     dist.barrier()
-    seconds = time.perf_counter() - started
+    seconds, cpu = time.perf_counter() - started, time.process_time() - used
     peak = _status("VmHWM")
-    return {"seconds": seconds, "read": _bytes_read() - read, "peak": peak, "extra": peak - before}
+    return {"seconds": seconds, "cpu": cpu, "read": _bytes_read() - read, "peak": peak, "extra": peak - before}
 
 
 def save_and_load(layers: int, dim: int, folder: str, way: str, s3: bool) -> dict[str, Any]:
@@ -269,6 +269,8 @@ def row_of(place: str, way: str, results: list[list[dict[str, Any]]]) -> dict[st
             continue
         seconds = statistics.median(max(rank[action]["seconds"] for rank in ranks) for ranks in results)
         row[f"{action} s"], row[f"{action} MB/s"] = round(seconds, 3), round(size / 1e6 / seconds, 1)
+        cpu = statistics.median(sum(rank[action]["cpu"] for rank in ranks) for ranks in results)
+        row[f"{action} CPU s"] = round(cpu, 2)
         extra = max(rank[action]["extra"] for ranks in results for rank in ranks)
         row[f"{action} extra MB"] = round(extra / 1e6)
     if "load" in results[0][0] and place != "s3":

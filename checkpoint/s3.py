@@ -36,9 +36,10 @@ from config import REQUEST_ATTEMPTS
 
 T = TypeVar("T")
 
-PART_BYTES = 8 << 20
+PART_BYTES = 16 << 20
+PARTS_IN_FLIGHT = 2  # per file that is being written
 READ_BYTES = 32 << 20  # larger ranges are read in pieces, at the same time
-PARTS_IN_FLIGHT = 4  # per file that is being written, per range that is being read
+READS_IN_FLIGHT = 4  # per such range
 CONNECT_SECONDS = 10
 
 
@@ -109,7 +110,7 @@ class S3Store:
         if len(starts) == 1:
             fetch(0)
         else:
-            with ThreadPoolExecutor(PARTS_IN_FLIGHT) as threads:
+            with ThreadPoolExecutor(READS_IN_FLIGHT) as threads:
                 list(threads.map(fetch, starts))
 
     @contextmanager
