@@ -216,7 +216,9 @@ class _MultipartStream(io.RawIOBase):
         self.store, self.name, self.threads = store, name, threads
         self.upload_id = ""
         self.parts: list[Future[dict[str, Any]]] = []
-        self.buffer = bytearray()
+        # Used again and again, since new memory costs more than the copy into it; one is filled while others are sent.
+        self.buffers = [bytearray() for _ in range(PARTS_IN_FLIGHT + 1)]
+        self.filled = 0
         self.size = 0
 
     def writable(self) -> bool:
@@ -227,22 +229,22 @@ class _MultipartStream(io.RawIOBase):
         self.size += len(view)
         done = 0
         while done < len(view):
-            # An upload has at most 10,000 parts: they grow, so that no size is out of reach.
-            part_bytes = PART_BYTES << (len(self.parts) // 1000)
-            taken = min(len(view) - done, part_bytes - len(self.buffer))
-            self.buffer += view[done : done + taken]
+            buffer = self._buffer()
+            taken = min(len(view) - done, len(buffer) - self.filled)
+            memoryview(buffer)[self.filled : self.filled + taken] = view[done : done + taken]
+            self.filled += taken
             done += taken
-            if len(self.buffer) == part_bytes:
-                self._send()
+            if self.filled == len(buffer):
+                self._send(buffer)
         return len(view)
 
     def complete(self) -> None:
         """The object as a whole, durable once this returns."""
         if not self.upload_id:
-            self.store.put(self.name, bytes(self.buffer))
+            self.store.put(self.name, bytes(self._buffer()[: self.filled]))
             return
-        if self.buffer:
-            self._send()
+        if self.filled:
+            self._send(self._buffer()[: self.filled])
         tags = [{"PartNumber": i, "ETag": part.result()["ETag"]} for i, part in enumerate(self.parts, start=1)]
         try:
             self._call("complete_multipart_upload", UploadId=self.upload_id, MultipartUpload={"Parts": tags})
@@ -264,14 +266,23 @@ class _MultipartStream(io.RawIOBase):
             with suppress(CheckpointError):
                 self._call("abort_multipart_upload", UploadId=self.upload_id)
 
-    def _send(self) -> None:
+    def _buffer(self) -> bytearray:
+        """The one of the part that is being filled, whose last user has been sent."""
+        place = len(self.parts) % len(self.buffers)
+        # An upload has at most 10,000 parts: they grow, so that no size is out of reach.
+        part_bytes = PART_BYTES << (len(self.parts) // 1000)
+        if len(self.buffers[place]) != part_bytes:
+            self.buffers[place] = bytearray(part_bytes)
+        return self.buffers[place]
+
+    def _send(self, body: bytearray) -> None:
         if not self.upload_id:
             self.upload_id = self._call("create_multipart_upload")["UploadId"]
-        if len(self.parts) >= PARTS_IN_FLIGHT:
-            self.parts[-PARTS_IN_FLIGHT].result()
-        number, body, self.buffer = len(self.parts) + 1, self.buffer, bytearray()
-        arguments = {"UploadId": self.upload_id, "PartNumber": number, "Body": body}
+        arguments = {"UploadId": self.upload_id, "PartNumber": len(self.parts) + 1, "Body": body}
         self.parts.append(self.threads.submit(self._call, "upload_part", **arguments))
+        self.filled = 0
+        if len(self.parts) > PARTS_IN_FLIGHT:
+            self.parts[-PARTS_IN_FLIGHT - 1].result()
 
     def _call(self, method: str, **arguments: Any) -> dict[str, Any]:
         return self.store._call(method, self.name, Key=self.store._key(self.name), **arguments)
