@@ -41,8 +41,10 @@ def mix(x: np.ndarray) -> np.ndarray:
 
 def random_words(size: int, key: int, first: int = 0) -> np.ndarray:
     """Words [first, first + size) of the stream of SplitMix64 seeded with `key`: distinct uint64."""
-    counter = np.arange(first, first + size, dtype=np.uint64)
-    return mix(counter * np.uint64(GOLDEN_GAMMA) + np.uint64(key))
+    words = np.arange(first, first + size, dtype=np.uint64)
+    words *= np.uint64(GOLDEN_GAMMA)
+    words += np.uint64(key)
+    return mix(words)
 
 
 def permutation(size: int, key: int) -> np.ndarray:

@@ -212,13 +212,13 @@ def open_dataset(url: str, data: Data | None = None) -> Dataset:
     folder = open_folder(url, data or Data())
     text = _read(folder, "manifest.json")
     try:
-        manifest = json.loads(text)
+        manifest = json.loads(text, object_hook=_shard_or_dict)
         if (manifest["format"], manifest["version"]) != (FORMAT, VERSION):
             raise DataError(
                 f"{url}/manifest.json: format {manifest['format']} version {manifest['version']}; "
                 f"this code reads {FORMAT} version {VERSION}"
             )
-        shards = [Shard(**entry) for entry in manifest["shards"]]
+        shards = [entry if isinstance(entry, Shard) else Shard(**entry) for entry in manifest["shards"]]
         vocab_size, eos_id, dtype = manifest["vocab_size"], manifest["eos_id"], manifest["dtype"]
         tokenizer, index_bytes = manifest["tokenizer"], manifest["index_bytes"]
         index_crc32, index_sha256 = manifest["index_crc32"], manifest["index_sha256"]
@@ -231,12 +231,17 @@ def open_dataset(url: str, data: Data | None = None) -> Dataset:
         raise DataError(f"{url}/blocks.arrow: {error}") from None
     if hashlib.sha256(content).hexdigest() != index_sha256:
         raise DataError(f"{url}/blocks.arrow: is damaged, its SHA-256 is not the one in manifest.json")
-    table = pa.ipc.open_file(pa.py_buffer(content)).read_all().combine_chunks()
-    index = {name: table.column(name).to_numpy() for name in INDEX_SCHEMA.names}
+    batch = pa.ipc.open_file(pa.py_buffer(content)).get_batch(0)  # views of the mapped file, which ranks share
+    index = {name: batch.column(name).to_numpy() for name in INDEX_SCHEMA.names}
     splits = {
         name: Split(folder, name, dtype, vocab_size, packed, *_part_of_index(shards, index, name)) for name in SPLITS
     }
     return Dataset(folder, digest(text), vocab_size, eos_id, tokenizer, splits, template)
+
+
+def _shard_or_dict(entry: dict[str, Any]) -> Any:
+    """Shards as such at once: 78,000 of them, of 10 T tokens, need half the memory that their dicts would."""
+    return Shard(**entry) if entry.keys() == set(Shard._fields) else entry
 
 
 def _part_of_index(shards: list[Shard], index: dict[str, np.ndarray], name: str) -> Iterable[Any]:
