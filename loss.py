@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import config as settings
+from parallel.activation_checkpoint import exempt_from_budget
 from parallel.context import local_indices
 from parallel.mesh import Mesh
 from parallel.tensor import vocab_parallel_cross_entropy
@@ -30,7 +31,7 @@ def build_loss(compile: settings.Compile, mesh: Mesh | None = None) -> Callable[
     if mesh and mesh.tp.size() > 1:
         summed = partial(vocab_parallel_cross_entropy, mesh=mesh.tp, ignored=IGNORED)
     if compile.enable:
-        summed = torch.compile(summed, backend=compile.backend)
+        summed = exempt_from_budget(torch.compile(summed, backend=compile.backend))
     if mesh is None or mesh.cp.size() == 1:
         return summed
     return lambda logits, labels: summed(logits, labels[:, local_indices(labels.shape[1], mesh.cp, labels.device)])
@@ -48,7 +49,7 @@ def build_chunked_loss(
     def head(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         return cross_entropy(F.linear(hidden, weight.to(hidden.dtype))[None], labels)
 
-    summed = torch.compile(head, backend=compile.backend) if compile.enable else head
+    summed = exempt_from_budget(torch.compile(head, backend=compile.backend)) if compile.enable else head
 
     def chunked(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         if mesh.cp.size() > 1:

@@ -9,6 +9,7 @@ a GPU's, so there it measures nothing, says so and ends with exit code 0 (1 with
 
 import statistics
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,21 +35,29 @@ def layer_shapes(model: nn.Module) -> dict[tuple[int, int], list[str]]:
     return shapes
 
 
+def compiled(linear: nn.Module, backend: str | Callable[..., Any] = "inductor") -> Callable[..., torch.Tensor]:
+    """`linear`, compiled for its own shapes, however many were compiled before.
+
+    Float8 layers share one function, of which torch compiles eight versions and then, with a warning, no more.
+    """
+    torch.compiler.reset()
+    return torch.compile(linear, backend=backend)
+
+
 def milliseconds(linear: nn.Module, x: torch.Tensor, dy: torch.Tensor, rounds: int) -> float:
     """Median time of a compiled forward and backward, by CUDA events."""
-    step = torch.compile(linear)
-    times = []
-    for i in range(rounds + 5):
+    step = compiled(linear)
+    spans = []
+    for _ in range(rounds + 5):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         x.grad = None
         linear.zero_grad()
         begin.record()
         step(x).backward(dy)
         end.record()
-        end.synchronize()
-        if i >= 5:  # the first ones compile and warm up
-            times.append(begin.elapsed_time(end))
-    return statistics.median(times)
+        spans.append((begin, end))  # waited for at the end: the device must never wait for the host
+    torch.cuda.synchronize()
+    return statistics.median(begin.elapsed_time(end) for begin, end in spans[5:])  # the first compile and warm up
 
 
 def measure(shape: tuple[int, int], tokens: int, rounds: int) -> dict[str, float]:

@@ -13,6 +13,7 @@ figures say nothing. The dataset is the one that ./run_llama_train.sh prepares.
 """
 
 import dataclasses
+import gc
 import importlib.util
 import json
 import os
@@ -115,16 +116,17 @@ def peaks(device: torch.device, rehearse: bool) -> dict[str, float | None]:
     return row
 
 
-def seconds(action: Callable[[], Any], device: torch.device, rounds: int = 20) -> float:
-    """Median time of `action` on the device."""
+def seconds(action: Callable[[], Any], device: torch.device, rounds: int = 20, at_once: int = 10) -> float:
+    """Median time of `action` on the device, `at_once` of them waited for together: a wait costs microseconds."""
     times = []
     for i in range(rounds + 3):
         synchronize(device)
         begin = time.perf_counter()
-        action()
+        for _ in range(at_once):
+            action()
         synchronize(device)
         if i >= 3:
-            times.append(time.perf_counter() - begin)
+            times.append((time.perf_counter() - begin) / at_once)
     return statistics.median(times)
 
 
@@ -175,7 +177,11 @@ def training_config(run: Run, steps: int, outputs: str) -> Config:
 
 
 def measure_transformers(run: Run, device: torch.device, started: float) -> dict[str, Any]:
-    """Hugging Face's Llama of the same shape, compiled, float32 weights under autocast, fused AdamW."""
+    """Hugging Face's Llama of the same shape, float32 weights under autocast, fused AdamW.
+
+    Layers and loss are compiled, not all in one: where torch (2.11 to 2.13) compiles the mask as well, transformers
+    makes a whole one and attention loses its fused kernel.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     _, flavor = find_model(training_config(run, 1, "unused").model, 1)
@@ -186,14 +192,17 @@ def measure_transformers(run: Run, device: torch.device, started: float) -> dict
     samples = torch.randint(0, flavor.vocab_size, (run.local_batch_size, run.seq_len + 1), device=device)
     tokens, labels = samples[:, :-1], samples[:, 1:]
 
+    for layer in model.model.layers:  # type: ignore[union-attr]
+        layer.compile()
+
     @torch.compile
-    def loss_of(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(model(tokens).logits.flatten(0, 1).float(), labels.flatten())
+    def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
     def step() -> None:
         for _ in range(run.global_batch_size // run.local_batch_size):
             with torch.autocast(device.type, torch.bfloat16, enabled=device.type != "cpu"):
-                loss = loss_of(tokens, labels)
+                loss = loss_of(model(tokens).logits, labels)
             loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -353,8 +362,17 @@ def measure_row(name: str, rehearse: bool, started: float) -> dict[str, Any]:
         row = {}
     if not row:  # a peer is given as many sequences at once as we are, or half, where it has no room for them
         run = dataclasses.replace(run, local_batch_size=run.local_batch_size // 2)
-        row = measure(run, device, started)
+        forget_memory(device)
+        row = measure(run, device, time.perf_counter())
     return row | {"sequences": run.local_batch_size}
+
+
+def forget_memory(device: torch.device) -> None:
+    """Free what an attempt that ran out of memory has left, whose peak is not the next one's."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def run_row(name: str, rehearse: bool, timeout_seconds: float, log: Path) -> dict[str, Any]:

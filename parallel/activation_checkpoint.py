@@ -1,11 +1,13 @@
 """Activation checkpointing: what a block keeps for backward and what it computes again."""
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._functorch import config as compiler
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -39,7 +41,6 @@ def apply_activation_checkpoint(block: nn.Module, settings: settings.ActivationC
     if settings.mode == "none":
         return
     if settings.mode == "budget":
-        compiler = torch._functorch.config
         compiler.activation_memory_budget = settings.memory_budget
         if hasattr(compiler, "unsafe_treat_script_objects_as_zero_size"):  # torch 2.13 asks how large a mesh is
             compiler.unsafe_treat_script_objects_as_zero_size = True
@@ -56,6 +57,19 @@ def apply_activation_checkpoint(block: nn.Module, settings: settings.ActivationC
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options)
 
     block.forward = checkpointed_forward
+
+
+def exempt_from_budget(compiled: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`compiled`, but not bound by mode `budget`, which is for blocks.
+
+    The output layer's logits are nearly all that it keeps, so more than any share: they would be computed twice.
+    """
+
+    def call(*args: Tensor) -> Tensor:
+        with compiler.patch(activation_memory_budget=1.0):  # read when the first call compiles
+            return compiled(*args)
+
+    return call
 
 
 def _selective_contexts() -> Any:

@@ -46,9 +46,10 @@ def apply_fsdp(model: nn.Module, groups: list[list[nn.Module]], mesh: DeviceMesh
 
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # The loss is divided by the step's tokens over all ranks, so gradients are summed, never averaged.
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+            if mesh.size() > 1:  # alone, FSDP2 would divide every gradient by this 1
+                # The loss is divided by the step's tokens over all ranks, so gradients are summed, never averaged.
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
             if settings.reduce_scatter == "all_to_all":
                 module.set_custom_reduce_scatter(AllToAllReduceScatter())
     set_prefetch([group[0] for group in groups], settings)  # type: ignore[misc]  # a group has one state, in each

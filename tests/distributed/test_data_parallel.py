@@ -16,6 +16,7 @@ from config import ActivationCheckpoint, Config, Training
 from models import build_model, find_model
 from models.init import init_weights
 from models.llama.model import Llama
+from parallel.fsdp import apply_fsdp
 from parallel.mesh import ParallelDims
 from tests.harness import run_ranks
 from tests.parity import FLAVOR, GLOBAL_BATCH, SEQ_LEN, VOCAB, close, config_for, our_run, plain_run
@@ -84,6 +85,23 @@ def test_prefetched_are_the_groups_that_come_next() -> None:
     for found in run_ranks(2, prefetched, config_for(1, 2, prefetch_layers=2)):
         assert found["forward"] == {name: order[i + 1 : i + 3] for i, name in enumerate(order)}
         assert found["backward"] == {name: order[max(0, i - 2) : i][::-1] for i, name in enumerate(order)}
+
+
+def gradients_divided() -> int:
+    """How many gradients of a layer FSDP2 divides in a backward of a rank that is alone."""
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+    mesh = ParallelDims(dp_replicate=1, dp_shard=1).build_mesh("cpu")
+    apply_fsdp(model, [[model[0]]], mesh.fsdp, config_for(1, 1))
+    loss = model(torch.randn(2, 64)).sum()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        loss.backward()
+    assert model[0].weight.grad is not None
+    return sum(event.name == "aten::div" for event in profiler.events() or [])
+
+
+def test_alone_no_gradient_is_divided() -> None:
+    """Float8 and offloading need FSDP2 on one rank, too, where a division by one is a pass over all gradients."""
+    assert run_ranks(1, gradients_divided) == [0]
 
 
 def test_compiled_by_inductor() -> None:

@@ -3,17 +3,20 @@
 import os
 from pathlib import Path
 
+import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch._inductor import metrics
 
-from config import ActivationCheckpoint, Float8
+from config import ActivationCheckpoint, Compile, Float8
 from float8.convert import convert_to_float8
+from loss import build_chunked_loss
 from models.init import init_weights
 from models.llama.model import Llama, LlamaConfig, rope_cos_sin
 from parallel.activation_checkpoint import apply_activation_checkpoint
+from parallel.mesh import ParallelDims
 from tests.harness import run_ranks
 
 FLAVOR = LlamaConfig(dim=64, n_layers=4, n_heads=4, n_kv_heads=2, hidden_dim=128, vocab_size=64)
@@ -108,6 +111,25 @@ def forwards_of_attention(memory_budget: float) -> int:
 def test_no_memory_budget_recomputes_attention() -> None:
     """The CPU's operator is one of those that the compiler by itself would compute again, as cuDNN's is."""
     assert [run_ranks(1, forwards_of_attention, budget) for budget in (0.9, 0.3)] == [[1], [1]]
+
+
+def matmuls_of_the_head(memory_budget: float, chunks: int) -> int:
+    """Of the output layer, forward and backward, with the loss in `chunks`."""
+    apply_activation_checkpoint(nn.Identity(), ActivationCheckpoint(mode="budget", memory_budget=memory_budget))
+    mesh = ParallelDims(dp_replicate=1, dp_shard=1).build_mesh("cpu")
+    loss = build_chunked_loss(Compile(enable=True, backend="aot_eager_decomp_partition"), mesh, chunks)
+    hidden, weight = torch.randn(2, 64, 32, requires_grad=True), torch.randn(256, 32, requires_grad=True)
+    labels = torch.randint(0, 256, (2, 64))
+    loss(hidden, weight, labels).backward()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        loss(hidden, weight, labels).backward()
+    return sum(event.name == "aten::mm" for event in profile.events() or [])
+
+
+@pytest.mark.parametrize("memory_budget", [0.9, 0.3])
+def test_no_memory_budget_recomputes_the_logits(memory_budget: float) -> None:
+    chunks = 2
+    assert run_ranks(1, matmuls_of_the_head, memory_budget, chunks) == [3 * chunks]
 
 
 def compile_with_cache(folder: Path) -> tuple[int, int]:

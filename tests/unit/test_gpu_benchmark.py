@@ -3,15 +3,21 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from benchmarks import gpu
 from benchmarks.gpu import KERNELS, attainable, merged, runs, shares
 from models.llama import FLAVORS
 from models.llama.model import Llama
+from tests.harness import run_ranks
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,6 +32,55 @@ def test_a_rehearsal_measures_its_rows(tmp_path: Path) -> None:
     assert not [row for row in rows.values() if "failed" in row]
     assert rows["peaks"]["bf16 TFLOP/s"] > 0
     assert all(row["tokens/s"] > 0 and row["peak GiB"] > 0 for row in list(rows.values())[1:])
+
+
+def attention_masks(step: Callable[[], None], *_: Any) -> dict[str, Any]:
+    """Shapes of the masks that attention is given in a step of a peer, in place of its speed."""
+    with torch.profiler.profile(record_shapes=True) as profiler:
+        step()
+    names = "aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_scaled_dot_product_attention_math"
+    calls = [event for event in profiler.events() or [] if event.name in names]
+    return {"masks": [shape for event in calls for shape in event.input_shapes[3:] if shape]}
+
+
+def measure_masks() -> dict[str, Any]:
+    quick = partial(torch.compile, backend="aot_eager")
+    with mock.patch.object(gpu, "measure_loop", attention_masks), mock.patch.object(torch, "compile", quick):
+        return gpu.measure_row("1.8B transformers 8192", rehearse=True, started=0.0)
+
+
+def test_transformers_is_compiled_so_that_attention_needs_no_mask() -> None:
+    assert run_ranks(1, measure_masks) == [{"masks": [], "sequences": 2}]
+
+
+def test_a_peer_without_room_is_measured_anew_with_half_the_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[tuple[int, float]] = []
+    forgotten: list[torch.device] = []
+
+    def measure(run: gpu.Run, device: torch.device, started: float) -> dict[str, Any]:
+        tried.append((run.local_batch_size, started))
+        if len(tried) == 1:
+            raise torch.OutOfMemoryError
+        return {"tokens/s": 1.0}
+
+    monkeypatch.setattr(gpu, "measure_transformers", measure)
+    monkeypatch.setattr(gpu, "forget_memory", forgotten.append)
+    row = gpu.measure_row("1.8B transformers 8192", rehearse=True, started=-1.0)
+    assert row == {"tokens/s": 1.0, "sequences": 1}
+    assert [size for size, _ in tried] == [2, 1]
+    assert tried[1][1] > tried[0][1], "its first step does not begin with the attempt that failed"
+    assert forgotten == [torch.device("cpu")]
+
+
+def test_a_wait_for_the_device_is_no_part_of_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    def spend(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr(gpu, "synchronize", lambda device: spend(0.1))
+    monkeypatch.setattr(gpu.time, "perf_counter", lambda: now[0])
+    assert gpu.seconds(lambda: spend(1.0), torch.device("cpu")) == pytest.approx(1.0, rel=0.02)
 
 
 def test_every_row_can_be_picked() -> None:
