@@ -72,6 +72,7 @@ Decay = Annotated[float, Range(0.0, below=1.0)]
 
 REQUEST_ATTEMPTS = 5  # of each request to an object store for a checkpoint
 LONGEST_PAUSES_SECONDS = 15  # between them, together
+SLOWEST_BFLOAT16 = 0.98  # decay of a mean in bfloat16: it comes within 24 % of its input, at 0.999 it may never move
 PATIENCE = 0.8  # share of the time that a collective may take after which the watchdog finds that the job hangs
 
 
@@ -170,7 +171,8 @@ class Optimizer:
     weight_decay: NonNegative = 0.1
     """Decoupled weight decay."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type in which the two running means are kept, half the memory in bfloat16; they are computed in float32."""
+    """Type in which the two running means are kept, half the memory in bfloat16; they are computed in float32.
+    bfloat16 asks for decays of at most 0.98: the smaller changes of slower means would be rounded away."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,8 +251,8 @@ class Compile:
 
     enable: bool = False
     """Compile every block as one full graph."""
-    backend: str = "inductor"
-    """Backend of torch.compile."""
+    backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
+    """Backend of torch.compile. The others help to find a fault of the compiler."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -650,11 +652,18 @@ def check_config(config: Config) -> None:
         raise ConfigError(
             f"failures.spike_factor = {config.failures.spike_factor}: must be above 1, times the usual loss, or 0"
         )
-    patience = round(PATIENCE * config.comm.train_timeout_seconds)
+    slow = max(("beta1", "beta2"), key=lambda name: getattr(config.optimizer, name))
+    if config.optimizer.state_dtype == "bfloat16" and getattr(config.optimizer, slow) > SLOWEST_BFLOAT16:
+        raise ConfigError(
+            f"optimizer.{slow} = {getattr(config.optimizer, slow)}: must be at most {SLOWEST_BFLOAT16} where "
+            'optimizer.state_dtype = "bfloat16", which would round the changes of a slower mean away'
+        )
+    shortest = min(("train_timeout_seconds", "init_timeout_seconds"), key=lambda name: getattr(config.comm, name))
+    patience = round(PATIENCE * getattr(config.comm, shortest))
     if any("://" in url for url in (*data.datasets, *config.validation.datasets)) and data.retry_seconds >= patience:
         raise ConfigError(
             f"data.retry_seconds = {data.retry_seconds}: must be below {patience}, {PATIENCE:g} x "
-            "comm.train_timeout_seconds, when ranks that wait so long for their data count as hung"
+            f"comm.{shortest}, when ranks that wait so long for their data count as hung"
         )
     check_checkpointing(config)
     if any(weight <= 0 for weight in data.weights):

@@ -39,7 +39,7 @@ class SmallStateAdamW(torch.optim.Optimizer):
     """AdamW whose running means are stored in bfloat16. State names are those of torch's AdamW.
 
     Both means are read, updated in float32 and rounded to nearest: with beta2 0.95 a mean follows its input until it
-    is within 4 % of it, below which a step is less than half of bfloat16's last bit.
+    is within 8 % of it, below which a step is less than half of bfloat16's last bit.
     """
 
     def __init__(

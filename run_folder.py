@@ -26,7 +26,7 @@ def check_run_folder(config: Config, identity: dict[str, Any]) -> None:
     if not config.run.folder or not folder.exists():
         return
     hold = [path for path in folder.iterdir() if not path.name.startswith(".")] if folder.is_dir() else [folder]
-    if hold and not (folder / "model.json").is_file():
+    if hold and not (folder / "model.json").is_file() and not _left_by_ranks(folder):
         raise ConfigError(f"run.folder = {config.run.folder!r}: exists, but is not the folder of a run")
     if (folder / "model.json").is_file():
         try:
@@ -45,8 +45,13 @@ def check_run_folder(config: Config, identity: dict[str, Any]) -> None:
             )
 
 
-def name_run_folder(config: Config, identity: dict[str, Any], job: str = "") -> Path:
-    """The folder that the config names; else that of the job's earlier starts; else a new name under `run.outputs`.
+def _left_by_ranks(folder: Path) -> bool:
+    """Whether it holds what ranks write on a node with a disk of its own, where rank 0's files are not."""
+    return any(any(folder.glob(pattern)) for pattern in ("data/rank-*.jsonl", "profile/*-rank*", exits.FILE))
+
+
+def choose_run_folder(config: Config, identity: dict[str, Any], job: str = "") -> Path:
+    """The folder that the config names; else that of the job's earlier starts; else a new one under `run.outputs`.
 
     A run that has done all its steps is gone on with only by the same config, and then has nothing to do: a scheduler
     may start a job again that was asked to stop in its last moments.
@@ -61,16 +66,21 @@ def name_run_folder(config: Config, identity: dict[str, Any], job: str = "") -> 
             return starts.parent
     stamp = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
     name = f"{config.model.name}-{config.model.flavor}-{stamp}"
-    outputs = Path(config.run.outputs)
-    taken = {path.name for path in outputs.glob(f"{name}*")}
-    return outputs / next(n for n in (name, *(f"{name}-{i}" for i in range(2, 1000))) if n not in taken)
+    number, folder = 1, Path(config.run.outputs) / name
+    while True:
+        try:
+            folder.mkdir(parents=True)  # made here, so that it is of one start alone, however many begin in this second
+            return folder
+        except FileExistsError:
+            number += 1
+            folder = folder.with_name(f"{name}-{number}")
 
 
 def start_run(
     config: Config, identity: dict[str, Any], world_size: int, job: str
 ) -> tuple[Path, dict[str, tuple[Any, Any]]]:
     """The run's folder, and what `record_start` says. Rank 0 only. Raises ConfigError, CrashLoopError."""
-    folder = name_run_folder(config, identity, job)
+    folder = choose_run_folder(config, identity, job)
     return folder, record_start(folder, config, identity, world_size, job)
 
 

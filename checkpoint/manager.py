@@ -48,6 +48,7 @@ from checkpoint.stores import (
 )
 from config import Config
 
+SAVED = ".saved"  # in the run's folder: the last checkpoint that was committed
 OUTER = ".outer_momentum"
 LOWEST_PRIORITY = 19  # as `nice` counts
 
@@ -102,6 +103,7 @@ class CheckpointManager:
         self.store = self._open_store(self.settings.folder or run_folder / "checkpoints")
         self.upload_store = self._open_store(self.settings.upload) if self.settings.upload else None
         self.model_bytes = self._gather_model_bytes()
+        self.saved_file = run_folder / SAVED
         self.newest_step: int | None = None  # of the last save or load
         self.damaged: set[tuple[str, str]] = set()  # (url, name) found so while loading; removed after the next commit
         self.under_way: Future[None] | None = None
@@ -154,10 +156,13 @@ class CheckpointManager:
     def _find(self) -> list[tuple[Store, str]]:
         """The checkpoints of this run, newest first. Raises CheckpointError if there is none where one has been."""
         found = by_age([store for store in (self.store, self.upload_store) if store])
-        if not found and self.newest_step is not None:
+        last = self.saved_file.read_text(encoding="utf-8") if self.saved_file.is_file() else ""
+        if self.newest_step is not None:
+            last = f"or loaded that of step {self.newest_step}"
+        if last and not found:
             raise CheckpointError(
-                f"{self.store.url}: no checkpoint is seen there, but this run has saved or loaded that of step "
-                f"{self.newest_step}; nothing is started anew: look what became of it, then start the run again"
+                f"{self.store.url}: no checkpoint is seen there, but this run has saved {last}; nothing is started "
+                "anew: look what became of it, and name its checkpoint.folder, or another run.folder for a new run"
             )
         return found
 
@@ -290,6 +295,9 @@ class CheckpointManager:
 
         self.ranks.together(self._on_rank_0(finish))
         if step_of(save.name) is not None:  # a model alone is nothing to resume from
+            if self.ranks.rank == 0:
+                with suppress(OSError):  # there may be no room; the checkpoint is safe all the same
+                    self.saved_file.write_text(join(self.store.url, save.name), encoding="utf-8")
             self.on_commit(save.step)
         logger.info(f"checkpoint {save.name} saved in {time.monotonic() - save.started:.1f} s")
         return written

@@ -52,7 +52,13 @@ class Run:
     """Model, optimizer, data and checkpoints, sharded as `mesh_shape` says: () not at all, (2,) FSDP2, (2, 2) HSDP."""
 
     def __init__(
-        self, folder: str | Path, mesh_shape: Sequence[int] = (), seed: int = 0, steps: int = 400, **settings: Any
+        self,
+        folder: str | Path,
+        mesh_shape: Sequence[int] = (),
+        seed: int = 0,
+        steps: int = 400,
+        run_folder: Path = Path("unused"),
+        **settings: Any,
     ) -> None:
         torch.manual_seed(seed)
         self.model = Tower()
@@ -70,7 +76,7 @@ class Run:
         config = Config(training=Training(steps=steps), checkpoint=Checkpoint(folder=str(folder), **settings))
         self.checkpoint = CheckpointManager(
             config,
-            Path("unused"),
+            run_folder,
             model=[self.model],
             optimizer=self.optimizer,
             dataloader=self.data,

@@ -269,6 +269,20 @@ def test_what_was_just_saved_is_never_the_one_that_goes(tmp_path, monkeypatch):
     assert list(tmp_path.glob("model-00000002-*"))
 
 
+def test_a_run_that_has_saved_never_begins_anew(tmp_path):
+    """As where it is started again and the folder that was named for its checkpoints is forgotten."""
+    run, saved, other = (tmp_path / name for name in ("run", "saved", "other"))
+    run.mkdir()
+    assert Run(saved, run_folder=run).checkpoint.load() == 0
+    assert Run(other, run_folder=run, interval=1).checkpoint.load() == 0, "nothing was saved yet"
+    Run(saved, run_folder=run, interval=1).train(0, 2)
+    with pytest.raises(CheckpointError, match=f"{other}: no checkpoint .* has saved {saved}/step-00000002-.* anew"):
+        Run(other, run_folder=run).checkpoint.load()
+    other.rmdir()
+    saved.rename(other)
+    assert Run(other, run_folder=run).checkpoint.load() == 2
+
+
 def test_a_failed_save_leaves_none_of_its_pieces(tmp_path):
     """The rank that fails has written one file before, the other one both of its own."""
     run_ranks(2, _fail_one_file, str(tmp_path))

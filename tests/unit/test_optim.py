@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from config import Compile, LRScheduler, Optimizer
+from config import SLOWEST_BFLOAT16, Compile, LRScheduler, Optimizer
 from loss import IGNORED, build_loss, cross_entropy
 from optim import build_optimizer, clip_grad_norm_, learning_rate, set_learning_rate
 
@@ -70,6 +70,17 @@ def test_small_states_follow_torchs_adamw_up_to_their_rounding(compile: bool) ->
         assert small.state[p]["exp_avg"].dtype == small.state[p]["exp_avg_sq"].dtype == torch.bfloat16
         torch.testing.assert_close(p.detach().double(), expected[name], rtol=1e-3, atol=1e-4, msg=name)
         torch.testing.assert_close(p, dict(torchs.named_parameters())[name], rtol=0.02, atol=2e-3, msg=name)
+
+
+def test_the_slowest_mean_allowed_in_bfloat16_still_follows_its_input() -> None:
+    """At 0.999 it would stay where it is: a step to a gradient a tenth as large is less than half a bit."""
+    parameter = nn.Parameter(torch.ones(4, 4))
+    beta2 = SLOWEST_BFLOAT16
+    optimizer = build_optimizer([nn.ParameterList([parameter])], Optimizer(beta2=beta2, state_dtype="bfloat16"))
+    for step in range(1000):
+        parameter.grad = torch.full_like(parameter, 1.0 if step < 300 else 0.1)
+        optimizer.step()
+    assert optimizer.state[parameter]["exp_avg_sq"].float().mean().item() == pytest.approx(0.01, rel=0.24)
 
 
 def test_the_update_of_small_states_computes_nothing_on_the_host() -> None:

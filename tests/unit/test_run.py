@@ -28,7 +28,7 @@ from parallel.comm import meet
 from parallel.exits import Exit, record_exit
 from parallel.mesh import ParallelDims
 from parallel.stop import StopRequest
-from run_folder import check_run_folder, name_run_folder, read_starts, record_start
+from run_folder import check_run_folder, choose_run_folder, read_starts, record_start
 from tests.harness import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -36,12 +36,23 @@ ROOT = Path(__file__).parents[2]
 
 def test_new_runs_get_names_of_their_own(tmp_path: Path) -> None:
     config = Config(run=Run(outputs=str(tmp_path)))
-    first = name_run_folder(config, {})
-    first.mkdir()
-    second = name_run_folder(config, {})
-    assert first != second
-    assert first.parent == second.parent == tmp_path
-    assert name_run_folder(Config(run=Run(folder="x/y")), {}) == Path("x/y")
+    with ThreadPoolExecutor(8) as threads:  # as of an array of jobs, in the same second
+        folders = list(threads.map(lambda _: choose_run_folder(config, {}), range(32)))
+    assert len(set(folders)) == 32
+    assert {folder.parent for folder in folders} == {tmp_path}
+    assert choose_run_folder(Config(run=Run(folder="x/y")), {}) == Path("x/y")
+
+
+@pytest.mark.parametrize("file", ["data/rank-00008.jsonl", "profile/trace-rank8.json.gz", "exit.json"])
+def test_a_node_with_a_disk_of_its_own_starts_again(tmp_path: Path, file: str) -> None:
+    """Its ranks have left their part of the run there; what makes the folder a run's is on rank 0's node."""
+    config, path = Config(run=Run(folder=str(tmp_path))), tmp_path / file
+    path.parent.mkdir(exist_ok=True)
+    path.touch()
+    check_run_folder(config, {})
+    path.rename(tmp_path / "something else")
+    with pytest.raises(ConfigError, match="is not the folder of a run"):
+        check_run_folder(config, {})
 
 
 def test_starts_are_recorded_with_what_changed(tmp_path: Path) -> None:
@@ -62,7 +73,7 @@ def test_a_line_cut_by_a_kill_spoils_no_later_one(tmp_path: Path) -> None:
     assert [start["world_size"] for start in read_starts(tmp_path / "run")] == [2, 2, 2]
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "starts.jsonl").touch()  # a full disk
-    assert name_run_folder(Config(run=Run(outputs=str(tmp_path))), {}, "job 1") == tmp_path / "run"
+    assert choose_run_folder(Config(run=Run(outputs=str(tmp_path))), {}, "job 1") == tmp_path / "run"
 
 
 def test_a_start_cut_while_it_is_recorded_spoils_no_later_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from parallel.comm import LaunchEnvironment
 from parallel.exits import Exit, record_exit, take_exit
 from parallel.failures import Timing, find_slow
 from parallel.watchdog import Beat, Watchdog, judge
-from run_folder import CrashLoopError, name_run_folder, read_starts, record_progress, record_start
+from run_folder import CrashLoopError, choose_run_folder, read_starts, record_progress, record_start
 
 WAITING = Beat(9, "a", 1, 50, "forward/backward", 7, 100.0, 60.0, True, ["all_reduce"])
 
@@ -28,8 +28,9 @@ def beats(*changes: dict[str, object]) -> list[Beat]:
         ([{}, {}, {"waiting": False}], set(), [2], "while the others wait in a collective"),
         ([{}, {}, {}], {1}, [1], "does not run"),
         ([{}, {"ticks": 49}, {}], {2}, [2], "does not run"),
-        ([{}, {}, {}], set(), [], "none stands out"),
-        ([{"waiting": False}] * 3, set(), [], "none stands out"),
+        ([{}, {}, {}], set(), [], "all ranks wait: the network?; none stands out; the stack of rank 0: all_reduce"),
+        ([{"waiting": False}] * 3, set(), [], "busy in forward/backward for longer than its timeout allows; none"),
+        ([{"waiting": False}], set(), [0], "rank 0 (a) is stuck; its stack: all_reduce"),
     ],
 )
 def test_the_one_that_holds_up_the_others_is_named(
@@ -119,7 +120,7 @@ def test_memory_that_runs_out_is_blamed_on_nobody_else(tmp_path: Path) -> None:
 
 def start(config: Config, job: str, kind: str = "lost") -> Path:
     """One start of a job that ends so."""
-    folder = name_run_folder(config, {}, job)
+    folder = choose_run_folder(config, {}, job)
     record_start(folder, config, {}, 2, job)
     record_exit(folder, exit_of(kind))
     return folder
@@ -137,7 +138,7 @@ def test_restarts_of_a_job_share_a_folder_until_it_is_done(tmp_path: Path) -> No
     longer = dataclasses.replace(config, training=Training(steps=500))
     assert start(longer, "job-1") != first
     with pytest.raises(ConfigError, match="another model"):
-        name_run_folder(config, {"dim": 3}, "job-2")
+        choose_run_folder(config, {"dim": 3}, "job-2")
 
 
 def test_restarts_without_progress_are_refused(tmp_path: Path) -> None:
