@@ -14,10 +14,11 @@ NGPU=${NGPU:-}           # processes; default: one for each GPU, as many as can 
 LOG_RANK=${LOG_RANK:-}   # ranks that print progress, such as 0,1; default: 0
 
 case $NGPU in 0* | *[!0-9]*) echo "error: NGPU=$NGPU: must be a number of processes, at least 1" >&2; exit 2 ;; esac
-given=() next=
+given=() next= help=
 for word in "$@"; do
   if [ "$next" ]; then CONFIG_FILE=$word next=; continue; fi
   case $word in --config) next=1 ;; --config=*) CONFIG_FILE=${word#*=} ;; *) given+=("$word") ;; esac
+  case $word in -h | --help) help=1 ;; esac
 done
 if [ "$next" ]; then echo "error: --config: needs a value, as in --config=FILE" >&2; exit 2; fi
 
@@ -26,7 +27,7 @@ python=.venv/bin/python
 
 overrides=(--config="$CONFIG_FILE" ${LOG_RANK:+--metrics.log_ranks="$LOG_RANK"} ${given[@]+"${given[@]}"})
 settings=$($python -m config "${overrides[@]}")   # a mistake ends here, in one line
-case " $* " in *" --help "* | *" -h "*) echo "$settings"; exit ;; esac
+if [ "$help" ]; then echo "$settings"; exit; fi
 
 if [ -z "$NGPU" ]; then NGPU=$($python -m launch.processes "${overrides[@]}"); fi
 if [ -z "${OMP_NUM_THREADS:-}" ]; then
@@ -35,8 +36,13 @@ if [ -z "${OMP_NUM_THREADS:-}" ]; then
 fi
 
 if grep -q '^datasets = .*"datasets/stdlib"' <<<"$settings" && [ ! -e datasets/stdlib/manifest.json ]; then
-  # Files cut to the length of a few samples: a batch of this small run then holds many of them, not part of one.
-  $python -m data.prepare --source stdlib --max-characters 4000 --output datasets/stdlib
+  mkdir -p datasets
+  (
+    flock 9 2>/dev/null || true  # of two first starts at once one prepares, and the other waits for it
+    # Files cut to the length of a few samples: a batch of this small run then holds many of them, not part of one.
+    [ -e datasets/stdlib/manifest.json ] ||
+      $python -m data.prepare --source stdlib --max-characters 4000 --output datasets/stdlib
+  ) 9>>datasets/.lock
 fi
 
 exec $python -m launch.torchrun --standalone --nproc-per-node="$NGPU" train.py "${overrides[@]}"

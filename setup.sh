@@ -2,7 +2,7 @@
 # Makes .venv with the pinned dependencies; does nothing when it is up to date.
 #   ./setup.sh        what training needs
 #   ./setup.sh test   also what the tests need
-# PYTHON picks the interpreter (default python3, at least 3.10).
+# PYTHON picks the interpreter for a new .venv (default python3, at least 3.10).
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -10,18 +10,29 @@ python=${PYTHON:-python3}
 files=(requirements.txt)
 [ "${1:-}" = test ] && files+=(requirements-eval.txt requirements-test.txt)
 
+works() { .venv/bin/python -c 'import pip' 2>/dev/null; }  # not if cut off half-made, or if its Python has gone
+installed() { cmp -s "$1" ".venv/.installed-$1"; }
+up_to_date() {
+  works || return 1
+  for file in "${files[@]}"; do installed "$file" || return 1; done
+}
+if up_to_date; then exit; fi
+
+mkdir -p .cache
+exec 9>>.cache/setup.lock
+flock 9 2>/dev/null || true  # of two first starts at once one installs, and the other waits for it
+
+if ! works; then
+  command -v "$python" >/dev/null || { echo "error: $python not found; Python 3.10 or newer is needed (set PYTHON)" >&2; exit 1; }
+  "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+    { echo "error: $("$python" --version) is too old; Python 3.10 or newer is needed (set PYTHON)" >&2; exit 1; }
+  echo "setup: making .venv"
+  "$python" -m venv --clear .venv
+fi
 for file in "${files[@]}"; do
-  stamp=.venv/.installed-$file
-  if ! cmp -s "$file" "$stamp"; then
-    if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then  # none, or one that was cut off half-made
-      command -v "$python" >/dev/null || { echo "error: $python not found; Python 3.10 or newer is needed (set PYTHON)" >&2; exit 1; }
-      "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
-        { echo "error: $("$python" --version) is too old; Python 3.10 or newer is needed (set PYTHON)" >&2; exit 1; }
-      echo "setup: making .venv"
-      "$python" -m venv --clear .venv
-    fi
+  if ! installed "$file"; then
     echo "setup: installing $file"
     .venv/bin/python -m pip install --quiet --disable-pip-version-check -r "$file"
-    cp "$file" "$stamp"
+    cp "$file" ".venv/.installed-$file"
   fi
 done

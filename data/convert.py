@@ -14,6 +14,7 @@ order; training shuffles them. Which are held out is a hash of their tokens.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -125,7 +126,7 @@ def convert(
     for source in sources:
         if "://" in source:
             raise DataError(f"--source {source}: must be on this machine")
-        if source == STDLIB or Path(source).is_dir():  # what is text there would be taken for tokens
+        if source == STDLIB or os.path.isdir(source):  # what is text there would be taken for tokens
             raise DataError(f"--source {source}: must be files of tokens; name them, as in 'FOLDER/*.bin'")
     paths = [Path(file.url) for file in list_files(sources)]
     with locked(folder):

@@ -31,7 +31,7 @@ from data.chat import BUILT_IN
 from data.order import derive_key, random_words
 from data.packing import pack
 from data.shards import DataError, Shard, token_type
-from data.sources import UNIT_BYTES, File, Unit, documents, kind_of, list_files, pieces, plan_units
+from data.sources import UNIT_BYTES, Unit, documents, list_files, pieces, plan_units, text_bytes
 from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from data.tuning import KEYS, check_examples, encode_examples, read_template, split_keys
 from data.workers import locked, run_all
@@ -136,7 +136,8 @@ def prepare(
     elif format == "chat":
         chosen.chat_template = chosen.chat_template or BUILT_IN
     dtype = token_dtype(chosen.vocab_size) if format == "text" else "uint32"
-    shards = _estimated_bytes(files, dtype) / (shard_mb * 2**20)
+    tokens = sum(map(text_bytes, files)) / 4  # about
+    shards = tokens * np.dtype(dtype).itemsize / (shard_mb * 2**20)
     plan = Plan(
         input=hashlib.sha256(json.dumps(units).encode()).hexdigest(),
         text_key=text_key,
@@ -156,7 +157,7 @@ def prepare(
     with locked(folder) as lock:
         refuse_finished(folder, overwrite)  # it may have been finished in the meantime
         _start_or_go_on(folder, plan, chosen)
-        workers, units_bytes = processes or os.cpu_count() or 1, [unit.bytes for unit in units]
+        workers, units_bytes = processes or len(os.sched_getaffinity(0)), [unit.bytes for unit in units]
         _load_job.cache_clear()  # the folder may have held another plan
         run_all(workers, lock, _tokenize_unit, str(folder), list(enumerate(units)), "tokenise", units_bytes)
         if not any((folder / PARTS).glob("unit-*.arrow")):
@@ -200,12 +201,6 @@ def count(
             counts["documents" if text else "empty"] += 1
             counts["characters"] += len(text)
     return counts
-
-
-def _estimated_bytes(files: Iterable[File], dtype: str) -> float:
-    """Of the tokens: 4 bytes of text make about one token, compression is about 5-fold."""
-    text = sum(file.size * (1 if kind_of(file.url) in (("text", ""), ("jsonl", "")) else 5) for file in files)
-    return text / 4 * np.dtype(dtype).itemsize
 
 
 def _start_or_go_on(folder: Path, plan: Plan, tokenizer: Tokenizer) -> None:
@@ -408,7 +403,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--validation-fraction", type=float, default=0.02, help="share of documents held out (default %(default)s)")
     add("--block-mb", type=float, default=8, help="MiB of tokens shuffled and read as one block (default %(default)s)")
     add("--shard-mb", type=float, default=256, help="MiB of tokens in a file, about (default %(default)s)")
-    add("--processes", type=int, default=0, help="processes; 0: one for each core (default)")
+    add("--processes", type=int, default=0, help="processes; 0: one for each core that this one may use (default)")
     add("--overwrite", action="store_true", help="replace a finished dataset")
     add("--dry-run", action="store_true", help="read everything, count it and write nothing")
     arguments = vars(parser.parse_args(argv))

@@ -290,8 +290,7 @@ def check_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
         if config.validation.enable and not config.validation.datasets:
             dataset.split("validation")
         _check_packing(dataset, config)
-        if "://" not in dataset.url and config.data.on_bad_block == "stop":
-            _check_sizes(dataset)
+        _check_sizes(config, *dataset.splits.values())
         dataset.check_tokenizer()
         packed = bool(dataset.splits["train"].packed_seq_len)
         if packed and dataset.chat_template not in ("", chat.chat_template):
@@ -301,7 +300,7 @@ def check_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
             )
     held_out = [_open_to_train(url, config.data) for url in config.validation.datasets]
     for dataset in held_out:
-        dataset.split("validation")
+        _check_sizes(config, dataset.split("validation"))
         _check_packing(dataset, config)
         if dataset.tokenizer_fingerprint != datasets[0].tokenizer_fingerprint:
             raise DataError(
@@ -325,7 +324,8 @@ def _open_to_train(url: str, data: Data) -> Dataset:
     try:
         return open_dataset(url, data)
     except DataError as error:
-        advice = f"Make a dataset with: python -m data.prepare --source FILES --output {url}"
+        output = f"FOLDER, and copy it to {url}" if "://" in url else url
+        advice = f"Make a dataset with: python -m data.prepare --source FILES --output {output}"
         raise DataError(f"{error}. {advice}") from None
 
 
@@ -343,11 +343,13 @@ def _check_packing(dataset: Dataset, config: Config) -> None:
         )
 
 
-def _check_sizes(dataset: Dataset) -> None:
+def _check_sizes(config: Config, *splits: Split) -> None:
     """Compare the sizes of all files with the manifest; cheap on a mounted file system only."""
-    for split in dataset.splits.values():
+    if config.data.on_bad_block == "mask":
+        return
+    for split in (split for split in splits if "://" not in split.folder.url):
         for shard in split.shards:
-            size = dataset.folder.size(shard.file)
+            size = split.folder.size(shard.file)
             if size != shard.bytes:
                 found = "is missing" if size is None else f"has {size} bytes"
-                raise DataError(f"{dataset.url}/{shard.file}: {found}, the manifest says {shard.bytes} bytes")
+                raise DataError(f"{split.folder.url}/{shard.file}: {found}, the manifest says {shard.bytes} bytes")

@@ -13,7 +13,7 @@ import tokenize
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -113,6 +113,11 @@ def _expand(source: str) -> list[File]:
         suffixes = Counter("".join(_suffixes(name)) or "no suffix" for name in details.keys() - set(read))
         common = ", ".join(f"{number:,} with {suffix}" for suffix, number in suffixes.most_common(5))
         log.warning("--source %s: %s files are left out (%s)", source, f"{suffixes.total():,}", common)
+    if folders := [name for name, info in sorted(details.items()) if info["type"] == "directory"]:  # by a glob
+        reached = {str(folder) for name in read for folder in PurePosixPath(name).parents}
+        unread = [name for name in folders if name.rstrip("/") not in reached]
+        if unread:
+            log.warning("--source %s: %s folders are left out, such as %s", source, f"{len(unread):,}", unread[0])
     return [File(system.unstrip_protocol(name) if "://" in source else name, details[name]["size"]) for name in read]
 
 
@@ -165,6 +170,12 @@ def kind_of(url: str) -> tuple[str, str]:
     """("text" | "jsonl" | "parquet", compression or "") by the file's name."""
     suffix, compression = _suffixes(url)
     return KINDS.get(suffix, "text"), COMPRESSIONS.get(compression, "")
+
+
+def text_bytes(file: File) -> int:
+    """About how much text a file holds: of Parquet, and of what is compressed, five times its size."""
+    kind, compression = kind_of(file.url)
+    return file.size * (5 if compression or kind == "parquet" else 1)
 
 
 def _suffixes(url: str) -> tuple[str, str]:

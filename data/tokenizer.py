@@ -12,6 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from config import TitaniteError
 
 CHAT_TEMPLATE = "chat_template.jinja"
+CONFIG = "tokenizer_config.json"
 END_OF_TEXT = "<|endoftext|>"
 # Looked for in this order when no tokenizer_config.json names the end-of-document token.
 KNOWN_EOS = ("<|end_of_text|>", END_OF_TEXT, "</s>", "<eos>", "<|eos|>", "[EOS]")
@@ -75,7 +76,7 @@ class Tokenizer:
         (folder / "tokenizer.json").write_text(self.raw.to_str(), encoding="utf-8")
         self.raw.encode_special_tokens = True
         config = json.dumps({"eos_token": self.eos_token}) + "\n"
-        (folder / "tokenizer_config.json").write_text(config, encoding="utf-8")
+        (folder / CONFIG).write_text(config, encoding="utf-8")
         if self.chat_template:
             (folder / CHAT_TEMPLATE).write_text(self.chat_template, encoding="utf-8")
         else:
@@ -90,14 +91,17 @@ def load_tokenizer(path: str | Path, eos_token: str = "") -> Tokenizer:
 
     Raises TokenizerError.
     """
-    file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
-    if not file.is_file():
-        raise TokenizerError(f"{file}: no such tokenizer file")
-    beside = {name: file.with_name(name) for name in ("tokenizer_config.json", CHAT_TEMPLATE)}
-    files = {name: path.read_bytes() for name, path in beside.items() if path.is_file()}
-    config = files.get("tokenizer_config.json", b"{}")
-    declared = eos_token or declared_eos(config, str(beside["tokenizer_config.json"]))
-    return parse_tokenizer(file.read_bytes(), declared, str(file), find_chat_template(files))
+    try:
+        file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
+        content = file.read_bytes()
+        beside = [file.with_name(name) for name in (CONFIG, CHAT_TEMPLATE)]
+        files = {other.name: other.read_bytes() for other in beside if other.is_file()}
+    except FileNotFoundError as error:
+        raise TokenizerError(f"{error.filename}: no such tokenizer file") from None
+    except OSError as error:
+        raise TokenizerError(f"{error.filename}: cannot be read: {error.strerror}") from None
+    declared = eos_token or declared_eos(files.get(CONFIG, b"{}"), str(file.with_name(CONFIG)))
+    return parse_tokenizer(content, declared, str(file), find_chat_template(files, str(file.parent)))
 
 
 def parse_tokenizer(content: bytes, eos_token: str, name: str, chat_template: str = "") -> Tokenizer:
@@ -109,23 +113,36 @@ def parse_tokenizer(content: bytes, eos_token: str, name: str, chat_template: st
     return Tokenizer(raw, eos_token or _known_eos(raw, name), name, chat_template)
 
 
-def find_chat_template(files: Mapping[str, bytes]) -> str:
-    """The chat template among a tokenizer's files (name → content), or ""."""
-    if CHAT_TEMPLATE in files:
-        return files[CHAT_TEMPLATE].decode()
-    found: Any = json.loads(files.get("tokenizer_config.json", b"{}")).get("chat_template") or ""
-    if isinstance(found, str):
-        return found
-    return next((entry["template"] for entry in found if entry["name"] == "default"), "")  # several, each with a name
+def find_chat_template(files: Mapping[str, bytes], folder: str) -> str:
+    """The chat template among a tokenizer's files in `folder` (name → content), or "". Raises TokenizerError."""
+    found = _json_object(files.get(CONFIG, b"{}"), f"{folder}/{CONFIG}").get("chat_template") or ""
+    try:
+        if CHAT_TEMPLATE in files:
+            return files[CHAT_TEMPLATE].decode()
+        if isinstance(found, str):
+            return found
+        return next((entry["template"] for entry in found if entry["name"] == "default"), "")  # several, with names
+    except (UnicodeDecodeError, KeyError, TypeError) as error:
+        raise TokenizerError(f"{folder}: its chat template is not one: {type(error).__name__} {error}") from None
 
 
 def declared_eos(content: bytes, name: str) -> str:
     """The eos token that the content of a tokenizer_config.json names, or "". Raises TokenizerError."""
+    declared = _json_object(content, name).get("eos_token") or ""
+    eos = declared.get("content") if isinstance(declared, dict) else declared
+    if not isinstance(eos, str):
+        raise TokenizerError(f"{name}: eos_token = {json.dumps(declared)}: must be the token's text")
+    return eos
+
+
+def _json_object(content: bytes, name: str) -> dict[str, Any]:
     try:
-        eos: Any = json.loads(content).get("eos_token") or ""
-    except (ValueError, AttributeError) as error:
+        found = json.loads(content)
+    except ValueError as error:
         raise TokenizerError(f"{name}: not a JSON object: {error}") from None
-    return eos["content"] if isinstance(eos, dict) else eos
+    if not isinstance(found, dict):
+        raise TokenizerError(f"{name}: not a JSON object, but {type(found).__name__}")
+    return found
 
 
 def fingerprint(content: bytes, eos_token: str) -> str:

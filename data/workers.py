@@ -69,7 +69,7 @@ def _results(
     workers: int, lock: Connection, function: Function, folder: str, tasks: list[Any]
 ) -> Iterator[tuple[int, int]]:
     """(number of the task, its result) as they finish, a few tasks in flight at a time."""
-    if workers == 1 or len(tasks) == 1:
+    if workers == 1 or len(tasks) <= 1:
         for number, task in enumerate(tasks):
             yield number, function(folder, task)
         return

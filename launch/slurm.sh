@@ -33,7 +33,7 @@ export -f address_of
 # The job's id names the run, so that a requeued job resumes it.
 trap : TERM  # the ranks are asked as well; this shell waits for them
 code=0
-srun --kill-on-bad-exit=1 bash -c '
+srun --kill-on-bad-exit=1 --export=ALL bash -c '
   [ "$SLURM_NODEID" = 0 ] && is_host=true || is_host=false
   exec .venv/bin/python -m launch.torchrun \
     --nnodes="$SLURM_NNODES" --nproc-per-node="$NPROC_PER_NODE" --max-restarts="$MAX_RESTARTS" \
@@ -42,8 +42,9 @@ srun --kill-on-bad-exit=1 bash -c '
 ' titanite "$@" || code=$?
 
 # 143: asked to stop, by preemption or the time limit, and saved. A job that ends by itself before Slurm takes its nodes
-# would count as failed, so it asks to be queued again; but not when it was cancelled.
-if [ "$code" = 143 ] && scontrol show job "$SLURM_JOB_ID" | grep -q JobState=RUNNING; then
-  scontrol requeue "$SLURM_JOB_ID"
+# would count as failed, so it asks to be queued again; but not when it was cancelled. Of an array, this task alone.
+job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}
+if [ "$code" = 143 ] && [[ $(scontrol show job "$job") = *JobState=RUNNING* ]]; then
+  scontrol requeue "$job"
 fi
 exit "$code"

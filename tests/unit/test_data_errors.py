@@ -374,6 +374,26 @@ def test_ranks_with_other_settings_or_datasets_do_not_start(folder, tmp_path):
         assert bool(said) == bool(expected)
 
 
+@pytest.mark.parametrize("key", ["data__datasets", "validation__datasets"])
+def test_a_file_that_is_missing_or_cut_is_found_before_the_start(folder, tmp_path, key):
+    """Also of data that is read at the first validation only."""
+    copy = shutil.copytree(write_dataset(tmp_path / "other", DOCUMENTS[::-1], validation=[[7, 0]]), tmp_path / "copy")
+    file = copy / "validation-00000.arrow"
+    for change in (lambda: file.write_bytes(file.read_bytes()[:-9]), file.unlink):
+        change()
+        named = {key: [str(folder), str(copy)]} if key == "data__datasets" else {key: [str(copy)]}
+        with pytest.raises(DataError, match=rf"{file}: (has \d+ bytes|is missing), the manifest says"):
+            check(folder, **named)
+
+
+def test_a_remote_dataset_is_to_be_made_here_and_copied():
+    """data.prepare writes to no URL."""
+    with pytest.raises(
+        DataError, match=r"is missing\. Make a dataset with: .* --output FOLDER, and copy it to memory://x"
+    ):
+        check("memory://x/nothing")
+
+
 def test_a_start_opens_each_dataset_once(folder, tmp_path, monkeypatch):
     held_out, read, original = shutil.copytree(folder, tmp_path / "held_out"), [], LocalFolder.read
     monkeypatch.setattr(LocalFolder, "read", lambda self, name: read.append((self.url, name)) or original(self, name))

@@ -36,7 +36,7 @@ from data.convert import main as convert_main
 from data.prepare import count, main, prepare
 from data.shards import DataError
 from data.tokenizer import Tokenizer, TokenizerError, load_tokenizer, train_tokenizer
-from data.workers import locked
+from data.workers import locked, run_all
 from tests.corpus import stored_blocks, write_dataset
 
 ROOT = Path(__file__).parents[2]
@@ -412,6 +412,20 @@ def test_the_files_of_others_in_the_folder_are_kept(texts, tokenizer_folder, tmp
     assert not any((output / name).exists() for name in shards)
 
 
+def test_there_are_as_many_processes_as_cores_that_may_be_used(texts, tokenizer_folder, tmp_path, monkeypatch):
+    """A scheduler gives a job a few of a large node's."""
+    started = []
+    monkeypatch.setattr(prepare_module, "run_all", lambda workers, *rest: (started.append(workers), run_all(1, *rest)))
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)})
+    try:
+        file = write_jsonl(tmp_path / "in.jsonl", texts)
+        prepare([str(file)], str(tmp_path / "out"), tokenizer=str(tokenizer_folder))
+    finally:
+        os.sched_setaffinity(0, allowed)
+    assert set(started) == {1}
+
+
 def test_a_worker_that_the_system_kills_is_one_line(texts, tokenizer_folder, tmp_path):
     source = write_jsonl(tmp_path / "in.jsonl", texts)
     (tmp_path / "killed.py").write_text(
@@ -475,6 +489,7 @@ def test_a_dry_run_counts_and_writes_nothing(texts, tmp_path, capsys):
             r"line at byte 14: holds \\ud83d, half of a char",
         ),
         ("a.jsonl", b"\n", "holds no text: nothing to prepare"),
+        ("a.jsonl", b"", "holds no text: nothing to prepare"),
         ("a.json", b'[{"text": "x"}]', r"a\.json, line at byte 0: a JSON array; make it one object on each line"),
         ("a.json", b'\n [\n{"text": "x"}\n]\n', r"a\.json, line at byte 1: a JSON array"),
         ("a.py", b"# coding: rot13\n", r"a\.py: 'rot13' is not a text encoding"),
@@ -487,7 +502,7 @@ def test_a_dry_run_counts_and_writes_nothing(texts, tmp_path, capsys):
 def test_bad_input_is_named(tmp_path, name, content, message, capsys):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(SystemExit, match=message):
-        main(["--source", str(tmp_path / name), "--output", str(tmp_path / "out"), "--processes", "1"])
+        main(["--source", str(tmp_path / name), "--output", str(tmp_path / "out"), "--processes", "2"])
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
@@ -631,6 +646,18 @@ def test_failures_of_a_store_are_named(store, monkeypatch, name, fault, message)
     monkeypatch.setattr(store, "fault", fault)
     with pytest.raises(DataError, match=f"^{message}"):
         count([f"store://{name}"])
+
+
+def test_folders_that_match_a_glob_are_said_to_be_left_out(tmp_path, caplog):
+    """Unless the pattern finds what is in them, too."""
+    for name in ("a.txt", "more/b.txt", "more/deep/c.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    assert len(sources.list_files([f"{tmp_path}/*"])) == 1
+    assert f"--source {tmp_path}/*: 1 folders are left out, such as {tmp_path}/more" in caplog.text
+    caplog.clear()
+    assert len(sources.list_files([f"{tmp_path}/**"])) == 3
+    assert not caplog.text
 
 
 def test_missing_sources_are_named(tmp_path):
@@ -928,6 +955,51 @@ def test_a_source_that_may_not_be_read_is_named(tokenizer_folder, tmp_path, monk
         convert_main([*words, "--format=nanogpt"])
 
 
+@pytest.mark.parametrize("command", [main, lambda words: convert_main([*words, "--format=nanogpt"])])
+@pytest.mark.parametrize("closed", ["tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json", "tokenizer"])
+def test_a_tokenizer_that_may_not_be_read_is_named(tokenizer_folder, tmp_path, monkeypatch, command, closed):
+    np.array([1, 2, 0], "<u2").tofile(tmp_path / "a.bin")
+    shutil.copytree(tokenizer_folder, tmp_path / "tokenizer")
+    closed, call = tmp_path / closed, os.stat if closed == "tokenizer" else open
+    name, module = call.__name__, "os" if call is os.stat else "io"
+
+    def refuse(file, *rest, **options):
+        if Path(str(file)).is_relative_to(closed):
+            raise PermissionError(errno.EACCES, "Permission denied", str(file))
+        return call(file, *rest, **options)
+
+    monkeypatch.setattr(f"{module}.{name}", refuse)
+    words = [f"--source={tmp_path / 'a.bin'}", f"--output={tmp_path / 'out'}"]
+    with pytest.raises(SystemExit, match=rf"^error: {closed}.*: cannot be read: Permission denied"):
+        command([*words, f"--tokenizer={tmp_path / 'tokenizer' / 'tokenizer.json'}"])
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("tokenizer_config.json", b"{", r"tokenizer_config\.json: not a JSON object"),
+        ("tokenizer_config.json", b"[]", r"tokenizer_config\.json: not a JSON object"),
+        (
+            "tokenizer_config.json",
+            b'{"eos_token": 5}',
+            "tokenizer_config.json: eos_token = 5: must be the token's text",
+        ),
+        ("tokenizer_config.json", b'{"eos_token": {"id": 5}}', r"tokenizer_config\.json: eos_token = .*\"id\": 5"),
+        ("tokenizer_config.json", b'{"chat_template": [5]}', "its chat template is not one"),
+        ("chat_template.jinja", b"\xff", "its chat template is not one: .*utf-8"),
+    ],
+)
+@pytest.mark.parametrize("eos_token", ["", "<|endoftext|>"])
+def test_damaged_files_beside_a_tokenizer_are_named(tokenizer_folder, tmp_path, file, content, message, eos_token):
+    folder = shutil.copytree(tokenizer_folder, tmp_path / "tokenizer")
+    (folder / file).write_bytes(content)
+    if eos_token and b"eos" in content:  # which is then not asked for
+        assert load_tokenizer(folder, eos_token).eos_token == eos_token
+        return
+    with pytest.raises(TokenizerError, match=message):
+        load_tokenizer(folder, eos_token)
+
+
 def test_a_shard_of_more_tokens_than_arrow_counts_is_refused(tmp_path):
     writer = convert_module._Writer(tmp_path, "train", "uint16", 2**20, 2**40)
     for _ in range(2):
@@ -994,4 +1066,4 @@ def test_the_lock_is_no_program(tmp_path):
     ],
 )
 def test_the_estimate_knows_what_is_compressed(url, factor):
-    assert prepare_module._estimated_bytes([sources.File(url, 1000)], "uint16") == 1000 * factor / 4 * 2
+    assert sources.text_bytes(sources.File(url, 1000)) == 1000 * factor

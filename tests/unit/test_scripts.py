@@ -1,0 +1,147 @@
+"""setup.sh, run_llama_train.sh and launch/slurm.sh, with stand-ins for the programs that they call."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# Makes environments of itself, and installs nothing in them.
+PYTHON = """#!/bin/bash
+case "$*" in
+  "-m venv --clear .venv") rm -rf .venv; mkdir -p .venv/bin; sleep 0.3; cp "$0" .venv/bin/python ;;
+  "-m pip install "*) sleep 0.3; echo "install ${@: -1}" >> log ;;
+esac
+"""
+# The Python of an environment in which a run would prepare its data and start.
+RUNNER = """#!/bin/bash
+case "$2" in
+  config) echo 'datasets = ["datasets/stdlib"]' ;;
+  data.prepare)
+    mkdir -p datasets; sleep 0.3; mkdir datasets/stdlib || exit 1
+    sleep 0.3; touch datasets/stdlib/manifest.json ;;
+  launch.torchrun) [ -e datasets/stdlib/manifest.json ] && echo "$@" >> log ;;
+esac
+"""
+SCONTROL = """#!/bin/bash
+case "$1 $2" in
+  "show hostnames") echo n1 ;;
+  "show node") echo "NodeName=n1 NodeAddr=10.0.0.1 NodeHostName=n1" ;;
+  "show job") echo "JobState=$STATE Comment="; seq 100000 ;;
+  requeue*) echo "requeue $2" >> log ;;
+esac
+"""
+
+
+def write_program(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+def start(folder: Path, *command: str, **environment: str) -> subprocess.Popen[str]:
+    environ = os.environ | environment
+    return subprocess.Popen(
+        command, cwd=folder, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+def run(folder: Path, *command: str, **environment: str) -> tuple[int, str]:
+    process = start(folder, *command, **environment)
+    said, _ = process.communicate()
+    return process.returncode, said
+
+
+def log_of(folder: Path) -> list[str]:
+    file = folder / "log"
+    return file.read_text().splitlines() if file.exists() else []
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    for name in (
+        "setup.sh",
+        "run_llama_train.sh",
+        "requirements.txt",
+        "requirements-eval.txt",
+        "requirements-test.txt",
+    ):
+        shutil.copy(ROOT / name, tmp_path)
+    write_program(tmp_path / "python", PYTHON)
+    return tmp_path
+
+
+def set_up(folder: Path, *words: str) -> tuple[int, str]:
+    return run(folder, "./setup.sh", *words, PYTHON="./python")
+
+
+def test_what_is_set_up_is_left_as_it_is(checkout: Path) -> None:
+    assert set_up(checkout) == (0, "setup: making .venv\nsetup: installing requirements.txt\n")
+    assert set_up(checkout) == (0, "")
+    assert set_up(checkout, "test")[1].count("installing") == 2
+    assert set_up(checkout, "test") == (0, "")
+    (checkout / "requirements.txt").write_text("torch==3\n")
+    assert set_up(checkout) == (0, "setup: installing requirements.txt\n")
+
+
+@pytest.mark.parametrize("fault", ["its Python is gone", "half made", "another Python has come in its place"])
+def test_an_environment_that_does_not_work_is_made_again(checkout: Path, fault: str) -> None:
+    set_up(checkout)
+    python = checkout / ".venv" / "bin" / "python"
+    if fault == "half made":
+        shutil.rmtree(checkout / ".venv")
+        python.parent.mkdir(parents=True)
+    elif fault == "its Python is gone":
+        python.unlink()
+        python.symlink_to("/nowhere/python3.9")
+    else:
+        write_program(python, "#!/bin/sh\nexit 1\n")  # which has no pip
+    assert set_up(checkout) == (0, "setup: making .venv\nsetup: installing requirements.txt\n")
+    assert set_up(checkout) == (0, "")
+
+
+def test_of_two_first_starts_at_once_one_installs(checkout: Path) -> None:
+    starts = [start(checkout, "./setup.sh", PYTHON="./python") for _ in range(2)]
+    said = [process.communicate()[0] for process in starts]
+    assert [process.returncode for process in starts] == [0, 0], said
+    assert log_of(checkout) == ["install requirements.txt"]
+
+
+def test_of_two_first_runs_at_once_one_prepares_the_data(checkout: Path) -> None:
+    write_program(checkout / "setup.sh", "#!/bin/sh\n")
+    write_program(checkout / ".venv" / "bin" / "python", RUNNER)
+    starts = [start(checkout, "./run_llama_train.sh", NGPU="1") for _ in range(2)]
+    said = [process.communicate()[0] for process in starts]
+    assert [process.returncode for process in starts] == [0, 0], said
+    assert len(log_of(checkout)) == 2
+
+
+def test_a_prompt_may_speak_of_help(checkout: Path) -> None:
+    write_program(checkout / "setup.sh", "#!/bin/sh\n")
+    write_program(checkout / ".venv" / "bin" / "python", RUNNER)
+    assert run(checkout, "./run_llama_train.sh", "--validation.sample_prompt=try -h now", NGPU="1")[0] == 0
+    assert len(log_of(checkout)) == 1
+    assert run(checkout, "./run_llama_train.sh", "--help", NGPU="1") == (0, 'datasets = ["datasets/stdlib"]\n')
+    assert len(log_of(checkout)) == 1
+
+
+@pytest.mark.parametrize("state", ["RUNNING", "CANCELLED"])
+@pytest.mark.parametrize(
+    ("array", "job"),
+    [({}, "7"), ({"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}, "7_3")],
+)
+def test_a_job_that_was_asked_to_stop_queues_itself_again(
+    tmp_path: Path, array: dict[str, str], job: str, state: str
+) -> None:
+    """Of an array that task alone: to Slurm, the number of one of its tasks means all of them."""
+    write_program(tmp_path / "bin" / "scontrol", SCONTROL)
+    write_program(tmp_path / "bin" / "srun", '#!/bin/bash\necho "srun $1 $2" >> log\nexit 143\n')
+    environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "STATE": state}
+    environment |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", **array}
+    assert run(tmp_path, "bash", str(ROOT / "launch" / "slurm.sh"), **environment)[0] == 143
+    # --export=ALL: else the nodes would not be told where to meet where sbatch was given --export=NONE.
+    asked = [f"requeue {job}"] if state == "RUNNING" else []
+    assert log_of(tmp_path) == ["srun --kill-on-bad-exit=1 --export=ALL", *asked]
