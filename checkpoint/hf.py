@@ -198,7 +198,7 @@ def find_companions(store: Store, name: str, place: str | Path) -> tuple[str, di
 def companion_tokenizer(origin: str, companions: Mapping[str, bytes], vocab_size: int) -> Tokenizer:
     """The tokenizer that `find_companions` found, for a model of `vocab_size`. Raises TitaniteError."""
     declared = declared_eos(companions.get("tokenizer_config.json", b"{}"), origin)
-    tokenizer = parse_tokenizer(companions[TOKENIZER], declared, origin, find_chat_template(companions))
+    tokenizer = parse_tokenizer(companions[TOKENIZER], declared, origin, find_chat_template(companions, origin))
     if tokenizer.vocab_size > vocab_size:
         raise CheckpointError(
             f"{origin}: its tokenizer has ids up to {tokenizer.vocab_size - 1}, the model only {vocab_size} rows of "
@@ -416,6 +416,8 @@ def main(argv: list[str]) -> None:
             "--check", choices=["auto", "logits", "tensors"], default="auto", help="test of the result"
         )
     arguments = parser.parse_args(argv)
+    if arguments.check == "logits" and find_spec("transformers") is None:
+        raise CheckpointError("--check logits: needs transformers, which is not installed")
     if arguments.command == "import":
         import_model(arguments.folder, arguments.place, check=arguments.check)
         return

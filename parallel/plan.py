@@ -67,7 +67,7 @@ def build_work(config: Config, dims: ParallelDims, spec: ModelSpec, flavor: Any)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     float8: frozenset[str] = frozenset()
     if config.float8.enable:
-        converted, _ = convert_to_float8(model, config.float8)
+        converted, _ = convert_to_float8(model, config.float8, dims.tp)
         float8 = frozenset(name.rsplit(".")[-1] for name in converted)
     compiled = config.compile.enable
     return Work(shape=flavor, config=config, dims=dims, float8_layers=float8, compiled_loss=compiled), parameters

@@ -220,12 +220,12 @@ def dry_run(config: Config, world_size: int, rank: int = 0) -> DryRun:
 
 def _one_step(config: Config, folder: Path) -> Config:
     """`config` for one silent step that neither reads nor writes anything of the user's."""
-    backend = "aot_eager"  # inductor's kernels would touch the memory that fake tensors have not got
     return dataclasses.replace(
         config,
         run=dataclasses.replace(config.run, folder="", outputs=str(folder)),
         training=dataclasses.replace(config.training, steps=1),
-        compile=dataclasses.replace(config.compile, backend=backend),
+        # inductor's kernels would touch the memory that fake tensors have not got
+        compile=dataclasses.replace(config.compile, backend="aot_eager"),
         parallelism=dataclasses.replace(config.parallelism, async_tp=False),  # of the GPU's compiler, too
         checkpoint=dataclasses.replace(config.checkpoint, enable=False),
         validation=dataclasses.replace(config.validation, enable=False, sample_tokens=0),

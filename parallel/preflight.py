@@ -9,6 +9,7 @@ an all-reduce. Exits with 1 and a line for each fault; under a torchrun with res
 
 import argparse
 import logging
+import math
 import os
 import platform
 import shutil
@@ -45,32 +46,37 @@ class Report(NamedTuple):
     host: str
     versions: dict[str, str]
     clock_seconds: float
-    free_gb: float
+    free_gb: float  # nan: unknown
     storage_seconds: float | None
     gemm_seconds: float
     gemm_checksum: int
-    error: str  # of the storage
+    errors: list[str]  # of the storage and the folder
 
 
 def look_around(device: torch.device, folder: str, storage: str, rank: int) -> Report:
     """This rank's own report."""
-    seconds, error = None, ""
+    seconds: float | None = None
+    free_gb, errors = math.nan, list[str]()
     if storage:
         try:
             url = f"{storage.rstrip('/')}/preflight-{rank}-{os.urandom(4).hex()}"
             seconds = within(STORAGE_SECONDS, lambda: time_storage(url))
         except Exception as failure:  # whatever a store may raise is a finding, not our failure
-            error = f"{type(failure).__name__}: {failure}"
+            errors.append(f"storage: {type(failure).__name__}: {failure}")
+    try:
+        free_gb = shutil.disk_usage(folder).free / 1e9
+    except OSError as failure:
+        errors.append(f"--folder {folder}: {failure.strerror}")
     gemm_seconds, checksum = time_gemm(device)
     return Report(
         socket.gethostname(),
         {name: _version(name) for name in PACKAGES} | {"python": platform.python_version()},
         time.time(),
-        shutil.disk_usage(folder).free / 1e9,
+        free_gb,
         seconds,
         gemm_seconds,
         checksum,
-        error,
+        errors,
     )
 
 
@@ -92,16 +98,17 @@ def within(seconds: float, work: Callable[[], float]) -> float:
 
 def time_storage(url: str) -> float:
     """Seconds to write an object, read it back and remove it. Raises OSError where it is not the same."""
+    filesystem, path = fsspec.core.url_to_fs(url)
     content, begin = os.urandom(STORAGE_BYTES), time.perf_counter()
     with fsspec.open(url, "wb") as file:
         file.write(content)
-    with fsspec.open(url, "rb") as file:
-        if file.read() != content:
-            raise OSError(f"{url}: what was read is not what was written")
-    seconds = time.perf_counter() - begin
-    filesystem, path = fsspec.core.url_to_fs(url)
-    filesystem.rm(path)
-    return seconds
+    try:
+        with fsspec.open(url, "rb") as file:
+            if file.read() != content:
+                raise OSError(f"{url}: what was read is not what was written")
+        return time.perf_counter() - begin
+    finally:
+        filesystem.rm(path)
 
 
 def time_gemm(device: torch.device) -> tuple[float, int]:
@@ -167,8 +174,7 @@ def find_faults(reports: Sequence[Report], pairs: dict[tuple[int, int], float], 
             faults.append(f"{where}: its clock is {report.clock_seconds - clock:+.1f} s off")
         if report.free_gb < FREE_GB:
             faults.append(f"{where}: {report.free_gb:.1f} GB free on its disk, {FREE_GB:.0f} wanted")
-        if report.error:
-            faults.append(f"{where}: storage: {report.error}")
+        faults += [f"{where}: {error}" for error in report.errors]
         if report.gemm_seconds > SLOW * gemm:
             faults.append(
                 f"{where}: a matrix product takes {1e3 * report.gemm_seconds:.2f} ms, half the ranks at most "

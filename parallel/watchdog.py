@@ -82,12 +82,20 @@ def judge(beats: Sequence[Beat], silent: set[int], gone: bool = False) -> Verdic
         ranks, why = behind, "is stuck, the others wait for it"
     elif 0 < len(busy) < len(beats):
         ranks, why = busy, "is stuck while the others wait in a collective"
+    elif len(beats) == 1:
+        ranks, why = [0], "is stuck"
     else:
-        return Verdict([], "all ranks wait and none stands out: the network?", beats[0].section, beats[0].step)
+        doing = f"are busy in {beats[0].section} for longer than its timeout allows" if busy else "wait: the network?"
+        text = f"hung: all ranks {doing}; none stands out; the stack of rank 0: {_path(beats[0])}"
+        return Verdict([], text, beats[0].section, beats[0].step)
     beat = beats[ranks[0]]
     names = ", ".join(map(str, ranks))
-    text = f"hung: rank {names} ({beat.host}) {why}; its stack: {' > '.join(beat.stack)}"
+    text = f"hung: rank {names} ({beat.host}) {why}; its stack: {_path(beat)}"
     return Verdict(ranks, text, beat.section, beat.step)
+
+
+def _path(beat: Beat) -> str:
+    return " > ".join(beat.stack)
 
 
 class Watchdog:

@@ -1,16 +1,19 @@
 """python -m parallel.preflight: a sound cluster has no faults; what is wrong is named with its rank."""
 
+import io
 import subprocess
 import sys
 import threading
 from pathlib import Path
 
+import fsspec
 import pytest
+import torch
 
-from parallel.preflight import Report, find_faults, time_storage, within
+from parallel.preflight import Report, find_faults, look_around, time_storage, within
 
 ROOT = Path(__file__).parents[2]
-SOUND = Report("a", {"torch": "2.13.0", "numpy": "2.0"}, 1000.0, 100.0, 0.5, 0.010, 77, "")
+SOUND = Report("a", {"torch": "2.13.0", "numpy": "2.0"}, 1000.0, 100.0, 0.5, 0.010, 77, [])
 PAIRS = {(0, 1): 1e9, (1, 2): 1e9, (2, 0): 1e9}
 
 
@@ -25,7 +28,7 @@ def test_a_sound_cluster_has_no_faults() -> None:
         ({"versions": {"torch": "2.12.0", "numpy": "2.0"}}, "torch is 2.12.0, the others have 2.13.0"),
         ({"clock_seconds": 1300.0}, "its clock is +300.0 s off"),
         ({"free_gb": 3.0}, "3.0 GB free"),
-        ({"error": "PermissionError: Access Denied"}, "storage: PermissionError: Access Denied"),
+        ({"errors": ["storage: PermissionError: Access Denied"]}, "storage: PermissionError: Access Denied"),
         ({"gemm_seconds": 0.020}, "a matrix product takes 20.00 ms"),
         ({"gemm_checksum": 78}, "the result of a matrix product is 78, the others have 77"),
     ],
@@ -59,6 +62,22 @@ def open_denied() -> float:
 def test_storage_is_left_as_it_was(tmp_path: Path) -> None:
     assert time_storage(f"file://{tmp_path}/x") > 0
     assert not list(tmp_path.iterdir())
+
+
+def test_storage_that_gives_back_other_bytes_is_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = fsspec.open
+    monkeypatch.setattr(fsspec, "open", lambda url, mode: opened(url, mode) if mode == "wb" else io.BytesIO(b"other"))
+    with pytest.raises(OSError, match="what was read is not what was written"):
+        time_storage(f"file://{tmp_path}/x")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_a_node_lacks_is_a_finding(tmp_path: Path) -> None:
+    found = look_around(torch.device("cpu"), str(tmp_path / "scratch"), "", rank=0)
+    lacking = SOUND._replace(free_gb=found.free_gb, errors=found.errors)
+    (fault,) = find_faults([SOUND, SOUND, lacking], PAIRS, 0)
+    assert fault == f"rank 2 (a): --folder {tmp_path}/scratch: No such file or directory"
+    assert look_around(torch.device("cpu"), str(tmp_path), "", rank=0).errors == []
 
 
 def test_under_torchrun(tmp_path: Path) -> None:

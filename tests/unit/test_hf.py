@@ -155,6 +155,16 @@ def test_who_was_not_told_the_length_says_so():
         hf.trained_positions({})
 
 
+def test_logits_without_transformers_are_refused_before_anything_is_written(tmp_path, tokenizer_folder, monkeypatch):
+    hf_folder(tmp_path / "hf", "llama3", tokenizer_folder)
+    monkeypatch.setattr(hf, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(CheckpointError, match="--check logits: needs transformers, which is not installed"):
+        hf.main(["import", str(tmp_path / "hf"), str(tmp_path / "new"), "--check=logits"])
+    assert not (tmp_path / "new").exists()
+    hf.main(["import", str(tmp_path / "hf"), str(tmp_path / "new")])
+
+
 def test_how_to_start_names_the_flavor_or_gives_it():
     said = hf.how_to_start("there", FLAVORS["8B_3.1"])
     assert said == "start from it with --model.flavor=8B_3.1 --checkpoint.initial_load=there"
