@@ -656,7 +656,8 @@ def check_config(config: Config) -> None:
     if config.optimizer.state_dtype == "bfloat16" and getattr(config.optimizer, slow) > SLOWEST_BFLOAT16:
         raise ConfigError(
             f"optimizer.{slow} = {getattr(config.optimizer, slow)}: must be at most {SLOWEST_BFLOAT16} where "
-            'optimizer.state_dtype = "bfloat16", which would round the changes of a slower mean away'
+            'optimizer.state_dtype = "bfloat16", which would round the changes of a slower mean away; or set '
+            'optimizer.state_dtype = "float32"'
         )
     shortest = min(("train_timeout_seconds", "init_timeout_seconds"), key=lambda name: getattr(config.comm, name))
     patience = round(PATIENCE * getattr(config.comm, shortest))

@@ -47,7 +47,8 @@ def check_run_folder(config: Config, identity: dict[str, Any]) -> None:
 
 def _left_by_ranks(folder: Path) -> bool:
     """Whether it holds what ranks write on a node with a disk of its own, where rank 0's files are not."""
-    return any(any(folder.glob(pattern)) for pattern in ("data/rank-*.jsonl", "profile/*-rank*", exits.FILE))
+    theirs = ("data/rank-*.jsonl", "profile/*-rank*", "checkpoints/step-*", exits.FILE)
+    return any(any(folder.glob(pattern)) for pattern in theirs)
 
 
 def choose_run_folder(config: Config, identity: dict[str, Any], job: str = "") -> Path:
@@ -67,13 +68,17 @@ def choose_run_folder(config: Config, identity: dict[str, Any], job: str = "") -
     stamp = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
     name = f"{config.model.name}-{config.model.flavor}-{stamp}"
     number, folder = 1, Path(config.run.outputs) / name
-    while True:
-        try:
-            folder.mkdir(parents=True)  # made here, so that it is of one start alone, however many begin in this second
-            return folder
-        except FileExistsError:
-            number += 1
-            folder = folder.with_name(f"{name}-{number}")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            try:
+                folder.mkdir()  # at once, so that it is of one start alone, however many begin in this second
+                return folder
+            except FileExistsError:
+                number += 1
+                folder = folder.with_name(f"{name}-{number}")
+    except OSError as error:
+        raise ConfigError(f"run.outputs = {config.run.outputs!r}: no folder can be made there: {error}") from None
 
 
 def start_run(

@@ -10,7 +10,7 @@ python=${PYTHON:-python3}
 files=(requirements.txt)
 [ "${1:-}" = test ] && files+=(requirements-eval.txt requirements-test.txt)
 
-works() { .venv/bin/python -c 'import pip' 2>/dev/null; }  # not if cut off half-made, or if its Python has gone
+works() { .venv/bin/python -c 'import pip' 2>/dev/null; }  # not if cut off half-made, or if its Python is gone
 installed() { cmp -s "$1" ".venv/.installed-$1"; }
 up_to_date() {
   works || return 1
@@ -23,6 +23,10 @@ exec 9>>.cache/setup.lock
 flock 9 2>/dev/null || true  # of two first starts at once one installs, and the other waits for it
 
 if ! works; then
+  if compgen -G '.venv/.installed-*' >/dev/null; then  # others may be using it, where it works
+    echo "error: .venv does not work here: its Python, or pip, is gone or cannot be reached; rm -rf .venv to have it made anew" >&2
+    exit 1
+  fi
   command -v "$python" >/dev/null || { echo "error: $python not found; Python 3.10 or newer is needed (set PYTHON)" >&2; exit 1; }
   "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
     { echo "error: $("$python" --version) is too old; Python 3.10 or newer is needed (set PYTHON)" >&2; exit 1; }

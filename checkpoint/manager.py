@@ -140,7 +140,7 @@ class CheckpointManager:
             self._fill(store, name, manifest, metadata)
             index[:] = [metadata]
 
-        advice = ". Nothing is started anew: to do so, name another checkpoint.folder or run.folder"
+        advice = ". Nothing is started anew: to do so, name another run.folder"
         store, name, manifest, damaged = load_newest(
             candidates, self.ranks, fill, lambda manifest: check_identity(manifest, self.identity), advice
         )
@@ -154,16 +154,19 @@ class CheckpointManager:
         return manifest["step"]
 
     def _find(self) -> list[tuple[Store, str]]:
-        """The checkpoints of this run, newest first. Raises CheckpointError if there is none where one has been."""
-        found = by_age([store for store in (self.store, self.upload_store) if store])
-        last = self.saved_file.read_text(encoding="utf-8") if self.saved_file.is_file() else ""
+        """The checkpoints of this run, newest first. Raises CheckpointError if none is seen where one has been."""
+        stores = [store for store in (self.store, self.upload_store) if store]
+        known = f"saved {self.saved_file.read_text(encoding='utf-8')}" if self.saved_file.is_file() else ""
         if self.newest_step is not None:
-            last = f"or loaded that of step {self.newest_step}"
-        if last and not found:
-            raise CheckpointError(
-                f"{self.store.url}: no checkpoint is seen there, but this run has saved {last}; nothing is started "
-                "anew: look what became of it, and name its checkpoint.folder, or another run.folder for a new run"
-            )
+            known = f"saved or loaded that of step {self.newest_step}"
+        deadline = time.monotonic() + self.settings.visibility_seconds
+        while not (found := by_age(stores)) and known:
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"{self.store.url}: no checkpoint is seen there, but this run has {known}; nothing is started "
+                    "anew: name the folder where it is as checkpoint.folder, or another run.folder for a new run"
+                )
+            time.sleep(0.2)
         return found
 
     def _load_initial(self) -> int:
@@ -297,7 +300,9 @@ class CheckpointManager:
         if step_of(save.name) is not None:  # a model alone is nothing to resume from
             if self.ranks.rank == 0:
                 with suppress(OSError):  # there may be no room; the checkpoint is safe all the same
-                    self.saved_file.write_text(join(self.store.url, save.name), encoding="utf-8")
+                    new = self.saved_file.with_name(f"{SAVED}.new")
+                    new.write_text(join(self.store.url, save.name), encoding="utf-8")
+                    new.replace(self.saved_file)
             self.on_commit(save.step)
         logger.info(f"checkpoint {save.name} saved in {time.monotonic() - save.started:.1f} s")
         return written

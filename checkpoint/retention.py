@@ -115,7 +115,7 @@ def _check_room(store: LocalStore, ranks: Ranks, rank_bytes: int, keep: int, kee
                 raise _NoRoomError(
                     f"{store.url}: has room for {room / 1e9:.2f} GB, but {copies} checkpoints of "
                     f"{needed / copies / 1e9:.2f} GB must fit (checkpoint.keep and the one being written); free some "
-                    "space, lower checkpoint.keep or set checkpoint.folder elsewhere"
+                    "space, lower checkpoint.keep, or move the checkpoints and name checkpoint.folder after them"
                 )
 
     ranks.together(check)

@@ -241,7 +241,7 @@ class _MultipartStream(io.RawIOBase):
     def complete(self) -> None:
         """The object as a whole, durable once this returns."""
         if not self.upload_id:
-            self.store.put(self.name, bytes(self._buffer()[: self.filled]))
+            self.store.put(self.name, bytes(memoryview(self._buffer())[: self.filled]))
             return
         if self.filled:
             self._send(self._buffer()[: self.filled])

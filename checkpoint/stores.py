@@ -61,7 +61,7 @@ class Store(Protocol):
 class LocalStore:
     """A folder of a file system."""
 
-    read_threads = 1  # in order, as a disk likes it: two took longer, and as long as twice one
+    read_threads = 1  # in order, as a disk likes it: on that of a virtual machine two took longer
 
     def __init__(self, folder: str | Path) -> None:
         self.url = str(folder)
@@ -237,6 +237,7 @@ def _reported(path: str) -> Iterator[None]:
     except FileNotFoundError:
         raise DamagedError(f"{path}: missing") from None
     except OSError as error:
-        hint = "; free some space or set checkpoint.folder elsewhere" if error.errno == errno.ENOSPC else ""
+        full = "; free some space, or move the checkpoints and name checkpoint.folder after them"
+        hint = full if error.errno == errno.ENOSPC else ""
         where = error.filename or path
         raise CheckpointError(f"{where}: {error.strerror or error}{hint}") from error

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from importlib import metadata
 from statistics import median_low
 from typing import Any, NamedTuple
@@ -106,9 +107,13 @@ def time_storage(url: str) -> float:
         with fsspec.open(url, "rb") as file:
             if file.read() != content:
                 raise OSError(f"{url}: what was read is not what was written")
-        return time.perf_counter() - begin
-    finally:
-        filesystem.rm(path)
+    except BaseException:
+        with suppress(Exception):  # what is wrong has been found
+            filesystem.rm(path)
+        raise
+    seconds = time.perf_counter() - begin
+    filesystem.rm(path)
+    return seconds
 
 
 def time_gemm(device: torch.device) -> tuple[float, int]:

@@ -67,8 +67,8 @@ def judge(beats: Sequence[Beat], silent: set[int], gone: bool = False) -> Verdic
     """Who holds up the job, by the beats of all ranks; None as long as anyone moves or may take longer.
 
     `silent` are the ranks whose beats have ceased; `gone`: for so long that it matters not what the others do.
-    In this order: a rank that does not run at all, one that has
-    not come as far as others, one that is not waiting in a collective while others are.
+    In this order: a rank that does not run at all, one that has not come as far as others, one that is not waiting in a
+    collective while others are, the only one.
     """
     moving = [b for rank, b in enumerate(beats) if rank not in silent and b.idle_seconds < PATIENCE * b.limit_seconds]
     if moving and not gone:
@@ -85,7 +85,7 @@ def judge(beats: Sequence[Beat], silent: set[int], gone: bool = False) -> Verdic
     elif len(beats) == 1:
         ranks, why = [0], "is stuck"
     else:
-        doing = f"are busy in {beats[0].section} for longer than its timeout allows" if busy else "wait: the network?"
+        doing = f"are busy in {beats[0].section}, nearly as long as they may" if busy else "wait: the network?"
         text = f"hung: all ranks {doing}; none stands out; the stack of rank 0: {_path(beats[0])}"
         return Verdict([], text, beats[0].section, beats[0].step)
     beat = beats[ranks[0]]

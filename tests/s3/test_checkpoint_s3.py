@@ -187,6 +187,35 @@ def test_parts_grow_so_that_no_upload_has_too_many(stubbed, monkeypatch):
     assert tags == [{"PartNumber": number, "ETag": str(number)} for number in sorted(parts)]
 
 
+def test_a_part_under_way_is_not_written_over(stubbed, monkeypatch):
+    """All that may be under way are held back, and sent a second time, while the next one is filled."""
+    monkeypatch.setattr(s3, "PART_BYTES", 8)
+    monkeypatch.setattr(s3.time, "sleep", lambda seconds: None)
+    filled, tried, parts = threading.Event(), set(), {}
+
+    def keep(arguments):
+        number = arguments["PartNumber"]
+        filled.wait()
+        if number not in tried:
+            tried.add(number)
+            raise error("SlowDown", 503)
+        parts[number] = bytes(arguments["Body"])
+        return {"ETag": str(number)}
+
+    store = stubbed(
+        create_multipart_upload=lambda arguments: {"UploadId": "u"},
+        upload_part=keep,
+        complete_multipart_upload=lambda arguments: {},
+    )
+    data = os.urandom(8 * 3 * (s3.PARTS_IN_FLIGHT + 1) + 5)
+    with store.create("file") as stream:
+        ahead = 8 * s3.PARTS_IN_FLIGHT + 7
+        stream.write(data[:ahead])
+        filled.set()
+        stream.write(data[ahead:])
+    assert b"".join(parts[number] for number in sorted(parts)) == data
+
+
 def test_a_large_range_is_read_in_pieces(stubbed, monkeypatch):
     monkeypatch.setattr(s3, "READ_BYTES", 10)
     data = bytes(range(200))

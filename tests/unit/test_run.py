@@ -43,6 +43,12 @@ def test_new_runs_get_names_of_their_own(tmp_path: Path) -> None:
     assert choose_run_folder(Config(run=Run(folder="x/y")), {}) == Path("x/y")
 
 
+def test_a_place_where_no_folder_can_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "outputs").symlink_to(tmp_path / "not mounted")
+    with pytest.raises(ConfigError, match=r"run\.outputs = .*outputs"):
+        choose_run_folder(Config(run=Run(outputs=str(tmp_path / "outputs"))), {})
+
+
 @pytest.mark.parametrize("file", ["data/rank-00008.jsonl", "profile/trace-rank8.json.gz", "exit.json"])
 def test_a_node_with_a_disk_of_its_own_starts_again(tmp_path: Path, file: str) -> None:
     """Its ranks have left their part of the run there; what makes the folder a run's is on rank 0's node."""

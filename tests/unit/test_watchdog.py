@@ -29,7 +29,7 @@ def beats(*changes: dict[str, object]) -> list[Beat]:
         ([{}, {}, {}], {1}, [1], "does not run"),
         ([{}, {"ticks": 49}, {}], {2}, [2], "does not run"),
         ([{}, {}, {}], set(), [], "all ranks wait: the network?; none stands out; the stack of rank 0: all_reduce"),
-        ([{"waiting": False}] * 3, set(), [], "busy in forward/backward for longer than its timeout allows; none"),
+        ([{"waiting": False}] * 3, set(), [], "busy in forward/backward, nearly as long as they may; none"),
         ([{"waiting": False}], set(), [0], "rank 0 (a) is stuck; its stack: all_reduce"),
     ],
 )
