@@ -304,8 +304,10 @@ def walk(changes: int) -> Row:
 
 
 def prepare(root: Path, quick: bool) -> tuple[list[Row], Bars]:
-    """`data.prepare` against `encode_batch_fast` of the same text on the same cores, in tokens/s: medians of rounds."""
-    from data.prepare import prepare as prepare_dataset
+    """The command `data.prepare`, from its start, against `encode_batch_fast` of the same text in a process that runs.
+
+    Tokens/s on the same cores, medians of rounds.
+    """
     from data.sources import documents, list_files, plan_units
 
     texts = [text for unit in plan_units(list_files(["stdlib"])) for text in documents(unit, "text")]
@@ -323,10 +325,10 @@ def prepare(root: Path, quick: bool) -> tuple[list[Row], Bars]:
             for first in range(0, len(texts), 128):
                 tokens += sum(len(encoding.ids) for encoding in raw.encode_batch_fast(texts[first : first + 128]))
         speeds["encode_batch_fast"].append(tokens / (time.perf_counter() - begin))
-        begin = time.perf_counter()
-        target = root / f"prepared-round-{number}"
-        manifest = prepare_dataset([str(source)], str(target), tokenizer=str(root / "tokenizer"))
-        prepared = sum(shard["tokens"] for shard in manifest["shards"])
+        target, begin = root / f"prepared-{number}", time.perf_counter()
+        command = [sys.executable, "-m", "data.prepare", f"--source={source}", f"--output={target}"]
+        subprocess.run([*command, f"--tokenizer={root / 'tokenizer'}"], capture_output=True, check=True)
+        prepared = sum(shard["tokens"] for shard in json.loads((target / "manifest.json").read_text())["shards"])
         speeds["prepare"].append(prepared / (time.perf_counter() - begin))
     speed, reference = (statistics.median(speeds[name]) for name in ("prepare", "encode_batch_fast"))
     row = {"tokens": prepared, "prepare_tok/s": speed, "encode_batch_fast_tok/s": reference, "ratio": speed / reference}
@@ -335,7 +337,7 @@ def prepare(root: Path, quick: bool) -> tuple[list[Row], Bars]:
     for copies in (1, 4):
         code = (
             "from data.prepare import prepare; from pathlib import Path; "
-            f"prepare([{str(root / 'copies')!r}], {str(root / f'prepared-{copies}')!r}, "
+            f"prepare([{str(root / 'copies')!r}], {str(root / f'memory-{copies}')!r}, "
             f"tokenizer={str(root / 'tokenizer')!r}, shard_mb=8, processes=1);"
             "print(Path('/proc/self/status').read_text().split('VmHWM:')[1].split()[0])"
         )
