@@ -156,7 +156,9 @@ class CheckpointManager:
     def _find(self) -> list[tuple[Store, str]]:
         """The checkpoints of this run, newest first. Raises CheckpointError if none is seen where one has been."""
         stores = [store for store in (self.store, self.upload_store) if store]
-        known = f"saved {self.saved_file.read_text(encoding='utf-8')}" if self.saved_file.is_file() else ""
+        known = ""
+        if self.saved_file.is_file():  # that it is there says enough: a kill may have cut it
+            known = f"saved {self.saved_file.read_text(encoding='utf-8', errors='replace')}"
         if self.newest_step is not None:
             known = f"saved or loaded that of step {self.newest_step}"
         deadline = time.monotonic() + self.settings.visibility_seconds
@@ -300,9 +302,7 @@ class CheckpointManager:
         if step_of(save.name) is not None:  # a model alone is nothing to resume from
             if self.ranks.rank == 0:
                 with suppress(OSError):  # there may be no room; the checkpoint is safe all the same
-                    new = self.saved_file.with_name(f"{SAVED}.new")
-                    new.write_text(join(self.store.url, save.name), encoding="utf-8")
-                    new.replace(self.saved_file)
+                    self.saved_file.write_text(join(self.store.url, save.name), encoding="utf-8")
             self.on_commit(save.step)
         logger.info(f"checkpoint {save.name} saved in {time.monotonic() - save.started:.1f} s")
         return written

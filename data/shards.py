@@ -60,6 +60,9 @@ class Shard(NamedTuple):
     lengths_crc32: int
 
 
+SHARD_KEYS = frozenset(Shard._fields)
+
+
 class Block(NamedTuple):
     """The documents of one block, still in the mapped file."""
 
@@ -241,7 +244,7 @@ def open_dataset(url: str, data: Data | None = None) -> Dataset:
 
 def _shard_or_dict(entry: dict[str, Any]) -> Any:
     """Shards as such at once: 78,000 of them, of 10 T tokens, need half the memory that their dicts would."""
-    return Shard(**entry) if entry.keys() == set(Shard._fields) else entry
+    return Shard(**entry) if entry.keys() == SHARD_KEYS else entry
 
 
 def _part_of_index(shards: list[Shard], index: dict[str, np.ndarray], name: str) -> Iterable[Any]:

@@ -35,12 +35,12 @@ def test_a_rehearsal_measures_its_rows(tmp_path: Path) -> None:
 
 
 def attention_masks(step: Callable[[], None], *_: Any) -> dict[str, Any]:
-    """Shapes of the masks that attention is given in a step of a peer, in place of its speed."""
+    """Calls of attention in a step of a peer and shapes of the masks it is given, in place of its speed."""
     with torch.profiler.profile(record_shapes=True) as profiler:
         step()
     names = "aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_scaled_dot_product_attention_math"
     calls = [event for event in profiler.events() or [] if event.name in names]
-    return {"masks": [shape for event in calls for shape in event.input_shapes[3:] if shape]}
+    return {"calls": len(calls), "masks": [shape for event in calls for shape in event.input_shapes[3:] if shape]}
 
 
 def measure_masks() -> dict[str, Any]:
@@ -50,7 +50,9 @@ def measure_masks() -> dict[str, Any]:
 
 
 def test_transformers_is_compiled_so_that_attention_needs_no_mask() -> None:
-    assert run_ranks(1, measure_masks) == [{"masks": [], "sequences": 2}]
+    (found,) = run_ranks(1, measure_masks)
+    assert found["calls"] > 0
+    assert found["masks"] == []
 
 
 def test_a_peer_without_room_is_measured_anew_with_half_the_sequences(monkeypatch: pytest.MonkeyPatch) -> None:

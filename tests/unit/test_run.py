@@ -49,7 +49,9 @@ def test_a_place_where_no_folder_can_be_made_is_named(tmp_path: Path) -> None:
         choose_run_folder(Config(run=Run(outputs=str(tmp_path / "outputs"))), {})
 
 
-@pytest.mark.parametrize("file", ["data/rank-00008.jsonl", "profile/trace-rank8.json.gz", "exit.json"])
+@pytest.mark.parametrize(
+    "file", ["data/rank-00008.jsonl", "profile/trace-rank8.json.gz", "checkpoints/step-1", "exit.json"]
+)
 def test_a_node_with_a_disk_of_its_own_starts_again(tmp_path: Path, file: str) -> None:
     """Its ranks have left their part of the run there; what makes the folder a run's is on rank 0's node."""
     config, path = Config(run=Run(folder=str(tmp_path))), tmp_path / file
