@@ -34,7 +34,7 @@ from data.shards import DataError, Shard, token_type
 from data.sources import UNIT_BYTES, Unit, documents, list_files, pieces, plan_units, text_bytes
 from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from data.tuning import KEYS, check_examples, encode_examples, read_template, split_keys
-from data.workers import locked, run_all
+from data.workers import locked, run_all, worker_pool
 from data.writer import (
     PARTS,
     WrittenShard,
@@ -157,13 +157,15 @@ def prepare(
     with locked(folder) as lock:
         refuse_finished(folder, overwrite)  # it may have been finished in the meantime
         _start_or_go_on(folder, plan, chosen)
-        workers, units_bytes = processes or len(os.sched_getaffinity(0)), [unit.bytes for unit in units]
         _load_job.cache_clear()  # the folder may have held another plan
-        run_all(workers, lock, _tokenize_unit, str(folder), list(enumerate(units)), "tokenise", units_bytes)
-        if not any((folder / PARTS).glob("unit-*.arrow")):
-            raise DataError("the input holds no text: nothing to prepare")
-        buckets = list(range(plan.train_buckets + plan.validation_buckets))
-        run_all(workers, lock, _write_bucket, str(folder), buckets, "write", [1] * len(buckets))
+        units_bytes, buckets = [unit.bytes for unit in units], range(plan.train_buckets + plan.validation_buckets)
+        # A process takes most of a second to start, in which it could tokenise a few MB.
+        workers = processes or (len(os.sched_getaffinity(0)) if sum(units_bytes) >= UNIT_BYTES else 1)
+        with worker_pool(min(workers, max(len(units), len(buckets))), lock) as pool:
+            run_all(pool, _tokenize_unit, str(folder), list(enumerate(units)), "tokenise", units_bytes)
+            if not any((folder / PARTS).glob("unit-*.arrow")):
+                raise DataError("the input holds no text: nothing to prepare")
+            run_all(pool, _write_bucket, str(folder), list(buckets), "write", [1] * len(buckets))
         facts = {"dtype": dtype, "packed_seq_len": seq_len, "dropped": _dropped(folder)} if format != "text" else {}
         manifest = write_manifest(folder, chosen, _written(folder, len(buckets)), facts)
         remove_parts(folder)
@@ -334,26 +336,25 @@ def _write_bucket(folder: str, bucket: int) -> int:
     if record.exists():
         return json.loads(record.read_text(encoding="utf-8"))["shard"]["tokens"]
     split, number = ("train", bucket) if bucket < plan.train_buckets else ("validation", bucket - plan.train_buckets)
-    documents = _shuffled_documents(parts, bucket)
+    documents, order = _documents_and_order(parts, bucket)
     if plan.seq_len:
-        documents = pack(documents, plan.seq_len, job.tokenizer.eos_id)
-    written = write_shard(job.folder, split, number, documents, plan.block_bytes)
+        documents, order = pack(documents.take(pa.array(order)), plan.seq_len, job.tokenizer.eos_id), None
+    written = write_shard(job.folder, split, number, documents, plan.block_bytes, order)
     content = {"shard": written.shard._asdict(), "blocks": written.blocks}
     write_atomically(record, json.dumps(content).encode())
     return written.shard.tokens
 
 
-def _shuffled_documents(parts: Path, bucket: int) -> pa.ListArray:
-    """The documents of a bucket from all parts, in the order of their sort keys."""
+def _documents_and_order(parts: Path, bucket: int) -> tuple[pa.ListArray, np.ndarray | None]:
+    """The documents of a bucket from all parts, and the order of their sort keys."""
     batches = []
     for path in sorted(parts.glob("unit-*.arrow")):
         with pa.OSFile(str(path)) as part:  # read, not mapped: there may be more parts than open files are allowed
             batches.append(pa.ipc.open_file(part).get_batch(bucket))
     table = pa.Table.from_batches(batches)
     refuse_too_large(sum(len(chunk.values) for chunk in table.column("tokens").chunks), bucket)
-    words = table.column("word").to_numpy()
-    tokens = table.column("tokens").combine_chunks()
-    return tokens.take(pa.array(np.argsort(words, kind="stable")))
+    order = np.argsort(table.column("word").to_numpy(), kind="stable")
+    return table.column("tokens").combine_chunks(), order
 
 
 def _dropped(folder: Path) -> int:

@@ -8,10 +8,9 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from itertools import islice
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -53,45 +52,48 @@ def locked(folder: Path) -> Iterator[Connection]:
         yield lock
 
 
+@contextmanager
+def worker_pool(count: int, lock: Connection) -> Iterator[ProcessPoolExecutor | None]:
+    """`count` processes, each started when there is a task for it; None for one: this process does it."""
+    if count == 1:
+        yield None
+        return
+    pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _start_worker, (lock,))
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
 def run_all(
-    workers: int, lock: Connection, function: Function, folder: str, tasks: list[Any], title: str, weights: list[int]
+    pool: ProcessPoolExecutor | None, function: Function, folder: str, tasks: list[Any], title: str, weights: list[int]
 ) -> None:
     """Run `function(folder, task)`, which returns tokens, for every task; the bar shows tokens/s and the time left."""
     tokens, begin = 0, time.monotonic()
     with tqdm(total=sum(weights), desc=title, unit="B" if title == "tokenise" else " shards", unit_scale=True) as bar:
-        for number, result in _results(workers, lock, function, folder, tasks):
+        for number, result in _results(pool, function, folder, tasks):
             tokens += result
             bar.set_postfix_str(f"{tokens / max(time.monotonic() - begin, 1e-9):,.0f} tokens/s", refresh=False)
             bar.update(weights[number])
 
 
 def _results(
-    workers: int, lock: Connection, function: Function, folder: str, tasks: list[Any]
+    pool: ProcessPoolExecutor | None, function: Function, folder: str, tasks: list[Any]
 ) -> Iterator[tuple[int, int]]:
-    """(number of the task, its result) as they finish, a few tasks in flight at a time."""
-    if workers == 1 or len(tasks) <= 1:
+    """(number of the task, its result) as they finish."""
+    if pool is None or len(tasks) <= 1:
         for number, task in enumerate(tasks):
             yield number, function(folder, task)
         return
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(workers, len(tasks)), spawn, _start_worker, (lock,)) as pool:
-        running: dict[Future[int], int] = {}
-        waiting = iter(enumerate(tasks))
-        try:
-            while True:
-                for number, task in islice(waiting, 2 * workers - len(running)):
-                    running[pool.submit(function, folder, task)] = number
-                if not running:
-                    return
-                for future in wait(running, return_when=FIRST_COMPLETED).done:
-                    yield running.pop(future), future.result()
-        except BrokenProcessPool:
-            raise DataError(
-                f"{folder}: the system killed a worker, most often for want of memory; "
-                "the same command goes on from there, best with fewer --processes or a smaller --shard-mb"
-            ) from None
-        finally:
-            pool.shutdown(cancel_futures=True)
+    try:
+        running = {pool.submit(function, folder, task): number for number, task in enumerate(tasks)}
+        for future in as_completed(running):
+            yield running[future], future.result()
+    except BrokenProcessPool:
+        raise DataError(
+            f"{folder}: the system killed a worker, most often for want of memory; "
+            "the same command goes on from there, best with fewer --processes or a smaller --shard-mb"
+        ) from None
 
 
 def _start_worker(lock: Connection) -> None:

@@ -88,15 +88,25 @@ def write_atomically(path: Path, data: bytes | memoryview) -> None:
     temporary.replace(path)
 
 
-def write_shard(folder: Path, split: str, number: int, documents: pa.ListArray, block_bytes: int) -> WrittenShard:
+def write_shard(
+    folder: Path,
+    split: str,
+    number: int,
+    documents: pa.ListArray,
+    block_bytes: int,
+    order: np.ndarray | None = None,
+) -> WrittenShard:
     """Write documents (list<uint16 | uint32>) as one shard, in blocks of at most about `block_bytes`.
 
-    Without documents nothing is written. The files appear whole or not at all.
+    `order`: the numbers of the documents in the order to write them; None: as they stand. Without documents nothing is
+    written. The files appear whole or not at all.
     """
     path = folder / f"{split}-{number:05}.arrow"
-    offsets = documents.offsets.to_numpy()
-    blocks = _write_blocks(path, documents, offsets, block_bytes) if len(documents) else []
-    lengths = np.diff(offsets).astype("<u4").tobytes()
+    order = np.arange(len(documents)) if order is None else order
+    sizes = np.diff(documents.offsets.to_numpy())[order]
+    offsets = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
+    blocks = _write_blocks(path, documents, order, offsets, block_bytes) if len(documents) else []
+    lengths = sizes.astype("<u4").tobytes()
     if blocks:
         write_atomically(path.with_suffix(".lengths"), lengths)
     shard = Shard(
@@ -105,14 +115,16 @@ def write_shard(folder: Path, split: str, number: int, documents: pa.ListArray, 
         bytes=path.stat().st_size if blocks else 0,
         blocks=len(blocks),
         documents=len(documents),
-        tokens=int(offsets[-1] - offsets[0]),
+        tokens=int(offsets[-1]),
         lengths_crc32=isal_zlib.crc32(lengths),
     )
     return WrittenShard(shard, blocks)
 
 
-def _write_blocks(path: Path, documents: pa.ListArray, offsets: np.ndarray, block_bytes: int) -> list[dict[str, int]]:
-    """Write a record batch for each block; returns their rows of the index."""
+def _write_blocks(
+    path: Path, documents: pa.ListArray, order: np.ndarray, offsets: np.ndarray, block_bytes: int
+) -> list[dict[str, int]]:
+    """Write a record batch for each block; returns their rows of the index. `offsets` are those in that order."""
     dtype = str(documents.type.value_type)
     schema = token_schema(dtype)
     block_tokens = block_bytes // np.dtype(dtype).itemsize
@@ -124,7 +136,7 @@ def _write_blocks(path: Path, documents: pa.ListArray, offsets: np.ndarray, bloc
             while first < len(documents):
                 stop = int(offsets.searchsorted(int(offsets[first]) + block_tokens, side="right")) - 1
                 stop = min(max(stop, first + 1), len(documents))  # at least one document, however long
-                batch = pa.record_batch([pa.concat_arrays([documents.slice(first, stop - first)])], schema=schema)
+                batch = pa.record_batch([documents.take(pa.array(order[first:stop]))], schema=schema)
                 message = batch.serialize()
                 writer.write_batch(batch)
                 blocks.append(

@@ -1,5 +1,6 @@
 """Runs a function on N real gloo ranks: forked after one import of torch, so a test costs about a second."""
 
+import faulthandler
 import os
 import pickle
 import sys
@@ -23,8 +24,8 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, start_g
     """Call `function(*args)` on every rank of a gloo group; return the picklable results by rank.
 
     RANK, LOCAL_RANK and WORLD_SIZE are set as torchrun sets them; without `start_group` the function
-    starts the process group, for which the address is set too. Raises AssertionError with the
-    traceback of every rank that failed; a rank that fails ends, and the others notice it.
+    starts the process group, for which the address is set too. Raises AssertionError with the traceback of every
+    rank that failed, those ended by a signal first; a rank that fails ends, and the others notice it.
     """
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     with tempfile.TemporaryDirectory() as folder:
@@ -37,10 +38,12 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, start_g
         codes = {rank: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid, rank in children.items()}
         failures = [
             f"--- rank {rank} ended with {code}\n{_read(Path(folder) / f'error{rank}')}"
-            for rank, code in codes.items()
+            for rank, code in sorted(codes.items(), key=lambda item: item[1])  # a signal's code is negative
             if code
         ]
         assert not failures, "\n".join(failures)
+        for rank in range(world_size):
+            os.write(2, (Path(folder) / f"error{rank}").read_bytes())
         return [pickle.loads((Path(folder) / f"result{rank}").read_bytes()) for rank in range(world_size)]
 
 
@@ -49,7 +52,11 @@ def _run_child(
 ) -> int:
     """The life of a rank; never returns."""
     code = 1
+    error = open(Path(folder) / f"error{rank}", "w", buffering=1)  # noqa: SIM115  # as long as the rank lives
     try:
+        faulthandler.enable(error)
+        if sys.stderr.fileno() != 2:  # pytest captures: what C++ says as it aborts shall stand in the assertion
+            os.dup2(error.fileno(), 2)
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
         torch.set_num_threads(1)
         torch._dynamo.reset()  # what the parent's tests have compiled must not make this rank's shapes dynamic
@@ -62,7 +69,7 @@ def _run_child(
             dist.barrier()
         code = 0
     except BaseException:
-        (Path(folder) / f"error{rank}").write_text(traceback.format_exc())
+        error.write(traceback.format_exc())
     finally:
         # Not through Python's end: gloo's threads may abort there, and pytest's own clean-up is the parent's.
         sys.stdout.flush()
@@ -71,4 +78,4 @@ def _run_child(
 
 
 def _read(path: Path) -> str:
-    return path.read_text() if path.exists() else "(killed before it could say why)"
+    return (path.read_text() if path.exists() else "") or "(ended before it could say why)"

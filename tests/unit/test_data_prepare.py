@@ -36,7 +36,7 @@ from data.convert import main as convert_main
 from data.prepare import count, main, prepare
 from data.shards import DataError
 from data.tokenizer import Tokenizer, TokenizerError, load_tokenizer, train_tokenizer
-from data.workers import locked, run_all
+from data.workers import locked
 from tests.corpus import stored_blocks, write_dataset
 
 ROOT = Path(__file__).parents[2]
@@ -413,17 +413,21 @@ def test_the_files_of_others_in_the_folder_are_kept(texts, tokenizer_folder, tmp
 
 
 def test_there_are_as_many_processes_as_cores_that_may_be_used(texts, tokenizer_folder, tmp_path, monkeypatch):
-    """A scheduler gives a job a few of a large node's."""
+    """A scheduler gives a job a few of a large node's; a small input is not worth the start of a process."""
     started = []
-    monkeypatch.setattr(prepare_module, "run_all", lambda workers, *rest: (started.append(workers), run_all(1, *rest)))
+    monkeypatch.setattr(prepare_module, "worker_pool", lambda count, lock: (started.append(count), nullcontext())[1])
     allowed = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(allowed)})
     try:
         file = write_jsonl(tmp_path / "in.jsonl", texts)
         prepare([str(file)], str(tmp_path / "out"), tokenizer=str(tokenizer_folder))
+        monkeypatch.setattr(prepare_module, "UNIT_BYTES", 1000)
+        prepare([str(file)], str(tmp_path / "large"), tokenizer=str(tokenizer_folder))
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+        prepare([str(file)], str(tmp_path / "more"), tokenizer=str(tokenizer_folder))
     finally:
         os.sched_setaffinity(0, allowed)
-    assert set(started) == {1}
+    assert started == [1, 1, 2]
 
 
 def test_a_worker_that_the_system_kills_is_one_line(texts, tokenizer_folder, tmp_path):
