@@ -51,7 +51,7 @@ from data.writer import (
 )
 
 BATCH_BYTES = 4 * 2**20  # text tokenised in one call
-PART_TOKENS = 32 * 2**20  # tokens a process holds before it writes a part
+PART_TOKENS = 32 * 2**20  # tokens a process holds at least before it writes a part
 VOCAB_SIZE = 4096  # of a tokenizer that is trained, unless said
 TOKENIZER_SAMPLE_BYTES = 64 * 2**20  # text a tokenizer is trained on
 
@@ -74,6 +74,7 @@ class Plan:
     block_bytes: int
     train_buckets: int
     validation_buckets: int
+    part_tokens: int  # a shard's at least: as every part is read for every bucket, their number counts twice
 
     def bucket(self, held_out: bool, word: int) -> int:
         """The bucket of a document; those of validation follow those of train."""
@@ -137,7 +138,8 @@ def prepare(
         chosen.chat_template = chosen.chat_template or BUILT_IN
     dtype = token_dtype(chosen.vocab_size) if format == "text" else "uint32"
     tokens = sum(map(text_bytes, files)) / 4  # about
-    shards = tokens * np.dtype(dtype).itemsize / (shard_mb * 2**20)
+    shard_tokens = shard_mb * 2**20 / np.dtype(dtype).itemsize
+    shards = tokens / shard_tokens
     plan = Plan(
         input=hashlib.sha256(json.dumps(units).encode()).hexdigest(),
         text_key=text_key,
@@ -153,6 +155,7 @@ def prepare(
         block_bytes=int(block_mb * 2**20),
         train_buckets=max(1, round(shards * (1 - validation_fraction))),
         validation_buckets=max(1, round(shards * validation_fraction)),
+        part_tokens=int(min(max(PART_TOKENS, shard_tokens), 2**30)),  # an Arrow list has offsets of 32 bits
     )
     with locked(folder) as lock:
         refuse_finished(folder, overwrite)  # it may have been finished in the meantime
@@ -243,7 +246,7 @@ def _tokenize_unit(folder: str, task: tuple[int, Unit]) -> int:
         seen += len(batch)
         held += len(batches[-1].column("tokens").values)
         dropped += len(batch) - batches[-1].num_rows
-        if held >= PART_TOKENS:
+        if held >= job.plan.part_tokens:
             _write_part(job.plan, batches, parts / f"unit-{number:06}-{written:04}.arrow")
             tokens, held, written, batches = tokens + held, 0, written + 1, []
     if batches:
@@ -309,20 +312,16 @@ def _encode(job: Job, texts: list[str]) -> Sequence[Sequence[int] | np.ndarray]:
 
 def _write_part(plan: Plan, batches: list[pa.RecordBatch], path: Path) -> None:
     """One Arrow file with a record batch for each bucket, in the buckets' order."""
-    table = pa.Table.from_batches(batches).combine_chunks()
-    buckets = table.column("bucket").to_numpy()
-    table = table.take(np.argsort(buckets, kind="stable")).drop_columns("bucket").combine_chunks()
+    documents = pa.concat_batches(batches)
+    buckets = documents.column("bucket").to_numpy()
+    order = np.argsort(buckets, kind="stable")
     bounds = np.cumsum([0, *np.bincount(buckets, minlength=plan.train_buckets + plan.validation_buckets)])
+    documents = documents.drop_columns("bucket")
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, table.schema) as writer:
+    with pa.ipc.new_file(sink, documents.schema) as writer:
         for first, stop in pairwise(bounds):
-            writer.write_batch(_one_batch(table.slice(first, stop - first)))
+            writer.write_batch(documents.take(pa.array(order[first:stop])))
     write_atomically(path, memoryview(sink.getvalue()))
-
-
-def _one_batch(table: pa.Table) -> pa.RecordBatch:
-    batches = table.combine_chunks().to_batches()
-    return batches[0] if batches else pa.RecordBatch.from_pylist([], schema=table.schema)
 
 
 # ---------------------------------------------------------------- pass 2: shuffle and write

@@ -147,17 +147,25 @@ def test_the_pieces_of_a_text_are_all_held_out_or_none(texts, tokenizer_folder, 
     assert held_out["cut"] == cut
 
 
-def test_the_same_bytes_by_any_number_of_processes(texts, tokenizer_folder, tmp_path, monkeypatch):
+def test_the_same_bytes_by_any_number_of_processes_and_parts(texts, tokenizer_folder, tmp_path, monkeypatch):
     file = write_jsonl(tmp_path / "in.jsonl", texts * 3)
-    monkeypatch.setattr(sources, "UNIT_BYTES", 5000)
+    monkeypatch.setattr(sources, "UNIT_BYTES", 100_000)
+    parts: list[str] = []
+    write_part = prepare_module._write_part
+    monkeypatch.setattr(
+        prepare_module, "_write_part", lambda *part: (parts.append(part[-1].name), write_part(*part))[1]
+    )
     made = []
-    for processes in (1, 2, 3):
-        output = tmp_path / f"out{processes}"
-        options = {"shard_mb": 0.02, "block_mb": 0.004, "validation_fraction": 0.1}
+    for processes, part_tokens in ((1, 2**20), (2, 2**20), (3, 2**20), (1, 1)):
+        monkeypatch.setattr(prepare_module, "PART_TOKENS", part_tokens)
+        monkeypatch.setattr(prepare_module, "BATCH_BYTES", 500 if part_tokens == 1 else 2**20)
+        output = tmp_path / f"out{processes}-{part_tokens}"
+        options = {"shard_mb": 0.01, "block_mb": 0.004, "validation_fraction": 0.1}
         prepare([str(file)], str(output), tokenizer=str(tokenizer_folder), processes=processes, **options)
         made.append(contents(output))
-    assert made[0] == made[1] == made[2]
+    assert made[0] == made[1] == made[2] == made[3]
     assert len([name for name in made[0] if name.startswith("train-") and name.endswith(".arrow")]) > 1
+    assert {name.rpartition("-")[2] for name in parts} >= {"0000.arrow", "0001.arrow"}, "of a unit in several parts"
 
 
 @pytest.mark.parametrize("unit_bytes", [1, 7, 20, 40, 41, 59, 10_000])
