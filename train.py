@@ -38,6 +38,7 @@ from parallel.comm import (
     set_timeout,
     shut_down,
 )
+from parallel.exits import run_and_leave
 from parallel.failures import BadSteps, Stragglers, check_replay
 from parallel.fsdp import set_last_microbatch
 from parallel.mesh import ParallelDims
@@ -292,8 +293,4 @@ def main() -> None:
 SPEAKER_TIMEOUT_SECONDS = 20
 
 if __name__ == "__main__":
-    main()
-    # All is written. Python's end takes most of a second, and now and then one of torch's threads aborts in it.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    run_and_leave(main)

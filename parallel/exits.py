@@ -4,9 +4,11 @@ import json
 import os
 import sys
 import tempfile
+import traceback
+from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 FILE = "exit.json"
 
@@ -65,3 +67,20 @@ def take_exit(folder: Path) -> dict[str, Any] | None:
     record = json.loads(path.read_text(encoding="utf-8"))
     path.unlink()
     return record
+
+
+def run_and_leave(main: Callable[[], None]) -> NoReturn:
+    """Run a program and end the process with what it has written: exit code 0, or 1 with the traceback of an error.
+
+    Not through Python's end. That takes most of a second, now and then one of torch's threads aborts in it, and after
+    an error it would wait for whatever threads still ask of a store that may be away.
+    """
+    code = 0
+    try:
+        main()
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

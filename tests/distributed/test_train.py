@@ -381,6 +381,24 @@ def test_a_loss_that_is_not_finite_stops_before_a_checkpoint(dataset: Path, tmp_
 # ---------------------------------------------------------------- the life of a run under torchrun
 
 
+def test_a_crash_does_not_wait_for_threads_that_wait(dataset: Path, tmp_path: Path) -> None:
+    """As those do that ask of a store that is away."""
+    (tmp_path / "tracker.py").write_text(
+        "import threading\n"
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "def log(row):\n"
+        "    ThreadPoolExecutor().submit(threading.Event().wait)\n"
+        "    raise RuntimeError('the tracker is broken')\n"
+    )
+    arguments = [*SMALL, f"--data.datasets={dataset}", f"--run.folder={tmp_path / 'run'}", "--metrics.hook=tracker:log"]
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, ROOT / "train.py", *arguments]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 1
+    assert "RuntimeError: the tracker is broken" in result.stderr
+    assert json.loads((tmp_path / "run" / "exit.json").read_text())["cause"] == "RuntimeError: the tracker is broken"
+
+
 def test_killed_and_resumed_under_torchrun(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two processes, SIGKILL after the first checkpoint; resumed, profiled, sampled; then text from generate.py."""
     folder = tmp_path / "run"
