@@ -57,7 +57,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
     # -- what can go wrong is found here, before any process group starts and any byte is written
     environment = launch_environment()
     rank, world_size, training = environment.rank, environment.world_size, config.training
-    configure_logging(config.metrics.log_ranks, rank)
+    configure_logging(config.metrics.log_ranks, rank, world_size)
     dims = ParallelDims.from_config(config.parallelism, world_size)
     dp_rank = dims.dp_rank(rank)
     tokens_per_step = grad_accum_steps(training, dims.dp) * training.local_batch_size * dims.dp * training.seq_len

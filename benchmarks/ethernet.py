@@ -38,7 +38,7 @@ COMMON = (
     f"--model.vocab_size={VOCAB_SIZE}",
     "--lr_scheduler.warmup_steps=1",
     "--metrics.tensorboard=false",
-    "--metrics.log_ranks=9",
+    "--metrics.log_ranks=",
     "--validation.enable=false",
     "--checkpoint.enable=false",
 )
