@@ -79,9 +79,10 @@ class OuterOptimizer:
     """Lets islands train alone and meet now and then (DiLoCo, Douillard et al. 2023, algorithm 1).
 
     At a meeting the islands' mean way since the last one is the gradient of SGD with Nesterov momentum, whose result
-    all go on from. Other than in the paper, AdamW's running means are averaged, too: then islands that have met are
-    the same in everything, one checkpoint holds them all, and their number may change. That is three times the
-    bytes, still once in many steps. Its momentum is part of the state of `optimizer`, and so of checkpoints.
+    all go on from. Other than in the paper, what the optimizer keeps of each weight, AdamW's running means, is
+    averaged, too: then islands that have met are the same in everything, one checkpoint holds them all, and their
+    number may change. That is three times the bytes, still once in many steps. Its momentum is part of the
+    state of `optimizer`, and so of checkpoints.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, islands: DeviceMesh, parallelism: settings.Parallelism):
@@ -114,8 +115,9 @@ class OuterOptimizer:
             way = self.mean(anchor - weights)
             momentum = _local(state["outer_momentum"]).mul_(self.momentum).add_(way)
             weights.copy_(anchor.sub_(way.add_(momentum, alpha=self.momentum), alpha=self.lr))
-            for name in ("exp_avg", "exp_avg_sq"):
-                self.mean(_local(state[name]))
+            for name in sorted(state):
+                if name != "outer_momentum" and state[name].shape == parameter.shape:  # AdamW's means; not its step
+                    self.mean(_local(state[name]))
         self.steps_alone = 0
 
     def _count_step(self, *_: Any) -> None:
