@@ -1,7 +1,7 @@
 """One rank of a chaos run: train.py with a tiny model, and faults from inside, asked for by files.
 
 A file `RANK-nan` in $CHAOS_FOLDER spoils one forward of that rank, `RANK-stall` makes it wait for ever between two
-steps. Run by benchmarks.chaos.
+steps. Of the ranks $CHAOS_WATCHERS watch. Run by benchmarks.chaos.
 """
 
 import dataclasses
@@ -16,6 +16,7 @@ from torch import nn
 import train
 from config import Model
 from models import find_model
+from parallel import watchdog
 
 
 def tiny_model(model: Model, data_vocab_size: int) -> tuple[Any, Any]:
@@ -47,5 +48,6 @@ def spoil(module: nn.Module, inputs: Any, output: Any) -> Any:
 if __name__ == "__main__":
     nn.modules.module.register_module_forward_hook(spoil)
     train.find_model = tiny_model
+    watchdog.WATCHERS = int(os.environ.get("CHAOS_WATCHERS", watchdog.WATCHERS))
     train.main()
     os._exit(0)  # as train.py ends

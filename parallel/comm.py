@@ -29,12 +29,14 @@ class LaunchEnvironment(NamedTuple):
     job: str = ""  # the same in every restart of a job, and for no other job; empty without torchrun
     restarts_left: int = 0  # that torchrun may still make
     agent_store: tuple[str, int] | None = None  # host and port of a store that torchrun keeps over restarts
+    local_world_size: int = 1  # ranks on this machine, which follow each other
 
 
 def launch_environment() -> LaunchEnvironment:
     """The only place where the environment's ranks, and the job they belong to, are read."""
     environ = os.environ
-    rank, local_rank, world_size = (int(environ.get(key, 0)) for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    rank, local_rank = (int(environ.get(key, 0)) for key in ("RANK", "LOCAL_RANK"))
+    world_size, local_world_size = (int(environ.get(key, 1)) for key in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     made, allowed = (int(environ.get(f"TORCHELASTIC_{key}", 0)) for key in ("RESTART_COUNT", "MAX_RESTARTS"))
     job = environ.get("TORCHELASTIC_RUN_ID", "")
     if job == "none":  # torchrun was given no --rdzv-id: then the process that starts us is the job
@@ -42,7 +44,8 @@ def launch_environment() -> LaunchEnvironment:
     agent_store = None
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         agent_store = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
-    return LaunchEnvironment(rank, local_rank, max(world_size, 1), job, max(allowed - made, 0), agent_store)
+    left = max(allowed - made, 0)
+    return LaunchEnvironment(rank, local_rank, world_size, job, left, agent_store, local_world_size)
 
 
 def _start_ticks(pid: int) -> str:

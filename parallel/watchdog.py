@@ -1,12 +1,13 @@
 """A thread on every rank that notices when the job hangs, says where, and ends it so that torchrun starts it again.
 
 Each rank's thread publishes a beat in the job's store every second or so: which section of which step the rank is in,
-for how long, and its Python stack. Nothing in the step waits for it. When this rank has made no progress for most of
-the time that a collective may take, its thread reads the beats of all, and the ranks agree on one verdict.
+for how long, and its Python stack. Nothing in the step waits for it. When a rank that watches has made no progress for
+most of the time that a collective may take, its thread reads the beats of all, and the first verdict is every rank's.
 """
 
 import contextlib
 import json
+import math
 import os
 import signal
 import socket
@@ -31,6 +32,7 @@ T = TypeVar("T")
 HUNG = 75  # exit code of the ranks of a job that hung; sysexits.h: try again
 SILENT = 0.3  # of the limit: a rank whose thread has said nothing for so long does not run
 LOST_SECONDS = 3.0  # in which a rank that lost its connection finds out to whom
+WATCHERS = 16  # ranks, spread over all, that read all beats: in a large job all of them would ask too much of the store
 FRAMES = 10
 CHECKPOINTING = ("checkpoint", "load", "end")  # sections that may last checkpoint.timeout_seconds
 LESS_MEMORY = (
@@ -113,6 +115,7 @@ class Watchdog:
         self._main, self._host = threading.get_ident(), socket.gethostname()
         self._closed = threading.Event()
         self._last_seen: dict[int, tuple[int, float]] = {}  # rank → its count, when it changed
+        self._watches = environment.rank % math.ceil(environment.world_size / WATCHERS) == 0
         self._thread: threading.Thread | None = None
         if environment.job:
             # A client of its own: in the default one a thread would wait behind whatever the main thread waits for.
@@ -199,28 +202,31 @@ class Watchdog:
             print(ended.line(), file=sys.stderr, flush=True)
 
     def _find_lost(self) -> list[int]:
-        """The ranks that do not run: on this machine by their process, on others by their silence.
+        """The ranks that do not run: on this machine by their process, on others by their silence, if this one watches.
 
         A process that is only stopped is killed: it would not hear that the job ends.
         """
         if self._thread is None:
             return []
-        deadline = time.monotonic() + LOST_SECONDS
+        here = self.environment.rank - self.environment.local_rank
+        neighbours = range(here, here + self.environment.local_world_size)
+        ranks = range(self.environment.world_size) if self._watches else neighbours
+        # Who cannot see other machines leaves it to who can to be the first that says why.
+        deadline = time.monotonic() + LOST_SECONDS * (1 if self._watches else 2)
         try:
-            before = self._read_beats()
+            before = self._read_beats(ranks)
             while True:
-                dead = [rank for rank, b in enumerate(before) if b.host == self._host and not _runs(b.pid)]
+                dead = [r for r, b in before.items() if b.host == self._host and not _runs(b.pid)]
                 if dead or time.monotonic() > deadline:
                     break
                 time.sleep(0.05)
-            after = self._read_beats()
+            after = self._read_beats(ranks)
         except RuntimeError:  # the store is gone as well
             return []
         for rank in dead:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(before[rank].pid, signal.SIGKILL)
-        silent = [r for r, (a, b) in enumerate(zip(before, after, strict=True)) if a.host != self._host and a == b]
-        return dead or silent
+        return dead or [r for r in ranks if before[r].host != self._host and before[r] == after[r]]
 
     # ------------------------------------------------------------ the thread
 
@@ -235,10 +241,10 @@ class Watchdog:
                 self._publish()
                 if self._store.check(["watchdog/verdict"]):
                     self._obey(Verdict(*json.loads(self._store.get("watchdog/verdict"))))
-                if time.monotonic() - self._entered > PATIENCE / 2 * min(self._limit(), self.limit_seconds):
-                    self._watch()
-                else:
+                if time.monotonic() - self._entered <= PATIENCE / 2 * min(self._limit(), self.limit_seconds):
                     self._last_seen.clear()
+                elif self._watches:
+                    self._watch()
             except RuntimeError:
                 continue  # the store is with torchrun's first agent: if that is gone, ours will end us
 
@@ -264,21 +270,22 @@ class Watchdog:
         )
         self._store.set(f"watchdog/{self.environment.rank}", json.dumps(beat))
 
-    def _read_beats(self) -> list[Beat]:
-        keys = [f"watchdog/{rank}" for rank in range(self.environment.world_size)]
-        return [Beat(*json.loads(text)) for text in self._store.multi_get(keys)]
+    def _read_beats(self, ranks: Sequence[int]) -> dict[int, Beat]:
+        # A request for no key at all breaks the connection.
+        texts = self._store.multi_get([f"watchdog/{rank}" for rank in ranks]) if ranks else []
+        return {rank: Beat(*json.loads(text)) for rank, text in zip(ranks, texts, strict=True)}
 
     def _watch(self) -> None:
         """Look at all ranks; give the verdict if there is one."""
-        now, beats = time.monotonic(), self._read_beats()
-        for rank, beat in enumerate(beats):
+        now, beats = time.monotonic(), self._read_beats(range(self.environment.world_size))
+        for rank, beat in beats.items():
             if self._last_seen.get(rank, (0, 0.0))[0] != beat.number:
                 self._last_seen[rank] = beat.number, now
         quiet = {rank: now - at for rank, (_, at) in self._last_seen.items()}
         # A save may take long, but never does a thread that has nothing else to do keep silent for long.
         gone = {rank for rank, seconds in quiet.items() if seconds > PATIENCE * self.limit_seconds}
         silent = gone or {rank for rank, seconds in quiet.items() if seconds > SILENT * self._limit()}
-        verdict = judge(beats, silent, bool(gone))
+        verdict = judge(list(beats.values()), silent, bool(gone))
         if verdict is None:
             return
         mine = json.dumps(verdict)
@@ -290,11 +297,10 @@ class Watchdog:
 
     def _obey(self, verdict: Verdict) -> None:
         """End the ranks on this machine that are stuck, which may not hear a signal, and this one."""
-        beats = self._read_beats()
-        for rank in verdict.ranks:
-            if beats[rank].host == self._host and rank != self.environment.rank:
+        for rank, beat in self._read_beats(verdict.ranks).items():
+            if beat.host == self._host and rank != self.environment.rank:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(beats[rank].pid, signal.SIGKILL)
+                    os.kill(beat.pid, signal.SIGKILL)
         os._exit(HUNG)
 
 

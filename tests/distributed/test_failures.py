@@ -216,13 +216,17 @@ def test_a_slow_rank_is_named_the_second_time() -> None:
 # ---------------------------------------------------------------- chaos
 
 
-def test_a_job_survives_faults_with_the_same_weights_and_the_right_verdicts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("watchers", [16, 1])
+def test_a_job_survives_faults_with_the_same_weights_and_the_right_verdicts(tmp_path: Path, watchers: int) -> None:
+    """Any rank is named where all watch; where one does, as one of 256 in a large job, one that is not it."""
     dataset = prepare_data(tmp_path / "data")
     with running(Job(tmp_path / "undisturbed", dataset)) as job:
         job.wait(lambda: job.process.poll() == 0, "the end")
         reference = weights(job.run, tmp_path)
     ((*faults,),) = schedule(random.Random(int(os.environ.get("SEED", "0"))), {"SIGKILL": 1, "SIGSTOP": 1}, per_job=9)
-    with running(Job(tmp_path / "job", dataset)) as job:
+    if watchers == 1:
+        faults = [fault._replace(rank={"SIGKILL": 0, "SIGSTOP": 1}[fault.kind]) for fault in faults]
+    with running(Job(tmp_path / "job", dataset, environment={"CHAOS_WATCHERS": str(watchers)})) as job:
         rows: list[dict[str, Any]] = []
         suffer(job, faults, None, rows)
     assert len(rows) == 2

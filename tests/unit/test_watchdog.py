@@ -1,11 +1,14 @@
 """Verdicts of the watchdog by what the ranks say of themselves; exits, crash loops and run folders of a job."""
 
 import dataclasses
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from config import Config, ConfigError, Failures, Run, Training, check_config, from_dict
 from parallel.comm import LaunchEnvironment
@@ -61,6 +64,23 @@ def test_bytes_of_a_checkpoint_are_progress_of_who_waits_for_them(tmp_path: Path
     watchdog.alive()
     assert (watchdog._entered > 0.0) == counts
     assert watchdog._ticks == ticks, "the ranks move different numbers of pieces"
+
+
+@pytest.mark.parametrize(("world_size", "every"), [(1, 1), (16, 1), (17, 2), (4096, 256)])
+def test_few_ranks_of_a_large_job_watch(tmp_path: Path, world_size: int, every: int) -> None:
+    places = [LaunchEnvironment(rank=rank, local_rank=0, world_size=world_size) for rank in range(world_size)]
+    watching = [place.rank for place in places if Watchdog(tmp_path, place, Config())._watches]
+    assert watching == list(range(0, world_size, every))
+
+
+def test_the_beats_of_any_ranks_are_read_also_of_none(tmp_path: Path) -> None:
+    """Where nobody stands out, a verdict names no rank."""
+    watchdog = Watchdog(tmp_path, LaunchEnvironment(rank=1, local_rank=1, world_size=4), Config())
+    watchdog._store = dist.TCPStore("127.0.0.1", 0, None, True)
+    watchdog._main = threading.get_ident()
+    watchdog._publish()
+    assert watchdog._read_beats([]) == {}
+    assert watchdog._read_beats([1])[1].pid == os.getpid()
 
 
 def exit_of(kind: str, cause: str = "rank 1 was lost", last: int | None = 30) -> Exit:
