@@ -31,6 +31,7 @@ T = TypeVar("T")
 
 HUNG = 75  # exit code of the ranks of a job that hung; sysexits.h: try again
 SILENT = 0.3  # of the limit: a rank whose thread has said nothing for so long does not run
+SAYING_SECONDS = 10.0  # after which a rank ends without: the run's folder may be what hangs
 LOST_SECONDS = 3.0  # in which a rank that lost its connection finds out to whom
 WATCHERS = 16  # ranks, spread over all, that read all beats: in a large job all of them would ask too much of the store
 FRAMES = 10
@@ -288,19 +289,23 @@ class Watchdog:
         verdict = judge(list(beats.values()), silent, bool(gone))
         if verdict is None:
             return
-        mine = json.dumps(verdict)
-        agreed = self._store.compare_set("watchdog/verdict", "", mine).decode()
-        if agreed == mine:
-            stuck = verdict.ranks[0] if verdict.ranks else None
-            self._announce("hung", verdict.text, stuck, verdict.section, verdict.step)
-        self._obey(Verdict(*json.loads(agreed)))
+        first = self._store.compare_set("watchdog/verdict", "", json.dumps(verdict))
+        self._obey(Verdict(*json.loads(first)))
 
     def _obey(self, verdict: Verdict) -> None:
-        """End the ranks on this machine that are stuck, which may not hear a signal, and this one."""
+        """Say why, end the ranks on this machine that are stuck, which may not hear a signal, and this one.
+
+        All do, since the run's folder may be on the disk of one machine: where it is, the first one writes it.
+        """
+        stuck = verdict.ranks[0] if verdict.ranks else None
+        said = ("hung", verdict.text, stuck, verdict.section, verdict.step)
+        saying = threading.Thread(target=self._announce, args=said, daemon=True)
+        saying.start()
         for rank, beat in self._read_beats(verdict.ranks).items():
             if beat.host == self._host and rank != self.environment.rank:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(beat.pid, signal.SIGKILL)
+        saying.join(SAYING_SECONDS)
         os._exit(HUNG)
 
 

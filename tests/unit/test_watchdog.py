@@ -10,11 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import parallel.watchdog
 from config import Config, ConfigError, Failures, Run, Training, check_config, from_dict
 from parallel.comm import LaunchEnvironment
 from parallel.exits import Exit, record_exit, take_exit
 from parallel.failures import Timing, find_slow
-from parallel.watchdog import Beat, Watchdog, judge
+from parallel.watchdog import HUNG, Beat, Verdict, Watchdog, judge
 from run_folder import CrashLoopError, choose_run_folder, read_starts, record_progress, record_start
 
 WAITING = Beat(9, "a", 1, 50, "forward/backward", 7, 100.0, 60.0, True, ["all_reduce"])
@@ -81,6 +82,26 @@ def test_the_beats_of_any_ranks_are_read_also_of_none(tmp_path: Path) -> None:
     watchdog._publish()
     assert watchdog._read_beats([]) == {}
     assert watchdog._read_beats([1])[1].pid == os.getpid()
+
+
+@pytest.mark.parametrize("folder_hangs", [False, True])
+def test_every_rank_says_the_verdict_and_ends_also_where_the_folder_hangs(tmp_path: Path, folder_hangs: bool) -> None:
+    """The run's folder may be on the disk of a machine whose ranks did not find the verdict."""
+    watchdog = Watchdog(tmp_path, LaunchEnvironment(rank=1, local_rank=1, world_size=4), Config())
+    if not os.fork():
+        try:
+            watchdog._store = dist.TCPStore("127.0.0.1", 0, None, True)
+            if folder_hangs:
+                parallel.watchdog.SAYING_SECONDS = 0.1
+                parallel.watchdog.record_exit = lambda *_: threading.Event().wait()
+            watchdog._obey(Verdict([], "hung: all ranks wait", "data", 7))
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.wait()[1]) == HUNG
+    if not folder_hangs:
+        record = take_exit(tmp_path)
+        assert record is not None
+        assert (record["kind"], record["rank"], record["section"], record["step"]) == ("hung", None, "data", 7)
 
 
 def exit_of(kind: str, cause: str = "rank 1 was lost", last: int | None = 30) -> Exit:
