@@ -75,9 +75,12 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 def configure_logging(log_ranks: tuple[int, ...], rank: int, world_size: int) -> None:
-    """Progress from the chosen ranks; with several, each line names its rank. Raises ConfigError for one too high."""
-    if log_ranks and max(log_ranks) >= world_size:
-        raise ConfigError(f"metrics.log_ranks: rank {max(log_ranks)} is not one of this run's, 0 to {world_size - 1}")
+    """Progress from the chosen ranks; with several, each line names its rank.
+
+    Raises ConfigError if there is none of them; some may be on a machine that the job goes on without.
+    """
+    if log_ranks and min(log_ranks) >= world_size:
+        raise ConfigError(f"metrics.log_ranks: rank {min(log_ranks)} is not one of this run's, 0 to {world_size - 1}")
     prefix = f"[rank {rank}] " if len(log_ranks) > 1 else ""
     logging.basicConfig(
         level=logging.INFO if rank in log_ranks else logging.ERROR,

@@ -116,7 +116,7 @@ class OuterOptimizer:
             momentum = _local(state["outer_momentum"]).mul_(self.momentum).add_(way)
             weights.copy_(anchor.sub_(way.add_(momentum, alpha=self.momentum), alpha=self.lr))
             for name in sorted(state):
-                if name != "outer_momentum" and state[name].shape == parameter.shape:  # AdamW's means; not its step
+                if name != "outer_momentum" and state[name].ndim > 0:  # AdamW's means; not its step
                     self.mean(_local(state[name]))
         self.steps_alone = 0
 

@@ -17,6 +17,7 @@ import train
 from config import Model
 from models import find_model
 from parallel import watchdog
+from parallel.exits import run_and_leave
 
 
 def tiny_model(model: Model, data_vocab_size: int) -> tuple[Any, Any]:
@@ -49,5 +50,4 @@ if __name__ == "__main__":
     nn.modules.module.register_module_forward_hook(spoil)
     train.find_model = tiny_model
     watchdog.WATCHERS = int(os.environ.get("CHAOS_WATCHERS", watchdog.WATCHERS))
-    train.main()
-    os._exit(0)  # as train.py ends
+    run_and_leave(train.main)

@@ -2,7 +2,7 @@
 
     python -m data.prepare --source stdlib --output datasets/stdlib
 
-Two passes, each on all cores. The first tokenises the units of the input and sorts each
+Two passes, each on all cores, but for a small input. The first tokenises the units of the input and sorts each
 unit's documents into buckets; the second shuffles a bucket's documents and writes them as
 a shard. A document's bucket and place are hashes of where it stands in the input, and
 whether it is held out is a hash of its whole text, so the output does not depend on the number
@@ -13,6 +13,7 @@ command goes on from there. manifest.json is written last and makes the dataset 
 import argparse
 import hashlib
 import json
+import logging
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -51,14 +52,16 @@ from data.writer import (
 )
 
 BATCH_BYTES = 4 * 2**20  # text tokenised in one call
-PART_TOKENS = 32 * 2**20  # tokens a process holds at least before it writes a part
+PART_TOKENS = 32 * 2**20  # tokens a process holds before it writes a part, or a shard's worth where that is more
 VOCAB_SIZE = 4096  # of a tokenizer that is trained, unless said
 TOKENIZER_SAMPLE_BYTES = 64 * 2**20  # text a tokenizer is trained on
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """All that decides the bytes of the dataset; a change of it makes finished parts useless."""
+    """All that decides the bytes of the dataset and of its parts; a change of it makes finished parts useless."""
 
     input: str  # hash of the units: the files' names and sizes, and how they are cut
     text_key: str
@@ -74,7 +77,7 @@ class Plan:
     block_bytes: int
     train_buckets: int
     validation_buckets: int
-    part_tokens: int  # a shard's at least: as every part is read for every bucket, their number counts twice
+    part_tokens: int  # in a part: about a shard's, since each shard reads a piece of every part
 
     def bucket(self, held_out: bool, word: int) -> int:
         """The bucket of a document; those of validation follow those of train."""
@@ -214,6 +217,8 @@ def _start_or_go_on(folder: Path, plan: Plan, tokenizer: Tokenizer) -> None:
     record = json.dumps(asdict(plan), indent=1)
     (folder / "manifest.json").unlink(missing_ok=True)
     if not plan_file.is_file() or plan_file.read_text(encoding="utf-8") != record:
+        if plan_file.is_file():
+            log.warning("%s: begun with another input or other options, or another version: anew", folder)
         remove_dataset(folder)
         plan_file.parent.mkdir()
         write_atomically(plan_file, record.encode())
@@ -337,14 +342,15 @@ def _write_bucket(folder: str, bucket: int) -> int:
     split, number = ("train", bucket) if bucket < plan.train_buckets else ("validation", bucket - plan.train_buckets)
     documents, order = _documents_and_order(parts, bucket)
     if plan.seq_len:
-        documents, order = pack(documents.take(pa.array(order)), plan.seq_len, job.tokenizer.eos_id), None
+        documents = pack(documents.take(pa.array(order)), plan.seq_len, job.tokenizer.eos_id)
+        order = np.arange(len(documents))
     written = write_shard(job.folder, split, number, documents, plan.block_bytes, order)
     content = {"shard": written.shard._asdict(), "blocks": written.blocks}
     write_atomically(record, json.dumps(content).encode())
     return written.shard.tokens
 
 
-def _documents_and_order(parts: Path, bucket: int) -> tuple[pa.ListArray, np.ndarray | None]:
+def _documents_and_order(parts: Path, bucket: int) -> tuple[pa.ListArray, np.ndarray]:
     """The documents of a bucket from all parts, and the order of their sort keys."""
     batches = []
     for path in sorted(parts.glob("unit-*.arrow")):
@@ -403,7 +409,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--validation-fraction", type=float, default=0.02, help="share of documents held out (default %(default)s)")
     add("--block-mb", type=float, default=8, help="MiB of tokens shuffled and read as one block (default %(default)s)")
     add("--shard-mb", type=float, default=256, help="MiB of tokens in a file, about (default %(default)s)")
-    add("--processes", type=int, default=0, help="processes; 0: one for each core that this one may use (default)")
+    add(
+        "--processes",
+        type=int,
+        default=0,
+        help="processes; 0 (default): one for each core that this one may use, and for a few MB one alone",
+    )
     add("--overwrite", action="store_true", help="replace a finished dataset")
     add("--dry-run", action="store_true", help="read everything, count it and write nothing")
     arguments = vars(parser.parse_args(argv))

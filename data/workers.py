@@ -8,9 +8,10 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from itertools import islice
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tqdm import tqdm
 from data.shards import DataError
 
 LOCK = ".lock"
+IN_FLIGHT = 1000  # tasks: more than processes, and so few that telling the pool of them never blocks (cpython 105829)
 LOCK_SECONDS = 10.0  # within which the workers of a process that was killed have ended
 Function = Callable[[str, Any], int]
 
@@ -80,15 +82,21 @@ def run_all(
 def _results(
     pool: ProcessPoolExecutor | None, function: Function, folder: str, tasks: list[Any]
 ) -> Iterator[tuple[int, int]]:
-    """(number of the task, its result) as they finish."""
+    """(number of the task, its result) as they finish, some tasks in flight at a time."""
     if pool is None or len(tasks) <= 1:
         for number, task in enumerate(tasks):
             yield number, function(folder, task)
         return
+    running: dict[Future[int], int] = {}
+    waiting = iter(enumerate(tasks))
     try:
-        running = {pool.submit(function, folder, task): number for number, task in enumerate(tasks)}
-        for future in as_completed(running):
-            yield running[future], future.result()
+        while True:
+            for number, task in islice(waiting, IN_FLIGHT - len(running)):
+                running[pool.submit(function, folder, task)] = number
+            if not running:
+                return
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                yield running.pop(future), future.result()
     except BrokenProcessPool:
         raise DataError(
             f"{folder}: the system killed a worker, most often for want of memory; "

@@ -29,7 +29,7 @@ class LaunchEnvironment(NamedTuple):
     job: str = ""  # the same in every restart of a job, and for no other job; empty without torchrun
     restarts_left: int = 0  # that torchrun may still make
     agent_store: tuple[str, int] | None = None  # host and port of a store that torchrun keeps over restarts
-    local_world_size: int = 1  # ranks on this machine, which follow each other
+    local_world_size: int = 1  # ranks of this torchrun, which follow each other
 
 
 def launch_environment() -> LaunchEnvironment:

@@ -1,4 +1,4 @@
-"""Why a start of a run ended: `exit.json` in the run's folder and one line, by whoever knows it first."""
+"""Why a start of a run ended: `exit.json` in the run's folder and one line, by whoever knows it first; and its end."""
 
 import json
 import os
@@ -70,7 +70,7 @@ def take_exit(folder: Path) -> dict[str, Any] | None:
 
 
 def run_and_leave(main: Callable[[], None]) -> NoReturn:
-    """Run a program and end the process with what it has written: exit code 0, or 1 with the traceback of an error.
+    """Run a program and end the process with what it has written, with Python's exit codes, 130 after Ctrl-C.
 
     Not through Python's end. That takes most of a second, now and then one of torch's threads aborts in it, and after
     an error it would wait for whatever threads still ask of a store that may be away.
@@ -78,9 +78,13 @@ def run_and_leave(main: Callable[[], None]) -> NoReturn:
     code = 0
     try:
         main()
-    except Exception:
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        if isinstance(ended.code, str):
+            print(ended.code, file=sys.stderr)
+    except BaseException as error:
         traceback.print_exc()
-        code = 1
+        code = 130 if isinstance(error, KeyboardInterrupt) else 1
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

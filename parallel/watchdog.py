@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from config import PATIENCE, Config, TitaniteError
 from parallel.comm import LaunchEnvironment
-from parallel.exits import Exit, record_exit
+from parallel.exits import FILE, Exit, record_exit
 
 T = TypeVar("T")
 
@@ -117,6 +117,8 @@ class Watchdog:
         self._closed = threading.Event()
         self._last_seen: dict[int, tuple[int, float]] = {}  # rank → its count, when it changed
         self._watches = environment.rank % math.ceil(environment.world_size / WATCHERS) == 0
+        first = environment.rank - environment.local_rank
+        self._neighbours = range(first, first + environment.local_world_size)
         self._thread: threading.Thread | None = None
         if environment.job:
             # A client of its own: in the default one a thread would wait behind whatever the main thread waits for.
@@ -203,31 +205,35 @@ class Watchdog:
             print(ended.line(), file=sys.stderr, flush=True)
 
     def _find_lost(self) -> list[int]:
-        """The ranks that do not run: on this machine by their process, on others by their silence, if this one watches.
+        """The ranks that do not run: on this machine by their process, on others by their silence.
 
-        A process that is only stopped is killed: it would not hear that the job ends.
+        A process that is only stopped is killed: it would not hear that the job ends. In a large job most ranks look at
+        their own machine only, unless nobody else has said by then what was lost.
         """
         if self._thread is None:
             return []
-        here = self.environment.rank - self.environment.local_rank
-        neighbours = range(here, here + self.environment.local_world_size)
-        ranks = range(self.environment.world_size) if self._watches else neighbours
-        # Who cannot see other machines leaves it to who can to be the first that says why.
-        deadline = time.monotonic() + LOST_SECONDS * (1 if self._watches else 2)
         try:
-            before = self._read_beats(ranks)
-            while True:
-                dead = [r for r, b in before.items() if b.host == self._host and not _runs(b.pid)]
-                if dead or time.monotonic() > deadline:
-                    break
-                time.sleep(0.05)
-            after = self._read_beats(ranks)
+            if not self._watches:  # those that do look first, at all, and say why; if none has come here, this one does
+                lost = self._wait_for_dead(self._read_beats(self._neighbours), 2 * LOST_SECONDS)
+                if lost or (self.folder / FILE).exists():
+                    return lost
+            before = self._read_beats(range(self.environment.world_size))
+            dead = self._wait_for_dead(before, LOST_SECONDS)
+            after = self._read_beats(range(self.environment.world_size))
         except RuntimeError:  # the store is gone as well
             return []
+        return dead or [r for r, beat in before.items() if beat.host != self._host and beat == after[r]]
+
+    def _wait_for_dead(self, beats: dict[int, Beat], seconds: float) -> list[int]:
+        """Those of the ranks that do not run on this machine, as soon as there are some; killed, if only stopped."""
+        deadline, dead = time.monotonic() + seconds, []  # type: tuple[float, list[int]]
+        while not dead and time.monotonic() < deadline:
+            time.sleep(0.05)
+            dead = [rank for rank, beat in beats.items() if beat.host == self._host and not _runs(beat.pid)]
         for rank in dead:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(before[rank].pid, signal.SIGKILL)
-        return dead or [r for r in ranks if before[r].host != self._host and before[r] == after[r]]
+                os.kill(beats[rank].pid, signal.SIGKILL)
+        return dead
 
     # ------------------------------------------------------------ the thread
 
@@ -293,7 +299,7 @@ class Watchdog:
         self._obey(Verdict(*json.loads(first)))
 
     def _obey(self, verdict: Verdict) -> None:
-        """Say why, end the ranks on this machine that are stuck, which may not hear a signal, and this one.
+        """Say why, end the ranks beside this one that are stuck, which may not hear a signal, and this one.
 
         All do, since the run's folder may be on the disk of one machine: where it is, the first one writes it.
         """
@@ -301,11 +307,14 @@ class Watchdog:
         said = ("hung", verdict.text, stuck, verdict.section, verdict.step)
         saying = threading.Thread(target=self._announce, args=said, daemon=True)
         saying.start()
-        for rank, beat in self._read_beats(verdict.ranks).items():
-            if beat.host == self._host and rank != self.environment.rank:
+        saying.join(SAYING_SECONDS)
+        if saying.is_alive():
+            print(verdict.text, file=sys.stderr, flush=True)
+        beside = [rank for rank in verdict.ranks if rank in self._neighbours and rank != self.environment.rank]
+        with contextlib.suppress(RuntimeError):  # the store is gone: torchrun will end them
+            for beat in self._read_beats(beside).values():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(beat.pid, signal.SIGKILL)
-        saying.join(SAYING_SECONDS)
         os._exit(HUNG)
 
 

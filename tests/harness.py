@@ -52,10 +52,10 @@ def _run_child(
 ) -> int:
     """The life of a rank; never returns."""
     code = 1
-    error = open(Path(folder) / f"error{rank}", "w", buffering=1)  # noqa: SIM115  # as long as the rank lives
     try:
+        error = open(Path(folder) / f"error{rank}", "w", buffering=1)  # noqa: SIM115  # as long as the rank lives
         faulthandler.enable(error)
-        if sys.stderr.fileno() != 2:  # pytest captures: what C++ says as it aborts shall stand in the assertion
+        if sys.stderr is not sys.__stderr__:  # pytest captures: what C++ says as it aborts shall stand in the assertion
             os.dup2(error.fileno(), 2)
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
         torch.set_num_threads(1)
@@ -71,10 +71,12 @@ def _run_child(
     except BaseException:
         error.write(traceback.format_exc())
     finally:
-        # Not through Python's end: gloo's threads may abort there, and pytest's own clean-up is the parent's.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            # Not through Python's end: gloo's threads may abort there, and pytest's own clean-up is the parent's.
+            os._exit(code)
 
 
 def _read(path: Path) -> str:

@@ -218,7 +218,7 @@ def test_a_slow_rank_is_named_the_second_time() -> None:
 
 @pytest.mark.parametrize("watchers", [16, 1])
 def test_a_job_survives_faults_with_the_same_weights_and_the_right_verdicts(tmp_path: Path, watchers: int) -> None:
-    """Any rank is named where all watch; where one does, as one of 256 in a large job, one that is not it."""
+    """Where both ranks watch, either is named; where rank 0 alone does, its death and a hang of rank 1 are."""
     dataset = prepare_data(tmp_path / "data")
     with running(Job(tmp_path / "undisturbed", dataset)) as job:
         job.wait(lambda: job.process.poll() == 0, "the end")

@@ -8,18 +8,20 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
 
 from checkpoint.manager import CheckpointManager
 from checkpoint.state import model_tensors
-from config import ConfigError, load_config
+from config import ConfigError, Parallelism, load_config
 from data.loader import build_dataloader
 from float8.convert import convert_to_float8
 from loss import IGNORED
 from models import find_model
 from models.init import init_weights
 from models.llama.model import Llama
-from optim import learning_rate
+from optim import OuterOptimizer, learning_rate
 from tests.distributed.test_train import SMALL, column, dataset, final_weights, flat, run  # noqa: F401
 from tests.harness import run_ranks
 
@@ -192,3 +194,24 @@ def _stop_after_7(arguments: list[str]) -> list[dict[str, bytes]]:
 def test_what_cannot_be_is_refused(words: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(list(words))
+
+
+def meet_with_adagrad() -> tuple[list[float], list[float], float]:
+    """Of two islands that had gradients of their rank: Adagrad's sums, a state of another shape, and its step."""
+    rank, weight = dist.get_rank(), torch.nn.Parameter(torch.ones(2, 3))
+    optimizer = torch.optim.Adagrad([weight])
+    islands = init_device_mesh("cpu", (2,))
+    outer = OuterOptimizer(optimizer, islands, Parallelism(local_steps=1))
+    weight.grad = torch.full((2, 3), float(rank))
+    optimizer.step()
+    state = optimizer.state[weight]
+    state["rows"] = torch.full((2,), float(rank))
+    outer.meet()
+    return state["sum"].flatten().tolist(), state["rows"].tolist(), state["step"].item()
+
+
+def test_whatever_an_optimizer_keeps_of_each_weight_is_averaged() -> None:
+    for sums, rows, step in run_ranks(2, meet_with_adagrad):
+        assert sums == [0.5] * 6
+        assert rows == [0.5] * 2
+        assert step == 1

@@ -424,17 +424,11 @@ def test_there_are_as_many_processes_as_cores_that_may_be_used(texts, tokenizer_
     """A scheduler gives a job a few of a large node's; a small input is not worth the start of a process."""
     started = []
     monkeypatch.setattr(prepare_module, "worker_pool", lambda count, lock: (started.append(count), nullcontext())[1])
-    allowed = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(allowed)})
-    try:
-        file = write_jsonl(tmp_path / "in.jsonl", texts)
-        prepare([str(file)], str(tmp_path / "out"), tokenizer=str(tokenizer_folder))
-        monkeypatch.setattr(prepare_module, "UNIT_BYTES", 1000)
-        prepare([str(file)], str(tmp_path / "large"), tokenizer=str(tokenizer_folder))
-        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-        prepare([str(file)], str(tmp_path / "more"), tokenizer=str(tokenizer_folder))
-    finally:
-        os.sched_setaffinity(0, allowed)
+    file = write_jsonl(tmp_path / "in.jsonl", texts)
+    for unit_bytes, cores in ((sources.UNIT_BYTES, 2), (1000, 1), (1000, 2)):
+        monkeypatch.setattr(prepare_module, "UNIT_BYTES", unit_bytes)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)))
+        prepare([str(file)], str(tmp_path / f"out{unit_bytes}-{cores}"), tokenizer=str(tokenizer_folder))
     assert started == [1, 1, 2]
 
 

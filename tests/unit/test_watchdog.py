@@ -1,7 +1,9 @@
 """Verdicts of the watchdog by what the ranks say of themselves; exits, crash loops and run folders of a job."""
 
 import dataclasses
+import json
 import os
+import subprocess
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import torch.distributed as dist
 import parallel.watchdog
 from config import Config, ConfigError, Failures, Run, Training, check_config, from_dict
 from parallel.comm import LaunchEnvironment
-from parallel.exits import Exit, record_exit, take_exit
+from parallel.exits import Exit, record_exit, run_and_leave, take_exit
 from parallel.failures import Timing, find_slow
 from parallel.watchdog import HUNG, Beat, Verdict, Watchdog, judge
 from run_folder import CrashLoopError, choose_run_folder, read_starts, record_progress, record_start
@@ -85,10 +87,13 @@ def test_the_beats_of_any_ranks_are_read_also_of_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("folder_hangs", [False, True])
-def test_every_rank_says_the_verdict_and_ends_also_where_the_folder_hangs(tmp_path: Path, folder_hangs: bool) -> None:
+def test_every_rank_says_the_verdict_and_ends_also_where_the_folder_hangs(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], folder_hangs: bool
+) -> None:
     """The run's folder may be on the disk of a machine whose ranks did not find the verdict."""
     watchdog = Watchdog(tmp_path, LaunchEnvironment(rank=1, local_rank=1, world_size=4), Config())
-    if not os.fork():
+    pid = os.fork()
+    if not pid:
         try:
             watchdog._store = dist.TCPStore("127.0.0.1", 0, None, True)
             if folder_hangs:
@@ -97,11 +102,68 @@ def test_every_rank_says_the_verdict_and_ends_also_where_the_folder_hangs(tmp_pa
             watchdog._obey(Verdict([], "hung: all ranks wait", "data", 7))
         finally:
             os._exit(1)
-    assert os.waitstatus_to_exitcode(os.wait()[1]) == HUNG
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == HUNG
+    assert "hung: all ranks wait" in capfd.readouterr().err
     if not folder_hangs:
         record = take_exit(tmp_path)
         assert record is not None
         assert (record["kind"], record["rank"], record["section"], record["step"]) == ("hung", None, "data", 7)
+
+
+@pytest.mark.parametrize("said", [False, True])
+def test_a_rank_that_does_not_watch_finds_what_was_lost_elsewhere_unless_it_was_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: bool
+) -> None:
+    monkeypatch.setattr(parallel.watchdog, "LOST_SECONDS", 0.1)
+    place = LaunchEnvironment(rank=3, local_rank=1, world_size=32, local_world_size=2)
+    watchdog = Watchdog(tmp_path, place, Config())
+    assert not watchdog._watches
+    watchdog._thread = threading.current_thread()
+    watchdog._store = dist.TCPStore("127.0.0.1", 0, None, True)
+    here = WAITING._replace(host=watchdog._host, pid=os.getpid())
+    for rank in range(32):
+        beat = here if rank != 20 else WAITING._replace(host="another")
+        watchdog._store.set(f"watchdog/{rank}", json.dumps(beat))
+    if said:
+        (tmp_path / "exit.json").touch()
+    assert watchdog._find_lost() == ([] if said else [20])
+
+
+def test_a_dead_neighbour_is_found_by_a_rank_that_does_not_watch(tmp_path: Path) -> None:
+    place = LaunchEnvironment(rank=3, local_rank=1, world_size=32, local_world_size=3)
+    watchdog = Watchdog(tmp_path, place, Config())
+    watchdog._thread = threading.current_thread()
+    watchdog._store = dist.TCPStore("127.0.0.1", 0, None, True)
+    dead = subprocess.Popen(["true"])
+    while Path(f"/proc/{dead.pid}/stat").read_text().rpartition(") ")[2][0] != "Z":
+        pass
+    for rank, pid in ((2, os.getpid()), (3, os.getpid()), (4, dead.pid)):
+        watchdog._store.set(f"watchdog/{rank}", json.dumps(WAITING._replace(host=watchdog._host, pid=pid)))
+    assert watchdog._find_lost() == [4]
+    dead.wait()
+
+
+@pytest.mark.parametrize(
+    ("ended", "code"),
+    [
+        (None, 0),
+        (RuntimeError("broken"), 1),
+        (SystemExit(), 0),
+        (SystemExit(3), 3),
+        (SystemExit("no"), 1),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_a_process_ends_with_pythons_exit_codes_and_waits_for_no_thread(ended: BaseException | None, code: int) -> None:
+    def main() -> None:
+        threading.Thread(target=threading.Event().wait).start()
+        if ended:
+            raise ended
+
+    pid = os.fork()
+    if not pid:
+        run_and_leave(main)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == code
 
 
 def exit_of(kind: str, cause: str = "rank 1 was lost", last: int | None = 30) -> Exit:
