@@ -51,7 +51,7 @@ from data.writer import (
     write_shard,
 )
 
-BATCH_BYTES = 4 * 2**20  # text tokenised in one call
+BATCH_BYTES = 2**20  # text tokenised in one call, whose tokens are Python numbers for a while: few fit the caches
 PART_TOKENS = 32 * 2**20  # tokens a process holds before it writes a part, or a shard's worth where that is more
 VOCAB_SIZE = 4096  # of a tokenizer that is trained, unless said
 TOKENIZER_SAMPLE_BYTES = 64 * 2**20  # text a tokenizer is trained on
@@ -166,7 +166,7 @@ def prepare(
         _load_job.cache_clear()  # the folder may have held another plan
         units_bytes, buckets = [unit.bytes for unit in units], range(plan.train_buckets + plan.validation_buckets)
         # A process takes most of a second to start, in which it could tokenise a few MB.
-        workers = processes or (len(os.sched_getaffinity(0)) if sum(units_bytes) >= UNIT_BYTES else 1)
+        workers = processes or (len(os.sched_getaffinity(0)) if sum(units_bytes) >= 2 * UNIT_BYTES else 1)
         with worker_pool(min(workers, max(len(units), len(buckets))), lock) as pool:
             run_all(pool, _tokenize_unit, str(folder), list(enumerate(units)), "tokenise", units_bytes)
             if not any((folder / PARTS).glob("unit-*.arrow")):

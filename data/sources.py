@@ -28,10 +28,10 @@ STDLIB = "stdlib"
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cc", ".cpp", ".rs", ".go", ".java", ".js")
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
-UNIT_BYTES = 8 * 2**20
+UNIT_BYTES = 4 * 2**20
 MOST_UNITS = 10_000  # about; a larger input has larger units
 ROWS = 64  # of Parquet made Python objects at once: many cost less each, few take less memory
-REQUEST_BYTES = 4 * 2**20  # read ahead from a remote file, of which a process may need one unit only
+REQUEST_BYTES = 2 * 2**20  # read ahead from a remote file, of which a process may need one unit only
 
 log = logging.getLogger(__name__)
 
