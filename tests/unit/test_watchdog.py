@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import parallel.watchdog
 from config import Config, ConfigError, Failures, Run, Training, check_config, from_dict
-from parallel.comm import LaunchEnvironment
+from parallel.comm import LaunchEnvironment, launch_environment
 from parallel.exits import Exit, record_exit, run_and_leave, take_exit
 from parallel.failures import Timing, find_slow
 from parallel.watchdog import HUNG, Beat, Verdict, Watchdog, judge
@@ -67,6 +67,13 @@ def test_bytes_of_a_checkpoint_are_progress_of_who_waits_for_them(tmp_path: Path
     watchdog.alive()
     assert (watchdog._entered > 0.0) == counts
     assert watchdog._ticks == ticks, "the ranks move different numbers of pieces"
+
+
+def test_the_ranks_beside_one_are_those_of_its_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": 21, "LOCAL_RANK": 5, "WORLD_SIZE": 32, "LOCAL_WORLD_SIZE": 8}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert Watchdog(tmp_path, launch_environment(), Config())._neighbours == range(16, 24)
 
 
 @pytest.mark.parametrize(("world_size", "every"), [(1, 1), (16, 1), (17, 2), (4096, 256)])
