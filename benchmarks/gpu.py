@@ -4,9 +4,9 @@
 
 Rows come in the order of their importance and are written as soon as they are measured, so that a run cut short still
 leaves its first ones. Each is a process of its own. A training row runs train.py itself: some steps to compile and warm
-up, then STEPS steps timed as one (the device is waited for only at their ends), then one under torch's profiler,
-for the shares of the step. `roofline` is tokens/s divided by what the measured matmul peaks would allow if nothing but
-matmuls and attention were computed (attention at the bfloat16 peak, its causal half).
+up, then some timed as one (the device is waited for only at their ends), then one under torch's profiler, for the
+shares of the step. `roofline` is tokens/s divided by what the measured matmul peaks would allow if nothing but matmuls
+and attention were computed (attention at the bfloat16 peak, its causal half).
 
 `--rehearse` runs all of it on CPU with tiny shapes, so that the first minute on a GPU is not spent on a typo: its
 figures say nothing. The dataset is the one that ./run_llama_train.sh prepares.
@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -41,48 +42,59 @@ from models.llama.hf import to_hf_config
 from parallel.comm import synchronize
 from train import train
 
-WARMUP_STEPS, STEPS = 3, 6
+WARMUP_STEPS = 3
 QUICK = ("peaks", "1.8B bf16 8192")
 DATASET, REHEARSAL = Path("datasets/stdlib"), Path("datasets/rehearsal")
 TENSORWISE, ROWWISE = ("--float8.enable",), ("--float8.enable", "--float8.recipe=rowwise")
-# Weights are made float8 once a step, not twice for each microbatch; gradients wait in whole copies till its end.
+# Weights are cast once a step, not for each microbatch; gradients wait in whole copies till its end.
 ONCE = ("--parallelism.reshard_after_forward=false", "--parallelism.sync_every_microbatch=false")
 SMALL_STATES = ("--optimizer.state_dtype=bfloat16",)
+BUDGET = ("--activation_checkpoint.mode=budget", "--activation_checkpoint.memory_budget=0.8")
+# Fewer holes in the GPU's memory, for the peers, too.
+ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A training row: flavor, tokens per sequence, sequences per microbatch and step, and further settings."""
+    """A training row: flavor, tokens per sequence, sequences per microbatch and step, and further settings.
+
+    `steps` are timed. With `instead_of` it is left out where the row of that name could be measured.
+    """
 
     flavor: str
     seq_len: int
     local_batch_size: int
     global_batch_size: int
     options: tuple[str, ...] = ()
+    steps: int = 6
     dataset: Path = DATASET
     peer: str = ""
-    peer_checkpointing: str = "none"
+    instead_of: str = ""
 
 
 def runs() -> dict[str, Run]:
     """The training rows by name, the most telling first."""
-    small, large = ("--training.loss_chunks=8",), ("--training.loss_chunks=8", *SMALL_STATES)
-    budget = ("--activation_checkpoint.mode=budget", "--activation_checkpoint.memory_budget=0.5")
+    small, large = ("--training.loss_chunks=2",), ("--training.loss_chunks=4", *SMALL_STATES, *BUDGET)
+    full = ("--activation_checkpoint.mode=full",)
     return {
-        "1.8B bf16 8192": Run("1.8B", 8192, 2, 8, small),
-        "8B bf16 8192": Run("8B", 8192, 1, 8, (*large, *budget)),
-        "8B tensorwise 8192": Run("8B", 8192, 1, 8, (*large, *budget, *TENSORWISE)),
-        "1.8B tensorwise 8192": Run("1.8B", 8192, 2, 8, (*small, *TENSORWISE)),
-        "1.8B transformers 8192": Run("1.8B", 8192, 2, 8, peer="transformers"),
-        "1.8B torchtitan 8192": Run("1.8B", 8192, 2, 8, peer="torchtitan"),
-        "1.8B bf16 8192 whole logits": Run("1.8B", 8192, 1, 8),
-        "1.8B tensorwise 8192 gathered once": Run("1.8B", 8192, 2, 8, (*small, *TENSORWISE, *ONCE)),
-        "1.8B rowwise 8192": Run("1.8B", 8192, 2, 8, (*small, *ROWWISE)),
-        "1.8B bf16 4096": Run("1.8B", 4096, 4, 16, small),
-        "3B bf16 8192": Run("3B", 8192, 1, 8, (*small, *budget)),
-        "3B tensorwise 8192": Run("3B", 8192, 1, 8, (*small, *budget, *TENSORWISE)),
-        "8B bf16 8192 full checkpointing": Run("8B", 8192, 1, 8, (*large, "--activation_checkpoint.mode=full")),
-        "8B rowwise 8192": Run("8B", 8192, 1, 8, (*large, *budget, *ROWWISE)),
+        "1.8B bf16 8192": Run("1.8B", 8192, 4, 8, small),
+        "8B bf16 8192": Run("8B", 8192, 1, 8, large, 3),
+        "8B bf16 8192 saving memory": Run("8B", 8192, 1, 8, (*large, *full), 3, instead_of="8B bf16 8192"),
+        "8B tensorwise 8192": Run("8B", 8192, 1, 8, (*large, *TENSORWISE, *ONCE), 3),
+        "8B tensorwise 8192 saving memory": Run(
+            "8B", 8192, 1, 8, (*large, *TENSORWISE), 3, instead_of="8B tensorwise 8192"
+        ),
+        "1.8B tensorwise 8192": Run("1.8B", 8192, 4, 8, (*small, *TENSORWISE, *ONCE)),
+        "1.8B transformers 8192": Run("1.8B", 8192, 4, 8, peer="transformers"),
+        "1.8B torchtitan 8192": Run("1.8B", 8192, 4, 8, peer="torchtitan"),
+        "1.8B bf16 8192 weights cast once": Run("1.8B", 8192, 4, 8, (*small, *ONCE)),
+        "1.8B bf16 8192 whole logits": Run("1.8B", 8192, 4, 8),
+        "1.8B tensorwise 8192 weights cast each time": Run("1.8B", 8192, 4, 8, (*small, *TENSORWISE)),
+        "1.8B rowwise 8192": Run("1.8B", 8192, 4, 8, (*small, *ROWWISE, *ONCE)),
+        "1.8B bf16 4096": Run("1.8B", 4096, 8, 16, small),
+        "3B bf16 8192": Run("3B", 8192, 2, 8, small),
+        "3B tensorwise 8192": Run("3B", 8192, 2, 8, (*small, *TENSORWISE, *ONCE)),
+        "8B rowwise 8192": Run("8B", 8192, 1, 8, (*large, *ROWWISE), 3),
     }
 
 
@@ -99,7 +111,10 @@ def rehearsal(run: Run) -> Run:
 
 
 def peaks(device: torch.device, rehearse: bool) -> dict[str, float | None]:
-    """TFLOP/s of bfloat16 and float8 matmuls at the 8B's shapes, and TB/s of a copy (read and written)."""
+    """TFLOP/s of bfloat16 and float8 matmuls at the 8B's shapes, and TB/s of a copy (read and written).
+
+    Float8's is that of a forward and its backward.
+    """
     tokens, dim, hidden = (64, 64, 128) if rehearse else (8192, 4096, 14336)
     x = torch.randn(tokens, dim, device=device, dtype=torch.bfloat16)
     weight = torch.randn(hidden, dim, device=device, dtype=torch.bfloat16)
@@ -109,10 +124,12 @@ def peaks(device: torch.device, rehearse: bool) -> dict[str, float | None]:
         one = torch.ones((), device=device)
         x8, weight8 = (t.to(torch.float8_e4m3fn) for t in (x, weight))
 
-        def matmul() -> torch.Tensor:
-            return torch._scaled_mm(x8, weight8.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+        def matmul(fast: bool) -> torch.Tensor:
+            return torch._scaled_mm(x8, weight8.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
-        row["float8 TFLOP/s"] = flops / seconds(matmul, device) / 1e12
+        # As torchao's recipes do: the forward's matmul sums fast, the backward's two do not.
+        time_of = {fast: seconds(partial(matmul, fast), device) for fast in (True, False)}
+        row["float8 TFLOP/s"] = 3 * flops / (time_of[True] + 2 * time_of[False]) / 1e12
     big = torch.empty(2**16 if rehearse else 2**30, dtype=torch.bfloat16, device=device)
     target = torch.empty_like(big)
     row["copy TB/s"] = 2 * big.nbytes / seconds(lambda: target.copy_(big), device) / 1e12
@@ -139,23 +156,39 @@ def seconds(action: Callable[[], Any], device: torch.device, rounds: int = 20, a
 def measure_training(run: Run, device: torch.device, started: float) -> dict[str, Any]:
     """train.py's tokens/s, first step, memory, and shares of a profiled step."""
     marks: dict[str, float] = {}
-    profiler = torch.profiler.profile()
+    last = WARMUP_STEPS + run.steps
+    activity = torch.profiler.ProfilerActivity  # only the device's: to follow the host slows it down
+    profiler = torch.profiler.profile(activities=[activity.CPU if device.type == "cpu" else activity.CUDA])
 
     def after_step(step: int) -> None:
-        if step in (1, WARMUP_STEPS, WARMUP_STEPS + STEPS):
+        if step in (1, WARMUP_STEPS, last):
             synchronize(device)
             marks[str(step)] = time.perf_counter()
-        if step == WARMUP_STEPS + STEPS:
+        if step == last:
             profiler.start()
-        elif step > WARMUP_STEPS + STEPS:
+        elif step > last:
             synchronize(device)
             profiler.stop()
 
     with tempfile.TemporaryDirectory() as outputs:
-        train(training_config(run, WARMUP_STEPS + STEPS + 1, outputs), after_step)
-    elapsed = marks[str(WARMUP_STEPS + STEPS)] - marks[str(WARMUP_STEPS)]
-    row = {"tokens/s": STEPS * run.global_batch_size * run.seq_len / elapsed, "first step s": marks["1"] - started}
-    return row | {"peak GiB": metrics.peak_memory_gib(device)} | shares(profiler, device)
+        train(training_config(run, last + 1, outputs), after_step)
+    elapsed = marks[str(last)] - marks[str(WARMUP_STEPS)]
+    return result(run, device, elapsed, marks["1"] - started) | shares(profiler, device)
+
+
+def result(run: Run, device: torch.device, elapsed: float, first_step: float) -> dict[str, Any]:
+    """The row of a run whose timed steps took `elapsed` seconds. MFU by torchtitan's count of operations."""
+    speed = run.steps * run.global_batch_size * run.seq_len / elapsed
+    spec, flavor = find_model(training_config(run, 1, "unused").model, 1)
+    with torch.device("meta"):
+        flops = spec.model(flavor).flops_per_token(run.seq_len)  # type: ignore[operator]
+    peak = metrics.peak_flops(device)
+    return {
+        "tokens/s": speed,
+        "MFU %": 100 * flops * speed / peak if peak else None,  # of the data sheet's peak, None where it is not known
+        "peak GiB": metrics.peak_memory_gib(device),
+        "first step s": first_step,
+    }
 
 
 def training_config(run: Run, steps: int, outputs: str) -> Config:
@@ -229,7 +262,7 @@ def measure_torchtitan(run: Run, device: torch.device, started: float) -> dict[s
     ours, flavor = find_model(training_config(run, 1, "unused").model, 1)
     job, spec = JobConfig(), get_train_spec("llama3")
     job.training.seq_len, job.training.local_batch_size = run.seq_len, run.local_batch_size
-    job.compile.enable, job.activation_checkpoint.mode = True, run.peer_checkpointing
+    job.compile.enable, job.activation_checkpoint.mode = True, "none"
     # Its hidden size is 2/3 of 4 dim, times a factor, rounded up.
     shape = TransformerModelArgs(
         dim=flavor.dim,
@@ -280,22 +313,21 @@ def measure_loop(step: Callable[[], None], run: Run, device: torch.device, start
         step()
     synchronize(device)
     begin = time.perf_counter()
-    for _ in range(STEPS):
+    for _ in range(run.steps):
         step()
     synchronize(device)
-    elapsed = time.perf_counter() - begin
-    row = {"tokens/s": STEPS * run.global_batch_size * run.seq_len / elapsed, "first step s": first}
-    return row | {"peak GiB": metrics.peak_memory_gib(device)}
+    return result(run, device, time.perf_counter() - begin, first)
 
 
 # The first pattern that matches the name of a kernel decides what it is counted as.
 KERNELS = (
+    ("pointwise", r"lpnorm|binaryop|_foreach_(norm|mul)"),  # clipping, which runs on lists of tensors as AdamW does
+    ("copy", r"memcpy|memset|nccl|chunk_cat|split_with_sizes"),  # the last two are FSDP's
     ("optimizer", r"adam|multi_tensor|foreach|triton.*lerp"),
     ("attention", r"triton_tem.*(flex|attention)"),
     ("pointwise", r"^triton_(poi|red|per)_"),  # named after what they were fused from, such as attention's reshapes
-    ("attention", r"sdpa|flash|fmha|attention|flex"),
-    ("GEMM", r"gemm|nvjet|cutlass|xmma|scaled_mm|addmm|\bmm\b"),
-    ("copy", r"memcpy|memset"),
+    ("attention", r"sdpa|flash|fmha|attention|flex|cudnn.*(dot_do_o|convert_dq)"),
+    ("GEMM", r"gemm|nvjet|cutlass|xmma|scaled_mm|addmm|splitk|\bmm\b"),
     ("pointwise", r""),
 )
 
@@ -387,7 +419,14 @@ def run_row(name: str, rehearse: bool, timeout_seconds: float, log: Path) -> dic
         errors.flush()
         begin = errors.tell()
         try:
-            result = subprocess.run(command, stdout=subprocess.PIPE, stderr=errors, text=True, timeout=timeout_seconds)
+            result = subprocess.run(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                timeout=timeout_seconds,
+                env=ALLOCATOR | os.environ,
+            )
         except subprocess.TimeoutExpired:
             return {"failed": f"not done within {timeout_seconds:.0f} s, see {log}"}
         errors.seek(begin)
@@ -428,7 +467,10 @@ def main() -> int:
     longest: dict[str, float] = {}  # row of each flavor; those of another say nothing about it
     log = arguments.json.with_suffix(".log") if arguments.json else Path(tempfile.gettempdir()) / "benchmarks-gpu.log"
     log.parent.mkdir(parents=True, exist_ok=True)
+    failed: dict[str, bool] = {}
     for name in chosen:
+        if name in runs() and failed.get(runs()[name].instead_of) is False:
+            continue
         flavor = name.split()[0]
         left = arguments.budget_seconds - (time.perf_counter() - started)
         if left < longest.get(flavor, 0.0):
@@ -437,13 +479,12 @@ def main() -> int:
         begin = time.perf_counter()
         row: dict[str, Any] = {"row": name} | run_row(name, arguments.rehearse, left, log)
         longest[flavor] = max(longest.get(flavor, 0.0), time.perf_counter() - begin)
+        failed[name] = "failed" in row
         if name == "peaks":
             peak = row
-        elif "tokens/s" in row:
+        elif "tokens/s" in row and peak.get("bf16 TFLOP/s"):
             run = rehearsal(runs()[name]) if arguments.rehearse else runs()[name]
-            row |= {"MFU %": mfu(run, row["tokens/s"])}
-            if peak.get("bf16 TFLOP/s"):
-                row |= {"roofline": row["tokens/s"] / attainable(run, peak)}
+            row |= {"roofline": row["tokens/s"] / attainable(run, peak)}
         rows.append(row)
         print_row(row)
         if arguments.json:  # after each row: a run cut short leaves what it has
@@ -451,20 +492,14 @@ def main() -> int:
     return finish(arguments, rows, [] if arguments.rehearse else list(bars(rows, chosen)))
 
 
-def mfu(run: Run, tokens_per_second: float) -> float | None:
-    """Per cent of the data sheet's peak, by torchtitan's count of operations; None where the peak is not known."""
-    if not torch.cuda.is_available():
-        return None
-    peak = metrics.peak_flops(torch.device("cuda"))
-    spec, flavor = find_model(training_config(run, 1, "unused").model, 1)
-    with torch.device("meta"):
-        flops = spec.model(flavor).flops_per_token(run.seq_len)  # type: ignore[operator]
-    return 100 * flops * tokens_per_second / peak if peak else None
-
-
 def bars(rows: list[dict[str, Any]], chosen: Sequence[str]) -> Iterator[tuple[str, bool]]:
     """What is asked of an H200, of the rows that were `chosen`; one that was not measured has missed its bar."""
-    speed = {row["row"]: row["tokens/s"] for row in rows if "tokens/s" in row}
+    measured = {row["row"]: row["tokens/s"] for row in rows if "tokens/s" in row}
+    speed = {run.instead_of: measured[name] for name, run in runs().items() if name in measured} | measured
+    for row in rows:
+        if "attention by" in row:
+            by = row["attention by"]
+            yield f"{row['row']}: attention by {by}, cudnn is asked for", by == "cudnn"
     targets = {
         "1.8B bf16 8192": 40_000,
         "1.8B tensorwise 8192": 47_000,

@@ -6,7 +6,6 @@ import platform
 import sys
 from collections.abc import Iterable, Mapping
 from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +62,7 @@ def machine() -> dict[str, Any]:
         "cores": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "python": platform.python_version(),
-        "torch": metadata.version("torch"),
+        "torch": torch.__version__,
         "commit": git_commit(),
     }
 

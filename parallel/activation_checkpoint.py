@@ -92,9 +92,14 @@ def _selective_contexts() -> Any:
 
 
 def _budget_contexts() -> Any:
-    """Keep attention; the compiler chooses among the rest."""
+    """Keep attention; the compiler chooses among the rest.
+
+    Not among copies of weights in the compute type, which are no activations, however many the compiler would keep.
+    """
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if op is aten._to_copy.default and args[0].dtype == torch.float32 and args[0].ndim == 2:
+            return CheckpointPolicy.MUST_RECOMPUTE
         return CheckpointPolicy.MUST_SAVE if op in ATTENTION_OPS else CheckpointPolicy.PREFER_SAVE
 
     return create_selective_checkpoint_contexts(policy)

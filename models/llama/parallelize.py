@@ -59,8 +59,10 @@ def apply_parallelism(model: Llama, mesh: Mesh, config: Config) -> list[nn.Modul
             if compile.enable and not compile_first:
                 # Per block: all layers share one compiled graph, and FSDP's hooks stay between the graphs.
                 block.compile(backend=compile.backend, fullgraph=True)
-        if mesh.size() == 1 and not config.float8.enable and not config.parallelism.cpu_offload:
-            # Alone there is nothing to gather: weights are cast where they are used, FSDP's copies only slow it down.
+        alone = mesh.size() == 1 and config.parallelism.sync_every_microbatch
+        if alone and not config.float8.enable and not config.parallelism.cpu_offload:
+            # There is nothing to gather: weights are cast where they are used. FSDP's copies of weights and gradients
+            # only slow it down, unless they are kept for all microbatches of a step.
             part.compute_dtype = getattr(torch, config.training.param_dtype)
             continue
         groups: list[list[nn.Module]] = [[block] for block in blocks]

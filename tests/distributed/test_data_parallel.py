@@ -25,6 +25,7 @@ STEPS = 20
 CASES = {
     "one process": (config_for(1, 1), 1),
     "one process, accumulation": (config_for(1, 1), 4),
+    "one process, FSDP": (config_for(1, 1, sync_every_microbatch=False, reshard_after_forward=False), 4),
     "DDP 2": (config_for(2, 1), 1),
     "DDP 4, accumulation": (config_for(4, 1), 2),
     "FSDP 2": (config_for(1, 2), 1),

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks import gpu
-from benchmarks.gpu import KERNELS, attainable, merged, runs, shares
+from benchmarks.gpu import KERNELS, attainable, bars, merged, runs, shares
 from models.llama import FLAVORS
 from models.llama.model import Llama
 from tests.harness import run_ranks
@@ -89,6 +89,36 @@ def test_every_row_can_be_picked() -> None:
     assert not [name for name in runs() if "," in name], "--rows separates names by commas"
 
 
+@pytest.mark.parametrize("first", [{"tokens/s": 3.0}, {"failed": "torch.OutOfMemoryError"}], ids=["room", "no room"])
+def test_a_row_that_saves_memory_is_for_want_of_it(
+    first: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    name, saving = "8B bf16 8192", "8B bf16 8192 saving memory"
+    results = {name: first, saving: {"tokens/s": 2.0}}
+    measured: list[str] = []
+
+    def run_row(name: str, *_: Any) -> dict[str, Any]:
+        measured.append(name)
+        return results[name]
+
+    monkeypatch.setattr(gpu, "run_row", run_row)
+    monkeypatch.setattr(gpu, "REHEARSAL", tmp_path)
+    (tmp_path / "manifest.json").touch()  # the dataset need not be prepared
+    monkeypatch.setattr(sys, "argv", ["gpu", "--rehearse", f"--rows={name},{saving}"])
+    assert gpu.main() == 0
+    assert measured == ([name] if "failed" not in first else [name, saving])
+
+
+def test_the_bar_is_met_by_the_row_that_could_be_measured() -> None:
+    rows: list[dict[str, Any]] = [
+        {"row": "8B bf16 8192", "failed": "no room"},
+        {"row": "8B bf16 8192 saving memory", "tokens/s": 10_600.0},
+    ]
+    assert list(bars(rows, [row["row"] for row in rows])) == [("8B bf16 8192: 10,600 tokens/s, at least 10,500", True)]
+    rows = [{"row": "1.8B bf16 8192", "tokens/s": 1.0, "attention by": "flash"}]
+    assert ("1.8B bf16 8192: attention by flash, cudnn is asked for", False) in list(bars(rows, []))
+
+
 def test_what_is_attainable_follows_from_the_operations_of_a_token() -> None:
     peak = {"bf16 TFLOP/s": 790, "float8 TFLOP/s": 1500}
     for name in ("1.8B", "8B"):
@@ -122,13 +152,19 @@ def test_shares_count_kernels_and_nothing_that_only_bears_a_name() -> None:
         event("triton_poi_fused__scaled_dot_product_cudnn_attention_view_3", 60, 70),
         event("triton_poi_fused_add_div_lerp_mul_sqrt_0", 70, 80),
         event("triton_tem_fused_flex_attention_1", 90, 100),
+        event("void cudnn::fusion::compute_dot_do_o_specialized<true, 128>", 100, 110),
+        event("void cublasLt::splitKreduce_kernel<32, 16, int>", 110, 120),
+        event("multi_tensor_apply_kernel<LpNormFunctor<float, NormType::L2>>", 120, 130),
+        event("multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4>>", 130, 140),
+        event("void at::native::(anonymous namespace)::chunk_cat_cuda_kernel<float, c10::BFloat16>", 140, 200),
     ]
     found = shares(SimpleNamespace(events=lambda: events), torch.device("cuda"))  # type: ignore[arg-type]
-    assert {name: found[f"{name} %"] for name in ("GEMM", "attention", "pointwise", "optimizer", "idle")} == {
-        "GEMM": 40,
-        "attention": 30,
+    assert {name: found[f"{name} %"] for name in ("GEMM", "attention", "pointwise", "optimizer", "copy", "idle")} == {
+        "GEMM": 25,
+        "attention": 20,
         "pointwise": 10,
         "optimizer": 10,
-        "idle": pytest.approx(10),
+        "copy": 30,
+        "idle": pytest.approx(5),
     }
     assert found["attention by"] == "cudnn+flex"
