@@ -297,9 +297,7 @@ def how_to_start(place: str, config: LlamaConfig) -> str:
 # ---------------------------------------------------------------- test of the result
 
 
-def check_result(
-    folder: Path, store: Store, name: str, metadata: Metadata, config: LlamaConfig, check: str = "auto"
-) -> None:
+def check_result(folder: Path, store: Store, name: str, metadata: Metadata, config: LlamaConfig, check: str) -> None:
     """Compare the Hugging Face folder with the checkpoint. Raises CheckpointError where they differ.
 
     `check` "logits": with transformers, in float32; "tensors": every value, in bounded memory; "auto": logits

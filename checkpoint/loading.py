@@ -114,8 +114,7 @@ def check_same_names(place: str, names: Collection[str], metadata: Metadata) -> 
 
 def _load_one(store: Store, name: str, ranks: Ranks, fill: Fill, check: Callable[[Manifest], None]) -> Manifest:
     """Rank 0 reads manifest and index, all ranks fill from the same ones. Raises the same error on all."""
-    opened = ranks.together(lambda: _open(store, name) if ranks.rank == 0 else ({}, b""))
-    manifest, pickled = ranks.broadcast(opened)
+    manifest, pickled = ranks.from_rank_0(lambda: _open(store, name))
     check(manifest)
     ranks.together(lambda: fill(store, name, manifest, unpickle_metadata(pickled)))
     return manifest

@@ -27,7 +27,14 @@ from checkpoint.planning import Plan, State, plan_save, resolver
 from checkpoint.ranks import build_ranks
 from checkpoint.retention import by_age, check_room, finished, remove_checkpoints, superfluous, unfinished
 from checkpoint.staging import Staging
-from checkpoint.state import allocate_optimizer_state, model_tensors, optimizer_tensors, random_state, set_random_state
+from checkpoint.state import (
+    allocate_optimizer_state,
+    held_bytes,
+    model_tensors,
+    optimizer_tensors,
+    random_state,
+    set_random_state,
+)
 from checkpoint.storage import (
     Written,
     commit,
@@ -206,7 +213,11 @@ class CheckpointManager:
             prefix = f"rng.{self.ranks.rank}."
             states = {kind: value for kind, value in states.items() if tensors_in(metadata, f"{prefix}{kind}")}
             state["rng"] = {str(self.ranks.rank): states}
-        read_state(store, name, metadata, state, self.on_progress)
+        # Where every rank reads back what it wrote, hardly anything is read by two. Of replicas the first one fills the
+        # page cache for the others.
+        held = held_bytes(state["model"].values()) * self.ranks.size
+        alone = manifest["world_size"] == self.ranks.size and held <= 1.1 * sum(self.model_bytes.values())
+        read_state(store, name, metadata, state, self.on_progress, alone)
         set_random_state(states)
 
     # ------------------------------------------------------------ save
@@ -253,7 +264,7 @@ class CheckpointManager:
             found = [finished(store.sizes()) for store in stores]
             return all(any(name.startswith(f"model-{step:08d}-") for name in names) for names in found)
 
-        if not self.ranks.broadcast(self.ranks.together(self._on_rank_0(look))):
+        if not self.ranks.from_rank_0(look):
             state: State = {"model": model_tensors(self.model)}
             save = self._prepare(new_checkpoint_name(step, "model"), step, state, started)
             written = self._write(save)
@@ -294,11 +305,7 @@ class CheckpointManager:
                     self.store.remove(own)
             raise
         gathered = self.ranks.gather(written)
-
-        def finish() -> None:
-            commit(self.store, save.name, save.plan, gathered, save.facts)
-
-        self.ranks.together(self._on_rank_0(finish))
+        self.ranks.from_rank_0(lambda: commit(self.store, save.name, save.plan, gathered, save.facts))
         if step_of(save.name) is not None:  # a model alone is nothing to resume from
             if self.ranks.rank == 0:
                 with suppress(OSError):  # there may be no room; the checkpoint is safe all the same
@@ -315,12 +322,8 @@ class CheckpointManager:
 
     def _upload(self, store: Store, name: str, pieces: list[Written], started: float) -> None:
         """Copy a checkpoint to the second place: every rank its own `pieces`, the manifest last."""
-
-        def clear() -> None:  # a disk does not write over what an upload that was cut has left
-            remove_checkpoints(store, [name], store.sizes(name))
-
-        if isinstance(store, LocalStore):
-            self.ranks.together(self._on_rank_0(clear))
+        if isinstance(store, LocalStore):  # a disk does not write over what an upload that was cut has left
+            self.ranks.from_rank_0(lambda: remove_checkpoints(store, [name], store.sizes(name)))
         self.ranks.together(lambda: copy_pieces(self.store, store, name, pieces, self.on_progress))
 
         def finish() -> None:
@@ -328,7 +331,7 @@ class CheckpointManager:
             store.put(f"{name}/{METADATA}", read_metadata(self.store, name, manifest))
             store.put(f"{name}/{MANIFEST}", encode_manifest(manifest))
 
-        self.ranks.together(self._on_rank_0(finish))
+        self.ranks.from_rank_0(finish)
         logger.info(f"checkpoint {name} uploaded to {store.url} {time.monotonic() - started:.1f} s after its start")
         self._remove_superfluous(store, name)
 
@@ -355,7 +358,7 @@ class CheckpointManager:
 
         # That something old stays is no reason to stop a run; that it stays unnoticed would be.
         try:
-            old, kept = self.ranks.broadcast(self.ranks.together(self._on_rank_0(tidy)))
+            old, kept = self.ranks.from_rank_0(tidy)
             if isinstance(store, LocalStore):
                 self.ranks.together(partial(tidy_node, store))
         except CheckpointError as error:
@@ -419,14 +422,10 @@ class CheckpointManager:
 
     def _agreed(self, find: Callable[[], list[tuple[Store, str]]]) -> list[tuple[Store, str]]:
         """What rank 0 finds, on every rank."""
-        found = self.ranks.together(self._on_rank_0(lambda: [(store.url, name) for store, name in find()]))
-        agreed = self.ranks.broadcast(found)
+        agreed = self.ranks.from_rank_0(lambda: [(store.url, name) for store, name in find()])
         stores = {store.url: store for store in (self.store, self.upload_store) if store}
         stores |= {url: self._open_store(url) for url in {url for url, _ in agreed} - stores.keys()}
         return [(stores[url], name) for url, name in agreed]
-
-    def _on_rank_0(self, step: Callable[[], Any]) -> Callable[[], Any]:
-        return step if self.ranks.rank == 0 else lambda: None
 
 
 def _flat(part: dict[str, Any]) -> list[tuple[str, Tensor]]:

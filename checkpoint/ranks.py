@@ -65,6 +65,10 @@ class Ranks:
             raise verdict from error
         return result  # type: ignore[return-value]
 
+    def from_rank_0(self, step: Callable[[], T]) -> T:
+        """What `step` returns on rank 0, on every rank; its error is raised on all."""
+        return self.broadcast(self.together(step if self.rank == 0 else lambda: None))  # type: ignore[return-value]
+
 
 def build_ranks(timeout_seconds: int) -> Ranks:
     """All ranks of the default process group over a gloo group of their own; alone if there is no process group.

@@ -73,11 +73,8 @@ def check_room(store: LocalStore, ranks: Ranks, rank_bytes: int, *, keep: int, k
         _check_room(store, ranks, rank_bytes, keep, keep_every)
     except _NoRoomError:
         listed = ranks.gather(ranks.together(lambda: unfinished(store.sizes())))
-
-        def find_begun() -> set[str]:  # on rank 0, which has all listings: no other disk has manifests
-            return {name for name in set().union(*listed) if not _has_manifest(store, name)}
-
-        begun = ranks.broadcast(ranks.together(find_begun))
+        # By rank 0, which has all listings: no other disk has manifests.
+        begun = ranks.from_rank_0(lambda: {name for name in set().union(*listed) if not _has_manifest(store, name)})
         ranks.together(lambda: remove_checkpoints(store, begun, store.sizes()))
         if begun and ranks.rank == 0:
             logger.warning(f"{store.url}: removed to make room: {', '.join(sorted(begun))}, never committed")
@@ -96,7 +93,7 @@ def _has_manifest(store: Store, name: str) -> bool:
 def _check_room(store: LocalStore, ranks: Ranks, rank_bytes: int, keep: int, keep_every: int) -> None:
     copies = max(2, keep + 1)
     probe = ranks.broadcast(f".probe-{time.time_ns()}")
-    ranks.together(lambda: store.touch(probe) if ranks.rank == 0 else None)
+    ranks.from_rank_0(lambda: store.touch(probe))
     sizes, free_bytes = ranks.together(lambda: (store.sizes(), store.free_bytes()))
     disk = "shared" if probe in sizes else socket.gethostname()  # ranks that see it share one disk
     names = ranks.broadcast(_committed(sizes))  # as rank 0 sees it: no other disk has manifests
@@ -106,8 +103,7 @@ def _check_room(store: LocalStore, ranks: Ranks, rank_bytes: int, keep: int, kee
     reports = ranks.gather((disk, rank_bytes, room))
 
     def check() -> None:
-        if ranks.rank == 0:
-            store.remove([probe])
+        store.remove([probe])
         for disk in {disk for disk, _, _ in reports}:
             needed = copies * sum(size for other, size, _ in reports if other == disk)
             room = min(room for other, _, room in reports if other == disk)
@@ -118,7 +114,7 @@ def _check_room(store: LocalStore, ranks: Ranks, rank_bytes: int, keep: int, kee
                     "space, lower checkpoint.keep, or move the checkpoints and name checkpoint.folder after them"
                 )
 
-    ranks.together(check)
+    ranks.from_rank_0(check)
 
 
 def _kept_for_ever(name: str, keep_every: int) -> bool:

@@ -90,7 +90,7 @@ class S3Store:
 
         return self._visible(name, fetch)
 
-    def read_into(self, name: str, offset: int, view: memoryview) -> None:
+    def read_into(self, name: str, offset: int, view: memoryview, alone: bool = False) -> None:
         def fetch(start: int) -> None:
             piece = view[start : start + READ_BYTES]
             first, last = offset + start, offset + start + len(piece) - 1

@@ -1,6 +1,6 @@
 """The tensors of a checkpoint: model, optimizer and random state, under names that no wrapper or mesh changes."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -81,6 +81,11 @@ def set_random_state(states: dict[str, Tensor]) -> None:
             torch.set_rng_state(value)
         else:
             torch.get_device_module(kind).set_rng_state(value)
+
+
+def held_bytes(tensors: Iterable[Tensor]) -> int:
+    """What this rank holds of `tensors`."""
+    return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)
 
 
 def _unwrapped(part: nn.Module) -> nn.Module:

@@ -47,7 +47,7 @@ from checkpoint.manifest import (
     sha256,
 )
 from checkpoint.planning import Plan, State
-from checkpoint.stores import CheckpointError, DamagedError, Store, join
+from checkpoint.stores import ALIGNMENT, CheckpointError, DamagedError, Store, join
 
 WRITE_THREADS = 2
 RANGE_BYTES = 16 << 20  # neighbouring items are read together up to this
@@ -225,7 +225,7 @@ def _item_bytes(item: WriteItem) -> int:
 
 
 def copy_pieces(
-    source: Store, target: Store, name: str, pieces: Iterable[Written], on_progress: Callable[[], None] = lambda: None
+    source: Store, target: Store, name: str, pieces: Iterable[Written], on_progress: Callable[[], None]
 ) -> None:
     """Copy the files of checkpoint `name` that hold `pieces`, each checked on the way. Raises DamagedError."""
     in_order = sorted(pieces, key=lambda piece: (piece.file, piece.offset))
@@ -260,9 +260,16 @@ def pieces_of(metadata: Metadata, rank: int, ranks: int) -> list[Written]:
 
 
 def read_state(
-    store: Store, name: str, metadata: Metadata, state: State, on_progress: Callable[[], None] = lambda: None
+    store: Store,
+    name: str,
+    metadata: Metadata,
+    state: State,
+    on_progress: Callable[[], None] = lambda: None,
+    alone: bool = False,
 ) -> None:
     """Fill the tensors of `state` (nested dicts; DTensors: this rank's part) from checkpoint `name`, in place.
+
+    `alone`: no other process reads the same.
 
     Every item is checked against its CRC-32 before any of it is copied. Raises CheckpointError when a tensor
     is not in the checkpoint or has another shape there, DamagedError naming file and tensor when bytes are wrong;
@@ -291,12 +298,10 @@ def read_state(
         info = metadata.storage_data[item.storage_index]
         wanted.setdefault((info.relative_path, info.offset), (info, []))[1].append(item)
     by_info = [wanted[key] for key in sorted(wanted)]
-    _read_ranges(store, name, by_info, consume)
+    _read_ranges(store, name, by_info, consume, alone)
 
 
-def verify_items(
-    store: Store, name: str, metadata: Metadata, progress: Callable[[int], None] = lambda count: None
-) -> None:
+def verify_items(store: Store, name: str, metadata: Metadata, progress: Callable[[int], None]) -> None:
     """Read and check every item of checkpoint `name`; `progress` gets the bytes of each. Raises DamagedError."""
 
     def consume(info: _StorageInfo, data: memoryview, index: MetadataIndex) -> None:
@@ -351,6 +356,7 @@ def _read_ranges(
     name: str,
     items: Sequence[tuple[_StorageInfo, Any]],
     consume: Callable[[_StorageInfo, memoryview, Any], None],
+    alone: bool = False,
 ) -> None:
     """Read `items`, sorted by place, neighbours together, and hand each in order to `consume` with its bytes.
 
@@ -359,22 +365,25 @@ def _read_ranges(
     prefix = f"{name}/" if name else ""
     free: list[np.ndarray] = []  # buffers to use again: new memory costs more than the copy into it
 
-    def read(group: list[tuple[_StorageInfo, Any]]) -> np.ndarray:
-        size = _size(group)
-        buffer = free.pop() if free and size <= RANGE_BYTES else np.empty(max(size, RANGE_BYTES), np.uint8)
-        store.read_into(prefix + group[0][0].relative_path, group[0][0].offset, buffer.data[:size])
-        return buffer
+    def read(group: list[tuple[_StorageInfo, Any]]) -> tuple[np.ndarray, memoryview]:
+        offset, size = group[0][0].offset, _size(group)
+        room = max(size, RANGE_BYTES) + ALIGNMENT
+        buffer = free.pop() if free and size <= RANGE_BYTES else np.empty(room, np.uint8)
+        start = (offset - buffer.ctypes.data) % ALIGNMENT  # in memory as in the file, so that it can be read directly
+        data = buffer[start : start + size].data
+        store.read_into(prefix + group[0][0].relative_path, offset, data, alone)
+        return buffer, data
 
-    def consume_all(group: list[tuple[_StorageInfo, Any]], buffer: np.ndarray) -> None:
+    def consume_all(group: list[tuple[_StorageInfo, Any]], buffer: np.ndarray, data: memoryview) -> None:
         for info, target in group:
             start = info.offset - group[0][0].offset
-            consume(info, buffer.data[start : start + info.length], target)
-        if len(buffer) == RANGE_BYTES:
+            consume(info, data[start : start + info.length], target)
+        if len(buffer) == RANGE_BYTES + ALIGNMENT:
             free.append(buffer)
 
     groups = _neighbours(items)
     coming = next(groups, None)
-    ahead: deque[tuple[list[tuple[_StorageInfo, Any]], Future[np.ndarray]]] = deque()
+    ahead: deque[tuple[list[tuple[_StorageInfo, Any]], Future[tuple[np.ndarray, memoryview]]]] = deque()
     with ThreadPoolExecutor(store.read_threads) as threads:
         try:
             while coming or ahead:
@@ -386,9 +395,9 @@ def _read_ranges(
                     continue
                 group, future = ahead.popleft()
                 try:
-                    consume_all(group, future.result())
+                    consume_all(group, *future.result())
                 except ChecksumError:  # a bit can flip on the way, too
-                    consume_all(group, read(group))
+                    consume_all(group, *read(group))
         finally:
             for _, future in ahead:
                 future.cancel()

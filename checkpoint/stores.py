@@ -19,7 +19,7 @@ from config import TitaniteError
 
 O_DIRECT = getattr(os, "O_DIRECT", 0)  # Linux's
 DIRECT_BYTES = 8 << 20  # written at a time
-ALIGNMENT = 4096  # of memory, place and size of such writes
+ALIGNMENT = 4096  # of memory, place and size of what is read or written so
 
 
 class CheckpointError(TitaniteError):
@@ -42,8 +42,11 @@ class Store(Protocol):
     def read(self, name: str) -> bytes:
         """All of a small file. Raises DamagedError if it does not exist."""
 
-    def read_into(self, name: str, offset: int, view: memoryview) -> None:
-        """Fill `view` from `offset`. Raises DamagedError if the file is missing or ends before."""
+    def read_into(self, name: str, offset: int, view: memoryview, alone: bool = False) -> None:
+        """Fill `view` from `offset`. Raises DamagedError if the file is missing or ends before.
+
+        `alone`: no other process reads the same, so a disk need not keep it in the page cache.
+        """
 
     def create(self, name: str) -> AbstractContextManager[IO[bytes]]:
         """A stream to write; durable and visible once the context ends well, gone if it does not."""
@@ -81,15 +84,26 @@ class LocalStore:
         with _reported(f"{self.url}/{name}"):
             return (self.folder / name).read_bytes()
 
-    def read_into(self, name: str, offset: int, view: memoryview) -> None:
+    def read_into(self, name: str, offset: int, view: memoryview, alone: bool = False) -> None:
+        start, end = -offset % ALIGNMENT, len(view) - (offset + len(view)) % ALIGNMENT  # of the whole blocks
+        if not alone or start >= end or (np.frombuffer(view, np.uint8).ctypes.data - offset) % ALIGNMENT:
+            start = end = 0
         with _reported(f"{self.url}/{name}"), open(self.folder / name, "rb", buffering=0) as file:
-            file.seek(offset)
-            done = 0
-            while done < len(view):
-                count = file.readinto(view[done:])
-                if not count:
-                    raise DamagedError(f"{self.url}/{name}: ends at byte {offset + done}, {len(view) - done} missing")
-                done += count
+            for first, last, direct in ((0, start, False), (start, end, True), (end, len(view), False)):
+                file.seek(offset + first)
+                _set_direct(file.fileno(), direct)
+                while first < last:
+                    try:
+                        count = file.readinto(view[first:last])
+                    except OSError as error:
+                        if error.errno != errno.EINVAL or not direct:
+                            raise
+                        _set_direct(file.fileno(), direct := False)
+                        continue
+                    if not count:
+                        missing = f"ends at byte {offset + first}, {len(view) - first} missing"
+                        raise DamagedError(f"{self.url}/{name}: {missing}")
+                    first += count
 
     @contextmanager
     def create(self, name: str) -> Iterator[IO[bytes]]:
@@ -191,20 +205,21 @@ class _DirectWriter(io.RawIOBase):
 
     def _write_out(self, direct: bool) -> None:
         rest = self.buffer[: self.filled].data
-        self._set_direct(direct)
+        _set_direct(self.descriptor, direct)
         while rest:
             try:
                 rest = rest[os.write(self.descriptor, rest) :]
             except OSError as error:
                 if error.errno != errno.EINVAL or not direct:
                     raise
-                self._set_direct(direct := False)
+                _set_direct(self.descriptor, direct := False)
         self.filled = 0
 
-    def _set_direct(self, direct: bool) -> None:
-        flags = fcntl.fcntl(self.descriptor, fcntl.F_GETFL)
-        with suppress(OSError):  # a file system that cannot: through the page cache
-            fcntl.fcntl(self.descriptor, fcntl.F_SETFL, flags | O_DIRECT if direct else flags & ~O_DIRECT)
+
+def _set_direct(descriptor: int, direct: bool) -> None:
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    with suppress(OSError):  # a file system that cannot: through the page cache
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | O_DIRECT if direct else flags & ~O_DIRECT)
 
 
 def open_store(url: str | Path, *, request_seconds: float = 60, visibility_seconds: float = 10) -> Store:

@@ -45,18 +45,17 @@ class ChatTemplate:
     conversation is the same text on every day.
     """
 
-    def __init__(self, source: str, tokenizer: Tokenizer, name: str = "chat template"):
+    def __init__(self, source: str, tokenizer: Tokenizer):
         """`source` "": the built-in one. Raises ChatError."""
-        source = source or BUILT_IN
         extensions = (loopcontrols, GenerationTag)
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         environment.globals["raise_exception"] = _raise
         environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
-        self.source, self.name, self.tokenizer = source, name, tokenizer
+        self.tokenizer = tokenizer
         try:
-            self._template = environment.from_string(source)
+            self._template = environment.from_string(source or BUILT_IN)
         except TemplateError as error:
-            raise ChatError(f"{name}: not a chat template: {error}") from None
+            raise ChatError(f"not a chat template: {error}") from None
         # Text of a template may be special tokens; those of a message may not, see `check_messages`.
         self.raw = RawTokenizer.from_str(tokenizer.raw.to_str())
         self.raw.encode_special_tokens = False
@@ -78,7 +77,7 @@ class ChatTemplate:
                 eos_token=self.tokenizer.eos_token,
             )
         except (TemplateError, TypeError) as error:
-            raise ChatError(f"{self.name}: refuses the conversation: {error}") from None
+            raise ChatError(f"chat template: refuses the conversation: {error}") from None
 
     def encode(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> list[int]:
         """The token ids of the conversation. Raises ChatError."""
@@ -104,7 +103,7 @@ class ChatTemplate:
             prompt = self.render(messages[:i], add_generation_prompt=True)
             through = self.render(messages[: i + 1])
             if not (prompt.startswith(done) and through.startswith(prompt)):
-                raise ChatError(f"{self.name}: an answer changes the text before it, so it cannot be told apart")
+                raise ChatError("chat template: an answer changes the text before it, so it cannot be told apart")
             found += [(prompt[len(done) :], False), (through[len(prompt) :], True)]
             done = through
         return found

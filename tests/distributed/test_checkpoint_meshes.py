@@ -3,6 +3,7 @@
 import copy
 from collections import Counter
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from checkpoint.manager import CheckpointManager
 from checkpoint.manifest import read_metadata, unpickle_metadata
 from checkpoint.retention import committed
 from checkpoint.state import allocate_optimizer_state, model_tensors, optimizer_tensors
-from checkpoint.stores import open_store
+from checkpoint.stores import LocalStore, open_store
 from config import Checkpoint, Config
 from tests.distributed import checkpoint_runs
 from tests.distributed.checkpoint_runs import IDENTITY, Tower
@@ -160,6 +161,28 @@ def test_what_one_writes_another_reads(tmp_path, parallelize, world_size):
     back = run_ranks(1, read, str(tmp_path / "other"), plain)[0]
     assert back.keys() == expected.keys()
     assert [name for name, value in back.items() if not torch.equal(value, expected[name])] == []
+
+
+def read_alone(folder, parallelize):
+    """By a rank that loads: whether it says that no other rank reads the same."""
+    said, read = set(), LocalStore.read_into
+
+    def watch(store, name, offset, view, alone=False):
+        said.add(alone)
+        read(store, name, offset, view, alone)
+
+    with mock.patch.object(LocalStore, "read_into", watch):
+        build(folder, parallelize, seed=1)[0].load()
+    return said
+
+
+@pytest.mark.parametrize(
+    ("parallelize", "wrote", "reads", "alone"),
+    [(fsdp, 2, 2, True), (plain, 1, 1, True), (fsdp, 2, 4, False), (ddp, 2, 2, False), (hsdp, 4, 4, False)],
+)
+def test_what_another_rank_reads_too_is_kept_in_the_page_cache(tmp_path, parallelize, wrote, reads, alone):
+    run_ranks(wrote, write, str(tmp_path), parallelize)
+    assert run_ranks(reads, read_alone, str(tmp_path), parallelize) == [{alone}] * reads
 
 
 def test_replicas_are_written_once(tmp_path):

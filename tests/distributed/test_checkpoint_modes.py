@@ -168,8 +168,8 @@ def test_a_bit_that_flips_before_the_upload_is_found(tmp_path, monkeypatch):
     run = Run(tmp_path / "near", interval=1, upload=str(tmp_path / "far"))
     read, flips = LocalStore.read_into, iter([True, False, True, True, True, True])
 
-    def flip(store, name, offset, view):
-        read(store, name, offset, view)
+    def flip(store, name, offset, view, alone=False):
+        read(store, name, offset, view, alone)
         if name.endswith("__0_0.distcp") and offset == 0 and next(flips):
             view[100] ^= 1
 

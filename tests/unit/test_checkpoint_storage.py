@@ -1,23 +1,28 @@
 """One checkpoint in one process: layout, commit, checks, what is refused."""
 
+import ctypes
 import errno
 import fcntl
 import hashlib
+import io
 import itertools
 import json
+import mmap
 import os
 import pickle
 import zlib
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+from checkpoint import stores
 from checkpoint.manifest import encode_manifest, read_manifest, unpickle_metadata
 from checkpoint.retention import committed
-from checkpoint.stores import CheckpointError, LocalStore, open_store
+from checkpoint.stores import CheckpointError, DamagedError, LocalStore, open_store
 from tests.distributed.checkpoint_runs import IDENTITY, Run, Tower, load_model
 
 
@@ -337,6 +342,65 @@ def test_a_file_is_what_was_written_whatever_the_file_system_can(tmp_path, monke
         for start, end in itertools.pairwise((0, 1, 5000, 9 << 20, (16 << 20) + 7, len(content))):
             assert stream.write(memoryview(content)[start:end]) == end - start
     assert (tmp_path / "file").read_bytes() == content
+
+
+@pytest.mark.parametrize("support", ["as it is", "flag refused", "read refused"])
+def test_what_is_read_is_what_is_there_wherever_it_lies(tmp_path, monkeypatch, support):
+    """Of every place in a file into every place in memory, with O_DIRECT and without."""
+    real_fcntl = fcntl.fcntl
+
+    class RefusingFile(io.FileIO):
+        def readinto(self, buffer):
+            if real_fcntl(self.fileno(), fcntl.F_GETFL) & os.O_DIRECT:
+                raise OSError(errno.EINVAL, "no O_DIRECT here")
+            return super().readinto(buffer)
+
+    def refuse_flag(descriptor, command, flags=0):
+        if command == fcntl.F_SETFL and flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no O_DIRECT here")
+        return real_fcntl(descriptor, command, flags)
+
+    if support == "flag refused":
+        monkeypatch.setattr(fcntl, "fcntl", refuse_flag)
+    if support == "read refused":
+        monkeypatch.setattr(stores, "open", lambda path, mode, buffering: RefusingFile(path, mode), raising=False)
+    content = os.urandom(40_000)
+    (tmp_path / "file").write_bytes(content)
+    store = LocalStore(tmp_path)
+    for offset, size, apart in itertools.product((0, 1, 4096, 9000), (0, 1, 4095, 4096, 12_289, 31_000), (0, 1)):
+        room = np.zeros(size + 2 * 4096, np.uint8)
+        start = (offset - room.ctypes.data) % 4096 + apart
+        store.read_into("file", offset, room[start : start + size].data, alone=True)
+        assert room[start : start + size].tobytes() == content[offset : offset + size]
+        assert not room[:start].any()
+        assert not room[start + size :].any()
+    for size in (40_001, 45_056):
+        room = np.zeros(size + 4096, np.uint8)
+        with pytest.raises(DamagedError, match=f"ends at byte 40000, {size - 40_000} missing"):
+            store.read_into("file", 0, room[-room.ctypes.data % 4096 :][:size].data, alone=True)
+
+
+def cached_pages(path):
+    """Pages of a file that the page cache holds."""
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE) as memory:
+        pages = np.zeros(-(-len(memory) // mmap.PAGESIZE), np.uint8)
+        pointers = [ctypes.c_void_p(array.ctypes.data) for array in (np.frombuffer(memory, np.uint8), pages)]
+        assert ctypes.CDLL(None).mincore(pointers[0], ctypes.c_size_t(len(memory)), pointers[1]) == 0
+    return int((pages & 1).sum())
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_what_no_other_rank_reads_passes_by_the_page_cache(tmp_path, alone):
+    store, size = LocalStore(tmp_path), 8 << 20
+    with store.create("file") as stream:
+        stream.write(bytes(size))
+    with open(tmp_path / "file", "rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if cached_pages(tmp_path / "file"):
+        pytest.skip("this file system drops nothing from the page cache")
+    room = np.zeros(size + 4096, np.uint8)
+    store.read_into("file", 0, room[-room.ctypes.data % 4096 :][:size].data, alone)
+    assert (cached_pages(tmp_path / "file") == 0) == alone
 
 
 def test_full_blocks_are_written_past_the_page_cache(tmp_path, monkeypatch):

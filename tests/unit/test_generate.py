@@ -21,7 +21,7 @@ from transformers import (
 
 from checkpoint.hf import main as checkpoint_hf
 from config import TitaniteError
-from data.chat import BUILT_IN, ChatTemplate
+from data.chat import ChatTemplate
 from data.tokenizer import Tokenizer
 from generate import CACHE_STEP, Sampling, TextStream, compile_blocks, generate, main, read_prompts, sample
 from models.llama.model import Llama
@@ -308,7 +308,6 @@ def test_a_checkpoint_of_stock_dcp_in_a_run(tmp_path: Path) -> None:
 def test_the_built_in_template_is_used_where_there_is_none(imported: Path, tmp_path: Path) -> None:
     byte_tokenizer().save(tmp_path)
     trained = load_trained(str(imported), device=CPU, dtype=torch.bfloat16, tokenizer=str(tmp_path))
-    assert trained.chat.source == BUILT_IN
     assert trained.chat.render([{"role": "user", "content": "a"}], add_generation_prompt=True) == (
         "<|user|>\na\n<|assistant|>\n"
     )
