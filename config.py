@@ -633,6 +633,12 @@ def _redact(text: str) -> str:
 def check_config(config: Config) -> None:
     """Refuse combinations that cannot run, whatever the number of processes. Raises ConfigError."""
     data, schedule, steps = config.data, config.lr_scheduler, config.training.steps
+    for key in ("run.folder", "run.outputs", "data.cache_folder"):
+        if "://" in _get(config, key):
+            raise ConfigError(
+                f"{key} = {_get(config, key)!r}: must be a folder, not a URL; checkpoints may go to one, by "
+                "checkpoint.folder or checkpoint.upload"
+            )
     if not data.datasets:
         raise ConfigError("data.datasets = []: name at least one folder made by `python -m data.prepare`")
     if len(set(data.datasets)) < len(data.datasets):
@@ -641,13 +647,6 @@ def check_config(config: Config) -> None:
         raise ConfigError(
             f"data.weights has {len(data.weights)} entries for {len(data.datasets)} data.datasets: give one each"
         )
-    if config.failures.replay_interval and not config.run.deterministic:
-        raise ConfigError(
-            f"failures.replay_interval = {config.failures.replay_interval}: needs run.deterministic = true, "
-            "since only deterministic kernels give the same bits twice"
-        )
-    if config.failures.on_bad_step == "rollback" and not config.checkpoint.enable:
-        raise ConfigError('failures.on_bad_step = "rollback": needs checkpoint.enable = true')
     if 0 < config.failures.spike_factor <= 1:
         raise ConfigError(
             f"failures.spike_factor = {config.failures.spike_factor}: must be above 1, times the usual loss, or 0"
@@ -666,6 +665,7 @@ def check_config(config: Config) -> None:
             f"data.retry_seconds = {data.retry_seconds}: must be below {patience}, {PATIENCE:g} x "
             f"comm.{shortest}, when ranks that wait so long for their data count as hung"
         )
+    check_needs(config)
     check_checkpointing(config)
     if any(weight <= 0 for weight in data.weights):
         raise ConfigError(f"data.weights = {list(data.weights)}: every weight must be above 0")
@@ -679,26 +679,19 @@ def check_config(config: Config) -> None:
             f"lr_scheduler: warmup_steps = {schedule.warmup_steps} and decay_fraction = {schedule.decay_fraction} "
             f"({decay_steps} steps) do not fit in training.steps = {steps}"
         )
+    first_traced = max(2, config.profiling.trace_start)  # the step before it warms the profiler up
+    if config.profiling.trace and first_traced > steps:
+        raise ConfigError(
+            f"profiling.trace_start = {config.profiling.trace_start}: the first step traced, {first_traced}, must not "
+            f"exceed training.steps = {steps}"
+        )
     checkpointing, parallelism = config.activation_checkpoint, config.parallelism
-    if checkpointing.mode == "budget" and not config.compile.enable:
-        raise ConfigError(
-            'activation_checkpoint.mode = "budget" with compile.enable = false: it is the compiler that keeps to the '
-            "budget; set compile.enable = true"
-        )
-    if checkpointing.mode == "budget" and config.compile.backend in ("eager", "aot_eager"):
-        raise ConfigError(
-            f'activation_checkpoint.mode = "budget" with compile.backend = "{config.compile.backend}", which keeps to '
-            'no budget; set compile.backend = "inductor"'
-        )
-    if checkpointing.every_n_layers > 1 and checkpointing.mode not in ("full", "selective"):
-        raise ConfigError(
-            f"activation_checkpoint.every_n_layers = {checkpointing.every_n_layers}: is for mode full or selective, "
-            f"not {checkpointing.mode}"
-        )
-    if parallelism.reshard_group_size and not parallelism.reshard_after_forward:
-        raise ConfigError(
-            f"parallelism.reshard_group_size = {parallelism.reshard_group_size}: needs reshard_after_forward = true"
-        )
+    for name, modes in (("every_n_layers", ("full", "selective")), ("memory_budget", ("budget",))):
+        value = getattr(checkpointing, name)
+        if value != getattr(ActivationCheckpoint, name) and checkpointing.mode not in modes:
+            raise ConfigError(
+                f"activation_checkpoint.{name} = {value}: is for mode {' or '.join(modes)}, not {checkpointing.mode}"
+            )
     for axis in ("pp", "tp", "local_steps"):  # weights stay gathered; FSDP2 takes no DTensors; nor ranks of islands
         if parallelism.reshard_group_size and getattr(parallelism, axis) > (axis != "local_steps"):
             raise ConfigError(
@@ -707,10 +700,13 @@ def check_config(config: Config) -> None:
             )
     if not parallelism.sync_every_microbatch and parallelism.pp > 1:
         raise ConfigError(f"parallelism.sync_every_microbatch = false: not with parallelism.pp = {parallelism.pp}")
-    if parallelism.local_steps:
-        check_local_steps(config)
-    if parallelism.async_tp and not (config.compile.enable and parallelism.tp > 1):
-        raise ConfigError("parallelism.async_tp = true: needs compile.enable = true and parallelism.tp above 1")
+    for name in ("checkpoint", "validation"):
+        section = getattr(config, name)
+        if parallelism.local_steps and section.enable and section.interval % parallelism.local_steps:
+            raise ConfigError(
+                f"{name}.interval = {section.interval}: must be a multiple of parallelism.local_steps = "
+                f"{parallelism.local_steps}, after which the islands have the same weights"
+            )
     if config.training.loss_chunks > 1 and (parallelism.tp > 1 or parallelism.pp > 1):
         raise ConfigError(
             f"training.loss_chunks = {config.training.loss_chunks}: must be 0 or 1 with parallelism.tp = "
@@ -723,44 +719,48 @@ def check_config(config: Config) -> None:
     names = [url.rstrip("/").rpartition("/")[2] for url in config.validation.datasets]
     if len(set(names)) < len(names):
         raise ConfigError(f"validation.datasets = {list(config.validation.datasets)}: two have the same last name")
-    if config.validation.sample_tokens and not config.validation.sample_prompt:
-        raise ConfigError("validation.sample_tokens is set but validation.sample_prompt is empty: give a prompt")
+
+
+def check_needs(config: Config) -> None:
+    """Refuse what would do nothing for want of another setting. Raises ConfigError."""
+    saving, parallelism = config.checkpoint.enable, config.parallelism
+    inductor = config.compile.enable and config.compile.backend == "inductor"
+    compiled = 'compile.enable = true and compile.backend = "inductor"'
+    for key, met, need in (  # of `key=choice` only that choice has the need
+        ("failures.replay_interval", config.run.deterministic, "run.deterministic = true, for the same bits twice"),
+        ("failures.on_bad_step=rollback", saving, "checkpoint.enable = true"),
+        ("checkpoint.save_initial", saving, "checkpoint.enable = true"),
+        ("checkpoint.save_model", saving, "checkpoint.enable = true"),
+        ("checkpoint.upload", saving, "checkpoint.enable = true"),
+        ("activation_checkpoint.mode=budget", inductor, compiled),
+        ("parallelism.async_tp", inductor, compiled),
+        ("parallelism.async_tp", parallelism.tp > 1, "parallelism.tp above 1"),
+        ("parallelism.reshard_group_size", parallelism.reshard_after_forward, "reshard_after_forward = true"),
+        ("parallelism.local_steps", parallelism.dp_replicate > 1, "parallelism.dp_replicate above 1, the islands"),
+        ("validation.sample_tokens", config.validation.sample_prompt, "validation.sample_prompt, the text to go on"),
+    ):
+        key, _, choice = key.partition("=")
+        value = _get(config, key)
+        if value and choice in ("", value) and not met:
+            raise ConfigError(f"{key} = {json.dumps(value)}: needs {need}")
 
 
 def check_checkpointing(config: Config) -> None:
-    """Refuse what would not be saved, or not be waited for. Raises ConfigError."""
+    """Refuse places where none can be saved, and waits that others would not wait for. Raises ConfigError."""
     settings = config.checkpoint
-    if not settings.enable:
-        for name in ("save_initial", "save_model", "upload"):
-            if getattr(settings, name):
-                raise ConfigError(
-                    f"checkpoint.{name} = {json.dumps(getattr(settings, name))}: needs checkpoint.enable = true"
-                )
-    longest_request = REQUEST_ATTEMPTS * settings.request_timeout_seconds + LONGEST_PAUSES_SECONDS
-    if longest_request >= settings.timeout_seconds:
+    for name in ("folder", "upload", "initial_load"):
+        place = getattr(settings, name)
+        if "://" in place and not re.match("s3://[^/]", place):
+            raise ConfigError(f"checkpoint.{name} = {place!r}: must be a folder or s3://bucket/prefix")
+    longest = REQUEST_ATTEMPTS * settings.request_timeout_seconds + LONGEST_PAUSES_SECONDS + settings.visibility_seconds
+    if longest >= settings.timeout_seconds:
         raise ConfigError(
-            f"checkpoint.timeout_seconds = {settings.timeout_seconds}: must exceed {longest_request}, the "
-            f"longest that one request may take ({REQUEST_ATTEMPTS} x checkpoint.request_timeout_seconds, pauses)"
+            f"checkpoint.timeout_seconds = {settings.timeout_seconds}: must exceed {longest:g}, the longest wait "
+            f"for an object ({REQUEST_ATTEMPTS} x request_timeout_seconds, pauses, and visibility_seconds)"
         )
     first = settings.folder or (config.run.folder and f"{config.run.folder}/checkpoints")
     if settings.upload and first and Path(settings.upload).resolve() == Path(first).resolve():
         raise ConfigError(f"checkpoint.upload = {settings.upload!r}: is checkpoint.folder itself; name a second place")
-
-
-def check_local_steps(config: Config) -> None:
-    """Islands must have others to meet, and be one model wherever it is measured or saved. Raises ConfigError."""
-    steps, replicas = config.parallelism.local_steps, config.parallelism.dp_replicate
-    if replicas == 1:
-        raise ConfigError(
-            f"parallelism.local_steps = {steps}: needs parallelism.dp_replicate above 1, the number of islands"
-        )
-    for name in ("checkpoint", "validation"):
-        section = getattr(config, name)
-        if section.enable and section.interval % steps:
-            raise ConfigError(
-                f"{name}.interval = {section.interval}: must be a multiple of parallelism.local_steps = {steps}, "
-                "after which the islands have the same weights"
-            )
 
 
 def loss_chunks(config: Config) -> int:

@@ -8,8 +8,15 @@ from pathlib import Path
 import torch
 
 import config as settings
+from config import ConfigError
 
 logger = logging.getLogger(__name__)
+
+
+def check_profiling(profiling: settings.Profiling) -> None:
+    """Refuse a snapshot of memory that is not there. Raises ConfigError."""
+    if profiling.memory_snapshot and not torch.cuda.is_available():
+        raise ConfigError("profiling.memory_snapshot = true: needs CUDA, whose allocations it records")
 
 
 @contextlib.contextmanager
@@ -19,25 +26,28 @@ def profile(
     """A profiler whose `.step()` the loop calls after each step, or None where no trace is wanted.
 
     Steps are counted from the start of the run; `steps_done` of them were done before. A trace whose first step
-    has passed begins as soon as it can: with the second step, the first warms the profiler up.
+    has passed begins as soon as it can: with the second step, the first warms the profiler up. Files are named by
+    their first step: a later start leaves its own. Raises ConfigError.
     """
-    if profiling.memory_snapshot and torch.cuda.is_available():
+    check_profiling(profiling)
+    if profiling.memory_snapshot:
         torch.cuda.memory._record_memory_history(max_entries=200_000)
     try:
         if not profiling.trace:
             yield None
             return
-        skip = max(0, profiling.trace_start - steps_done - 2)
+        first = max(profiling.trace_start, steps_done + 2)
+        wait = first - steps_done - 2
         with torch.profiler.profile(
-            schedule=torch.profiler.schedule(wait=skip, warmup=1, active=profiling.trace_steps, repeat=1),
-            on_trace_ready=lambda trace: _write_trace(trace, folder / f"trace-rank{rank}.json.gz"),
+            schedule=torch.profiler.schedule(wait=wait, warmup=1, active=profiling.trace_steps, repeat=1),
+            on_trace_ready=lambda trace: _write_trace(trace, folder / f"trace-step{first}-rank{rank}.json.gz"),
             record_shapes=True,
         ) as profiler:
             yield profiler
     finally:
-        if profiling.memory_snapshot and torch.cuda.is_available():
+        if profiling.memory_snapshot:
             folder.mkdir(parents=True, exist_ok=True)
-            torch.cuda.memory._dump_snapshot(str(folder / f"memory-rank{rank}.pickle"))
+            torch.cuda.memory._dump_snapshot(str(folder / f"memory-step{steps_done + 1}-rank{rank}.pickle"))
             torch.cuda.memory._record_memory_history(enabled=None)
 
 

@@ -1,4 +1,4 @@
-"""Files of one JSON record a line, added to by every start of a run. Imports no torch.
+"""Files of one JSON record a line, added to by every start of a run, and files replaced as a whole. Imports no torch.
 
 A kill or a full disk may cut the last line: it counts as never written.
 """
@@ -6,6 +6,7 @@ A kill or a full disk may cut the last line: it counts as never written.
 import argparse
 import json
 import mmap
+import os
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,6 +19,16 @@ def open_records(path: Path) -> IO[str]:
                 whole = content.rfind(b"\n") + 1
             file.truncate(whole)
     return open(path, "a", encoding="utf-8")
+
+
+def write_atomically(path: Path, data: bytes | memoryview) -> None:
+    """Write a file, or put it in the place of another: a kill, a full disk or a power cut leaves one of them whole."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
 
 
 def output_file(text: str) -> Path:

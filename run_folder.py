@@ -1,19 +1,23 @@
 """The folder of a run: its name, what it is the run of, and the record of every start."""
 
-import dataclasses
 import json
-import os
+import logging
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import config as settings
-from config import Config, ConfigError, Run, TitaniteError
+from config import Config, ConfigError, TitaniteError
 from parallel import exits
-from records import open_records, read_records
+from records import open_records, read_records, write_atomically
+
+logger = logging.getLogger(__name__)
 
 STARTS = "starts.jsonl"
 PROGRESS = ".progress"  # exists once a start has saved a checkpoint
@@ -28,21 +32,28 @@ def check_run_folder(config: Config, identity: dict[str, Any]) -> None:
     hold = [path for path in folder.iterdir() if not path.name.startswith(".")] if folder.is_dir() else [folder]
     if hold and not (folder / "model.json").is_file() and not _left_by_ranks(folder):
         raise ConfigError(f"run.folder = {config.run.folder!r}: exists, but is not the folder of a run")
-    if (folder / "model.json").is_file():
-        try:
-            saved = json.loads((folder / "model.json").read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ConfigError(f"{folder / 'model.json'}: is damaged ({error}); start again in a new folder") from None
-        different = [
-            f"{key} is {saved.get(key)!r} there and {identity.get(key)!r} in this config"
-            for key in sorted(saved.keys() | identity.keys())
-            if saved.get(key) != identity.get(key)
-        ]
-        if different:
-            raise ConfigError(
-                f"run.folder = {config.run.folder!r} holds the run of another model: {'; '.join(different)}. "
-                "Resume with the run's own model, or leave run.folder empty for a new run"
-            )
+    _check_model(folder, identity, f"run.folder = {config.run.folder!r}", "leave run.folder empty for a new run")
+
+
+def _check_model(folder: Path, identity: dict[str, Any], chosen: str, otherwise: str) -> None:
+    """Refuse a folder that is of another model. Raises ConfigError, with who chose it and what else can be done."""
+    file = folder / "model.json"
+    if not file.is_file():
+        return
+    try:
+        saved = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{file}: is damaged ({error}); start again in a new folder") from None
+    different = [
+        f"{key} is {saved.get(key)!r} there and {identity.get(key)!r} in this config"
+        for key in sorted(saved.keys() | identity.keys())
+        if saved.get(key) != identity.get(key)
+    ]
+    if different:
+        raise ConfigError(
+            f"{chosen} holds the run of another model: {'; '.join(different)}. "
+            f"Resume with the run's own model, or {otherwise}"
+        )
 
 
 def _left_by_ranks(folder: Path) -> bool:
@@ -62,31 +73,37 @@ def choose_run_folder(config: Config, identity: dict[str, Any], job: str = "") -
     if config.run.folder:
         return Path(config.run.folder)
     for starts in Path(config.run.outputs).glob(f"*/{STARTS}") if job else ():
-        if _last_job(starts.parent) == job and not (_finished(starts.parent) and _changed(starts.parent, config)):
-            check_run_folder(dataclasses.replace(config, run=Run(folder=str(starts.parent))), identity)
-            return starts.parent
+        folder = starts.parent
+        if _last_start(folder).get("job") == job and not (_finished(folder) and _changed(folder, config)):
+            otherwise = "give a new run a new --rdzv-id (on Slurm a new job, on Kubernetes another rdzvId)"
+            _check_model(folder, identity, f"job {job!r} began {folder}, which", otherwise)
+            return folder
     stamp = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
     name = f"{config.model.name}-{config.model.flavor}-{stamp}"
     number, folder = 1, Path(config.run.outputs) / name
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        while True:
-            try:
-                folder.mkdir()  # at once, so that it is of one start alone, however many begin in this second
-                return folder
-            except FileExistsError:
-                number += 1
-                folder = folder.with_name(f"{name}-{number}")
-    except OSError as error:
-        raise ConfigError(f"run.outputs = {config.run.outputs!r}: no folder can be made there: {error}") from None
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        try:
+            folder.mkdir()  # at once, so that it is of one start alone, however many begin in this second
+            return folder
+        except FileExistsError:
+            number += 1
+            folder = folder.with_name(f"{name}-{number}")
 
 
 def start_run(
-    config: Config, identity: dict[str, Any], world_size: int, job: str
+    config: Config, identity: dict[str, Any], world_size: int, job: str, check: Callable[[Path], None]
 ) -> tuple[Path, dict[str, tuple[Any, Any]]]:
-    """The run's folder, and what `record_start` says. Rank 0 only. Raises ConfigError, CrashLoopError."""
-    folder = choose_run_folder(config, identity, job)
-    return folder, record_start(folder, config, identity, world_size, job)
+    """The run's folder, and what `record_start` says. Rank 0 only. Raises TitaniteError, as `check(folder)` may."""
+    try:
+        folder = choose_run_folder(config, identity, job)
+        check(folder)
+        return folder, record_start(folder, config, identity, world_size, job)
+    except OSError as error:
+        name = "folder" if config.run.folder else "outputs"
+        mistake = isinstance(error, (PermissionError, FileExistsError, NotADirectoryError))
+        kind = ConfigError if mistake else TitaniteError  # a full disk, say, may have room again at torchrun's next try
+        raise kind(f"run.{name} = {getattr(config.run, name)!r}: cannot be used: {error}") from None
 
 
 def read_starts(folder: Path) -> list[dict[str, Any]]:
@@ -94,10 +111,13 @@ def read_starts(folder: Path) -> list[dict[str, Any]]:
     return read_records(folder / STARTS)
 
 
-def _last_job(folder: Path) -> str | None:
-    """The job that started the run last; None if no start was recorded whole."""
-    starts = read_starts(folder)
-    return starts[-1].get("job") if starts else None
+def _last_start(folder: Path) -> dict[str, Any]:
+    """The start of the run recorded last; empty where none is, or it cannot be read, which must stop no other run."""
+    try:
+        return [{}, *read_starts(folder)][-1]
+    except (OSError, ValueError) as error:
+        logger.warning(f"{folder / STARTS}: which job started this run is unknown: {error}")
+        return {}
 
 
 def _changed(folder: Path, config: Config) -> dict[str, tuple[Any, Any]]:
@@ -111,17 +131,10 @@ def _changed(folder: Path, config: Config) -> dict[str, tuple[Any, Any]]:
     return changed
 
 
-def _write(path: Path, text: str) -> None:
-    """Put a whole file in the place of another: a kill or a full disk leaves the one or the other."""
-    new = path.with_name(f".{path.name}.new")
-    new.write_text(text, encoding="utf-8")
-    os.replace(new, path)
-
-
 def _finished(folder: Path) -> bool:
     """Whether the run has done all its steps."""
-    file = folder / exits.FILE
-    return file.is_file() and json.loads(file.read_text(encoding="utf-8"))["kind"] == "finished"
+    ended = exits.read_exit(folder)
+    return ended is not None and ended["kind"] == "finished"
 
 
 def record_start(
@@ -136,8 +149,9 @@ def record_start(
     count = _count_without_progress(folder, job, config.failures.restarts_without_progress)
     after = exits.take_exit(folder)
     changed = _changed(folder, config)
-    _write(folder / "model.json", json.dumps(identity, indent=2) + "\n")  # first: by it a folder is known as a run's
-    _write(folder / "config.toml", settings.to_toml(config))
+    model = json.dumps(identity, indent=2) + "\n"
+    write_atomically(folder / "model.json", model.encode())  # first: by it a folder is known as a run's
+    write_atomically(folder / "config.toml", settings.to_toml(config).encode())
     start = {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "job": job,
@@ -147,7 +161,7 @@ def record_start(
         "changed": changed,
         "git_commit": git_commit(),
         "python": sys.version.split()[0],
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: _version(name) for name in PACKAGES} | {"torch": torch.__version__},  # it names CUDA's, too
     }
     with open_records(folder / STARTS) as file:
         file.write(json.dumps(start) + "\n")
@@ -165,16 +179,16 @@ def record_progress(folder: Path) -> None:
 
 def _count_without_progress(folder: Path, job: str, allowed: int) -> int:
     """Starts of this job, this one included, since the last checkpoint. Raises CrashLoopError above 1 + `allowed`."""
-    starts, progress = read_starts(folder), folder / PROGRESS
-    before = starts[-1].get("starts_since_checkpoint", 0) if starts and job and starts[-1].get("job") == job else 0
+    last, progress = _last_start(folder), folder / PROGRESS
+    before = last.get("starts_since_checkpoint", 0) if job and last.get("job") == job else 0
     count = 1 if progress.exists() else before + 1
     progress.unlink(missing_ok=True)
     if count > 1 + allowed:
-        path = folder / exits.FILE
-        last = json.loads(path.read_text(encoding="utf-8"))["cause"] if path.is_file() else "unknown, it was killed"
+        ended = exits.read_exit(folder)
+        cause = ended["cause"] if ended else "unknown, it was killed"
         raise CrashLoopError(
             f"{folder}: {count - 1} starts of this job in a row ended without a new checkpoint, "
-            f"failures.restarts_without_progress = {allowed}; the last one: {last}. Mend that, then start a new job "
+            f"failures.restarts_without_progress = {allowed}; the last one: {cause}. Mend that, then start a new job "
             f"with --run.folder={folder}"
         )
     return count

@@ -45,7 +45,7 @@ from parallel.mesh import ParallelDims
 from parallel.pipeline import build_step
 from parallel.stop import StopRequest
 from parallel.watchdog import Watchdog
-from profiling import profile
+from profiling import check_profiling, profile
 from run_folder import CrashLoopError, check_run_folder, record_progress, start_run
 from validate import sample_text, validate, validation_sets
 
@@ -63,6 +63,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
     tokens_per_step = grad_accum_steps(training, dims.dp) * training.local_batch_size * dims.dp * training.seq_len
     check_float8(config)
     find_hook(config.metrics.hook)
+    check_profiling(config.profiling)
     dataloader = build_dataloader(config, dp_rank, dims.dp, pin_memory=device_type() != "cpu")
     spec, flavor = find_model(config.model, dataloader.vocab_size)
     spec.check_parallelism(flavor, config)
@@ -80,7 +81,9 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
     device = init_distributed(environment, config.comm)
     dataloader.check_ranks()
     mesh = dims.build_mesh(device.type)
-    folder, changed = from_rank_0(lambda: start_run(config, identity, world_size, environment.job))
+    folder, changed = from_rank_0(
+        lambda: start_run(config, identity, world_size, environment.job, dataloader.check_run)
+    )
     if rank == 0:
         dataloader.tokenizer.save(folder)
         for key, (old, new) in changed.items():

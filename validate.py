@@ -29,12 +29,17 @@ from trained import Trained, add_place_arguments, load_from_arguments
 
 
 def validation_sets(config: Config) -> dict[str, Config]:
-    """What is measured: name → the config under which its batches are read. The training data has an empty name."""
-    if not config.validation.datasets:
+    """What is measured: name → the config under which its batches are read. The training data has an empty name.
+
+    Sets are named by their last folders, in full where two share one.
+    """
+    urls = config.validation.datasets
+    if not urls:
         return {"": config}
+    names = tuple(url.rstrip("/").rpartition("/")[2] for url in urls)
     return {
-        url.rstrip("/").rpartition("/")[2]: replace(config, data=replace(config.data, datasets=(url,), weights=()))
-        for url in config.validation.datasets
+        name: replace(config, data=replace(config.data, datasets=(url,), weights=()))
+        for name, url in zip(names if len(set(names)) == len(urls) else urls, urls, strict=True)
     }
 
 
@@ -176,11 +181,13 @@ def main(argv: list[str]) -> None:
     for section, fields in given.items():
         values.setdefault(section, {}).update({key: value for key, value in fields.items() if value is not None})
     config = settings.from_dict(values)
+    settings.check_config(config)
     datasets = arguments.datasets or (values.get("data") and (config.validation.datasets or config.data.datasets))
     if not datasets:
         raise ConfigError(f"{arguments.place}: no run says which datasets to measure; name them with --datasets")
+    if "seq_len" not in values["training"]:
+        raise ConfigError(f"{arguments.place}: no run says how long its sequences were; name it with --seq-len")
     config = replace(config, validation=replace(config.validation, datasets=tuple(datasets)))
-    settings.check_config(config)
     for name, held_out in validation_sets(config).items():
         loss, tokens = measure(trained, as_packed(held_out, arguments.seq_len), device)
         print(f"{name}  loss {loss:.4f}  perplexity {math.exp(loss):.3f}  {tokens:,} tokens", flush=True)

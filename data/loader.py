@@ -24,7 +24,7 @@ from data.order import Segment
 from data.place import StepShape, first_place, saved_place
 from data.shards import DataError, check_datasets, open_dataset, with_chat_template
 from data.stream import Stream, open_streams
-from data.tokenizer import Tokenizer
+from data.tokenizer import TOKENIZER, Tokenizer, load_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -73,10 +73,12 @@ class DataLoader:
     def __init__(self, config: Config, dp_rank: int, dp_size: int, pin_memory: bool = False):
         self._datasets, held_out = check_datasets(config)
         self._config = config
+        if config.run.folder:
+            self.check_run(Path(config.run.folder))
         counts = [("data.datasets", self._datasets), ("validation.datasets", held_out)]
         self._read: list[tuple[str, int | str]] = [(f"number of {key}", len(named)) for key, named in counts]
         self._read += [(f"dataset {dataset.url}", dataset.hash) for dataset in (*self._datasets, *held_out)]
-        self.vocab_size: int = max(dataset.vocab_size for dataset in self._datasets)
+        self.vocab_size: int = self._datasets[0].vocab_size  # of the tokenizer, which all share
         self.wait_seconds: float = 0.0
         self._place = first_place(config, self._datasets)
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="reader")
@@ -85,11 +87,21 @@ class DataLoader:
         accumulation = grad_accum_steps(config.training, dp_size)
         self._shape = StepShape(dp_size, config.training.local_batch_size, accumulation)
         self._dp_rank = dp_rank
-        self._positions = config.data.mask_documents
         self._pin_memory = pin_memory
-        self._prefetch_steps = config.data.prefetch_steps
         self._upcoming: Iterator[_Step] | None = None
         self._ledger: Ledger | None = None
+
+    def check_run(self, folder: Path) -> None:
+        """Refuse to go on with a run that began with another tokenizer. Raises ConfigError."""
+        if not (folder / TOKENIZER).is_file():
+            return
+        data, began = self._datasets[0], load_tokenizer(folder).fingerprint
+        # The second: another version of tokenizers may write the same one in another way.
+        if began != data.tokenizer_fingerprint and began != self.tokenizer.fingerprint:
+            raise ConfigError(
+                f"{folder}: this run began with tokenizer {began}, but the data in {data.url} was made by "
+                f"{data.tokenizer_fingerprint}; prepare that data with --tokenizer {folder}, or begin a new run"
+            )
 
     def check_ranks(self) -> None:
         """Refuse to start where ranks would read different data or do different things with it. Collective.
@@ -196,8 +208,8 @@ class DataLoader:
 
     def _take_step(self) -> _Step:
         if self._upcoming is None:
-            steps = self._steps()
-            self._upcoming = _Prefetcher(steps, self._prefetch_steps) if self._prefetch_steps else steps
+            steps, depth = self._steps(), self._config.data.prefetch_steps
+            self._upcoming = _Prefetcher(steps, depth) if depth else steps
         try:
             return next(self._upcoming)
         except BaseException:
@@ -223,7 +235,7 @@ class DataLoader:
         """The samples that begin at place `starts[i]` in the order of stream `datasets[i]`."""
         seq_len, piece_tokens = self._place.segment.seq_len, self._place.piece_tokens
         shape = (len(datasets), seq_len)
-        batch = _empty_batch(shape, self._positions, self._pin_memory)
+        batch = _empty_batch(shape, self._config.data.mask_documents, self._pin_memory)
         arrays = _arrays(batch)
         for i, stream in enumerate(self._streams):
             rows = [row for row, dataset in enumerate(datasets) if dataset == i]
@@ -270,7 +282,7 @@ class _BadBlocks:
         found = {stream.name: set(stream.masked) for stream in self._streams}
         everyone = [found]
         news = any(blocks != self.agreed[name] for name, blocks in found.items())
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        if dist.is_initialized() and dist.get_world_size() > 1:
             if self._group is None:  # by gloo, since this must not wait for the device
                 self._group = dist.new_group(backend="gloo")
             any_news = torch.tensor([int(news)])

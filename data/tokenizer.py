@@ -10,7 +10,9 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from config import TitaniteError
+from records import write_atomically
 
+TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 CONFIG = "tokenizer_config.json"
 END_OF_TEXT = "<|endoftext|>"
@@ -71,16 +73,19 @@ class Tokenizer:
         return self.raw.decode(list(ids), skip_special_tokens=True)
 
     def save(self, folder: Path) -> None:
-        """Write tokenizer.json, tokenizer_config.json that names the eos token, and any chat template to `folder`."""
+        """Write tokenizer_config.json that names the eos token, any chat template and tokenizer.json to `folder`.
+
+        In this order and each as a whole, so that a tokenizer.json, after a kill too, has its eos token beside it.
+        """
         self.raw.encode_special_tokens = False
-        (folder / "tokenizer.json").write_text(self.raw.to_str(), encoding="utf-8")
+        content = self.raw.to_str()
         self.raw.encode_special_tokens = True
         config = json.dumps({"eos_token": self.eos_token}) + "\n"
-        (folder / CONFIG).write_text(config, encoding="utf-8")
-        if self.chat_template:
-            (folder / CHAT_TEMPLATE).write_text(self.chat_template, encoding="utf-8")
-        else:
+        if not self.chat_template:
             (folder / CHAT_TEMPLATE).unlink(missing_ok=True)
+        for name, text in ((CONFIG, config), (CHAT_TEMPLATE, self.chat_template), (TOKENIZER, content)):
+            if text:
+                write_atomically(folder / name, text.encode())
 
 
 def load_tokenizer(path: str | Path, eos_token: str = "") -> Tokenizer:
@@ -92,7 +97,7 @@ def load_tokenizer(path: str | Path, eos_token: str = "") -> Tokenizer:
     Raises TokenizerError.
     """
     try:
-        file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
+        file = Path(path) / TOKENIZER if Path(path).is_dir() else Path(path)
         content = file.read_bytes()
         beside = [file.with_name(name) for name in (CONFIG, CHAT_TEMPLATE)]
         files = {other.name: other.read_bytes() for other in beside if other.is_file()}
@@ -104,7 +109,7 @@ def load_tokenizer(path: str | Path, eos_token: str = "") -> Tokenizer:
     return parse_tokenizer(content, declared, str(file), find_chat_template(files, str(file.parent)))
 
 
-def parse_tokenizer(content: bytes, eos_token: str, name: str, chat_template: str = "") -> Tokenizer:
+def parse_tokenizer(content: bytes, eos_token: str, name: str, chat_template: str) -> Tokenizer:
     """The tokenizer that the content of a tokenizer.json describes; see load_tokenizer. Raises TokenizerError."""
     try:
         raw = RawTokenizer.from_str(content.decode())

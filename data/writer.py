@@ -16,9 +16,10 @@ from isal import isal_zlib
 
 from data.shards import FORMAT, INDEX_SCHEMA, VERSION, DataError, Shard, digest, token_schema
 from data.tokenizer import Tokenizer
+from records import write_atomically
 
 PARTS = ".parts"  # what a preparation has finished, until its end
-SHARDS = re.compile(r"(train|validation)-\d{5,}\.(arrow|lengths)(\.tmp)?")
+SHARDS = re.compile(r"\.?(train|validation)-\d{5,}\.(arrow|lengths)(\.tmp)?")
 
 
 class WrittenShard(NamedTuple):
@@ -76,16 +77,6 @@ def remove_parts(folder: Path) -> None:
     (folder / PARTS / "plan.json").unlink(missing_ok=True)
     if (folder / PARTS).exists():
         shutil.rmtree(folder / PARTS)
-
-
-def write_atomically(path: Path, data: bytes | memoryview) -> None:
-    """Write a file that is either whole or not there, also after a power cut."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 def write_shard(

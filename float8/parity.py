@@ -225,12 +225,15 @@ def main(argv: list[str]) -> None:
 
 
 def _prepared(config: Config) -> Config:
-    """The config with all that the report needs: every loss, one validation at the end, one checkpoint at the end."""
+    """The config with all that the report needs: every loss, one validation at the end, one checkpoint at the end.
+
+    Measured are the held-out documents of the training data, also where `validation.datasets` names others.
+    """
     steps = config.training.steps
     return dataclasses.replace(
         config,
         metrics=dataclasses.replace(config.metrics, log_interval=1, tensorboard=False),
-        validation=dataclasses.replace(config.validation, enable=True, interval=steps, sample_tokens=0),
+        validation=dataclasses.replace(config.validation, enable=True, interval=steps, datasets=(), sample_tokens=0),
         checkpoint=dataclasses.replace(config.checkpoint, enable=True, interval=steps, folder="", upload=""),
         float8=dataclasses.replace(config.float8, enable=True),
     )

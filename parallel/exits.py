@@ -49,6 +49,8 @@ def record_exit(folder: Path, ended: Exit) -> bool:
             with open(descriptor, "w", encoding="utf-8") as file:
                 json.dump(record, file, indent=2)
                 file.write("\n")
+                file.flush()
+                os.fsync(file.fileno())  # a power cut must not leave the name of an empty file
             os.link(name, folder / FILE)  # whole, and by one alone
         finally:
             os.unlink(name)
@@ -59,13 +61,21 @@ def record_exit(folder: Path, ended: Exit) -> bool:
     return True
 
 
-def take_exit(folder: Path) -> dict[str, Any] | None:
-    """How the start before ended, to be recorded with the next one; removes `exit.json`. None: nobody could say."""
+def read_exit(folder: Path) -> dict[str, Any] | None:
+    """How the last start ended; None: nobody could say. Of a damaged `exit.json` the kind is "unknown"."""
     path = folder / FILE
-    if not path.is_file():
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
         return None
-    record = json.loads(path.read_text(encoding="utf-8"))
-    path.unlink()
+    except ValueError as error:
+        return {"kind": "unknown", "cause": f"unknown, {path} is damaged: {error}"}
+
+
+def take_exit(folder: Path) -> dict[str, Any] | None:
+    """What `read_exit` says, to be recorded with the next start; removes `exit.json`."""
+    record = read_exit(folder)
+    (folder / FILE).unlink(missing_ok=True)
     return record
 
 

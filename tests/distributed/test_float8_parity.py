@@ -46,6 +46,7 @@ def test_the_command(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     words = ["--seeds=2", f"--output={tmp_path / 'out'}", "--float8.filter=all", f"--data.datasets={dataset}"]
     words += ["--training.steps=2", "--training.seq_len=16", "--training.local_batch_size=1"]
     words += ["--lr_scheduler.warmup_steps=1", "--validation.max_samples=4"]
+    words += [f"--validation.datasets={dataset}"]  # a run's own, by name: not what is compared
     main(words)
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert (tmp_path / "out" / "losses.png").read_bytes().startswith(b"\x89PNG")

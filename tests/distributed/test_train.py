@@ -328,6 +328,9 @@ def test_bad_input_ends_in_one_line(single: Path, dataset: Path, tmp_path: Path)
     other = json.loads((dataset / "tokenizer.json").read_text())
     other["model"]["vocab"] |= {"added": len(other["model"]["vocab"])}
     (tmp_path / "other.json").write_text(json.dumps(other))
+    source = f"--source={dataset.parent / 'text'}"  # a tokenizer of 511, which the same model fits
+    prepare([source, f"--output={tmp_path / 'other'}", "--vocab-size=511", "--validation-fraction=0.1"])
+    before = {path: path.read_bytes() for path in single.iterdir() if path.is_file()}
     data = f"--data.datasets={dataset}"
     cases = [
         (["--training.stpes=3"], ["training.stpes", "did you mean training.steps"]),
@@ -345,6 +348,10 @@ def test_bad_input_ends_in_one_line(single: Path, dataset: Path, tmp_path: Path)
             [data, f"--run.folder={single}", "--model.vocab_size=576"],
             ["another model", "vocab_size is 512 there and 576"],
         ),
+        (
+            [*SMALL, f"--data.datasets={tmp_path / 'other'}", f"--run.folder={single}"],
+            [f"{single}: this run began with tokenizer", "--tokenizer"],
+        ),
     ]
     for arguments, said in cases:
         if not any("run.folder" in word for word in arguments):
@@ -356,6 +363,7 @@ def test_bad_input_ends_in_one_line(single: Path, dataset: Path, tmp_path: Path)
         for part in said:
             assert part in result.stderr, (arguments, result.stderr)
         assert not run_folder.exists(), "nothing may be written"
+    assert {path: path.read_bytes() for path in single.iterdir() if path.is_file()} == before
 
 
 def test_a_corrupt_shard_stops_the_run_and_is_named(dataset: Path, tmp_path: Path) -> None:
@@ -428,7 +436,7 @@ def test_killed_and_resumed_under_torchrun(dataset: Path, tmp_path: Path, capsys
     assert sorted(rows(folder)) == list(range(1, 21))
     assert list((folder / "tensorboard").glob("events*"))
     for rank in range(2):
-        with gzip.open(folder / "profile" / f"trace-rank{rank}.json.gz") as file:
+        with gzip.open(folder / "profile" / f"trace-step14-rank{rank}.json.gz") as file:
             names = {event["name"] for event in json.load(file)["traceEvents"]}
         # Counted from this start, which resumed after step 5 or 10.
         expected = {f"ProfilerStep#{step - resumed - 1}" for step in (14, 15)}

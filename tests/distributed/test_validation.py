@@ -1,11 +1,14 @@
 """Validation sets by name, in a run and of its checkpoint, against the loss worked out from the stored documents."""
 
+import dataclasses
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 
 from config import Config, ConfigError, Data, Model, TitaniteError, Training, load_config
@@ -28,9 +31,9 @@ def train_as(words: list[str]) -> None:
     train(load_config(words))
 
 
-def expected_loss(folder: Path, run: Path) -> tuple[float, int]:
+def expected_loss(folder: Path, run: Path, tokenizer: str = "") -> tuple[float, int]:
     """(mean loss, tokens) of the held-out documents, one after the other, cut into sequences."""
-    model = load_trained(str(run), device=torch.device("cpu"), dtype=torch.float32).model
+    model = load_trained(str(run), device=torch.device("cpu"), dtype=torch.float32, tokenizer=tokenizer).model
     stream = [token for block in stored_blocks(folder, "validation") for document in block for token in document]
     summed, count = 0.0, 0
     with torch.no_grad():
@@ -41,30 +44,33 @@ def expected_loss(folder: Path, run: Path) -> tuple[float, int]:
     return summed / count, count
 
 
+def documents(numbers: random.Random, n: int, high: int = 500) -> list[list[int]]:
+    return [[*(numbers.randrange(1, high) for _ in range(numbers.randint(3, 60))), 0] for _ in range(n)]
+
+
+def arguments(run: Path, *datasets: Path) -> list[str]:
+    words = ["--data.datasets=" + ",".join(map(str, datasets)), f"--run.folder={run}", "--training.steps=4"]
+    words += [f"--training.seq_len={SEQ_LEN}", "--training.local_batch_size=4", "--training.param_dtype=float32"]
+    words += ["--validation.interval=2", "--validation.max_samples=0", "--metrics.tensorboard=false"]
+    return [*words, "--lr_scheduler.warmup_steps=1"]
+
+
+def last_validation(run: Path, key: str) -> dict[str, Any]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if row.get(key) is not None][-1]
+
+
 def test_named_sets_are_measured_in_a_run_and_afterwards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     numbers = random.Random(0)
-
-    def documents(n: int, low: int, high: int) -> list[list[int]]:
-        return [[*(numbers.randrange(low, high) for _ in range(numbers.randint(3, 60))), 0] for _ in range(n)]
-
-    main_set = write_dataset(tmp_path / "main", [documents(60, 1, 500)], documents(3, 1, 500))
+    main_set = write_dataset(tmp_path / "main", [documents(numbers, 60)], documents(numbers, 3))
     sets = {
-        name: write_dataset(tmp_path / name, [documents(1, 1, 500)], documents(n, 1, high))
+        name: write_dataset(tmp_path / name, [documents(numbers, 1)], documents(numbers, n, high))
         for name, n, high in (("few", 9, 20), ("many", 30, 500))
     }
     run = tmp_path / "run"
-    words = [
-        f"--data.datasets={main_set}",
-        f"--run.folder={run}",
-        "--training.steps=4",
-        "--lr_scheduler.warmup_steps=1",
-    ]
-    words += [f"--training.seq_len={SEQ_LEN}", "--training.local_batch_size=4", "--training.param_dtype=float32"]
-    words += ["--validation.interval=2", "--validation.max_samples=0", "--metrics.tensorboard=false"]
-    words += ["--validation.datasets=" + ",".join(map(str, sets.values()))]
+    words = [*arguments(run, main_set), "--validation.datasets=" + ",".join(map(str, sets.values()))]
     run_ranks(2, train_as, words, start_group=False)
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    last = [row for row in rows if "validation_loss/few" in row][-1]
+    last = last_validation(run, "validation_loss/few")
     assert last["step"] == 4
     assert last["validation_loss"] is None
     capsys.readouterr()
@@ -78,13 +84,53 @@ def test_named_sets_are_measured_in_a_run_and_afterwards(tmp_path: Path, capsys:
     validate([str(run), "--datasets", str(main_set), "--batch-size=1"])
     assert f"loss {expected_loss(main_set, run)[0]:.4f}" in capsys.readouterr().out
 
-    other = write_dataset(tmp_path / "other", [documents(1, 1, 5)], documents(2, 1, 5), vocab_size=600)
+    other = write_dataset(tmp_path / "other", [documents(numbers, 1, 5)], documents(numbers, 2, 5), vocab_size=600)
     with pytest.raises(TitaniteError, match="was made with tokenizer"):
         validate([str(run), "--datasets", str(other)])
     with pytest.raises(TitaniteError, match=r"validation.datasets: .*other was made with another tokenizer"):
         train(load_config([*words[:1], f"--validation.datasets={other}", f"--training.seq_len={SEQ_LEN}"]))
     with pytest.raises(ConfigError, match="two have the same last name"):
         load_config(["--validation.datasets=a/web,b/web/"])
+
+
+def test_training_sets_of_one_name_are_measured_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Together in the run, afterwards each by its path."""
+    numbers, run = random.Random(1), tmp_path / "run"
+    folders = [
+        write_dataset(tmp_path / side / "train", [documents(numbers, 20)], documents(numbers, n))
+        for side, n in (("a", 3), ("b", 9))
+    ]
+    run_ranks(1, train_as, arguments(run, *folders), start_group=False)
+    capsys.readouterr()
+    validate([str(run)])
+    measured = [expected_loss(folder, run) for folder in folders]
+    for line, folder, (loss, tokens) in zip(capsys.readouterr().out.splitlines(), folders, measured, strict=True):
+        assert line.startswith(f"{folder}  loss {loss:.4f}")
+        assert line.endswith(f"{tokens:,} tokens")
+    pooled = sum(loss * tokens for loss, tokens in measured) / sum(tokens for _, tokens in measured)
+    assert last_validation(run, "validation_loss")["validation_loss"] == pytest.approx(pooled, abs=1e-5)
+
+
+def test_a_checkpoint_that_names_no_length_is_measured_at_a_given_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Stock DCP's, which has no config."""
+    numbers, place = random.Random(2), tmp_path / "stock"
+    folder = write_dataset(tmp_path / "set", [documents(numbers, 1)], documents(numbers, 9))
+    spec, flavor = find_model(Model(flavor="tiny"), 1000)
+    model = build_model(spec, flavor).to_empty(device="cpu")
+    init_weights(model, torch.device("cpu"), seed=4)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=place / "checkpoints")
+    (place / "model.json").write_text(json.dumps({"name": "llama", **dataclasses.asdict(flavor)}))
+    with pytest.raises(ConfigError, match=r"stock: no run says how long .* --seq-len"):
+        validate([str(place), "--tokenizer", str(folder), "--datasets", str(folder)])
+    assert not capsys.readouterr().out
+    words = ["--datasets", str(folder), f"--seq-len={SEQ_LEN}", "--max-samples=0"]
+    validate([str(place), "--tokenizer", str(folder), *words])
+    loss, tokens = expected_loss(folder, place, str(folder))
+    line = capsys.readouterr().out
+    assert line.startswith(f"set  loss {loss:.4f}  perplexity ")
+    assert line.endswith(f"  {tokens:,} tokens\n")
 
 
 def test_packed_examples_are_measured_whole_and_apart(tuning: Path) -> None:  # noqa: F811

@@ -32,6 +32,6 @@ def test_a_checkpoint_on_s3_generates_and_is_measured(
         validate([f"{bucket}/models/imported"])
     other = write_dataset(tmp_path / "other", [[[1, 2, 0]]], [[3, 4, 0]])
     with pytest.raises(TitaniteError, match="was made with tokenizer"):
-        validate([f"{bucket}/models/imported", "--datasets", str(other)])
+        validate([f"{bucket}/models/imported", "--datasets", str(other), "--seq-len=8"])
     with pytest.raises(TitaniteError, match="no checkpoint here"):
         generate([f"{bucket}/nothing", "--prompt", "a"])

@@ -77,7 +77,19 @@ def test_command_line_values(words, get, value) -> None:
             ["--data.datasets=s3://b/x", "--comm.init_timeout_seconds=200"],
             ["data.retry_seconds = 180", "below 160", "comm.init_timeout_seconds"],
         ),
-        (["--checkpoint.timeout_seconds=315"], ["checkpoint.timeout_seconds = 315", "must exceed 315"]),
+        (["--checkpoint.timeout_seconds=325"], ["checkpoint.timeout_seconds = 325", "must exceed 325"]),
+        (["--checkpoint.visibility_seconds=1485"], ["checkpoint.timeout_seconds = 1800", "must exceed 1800"]),
+        (["--run.folder=s3://b/x"], ["run.folder = 's3://b/x'", "must be a folder", "checkpoint.folder"]),
+        (["--run.outputs=s3://b/x"], ["run.outputs = 's3://b/x'", "must be a folder", "checkpoint.upload"]),
+        (["--data.cache_folder=s3://b/x"], ["data.cache_folder = 's3://b/x'", "must be a folder"]),
+        (["--checkpoint.folder=gs://b/x"], ["checkpoint.folder = 'gs://b/x'", "s3://bucket/prefix"]),
+        (["--checkpoint.upload=s3:///x"], ["checkpoint.upload = 's3:///x'", "s3://bucket/prefix"]),
+        (["--checkpoint.initial_load=hf://x/y"], ["checkpoint.initial_load = 'hf://x/y'", "a folder"]),
+        (["--profiling.trace", "--profiling.trace_start=401"], ["trace_start = 401", "training.steps = 400"]),
+        (
+            ["--profiling.trace", "--profiling.trace_start=1", "--training.steps=1", "--lr_scheduler.warmup_steps=0"],
+            ["the first step traced, 2", "training.steps = 1"],
+        ),
         (["--checkpoint.folder=x", "--checkpoint.upload=x/"], ["checkpoint.upload", "checkpoint.folder itself"]),
         (["--checkpoint.folder=s3://x/y", "--checkpoint.upload=s3://x/y/"], ["checkpoint.upload", "folder itself"]),
         (["--checkpoint.folder=./x", "--checkpoint.upload=y/../x"], ["checkpoint.upload", "folder itself"]),
@@ -95,7 +107,7 @@ def test_command_line_values(words, get, value) -> None:
         (["--data.weights=-1"], ["data.weights", "above 0"]),
         (["--lr_scheduler.warmup_steps=500"], ["lr_scheduler.warmup_steps = 500", "training.steps = 400"]),
         (["--lr_scheduler.decay_fraction=0.99"], ["decay_fraction = 0.99", "do not fit"]),
-        (["--validation.sample_tokens=5"], ["validation.sample_prompt"]),
+        (["--validation.sample_tokens=5"], ["validation.sample_tokens = 5", "needs validation.sample_prompt"]),
         (["--checkpoint.aws_secret_access_key=abc"], ["credentials are never part of a config"]),
         (["--checkpoint.folder=s3://key:secret@bucket/x"], ["checkpoint.folder", "s3://***@bucket/x", "environment"]),
     ],
@@ -107,6 +119,13 @@ def test_bad_input_is_named(words, said) -> None:
         assert part in str(error.value)
     assert "secret@" not in str(error.value)
     assert "abc" not in str(error.value)
+
+
+def test_what_shapes_a_feature_may_stay_where_one_flag_switches_it_off() -> None:
+    shapes = ["--parallelism.cp_method=ring", "--parallelism.pp_schedule=Interleaved1F1B", "--parallelism.outer_lr=1"]
+    load_config(
+        [*shapes, "--parallelism.pp_microbatch_size=2", "--float8.recipe=rowwise", "--profiling.trace_start=999"]
+    )
 
 
 def test_bad_files_are_named(tmp_path: Path) -> None:
@@ -216,7 +235,7 @@ def test_what_the_pages_tell_to_type_is_accepted(command: str) -> None:
 
 
 ASYNC, ZERO_BUBBLE = "--parallelism.async_tp", "--parallelism.pp_schedule=InterleavedZeroBubble"
-TWO_STAGES = "--parallelism.pp=2"
+TWO_STAGES, INDUCTOR = "--parallelism.pp=2", 'needs compile.enable = true and compile.backend = "inductor"'
 REFUSED = [  # words, ranks, what is said: each would otherwise train wrongly, fail late or be ignored
     ([TWO_STAGES, ZERO_BUBBLE, "--compile.enable"], 2, "gives wrong gradients"),
     ([TWO_STAGES, "--model.flavor=1B"], 2, "one weight as embedding and output"),
@@ -233,22 +252,25 @@ REFUSED = [  # words, ranks, what is said: each would otherwise train wrongly, f
     ),
     (["--float8.enable", "--parallelism.reshard_group_size=2"], 4, "gathers no float8 weights"),
     ([TWO_STAGES, ZERO_BUBBLE, "--activation_checkpoint.mode=selective"], 2, "recomputes twice"),
-    (
-        ["--activation_checkpoint.mode=budget", "--compile.enable", "--compile.backend=aot_eager"],
-        1,
-        "keeps to no budget",
-    ),
+    (["--activation_checkpoint.mode=budget", "--compile.enable", "--compile.backend=aot_eager"], 1, INDUCTOR),
     ([TWO_STAGES, "--training.loss_chunks=4"], 2, "must be 0 or 1"),
     (["--parallelism.tp=2", "--training.loss_chunks=4"], 2, "must be 0 or 1"),
     (["--float8.enable", "--float8.skip=[]", "--training.loss_chunks=4"], 1, 'unless float8.skip names "output"'),
     (["--parallelism.cp=2", "--parallelism.cp_method=ring", "--data.mask_documents"], 2, "knows no documents"),
     (["--parallelism.cp=2", "--training.seq_len=254"], 2, "must be a multiple of 4"),
     (["--parallelism.tp=3"], 3, "n_heads"),
-    (["--activation_checkpoint.mode=budget"], 1, "needs compile.enable|set compile.enable"),
+    (["--activation_checkpoint.mode=budget"], 1, INDUCTOR),
     (["--activation_checkpoint.every_n_layers=2"], 1, "is for mode full or selective"),
+    (
+        ["--activation_checkpoint.mode=full", "--activation_checkpoint.memory_budget=0.5"],
+        1,
+        "memory_budget = 0.5: is for mode budget, not full",
+    ),
     (["--parallelism.reshard_group_size=3"], 8, "must divide the 8 ranks"),
     (["--parallelism.reshard_group_size=2", "--parallelism.reshard_after_forward=false"], 8, "needs reshard_after"),
-    ([ASYNC], 1, "needs compile.enable = true and parallelism.tp above 1"),
+    ([ASYNC, "--parallelism.tp=2"], 2, INDUCTOR),
+    ([ASYNC, "--parallelism.tp=2", "--compile.enable", "--compile.backend=eager"], 2, INDUCTOR),
+    ([ASYNC, "--compile.enable"], 1, "needs parallelism.tp above 1"),
     (["--failures.replay_interval=5"], 1, "needs run.deterministic"),
     (["--failures.on_bad_step=rollback", "--checkpoint.enable=false"], 1, "needs checkpoint.enable"),
     (["--parallelism.local_steps=10"], 2, "needs parallelism.dp_replicate above 1"),

@@ -18,7 +18,7 @@ from data.audit import prove
 from data.loader import IGNORED, build_dataloader, validation_batches
 from data.shards import BadBlockError, DataError, check_datasets, open_dataset
 from data.storage import Cache, LocalFolder, StorageError
-from data.tokenizer import TokenizerError
+from data.tokenizer import END_OF_TEXT, TokenizerError, fingerprint, load_tokenizer
 from tests.corpus import data_config, expected_stream, stored_blocks, word_tokenizer, write_dataset
 from tests.harness import run_ranks
 
@@ -97,6 +97,41 @@ def test_combinations_that_do_not_fit(folder, tmp_path):
         check(folder, data__tokenizer=str(tmp_path / "nothing"))
     with pytest.raises(StorageError, match="cannot be opened"):
         check("nosuchprotocol://x/y")
+
+
+def test_a_run_goes_on_only_with_its_own_tokenizer(folder, tmp_path):
+    other = write_dataset(tmp_path / "other", DOCUMENTS, vocab_size=999)
+    run = tmp_path / "run"
+    run.mkdir()
+
+    def start(data: Path) -> None:
+        loader = build_dataloader(data_config(data, training__seq_len=8, run__folder=str(run)), 0, 1)
+        loader.tokenizer.save(run)
+        loader.close()
+
+    start(folder)
+    saved = {file: (run / file).read_text() for file in ("tokenizer.json", "tokenizer_config.json")}
+    start(folder)
+    text = json.dumps(json.loads(saved["tokenizer.json"]), indent=1)  # as another version of tokenizers might write it
+    (folder / "tokenizer.json").write_text(text)
+    change_manifest(folder, tokenizer=fingerprint(text.encode(), END_OF_TEXT))
+    start(folder)
+    with pytest.raises(ConfigError, match=r"run: this run began with tokenizer \w+, but the data in .*other"):
+        start(other)
+    assert {file: (run / file).read_text() for file in saved} == saved
+    assert {path.name for path in run.iterdir()} == saved.keys()
+
+
+def test_a_full_disk_leaves_a_whole_tokenizer(folder):
+    """A run could not go on with half of one."""
+    before, limits = load_tokenizer(folder).fingerprint, resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            word_tokenizer(1000).save(folder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert load_tokenizer(folder).fingerprint == before
 
 
 def test_checking_imports_no_torch(folder):

@@ -1019,7 +1019,7 @@ def test_every_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch)
     monkeypatch.setattr(os, "fsync", lambda file: (synced.append(os.readlink(f"/proc/self/fd/{file}")), fsync(file)))
     monkeypatch.setattr(Path, "replace", lambda self, name: (named.append(str(self)), replace(self, name)))
     write_dataset(tmp_path / "set", [[[1, 2, 0]]], validation=[[5, 0]])
-    assert len(named) == 6
+    assert len(named) == 8
     assert synced == named
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
-from config import Config, ConfigError, Metrics, Model, Parallelism, Run, Training
+from config import Config, ConfigError, Metrics, Model, Parallelism, Profiling, Run, TitaniteError, Training
 from data.ledger import Ledger, read_ledger
 from data.place import StepShape
 from launch.processes import processes
@@ -28,10 +28,15 @@ from parallel.comm import meet
 from parallel.exits import Exit, record_exit
 from parallel.mesh import ParallelDims
 from parallel.stop import StopRequest
-from run_folder import check_run_folder, choose_run_folder, read_starts, record_start
+from profiling import profile
+from run_folder import check_run_folder, choose_run_folder, read_starts, record_start, start_run
 from tests.harness import run_ranks
 
 ROOT = Path(__file__).parents[2]
+
+
+def anything(folder: Path) -> None:
+    """A check of the run's folder that refuses none."""
 
 
 def test_new_runs_get_names_of_their_own(tmp_path: Path) -> None:
@@ -43,14 +48,25 @@ def test_new_runs_get_names_of_their_own(tmp_path: Path) -> None:
     assert choose_run_folder(Config(run=Run(folder="x/y")), {}) == Path("x/y")
 
 
-def test_a_place_where_no_folder_can_be_made_is_named(tmp_path: Path) -> None:
+def test_a_place_where_no_folder_can_be_made_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "outputs").symlink_to(tmp_path / "not mounted")
     with pytest.raises(ConfigError, match=r"run\.outputs = .*outputs"):
-        choose_run_folder(Config(run=Run(outputs=str(tmp_path / "outputs"))), {})
+        start_run(Config(run=Run(outputs=str(tmp_path / "outputs"))), {}, 1, "", anything)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"run\.folder = .*file/run.*: cannot be used: .*Not a directory"):
+        start_run(Config(run=Run(folder=str(tmp_path / "file" / "run"))), {}, 1, "", anything)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(TitaniteError, match=r"cannot be used: .*No space left") as error:
+        start_run(Config(run=Run(folder=str(tmp_path / "run"))), {}, 1, "", anything)
+    assert not isinstance(error.value, ConfigError), "torchrun tries again: there may be room by then"
 
 
 @pytest.mark.parametrize(
-    "file", ["data/rank-00008.jsonl", "profile/trace-rank8.json.gz", "checkpoints/step-1", "exit.json"]
+    "file", ["data/rank-00008.jsonl", "profile/trace-step9-rank8.json.gz", "checkpoints/step-1", "exit.json"]
 )
 def test_a_node_with_a_disk_of_its_own_starts_again(tmp_path: Path, file: str) -> None:
     """Its ranks have left their part of the run there; what makes the folder a run's is on rank 0's node."""
@@ -84,6 +100,59 @@ def test_a_line_cut_by_a_kill_spoils_no_later_one(tmp_path: Path) -> None:
     assert choose_run_folder(Config(run=Run(outputs=str(tmp_path))), {}, "job 1") == tmp_path / "run"
 
 
+def test_a_damaged_record_of_another_run_stops_no_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name, damage in {"a": b"{\n", "b": b"\xff\n"}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "starts.jsonl").write_bytes(damage)
+    config = Config(run=Run(outputs=str(tmp_path)))
+    folder, _ = start_run(config, {}, 2, "job 1", anything)
+    assert len(caplog.messages) == 2
+    assert all(any(f"{tmp_path / name / 'starts.jsonl'}: " in line for line in caplog.messages) for name in "ab")
+    assert start_run(config, {}, 2, "job 1", anything)[0] == folder
+    start_run(Config(run=Run(folder=str(tmp_path / "a"))), {}, 2, "job 1", anything)
+
+
+def test_a_folder_that_is_refused_is_left_as_it_is(tmp_path: Path) -> None:
+    config = Config(run=Run(outputs=str(tmp_path)))
+    folder, _ = start_run(config, {}, 1, "job 1", anything)
+
+    def refuse(chosen: Path) -> None:
+        raise ConfigError(f"not {chosen}")
+
+    with pytest.raises(ConfigError, match=f"not {folder}"):
+        start_run(config, {}, 1, "job 1", refuse)
+    assert len(read_starts(folder)) == 1
+
+
+@pytest.mark.parametrize("damage", [b"", b'{"kind": "fini', bytes(40)])
+def test_a_damaged_record_of_the_exit_stops_no_start(tmp_path: Path, damage: bytes) -> None:
+    config = Config(run=Run(outputs=str(tmp_path)))
+    folder, _ = start_run(config, {}, 1, "job 1", anything)
+    for _ in range(config.failures.restarts_without_progress):
+        (folder / "exit.json").write_bytes(damage)
+        assert start_run(config, {}, 1, "job 1", anything)[0] == folder
+        assert "exit.json is damaged" in read_starts(folder)[-1]["after"]["cause"]
+    (folder / "exit.json").write_bytes(damage)
+    with pytest.raises(TitaniteError, match=r"in a row .*the last one: unknown, .*exit\.json is damaged"):
+        start_run(config, {}, 1, "job 1", anything)
+
+
+def test_whole_files_are_on_the_disk_before_they_have_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+
+    def watch(owner: object, name: str) -> None:
+        real = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *arguments: done.append(name) or real(*arguments))
+
+    for owner, name in ((os, "fsync"), (Path, "replace"), (os, "link")):
+        watch(owner, name)
+    record_start(tmp_path, Config(), {}, 1)
+    record_exit(tmp_path, Exit("failed", "x", 0, "data", 1, None, "y"))
+    assert done == [*2 * ["fsync", "replace"], "fsync", "link"]  # model.json, config.toml; exit.json
+
+
 def test_a_start_cut_while_it_is_recorded_spoils_no_later_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, identity = tmp_path / "run", {"dim": 2}
     config = Config(run=Run(folder=str(folder)))
@@ -91,9 +160,9 @@ def test_a_start_cut_while_it_is_recorded_spoils_no_later_one(tmp_path: Path, mo
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    for name in ("replace", "link"):  # of config.toml and model.json; of exit.json
+    for owner, name in ((Path, "replace"), (os, "link")):  # of config.toml and model.json; of exit.json
         with monkeypatch.context() as patched, contextlib.suppress(OSError):
-            patched.setattr(os, name, full)
+            patched.setattr(owner, name, full)
             record_start(folder, config, identity, 1)
             record_exit(folder, Exit("failed", "x", 0, "data", 1, None, "y"))
         check_run_folder(config, identity)
@@ -121,6 +190,27 @@ def test_another_models_run_is_not_resumed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="another model: n_layers is 2 there and 3 in this config"):
         check_run_folder(config, {"dim": 4, "n_layers": 3})
     check_run_folder(Config(run=Run(folder=str(tmp_path / "new"))), {})
+
+
+def test_each_start_leaves_a_trace_of_its_own(tmp_path: Path) -> None:
+    for steps_done in (0, 5):
+        with profile(Profiling(trace=True, trace_start=3, trace_steps=1), tmp_path, 0, steps_done) as profiler:
+            for _ in range(4):
+                assert profiler is not None
+                profiler.step()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "trace-step3-rank0.json.gz",
+        "trace-step7-rank0.json.gz",
+    ]
+
+
+def test_a_memory_snapshot_needs_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with (
+        pytest.raises(ConfigError, match=r"profiling\.memory_snapshot = true: needs CUDA"),
+        profile(Profiling(memory_snapshot=True), tmp_path, 0, 0),
+    ):
+        pass
 
 
 def test_metrics_rows_hold_the_rates_of_the_interval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -247,7 +247,7 @@ def test_restarts_of_a_job_share_a_folder_until_it_is_done(tmp_path: Path) -> No
     assert start(config, "job-1", "finished") == first, "asked to stop in its last moments, and queued again"
     longer = dataclasses.replace(config, training=Training(steps=500))
     assert start(longer, "job-1") != first
-    with pytest.raises(ConfigError, match="another model"):
+    with pytest.raises(ConfigError, match=r"job 'job-2' began .* another model: .*give a new run a new --rdzv-id"):
         choose_run_folder(config, {"dim": 3}, "job-2")
 
 
