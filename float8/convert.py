@@ -17,8 +17,11 @@ from config import Config, ConfigError
 RECIPE_OF_ALL_GATHER = "tensorwise"  # the one whose weight has a single scale, whichever rank holds which rows
 
 
-def check_float8(config: Config) -> None:
-    """Refuse settings that contradict each other, and a device that has no float8 matmul. Raises ConfigError."""
+def check_float8(config: Config, here: bool = True) -> None:
+    """Refuse settings that contradict each other and, for a run `here`, a device that has no float8 matmul.
+
+    Raises ConfigError.
+    """
     float8, training = config.float8, config.training
     if not float8.enable:
         return
@@ -55,7 +58,7 @@ def check_float8(config: Config) -> None:
             "matmuls of the weight gradients sum"
         )
     # CPUs compute float8 matmuls for real, if not fast.
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
+    if here and torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
         raise ConfigError(
             f"float8.enable = true: {torch.cuda.get_device_name()} has no float8 matmul (compute capability "
             "8.9 or newer has); set float8.emulate = true to try the numerics"

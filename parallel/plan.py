@@ -19,7 +19,15 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-from config import Config, ConfigError, TitaniteError, check_config, grad_accum_steps, load_config
+from config import (
+    ActivationCheckpoint,
+    Config,
+    ConfigError,
+    TitaniteError,
+    check_config,
+    grad_accum_steps,
+    load_config,
+)
 from float8.convert import check_float8, convert_to_float8
 from models import ModelSpec, build_model, find_model
 from parallel.devices import DEVICES
@@ -33,7 +41,7 @@ DEFAULT_VOCAB_SIZE = 4096  # of a flavor that takes its tokenizer's: the one tha
 KNOWN_BY = {
     "parameters": "counted on the real module",
     "memory": "modelled; within 5 % of a count of the real step, 20 % with both tp and pp; reserved: docs/plan.md",
-    "traffic": "modelled; equal to a count of the real step, with up to three stages per rank and no budget",
+    "traffic": "modelled; equal to a count of the real step but for what docs/plan.md names",
     "speed": "modelled; errors against published runs in docs/plan.md",
     "checkpoint": "size exact; times from --storage-bandwidth",
     "failures": "Young's and Daly's formulas, from --mttf-hours",
@@ -115,7 +123,7 @@ def _check(config: Config, options: Options, spec: ModelSpec, flavor: Any) -> Pa
     # Overlapped tensor parallelism needs a GPU to run, not to be planned.
     parallelism = dataclasses.replace(config.parallelism, async_tp=False)
     spec.check_parallelism(flavor, dataclasses.replace(config, parallelism=parallelism))
-    check_float8(config)
+    check_float8(config, here=False)
     grad_accum_steps(config.training, dims.dp)
     return dims
 
@@ -148,7 +156,7 @@ def sweep(config: Config, options: Options) -> list[dict[str, Any]]:
     the config names them.
     """
     plans = []
-    degrees = [2**i for i in range(6)]
+    degrees, every = [2**i for i in range(6)], config.activation_checkpoint.every_n_layers
     spec, flavor = _find_model(config)
     base, parameters = build_work(config, ParallelDims(1, 1), spec, flavor)
     for tp, pp, cp, mode, batch in itertools.product(
@@ -160,7 +168,7 @@ def sweep(config: Config, options: Options) -> list[dict[str, Any]]:
             changed = dataclasses.replace(
                 config,
                 parallelism=layout,
-                activation_checkpoint=dataclasses.replace(config.activation_checkpoint, mode=mode),
+                activation_checkpoint=ActivationCheckpoint(mode=mode, every_n_layers=every),  # no budget
                 training=dataclasses.replace(config.training, local_batch_size=batch),
             )
             try:

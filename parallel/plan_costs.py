@@ -15,6 +15,9 @@ from parallel.mesh import ParallelDims
 from parallel.pipeline import layers_of_stages
 
 GIB = 2**30
+# Float8 layers that tensor parallelism splits by columns, by the gathered input that they read, and by rows.
+READERS = (frozenset({"wq", "wk", "wv"}), frozenset({"w1", "w3"}))
+BY_ROWS = frozenset({"wo", "w2"})
 
 
 class Traffic(NamedTuple):
@@ -139,14 +142,34 @@ class Work:
 
     @property
     def alone(self) -> bool:
-        """Whether nothing is sharded, and FSDP2 is not used."""
-        dims = self.dims
-        return dims.dp * dims.cp * dims.tp * dims.pp == 1 and not self.config.float8.enable
+        """Whether FSDP2 is not used: one rank, or islands of one, to which it would add only copies."""
+        dims, parallelism = self.dims, self.config.parallelism
+        one = dims.dp * dims.cp * dims.tp * dims.pp == dims.islands and parallelism.sync_every_microbatch
+        return one and not self.config.float8.enable and not parallelism.cpu_offload
 
     @property
     def param_bytes(self) -> int:
         """Bytes of a number as blocks compute."""
         return 2 if self.config.training.param_dtype == "bfloat16" else 4
+
+    # As the functions of these names in float8/, which stands beside this package.
+
+    @property
+    def gathers_float8(self) -> bool:
+        """Whether FSDP2 gathers converted weights in float8."""
+        float8 = self.config.float8
+        return float8.enable and float8.recipe == "tensorwise" and float8.fsdp_all_gather != "off"
+
+    @property
+    def precomputes_scales(self) -> bool:
+        """Whether one all-reduce a step finds the scales of all weights."""
+        return self.gathers_float8 and self.config.float8.precompute_scale != "off"
+
+    @property
+    def gathers_activations(self) -> bool:
+        """Whether tensor parallelism gathers the inputs of converted layers in float8."""
+        float8 = self.config.float8
+        return float8.enable and float8.recipe == "tensorwise" and float8.tp_all_gather != "off"
 
 
 # ---------------------------------------------------------------- weights
@@ -260,7 +283,7 @@ def traffic(work: Work) -> list[Traffic]:
 def _add_fsdp(work: Work, add: Any) -> None:
     all_groups, ranks, reduce_bytes = groups(work), work.fsdp, work.reduce_bytes
     replicas = work.dims.dp_replicate if work.dims.islands == 1 else 1
-    n_weights = sum(map(len, all_groups))
+    n_weights, n_scales = sum(map(len, all_groups)), 0
     for i, group in enumerate(all_groups):
         numbers = sum(padded(weight, ranks) for weight in group)
         everywhere, within = gathers(work, i)
@@ -274,10 +297,16 @@ def _add_fsdp(work: Work, add: Any) -> None:
         )
         add("dp_shard_cp", ranks, sum_kind(work), numbers * reduce_bytes, work.sums)
         add("dp_replicate", replicas, "all_reduce", numbers * reduce_bytes // ranks)
+        in_float8 = sum(weight.name in work.float8_layers for weight in group)
+        if work.gathers_float8 and not work.precomputes_scales:
+            add("dp_shard_cp", ranks, "all_reduce", 4, everywhere * in_float8)
+        n_scales += in_float8
     add("dp_shard_cp", ranks, "all_reduce", 4 * n_weights)  # norms of the gradients
     add("tp", work.dims.tp, "all_reduce", 4 * n_weights)
-    if work.float8_layers:
-        add("dp_shard_cp", ranks, "all_reduce", 4 * len(work.float8_layers) * work.layers)  # scales
+    if work.precomputes_scales:  # by one message for each piece of the model
+        for axis, size in (("dp_shard_cp", ranks), ("tp", work.dims.tp)):
+            add(axis, size, "all_reduce", 4 * n_scales)
+            add(axis, size, "all_reduce", 0, work.stages_per_rank - 1)
 
 
 def sum_kind(work: Work) -> str:
@@ -307,18 +336,22 @@ def sent_bytes(kind: str, size: float, ranks: int, gloo: bool = False) -> float:
 
 def gathered_bytes(work: Work, group: list[Weight]) -> int:
     """Bytes of a group's weights as they are gathered."""
-    return sum(
-        padded(weight, work.fsdp) * (1 if weight.name in work.float8_layers else work.param_bytes) for weight in group
-    )
+    in_float8 = work.float8_layers if work.gathers_float8 else frozenset()
+    return sum(padded(weight, work.fsdp) * (1 if weight.name in in_float8 else work.param_bytes) for weight in group)
 
 
 def _add_tensor_parallel(work: Work, add: Any) -> None:
     """Megatron-LM's with sequence parallel: attention and feed-forward each gather and scatter the hidden states."""
     t, m, hidden = work.dims.tp, work.microbatches, work.tokens * work.shape.dim * work.param_bytes
     # A checkpointed block repeats its forward, up to the last result that backward needs: not the last scatter.
+    # But one graph, compiled inside the checkpoint, runs to its end.
     again = work.recomputed
-    add("tp", t, "all_gather", hidden, m * (4 * work.layers + 2 * again + work.is_first + work.is_last))
-    add("tp", t, "reduce_scatter", hidden, m * (4 * work.layers + again + work.is_first + work.is_last))
+    scatters = 2 if work.config.compile.enable and work.config.activation_checkpoint.mode == "full" else 1
+    forward, backward = float8_gathers(work)
+    in_float8 = forward * (work.layers + again) + backward * work.layers
+    add("tp", t, "all_gather", hidden, m * (4 * work.layers + 2 * again + work.is_first + work.is_last - in_float8))
+    add("tp", t, "all_gather", hidden // work.param_bytes, m * in_float8)
+    add("tp", t, "reduce_scatter", hidden, m * (4 * work.layers + scatters * again + work.is_first + work.is_last))
     # Every rank has seen a part of the sequence, so the gradients of norms are summed.
     norms = 2 * work.layers + work.is_last
     summed = work.reduce_bytes if work.batches < m else work.param_bytes  # a pipeline's gradients are summed up first
@@ -326,6 +359,40 @@ def _add_tensor_parallel(work: Work, add: Any) -> None:
     if work.is_last:  # the loss: the largest logit of each token, then the sum and the label's
         add("tp", t, "all_reduce", 4 * work.tokens, m)
         add("tp", t, "all_reduce", 8 * work.tokens, m)
+    add("tp", t, "all_reduce", 8, m * forward * (work.layers + again))  # the scale of what is gathered in float8
+    for name in work.float8_layers:
+        forwards, backwards = (work.is_last, work.is_last) if name == "output" else (work.layers + again, work.layers)
+        of_forward, of_backward = _maxima(work, name)
+        for numbers in of_forward:
+            add("tp", t, "all_reduce", 8 * numbers, m * forwards)
+        for numbers in of_backward:
+            add("tp", t, "all_reduce", 8 * numbers, m * backwards)
+
+
+def float8_gathers(work: Work) -> tuple[int, int]:
+    """How many of a block's two gathers over tp are in float8: of its forward, of its backward."""
+    if not work.gathers_activations:
+        return 0, 0
+    return sum(readers <= work.float8_layers for readers in READERS), len(BY_ROWS & work.float8_layers)
+
+
+def _maxima(work: Work, name: str) -> tuple[list[int], list[int]]:
+    """How many largest values, in float64, each all-reduce over tp finds for a float8 layer: (forward, backward).
+
+    An operand that tp splits has one scale for all its parts. Eager; the compiler may merge or repeat some.
+    """
+    recipe, by_rows = work.config.float8.recipe, name in BY_ROWS
+    if recipe == "tensorwise":
+        weight = [] if work.gathers_float8 else [1]
+        if by_rows:  # its input; in backward the gradient to gather, or the input again
+            return [*weight, 1], [*weight, 1]
+        once = work.gathers_activations and any(name in r and r <= work.float8_layers for r in READERS)
+        return weight, [*weight, 1] if once else [*weight, 1, 1]  # the gradient, if not once then for each matmul
+    # A scale per row, shared where tp splits what the matmul sums over; in backward one weight may have a single scale.
+    single = recipe == "rowwise_with_gw_hp"
+    if by_rows:
+        return [work.tokens, work.shape.dim], [1] if single else []
+    return [], [work.tokens, 1 if single else work.shape.dim]
 
 
 def _add_context_parallel(work: Work, add: Any) -> None:

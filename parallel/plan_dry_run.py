@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 import train
 from config import Config, Failures, Metrics, grad_accum_steps
 from data.loader import Batch
+from float8.convert import check_float8
 from parallel import failures
 from parallel.comm import LaunchEnvironment
 from parallel.context import ring_attention, ring_attention_backward
@@ -159,7 +160,7 @@ def dry_run(config: Config, world_size: int, rank: int = 0) -> DryRun:
     ConfigError above all. Blocks are compiled as one graph each if the config says so, but not to kernels.
     """
     tally = Tally()
-    weights = optimizer = before = 0
+    weights = optimizer = early = before = 0
 
     def start_fake_ranks(*_: Any) -> torch.device:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
@@ -179,6 +180,11 @@ def dry_run(config: Config, world_size: int, rank: int = 0) -> DryRun:
         optimizer = build_optimizer(*args)
         optimizer.register_step_pre_hook(remember_peak)
         return optimizer
+
+    def begin_step() -> None:
+        nonlocal early
+        early = tally.live - weights  # what is the optimizer's, as an outer one's, and there already
+        tally.forget_collectives()
 
     def remember_peak(*_: Any) -> None:
         nonlocal before
@@ -203,11 +209,12 @@ def dry_run(config: Config, world_size: int, rank: int = 0) -> DryRun:
             mock.patch.multiple(
                 train,
                 launch_environment=lambda: LaunchEnvironment(rank, 0, world_size),
+                check_float8=partial(check_float8, here=False),
                 init_distributed=start_fake_ranks,
                 from_rank_0=lambda start: (Path(folder), {}),  # a name, and no settings changed
                 init_weights=begin_fake_tensors,
                 build_optimizer=begin_count,
-                build_dataloader=partial(_Loader, before_step=tally.forget_collectives),
+                build_dataloader=partial(_Loader, before_step=begin_step),
                 CheckpointManager=_NoCheckpoints,
                 StopRequest=_NoStop,
                 Watchdog=mock.MagicMock(),
@@ -215,7 +222,7 @@ def dry_run(config: Config, world_size: int, rank: int = 0) -> DryRun:
             )
         )
         train.train(_one_step(config, Path(folder)), after_step=end_of_step)
-    return DryRun(tally.traffic(), weights, optimizer, max(before + optimizer, tally.peak))
+    return DryRun(tally.traffic(), weights, optimizer, max(before + optimizer - early, tally.peak))
 
 
 def _one_step(config: Config, folder: Path) -> Config:
@@ -282,6 +289,8 @@ class _Loader:
         positions = torch.zeros(shape, dtype=torch.int64) if self.config.data.mask_documents else None
         tokens, labels = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
         return [Batch(tokens, labels, positions)] * self.accumulation
+
+    def check_run(self, folder: Path) -> None: ...
 
     def check_ranks(self) -> None: ...
 

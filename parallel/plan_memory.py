@@ -6,7 +6,7 @@ docs/plan.md explains them; tests compare them with a count of the real step (pa
 from typing import NamedTuple
 
 from config import loss_chunks
-from parallel.plan_costs import Work, block_weights, gathered_bytes, groups, kept_whole, local_parameters
+from parallel.plan_costs import Weight, Work, block_weights, gathered_bytes, groups, kept_whole, local_parameters
 
 ALLOCATOR = 1.23  # reserved over allocated, fitted on rows of benchmarks/plan.py
 
@@ -19,7 +19,7 @@ class Memory(NamedTuple):
     optimizer: int
     activations: int  # kept for backward, by all blocks and microbatches in flight
     working: int  # the block being computed, or the logits and their loss
-    gathered: int  # weights and gradients of the groups that are whole just then
+    gathered: int  # weights and gradients of the groups that are whole just then; of a rank alone, weights cast
 
     @property
     def peak(self) -> int:
@@ -133,6 +133,11 @@ def memory(work: Work) -> Memory:
     if not pipeline and (group_size or not work.config.parallelism.reshard_after_forward):
         waiting = work.layers * gathered_bytes(work, block) // max(1, group_size)
     in_block += sum(w.size for w in block) * (work.param_bytes + (0 if pipeline else work.reduce_bytes))
+    if work.alone:  # nothing is gathered, but weights that matmuls cast wait for their backward, unless recomputed
+        head = all_groups[0 if work.shape.tie_embeddings else -1]
+        in_head, one = (_cast_bytes(work, group) for group in (head, block))
+        in_block, waiting = in_head + one, max(0, work.layers - work.recomputed - 1) * one
+        held = in_block + waiting
 
     # A block is computed again, then backward walks through it with two gradients as wide as SwiGLU.
     again = max(0, _everything(work) - kept_by_block(work)) + 2 * hidden + 2 * swiglu
@@ -146,7 +151,12 @@ def memory(work: Work) -> Memory:
             (earlier, blocks, loss_bytes(work) + 2 * hidden // work.dims.tp, held + (waiting if group_size else 0))
         )
     at, activations, working, gathered = max(moments, key=sum)
-    return Memory(resident, at, moments_share * resident, activations, working, 0 if work.alone else gathered)
+    return Memory(resident, at, moments_share * resident, activations, working, gathered)
+
+
+def _cast_bytes(work: Work, group: list[Weight]) -> int:
+    """Bytes of a group's weights once they are cast to `param_dtype`, if they are."""
+    return work.param_bytes * sum(weight.size for weight in group) if work.param_bytes < 4 else 0
 
 
 def reserved(memory: Memory) -> float:

@@ -1,6 +1,7 @@
 """The planner's formulas against counts of the real step, of a real block, and of others' published runs."""
 
 import dataclasses
+import itertools
 import json
 import re
 import subprocess
@@ -12,11 +13,16 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.fsdp import FSDPModule
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import train
 from benchmarks import plan as published
-from config import ConfigError, load_config
+from config import Config, ConfigError, Float8, load_config
+from float8.convert import check_float8, gathers_float8, precomputes_scales
+from float8.tensor import gathers_activations
 from models import build_model, find_model
 from models.llama.model import Block, LlamaConfig, rope_cos_sin
 from parallel.activation_checkpoint import apply_activation_checkpoint
@@ -51,6 +57,7 @@ def counted(world_size: int, *arguments: str, rank: int = 0) -> DryRun:
 BATCH = "--training.global_batch_size"
 RING, INTERLEAVED = "--parallelism.cp_method=ring", "--parallelism.pp_schedule=Interleaved1F1B"
 ONCE = ("--parallelism.sync_every_microbatch=false",)
+FLOAT8, NO_PRECOMPUTE = ("--float8.enable=true", "--float8.filter=all"), "--float8.precompute_scale=off"
 LOCAL = (f"{BATCH}=0", "--parallelism.local_steps=100")
 TRAFFIC = {
     "one rank": (1, []),
@@ -60,9 +67,48 @@ TRAFFIC = {
     "FSDP 4, kept gathered": (4, [f"{BATCH}=64"]),
     "FSDP 4, bfloat16 sums": (4, [f"{BATCH}=32", "--training.reduce_dtype=bfloat16"]),
     "HSDP 4 x 2": (8, [f"{BATCH}=128", "--parallelism.dp_replicate=4", "--parallelism.reshard_after_forward=true"]),
-    "float8": (4, [f"{BATCH}=32", "--float8.enable=true", "--float8.filter=all"]),
+    "float8": (4, [f"{BATCH}=32", *FLOAT8]),
+    "float8, rowwise": (4, [f"{BATCH}=32", *FLOAT8, "--float8.recipe=rowwise"]),
+    "float8, gathered in bfloat16": (4, [f"{BATCH}=32", *FLOAT8, "--float8.fsdp_all_gather=off"]),
+    "float8, scales as gathered": (
+        4,
+        [f"{BATCH}=32", *FLOAT8, NO_PRECOMPUTE, "--parallelism.reshard_after_forward=true"],
+    ),
+    "float8, the output too": (4, [f"{BATCH}=32", *FLOAT8, "--float8.skip=[]"]),
+    "float8, TP 2, alone": (2, [*FLOAT8, "--parallelism.tp=2"]),
+    "float8, HSDP 2 x 2, TP 4": (
+        16,
+        [f"{BATCH}=128", *FLOAT8, "--parallelism.tp=4", "--parallelism.dp_replicate=2"],
+    ),
+    "float8, TP 2, full, compiled": (
+        4,
+        [*FLOAT8, "--parallelism.tp=2", "--activation_checkpoint.mode=full", "--compile.enable=true"],
+    ),
+    "float8, TP 2, selective, scales as gathered": (
+        4,
+        [*FLOAT8, "--parallelism.tp=2", "--activation_checkpoint.mode=selective", NO_PRECOMPUTE],
+    ),
+    "float8, TP 2, gathered in bfloat16, full": (
+        4,
+        [*FLOAT8, "--parallelism.tp=2", "--activation_checkpoint.mode=full", "--float8.fsdp_all_gather=off"],
+    ),
+    "float8, TP 2, activations in bfloat16": (
+        4,
+        [*FLOAT8, "--parallelism.tp=2", "--float8.tp_all_gather=off", "--float8.skip=[]"],
+    ),
+    "float8, TP 2, wk not": (4, [*FLOAT8, "--parallelism.tp=2", '--float8.skip=["output", "wk"]']),
+    "float8, TP 2, rowwise, full": (
+        4,
+        [*FLOAT8, "--parallelism.tp=2", "--activation_checkpoint.mode=full", "--float8.recipe=rowwise"],
+    ),
+    "float8, TP 2, rowwise_with_gw_hp": (4, [*FLOAT8, "--parallelism.tp=2", "--float8.recipe=rowwise_with_gw_hp"]),
+    "float8, PP 2, two stages each, x TP 2": (8, [*FLOAT8, "--parallelism.pp=2", "--parallelism.tp=2", INTERLEAVED]),
     "TP 2, alone": (2, ["--parallelism.tp=2"]),
     "FSDP 4 x TP 2": (8, [f"{BATCH}=64", "--parallelism.tp=2", "--activation_checkpoint.mode=full"]),
+    "FSDP 2 x TP 2, full, compiled": (
+        4,
+        ["--parallelism.tp=2", "--activation_checkpoint.mode=full", "--compile.enable=true"],
+    ),
     "HSDP 2 x 2, TP 4": (16, [f"{BATCH}=64", "--parallelism.tp=4", "--parallelism.dp_replicate=2"]),
     "TP 2, selective": (4, ["--parallelism.tp=2", "--activation_checkpoint.mode=selective"]),
     "CP 2": (4, ["--parallelism.cp=2", "--activation_checkpoint.mode=selective"]),
@@ -146,6 +192,8 @@ REAL = {
     "FSDP 2 x TP 2": (4, ["--parallelism.tp=2"]),
     "CP 2": TRAFFIC["CP 2"],
     "FSDP 2 x CP 2, ring": (4, ["--parallelism.cp=2", "--activation_checkpoint.mode=full", RING]),
+    "float8, FSDP 2 x TP 2": (4, [*FLOAT8, "--parallelism.tp=2"]),
+    "float8, FSDP 2 x TP 2, rowwise, full": TRAFFIC["float8, TP 2, rowwise, full"],
     "CP 3, ring": (3, [f"{BATCH}=24", "--parallelism.cp=3", RING]),
     "PP 2, interleaved": (2, ["--parallelism.pp=2", INTERLEAVED]),
 }
@@ -162,7 +210,13 @@ def test_traffic_equals_that_of_real_ranks(name: str, tmp_path: Path) -> None:
 
 
 UNTIED = "--config=train_configs/llama_1.8b.toml"
+ALONE = "--training.local_batch_size=1"
 MEMORY = {
+    "one rank": (1, [], 0.03),
+    "one rank, float32": (1, ["--training.param_dtype=float32", ALONE], 0.03),
+    "one rank, weights not tied, full": (1, [UNTIED, "--activation_checkpoint.mode=full", ALONE], 0.03),
+    "one rank, summed once": (1, [*ONCE, ALONE, "--training.global_batch_size=2"], 0.03),
+    "islands of one rank": (2, ["--parallelism.dp_replicate=2", "--parallelism.local_steps=100"], 0.03),
     "none": (16, [], 0.03),
     "none, eager": (16, ["--compile.enable=false"], 0.03),
     "full, moments in bfloat16": (
@@ -202,6 +256,34 @@ def test_peak_memory_is_that_of_the_real_step(name: str) -> None:
         if work.dims.pp == 1:  # else the buffers of its transfers stay, too
             assert held.optimizer == pytest.approx(real.optimizer, rel=1e-2)
         assert held.peak == pytest.approx(real.peak, rel=tolerance), held
+
+
+def shards(arguments: list[str], world_size: int) -> bool:
+    """Whether the model is given to FSDP2."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    config = load_config(arguments)
+    spec, flavor = find_model(config.model, 4096)
+    model = build_model(spec, flavor)
+    mesh = ParallelDims.from_config(config.parallelism, world_size).build_mesh("cpu")
+    return isinstance(spec.apply_parallelism(model, mesh, config)[0], FSDPModule)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "settings"),
+    [
+        (1, []),
+        (1, list(FLOAT8)),
+        (1, ["--parallelism.cpu_offload=true"]),
+        (1, list(ONCE)),
+        (2, []),
+        (2, ["--parallelism.dp_replicate=2"]),
+        (2, ["--parallelism.dp_replicate=2", *LOCAL]),
+        (4, ["--parallelism.dp_replicate=2", *LOCAL]),
+    ],
+)
+def test_a_rank_is_alone_where_fsdp_is_left_out(world_size: int, settings: list[str]) -> None:
+    (sharded,) = run_ranks(1, shards, [*REAL_DEBUG, *settings], world_size, start_group=False)
+    assert build(world_size, *REAL_DEBUG, *settings).alone == (not sharded)
 
 
 SMALL = LlamaConfig(dim=256, n_layers=1, n_heads=8, n_kv_heads=2, hidden_dim=896, vocab_size=64)
@@ -330,6 +412,11 @@ def test_the_interval_of_checkpoints_loses_least() -> None:
     assert saved["interval_seconds_daly"] == pytest.approx(best, rel=0.05)
 
 
+def test_sweep_of_a_run_with_a_budget_is_of_the_modes_it_knows() -> None:
+    budget = ("--activation_checkpoint.mode=budget", "--activation_checkpoint.memory_budget=0.5", "--compile.enable")
+    assert {found["mode"] for found in sweep(*options("--sweep", *budget))} == {"none", "selective", "full"}
+
+
 def test_sweep_ranks_layouts_that_fit() -> None:
     config, settings = options("--sweep")
     plans = sweep(config, settings)
@@ -377,6 +464,40 @@ def test_what_outer_momentum_and_emulation_cost() -> None:
 def test_mistakes_are_named(arguments: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         plan(*options(*arguments))
+
+
+def test_a_plan_asks_nothing_of_the_gpu_that_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = plan(*options("--float8.enable=true"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100-SXM4-80GB")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    with pytest.raises(ConfigError, match="has no float8 matmul"):
+        check_float8(options("--float8.enable=true")[0])
+    assert plan(*options("--float8.enable=true")) == expected
+    monkeypatch.setattr(train, "find_hook", mock.Mock(side_effect=StopIteration))  # what train() does next
+    with pytest.raises(StopIteration):
+        dry_run(load_config([*DEBUG, "--float8.enable=true"]), 1)
+
+
+def test_float8_settings_are_read_as_float8_reads_them() -> None:
+    """By parallel/, which may not import float8/."""
+    recipes, switches = ("tensorwise", "rowwise", "rowwise_with_gw_hp"), ("auto", "on", "off")
+    for enable, recipe, *how in itertools.product((True, False), recipes, *[switches] * 3):
+        float8 = Float8(
+            enable=enable, recipe=recipe, fsdp_all_gather=how[0], tp_all_gather=how[1], precompute_scale=how[2]
+        )
+        work = Work(shape=SMALL, config=Config(float8=float8), dims=ParallelDims(1, 1))
+        assert work.gathers_float8 == gathers_float8(float8)
+        assert work.precomputes_scales == precomputes_scales(float8)
+        assert work.gathers_activations == gathers_activations(float8)
+
+
+def test_gathers_in_float8_take_half_the_time() -> None:
+    """They are four of the eight collectives over tp in a block, and the only others within a node scatter."""
+    words = ["--parallelism.tp=8", "--activation_checkpoint.mode=none", *FLOAT8]
+    on, off = (plan(*options(*words, *more))["speed"] for more in ([], ["--float8.tp_all_gather=off"]))
+    assert on["intra_node"] == pytest.approx(6 / 8 * off["intra_node"])
+    assert on["inter_node"] <= off["inter_node"] * 1.01
 
 
 @pytest.mark.parametrize(
