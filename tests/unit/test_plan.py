@@ -474,6 +474,7 @@ def test_a_plan_asks_nothing_of_the_gpu_that_is_here(monkeypatch: pytest.MonkeyP
     with pytest.raises(ConfigError, match="has no float8 matmul"):
         check_float8(options("--float8.enable=true")[0])
     assert plan(*options("--float8.enable=true")) == expected
+    monkeypatch.setattr(train, "configure_logging", mock.Mock())  # it would be this process's
     monkeypatch.setattr(train, "find_hook", mock.Mock(side_effect=StopIteration))  # what train() does next
     with pytest.raises(StopIteration):
         dry_run(load_config([*DEBUG, "--float8.enable=true"]), 1)
