@@ -635,10 +635,8 @@ def check_config(config: Config) -> None:
     data, schedule, steps = config.data, config.lr_scheduler, config.training.steps
     for key in ("run.folder", "run.outputs", "data.cache_folder"):
         if "://" in _get(config, key):
-            raise ConfigError(
-                f"{key} = {_get(config, key)!r}: must be a folder, not a URL; checkpoints may go to one, by "
-                "checkpoint.folder or checkpoint.upload"
-            )
+            hint = "; checkpoint.folder and checkpoint.upload may be one" if key.startswith("run") else ""
+            raise ConfigError(f"{key} = {_get(config, key)!r}: must be a folder, not a URL{hint}")
     if not data.datasets:
         raise ConfigError("data.datasets = []: name at least one folder made by `python -m data.prepare`")
     if len(set(data.datasets)) < len(data.datasets):
@@ -686,12 +684,11 @@ def check_config(config: Config) -> None:
             f"exceed training.steps = {steps}"
         )
     checkpointing, parallelism = config.activation_checkpoint, config.parallelism
-    for name, modes in (("every_n_layers", ("full", "selective")), ("memory_budget", ("budget",))):
-        value = getattr(checkpointing, name)
-        if value != getattr(ActivationCheckpoint, name) and checkpointing.mode not in modes:
-            raise ConfigError(
-                f"activation_checkpoint.{name} = {value}: is for mode {' or '.join(modes)}, not {checkpointing.mode}"
-            )
+    if checkpointing.every_n_layers > 1 and checkpointing.mode not in ("full", "selective"):
+        raise ConfigError(
+            f"activation_checkpoint.every_n_layers = {checkpointing.every_n_layers}: is for mode full or selective, "
+            f"not {checkpointing.mode}"
+        )
     for axis in ("pp", "tp", "local_steps"):  # weights stay gathered; FSDP2 takes no DTensors; nor ranks of islands
         if parallelism.reshard_group_size and getattr(parallelism, axis) > (axis != "local_steps"):
             raise ConfigError(

@@ -27,9 +27,8 @@ def profile(
 
     Steps are counted from the start of the run; `steps_done` of them were done before. A trace whose first step
     has passed begins as soon as it can: with the second step, the first warms the profiler up. Files are named by
-    their first step: a later start leaves its own. Raises ConfigError.
+    their first step: a later start leaves its own.
     """
-    check_profiling(profiling)
     if profiling.memory_snapshot:
         torch.cuda.memory._record_memory_history(max_entries=200_000)
     try:

@@ -1,5 +1,6 @@
 """The folder of a run: its name, what it is the run of, and the record of every start."""
 
+import errno
 import json
 import logging
 import subprocess
@@ -20,8 +21,9 @@ from records import open_records, read_records, write_atomically
 logger = logging.getLogger(__name__)
 
 STARTS = "starts.jsonl"
+PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)  # of a disk that is full or away
 PROGRESS = ".progress"  # exists once a start has saved a checkpoint
-PACKAGES = ("torch", "torchao", "triton", "numpy", "pyarrow", "tokenizers", "s3fs")
+PACKAGES = ("torchao", "triton", "numpy", "pyarrow", "tokenizers", "s3fs")
 
 
 def check_run_folder(config: Config, identity: dict[str, Any]) -> None:
@@ -92,17 +94,26 @@ def choose_run_folder(config: Config, identity: dict[str, Any], job: str = "") -
 
 
 def start_run(
-    config: Config, identity: dict[str, Any], world_size: int, job: str, check: Callable[[Path], None]
+    config: Config,
+    identity: dict[str, Any],
+    world_size: int,
+    job: str,
+    check: Callable[[Path], None],
+    save: Callable[[Path], None],
 ) -> tuple[Path, dict[str, tuple[Any, Any]]]:
-    """The run's folder, and what `record_start` says. Rank 0 only. Raises TitaniteError, as `check(folder)` may."""
+    """The run's folder, and what `record_start` says. Rank 0 only.
+
+    `check(folder)` comes before anything is written there, `save(folder)` last. Raises TitaniteError, as they may.
+    """
     try:
         folder = choose_run_folder(config, identity, job)
         check(folder)
-        return folder, record_start(folder, config, identity, world_size, job)
+        changed = record_start(folder, config, identity, world_size, job)
+        save(folder)
+        return folder, changed
     except OSError as error:
         name = "folder" if config.run.folder else "outputs"
-        mistake = isinstance(error, (PermissionError, FileExistsError, NotADirectoryError))
-        kind = ConfigError if mistake else TitaniteError  # a full disk, say, may have room again at torchrun's next try
+        kind = TitaniteError if error.errno in PASSING else ConfigError  # torchrun may try again, or need not
         raise kind(f"run.{name} = {getattr(config.run, name)!r}: cannot be used: {error}") from None
 
 
@@ -161,7 +172,8 @@ def record_start(
         "changed": changed,
         "git_commit": git_commit(),
         "python": sys.version.split()[0],
-        "packages": {name: _version(name) for name in PACKAGES} | {"torch": torch.__version__},  # it names CUDA's, too
+        "packages": {"torch": torch.__version__}
+        | {name: _version(name) for name in PACKAGES},  # torch's names CUDA, too
     }
     with open_records(folder / STARTS) as file:
         file.write(json.dumps(start) + "\n")

@@ -81,11 +81,9 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
     device = init_distributed(environment, config.comm)
     dataloader.check_ranks()
     mesh = dims.build_mesh(device.type)
-    folder, changed = from_rank_0(
-        lambda: start_run(config, identity, world_size, environment.job, dataloader.check_run)
-    )
+    start = partial(start_run, config, identity, world_size, environment.job)
+    folder, changed = from_rank_0(lambda: start(dataloader.check_run, dataloader.tokenizer.save))
     if rank == 0:
-        dataloader.tokenizer.save(folder)
         for key, (old, new) in changed.items():
             logger.info(f"resume: {key} was {old!r}, is now {new!r}")
     logger.info(f"run folder {folder}  {world_size} x {device.type}  {dims}")

@@ -147,13 +147,16 @@ def measure(trained: Trained, config: Config, device: torch.device) -> tuple[flo
     return _mean(float(summed), count), count
 
 
-def as_packed(config: Config, seq_len: int | None) -> Config:
+def as_packed(config: Config, seq_len: int | None, recorded: bool) -> Config:
     """`config` as a packed dataset needs it, whose examples would else be cut or see each other.
 
-    `seq_len` is what was asked for, if anything. Raises ConfigError where the rows have another length.
+    `seq_len` is what was asked for, if anything; `recorded`: the config holds a run's. Raises ConfigError where the
+    rows have another length, or nothing says which.
     """
     (url,) = config.data.datasets
     packed = open_dataset(url, config.data).split("validation").packed_seq_len
+    if not packed and not (seq_len or recorded):
+        raise ConfigError(f"{url}: no run says how long its sequences were; name it with --seq-len")
     if not packed:
         return config
     if seq_len not in (None, packed):
@@ -174,6 +177,7 @@ def main(argv: list[str]) -> None:
     device = torch.device(device_type())
     trained = load_from_arguments(arguments, device)
     values = settings.read_recorded(trained.manifest.get("config", "").encode(), trained.place)
+    recorded = "seq_len" in values.get("training", {})
     given = {
         "validation": {"max_samples": arguments.max_samples},
         "training": {"seq_len": arguments.seq_len, "local_batch_size": arguments.batch_size},
@@ -181,15 +185,12 @@ def main(argv: list[str]) -> None:
     for section, fields in given.items():
         values.setdefault(section, {}).update({key: value for key, value in fields.items() if value is not None})
     config = settings.from_dict(values)
-    settings.check_config(config)
     datasets = arguments.datasets or (values.get("data") and (config.validation.datasets or config.data.datasets))
     if not datasets:
         raise ConfigError(f"{arguments.place}: no run says which datasets to measure; name them with --datasets")
-    if "seq_len" not in values["training"]:
-        raise ConfigError(f"{arguments.place}: no run says how long its sequences were; name it with --seq-len")
     config = replace(config, validation=replace(config.validation, datasets=tuple(datasets)))
     for name, held_out in validation_sets(config).items():
-        loss, tokens = measure(trained, as_packed(held_out, arguments.seq_len), device)
+        loss, tokens = measure(trained, as_packed(held_out, arguments.seq_len, recorded), device)
         print(f"{name}  loss {loss:.4f}  perplexity {math.exp(loss):.3f}  {tokens:,} tokens", flush=True)
 
 

@@ -39,6 +39,7 @@ from checkpoint.storage import (
     Written,
     commit,
     copy_pieces,
+    files_of,
     new_checkpoint_name,
     pieces_of,
     read_state,
@@ -213,11 +214,10 @@ class CheckpointManager:
             prefix = f"rng.{self.ranks.rank}."
             states = {kind: value for kind, value in states.items() if tensors_in(metadata, f"{prefix}{kind}")}
             state["rng"] = {str(self.ranks.rank): states}
-        # Where every rank reads back what it wrote, hardly anything is read by two. Of replicas the first one fills the
-        # page cache for the others.
+        # Who has a share of its own is the only one to read what it wrote; the first of replicas fills the page cache.
         held = held_bytes(state["model"].values()) * self.ranks.size
         alone = manifest["world_size"] == self.ranks.size and held <= 1.1 * sum(self.model_bytes.values())
-        read_state(store, name, metadata, state, self.on_progress, alone)
+        read_state(store, name, metadata, state, self.on_progress, files_of(self.ranks.rank) if alone else "")
         set_random_state(states)
 
     # ------------------------------------------------------------ save
@@ -301,7 +301,7 @@ class CheckpointManager:
         except Exception:
             if isinstance(self.store, LocalStore):  # files that others could finish would only fill the disk
                 with suppress(CheckpointError):
-                    own = [file for file in self.store.sizes(save.name) if f"/__{self.ranks.rank}_" in file]
+                    own = [file for file in self.store.sizes(save.name) if f"/{files_of(self.ranks.rank)}" in file]
                     self.store.remove(own)
             raise
         gathered = self.ranks.gather(written)

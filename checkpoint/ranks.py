@@ -58,16 +58,28 @@ class Ranks:
             error = caught
         failed = [failure for failure in self.gather(_portable(error)) if failure is not None]
         failed.sort(key=lambda failure: isinstance(failure, DamagedError))
-        verdict = self.broadcast(failed[0] if failed else None)
-        if verdict is not None:
-            if isinstance(verdict, TitaniteError):
-                verdict.agreed = True
-            raise verdict from error
+        _raise_agreed(self.broadcast(failed[0] if failed else None), error)
         return result  # type: ignore[return-value]
 
     def from_rank_0(self, step: Callable[[], T]) -> T:
         """What `step` returns on rank 0, on every rank; its error is raised on all."""
-        return self.broadcast(self.together(step if self.rank == 0 else lambda: None))  # type: ignore[return-value]
+        result, error = None, None
+        if self.rank == 0:
+            try:
+                result = step()
+            except Exception as caught:
+                error = caught
+        result, verdict = self.broadcast((result, _portable(error)))
+        _raise_agreed(verdict, error)
+        return result  # type: ignore[return-value]
+
+
+def _raise_agreed(verdict: Exception | None, own: Exception | None) -> None:
+    """Raise, if any, the error that all ranks raise; `own` led to it on this rank."""
+    if isinstance(verdict, TitaniteError):
+        verdict.agreed = True
+    if verdict is not None:
+        raise verdict from own
 
 
 def build_ranks(timeout_seconds: int) -> Ranks:

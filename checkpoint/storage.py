@@ -62,6 +62,11 @@ def new_checkpoint_name(step: int, kind: str = "step") -> str:
     return f"{kind}-{step:08d}-{int(time.time()):08x}{secrets.token_hex(2)}"
 
 
+def files_of(rank: int) -> str:
+    """How the names of the files begin that `rank` writes into a checkpoint."""
+    return f"__{rank}_"
+
+
 def age_seconds(name: str) -> float:
     """Time since `new_checkpoint_name` gave this name."""
     return time.time() - int(name.rpartition("-")[2][:8], 16)
@@ -106,7 +111,7 @@ def write_items(
     """
     buckets = _split_evenly(list(enumerate(items)), WRITE_THREADS)
     with ThreadPoolExecutor(WRITE_THREADS) as threads:
-        files = [f"__{rank}_{number}.distcp" for number in range(len(buckets))]
+        files = [f"{files_of(rank)}{number}.distcp" for number in range(len(buckets))]
         written = [
             threads.submit(_write_file, store, name, file, bucket, resolve, on_progress)
             for file, bucket in zip(files, buckets, strict=True)
@@ -265,11 +270,11 @@ def read_state(
     metadata: Metadata,
     state: State,
     on_progress: Callable[[], None] = lambda: None,
-    alone: bool = False,
+    alone: str = "",
 ) -> None:
     """Fill the tensors of `state` (nested dicts; DTensors: this rank's part) from checkpoint `name`, in place.
 
-    `alone`: no other process reads the same.
+    Files that begin with `alone`, if any, are read by no other process.
 
     Every item is checked against its CRC-32 before any of it is copied. Raises CheckpointError when a tensor
     is not in the checkpoint or has another shape there, DamagedError naming file and tensor when bytes are wrong;
@@ -356,7 +361,7 @@ def _read_ranges(
     name: str,
     items: Sequence[tuple[_StorageInfo, Any]],
     consume: Callable[[_StorageInfo, memoryview, Any], None],
-    alone: bool = False,
+    alone: str = "",
 ) -> None:
     """Read `items`, sorted by place, neighbours together, and hand each in order to `consume` with its bytes.
 
@@ -371,7 +376,8 @@ def _read_ranges(
         buffer = free.pop() if free and size <= RANGE_BYTES else np.empty(room, np.uint8)
         start = (offset - buffer.ctypes.data) % ALIGNMENT  # in memory as in the file, so that it can be read directly
         data = buffer[start : start + size].data
-        store.read_into(prefix + group[0][0].relative_path, offset, data, alone)
+        file = group[0][0].relative_path
+        store.read_into(prefix + file, offset, data, bool(alone) and file.startswith(alone))
         return buffer, data
 
     def consume_all(group: list[tuple[_StorageInfo, Any]], buffer: np.ndarray, data: memoryview) -> None:

@@ -93,7 +93,7 @@ class DataLoader:
 
     def check_run(self, folder: Path) -> None:
         """Refuse to go on with a run that began with another tokenizer. Raises ConfigError."""
-        if not (folder / TOKENIZER).is_file():
+        if not (folder / TOKENIZER).is_file() or not (folder / "model.json").is_file():  # not the folder of a run
             return
         data, began = self._datasets[0], load_tokenizer(folder).fingerprint
         # The second: another version of tokenizers may write the same one in another way.

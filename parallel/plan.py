@@ -19,15 +19,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-from config import (
-    ActivationCheckpoint,
-    Config,
-    ConfigError,
-    TitaniteError,
-    check_config,
-    grad_accum_steps,
-    load_config,
-)
+from config import Config, ConfigError, TitaniteError, check_config, grad_accum_steps, load_config
 from float8.convert import check_float8, convert_to_float8
 from models import ModelSpec, build_model, find_model
 from parallel.devices import DEVICES
@@ -156,7 +148,7 @@ def sweep(config: Config, options: Options) -> list[dict[str, Any]]:
     the config names them.
     """
     plans = []
-    degrees, every = [2**i for i in range(6)], config.activation_checkpoint.every_n_layers
+    degrees = [2**i for i in range(6)]
     spec, flavor = _find_model(config)
     base, parameters = build_work(config, ParallelDims(1, 1), spec, flavor)
     for tp, pp, cp, mode, batch in itertools.product(
@@ -168,7 +160,7 @@ def sweep(config: Config, options: Options) -> list[dict[str, Any]]:
             changed = dataclasses.replace(
                 config,
                 parallelism=layout,
-                activation_checkpoint=ActivationCheckpoint(mode=mode, every_n_layers=every),  # no budget
+                activation_checkpoint=dataclasses.replace(config.activation_checkpoint, mode=mode),
                 training=dataclasses.replace(config.training, local_batch_size=batch),
             )
             try:

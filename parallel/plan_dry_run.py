@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 import train
-from config import Config, Failures, Metrics, grad_accum_steps
+from config import Config, Failures, Metrics, Profiling, grad_accum_steps
 from data.loader import Batch
 from float8.convert import check_float8
 from parallel import failures
@@ -236,6 +236,7 @@ def _one_step(config: Config, folder: Path) -> Config:
         parallelism=dataclasses.replace(config.parallelism, async_tp=False),  # of the GPU's compiler, too
         checkpoint=dataclasses.replace(config.checkpoint, enable=False),
         validation=dataclasses.replace(config.validation, enable=False, sample_tokens=0),
+        profiling=Profiling(),
         failures=Failures(),  # nothing fails here, and fake tensors have no values to judge
         metrics=Metrics(log_ranks=(), tensorboard=False),
     )

@@ -163,12 +163,12 @@ def test_what_one_writes_another_reads(tmp_path, parallelize, world_size):
     assert [name for name, value in back.items() if not torch.equal(value, expected[name])] == []
 
 
-def read_alone(folder, parallelize):
-    """By a rank that loads: whether it says that no other rank reads the same."""
-    said, read = set(), LocalStore.read_into
+def reads(folder, parallelize):
+    """Of a rank that loads: (whether it wrote the file, whether it says that no other rank reads the same)."""
+    said, read, own = set(), LocalStore.read_into, f"/__{dist.get_rank()}_"
 
     def watch(store, name, offset, view, alone=False):
-        said.add(alone)
+        said.add((own in name, alone))
         read(store, name, offset, view, alone)
 
     with mock.patch.object(LocalStore, "read_into", watch):
@@ -177,12 +177,21 @@ def read_alone(folder, parallelize):
 
 
 @pytest.mark.parametrize(
-    ("parallelize", "wrote", "reads", "alone"),
-    [(fsdp, 2, 2, True), (plain, 1, 1, True), (fsdp, 2, 4, False), (ddp, 2, 2, False), (hsdp, 4, 4, False)],
+    ("before", "wrote", "parallelize", "read", "alone"),
+    [
+        (fsdp, 2, fsdp, 2, True),
+        (fsdp, 2, tensor_parallel, 2, True),
+        (plain, 1, plain, 1, True),
+        (fsdp, 2, fsdp, 4, False),
+        (ddp, 2, ddp, 2, False),
+        (hsdp, 4, hsdp, 4, False),
+    ],
 )
-def test_what_another_rank_reads_too_is_kept_in_the_page_cache(tmp_path, parallelize, wrote, reads, alone):
-    run_ranks(wrote, write, str(tmp_path), parallelize)
-    assert run_ranks(reads, read_alone, str(tmp_path), parallelize) == [{alone}] * reads
+def test_what_another_rank_reads_too_is_kept_in_the_page_cache(tmp_path, before, wrote, parallelize, read, alone):
+    run_ranks(wrote, write, str(tmp_path), before)
+    said = set().union(*run_ranks(read, reads, str(tmp_path), parallelize))
+    assert ((True, True) in said) == alone
+    assert said <= {(True, alone), (False, False)}
 
 
 def test_replicas_are_written_once(tmp_path):

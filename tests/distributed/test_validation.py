@@ -5,6 +5,7 @@ import json
 import random
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -93,8 +94,10 @@ def test_named_sets_are_measured_in_a_run_and_afterwards(tmp_path: Path, capsys:
         load_config(["--validation.datasets=a/web,b/web/"])
 
 
-def test_training_sets_of_one_name_are_measured_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Together in the run, afterwards each by its path."""
+def test_training_sets_of_one_name_are_measured_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Together in the run, afterwards each by its path, whatever a config is refused for by then."""
     numbers, run = random.Random(1), tmp_path / "run"
     folders = [
         write_dataset(tmp_path / side / "train", [documents(numbers, 20)], documents(numbers, n))
@@ -102,6 +105,7 @@ def test_training_sets_of_one_name_are_measured_apart(tmp_path: Path, capsys: py
     ]
     run_ranks(1, train_as, arguments(run, *folders), start_group=False)
     capsys.readouterr()
+    monkeypatch.setattr("config.check_config", mock.Mock(side_effect=ConfigError("refused since")))
     validate([str(run)])
     measured = [expected_loss(folder, run) for folder in folders]
     for line, folder, (loss, tokens) in zip(capsys.readouterr().out.splitlines(), folders, measured, strict=True):
@@ -122,7 +126,7 @@ def test_a_checkpoint_that_names_no_length_is_measured_at_a_given_one(
     init_weights(model, torch.device("cpu"), seed=4)
     dcp.save({"model": model.state_dict()}, checkpoint_id=place / "checkpoints")
     (place / "model.json").write_text(json.dumps({"name": "llama", **dataclasses.asdict(flavor)}))
-    with pytest.raises(ConfigError, match=r"stock: no run says how long .* --seq-len"):
+    with pytest.raises(ConfigError, match=r"set: no run says how long .* --seq-len"):
         validate([str(place), "--tokenizer", str(folder), "--datasets", str(folder)])
     assert not capsys.readouterr().out
     words = ["--datasets", str(folder), f"--seq-len={SEQ_LEN}", "--max-samples=0"]
@@ -139,8 +143,8 @@ def test_packed_examples_are_measured_whole_and_apart(tuning: Path) -> None:  # 
     model = build_model(*find_model(Model(flavor="debug"), 1024)).to_empty(device="cpu")
     init_weights(model, torch.device("cpu"), seed=3)
     with pytest.raises(ConfigError, match="--seq-len 20: must be 32"):
-        as_packed(config, 20)
-    packed = as_packed(config, None)
+        as_packed(config, 20, True)
+    packed = as_packed(config, None, False)
     summed, count = 0.0, 0
     for batch in validation_batches(packed, 0, 1):
         for tokens, labels, positions in zip(*batch, strict=True):

@@ -391,6 +391,7 @@ def cached_pages(path):
 
 @pytest.mark.parametrize("alone", [True, False])
 def test_what_no_other_rank_reads_passes_by_the_page_cache(tmp_path, alone):
+    skip_without_direct(tmp_path)
     store, size = LocalStore(tmp_path), 8 << 20
     with store.create("file") as stream:
         stream.write(bytes(size))
@@ -403,11 +404,15 @@ def test_what_no_other_rank_reads_passes_by_the_page_cache(tmp_path, alone):
     assert (cached_pages(tmp_path / "file") == 0) == alone
 
 
-def test_full_blocks_are_written_past_the_page_cache(tmp_path, monkeypatch):
+def skip_without_direct(folder):
     try:
-        os.close(os.open(tmp_path / "try", os.O_CREAT | os.O_WRONLY | os.O_DIRECT))
+        os.close(os.open(folder / "try", os.O_CREAT | os.O_WRONLY | os.O_DIRECT))
     except OSError:
         pytest.skip("this file system has no O_DIRECT")
+
+
+def test_full_blocks_are_written_past_the_page_cache(tmp_path, monkeypatch):
+    skip_without_direct(tmp_path)
     direct = []
     real_write = os.write
 

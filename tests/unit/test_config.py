@@ -261,11 +261,6 @@ REFUSED = [  # words, ranks, what is said: each would otherwise train wrongly, f
     (["--parallelism.tp=3"], 3, "n_heads"),
     (["--activation_checkpoint.mode=budget"], 1, INDUCTOR),
     (["--activation_checkpoint.every_n_layers=2"], 1, "is for mode full or selective"),
-    (
-        ["--activation_checkpoint.mode=full", "--activation_checkpoint.memory_budget=0.5"],
-        1,
-        "memory_budget = 0.5: is for mode budget, not full",
-    ),
     (["--parallelism.reshard_group_size=3"], 8, "must divide the 8 ranks"),
     (["--parallelism.reshard_group_size=2", "--parallelism.reshard_after_forward=false"], 8, "needs reshard_after"),
     ([ASYNC, "--parallelism.tp=2"], 2, INDUCTOR),

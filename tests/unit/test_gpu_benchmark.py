@@ -85,8 +85,11 @@ def test_a_wait_for_the_device_is_no_part_of_its_time(monkeypatch: pytest.Monkey
     assert gpu.seconds(lambda: spend(1.0), torch.device("cpu")) == pytest.approx(1.0, rel=0.02)
 
 
-def test_every_row_can_be_picked() -> None:
+def test_every_row_can_be_picked_and_is_a_config() -> None:
     assert not [name for name in runs() if "," in name], "--rows separates names by commas"
+    for run in runs().values():
+        assert gpu.training_config(run, 1, "outputs").compile.enable
+        assert gpu.training_config(gpu.rehearsal(run), 1, "outputs").training.seq_len == 64
 
 
 @pytest.mark.parametrize("first", [{"tokens/s": 3.0}, {"failed": "torch.OutOfMemoryError"}], ids=["room", "no room"])
@@ -102,9 +105,10 @@ def test_a_row_that_saves_memory_is_for_want_of_it(
         return results[name]
 
     monkeypatch.setattr(gpu, "run_row", run_row)
-    monkeypatch.setattr(gpu, "REHEARSAL", tmp_path)
+    monkeypatch.setattr(gpu, "DATASET", tmp_path)
     (tmp_path / "manifest.json").touch()  # the dataset need not be prepared
-    monkeypatch.setattr(sys, "argv", ["gpu", "--rehearse", f"--rows={name},{saving}"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(sys, "argv", ["gpu", f"--rows={name},{saving}"])
     assert gpu.main() == 0
     assert measured == ([name] if "failed" not in first else [name, saving])
 

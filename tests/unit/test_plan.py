@@ -478,6 +478,11 @@ def test_a_plan_asks_nothing_of_the_gpu_that_is_here(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(train, "find_hook", mock.Mock(side_effect=StopIteration))  # what train() does next
     with pytest.raises(StopIteration):
         dry_run(load_config([*DEBUG, "--float8.enable=true"]), 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(train, "build_model", mock.Mock(side_effect=StopIteration))  # after all checks
+    monkeypatch.setattr(train, "find_hook", mock.Mock())
+    with pytest.raises(StopIteration):
+        dry_run(load_config([*DEBUG, "--profiling.memory_snapshot=true"]), 1)
 
 
 def test_float8_settings_are_read_as_float8_reads_them() -> None:

@@ -28,7 +28,7 @@ from parallel.comm import meet
 from parallel.exits import Exit, record_exit
 from parallel.mesh import ParallelDims
 from parallel.stop import StopRequest
-from profiling import profile
+from profiling import check_profiling, profile
 from run_folder import check_run_folder, choose_run_folder, read_starts, record_start, start_run
 from tests.harness import run_ranks
 
@@ -51,18 +51,25 @@ def test_new_runs_get_names_of_their_own(tmp_path: Path) -> None:
 def test_a_place_where_no_folder_can_be_made_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "outputs").symlink_to(tmp_path / "not mounted")
     with pytest.raises(ConfigError, match=r"run\.outputs = .*outputs"):
-        start_run(Config(run=Run(outputs=str(tmp_path / "outputs"))), {}, 1, "", anything)
+        start_run(Config(run=Run(outputs=str(tmp_path / "outputs"))), {}, 1, "", anything, anything)
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"run\.folder = .*file/run.*: cannot be used: .*Not a directory"):
-        start_run(Config(run=Run(folder=str(tmp_path / "file" / "run"))), {}, 1, "", anything)
+        start_run(Config(run=Run(folder=str(tmp_path / "file" / "run"))), {}, 1, "", anything, anything)
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(TitaniteError, match=r"cannot be used: .*No space left") as error:
-        start_run(Config(run=Run(folder=str(tmp_path / "run"))), {}, 1, "", anything)
+        start_run(Config(run=Run(folder=str(tmp_path / "run"))), {}, 1, "", anything, anything)
     assert not isinstance(error.value, ConfigError), "torchrun tries again: there may be room by then"
+
+    def read_only(*_: object, **__: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(Path, "mkdir", read_only)
+    with pytest.raises(ConfigError, match=r"run\.outputs = .*Read-only file system"):  # for good
+        start_run(Config(run=Run(outputs=str(tmp_path / "new"))), {}, 1, "", anything, anything)
 
 
 @pytest.mark.parametrize(
@@ -105,36 +112,36 @@ def test_a_damaged_record_of_another_run_stops_no_start(tmp_path: Path, caplog: 
         (tmp_path / name).mkdir()
         (tmp_path / name / "starts.jsonl").write_bytes(damage)
     config = Config(run=Run(outputs=str(tmp_path)))
-    folder, _ = start_run(config, {}, 2, "job 1", anything)
+    folder, _ = start_run(config, {}, 2, "job 1", anything, anything)
     assert len(caplog.messages) == 2
     assert all(any(f"{tmp_path / name / 'starts.jsonl'}: " in line for line in caplog.messages) for name in "ab")
-    assert start_run(config, {}, 2, "job 1", anything)[0] == folder
-    start_run(Config(run=Run(folder=str(tmp_path / "a"))), {}, 2, "job 1", anything)
+    assert start_run(config, {}, 2, "job 1", anything, anything)[0] == folder
+    start_run(Config(run=Run(folder=str(tmp_path / "a"))), {}, 2, "job 1", anything, anything)
 
 
 def test_a_folder_that_is_refused_is_left_as_it_is(tmp_path: Path) -> None:
     config = Config(run=Run(outputs=str(tmp_path)))
-    folder, _ = start_run(config, {}, 1, "job 1", anything)
+    folder, _ = start_run(config, {}, 1, "job 1", anything, anything)
 
     def refuse(chosen: Path) -> None:
         raise ConfigError(f"not {chosen}")
 
     with pytest.raises(ConfigError, match=f"not {folder}"):
-        start_run(config, {}, 1, "job 1", refuse)
+        start_run(config, {}, 1, "job 1", refuse, anything)
     assert len(read_starts(folder)) == 1
 
 
 @pytest.mark.parametrize("damage", [b"", b'{"kind": "fini', bytes(40)])
 def test_a_damaged_record_of_the_exit_stops_no_start(tmp_path: Path, damage: bytes) -> None:
     config = Config(run=Run(outputs=str(tmp_path)))
-    folder, _ = start_run(config, {}, 1, "job 1", anything)
+    folder, _ = start_run(config, {}, 1, "job 1", anything, anything)
     for _ in range(config.failures.restarts_without_progress):
         (folder / "exit.json").write_bytes(damage)
-        assert start_run(config, {}, 1, "job 1", anything)[0] == folder
+        assert start_run(config, {}, 1, "job 1", anything, anything)[0] == folder
         assert "exit.json is damaged" in read_starts(folder)[-1]["after"]["cause"]
     (folder / "exit.json").write_bytes(damage)
     with pytest.raises(TitaniteError, match=r"in a row .*the last one: unknown, .*exit\.json is damaged"):
-        start_run(config, {}, 1, "job 1", anything)
+        start_run(config, {}, 1, "job 1", anything, anything)
 
 
 def test_whole_files_are_on_the_disk_before_they_have_their_names(
@@ -204,13 +211,10 @@ def test_each_start_leaves_a_trace_of_its_own(tmp_path: Path) -> None:
     ]
 
 
-def test_a_memory_snapshot_needs_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_memory_snapshot_needs_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with (
-        pytest.raises(ConfigError, match=r"profiling\.memory_snapshot = true: needs CUDA"),
-        profile(Profiling(memory_snapshot=True), tmp_path, 0, 0),
-    ):
-        pass
+    with pytest.raises(ConfigError, match=r"profiling\.memory_snapshot = true: needs CUDA"):
+        check_profiling(Profiling(memory_snapshot=True))
 
 
 def test_metrics_rows_hold_the_rates_of_the_interval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
