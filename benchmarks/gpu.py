@@ -321,7 +321,7 @@ def measure_loop(step: Callable[[], None], run: Run, device: torch.device, start
 
 # The first pattern that matches the name of a kernel decides what it is counted as.
 KERNELS = (
-    ("pointwise", r"lpnorm|binaryop|_foreach_(norm|mul)"),  # clipping, which runs on lists of tensors as AdamW does
+    ("pointwise", r"lpnorm|binaryop"),  # clipping, which runs on lists of tensors as AdamW does
     ("copy", r"memcpy|memset|nccl|chunk_cat|split_with_sizes"),  # the last two are FSDP's
     ("optimizer", r"adam|multi_tensor|foreach|triton.*lerp"),
     ("attention", r"triton_tem.*(flex|attention)"),
