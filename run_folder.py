@@ -1,10 +1,14 @@
 """The folder of a run: its name, what it is the run of, and the record of every start."""
 
 import errno
+import fcntl
 import json
 import logging
+import os
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from datetime import datetime, timezone
 from importlib import metadata
@@ -23,6 +27,8 @@ logger = logging.getLogger(__name__)
 STARTS = "starts.jsonl"
 PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)  # of a disk that is full or away
 PROGRESS = ".progress"  # exists once a start has saved a checkpoint
+RUNNING = ".running"  # locked by rank 0 of the start that is running
+ENDING_SECONDS = 30.0  # that a start before may take to end; ranks whose torchrun was killed take a second
 PACKAGES = ("torchao", "triton", "numpy", "pyarrow", "tokenizers", "s3fs")
 
 
@@ -103,11 +109,13 @@ def start_run(
 ) -> tuple[Path, dict[str, tuple[Any, Any]]]:
     """The run's folder, and what `record_start` says. Rank 0 only.
 
-    `check(folder)` comes before anything is written there, `save(folder)` last. Raises TitaniteError, as they may.
+    `check(folder)` comes before anything is written there, `save(folder)` last. The folder is this process's to its
+    end. Raises TitaniteError, as they may, and where another process on this machine has the folder.
     """
     try:
         folder = choose_run_folder(config, identity, job)
         check(folder)
+        _take(folder)
         changed = record_start(folder, config, identity, world_size, job)
         save(folder)
         return folder, changed
@@ -115,6 +123,34 @@ def start_run(
         name = "folder" if config.run.folder else "outputs"
         kind = TitaniteError if error.errno in PASSING else ConfigError  # torchrun may try again, or need not
         raise kind(f"run.{name} = {getattr(config.run, name)!r}: cannot be used: {error}") from None
+
+
+def _take(folder: Path) -> None:
+    """Lock the folder up to the end of this process, whatever end that is. Raises TitaniteError if it is locked here.
+
+    A lock of another machine is passed over: a machine that was lost may leave one. Two runs that go on in one folder
+    all the same end at their first checkpoint (checkpoint.manager).
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = os.open(folder / RUNNING, os.O_RDWR | os.O_CREAT, 0o666)  # never closed: that would give the lock back
+    deadline = time.monotonic() + ENDING_SECONDS
+    while True:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError as error:
+            host, _, process = os.pread(file, 1000, 0).decode(errors="replace").partition(" ")
+            held = error.errno in (errno.EACCES, errno.EAGAIN)
+            if not held or host != socket.gethostname():  # not every file system has locks
+                return
+        if time.monotonic() > deadline:
+            raise TitaniteError(
+                f"{folder}: a start of this run is still running here, process {process}: wait for its end, ask it to "
+                f"stop (touch {folder / 'stop'}), or give this one a run.folder of its own"
+            )
+        time.sleep(0.1)
+    os.ftruncate(file, 0)
+    os.pwrite(file, f"{socket.gethostname()} {os.getpid()}".encode(), 0)
 
 
 def read_starts(folder: Path) -> list[dict[str, Any]]:

@@ -4,9 +4,10 @@ import dataclasses
 import json
 import logging
 import os
+import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,7 +26,15 @@ from checkpoint.loading import check_identity, check_same_names, load_newest, lo
 from checkpoint.manifest import MANIFEST, METADATA, Manifest, encode_manifest, read_manifest, read_metadata
 from checkpoint.planning import Plan, State, plan_save, resolver
 from checkpoint.ranks import build_ranks
-from checkpoint.retention import by_age, check_room, finished, remove_checkpoints, superfluous, unfinished
+from checkpoint.retention import (
+    by_age,
+    check_room,
+    committed,
+    finished,
+    remove_checkpoints,
+    superfluous,
+    unfinished,
+)
 from checkpoint.staging import Staging
 from checkpoint.state import (
     allocate_optimizer_state,
@@ -37,6 +46,7 @@ from checkpoint.state import (
 )
 from checkpoint.storage import (
     Written,
+    age_seconds,
     commit,
     copy_pieces,
     files_of,
@@ -54,7 +64,7 @@ from checkpoint.stores import (
     join,
     open_store,
 )
-from config import Config
+from config import Config, ConfigError
 
 SAVED = ".saved"  # in the run's folder: the last checkpoint that was committed
 OUTER = ".outer_momentum"
@@ -112,6 +122,8 @@ class CheckpointManager:
         self.upload_store = self._open_store(self.settings.upload) if self.settings.upload else None
         self.model_bytes = self._gather_model_bytes()
         self.saved_file = run_folder / SAVED
+        self.run = f"{socket.gethostname()}:{run_folder.absolute()}"
+        self.began, self.known = time.time(), set[str]()  # checkpoints that are this run's; both on rank 0
         self.newest_step: int | None = None  # of the last save or load
         self.damaged: set[tuple[str, str]] = set()  # (url, name) found so while loading; removed after the next commit
         self.under_way: Future[None] | None = None
@@ -177,7 +189,25 @@ class CheckpointManager:
                     "anew: name the folder where it is as checkpoint.folder, or another run.folder for a new run"
                 )
             time.sleep(0.2)
+        if self.newest_step is None:
+            self.known.update(name for _, name in found)
+        for store, name in found:
+            self._check_alone(store, [name])
         return found
+
+    def _check_alone(self, store: Store, names: Collection[str]) -> None:
+        """Refuse to save beside another run: each would resume from, and remove, the other's checkpoints.
+
+        For rank 0. Raises ConfigError, which no restart mends, if one of `names` was begun since this start by another.
+        """
+        others = [name for name in names if name not in self.known and age_seconds(name) < time.time() - self.began]
+        if others:
+            whose = read_manifest(store, others[0]).get("run", "another run")
+            raise ConfigError(
+                f"{join(store.url, others[0])} was saved by {whose} while this run was training. Two runs must not "
+                "save in one place: each would resume from the other's checkpoints and remove them. This one ends, and "
+                "nothing was removed; go on with the other, or with this one in a folder of its own"
+            )
 
     def _load_initial(self) -> int:
         """The weights of `checkpoint.initial_load`, if set, into the model."""
@@ -286,7 +316,9 @@ class CheckpointManager:
         shapes = {kind: {name: tuple(value.shape) for name, value in _flat(part)} for kind, part in state.items()}
         if self.planned is None or self.planned[0] != shapes:
             self.planned = shapes, plan_save(state, self.ranks)
-        return Save(self.ranks.broadcast(name), step, self.planned[1], self._facts(step), resolver(state), started)
+        name = self.ranks.broadcast(name)
+        self.known.add(name)
+        return Save(name, step, self.planned[1], self._facts(step), resolver(state), started)
 
     def _write(self, save: Save, before: Callable[[], None] = lambda: None) -> list[Written]:
         """Write and commit. Returns what this rank has written."""
@@ -294,7 +326,10 @@ class CheckpointManager:
         def write() -> list[Written]:
             before()
             items = save.plan.items
-            return write_items(self.store, save.name, self.ranks.rank, items, save.resolve, self.on_progress)
+            written = write_items(self.store, save.name, self.ranks.rank, items, save.resolve, self.on_progress)
+            if self.ranks.rank == 0:
+                self._check_alone(self.store, committed(self.store))
+            return written
 
         try:
             written = self.ranks.together(write)
@@ -328,6 +363,7 @@ class CheckpointManager:
 
         def finish() -> None:
             manifest = read_manifest(self.store, name)
+            self._check_alone(store, committed(store))
             store.put(f"{name}/{METADATA}", read_metadata(self.store, name, manifest))
             store.put(f"{name}/{MANIFEST}", encode_manifest(manifest))
 
@@ -392,6 +428,7 @@ class CheckpointManager:
             "step": step,
             "world_size": self.ranks.size,
             "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "run": self.run,
             "identity": self.identity,
             "dataloader": _jsonable(self.dataloader.state_dict()),
             "config": titanite_config.to_toml(self.config),

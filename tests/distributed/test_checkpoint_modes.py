@@ -15,7 +15,7 @@ import torch.distributed as dist
 from checkpoint import manager, retention
 from checkpoint.retention import committed
 from checkpoint.stores import CheckpointError, LocalStore, open_store
-from config import PATIENCE
+from config import PATIENCE, ConfigError
 from parallel.comm import LaunchEnvironment
 from parallel.watchdog import Watchdog
 from tests.distributed.checkpoint_runs import IDENTITY, Run, Tower, load_model, load_run, same, train_run
@@ -281,6 +281,39 @@ def test_a_run_that_has_saved_never_begins_anew(tmp_path):
     other.rmdir()
     saved.rename(other)
     assert Run(other, run_folder=run).checkpoint.load() == 2
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_two_runs_never_save_in_one_place(tmp_path, mode):
+    """Nor does a run take the other's checkpoint for its own; a start that comes later goes on with it."""
+    Run(tmp_path, interval=1).train(0, 1)
+    runs = [Run(tmp_path, interval=1, keep=1, run_folder=Path(name), mode=mode) for name in "ab"]
+    for run in runs:
+        assert run.checkpoint.load() == 1
+        run.checkpoint.began -= 60  # names of checkpoints tell whole seconds
+    runs[0].train(1, 2)
+    with pytest.raises(ConfigError, match=rf"step-00000002-\w+ was saved by \S+{Path('a').absolute()} while this run"):
+        runs[1].train(1, 2)
+    with pytest.raises(ConfigError, match="while this run was training"):
+        runs[1].checkpoint.load()  # as after a bad step
+    assert steps_in(tmp_path) == [2]
+    assert [file for file in tmp_path.glob("*/*") if file.parent.name not in runs[0].checkpoint.known] == []
+    runs[0].train(2, 3)
+    later = Run(tmp_path, interval=1, keep=1)
+    assert later.checkpoint.load() == 3
+    later.checkpoint.began -= 60
+    later.train(3, 4)
+    assert steps_in(tmp_path) == [4]
+
+
+def test_two_runs_never_upload_to_one_place(tmp_path):
+    runs = [Run(tmp_path / name, interval=1, upload=str(tmp_path / "far"), run_folder=Path(name)) for name in "ab"]
+    for run in runs:
+        run.checkpoint.began -= 60
+    runs[0].train(0, 1)
+    with pytest.raises(ConfigError, match=f"{Path('a').absolute()} while this run"):
+        runs[1].train(0, 1)
+    assert steps_in(tmp_path / "far") == [1]
 
 
 def test_a_failed_save_leaves_none_of_its_pieces(tmp_path):

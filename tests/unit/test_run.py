@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
+import run_folder
 from config import Config, ConfigError, Metrics, Model, Parallelism, Profiling, Run, TitaniteError, Training
 from data.ledger import Ledger, read_ledger
 from data.place import StepShape
@@ -129,6 +131,33 @@ def test_a_folder_that_is_refused_is_left_as_it_is(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"not {folder}"):
         start_run(config, {}, 1, "job 1", refuse, anything)
     assert len(read_starts(folder)) == 1
+
+
+def test_a_folder_is_of_one_start_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_folder, "ENDING_SECONDS", 0.2)
+    config = Config(run=Run(folder=str(tmp_path / "run")))
+    code = (
+        "import sys; from config import Config, Run; from run_folder import start_run\n"
+        "start_run(Config(run=Run(folder=sys.argv[1])), {}, 1, '', lambda folder: None, lambda folder: None)\n"
+        "print('started', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, config.run.folder]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout
+        assert other.stdout.readline() == "started\n"
+        with pytest.raises(
+            TitaniteError, match=rf"run: a start .* still running here, process {other.pid}: .*stop"
+        ) as error:
+            start_run(config, {}, 1, "", anything, anything)
+        assert not isinstance(error.value, ConfigError), "torchrun tries again: it may be a rank that ends slowly"
+        assert len(read_starts(tmp_path / "run")) == 1
+        with monkeypatch.context() as elsewhere:  # of a machine that was lost, as far as can be told
+            elsewhere.setattr(socket, "gethostname", lambda: "another")
+            start_run(config, {}, 1, "", anything, anything)
+        other.kill()
+        other.wait()
+        start_run(config, {}, 1, "", anything, anything)
+    assert len(read_starts(tmp_path / "run")) == 3
 
 
 @pytest.mark.parametrize("damage", [b"", b'{"kind": "fini', bytes(40)])
