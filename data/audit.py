@@ -143,9 +143,12 @@ def trained_steps(run: Path) -> tuple[list[Step], int]:
     """
     recorded = _read_rank(run, 0)
     kept: list[Step] = []
+    start = None
     for step in recorded:
-        while kept and _tokens(kept[-1]) >= _tokens(step):  # it ran again after a resume
-            kept.pop()
+        if step.start is not start:  # a resume, which makes later steps void; without one they came twice
+            start = step.start
+            while kept and _tokens(kept[-1]) >= saved_place(start).tokens:
+                kept.pop()
         _check_follows(run, kept, step)
         kept.append(step)
     if not kept:

@@ -9,8 +9,8 @@ Formats, each read one file after the other in bounded memory:
     fms        Arrow files with a record batch for each document and its ids in the column
                `tokens`, as fms-fsdp reads them
 
-Every document is given exactly one eos at its end, however many it had. Documents keep their
-order; training shuffles them. Which are held out is a hash of their tokens.
+An eos ends a document wherever it stands, and every document is given exactly one at its end.
+Documents keep their order; training shuffles them. Which are held out is a hash of their tokens.
 """
 
 import argparse
@@ -139,8 +139,7 @@ def convert(
         ]
         for path in tqdm(paths, desc="convert", unit=" files"):
             for row, ids in enumerate(_documents(path, format, chosen.eos_id)):
-                document = _ended_once(ids, chosen, f"{path}, document {row}")
-                if len(document) > 1:
+                for document in _ended_once(ids, chosen, f"{path}, document {row}"):
                     writers[is_held_out(document.astype("<u4").tobytes(), validation_fraction)].add(document)
         return write_manifest(folder, chosen, [shard for writer in writers for shard in writer.finish()])
 
@@ -150,15 +149,15 @@ def _documents(path: Path, format: str, eos_id: int) -> Iterator[np.ndarray]:
         yield from FORMATS[format](path, eos_id)
 
 
-def _ended_once(ids: np.ndarray, tokenizer: Tokenizer, where: str) -> np.ndarray:
-    """The document with one eos at its end."""
+def _ended_once(ids: np.ndarray, tokenizer: Tokenizer, where: str) -> Iterator[np.ndarray]:
+    """The documents that lie in `ids`, each with one eos at its end; none that holds nothing else."""
     if len(ids) and (ids.min() < 0 or ids.max() >= tokenizer.vocab_size):
         bad = int(ids.min() if ids.min() < 0 else ids.max())
         raise DataError(f"{where}: token id {bad} is not in the tokenizer's vocabulary of {tokenizer.vocab_size}")
-    size = len(ids)
-    while size and ids[size - 1] == tokenizer.eos_id:
-        size -= 1
-    return np.append(ids[:size], tokenizer.eos_id).astype(token_dtype(tokenizer.vocab_size))
+    for part in np.split(ids, np.flatnonzero(ids == tokenizer.eos_id)):
+        text = part[part != tokenizer.eos_id]
+        if len(text):
+            yield np.append(text, tokenizer.eos_id).astype(token_dtype(tokenizer.vocab_size))
 
 
 class _Writer:

@@ -63,7 +63,7 @@ log = logging.getLogger(__name__)
 class Plan:
     """All that decides the bytes of the dataset and of its parts; a change of it makes finished parts useless."""
 
-    input: str  # hash of the units: the files' names and sizes, and how they are cut
+    input: str  # hash of the units: the files' names, sizes and versions, and how they are cut
     text_key: str
     example_keys: str
     format: str

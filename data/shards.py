@@ -27,7 +27,7 @@ from data.storage import DamagedError, Folder, open_folder
 from data.tokenizer import CHAT_TEMPLATE, Tokenizer, declared_eos, fingerprint, load_tokenizer, parse_tokenizer
 
 FORMAT = "titanite-tokens"
-VERSION = 1
+VERSION = 2  # 1 had no seal
 SPLITS = ("train", "validation")
 INDEX_SCHEMA = pa.schema(
     [
@@ -207,6 +207,11 @@ def digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
+def seal(content: bytes) -> bytes:
+    """The end of a manifest: the SHA-256 of all before it, so that no damage to it passes for another dataset."""
+    return f',\n "sha256": "{hashlib.sha256(content).hexdigest()}"\n}}\n'.encode()
+
+
 def open_dataset(url: str, data: Data | None = None) -> Dataset:
     """Read and check the manifest and the index of a prepared dataset.
 
@@ -216,11 +221,14 @@ def open_dataset(url: str, data: Data | None = None) -> Dataset:
     text = _read(folder, "manifest.json")
     try:
         manifest = json.loads(text, object_hook=_shard_or_dict)
-        if (manifest["format"], manifest["version"]) != (FORMAT, VERSION):
+        if manifest["format"] != FORMAT or manifest["version"] not in (1, VERSION):
             raise DataError(
                 f"{url}/manifest.json: format {manifest['format']} version {manifest['version']}; "
                 f"this code reads {FORMAT} version {VERSION}"
             )
+        content = text[: -len(seal(b""))]
+        if manifest["version"] > 1 and text != content + seal(content):
+            raise DataError(f"{url}/manifest.json: is damaged, its checksum does not match")
         shards = [entry if isinstance(entry, Shard) else Shard(**entry) for entry in manifest["shards"]]
         vocab_size, eos_id, dtype = manifest["vocab_size"], manifest["eos_id"], manifest["dtype"]
         tokenizer, index_bytes = manifest["tokenizer"], manifest["index_bytes"]
@@ -229,12 +237,12 @@ def open_dataset(url: str, data: Data | None = None) -> Dataset:
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{url}/manifest.json: not a manifest: {type(error).__name__} {error}") from None
     try:
-        content = folder.map("blocks.arrow", 0, index_bytes, index_crc32)
+        blocks = folder.map("blocks.arrow", 0, index_bytes, index_crc32)
     except DamagedError as error:
         raise DataError(f"{url}/blocks.arrow: {error}") from None
-    if hashlib.sha256(content).hexdigest() != index_sha256:
+    if hashlib.sha256(blocks).hexdigest() != index_sha256:
         raise DataError(f"{url}/blocks.arrow: is damaged, its SHA-256 is not the one in manifest.json")
-    batch = pa.ipc.open_file(pa.py_buffer(content)).get_batch(0)  # views of the mapped file, which ranks share
+    batch = pa.ipc.open_file(pa.py_buffer(blocks)).get_batch(0)  # views of the mapped file, which ranks share
     index = {name: batch.column(name).to_numpy() for name in INDEX_SCHEMA.names}
     splits = {
         name: Split(folder, name, dtype, vocab_size, packed, *_part_of_index(shards, index, name)) for name in SPLITS

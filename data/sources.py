@@ -31,6 +31,7 @@ COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 UNIT_BYTES = 4 * 2**20
 MOST_UNITS = 10_000  # about; a larger input has larger units
 ROWS = 64  # of Parquet made Python objects at once: many cost less each, few take less memory
+VERSIONS = ("ETag", "etag", "blob_id", "mtime", "LastModified", "created")  # by the stores' own names, the best first
 REQUEST_BYTES = 2 * 2**20  # read ahead from a remote file, of which a process may need one unit only
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ class File(NamedTuple):
 
     url: str
     size: int
+    version: str = ""  # changes with its content, where the store tells such a thing
 
 
 class Unit(NamedTuple):
@@ -118,7 +120,13 @@ def _expand(source: str) -> list[File]:
         unread = [name for name in folders if name.rstrip("/") not in reached]
         if unread:
             log.warning("--source %s: %s folders are left out, such as %s", source, f"{len(unread):,}", unread[0])
-    return [File(system.unstrip_protocol(name) if "://" in source else name, details[name]["size"]) for name in read]
+    urls = [system.unstrip_protocol(name) if "://" in source else name for name in read]
+    return [File(url, details[name]["size"], _version(details[name])) for url, name in zip(urls, read, strict=True)]
+
+
+def _version(info: dict[str, Any]) -> str:
+    """What tells that a file is not what it was, though it may have the same size; "" where nothing does."""
+    return next((str(info[key]) for key in VERSIONS if info.get(key)), "")
 
 
 def _details(system: fsspec.AbstractFileSystem, path: str) -> tuple[dict[str, dict[str, Any]], bool]:
@@ -136,7 +144,7 @@ def _stdlib_files() -> list[File]:
     root = Path(sysconfig.get_path("stdlib"))
     left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     paths = [path for path in root.rglob("*.py") if not left_out & set(path.relative_to(root).parts)]
-    return [File(str(path), path.stat().st_size) for path in sorted(paths)]
+    return [File(str(path), path.stat().st_size, str(path.stat().st_mtime)) for path in sorted(paths)]
 
 
 def plan_units(files: Sequence[File]) -> list[Unit]:
@@ -226,6 +234,8 @@ def pieces(text: str, max_characters: int) -> Iterator[str]:
 def _texts(file: File, stream: Any, unit: Unit, text_key: str, example_keys: tuple[str, ...]) -> Iterator[str]:
     kind, compression = kind_of(file.url)
     if compression:
+        if not file.size:  # an empty text has a header, too
+            raise DataError(f"{file.url}: is empty, so it is not compressed text")
         stream = pa.CompressedInputStream(pa.PythonFile(stream), compression)
     if compression or kind == "jsonl":
         stream = io.BufferedReader(stream, 2**20)  # a remote file's own readline copies all it has read ahead

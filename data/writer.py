@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 from isal import isal_zlib
 
-from data.shards import FORMAT, INDEX_SCHEMA, VERSION, DataError, Shard, digest, token_schema
+from data.shards import FORMAT, INDEX_SCHEMA, VERSION, DataError, Shard, digest, seal, token_schema
 from data.tokenizer import Tokenizer
 from records import write_atomically
 
@@ -189,5 +189,6 @@ def write_index(
         **template,
         **(facts or {}),
     }
-    write_atomically(folder / "manifest.json", (json.dumps(manifest, indent=1) + "\n").encode())
+    content = json.dumps(manifest, indent=1).removesuffix("\n}").encode()
+    write_atomically(folder / "manifest.json", content + seal(content))
     return manifest

@@ -1,6 +1,5 @@
 """The audit finds what was trained, proves sound runs and refuses others; verify finds every fault."""
 
-import json
 import random
 import re
 import shutil
@@ -137,6 +136,17 @@ def test_tokens_trained_twice_or_never_are_found(folders, tmp_path, moved, messa
     else:
         prove(run)
         assert len(set(trained)) == len(trained)
+
+
+@pytest.mark.parametrize("repeated", [slice(3, 4), slice(1, 4)])
+def test_steps_given_twice_without_a_resume_are_found(folders, tmp_path, repeated):
+    run = tmp_path / "run"
+    run_phase(run, folders, None, 6, dp_size=2)
+    for file in (run / "data").iterdir():
+        lines = file.read_text().splitlines(keepends=True)
+        file.write_text("".join(lines[: repeated.stop] + lines[repeated] + lines[repeated.stop :]))
+    with pytest.raises(AuditError, match=r"tokens of dataset \w+ come again between step 3 and the next"):
+        prove(run)
 
 
 def test_a_change_of_the_order_is_found(folders, tmp_path):
@@ -310,8 +320,6 @@ def test_verify_finds_any_flipped_bit(folders, tmp_path, capsys):
             damaged = bytearray(sound)
             damaged[rng.randrange(len(damaged))] ^= 1 << rng.randrange(8)
             file.write_bytes(damaged)
-            if file.name == "manifest.json" and _same_meaning(sound, damaged):
-                continue
             if (
                 file.suffix == ".arrow"
                 and file.name != "blocks.arrow"
@@ -322,13 +330,6 @@ def test_verify_finds_any_flipped_bit(folders, tmp_path, capsys):
                 verify.main([str(folder)])
         file.write_bytes(sound)
     verify.main([str(folder)])
-
-
-def _same_meaning(sound: bytes, damaged: bytearray) -> bool:
-    try:
-        return json.loads(sound) == json.loads(bytes(damaged))
-    except ValueError:
-        return False
 
 
 def _outside_blocks(folder: Path, file: Path, damaged: bytearray, sound: bytes) -> bool:

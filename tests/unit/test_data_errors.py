@@ -16,7 +16,7 @@ from isal import isal_zlib
 from config import ConfigError, TitaniteError, to_toml
 from data.audit import prove
 from data.loader import IGNORED, build_dataloader, validation_batches
-from data.shards import BadBlockError, DataError, check_datasets, open_dataset
+from data.shards import BadBlockError, DataError, check_datasets, open_dataset, seal
 from data.storage import Cache, LocalFolder, StorageError
 from data.tokenizer import END_OF_TEXT, TokenizerError, fingerprint, load_tokenizer
 from tests.corpus import data_config, expected_stream, stored_blocks, word_tokenizer, write_dataset
@@ -39,7 +39,9 @@ def check(*folders, **overrides):
 
 def change_manifest(folder: Path, **values) -> None:
     file = folder / "manifest.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+    changed = {key: value for key, value in json.loads(file.read_text()).items() if key != "sha256"} | values
+    content = json.dumps(changed).removesuffix("}").encode()
+    file.write_bytes(content + seal(content))
 
 
 def damage(file: Path, at: int) -> None:
@@ -65,7 +67,7 @@ def test_sound_data_passes(folder):
         (lambda d: shutil.rmtree(d), r"manifest\.json: is missing\. Make a dataset with: python -m data\.prepare"),
         (lambda d: (d / "manifest.json").write_text("{}"), r"manifest\.json: not a manifest: KeyError 'format'"),
         (lambda d: (d / "manifest.json").write_text("{"), r"manifest\.json: not a manifest: JSONDecodeError"),
-        (lambda d: change_manifest(d, version=9), r"version 9; this code reads titanite-tokens version 1"),
+        (lambda d: change_manifest(d, version=9), r"version 9; this code reads titanite-tokens version 2"),
         (lambda d: (d / "train-00001.arrow").unlink(), r"train-00001\.arrow: is missing, the manifest says \d+ bytes"),
         (lambda d: (d / "train-00000.arrow").write_bytes(b"x"), r"train-00000\.arrow: has 1 bytes, the manifest says"),
         (lambda d: damage(d / "blocks.arrow", 200), r"blocks\.arrow: is damaged, its checksum does not match"),
@@ -78,6 +80,26 @@ def test_unusable_folder(folder, change, message):
     change(folder)
     with pytest.raises(DataError, match=message):
         check(folder)
+
+
+def test_any_flipped_bit_of_a_manifest_is_found(folder):
+    """It would be another dataset, which a resume begins at its first token, or the same with a shard less."""
+    file = folder / "manifest.json"
+    sound = file.read_bytes()
+    for bit in range(8 * len(sound)):
+        damaged = bytearray(sound)
+        damaged[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(damaged)
+        with pytest.raises(DataError, match=r"manifest\.json: (is damaged|not a manifest|format)"):
+            open_dataset(str(folder))
+
+
+def test_a_manifest_of_version_1_had_no_checksum(folder):
+    file = folder / "manifest.json"
+    manifest = json.loads(file.read_text()) | {"version": 1}
+    del manifest["sha256"]
+    file.write_text(json.dumps(manifest, indent=1))
+    check(folder)
 
 
 def test_combinations_that_do_not_fit(folder, tmp_path):

@@ -253,6 +253,24 @@ def test_parts_of_an_input_that_was_cut_otherwise_are_not_used(texts, tokenizer_
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
+def test_parts_of_a_file_that_was_changed_at_the_same_size_are_not_used(texts, tokenizer_folder, tmp_path, monkeypatch):
+    """Lines in another order, say: some would come twice and others never."""
+    monkeypatch.setattr(sources, "UNIT_BYTES", 2_000)
+    file, options = tmp_path / "in.jsonl", {"tokenizer": str(tokenizer_folder), "processes": 1}
+    write_jsonl(file, texts)
+    with monkeypatch.context() as other:
+        other.setattr(prepare_module, "_write_bucket", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            prepare([str(file)], str(tmp_path / "out"), **options)
+    before = file.stat()
+    write_jsonl(file, texts[::-1])
+    os.utime(file, ns=(0, before.st_mtime_ns + 10**9))
+    assert file.stat().st_size == before.st_size
+    prepare([str(file)], str(tmp_path / "out"), **options)
+    prepare([str(file)], str(tmp_path / "whole"), **options)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
 @pytest.mark.parametrize("progress", ["unit-", "bucket-"])
 def test_after_sigkill_the_same_command_finishes_with_the_same_bytes(texts, tokenizer_folder, tmp_path, progress):
     file = write_jsonl(tmp_path / "in.jsonl", texts * 20)
@@ -503,6 +521,7 @@ def test_a_dry_run_counts_and_writes_nothing(texts, tmp_path, capsys):
         ("a.parquet", b"PAR1", r"a\.parquet: not a Parquet file"),
         ("a.txt", b"abc\xff", r"a\.txt: not utf-8 text: invalid start byte at byte 3"),
         ("a.jsonl.gz", b"not gzip", r"a\.jsonl\.gz"),
+        ("a.jsonl.gz", b"", r"a\.jsonl\.gz: is empty, so it is not compressed text"),
     ],
 )
 def test_bad_input_is_named(tmp_path, name, content, message, capsys):
@@ -685,9 +704,8 @@ def test_links_are_followed_and_never_left_out(tmp_path):
     (tmp_path / "snapshot" / "b.txt").write_text("b")
     names = [str(tmp_path / "snapshot" / name) for name in ("a.txt", "b.txt")]
     for source in ("snapshot", "snapshot/*"):
-        assert sources.list_files([str(tmp_path / source)]) == [
-            sources.File(name, size) for name, size in zip(names, (5, 1), strict=True)
-        ]
+        found = sources.list_files([str(tmp_path / source)])
+        assert [(file.url, file.size) for file in found] == list(zip(names, (5, 1), strict=True))
     (tmp_path / "snapshot" / "more").symlink_to("../blobs")
     with pytest.raises(DataError, match="more is a link to a folder: name it as a source, too"):
         sources.list_files([str(tmp_path / "snapshot")])
@@ -907,6 +925,19 @@ def test_other_formats_are_converted_with_one_eos_each(texts, tokenizer_folder, 
     convert([str(tmp_path / "a.bin")], str(output), name, str(tokenizer_folder), validation_fraction=0.1, shard_mb=0.01)
     found = decoded(output, "train") + decoded(output, "validation")
     assert Counter(found) == Counter(texts)
+    verify.main([str(output)])
+
+
+@pytest.mark.parametrize(
+    ("name", "write"), [("nanogpt", write_nanogpt), ("megatron", write_megatron), ("fms", write_fms)]
+)
+def test_an_eos_ends_a_document_wherever_it_stands(tokenizer_folder, tmp_path, name, write):
+    eos = load_tokenizer(tokenizer_folder).eos_id
+    write(tmp_path, [[eos, 5, 6], [7, eos, 8, eos], [eos], [9]], eos)
+    output = tmp_path / "out"
+    convert([str(tmp_path / "a.bin")], str(output), name, str(tokenizer_folder), validation_fraction=0)
+    stored = [document for block in stored_blocks(output) for document in block]
+    assert stored == [[5, 6, eos], [7, eos], [8, eos], [9, eos]]
     verify.main([str(output)])
 
 
