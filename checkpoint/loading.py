@@ -51,13 +51,14 @@ def find(place: str | Path, names_in: Callable[[Store], list[str]]) -> tuple[Sto
 
 
 def _folder_of_run(file: Path) -> str:
-    """`checkpoint.folder` in the config of a run, of whatever version, or ""."""
-    if not file.is_file():
-        return ""
+    """`checkpoint.folder` in the config of a run, of whatever version, or ""; "" also for other projects' files."""
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8")).get("checkpoint", {}).get("folder", "")
+        config = tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file}: cannot be read: {error}") from None
+    section = config.get("checkpoint")
+    folder = section.get("folder") if isinstance(section, dict) else None
+    return folder if isinstance(folder, str) else ""
 
 
 def load_newest(

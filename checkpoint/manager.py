@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItem
+from torch.utils._pytree import tree_map
 
-import config as titanite_config
 from checkpoint.loading import check_identity, check_same_names, load_newest, locate
 from checkpoint.manifest import MANIFEST, METADATA, Manifest, encode_manifest, read_manifest, read_metadata
 from checkpoint.planning import Plan, State, plan_save, resolver
@@ -64,7 +64,7 @@ from checkpoint.stores import (
     join,
     open_store,
 )
-from config import Config, ConfigError
+from config import Config, ConfigError, to_toml
 
 SAVED = ".saved"  # in the run's folder: the last checkpoint that was committed
 OUTER = ".outer_momentum"
@@ -191,15 +191,18 @@ class CheckpointManager:
             time.sleep(0.2)
         if self.newest_step is None:
             self.known.update(name for _, name in found)
-        for store, name in found:
-            self._check_alone(store, [name])
+        for store in stores:
+            self._check_alone(store)
         return found
 
-    def _check_alone(self, store: Store, names: Collection[str]) -> None:
+    def _check_alone(self, store: Store) -> None:
         """Refuse to save beside another run: each would resume from, and remove, the other's checkpoints.
 
-        For rank 0. Raises ConfigError, which no restart mends, if one of `names` was begun since this start by another.
+        For rank 0. Raises ConfigError, which no restart mends, if another has begun one here since this start.
         """
+        names: list[str] = []
+        with suppress(CheckpointError):  # what cannot be listed is said when old ones are removed, and stops no run
+            names = committed(store)
         others = [name for name in names if name not in self.known and age_seconds(name) < time.time() - self.began]
         if others:
             whose = read_manifest(store, others[0]).get("run", "another run")
@@ -313,7 +316,7 @@ class CheckpointManager:
 
     def _prepare(self, name: str, step: int, state: State, started: float) -> Save:
         """All that the save of `state` needs. The plan is made again only when names or shapes have changed."""
-        shapes = {kind: {name: tuple(value.shape) for name, value in _flat(part)} for kind, part in state.items()}
+        shapes = tree_map(lambda tensor: tensor.shape, state)
         if self.planned is None or self.planned[0] != shapes:
             self.planned = shapes, plan_save(state, self.ranks)
         name = self.ranks.broadcast(name)
@@ -328,7 +331,7 @@ class CheckpointManager:
             items = save.plan.items
             written = write_items(self.store, save.name, self.ranks.rank, items, save.resolve, self.on_progress)
             if self.ranks.rank == 0:
-                self._check_alone(self.store, committed(self.store))
+                self._check_alone(self.store)
             return written
 
         try:
@@ -363,7 +366,7 @@ class CheckpointManager:
 
         def finish() -> None:
             manifest = read_manifest(self.store, name)
-            self._check_alone(store, committed(store))
+            self._check_alone(store)
             store.put(f"{name}/{METADATA}", read_metadata(self.store, name, manifest))
             store.put(f"{name}/{MANIFEST}", encode_manifest(manifest))
 
@@ -431,7 +434,7 @@ class CheckpointManager:
             "run": self.run,
             "identity": self.identity,
             "dataloader": _jsonable(self.dataloader.state_dict()),
-            "config": titanite_config.to_toml(self.config),
+            "config": to_toml(self.config),
             "torch": torch.__version__,
         }
 
@@ -463,15 +466,6 @@ class CheckpointManager:
         stores = {store.url: store for store in (self.store, self.upload_store) if store}
         stores |= {url: self._open_store(url) for url in {url for url, _ in agreed} - stores.keys()}
         return [(stores[url], name) for url, name in agreed]
-
-
-def _flat(part: dict[str, Any]) -> list[tuple[str, Tensor]]:
-    """(dotted name, tensor) of nested dicts."""
-    pairs: list[tuple[str, Tensor]] = []
-    for name, value in part.items():
-        inner = [(f"{name}.{key}", leaf) for key, leaf in _flat(value)] if isinstance(value, dict) else [(name, value)]
-        pairs += inner
-    return pairs
 
 
 def _jsonable(value: dict[str, Any]) -> dict[str, Any]:

@@ -177,9 +177,6 @@ class _ChecksummedStream(io.RawIOBase):
         self.position = 0
         self.crc32 = 0
 
-    def writable(self) -> bool:
-        return True
-
     def write(self, data: Any) -> int:
         self.crc32 = isal_zlib.crc32(data, self.crc32)
         self.position += len(data)
@@ -202,7 +199,10 @@ def _write_file(
         stream = _ChecksummedStream(raw, on_progress)
         for number, item in items:
             offset, stream.crc32 = stream.position, 0
-            torch.save(_compact(resolve(item)), cast(IO[bytes], stream))
+            try:
+                torch.save(_compact(resolve(item)), cast(IO[bytes], stream))
+            except RuntimeError as error:  # of torch, which ends the archive though a write has failed: say why it did
+                raise error.__context__ or error from None
             written.append(Written(number, file, offset, stream.position - offset, stream.crc32))
     return written
 
@@ -353,7 +353,11 @@ def _decode(info: _StorageInfo, data: memoryview, metadata: Metadata, index: Met
     start = record.header_offset + 30 + name_bytes + extra_bytes
     if not shape.numel():
         return torch.empty(shape, dtype=stored.properties.dtype)
-    return torch.frombuffer(data, dtype=stored.properties.dtype, count=shape.numel(), offset=start).view(shape)
+    dtype = stored.properties.dtype
+    values = torch.frombuffer(data, dtype=torch.uint8, count=shape.numel() * dtype.itemsize, offset=start)
+    if dtype == torch.complex128:  # torch reads it as if it always lay at a multiple of 16 bytes, or crashes
+        values = values.clone()
+    return values.view(dtype).view(shape)
 
 
 def _read_ranges(
@@ -435,12 +439,6 @@ class _MemoryReader(io.RawIOBase):
     def __init__(self, data: memoryview) -> None:
         self.data = data
         self.position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
 
     def tell(self) -> int:
         return self.position

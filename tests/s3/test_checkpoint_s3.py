@@ -10,6 +10,7 @@ import time
 from contextlib import nullcontext
 from datetime import datetime, timezone
 from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from unittest import mock
 
 import pytest
@@ -234,7 +235,7 @@ def test_a_large_range_is_read_in_pieces(stubbed, monkeypatch):
         first, last = map(int, arguments["Range"].removeprefix("bytes=").split("-"))
         body = data[first : last + 1]
         response = mock.Mock(_fp=io.BytesIO(body))
-        return {"Body": mock.Mock(_raw_stream=response), "ContentLength": len(body)}
+        return {"Body": mock.Mock(_raw_stream=response), "ContentRange": f"bytes {first}-{first + len(body) - 1}/200"}
 
     store, view = stubbed(get_object=get), memoryview(bytearray(95))
     store.read_into("file", 50, view)
@@ -242,6 +243,56 @@ def test_a_large_range_is_read_in_pieces(stubbed, monkeypatch):
     assert len(store.client.requests) == 10
     with pytest.raises(DamagedError, match="ends at byte 200"):
         store.read_into("file", 120, view)
+
+
+CONTENT = os.urandom(5000)
+
+
+class Answers(BaseHTTPRequestHandler):
+    """Answers a range in one of the ways that HTTP has; for `cut`, the first time only."""
+
+    protocol_version = "HTTP/1.1"
+    kind, asked = "", 0
+
+    def do_GET(self):
+        Answers.asked += 1
+        first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
+        body = CONTENT if self.kind == "range ignored" else CONTENT[first : last + 1]
+        self.send_response(200 if self.kind == "range ignored" else 206)
+        if self.kind != "range ignored":
+            self.send_header("Content-Range", f"bytes {first}-{last}/{len(CONTENT)}")
+        if "chunked" in self.kind:
+            self.send_header("Transfer-Encoding", "chunked")
+            body = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (body[:700], body[700:], b""))
+        elif "no length" not in self.kind:
+            self.send_header("Content-Length", str(len(body)))
+        self.close_connection = "no length" in self.kind
+        self.end_headers()
+        if "cut" in self.kind and Answers.asked == 1:
+            body, self.close_connection = body[: len(body) // 2], True
+        self.wfile.write(body)
+
+
+@pytest.mark.parametrize("kind", ["length", "chunked", "no length"])
+def test_a_body_is_received_however_its_end_is_told(monkeypatch, quick, kind):
+    """And one that is cut is asked for again: it says nothing of the object."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for name, value in s3_environment(f"http://127.0.0.1:{server.server_port}").items():
+            monkeypatch.setenv(name, value)
+        store, view = store_at("s3://bucket/run"), memoryview(bytearray(1234))
+        for way, requests in ((kind, 1), (f"{kind}, cut", 2)):
+            monkeypatch.setattr(Answers, "kind", way)
+            monkeypatch.setattr(Answers, "asked", 0)
+            view[:] = bytes(1234)
+            store.read_into("file", 1000, view)
+            assert view == CONTENT[1000:2234]
+            assert Answers.asked == requests
+        monkeypatch.setattr(Answers, "kind", "range ignored")
+        with pytest.raises(CheckpointError, match="run/file: asked for bytes=1000-2233, answered with") as caught:
+            store.read_into("file", 1000, view)
+        assert not isinstance(caught.value, DamagedError), "the object may well be whole"
+        server.shutdown()
 
 
 def test_an_upload_is_aborted_once_no_part_is_under_way(stubbed, monkeypatch):
@@ -497,11 +548,11 @@ def test_what_cannot_be_removed_is_said(bucket, proxy, caplog):
     assert steps_in(bucket) == [3, 2, 1]
 
 
-def test_a_save_that_removes_one_lists_twice(two_steps, proxy):
+def test_a_save_that_removes_one_lists_three_times(two_steps, proxy):
     Run(two_steps, **WAITS).train(2, 3)
     assert steps_in(two_steps) == [3, 2]
     counts = proxy.counts()
-    assert (counts["list"] - 1, counts["list_uploads"]) == (2, 1)  # one is the test's own
+    assert (counts["list"] - 1, counts["list_uploads"]) == (3, 1)  # one is the test's own
 
 
 def test_removal_takes_the_manifest_first(two_steps, proxy):

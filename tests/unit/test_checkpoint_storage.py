@@ -21,7 +21,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from checkpoint import stores
 from checkpoint.manifest import encode_manifest, read_manifest, unpickle_metadata
+from checkpoint.planning import plan_save, resolver
+from checkpoint.ranks import Ranks
 from checkpoint.retention import committed
+from checkpoint.storage import commit, read_state, write_items
 from checkpoint.stores import CheckpointError, DamagedError, LocalStore, open_store
 from tests.distributed.checkpoint_runs import IDENTITY, Run, Tower, load_model
 
@@ -378,6 +381,35 @@ def test_what_is_read_is_what_is_there_wherever_it_lies(tmp_path, monkeypatch, s
         room = np.zeros(size + 4096, np.uint8)
         with pytest.raises(DamagedError, match=f"ends at byte 40000, {size - 40_000} missing"):
             store.read_into("file", 0, room[-room.ctypes.data % 4096 :][:size].data, alone=True)
+
+
+def test_a_write_that_fails_is_told_as_such_wherever_it_was(tmp_path, monkeypatch):
+    """torch ends its archive also after a write that failed, and then complains of that end alone."""
+    run, real = Run(tmp_path), stores._DirectWriter.write
+    for failing in range(60):
+        calls = itertools.count()
+
+        def write(writer, data, calls=calls, failing=failing):
+            if next(calls) == failing:
+                raise OSError(errno.EIO, "Input/output error")
+            return real(writer, data)
+
+        monkeypatch.setattr(stores._DirectWriter, "write", write)
+        with pytest.raises(CheckpointError, match=r"\.distcp: Input/output error"):
+            run.checkpoint.save(1)
+    assert list(tmp_path.glob("*/*")) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.complex128, torch.float64, torch.bfloat16])
+def test_values_come_back_wherever_they_lie_in_a_file(tmp_path, dtype):
+    """Records of odd lengths before them: torch crashed where it takes memory to be aligned."""
+    store, values = LocalStore(tmp_path), {f"{i}": torch.randn(2 * i + 1).to(dtype) for i in range(8)}
+    plan = plan_save({"model": values}, Ranks())
+    written = write_items(store, "one", 0, plan.items, resolver({"model": values}))
+    commit(store, "one", plan, [written], {})
+    read = {name: torch.zeros_like(value) for name, value in values.items()}
+    read_state(store, "one", unpickle_metadata((tmp_path / "one" / ".metadata").read_bytes()), {"model": read})
+    assert_same(read, values)
 
 
 def cached_pages(path):

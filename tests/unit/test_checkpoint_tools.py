@@ -1,7 +1,9 @@
 """The command lines that list and verify checkpoints."""
 
+import errno
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -113,3 +115,19 @@ def test_nothing_there_is_an_error_in_one_line(tmp_path):
         assert done.returncode == 1
         assert done.stderr.startswith("error: ")
         assert done.stderr.count("\n") == 1
+
+
+def test_a_folder_that_may_not_be_looked_into_is_an_error_in_one_line(tmp_path, tool, monkeypatch):
+    def refuse(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    code, text = tool("list", tmp_path)
+    assert code.startswith(f"error: {tmp_path}/config.toml: cannot be read: ")
+    assert text == ""
+
+
+@pytest.mark.parametrize("foreign", ["checkpoint = 3", "[checkpoint]\nfolder = 3"])
+def test_a_config_of_another_project_says_nothing_of_where_checkpoints_are(folder, tool, foreign):
+    (folder / "config.toml").write_text(foreign)
+    assert tool("verify", folder)[1].count("intact") == 2
