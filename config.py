@@ -19,7 +19,7 @@ import math
 import re
 import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -456,8 +456,9 @@ def read_toml(path: Path, _children: tuple[Path, ...] = ()) -> dict[str, Any]:
     if path.resolve() in _children:
         raise ConfigError(f"{path}: its `base` leads back to itself")
     if not path.is_file():
-        folder = path.parent if path.parent.is_dir() else Path(".")
-        nearby = {str(other): None for other in sorted(folder.glob("*.toml"))}
+        folders = {path.parent if path.parent.is_dir() else Path("."), Path("train_configs")}
+        found = sorted(file for folder in folders for file in folder.glob("*.toml"))
+        nearby = [str(file) for file in found if file.name != "pyproject.toml"]
         raise ConfigError(f"{path}: no such config file{_nearest(str(path), nearby)}")
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -541,12 +542,9 @@ def _is_flag(key: str) -> bool:
 
 def _parse_override(section: str, name: str, text: str) -> Any:
     """The value that `text` stands for: itself for a string, else read as TOML."""
-    key = f"{section}.{name}"
-    if section not in SECTIONS:
-        raise _unknown_key(key)
-    hints = get_type_hints(SECTIONS[section], include_extras=True)
+    hints = get_type_hints(SECTIONS[section], include_extras=True) if section in SECTIONS else {}
     if name not in hints:
-        raise _unknown_key(key)
+        raise _unknown_key(f"{section}.{name}")
     kind = hints[name]
     if kind is str or get_origin(kind) is Literal:
         return text
@@ -571,8 +569,7 @@ def _check_value(key: str, value: Any, kind: Any) -> Any:
     if get_origin(base) is Literal:
         choices = get_args(base)
         if value not in choices:
-            hint = _nearest(str(value), dict.fromkeys(choices))
-            raise _bad_value(key, value, f"one of {', '.join(choices)}{hint}")
+            raise _bad_value(key, value, _kind_name(base) + _nearest(str(value), choices))
         return value
     if get_origin(base) is tuple:
         if not isinstance(value, (list, tuple)):
@@ -614,12 +611,13 @@ def _bad_value(key: str, value: Any, allowed: str) -> ConfigError:
 def _unknown_key(key: str) -> ConfigError:
     if re.search(r"secret|password|token$|credential|access_key|api_key", key, re.IGNORECASE):
         return ConfigError(f"{key}: credentials are never part of a config; they are taken from the environment")
-    return ConfigError(f"{key}: unknown key{_nearest(key, dict(_fields()))}")
+    return ConfigError(f"{key}: unknown key{_nearest(key, _fields())}")
 
 
-def _nearest(name: str, names: Any) -> str:
-    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(list(names)[:20])}"
+def _nearest(name: str, names: Iterable[str]) -> str:
+    known = list(names)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(known[:20])}"
 
 
 def _redact(text: str) -> str:
@@ -633,10 +631,7 @@ def _redact(text: str) -> str:
 def check_config(config: Config) -> None:
     """Refuse combinations that cannot run, whatever the number of processes. Raises ConfigError."""
     data, schedule, steps = config.data, config.lr_scheduler, config.training.steps
-    for key in ("run.folder", "run.outputs", "data.cache_folder"):
-        if "://" in _get(config, key):
-            hint = "; checkpoint.folder and checkpoint.upload may be one" if key.startswith("run") else ""
-            raise ConfigError(f"{key} = {_get(config, key)!r}: must be a folder, not a URL{hint}")
+    check_places(config)
     if not data.datasets:
         raise ConfigError("data.datasets = []: name at least one folder made by `python -m data.prepare`")
     if len(set(data.datasets)) < len(data.datasets):
@@ -742,13 +737,27 @@ def check_needs(config: Config) -> None:
             raise ConfigError(f"{key} = {json.dumps(value)}: needs {need}")
 
 
+def check_places(config: Config) -> None:
+    """Refuse folders and URLs that would be taken for something else. Raises ConfigError."""
+    folders = ("run.folder", "run.outputs", "data.cache_folder")
+    for_checkpoints = ("checkpoint.folder", "checkpoint.upload", "checkpoint.initial_load")
+    for key in (*folders, *for_checkpoints, "data.datasets", "validation.datasets"):
+        value = _get(config, key)
+        for place in (value,) if isinstance(value, str) else value:
+            if place.startswith("~"):
+                raise ConfigError(f"{key} = {place!r}: ~ is not expanded here; write the whole path")
+            if cut := re.match(r"(\w+):/(?!/)", place):
+                raise ConfigError(f"{key} = {place!r}: a URL has two slashes, {cut[1]}://{place[cut.end() :]}")
+            if key in folders and "://" in place:
+                hint = "; checkpoint.folder and checkpoint.upload may be one" if key.startswith("run") else ""
+                raise ConfigError(f"{key} = {place!r}: must be a folder, not a URL{hint}")
+            if key in for_checkpoints and "://" in place and not re.match("s3://[^/]", place):
+                raise ConfigError(f"{key} = {place!r}: must be a folder or s3://bucket/prefix")
+
+
 def check_checkpointing(config: Config) -> None:
-    """Refuse places where none can be saved, and waits that others would not wait for. Raises ConfigError."""
+    """Refuse waits that others would not wait for, and a second place that is the first. Raises ConfigError."""
     settings = config.checkpoint
-    for name in ("folder", "upload", "initial_load"):
-        place = getattr(settings, name)
-        if "://" in place and not re.match("s3://[^/]", place):
-            raise ConfigError(f"checkpoint.{name} = {place!r}: must be a folder or s3://bucket/prefix")
     longest = REQUEST_ATTEMPTS * settings.request_timeout_seconds + LONGEST_PAUSES_SECONDS + settings.visibility_seconds
     if longest >= settings.timeout_seconds:
         raise ConfigError(
@@ -764,6 +773,24 @@ def loss_chunks(config: Config) -> int:
     """Pieces in which the loss is computed."""
     shared = config.parallelism.tp > 1 or config.parallelism.pp > 1
     return config.training.loss_chunks or (1 if shared else 4)
+
+
+ONE_SCALE = "tensorwise"  # the float8 recipe whose tensors have a single scale, whichever rank holds which rows
+
+
+def gathers_float8(float8: Float8) -> bool:
+    """Whether FSDP2 gathers the converted weights in float8."""
+    return float8.enable and float8.fsdp_all_gather != "off" and float8.recipe == ONE_SCALE
+
+
+def precomputes_scales(float8: Float8) -> bool:
+    """Whether the scales of the gathered weights are computed ahead, by one all-reduce a step."""
+    return gathers_float8(float8) and float8.precompute_scale != "off"
+
+
+def gathers_activations(float8: Float8) -> bool:
+    """Whether tensor parallelism gathers the inputs of the converted layers in float8."""
+    return float8.enable and float8.tp_all_gather != "off" and float8.recipe == ONE_SCALE
 
 
 def grad_accum_steps(training: Training, dp: int) -> int:
@@ -799,7 +826,7 @@ def _toml_value(value: Any) -> str:
 
 def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
     """Dotted keys whose values differ, with (old, new)."""
-    pairs = {key: (_get(old, key), _get(new, key)) for key, _ in _fields()}
+    pairs = {key: (_get(old, key), _get(new, key)) for key in _fields()}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
@@ -817,10 +844,11 @@ def help_text() -> str:
     return "\n".join(lines)
 
 
-def _fields() -> Iterator[tuple[str, Any]]:
+def _fields() -> Iterator[str]:
+    """The dotted key of every field."""
     for section, kind in SECTIONS.items():
         for item in dataclasses.fields(kind):
-            yield f"{section}.{item.name}", item.default
+            yield f"{section}.{item.name}"
 
 
 def _get(config: Config, key: str) -> Any:

@@ -5,6 +5,7 @@ python generate.py outputs/llama-debug-20260101-120000 --prompt "def main("
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -344,5 +345,8 @@ if __name__ == "__main__":
         main(sys.argv[1:])
     except TitaniteError as error:
         sys.exit(f"error: {error}")
+    except BrokenPipeError:  # the reader has enough, as `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python's end would write to it once more
+        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -140,8 +140,8 @@ def _take(folder: Path) -> None:
             break
         except OSError as error:
             host, _, process = os.pread(file, 1000, 0).decode(errors="replace").partition(" ")
-            held = error.errno in (errno.EACCES, errno.EAGAIN)
-            if not held or host != socket.gethostname():  # not every file system has locks
+            held = error.errno in (errno.EACCES, errno.EAGAIN)  # not every file system has locks
+            if not held or host not in ("", socket.gethostname()):  # "": it is about to write its name
                 return
         if time.monotonic() > deadline:
             raise TitaniteError(
@@ -187,7 +187,9 @@ def _finished(folder: Path) -> bool:
 def record_start(
     folder: Path, config: Config, identity: dict[str, Any], world_size: int, job: str = ""
 ) -> dict[str, tuple[Any, Any]]:
-    """Write what this start runs: config.toml, model.json and a line of starts.jsonl, with how the one before ended.
+    """Write what this start runs: model.json and a line of starts.jsonl, with how the one before ended.
+
+    And config.toml, unless there is one, for `record_config` to replace.
 
     Returns the settings that differ from the start before, dotted key → (old, new). Rank 0 only.
     Raises CrashLoopError.
@@ -198,7 +200,8 @@ def record_start(
     changed = _changed(folder, config)
     model = json.dumps(identity, indent=2) + "\n"
     write_atomically(folder / "model.json", model.encode())  # first: by it a folder is known as a run's
-    write_atomically(folder / "config.toml", settings.to_toml(config).encode())
+    if not (folder / "config.toml").exists():
+        record_config(folder, config)
     start = {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "job": job,
@@ -214,6 +217,11 @@ def record_start(
     with open_records(folder / STARTS) as file:
         file.write(json.dumps(start) + "\n")
     return changed
+
+
+def record_config(folder: Path, config: Config) -> None:
+    """Write config.toml, of an older run only once its checkpoint has taken `config`: a mistake can be taken back."""
+    write_atomically(folder / "config.toml", settings.to_toml(config).encode())
 
 
 class CrashLoopError(TitaniteError):

@@ -7,7 +7,7 @@
 #   NGPU=8 CONFIG_FILE=train_configs/llama3_8b.toml ./run_llama_train.sh
 #   ./run_llama_train.sh --help                                 every setting
 set -euo pipefail
-cd "$(dirname "$0")"
+cd "$(dirname "$(readlink -f "$0")")"
 
 CONFIG_FILE=${CONFIG_FILE:-train_configs/debug.toml}
 NGPU=${NGPU:-}           # processes; default: one for each GPU, as many as can share the batch, or 2 where there is none

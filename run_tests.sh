@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up and runs everything that must pass: formatting, lint, types, tests. Arguments go to pytest.
 set -euo pipefail
-cd "$(dirname "$0")"
+cd "$(dirname "$(readlink -f "$0")")"
 
 ./setup.sh test
 workers=$(nproc)  # before the next line, which it would obey

@@ -4,7 +4,7 @@
 #   ./setup.sh test   also what the tests need
 # PYTHON picks the interpreter for a new .venv (default python3, at least 3.10).
 set -euo pipefail
-cd "$(dirname "$0")"
+cd "$(dirname "$(readlink -f "$0")")"
 
 python=${PYTHON:-python3}
 files=(requirements.txt)
@@ -17,16 +17,16 @@ up_to_date() {
   for file in "${files[@]}"; do installed "$file" || return 1; done
 }
 if up_to_date; then exit; fi
+if compgen -G '.venv/.installed-*' >/dev/null && ! works; then  # others may be using it, where it works
+  echo "error: .venv does not work here: its Python, or pip, is gone or cannot be reached; rm -rf .venv to have it made anew" >&2
+  exit 1
+fi
 
 mkdir -p .cache
 exec 9>>.cache/setup.lock
 flock 9 2>/dev/null || true  # of two first starts at once one installs, and the other waits for it
 
 if ! works; then
-  if compgen -G '.venv/.installed-*' >/dev/null; then  # others may be using it, where it works
-    echo "error: .venv does not work here: its Python, or pip, is gone or cannot be reached; rm -rf .venv to have it made anew" >&2
-    exit 1
-  fi
   command -v "$python" >/dev/null || { echo "error: $python not found; Python 3.10 or newer is needed (set PYTHON)" >&2; exit 1; }
   "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
     { echo "error: $("$python" --version) is too old; Python 3.10 or newer is needed (set PYTHON)" >&2; exit 1; }

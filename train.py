@@ -46,7 +46,7 @@ from parallel.pipeline import build_step
 from parallel.stop import StopRequest
 from parallel.watchdog import Watchdog
 from profiling import check_profiling, profile
-from run_folder import CrashLoopError, check_run_folder, record_progress, start_run
+from run_folder import CrashLoopError, check_run_folder, record_config, record_progress, start_run
 from validate import sample_text, validate, validation_sets
 
 logger = logging.getLogger(__name__)
@@ -118,6 +118,8 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         )
         watchdog.enter("load")
         first_step = step = checkpoint.load()
+        if rank == 0:
+            record_config(folder, config)
         watchdog.resumed(step)
         if outer:
             outer.restart()

@@ -7,7 +7,6 @@ with a ledger that `data.audit --prove` accepts, and with verdicts of the watchd
 """
 
 import contextlib
-import json
 import os
 import random
 import shutil
@@ -29,6 +28,7 @@ from benchmarks.report import build_parser, finish, print_row
 from config import TitaniteError
 from data.audit import prove
 from data.prepare import main as prepare
+from records import read_records
 from run_folder import read_starts
 from tests.ports import free_port
 from tests.s3.fault_proxy import fault_proxy
@@ -132,9 +132,8 @@ class Job:
 
     def rows(self) -> list[int]:
         """The steps that were logged so far, over all starts."""
-        files = list((self.folder / "out").glob("*/metrics.jsonl"))
-        text = files[0].read_text() if files else ""
-        return [json.loads(line)["step"] for line in text.split("\n")[:-1]]
+        files = (self.folder / "out").glob("*/metrics.jsonl")
+        return [row["step"] for file in files for row in read_records(file)]
 
     def pids(self) -> dict[int, int]:
         """Rank → process."""
@@ -155,18 +154,14 @@ class Job:
                 raise TimeoutError(f"{self.name}: waited {PATIENCE_SECONDS} s for {what}; see {self.folder / 'log'}")
             time.sleep(0.005)
 
-    def kill_all(self) -> None:
-        """The machine is gone: torchrun and all ranks."""
-        kill_machine(self.process)
-
     def close(self) -> None:
         if self.process.poll() is None:
-            self.kill_all()
+            kill_machine(self.process)
         self.log.close()
 
 
 def kill_machine(agent: subprocess.Popen[bytes]) -> None:
-    """SIGKILL of a torchrun and its ranks."""
+    """The machine is gone: SIGKILL of its torchrun and all its ranks."""
     for pid in (agent.pid, *_children(agent.pid)):
         _signal(pid, signal.SIGKILL)
     agent.wait()
@@ -216,10 +211,10 @@ def strike(job: Job, fault: Fault, skew: Path | None) -> None:
             content.write(bytes([byte ^ 4]))
         _signal(pid, signal.SIGKILL)
     elif fault.kind == "machine lost":
-        job.kill_all()
+        kill_machine(job.process)
         job.launch()
     elif fault.kind == "clock skew":
-        job.kill_all()
+        kill_machine(job.process)
         job.launch(**({"LD_PRELOAD": str(skew)} if skew else {}))
 
 
@@ -342,20 +337,14 @@ def build_skew(folder: Path) -> Path | None:
     return folder / "skew.so"
 
 
-@contextlib.contextmanager
-def running(job: Job) -> Iterator[Job]:
-    try:
-        yield job
-    finally:
-        job.close()
-
-
 def run_on_s3(folder: Path, dataset: Path, outages: int, rows: list[dict[str, Any]]) -> Job:
     """Checkpoints on an S3 server that is out of reach for some seconds, again and again."""
     with s3_server() as server, fault_proxy(server) as proxy:
         create_bucket(server, "chaos")
         arguments = ("--checkpoint.folder=s3://chaos/run", "--checkpoint.interval=10")
-        with running(Job(folder, dataset, *arguments, environment=s3_environment(proxy.endpoints[0]))) as job:
+        with contextlib.closing(
+            Job(folder, dataset, *arguments, environment=s3_environment(proxy.endpoints[0]))
+        ) as job:
             for number in range(outages):
                 at = 8 + number * (STEPS - 20) // outages
                 job.wait(lambda at=at: max(job.rows(), default=0) >= at, f"step {at}")  # type: ignore[misc]
@@ -381,7 +370,7 @@ def run_elastic(folder: Path, dataset: Path, times: int, rows: list[dict[str, An
     conf = "--rdzv-conf=join_timeout=120,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3,is_host="
     first, node = (*common, conf + "true"), (*common, conf + "false")
     # One rank alone would be done before the other is back: so it is slowed down.
-    with running(Job(folder, dataset, agents=first, environment={"CHAOS_PAUSE_SECONDS": "0.2"})) as job:
+    with contextlib.closing(Job(folder, dataset, agents=first, environment={"CHAOS_PAUSE_SECONDS": "0.2"})) as job:
         second = job.start_agent(*node)
         try:
             for number in range(times):
@@ -413,7 +402,7 @@ def run_on_full_disk(folder: Path, dataset: Path, times: int, rows: list[dict[st
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", disk], capture_output=True).returncode:
         return None
     try:
-        with running(Job(folder, dataset, f"--checkpoint.folder={disk}")) as job:
+        with contextlib.closing(Job(folder, dataset, f"--checkpoint.folder={disk}")) as job:
             for number in range(times):
                 at = 8 + number * (STEPS - 20) // times
                 job.wait(lambda at=at: max(job.rows(), default=0) >= at, f"step {at}")  # type: ignore[misc]
@@ -473,14 +462,14 @@ QUICK_COUNTS = {"SIGKILL": 1, "SIGKILL in a save": 1, "SIGSTOP": 1, "SIGTERM": 1
 def measure(arguments: Any, folder: Path) -> tuple[list[dict[str, Any]], list[tuple[str, bool]]]:
     """Run all jobs; the rows of the report, and its bars."""
     dataset, skew = prepare_data(folder / "data"), build_skew(folder)
-    with running(Job(folder / "undisturbed", dataset)) as job:
+    with contextlib.closing(Job(folder / "undisturbed", dataset)) as job:
         job.wait(lambda: job.process.poll() == 0, "the end")
         reference = weights(job.run, folder)
     faults: list[dict[str, Any]] = []
     counts = QUICK_COUNTS if arguments.quick else COUNTS
 
     def run_planned(number: int, planned: list[Fault]) -> dict[str, Any]:
-        with running(Job(folder / f"job-{number}", dataset)) as job:
+        with contextlib.closing(Job(folder / f"job-{number}", dataset)) as job:
             suffer(job, planned, skew, faults)
         return judge_job(job, reference, folder)
 

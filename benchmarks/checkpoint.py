@@ -38,7 +38,7 @@ from torch.distributed.fsdp import fully_shard
 from benchmarks.report import build_parser, finish, print_row
 from checkpoint.manager import CheckpointManager
 from checkpoint.retention import committed
-from checkpoint.state import allocate_optimizer_state, model_tensors, optimizer_tensors
+from checkpoint.state import allocate_optimizer_state, held_bytes, model_tensors, optimizer_tensors
 from checkpoint.stores import open_store
 from config import Checkpoint, Config
 from tests.harness import run_ranks
@@ -82,9 +82,7 @@ def build(layers: int, dim: int, url: str, **settings: Any) -> tuple[CheckpointM
         config, Path("unused"), model=[model], optimizer=optimizer, dataloader=Data(), identity={}
     )
     state = {"model": model_tensors([model]), "optimizer": optimizer_tensors([model], optimizer)}
-    tensors = [*state["model"].values(), *state["optimizer"].values()]
-    size = sum(t.to_local().nbytes if hasattr(t, "to_local") else t.nbytes for t in tensors)
-    return manager, state, size
+    return manager, state, held_bytes([*state["model"].values(), *state["optimizer"].values()])
 
 
 # ---------------------------------------------------------------- what is measured, on every rank

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-BATCH = 16
+from benchmarks.data_growth import BATCH
 
 
 class Opened(NamedTuple):
@@ -23,7 +23,7 @@ class Opened(NamedTuple):
 
     batches: Iterator[Any]  # (tokens, labels, ...), int64 [BATCH, seq_len]
     state: Callable[[], Any]
-    close: Callable[[], None]
+    close: Callable[[], None] = lambda: None
 
 
 class Peer(NamedTuple):
@@ -49,8 +49,16 @@ def _halves(rows: Tensor) -> tuple[Tensor, Tensor]:
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 
-def _nothing() -> None:
-    return None
+def _opened(loader: Any, state: Any) -> Opened:
+    """A torch DataLoader with a state, epoch after epoch."""
+    if state is not None:
+        loader.load_state_dict(state)
+
+    def batches() -> Iterator[Any]:
+        while True:
+            yield from map(_halves, loader)
+
+    return Opened(batches(), loader.state_dict)
 
 
 # ---------------------------------------------------------------- a bare memory map
@@ -71,7 +79,7 @@ def open_memmap(root: Path, state: Any, workers: int) -> Opened:
             yield _halves(torch.from_numpy(samples[first : first + BATCH].astype(np.int64)))
             place[0] += BATCH
 
-    return Opened(batches(), lambda: place[0], _nothing)
+    return Opened(batches(), lambda: place[0])
 
 
 # ---------------------------------------------------------------- torchdata
@@ -91,17 +99,9 @@ class _Samples(torch.utils.data.Dataset):
 def open_torchdata(root: Path, state: Any, workers: int) -> Opened:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    loader = StatefulDataLoader(
-        _Samples(root / "samples.npy"), batch_size=BATCH, shuffle=True, num_workers=workers, drop_last=True
-    )
-    if state is not None:
-        loader.load_state_dict(state)
-
-    def batches() -> Iterator[Any]:
-        while True:
-            yield from map(_halves, loader)
-
-    return Opened(batches(), loader.state_dict, _nothing)
+    samples = _Samples(root / "samples.npy")
+    loader = StatefulDataLoader(samples, batch_size=BATCH, shuffle=True, num_workers=workers, drop_last=True)
+    return _opened(loader, state)
 
 
 # ---------------------------------------------------------------- grain
@@ -121,9 +121,8 @@ def open_grain(root: Path, state: Any, workers: int) -> Opened:
     iterator = iter(dataset)
     if state is not None:
         iterator.set_state(state)
-    return Opened(
-        (_halves(torch.from_numpy(batch.astype(np.int64))) for batch in iterator), iterator.get_state, _nothing
-    )
+    batches = (_halves(torch.from_numpy(batch.astype(np.int64))) for batch in iterator)
+    return Opened(batches, iterator.get_state)
 
 
 # ---------------------------------------------------------------- MosaicML streaming
@@ -168,14 +167,7 @@ def open_streaming(root: Path, state: Any, workers: int) -> Opened:
         return torch.from_numpy(np.stack([item["tokens"] for item in items]).astype(np.int64))
 
     loader = StreamingDataLoader(dataset, batch_size=BATCH, num_workers=workers, collate_fn=collate, drop_last=True)
-    if state is not None:
-        loader.load_state_dict(state)
-
-    def batches() -> Iterator[Any]:
-        while True:
-            yield from map(_halves, loader)
-
-    return Opened(batches(), loader.state_dict, _nothing)
+    return _opened(loader, state)
 
 
 # ---------------------------------------------------------------- litdata
@@ -201,15 +193,7 @@ def open_litdata(root: Path, state: Any, workers: int) -> Opened:
     dataset = StreamingDataset(
         str(root / "litdata"), item_loader=TokensLoader(block_size=samples.shape[1]), shuffle=True, drop_last=True
     )
-    loader = StreamingDataLoader(dataset, batch_size=BATCH, num_workers=workers)
-    if state is not None:
-        loader.load_state_dict(state)
-
-    def batches() -> Iterator[Any]:
-        while True:
-            yield from map(_halves, loader)
-
-    return Opened(batches(), loader.state_dict, _nothing)
+    return _opened(StreamingDataLoader(dataset, batch_size=BATCH, num_workers=workers), state)
 
 
 PEERS = {

@@ -6,7 +6,6 @@ The debug model on the data of ./run_llama_train.sh, two ranks, one seed of weig
 sends in a step on average, by the planner's formulas, as a share of what the synchronous run sends.
 """
 
-import json
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from models import find_model
 from parallel.mesh import ParallelDims
 from parallel.plan import build_work
 from parallel.plan_costs import sent_bytes, traffic
+from records import read_records
 
 DATASET = Path("datasets/stdlib")
 RANKS, STEPS, QUICK_STEPS = 2, 200, 20
@@ -55,7 +55,7 @@ def train_and_validate(local_steps: int, outer: tuple[float, float], steps: int)
         command = [sys.executable, "-m", "launch.torchrun", "--standalone", f"--nproc-per-node={RANKS}", "train.py"]
         run = Path(folder) / "run"
         subprocess.run([*command, *arguments(local_steps, outer, steps, str(run))], check=True, capture_output=True)
-        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        rows = read_records(run / "metrics.jsonl")
         return next(row["validation_loss"] for row in reversed(rows) if row["validation_loss"] is not None)
 
 

@@ -55,7 +55,9 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def machine() -> dict[str, Any]:
     """Where and with what the figures were measured."""
-    cpu = next((line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")), "unknown")
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown")
     return {
         "date": datetime.now(timezone.utc).date().isoformat(),
         "cpu": cpu,
@@ -65,11 +67,6 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "commit": git_commit(),
     }
-
-
-def _cpuinfo() -> list[str]:
-    path = Path("/proc/cpuinfo")
-    return path.read_text().splitlines() if path.exists() else []
 
 
 def _cell(value: Any) -> str:

@@ -35,14 +35,13 @@ from checkpoint.state import model_tensors
 from checkpoint.storage import commit, read_state, write_items
 from checkpoint.stores import CheckpointError, Store, join, open_store
 from config import TitaniteError, tomllib
-from data.tokenizer import Tokenizer, declared_eos, find_chat_template, load_tokenizer, parse_tokenizer
+from data.tokenizer import TOKENIZER, Tokenizer, declared_eos, find_chat_template, load_tokenizer, parse_tokenizer
 from models import recorded_model
 from models.llama import FLAVORS
 from models.llama.hf import check_hf_names, from_hf_config, hf_names, to_hf_config
 from models.llama.model import Llama, LlamaConfig
 
 PIECE_BYTES = 16 << 20  # of an imported tensor: so each rank reads little more than it needs
-TOKENIZER = "tokenizer.json"
 # What is taken along, as it is.
 COMPANIONS = (
     TOKENIZER,
@@ -215,6 +214,8 @@ def import_model(folder: Path, place: str, *, check: str) -> None:
 
     The tokenizer's files go with it. `check`: see `check_result`. Raises CheckpointError.
     """
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such folder; `hf download OWNER/NAME --local-dir FOLDER` gets one")
     raw = files.read_json(folder / "config.json")
     try:
         config = from_hf_config(raw)

@@ -183,9 +183,6 @@ class _DirectWriter(io.RawIOBase):
         self.buffer = room[start : start + DIRECT_BYTES]
         self.filled = 0
 
-    def writable(self) -> bool:
-        return True
-
     def write(self, data: Any) -> int:
         bytes_ = np.frombuffer(data, np.uint8)
         done = 0

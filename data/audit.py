@@ -12,6 +12,7 @@ once for each epoch that was consumed, but for those of masked blocks, which the
 """
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -326,4 +327,8 @@ def _list_steps(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except BrokenPipeError:  # the reader has enough, as `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python's end would write to it once more
+        sys.exit(1)

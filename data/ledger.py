@@ -1,8 +1,9 @@
 """The record of what each data-parallel rank was given, for data.audit to prove. Imports no torch.
 
 `data/rank-00000.jsonl` in the run folder, one file for each data-parallel rank: a line for
-every start with the place it goes on from and where its datasets are, then a line for every step with the samples of
-the segment consumed before it and a checksum of the rank's tokens.
+every start, and for every return to a checkpoint within one, with the place it goes on from and
+where its datasets are, then a line for every step with the samples of the segment consumed before
+it and a checksum of the rank's tokens.
 """
 
 import json
@@ -24,7 +25,12 @@ class Ledger:
         path = folder / "data" / f"rank-{dp_rank:05}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open_records(path)
-        self._write({"start": dict(state), "shape": shape._asdict(), "urls": dict(urls)})
+        self._begins = {"shape": shape._asdict(), "urls": dict(urls)}
+        self.start(state)
+
+    def start(self, state: Mapping[str, Any]) -> None:
+        """What comes goes on from the place `state`, and makes void what was recorded beyond it."""
+        self._write({"start": dict(state)} | self._begins)
 
     def step(self, first: int, tokens: Iterable[np.ndarray], masked: Mapping[str, list[int]]) -> None:
         """A step whose first sample of the segment is `first`, with the rank's microbatches."""

@@ -188,6 +188,8 @@ class DataLoader:
         self._place = place
         if self._bad_blocks:
             self._bad_blocks.restore(state["masked"])
+        if self._ledger:
+            self._ledger.start(self.state_dict())
 
     def open_ledger(self, run_folder: Path) -> None:
         """From here on record in the run's folder what this rank is given, for `python -m data.audit --prove`.
@@ -355,7 +357,7 @@ def build_dataloader(config: Config, dp_rank: int, dp_size: int, pin_memory: boo
     return DataLoader(config, dp_rank, dp_size, pin_memory)
 
 
-def _empty_batch(shape: tuple[int, int], positions: bool, pin_memory: bool = False) -> Batch:
+def _empty_batch(shape: tuple[int, int], positions: bool, pin_memory: bool) -> Batch:
     tokens, labels = (torch.empty(shape, dtype=torch.int64, pin_memory=pin_memory) for _ in range(2))
     return Batch(tokens, labels, torch.empty(shape, dtype=torch.int64, pin_memory=pin_memory) if positions else None)
 

@@ -41,11 +41,6 @@ class Place(NamedTuple):
     earlier: dict[str, int]  # tokens consumed of datasets no longer in the mixture
 
     @property
-    def shuffles_samples(self) -> bool:
-        """Whether the pieces of a window are permuted."""
-        return self.piece_tokens > 0
-
-    @property
     def tokens(self) -> int:
         """Tokens consumed since the run began."""
         return sum(self.segment.starts) + sum(self.earlier.values()) + self.samples * self.segment.seq_len
@@ -81,7 +76,7 @@ class Place(NamedTuple):
         for name, old, new in (
             ("run.seed", saved.seed, self.seed),
             ("data.window_blocks", saved.window_blocks, self.window_blocks),
-            ("data.shuffle_samples", saved.shuffles_samples, self.shuffles_samples),
+            ("data.shuffle_samples", saved.piece_tokens > 0, self.piece_tokens > 0),
         ):
             if old != new:
                 raise DataError(

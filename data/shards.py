@@ -176,18 +176,18 @@ class Dataset:
     def split(self, name: str) -> Split:
         """One split. Raises DataError when it is empty."""
         if not self.splits[name].shards:
-            raise DataError(f"{self.url}: has no {name} documents; prepare it with another --validation-fraction")
+            otherwise = "; or set validation.datasets, or validation.enable = false" if name == "validation" else ""
+            raise DataError(
+                f"{self.url}: has no {name} documents; prepare it with another --validation-fraction{otherwise}"
+            )
         return self.splits[name]
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer stored with the data. Raises DataError when it is not the one that made it."""
-        return parse_tokenizer(*self._checked_tokenizer())
+        return parse_tokenizer(*self.check_tokenizer())
 
-    def check_tokenizer(self) -> None:
-        """Raises DataError when the stored tokenizer is not the one that made the data."""
-        self._checked_tokenizer()
-
-    def _checked_tokenizer(self) -> tuple[bytes, str, str, str]:
+    def check_tokenizer(self) -> tuple[bytes, str, str, str]:
+        """What `parse_tokenizer` takes. Raises DataError when the tokenizer there is not the one that made the data."""
         content = _read(self.folder, "tokenizer.json")
         eos_token = declared_eos(_read(self.folder, "tokenizer_config.json"), f"{self.url}/tokenizer_config.json")
         found = fingerprint(content, eos_token)

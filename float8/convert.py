@@ -12,9 +12,7 @@ import torch
 from torch import nn
 
 import config as settings
-from config import Config, ConfigError
-
-RECIPE_OF_ALL_GATHER = "tensorwise"  # the one whose weight has a single scale, whichever rank holds which rows
+from config import ONE_SCALE, Config, ConfigError, gathers_float8
 
 
 def check_float8(config: Config, here: bool = True) -> None:
@@ -25,14 +23,14 @@ def check_float8(config: Config, here: bool = True) -> None:
     float8, training = config.float8, config.training
     if not float8.enable:
         return
-    if float8.fsdp_all_gather == "on" and float8.recipe != RECIPE_OF_ALL_GATHER:
+    if float8.fsdp_all_gather == "on" and float8.recipe != ONE_SCALE:
         raise ConfigError(
             f'float8.fsdp_all_gather = "on" with float8.recipe = "{float8.recipe}": only '
-            f'"{RECIPE_OF_ALL_GATHER}" has one scale per weight, which all ranks can know; set fsdp_all_gather = "auto"'
+            f'"{ONE_SCALE}" has one scale per weight, which all ranks can know; set fsdp_all_gather = "auto"'
         )
-    if float8.tp_all_gather == "on" and float8.recipe != RECIPE_OF_ALL_GATHER:
+    if float8.tp_all_gather == "on" and float8.recipe != ONE_SCALE:
         raise ConfigError(
-            f'float8.tp_all_gather = "on" with float8.recipe = "{float8.recipe}": only "{RECIPE_OF_ALL_GATHER}" has '
+            f'float8.tp_all_gather = "on" with float8.recipe = "{float8.recipe}": only "{ONE_SCALE}" has '
             'one scale for the whole input; set tp_all_gather = "auto"'
         )
     if gathers_float8(float8) and config.parallelism.reshard_group_size:
@@ -63,16 +61,6 @@ def check_float8(config: Config, here: bool = True) -> None:
             f"float8.enable = true: {torch.cuda.get_device_name()} has no float8 matmul (compute capability "
             "8.9 or newer has); set float8.emulate = true to try the numerics"
         )
-
-
-def gathers_float8(float8: settings.Float8) -> bool:
-    """Whether FSDP2 gathers the converted weights in float8."""
-    return float8.enable and float8.fsdp_all_gather != "off" and float8.recipe == RECIPE_OF_ALL_GATHER
-
-
-def precomputes_scales(float8: settings.Float8) -> bool:
-    """Whether the scales of the gathered weights are computed ahead, by one all-reduce a step."""
-    return gathers_float8(float8) and float8.precompute_scale != "off"
 
 
 def convert_to_float8(model: nn.Module, float8: settings.Float8, tp: int = 1) -> tuple[list[str], dict[str, str]]:

@@ -3,7 +3,7 @@
 from torch import nn
 
 import config as settings
-from float8.convert import precomputes_scales
+from config import precomputes_scales
 
 
 def precompute_scales(parts: list[nn.Module], float8: settings.Float8) -> None:

@@ -21,13 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from config import Config, ConfigError, TitaniteError, load_config, to_toml
+from config import Config, ConfigError, TitaniteError, gathers_float8, load_config, to_toml
 from data.loader import validation_batches
 from data.shards import check_datasets
-from float8.convert import build_linear_config, check_float8, convert_to_float8, gathers_float8, summarize
+from float8.convert import build_linear_config, check_float8, convert_to_float8, summarize
 from loss import cross_entropy
 from models import build_model, find_model
 from parallel.comm import device_type
+from records import read_records
 from trained import load_trained
 
 ROOT = Path(__file__).parents[1]
@@ -52,7 +53,7 @@ def train_once(config: Config, processes: int, folder: Path) -> dict[str, Any]:
         if subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT).returncode:
             tail = "\n".join(log.read_text(encoding="utf-8").splitlines()[-10:])
             raise TitaniteError(f"{' '.join(command)} failed; the end of {log}:\n{tail}")
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = read_records(folder / "metrics.jsonl")
     trained = [row for row in rows if row["loss"] is not None]
     (validation_loss,) = [row["validation_loss"] for row in rows if row["validation_loss"] is not None]
     return {

@@ -11,14 +11,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel
 
-import config as settings
-from float8.convert import RECIPE_OF_ALL_GATHER
-
-
-def gathers_activations(float8: settings.Float8) -> bool:
-    """Whether tensor parallelism gathers the inputs of the converted layers in float8."""
-    return float8.enable and float8.tp_all_gather != "off" and float8.recipe == RECIPE_OF_ALL_GATHER
-
 
 def float8_plan(module: nn.Module, plan: Mapping[str, ParallelStyle], device_type: str) -> dict[str, ParallelStyle]:
     """`plan` with torchao's float8 styles wherever `module` was converted.

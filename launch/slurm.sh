@@ -41,10 +41,11 @@ srun --kill-on-bad-exit=1 --export=ALL bash -c '
     --rdzv-conf="is_host=$is_host" --local-addr="$(address_of "$SLURMD_NODENAME")" train.py "$@"
 ' titanite "$@" || code=$?
 
-# 143: asked to stop, by preemption or the time limit, and saved. A job that ends by itself before Slurm takes its nodes
-# would count as failed, so it asks to be queued again; but not when it was cancelled. Of an array, this task alone.
+# 143, 138: asked to stop by SIGTERM or, with another --signal, SIGUSR1, as of preemption or the time limit, and saved. A
+# job that ends by itself before Slurm takes its nodes would count as failed, so it asks to be queued again; but not when
+# it was cancelled. Of an array, this task alone.
 job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}
-if [ "$code" = 143 ] && [[ $(scontrol show job "$job") = *JobState=RUNNING* ]]; then
+if [[ $code = 143 || $code = 138 ]] && [[ $(scontrol show job "$job") = *JobState=RUNNING* ]]; then
   scontrol requeue "$job"
 fi
 exit "$code"

@@ -12,10 +12,13 @@ import sys
 from unittest import mock
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousInfo
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.run import main
+
+from parallel.comm import name_launcher
+from parallel.exits import HUNG
 
 
 def launch(argv: list[str]) -> int:
@@ -31,13 +34,15 @@ def launch(argv: list[str]) -> int:
         handler._shared_tcp_store_server = handler._bootstrap_store_info = None
         return next_rendezvous(handler)
 
-    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # torchrun would undo what nohup has done
-        argv = ["--signals-to-handle=SIGTERM,SIGINT,SIGQUIT", *argv]
+    handled = "SIGTERM,SIGINT,SIGQUIT,SIGUSR1"  # the last, Slurm's warning, would else kill torchrun, and so the ranks
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # torchrun would undo what nohup has done
+        handled += ",SIGHUP"
+    name_launcher()
     try:
         with mock.patch.object(DynamicRendezvousHandler, "next_rendezvous", next_with_a_new_store):
-            main(argv)
+            main([f"--signals-to-handle={handled}", *argv])
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
+        rank, failure = _first_failure(error.failures)
         if failure.exitcode < 0:
             print(f"error: rank {rank} was killed by signal {-failure.exitcode}", file=sys.stderr)
         elif failure.exitcode != USER_ERROR:
@@ -52,7 +57,23 @@ def launch(argv: list[str]) -> int:
     return 0
 
 
+def _first_failure(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
+    """The rank that the others followed.
+
+    torch (2.13) takes the earliest, by whole seconds: but a rank that has lost another fails within a tenth of one, and
+    the watchdog kills the rank that hangs.
+    """
+
+    def order(rank: int) -> tuple[bool, bool, int]:
+        failure = failures[rank]
+        return failure.exitcode != HUNG, failure.exitcode in FOLLOWING, failure.timestamp
+
+    first = min(failures, key=order)
+    return first, failures[first]
+
+
 USER_ERROR = 2  # the exit code of train.py for a mistake that it has explained
+FOLLOWING = (1, -signal.SIGABRT, -signal.SIGTERM)  # of a rank that lost another: an exception, or torch's own abort
 
 if __name__ == "__main__":
     exit_code = launch(sys.argv[1:])

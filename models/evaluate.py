@@ -170,6 +170,8 @@ def main(argv: list[str]) -> None:
     for name, least in (("batch_size", 1), ("limit", 1), ("num_fewshot", 0), ("max_seq_len", 0)):
         if (value := getattr(arguments, name)) is not None and value < least:
             parser.error(f"--{name.replace('_', '-')} {value}: must be at least {least}")
+    if arguments.include and not arguments.include.is_dir():  # the harness would pass over it
+        parser.error(f"--include {arguments.include}: no such folder")
     manager = TaskManager(include_path=str(arguments.include) if arguments.include else None)
     tasks = arguments.tasks.split(",")
     check_tasks(tasks, manager)

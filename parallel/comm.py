@@ -18,6 +18,7 @@ from config import TitaniteError
 from parallel.mesh import Mesh
 
 T = TypeVar("T")
+LAUNCHER = "TITANITE_LAUNCHER"
 
 
 class LaunchEnvironment(NamedTuple):
@@ -30,6 +31,7 @@ class LaunchEnvironment(NamedTuple):
     restarts_left: int = 0  # that torchrun may still make
     agent_store: tuple[str, int] | None = None  # host and port of a store that torchrun keeps over restarts
     local_world_size: int = 1  # ranks of this torchrun, which follow each other
+    launcher: str = ""  # the process of launch.torchrun, by `identify`
 
 
 def launch_environment() -> LaunchEnvironment:
@@ -40,20 +42,31 @@ def launch_environment() -> LaunchEnvironment:
     made, allowed = (int(environ.get(f"TORCHELASTIC_{key}", 0)) for key in ("RESTART_COUNT", "MAX_RESTARTS"))
     job = environ.get("TORCHELASTIC_RUN_ID", "")
     if job == "none":  # torchrun was given no --rdzv-id: then the process that starts us is the job
-        job = f"{socket.gethostname()}-{os.getppid()}-{_start_ticks(os.getppid())}"
+        job = f"{socket.gethostname()}-{identify(os.getppid())}"
     agent_store = None
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         agent_store = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
     left = max(allowed - made, 0)
-    return LaunchEnvironment(rank, local_rank, world_size, job, left, agent_store, local_world_size)
+    launcher = environ.get(LAUNCHER, "")
+    return LaunchEnvironment(rank, local_rank, world_size, job, left, agent_store, local_world_size, launcher)
 
 
-def _start_ticks(pid: int) -> str:
-    """When a process started, since a pid may come again; empty where the system does not say."""
+def identify(pid: int) -> str:
+    """A process by its pid and when it started, since a pid may come again; without the latter if it is gone."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        return f"{pid}-{Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[19]}"
     except OSError:
-        return ""
+        return f"{pid}-"
+
+
+def name_launcher() -> None:
+    """Tell the ranks that this process starts, torchrun, who it is."""
+    os.environ[LAUNCHER] = identify(os.getpid())
+
+
+def runs(process: str) -> bool:
+    """Whether the process that `identify` named still exists."""
+    return identify(int(process.partition("-")[0])) == process
 
 
 def end_launcher() -> None:

@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import datetime, timezone
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 FILE = "exit.json"
+HUNG = 75  # exit code of the ranks of a job that hung; sysexits.h: try again
 
 
 class Exit(NamedTuple):
@@ -21,7 +21,7 @@ class Exit(NamedTuple):
     rank: int | None  # the one it began with; None where no single one can be named
     section: str  # where in the step it was
     step: int  # being trained then
-    last_checkpoint: int | None  # its step
+    last_checkpoint: int | None  # its step, of the newest that this start has read or written
     next_action: str
 
     @property
@@ -31,8 +31,10 @@ class Exit(NamedTuple):
 
     def line(self) -> str:
         """All of it in one line."""
-        last = "no checkpoint yet" if self.last_checkpoint is None else f"last checkpoint step {self.last_checkpoint}"
         who = "" if self.rank is None else f"rank {self.rank}, "
+        if self.step == 0:  # nobody has seen yet whether there is a checkpoint to resume from
+            return f"exit: {self.cause} ({who}{self.section}, before any step); next: {self.next_action}"
+        last = "no checkpoint yet" if self.last_checkpoint is None else f"last checkpoint step {self.last_checkpoint}"
         return (
             f"exit: {self.cause} ({who}{self.section} of step {self.step}); {last}, "
             f"{self.steps_repeated} steps to repeat, no tokens lost; next: {self.next_action}"
@@ -43,17 +45,17 @@ def record_exit(folder: Path, ended: Exit) -> bool:
     """Write `exit.json` unless this start has one; whether it was written. The first to write it knew the cause."""
     record = ended._asdict() | {"steps_repeated": ended.steps_repeated, "tokens_lost": 0}
     record["time"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    temporary = folder / f".exit-{os.urandom(8).hex()}"  # not tempfile's, which nobody else of a team could read
     try:
-        descriptor, name = tempfile.mkstemp(dir=folder, prefix=".exit-")
         try:
-            with open(descriptor, "w", encoding="utf-8") as file:
+            with open(temporary, "x", encoding="utf-8") as file:
                 json.dump(record, file, indent=2)
                 file.write("\n")
                 file.flush()
                 os.fsync(file.fileno())  # a power cut must not leave the name of an empty file
-            os.link(name, folder / FILE)  # whole, and by one alone
+            os.link(temporary, folder / FILE)  # whole, and by one alone
         finally:
-            os.unlink(name)
+            temporary.unlink(missing_ok=True)
     except FileExistsError:
         return False
     except OSError as error:  # a full disk is no reason to say nothing

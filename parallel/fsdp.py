@@ -87,12 +87,12 @@ class AllToAllReduceScatter(ReduceScatter):
         output_tensor.copy_(received.view(group.size(), -1).sum(0, dtype=torch.float32))
 
 
-def set_last_microbatch(parts: list[nn.Module], is_last: bool, settings: Parallelism | None = None) -> None:
+def set_last_microbatch(parts: list[nn.Module], is_last: bool, settings: Parallelism) -> None:
     """Sum gradients over the replicas only after a step's last microbatch; if the settings say so, over all ranks."""
     for part in parts:
         if isinstance(part, FSDPModule):
             part.set_requires_all_reduce(is_last)
-            if settings and not settings.sync_every_microbatch:
+            if not settings.sync_every_microbatch:
                 part.set_requires_gradient_sync(is_last)
                 if not settings.reshard_after_forward:  # then they need not be gathered again, either
                     part.set_reshard_after_backward(is_last)

@@ -82,7 +82,9 @@ class ParallelDims:
         return self.pp * self.cp * self.tp
 
     def dp_rank(self, rank: int) -> int:
-        """Place of a rank among the data-parallel ranks."""
+        """Place of a rank among the data-parallel ranks. Raises ConfigError if it is none of the run's."""
+        if not 0 <= rank < self.dp * self.copies:
+            raise ConfigError(f"RANK = {rank}: must be below WORLD_SIZE = {self.dp * self.copies}; torchrun sets both")
         return rank // (self.cp * self.tp) % self.dp
 
     def island(self, rank: int) -> int:

@@ -10,7 +10,7 @@ import dataclasses
 from collections import Counter
 from typing import Any, NamedTuple
 
-from config import Config, grad_accum_steps
+from config import Config, gathers_activations, gathers_float8, grad_accum_steps, precomputes_scales
 from parallel.mesh import ParallelDims
 from parallel.pipeline import layers_of_stages
 
@@ -152,25 +152,6 @@ class Work:
         """Bytes of a number as blocks compute."""
         return 2 if self.config.training.param_dtype == "bfloat16" else 4
 
-    # As the functions of these names in float8/, which stands beside this package.
-
-    @property
-    def gathers_float8(self) -> bool:
-        """Whether FSDP2 gathers converted weights in float8."""
-        float8 = self.config.float8
-        return float8.enable and float8.recipe == "tensorwise" and float8.fsdp_all_gather != "off"
-
-    @property
-    def precomputes_scales(self) -> bool:
-        """Whether one all-reduce a step finds the scales of all weights."""
-        return self.gathers_float8 and self.config.float8.precompute_scale != "off"
-
-    @property
-    def gathers_activations(self) -> bool:
-        """Whether tensor parallelism gathers the inputs of converted layers in float8."""
-        float8 = self.config.float8
-        return float8.enable and float8.recipe == "tensorwise" and float8.tp_all_gather != "off"
-
 
 # ---------------------------------------------------------------- weights
 
@@ -282,36 +263,28 @@ def traffic(work: Work) -> list[Traffic]:
 
 def _add_fsdp(work: Work, add: Any) -> None:
     all_groups, ranks, reduce_bytes = groups(work), work.fsdp, work.reduce_bytes
+    parallelism = work.config.parallelism
     replicas = work.dims.dp_replicate if work.dims.islands == 1 else 1
+    summing = "all_to_all" if parallelism.reduce_scatter == "all_to_all" else "reduce_scatter"
     n_weights, n_scales = sum(map(len, all_groups)), 0
     for i, group in enumerate(all_groups):
         numbers = sum(padded(weight, ranks) for weight in group)
         everywhere, within = gathers(work, i)
-        add("dp_shard_cp", ranks, "all_gather", gathered_bytes(work, group), everywhere)
-        add(
-            "reshard_group",
-            work.config.parallelism.reshard_group_size,
-            "all_gather",
-            gathered_bytes(work, group),
-            within,
-        )
-        add("dp_shard_cp", ranks, sum_kind(work), numbers * reduce_bytes, work.sums)
+        gathered = gathered_bytes(work, group)
+        add("dp_shard_cp", ranks, "all_gather", gathered, everywhere)
+        add("reshard_group", parallelism.reshard_group_size, "all_gather", gathered, within)
+        add("dp_shard_cp", ranks, summing, numbers * reduce_bytes, work.sums)
         add("dp_replicate", replicas, "all_reduce", numbers * reduce_bytes // ranks)
         in_float8 = sum(weight.name in work.float8_layers for weight in group)
-        if work.gathers_float8 and not work.precomputes_scales:
+        if gathers_float8(work.config.float8) and not precomputes_scales(work.config.float8):
             add("dp_shard_cp", ranks, "all_reduce", 4, everywhere * in_float8)
         n_scales += in_float8
     add("dp_shard_cp", ranks, "all_reduce", 4 * n_weights)  # norms of the gradients
     add("tp", work.dims.tp, "all_reduce", 4 * n_weights)
-    if work.precomputes_scales:  # by one message for each piece of the model
+    if precomputes_scales(work.config.float8):  # by one message for each piece of the model
         for axis, size in (("dp_shard_cp", ranks), ("tp", work.dims.tp)):
             add(axis, size, "all_reduce", 4 * n_scales)
             add(axis, size, "all_reduce", 0, work.stages_per_rank - 1)
-
-
-def sum_kind(work: Work) -> str:
-    """The collective that sums gradients over the shards."""
-    return "all_to_all" if work.config.parallelism.reduce_scatter == "all_to_all" else "reduce_scatter"
 
 
 def _add_islands(work: Work, add: Any) -> None:
@@ -336,7 +309,7 @@ def sent_bytes(kind: str, size: float, ranks: int, gloo: bool = False) -> float:
 
 def gathered_bytes(work: Work, group: list[Weight]) -> int:
     """Bytes of a group's weights as they are gathered."""
-    in_float8 = work.float8_layers if work.gathers_float8 else frozenset()
+    in_float8 = work.float8_layers if gathers_float8(work.config.float8) else frozenset()
     return sum(padded(weight, work.fsdp) * (1 if weight.name in in_float8 else work.param_bytes) for weight in group)
 
 
@@ -371,7 +344,7 @@ def _add_tensor_parallel(work: Work, add: Any) -> None:
 
 def float8_gathers(work: Work) -> tuple[int, int]:
     """How many of a block's two gathers over tp are in float8: of its forward, of its backward."""
-    if not work.gathers_activations:
+    if not gathers_activations(work.config.float8):
         return 0, 0
     return sum(readers <= work.float8_layers for readers in READERS), len(BY_ROWS & work.float8_layers)
 
@@ -383,10 +356,10 @@ def _maxima(work: Work, name: str) -> tuple[list[int], list[int]]:
     """
     recipe, by_rows = work.config.float8.recipe, name in BY_ROWS
     if recipe == "tensorwise":
-        weight = [] if work.gathers_float8 else [1]
+        weight = [] if gathers_float8(work.config.float8) else [1]
         if by_rows:  # its input; in backward the gradient to gather, or the input again
             return [*weight, 1], [*weight, 1]
-        once = work.gathers_activations and any(name in r and r <= work.float8_layers for r in READERS)
+        once = gathers_activations(work.config.float8) and any(name in r and r <= work.float8_layers for r in READERS)
         return weight, [*weight, 1] if once else [*weight, 1, 1]  # the gradient, if not once then for each matmul
     # A scale per row, shared where tp splits what the matmul sums over; in backward one weight may have a single scale.
     single = recipe == "rowwise_with_gw_hp"

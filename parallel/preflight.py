@@ -203,7 +203,7 @@ def _version(package: str) -> str:
         return "none"
 
 
-def main(argv: Sequence[str], say: Callable[[str], None] = print) -> int:
+def main(argv: Sequence[str]) -> int:
     """The command line; the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m parallel.preflight", description="Is this cluster fit to train on?"
@@ -217,38 +217,35 @@ def main(argv: Sequence[str], say: Callable[[str], None] = print) -> int:
     begin, environment = time.monotonic(), launch_environment()
     logging.disable(logging.WARNING)
     device = init_distributed(environment, Comm(init_timeout_seconds=60))
-    dist.barrier()  # so that clocks are read together
     own = look_around(device, arguments.folder, arguments.storage, environment.rank)
-    own = own._replace(clock_seconds=_read_clock())
+    dist.barrier()  # so that clocks are read together
+    own = own._replace(clock_seconds=time.time())
     reports: list[Any] = [None] * environment.world_size
     dist.all_gather_object(reports, own)
     pairs, all_reduce = time_transfers(device)
-    faults = find_faults([Report(*report) for report in reports], pairs, arguments.expect_gbits)
+    faults = find_faults(reports, pairs, arguments.expect_gbits)
     if environment.rank == 0:
         gemm = sorted(report.gemm_seconds for report in reports)
-        say(f"{len(reports)} ranks on {len({report.host for report in reports})} hosts, {device.type}, {own.versions}")
-        say(f"matrix product {1e3 * gemm[0]:.2f} to {1e3 * gemm[-1]:.2f} ms")
+        print(
+            f"{len(reports)} ranks on {len({report.host for report in reports})} hosts, {device.type}, {own.versions}"
+        )
+        print(f"matrix product {1e3 * gemm[0]:.2f} to {1e3 * gemm[-1]:.2f} ms")
         if pairs:
             rates = sorted(8e-9 * rate for rate in pairs.values())
-            say(
+            print(
                 f"pairs {rates[0]:.2f} to {rates[-1]:.2f} Gbit/s; all-reduce {8e-9 * all_reduce:.2f} Gbit/s of its size"
             )
         if arguments.storage:
             took = [report.storage_seconds for report in reports if report.storage_seconds]
-            say(f"storage: {STORAGE_BYTES / 2**20:.0f} MiB there and back in at most {max(took, default=0):.2f} s")
+            print(f"storage: {STORAGE_BYTES / 2**20:.0f} MiB there and back in at most {max(took, default=0):.2f} s")
         for fault in faults:
-            say(f"fault: {fault}")
-        say(f"{len(faults)} faults found in {time.monotonic() - begin:.1f} s")
+            print(f"fault: {fault}")
+        print(f"{len(faults)} faults found in {time.monotonic() - begin:.1f} s")
     dist.barrier()  # till that is said
     if faults and environment.restarts_left and environment.local_rank == 0:
         end_launcher()  # which would only look again
     shut_down()
     return int(bool(faults))
-
-
-def _read_clock() -> float:
-    dist.barrier()
-    return time.time()
 
 
 if __name__ == "__main__":

@@ -24,12 +24,11 @@ import torch
 import torch.distributed as dist
 
 from config import PATIENCE, Config, TitaniteError
-from parallel.comm import LaunchEnvironment
-from parallel.exits import FILE, Exit, record_exit
+from parallel.comm import LaunchEnvironment, runs
+from parallel.exits import FILE, HUNG, Exit, record_exit
 
 T = TypeVar("T")
 
-HUNG = 75  # exit code of the ranks of a job that hung; sysexits.h: try again
 SILENT = 0.3  # of the limit: a rank whose thread has said nothing for so long does not run
 SAYING_SECONDS = 10.0  # after which a rank ends without: the run's folder may be what hangs
 LOST_SECONDS = 3.0  # in which a rank that lost its connection finds out to whom
@@ -238,9 +237,10 @@ class Watchdog:
     # ------------------------------------------------------------ the thread
 
     def _run(self) -> None:
-        parent = os.getppid()
+        # Before this thread began torchrun may have been gone already: then the parent is another.
+        parent, launcher = os.getppid(), self.environment.launcher
         while not self._closed.wait(min(1.0, self._limit() / 10)):
-            if os.getppid() != parent:
+            if os.getppid() != parent or (launcher and not runs(launcher)):
                 # Without its torchrun a rank would train on beside the job that takes its place.
                 print(f"rank {self.environment.rank}: torchrun is gone, so this rank ends", file=sys.stderr, flush=True)
                 os._exit(HUNG)
@@ -338,7 +338,7 @@ def _frames(trace: TracebackType | None) -> list[traceback.FrameSummary]:
 
 def _in_collective(frames: Iterable[traceback.FrameSummary]) -> bool:
     """Whether a stack leads into torch's collectives, the vote of parallel.stop or the ring of parallel.context."""
-    files = [frame.filename.replace("\\", "/") for frame in frames]
+    files = [frame.filename for frame in frames]
     return any(
         ("/torch/distributed/" in file and "/elastic/" not in file)
         or file.endswith(("parallel/stop.py", "parallel/context.py"))

@@ -15,8 +15,8 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.attention.flex_attention import BlockMask
 
-from config import Config, ConfigError
-from float8.tensor import float8_plan, gathers_activations
+from config import Config, ConfigError, gathers_activations
+from float8.tensor import float8_plan
 from models.llama.model import Llama, LlamaConfig, attention
 from parallel.activation_checkpoint import apply_activation_checkpoint
 from parallel.comm import device_type

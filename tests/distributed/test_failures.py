@@ -1,5 +1,6 @@
 """Bad steps left out, results that differ between two computations, slow ranks; and a short chaos under torchrun."""
 
+import contextlib
 import json
 import os
 import random
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.chaos import Job, judge_job, prepare_data, running, schedule, suffer, weights
+from benchmarks.chaos import Job, judge_job, prepare_data, schedule, suffer, weights
 from config import Failures, load_config
 from data.audit import prove
 from metrics_page import read_charts
@@ -220,13 +221,13 @@ def test_a_slow_rank_is_named_the_second_time() -> None:
 def test_a_job_survives_faults_with_the_same_weights_and_the_right_verdicts(tmp_path: Path, watchers: int) -> None:
     """Where both ranks watch, either is named; where rank 0 alone does, its death and a hang of rank 1 are."""
     dataset = prepare_data(tmp_path / "data")
-    with running(Job(tmp_path / "undisturbed", dataset)) as job:
+    with contextlib.closing(Job(tmp_path / "undisturbed", dataset)) as job:
         job.wait(lambda: job.process.poll() == 0, "the end")
         reference = weights(job.run, tmp_path)
     ((*faults,),) = schedule(random.Random(int(os.environ.get("SEED", "0"))), {"SIGKILL": 1, "SIGSTOP": 1}, per_job=9)
     if watchers == 1:
         faults = [fault._replace(rank={"SIGKILL": 0, "SIGSTOP": 1}[fault.kind]) for fault in faults]
-    with running(Job(tmp_path / "job", dataset, environment={"CHAOS_WATCHERS": str(watchers)})) as job:
+    with contextlib.closing(Job(tmp_path / "job", dataset, environment={"CHAOS_WATCHERS": str(watchers)})) as job:
         rows: list[dict[str, Any]] = []
         suffer(job, faults, None, rows)
     assert len(rows) == 2

@@ -131,6 +131,12 @@ def test_the_eight_benchmarks_are_known_and_others_refused() -> None:
         check_tasks(["helaswag"], manager)
 
 
+def test_a_folder_of_tasks_must_be_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["nowhere", "--tasks=mine", f"--include={tmp_path / 'taks'}"])
+    assert "taks: no such folder" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("word", ["--batch-size=0", "--limit=0", "--num-fewshot=-1", "--max-seq-len=-5"])
 def test_numbers_that_mean_nothing_are_refused(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

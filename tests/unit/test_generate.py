@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -293,6 +295,17 @@ def test_mistakes_are_explained(imported: Path, tmp_path: Path) -> None:
         main([str(imported), "--prompt", ""])
     with pytest.raises(TitaniteError, match="no checkpoint here"):
         main([str(tmp_path), "--prompt", "a"])
+
+
+def test_a_reader_that_has_enough_ends_it_without_a_traceback(imported: Path) -> None:
+    command = [sys.executable, "generate.py", str(imported), "--prompt", "a", "--prompt", "b", "--max-tokens=4"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        assert process.stderr
+        process.stdout.close()  # as `| head` does
+        said = process.stderr.read()
+    assert process.returncode == 1
+    assert "Broken" not in said
 
 
 def test_a_checkpoint_of_stock_dcp_in_a_run(tmp_path: Path) -> None:

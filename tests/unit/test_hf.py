@@ -208,6 +208,11 @@ def test_what_the_model_has_not_is_refused_before_anything_is_written(tmp_path, 
     assert not (tmp_path / "ours").exists()
 
 
+def test_a_name_on_the_hub_is_no_folder(tmp_path):
+    with pytest.raises(CheckpointError, match=r"meta-llama/Llama-3\.2-1B: no such folder; .*hf download"):
+        import_model(Path("meta-llama/Llama-3.2-1B"), str(tmp_path / "ours"), check="auto")
+
+
 def test_quantized_weights_are_refused(tmp_path, tokenizer_folder):
     model = hf_folder(tmp_path / "hf", "llama3", tokenizer_folder)
     state = {name: value.to(torch.float8_e4m3fn) for name, value in model.state_dict().items()}

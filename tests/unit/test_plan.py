@@ -1,7 +1,6 @@
 """The planner's formulas against counts of the real step, of a real block, and of others' published runs."""
 
 import dataclasses
-import itertools
 import json
 import re
 import subprocess
@@ -20,9 +19,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import train
 from benchmarks import plan as published
-from config import Config, ConfigError, Float8, load_config
-from float8.convert import check_float8, gathers_float8, precomputes_scales
-from float8.tensor import gathers_activations
+from config import ConfigError, load_config
+from float8.convert import check_float8
 from models import build_model, find_model
 from models.llama.model import Block, LlamaConfig, rope_cos_sin
 from parallel.activation_checkpoint import apply_activation_checkpoint
@@ -483,19 +481,6 @@ def test_a_plan_asks_nothing_of_the_gpu_that_is_here(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(train, "find_hook", mock.Mock())
     with pytest.raises(StopIteration):
         dry_run(load_config([*DEBUG, "--profiling.memory_snapshot=true"]), 1)
-
-
-def test_float8_settings_are_read_as_float8_reads_them() -> None:
-    """By parallel/, which may not import float8/."""
-    recipes, switches = ("tensorwise", "rowwise", "rowwise_with_gw_hp"), ("auto", "on", "off")
-    for enable, recipe, *how in itertools.product((True, False), recipes, *[switches] * 3):
-        float8 = Float8(
-            enable=enable, recipe=recipe, fsdp_all_gather=how[0], tp_all_gather=how[1], precompute_scale=how[2]
-        )
-        work = Work(shape=SMALL, config=Config(float8=float8), dims=ParallelDims(1, 1))
-        assert work.gathers_float8 == gathers_float8(float8)
-        assert work.precomputes_scales == precomputes_scales(float8)
-        assert work.gathers_activations == gathers_activations(float8)
 
 
 def test_gathers_in_float8_take_half_the_time() -> None:

@@ -19,7 +19,18 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 import run_folder
-from config import Config, ConfigError, Metrics, Model, Parallelism, Profiling, Run, TitaniteError, Training
+from config import (
+    Config,
+    ConfigError,
+    Metrics,
+    Model,
+    Parallelism,
+    Profiling,
+    Run,
+    TitaniteError,
+    Training,
+    load_config,
+)
 from data.ledger import Ledger, read_ledger
 from data.place import StepShape
 from launch.processes import processes
@@ -31,7 +42,7 @@ from parallel.exits import Exit, record_exit
 from parallel.mesh import ParallelDims
 from parallel.stop import StopRequest
 from profiling import check_profiling, profile
-from run_folder import check_run_folder, choose_run_folder, read_starts, record_start, start_run
+from run_folder import check_run_folder, choose_run_folder, read_starts, record_config, record_start, start_run
 from tests.harness import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -92,8 +103,12 @@ def test_starts_are_recorded_with_what_changed(tmp_path: Path) -> None:
     assert record_start(tmp_path, Config(), {"dim": 4}, world_size=2) == {}
     changed = record_start(tmp_path, Config(training=Training(steps=9)), {"dim": 4}, world_size=4)
     assert changed == {"training.steps": (Training().steps, 9)}
+    before = load_config([f"--config={tmp_path / 'config.toml'}"])
+    assert before == Config(), "the checkpoint may refuse what changed"
+    record_config(tmp_path, Config(training=Training(steps=9)))
+    assert record_start(tmp_path, Config(training=Training(steps=9)), {"dim": 4}, world_size=4) == {}
     starts = [json.loads(line) for line in (tmp_path / "starts.jsonl").read_text().splitlines()]
-    assert [start["world_size"] for start in starts] == [2, 4]
+    assert [start["world_size"] for start in starts] == [2, 4, 4]
     assert starts[0]["packages"]["torch"] == torch.__version__
     assert starts[0]["git_commit"]
 
@@ -131,6 +146,12 @@ def test_a_folder_that_is_refused_is_left_as_it_is(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"not {folder}"):
         start_run(config, {}, 1, "job 1", refuse, anything)
     assert len(read_starts(folder)) == 1
+
+
+def test_a_rank_that_does_not_exist_is_refused() -> None:
+    assert ParallelDims(dp_replicate=1, dp_shard=2).dp_rank(1) == 1
+    with pytest.raises(ConfigError, match="RANK = 2: must be below WORLD_SIZE = 2"):
+        ParallelDims(dp_replicate=1, dp_shard=2).dp_rank(2)
 
 
 def test_a_folder_is_of_one_start_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

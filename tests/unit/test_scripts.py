@@ -1,11 +1,17 @@
-"""setup.sh, run_llama_train.sh and launch/slurm.sh, with stand-ins for the programs that they call."""
+"""setup.sh, run_llama_train.sh and launch/, with stand-ins for the programs that they call."""
 
 import os
 import shutil
+import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+import launch.torchrun
+from parallel.exits import HUNG
 
 ROOT = Path(__file__).parents[2]
 # Makes environments of itself, and installs nothing in them.
@@ -93,8 +99,9 @@ def test_a_half_made_environment_is_made_again(checkout: Path) -> None:
     assert set_up(checkout) == (0, "")
 
 
+@pytest.mark.parametrize("writable", [True, False])
 @pytest.mark.parametrize("fault", ["its Python is gone", "another Python has come in its place"])
-def test_an_environment_that_does_not_work_here_is_named_and_left(checkout: Path, fault: str) -> None:
+def test_an_environment_that_does_not_work_here_is_named_and_left(checkout: Path, fault: str, writable: bool) -> None:
     """It may work on other machines that share it, and be in use there."""
     set_up(checkout)
     python = checkout / ".venv" / "bin" / "python"
@@ -103,9 +110,12 @@ def test_an_environment_that_does_not_work_here_is_named_and_left(checkout: Path
         python.symlink_to("/nowhere/python3.9")
     else:
         write_program(python, "#!/bin/sh\nexit 1\n")  # which has no pip
+    if not writable:
+        shutil.rmtree(checkout / ".cache")
+        (checkout / ".cache").touch()  # also root cannot take the lock there
     code, said = set_up(checkout)
     assert code == 1
-    assert ".venv does not work here" in said
+    assert said.startswith("error: .venv does not work here")
     assert "rm -rf .venv" in said
     assert (checkout / ".venv" / ".installed-requirements.txt").exists()
 
@@ -135,6 +145,23 @@ def test_a_prompt_may_speak_of_help(checkout: Path) -> None:
     assert len(log_of(checkout)) == 1
 
 
+@pytest.mark.parametrize("name", ["setup.sh", "run_llama_train.sh", "run_tests.sh"])
+def test_scripts_find_their_folder_through_a_link_and_whatever_cd_searches(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    shutil.copy(ROOT / name, folder)
+    for program in {"setup.sh", "run_tests.sh"} - {name}:
+        write_program(folder / program, "#!/bin/sh\npwd; exit 3\n")
+    write_program(folder / ".venv" / "bin" / "python", "#!/bin/sh\npwd; exit 1\n")
+    (tmp_path / "elsewhere" / "a folder").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(folder / name)
+    for command in (str(tmp_path / "link"), f"a folder/{name}"):
+        _, said = run(
+            tmp_path, "bash", command, CDPATH=str(tmp_path / "elsewhere"), PYTHON=str(folder / ".venv/bin/python")
+        )
+        assert set(said.splitlines()[:1]) == {str(folder)}, said
+
+
 @pytest.mark.parametrize("state", ["RUNNING", "CANCELLED"])
 @pytest.mark.parametrize(
     ("array", "job"),
@@ -152,3 +179,40 @@ def test_a_job_that_was_asked_to_stop_queues_itself_again(
     # --export=ALL: else the nodes would not be told where to meet where sbatch was given --export=NONE.
     asked = [f"requeue {job}"] if state == "RUNNING" else []
     assert log_of(tmp_path) == ["srun --kill-on-bad-exit=1 --export=ALL", *asked]
+
+
+@pytest.mark.parametrize(
+    ("codes", "first", "said"),
+    [
+        ([1, -9], 1, "rank 1 was killed by signal 9"),
+        ([-9, HUNG], 1, f"rank 1 failed with exit code {HUNG}"),  # the watchdog killed the rank that hung
+        ([1, 2], 1, ""),  # which said itself what was wrong
+        ([-6, 1, -11], 2, "rank 2 was killed by signal 11"),
+        ([1, 1], 0, "rank 0 failed with exit code 1"),
+    ],
+)
+def test_the_exit_code_is_of_the_rank_that_the_others_followed(
+    codes: list[int], first: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failures = {rank: ProcessFailure(rank, 100 + rank, code, "") for rank, code in enumerate(codes)}
+
+    def fail(argv: list[str]) -> None:
+        raise ChildFailedError("train.py", failures)
+
+    monkeypatch.setattr(launch.torchrun, "main", fail)
+    assert launch.torchrun.launch([]) == (codes[first] if codes[first] > 0 else 128 - codes[first])
+    heard = capsys.readouterr().err
+    assert heard.startswith(f"error: {said}") if said else not heard
+
+
+def test_slurms_warning_to_torchrun_reaches_the_ranks(tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import os, signal, sys, threading\n"
+        f"signal.signal(signal.SIGUSR1, lambda *_: (open({str(tmp_path / 'asked')!r}, 'w').close(), os._exit(0)))\n"
+        "os.kill(os.getppid(), signal.SIGUSR1)\n"
+        "threading.Event().wait(60)\n"
+    )
+    code, said = run(ROOT, sys.executable, "-m", "launch.torchrun", "--standalone", "--nproc-per-node=1", str(script))
+    assert code == 128 + signal.SIGUSR1, said
+    assert (tmp_path / "asked").exists()

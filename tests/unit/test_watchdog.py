@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 import parallel.watchdog
 from config import Config, ConfigError, Failures, Run, Training, check_config, from_dict
-from parallel.comm import LaunchEnvironment, launch_environment
-from parallel.exits import Exit, record_exit, run_and_leave, take_exit
+from parallel.comm import LaunchEnvironment, identify, launch_environment
+from parallel.exits import HUNG, Exit, record_exit, run_and_leave, take_exit
 from parallel.failures import Timing, find_slow
-from parallel.watchdog import HUNG, Beat, Verdict, Watchdog, judge
+from parallel.watchdog import Beat, Verdict, Watchdog, judge
 from run_folder import CrashLoopError, choose_run_folder, read_starts, record_progress, record_start
 
 WAITING = Beat(9, "a", 1, 50, "forward/backward", 7, 100.0, 60.0, True, ["all_reduce"])
@@ -117,6 +117,30 @@ def test_every_rank_says_the_verdict_and_ends_also_where_the_folder_hangs(
         assert (record["kind"], record["rank"], record["section"], record["step"]) == ("hung", None, "data", 7)
 
 
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_rank_ends_whose_torchrun_was_gone_before_it_looked(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], gone: bool
+) -> None:
+    torchrun = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+    place = LaunchEnvironment(rank=0, local_rank=0, world_size=1, launcher=identify(torchrun.pid))
+    if gone:
+        torchrun.kill()
+        torchrun.wait()
+    pid = os.fork()
+    if not pid:
+        try:
+            watchdog = Watchdog(tmp_path, place, Config())
+            watchdog._main, watchdog._store = threading.main_thread().ident, dist.TCPStore("127.0.0.1", 0, None, True)
+            watchdog._publish = lambda: os._exit(0)  # it goes on
+            watchdog._run()
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == (HUNG if gone else 0)
+    assert ("torchrun is gone" in capfd.readouterr().err) is gone
+    torchrun.kill()
+    torchrun.wait()
+
+
 @pytest.mark.parametrize("said", [False, True])
 def test_a_rank_that_does_not_watch_finds_what_was_lost_elsewhere_unless_it_was_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: bool
@@ -188,6 +212,21 @@ def test_the_first_who_knows_the_cause_writes_it(tmp_path: Path) -> None:
     line = exit_of("lost").line()
     for part in ("rank 1", "data of step 37", "checkpoint step 30", "7 steps to repeat", "torchrun starts"):
         assert part in line
+
+
+def test_the_end_of_a_run_can_be_read_by_those_who_can_read_its_other_files(tmp_path: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        record_exit(tmp_path, exit_of("lost"))
+        (tmp_path / "other").touch()
+    finally:
+        os.umask(before)
+    assert (tmp_path / "exit.json").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+def test_a_start_that_ends_before_it_has_read_a_checkpoint_does_not_say_that_there_is_none() -> None:
+    line = exit_of("lost", last=None)._replace(section="load", step=0).line()
+    assert line == "exit: rank 1 was lost (rank 1, load, before any step); next: torchrun starts the job again"
 
 
 def raise_in_collective(error: Exception) -> None:
