@@ -92,17 +92,17 @@ def rope_frequencies(config: LlamaConfig, device: torch.device) -> Tensor:
 
 
 def rope_cos_sin(config: LlamaConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every position's angles, each [B or 1, 1, S, H], float32."""
+    """Cosine and sine of every position's angles, each [B or 1, S, 1, H], float32."""
     angles = positions[..., None].float() * rope_frequencies(config, positions.device)
-    angles = torch.cat((angles, angles), dim=-1).unsqueeze(-3)
+    angles = torch.cat((angles, angles), dim=-1).unsqueeze(-2)
     return angles.cos(), angles.sin()
 
 
-def apply_rope(x_BNSH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rope(x_BSNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn every head by its position's angles, in float32."""
-    x = x_BNSH.float()
+    x = x_BSNH.float()
     first, second = x.chunk(2, dim=-1)
-    return (x * cos + torch.cat((-second, first), dim=-1) * sin).type_as(x_BNSH)
+    return (x * cos + torch.cat((-second, first), dim=-1) * sin).type_as(x_BSNH)
 
 
 def causal_mask(positions_BT: Tensor, queries_S: Tensor) -> Tensor | BlockMask:
@@ -173,8 +173,9 @@ class Attention(nn.Module):
         positions_BS: Tensor | None,
     ) -> Tensor:
         B, S, _ = x_BSD.shape
-        q, k, v = (w(x_BSD).view(B, S, -1, self.head_dim).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
-        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        q, k, v = (w(x_BSD).view(B, S, -1, self.head_dim) for w in (self.wq, self.wk, self.wv))
+        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)  # as they lie: turned around, they would be copied
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         if cache is not None and positions_BS is not None:
             k, v = cache.store(k, v, positions_BS)
         out = self.attend(q, k, v, mask)
