@@ -151,6 +151,7 @@ def _take(folder: Path) -> None:
         time.sleep(0.1)
     os.ftruncate(file, 0)
     os.pwrite(file, f"{socket.gethostname()} {os.getpid()}".encode(), 0)
+    os.fsync(file)  # other machines see it too
 
 
 def read_starts(folder: Path) -> list[dict[str, Any]]:
@@ -168,7 +169,7 @@ def _last_start(folder: Path) -> dict[str, Any]:
 
 
 def _changed(folder: Path, config: Config) -> dict[str, tuple[Any, Any]]:
-    """The settings that differ from the last start's: dotted key → (old, new)."""
+    """The settings that differ from config.toml, of the last start that went on: dotted key → (old, new)."""
     file = folder / "config.toml"
     if not file.is_file():
         return {}
@@ -191,7 +192,7 @@ def record_start(
 
     And config.toml, unless there is one, for `record_config` to replace.
 
-    Returns the settings that differ from the start before, dotted key → (old, new). Rank 0 only.
+    Returns the settings that differ from config.toml, dotted key → (old, new). Rank 0 only.
     Raises CrashLoopError.
     """
     folder.mkdir(parents=True, exist_ok=True)

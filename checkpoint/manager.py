@@ -205,7 +205,9 @@ class CheckpointManager:
             names = committed(store)
         others = [name for name in names if name not in self.known and age_seconds(name) < time.time() - self.began]
         if others:
-            whose = read_manifest(store, others[0]).get("run", "another run")
+            whose = "another run"
+            with suppress(CheckpointError):  # which may have removed it by now
+                whose = read_manifest(store, others[0]).get("run", whose)
             raise ConfigError(
                 f"{join(store.url, others[0])} was saved by {whose} while this run was training. Two runs must not "
                 "save in one place: each would resume from the other's checkpoints and remove them. This one ends, and "

@@ -63,17 +63,21 @@ def _first_failure(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFai
     torch (2.13) takes the earliest, by whole seconds: but a rank that has lost another fails within a tenth of one, and
     the watchdog kills the rank that hangs.
     """
+    earliest = min(failure.timestamp for failure in failures.values())
 
-    def order(rank: int) -> tuple[bool, bool, int]:
+    def order(rank: int) -> tuple[bool, bool, bool, int]:
         failure = failures[rank]
-        return failure.exitcode != HUNG, failure.exitcode in FOLLOWING, failure.timestamp
+        ended = failure.exitcode in ENDED or failure.timestamp > earliest + LATE_SECONDS
+        return ended, failure.exitcode != HUNG, failure.exitcode in FOLLOWING, failure.timestamp
 
     first = min(failures, key=order)
     return first, failures[first]
 
 
 USER_ERROR = 2  # the exit code of train.py for a mistake that it has explained
-FOLLOWING = (1, -signal.SIGABRT, -signal.SIGTERM)  # of a rank that lost another: an exception, or torch's own abort
+FOLLOWING = (1, -signal.SIGABRT)  # of a rank that lost another: an exception, or torch's own abort
+ENDED = (-signal.SIGTERM, 128 + signal.SIGTERM)  # of a rank that torchrun ended since another had failed: parallel.stop
+LATE_SECONDS = 10  # ... or had to kill, which it does after 30
 
 if __name__ == "__main__":
     exit_code = launch(sys.argv[1:])

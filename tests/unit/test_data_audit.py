@@ -159,7 +159,7 @@ def test_a_change_of_the_order_is_found(folders, tmp_path):
 
 @pytest.mark.parametrize("refused", [{"data__window_blocks": 2}, {"run__seed": 5}, {"data__shuffle_samples": True}])
 def test_a_resume_that_was_refused_changes_neither_proof_nor_list(folders, tmp_path, capsys, refused):
-    """Its settings are in config.toml already when the checkpoint says no."""
+    """Also where its settings are in config.toml already when the checkpoint says no, as versions before had it."""
     run = tmp_path / "run"
     state, _ = run_phase(run, folders, None, 6)
 

@@ -189,6 +189,8 @@ def test_a_job_that_was_asked_to_stop_queues_itself_again(
         ([1, 2], 1, ""),  # which said itself what was wrong
         ([-6, 1, -11], 2, "rank 2 was killed by signal 11"),
         ([1, 1], 0, "rank 0 failed with exit code 1"),
+        ([143, 1], 1, "rank 1 failed with exit code 1"),  # torchrun ended the other, whose collective then failed
+        ([-15, -6, 1], 1, "rank 1 was killed by signal 6"),
     ],
 )
 def test_the_exit_code_is_of_the_rank_that_the_others_followed(
@@ -203,6 +205,13 @@ def test_the_exit_code_is_of_the_rank_that_the_others_followed(
     assert launch.torchrun.launch([]) == (codes[first] if codes[first] > 0 else 128 - codes[first])
     heard = capsys.readouterr().err
     assert heard.startswith(f"error: {said}") if said else not heard
+
+
+@pytest.mark.parametrize("late", [-signal.SIGKILL, HUNG])
+def test_a_rank_that_torchrun_had_to_kill_is_not_the_first_failure(late: int) -> None:
+    failures = {rank: ProcessFailure(rank, 100 + rank, code, "") for rank, code in enumerate([late, 1])}
+    failures[1].timestamp = failures[0].timestamp - 30
+    assert launch.torchrun._first_failure(failures) == (1, failures[1])
 
 
 def test_slurms_warning_to_torchrun_reaches_the_ranks(tmp_path: Path) -> None:
