@@ -191,8 +191,9 @@ class CheckpointManager:
             time.sleep(0.2)
         if self.newest_step is None:
             self.known.update(name for _, name in found)
-        for store in stores:
-            self._check_alone(store)
+        else:  # back to one of this start's own, or the one it began with
+            for store in stores:
+                self._check_alone(store)
         return found
 
     def _check_alone(self, store: Store) -> None:

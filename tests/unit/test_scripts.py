@@ -162,20 +162,21 @@ def test_scripts_find_their_folder_through_a_link_and_whatever_cd_searches(tmp_p
         assert set(said.splitlines()[:1]) == {str(folder)}, said
 
 
+@pytest.mark.parametrize("ended", [143, 138])
 @pytest.mark.parametrize("state", ["RUNNING", "CANCELLED"])
 @pytest.mark.parametrize(
     ("array", "job"),
     [({}, "7"), ({"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}, "7_3")],
 )
 def test_a_job_that_was_asked_to_stop_queues_itself_again(
-    tmp_path: Path, array: dict[str, str], job: str, state: str
+    tmp_path: Path, array: dict[str, str], job: str, state: str, ended: int
 ) -> None:
     """Of an array that task alone: to Slurm, the number of one of its tasks means all of them."""
     write_program(tmp_path / "bin" / "scontrol", SCONTROL)
-    write_program(tmp_path / "bin" / "srun", '#!/bin/bash\necho "srun $1 $2" >> log\nexit 143\n')
+    write_program(tmp_path / "bin" / "srun", '#!/bin/bash\necho "srun $1 $2" >> log\n' + f"exit {ended}\n")
     environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "STATE": state}
     environment |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", **array}
-    assert run(tmp_path, "bash", str(ROOT / "launch" / "slurm.sh"), **environment)[0] == 143
+    assert run(tmp_path, "bash", str(ROOT / "launch" / "slurm.sh"), **environment)[0] == ended
     # --export=ALL: else the nodes would not be told where to meet where sbatch was given --export=NONE.
     asked = [f"requeue {job}"] if state == "RUNNING" else []
     assert log_of(tmp_path) == ["srun --kill-on-bad-exit=1 --export=ALL", *asked]
