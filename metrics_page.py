@@ -201,4 +201,4 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 
 def _place(chart: str) -> tuple[int, str]:
-    return list(TITLES).index(chart.partition("/")[0]), chart
+    return list(TITLES).index(chart if chart in TITLES else chart.partition("/")[0]), chart

@@ -220,11 +220,12 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
             checkpoint.check()  # a background save that failed is no news for later
             if starting:  # everything is compiled and connected by now
                 starting = False
+                gc.freeze()  # all that stays is there: what is collected from now on is little
                 watchdog.enter("start")
                 set_timeout(mesh, config.comm.train_timeout_seconds)
                 watchdog.limit_seconds = config.comm.train_timeout_seconds
             if step % training.gc_interval == 0:
-                gc.collect(1)
+                gc.collect()
             if profiler:
                 profiler.step()
             if validation_due or save_due:
@@ -241,8 +242,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         if step < training.steps:
             logger.info(f"stopped after step {step}: {stop.asked_by or 'another rank was asked'}")
         elif config.validation.sample_tokens:
-            text = sample_text(parts, compute, dataloader.tokenizer, config, dims, mesh, device)
-            logger.info(f"sample:\n{text}")
+            logger.info("sample:\n" + sample_text(parts, compute, dataloader.tokenizer, config, dims, mesh, device))
         checkpoint.wait()
         if rank == 0 and config.checkpoint.enable:
             record_progress(folder)  # an orderly end is no crash, even where nothing was left to save

@@ -136,9 +136,11 @@ class RemoteFolder:
         self._cache = cache
         self._retry_seconds = retry_seconds
         self._closed = threading.Event()
-        options: dict[str, Any] = {"skip_instance_cache": True}
+        # fsspec opens each kind of store once and keeps it. A client of S3 for every validation would never be freed:
+        # it is held from outside till its file system is collected, and has grown too old for train.py by then.
+        options: dict[str, Any] = {}
         if url.startswith("s3://"):
-            options |= {
+            options = {
                 "use_listings_cache": False,
                 # Short, and repeated only here: the default would wait minutes for an answer that never comes.
                 "config_kwargs": {

@@ -49,6 +49,10 @@ def check_output(output: str, overwrite: bool, validation_fraction: float, block
         raise DataError(f"--validation-fraction {validation_fraction}: must be at least 0 and below 1")
     if "://" in output:
         raise DataError(f"--output {output}: must be a folder on this machine; copy it from there when it is finished")
+    try:
+        output.encode()
+    except UnicodeEncodeError:  # Arrow could not open a file there, nor a config name it
+        raise DataError(f"--output {output}: must be valid text, in UTF-8") from None
     refuse_finished(Path(output), overwrite)
     return Path(output)
 

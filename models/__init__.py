@@ -69,9 +69,15 @@ def recorded_model(identity: Mapping[str, Any]) -> tuple[ModelSpec, Any]:
 
 
 def build_model(spec: ModelSpec, flavor: Any) -> nn.Module:
-    """The model on the meta device: shapes only, no memory."""
+    """The model on the meta device: shapes only, no memory. Raises ConfigError if not all it has are parameters."""
     with torch.device("meta"):
-        return spec.model(flavor)
+        model = spec.model(flavor)
+    if buffers := [name for name, _ in model.named_buffers()]:
+        raise ConfigError(
+            f"{type(model).__name__} has a buffer, {buffers[0]}: nothing would fill it, only parameters get initial "
+            "values; compute it in forward, or make it a parameter"
+        )
+    return model
 
 
 def _unknown(key: str, value: str, known: Mapping[str, Any]) -> ConfigError:

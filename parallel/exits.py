@@ -5,6 +5,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -97,6 +98,7 @@ def run_and_leave(main: Callable[[], None]) -> NoReturn:
     except BaseException as error:
         traceback.print_exc()
         code = 130 if isinstance(error, KeyboardInterrupt) else 1
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None: was closed from the start
+        with suppress(OSError):  # that nobody could read it does not change how it ended
+            stream.flush()
     os._exit(code)

@@ -136,7 +136,7 @@ class Linear(nn.Linear):
     """Computes in the type of its input, whatever wider type its weight is stored in."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype))
+        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
 
 class Output(Linear):

@@ -1,10 +1,11 @@
 """How a Llama is split, checkpointed, compiled and sharded: one recipe, in the order that matters."""
 
 import copy
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -27,12 +28,16 @@ from parallel.pipeline import check_pipeline, layers_of_stages, stages_of_rank
 from parallel.tensor import apply_tensor_parallel, check_divides, enable_async_tensor_parallel
 
 
-def apply_parallelism(model: Llama, mesh: Mesh, config: Config) -> list[nn.Module]:
+def apply_parallelism(
+    model: Llama, mesh: Mesh, config: Config, block_plan: Mapping[str, ParallelStyle] | None = None
+) -> list[nn.Module]:
     """Split and change `model` (on the meta device): PP → TP → CP → activation checkpointing → compile → FSDP2.
 
+    `block_plan`, by default BLOCK_PLAN, says how TP splits a block: for blocks that have more in them than Llama's.
     Returns the parts this rank holds: the model itself, changed in place, unless a pipeline cuts it.
     """
     parts = split_stages(model, mesh, config) if mesh.pp.size() > 1 else [model]
+    block_plan = block_plan or BLOCK_PLAN
     for part in parts:
         blocks = list(part.layers.values())
         if mesh.tp.size() > 1:
@@ -41,8 +46,13 @@ def apply_parallelism(model: Llama, mesh: Mesh, config: Config) -> list[nn.Modul
                 apply_tensor_parallel(part, {"norm": WHOLE_SEQUENCE}, mesh.tp)
             in_float8 = gathers_activations(config.float8)
             for block in blocks:  # each with its own plan: not all need have been converted
-                plan = float8_plan(block, BLOCK_PLAN, mesh.tp.device_type) if in_float8 else BLOCK_PLAN
+                plan = float8_plan(block, block_plan, mesh.tp.device_type) if in_float8 else block_plan
                 apply_tensor_parallel(block, plan, mesh.tp)
+            if missed := [name for name, weight in part.named_parameters() if not isinstance(weight, DTensor)]:
+                raise ConfigError(
+                    f"parallelism.tp = {mesh.tp.size()}: {missed[0]} is in no plan for tensor parallelism, and each "
+                    "rank would train a copy of its own; add its module to the block_plan, or set tp = 1"
+                )
             if config.parallelism.async_tp:
                 enable_async_tensor_parallel(mesh.tp)
         if mesh.cp.size() > 1:

@@ -4,6 +4,7 @@ import secrets
 from collections.abc import Iterator
 
 import pytest
+from s3fs import S3FileSystem
 
 from tests.s3.fault_proxy import FaultProxy, fault_proxy
 from tests.s3.server import create_bucket, s3_environment, s3_server
@@ -21,6 +22,7 @@ def bucket(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """`s3://NAME`, empty; the environment points at its server."""
     for name, value in s3_environment(s3_endpoint).items():
         monkeypatch.setenv(name, value)
+    S3FileSystem.clear_instance_cache()  # of the test before, whose environment was another
     name = f"test-{secrets.token_hex(4)}"
     create_bucket(s3_endpoint, name)
     return f"s3://{name}"

@@ -1,5 +1,6 @@
 """Training data from a real S3 server, sound and misbehaving."""
 
+import gc
 import gzip
 import json
 import os
@@ -244,6 +245,19 @@ def test_missing_files_are_named(remote, bucket, tmp_path):
     with pytest.raises(BadBlockError, match=r"train-00000\.arrow, block \d+: is missing"):
         steps_of(loader)
     loader.close()
+
+
+def test_validations_leave_no_clients_behind(remote, tmp_path):
+    config, counts = config_of(remote, tmp_path), []
+    gc.disable()
+    try:
+        for _ in range(3):
+            assert list(validation_batches(config, 0, 1))
+            gc.collect(1)  # as train.py does
+            counts.append(sum(type(thing).__name__ == "AioSession" for thing in gc.get_objects()))
+    finally:
+        gc.enable()
+    assert counts[0] == counts[1] == counts[2]
 
 
 def test_without_credentials_nothing_is_retried(remote, tmp_path, monkeypatch):

@@ -745,6 +745,7 @@ TO_BOTH += [
     "--validation-fraction=nan",
     "--output=s3://bucket/out",
     "--output=a-file/out",
+    "--output=\udcfc",
 ]
 TO_PREPARE = ["--max-characters=-5", "--processes=-1", "--vocab-size=256", "--eos-token=</s>"]
 TO_PREPARE += ["--vocab-size=300 --tokenizer=T", "--text-key=body --format=chat"]

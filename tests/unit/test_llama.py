@@ -1,17 +1,25 @@
 """The model against Hugging Face transformers' Llama, and against itself: cache, documents, initial weights."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel
 from transformers import LlamaConfig as HFConfig
 from transformers import LlamaForCausalLM
 
+from config import Config, ConfigError, Parallelism, Training
+from models import MODELS, build_model
 from models.init import init_weights
 from models.llama import FLAVORS
 from models.llama.hf import from_hf_config, hf_names
-from models.llama.model import KVCache, Llama, LlamaConfig, causal_mask
+from models.llama.model import KVCache, Linear, Llama, LlamaConfig, RMSNorm, attention, causal_mask
+from models.llama.parallelize import BLOCK_PLAN, apply_parallelism
+from parallel.mesh import ParallelDims
+from tests.harness import run_ranks
 
 SMALL = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 3, "rms_norm_eps": 1e-5}
 LLAMA3_ROPE = {
@@ -135,6 +143,64 @@ def test_initial_weights_follow_the_rule() -> None:
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, again.get_parameter(name))
         assert model.init_std(name) is None or not torch.equal(parameter, other.get_parameter(name))
+
+
+def test_a_linear_layer_with_a_bias_adds_it() -> None:
+    torch.manual_seed(0)
+    layer, x = Linear(8, 4, bias=True), torch.randn(3, 8)
+    torch.testing.assert_close(layer(x), x @ layer.weight.T + layer.bias)
+    assert layer(x.bfloat16()).dtype == torch.bfloat16
+
+
+class WithBuffer(Llama):
+    def __init__(self, config: LlamaConfig):
+        super().__init__(config)
+        self.register_buffer("angles", torch.zeros(4), persistent=False)
+
+
+def test_a_model_with_a_buffer_is_refused() -> None:
+    """Its memory would never be filled, in training and in generate.py alike."""
+    spec = dataclasses.replace(MODELS["llama"], model=WithBuffer)
+    with pytest.raises(ConfigError, match="WithBuffer has a buffer, angles"):
+        build_model(spec, dataclasses.replace(FLAVORS["tiny"], vocab_size=64))
+
+
+class NormedHeads(Llama):
+    """With a norm of each head's queries, of which tensor parallelism gives a rank some."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__(config)
+        for block in self.layers.values():
+            block.attention.q_norm = norm = RMSNorm(config.head_dim)
+            block.attention.attend = lambda q, k, v, mask, norm=norm: attention(norm(q), k, v, mask)
+
+
+def gradients_of_normed_heads(block_plan: dict[str, ParallelStyle] | None) -> dict[str, torch.Tensor] | str:
+    """The norms' gradients, by tensor parallelism over all ranks if there is a plan; or what it says against it."""
+    with torch.device("meta"):
+        part: Any = NormedHeads(dataclasses.replace(FLAVORS["tiny"], vocab_size=64))
+    if block_plan:
+        config = Config(parallelism=Parallelism(tp=2), training=Training(param_dtype="float32"))
+        mesh = ParallelDims.from_config(config.parallelism, 2).build_mesh("cpu")
+        try:
+            (part,) = apply_parallelism(part, mesh, config, block_plan)
+        except ConfigError as error:
+            return str(error)
+    init_weights(part, torch.device("cpu"), seed=0)
+    part(torch.arange(32).view(2, 16)).square().sum().backward()  # of this rank's columns
+    grads = {name: weight.grad for name, weight in part.named_parameters() if "q_norm" in name}
+    return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in grads.items()}
+
+
+def test_a_block_with_more_in_it_is_split_by_a_plan_of_its_own_or_refused() -> None:
+    """What is in no plan would get the gradient of a rank's own heads only."""
+    expected = gradients_of_normed_heads(None)
+    assert len(expected) == FLAVORS["tiny"].n_layers
+    heads = SequenceParallel(sequence_dim=1, use_local_output=True)
+    for found in run_ranks(2, gradients_of_normed_heads, BLOCK_PLAN | {"attention.q_norm": heads}):
+        torch.testing.assert_close(found, expected)
+    for said in run_ranks(2, gradients_of_normed_heads, BLOCK_PLAN):
+        assert said.startswith("parallelism.tp = 2: layers.0.attention.q_norm.weight is in no plan")
 
 
 @pytest.mark.parametrize(

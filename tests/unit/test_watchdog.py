@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -195,6 +196,22 @@ def test_a_process_ends_with_pythons_exit_codes_and_waits_for_no_thread(ended: B
     if not pid:
         run_and_leave(main)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == code
+
+
+@pytest.mark.parametrize("nobody_reads", [False, True])
+def test_a_run_that_ended_well_has_exit_code_0_without_a_standard_output(nobody_reads: bool) -> None:
+    def main() -> None:
+        print("done")
+
+    pid = os.fork()
+    if not pid:
+        sys.stdout = None  # as Python has it where fd 1 was closed
+        if nobody_reads:
+            reader, writer = os.pipe()
+            os.close(reader)
+            sys.stdout = os.fdopen(writer, "w")
+        run_and_leave(main)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def exit_of(kind: str, cause: str = "rank 1 was lost", last: int | None = 30) -> Exit:
