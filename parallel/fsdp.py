@@ -104,3 +104,5 @@ def reshard(parts: list[nn.Module]) -> None:
         for module in part.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+        if isinstance(part, FSDPModule) and hasattr(part, "reset_iter_state"):  # torch 2.13
+            part.reset_iter_state()  # else the next backward would end by gathering this forward's last weights again

@@ -10,13 +10,14 @@ from unittest import mock
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from config import ActivationCheckpoint, Config, Training
 from models import build_model, find_model
 from models.init import init_weights
 from models.llama.model import Llama
-from parallel.fsdp import apply_fsdp
+from parallel.fsdp import apply_fsdp, reshard
 from parallel.mesh import ParallelDims
 from tests.harness import run_ranks
 from tests.parity import FLAVOR, GLOBAL_BATCH, SEQ_LEN, VOCAB, close, config_for, our_run, plain_run
@@ -198,6 +199,32 @@ def test_activation_checkpointing_keeps_less_recomputes_what_it_says_and_changes
     assert 0.3 * matmuls < selective[2] - none[2] < 0.7 * matmuls
     assert full[3] - none[3] == FLAVOR.n_layers
     assert selective[3] == none[3], "selective keeps attention"
+
+
+def gathers_around_a_validation() -> list[int]:
+    """How often weights are gathered by a training step, by one after a forward without a backward, and by the next."""
+    config = config_for(1, 2)
+    mesh = ParallelDims.from_config(config.parallelism, 2).build_mesh("cpu")
+    layers = [torch.nn.Linear(8, 8, bias=False) for _ in range(3)]
+    model = torch.nn.Sequential(*layers)
+    apply_fsdp(model, [[layer] for layer in layers], mesh.fsdp, config)
+    x, counts = torch.ones(2, 8), []
+    with mock.patch.object(_fsdp_param_group, "foreach_all_gather", wraps=_fsdp_param_group.foreach_all_gather) as spy:
+        for _ in range(3):
+            spy.reset_mock()
+            model(x).sum().backward()
+            counts.append(spy.call_count)
+            if len(counts) == 1:
+                with torch.no_grad():
+                    model(x)
+                reshard([model])
+    return counts
+
+
+@pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="needs torch 2.13")
+def test_a_step_after_a_validation_gathers_no_more_than_others() -> None:
+    for counts in run_ranks(2, gathers_around_a_validation):
+        assert counts == [counts[0]] * 3
 
 
 def test_every_third_layer() -> None:
