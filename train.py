@@ -135,7 +135,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         losses = []
         for i, batch in enumerate(microbatches):
             watchdog.enter("forward/backward")
-            set_last_microbatch(parts, i == len(microbatches) - 1, config.parallelism)
+            set_last_microbatch(parts, i == len(microbatches) - 1, mesh.fsdp, config.parallelism)
             losses.append(compute.forward_backward(batch.tokens, batch.labels, batch.positions, n_tokens))
         return losses
 

@@ -87,13 +87,16 @@ class AllToAllReduceScatter(ReduceScatter):
         output_tensor.copy_(received.view(group.size(), -1).sum(0, dtype=torch.float32))
 
 
-def set_last_microbatch(parts: list[nn.Module], is_last: bool, settings: Parallelism) -> None:
-    """Sum gradients over the replicas only after a step's last microbatch; if the settings say so, over all ranks."""
+def set_last_microbatch(parts: list[nn.Module], is_last: bool, mesh: DeviceMesh, settings: Parallelism) -> None:
+    """Sum gradients over the replicas only after a step's last microbatch; if the settings say so, over all of `mesh`.
+
+    A rank alone has nothing to put off: what it gathered so would be a second copy of all gradients.
+    """
     for part in parts:
         if isinstance(part, FSDPModule):
             part.set_requires_all_reduce(is_last)
             if not settings.sync_every_microbatch:
-                part.set_requires_gradient_sync(is_last)
+                part.set_requires_gradient_sync(is_last or mesh.size() == 1)
                 if not settings.reshard_after_forward:  # then they need not be gathered again, either
                     part.set_reshard_after_backward(is_last)
 

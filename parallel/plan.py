@@ -5,8 +5,8 @@
     python -m parallel.plan --config train_configs/llama3_8b.toml --world-size 64 --dry-run
 
 The model is built on the meta device and its weights are counted. The rest are formulas (docs/plan.md) which tests hold
-to counts of the real step. `--dry-run` makes that count for this very config: one step of train.py on fake ranks and
-fake tensors, with everything but data, checkpoints and kernels. Data need not be there.
+to counts of the real step, and Llama's. `--dry-run` makes that count for this very config, of any model: one step of
+train.py on fake ranks and fake tensors, with everything but data, checkpoints and kernels. Data need not be there.
 """
 
 import argparse
@@ -105,7 +105,10 @@ def plan_work(work: Work, parameters: int, options: Options) -> dict[str, Any]:
 
 
 def _find_model(config: Config) -> tuple[ModelSpec, Any]:
+    """The model family and its flavor. Raises ConfigError for what is no Llama, whose formulas these are."""
     spec, flavor = find_model(config.model, 0)
+    if config.model.name != "llama":
+        raise ConfigError(f"model.name = {config.model.name!r}: the formulas are Llama's; add --dry-run to count its step")
     return spec, flavor if flavor.vocab_size else dataclasses.replace(flavor, vocab_size=DEFAULT_VOCAB_SIZE)
 
 
@@ -290,10 +293,9 @@ def main(argv: Sequence[str]) -> None:
             settings = f"{found['layout']}, {found['mode']}, local_batch_size {found['local_batch_size']}"
             print(f"  {rate:>8,.0f} tokens/s/device  {gib:>6.1f} GiB  {settings}")
         return
-    found = plan(config, options)
-    if arguments.dry_run:
-        found = run_dry(config, arguments.world_size, arguments.rank)
-    text = dry_text if arguments.dry_run else to_text
+    dry = arguments.dry_run
+    found = run_dry(config, arguments.world_size, arguments.rank) if dry else plan(config, options)
+    text = dry_text if dry else to_text
     print(json.dumps(found, indent=1) if arguments.json else text(found), flush=True)
 
 

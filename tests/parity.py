@@ -102,7 +102,7 @@ def our_run(config: Config, steps: int, accumulation: int, **model_options: Any)
         n_tokens = (labels != IGNORED).sum()
         total = torch.zeros(())
         for i in range(accumulation):
-            set_last_microbatch(parts, i == accumulation - 1, config.parallelism)
+            set_last_microbatch(parts, i == accumulation - 1, mesh.fsdp, config.parallelism)
             first = (i * dims.dp + dims.dp_rank(rank)) * local
             batch = [None if x is None else x[first : first + local] for x in (tokens, labels, positions)]
             total += compute.forward_backward(*batch, n_tokens) / dims.tp

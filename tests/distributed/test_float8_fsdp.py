@@ -77,7 +77,8 @@ class Run:
         self.model = build_model(spec, FLAVOR)
         if config.float8.enable:
             convert_to_float8(self.model, config.float8)
-        spec.apply_parallelism(self.model, dims.build_mesh("cpu"), config)
+        self.mesh = dims.build_mesh("cpu")
+        spec.apply_parallelism(self.model, self.mesh, config)
         init_weights(self.model, torch.device("cpu"), seed=0)
         self.optimizer, self.loss_fn = build_optimizer([self.model], config.optimizer), build_loss(config.compile)
         precompute_scales([self.model], config.float8)
@@ -89,7 +90,7 @@ class Run:
         local = GLOBAL_BATCH // accumulation // world_size
         total = torch.zeros(())
         for i in range(accumulation):
-            set_last_microbatch([self.model], i == accumulation - 1, self.config.parallelism)
+            set_last_microbatch([self.model], i == accumulation - 1, self.mesh.fsdp, self.config.parallelism)
             mine = slice((i * world_size + rank) * local, (i * world_size + rank + 1) * local)
             loss = self.loss_fn(self.model(tokens[mine]), labels[mine]) / labels.numel()
             loss.backward()
