@@ -4,13 +4,14 @@ python -m metrics compare outputs/A outputs/B --output compare.html
 """
 
 import argparse
+import contextlib
 import importlib
 import json
 import logging
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,10 @@ def find_hook(name: str) -> Callable[[dict[str, Any]], object] | None:
     return hook
 
 
+class MetricsError(TitaniteError):
+    """What a run reports cannot be written."""
+
+
 class MetricsLogger:
     """Writes rows on rank 0 and measures the time between them."""
 
@@ -135,7 +140,8 @@ class MetricsLogger:
 
             if self.board:
                 self.board.close()
-            self.board = SummaryWriter(str(self.board_folder), purge_step=step + 1)
+            with _reported(self.board_folder):
+                self.board = SummaryWriter(str(self.board_folder), purge_step=step + 1)
         self.restart_clock()
 
     def restart_clock(self) -> None:
@@ -194,15 +200,17 @@ class MetricsLogger:
         if self.file is None:
             return
         row = dict.fromkeys(FIELDS) | row | {"time": time.time()}
-        self.file.write(json.dumps(row) + "\n")
-        self.file.flush()
+        with _reported(self.file.name):
+            self.file.write(json.dumps(row) + "\n")
+            self.file.flush()
         if self.hook:
             self.hook(row)
         if self.board:
-            for name, value in row.items():
-                if value is not None and name not in ("step", "interval_steps", "time"):
-                    self.board.add_scalar(name, value, row["step"])
-            self.board.flush()
+            with _reported(self.board_folder):
+                for name, value in row.items():
+                    if value is not None and name not in ("step", "interval_steps", "time"):
+                        self.board.add_scalar(name, value, row["step"])
+                self.board.flush()
 
     def close(self) -> None:
         """Flush and close the files."""
@@ -210,6 +218,15 @@ class MetricsLogger:
             self.file.close()
         if self.board:
             self.board.close()
+
+
+@contextlib.contextmanager
+def _reported(path: Path | str | None) -> Iterator[None]:
+    """Errors of the operating system, as of a full disk, in one line that names the place."""
+    try:
+        yield
+    except OSError as error:
+        raise MetricsError(f"{path}: cannot be written: {error.strerror or error}") from None
 
 
 def _percent(share: float | None) -> str:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import config as settings
+from config import ConfigError
 
 
 def build_optimizer(
@@ -21,6 +22,8 @@ def build_optimizer(
 
     With states in bfloat16, which torch's kernel refuses, our own, compiled where the model is.
     """
+    if optimizer.name != "adamw":
+        raise ConfigError(f"optimizer.name = {optimizer.name!r}: has no branch in build_optimizer")
     parameters = [p for part in parts for p in part.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": optimizer.weight_decay},
@@ -167,14 +170,16 @@ def learning_rate(step: int, steps: int, peak: float, schedule: settings.LRSched
     `wsd`: the peak, and a linear decay over the last `decay_fraction` of all steps (Hu et al. 2024, MiniCPM);
     `cosine`: half a cosine from the end of the warm-up to the last step (Loshchilov and Hutter 2017).
     """
-    if step <= schedule.warmup_steps:
-        return peak * step / schedule.warmup_steps
     if schedule.schedule == "wsd":
         decay_steps = round(schedule.decay_fraction * steps)
         share = min(1.0, (steps - step) / decay_steps) if decay_steps else 1.0
-    else:
+    elif schedule.schedule == "cosine":
         done = (step - schedule.warmup_steps) / max(1, steps - schedule.warmup_steps)
         share = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+    else:
+        raise ConfigError(f"lr_scheduler.schedule = {schedule.schedule!r}: has no branch in learning_rate")
+    if step <= schedule.warmup_steps:
+        return peak * step / schedule.warmup_steps
     return peak * (schedule.min_lr_factor + (1 - schedule.min_lr_factor) * share)
 
 

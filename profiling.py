@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 import config as settings
-from config import ConfigError
+from config import ConfigError, TitaniteError
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +51,9 @@ def profile(
 
 
 def _write_trace(trace: torch.profiler.profile, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    trace.export_chrome_trace(str(path))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        trace.export_chrome_trace(str(path))
+    except OSError as error:  # a full disk
+        raise TitaniteError(f"{path}: cannot be written: {error.strerror}") from None
     logger.info(f"profile: wrote {path}")

@@ -5,6 +5,7 @@ python -m checkpoint.list FOLDER_OR_S3_URL
 Exits with 1 if one is damaged as far as sizes tell, or was never committed.
 """
 
+import argparse
 import sys
 from collections.abc import Callable
 from typing import NoReturn
@@ -12,7 +13,7 @@ from typing import NoReturn
 from checkpoint.loading import find
 from checkpoint.manifest import MANIFEST, Manifest, is_stock, read_manifest, read_metadata, unpickle_metadata
 from checkpoint.storage import is_checkpoint_name
-from checkpoint.stores import CheckpointError, DamagedError, Store
+from checkpoint.stores import DamagedError, Store
 from config import TitaniteError
 
 STOCK = "stock DCP, no checksums"
@@ -69,16 +70,16 @@ def print_table(store: Store, names: list[str]) -> int:
     return min(problems, 1)
 
 
-def run(command: str, work: Callable[[Store, list[str]], int]) -> NoReturn:
+def run(command: str, description: str, work: Callable[[Store, list[str]], int]) -> NoReturn:
     """`python -m checkpoint.COMMAND PLACE`: exit with what `work` returns for the checkpoints there."""
-    arguments = sys.argv[1:]
+    parser = argparse.ArgumentParser(prog=f"python -m checkpoint.{command}", description=description)
+    parser.add_argument("place", help="folder or s3:// URL of a run, of checkpoints, or of one checkpoint")
+    place = parser.parse_args().place
     try:
-        if len(arguments) != 1 or arguments[0].startswith("-"):
-            raise CheckpointError(f"usage: python -m checkpoint.{command} FOLDER_OR_S3_URL")
-        sys.exit(work(*find(arguments[0], begun)))
+        sys.exit(work(*find(place, begun)))
     except TitaniteError as error:
         sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":
-    run("list", print_table)
+    run("list", "What checkpoints there are, without reading their data.", print_table)

@@ -41,6 +41,7 @@ from checkpoint.state import (
     held_bytes,
     model_tensors,
     optimizer_tensors,
+    parameters,
     random_state,
     set_random_state,
 )
@@ -127,6 +128,7 @@ class CheckpointManager:
         self.newest_step: int | None = None  # of the last save or load
         self.damaged: set[tuple[str, str]] = set()  # (url, name) found so while loading; removed after the next commit
         self.under_way: Future[None] | None = None
+        self.state_checked = False
         self.staging = Staging(self.device)
         if self.settings.mode == "async":
             optimizer.register_step_pre_hook(lambda *_: self.staging.wait())
@@ -239,6 +241,15 @@ class CheckpointManager:
         state: State = {"model": model_tensors(self.model)}
         if saved := tensors_in(metadata, "optimizer."):
             allocate_optimizer_state(self.optimizer)
+            idle = {  # by the time of the save
+                weight: parameter
+                for weight, parameter in parameters(self.model).items()
+                if not any(key.startswith(f"optimizer.{weight}.") for key in saved)
+            }
+            for parameter in idle.values():
+                self.optimizer.state.pop(parameter, None)
+            if idle:
+                logger.info(f"{name}: no optimizer state of {len(idle)} weights, as of {min(idle)}: theirs starts anew")
             tensors = optimizer_tensors(self.model, self.optimizer)
             for new in [key for key in tensors if key.endswith(OUTER) and f"optimizer.{key}" not in saved]:
                 tensors.pop(new).zero_()  # the islands' own: parallelism.local_steps was turned on since
@@ -307,7 +318,13 @@ class CheckpointManager:
             self._start(lambda: self._follow_up(save, written))
 
     def check(self) -> None:
-        """Raise the failure of a background save that has ended. Costs nothing; for every step."""
+        """Raise the failure of a background save that has ended, and of the first step's state, if it cannot be saved.
+
+        Costs nothing; for every step.
+        """
+        if self.settings.enable and not self.state_checked:  # the first save may be hours away
+            optimizer_tensors(self.model, self.optimizer)
+            self.state_checked = True
         if self.under_way is not None and self.under_way.done():
             self.wait()
 

@@ -27,22 +27,32 @@ def model_tensors(model_parts: Sequence[nn.Module]) -> dict[str, Tensor]:
     return tensors
 
 
+def parameters(model_parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
+    """Name → parameter as the optimizer holds it: of FSDP2 the sharded one. A tied weight appears once."""
+    modules = [_unwrapped(part) for part in model_parts]
+    for module in modules:
+        module.state_dict()  # its hooks bring FSDP2's sharded parameters back
+    return {_clean(name): parameter for module in modules for name, parameter in module.named_parameters()}
+
+
 def optimizer_tensors(model_parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """`parameter name.state name` → tensor, sharing memory with the optimizer; empty before its first step.
 
-    Hyperparameters are not part of it: they come from the config, so that a resumed run may change them.
+    Hyperparameters are not part of it: they come from the config, so that a resumed run may change them. Raises
+    CheckpointError for what could not be saved, or of which one rank's would be taken for that of all.
     """
-    for part in model_parts:
-        _unwrapped(part).state_dict()  # FSDP2: the sharded parameters, those which the optimizer holds, are in place
-    names = {
-        id(parameter): _clean(name) for part in model_parts for name, parameter in _unwrapped(part).named_parameters()
-    }
+    names = {id(parameter): name for name, parameter in parameters(model_parts).items()}
     tensors = {}
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             name = f"{names[id(parameter)]}.{key}"
             if not isinstance(value, Tensor):
                 raise CheckpointError(f"optimizer state {name} is a {type(value).__name__}: only tensors can be saved")
+            if isinstance(parameter, DTensor) and value.ndim and not isinstance(value, DTensor):
+                raise CheckpointError(
+                    f"optimizer state {name} is a plain tensor, of a weight that is sharded: only one rank's would be "
+                    "saved; make it a DTensor, as torch.zeros_like(weight) is, or DTensor.from_local"
+                )
             tensors[name] = _plain(name, value.detach())
     return tensors
 

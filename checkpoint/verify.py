@@ -46,4 +46,4 @@ def verify_all(store: Store, names: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    run("verify", verify_all)
+    run("verify", "Read checkpoints in full and compare every byte with its checksum.", verify_all)

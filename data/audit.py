@@ -252,7 +252,18 @@ def _left_out(run: Path) -> list[str]:
     """A line if the run has consumed the tokens of some steps without an update, see failures.on_bad_step."""
     records = read_records(run / "skipped.jsonl")
     steps = sorted({step for r in records for step in range(r["first"], r["last"] + 1)})
-    return [f"{len(steps):,} steps consumed their tokens without an update: {steps}"] if steps else []
+    return [f"{len(steps):,} steps consumed their tokens without an update: {_ranges(steps)}"] if steps else []
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Sorted numbers, those in a row as one: `12-15, 40`."""
+    rows: list[list[int]] = []
+    for number in numbers:
+        if rows and number == rows[-1][-1] + 1:
+            rows[-1].append(number)
+        else:
+            rows.append([number])
+    return ", ".join(f"{row[0]}-{row[-1]}" if len(row) > 1 else str(row[0]) for row in rows)
 
 
 def run_config(run: Path) -> Config:

@@ -151,6 +151,8 @@ def _documents(path: Path, format: str, eos_id: int) -> Iterator[np.ndarray]:
 
 def _ended_once(ids: np.ndarray, tokenizer: Tokenizer, where: str) -> Iterator[np.ndarray]:
     """The documents that lie in `ids`, each with one eos at its end; none that holds nothing else."""
+    if len(ids) and ids.dtype.kind not in "iu":
+        raise DataError(f"{where}: token ids are of type {ids.dtype}, must be integers")
     if len(ids) and (ids.min() < 0 or ids.max() >= tokenizer.vocab_size):
         bad = int(ids.min() if ids.min() < 0 else ids.max())
         raise DataError(f"{where}: token id {bad} is not in the tokenizer's vocabulary of {tokenizer.vocab_size}")

@@ -15,6 +15,7 @@ import numpy as np
 from isal import isal_zlib
 
 from data.place import StepShape
+from data.shards import DataError
 from records import open_records, read_records
 
 
@@ -41,8 +42,11 @@ class Ledger:
         self._file.close()
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+        except OSError as error:  # a full disk
+            raise DataError(f"{self._file.name}: cannot be written: {error.strerror}") from None
 
 
 def checksum(tokens: Iterable[np.ndarray]) -> int:

@@ -108,7 +108,9 @@ def _find_model(config: Config) -> tuple[ModelSpec, Any]:
     """The model family and its flavor. Raises ConfigError for what is no Llama, whose formulas these are."""
     spec, flavor = find_model(config.model, 0)
     if config.model.name != "llama":
-        raise ConfigError(f"model.name = {config.model.name!r}: the formulas are Llama's; add --dry-run to count its step")
+        raise ConfigError(
+            f"model.name = {config.model.name!r}: the formulas are Llama's; add --dry-run to count its step"
+        )
     return spec, flavor if flavor.vocab_size else dataclasses.replace(flavor, vocab_size=DEFAULT_VOCAB_SIZE)
 
 

@@ -21,10 +21,10 @@ from checkpoint.manager import CheckpointManager
 from checkpoint.manifest import read_metadata, unpickle_metadata
 from checkpoint.retention import committed
 from checkpoint.state import allocate_optimizer_state, model_tensors, optimizer_tensors
-from checkpoint.stores import LocalStore, open_store
+from checkpoint.stores import CheckpointError, LocalStore, open_store
 from config import Checkpoint, Config
 from tests.distributed import checkpoint_runs
-from tests.distributed.checkpoint_runs import IDENTITY, Tower
+from tests.distributed.checkpoint_runs import IDENTITY, Run, Tower, same
 from tests.harness import run_ranks
 
 DIM = 32
@@ -226,3 +226,59 @@ def test_a_tied_weight_is_written_once_and_read_back(tmp_path):
     for tensors in (*sharded, *run_ranks(1, read, str(tmp_path / "two"), tied)):
         assert tensors.keys() == expected.keys()
         assert [name for name, value in tensors.items() if not torch.equal(value, expected[name])] == []
+
+
+@pytest.mark.parametrize(("wrote", "before"), [(1, ()), (2, (2,))])
+@pytest.mark.parametrize(("ranks", "mesh"), [(1, ()), (2, (2,))])
+def test_a_weight_may_have_its_first_gradient_after_a_save(tmp_path, wrote, before, ranks, mesh):
+    """It has no state in the checkpoint, so it has none after a load, be it by a resume or a return within a start."""
+    written = run_ranks(wrote, train_bias_late, str(tmp_path), before, 0)
+    read = run_ranks(ranks, train_bias_late, str(tmp_path), mesh, 2)
+    for (saved, expected), (loaded, resumed) in zip(written * ranks, read * wrote, strict=True):
+        assert "head.weight.exp_avg" in saved
+        assert "head.bias.exp_avg" not in saved
+        assert same(loaded, saved, but=["random"]) == []
+        assert expected["head.bias.step"] == resumed["head.bias.step"] == 2
+        assert before != mesh or same(resumed, expected, but=["random"]) == []
+
+
+def train_bias_late(folder, mesh, first):
+    """Two steps and a save without a gradient of the head's bias; everything after a load and after two steps more."""
+    run = Run(folder, mesh, seed=first)
+    assert run.checkpoint.load() == first
+    if first == 0:
+        with mock.patch.object(run.model.head, "forward", lambda x: nn.functional.linear(x, run.model.head.weight)):
+            run.train(0, 2)
+        run.step()
+        run.checkpoint.load()
+    loaded = run.everything()
+    run.step()
+    run.step()
+    return loaded, run.everything()
+
+
+def test_a_weight_with_part_of_its_state_is_refused(tmp_path):
+    run = Run(tmp_path)
+    run.step()
+    del run.optimizer.state[run.model.head.bias]["exp_avg_sq"]
+    run.checkpoint.save(1)
+    with pytest.raises(CheckpointError, match=r"has no optimizer\.head\.bias\.exp_avg_sq$"):
+        Run(tmp_path).checkpoint.load()
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_state_that_differs_between_ranks_is_refused_before_anything_is_written(tmp_path, saves):
+    """A plain tensor under a sharded weight, as a sum over its own rows; by the first step, if no save is sooner."""
+    run_ranks(2, keep_own_rows, str(tmp_path), saves)
+    assert list(tmp_path.iterdir()) == []
+
+
+def keep_own_rows(folder, saves):
+    run = Run(folder, (2,))
+    run.step()
+    weight = run.model.blocks["0"][1].weight
+    run.optimizer.state[weight]["exp_avg_row"] = run.optimizer.state[weight]["exp_avg"].to_local().sum(1)
+    with pytest.raises(
+        CheckpointError, match=r"state blocks\.0\.1\.weight\.exp_avg_row is a plain tensor, of a weight"
+    ):
+        run.checkpoint.save(1) if saves else run.checkpoint.check()

@@ -24,7 +24,7 @@ def tool(monkeypatch, capsys):
     def call(module, place):
         monkeypatch.setattr(sys, "argv", [module, str(place)])
         with pytest.raises(SystemExit) as ended:
-            run(module, {"list": print_table, "verify": verify_all}[module])
+            run(module, "", {"list": print_table, "verify": verify_all}[module])
         printed = capsys.readouterr()
         return ended.value.code, printed.out + printed.err
 
@@ -115,6 +115,14 @@ def test_nothing_there_is_an_error_in_one_line(tmp_path):
         assert done.returncode == 1
         assert done.stderr.startswith("error: ")
         assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("module", ["list", "verify"])
+@pytest.mark.parametrize(("option", "code"), [("--help", 0), ("--what", 2)])
+def test_the_usage_is_no_error_when_it_is_asked_for(module, option, code):
+    done = subprocess.run([sys.executable, "-m", f"checkpoint.{module}", option], capture_output=True, text=True)
+    assert done.returncode == code
+    assert (done.stderr if code else done.stdout).startswith(f"usage: python -m checkpoint.{module} [-h] place")
 
 
 def test_a_folder_that_may_not_be_looked_into_is_an_error_in_one_line(tmp_path, tool, monkeypatch):

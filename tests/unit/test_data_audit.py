@@ -1,5 +1,6 @@
 """The audit finds what was trained, proves sound runs and refuses others; verify finds every fault."""
 
+import json
 import random
 import re
 import shutil
@@ -249,6 +250,14 @@ def test_masked_blocks_are_named_by_proof_and_list(folders, tmp_path, capsys):
     assert (prove(run), listed()) == (proof, text)
     assert bad <= {token for batch in sound for row in batch for token in row}
     assert not any("were masked" in line for line in prove(tmp_path / "sound"))
+
+
+def test_steps_left_out_are_named_by_their_ranges(run):
+    folder, _ = run
+    records = [{"first": 1, "last": 3, "cause": ""}, {"first": 8, "last": 8, "cause": ""}]
+    records += [{"first": 3, "last": 5, "cause": ""}, {"first": 10, "last": 11, "cause": ""}]
+    (folder / "skipped.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert prove(folder)[-1] == "8 steps consumed their tokens without an update: 1-5, 8, 10-11"
 
 
 def test_a_line_cut_by_a_kill_is_left_out(run):

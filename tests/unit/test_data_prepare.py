@@ -950,6 +950,15 @@ def test_tokens_of_another_vocabulary_are_refused(tokenizer_folder, tmp_path):
         convert([str(tmp_path / "a.bin")], str(tmp_path / "out"), "nanogpt", str(tokenizer_folder))
 
 
+def test_tokens_that_are_no_integers_are_refused(tokenizer_folder, tmp_path):
+    """Fractions would be cut off."""
+    schema = pa.schema([("tokens", pa.float32())])
+    with pa.ipc.new_file(str(tmp_path / "a.arrow"), schema) as file:
+        file.write_batch(pa.record_batch([pa.array([5.0, 6.7], pa.float32())], schema))
+    with pytest.raises(DataError, match=r"a\.arrow, document 0: token ids are of type float32, must be integers"):
+        convert([str(tmp_path / "a.arrow")], str(tmp_path / "out"), "fms", str(tokenizer_folder))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -17,6 +17,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import models
 import train
 from benchmarks import plan as published
 from config import ConfigError, load_config
@@ -462,6 +463,13 @@ def test_what_outer_momentum_and_emulation_cost() -> None:
 def test_mistakes_are_named(arguments: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         plan(*options(*arguments))
+
+
+@pytest.mark.parametrize("estimate", [plan, sweep])
+def test_another_model_is_not_taken_for_a_llama(monkeypatch: pytest.MonkeyPatch, estimate: Any) -> None:
+    monkeypatch.setattr(models, "MODELS", {**models.MODELS, "other": models.MODELS["llama"]})
+    with pytest.raises(ConfigError, match=r"model\.name = 'other': the formulas are Llama's; add --dry-run to count"):
+        estimate(*options("--model.name=other"))
 
 
 def test_a_plan_asks_nothing_of_the_gpu_that_is_here(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ import importlib
 import inspect
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -291,6 +292,39 @@ def test_metrics_rows_hold_the_rates_of_the_interval(tmp_path: Path, monkeypatch
     assert (validation["validation_loss"], validation["loss"], validation["mfu"]) == (3.25, None, None)
     assert row.keys() == validation.keys()
     assert (named["validation_loss/web"], named["validation_loss/code"], named["validation_loss"]) == (3.0, 2.0, None)
+
+
+@pytest.mark.parametrize("full", ["metrics.jsonl", "data/rank-00000.jsonl", "profile/trace-step2-rank0.json.gz"])
+def test_a_full_disk_is_one_line_that_names_the_file(tmp_path: Path, full: str) -> None:
+    (tmp_path / full).parent.mkdir(exist_ok=True)
+    (tmp_path / full).symlink_to("/dev/full")
+    with pytest.raises(TitaniteError, match=f"^{tmp_path / full}: cannot be written: No space left on device$"):
+        report(tmp_path)
+
+
+def test_a_full_disk_ends_tensorboard_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/null")  # it would be the first to be full
+    run_ranks(1, report_until_files_are_full, str(tmp_path), start_group=False)
+
+
+def report_until_files_are_full(folder: str) -> None:
+    limit = 300  # bytes: TensorBoard's file begins with 100, and more than 300 are written of a step
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    with pytest.raises(TitaniteError, match=f"^{folder}/tensorboard: cannot be written: File too large$"):
+        report(Path(folder))
+
+
+def report(run: Path) -> None:
+    """Two steps, of which the second is traced."""
+    ledger = Ledger(run, 0, StepShape(1, 1, 1), {"version": 3}, {})
+    metrics = MetricsLogger(Config(), run, 0, torch.device("cpu"), first_step=0, flops_per_token=1)
+    with profile(Profiling(trace=True, trace_start=2, trace_steps=1), run / "profile", 0, 0) as profiler:
+        for step in (1, 2):
+            ledger.step(step - 1, [], {})
+            metrics.log_step(step, loss=1.0, grad_norm=1.0, lr=1e-3, tokens=8)
+            profiler.step()
+    metrics.close()
+    ledger.close()
 
 
 def test_tensorboard_shows_each_step_once_after_a_resume_and_a_rollback(tmp_path: Path) -> None:
