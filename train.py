@@ -127,7 +127,6 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         if dims.is_first_copy(rank):
             dataloader.open_ledger(folder)
         metrics = MetricsLogger(config, folder, rank, device, first_step=step, flops_per_token=flops_per_token)
-
         bad_steps = BadSteps(config.failures, folder)
         stragglers = Stragglers(device) if config.failures.straggler_interval else None
 
@@ -220,6 +219,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
             checkpoint.check()  # a background save that failed is no news for later
             if starting:  # everything is compiled and connected by now
                 starting = False
+                gc.collect()
                 gc.freeze()  # all that stays is there: what is collected from now on is little
                 watchdog.enter("start")
                 set_timeout(mesh, config.comm.train_timeout_seconds)

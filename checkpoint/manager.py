@@ -241,11 +241,14 @@ class CheckpointManager:
         state: State = {"model": model_tensors(self.model)}
         if saved := tensors_in(metadata, "optimizer."):
             allocate_optimizer_state(self.optimizer)
+            weights = parameters(self.model)
             idle = {  # by the time of the save
                 weight: parameter
-                for weight, parameter in parameters(self.model).items()
+                for weight, parameter in weights.items()
                 if not any(key.startswith(f"optimizer.{weight}.") for key in saved)
             }
+            if len(idle) == len(weights):
+                raise CheckpointError(f"{join(store.url, name)}: its optimizer state is of other weights: {min(saved)}")
             for parameter in idle.values():
                 self.optimizer.state.pop(parameter, None)
             if idle:
@@ -337,9 +340,10 @@ class CheckpointManager:
     def _prepare(self, name: str, step: int, state: State, started: float) -> Save:
         """All that the save of `state` needs. The plan is made again only when names or shapes have changed."""
         shapes = tree_map(lambda tensor: tensor.shape, state)
-        if self.planned is None or self.planned[0] != shapes:
+        changed = self.ranks.gather(self.planned is None or self.planned[0] != shapes)
+        name, replan = self.ranks.broadcast((name, any(changed)))  # all or none: a pipeline's stages may differ
+        if replan or self.planned is None:
             self.planned = shapes, plan_save(state, self.ranks)
-        name = self.ranks.broadcast(name)
         self.known.add(name)
         return Save(name, step, self.planned[1], self._facts(step), resolver(state), started)
 

@@ -87,8 +87,10 @@ class Work:
 
     @property
     def sums(self) -> int:
-        """How often in a step gradients are summed over the shards."""
-        return self.batches if self.config.parallelism.sync_every_microbatch else 1
+        """How often in a step gradients are summed over the shards; a rank alone puts it off only for `cpu_offload`."""
+        parallelism = self.config.parallelism
+        alone = self.dims.dp * self.dims.cp == self.dims.islands and not parallelism.cpu_offload
+        return self.batches if parallelism.sync_every_microbatch or alone else 1
 
     @property
     def reduce_bytes(self) -> int:

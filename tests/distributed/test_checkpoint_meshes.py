@@ -257,6 +257,39 @@ def train_bias_late(folder, mesh, first):
     return loaded, run.everything()
 
 
+def test_a_first_gradient_on_one_stage_of_a_pipeline_alone_does_not_stop_the_next_save(tmp_path):
+    """The ranks plan a save together, and only one of them has something new to plan."""
+    assert run_ranks(2, save_stages, str(tmp_path)) == [2, 2]
+
+
+def save_stages(folder):
+    stage = nn.ModuleDict({str(dist.get_rank()): nn.Linear(4, 4)})
+    optimizer = torch.optim.AdamW(stage.parameters())
+    config = Config(checkpoint=Checkpoint(folder=folder, timeout_seconds=5))
+    settings = {"optimizer": optimizer, "dataloader": checkpoint_runs.Counter(), "identity": IDENTITY}
+    manager = CheckpointManager(config, Path("unused"), model=[stage], **settings)
+    for step, late in ((1, "bias"), (2, "")):
+        for name, weight in stage.named_parameters():
+            if name != f"1.{late}":
+                weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        optimizer.zero_grad()
+        manager.save(step)
+        manager.wait()
+    return manager.load()
+
+
+def test_state_of_other_weights_is_refused(tmp_path):
+    def renamed(parts, optimizer):
+        return {f"state.{name}": tensor for name, tensor in optimizer_tensors(parts, optimizer).items()}
+
+    run = Run(tmp_path)
+    with mock.patch("checkpoint.manager.optimizer_tensors", renamed):
+        run.train(0, 2)
+    with pytest.raises(CheckpointError, match="its optimizer state is of other weights: "):
+        Run(tmp_path, seed=2).checkpoint.load()
+
+
 def test_a_weight_with_part_of_its_state_is_refused(tmp_path):
     run = Run(tmp_path)
     run.step()

@@ -215,6 +215,11 @@ MEMORY = {
     "one rank, float32": (1, ["--training.param_dtype=float32", ALONE], 0.03),
     "one rank, weights not tied, full": (1, [UNTIED, "--activation_checkpoint.mode=full", ALONE], 0.03),
     "one rank, summed once": (1, [*ONCE, ALONE, "--training.global_batch_size=2"], 0.03),
+    "one rank, summed once, in bfloat16": (
+        1,
+        [*ONCE, ALONE, "--training.global_batch_size=2", "--training.reduce_dtype=bfloat16"],
+        0.03,
+    ),
     "islands of one rank": (2, ["--parallelism.dp_replicate=2", "--parallelism.local_steps=100"], 0.03),
     "none": (16, [], 0.03),
     "none, eager": (16, ["--compile.enable=false"], 0.03),
