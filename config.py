@@ -208,7 +208,7 @@ class Parallelism:
     reshard_group_size: Count = 0
     """With reshard_after_forward: keep weights sharded over groups of so many ranks, as of a node, till backward."""
     sync_every_microbatch: bool = True
-    """False: gradients wait whole on each of several ranks for the last microbatch: less traffic, more memory. No pp."""
+    """False: on several ranks gradients wait whole for the last microbatch: less traffic, more memory. Not with pp."""
     prefetch_layers: Count = 0
     """Blocks gathered ahead of the one that computes. 0: FSDP2's own way, the next one, in backward only."""
     reduce_scatter: Literal["backend", "all_to_all"] = "backend"
