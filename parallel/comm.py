@@ -180,5 +180,6 @@ def shut_down() -> None:
     gloo's threads abort the process if they drop the last reference to a tensor while Python exits:
     so everything is collected first.
     """
+    gc.unfreeze()  # what a loop has put aside
     gc.collect()
     dist.destroy_process_group()
