@@ -9,17 +9,19 @@ A section is a frozen dataclass; the text under a field is its documentation, wh
 """
 
 import ast
-import contextlib
 import dataclasses
 import difflib
 import inspect
 import json
 import logging
 import math
+import os
 import re
+import select
 import sys
 import types
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -40,6 +42,29 @@ class TitaniteError(Exception):
 
 class ConfigError(TitaniteError):
     """The configuration, or the combination of its values, cannot be run."""
+
+
+@contextmanager
+def command_line() -> Iterator[None]:
+    """Around what a command does: a TitaniteError ends it with one line and exit code 1.
+
+    Ctrl-C ends it with 130, without a traceback, and so, with 1, does a reader who has enough, as `| head`.
+    """
+    try:
+        yield
+        if sys.stdout:  # None: was closed from the start
+            sys.stdout.flush()  # at Python's end it would be too late
+    except TitaniteError as error:
+        sys.exit(f"error: {error}")
+    except BrokenPipeError:
+        poll = select.poll()
+        poll.register(sys.stdout, 0)
+        if not poll.poll(0):  # somebody reads: it was another pipe
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python's end will write to it once more
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 @dataclass(frozen=True)
@@ -556,7 +581,7 @@ def _parse_override(section: str, name: str, text: str) -> Any:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         if float in (kind, *get_args(kind)):  # .5 and 1. are numbers to people, if not to TOML
-            with contextlib.suppress(ValueError):
+            with suppress(ValueError):
                 return float(text)
         return text  # the type check names what was expected
 
@@ -569,14 +594,14 @@ def _check_value(key: str, value: Any, kind: Any) -> Any:
     if get_origin(base) is Literal:
         choices = get_args(base)
         if value not in choices:
-            raise _bad_value(key, value, _kind_name(base) + _nearest(str(value), choices))
+            raise _bad_value(key, value, _kind_name(base) + _close_match(str(value), choices))
         return value
     if get_origin(base) is tuple:
         if not isinstance(value, (list, tuple)):
             raise _bad_value(key, value, _kind_name(kind))
         return tuple(_check_value(key, item, get_args(base)[0]) for item in value)
     if base is float and isinstance(value, int) and not isinstance(value, bool):
-        with contextlib.suppress(OverflowError):
+        with suppress(OverflowError):
             value = float(value)
     if type(value) is not base or (base is float and not math.isfinite(value)):
         raise _bad_value(key, value, _kind_name(kind))
@@ -616,8 +641,12 @@ def _unknown_key(key: str) -> ConfigError:
 
 def _nearest(name: str, names: Iterable[str]) -> str:
     known = list(names)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(known[:20])}"
+    return _close_match(name, known) or f"; known are {', '.join(known[:20])}"
+
+
+def _close_match(name: str, names: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def _redact(text: str) -> str:

@@ -5,7 +5,6 @@ python generate.py outputs/llama-debug-20260101-120000 --prompt "def main("
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from config import ConfigError, TitaniteError
+from config import ConfigError, TitaniteError, command_line
 from data.tokenizer import Tokenizer
 from models.llama.model import KVCache
 from parallel.comm import device_type
@@ -269,6 +268,8 @@ def read_prompts(file: Path) -> list[str]:
         lines = file.read_text(encoding="utf-8").removesuffix("\n").split("\n")  # JSON may hold other line ends
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--prompts-file {file}: cannot be read: {error}") from None
+    if lines == [""]:
+        raise ConfigError(f"--prompts-file {file}: is empty")
     prompts = []
     for number, line in enumerate(lines, start=1):
         try:
@@ -341,12 +342,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
+    with command_line():
         main(sys.argv[1:])
-    except TitaniteError as error:
-        sys.exit(f"error: {error}")
-    except BrokenPipeError:  # the reader has enough, as `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python's end would write to it once more
-        sys.exit(1)
-    except KeyboardInterrupt:
-        sys.exit(130)

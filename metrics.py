@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from config import Config, ConfigError, TitaniteError
+from config import Config, ConfigError, TitaniteError, command_line
 from metrics_page import write_page
 from records import open_records, output_file
 
@@ -250,7 +250,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
+    with command_line():
         main(sys.argv[1:])
-    except TitaniteError as error:
-        sys.exit(f"error: {error}")

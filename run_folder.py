@@ -9,7 +9,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -104,17 +105,23 @@ def start_run(
     identity: dict[str, Any],
     world_size: int,
     job: str,
-    check: Callable[[Path], None],
+    checks: Sequence[Callable[[Path], None]],
     save: Callable[[Path], None],
 ) -> tuple[Path, dict[str, tuple[Any, Any]]]:
     """The run's folder, and what `record_start` says. Rank 0 only.
 
-    `check(folder)` comes before anything is written there, `save(folder)` last. The folder is this process's to its
-    end. Raises TitaniteError, as they may, and where another process on this machine has the folder.
+    Each of `checks` is called with the folder before anything is written there, `save(folder)` last. The folder is
+    this process's to its end. Raises TitaniteError, as they may, and where another process on this machine has it.
     """
     try:
         folder = choose_run_folder(config, identity, job)
-        check(folder)
+        try:
+            for check in checks:
+                check(folder)
+        except TitaniteError:
+            with suppress(OSError):  # it is there already, and is not empty
+                folder.rmdir()
+            raise
         _take(folder)
         changed = record_start(folder, config, identity, world_size, job)
         save(folder)

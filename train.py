@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from checkpoint.manager import CheckpointManager
+from checkpoint.manager import CheckpointManager, check_initial_load
 from config import Config, ConfigError, TitaniteError, grad_accum_steps, load_config, loss_chunks
 from data.loader import Batch, build_dataloader, validation_batches
 from float8.convert import check_float8, convert_to_float8, summarize
@@ -81,11 +81,11 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
     device = init_distributed(environment, config.comm)
     dataloader.check_ranks()
     mesh = dims.build_mesh(device.type)
-    start = partial(start_run, config, identity, world_size, environment.job)
-    folder, changed = from_rank_0(lambda: start(dataloader.check_run, dataloader.tokenizer.save))
-    if rank == 0:
-        for key, (old, new) in changed.items():
-            logger.info(f"resume: {key} was {old!r}, is now {new!r}")
+    checks = (dataloader.check_run, partial(check_initial_load, config.checkpoint, identity))
+    start = partial(start_run, config, identity, world_size, environment.job, checks, dataloader.tokenizer.save)
+    folder, changed = from_rank_0(start)
+    for key, (old, new) in changed.items():
+        logger.info(f"resume: {key} was {old!r}, is now {new!r}")
     logger.info(f"run folder {folder}  {world_size} x {device.type}  {dims}")
     if training.param_dtype == "bfloat16" and bfloat16_is_slow(device):
         logger.info('bfloat16 is very slow on this CPU: training.param_dtype = "float32" is faster')

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import config as settings
-from config import Config, ConfigError, TitaniteError
+from config import Config, ConfigError, command_line
 from data.loader import Batch, validation_batches
 from data.shards import DataError, open_dataset
 from data.tokenizer import Tokenizer
@@ -195,7 +195,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
+    with command_line():
         main(sys.argv[1:])
-    except TitaniteError as error:
-        sys.exit(f"error: {error}")

@@ -5,9 +5,10 @@
 State: float32 weights and two AdamW moments, FSDP2 over two ranks. Every round measures each way once, in turn;
 a row is the median. `raw` writes and reads as many bytes in the plainest way there is: files, written in 16 MiB
 pieces and fsynced; boto3's multipart transfer. `stock` is dcp.save and dcp.load with FileSystemWriter/-Reader,
-and FsspecWriter/-Reader, as they come. Reads start with the files out of the page cache, or when the S3 server's
-disk has caught up. `CPU s` is what the ranks took of the cores together, without the server; `read ratio`, the bytes
-read by all ranks over the bytes they need; `extra MB`, the highest resident memory of a rank beyond what it had before.
+and FsspecWriter/-Reader, as they come; `unsigned`, with AWS's own setting that leaves the bodies of requests
+unsigned. Reads start with the files out of the page cache, or when the S3 server's disk has caught up. `CPU s` is what
+the ranks took of the cores together, without the server; `read ratio`, the bytes read by all ranks over the bytes they
+need; `extra MB`, the highest resident memory of a rank beyond what it had before.
 
 `async` saves between the steps of a training loop. `blocking s` is the time until its save returns; `stall s`, how
 much longer than others the step is that follows it, up to where the optimizer may begin: the median of such steps
@@ -49,6 +50,8 @@ PIECE_BYTES = 16 << 20
 ASYNC = "async"
 BUSY = "async, all cores train"
 ALONE = "async, one of two cores trains"
+UNSIGNED = ("stock-unsigned", "ours-unsigned")
+AWS_CONFIG = "aws-config"
 STEP_TOKENS = 64
 STEP_SECONDS = 0.4  # of an accelerator; about what the tokens take on a core
 STEPS = 6  # with a save, and as many without
@@ -104,12 +107,14 @@ def measured(work: Callable[[], Any]) -> dict[str, float]:
 def save_and_load(layers: int, dim: int, folder: str, way: str, s3: bool) -> dict[str, Any]:
     """One save and one load in one way, by this rank."""
     url = f"s3://{BUCKET}/{Path(folder).name}-{way}" if s3 else f"{folder}/{way}"
+    if way in UNSIGNED:
+        os.environ["AWS_CONFIG_FILE"] = f"{folder}/{AWS_CONFIG}"
     if way in (ASYNC, BUSY):
         return save_while_training(layers, dim, url, way)
     manager, state, size = build(layers, dim, url)
     if way == "raw":
         save, load = _raw_s3(url, size) if s3 else _raw_file(url, size)
-    elif way == "stock":
+    elif way.startswith("stock"):
         save, load = _stock_s3(url, state) if s3 else _stock_file(url, state)
     else:
         save, load = lambda: manager.save(1), manager.load
@@ -295,12 +300,13 @@ def main() -> int:
             os.environ.update(s3_environment(server), AWS_DEFAULT_REGION="us-east-1", OMP_NUM_THREADS="1")
             create_bucket(server, BUCKET)
         for place, s3 in places.items():
-            ways: tuple[str, ...] = ("raw", "stock", "ours", ASYNC) if s3 else ("raw", "stock", "ours", ASYNC, BUSY)
+            ways: tuple[str, ...] = ("raw", "stock", "ours", ASYNC, *(UNSIGNED if s3 else (BUSY,)))
             results: dict[str, list[Any]] = {way: [] for way in ways}
             for number in range(rounds):
                 for way in ways:
                     target = f"{Path(folder).resolve()}/{number}"
                     Path(target).mkdir(exist_ok=True)
+                    Path(target, AWS_CONFIG).write_text("[default]\ns3 =\n  payload_signing_enabled = false\n")
                     results[way].append(run_ranks(2, save_and_load, layers, dim, target, way, s3))
                 if number:
                     shutil.rmtree(target)

@@ -34,7 +34,7 @@ from checkpoint.ranks import Ranks
 from checkpoint.state import model_tensors
 from checkpoint.storage import commit, read_state, write_items
 from checkpoint.stores import CheckpointError, Store, join, open_store
-from config import TitaniteError, tomllib
+from config import command_line, tomllib
 from data.tokenizer import TOKENIZER, Tokenizer, declared_eos, find_chat_template, load_tokenizer, parse_tokenizer
 from models import recorded_model
 from models.llama import FLAVORS
@@ -435,7 +435,5 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     logging.basicConfig(format="%(message)s", level=logging.INFO)
-    try:
+    with command_line():
         main(sys.argv[1:])
-    except TitaniteError as error:
-        sys.exit(f"error: {error}")

@@ -14,7 +14,7 @@ from checkpoint.loading import find
 from checkpoint.manifest import MANIFEST, Manifest, is_stock, read_manifest, read_metadata, unpickle_metadata
 from checkpoint.storage import is_checkpoint_name
 from checkpoint.stores import DamagedError, Store
-from config import TitaniteError
+from config import command_line
 
 STOCK = "stock DCP, no checksums"
 UNCOMMITTED = "never committed"
@@ -75,10 +75,9 @@ def run(command: str, description: str, work: Callable[[Store, list[str]], int])
     parser = argparse.ArgumentParser(prog=f"python -m checkpoint.{command}", description=description)
     parser.add_argument("place", help="folder or s3:// URL of a run, of checkpoints, or of one checkpoint")
     place = parser.parse_args().place
-    try:
-        sys.exit(work(*find(place, begun)))
-    except TitaniteError as error:
-        sys.exit(f"error: {error}")
+    with command_line():
+        exit_code = work(*find(place, begun))
+    sys.exit(exit_code)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,14 @@ def load_newest(
     failure = CheckpointError(f"no checkpoint is intact, of {len(damaged)}: {names}; the last one: {reason}{advice}")
     failure.agreed = True
     raise failure
+
+
+def check_loadable(place: str, identity: dict[str, Any]) -> None:
+    """Raises CheckpointError where `place` has no checkpoint, or the newest is of another model. Reads no weights."""
+    for store, name in locate(place):
+        with suppress(DamagedError):  # which is passed over, with a line that says so, when it is loaded
+            check_identity(_open(store, name)[0], identity)
+            return
 
 
 def check_identity(manifest: Manifest, identity: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.utils._pytree import tree_map
 
-from checkpoint.loading import check_identity, check_same_names, load_newest, locate
+from checkpoint.loading import check_identity, check_loadable, check_same_names, load_newest, locate
 from checkpoint.manifest import MANIFEST, METADATA, Manifest, encode_manifest, read_manifest, read_metadata
 from checkpoint.planning import Plan, State, plan_save, resolver
 from checkpoint.ranks import build_ranks
@@ -65,7 +65,7 @@ from checkpoint.stores import (
     join,
     open_store,
 )
-from config import Config, ConfigError, to_toml
+from config import Checkpoint, Config, ConfigError, to_toml
 
 SAVED = ".saved"  # in the run's folder: the last checkpoint that was committed
 OUTER = ".outer_momentum"
@@ -80,6 +80,19 @@ class Stateful(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None: ...
+
+
+def check_initial_load(settings: Checkpoint, identity: dict[str, Any], run_folder: Path) -> None:
+    """Refuse a new run whose `initial_load` has no checkpoint, or one of another model. Raises CheckpointError.
+
+    For rank 0, before anything is written. A run that has checkpoints of its own never looks there again.
+    """
+    own = [settings.folder or run_folder / "checkpoints", settings.upload] if settings.enable else []
+    if settings.initial_load and not any(committed(open_store(place)) for place in own if place):
+        try:
+            check_loadable(settings.initial_load, _jsonable(identity))
+        except CheckpointError as error:
+            raise CheckpointError(f"checkpoint.initial_load: {error}") from None
 
 
 @dataclass(frozen=True)

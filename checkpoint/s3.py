@@ -45,6 +45,8 @@ PARTS_IN_FLIGHT = 2  # per file that is being written
 READ_BYTES = 32 << 20  # larger ranges are read in pieces, at the same time
 READS_IN_FLIGHT = 4  # per such range
 CONNECT_SECONDS = 10
+# Codes of requests whose body came late, in part, or not as it was signed: sent again, it may.
+PASSING = ("RequestTimeout", "SlowDown", "IncompleteBody", "BadDigest", "XAmzContentSHA256Mismatch")
 
 
 class S3Store:
@@ -228,7 +230,7 @@ def _raise_if_final(place: str, error: ClientError) -> None:
         raise CheckpointError(f"{place}: not allowed: {error}; check the credentials and what they permit") from None
     if status == 416:
         raise DamagedError(f"{place}: ends before the bytes that should be there") from None
-    if 300 <= status < 500 and status not in (408, 429) and code not in ("RequestTimeout", "SlowDown"):
+    if 300 <= status < 500 and status not in (408, 429) and code not in PASSING:
         raise CheckpointError(f"{place}: refused: {error}") from None
 
 

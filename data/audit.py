@@ -12,9 +12,7 @@ once for each epoch that was consumed, but for those of masked blocks, which the
 """
 
 import argparse
-import os
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -25,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from config import Config, Data, TitaniteError, from_dict, grad_accum_steps, load_config, read_recorded
+from config import Config, Data, TitaniteError, command_line, from_dict, grad_accum_steps, load_config, read_recorded
 from data.ledger import Step, checksum, read_ledger
 from data.place import Place, StepShape, first_place, saved_place
 from data.shards import Dataset, open_dataset
@@ -302,13 +300,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"--steps {options.steps}: must be N or FIRST:STOP, counted from 1, STOP above FIRST")
     if options.every < 1:
         parser.error(f"--every {options.every}: must be at least 1")
-    try:
+    with command_line():
         if options.prove:
             print("\n".join(prove(options.run, options.every)), "proven", sep="\n")
         else:
             _list_steps(options)
-    except TitaniteError as error:
-        sys.exit(f"error: {error}")
 
 
 def _numbers(steps: str) -> range:
@@ -338,8 +334,4 @@ def _list_steps(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BrokenPipeError:  # the reader has enough, as `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python's end would write to it once more
-        sys.exit(1)
+    main()

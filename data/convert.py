@@ -15,7 +15,6 @@ Documents keep their order; training shuffles them. Which are held out is a hash
 
 import argparse
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -25,7 +24,7 @@ import numpy as np
 import pyarrow as pa
 from tqdm import tqdm
 
-from config import TitaniteError
+from config import command_line
 from data.shards import DataError, token_type
 from data.sources import STDLIB, failures_of, list_files
 from data.tokenizer import Tokenizer, load_tokenizer
@@ -210,13 +209,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--overwrite", action="store_true", help="replace a finished dataset")
     arguments = vars(parser.parse_args(argv))
     arguments["sources"] = arguments.pop("source")
-    try:
-        manifest = convert(**arguments)
-    except TitaniteError as error:
-        sys.exit(f"error: {error}")
-    except OSError as error:  # a full disk, no permission
-        sys.exit(f"error: --output {arguments['output']}: {error}")
-    print(f"{sum(shard['tokens'] for shard in manifest['shards']):,} tokens; ready: {arguments['output']}")
+    with command_line():
+        try:
+            manifest = convert(**arguments)
+        except OSError as error:  # a full disk, no permission
+            raise DataError(f"--output {arguments['output']}: {error}") from None
+        print(f"{sum(shard['tokens'] for shard in manifest['shards']):,} tokens; ready: {arguments['output']}")
 
 
 if __name__ == "__main__":

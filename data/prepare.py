@@ -15,7 +15,6 @@ import hashlib
 import json
 import logging
 import os
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -27,7 +26,7 @@ import numpy as np
 import pyarrow as pa
 from tqdm import tqdm
 
-from config import TitaniteError
+from config import command_line
 from data.chat import BUILT_IN
 from data.order import derive_key, random_words
 from data.packing import pack
@@ -422,26 +421,25 @@ def main(argv: Sequence[str] | None = None) -> None:
         if arguments[name] < 0:
             parser.error(f"--{name.replace('_', '-')} {arguments[name]}: must be at least 0")
     arguments["sources"] = arguments.pop("source")
-    try:
+    with command_line():
         if arguments.pop("dry_run"):
             keys = arguments["example_keys"] or KEYS.get(arguments["format"], "")
             counts = count(arguments["sources"], arguments["text_key"], arguments["max_characters"], keys)
             for name, number in counts.items():
                 print(f"{name}: {number:,}")
             return
-        manifest = prepare(**arguments)
-    except TitaniteError as error:
-        sys.exit(f"error: {error}")
-    except OSError as error:  # a full disk, no permission
-        sys.exit(f"error: --output {arguments['output']}: {error}")
-    for split in ("train", "validation"):
-        shards = [shard for shard in manifest["shards"] if shard["split"] == split]
-        total, tokens = sum(shard["documents"] for shard in shards), sum(shard["tokens"] for shard in shards)
-        print(f"{split}: {total:,} documents, {tokens:,} tokens in {len(shards)} files")
-    if manifest.get("dropped"):
-        print(f"left out: {manifest['dropped']:,} examples longer than {manifest['packed_seq_len']} tokens")
-    print(f"vocabulary {manifest['vocab_size']}, token {manifest['eos_id']} ends a document")
-    print(f"ready: {arguments['output']}")
+        try:
+            manifest = prepare(**arguments)
+        except OSError as error:  # a full disk, no permission
+            raise DataError(f"--output {arguments['output']}: {error}") from None
+        for split in ("train", "validation"):
+            shards = [shard for shard in manifest["shards"] if shard["split"] == split]
+            total, tokens = sum(shard["documents"] for shard in shards), sum(shard["tokens"] for shard in shards)
+            print(f"{split}: {total:,} documents, {tokens:,} tokens in {len(shards)} files")
+        if manifest.get("dropped"):
+            print(f"left out: {manifest['dropped']:,} examples longer than {manifest['packed_seq_len']} tokens")
+        print(f"vocabulary {manifest['vocab_size']}, token {manifest['eos_id']} ends a document")
+        print(f"ready: {arguments['output']}")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import numpy as np
 from isal import isal_zlib
 from tqdm import tqdm
 
-from config import Data, TitaniteError
+from config import Data, command_line
 from data.packing import HIDDEN, START
 from data.shards import Block, DataError, Dataset, Split, open_dataset
 from data.storage import DamagedError
@@ -115,15 +115,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m data.verify", description="Check datasets, every byte.")
     parser.add_argument("dataset", nargs="+", help="folder or URL of a prepared dataset")
     wrong = 0
-    try:
+    with command_line():
         for url in parser.parse_args(argv).dataset:
             with tempfile.TemporaryDirectory() as cache:  # what lies in the run's own cache is not the dataset
                 wrong += _report(open_dataset(url, Data(cache_folder=cache, cache_gb=1)))
-    except TitaniteError as error:
-        sys.exit(f"error: {error}")
+        if not wrong:
+            print("all as it was made")
     if wrong:
         sys.exit(f"{wrong} faults")
-    print("all as it was made")
 
 
 if __name__ == "__main__":

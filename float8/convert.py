@@ -13,6 +13,7 @@ from torch import nn
 
 import config as settings
 from config import ONE_SCALE, Config, ConfigError, gathers_float8
+from float8.cpu import replace_matmul
 
 
 def check_float8(config: Config, here: bool = True) -> None:
@@ -71,6 +72,7 @@ def convert_to_float8(model: nn.Module, float8: settings.Float8, tp: int = 1) ->
     """
     from torchao.float8 import convert_to_float8_training
 
+    replace_matmul()
     _check_skip(model, float8)
     worthwhile = _build_filter(float8)
     converted: list[str] = []

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from config import Config, ConfigError, TitaniteError, gathers_float8, load_config, to_toml
+from config import Config, ConfigError, TitaniteError, command_line, gathers_float8, load_config, to_toml
 from data.loader import validation_batches
 from data.shards import check_datasets
 from float8.convert import build_linear_config, check_float8, convert_to_float8, summarize
@@ -241,7 +241,5 @@ def _prepared(config: Config) -> Config:
 
 
 if __name__ == "__main__":
-    try:
+    with command_line():
         main(sys.argv[1:])
-    except TitaniteError as error:
-        sys.exit(f"error: {error}")

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from checkpoint.hf import trained_positions
-from config import ConfigError, TitaniteError
+from config import ConfigError, command_line
 from generate import Request, Sampling, Timing, stream_texts
 from models.scoring import Pair, log_likelihoods
 from parallel.comm import device_type
@@ -197,7 +197,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
+    with command_line():
         main(sys.argv[1:])
-    except TitaniteError as error:
-        sys.exit(f"error: {error}")

@@ -28,7 +28,7 @@ import fsspec
 import torch
 import torch.distributed as dist
 
-from config import Comm, TitaniteError
+from config import Comm, command_line
 from parallel.comm import end_launcher, init_distributed, launch_environment, shut_down, synchronize
 
 PACKAGES = ("torch", "torchao", "numpy", "pyarrow", "tokenizers", "s3fs")
@@ -249,7 +249,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except TitaniteError as error:
-        sys.exit(f"error: {error}")
+    with command_line():
+        exit_code = main(sys.argv[1:])
+    sys.exit(exit_code)

@@ -9,6 +9,7 @@ What it can do, by rule, to the requests that match an operation, a key and a vi
     delay           answered `seconds` later
     cut             half of the answer's body, then the connection is cut
     flip            one bit of the answer's body is wrong
+    flip_sent       one bit of the request's body is wrong once it reaches the server
     delete_error    DeleteObjects answers 200 with an error for a key
     complete_error  CompleteMultipartUpload answers 200 with an error in its body
 
@@ -165,6 +166,8 @@ class _Proxy:
             self.later.add(task)
             return web.Response(status=204) if operation == "delete" else _all_deleted()
 
+        if fault == "flip_sent":
+            body = _flipped(body)
         status, headers, answer = await self.forward(request, body)
         if status < 300:
             if operation in ("put", "complete_multipart", "copy"):
@@ -174,9 +177,8 @@ class _Proxy:
         self.counts["bytes_out"] += len(answer)
         if fault == "reset_after":
             request.transport.abort()
-        if fault == "flip" and answer:
-            middle = len(answer) // 2
-            answer = answer[:middle] + bytes([answer[middle] ^ 16]) + answer[middle + 1 :]
+        if fault == "flip":
+            answer = _flipped(answer)
         if fault == "cut":
             headers["Content-Length"] = str(len(answer))
             response = web.StreamResponse(status=status, headers=headers)
@@ -230,6 +232,12 @@ class _Proxy:
                 await web.TCPSite(runner, "127.0.0.1", port).start()
             print("ready", flush=True)
             await asyncio.Event().wait()
+
+
+def _flipped(body: bytes) -> bytes:
+    """`body` with one bit changed, in its middle."""
+    middle = len(body) // 2
+    return body[:middle] + bytes(byte ^ 16 for byte in body[middle : middle + 1]) + body[middle + 1 :]
 
 
 def _operation(request: web.Request) -> tuple[str, str]:

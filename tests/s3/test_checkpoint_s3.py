@@ -462,6 +462,35 @@ def test_passing_faults_of_large_objects_are_survived(bucket, proxy, monkeypatch
     assert proxy.counts()[f"fault:{fault}"] == 2
 
 
+@pytest.mark.skipif(os.environ.get("S3_TEST_SERVER") == "moto", reason="moto's server checks no signatures")
+@pytest.mark.parametrize(("operation", "size"), [("put", 1000), ("upload_part", 12 << 20)])
+def test_bytes_changed_on_their_way_to_the_store_are_sent_again(bucket, proxy, monkeypatch, quick, operation, size):
+    monkeypatch.setattr(s3, "PART_BYTES", 5 << 20)
+    data = os.urandom(size)
+    proxy.fault("flip_sent", operation, times=2)
+    store = store_at(bucket)
+    with store.create("object") as stream:
+        stream.write(data)
+    assert store.read("object") == data
+    assert proxy.counts()["fault:flip_sent"] == 2
+
+
+def test_without_signed_bodies_bytes_changed_on_their_way_are_found_by_a_load(
+    bucket, proxy, monkeypatch, tmp_path, caplog
+):
+    """AWS's own setting for more speed: the store keeps what it got, and a resume takes the checkpoint before."""
+    (tmp_path / "config").write_text("[default]\ns3 =\n  payload_signing_enabled = false\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    run = Run(bucket, **WAITS)
+    run.train(0, 1)
+    proxy.fault("flip_sent", "put", key="distcp")
+    run.train(1, 2)
+    proxy.reset()
+    resumed = Run(bucket, seed=3, **WAITS)
+    assert resumed.checkpoint.load() == 1
+    assert "checkpoint damaged, passed over: " in caplog.text
+
+
 @pytest.mark.parametrize("operation", ["upload_part", "complete_multipart"])
 def test_a_failed_large_object_leaves_nothing(bucket, proxy, monkeypatch, quick, operation):
     monkeypatch.setattr(s3, "PART_BYTES", 5 << 20)

@@ -20,12 +20,14 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from checkpoint import stores
+from checkpoint.manager import check_initial_load
 from checkpoint.manifest import encode_manifest, read_manifest, unpickle_metadata
 from checkpoint.planning import plan_save, resolver
 from checkpoint.ranks import Ranks
 from checkpoint.retention import committed
 from checkpoint.storage import commit, read_state, write_items
 from checkpoint.stores import CheckpointError, DamagedError, LocalStore, open_store
+from config import Checkpoint
 from tests.distributed.checkpoint_runs import IDENTITY, Run, Tower, load_model
 
 
@@ -155,6 +157,24 @@ def test_another_model_is_refused_with_the_keys_that_differ(tmp_path, run):
     other.checkpoint.identity = {**IDENTITY, "dim": 16}
     with pytest.raises(CheckpointError, match="of another model: dim = 12, here 16"):
         other.checkpoint.load()
+
+
+def test_initial_load_is_checked_before_anything_is_written(tmp_path, run):
+    def check(place, identity=IDENTITY, **settings):
+        check_initial_load(Checkpoint(initial_load=str(place), **settings), identity, tmp_path / "new run")
+
+    check(tmp_path)
+    with pytest.raises(CheckpointError, match="of another model: dim = 12, here 16"):
+        check(tmp_path, {**IDENTITY, "dim": 16})
+    with pytest.raises(CheckpointError, match=r"initial_load: .*typo: no checkpoint here"):
+        check(tmp_path / "typo")
+    check(tmp_path / "gone", folder=str(tmp_path))  # this run resumes
+    with pytest.raises(CheckpointError, match=r"gone: no checkpoint here"):
+        check(tmp_path / "gone", folder=str(tmp_path), enable=False)
+    newest = committed(open_store(tmp_path))[0]
+    (tmp_path / newest / "MANIFEST.json").write_text("{")
+    check(tmp_path)  # the one before will do
+    assert not (tmp_path / "new run").exists()
 
 
 @pytest.mark.parametrize("model", [Tower(rows=14), Tower(dim=8), torch.nn.Linear(3, 3)])

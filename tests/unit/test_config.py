@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
@@ -295,3 +296,41 @@ def test_combinations_that_cannot_train_are_refused_before_anything_starts(
 
     with pytest.raises(ConfigError, match=said):
         check()
+
+
+COMMAND = """
+import sys
+from config import ConfigError, command_line
+with command_line():
+    {}
+"""
+
+
+@pytest.mark.parametrize(
+    ("work", "code", "said"),
+    [
+        ("[print('a line') for _ in range(100_000)]", 1, ""),
+        ("print('a line', flush=True); sys.stdin.read(); print('one more')", 1, ""),  # only a flush at the end finds it
+        ("print('a line', flush=True); raise KeyboardInterrupt", 130, ""),
+        ("print('a line', flush=True); raise ConfigError('a mistake')", 1, "error: a mistake\n"),
+    ],
+)
+def test_how_commands_end(work, code, said) -> None:
+    """Without a traceback; also where nobody reads on, as after `| head -1`."""
+    command = [sys.executable, "-c", COMMAND.format(work)]
+    with subprocess.Popen(command, cwd=ROOT, stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True) as process:
+        assert process.stdin
+        assert process.stdout
+        assert process.stderr
+        assert process.stdout.readline() == "a line\n"
+        process.stdout.close()
+        process.stdin.close()
+        assert process.stderr.read() == said
+    assert process.returncode == code
+
+
+def test_a_broken_pipe_that_is_not_the_output_is_no_quiet_end() -> None:
+    command = [sys.executable, "-c", COMMAND.format("raise BrokenPipeError('of a worker')")]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert "BrokenPipeError: of a worker" in ended.stderr
+    assert ended.returncode == 1

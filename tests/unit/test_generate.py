@@ -291,6 +291,9 @@ def test_mistakes_are_explained(imported: Path, tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"text": "b"}\n')
     with pytest.raises(TitaniteError, match=r'bad.jsonl, line 2: must be an object with a string "prompt"'):
         main([str(imported), "--prompts-file", str(tmp_path / "bad.jsonl")])
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(TitaniteError, match=r"--prompts-file .*empty\.jsonl: is empty"):
+        main([str(imported), "--prompts-file", str(tmp_path / "empty.jsonl")])
     with pytest.raises(TitaniteError, match="a prompt is empty"):
         main([str(imported), "--prompt", ""])
     with pytest.raises(TitaniteError, match="no checkpoint here"):

@@ -65,17 +65,17 @@ def test_new_runs_get_names_of_their_own(tmp_path: Path) -> None:
 def test_a_place_where_no_folder_can_be_made_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "outputs").symlink_to(tmp_path / "not mounted")
     with pytest.raises(ConfigError, match=r"run\.outputs = .*outputs"):
-        start_run(Config(run=Run(outputs=str(tmp_path / "outputs"))), {}, 1, "", anything, anything)
+        start_run(Config(run=Run(outputs=str(tmp_path / "outputs"))), {}, 1, "", [], anything)
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"run\.folder = .*file/run.*: cannot be used: .*Not a directory"):
-        start_run(Config(run=Run(folder=str(tmp_path / "file" / "run"))), {}, 1, "", anything, anything)
+        start_run(Config(run=Run(folder=str(tmp_path / "file" / "run"))), {}, 1, "", [], anything)
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(TitaniteError, match=r"cannot be used: .*No space left") as error:
-        start_run(Config(run=Run(folder=str(tmp_path / "run"))), {}, 1, "", anything, anything)
+        start_run(Config(run=Run(folder=str(tmp_path / "run"))), {}, 1, "", [], anything)
     assert not isinstance(error.value, ConfigError), "torchrun tries again: there may be room by then"
 
     def read_only(*_: object, **__: object) -> None:
@@ -83,7 +83,7 @@ def test_a_place_where_no_folder_can_be_made_is_named(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(Path, "mkdir", read_only)
     with pytest.raises(ConfigError, match=r"run\.outputs = .*Read-only file system"):  # for good
-        start_run(Config(run=Run(outputs=str(tmp_path / "new"))), {}, 1, "", anything, anything)
+        start_run(Config(run=Run(outputs=str(tmp_path / "new"))), {}, 1, "", [], anything)
 
 
 @pytest.mark.parametrize(
@@ -130,23 +130,26 @@ def test_a_damaged_record_of_another_run_stops_no_start(tmp_path: Path, caplog: 
         (tmp_path / name).mkdir()
         (tmp_path / name / "starts.jsonl").write_bytes(damage)
     config = Config(run=Run(outputs=str(tmp_path)))
-    folder, _ = start_run(config, {}, 2, "job 1", anything, anything)
+    folder, _ = start_run(config, {}, 2, "job 1", [], anything)
     assert len(caplog.messages) == 2
     assert all(any(f"{tmp_path / name / 'starts.jsonl'}: " in line for line in caplog.messages) for name in "ab")
-    assert start_run(config, {}, 2, "job 1", anything, anything)[0] == folder
-    start_run(Config(run=Run(folder=str(tmp_path / "a"))), {}, 2, "job 1", anything, anything)
+    assert start_run(config, {}, 2, "job 1", [], anything)[0] == folder
+    start_run(Config(run=Run(folder=str(tmp_path / "a"))), {}, 2, "job 1", [], anything)
 
 
 def test_a_folder_that_is_refused_is_left_as_it_is(tmp_path: Path) -> None:
     config = Config(run=Run(outputs=str(tmp_path)))
-    folder, _ = start_run(config, {}, 1, "job 1", anything, anything)
+    folder, _ = start_run(config, {}, 1, "job 1", [], anything)
 
     def refuse(chosen: Path) -> None:
         raise ConfigError(f"not {chosen}")
 
     with pytest.raises(ConfigError, match=f"not {folder}"):
-        start_run(config, {}, 1, "job 1", refuse, anything)
+        start_run(config, {}, 1, "job 1", [anything, refuse], anything)
     assert len(read_starts(folder)) == 1
+    with pytest.raises(ConfigError, match="not "):
+        start_run(config, {}, 1, "job 2", [refuse], anything)
+    assert list(tmp_path.iterdir()) == [folder], "nor is a new one left behind"
 
 
 def test_a_rank_that_does_not_exist_is_refused() -> None:
@@ -160,7 +163,7 @@ def test_a_folder_is_of_one_start_at_a_time(tmp_path: Path, monkeypatch: pytest.
     config = Config(run=Run(folder=str(tmp_path / "run")))
     code = (
         "import sys; from config import Config, Run; from run_folder import start_run\n"
-        "start_run(Config(run=Run(folder=sys.argv[1])), {}, 1, '', lambda folder: None, lambda folder: None)\n"
+        "start_run(Config(run=Run(folder=sys.argv[1])), {}, 1, '', [], lambda folder: None)\n"
         "print('started', flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", code, config.run.folder]
@@ -170,29 +173,29 @@ def test_a_folder_is_of_one_start_at_a_time(tmp_path: Path, monkeypatch: pytest.
         with pytest.raises(
             TitaniteError, match=rf"run: a start .* still running here, process {other.pid}: .*stop"
         ) as error:
-            start_run(config, {}, 1, "", anything, anything)
+            start_run(config, {}, 1, "", [], anything)
         assert not isinstance(error.value, ConfigError), "torchrun tries again: it may be a rank that ends slowly"
         assert len(read_starts(tmp_path / "run")) == 1
         with monkeypatch.context() as elsewhere:  # of a machine that was lost, as far as can be told
             elsewhere.setattr(socket, "gethostname", lambda: "another")
-            start_run(config, {}, 1, "", anything, anything)
+            start_run(config, {}, 1, "", [], anything)
         other.kill()
         other.wait()
-        start_run(config, {}, 1, "", anything, anything)
+        start_run(config, {}, 1, "", [], anything)
     assert len(read_starts(tmp_path / "run")) == 3
 
 
 @pytest.mark.parametrize("damage", [b"", b'{"kind": "fini', bytes(40)])
 def test_a_damaged_record_of_the_exit_stops_no_start(tmp_path: Path, damage: bytes) -> None:
     config = Config(run=Run(outputs=str(tmp_path)))
-    folder, _ = start_run(config, {}, 1, "job 1", anything, anything)
+    folder, _ = start_run(config, {}, 1, "job 1", [], anything)
     for _ in range(config.failures.restarts_without_progress):
         (folder / "exit.json").write_bytes(damage)
-        assert start_run(config, {}, 1, "job 1", anything, anything)[0] == folder
+        assert start_run(config, {}, 1, "job 1", [], anything)[0] == folder
         assert "exit.json is damaged" in read_starts(folder)[-1]["after"]["cause"]
     (folder / "exit.json").write_bytes(damage)
     with pytest.raises(TitaniteError, match=r"in a row .*the last one: unknown, .*exit\.json is damaged"):
-        start_run(config, {}, 1, "job 1", anything, anything)
+        start_run(config, {}, 1, "job 1", [], anything)
 
 
 def test_whole_files_are_on_the_disk_before_they_have_their_names(
