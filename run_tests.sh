@@ -6,6 +6,7 @@ cd "$(dirname "$(readlink -f "$0")")"
 ./setup.sh test
 workers=$(nproc)  # before the next line, which it would obey
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false TORCHAO_FORCE_SKIP_LOADING_SO_FILES=1
+unset PYTHONUNBUFFERED  # as most users have it: with it nobody sees what is lost in a buffer
 export PYTHONPATH=$PWD/tests/startup${PYTHONPATH:+:$PYTHONPATH}
 # One cache of compiled kernels for the whole suite.
 export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$PWD/.cache/inductor}

@@ -388,7 +388,7 @@ def main() -> int:
     parser.add_argument("--row", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.row:
-        print(json.dumps(run_row(*json.loads(arguments.row))))
+        print(json.dumps(run_row(*json.loads(arguments.row))), flush=True)
         os._exit(0)  # some loaders leave threads that never end
     unknown = set(arguments.part) - set(PARTS)
     if unknown:

@@ -298,12 +298,13 @@ def main(argv: Sequence[str]) -> None:
     dry = arguments.dry_run
     found = run_dry(config, arguments.world_size, arguments.rank) if dry else plan(config, options)
     text = dry_text if dry else to_text
-    print(json.dumps(found, indent=1) if arguments.json else text(found), flush=True)
+    print(json.dumps(found, indent=1) if arguments.json else text(found))
 
 
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
+        sys.stdout.flush()
     except TitaniteError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         os._exit(2)

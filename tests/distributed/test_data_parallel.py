@@ -17,7 +17,7 @@ from config import ActivationCheckpoint, Config, Training
 from models import build_model, find_model
 from models.init import init_weights
 from models.llama.model import Llama
-from parallel.fsdp import apply_fsdp, reshard
+from parallel.fsdp import apply_fsdp, reshard, set_last_microbatch
 from parallel.mesh import ParallelDims
 from tests.harness import run_ranks
 from tests.parity import FLAVOR, GLOBAL_BATCH, SEQ_LEN, VOCAB, close, config_for, our_run, plain_run
@@ -225,6 +225,28 @@ def gathers_around_a_validation() -> list[int]:
 def test_a_step_after_a_validation_gathers_no_more_than_others() -> None:
     for counts in run_ranks(2, gathers_around_a_validation):
         assert counts == [counts[0]] * 3
+
+
+def summed_after_each_microbatch(world_size: int, **settings: Any) -> list[bool]:
+    """Of a step of two microbatches with `sync_every_microbatch = false`: whether there were gradients after each."""
+    config = config_for(1, world_size, sync_every_microbatch=False, **settings)
+    mesh = ParallelDims.from_config(config.parallelism, world_size).build_mesh("cpu")
+    model = torch.nn.Linear(8, 8, bias=False)
+    apply_fsdp(model, [], mesh.fsdp, config)
+    summed = []
+    for is_last in (False, True):
+        set_last_microbatch([model], is_last, mesh.fsdp, config.parallelism)
+        model(torch.ones(2, 8)).sum().backward()
+        summed.append(model.weight.grad is not None)
+    return summed
+
+
+@pytest.mark.parametrize(
+    ("world_size", "settings", "first"), [(1, {}, True), (1, {"cpu_offload": True}, False), (2, {}, False)]
+)
+def test_sums_are_put_off_where_that_saves_something(world_size: int, settings: dict[str, Any], first: bool) -> None:
+    for summed in run_ranks(world_size, partial(summed_after_each_microbatch, world_size, **settings)):
+        assert summed == [first, True]
 
 
 def test_every_third_layer() -> None:
