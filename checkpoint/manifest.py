@@ -5,6 +5,7 @@ import io
 import json
 import pickle
 from collections.abc import Callable
+from enum import Enum
 from typing import Any, TypeVar
 
 import torch
@@ -106,10 +107,19 @@ class _IndexUnpickler(pickle.Unpickler):
     """Builds nothing but the classes that an index is made of, so that no code hidden in a checkpoint runs."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):  # by which Python 3.11.0 to 3.11.3 pickle members of enums
+            return _member
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if (module, name) not in _INDEX_CLASSES and not is_dtype:
             raise DamagedError(f"{METADATA}: asks for {module}.{name}, which no index contains: refused")
         return super().find_class(module, name)
+
+
+def _member(kind: Any, name: str) -> Any:
+    """`getattr(kind, name)` of an enum; nothing else has a place in an index."""
+    if not (isinstance(kind, type) and issubclass(kind, Enum)):
+        raise DamagedError(f"{METADATA}: asks for {name!r} of {kind!r}, which no index contains: refused")
+    return kind[name]
 
 
 def sha256(data: bytes | str) -> str:

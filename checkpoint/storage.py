@@ -14,6 +14,7 @@ import dataclasses
 import io
 import itertools
 import pickle
+import platform
 import re
 import secrets
 import struct
@@ -45,10 +46,12 @@ from checkpoint.manifest import (
     checked_twice,
     encode_manifest,
     sha256,
+    unpickle_metadata,
 )
 from checkpoint.planning import Plan, State
 from checkpoint.stores import ALIGNMENT, CheckpointError, DamagedError, Store, join
 
+ITEM_FIELDS = ("state_dict_metadata", "storage_data")  # of an index, that grow with the model
 WRITE_THREADS = 2
 RANGE_BYTES = 16 << 20  # neighbouring items are read together up to this
 WINDOW_BYTES = 256 << 20  # read and not yet copied, at most, unless a single item is larger
@@ -137,11 +140,11 @@ def commit(store: Store, name: str, plan: Plan, written: Sequence[Sequence[Writt
             info.crc32 = entry.crc32  # type: ignore[attr-defined]
             storage_data[indices[entry.number]] = info
     storage_meta = StorageMeta(checkpoint_id=name, save_id=name)
-    pickled = _pickle(
-        dataclasses.replace(
-            plan.metadata, storage_data=storage_data, storage_meta=storage_meta, version=CURRENT_DCP_VERSION
-        )
+    index = dataclasses.replace(
+        plan.metadata, storage_data=storage_data, storage_meta=storage_meta, version=CURRENT_DCP_VERSION
     )
+    _check_readable(name, index)
+    pickled = _pickle(index)
     sizes = {METADATA: len(pickled)}
     for info in storage_data.values():
         sizes[info.relative_path] = max(sizes.get(info.relative_path, 0), info.offset + info.length)
@@ -154,6 +157,23 @@ def commit(store: Store, name: str, plan: Plan, written: Sequence[Sequence[Writt
     store.put(f"{name}/{METADATA}", pickled)
     store.put(f"{name}/{MANIFEST}", encode_manifest(manifest))
     return manifest
+
+
+def _check_readable(name: str, index: Metadata) -> None:
+    """Refuse to commit what no resume could read, as where a Python or torch pickles it in another way than was tried.
+
+    By one item, for the sake of large ones: all are of the same classes. Raises CheckpointError.
+    """
+    tensors, pieces = (
+        dict(itertools.islice(part.items(), 1)) for part in (index.state_dict_metadata, index.storage_data)
+    )
+    try:
+        unpickle_metadata(pickle.dumps(dataclasses.replace(index, state_dict_metadata=tensors, storage_data=pieces)))
+    except DamagedError as error:
+        raise CheckpointError(
+            f"{name}: is not committed, since it could not be loaded here (Python {platform.python_version()}, torch "
+            f"{torch.__version__}): {error}"
+        ) from None
 
 
 def _pickle(metadata: Metadata) -> bytes:

@@ -8,16 +8,18 @@ import io
 import itertools
 import json
 import mmap
+import operator
 import os
 import pickle
 import zlib
-from pathlib import Path
+from pathlib import Path, PosixPath
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from checkpoint import stores
 from checkpoint.manager import check_initial_load
@@ -157,6 +159,11 @@ def test_another_model_is_refused_with_the_keys_that_differ(tmp_path, run):
     other.checkpoint.identity = {**IDENTITY, "dim": 16}
     with pytest.raises(CheckpointError, match="of another model: dim = 12, here 16"):
         other.checkpoint.load()
+    other.checkpoint.identity = {**IDENTITY, "a_field_added_since": True}
+    with pytest.raises(CheckpointError, match="of another model: a_field_added_since = None, here True"):
+        other.checkpoint.load()
+    other.checkpoint.identity = {**IDENTITY, "a_field_added_since": False}
+    assert other.checkpoint.load() == 2
 
 
 def test_initial_load_is_checked_before_anything_is_written(tmp_path, run):
@@ -273,6 +280,39 @@ def test_payload_in_the_index_never_runs(tmp_path, run):
     with pytest.raises(CheckpointError, match="refused"):
         load_model(stock, Tower())
     assert not marker.exists()
+
+
+def pickled_by(monkeypatch, function):
+    """From now on members of the enum that an index holds are pickled as `function(enum, name of the member)`."""
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", lambda self, _: (function, (type(self), self._name_)))
+
+
+def test_an_index_as_early_pythons_3_11_write_it_is_read(tmp_path, monkeypatch):
+    pickled_by(monkeypatch, getattr)
+    run = Run(tmp_path, interval=1)
+    run.train(0, 1)
+    again = Run(tmp_path, seed=3)
+    assert again.checkpoint.load() == 1
+    assert torch.equal(again.model.head.weight, run.model.head.weight)
+    with pytest.raises(DamagedError, match=r"asks for 'read_bytes' of .*PosixPath.*: refused"):
+        unpickle_metadata(pickle.dumps(AttributeOf(PosixPath, "read_bytes")))
+
+
+class AttributeOf:
+    """Looks up an attribute when unpickled."""
+
+    def __init__(self, kind: type, name: str) -> None:
+        self.asked = kind, name
+
+    def __reduce__(self):
+        return getattr, self.asked
+
+
+def test_what_could_not_be_loaded_is_never_committed(tmp_path, run, monkeypatch):
+    pickled_by(monkeypatch, operator.getitem)  # as some Python to come may
+    with pytest.raises(CheckpointError, match=r"is not committed, .* loaded here \(Python 3.*getitem, which no index"):
+        run.train(2, 3)
+    assert [int(name.split("-")[1]) for name in committed(open_store(tmp_path))] == [2, 1]
 
 
 def test_payload_in_an_item_never_runs(tmp_path):
