@@ -56,7 +56,7 @@ def _check_model(folder: Path, identity: dict[str, Any], chosen: str, otherwise:
     different = [
         f"{key} is {saved.get(key)!r} there and {identity.get(key)!r} in this config"
         for key in sorted(saved.keys() | identity.keys())
-        if saved.get(key) != identity.get(key)
+        if (saved.get(key) or None) != (identity.get(key) or None)  # what came to be since the run began is off in it
     ]
     if different:
         raise ConfigError(

@@ -105,7 +105,7 @@ def check_identity(manifest: Manifest, identity: dict[str, Any]) -> None:
     different = [
         f"{key} = {theirs.get(key)!r}, here {identity.get(key)!r}"
         for key in sorted(theirs.keys() | identity.keys())
-        if theirs.get(key) != identity.get(key)
+        if (theirs.get(key) or None) != (identity.get(key) or None)  # what came to be since the save was off then
     ]
     if different:
         failure = CheckpointError(

@@ -62,7 +62,7 @@ class Auditor:
             # Only what the ledger names is masked.
             data=replace(config.data, window_blocks=order.window_blocks, on_bad_block="stop"),
         )
-        urls = {name: url for step in steps for name, url in step.urls.items()}
+        urls = {name: step.urls.get(name, "") for step in steps for name, *_ in step.start["datasets"]}
         self.datasets: list[Dataset] = [_find(name, url, config.data) for name, url in urls.items()]
         streams = open_streams(config, self.datasets, ThreadPoolExecutor(8))
         self._streams: dict[str, Stream] = {stream.name: stream for stream in streams}
@@ -119,7 +119,8 @@ class Auditor:
 def _find(name: str, url: str, data: Data) -> Dataset:
     """The dataset that a run has read at `url`: there, or among those that its config names now. Raises AuditError."""
     found = []
-    for place in dict.fromkeys((url, *(place.rstrip("/") for place in data.datasets))):
+    places = [place.rstrip("/") for place in data.datasets]
+    for place in dict.fromkeys([url, *places] if url else places):
         try:
             dataset = open_dataset(place, data)
         except TitaniteError as error:
@@ -127,10 +128,11 @@ def _find(name: str, url: str, data: Data) -> Dataset:
             continue
         if dataset.hash == name:
             return dataset
-        if place == url:
-            found.append(f"{url}: holds dataset {dataset.hash}")
+        if place == url or not url:
+            found.append(f"{place}: holds dataset {dataset.hash}")
+    at = url and f" at {url}"
     raise AuditError(
-        f"{'; '.join(found)}; this run has read dataset {name} at {url}: put it back, or name its new place in "
+        f"{'; '.join(found)}; this run has read dataset {name}{at}: put it back, or name its new place in "
         "data.datasets of the run's config.toml"
     )
 

@@ -62,7 +62,7 @@ class Step(NamedTuple):
 
     start: dict[str, Any]  # the state its start went on from
     shape: StepShape
-    urls: dict[str, str]  # of the datasets of that start, by hash
+    urls: dict[str, str]  # of the datasets of that start, by hash; empty where an older version began it
     first: int  # samples of the segment consumed before it
     crc32: int
     masked: dict[str, list[int]]
@@ -76,7 +76,7 @@ def read_ledger(path: Path) -> list[Step]:
     steps: list[Step] = []
     for line in read_records(path):
         if "start" in line:
-            start, shape, urls = line["start"], StepShape(**line["shape"]), line["urls"]
+            start, shape, urls = line["start"], StepShape(**line["shape"]), line.get("urls", {})
         else:
             steps.append(Step(start, shape, urls, line["first"], line["crc32"], line.get("masked", {})))
     return steps

@@ -189,6 +189,27 @@ def test_a_run_that_left_a_dataset_is_proven_also_when_that_was_moved(folders, t
     assert prove(run) == [line.replace(str(left), str(moved)) for line in lines]
 
 
+def test_a_run_begun_before_ledgers_had_the_places_of_datasets_is_proven(folders, tmp_path):
+    run = tmp_path / "run"
+
+    def forget_places():
+        for ledger in (run / "data").iterdir():
+            ledger.write_text(re.sub(r', "urls": \{.*?\}', "", ledger.read_text()))
+
+    state, _ = run_phase(run, folders, None, 3, dp_size=2)
+    forget_places()
+    run_phase(run, folders, state, 3)
+    lines = prove(run)
+    assert lines[0].startswith("6 steps")
+    assert [line.split(":")[0] for line in lines[2:]] == [str(folder) for folder in folders]
+    forget_places()
+    assert prove(run) == lines
+    (run / "config.toml").write_text(to_toml(data_config(folders[0])))
+    there, gone = (open_dataset(str(folder)).hash for folder in folders)
+    with pytest.raises(AuditError, match=rf"holds dataset {there}; this run has read dataset {gone}: put it back, or"):
+        prove(run)
+
+
 def test_other_data_than_was_trained_is_found(folders, tmp_path):
     run, dropped = tmp_path / "run", shutil.copytree(folders[0], tmp_path / "dropped")
     state, _ = run_phase(run, [dropped, folders[1]], None, 3)

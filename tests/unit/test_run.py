@@ -250,6 +250,9 @@ def test_another_models_run_is_not_resumed(tmp_path: Path) -> None:
     check_run_folder(config, {"dim": 4, "n_layers": 2})
     with pytest.raises(ConfigError, match="another model: n_layers is 2 there and 3 in this config"):
         check_run_folder(config, {"dim": 4, "n_layers": 3})
+    check_run_folder(config, {"dim": 4, "n_layers": 2, "a_field_added_since": False})
+    with pytest.raises(ConfigError, match="another model: a_field_added_since is None there and True in this config"):
+        check_run_folder(config, {"dim": 4, "n_layers": 2, "a_field_added_since": True})
     check_run_folder(Config(run=Run(folder=str(tmp_path / "new"))), {})
 
 
