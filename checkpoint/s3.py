@@ -25,6 +25,7 @@ from botocore.exceptions import (
     BotoCoreError,
     ClientError,
     ConnectionError,
+    CredentialRetrievalError,
     HTTPClientError,
     IncompleteReadError,
     NoCredentialsError,
@@ -45,8 +46,27 @@ PARTS_IN_FLIGHT = 2  # per file that is being written
 READ_BYTES = 32 << 20  # larger ranges are read in pieces, at the same time
 READS_IN_FLIGHT = 4  # per such range
 CONNECT_SECONDS = 10
-# Codes of requests whose body came late, in part, or not as it was signed: sent again, it may.
-PASSING = ("RequestTimeout", "SlowDown", "IncompleteBody", "BadDigest", "XAmzContentSHA256Mismatch")
+# Codes of requests whose body came late, in part, or not as it was signed: sent again, it may. And of credentials that
+# somebody may have renewed.
+PASSING = ("RequestTimeout", "SlowDown", "IncompleteBody", "BadDigest", "XAmzContentSHA256Mismatch", "ExpiredToken")
+PASSING_STATUS = (404, 408, 409, 429, 499)  # 409: another request on it is under way; 499: the body did not all arrive
+PASSING_ERRORS = (
+    ClientError,
+    HTTPClientError,
+    ConnectionError,
+    CredentialRetrievalError,  # of a command or server that renews them
+    IncompleteReadError,
+    ResponseParserError,
+    ValueError,  # of botocore, where a bit of a number in an answer flipped
+)
+# What the store says in each of these answers. A page without it, such as an empty one, is a proxy's.
+SAID = {
+    "list_objects_v2": "IsTruncated",
+    "list_multipart_uploads": "IsTruncated",
+    "create_multipart_upload": "UploadId",
+    "upload_part": "ETag",
+    "complete_multipart_upload": "ETag",
+}
 
 
 class S3Store:
@@ -62,9 +82,14 @@ class S3Store:
         self.url = url.rstrip("/")
         self.bucket, _, self.prefix = self.url.removeprefix("s3://").partition("/")
         self.visibility_seconds = visibility_seconds
+        self.request_seconds = request_seconds
+        self.client = self._connect()
+
+    def _connect(self) -> Any:
+        """A client with the credentials that there are now."""
         config = Config(
             connect_timeout=CONNECT_SECONDS,
-            read_timeout=request_seconds,
+            read_timeout=self.request_seconds,
             retries={"total_max_attempts": 1},  # repeated below, where what may be repeated is known
             max_pool_connections=64,
             request_checksum_calculation="when_required",  # not every S3 API knows the newer checksums
@@ -73,7 +98,7 @@ class S3Store:
         try:
             session = botocore.session.get_session()  # which does not know AWS_REGION
             region = os.environ.get("AWS_REGION") or session.get_config_variable("region") or "us-east-1"
-            self.client = session.create_client("s3", region_name=region, config=config)
+            return session.create_client("s3", region_name=region, config=config)
         except (BotoCoreError, ValueError) as error:
             raise CheckpointError(
                 f"{self.url}: {error}; check AWS_PROFILE, AWS_REGION and AWS_ENDPOINT_URL_S3"
@@ -82,13 +107,10 @@ class S3Store:
     def sizes(self, prefix: str = "") -> dict[str, int]:
         sizes: dict[str, int] = {}
         root = f"{self.prefix}/" if self.prefix else ""
-        more: dict[str, str] = {}
-        while True:
-            page = self._call("list_objects_v2", prefix, Prefix=self._key(prefix) + "/" if prefix else root, **more)
+        under = self._key(prefix) + "/" if prefix else root
+        for page in self._pages("list_objects_v2", prefix, under, {"ContinuationToken": "NextContinuationToken"}):
             sizes |= {entry["Key"].removeprefix(root): entry["Size"] for entry in page.get("Contents", ())}
-            if not page.get("IsTruncated"):
-                return sizes
-            more = {"ContinuationToken": page["NextContinuationToken"]}
+        return sizes
 
     def read(self, name: str) -> bytes:
         def fetch() -> bytes:
@@ -104,8 +126,9 @@ class S3Store:
             def get() -> int:
                 key, part = self._key(name), f"bytes={first}-{last}"
                 answer = self.client.get_object(Bucket=self.bucket, Key=key, Range=part)
-                held = re.match(rf"bytes {first}-(\d+)/", answer.get("ContentRange", ""))
-                if not held:  # the whole object, say: its first bytes would pass for damaged ones
+                held = re.match(rf"bytes {first}-(\d+)/(\d+)", answer.get("ContentRange", ""))
+                # The whole object, say, or less than it has: its first bytes would pass for damaged ones.
+                if not held or int(held[1]) < min(last, int(held[2]) - 1):
                     raise CheckpointError(f"{join(self.url, name)}: asked for {part}, answered with other bytes")
                 return _receive(answer["Body"], int(held[1]) + 1 - first, piece)
 
@@ -147,9 +170,8 @@ class S3Store:
 
     def abort_uploads(self, older_than_seconds: float) -> None:
         root = f"{self.prefix}/" if self.prefix else ""  # without the slash `run` would reach into `run-2`
-        more: dict[str, str] = {}
-        while True:
-            page = self._call("list_multipart_uploads", "", Prefix=root, **more)
+        after = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
+        for page in self._pages("list_multipart_uploads", "", root, after):
             for upload in page.get("Uploads", ()):
                 own = is_checkpoint_name(upload["Key"].removeprefix(root).partition("/")[0])
                 if own and time.time() - upload["Initiated"].timestamp() > older_than_seconds:
@@ -157,16 +179,32 @@ class S3Store:
                         self._call(
                             "abort_multipart_upload", upload["Key"], Key=upload["Key"], UploadId=upload["UploadId"]
                         )
-            if not page.get("IsTruncated"):
+
+    def _pages(self, method: str, name: str, prefix: str, following: dict[str, str]) -> Iterator[dict[str, Any]]:
+        """All pages of a listing; `following`: what asks for the next one → what the one before calls it."""
+        more: dict[str, str] = {}
+        while True:
+            page = self._call(method, name, Prefix=prefix, **more)
+            yield page
+            if not page["IsTruncated"]:
                 return
-            more = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+            before, more = more, {argument: page.get(field, "") for argument, field in following.items()}
+            if more == before or not any(more.values()):
+                raise CheckpointError(f"{join(self.url, name)}: its listing does not go on after a page of it")
 
     def _key(self, name: str) -> str:
         return f"{self.prefix}/{name}" if self.prefix else name
 
     def _call(self, method: str, name: str, **arguments: Any) -> dict[str, Any]:
         """One S3 request on `name`, repeated where that can help. Raises CheckpointError naming it."""
-        return self._repeated(name, lambda: getattr(self.client, method)(Bucket=self.bucket, **arguments))
+
+        def call() -> dict[str, Any]:
+            answer = getattr(self.client, method)(Bucket=self.bucket, **arguments)
+            if method in SAID and SAID[method] not in answer:
+                raise ResponseParserError(f"{method}: the answer has no {SAID[method]}")
+            return cast(dict[str, Any], answer)
+
+        return self._repeated(name, call)
 
     def _visible(self, name: str, fetch: Callable[[], T]) -> T:
         """`fetch()`, waited for while the object is not seen. Raises DamagedError if it stays so."""
@@ -188,14 +226,20 @@ class S3Store:
                 return call()
             except (NoCredentialsError, PartialCredentialsError) as error:
                 raise CheckpointError(f"{place}: {error}; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY") from None
-            except (ClientError, HTTPClientError, ConnectionError, IncompleteReadError, ResponseParserError) as error:
+            except PASSING_ERRORS as error:
                 if isinstance(error, ClientError):
                     _raise_if_final(place, error)
+                    if error.response["Error"]["Code"] == "ExpiredToken":
+                        self.client = self._connect()  # a file of credentials is read but once
                 if attempt == REQUEST_ATTEMPTS:
                     raise CheckpointError(f"{place}: failed {REQUEST_ATTEMPTS} times; the last time: {error}") from None
                 time.sleep((2**attempt / 2) * random.uniform(0.5, 1.0))
             except BotoCoreError as error:
                 raise CheckpointError(f"{place}: {error}") from None
+            except RecursionError:  # of botocore, which asks the same endpoint for the bucket's region
+                raise CheckpointError(
+                    f"{place}: redirected to elsewhere; check AWS_ENDPOINT_URL_S3 (https?) and AWS_REGION"
+                ) from None
         raise AssertionError("unreachable")
 
 
@@ -224,13 +268,17 @@ def _receive(body: StreamingBody, length: int, view: memoryview) -> int:
 def _raise_if_final(place: str, error: ClientError) -> None:
     """Raise what the answer means, unless it is one that may be another one the next time."""
     status, code = error.response["ResponseMetadata"]["HTTPStatusCode"], error.response["Error"]["Code"]
-    if status == 404:
-        raise _NotFoundError(f"{place}: {error}: no such object or bucket") from None
+    if code in PASSING:
+        return
+    # A 404 of the store has a code, but for a HEAD; one without is of a proxy that does not find the store.
+    if status == 404 and (code not in ("", "404") or error.operation_name == "HeadObject"):
+        kind = CheckpointError if code == "NoSuchBucket" else _NotFoundError
+        raise kind(f"{place}: {error}: no such object or bucket") from None
     if status in (401, 403):
         raise CheckpointError(f"{place}: not allowed: {error}; check the credentials and what they permit") from None
     if status == 416:
         raise DamagedError(f"{place}: ends before the bytes that should be there") from None
-    if 300 <= status < 500 and status not in (408, 429) and code not in PASSING:
+    if 300 <= status < 500 and status not in PASSING_STATUS:
         raise CheckpointError(f"{place}: refused: {error}") from None
 
 

@@ -142,6 +142,7 @@ class RemoteFolder:
         if url.startswith("s3://"):
             options = {
                 "use_listings_cache": False,
+                "max_concurrency": 1,  # else a HEAD comes before each GET, whose errors do not say what they are
                 # Short, and repeated only here: the default would wait minutes for an answer that never comes.
                 "config_kwargs": {
                     "connect_timeout": 5,
@@ -188,17 +189,21 @@ class RemoteFolder:
         self._closed.set()
 
     def _repeated(self, name: str, request: Callable[[], T]) -> T:
-        begin, pause, told = time.monotonic(), 0.1, False
+        begin, pause, told, code = time.monotonic(), 0.1, False, ""
         while True:
             try:
+                if code == "ExpiredToken":
+                    self._system.connect(refresh=True)  # else a file of credentials is read but once
                 return request()
-            except FileNotFoundError:
-                raise DamagedError("is missing") from None
             except Exception as error:  # every kind of store has its own
-                if _begins_behind_the_end(error):
+                status, code = _s3_answer(error)
+                if isinstance(error, FileNotFoundError) and code != "404":  # a proxy's has no code but this
+                    raise DamagedError("is missing") from None
+                if status == 416:
                     raise DamagedError("is cut short") from None
                 waited = time.monotonic() - begin
-                if isinstance(error, FATAL) or type(error).__name__.endswith("CredentialsError"):
+                fatal = isinstance(error, FATAL) and code != "ExpiredToken"
+                if fatal or type(error).__name__.endswith("CredentialsError"):
                     self._give_up(name, error)
                 if waited >= self._retry_seconds or self._closed.is_set():
                     self._give_up(name, error, f" for {waited:.0f} s")
@@ -212,11 +217,14 @@ class RemoteFolder:
         raise StorageError(f"{self.url}/{name}: cannot be read{duration}: {type(error).__name__}: {error}") from None
 
 
-def _begins_behind_the_end(error: Exception) -> bool:
-    """Whether S3 refused a range because the object ends before it."""
-    # s3fs makes an EINVAL of this as of many other answers, and not every server sends a message with it.
+def _s3_answer(error: Exception) -> tuple[int, str]:
+    """HTTP status and S3's code of the answer that `error` was made of; (0, "") if there was none."""
+    # s3fs makes an EINVAL of many answers, and not every server sends a message with them.
     response = getattr(error.__cause__, "response", None)
-    return isinstance(response, dict) and response.get("ResponseMetadata", {}).get("HTTPStatusCode") == 416
+    if not isinstance(response, dict):
+        return 0, ""
+    status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    return status, response.get("Error", {}).get("Code", "")
 
 
 class Cache:

@@ -2,7 +2,8 @@
 
 What it can do, by rule, to the requests that match an operation, a key and a view:
 
-    503, 500, 403   answered so, without reaching the server
+    503, 500, 409, 403, expired   answered so, without reaching the server
+    404, empty      as by a proxy that does not reach the server: 404 without XML, 200 without a body
     reset           the connection is cut before the server sees the request
     reset_after     the server has done it, the connection is cut before the answer
     hang            never answered
@@ -38,6 +39,13 @@ from tests.ports import free_port
 
 XML_NAMESPACE = "http://s3.amazonaws.com/doc/2006-03-01/"
 CONTROL = "/__control"
+CODES = {  # of S3's errors
+    "503": (503, "SlowDown"),
+    "500": (500, "InternalError"),
+    "409": (409, "OperationAborted"),
+    "403": (403, "AccessDenied"),
+    "expired": (400, "ExpiredToken"),
+}
 HOP_HEADERS = ("content-length", "transfer-encoding", "connection", "expect", "date", "server")
 
 
@@ -144,8 +152,12 @@ class _Proxy:
         self.counts["bytes_in"] += len(body)
         rule = self.matching_rule(operation, key, view)
         fault = rule["fault"]
-        if fault in ("503", "500", "403"):
-            return _error(int(fault), {"503": "SlowDown", "500": "InternalError", "403": "AccessDenied"}[fault])
+        if fault in CODES:
+            return _error(*CODES[fault])
+        if fault == "404":
+            return web.Response(status=404, text="404 page not found")
+        if fault == "empty":
+            return web.Response()
         if fault == "reset":
             request.transport.abort()
         if fault == "hang":

@@ -29,6 +29,7 @@ from tests.distributed.checkpoint_kills import survive_kills
 from tests.distributed.checkpoint_runs import Run, load_run, same, train_run
 from tests.harness import run_ranks
 from tests.s3.server import s3_environment
+from tests.s3.stub import answering, only_for
 from tests.unit.test_llama import hf_model
 
 # Short waits, so that what is never answered is soon given up.
@@ -176,6 +177,23 @@ def test_listings_of_many_pages_are_read_to_the_end(stubbed):
     assert [sent["UploadId"] for method, sent in store.client.requests if method.startswith("abort")] == names
 
 
+@pytest.mark.parametrize("token", [{}, {"NextContinuationToken": "same"}])
+def test_a_listing_that_does_not_go_on_is_refused(stubbed, token):
+    store = stubbed(list_objects_v2=lambda arguments: {"IsTruncated": True, **token})
+    with pytest.raises(CheckpointError, match="s3://bucket/run: its listing does not go on"):
+        store.sizes()
+    assert len(store.client.requests) == 1 + len(token)
+
+
+def test_a_bucket_that_is_gone_is_no_damage_of_an_object(stubbed):
+    def get(arguments):
+        raise error("NoSuchBucket", 404)
+
+    with pytest.raises(CheckpointError, match="no such object or bucket") as caught:
+        stubbed(get_object=get).read("x")
+    assert not isinstance(caught.value, DamagedError)
+
+
 def test_parts_grow_so_that_no_upload_has_too_many(stubbed, monkeypatch):
     monkeypatch.setattr(s3, "PART_BYTES", 8)
     data, parts = os.urandom(8 * 1000 + 16 * 1000 + 32 + 5), {}
@@ -187,7 +205,7 @@ def test_parts_grow_so_that_no_upload_has_too_many(stubbed, monkeypatch):
     store = stubbed(
         create_multipart_upload=lambda arguments: {"UploadId": "u"},
         upload_part=keep,
-        complete_multipart_upload=lambda arguments: {},
+        complete_multipart_upload=lambda arguments: {"ETag": "whole"},
     )
     with store.create("file") as stream:
         for start in range(0, len(data), 1001):
@@ -216,7 +234,7 @@ def test_a_part_under_way_is_not_written_over(stubbed, monkeypatch):
     store = stubbed(
         create_multipart_upload=lambda arguments: {"UploadId": "u"},
         upload_part=keep,
-        complete_multipart_upload=lambda arguments: {},
+        complete_multipart_upload=lambda arguments: {"ETag": "whole"},
     )
     data = os.urandom(8 * 3 * (s3.PARTS_IN_FLIGHT + 1) + 5)
     with store.create("file") as stream:
@@ -257,6 +275,7 @@ class Answers(BaseHTTPRequestHandler):
     def do_GET(self):
         Answers.asked += 1
         first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
+        last -= 100 * (self.kind == "range cut")
         body = CONTENT if self.kind == "range ignored" else CONTENT[first : last + 1]
         self.send_response(200 if self.kind == "range ignored" else 206)
         if self.kind != "range ignored":
@@ -288,10 +307,11 @@ def test_a_body_is_received_however_its_end_is_told(monkeypatch, quick, kind):
             store.read_into("file", 1000, view)
             assert view == CONTENT[1000:2234]
             assert Answers.asked == requests
-        monkeypatch.setattr(Answers, "kind", "range ignored")
-        with pytest.raises(CheckpointError, match="run/file: asked for bytes=1000-2233, answered with") as caught:
-            store.read_into("file", 1000, view)
-        assert not isinstance(caught.value, DamagedError), "the object may well be whole"
+        for way in ("range ignored", "range cut"):
+            monkeypatch.setattr(Answers, "kind", way)
+            with pytest.raises(CheckpointError, match="run/file: asked for bytes=1000-2233, answered with") as caught:
+                store.read_into("file", 1000, view)
+            assert not isinstance(caught.value, DamagedError), "the object may well be whole"
         server.shutdown()
 
 
@@ -377,6 +397,78 @@ def test_the_region_of_the_profile_is_used_and_settings_that_do_not_fit_are_name
             store_at("s3://bucket/x")
 
 
+@pytest.fixture
+def profile(monkeypatch, tmp_path):
+    """A function that writes a file of AWS's, from which alone credentials come."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name, raising=False)
+
+    def write(variable, *lines):
+        (tmp_path / variable).write_text("\n".join(("[default]", *lines)))
+        monkeypatch.setenv(variable, str(tmp_path / variable))
+
+    return write
+
+
+def test_credentials_that_were_renewed_in_their_file_are_used(monkeypatch, profile, quick):
+    def write(key):
+        lines = (f"aws_access_key_id={key}", "aws_secret_access_key=s", "aws_session_token=t")
+        profile("AWS_SHARED_CREDENTIALS_FILE", *lines)
+
+    key = ["first"]
+    with answering(only_for(key)) as endpoint:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", endpoint)
+        write("first")
+        store = store_at("s3://bucket/run")
+        assert store.read("x") == b"abc"
+        key[0] = "second"
+        with pytest.raises(CheckpointError, match=r"failed 5 times.*ExpiredToken"):
+            store.put("x", b"abc")
+        write("second")
+        store.put("x", b"abc")
+
+
+def test_a_command_for_credentials_that_fails_once_is_asked_again(monkeypatch, profile, quick, tmp_path):
+    key = '{"Version": 1, "AccessKeyId": "key", "SecretAccessKey": "s", "SessionToken": "t", "Expiration": "%s"}'
+    soon = datetime.fromtimestamp(time.time() + 300, timezone.utc).isoformat()  # renewed before each request
+    (tmp_path / "key").write_text(key % soon)
+    with answering(only_for(["key"])) as endpoint:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", endpoint)
+        # Each time but for the second, for which there is no file any more.
+        again = f"mv {tmp_path}/away {tmp_path}/key"
+        command = f"cat {tmp_path}/key || {{ {again}; false; }}"
+        (tmp_path / "command").write_text(command)
+        profile("AWS_CONFIG_FILE", f"credential_process = sh {tmp_path}/command")
+        profile("AWS_SHARED_CREDENTIALS_FILE")
+        store = store_at("s3://bucket/run")
+        (tmp_path / "key").rename(tmp_path / "away")
+        store.put("x", b"abc")
+
+
+@pytest.mark.parametrize("page", [b"404 page not found", b"<html><body>not found</body></html>"])
+def test_a_proxy_that_does_not_find_the_store_is_no_damage(monkeypatch, stubbed, quick, page):
+    with answering(lambda request: (404, {}, page)) as endpoint:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", endpoint)
+        with pytest.raises(CheckpointError, match="failed 5 times") as caught:
+            store_at("s3://bucket/run").read("x")
+        assert not isinstance(caught.value, DamagedError)
+
+
+def test_a_listing_with_a_number_that_is_none_is_asked_for_again(monkeypatch, stubbed, quick):
+    page = "<ListBucketResult><IsTruncated>false</IsTruncated><Contents><Key>run/x</Key><Size>%s</Size></Contents>"
+    sizes = iter(("2=", "29"))
+    with answering(lambda request: (200, {}, f"{page % next(sizes)}</ListBucketResult>".encode())) as endpoint:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", endpoint)
+        assert store_at("s3://bucket/run").sizes() == {"x": 29}
+
+
+def test_an_endpoint_that_redirects_is_named(monkeypatch, stubbed):
+    with answering(lambda request: (301, {"Location": "https://127.0.0.1:9/x"}, b"<html></html>")) as endpoint:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", endpoint)
+        with pytest.raises(CheckpointError, match=r"s3://bucket/run: redirected .* AWS_ENDPOINT_URL_S3"):
+            store_at("s3://bucket/run").sizes()
+
+
 # ---------------------------------------------------------------- a store that shows things late
 
 
@@ -421,6 +513,8 @@ def _save_then_load_on_the_other_view(endpoints, url):
     [
         ("503", ".*"),
         ("500", ".*"),
+        ("404", ".*"),
+        ("409", ".*"),
         ("reset", ".*"),
         ("reset_after", "put|get|list|delete"),
         ("cut", "get|list"),
@@ -446,6 +540,9 @@ def test_passing_faults_are_survived(bucket, proxy, quick, fault, operation):
     ("fault", "operation"),
     [
         ("503", "upload_part"),
+        ("empty", "create_multipart"),
+        ("empty", "upload_part"),
+        ("empty", "complete_multipart"),
         ("reset_after", "upload_part"),
         ("complete_error", "complete_multipart"),
         ("reset_after", "complete_multipart"),
@@ -549,13 +646,21 @@ def _failing_save(url):
     return str(caught.value)
 
 
-def test_a_store_that_cannot_be_reached_is_no_reason_to_fall_back(two_steps, proxy, quick):
+@pytest.mark.parametrize("fault", ["503", "404"])
+def test_a_store_that_cannot_be_reached_is_no_reason_to_fall_back(two_steps, proxy, quick, fault):
     """Falling back is for damage: an outage must not cost steps."""
-    proxy.fault("503", "get", key="distcp")
+    proxy.fault(fault, "get", key="distcp")
     with pytest.raises(CheckpointError, match="failed 5 times"):
         Run(two_steps, **WAITS).checkpoint.load()
     proxy.reset()
     assert Run(two_steps, **WAITS).checkpoint.load() == 2
+
+
+def test_an_empty_answer_is_no_empty_folder(two_steps, proxy, quick):
+    """A run that believed it would begin anew."""
+    proxy.fault("empty", "list", times=2)
+    assert Run(two_steps, **WAITS).checkpoint.load() == 2
+    assert proxy.counts()["fault:empty"] == 2
 
 
 def test_a_lost_answer_to_the_commit_is_harmless(bucket, proxy, quick):

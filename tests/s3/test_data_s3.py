@@ -13,6 +13,7 @@ from pathlib import Path
 import fsspec
 import pytest
 import torch
+from s3fs import S3FileSystem
 
 from config import Config
 from data import verify
@@ -22,6 +23,7 @@ from data.shards import BadBlockError, DataError
 from data.storage import Cache, DamagedError, RemoteFolder, StorageError, open_folder
 from tests.corpus import data_config, write_dataset
 from tests.harness import run_ranks
+from tests.s3.stub import answering, only_for
 
 DOCUMENTS = [[[*range(20 * i + 1, 20 * i + 20), 0] for i in range(first, first + 24)] for first in (0, 24)]
 
@@ -149,7 +151,7 @@ def test_a_damaged_cache_is_fetched_again(remote, tmp_path):
     assert epoch_of(config) == expected
 
 
-@pytest.mark.parametrize("fault", ["503", "500", "reset", "cut", "flip"])
+@pytest.mark.parametrize("fault", ["503", "500", "404", "409", "expired", "reset", "cut", "flip"])
 def test_a_fifth_of_the_requests_fail(local, remote, tmp_path, proxy, fault):
     for i in range(1, 40):
         proxy.fault(fault, operation="get", key="arrow", skip=4 * i, times=1)
@@ -268,6 +270,29 @@ def test_without_credentials_nothing_is_retried(remote, tmp_path, monkeypatch):
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
     with pytest.raises(StorageError, match="Unable to locate credentials"):
         build_dataloader(config_of(remote, tmp_path, data__retry_seconds=10_000), 0, 1)
+
+
+def test_credentials_that_were_renewed_in_their_file_are_used(tmp_path, monkeypatch):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+
+    def write(key):
+        lines = ("[default]", f"aws_access_key_id={key}", "aws_secret_access_key=s", "aws_session_token=t")
+        (tmp_path / "credentials").write_text("\n".join(lines))
+
+    key = ["first"]
+    with answering(only_for(key)) as endpoint:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", endpoint)
+        write("first")
+        S3FileSystem.clear_instance_cache()
+        folder = RemoteFolder("s3://bucket/set", Cache(tmp_path, 0), retry_seconds=0)
+        assert folder.read("x") == b"abc"
+        key[0] = "second"
+        with pytest.raises(StorageError, match=r"cannot be read for \d+ s: PermissionError"):
+            folder.read("x")
+        write("second")
+        assert RemoteFolder("s3://bucket/set", Cache(tmp_path, 0), retry_seconds=20).read("x") == b"abc"
 
 
 def test_prepare_reads_s3_and_verify_checks_what_lies_there(bucket, tmp_path, capsys):

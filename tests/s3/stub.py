@@ -1,0 +1,48 @@
+"""An HTTP server of which a test says each answer."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+# Of a request: its status, headers and body.
+Answer = Callable[[BaseHTTPRequestHandler], tuple[int, dict[str, str], bytes]]
+
+
+@contextmanager
+def answering(answer: Answer) -> Iterator[str]:
+    """Start it; yields its endpoint; stops it at the end."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"] or 0))
+            status, headers, body = answer(self)
+            self.send_response(status)
+            for name, value in {**headers, "Content-Length": str(len(body))}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body)
+
+        do_HEAD = do_PUT = do_GET
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def only_for(key: list[str]) -> Answer:
+    """Answers `abc`, but to all who do not sign with the access key `key[0]` that their token has expired."""
+
+    def answer(request: BaseHTTPRequestHandler) -> tuple[int, dict[str, str], bytes]:
+        if f"Credential={key[0]}/" not in request.headers["Authorization"]:
+            return 400, {}, b"<?xml version='1.0'?><Error><Code>ExpiredToken</Code><Message>old</Message></Error>"
+        return 200, {"ETag": '"e"'}, b"abc" if request.command == "GET" else b""
+
+    return answer
