@@ -37,10 +37,11 @@ def launch(argv: list[str]) -> int:
     handled = "SIGTERM,SIGINT,SIGQUIT,SIGUSR1"  # the last, Slurm's warning, would else kill torchrun, and so the ranks
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # torchrun would undo what nohup has done
         handled += ",SIGHUP"
+    alone = ["--local-addr=127.0.0.1"] if "--standalone" in argv else []  # this machine's name may be known to nobody
     name_launcher()
     try:
         with mock.patch.object(DynamicRendezvousHandler, "next_rendezvous", next_with_a_new_store):
-            main([f"--signals-to-handle={handled}", *argv])
+            main([f"--signals-to-handle={handled}", *alone, *argv])
     except ChildFailedError as error:
         rank, failure = _first_failure(error.failures)
         if failure.exitcode < 0:

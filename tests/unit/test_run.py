@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -536,3 +537,16 @@ def test_the_launcher_resets_what_torchrun_keeps() -> None:
     """Attributes of torch's own; if they were renamed, ours would do nothing."""
     made = inspect.getsource(DynamicRendezvousHandler.__init__)
     assert all(f"self.{name}" in made for name in ("_shared_tcp_store_server", "_bootstrap_store_info"))
+
+
+UNKNOWN_NAME = ["unshare", "--uts", "--map-root-user", "sh", "-c", 'hostname no-such-host-at-all && exec "$@"', "sh"]
+
+
+def test_one_machine_needs_no_name_that_resolves(tmp_path: Path) -> None:
+    if not shutil.which("unshare") or subprocess.run([*UNKNOWN_NAME, "true"]).returncode != 0:
+        pytest.skip("a process may not give itself another name here")
+    script = tmp_path / "script.py"
+    script.write_text("print('started')\n")
+    command = [sys.executable, "-m", "launch.torchrun", "--standalone", "--nproc-per-node=1", str(script)]
+    done = subprocess.run([*UNKNOWN_NAME, *command], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.returncode) == ("started\n", 0)
