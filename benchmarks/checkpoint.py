@@ -310,6 +310,10 @@ def main() -> int:
                     results[way].append(run_ranks(2, save_and_load, layers, dim, target, way, s3))
                 if number:
                     shutil.rmtree(target)
+                for way in ways if s3 else ():  # the server has room for a few rounds
+                    store = open_store(f"s3://{BUCKET}/{number}-{way}")
+                    if number or way not in ("stock", "ours"):
+                        store.remove(list(store.sizes()))
             if not s3:
                 ways = (*ways, ALONE)
                 place_alone = f"{folder}/alone"
