@@ -50,21 +50,25 @@ def command_line() -> Iterator[None]:
 
     Ctrl-C ends it with 130, without a traceback, and so, with 1, does a reader who has enough, as `| head`.
     """
+    code: int | str = 0
     try:
-        yield
+        try:
+            yield
+        except TitaniteError as error:
+            code = f"error: {error}"
+        except KeyboardInterrupt:
+            code = 130
         if sys.stdout:  # None: was closed from the start
             sys.stdout.flush()  # at Python's end it would be too late
-    except TitaniteError as error:
-        sys.exit(f"error: {error}")
     except BrokenPipeError:
         poll = select.poll()
         poll.register(sys.stdout, 0)
         if not poll.poll(0):  # somebody reads: it was another pipe
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python's end will write to it once more
-        sys.exit(1)
-    except KeyboardInterrupt:
-        sys.exit(130)
+        code = code or 1
+    if code:
+        sys.exit(code)
 
 
 @dataclass(frozen=True)

@@ -119,8 +119,9 @@ def start_run(
             for check in checks:
                 check(folder)
         except TitaniteError:
-            with suppress(OSError):  # it is there already, and is not empty
-                folder.rmdir()
+            if not config.run.folder:
+                with suppress(OSError):  # unless it was made just now it is not empty
+                    folder.rmdir()
             raise
         _take(folder)
         changed = record_start(folder, config, identity, world_size, job)

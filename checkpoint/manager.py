@@ -88,7 +88,7 @@ def check_initial_load(settings: Checkpoint, identity: dict[str, Any], run_folde
     For rank 0, before anything is written. A run that has checkpoints of its own never looks there again.
     """
     own = [settings.folder or run_folder / "checkpoints", settings.upload] if settings.enable else []
-    if settings.initial_load and not any(committed(open_store(place)) for place in own if place):
+    if settings.initial_load and not any(committed(_open_store(place, settings)) for place in own if place):
         try:
             check_loadable(settings.initial_load, _jsonable(identity))
         except CheckpointError as error:
@@ -132,8 +132,8 @@ class CheckpointManager:
         self.identity, self.on_commit, self.on_progress = _jsonable(identity), on_commit, on_progress
         self.device = next(model[0].parameters()).device
         self.ranks = build_ranks(self.settings.timeout_seconds)
-        self.store = self._open_store(self.settings.folder or run_folder / "checkpoints")
-        self.upload_store = self._open_store(self.settings.upload) if self.settings.upload else None
+        self.store = _open_store(self.settings.folder or run_folder / "checkpoints", self.settings)
+        self.upload_store = _open_store(self.settings.upload, self.settings) if self.settings.upload else None
         self.model_bytes = self._gather_model_bytes()
         self.saved_file = run_folder / SAVED
         self.run = f"{socket.gethostname()}:{run_folder.absolute()}"
@@ -490,19 +490,17 @@ class CheckpointManager:
             keep, keep_every = self.settings.keep, self.settings.keep_every
             check_room(self.store, self.ranks, rank_bytes, keep=keep, keep_every=keep_every)
 
-    def _open_store(self, place: str | Path) -> Store:
-        return open_store(
-            place,
-            request_seconds=self.settings.request_timeout_seconds,
-            visibility_seconds=self.settings.visibility_seconds,
-        )
-
     def _agreed(self, find: Callable[[], list[tuple[Store, str]]]) -> list[tuple[Store, str]]:
         """What rank 0 finds, on every rank."""
         agreed = self.ranks.from_rank_0(lambda: [(store.url, name) for store, name in find()])
         stores = {store.url: store for store in (self.store, self.upload_store) if store}
-        stores |= {url: self._open_store(url) for url in {url for url, _ in agreed} - stores.keys()}
+        stores |= {url: _open_store(url, self.settings) for url in {url for url, _ in agreed} - stores.keys()}
         return [(stores[url], name) for url, name in agreed]
+
+
+def _open_store(place: str | Path, settings: Checkpoint) -> Store:
+    waits = {"request_seconds": settings.request_timeout_seconds, "visibility_seconds": settings.visibility_seconds}
+    return open_store(place, **waits)
 
 
 def _jsonable(value: dict[str, Any]) -> dict[str, Any]:

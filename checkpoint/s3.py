@@ -61,6 +61,8 @@ PASSING_ERRORS = (
 )
 # What the store says in each of these answers. A page without it, such as an empty one, is a proxy's.
 SAID = {
+    "put_object": "ETag",
+    "get_object": "ETag",
     "list_objects_v2": "IsTruncated",
     "list_multipart_uploads": "IsTruncated",
     "create_multipart_upload": "UploadId",
@@ -98,7 +100,12 @@ class S3Store:
         try:
             session = botocore.session.get_session()  # which does not know AWS_REGION
             region = os.environ.get("AWS_REGION") or session.get_config_variable("region") or "us-east-1"
-            return session.create_client("s3", region_name=region, config=config)
+            client = session.create_client("s3", region_name=region, config=config)
+            said = (client.meta.config.s3 or {}).get("payload_signing_enabled")
+            if said is None and client.meta.endpoint_url.startswith("https:"):  # where TLS vouches for bodies
+                unsigned = config.merge(Config(s3={"payload_signing_enabled": False}))
+                client = session.create_client("s3", region_name=region, config=unsigned)
+            return client
         except (BotoCoreError, ValueError) as error:
             raise CheckpointError(
                 f"{self.url}: {error}; check AWS_PROFILE, AWS_REGION and AWS_ENDPOINT_URL_S3"
@@ -114,7 +121,7 @@ class S3Store:
 
     def read(self, name: str) -> bytes:
         def fetch() -> bytes:
-            return self.client.get_object(Bucket=self.bucket, Key=self._key(name))["Body"].read()
+            return self._ask("get_object", Key=self._key(name))["Body"].read()
 
         return self._visible(name, fetch)
 
@@ -125,7 +132,7 @@ class S3Store:
 
             def get() -> int:
                 key, part = self._key(name), f"bytes={first}-{last}"
-                answer = self.client.get_object(Bucket=self.bucket, Key=key, Range=part)
+                answer = self._ask("get_object", Key=key, Range=part)
                 held = re.match(rf"bytes {first}-(\d+)/(\d+)", answer.get("ContentRange", ""))
                 # The whole object, say, or less than it has: its first bytes would pass for damaged ones.
                 if not held or int(held[1]) < min(last, int(held[2]) - 1):
@@ -197,14 +204,14 @@ class S3Store:
 
     def _call(self, method: str, name: str, **arguments: Any) -> dict[str, Any]:
         """One S3 request on `name`, repeated where that can help. Raises CheckpointError naming it."""
+        return self._repeated(name, lambda: self._ask(method, **arguments))
 
-        def call() -> dict[str, Any]:
-            answer = getattr(self.client, method)(Bucket=self.bucket, **arguments)
-            if method in SAID and SAID[method] not in answer:
-                raise ResponseParserError(f"{method}: the answer has no {SAID[method]}")
-            return cast(dict[str, Any], answer)
-
-        return self._repeated(name, call)
+    def _ask(self, method: str, **arguments: Any) -> dict[str, Any]:
+        """One S3 request, once. Raises botocore's errors."""
+        answer = getattr(self.client, method)(Bucket=self.bucket, **arguments)
+        if method in SAID and SAID[method] not in answer:
+            raise ResponseParserError(f"{method}: the answer has no {SAID[method]}")
+        return cast(dict[str, Any], answer)
 
     def _visible(self, name: str, fetch: Callable[[], T]) -> T:
         """`fetch()`, waited for while the object is not seen. Raises DamagedError if it stays so."""

@@ -51,7 +51,6 @@ from checkpoint.manifest import (
 from checkpoint.planning import Plan, State
 from checkpoint.stores import ALIGNMENT, CheckpointError, DamagedError, Store, join
 
-ITEM_FIELDS = ("state_dict_metadata", "storage_data")  # of an index, that grow with the model
 WRITE_THREADS = 2
 RANGE_BYTES = 16 << 20  # neighbouring items are read together up to this
 WINDOW_BYTES = 256 << 20  # read and not yet copied, at most, unless a single item is larger

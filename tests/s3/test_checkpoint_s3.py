@@ -1,6 +1,7 @@
 """Checkpoints on a real S3 server, and behind a proxy that makes it misbehave."""
 
 import concurrent.futures
+import hashlib
 import io
 import itertools
 import os
@@ -16,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from botocore.exceptions import ClientError
+from botocore.exceptions import ClientError, EndpointConnectionError
 from urllib3.util import connection
 
 from checkpoint import s3
@@ -252,8 +253,8 @@ def test_a_large_range_is_read_in_pieces(stubbed, monkeypatch):
     def get(arguments):
         first, last = map(int, arguments["Range"].removeprefix("bytes=").split("-"))
         body = data[first : last + 1]
-        response = mock.Mock(_fp=io.BytesIO(body))
-        return {"Body": mock.Mock(_raw_stream=response), "ContentRange": f"bytes {first}-{first + len(body) - 1}/200"}
+        held = f"bytes {first}-{first + len(body) - 1}/200"
+        return {"Body": mock.Mock(_raw_stream=mock.Mock(_fp=io.BytesIO(body))), "ContentRange": held, "ETag": "e"}
 
     store, view = stubbed(get_object=get), memoryview(bytearray(95))
     store.read_into("file", 50, view)
@@ -278,6 +279,7 @@ class Answers(BaseHTTPRequestHandler):
         last -= 100 * (self.kind == "range cut")
         body = CONTENT if self.kind == "range ignored" else CONTENT[first : last + 1]
         self.send_response(200 if self.kind == "range ignored" else 206)
+        self.send_header("ETag", '"e"')
         if self.kind != "range ignored":
             self.send_header("Content-Range", f"bytes {first}-{last}/{len(CONTENT)}")
         if "chunked" in self.kind:
@@ -519,6 +521,7 @@ def _save_then_load_on_the_other_view(endpoints, url):
         ("reset_after", "put|get|list|delete"),
         ("cut", "get|list"),
         ("flip", "get"),
+        ("empty", "put|get"),
     ],
 )
 def test_passing_faults_are_survived(bucket, proxy, quick, fault, operation):
@@ -570,6 +573,31 @@ def test_bytes_changed_on_their_way_to_the_store_are_sent_again(bucket, proxy, m
         stream.write(data)
     assert store.read("object") == data
     assert proxy.counts()["fault:flip_sent"] == 2
+
+
+@pytest.mark.parametrize(("scheme", "signed"), [("http", True), ("https", False)])
+def test_bodies_are_signed_where_tls_does_not_vouch_for_them(monkeypatch, quick, tmp_path, scheme, signed):
+    for name, value in s3_environment(f"{scheme}://127.0.0.1:9").items():
+        monkeypatch.setenv(name, value)
+    checksums = []
+
+    def refuse(request, **_):
+        checksums.append(request.headers["x-amz-content-sha256"].decode())
+        raise EndpointConnectionError(endpoint_url=request.url)
+
+    def sent():
+        checksums.clear()
+        store = store_at("s3://bucket/run")
+        store.client.meta.events.register("before-send.s3", refuse)
+        with pytest.raises(CheckpointError, match="failed 5 times"):
+            store.put("object", b"abc")
+        return set(checksums)
+
+    whole = hashlib.sha256(b"abc").hexdigest()
+    assert sent() == {whole if signed else "UNSIGNED-PAYLOAD"}
+    (tmp_path / "config").write_text("[default]\ns3 =\n  payload_signing_enabled = true\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    assert sent() == {whole}, "what the user says comes first"
 
 
 def test_without_signed_bodies_bytes_changed_on_their_way_are_found_by_a_load(

@@ -1,6 +1,7 @@
 """Config: precedence, types, and errors that name the key, the value, what is allowed and the nearest name."""
 
 import dataclasses
+import os
 import re
 import shlex
 import subprocess
@@ -311,14 +312,19 @@ with command_line():
     [
         ("[print('a line') for _ in range(100_000)]", 1, ""),
         ("print('a line', flush=True); sys.stdin.read(); print('one more')", 1, ""),  # only a flush at the end finds it
-        ("print('a line', flush=True); raise KeyboardInterrupt", 130, ""),
-        ("print('a line', flush=True); raise ConfigError('a mistake')", 1, "error: a mistake\n"),
+        ("print('a line', flush=True); sys.stdin.read(); print('more'); raise KeyboardInterrupt", 130, ""),
+        (
+            "print('a line', flush=True); sys.stdin.read(); print('more'); raise ConfigError('a mistake')",
+            1,
+            "error: a mistake\n",
+        ),
     ],
 )
 def test_how_commands_end(work, code, said) -> None:
     """Without a traceback; also where nobody reads on, as after `| head -1`."""
     command = [sys.executable, "-c", COMMAND.format(work)]
-    with subprocess.Popen(command, cwd=ROOT, stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True) as process:
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with subprocess.Popen(command, cwd=ROOT, env=buffered, stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True) as process:
         assert process.stdin
         assert process.stdout
         assert process.stderr

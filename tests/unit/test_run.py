@@ -151,6 +151,10 @@ def test_a_folder_that_is_refused_is_left_as_it_is(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not "):
         start_run(config, {}, 1, "job 2", [refuse], anything)
     assert list(tmp_path.iterdir()) == [folder], "nor is a new one left behind"
+    (tmp_path / "made by hand").mkdir()
+    with pytest.raises(ConfigError, match="not "):
+        start_run(Config(run=Run(folder=str(tmp_path / "made by hand"))), {}, 1, "", [refuse], anything)
+    assert (tmp_path / "made by hand").exists()
 
 
 def test_a_rank_that_does_not_exist_is_refused() -> None:
