@@ -148,19 +148,28 @@ def test_a_prompt_may_speak_of_help(checkout: Path) -> None:
 
 @pytest.mark.parametrize("name", ["setup.sh", "run_llama_train.sh", "run_tests.sh"])
 def test_scripts_find_their_folder_through_a_link_and_whatever_cd_searches(tmp_path: Path, name: str) -> None:
-    folder = tmp_path / "a folder"
+    place = "folder" if name == "run_tests.sh" else "a folder"
+    folder = tmp_path / place
     folder.mkdir()
     shutil.copy(ROOT / name, folder)
     for program in {"setup.sh", "run_tests.sh"} - {name}:
         write_program(folder / program, "#!/bin/sh\npwd; exit 3\n")
     write_program(folder / ".venv" / "bin" / "python", "#!/bin/sh\npwd; exit 1\n")
-    (tmp_path / "elsewhere" / "a folder").mkdir(parents=True)
+    (tmp_path / "elsewhere" / place).mkdir(parents=True)
     (tmp_path / "link").symlink_to(folder / name)
-    for command in (str(tmp_path / "link"), f"a folder/{name}"):
+    for command in (str(tmp_path / "link"), f"{place}/{name}"):
         _, said = run(
             tmp_path, "bash", command, CDPATH=str(tmp_path / "elsewhere"), PYTHON=str(folder / ".venv/bin/python")
         )
         assert set(said.splitlines()[:1]) == {str(folder)}, said
+
+
+def test_tests_where_torch_cannot_compile_end_at_once(tmp_path: Path) -> None:
+    (tmp_path / "a folder").mkdir()
+    shutil.copy(ROOT / "run_tests.sh", tmp_path / "a folder")
+    code, said = run(tmp_path, "bash", "a folder/run_tests.sh")
+    assert code == 2
+    assert said.startswith(f"error: {tmp_path / 'a folder'}: has a space in it")
 
 
 @pytest.mark.parametrize("ended", [143, 138])
