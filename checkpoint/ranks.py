@@ -51,11 +51,7 @@ class Ranks:
 
         Damage is the weakest reason, raised only where no rank failed for another one.
         """
-        result, error = None, None
-        try:
-            result = step()
-        except Exception as caught:
-            error = caught
+        result, error = _tried(step)
         failed = [failure for failure in self.gather(_portable(error)) if failure is not None]
         failed.sort(key=lambda failure: isinstance(failure, DamagedError))
         _raise_agreed(self.broadcast(failed[0] if failed else None), error)
@@ -63,23 +59,29 @@ class Ranks:
 
     def from_rank_0(self, step: Callable[[], T]) -> T:
         """What `step` returns on rank 0, on every rank; its error is raised on all."""
-        result, error = None, None
-        if self.rank == 0:
-            try:
-                result = step()
-            except Exception as caught:
-                error = caught
+        result, error = _tried(step) if self.rank == 0 else (None, None)
         result, verdict = self.broadcast((result, _portable(error)))
         _raise_agreed(verdict, error)
         return result  # type: ignore[return-value]
 
 
+def _tried(step: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """What `step` returns, and what it raises."""
+    try:
+        return step(), None
+    except Exception as error:
+        return None, error
+
+
 def _raise_agreed(verdict: Exception | None, own: Exception | None) -> None:
     """Raise, if any, the error that all ranks raise; `own` led to it on this rank."""
+    if verdict is None:
+        return
     if isinstance(verdict, TitaniteError):
         verdict.agreed = True
-    if verdict is not None:
-        raise verdict from own
+    if verdict is own:
+        raise verdict  # which may have a cause already
+    raise verdict from own
 
 
 def build_ranks(timeout_seconds: int) -> Ranks:

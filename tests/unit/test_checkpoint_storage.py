@@ -145,6 +145,16 @@ def test_resume_falls_back_as_a_whole_and_removes_the_damaged_one_after_the_next
     assert [int(name.split("-")[1]) for name in committed(open_store(tmp_path))] == [2, 1]
 
 
+@pytest.mark.parametrize("way", [Ranks.together, Ranks.from_rank_0])
+def test_an_error_that_all_ranks_raise_still_says_its_cause(way):
+    def fail():
+        raise RuntimeError("outer") from ValueError("inner")
+
+    with pytest.raises(RuntimeError, match="outer") as caught:
+        way(Ranks(), fail)
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
 def test_nothing_intact_is_an_error_never_a_fresh_start(tmp_path, run):
     for name in committed(open_store(tmp_path)):
         (tmp_path / name / ".metadata").unlink()
