@@ -437,10 +437,10 @@ class CheckpointManager:
             old, kept = self.ranks.from_rank_0(tidy)
             if isinstance(store, LocalStore):
                 self.ranks.together(partial(tidy_node, store))
+            self.damaged = {(url, name) for url, name in self.damaged if url != store.url}
         except CheckpointError as error:
             if self.ranks.rank == 0:
                 logger.warning(f"old checkpoints could not be removed: {error}")
-        self.damaged = {(url, name) for url, name in self.damaged if url != store.url}
 
     def _start(self, work: Callable[[], None]) -> None:
         """Run `work` in the background. A daemon: a run that fails for another reason does not wait for it."""

@@ -366,6 +366,22 @@ def test_what_cannot_be_removed_is_said_and_does_not_stop_the_run(tmp_path, monk
     assert steps_in(tmp_path) == [2, 1]
 
 
+def test_a_damaged_one_whose_removal_failed_is_no_checkpoint_that_is_kept(tmp_path, monkeypatch, caplog):
+    run = Run(tmp_path, interval=1, keep=0)
+    run.train(0, 1)
+    run.train(1, 9)
+    for file in tmp_path.glob("step-0000000[2-9]-*/*.distcp"):
+        file.write_bytes(b"lost")
+    run = Run(tmp_path, interval=1, keep=2)
+    assert run.checkpoint.load() == 1
+    with monkeypatch.context() as once:
+        once.setattr(LocalStore, "remove", lambda self, names: None)
+        run.train(1, 2)
+    assert "still listed after their removal" in caplog.text
+    run.train(2, 3)
+    assert steps_in(tmp_path) == [3, 2]
+
+
 def test_a_folder_that_may_not_be_changed_is_said_and_does_not_stop_the_run(tmp_path, monkeypatch, caplog):
     run = Run(tmp_path, interval=1, keep=1)
 
