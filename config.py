@@ -53,6 +53,7 @@ def command_line() -> Iterator[None]:
     code: int | str = 0
     try:
         try:
+            check_encoding(sys.argv[1:])
             yield
         except TitaniteError as error:
             code = f"error: {error}"
@@ -69,6 +70,18 @@ def command_line() -> Iterator[None]:
         code = code or 1
     if code:
         sys.exit(code)
+
+
+def check_encoding(words: Sequence[str]) -> None:
+    """Refuse words of a command line that are no text: they could be neither tokenized nor recorded."""
+    for word in words:
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(
+                f"{_redact(ascii(word))}: has bytes that are no text in this locale, {sys.getfilesystemencoding()}; "
+                "write UTF-8, and set LC_ALL=C.UTF-8"
+            ) from None
 
 
 @dataclass(frozen=True)
@@ -448,6 +461,7 @@ def load_config(argv: Sequence[str]) -> Config:
     if "-h" in argv or "--help" in argv:
         print(help_text())
         raise SystemExit(0)
+    check_encoding(argv)
     file, overrides = _parse_command_line(argv)
     values = read_toml(Path(file)) if file else {}
     for key, text in overrides.items():

@@ -55,6 +55,7 @@ def test_command_line_values(words, get, value) -> None:
         (["--trainin.steps=3"], ["trainin.steps", "did you mean training.steps"]),
         (["--steps=3"], ["steps", "did you mean"]),
         (["training.steps=3"], ["training.steps=3", "--section.field=value"]),
+        (["--run.folder=s3://me:secret@a\udcff"], ["--run.folder=s3://***@a\\udcff", "UTF-8"]),
         (["--training.steps=ten"], ["training.steps", "ten", "an integer >= 1"]),
         (["--training.steps=0"], ["training.steps = 0", ">= 1"]),
         (["--training.steps=1.5"], ["training.steps = 1.5", "an integer"]),
@@ -333,6 +334,13 @@ def test_how_commands_end(work, code, said) -> None:
         process.stdin.close()
         assert process.stderr.read() == said
     assert process.returncode == code
+
+
+def test_words_that_are_no_text_end_a_command() -> None:
+    command = [os.fsencode(sys.executable), b"-c", COMMAND.format("print('ran')").encode(), b"--prompt=\xff"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "PYTHONUTF8": "1"})
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr.startswith("error: '--prompt=\\udcff': has bytes that are no text in this locale, utf-8")
 
 
 def test_a_broken_pipe_that_is_not_the_output_is_no_quiet_end() -> None:
