@@ -8,15 +8,13 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata
 
 from checkpoint.hf import companion_tokenizer, find_companions
 from checkpoint.loading import check_same_names, load_newest, locate
-from checkpoint.manifest import Manifest
+from checkpoint.manifest import Manifest, Opened
 from checkpoint.ranks import Ranks
 from checkpoint.state import model_tensors
 from checkpoint.storage import read_state
-from checkpoint.stores import Store, join
 from data.chat import ChatTemplate
 from data.tokenizer import Tokenizer
 from models import build_model, recorded_model
@@ -44,17 +42,17 @@ def load_trained(place: str, *, device: torch.device, dtype: torch.dtype, tokeni
     """
     found: list[Trained] = []
 
-    def fill(store: Store, name: str, manifest: Manifest, metadata: Metadata) -> None:
-        spec, flavor = recorded_model((manifest or _stock_manifest(place)).get("identity", {}))
-        companions = find_companions(store, name, Path(tokenizer) if tokenizer else place)
+    def fill(opened: Opened) -> None:
+        spec, flavor = recorded_model((opened.manifest or _stock_manifest(place)).get("identity", {}))
+        companions = find_companions(opened, Path(tokenizer) if tokenizer else place)
         text = companion_tokenizer(*companions, flavor.vocab_size)
         model = build_model(spec, flavor).to(dtype).to_empty(device=device).eval()
         tensors = model_tensors([model])
-        check_same_names(join(store.url, name), tensors, metadata)
-        read_state(store, name, metadata, {"model": tensors})
-        found.append(Trained(model, text, manifest, join(store.url, name)))
+        check_same_names(opened, tensors)
+        read_state(opened, {"model": tensors})
+        found.append(Trained(model, text, opened.manifest, opened.url))
 
-    load_newest(locate(place), Ranks(), fill, lambda manifest: None)
+    load_newest(locate(place), Ranks(), fill)
     return found[-1]
 
 

@@ -22,18 +22,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItem
 from tqdm import tqdm
 
 from checkpoint import safetensors as files
 from checkpoint.loading import check_same_names, load_newest, locate
-from checkpoint.manifest import Manifest
+from checkpoint.manifest import Manifest, Opened
 from checkpoint.planning import plan_pieces, split_rows
 from checkpoint.ranks import Ranks
 from checkpoint.state import model_tensors
 from checkpoint.storage import commit, read_state, write_items
-from checkpoint.stores import CheckpointError, Store, join, open_store
+from checkpoint.stores import CheckpointError, Store, open_store
 from config import command_line, tomllib
 from data.tokenizer import TOKENIZER, Tokenizer, declared_eos, find_chat_template, load_tokenizer, parse_tokenizer
 from models import recorded_model
@@ -75,42 +74,33 @@ def export_model(
     if partial.exists():
         raise CheckpointError(f"{partial}: left behind by another export, or being written; remove it")
 
-    def fill(store: Store, name: str, manifest: Manifest, metadata: Metadata) -> None:
-        config = model_config(manifest)
-        shapes = parameter_shapes(config)
-        check_same_names(join(store.url, name), shapes, metadata)
-        origin, companions = find_companions(store, name, tokenizer or place)
+    def fill(opened: Opened) -> None:
+        config = model_config(opened.manifest)
+        check_same_names(opened, parameter_shapes(config))
+        origin, companions = find_companions(opened, tokenizer or place)
         text = companion_tokenizer(origin, companions, config.vocab_size)
         logger.info(f"tokenizer from {origin}")
-        positions = max_positions or trained_positions(manifest)
+        positions = max_positions or trained_positions(opened.manifest)
         try:
             partial.mkdir(parents=True)
         except OSError as error:  # nothing in there is ours to remove
             raise CheckpointError(f"{partial}: cannot be made: {error.strerror}") from None
         try:
             write_companions(partial, companions, text, to_hf_config(config, positions, dtype))
-            write_weights(store, name, metadata, config, partial, getattr(torch, dtype), file_bytes)
-            check_result(partial, store, name, metadata, config, check)
+            write_weights(opened, config, partial, getattr(torch, dtype), file_bytes)
+            check_result(partial, opened, config, check)
             partial.rename(folder)
         except BaseException as error:
             shutil.rmtree(partial, ignore_errors=True)
             if isinstance(error, OSError):
                 raise CheckpointError(f"{folder}: not exported: {error}") from error
             raise
-        logger.info(f"{folder}: step {manifest['step']} of {join(store.url, name)}, {dtype}")
+        logger.info(f"{folder}: step {opened.manifest['step']} of {opened.url}, {dtype}")
 
-    load_newest(locate(place), Ranks(), fill, lambda manifest: None)
+    load_newest(locate(place), Ranks(), fill)
 
 
-def write_weights(
-    store: Store,
-    name: str,
-    metadata: Metadata,
-    config: LlamaConfig,
-    folder: Path,
-    dtype: torch.dtype,
-    file_bytes: int,
-) -> None:
+def write_weights(opened: Opened, config: LlamaConfig, folder: Path, dtype: torch.dtype, file_bytes: int) -> None:
     """The checkpoint's weights as safetensors files of about `file_bytes`, and the index if they are several."""
     shapes, names = parameter_shapes(config), hf_names(config)
     ours = {hf_name: name for name, hf_name in names.items()}
@@ -121,7 +111,7 @@ def write_weights(
 
             def fill(tensors: dict[str, Tensor]) -> None:
                 state = {"model": {ours[hf_name]: tensor for hf_name, tensor in tensors.items()}}
-                read_state(store, name, metadata, state)  # converts, straight into the file's memory
+                read_state(opened, state)  # converts, straight into the file's memory
 
             files.write_file(folder / file, {hf_name: shapes[ours[hf_name]] for hf_name in held}, dtype, fill)
             bar.update(sum(sizes[hf_name] for hf_name in held))
@@ -175,15 +165,15 @@ def trained_positions(manifest: Manifest) -> int:
     return tomllib.loads(manifest["config"])["training"]["seq_len"]
 
 
-def find_companions(store: Store, name: str, place: str | Path) -> tuple[str, dict[str, bytes]]:
+def find_companions(opened: Opened, place: str | Path) -> tuple[str, dict[str, bytes]]:
     """Where the tokenizer's files are, and what they hold.
 
     `place` as a path: a tokenizer.json or its folder; as text: what the checkpoint was found by, which is looked
     through, and the two folders above it, where the checkpoint has none. Raises CheckpointError if there are none.
     """
-    inside = {path.rpartition("/")[2]: path for path in store.sizes(name)}
+    inside = {path.rpartition("/")[2]: path for path in opened.store.sizes(opened.name)}
     if isinstance(place, str) and TOKENIZER in inside:
-        return join(store.url, name), {file: store.read(inside[file]) for file in COMPANIONS if file in inside}
+        return opened.url, {file: opened.store.read(inside[file]) for file in COMPANIONS if file in inside}
     if "://" not in str(place):
         path = Path(place)
         named = [path.parent if path.name == TOKENIZER else path]
@@ -224,14 +214,8 @@ def import_model(folder: Path, place: str, *, check: str) -> None:
     except (ValueError, KeyError, TypeError) as error:
         reason = f"has no {error}" if isinstance(error, KeyError) else str(error)
         raise CheckpointError(f"{folder / 'config.json'}: {reason}") from None
-    names = hf_names(config)
-    parent, _, name = place.rstrip("/").rpartition("/")
-    if name in ("", ".", "..") or parent.endswith(":/"):
-        raise CheckpointError(f"{place}: name a new folder, or a prefix in a bucket")
-    store = open_store(parent or ("/" if place.startswith("/") else "."))
-    if store.sizes(name):
-        raise CheckpointError(f"{place}: exists; name a new checkpoint")
-    shapes = parameter_shapes(config)
+    store, name = _new_checkpoint(place)
+    names, shapes = hf_names(config), parameter_shapes(config)
     dtypes = files.check_shapes(weights, {hf_name: shapes[ours] for ours, hf_name in names.items()})
     pieces = [
         piece
@@ -266,17 +250,23 @@ def import_model(folder: Path, place: str, *, check: str) -> None:
             if (folder / file).is_file():
                 store.put(f"{name}/{file}", (folder / file).read_bytes())
         store.put(f"{name}/model.json", (json.dumps(identity, indent=2) + "\n").encode())
-        assert plan.metadata is not None
         commit(store, name, plan, [written], facts)
-
-        def compare(store: Store, name: str, manifest: Manifest, metadata: Metadata) -> None:
-            check_result(folder, store, name, metadata, config, check)
-
-        load_newest([(store, name)], Ranks(), compare, lambda manifest: None)
+        load_newest([(store, name)], Ranks(), lambda opened: check_result(folder, opened, config, check))
     except BaseException:
         store.remove(sorted(store.sizes(name), key=lambda file: not file.endswith("MANIFEST.json")))
         raise
     logger.info(f"{place}: {total / 1e9:.2f} GB\n{how_to_start(place, config)}")
+
+
+def _new_checkpoint(place: str) -> tuple[Store, str]:
+    """The store and the name of a checkpoint that is to be made. Raises CheckpointError if there is something."""
+    parent, _, name = place.rstrip("/").rpartition("/")
+    if name in ("", ".", "..") or parent.endswith(":/"):
+        raise CheckpointError(f"{place}: name a new folder, or a prefix in a bucket")
+    store = open_store(parent or ("/" if place.startswith("/") else "."))
+    if store.sizes(name):
+        raise CheckpointError(f"{place}: exists; name a new checkpoint")
+    return store, name
 
 
 def how_to_start(place: str, config: LlamaConfig) -> str:
@@ -298,7 +288,7 @@ def how_to_start(place: str, config: LlamaConfig) -> str:
 # ---------------------------------------------------------------- test of the result
 
 
-def check_result(folder: Path, store: Store, name: str, metadata: Metadata, config: LlamaConfig, check: str) -> None:
+def check_result(folder: Path, opened: Opened, config: LlamaConfig, check: str) -> None:
     """Compare the Hugging Face folder with the checkpoint. Raises CheckpointError where they differ.
 
     `check` "logits": with transformers, in float32; "tensors": every value, in bounded memory; "auto": logits
@@ -314,28 +304,28 @@ def check_result(folder: Path, store: Store, name: str, metadata: Metadata, conf
             logger.info(f"both models need {needed / 1e9:.1f} GB: values are compared instead of logits")
             check = "tensors"
     if check == "tensors":
-        check_tensors(folder, store, name, metadata, config)
+        check_tensors(folder, opened, config)
     else:
-        check_logits(folder, store, name, metadata, config)
+        check_logits(folder, opened, config)
         check_tokenizer(folder)
 
 
-def check_tensors(folder: Path, store: Store, name: str, metadata: Metadata, config: LlamaConfig) -> None:
+def check_tensors(folder: Path, opened: Opened, config: LlamaConfig) -> None:
     """Read every tensor of both sides and compare them bit for bit, in the type of the files."""
     shapes, weights, names = parameter_shapes(config), files.find_weights(folder), hf_names(config)
     for ours, hf_name in tqdm(names.items(), desc="compare", disable=None, leave=False):
         with files.open_file(weights[hf_name]) as file:
             theirs = file.get_slice(hf_name)
             expected = torch.empty(shapes[ours], dtype=files.DTYPES[theirs.get_dtype()])
-            read_state(store, name, metadata, {"model": {ours: expected}})
+            read_state(opened, {"model": {ours: expected}})
             step = max(1, PIECE_BYTES // expected[0].nbytes)
             for start in range(0, len(expected), step):
                 if not torch.equal(theirs[start : start + step], expected[start : start + step]):
-                    raise CheckpointError(f"{weights[hf_name]}: {hf_name} is not what {join(store.url, name)} holds")
+                    raise CheckpointError(f"{weights[hf_name]}: {hf_name} is not what {opened.url} holds")
     logger.info(f"{len(names)} tensors compared bit for bit")
 
 
-def check_logits(folder: Path, store: Store, name: str, metadata: Metadata, config: LlamaConfig) -> None:
+def check_logits(folder: Path, opened: Opened, config: LlamaConfig) -> None:
     """Logits of 64 tokens in both, float32; weights rounded as in the files."""
     from transformers import AutoModelForCausalLM
 
@@ -345,7 +335,7 @@ def check_logits(folder: Path, store: Store, name: str, metadata: Metadata, conf
     with torch.device("meta"):
         ours = Llama(config)
     ours = ours.to_empty(device="cpu")
-    read_state(store, name, metadata, {"model": model_tensors([ours])})
+    read_state(opened, {"model": model_tensors([ours])})
     tokens = torch.arange(64)[None] * max(1, config.vocab_size // 64) % config.vocab_size
     with torch.no_grad():
         for parameter in ours.parameters():

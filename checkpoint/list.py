@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from checkpoint.loading import find
 from checkpoint.manifest import MANIFEST, Manifest, is_stock, read_manifest, read_metadata, unpickle_metadata
-from checkpoint.storage import is_checkpoint_name
+from checkpoint.names import is_checkpoint_name
 from checkpoint.stores import DamagedError, Store
 from config import command_line
 

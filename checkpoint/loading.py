@@ -6,12 +6,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata
-
 from checkpoint.manifest import (
     MANIFEST,
     METADATA,
     Manifest,
+    Opened,
     is_stock,
     read_manifest,
     read_metadata,
@@ -21,20 +20,20 @@ from checkpoint.ranks import Ranks
 from checkpoint.retention import committed
 from checkpoint.storage import tensors_in
 from checkpoint.stores import CheckpointError, DamagedError, Store, join, open_store
-from config import tomllib
-
-Fill = Callable[[Store, str, Manifest, Metadata], None]
+from config import Checkpoint, tomllib
 
 logger = logging.getLogger(__name__)
 
 
-def locate(place: str | Path) -> list[tuple[Store, str]]:
+def locate(place: str | Path, settings: Checkpoint | None = None) -> list[tuple[Store, str]]:
     """(store, name) of the committed checkpoints at `place`, newest first; see `find`."""
-    store, names = find(place, committed)
+    store, names = find(place, committed, settings)
     return [(store, name) for name in names]
 
 
-def find(place: str | Path, names_in: Callable[[Store], list[str]]) -> tuple[Store, list[str]]:
+def find(
+    place: str | Path, names_in: Callable[[Store], list[str]], settings: Checkpoint | None = None
+) -> tuple[Store, list[str]]:
     """The store of a run folder, a folder of checkpoints or one checkpoint, and what `names_in` finds in it.
 
     A run's are where its config says, `checkpoint.folder`. The name of a single checkpoint is empty. Raises
@@ -42,7 +41,7 @@ def find(place: str | Path, names_in: Callable[[Store], list[str]]) -> tuple[Sto
     """
     elsewhere = _folder_of_run(Path(place) / "config.toml")
     for url in [elsewhere] if elsewhere else [str(place), join(place, "checkpoints")]:
-        store = open_store(url)
+        store = open_store(url, settings)
         if {MANIFEST, METADATA} & store.sizes().keys():
             return store, [""]
         if names := names_in(store):
@@ -63,39 +62,33 @@ def _folder_of_run(file: Path) -> str:
 
 
 def load_newest(
-    candidates: Sequence[tuple[Store, str]],
-    ranks: Ranks,
-    fill: Fill,
-    check: Callable[[Manifest], None],
-    advice: str = "",
-) -> tuple[Store, str, Manifest, list[tuple[Store, str]]]:
-    """`fill` from the first candidate that is intact: (its store, name and manifest, the damaged ones before it).
+    candidates: Sequence[tuple[Store, str]], ranks: Ranks, fill: Callable[[Opened], None], advice: str = ""
+) -> tuple[Opened, list[tuple[Store, str]]]:
+    """`fill` from the first candidate that is intact: (that one, the damaged ones before it).
 
-    Collective; all ranks take the same one. `check` refuses by raising. Raises CheckpointError if none is intact, and
-    adds `advice`.
+    Collective; all ranks take the same one. An error of `fill` is raised on all; if it is a DamagedError the next
+    candidate is tried. Raises CheckpointError if none is intact, and adds `advice`.
     """
     damaged: list[tuple[Store, str]] = []
     for store, name in candidates:
         try:
-            manifest = _load_one(store, name, ranks, fill, check)
+            return _load_one(store, name, ranks, fill), damaged
         except DamagedError as error:
             damaged.append((store, name))
             reason = error
             if ranks.rank == 0:
                 logger.warning(f"checkpoint damaged, passed over: {error}")
-        else:
-            return store, name, manifest, damaged
     names = ", ".join(join(store.url, name) for store, name in damaged)
     failure = CheckpointError(f"no checkpoint is intact, of {len(damaged)}: {names}; the last one: {reason}{advice}")
     failure.agreed = True
     raise failure
 
 
-def check_loadable(place: str, identity: dict[str, Any]) -> None:
+def check_loadable(place: str, identity: dict[str, Any], settings: Checkpoint) -> None:
     """Raises CheckpointError where `place` has no checkpoint, or the newest is of another model. Reads no weights."""
-    for store, name in locate(place):
+    for store, name in locate(place, settings):
         with suppress(DamagedError):  # which is passed over, with a line that says so, when it is loaded
-            check_identity(_open(store, name)[0], identity)
+            check_identity(_read(store, name)[0], identity)
             return
 
 
@@ -108,29 +101,29 @@ def check_identity(manifest: Manifest, identity: dict[str, Any]) -> None:
         if (theirs.get(key) or None) != (identity.get(key) or None)  # what came to be since the save was off then
     ]
     if different:
-        failure = CheckpointError(
-            f"the checkpoint of step {manifest['step']} is of another model: {'; '.join(different)}"
-        )
-        failure.agreed = True
-        raise failure
+        raise CheckpointError(f"the checkpoint of step {manifest['step']} is of another model: {'; '.join(different)}")
 
 
-def check_same_names(place: str, names: Collection[str], metadata: Metadata) -> None:
+def check_same_names(opened: Opened, names: Collection[str]) -> None:
     """Raises CheckpointError where the checkpoint has weights that the model, of weights `names`, has not."""
-    extra = sorted(tensors_in(metadata, "model.") - {f"model.{name}" for name in names})
+    extra = sorted(tensors_in(opened.metadata, "model.") - {f"model.{name}" for name in names})
     if extra:
-        raise CheckpointError(f"{place}: has {len(extra)} tensors that the model has not, such as {extra[0]}")
+        raise CheckpointError(f"{opened.url}: has {len(extra)} tensors that the model has not, such as {extra[0]}")
 
 
-def _load_one(store: Store, name: str, ranks: Ranks, fill: Fill, check: Callable[[Manifest], None]) -> Manifest:
+def _load_one(store: Store, name: str, ranks: Ranks, fill: Callable[[Opened], None]) -> Opened:
     """Rank 0 reads manifest and index, all ranks fill from the same ones. Raises the same error on all."""
-    manifest, pickled = ranks.from_rank_0(lambda: _open(store, name))
-    check(manifest)
-    ranks.together(lambda: fill(store, name, manifest, unpickle_metadata(pickled)))
-    return manifest
+    manifest, pickled = ranks.from_rank_0(lambda: _read(store, name))
+
+    def open_and_fill() -> Opened:
+        opened = Opened(store, name, manifest, unpickle_metadata(pickled))
+        fill(opened)
+        return opened
+
+    return ranks.together(open_and_fill)
 
 
-def _open(store: Store, name: str) -> tuple[Manifest, bytes]:
+def _read(store: Store, name: str) -> tuple[Manifest, bytes]:
     """Manifest and pickled index of a checkpoint; a stock one has an empty manifest."""
     if name or MANIFEST in store.sizes():
         manifest = read_manifest(store, name)

@@ -18,23 +18,15 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.utils._pytree import tree_map
 
 from checkpoint.loading import check_identity, check_loadable, check_same_names, load_newest, locate
-from checkpoint.manifest import MANIFEST, METADATA, Manifest, encode_manifest, read_manifest, read_metadata
+from checkpoint.manifest import MANIFEST, METADATA, Manifest, Opened, encode_manifest, read_manifest, read_metadata
+from checkpoint.names import age_seconds, files_of, new_checkpoint_name, step_of
 from checkpoint.planning import Plan, State, plan_save, resolver
 from checkpoint.ranks import build_ranks
-from checkpoint.retention import (
-    by_age,
-    check_room,
-    committed,
-    finished,
-    remove_checkpoints,
-    superfluous,
-    unfinished,
-)
+from checkpoint.retention import by_age, check_room, committed, finished, remove_checkpoints, superfluous, unfinished
 from checkpoint.staging import Staging
 from checkpoint.state import (
     allocate_optimizer_state,
@@ -45,26 +37,8 @@ from checkpoint.state import (
     random_state,
     set_random_state,
 )
-from checkpoint.storage import (
-    Written,
-    age_seconds,
-    commit,
-    copy_pieces,
-    files_of,
-    new_checkpoint_name,
-    pieces_of,
-    read_state,
-    step_of,
-    tensors_in,
-    write_items,
-)
-from checkpoint.stores import (
-    CheckpointError,
-    LocalStore,
-    Store,
-    join,
-    open_store,
-)
+from checkpoint.storage import Written, commit, copy_pieces, pieces_of, read_state, tensors_in, write_items
+from checkpoint.stores import CheckpointError, LocalStore, Store, join, open_store
 from config import Checkpoint, Config, ConfigError, to_toml
 
 SAVED = ".saved"  # in the run's folder: the last checkpoint that was committed
@@ -87,12 +61,14 @@ def check_initial_load(settings: Checkpoint, identity: dict[str, Any], run_folde
 
     For rank 0, before anything is written. A run that has checkpoints of its own never looks there again.
     """
-    own = [settings.folder or run_folder / "checkpoints", settings.upload] if settings.enable else []
-    if settings.initial_load and not any(committed(_open_store(place, settings)) for place in own if place):
-        try:
-            check_loadable(settings.initial_load, _jsonable(identity))
-        except CheckpointError as error:
-            raise CheckpointError(f"checkpoint.initial_load: {error}") from None
+    if not settings.initial_load:
+        return
+    if settings.enable and any(map(committed, _open_stores(settings, run_folder))):
+        return
+    try:
+        check_loadable(settings.initial_load, _jsonable(identity), settings)
+    except CheckpointError as error:
+        raise CheckpointError(f"checkpoint.initial_load: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -132,8 +108,9 @@ class CheckpointManager:
         self.identity, self.on_commit, self.on_progress = _jsonable(identity), on_commit, on_progress
         self.device = next(model[0].parameters()).device
         self.ranks = build_ranks(self.settings.timeout_seconds)
-        self.store = _open_store(self.settings.folder or run_folder / "checkpoints", self.settings)
-        self.upload_store = _open_store(self.settings.upload, self.settings) if self.settings.upload else None
+        self.stores = _open_stores(self.settings, run_folder)
+        self.store = self.stores[0]
+        self.upload_store = self.stores[1] if self.settings.upload else None
         self.model_bytes = self._gather_model_bytes()
         self.saved_file = run_folder / SAVED
         self.run = f"{socket.gethostname()}:{run_folder.absolute()}"
@@ -167,37 +144,26 @@ class CheckpointManager:
             if self.settings.save_initial:
                 self.save(0)
             return step
-        names = self.model_bytes.keys()
-        index: list[Metadata] = []
-
-        def fill(store: Store, name: str, manifest: Manifest, metadata: Metadata) -> None:
-            check_same_names(join(store.url, name), names, metadata)
-            self._fill(store, name, manifest, metadata)
-            index[:] = [metadata]
-
         advice = ". Nothing is started anew: to do so, name another run.folder"
-        store, name, manifest, damaged = load_newest(
-            candidates, self.ranks, fill, lambda manifest: check_identity(manifest, self.identity), advice
-        )
+        opened, damaged = load_newest(candidates, self.ranks, self._fill, advice)
         self.damaged = {(store.url, name) for store, name in damaged}
-        self.dataloader.load_state_dict(manifest["dataloader"])
-        logger.info(f"resumed from {join(store.url, name)}, written by {manifest['world_size']} ranks")
-        self.newest_step = manifest["step"]
-        if self.upload_store and (self.upload_store, name) not in candidates:  # an earlier start ended before
-            pieces = pieces_of(index[0], self.ranks.rank, self.ranks.size)
-            self._start(partial(self._upload, self.upload_store, name, pieces, time.monotonic()))
-        return manifest["step"]
+        self.dataloader.load_state_dict(opened.manifest["dataloader"])
+        logger.info(f"resumed from {opened.url}, written by {opened.manifest['world_size']} ranks")
+        self.newest_step = opened.manifest["step"]
+        if self.upload_store and (self.upload_store, opened.name) not in candidates:  # an earlier start ended before
+            pieces = pieces_of(opened.metadata, self.ranks.rank, self.ranks.size)
+            self._start(partial(self._upload, self.upload_store, opened.name, pieces, time.monotonic()))
+        return opened.manifest["step"]
 
     def _find(self) -> list[tuple[Store, str]]:
         """The checkpoints of this run, newest first. Raises CheckpointError if none is seen where one has been."""
-        stores = [store for store in (self.store, self.upload_store) if store]
         known = ""
         if self.saved_file.is_file():  # that it is there says enough: a kill may have cut it
             known = f"saved {self.saved_file.read_text(encoding='utf-8', errors='replace')}"
         if self.newest_step is not None:
             known = f"saved or loaded that of step {self.newest_step}"
         deadline = time.monotonic() + self.settings.visibility_seconds
-        while not (found := by_age(stores)) and known:
+        while not (found := by_age(self.stores)) and known:
             if time.monotonic() > deadline:
                 raise CheckpointError(
                     f"{self.store.url}: no checkpoint is seen there, but this run has {known}; nothing is started "
@@ -207,7 +173,7 @@ class CheckpointManager:
         if self.newest_step is None:
             self.known.update(name for _, name in found)
         else:  # back to one of this start's own, or the one it began with
-            for store in stores:
+            for store in self.stores:
                 self._check_alone(store)
         return found
 
@@ -232,56 +198,58 @@ class CheckpointManager:
 
     def _load_initial(self) -> int:
         """The weights of `checkpoint.initial_load`, if set, into the model."""
-        place = self.settings.initial_load
-        if place:
-            names = self.model_bytes.keys()
+        if place := self.settings.initial_load:
 
-            def fill(store: Store, name: str, manifest: Manifest, metadata: Metadata) -> None:
-                check_same_names(join(store.url, name), names, metadata)
-                read_state(store, name, metadata, {"model": model_tensors(self.model)}, self.on_progress)
+            def fill(opened: Opened) -> None:
+                self._check_fits(opened)
+                read_state(opened, {"model": model_tensors(self.model)}, self.on_progress)
 
-            store, name, _, _ = load_newest(
-                self._agreed(lambda: locate(place)),
-                self.ranks,
-                fill,
-                lambda manifest: check_identity(manifest, self.identity),
-            )
-            logger.info(f"model weights loaded from {join(store.url, name)}")
+            opened, _ = load_newest(self._agreed(lambda: locate(place, self.settings)), self.ranks, fill)
+            logger.info(f"model weights loaded from {opened.url}")
         return 0
 
-    def _fill(self, store: Store, name: str, manifest: Manifest, metadata: Metadata) -> None:
-        """Model, optimizer and random states from checkpoint `name`, each byte checked."""
+    def _check_fits(self, opened: Opened) -> None:
+        check_identity(opened.manifest, self.identity)
+        check_same_names(opened, self.model_bytes)
+
+    def _fill(self, opened: Opened) -> None:
+        """Model, optimizer and random states from a checkpoint, each byte checked."""
+        self._check_fits(opened)
         state: State = {"model": model_tensors(self.model)}
-        if saved := tensors_in(metadata, "optimizer."):
-            allocate_optimizer_state(self.optimizer)
-            weights = parameters(self.model)
-            idle = {  # by the time of the save
-                weight: parameter
-                for weight, parameter in weights.items()
-                if not any(key.startswith(f"optimizer.{weight}.") for key in saved)
-            }
-            if len(idle) == len(weights):
-                raise CheckpointError(f"{join(store.url, name)}: its optimizer state is of other weights: {min(saved)}")
-            for parameter in idle.values():
-                self.optimizer.state.pop(parameter, None)
-            if idle:
-                logger.info(f"{name}: no optimizer state of {len(idle)} weights, as of {min(idle)}: theirs starts anew")
-            tensors = optimizer_tensors(self.model, self.optimizer)
-            for new in [key for key in tensors if key.endswith(OUTER) and f"optimizer.{key}" not in saved]:
-                tensors.pop(new).zero_()  # the islands' own: parallelism.local_steps was turned on since
-            state["optimizer"] = tensors
+        if saved := tensors_in(opened.metadata, "optimizer."):
+            state["optimizer"] = self._optimizer_tensors_of(opened, saved)
         else:  # a checkpoint of step 0; a damaged one, passed over for it, may have left some
             self.optimizer.state.clear()
         states = random_state(self.device)
-        if manifest["world_size"] == self.ranks.size:
+        same_size = opened.manifest["world_size"] == self.ranks.size
+        if same_size:
             prefix = f"rng.{self.ranks.rank}."
-            states = {kind: value for kind, value in states.items() if tensors_in(metadata, f"{prefix}{kind}")}
+            states = {kind: value for kind, value in states.items() if tensors_in(opened.metadata, f"{prefix}{kind}")}
             state["rng"] = {str(self.ranks.rank): states}
         # Who has a share of its own is the only one to read what it wrote; the first of replicas fills the page cache.
         held = held_bytes(state["model"].values()) * self.ranks.size
-        alone = manifest["world_size"] == self.ranks.size and held <= 1.1 * sum(self.model_bytes.values())
-        read_state(store, name, metadata, state, self.on_progress, files_of(self.ranks.rank) if alone else "")
+        alone = same_size and held <= 1.1 * sum(self.model_bytes.values())
+        read_state(opened, state, self.on_progress, files_of(self.ranks.rank) if alone else "")
         set_random_state(states)
+
+    def _optimizer_tensors_of(self, opened: Opened, saved: set[str]) -> dict[str, Tensor]:
+        """The optimizer's tensors to be filled with those that a checkpoint has, `saved`; state it lacks is dropped."""
+        allocate_optimizer_state(self.optimizer)
+        weights = parameters(self.model)
+        idle = [  # by the time of the save
+            weight for weight in weights if not any(key.startswith(f"optimizer.{weight}.") for key in saved)
+        ]
+        if len(idle) == len(weights):
+            raise CheckpointError(f"{opened.url}: its optimizer state is of other weights: {min(saved)}")
+        for weight in idle:
+            self.optimizer.state.pop(weights[weight], None)
+        if idle:
+            lacking = f"no optimizer state of {len(idle)} weights, as of {min(idle)}"
+            logger.info(f"{opened.name}: {lacking}: theirs starts anew")
+        tensors = optimizer_tensors(self.model, self.optimizer)
+        for new in [key for key in tensors if key.endswith(OUTER) and f"optimizer.{key}" not in saved]:
+            tensors.pop(new).zero_()  # the islands' own: parallelism.local_steps was turned on since
+        return tensors
 
     # ------------------------------------------------------------ save
 
@@ -321,13 +289,12 @@ class CheckpointManager:
         """Write the weights alone, unless an earlier start has done so in all places."""
         self.wait()
         started = time.monotonic()
-        stores = [store for store in (self.store, self.upload_store) if store]
 
-        def look() -> bool:
-            found = [finished(store.sizes()) for store in stores]
-            return all(any(name.startswith(f"model-{step:08d}-") for name in names) for names in found)
+        def saved() -> bool:
+            places = [finished(store.sizes()) for store in self.stores]
+            return all(any(name.startswith(f"model-{step:08d}-") for name in names) for names in places)
 
-        if not self.ranks.from_rank_0(look):
+        if not self.ranks.from_rank_0(saved):
             state: State = {"model": model_tensors(self.model)}
             save = self._prepare(new_checkpoint_name(step, "model"), step, state, started)
             written = self._write(save)
@@ -414,7 +381,6 @@ class CheckpointManager:
     def _remove_superfluous(self, store: Store, saved: str) -> None:
         """Remove from `store` what is not kept, now that `saved` is committed there."""
         damaged = {name for url, name in self.damaged if url == store.url}
-        keep, keep_every = self.settings.keep, self.settings.keep_every
         leftover_seconds = 2 * self.settings.timeout_seconds
 
         def tidy() -> tuple[set[str], set[str]]:
@@ -423,7 +389,7 @@ class CheckpointManager:
             except CheckpointError as error:
                 logger.warning(f"uploads that were begun and never finished could not be removed: {error}")
             sizes = store.sizes()
-            old = superfluous(sizes, saved, keep=keep, keep_every=keep_every, damaged=damaged)
+            old = superfluous(sizes, saved, self.settings, damaged)
             remove_checkpoints(store, old | unfinished(sizes, leftover_seconds), sizes)
             return old, finished(sizes) - old
 
@@ -487,20 +453,20 @@ class CheckpointManager:
             moments = 1 if self.config.optimizer.state_dtype == "bfloat16" else 2  # of the weights' size
             outer = 1 if self.config.parallelism.local_steps else 0
             rank_bytes = (1 + moments + outer) * sum(self.model_bytes.values()) // self.ranks.size
-            keep, keep_every = self.settings.keep, self.settings.keep_every
-            check_room(self.store, self.ranks, rank_bytes, keep=keep, keep_every=keep_every)
+            check_room(self.store, self.ranks, rank_bytes, self.settings)
 
     def _agreed(self, find: Callable[[], list[tuple[Store, str]]]) -> list[tuple[Store, str]]:
         """What rank 0 finds, on every rank."""
         agreed = self.ranks.from_rank_0(lambda: [(store.url, name) for store, name in find()])
-        stores = {store.url: store for store in (self.store, self.upload_store) if store}
-        stores |= {url: _open_store(url, self.settings) for url in {url for url, _ in agreed} - stores.keys()}
+        stores = {store.url: store for store in self.stores}
+        stores |= {url: open_store(url, self.settings) for url in {url for url, _ in agreed} - stores.keys()}
         return [(stores[url], name) for url, name in agreed]
 
 
-def _open_store(place: str | Path, settings: Checkpoint) -> Store:
-    waits = {"request_seconds": settings.request_timeout_seconds, "visibility_seconds": settings.visibility_seconds}
-    return open_store(place, **waits)
+def _open_stores(settings: Checkpoint, run_folder: Path) -> list[Store]:
+    """Where a run keeps its checkpoints: the first place, and the second if there is one."""
+    places = [settings.folder or run_folder / "checkpoints", settings.upload]
+    return [open_store(place, settings) for place in places if place]
 
 
 def _jsonable(value: dict[str, Any]) -> dict[str, Any]:

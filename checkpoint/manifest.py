@@ -5,13 +5,14 @@ import io
 import json
 import pickle
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
-from checkpoint.stores import CheckpointError, DamagedError, Store
+from checkpoint.stores import CheckpointError, DamagedError, Store, join
 
 MANIFEST = "MANIFEST.json"
 METADATA = ".metadata"
@@ -19,6 +20,20 @@ FORMAT_VERSION = 1
 
 Manifest = dict[str, Any]
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint to read: where it is, and what its manifest ({} in a stock one) and its index say."""
+
+    store: Store
+    name: str  # "" where the store is this one checkpoint
+    manifest: Manifest
+    metadata: Metadata
+
+    @property
+    def url(self) -> str:
+        return join(self.store.url, self.name)
 
 
 class ChecksumError(DamagedError):

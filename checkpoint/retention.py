@@ -6,9 +6,10 @@ import time
 from collections.abc import Collection, Sequence
 
 from checkpoint.manifest import MANIFEST
+from checkpoint.names import age_seconds, is_checkpoint_name, step_of
 from checkpoint.ranks import Ranks
-from checkpoint.storage import age_seconds, is_checkpoint_name, step_of
 from checkpoint.stores import CheckpointError, DamagedError, LocalStore, Store
+from config import Checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -22,9 +23,13 @@ def committed(store: Store) -> list[str]:
     return _committed(store.sizes())
 
 
-def superfluous(
-    sizes: Collection[str], saved: str, *, keep: int, keep_every: int, damaged: Collection[str]
-) -> set[str]:
+def by_age(stores: Sequence[Store]) -> list[tuple[Store, str]]:
+    """(store, name) of all committed checkpoints, newest first, of the same one the first store's before the others."""
+    found = [(store, name) for store in stores for name in committed(store)]
+    return sorted(found, key=lambda pair: pair[1], reverse=True)  # leaves equal ones in their order
+
+
+def superfluous(sizes: Collection[str], saved: str, settings: Checkpoint, damaged: Collection[str]) -> set[str]:
     """What may go of a listing, now that `saved` is committed there.
 
     All but `saved`, the `keep` newest (0: all are kept) and those of every `keep_every`-th step; and the `damaged`.
@@ -35,8 +40,8 @@ def superfluous(
         return {name for name in finished(sizes) if name.rpartition("-")[0] == kind} - {saved}
     names = _committed(sizes)
     intact = [name for name in names if name not in damaged]
-    stay = {name for name in intact if not keep or _kept_for_ever(name, keep_every)}
-    return set(names) - stay - set(intact[:keep]) - {saved}
+    stay = {name for name in intact if _kept_for_ever(name, settings)}
+    return set(names) - stay - set(intact[: settings.keep]) - {saved}
 
 
 def finished(sizes: Collection[str]) -> set[str]:
@@ -63,14 +68,14 @@ def remove_checkpoints(store: Store, names: Collection[str], sizes: Collection[s
         raise CheckpointError(f"{store.url}: files of {', '.join(left)} are still listed after their removal")
 
 
-def check_room(store: LocalStore, ranks: Ranks, rank_bytes: int, *, keep: int, keep_every: int) -> None:
+def check_room(store: LocalStore, ranks: Ranks, rank_bytes: int, settings: Checkpoint) -> None:
     """Refuse to start where the disk cannot hold what is kept and the next, `rank_bytes` each here. Collective.
 
     Checkpoints that will go count as room; those begun and never committed are removed where they are in the way.
     Raises CheckpointError.
     """
     try:
-        _check_room(store, ranks, rank_bytes, keep, keep_every)
+        _compare_room(store, ranks, rank_bytes, settings)
     except _NoRoomError:
         listed = ranks.gather(ranks.together(lambda: unfinished(store.sizes())))
         # By rank 0, which has all listings: no other disk has manifests.
@@ -78,7 +83,7 @@ def check_room(store: LocalStore, ranks: Ranks, rank_bytes: int, *, keep: int, k
         ranks.together(lambda: remove_checkpoints(store, begun, store.sizes()))
         if begun and ranks.rank == 0:
             logger.warning(f"{store.url}: removed to make room: {', '.join(sorted(begun))}, never committed")
-        _check_room(store, ranks, rank_bytes, keep, keep_every)
+        _compare_room(store, ranks, rank_bytes, settings)
 
 
 def _has_manifest(store: Store, name: str) -> bool:
@@ -90,14 +95,14 @@ def _has_manifest(store: Store, name: str) -> bool:
     return True
 
 
-def _check_room(store: LocalStore, ranks: Ranks, rank_bytes: int, keep: int, keep_every: int) -> None:
-    copies = max(2, keep + 1)
+def _compare_room(store: LocalStore, ranks: Ranks, rank_bytes: int, settings: Checkpoint) -> None:
+    copies = max(2, settings.keep + 1)
     probe = ranks.broadcast(f".probe-{time.time_ns()}")
     ranks.from_rank_0(lambda: store.touch(probe))
     sizes, free_bytes = ranks.together(lambda: (store.sizes(), store.free_bytes()))
     disk = "shared" if probe in sizes else socket.gethostname()  # ranks that see it share one disk
     names = ranks.broadcast(_committed(sizes))  # as rank 0 sees it: no other disk has manifests
-    going = {name for name in names if keep and not _kept_for_ever(name, keep_every)}
+    going = {name for name in names if not _kept_for_ever(name, settings)}
     going = {name for name in going if not (store.folder / name).is_symlink()}  # whose removal frees nothing
     room = free_bytes + sum(size for file, size in sizes.items() if file.partition("/")[0] in going)
     reports = ranks.gather((disk, rank_bytes, room))
@@ -117,8 +122,9 @@ def _check_room(store: LocalStore, ranks: Ranks, rank_bytes: int, keep: int, kee
     ranks.from_rank_0(check)
 
 
-def _kept_for_ever(name: str, keep_every: int) -> bool:
-    return bool(keep_every) and (step_of(name) or 0) % keep_every == 0
+def _kept_for_ever(name: str, settings: Checkpoint) -> bool:
+    every = settings.keep_every
+    return not settings.keep or (every > 0 and (step_of(name) or 0) % every == 0)
 
 
 def _folders(sizes: Collection[str]) -> set[str]:
@@ -127,9 +133,3 @@ def _folders(sizes: Collection[str]) -> set[str]:
 
 def _committed(sizes: Collection[str]) -> list[str]:
     return sorted((name for name in finished(sizes) if step_of(name) is not None), reverse=True)
-
-
-def by_age(stores: Sequence[Store]) -> list[tuple[Store, str]]:
-    """(store, name) of all committed checkpoints, newest first, of the same one the first store's before the others."""
-    found = [(name, -number, store) for number, store in enumerate(stores) for name in committed(store)]
-    return [(store, name) for name, _, store in sorted(found, key=lambda entry: entry[:2], reverse=True)]

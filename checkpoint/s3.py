@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
+from functools import partial
 from http.client import HTTPException
 from typing import IO, Any, TypeVar, cast
 
@@ -35,9 +36,9 @@ from botocore.exceptions import (
 from botocore.parsers import ResponseParserError
 from botocore.response import StreamingBody
 
-from checkpoint.storage import is_checkpoint_name
+from checkpoint.names import is_checkpoint_name
 from checkpoint.stores import CheckpointError, DamagedError, join
-from config import REQUEST_ATTEMPTS
+from config import REQUEST_ATTEMPTS, Checkpoint
 
 T = TypeVar("T")
 
@@ -74,24 +75,24 @@ SAID = {
 class S3Store:
     """The objects under `s3://bucket/prefix`.
 
-    A request that is not answered for `request_seconds` is repeated, REQUEST_ATTEMPTS times in all. An object that must
-    exist and is not seen is waited for, `visibility_seconds` long: some stores show a new object late.
+    A request that is not answered for `request_timeout_seconds` is repeated, REQUEST_ATTEMPTS times in all. An object
+    that must exist and is not seen is waited for, `visibility_seconds` long: some stores show a new object late.
     """
 
     read_threads = 8
 
-    def __init__(self, url: str, *, request_seconds: float, visibility_seconds: float) -> None:
+    def __init__(self, url: str, settings: Checkpoint) -> None:
         self.url = url.rstrip("/")
         self.bucket, _, self.prefix = self.url.removeprefix("s3://").partition("/")
-        self.visibility_seconds = visibility_seconds
-        self.request_seconds = request_seconds
+        self.visibility_seconds = settings.visibility_seconds
+        self.request_timeout_seconds = settings.request_timeout_seconds
         self.client = self._connect()
 
     def _connect(self) -> Any:
         """A client with the credentials that there are now."""
         config = Config(
             connect_timeout=CONNECT_SECONDS,
-            read_timeout=self.request_seconds,
+            read_timeout=self.request_timeout_seconds,
             retries={"total_max_attempts": 1},  # repeated below, where what may be repeated is known
             max_pool_connections=64,
             request_checksum_calculation="when_required",  # not every S3 API knows the newer checksums
@@ -113,10 +114,9 @@ class S3Store:
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
         sizes: dict[str, int] = {}
-        root = f"{self.prefix}/" if self.prefix else ""
-        under = self._key(prefix) + "/" if prefix else root
-        for page in self._pages("list_objects_v2", prefix, under, {"ContinuationToken": "NextContinuationToken"}):
-            sizes |= {entry["Key"].removeprefix(root): entry["Size"] for entry in page.get("Contents", ())}
+        following = {"ContinuationToken": "NextContinuationToken"}
+        for page in self._pages("list_objects_v2", f"{prefix}/" if prefix else "", following):
+            sizes |= {self._name(entry["Key"]): entry["Size"] for entry in page.get("Contents", ())}
         return sizes
 
     def read(self, name: str) -> bytes:
@@ -131,8 +131,8 @@ class S3Store:
             first, last = offset + start, offset + start + len(piece) - 1
 
             def get() -> int:
-                key, part = self._key(name), f"bytes={first}-{last}"
-                answer = self._ask("get_object", Key=key, Range=part)
+                part = f"bytes={first}-{last}"
+                answer = self._ask("get_object", Key=self._key(name), Range=part)
                 held = re.match(rf"bytes {first}-(\d+)/(\d+)", answer.get("ContentRange", ""))
                 # The whole object, say, or less than it has: its first bytes would pass for damaged ones.
                 if not held or int(held[1]) < min(last, int(held[2]) - 1):
@@ -162,13 +162,13 @@ class S3Store:
                 raise
 
     def put(self, name: str, data: bytes) -> None:
-        self._call("put_object", name, Key=self._key(name), Body=data)
+        self._call("put_object", name, Body=data)
 
     def remove(self, names: list[str]) -> None:
         # One request each: DeleteObjects answers 200 even where it removed nothing.
         def delete(name: str) -> None:
             with suppress(_NotFoundError):  # where a store says so
-                self._call("delete_object", name, Key=self._key(name))
+                self._call("delete_object", name)
 
         for name in names[:1]:
             delete(name)
@@ -176,35 +176,40 @@ class S3Store:
             list(threads.map(delete, names[1:]))
 
     def abort_uploads(self, older_than_seconds: float) -> None:
-        root = f"{self.prefix}/" if self.prefix else ""  # without the slash `run` would reach into `run-2`
-        after = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
-        for page in self._pages("list_multipart_uploads", "", root, after):
+        following = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
+        for page in self._pages("list_multipart_uploads", "", following):
             for upload in page.get("Uploads", ()):
-                own = is_checkpoint_name(upload["Key"].removeprefix(root).partition("/")[0])
-                if own and time.time() - upload["Initiated"].timestamp() > older_than_seconds:
+                name = self._name(upload["Key"])
+                old = time.time() - upload["Initiated"].timestamp() > older_than_seconds
+                if old and is_checkpoint_name(name.partition("/")[0]):
                     with suppress(_NotFoundError):
-                        self._call(
-                            "abort_multipart_upload", upload["Key"], Key=upload["Key"], UploadId=upload["UploadId"]
-                        )
+                        self._call("abort_multipart_upload", name, UploadId=upload["UploadId"])
 
-    def _pages(self, method: str, name: str, prefix: str, following: dict[str, str]) -> Iterator[dict[str, Any]]:
-        """All pages of a listing; `following`: what asks for the next one → what the one before calls it."""
+    def _pages(self, method: str, folder: str, following: dict[str, str]) -> Iterator[dict[str, Any]]:
+        """All pages of a listing of `folder`, "" or with a slash at its end.
+
+        `following`: what asks for the next one → what the one before calls it.
+        """
         more: dict[str, str] = {}
         while True:
-            page = self._call(method, name, Prefix=prefix, **more)
+            page = self._repeated(folder, partial(self._ask, method, Prefix=self._key(folder), **more))
             yield page
             if not page["IsTruncated"]:
                 return
             before, more = more, {argument: page.get(field, "") for argument, field in following.items()}
             if more == before or not any(more.values()):
-                raise CheckpointError(f"{join(self.url, name)}: its listing does not go on after a page of it")
+                raise CheckpointError(f"{join(self.url, folder)}: its listing does not go on after a page of it")
 
     def _key(self, name: str) -> str:
+        """With a slash after the prefix also where `name` is "": without, `run` would reach into `run-2`."""
         return f"{self.prefix}/{name}" if self.prefix else name
 
+    def _name(self, key: str) -> str:
+        return key.removeprefix(self._key(""))
+
     def _call(self, method: str, name: str, **arguments: Any) -> dict[str, Any]:
-        """One S3 request on `name`, repeated where that can help. Raises CheckpointError naming it."""
-        return self._repeated(name, lambda: self._ask(method, **arguments))
+        """One S3 request on the object `name`, repeated where that can help. Raises CheckpointError naming it."""
+        return self._repeated(name, lambda: self._ask(method, Key=self._key(name), **arguments))
 
     def _ask(self, method: str, **arguments: Any) -> dict[str, Any]:
         """One S3 request, once. Raises botocore's errors."""
@@ -331,10 +336,9 @@ class _MultipartStream(io.RawIOBase):
             self._call("complete_multipart_upload", UploadId=self.upload_id, MultipartUpload={"Parts": tags})
         except _NotFoundError:
             # No such upload: it was completed by an attempt whose answer got lost, or it was aborted by somebody.
-            place = {"Bucket": self.store.bucket, "Key": self.store._key(self.name)}
+            look = partial(self.store._ask, "head_object", Key=self.store._key(self.name))
             with suppress(DamagedError):
-                head = self.store._visible(self.name, lambda: self.store.client.head_object(**place))
-                if head["ContentLength"] == self.size:
+                if self.store._visible(self.name, look)["ContentLength"] == self.size:
                     return
             raise
 
@@ -366,4 +370,4 @@ class _MultipartStream(io.RawIOBase):
             self.parts[-PARTS_IN_FLIGHT - 1].result()
 
     def _call(self, method: str, **arguments: Any) -> dict[str, Any]:
-        return self.store._call(method, self.name, Key=self.store._key(self.name), **arguments)
+        return self.store._call(method, self.name, **arguments)

@@ -15,10 +15,7 @@ import io
 import itertools
 import pickle
 import platform
-import re
-import secrets
 import struct
-import time
 import zipfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -43,11 +40,13 @@ from checkpoint.manifest import (
     METADATA,
     ChecksumError,
     Manifest,
+    Opened,
     checked_twice,
     encode_manifest,
     sha256,
     unpickle_metadata,
 )
+from checkpoint.names import files_of, rank_of
 from checkpoint.planning import Plan, State
 from checkpoint.stores import ALIGNMENT, CheckpointError, DamagedError, Store, join
 
@@ -55,34 +54,7 @@ WRITE_THREADS = 2
 RANGE_BYTES = 16 << 20  # neighbouring items are read together up to this
 WINDOW_BYTES = 256 << 20  # read and not yet copied, at most, unless a single item is larger
 
-
-# ---------------------------------------------------------------- names
-
-
-def new_checkpoint_name(step: int, kind: str = "step") -> str:
-    """A folder name that no other save has: step, time and chance. Names sort by step, then by age."""
-    return f"{kind}-{step:08d}-{int(time.time()):08x}{secrets.token_hex(2)}"
-
-
-def files_of(rank: int) -> str:
-    """How the names of the files begin that `rank` writes into a checkpoint."""
-    return f"__{rank}_"
-
-
-def age_seconds(name: str) -> float:
-    """Time since `new_checkpoint_name` gave this name."""
-    return time.time() - int(name.rpartition("-")[2][:8], 16)
-
-
-def is_checkpoint_name(name: str) -> bool:
-    """Whether `new_checkpoint_name` may have made this name."""
-    return re.fullmatch(r"(step|model)-\d{8,}-[0-9a-f]{12}", name) is not None
-
-
-def step_of(name: str) -> int | None:
-    """The step in a checkpoint's folder name, None for any other name."""
-    match = re.fullmatch(r"step-(\d{8,})-[0-9a-f]{12}", name)
-    return int(match[1]) if match else None
+Item = tuple[_StorageInfo, Any]  # where it lies, and what it is wanted for
 
 
 # ---------------------------------------------------------------- writing
@@ -111,17 +83,15 @@ def write_items(
     `on_progress` is called after each write, by several threads. Raises CheckpointError; then the file in question does
     not exist.
     """
-    buckets = _split_evenly(list(enumerate(items)), WRITE_THREADS)
     with ThreadPoolExecutor(WRITE_THREADS) as threads:
-        files = [f"{files_of(rank)}{number}.distcp" for number in range(len(buckets))]
         written = [
-            threads.submit(_write_file, store, name, file, bucket, resolve, on_progress)
-            for file, bucket in zip(files, buckets, strict=True)
+            threads.submit(_write_file, store, name, f"{files_of(rank)}{number}.distcp", bucket, resolve, on_progress)
+            for number, bucket in enumerate(_split_evenly(list(enumerate(items)), WRITE_THREADS))
         ]
         return [entry for future in written for entry in future.result()]
 
 
-def commit(store: Store, name: str, plan: Plan, written: Sequence[Sequence[Written]], facts: Manifest) -> Manifest:
+def commit(store: Store, name: str, plan: Plan, written: Sequence[Sequence[Written]], facts: Manifest) -> None:
     """Write the index, then the manifest: from then on the checkpoint exists. For rank 0, after all have written.
 
     `written` is by rank; `facts` go into the manifest as they are. Raises CheckpointError when an item was
@@ -155,7 +125,6 @@ def commit(store: Store, name: str, plan: Plan, written: Sequence[Sequence[Writt
     }
     store.put(f"{name}/{METADATA}", pickled)
     store.put(f"{name}/{MANIFEST}", encode_manifest(manifest))
-    return manifest
 
 
 def _check_readable(name: str, index: Metadata) -> None:
@@ -276,22 +245,15 @@ def pieces_of(metadata: Metadata, rank: int, ranks: int) -> list[Written]:
     return [
         Written(0, info.relative_path, info.offset, info.length, info.crc32)
         for info in metadata.storage_data.values()
-        if int(info.relative_path.split("_")[2]) % ranks == rank
+        if rank_of(info.relative_path) % ranks == rank
     ]
 
 
 # ---------------------------------------------------------------- reading
 
 
-def read_state(
-    store: Store,
-    name: str,
-    metadata: Metadata,
-    state: State,
-    on_progress: Callable[[], None] = lambda: None,
-    alone: str = "",
-) -> None:
-    """Fill the tensors of `state` (nested dicts; DTensors: this rank's part) from checkpoint `name`, in place.
+def read_state(opened: Opened, state: State, on_progress: Callable[[], None] = lambda: None, alone: str = "") -> None:
+    """Fill the tensors of `state` (nested dicts; DTensors: this rank's part) from a checkpoint, in place.
 
     Files that begin with `alone`, if any, are read by no other process.
 
@@ -300,17 +262,17 @@ def read_state(
     `state` may then be filled in part.
     """
     planner = DefaultLoadPlanner()
-    planner.set_up_planner(state, metadata)
-    _check_tensors(join(store.url, name), planner.state_dict, metadata)
+    planner.set_up_planner(state, opened.metadata)
+    _check_tensors(opened, planner.state_dict)
     plan = planner.create_local_plan()
 
     def consume(info: _StorageInfo, data: memoryview, wanted: list[ReadItem]) -> None:
         index = wanted[0].storage_index
-        _check_item(store, name, info, index, data)
+        _check_item(opened, info, index, data)
         try:
-            tensor = _decode(info, data, metadata, index)
+            tensor = _decode(info, data, opened.metadata, index)
         except Exception as error:
-            where = f"{join(store.url, name)}/{info.relative_path}"
+            where = f"{opened.url}/{info.relative_path}"
             raise DamagedError(f"{where}: {index.fqn} is not a tensor that can be read: {error}") from None
         for item in wanted:
             target = planner.resolve_tensor(item).detach()
@@ -319,21 +281,20 @@ def read_state(
 
     wanted: dict[tuple[str, int], tuple[_StorageInfo, list[ReadItem]]] = {}
     for item in plan.items:
-        info = metadata.storage_data[item.storage_index]
+        info = opened.metadata.storage_data[item.storage_index]
         wanted.setdefault((info.relative_path, info.offset), (info, []))[1].append(item)
-    by_info = [wanted[key] for key in sorted(wanted)]
-    _read_ranges(store, name, by_info, consume, alone)
+    _read_ranges(opened, [wanted[place] for place in sorted(wanted)], consume, alone)
 
 
-def verify_items(store: Store, name: str, metadata: Metadata, progress: Callable[[int], None]) -> None:
-    """Read and check every item of checkpoint `name`; `progress` gets the bytes of each. Raises DamagedError."""
+def verify_items(opened: Opened, progress: Callable[[int], None]) -> None:
+    """Read and check every item of a checkpoint; `progress` gets the bytes of each. Raises DamagedError."""
 
     def consume(info: _StorageInfo, data: memoryview, index: MetadataIndex) -> None:
-        _check_item(store, name, info, index, data)
+        _check_item(opened, info, index, data)
         progress(info.length)
 
-    by_place = sorted(metadata.storage_data.items(), key=lambda pair: (pair[1].relative_path, pair[1].offset))
-    _read_ranges(store, name, [(info, index) for index, info in by_place], consume)
+    items = [(info, index) for index, info in opened.metadata.storage_data.items()]
+    _read_ranges(opened, sorted(items, key=lambda item: (item[0].relative_path, item[0].offset)), consume)
 
 
 def tensors_in(metadata: Metadata, prefix: str) -> set[str]:
@@ -341,22 +302,23 @@ def tensors_in(metadata: Metadata, prefix: str) -> set[str]:
     return {name for name in metadata.state_dict_metadata if name.startswith(prefix)}
 
 
-def _check_tensors(place: str, tensors: Mapping[str, Any], metadata: Metadata) -> None:
-    missing = sorted(set(tensors) - set(metadata.state_dict_metadata))
-    if missing:
-        raise CheckpointError(f"{place}: has no {', '.join(missing[:3])}{_and_more(missing)}")
+def _check_tensors(opened: Opened, tensors: Mapping[str, Any]) -> None:
+    held = opened.metadata.state_dict_metadata
+    if missing := sorted(tensors.keys() - held.keys()):
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise CheckpointError(f"{opened.url}: has no {', '.join(missing[:3])}{more}")
     for fqn, tensor in tensors.items():
-        stored = getattr(metadata.state_dict_metadata[fqn], "size", None)
+        stored = getattr(held[fqn], "size", None)
         if stored is None or tuple(stored) != tuple(tensor.size()):
-            held = "not a tensor" if stored is None else f"of shape {tuple(stored)}"
-            raise CheckpointError(f"{place}: {fqn} is {held}, must be of shape {tuple(tensor.size())}")
+            kind = "not a tensor" if stored is None else f"of shape {tuple(stored)}"
+            raise CheckpointError(f"{opened.url}: {fqn} is {kind}, must be of shape {tuple(tensor.size())}")
 
 
-def _check_item(store: Store, name: str, info: _StorageInfo, index: MetadataIndex, data: memoryview) -> None:
+def _check_item(opened: Opened, info: _StorageInfo, index: MetadataIndex, data: memoryview) -> None:
     expected = getattr(info, "crc32", None)  # stock checkpoints have none
     if expected is not None and isal_zlib.crc32(data) != expected:
-        where = join(store.url, name)
-        raise ChecksumError(f"{where}/{info.relative_path}: checksum of {index.fqn} differs, at byte {info.offset}")
+        where = f"{opened.url}/{info.relative_path}"
+        raise ChecksumError(f"{where}: checksum of {index.fqn} differs, at byte {info.offset}")
 
 
 def _decode(info: _StorageInfo, data: memoryview, metadata: Metadata, index: MetadataIndex) -> Tensor:
@@ -365,14 +327,14 @@ def _decode(info: _StorageInfo, data: memoryview, metadata: Metadata, index: Met
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     stored = metadata.state_dict_metadata[index.fqn]
     assert isinstance(stored, TensorStorageMetadata)
-    shape = next(chunk.sizes for chunk in stored.chunks if chunk.offsets == (index.offset or chunk.offsets))
+    assert index.index is not None  # DCP's planner numbers the chunks
+    shape, dtype = stored.chunks[index.index].sizes, stored.properties.dtype
+    if not shape.numel():
+        return torch.empty(shape, dtype=dtype)
     with zipfile.ZipFile(cast(IO[bytes], _MemoryReader(data))) as archive:  # what torch.save writes
         record = next(entry for entry in archive.infolist() if entry.filename.endswith("/data/0"))
     name_bytes, extra_bytes = struct.unpack_from("<HH", data, record.header_offset + 26)
     start = record.header_offset + 30 + name_bytes + extra_bytes
-    if not shape.numel():
-        return torch.empty(shape, dtype=stored.properties.dtype)
-    dtype = stored.properties.dtype
     values = torch.frombuffer(data, dtype=torch.uint8, count=shape.numel() * dtype.itemsize, offset=start)
     if dtype == torch.complex128:  # torch reads it as if it always lay at a multiple of 16 bytes, or crashes
         values = values.clone()
@@ -380,9 +342,8 @@ def _decode(info: _StorageInfo, data: memoryview, metadata: Metadata, index: Met
 
 
 def _read_ranges(
-    store: Store,
-    name: str,
-    items: Sequence[tuple[_StorageInfo, Any]],
+    opened: Opened,
+    items: Sequence[Item],
     consume: Callable[[_StorageInfo, memoryview, Any], None],
     alone: str = "",
 ) -> None:
@@ -390,10 +351,11 @@ def _read_ranges(
 
     The next ranges are read by threads meanwhile, WINDOW_BYTES of them at most (or one range, if that is larger).
     """
-    prefix = f"{name}/" if name else ""
+    store = opened.store
+    prefix = f"{opened.name}/" if opened.name else ""
     free: list[np.ndarray] = []  # buffers to use again: new memory costs more than the copy into it
 
-    def read(group: list[tuple[_StorageInfo, Any]]) -> tuple[np.ndarray, memoryview]:
+    def read(group: list[Item]) -> tuple[np.ndarray, memoryview]:
         offset, size = group[0][0].offset, _size(group)
         room = max(size, RANGE_BYTES) + ALIGNMENT
         buffer = free.pop() if free and size <= RANGE_BYTES else np.empty(room, np.uint8)
@@ -403,43 +365,46 @@ def _read_ranges(
         store.read_into(prefix + file, offset, data, bool(alone) and file.startswith(alone))
         return buffer, data
 
-    def consume_all(group: list[tuple[_StorageInfo, Any]], buffer: np.ndarray, data: memoryview) -> None:
+    def consume_all(group: list[Item], buffer: np.ndarray, data: memoryview) -> None:
         for info, target in group:
             start = info.offset - group[0][0].offset
             consume(info, data[start : start + info.length], target)
         if len(buffer) == RANGE_BYTES + ALIGNMENT:
             free.append(buffer)
 
-    groups = _neighbours(items)
-    coming = next(groups, None)
-    ahead: deque[tuple[list[tuple[_StorageInfo, Any]], Future[tuple[np.ndarray, memoryview]]]] = deque()
+    ahead: deque[tuple[list[Item], Future[tuple[np.ndarray, memoryview]]]] = deque()
+
+    def consume_first() -> None:
+        group, future = ahead.popleft()
+        try:
+            consume_all(group, *future.result())
+        except ChecksumError:  # a bit can flip on the way, too
+            consume_all(group, *read(group))
+
     with ThreadPoolExecutor(store.read_threads) as threads:
         try:
-            while coming or ahead:
-                held = sum(_size(group) for group, _ in ahead)
-                room = len(ahead) <= store.read_threads and held + _size(coming or []) <= WINDOW_BYTES
-                if coming and (room or not ahead):
-                    ahead.append((coming, threads.submit(read, coming)))
-                    coming = next(groups, None)
-                    continue
-                group, future = ahead.popleft()
-                try:
-                    consume_all(group, *future.result())
-                except ChecksumError:  # a bit can flip on the way, too
-                    consume_all(group, *read(group))
+            for coming in _neighbours(items):
+                while ahead and (
+                    len(ahead) > store.read_threads
+                    or _size(coming) + sum(_size(group) for group, _ in ahead) > WINDOW_BYTES
+                ):
+                    consume_first()
+                ahead.append((coming, threads.submit(read, coming)))
+            while ahead:
+                consume_first()
         finally:
             for _, future in ahead:
                 future.cancel()
 
 
-def _size(group: Sequence[tuple[_StorageInfo, Any]]) -> int:
+def _size(group: Sequence[Item]) -> int:
     """Bytes from the first to the end of the last of some neighbours."""
-    return group[-1][0].offset + group[-1][0].length - group[0][0].offset if group else 0
+    return group[-1][0].offset + group[-1][0].length - group[0][0].offset
 
 
-def _neighbours(items: Sequence[tuple[_StorageInfo, Any]]) -> Iterator[list[tuple[_StorageInfo, Any]]]:
+def _neighbours(items: Sequence[Item]) -> Iterator[list[Item]]:
     """Runs of items that touch in one file, up to RANGE_BYTES."""
-    group: list[tuple[_StorageInfo, Any]] = []
+    group: list[Item] = []
     for info, target in items:
         if group:
             first, last = group[0][0], group[-1][0]
@@ -471,7 +436,3 @@ class _MemoryReader(io.RawIOBase):
         buffer[:count] = self.data[self.position : self.position + count]
         self.position += count
         return count
-
-
-def _and_more(names: Sequence[str]) -> str:
-    return f" and {len(names) - 3} more" if len(names) > 3 else ""

@@ -15,7 +15,7 @@ from typing import IO, Any, Protocol, cast
 
 import numpy as np
 
-from config import TitaniteError
+from config import Checkpoint, TitaniteError
 
 O_DIRECT = getattr(os, "O_DIRECT", 0)  # Linux's
 DIRECT_BYTES = 8 << 20  # written at a time
@@ -219,8 +219,8 @@ def _set_direct(descriptor: int, direct: bool) -> None:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | O_DIRECT if direct else flags & ~O_DIRECT)
 
 
-def open_store(url: str | Path, *, request_seconds: float = 60, visibility_seconds: float = 10) -> Store:
-    """The store at a path or at `s3://bucket/prefix`. The waits, see S3Store, matter to the latter only."""
+def open_store(url: str | Path, settings: Checkpoint | None = None) -> Store:
+    """The store at a path or at `s3://bucket/prefix`, for which `settings`, or their defaults, say how long to wait."""
     scheme, separator, _ = str(url).partition("://")
     if not separator:
         return LocalStore(url)
@@ -228,7 +228,7 @@ def open_store(url: str | Path, *, request_seconds: float = 60, visibility_secon
         raise CheckpointError(f"{url}: checkpoints are kept in a folder or under s3://bucket/prefix")
     from checkpoint.s3 import S3Store  # here, since it costs a second to import
 
-    return S3Store(str(url), request_seconds=request_seconds, visibility_seconds=visibility_seconds)
+    return S3Store(str(url), settings or Checkpoint())
 
 
 def join(url: str | Path, name: str) -> str:

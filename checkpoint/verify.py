@@ -8,7 +8,7 @@ Exits with 1 if a committed one is damaged, or one is stock DCP's, which cannot 
 from tqdm import tqdm
 
 from checkpoint.list import STOCK, UNCOMMITTED, look, run
-from checkpoint.manifest import Manifest, read_metadata, unpickle_metadata
+from checkpoint.manifest import Manifest, Opened, read_metadata, unpickle_metadata
 from checkpoint.storage import verify_items
 from checkpoint.stores import DamagedError, Store
 
@@ -18,7 +18,7 @@ def verify(store: Store, name: str, manifest: Manifest) -> int:
     metadata = unpickle_metadata(read_metadata(store, name, manifest))
     total = sum(info.length for info in metadata.storage_data.values())
     with tqdm(total=total, unit="B", unit_scale=True, desc=name[:13], disable=None, leave=False) as bar:
-        verify_items(store, name, metadata, bar.update)
+        verify_items(Opened(store, name, manifest, metadata), bar.update)
     return len(metadata.storage_data)
 
 

@@ -145,6 +145,13 @@ def load_model(place: str | Path, model: nn.Module) -> Manifest:
     return check.call_args.args[0]
 
 
+def flip_bit(file: Path, position: int) -> None:
+    """Damage a file in one bit of the byte at `position`."""
+    data = bytearray(file.read_bytes())
+    data[position] ^= 1
+    file.write_bytes(data)
+
+
 def same(left: dict[str, Any], right: dict[str, Any], but: Sequence[str] = ()) -> list[str]:
     """Names whose values are not equal bit for bit."""
     assert left.keys() == right.keys()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from checkpoint import manager, retention
 from checkpoint.retention import committed
 from checkpoint.stores import CheckpointError, LocalStore, open_store
-from config import PATIENCE, ConfigError
+from config import PATIENCE, Checkpoint, ConfigError
 from parallel.comm import LaunchEnvironment
 from parallel.watchdog import Watchdog
 from tests.distributed.checkpoint_runs import IDENTITY, Run, Tower, load_model, load_run, same, train_run
@@ -569,7 +569,8 @@ def _room(folder, rank_bytes, keep_every=0, disk=0, hidden=""):
 
     store.sizes = sizes  # type: ignore[method-assign]
     try:
-        retention.check_room(store, manager.build_ranks(60), rank_bytes, keep=1, keep_every=keep_every)
+        settings = Checkpoint(keep=1, keep_every=keep_every)
+        retention.check_room(store, manager.build_ranks(60), rank_bytes, settings)
     except CheckpointError:
         return False
     return True

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from datetime import datetime, timezone
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -22,9 +23,11 @@ from urllib3.util import connection
 
 from checkpoint import s3
 from checkpoint.hf import export_model, import_model
+from checkpoint.manager import check_initial_load
 from checkpoint.retention import committed, remove_checkpoints
 from checkpoint.s3 import S3Store
 from checkpoint.stores import CheckpointError, DamagedError, open_store
+from config import Checkpoint
 from data.tokenizer import train_tokenizer
 from tests.distributed.checkpoint_kills import survive_kills
 from tests.distributed.checkpoint_runs import Run, load_run, same, train_run
@@ -40,7 +43,7 @@ DAMAGES = int(os.environ.get("DAMAGES", "12"))
 
 
 def store_at(url: str) -> S3Store:
-    store = open_store(url, request_seconds=2, visibility_seconds=0.5)
+    store = open_store(url, Checkpoint(request_timeout_seconds=2, visibility_seconds=0.5))
     assert isinstance(store, S3Store)
     return store
 
@@ -176,6 +179,36 @@ def test_listings_of_many_pages_are_read_to_the_end(stubbed):
     assert store.sizes() == dict.fromkeys(names, 1)
     store.abort_uploads(10)
     assert [sent["UploadId"] for method, sent in store.client.requests if method.startswith("abort")] == names
+
+
+def test_an_upload_that_may_not_be_aborted_is_named_by_its_address(stubbed):
+    def refuse(arguments):
+        raise error("AccessDenied", 403)
+
+    begun = {"Key": "run/step-00000001-0123456789ab/x", "Initiated": INITIATED, "UploadId": "u"}
+    listed = {"IsTruncated": False, "Uploads": [begun]}
+    store = stubbed(list_multipart_uploads=lambda arguments: listed, abort_multipart_upload=refuse)
+    with pytest.raises(CheckpointError, match=r"^s3://bucket/run/step-00000001-0123456789ab/x: not allowed"):
+        store.abort_uploads(10)
+
+
+def test_initial_load_is_looked_for_with_the_waits_that_are_set(stubbed, monkeypatch, quick):
+    """By both: the check before anything is written, and the load."""
+    stubbed()  # its endpoint, where nobody answers
+    connect, waits = S3Store._connect, []
+
+    def watch(store):
+        client = connect(store)
+        waits.append(client.meta.config.read_timeout)
+        return client
+
+    monkeypatch.setattr(S3Store, "_connect", watch)
+    settings = {"initial_load": "s3://bucket/other", "request_timeout_seconds": 3, "enable": False}
+    with pytest.raises(CheckpointError, match="failed 5 times"):
+        check_initial_load(Checkpoint(**settings), {}, Path("unused"))
+    with pytest.raises(CheckpointError, match="failed 5 times"):
+        Run("unused", **settings).checkpoint.load()
+    assert waits == [3, 3]
 
 
 @pytest.mark.parametrize("token", [{}, {"NextContinuationToken": "same"}])

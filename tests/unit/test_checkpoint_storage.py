@@ -23,14 +23,14 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from checkpoint import stores
 from checkpoint.manager import check_initial_load
-from checkpoint.manifest import encode_manifest, read_manifest, unpickle_metadata
+from checkpoint.manifest import Opened, encode_manifest, read_manifest, unpickle_metadata
 from checkpoint.planning import plan_save, resolver
 from checkpoint.ranks import Ranks
 from checkpoint.retention import committed
 from checkpoint.storage import commit, read_state, write_items
 from checkpoint.stores import CheckpointError, DamagedError, LocalStore, open_store
 from config import Checkpoint
-from tests.distributed.checkpoint_runs import IDENTITY, Run, Tower, load_model
+from tests.distributed.checkpoint_runs import IDENTITY, Run, Tower, flip_bit, load_model
 
 
 @pytest.fixture
@@ -121,9 +121,7 @@ def test_missing_bytes_are_found_and_named(tmp_path, run, damage, caplog):
 
 def test_damage_is_named_by_file_and_tensor(tmp_path, run, caplog):
     file = newest(tmp_path) / "__0_0.distcp"
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 4
-    file.write_bytes(data)
+    flip_bit(file, file.stat().st_size // 2)
     assert Run(tmp_path).checkpoint.load() == 1
     assert "__0_0.distcp: checksum of" in caplog.text
 
@@ -131,9 +129,7 @@ def test_damage_is_named_by_file_and_tensor(tmp_path, run, caplog):
 def test_resume_falls_back_as_a_whole_and_removes_the_damaged_one_after_the_next_commit(tmp_path, run):
     before = newest(tmp_path)
     for file in newest(tmp_path).glob("*.distcp"):
-        data = bytearray(file.read_bytes())
-        data[-400] ^= 1
-        file.write_bytes(data)
+        flip_bit(file, -400)
     again = Run(tmp_path, interval=1, keep=2)
     assert again.checkpoint.load() == 1
     reference = Run(tmp_path / "reference", interval=100)
@@ -383,9 +379,7 @@ def test_falling_back_to_step_0_leaves_no_moments_of_the_damaged_one(tmp_path):
     Run(tmp_path, interval=1, keep=0, save_initial=True).checkpoint.load()
     Run(tmp_path, interval=1, keep=0).train(0, 1)
     for file in newest(tmp_path).glob("*.distcp"):
-        data = bytearray(file.read_bytes())
-        data[-400] ^= 1
-        file.write_bytes(data)
+        flip_bit(file, -400)
     again = Run(tmp_path)
     assert again.checkpoint.load() == 0
     assert not again.optimizer.state
@@ -478,7 +472,8 @@ def test_values_come_back_wherever_they_lie_in_a_file(tmp_path, dtype):
     written = write_items(store, "one", 0, plan.items, resolver({"model": values}))
     commit(store, "one", plan, [written], {})
     read = {name: torch.zeros_like(value) for name, value in values.items()}
-    read_state(store, "one", unpickle_metadata((tmp_path / "one" / ".metadata").read_bytes()), {"model": read})
+    metadata = unpickle_metadata((tmp_path / "one" / ".metadata").read_bytes())
+    read_state(Opened(store, "one", {}, metadata), {"model": read})
     assert_same(read, values)
 
 

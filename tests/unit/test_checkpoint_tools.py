@@ -14,7 +14,7 @@ from checkpoint.retention import committed
 from checkpoint.stores import CheckpointError, open_store
 from checkpoint.verify import verify_all
 from config import from_dict, to_toml
-from tests.distributed.checkpoint_runs import Run, Tower, load_run
+from tests.distributed.checkpoint_runs import Run, Tower, flip_bit, load_run
 
 
 @pytest.fixture
@@ -67,9 +67,7 @@ def test_verify_reads_every_byte(folder, tool):
     assert text.count("intact") == 2
     newest = folder / committed(open_store(folder))[0]
     file = newest / "__0_1.distcp"
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
+    flip_bit(file, file.stat().st_size // 2)
     code, text = tool("verify", folder)
     assert code == 1
     assert "__0_1.distcp: checksum of" in text

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import models
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
@@ -21,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from checkpoint import hf
 from checkpoint.hf import export_model, import_model, model_config
 from checkpoint.manager import CheckpointManager
-from checkpoint.manifest import read_manifest, read_metadata, unpickle_metadata
+from checkpoint.manifest import Opened, read_manifest, read_metadata, unpickle_metadata
 from checkpoint.planning import plan_pieces, split_rows
 from checkpoint.state import model_tensors
 from checkpoint.storage import commit, write_items
@@ -30,7 +29,7 @@ from config import Checkpoint, Config, TitaniteError, from_dict, to_toml
 from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from models.llama import FLAVORS
 from models.llama.model import Llama, LlamaConfig, RopeScaling
-from tests.distributed.checkpoint_runs import Counter
+from tests.distributed.checkpoint_runs import Counter, flip_bit
 from tests.harness import run_ranks
 from tests.unit.test_llama import FAMILIES, hf_model
 from trained import load_trained
@@ -266,18 +265,16 @@ def test_a_wrong_result_is_found_and_leaves_nothing(tmp_path, tokenizer_folder, 
     file.write_bytes(file.read_bytes()[:-1] + b"?")
     store = open_store(tmp_path)
     manifest = read_manifest(store, "ours")
-    metadata: Metadata = unpickle_metadata(read_metadata(store, "ours", manifest))
+    opened = Opened(store, "ours", manifest, unpickle_metadata(read_metadata(store, "ours", manifest)))
     with pytest.raises(CheckpointError, match="is not what"):
-        hf.check_tensors(tmp_path / "back", store, "ours", metadata, model_config(manifest))
+        hf.check_tensors(tmp_path / "back", opened, model_config(manifest))
 
 
 def test_a_damaged_checkpoint_is_not_exported(tmp_path, tokenizer_folder):
     hf_folder(tmp_path / "hf", "llama3", tokenizer_folder)
     import_model(tmp_path / "hf", str(tmp_path / "ours"), check="tensors")
     file = tmp_path / "ours" / "__0_0.distcp"
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
+    flip_bit(file, file.stat().st_size // 2)
     with pytest.raises(CheckpointError, match="checksum of") as caught:
         export_model(str(tmp_path / "ours"), tmp_path / "back", **EXPORT)
     assert not isinstance(caught.value, DamagedError)

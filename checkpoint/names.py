@@ -1,0 +1,36 @@
+"""What checkpoints and their files are called."""
+
+import re
+import secrets
+import time
+
+
+def new_checkpoint_name(step: int, kind: str = "step") -> str:
+    """A folder name that no other save has: step, time and chance. Names sort by step, then by age."""
+    return f"{kind}-{step:08d}-{int(time.time()):08x}{secrets.token_hex(2)}"
+
+
+def age_seconds(name: str) -> float:
+    """Time since `new_checkpoint_name` gave this name."""
+    return time.time() - int(name.rpartition("-")[2][:8], 16)
+
+
+def is_checkpoint_name(name: str) -> bool:
+    """Whether `new_checkpoint_name` may have made this name."""
+    return re.fullmatch(r"(step|model)-\d{8,}-[0-9a-f]{12}", name) is not None
+
+
+def step_of(name: str) -> int | None:
+    """The step in a checkpoint's folder name, None for any other name."""
+    match = re.fullmatch(r"step-(\d{8,})-[0-9a-f]{12}", name)
+    return int(match[1]) if match else None
+
+
+def files_of(rank: int) -> str:
+    """How the names of the files begin that `rank` writes into a checkpoint."""
+    return f"__{rank}_"
+
+
+def rank_of(file: str) -> int:
+    """The rank that wrote a file of this name."""
+    return int(file.split("_")[2])
