@@ -67,7 +67,7 @@ class _ChunkedHead(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, summed: Callable[..., Tensor], chunks: int
     ) -> Tensor:
-        of_hidden = torch.empty_like(hidden)
+        of_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)  # it is filled through a view
         of_weight: Tensor | None = None
         low = weight.detach().to(hidden.dtype)  # once, not for each chunk
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)

@@ -91,6 +91,7 @@ class OuterOptimizer:
     def __init__(self, optimizer: torch.optim.Optimizer, islands: DeviceMesh, parallelism: settings.Parallelism):
         self.optimizer, self.islands = optimizer, islands
         self.lr, self.momentum = parallelism.outer_lr, parallelism.outer_momentum
+        self.local_steps = parallelism.local_steps
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.steps_alone = 0
         self.anchors = [_local(p.detach()).clone() for p in self.parameters]
@@ -127,7 +128,12 @@ class OuterOptimizer:
         self.steps_alone += 1
         for parameter in self.parameters:
             state = self.optimizer.state[parameter]
-            if state and "outer_momentum" not in state:
+            if not state:
+                raise ConfigError(
+                    f"parallelism.local_steps = {self.local_steps}: a weight of shape {tuple(parameter.shape)} got no "
+                    "gradient, and islands average what the optimizer keeps of each; freeze it, or set local_steps = 0"
+                )
+            if "outer_momentum" not in state:
                 state["outer_momentum"] = torch.zeros_like(parameter)
 
 

@@ -196,6 +196,21 @@ def test_what_cannot_be_is_refused(words: tuple[str, ...], message: str) -> None
         load_config(list(words))
 
 
+def step_with_an_unused_weight() -> str:
+    used, unused = (torch.nn.Parameter(torch.ones(shape)) for shape in ((2, 3), (4, 5)))
+    optimizer = torch.optim.AdamW([used, unused])
+    OuterOptimizer(optimizer, init_device_mesh("cpu", (2,)), Parallelism(local_steps=3))
+    used.grad = torch.ones(2, 3)
+    with pytest.raises(ConfigError) as raised:
+        optimizer.step()
+    return str(raised.value)
+
+
+def test_a_weight_without_a_gradient_is_named_before_the_islands_meet() -> None:
+    for said in run_ranks(2, step_with_an_unused_weight):
+        assert said.startswith("parallelism.local_steps = 3: a weight of shape (4, 5) got no gradient")
+
+
 def meet_with_adagrad() -> tuple[list[float], list[float], float]:
     """Of two islands that had gradients of their rank: Adagrad's sums, a state of another shape, and its step."""
     rank, weight = dist.get_rank(), torch.nn.Parameter(torch.ones(2, 3))

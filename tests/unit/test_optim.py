@@ -5,6 +5,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from config import SLOWEST_BFLOAT16, Compile, ConfigError, LRScheduler, Optimizer
-from loss import IGNORED, build_loss, cross_entropy
+from loss import IGNORED, build_chunked_loss, build_loss, cross_entropy
 from optim import build_optimizer, clip_grad_norm_, learning_rate, set_learning_rate
 
 
@@ -168,3 +169,19 @@ def test_loss_is_summed_over_trained_tokens_in_float32(compile: bool) -> None:
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     assert cross_entropy(logits, torch.full_like(labels, IGNORED)).item() == 0
+
+
+def test_the_chunked_loss_takes_hidden_states_however_they_lie() -> None:
+    torch.manual_seed(0)
+    lying = torch.randn(6, 2, 8).transpose(0, 1)
+    weight, labels = torch.randn(11, 8), torch.randint(0, 11, (2, 6))
+    one_rank = mock.Mock(cp=mock.Mock(size=lambda: 1))
+    grads = []
+    for loss in (
+        build_chunked_loss(Compile(), one_rank, chunks=3),
+        lambda hidden, weight, labels: cross_entropy(hidden @ weight.T, labels),
+    ):
+        hidden = lying.detach().requires_grad_()
+        loss(hidden, weight.requires_grad_(), labels).backward()
+        grads.append(hidden.grad)
+    torch.testing.assert_close(grads[0], grads[1])
