@@ -44,7 +44,7 @@ def load_trained(place: str, *, device: torch.device, dtype: torch.dtype, tokeni
 
     def fill(opened: Opened) -> None:
         spec, flavor = recorded_model((opened.manifest or _stock_manifest(place)).get("identity", {}))
-        companions = find_companions(opened, Path(tokenizer) if tokenizer else place)
+        companions = find_companions(opened, place, Path(tokenizer) if tokenizer else None)
         text = companion_tokenizer(*companions, flavor.vocab_size)
         model = build_model(spec, flavor).to(dtype).to_empty(device=device).eval()
         tensors = model_tensors([model])

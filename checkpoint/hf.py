@@ -77,7 +77,7 @@ def export_model(
     def fill(opened: Opened) -> None:
         config = model_config(opened.manifest)
         check_same_names(opened, parameter_shapes(config))
-        origin, companions = find_companions(opened, tokenizer or place)
+        origin, companions = find_companions(opened, place, tokenizer)
         text = companion_tokenizer(origin, companions, config.vocab_size)
         logger.info(f"tokenizer from {origin}")
         positions = max_positions or trained_positions(opened.manifest)
@@ -165,23 +165,25 @@ def trained_positions(manifest: Manifest) -> int:
     return tomllib.loads(manifest["config"])["training"]["seq_len"]
 
 
-def find_companions(opened: Opened, place: str | Path) -> tuple[str, dict[str, bytes]]:
+def find_companions(opened: Opened, place: str, tokenizer: Path | None) -> tuple[str, dict[str, bytes]]:
     """Where the tokenizer's files are, and what they hold.
 
-    `place` as a path: a tokenizer.json or its folder; as text: what the checkpoint was found by, which is looked
-    through, and the two folders above it, where the checkpoint has none. Raises CheckpointError if there are none.
+    In `tokenizer`, a tokenizer.json or its folder. Without: in the checkpoint, or else in `place`, by which it was
+    found, or one of the two folders above it. Raises CheckpointError if there are none.
     """
-    inside = {path.rpartition("/")[2]: path for path in opened.store.sizes(opened.name)}
-    if isinstance(place, str) and TOKENIZER in inside:
-        return opened.url, {file: opened.store.read(inside[file]) for file in COMPANIONS if file in inside}
-    if "://" not in str(place):
-        path = Path(place)
-        named = [path.parent if path.name == TOKENIZER else path]
-        for folder in [path, *path.absolute().parents[:2]] if isinstance(place, str) else named:
-            if (folder / TOKENIZER).is_file():
-                found = [folder / file for file in COMPANIONS if (folder / file).is_file()]
-                return str(folder), {file.name: file.read_bytes() for file in found}
-    raise CheckpointError(f"{place}: no {TOKENIZER} in it or in the run it is of; name one with --tokenizer")
+    if tokenizer:
+        folders = [tokenizer.parent if tokenizer.name == TOKENIZER else tokenizer]
+    else:
+        inside = {path.rpartition("/")[2]: path for path in opened.store.sizes(opened.name)}
+        if TOKENIZER in inside:
+            return opened.url, {file: opened.store.read(inside[file]) for file in COMPANIONS if file in inside}
+        folders = [] if "://" in place else [Path(place), *Path(place).absolute().parents[:2]]
+    for folder in folders:
+        if (folder / TOKENIZER).is_file():
+            found = [folder / file for file in COMPANIONS if (folder / file).is_file()]
+            return str(folder), {file.name: file.read_bytes() for file in found}
+    wanted = tokenizer or place
+    raise CheckpointError(f"{wanted}: no {TOKENIZER} in it or in the run it is of; name one with --tokenizer")
 
 
 def companion_tokenizer(origin: str, companions: Mapping[str, bytes], vocab_size: int) -> Tokenizer:
