@@ -277,10 +277,11 @@ def fetch_finite(unchecked: dict[int, Tensor]) -> list[list[float]]:
 @record
 def main() -> None:
     """Train as the command line says; a mistake is explained in one line and ends with exit code 2."""
+    environment = launch_environment()
     try:
         train(load_config(sys.argv[1:]))
     except TitaniteError as error:
-        environment, running = launch_environment(), dist.is_initialized()
+        running = dist.is_initialized()
         if environment.local_rank > 0 and (error.agreed or not running):
             # Local rank 0 says the same. torchrun ends us once it has; if we went first, it would be ended unheard.
             time.sleep(SPEAKER_TIMEOUT_SECONDS)

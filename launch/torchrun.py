@@ -11,9 +11,10 @@ import signal
 import sys
 from unittest import mock
 
+from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousInfo
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousInfo
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.run import main
 
@@ -49,6 +50,9 @@ def launch(argv: list[str]) -> int:
         elif failure.exitcode != USER_ERROR:
             print(f"error: rank {rank} failed with exit code {failure.exitcode}, see above", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    except (DistError, RendezvousConnectionError) as error:
+        print(f"error: no place for the ranks to meet: {error.__cause__ or error}", file=sys.stderr)
+        return 1
     except SignalException as error:
         if error.sigval == signal.SIGQUIT:  # from a rank: what it has explained comes again in every restart
             return USER_ERROR

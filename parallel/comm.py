@@ -13,8 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-import config as settings
-from config import TitaniteError
+from config import Comm, ConfigError, TitaniteError
 from parallel.mesh import Mesh
 
 T = TypeVar("T")
@@ -35,28 +34,45 @@ class LaunchEnvironment(NamedTuple):
 
 
 def launch_environment() -> LaunchEnvironment:
-    """The only place where the environment's ranks, and the job they belong to, are read."""
-    environ = os.environ
-    rank, local_rank = (int(environ.get(key, 0)) for key in ("RANK", "LOCAL_RANK"))
-    world_size, local_world_size = (int(environ.get(key, 1)) for key in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    made, allowed = (int(environ.get(f"TORCHELASTIC_{key}", 0)) for key in ("RESTART_COUNT", "MAX_RESTARTS"))
-    job = environ.get("TORCHELASTIC_RUN_ID", "")
+    """The only place where the environment's ranks, and the job they belong to, are read. Raises ConfigError."""
+    job = os.environ.get("TORCHELASTIC_RUN_ID", "")
     if job == "none":  # torchrun was given no --rdzv-id: then the process that starts us is the job
         job = f"{socket.gethostname()}-{identify(os.getppid())}"
     agent_store = None
-    if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        agent_store = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
-    left = max(allowed - made, 0)
-    launcher = environ.get(LAUNCHER, "")
-    return LaunchEnvironment(rank, local_rank, world_size, job, left, agent_store, local_world_size, launcher)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        agent_store = os.environ["MASTER_ADDR"], _number("MASTER_PORT", 0)
+    return LaunchEnvironment(
+        rank=_number("RANK", 0),
+        local_rank=_number("LOCAL_RANK", 0),
+        world_size=_number("WORLD_SIZE", 1),
+        job=job,
+        restarts_left=max(_number("TORCHELASTIC_MAX_RESTARTS", 0) - _number("TORCHELASTIC_RESTART_COUNT", 0), 0),
+        agent_store=agent_store,
+        local_world_size=_number("LOCAL_WORLD_SIZE", 1),
+        launcher=os.environ.get(LAUNCHER, ""),
+    )
+
+
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"{name} = {text!r}: must be a whole number; torchrun sets it") from None
+
+
+def process_state(pid: int) -> tuple[str, str]:
+    """(state, when it started) of a process, as Linux writes them; empty if it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):  # the latter: gone while it was read
+        return "", ""
+    return fields[0], fields[19]
 
 
 def identify(pid: int) -> str:
     """A process by its pid and when it started, since a pid may come again; without the latter if it is gone."""
-    try:
-        return f"{pid}-{Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[19]}"
-    except OSError:
-        return f"{pid}-"
+    return f"{pid}-{process_state(pid)[1]}"
 
 
 def name_launcher() -> None:
@@ -91,7 +107,7 @@ def bfloat16_is_slow(device: torch.device) -> bool:
     return device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def init_distributed(environment: LaunchEnvironment, comm: settings.Comm) -> torch.device:
+def init_distributed(environment: LaunchEnvironment, comm: Comm) -> torch.device:
     """Start the process group (also of one process) and return this rank's device."""
     kind = device_type()
     device = torch.device(kind) if kind == "cpu" else torch.device(kind, environment.local_rank)
@@ -100,15 +116,14 @@ def init_distributed(environment: LaunchEnvironment, comm: settings.Comm) -> tor
     # A gloo group beside the accelerator's carries small CPU objects and checkpoints.
     backend = "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
     timeout = timedelta(seconds=comm.init_timeout_seconds)
-    if environment.world_size == 1:
-        dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+    rank, world_size = environment.rank, environment.world_size
+    store: dist.Store | None = None  # one of torch's own, where MASTER_ADDR and MASTER_PORT say
+    if world_size == 1:
+        store = dist.HashStore()
     elif environment.agent_store:
-        rank, world_size = environment.rank, environment.world_size
         kept = dist.TCPStore(*environment.agent_store, is_master=False, timeout=timeout)
         store = dist.PrefixStore(meet(kept, rank, world_size, comm.init_timeout_seconds), kept)
-        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
-    else:
-        dist.init_process_group(backend, timeout=timeout)
+    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
     return device
 
 
@@ -147,8 +162,7 @@ def set_timeout(mesh: Mesh, seconds: int) -> None:
     All ranks meet first, so that none is bound by the new limit while another still compiles.
     """
     dist.barrier()
-    groups = [None, *mesh.groups()]
-    for group in groups:
+    for group in (None, *mesh.groups()):
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 

@@ -10,6 +10,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from config import TitaniteError
+
 FILE = "exit.json"
 HUNG = 75  # exit code of the ranks of a job that hung; sysexits.h: try again
 
@@ -43,7 +45,7 @@ class Exit(NamedTuple):
 
 
 def record_exit(folder: Path, ended: Exit) -> bool:
-    """Write `exit.json` unless this start has one; whether it was written. The first to write it knew the cause."""
+    """Write `exit.json` unless this start has one, whose writer knew the cause; whether it had none."""
     record = ended._asdict() | {"steps_repeated": ended.steps_repeated, "tokens_lost": 0}
     record["time"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
     temporary = folder / f".exit-{os.urandom(8).hex()}"  # not tempfile's, which nobody else of a team could read
@@ -85,6 +87,7 @@ def take_exit(folder: Path) -> dict[str, Any] | None:
 def run_and_leave(main: Callable[[], None]) -> NoReturn:
     """Run a program and end the process with what it has written, with Python's exit codes, 130 after Ctrl-C.
 
+    A mistake of the user ends it with one line and exit code 2.
     Not through Python's end. That takes most of a second, now and then one of torch's threads aborts in it, and after
     an error it would wait for whatever threads still ask of a store that may be away.
     """
@@ -95,9 +98,14 @@ def run_and_leave(main: Callable[[], None]) -> NoReturn:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
         if isinstance(ended.code, str):
             print(ended.code, file=sys.stderr)
-    except BaseException as error:
+    except TitaniteError as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = 2
+    except KeyboardInterrupt:
+        code = 130
+    except BaseException:
         traceback.print_exc()
-        code = 130 if isinstance(error, KeyboardInterrupt) else 1
+        code = 1
     for stream in filter(None, (sys.stdout, sys.stderr)):  # None: was closed from the start
         with suppress(OSError):  # that nobody could read it does not change how it ended
             stream.flush()

@@ -70,14 +70,14 @@ def look_around(device: torch.device, folder: str, storage: str, rank: int) -> R
         errors.append(f"--folder {folder}: {failure.strerror}")
     gemm_seconds, checksum = time_gemm(device)
     return Report(
-        socket.gethostname(),
-        {name: _version(name) for name in PACKAGES} | {"python": platform.python_version()},
-        time.time(),
-        free_gb,
-        seconds,
-        gemm_seconds,
-        checksum,
-        errors,
+        host=socket.gethostname(),
+        versions={name: _version(name) for name in PACKAGES} | {"python": platform.python_version()},
+        clock_seconds=time.time(),
+        free_gb=free_gb,
+        storage_seconds=seconds,
+        gemm_seconds=gemm_seconds,
+        gemm_checksum=checksum,
+        errors=errors,
     )
 
 
@@ -214,6 +214,8 @@ def main(argv: Sequence[str]) -> int:
         "--expect-gbits", type=float, default=0.0, help="between two ranks; default: what most pairs have"
     )
     arguments = parser.parse_args(argv)
+    if not 0 <= arguments.expect_gbits < math.inf:
+        parser.error(f"--expect-gbits {arguments.expect_gbits}: must be at least 0")
     begin, environment = time.monotonic(), launch_environment()
     logging.disable(logging.WARNING)
     device = init_distributed(environment, Comm(init_timeout_seconds=60))

@@ -6,6 +6,7 @@ most of the time that a collective may take, its thread reads the beats of all, 
 """
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -24,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from config import PATIENCE, Config, TitaniteError
-from parallel.comm import LaunchEnvironment, runs
+from parallel.comm import LaunchEnvironment, process_state, runs
 from parallel.exits import FILE, HUNG, Exit, record_exit
 
 T = TypeVar("T")
@@ -109,7 +110,8 @@ class Watchdog:
 
     def __init__(self, folder: Path, environment: LaunchEnvironment, config: Config):
         self.folder, self.environment, self.config = folder, environment, config
-        self.section, self.step, self.last_checkpoint = "start", 0, None  # type: tuple[str, int, int | None]
+        self.section, self.step = "start", 0
+        self.last_checkpoint: int | None = None
         self.limit_seconds: float = config.comm.init_timeout_seconds
         self._ticks, self._entered, self._count = 0, time.monotonic(), 0
         self._main, self._host = threading.get_ident(), socket.gethostname()
@@ -181,7 +183,7 @@ class Watchdog:
             what, cause, rank = "error", str(error), None if error.agreed else rank
         elif isinstance(error, torch.OutOfMemoryError):  # also inside a collective: nobody else is to blame
             what, cause = "failed", f"{said}; {LESS_MEMORY}"
-        elif isinstance(error, RuntimeError) and _in_collective(_frames(trace)):
+        elif isinstance(error, RuntimeError) and _in_collective(traceback.extract_tb(trace)[-FRAMES:]):
             lost = self._find_lost()
             cause = said
             if lost:
@@ -225,10 +227,11 @@ class Watchdog:
 
     def _wait_for_dead(self, beats: dict[int, Beat], seconds: float) -> list[int]:
         """Those of the ranks that do not run on this machine, as soon as there are some; killed, if only stopped."""
-        deadline, dead = time.monotonic() + seconds, []  # type: tuple[float, list[int]]
+        deadline = time.monotonic() + seconds
+        dead: list[int] = []
         while not dead and time.monotonic() < deadline:
             time.sleep(0.05)
-            dead = [rank for rank, beat in beats.items() if beat.host == self._host and not _runs(beat.pid)]
+            dead = [rank for rank, beat in beats.items() if beat.host == self._host and not _is_running(beat.pid)]
         for rank in dead:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(beats[rank].pid, signal.SIGKILL)
@@ -262,18 +265,18 @@ class Watchdog:
 
     def _publish(self) -> None:
         self._count += 1
-        stack = _frames_of(sys._current_frames()[self._main])
+        stack = _stack_of(self._main)
         beat = Beat(
-            self._count,
-            self._host,
-            os.getpid(),
-            self._ticks,
-            self.section,
-            self.step,
-            time.monotonic() - self._entered,
-            self._limit(),
-            _in_collective(stack),
-            [_short(frame) for frame in stack],
+            number=self._count,
+            host=self._host,
+            pid=os.getpid(),
+            ticks=self._ticks,
+            section=self.section,
+            step=self.step,
+            idle_seconds=time.monotonic() - self._entered,
+            limit_seconds=self._limit(),
+            waiting=_in_collective(stack),
+            stack=[_short(frame) for frame in stack],
         )
         self._store.set(f"watchdog/{self.environment.rank}", json.dumps(beat))
 
@@ -321,19 +324,13 @@ class Watchdog:
 # ---------------------------------------------------------------- stacks and processes
 
 
-def _frames_of(frame: object) -> list[traceback.FrameSummary]:
-    """The innermost frames of a stack, innermost last."""
-    walked = traceback.walk_stack(frame)  # type: ignore[arg-type]
-    pairs = [(f, line) for (f, line), _ in zip(walked, range(FRAMES), strict=False)]
-    return [
-        traceback.FrameSummary(f.f_code.co_filename, line, f.f_code.co_name, lookup_line=False)
-        for f, line in reversed(pairs)
+def _stack_of(thread: int) -> list[traceback.FrameSummary]:
+    """The innermost frames of a thread, innermost last."""
+    frames = itertools.islice(traceback.walk_stack(sys._current_frames()[thread]), FRAMES)
+    stack = [
+        traceback.FrameSummary(f.f_code.co_filename, line, f.f_code.co_name, lookup_line=False) for f, line in frames
     ]
-
-
-def _frames(trace: TracebackType | None) -> list[traceback.FrameSummary]:
-    """The innermost frames of an exception, innermost last."""
-    return traceback.extract_tb(trace)[-FRAMES:]
+    return stack[::-1]
 
 
 def _in_collective(frames: Iterable[traceback.FrameSummary]) -> bool:
@@ -350,9 +347,6 @@ def _short(frame: traceback.FrameSummary) -> str:
     return f"{'/'.join(Path(frame.filename).parts[-2:])}:{frame.lineno} {frame.name}"
 
 
-def _runs(pid: int) -> bool:
+def _is_running(pid: int) -> bool:
     """Whether a process exists and has neither ended (a zombie has) nor been stopped."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZT"
-    except (FileNotFoundError, ProcessLookupError):  # gone; gone while it was read
-        return False
+    return process_state(pid)[0] not in ("", "Z", "T")

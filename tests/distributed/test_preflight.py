@@ -10,7 +10,7 @@ import fsspec
 import pytest
 import torch
 
-from parallel.preflight import Report, find_faults, look_around, time_storage, within
+from parallel.preflight import Report, find_faults, look_around, main, time_storage, within
 
 ROOT = Path(__file__).parents[2]
 SOUND = Report("a", {"torch": "2.13.0", "numpy": "2.0"}, 1000.0, 100.0, 0.5, 0.010, 77, [])
@@ -78,6 +78,13 @@ def test_a_folder_that_a_node_lacks_is_a_finding(tmp_path: Path) -> None:
     (fault,) = find_faults([SOUND, SOUND, lacking], PAIRS, 0)
     assert fault == f"rank 2 (a): --folder {tmp_path}/scratch: No such file or directory"
     assert look_around(torch.device("cpu"), str(tmp_path), "", rank=0).errors == []
+
+
+@pytest.mark.parametrize("gbits", ["-1", "nan"])
+def test_no_rate_is_expected_that_nothing_could_miss(gbits: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([f"--expect-gbits={gbits}"])
+    assert f"--expect-gbits {float(gbits)}: must be at least 0" in capsys.readouterr().err
 
 
 def test_under_torchrun(tmp_path: Path) -> None:

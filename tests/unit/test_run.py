@@ -444,6 +444,18 @@ def test_the_launcher_keeps_exit_codes_and_prints_no_traceback(
     assert "Traceback" not in output
 
 
+def test_a_port_that_another_program_has_is_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "script.py").write_text("pass")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        arguments = ["--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}"]
+        assert launch([*arguments, str(tmp_path / "script.py")]) == 1
+    output = capfd.readouterr().err
+    assert "Traceback" not in output
+    assert "error: no place for the ranks to meet: " in output
+    assert f"{port}" in output.splitlines()[-1]
+
+
 def stopped_by(folder: Path, number: signal.Signals) -> tuple[list[bool], str]:
     """The votes of two steps after a signal, and what is said to have asked."""
     before = signal.getsignal(number)

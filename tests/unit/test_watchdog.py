@@ -70,6 +70,13 @@ def test_bytes_of_a_checkpoint_are_progress_of_who_waits_for_them(tmp_path: Path
     assert watchdog._ticks == ticks, "the ranks move different numbers of pieces"
 
 
+@pytest.mark.parametrize("name", ["RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_MAX_RESTARTS"])
+def test_a_variable_of_torchrun_that_is_no_number_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "abc")
+    with pytest.raises(ConfigError, match=f"{name} = 'abc': must be a whole number"):
+        launch_environment()
+
+
 def test_the_ranks_beside_one_are_those_of_its_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": 21, "LOCAL_RANK": 5, "WORLD_SIZE": 32, "LOCAL_WORLD_SIZE": 8}.items():
         monkeypatch.setenv(name, str(value))
@@ -176,17 +183,20 @@ def test_a_dead_neighbour_is_found_by_a_rank_that_does_not_watch(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("ended", "code"),
+    ("ended", "code", "said"),
     [
-        (None, 0),
-        (RuntimeError("broken"), 1),
-        (SystemExit(), 0),
-        (SystemExit(3), 3),
-        (SystemExit("no"), 1),
-        (KeyboardInterrupt(), 130),
+        (None, 0, ""),
+        (RuntimeError("broken"), 1, "RuntimeError: broken\n"),
+        (SystemExit(), 0, ""),
+        (SystemExit(3), 3, ""),
+        (SystemExit("no"), 1, "no\n"),
+        (KeyboardInterrupt(), 130, ""),
+        (ConfigError("no"), 2, "error: no\n"),
     ],
 )
-def test_a_process_ends_with_pythons_exit_codes_and_waits_for_no_thread(ended: BaseException | None, code: int) -> None:
+def test_a_process_ends_with_its_exit_code_and_waits_for_no_thread(
+    ended: BaseException | None, code: int, said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     def main() -> None:
         threading.Thread(target=threading.Event().wait).start()
         if ended:
@@ -196,6 +206,9 @@ def test_a_process_ends_with_pythons_exit_codes_and_waits_for_no_thread(ended: B
     if not pid:
         run_and_leave(main)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == code
+    error = capfd.readouterr().err
+    assert error.endswith(said)
+    assert ("Traceback" in error) == isinstance(ended, RuntimeError)
 
 
 @pytest.mark.parametrize("nobody_reads", [False, True])
