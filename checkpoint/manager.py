@@ -390,8 +390,9 @@ class CheckpointManager:
                 logger.warning(f"uploads that were begun and never finished could not be removed: {error}")
             sizes = store.sizes()
             old = superfluous(sizes, saved, self.settings, damaged)
-            remove_checkpoints(store, old | unfinished(sizes, leftover_seconds), sizes)
-            return old, finished(sizes) - old
+            kept = (finished(sizes) - old) | {saved}  # which a listing may not show yet
+            remove_checkpoints(store, old | unfinished(sizes, leftover_seconds) - kept, sizes)
+            return old, kept
 
         def tidy_node(store: LocalStore) -> None:  # rank 0's disk alone has manifests
             here = store.folders()

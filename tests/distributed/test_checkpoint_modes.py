@@ -148,6 +148,26 @@ def test_an_upload_that_was_cut_is_made_up_for_by_the_next_start(tmp_path, mesh,
     assert same(load_run(str(far), ())[1], expected, but=["random"]) == []
 
 
+def test_an_old_checkpoint_that_was_just_uploaded_stays_where_listings_lag(tmp_path, monkeypatch):
+    """It was begun long ago, and its manifest in the second place is not listed yet."""
+    near, far, sizes = tmp_path / "near", tmp_path / "far", LocalStore.sizes
+    Run(near, interval=1).train(0, 1)
+    old = (near / committed(open_store(near))[0]).rename(near / "step-00000001-000000010000")
+
+    def late(store, prefix=""):
+        return {
+            file: size for file, size in sizes(store, prefix).items() if store.folder == near or "MANIFEST" not in file
+        }
+
+    monkeypatch.setattr(LocalStore, "sizes", late)
+    run = Run(near, upload=str(far))
+    assert run.checkpoint.load() == 1
+    run.checkpoint.wait()
+    monkeypatch.undo()
+    assert steps_in(far) == [1]
+    assert {file.name for file in (far / old.name).iterdir()} == {file.name for file in old.iterdir()}
+
+
 def _train_with_a_cut_upload(folder, far):
     run = Run(folder, (2,), interval=1, upload=far)
     run.train(0, 1)
