@@ -98,7 +98,7 @@ def _has_manifest(store: Store, name: str) -> bool:
 def _compare_room(store: LocalStore, ranks: Ranks, rank_bytes: int, settings: Checkpoint) -> None:
     copies = max(2, settings.keep + 1)
     probe = ranks.broadcast(f".probe-{time.time_ns()}")
-    ranks.from_rank_0(lambda: store.put(probe, b""))
+    ranks.from_rank_0(lambda: store.touch(probe))
     sizes, free_bytes = ranks.together(lambda: (store.sizes(), store.free_bytes()))
     disk = "shared" if probe in sizes else socket.gethostname()  # ranks that see it share one disk
     names = ranks.broadcast(_committed(sizes))  # as rank 0 sees it: no other disk has manifests

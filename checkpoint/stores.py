@@ -156,6 +156,12 @@ class LocalStore:
         with _reported(self.url):
             return set(os.listdir(self.folder))
 
+    def touch(self, name: str) -> None:
+        """Make an empty file."""
+        with _reported(f"{self.url}/{name}"):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / name).touch()
+
     def free_bytes(self) -> int:
         """Room left on the disk."""
         with _reported(self.url):
