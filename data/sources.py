@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 
 from config import TitaniteError
 from data.shards import DataError
+from data.storage import file_system
 
 STDLIB = "stdlib"
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cc", ".cpp", ".rs", ".go", ".java", ".js")
@@ -97,7 +98,7 @@ def failures_of(what: str) -> Iterator[None]:
 
 def _expand(source: str) -> list[File]:
     with failures_of(f"--source {source}: cannot be listed"):
-        system, path = fsspec.core.url_to_fs(source)
+        system, path = file_system(source)
         details, is_folder = _details(system, path)
         details = {name: system.info(name) if info.get("islink") else info for name, info in details.items()}
     for name, info in details.items():
@@ -194,7 +195,7 @@ def _suffixes(url: str) -> tuple[str, str]:
 
 
 def _open(file: File) -> Any:
-    system, path = fsspec.core.url_to_fs(file.url)
+    system, path = file_system(file.url)
     return system.open(path, "rb", block_size=REQUEST_BYTES)
 
 
@@ -254,7 +255,9 @@ def _decode(file: File, data: bytes) -> str:
     try:
         if file.url.endswith(".py"):  # may declare its own encoding
             encoding = tokenize.detect_encoding(io.BytesIO(data).readline)[0]
-        return data.decode(encoding)
+        text = data.decode(encoding)
+        text.encode()  # unicode_escape, for one, can spell half a character
+        return text
     except UnicodeDecodeError as error:
         raise DataError(f"{file.url}: not {encoding} text: {error.reason} at byte {error.start}") from None
     except (SyntaxError, LookupError, UnicodeError) as error:  # no encoding of that name, or none of text
@@ -271,43 +274,35 @@ def _json_texts(file: File, stream: Any, unit: Unit, text_key: str, example_keys
         if not line:
             return
         if line.strip():
-            yield _json_text(file, position, line, text_key, example_keys)
+            yield _json_text(f"{file.url}, line at byte {position}", line, text_key, example_keys)
         position += len(line)
 
 
-def _json_text(file: File, position: int, line: bytes, text_key: str, example_keys: tuple[str, ...]) -> str:
-    place = f"{file.url}, line at byte {position}"
+def _json_text(place: str, line: bytes, text_key: str, example_keys: tuple[str, ...]) -> str:
     if line.lstrip().startswith(b"["):
         raise DataError(f"{place}: a JSON array; make it one object on each line, as `jq -c '.[]'` does")
     try:
         record = json.loads(line)
     except ValueError as error:
         raise DataError(f"{place}: not JSON, one object on each line: {error}") from None
-    if example_keys:
-        return _unicode(_example(record, example_keys, place), file, position)
-    text = record.get(text_key) if isinstance(record, dict) else None
+    if not isinstance(record, dict):
+        raise DataError(f"{place}: not a JSON object, but {type(record).__name__}")
+    text = _example(record, example_keys, place) if example_keys else record.get(text_key)
     if not isinstance(text, str):
-        keys = ", ".join(record) if isinstance(record, dict) else type(record).__name__
-        raise DataError(f"{place}: no text under {text_key!r}; it has {keys}; choose with --text-key")
-    return _unicode(text, file, position)
-
-
-def _unicode(text: str, file: File, position: int) -> str:
-    """`text`, which JSON may have given half a character. Raises DataError."""
+        raise DataError(f"{place}: no text under {text_key!r}; it has {', '.join(record)}; choose with --text-key")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        place, half = f"{file.url}, line at byte {position}", ascii(text[error.start])[1:-1]
+        half = ascii(text[error.start])[1:-1]
         raise DataError(f"{place}: holds {half}, half of a character, which is not Unicode") from None
     return text
 
 
-def _example(record: Any, keys: tuple[str, ...], place: str) -> str:
+def _example(record: dict[str, Any], keys: tuple[str, ...], place: str) -> str:
     """The JSON list of a record's values under `keys`."""
     for key in keys:
-        if not isinstance(record, dict) or record.get(key) is None:
-            found = ", ".join(record) if isinstance(record, dict) else type(record).__name__
-            raise DataError(f"{place}: nothing under {key!r}; it has {found}; choose with --example-keys")
+        if record.get(key) is None:
+            raise DataError(f"{place}: nothing under {key!r}; it has {', '.join(record)}; choose with --example-keys")
     try:
         return json.dumps([record[key] for key in keys], ensure_ascii=False)
     except TypeError as error:
@@ -317,11 +312,14 @@ def _example(record: Any, keys: tuple[str, ...], place: str) -> str:
 def _parquet_texts(file: File, stream: Any, unit: Unit, text_key: str, example_keys: tuple[str, ...]) -> Iterator[str]:
     table = pq.ParquetFile(stream)
     names = table.schema_arrow.names
-    if not example_keys and text_key not in names:
-        raise DataError(f"{file.url}: no column {text_key!r}; it has {', '.join(names)}; choose with --text-key")
-    wanted = [key for key in example_keys or (text_key,) if key in names]
+    wanted, option = (example_keys, "--example-keys") if example_keys else ((text_key,), "--text-key")
+    for key in wanted:
+        if key not in names:
+            raise DataError(f"{file.url}: no column {key!r}; it has {', '.join(names)}; choose with {option}")
+        if names.count(key) > 1:
+            raise DataError(f"{file.url}: has {names.count(key)} columns {key!r}; rename all but one")
     first = sum(table.metadata.row_group(i).num_rows for i in range(unit.start))
-    for batch in table.iter_batches(ROWS, row_groups=list(range(unit.start, unit.stop)), columns=wanted):
+    for batch in table.iter_batches(ROWS, row_groups=list(range(unit.start, unit.stop)), columns=list(wanted)):
         for number, record in enumerate(_records(batch, file, first), start=first):
             if example_keys:
                 yield _example(record, example_keys, f"{file.url}, row {number}")

@@ -15,10 +15,10 @@ import random
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import fsspec
 from isal import isal_zlib
@@ -43,25 +43,7 @@ class DamagedError(Exception):
     """A range of a file is missing or is not what it should be; the message says how."""
 
 
-class Folder(Protocol):
-    """Where the files of a dataset are."""
-
-    url: str
-
-    def read(self, name: str) -> bytes:
-        """A whole file. Raises DamagedError, StorageError."""
-
-    def map(self, name: str, offset: int, size: int, crc32: int) -> memoryview:
-        """A range of a file, checked. Raises DamagedError, StorageError."""
-
-    def size(self, name: str) -> int | None:
-        """Bytes of a file, None where there is none. Raises StorageError."""
-
-    def close(self) -> None:
-        """Make requests that are being repeated fail."""
-
-
-def open_folder(url: str, data: Data) -> Folder:
+def open_folder(url: str, data: Data) -> "Folder":
     """The files at a path or a URL. Raises StorageError."""
     url = url.rstrip("/")
     if "://" not in url:
@@ -73,6 +55,16 @@ def open_folder(url: str, data: Data) -> Folder:
     return RemoteFolder(url, cache, data.retry_seconds)
 
 
+def file_system(url: str, s3_options: Mapping[str, Any] | None = None) -> tuple[fsspec.AbstractFileSystem, str]:
+    """What a path or URL is on, and its path there; the environment says the rest. `s3_options` are for S3 alone."""
+    options: dict[str, Any] = {}
+    if url.startswith("s3://"):
+        # Names in the profile and in the environment, of which botocore by itself does not know AWS_REGION.
+        region = ("region", ["AWS_REGION", "AWS_DEFAULT_REGION"], None, None)
+        options = {"session_vars": {"region": region}, **(s3_options or {})}
+    return fsspec.core.url_to_fs(url, **options)
+
+
 class LocalFolder:
     """Files on a mounted file system."""
 
@@ -80,6 +72,7 @@ class LocalFolder:
         self.url = url
 
     def read(self, name: str) -> bytes:
+        """A whole file. Raises DamagedError, StorageError."""
         try:
             return (Path(self.url) / name).read_bytes()
         except FileNotFoundError:
@@ -88,6 +81,7 @@ class LocalFolder:
             raise self._refusal(name, error) from None
 
     def map(self, name: str, offset: int, size: int, crc32: int) -> memoryview:
+        """A range of a file, checked. Raises DamagedError, StorageError."""
         try:
             return _checked(_map(Path(self.url) / name, offset, size), size, crc32)
         except FileNotFoundError as error:
@@ -96,11 +90,12 @@ class LocalFolder:
             raise self._refusal(name, error) from None
 
     def size(self, name: str) -> int | None:
+        """Bytes of a file, None where there is none."""
         path = Path(self.url) / name
         return path.stat().st_size if path.is_file() else None
 
     def close(self) -> None:
-        pass
+        """Nothing is held."""
 
     def _refusal(self, name: str, error: OSError) -> StorageError:
         hint = "; raise the limit with `ulimit -n`" if error.errno == errno.EMFILE else ""
@@ -126,7 +121,7 @@ def _checked(content: memoryview, size: int, crc32: int) -> memoryview:
 
 
 class RemoteFolder:
-    """Files behind a URL, ranges of which are kept in a cache.
+    """Files behind a URL, ranges of which are kept in a cache; the methods are those of LocalFolder.
 
     A request that fails is repeated, with growing pauses, for `retry_seconds`.
     """
@@ -136,23 +131,22 @@ class RemoteFolder:
         self._cache = cache
         self._retry_seconds = retry_seconds
         self._closed = threading.Event()
-        # fsspec opens each kind of store once and keeps it. A client of S3 for every validation would never be freed:
-        # it is held from outside till its file system is collected, and has grown too old for train.py by then.
-        options: dict[str, Any] = {}
-        if url.startswith("s3://"):
-            options = {
-                "use_listings_cache": False,
-                "max_concurrency": 1,  # else a HEAD comes before each GET, whose errors do not say what they are
-                # Short, and repeated only here: the default would wait minutes for an answer that never comes.
-                "config_kwargs": {
-                    "connect_timeout": 5,
-                    "read_timeout": 20,
-                    "retries": {"max_attempts": 0},
-                    "max_pool_connections": 32,
-                },
-            }
+        options = {
+            "use_listings_cache": False,
+            "max_concurrency": 1,  # else a HEAD comes before each GET, whose errors do not say what they are
+            # Short, and repeated only here: the default would wait minutes for an answer that never comes.
+            "config_kwargs": {
+                "connect_timeout": 5,
+                "read_timeout": 20,
+                "retries": {"max_attempts": 0},
+                "max_pool_connections": 32,
+            },
+        }
         try:
-            self._system, self._root = fsspec.core.url_to_fs(url, **options)
+            # fsspec opens each kind of store once and keeps it. A client of S3 for every validation would never be
+            # freed: it is held from outside till its file system is collected, and has grown too old for train.py by
+            # then.
+            self._system, self._root = file_system(url, options)
         except (ValueError, ImportError, OSError) as error:
             raise StorageError(f"{url}: cannot be opened: {error}") from None
         if hasattr(self._system, "retries"):
@@ -186,6 +180,7 @@ class RemoteFolder:
             return None
 
     def close(self) -> None:
+        """Make requests that are being repeated fail."""
         self._closed.set()
 
     def _repeated(self, name: str, request: Callable[[], T]) -> T:
@@ -215,6 +210,9 @@ class RemoteFolder:
 
     def _give_up(self, name: str, error: Exception, duration: str = "") -> NoReturn:
         raise StorageError(f"{self.url}/{name}: cannot be read{duration}: {type(error).__name__}: {error}") from None
+
+
+Folder = LocalFolder | RemoteFolder
 
 
 def _s3_answer(error: Exception) -> tuple[int, str]:
@@ -273,11 +271,9 @@ class Cache:
             temporary.replace(self.folder / f"{key}.range")
             return mapped
         except DamagedError:
-            temporary.unlink(missing_ok=True)
             raise StorageError(f"data.cache_folder = {self.folder}: gives back other bytes than were written") from None
-        except OSError:
+        finally:
             temporary.unlink(missing_ok=True)
-            raise
 
     def _shrink(self) -> None:
         with self._locked("lock-shrink"):

@@ -16,7 +16,7 @@ import torch
 from s3fs import S3FileSystem
 
 from config import Config
-from data import verify
+from data import sources, verify
 from data.loader import build_dataloader, validation_batches
 from data.prepare import prepare
 from data.shards import BadBlockError, DataError
@@ -293,6 +293,29 @@ def test_credentials_that_were_renewed_in_their_file_are_used(tmp_path, monkeypa
             folder.read("x")
         write("second")
         assert RemoteFolder("s3://bucket/set", Cache(tmp_path, 0), retry_seconds=20).read("x") == b"abc"
+
+
+@pytest.mark.parametrize(("default", "region", "signed_for"), [("", "", "us-east-1"), ("a", "", "a"), ("a", "b", "b")])
+def test_requests_are_signed_for_the_region_of_the_environment(tmp_path, monkeypatch, default, region, signed_for):
+    for name, value in (("AWS_DEFAULT_REGION", default), ("AWS_REGION", region)):
+        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "key")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    regions = []
+
+    def answer(request):
+        regions.append(request.headers["Authorization"].split("/")[2])
+        return 200, {"ETag": '"e"'}, b"abc"
+
+    with answering(answer) as endpoint:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", endpoint)
+        S3FileSystem.clear_instance_cache()
+        assert RemoteFolder("s3://bucket/set", Cache(tmp_path, 0), retry_seconds=0).read("x") == b"abc"
+        (unit,) = sources.plan_units(sources.list_files(["s3://bucket/a.txt"]))
+        assert list(sources.documents(unit, "text")) == ["abc"]
+    assert len(regions) >= 3
+    assert set(regions) == {signed_for}
 
 
 def test_prepare_reads_s3_and_verify_checks_what_lies_there(bucket, tmp_path, capsys):
