@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from data.order import Segment, shuffled_epoch
+from data.order import Segment, build_epoch
 from data.shards import INDEX_SCHEMA, Shard, open_dataset
 from data.tokenizer import Tokenizer
 from data.writer import write_index
@@ -51,7 +51,7 @@ def start(folder: str) -> dict[str, float]:
     """Open the dataset, lay out an epoch and find the samples and the window of batches all over it."""
     begin = time.perf_counter()
     split = open_dataset(folder).split("train")
-    epoch = shuffled_epoch(split.tokens, 16, key=1)
+    epoch = build_epoch(split.tokens, 16, key=1)
     seconds = time.perf_counter() - begin
     status = Path("/proc/self/status").read_text()  # ru_maxrss would count the process that started this one
     memory = int(status.split("VmHWM:")[1].split()[0]) * 1024

@@ -25,8 +25,8 @@ from tqdm import tqdm
 
 from config import Config, Data, TitaniteError, command_line, from_dict, grad_accum_steps, load_config, read_recorded
 from data.ledger import Step, checksum, read_ledger
-from data.place import Place, StepShape, first_place, saved_place
-from data.shards import Dataset, open_dataset
+from data.place import StepShape, first_place, saved_place
+from data.shards import Dataset, Split, open_dataset
 from data.stream import Stream, open_streams
 from data.tokenizer import Tokenizer
 from records import read_records
@@ -40,12 +40,17 @@ class Part(NamedTuple):
     """Part of a document in a sample."""
 
     sample: int  # of the step
-    file: str
-    block: int  # of the file
+    split: Split
+    block: int  # of the split
     row: int  # of the block
     first: int  # tokens [first, stop) of the document
     stop: int
     masked: bool  # zeros were given in its place
+
+    def text(self, tokenizer: Tokenizer) -> str:
+        block = self.split.read(self.block)
+        start = int(block.offsets[self.row])
+        return tokenizer.decode(self.split.ids(block.values[start + self.first : start + self.stop]).tolist())
 
 
 class Auditor:
@@ -55,7 +60,7 @@ class Auditor:
     """
 
     def __init__(self, config: Config, steps: Sequence[Step]):
-        order = saved_place(steps[0].start)  # a start that was refused has left its own in the config
+        order = steps[0].place  # a start that was refused has left its own in the config
         config = replace(
             config,
             run=replace(config.run, seed=order.seed),
@@ -69,7 +74,7 @@ class Auditor:
 
     def samples(self, step: Step, first: int, count: int) -> Iterator[tuple[Stream, list[tuple[int, int]]]]:
         """(stream, runs of its tokens) of samples [first, first + count) of the step's segment."""
-        place = saved_place(step.start)
+        place = step.place
         segment = place.segment
         for dataset, start in zip(*segment.locate(first, count), strict=True):
             stream = self._streams[segment.datasets[dataset]]
@@ -97,23 +102,9 @@ class Auditor:
         """The documents of a step in the order of its samples, over all ranks and microbatches."""
         self._mask(step)
         for number, (stream, runs) in enumerate(self.samples(step, step.first, step.shape.samples)):
-            split = stream.split
+            masked = step.masked.get(stream.name, ())
             for block, row, first, stop in chain.from_iterable(stream.documents(*run) for run in runs):
-                file = f"{split.folder.url}/{split.shards[split.shard[block]].file}"
-                masked = block in step.masked.get(stream.name, ())
-                yield Part(number, file, block - split.first_block(block), row, first, stop, masked)
-
-    def text(self, part: Part, tokenizer: Tokenizer) -> str:
-        """The text of a part of a document."""
-        for dataset in self.datasets:
-            split = dataset.splits["train"]
-            for number, shard in enumerate(split.shards):
-                if f"{dataset.url}/{shard.file}" == part.file:
-                    block = split.read(int(split.shard.searchsorted(number)) + part.block)
-                    start = int(block.offsets[part.row])
-                    ids = split.ids(block.values[start + part.first : start + part.stop])
-                    return tokenizer.decode(ids.tolist())
-        raise AuditError(f"{part.file}: not a file of this run")
+                yield Part(number, stream.split, block, row, first, stop, block in masked)
 
 
 def _find(name: str, url: str, data: Data) -> Dataset:
@@ -148,7 +139,7 @@ def trained_steps(run: Path) -> tuple[list[Step], int]:
     for step in recorded:
         if step.start is not start:  # a resume, which makes later steps void; without one they came twice
             start = step.start
-            while kept and _tokens(kept[-1]) >= saved_place(start).tokens:
+            while kept and kept[-1].place.tokens >= saved_place(start).tokens:
                 kept.pop()
         _check_follows(run, kept, step)
         kept.append(step)
@@ -159,10 +150,10 @@ def trained_steps(run: Path) -> tuple[list[Step], int]:
 
 def _check_follows(run: Path, kept: list[Step], step: Step) -> None:
     """Raises AuditError unless each dataset goes on, in the same order, where the last of `kept` ended."""
-    place = _place(step)
+    place = step.place
     begins, ended = place.consumed, {}
     if kept:
-        last = _place(kept[-1], kept[-1].shape.samples)
+        last = kept[-1].end
         ended = last.consumed
         if last[:3] != place[:3]:
             raise AuditError(
@@ -173,16 +164,6 @@ def _check_follows(run: Path, kept: list[Step], step: Step) -> None:
         if gap := begins.get(name, 0) - ended.get(name, 0):
             what = f"{abs(gap):,} tokens of dataset {name} {'are missing' if gap > 0 else 'come again'}"
             raise AuditError(f"{run}: {what} between step {len(kept)} and the next")
-
-
-def _place(step: Step, samples: int = 0) -> Place:
-    """Where the run stood `samples` samples after the beginning of a step."""
-    return saved_place(step.start)._replace(samples=step.first + samples)
-
-
-def _tokens(step: Step) -> int:
-    """Tokens consumed before a step, since the run began."""
-    return _place(step).tokens
 
 
 def _read_rank(run: Path, rank: int) -> list[Step]:
@@ -206,7 +187,7 @@ def prove(run: Path, every: int = 1) -> list[str]:
     checked = 0
     for number, step in enumerate(tqdm(steps, desc="prove", unit=" steps"), start=1):
         for rank in range(step.shape.dp_size):
-            own = recorded[rank].get((_tokens(step), step.start["seq_len"]))
+            own = recorded[rank].get((step.place.tokens, step.start["seq_len"]))
             if own is None or (own.shape, own.start) != (step.shape, step.start):
                 raise AuditError(f"{run}: rank {rank} has no record of step {number} that fits rank 0's")
             if number % every == 0 or number == len(steps):
@@ -220,12 +201,12 @@ def prove(run: Path, every: int = 1) -> list[str]:
 
 def _last_lines(steps: list[Step]) -> dict[tuple[int, int], Step]:
     """The last record of every place: what ran before it there was made void by a resume."""
-    return {(_tokens(step), step.start["seq_len"]): step for step in steps}
+    return {(step.place.tokens, step.start["seq_len"]): step for step in steps}
 
 
 def _conclusions(auditor: Auditor, steps: list[Step], void: int, checked: int) -> list[str]:
     sizes = sorted({step.shape.dp_size for step in steps})
-    end = _place(steps[-1], steps[-1].shape.samples)
+    end = steps[-1].end
     lines = [
         f"{len(steps):,} steps, {end.tokens:,} tokens, without gap or overlap, on {sizes} data-parallel ranks",
         f"{void:,} steps made void by a resume left out; {checked:,} batches rebuilt and found equal",
@@ -329,10 +310,11 @@ def _list_steps(options: argparse.Namespace) -> None:
     tokenizer = auditor.datasets[0].tokenizer()
     for number, step in zip(numbers, steps, strict=True):
         for part in auditor.documents(step):
-            place = f"{part.file} block {part.block} row {part.row} tokens {part.first}:{part.stop}"
+            file, block = part.split.find(part.block)
+            place = f"{file} block {block} row {part.row} tokens {part.first}:{part.stop}"
             print(f"step {number} sample {part.sample}: {place}{' masked: zeros in its place' if part.masked else ''}")
             if options.text and not part.masked:
-                print(auditor.text(part, tokenizer))
+                print(part.text(tokenizer))
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from data.tokenizer import Tokenizer, load_tokenizer
 from data.workers import locked
 from data.writer import (
     WrittenShard,
+    add_output_options,
     check_output,
     is_held_out,
     refuse_finished,
@@ -201,12 +202,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--source", nargs="+", required=True, help="local files or globs (Megatron: the .bin files)")
     add("--format", choices=FORMATS, required=True, help="what the files are")
     add("--tokenizer", required=True, help="the tokenizer.json that made the tokens, or a folder with it")
-    add("--output", required=True, help="folder of the dataset")
-    add("--eos-token", default="", help="token that ends a document; default: the tokenizer's own")
-    add("--validation-fraction", type=float, default=0.02, help="share of documents held out (default %(default)s)")
-    add("--block-mb", type=float, default=8, help="MiB of tokens shuffled and read as one block (default %(default)s)")
-    add("--shard-mb", type=float, default=256, help="MiB of tokens in a file, about (default %(default)s)")
-    add("--overwrite", action="store_true", help="replace a finished dataset")
+    add_output_options(parser)
     arguments = vars(parser.parse_args(argv))
     arguments["sources"] = arguments.pop("source")
     with command_line():

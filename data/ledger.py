@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from isal import isal_zlib
 
-from data.place import StepShape
+from data.place import Place, StepShape, saved_place
 from data.shards import DataError
 from records import open_records, read_records
 
@@ -67,16 +67,27 @@ class Step(NamedTuple):
     crc32: int
     masked: dict[str, list[int]]
 
+    @property
+    def place(self) -> Place:
+        """Where the run stood before it."""
+        return saved_place(self.start)._replace(samples=self.first)
+
+    @property
+    def end(self) -> Place:
+        """Where the run stood after it."""
+        return saved_place(self.start)._replace(samples=self.first + self.shape.samples)
+
 
 def read_ledger(path: Path) -> list[Step]:
     """The steps of one rank in the order in which they ran; a last line cut by a kill is left out.
 
-    Raises ValueError or KeyError for anything else that is not a ledger.
+    Raises ValueError, KeyError or TypeError for anything else that is not a ledger.
     """
     steps: list[Step] = []
+    begins: dict[str, Any] = {}
     for line in read_records(path):
         if "start" in line:
-            start, shape, urls = line["start"], StepShape(**line["shape"]), line.get("urls", {})
+            begins = {"start": line["start"], "shape": StepShape(**line["shape"]), "urls": line.get("urls", {})}
         else:
-            steps.append(Step(start, shape, urls, line["first"], line["crc32"], line.get("masked", {})))
+            steps.append(Step(**begins, first=line["first"], crc32=line["crc32"], masked=line.get("masked", {})))
     return steps

@@ -76,8 +76,8 @@ class DataLoader:
         if config.run.folder:
             self.check_run(Path(config.run.folder))
         counts = [("data.datasets", self._datasets), ("validation.datasets", held_out)]
-        self._read: list[tuple[str, int | str]] = [(f"number of {key}", len(named)) for key, named in counts]
-        self._read += [(f"dataset {dataset.url}", dataset.hash) for dataset in (*self._datasets, *held_out)]
+        self._compared: list[tuple[str, int | str]] = [(f"number of {key}", len(named)) for key, named in counts]
+        self._compared += [(f"dataset {dataset.url}", dataset.hash) for dataset in (*self._datasets, *held_out)]
         self.vocab_size: int = self._datasets[0].vocab_size  # of the tokenizer, which all share
         self.wait_seconds: float = 0.0
         self._place = first_place(config, self._datasets)
@@ -109,11 +109,11 @@ class DataLoader:
         Raises ConfigError on all ranks alike, naming the dataset or the setting.
         """
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, (self._read, self._config))
-        first_read, first_config = everyone[0]
-        for rank, (read, config) in enumerate(everyone):
+        dist.all_gather_object(everyone, (self._compared, self._config))
+        first_compared, first_config = everyone[0]
+        for rank, (compared, config) in enumerate(everyone):
             # The numbers of datasets come first: where they are equal, so are the lengths.
-            facts = [(what, first, own) for (what, own), (_, first) in zip(read, first_read, strict=False)]
+            facts = [(what, first, own) for (what, own), (_, first) in zip(compared, first_compared, strict=False)]
             facts += [(key, *pair) for key, pair in differences(first_config, config).items() if key not in OF_THE_NODE]
             for what, first, own in facts:
                 if own != first:
@@ -161,21 +161,21 @@ class DataLoader:
 
         Raises DataError when the order itself would be another one.
         """
-        place = self._place.resumed(state)
+        saved = saved_place(state)
+        place = self._place.resumed(saved)
         if state["masked"] and not self._bad_blocks:
             raise DataError(
                 f"data.on_bad_block = stop: the checkpoint was trained with masked blocks, {state['masked']}; "
                 "resume with mask, or start a new run on sound data"
             )
         for dataset in self._datasets:
-            packed = dataset.split("train").packed_seq_len
+            packed = dataset.packed_seq_len
             if packed and place.piece_tokens % packed:
                 raise DataError(
                     f"data.shuffle_samples = true: this run began with training.seq_len = {place.piece_tokens}, and "
                     f"pieces of that length would cut the rows of {dataset.url}, packed by --seq-len {packed}; "
                     "start a new run, with checkpoint.initial_load if its weights are to stay"
                 )
-        saved = saved_place(state)
         for name in sorted(place.earlier.keys() - saved.earlier.keys()):
             log.warning(f"data: dataset {name} is left after {place.earlier[name]:,} tokens: not in data.datasets")
         for dataset in self._datasets:
@@ -241,11 +241,11 @@ class DataLoader:
         arrays = _arrays(batch)
         for i, stream in enumerate(self._streams):
             rows = [row for row, dataset in enumerate(datasets) if dataset == i]
-            if rows and not piece_tokens:  # they follow each other in the stream
-                _fill(arrays, stream, rows, starts[rows[0]])
-            elif rows:
+            if piece_tokens:
                 for row in rows:
                     _fill_in_runs(arrays, stream, row, stream.runs(starts[row], seq_len, piece_tokens))
+            elif rows:  # they follow each other in the stream
+                _fill(arrays, stream, rows, starts[rows[0]])
         return batch
 
 

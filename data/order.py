@@ -67,10 +67,13 @@ class Epoch(NamedTuple):
         return int(self.starts.searchsorted(token, side="right")) - 1
 
 
-def shuffled_epoch(block_tokens: np.ndarray, window_blocks: int, key: int) -> Epoch:
-    """The order of an epoch, from the tokens of each block; O(blocks) time and memory."""
-    blocks = permutation(len(block_tokens), key).astype(np.uint32)
-    return _windows(blocks, block_tokens, window_blocks)
+def build_epoch(block_tokens: np.ndarray, window_blocks: int, key: int | None) -> Epoch:
+    """The order of an epoch, from the tokens of each block; O(blocks) time and memory. `key` None: as stored."""
+    size = len(block_tokens)
+    blocks = (np.arange(size) if key is None else permutation(size, key)).astype(np.uint32)
+    ends = np.cumsum(block_tokens[blocks], dtype=np.int64)
+    last = np.append(np.arange(window_blocks, size, window_blocks), size) - 1
+    return Epoch(blocks, np.append(np.int64(0), ends[last]))
 
 
 def window_pieces(start: int, stop: int, piece_tokens: int) -> range:
@@ -80,17 +83,6 @@ def window_pieces(start: int, stop: int, piece_tokens: int) -> range:
     window, be it as the label of its last, stays in its place.
     """
     return range(-(-start // piece_tokens), (stop - 1) // piece_tokens)
-
-
-def plain_epoch(block_tokens: np.ndarray) -> Epoch:
-    """The blocks as they are stored, one per window: the order of the validation documents."""
-    return _windows(np.arange(len(block_tokens), dtype=np.uint32), block_tokens, 1)
-
-
-def _windows(blocks: np.ndarray, block_tokens: np.ndarray, window_blocks: int) -> Epoch:
-    ends = np.cumsum(block_tokens[blocks], dtype=np.int64)
-    last = np.append(np.arange(window_blocks, len(blocks), window_blocks), len(blocks)) - 1
-    return Epoch(blocks, np.append(np.int64(0), ends[last]))
 
 
 # ---------------------------------------------------------------- mixtures

@@ -66,13 +66,12 @@ class Place(NamedTuple):
             "masked": {name: sorted(blocks) for name, blocks in masked.items() if blocks},
         }
 
-    def resumed(self, state: Mapping[str, Any]) -> "Place":
-        """Where a run with the settings of this place goes on from `state`.
+    def resumed(self, saved: "Place") -> "Place":
+        """Where a run with the settings of this place goes on from `saved`.
 
         Another seq_len, other weights or other datasets begin a new segment there, in which
         no token comes again. Raises DataError when the order itself would be another one.
         """
-        saved = saved_place(state)
         for name, old, new in (
             ("run.seed", saved.seed, self.seed),
             ("data.window_blocks", saved.window_blocks, self.window_blocks),

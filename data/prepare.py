@@ -38,6 +38,7 @@ from data.workers import locked, run_all, worker_pool
 from data.writer import (
     PARTS,
     WrittenShard,
+    add_output_options,
     check_output,
     is_held_out,
     refuse_finished,
@@ -200,8 +201,8 @@ def count(
 ) -> dict[str, int]:
     """What `prepare` would read, without writing anything. Raises DataError."""
     files = list_files(sources)
-    counts = {"files": len(files), "bytes": sum(file.size for file in files), "documents": 0, "empty": 0}
-    counts |= {"characters": 0}
+    size = sum(file.size for file in files)
+    counts = {"files": len(files), "bytes": size, "documents": 0, "empty": 0, "characters": 0}
     for unit in tqdm(plan_units(files), desc="count", unit=" units"):
         texts = documents(unit, text_key, split_keys(example_keys))
         for text in chain.from_iterable(pieces(text, max_characters) for text in texts):
@@ -248,15 +249,16 @@ def _tokenize_unit(folder: str, task: tuple[int, Unit]) -> int:
         words = random_words(len(batch), key, first=seen)
         batches.append(_tokenize(job, batch, words))
         seen += len(batch)
-        held += len(batches[-1].column("tokens").values)
         dropped += len(batch) - batches[-1].num_rows
+        size = len(batches[-1].column("tokens").values)
+        tokens, held = tokens + size, held + size
         if held >= job.plan.part_tokens:
             _write_part(job.plan, batches, parts / f"unit-{number:06}-{written:04}.arrow")
-            tokens, held, written, batches = tokens + held, 0, written + 1, []
+            held, written, batches = 0, written + 1, []
     if batches:
         _write_part(job.plan, batches, parts / f"unit-{number:06}-{written:04}.arrow")
-    write_atomically(record, json.dumps({"tokens": tokens + held, "documents": seen, "dropped": dropped}).encode())
-    return tokens + held
+    write_atomically(record, json.dumps({"tokens": tokens, "documents": seen, "dropped": dropped}).encode())
+    return tokens
 
 
 class Piece(NamedTuple):
@@ -269,7 +271,7 @@ class Piece(NamedTuple):
 def _pieces(plan: Plan, unit: Unit) -> Iterator[Piece]:
     """The documents to be, in order, without empty ones."""
     for text in filter(None, documents(unit, plan.text_key, split_keys(plan.example_keys))):
-        held_out = is_held_out(text.encode("utf-8", "surrogatepass"), plan.validation_fraction)
+        held_out = is_held_out(text.encode(), plan.validation_fraction)
         for piece in pieces(text, plan.max_characters):
             yield Piece(piece, held_out)
 
@@ -387,10 +389,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         required=True,
         help="stdlib, or folders, files, globs or URLs of text, JSON lines, Parquet",
     )
-    add("--output", required=True, help="folder of the dataset")
+    add_output_options(parser)
     add("--tokenizer", default="", help="tokenizer.json, or a folder with one; default: train one on the text")
     add("--vocab-size", type=int, default=0, help=f"tokens of a trained tokenizer (default {VOCAB_SIZE})")
-    add("--eos-token", default="", help="token that ends a document; default: the tokenizer's own")
     add(
         "--format",
         choices=["text", *KEYS],
@@ -405,16 +406,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     add(
         "--max-characters", type=int, default=0, help="cut longer texts at line ends into documents; 0: never (default)"
     )
-    add("--validation-fraction", type=float, default=0.02, help="share of documents held out (default %(default)s)")
-    add("--block-mb", type=float, default=8, help="MiB of tokens shuffled and read as one block (default %(default)s)")
-    add("--shard-mb", type=float, default=256, help="MiB of tokens in a file, about (default %(default)s)")
     add(
         "--processes",
         type=int,
         default=0,
         help="processes; 0 (default): one for each core that this one may use, and for a few MB one alone",
     )
-    add("--overwrite", action="store_true", help="replace a finished dataset")
     add("--dry-run", action="store_true", help="read everything, count it and write nothing")
     arguments = vars(parser.parse_args(argv))
     for name in ("max_characters", "processes"):

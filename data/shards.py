@@ -14,7 +14,7 @@ A dataset for fine-tuning is packed: see data.packing. Imports no torch.
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -106,10 +106,14 @@ class Split:
         """The first block of the shard that holds this one."""
         return int(self.shard.searchsorted(self.shard[block]))
 
+    def find(self, block: int) -> tuple[str, int]:
+        """The file that holds a block, and the block's number in it."""
+        return f"{self.folder.url}/{self.shards[self.shard[block]].file}", block - self.first_block(block)
+
     def location(self, block: int) -> str:
         """Where a block is, for messages."""
-        file = self.shards[self.shard[block]].file
-        return f"{self.folder.url}/{file}, block {block - self.first_block(block)}"
+        file, number = self.find(block)
+        return f"{file}, block {number}"
 
     def read(self, block: int) -> Block:
         """Map one block and check it. Raises BadBlockError, DataError, StorageError."""
@@ -172,6 +176,11 @@ class Dataset:
     @property
     def url(self) -> str:
         return self.folder.url
+
+    @property
+    def packed_seq_len(self) -> int:
+        """Of every split."""
+        return self.splits["train"].packed_seq_len
 
     def split(self, name: str) -> Split:
         """One split. Raises DataError when it is empty."""
@@ -244,24 +253,20 @@ def open_dataset(url: str, data: Data | None = None) -> Dataset:
         raise DataError(f"{url}/blocks.arrow: is damaged, its SHA-256 is not the one in manifest.json")
     batch = pa.ipc.open_file(pa.py_buffer(blocks)).get_batch(0)  # views of the mapped file, which ranks share
     index = {name: batch.column(name).to_numpy() for name in INDEX_SCHEMA.names}
-    splits = {
-        name: Split(folder, name, dtype, vocab_size, packed, *_part_of_index(shards, index, name)) for name in SPLITS
-    }
+    splits, first = {}, 0
+    for name in SPLITS:  # in this order the shards stand in the manifest
+        own = tuple(shard for shard in shards if shard.split == name)
+        shard_of_block = np.repeat(np.arange(len(own), dtype=np.uint32), [shard.blocks for shard in own])
+        stop = first + len(shard_of_block)
+        columns = {column: values[first:stop] for column, values in index.items()}
+        splits[name] = Split(folder, name, dtype, vocab_size, packed, own, shard_of_block, **columns)
+        first = stop
     return Dataset(folder, digest(text), vocab_size, eos_id, tokenizer, splits, template)
 
 
 def _shard_or_dict(entry: dict[str, Any]) -> Any:
     """Shards as such at once: 78,000 of them, of 10 T tokens, need half the memory that their dicts would."""
     return Shard(**entry) if entry.keys() == SHARD_KEYS else entry
-
-
-def _part_of_index(shards: list[Shard], index: dict[str, np.ndarray], name: str) -> Iterable[Any]:
-    """The shards of a split, the shard of each of its blocks, and its part of the index."""
-    own = tuple(shard for shard in shards if shard.split == name)
-    first = next((i for i, shard in enumerate(shards) if shard.split == name), 0)  # they are next to each other
-    start = sum(shard.blocks for shard in shards[:first])
-    shard_of_block = np.repeat(np.arange(len(own), dtype=np.uint32), [shard.blocks for shard in own])
-    return own, shard_of_block, *(column[start : start + len(shard_of_block)] for column in index.values())
 
 
 def _read(folder: Folder, name: str) -> bytes:
@@ -274,7 +279,7 @@ def _read(folder: Folder, name: str) -> bytes:
 
 def with_chat_template(datasets: Sequence[Dataset]) -> Dataset:
     """The one whose tokenizer has the chat template of a run on all: a packed one before others, else the first."""
-    return max(datasets, key=lambda dataset: bool(dataset.chat_template) * (1 + dataset.splits["train"].packed_seq_len))
+    return max(datasets, key=lambda dataset: (bool(dataset.chat_template), dataset.packed_seq_len))
 
 
 def check_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
@@ -287,11 +292,7 @@ def check_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
     datasets = [_open_to_train(url, config.data) for url in config.data.datasets]
     chat = with_chat_template(datasets)
     for dataset in datasets:
-        if dataset.tokenizer_fingerprint != datasets[0].tokenizer_fingerprint:
-            raise DataError(
-                f"data.datasets: {dataset.url} was made with another tokenizer than {datasets[0].url} "
-                f"({dataset.tokenizer_fingerprint}, {datasets[0].tokenizer_fingerprint})"
-            )
+        _check_same_tokenizer("data.datasets", dataset, datasets[0])
         tokens, needed = dataset.split("train").total_tokens, config.training.seq_len + 1
         if tokens < needed:
             raise DataError(
@@ -303,8 +304,7 @@ def check_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
         _check_packing(dataset, config)
         _check_sizes(config, *dataset.splits.values())
         dataset.check_tokenizer()
-        packed = bool(dataset.splits["train"].packed_seq_len)
-        if packed and dataset.chat_template not in ("", chat.chat_template):
+        if dataset.packed_seq_len and dataset.chat_template not in ("", chat.chat_template):
             raise DataError(
                 f"data.datasets: {dataset.url} was made with another chat template than {chat.url}; prepare one of "
                 "them again with the other's chat_template.jinja as --chat-template"
@@ -313,11 +313,7 @@ def check_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
     for dataset in held_out:
         _check_sizes(config, dataset.split("validation"))
         _check_packing(dataset, config)
-        if dataset.tokenizer_fingerprint != datasets[0].tokenizer_fingerprint:
-            raise DataError(
-                f"validation.datasets: {dataset.url} was made with another tokenizer than {datasets[0].url} "
-                f"({dataset.tokenizer_fingerprint}, {datasets[0].tokenizer_fingerprint})"
-            )
+        _check_same_tokenizer("validation.datasets", dataset, datasets[0])
     if len({dataset.hash for dataset in datasets}) < len(datasets):
         raise DataError(f"data.datasets = {list(config.data.datasets)}: two folders hold the same dataset")
     if config.data.tokenizer:
@@ -340,9 +336,17 @@ def _open_to_train(url: str, data: Data) -> Dataset:
         raise DataError(f"{error}. {advice}") from None
 
 
+def _check_same_tokenizer(key: str, dataset: Dataset, first: Dataset) -> None:
+    if dataset.tokenizer_fingerprint != first.tokenizer_fingerprint:
+        raise DataError(
+            f"{key}: {dataset.url} was made with another tokenizer than {first.url} "
+            f"({dataset.tokenizer_fingerprint}, {first.tokenizer_fingerprint})"
+        )
+
+
 def _check_packing(dataset: Dataset, config: Config) -> None:
     """Refuse settings under which examples of a packed dataset would be cut or see each other."""
-    packed = dataset.splits["train"].packed_seq_len
+    packed = dataset.packed_seq_len
     if packed and config.training.seq_len != packed:
         raise DataError(
             f"training.seq_len = {config.training.seq_len}: must be {packed}, the --seq-len by which "

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from config import Config
-from data.order import Epoch, derive_key, permutation, plain_epoch, shuffled_epoch, window_pieces
+from data.order import Epoch, build_epoch, derive_key, permutation, window_pieces
 from data.packing import unpack
 from data.shards import BadBlockError, Block, Dataset, Split
 from data.storage import StorageError
@@ -204,27 +204,16 @@ class Stream:
         if number not in self._epochs:
             if len(self._epochs) == 2:  # this one and the next
                 del self._epochs[min(self._epochs)]
-            tokens = self.split.tokens
-            self._epochs[number] = (
-                shuffled_epoch(tokens, self._window_blocks, derive_key(*self._key, number))
-                if self._shuffle
-                else plain_epoch(tokens)
-            )
+            key = derive_key(*self._key, number) if self._shuffle else None
+            self._epochs[number] = build_epoch(self.split.tokens, self._window_blocks, key)
         return self._epochs[number]
 
 
 def open_streams(config: Config, datasets: Sequence[Dataset], readers: ThreadPoolExecutor) -> list[Stream]:
     """The training stream of each dataset, in the order of the config's seed."""
-    mask = config.data.on_bad_block == "mask"
+    seed, window_blocks, mask = config.run.seed, config.data.window_blocks, config.data.on_bad_block == "mask"
     return [
-        Stream(
-            dataset.split("train"),
-            dataset.hash,
-            readers,
-            config.run.seed,
-            config.data.window_blocks,
-            mask_bad_blocks=mask,
-        )
+        Stream(dataset.split("train"), dataset.hash, readers, seed, window_blocks, mask_bad_blocks=mask)
         for dataset in datasets
     ]
 

@@ -37,14 +37,13 @@ class Tokenizer:
             raise TokenizerError(f"{name}: has no token {eos_token!r}; its special tokens are {_special_tokens(raw)}")
         raw.no_truncation()
         raw.no_padding()
-        content = raw.to_str()
         raw.encode_special_tokens = True
         self.raw = raw
         self.eos_token = eos_token
         self.chat_template = chat_template  # Jinja, or "" where it has none
         self.eos_id: int = eos_id
         self.vocab_size: int = max(raw.get_vocab().values()) + 1
-        self.fingerprint: str = fingerprint(content.encode(), eos_token)
+        self.fingerprint: str = fingerprint(raw.to_str().encode(), eos_token)
         try:
             template, spelt_out = raw.encode("a"), raw.encode(f"a{eos_token}a", add_special_tokens=False)
             text_begins = template.special_tokens_mask.index(0)
@@ -77,13 +76,10 @@ class Tokenizer:
 
         In this order and each as a whole, so that a tokenizer.json, after a kill too, has its eos token beside it.
         """
-        self.raw.encode_special_tokens = False
-        content = self.raw.to_str()
-        self.raw.encode_special_tokens = True
         config = json.dumps({"eos_token": self.eos_token}) + "\n"
         if not self.chat_template:
             (folder / CHAT_TEMPLATE).unlink(missing_ok=True)
-        for name, text in ((CONFIG, config), (CHAT_TEMPLATE, self.chat_template), (TOKENIZER, content)):
+        for name, text in ((CONFIG, config), (CHAT_TEMPLATE, self.chat_template), (TOKENIZER, self.raw.to_str())):
             if text:
                 write_atomically(folder / name, text.encode())
 

@@ -3,6 +3,7 @@
 import json
 from bisect import bisect_right
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ def encode_examples(texts: Sequence[str], format: str, tokenizer: Tokenizer) -> 
     part of the response, and [messages] in format "chat", by the tokenizer's template. The first token of an example
     is never trained: nothing comes before it. Raises DataError quoting the example.
     """
-    template = ChatTemplate(tokenizer.chat_template, tokenizer)
+    template = _chat_template(tokenizer.chat_template, tokenizer)
     segments: list[list[tuple[str, bool]]] = []
     for text in texts:
         try:
@@ -46,6 +47,11 @@ def encode_examples(texts: Sequence[str], format: str, tokenizer: Tokenizer) -> 
     else:
         encoded = [_split(parts, template) for parts in segments]
     return [_marked(parts, tokenizer.eos_id) for parts in encoded]
+
+
+@lru_cache(maxsize=1)  # it makes the whole tokenizer anew
+def _chat_template(source: str, tokenizer: Tokenizer) -> ChatTemplate:
+    return ChatTemplate(source, tokenizer)
 
 
 def check_examples(tokenizer: str, seq_len: int, max_characters: int, keys: str, format: str) -> None:

@@ -70,33 +70,32 @@ def _faults_of_block(dataset: Dataset, split: Split, block: int) -> Iterator[str
     except DataError as error:
         yield str(error)
         return
-    if split.packed_seq_len:
-        yield from _packing_faults(dataset, split, block, content)
-        return
-    for row in _unended(content, dataset.eos_id):
-        yield f"{split.location(block)}, row {row}: does not end with its only token {dataset.eos_id}"
-
-
-def _packing_faults(dataset: Dataset, split: Split, block: int, content: Block) -> Iterator[str]:
-    """Rows that are not of the packed length, or do not begin and end as packed ones do; the first of each kind."""
-    sizes, ends = np.diff(content.offsets), content.offsets[1:] - 1
-    wrong = {
-        f"has not {split.packed_seq_len} tokens": sizes != split.packed_seq_len,
-        "does not begin with a hidden start": content.values[content.offsets[:-1]] < START + HIDDEN,
-        f"does not end with token {dataset.eos_id}": split.ids(content.values[ends]) != dataset.eos_id,
-    }
+    wrong = (
+        _wrong_packed_rows(split, content, dataset.eos_id)
+        if split.packed_seq_len
+        else _unended(content, dataset.eos_id)
+    )
     for what, rows in wrong.items():
         if rows.any():
             yield f"{split.location(block)}, row {int(np.argmax(rows))}: {what}"
 
 
-def _unended(block: Block, eos_id: int) -> Iterator[int]:
-    """Documents that lack their end, or have it anywhere else or twice; the first of a block only."""
+def _wrong_packed_rows(split: Split, block: Block, eos_id: int) -> dict[str, np.ndarray]:
+    """Which rows are not of the packed length, or do not begin and end as packed ones do."""
+    ends = block.values[block.offsets[1:] - 1]
+    return {
+        f"has not {split.packed_seq_len} tokens": np.diff(block.offsets) != split.packed_seq_len,
+        "does not begin with a hidden start": block.values[block.offsets[:-1]] < START + HIDDEN,
+        f"does not end with token {eos_id}": split.ids(ends) != eos_id,
+    }
+
+
+def _unended(block: Block, eos_id: int) -> dict[str, np.ndarray]:
+    """Which documents lack their end, or have it anywhere else or twice."""
     ends = np.flatnonzero(block.values == eos_id) + 1
-    if not np.array_equal(ends, block.offsets[1:]):
-        counts = np.diff(ends.searchsorted(block.offsets, side="right"))
-        last = block.values[block.offsets[1:] - 1] == eos_id
-        yield int(np.flatnonzero((counts != 1) | ~last)[0])
+    counts = np.diff(ends.searchsorted(block.offsets, side="right"))
+    last = block.values[block.offsets[1:] - 1] == eos_id
+    return {f"does not end with its only token {eos_id}": (counts != 1) | ~last}
 
 
 def _report(dataset: Dataset) -> int:

@@ -1,5 +1,6 @@
 """Writing the files of a prepared dataset; data.shards says what they are. Imports no torch."""
 
+import argparse
 import hashlib
 import json
 import math
@@ -38,6 +39,17 @@ def is_held_out(content: bytes, validation_fraction: float) -> bool:
     """Whether a document is for validation: by a hash of its whole content, with all the pieces it is cut into."""
     digest = hashlib.blake2b(content, digest_size=8).digest()
     return int.from_bytes(digest, "little") < validation_fraction * 2**64
+
+
+def add_output_options(parser: argparse.ArgumentParser) -> None:
+    """The options of every command that writes a dataset."""
+    add = parser.add_argument
+    add("--output", required=True, help="folder of the dataset")
+    add("--eos-token", default="", help="token that ends a document; default: the tokenizer's own")
+    add("--validation-fraction", type=float, default=0.02, help="share of documents held out (default %(default)s)")
+    add("--block-mb", type=float, default=8, help="MiB of tokens shuffled and read as one block (default %(default)s)")
+    add("--shard-mb", type=float, default=256, help="MiB of tokens in a file, about (default %(default)s)")
+    add("--overwrite", action="store_true", help="replace a finished dataset")
 
 
 def check_output(output: str, overwrite: bool, validation_fraction: float, block_mb: float, shard_mb: float) -> Path:

@@ -98,6 +98,7 @@ def test_a_run_with_restarts_and_changes_is_proven(run, folders):
             r"has no record of step 1|other tokens",
         ),
         (lambda lines: ["not json", *lines], "not a ledger"),
+        (lambda lines: lines[1:], "not a ledger"),
     ],
 )
 @pytest.mark.parametrize("rank", [0, 1])

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.order import Segment, interleave, mixture_counts, permutation, random_words, shuffled_epoch
+from data.order import Segment, build_epoch, interleave, mixture_counts, permutation, random_words
 
 weights_of_datasets = st.lists(st.floats(1e-3, 1.0), min_size=1, max_size=8).map(
     lambda weights: np.array(weights) / math.fsum(weights)
@@ -46,7 +46,7 @@ def test_permutation_places_every_element_everywhere():
 
 @given(tokens=st.lists(st.integers(1, 50), min_size=1, max_size=40), window=st.integers(1, 12))
 def test_epoch_windows_cover_all_blocks(tokens, window):
-    epoch = shuffled_epoch(np.array(tokens, np.uint32), window, key=5)
+    epoch = build_epoch(np.array(tokens, np.uint32), window, key=5)
     assert sorted(epoch.blocks.tolist()) == list(range(len(tokens)))
     token = 0
     for index, first in enumerate(range(0, len(tokens), window)):

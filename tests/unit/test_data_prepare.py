@@ -518,6 +518,7 @@ def test_a_dry_run_counts_and_writes_nothing(texts, tmp_path, capsys):
         ("a.json", b'\n [\n{"text": "x"}\n]\n', r"a\.json, line at byte 1: a JSON array"),
         ("a.py", b"# coding: rot13\n", r"a\.py: 'rot13' is not a text encoding"),
         ("a.py", b"# coding: undefined\n", r"a\.py: .*undefined encoding"),
+        ("a.py", b"# coding: unicode_escape\n'\\ud800'\n", r"a\.py: .*surrogates not allowed"),
         ("a.parquet", b"PAR1", r"a\.parquet: not a Parquet file"),
         ("a.txt", b"abc\xff", r"a\.txt: not utf-8 text: invalid start byte at byte 3"),
         ("a.jsonl.gz", b"not gzip", r"a\.jsonl\.gz"),
@@ -536,6 +537,7 @@ def test_bad_input_is_named(tmp_path, name, content, message, capsys):
     [
         (pa.array([b"a", b"b\xff"]).view(pa.string()), (), "not utf-8 text: invalid start byte at byte 1"),
         (pa.array([[datetime(2026, 1, 1)]]), ("text",), "not what JSON can hold: .* datetime"),
+        (pa.array([None]), ("text",), "nothing under 'text'; it has text; choose with --example-keys"),
     ],
 )
 def test_bad_rows_of_parquet_are_named(tmp_path, column, keys, message):
@@ -693,6 +695,17 @@ def test_missing_sources_are_named(tmp_path):
     unit = sources.plan_units(sources.list_files([str(tmp_path / "a.parquet")]))[0]
     with pytest.raises(DataError, match=r"a\.parquet: no column 'text'; it has body; choose with --text-key"):
         list(sources.documents(unit, "text"))
+    with pytest.raises(DataError, match=r"a\.parquet: no column 'q'; it has body; choose with --example-keys"):
+        list(sources.documents(unit, "text", ("body", "q")))
+
+
+@pytest.mark.parametrize("keys", [(), ("text",)])
+def test_two_columns_of_one_name_are_refused(tmp_path, keys):
+    table = pa.table([pa.array(["a"]), pa.array(["b"]), pa.array(["c"])], names=["text", "text", "other"])
+    pq.write_table(table, tmp_path / "a.parquet")
+    (unit,) = sources.plan_units(sources.list_files([str(tmp_path / "a.parquet")]))
+    with pytest.raises(DataError, match=r"a\.parquet: has 2 columns 'text'; rename all but one"):
+        list(sources.documents(unit, "text", keys))
 
 
 def test_links_are_followed_and_never_left_out(tmp_path):

@@ -181,6 +181,18 @@ def test_examples_that_cannot_be_used_are_quoted(format: str, values: list[Any],
     assert f"in the example {json.dumps(values)[:100]}" in str(error.value)
 
 
+@pytest.mark.parametrize("format", ["sft", "chat"])
+def test_the_template_and_its_tokenizer_are_made_once_for_all_batches(
+    format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, own = [], tokenizer()
+    monkeypatch.setattr("data.tuning.ChatTemplate", lambda *source: made.append(source) or ChatTemplate(*source))
+    turn = [{"role": "user", "content": "two"}, {"role": "assistant", "content": "is"}]
+    for _ in range(3):
+        encode_examples([json.dumps(["two", "is"] if format == "sft" else [turn])], format, own)
+    assert made == [(TEMPLATE, own)]
+
+
 def test_packing_keeps_every_example_whole_and_wastes_little() -> None:
     numbers = random.Random(1)
     examples = [
@@ -287,7 +299,7 @@ def test_the_dataset_verifies_and_the_audit_rebuilds_its_batches(folder: Path) -
         assert torch.equal(batch.tokens, torch.from_numpy(tokens))
     part = next(auditor.documents(steps[0]))
     first = int(next(auditor.tokens(steps[0], 0))[0, 0])
-    assert auditor.text(part, dataset.tokenizer()).split()[0] == f"w{first}"
+    assert part.text(dataset.tokenizer()).split()[0] == f"w{first}"
     loader.close()
 
 
