@@ -287,7 +287,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if options.prove:
             print("\n".join(prove(options.run, options.every)), "proven", sep="\n")
         else:
-            _list_steps(options)
+            _list_steps(options, given)
 
 
 def _numbers(steps: str) -> range:
@@ -296,8 +296,7 @@ def _numbers(steps: str) -> range:
     return range(int(first), int(stop) if stop else int(first) + 1)
 
 
-def _list_steps(options: argparse.Namespace) -> None:
-    numbers = _numbers(options.steps)
+def _list_steps(options: argparse.Namespace, numbers: range) -> None:
     if options.run:
         config, (recorded, _) = run_config(options.run), trained_steps(options.run)
         if numbers[-1] > len(recorded):

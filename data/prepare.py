@@ -216,8 +216,9 @@ def _start_or_go_on(folder: Path, plan: Plan, tokenizer: Tokenizer) -> None:
     plan_file = folder / PARTS / "plan.json"
     record = json.dumps(asdict(plan), indent=1)
     (folder / "manifest.json").unlink(missing_ok=True)
-    if not plan_file.is_file() or plan_file.read_text(encoding="utf-8") != record:
-        if plan_file.is_file():
+    begun = plan_file.read_text(encoding="utf-8") if plan_file.is_file() else ""
+    if begun != record:
+        if begun:
             log.warning("%s: begun with another input or other options, or another version: anew", folder)
         remove_dataset(folder)
         plan_file.parent.mkdir()
