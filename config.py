@@ -612,7 +612,7 @@ def _check_value(key: str, value: Any, kind: Any) -> Any:
     if get_origin(base) is Literal:
         choices = get_args(base)
         if value not in choices:
-            raise _bad_value(key, value, _kind_name(base) + _close_match(str(value), choices))
+            raise _bad_value(key, value, _kind_name(base) + close_match(str(value), choices))
         return value
     if get_origin(base) is tuple:
         if not isinstance(value, (list, tuple)):
@@ -659,11 +659,12 @@ def _unknown_key(key: str) -> ConfigError:
 
 def _nearest(name: str, names: Iterable[str]) -> str:
     known = list(names)
-    return _close_match(name, known) or f"; known are {', '.join(known[:20])}"
+    return close_match(name, known) or f"; known are {', '.join(known[:20])}"
 
 
-def _close_match(name: str, names: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+def close_match(name: str, names: Iterable[str]) -> str:
+    """A hint for the end of an error: the nearest of `names`; empty if none is near."""
+    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else ""
 
 

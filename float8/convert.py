@@ -4,15 +4,13 @@ torchao is imported where it is used: it takes seconds to load, and only float8 
 """
 
 import dataclasses
-import difflib
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 import config as settings
-from config import ONE_SCALE, Config, ConfigError, gathers_float8
+from config import ONE_SCALE, Config, ConfigError, close_match, gathers_float8
 from float8.cpu import replace_matmul
 
 
@@ -24,16 +22,13 @@ def check_float8(config: Config, here: bool = True) -> None:
     float8, training = config.float8, config.training
     if not float8.enable:
         return
-    if float8.fsdp_all_gather == "on" and float8.recipe != ONE_SCALE:
-        raise ConfigError(
-            f'float8.fsdp_all_gather = "on" with float8.recipe = "{float8.recipe}": only '
-            f'"{ONE_SCALE}" has one scale per weight, which all ranks can know; set fsdp_all_gather = "auto"'
-        )
-    if float8.tp_all_gather == "on" and float8.recipe != ONE_SCALE:
-        raise ConfigError(
-            f'float8.tp_all_gather = "on" with float8.recipe = "{float8.recipe}": only "{ONE_SCALE}" has '
-            'one scale for the whole input; set tp_all_gather = "auto"'
-        )
+    one_scale = {"fsdp_all_gather": "per weight, which all ranks can know", "tp_all_gather": "for the whole input"}
+    for name, of_what in one_scale.items():
+        if getattr(float8, name) == "on" and float8.recipe != ONE_SCALE:
+            raise ConfigError(
+                f'float8.{name} = "on" with float8.recipe = "{float8.recipe}": only "{ONE_SCALE}" has one scale '
+                f'{of_what}; set {name} = "auto"'
+            )
     if gathers_float8(float8) and config.parallelism.reshard_group_size:
         raise ConfigError(
             f"float8.enable = true with parallelism.reshard_group_size = {config.parallelism.reshard_group_size}: "
@@ -74,14 +69,13 @@ def convert_to_float8(model: nn.Module, float8: settings.Float8, tp: int = 1) ->
 
     replace_matmul()
     _check_skip(model, float8)
-    worthwhile = _build_filter(float8)
     converted: list[str] = []
     skipped: dict[str, str] = {}
 
     def wanted(module: nn.Module, name: str) -> bool:
         if not isinstance(module, nn.Linear):
             return False
-        reason = _reason_to_skip(module, name, float8, tp, worthwhile)
+        reason = _reason_to_skip(module, name, float8, tp)
         if reason:
             skipped[name] = reason
         else:
@@ -126,30 +120,27 @@ def _check_skip(model: nn.Module, float8: settings.Float8) -> None:
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     for part in set(float8.skip) - set(settings.Float8().skip):  # the default names what some models do not have
         if not any(part in name for name in names):
-            kinds = list(dict.fromkeys(word for name in names for word in (_kind(name), name.split(".")[-1])))
-            close = difflib.get_close_matches(part, kinds, n=1, cutoff=0.5)
-            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(map(_kind, names[:7]))}"
-            raise ConfigError(f"float8.skip names {part!r}, which is in the name of no linear layer; {hint}")
+            kinds = dict.fromkeys(word for name in names for word in (_kind(name), name.split(".")[-1]))
+            hint = close_match(part, kinds) or f"; known are {', '.join(map(_kind, names[:7]))}"
+            raise ConfigError(f"float8.skip names {part!r}, which is in the name of no linear layer{hint}")
 
 
-def _build_filter(float8: settings.Float8) -> Callable[[nn.Module, str], bool]:
-    """torchao's filter of the layers that gain from float8, found on H100 GPUs."""
+def _gains(linear: nn.Linear, name: str, recipe: str) -> bool:
+    """Whether a layer gains from float8, by torchao's filter, found on H100 GPUs."""
     from torchao.float8 import _auto_filter_for_recipe
 
     # It has none for rowwise_with_gw_hp, whose forward is that of rowwise.
-    recipe = "rowwise" if float8.recipe == "rowwise_with_gw_hp" else float8.recipe
-    return _auto_filter_for_recipe(recipe, filter_fqns=[])
+    recipe = "rowwise" if recipe == "rowwise_with_gw_hp" else recipe
+    return _auto_filter_for_recipe(recipe, filter_fqns=[])(linear, name)
 
 
-def _reason_to_skip(
-    linear: nn.Linear, name: str, float8: settings.Float8, tp: int, worthwhile: Callable[[nn.Module, str], bool]
-) -> str:
+def _reason_to_skip(linear: nn.Linear, name: str, float8: settings.Float8, tp: int) -> str:
     matches = [part for part in float8.skip if part in name]
     shape = f"{linear.out_features} x {linear.in_features}"
     if matches:
         return f"float8.skip names {matches[0]!r}"
     if linear.in_features % (16 * tp) or linear.out_features % (16 * tp):
         return f"{shape} is not divisible by 16" + (f" on each of {tp} ranks" if tp > 1 else "")
-    if float8.filter == "auto" and not worthwhile(linear, name):
+    if float8.filter == "auto" and not _gains(linear, name, float8.recipe):
         return f"{shape} is too small to gain"
     return ""

@@ -27,25 +27,19 @@ def float8_plan(module: nn.Module, plan: Mapping[str, ParallelStyle], device_typ
 
     if device_type == "cpu":
         _gather_as_bytes()
+    converted = {name for name, part in module.named_modules() if isinstance(part, Float8Linear)}
+    by_columns = [name for name, style in plan.items() if isinstance(style, ColwiseParallel)]
     changed = dict(plan)
     for name, style in plan.items():
-        readers = [reader for reader, kind in plan.items() if _reads(reader, name, kind)]
-        if isinstance(style, PrepareModuleInput) and all(_is(module, r, Float8Linear) for r in readers):
+        readers = [reader for reader in by_columns if reader.startswith(f"{name}.")]
+        if isinstance(style, PrepareModuleInput) and converted.issuperset(readers):
             changed[name] = PrepareFloat8ModuleInput(
                 input_layouts=style.input_layouts, desired_input_layouts=style.desired_input_layouts
             )
             changed |= {reader: Float8ColwiseParallel() for reader in readers}
-        elif isinstance(style, RowwiseParallel) and _is(module, name, Float8Linear):
+        elif isinstance(style, RowwiseParallel) and name in converted:
             changed[name] = Float8RowwiseParallel(output_layouts=style.output_layouts[0])
     return changed
-
-
-def _reads(name: str, parent: str, style: ParallelStyle) -> bool:
-    return name.startswith(f"{parent}.") and isinstance(style, ColwiseParallel)
-
-
-def _is(module: nn.Module, name: str, kind: type) -> bool:
-    return isinstance(module.get_submodule(name), kind)
 
 
 def _gather_as_bytes() -> None:

@@ -1,7 +1,6 @@
 """The models that train.py knows. A new one is a folder beside `llama` and one line in MODELS."""
 
 import dataclasses
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 
 import config as settings
-from config import ConfigError
+from config import ConfigError, close_match
 from models.llama import FLAVORS, recorded_flavor
 from models.llama.model import Llama
 from models.llama.parallelize import apply_parallelism, check_parallelism
@@ -81,6 +80,4 @@ def build_model(spec: ModelSpec, flavor: Any) -> nn.Module:
 
 
 def _unknown(key: str, value: str, known: Mapping[str, Any]) -> ConfigError:
-    close = difflib.get_close_matches(value, known, n=1, cutoff=0.4)
-    hint = f"; did you mean {close[0]}?" if close else ""
-    return ConfigError(f"{key} = {value!r}: must be one of {', '.join(known)}{hint}")
+    return ConfigError(f"{key} = {value!r}: must be one of {', '.join(known)}{close_match(value, known)}")

@@ -7,7 +7,6 @@ own, in its YAML format, may read local files (`--include`).
 """
 
 import argparse
-import difflib
 import json
 import sys
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 
 from checkpoint.hf import trained_positions
-from config import ConfigError, command_line
+from config import ConfigError, close_match, command_line
 from generate import Request, Sampling, Timing, stream_texts
 from models.scoring import Pair, log_likelihoods
 from parallel.comm import device_type
@@ -136,8 +135,7 @@ def check_tasks(tasks: Sequence[str], manager: TaskManager) -> None:
     """Raises ConfigError for a task that the harness does not know."""
     for task in tasks:
         if task not in manager.all_tasks:
-            close = difflib.get_close_matches(task, manager.all_tasks, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
+            hint = close_match(task, manager.all_tasks)
             raise ConfigError(f"--tasks {task}: no such task{hint} (lm-eval ls tasks lists them)")
 
 

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-import config as settings
 import parallel.context  # noqa: F401  (registers the ring's operator)
+from config import ActivationCheckpoint
 
 aten = torch.ops.aten
 # Dear to compute, cheap to keep. Names of attention on every device: the CPU's is its own op.
@@ -31,7 +31,7 @@ ATTENTION_OPS = frozenset(
 )
 
 
-def apply_activation_checkpoint(block: nn.Module, settings: settings.ActivationCheckpoint) -> None:
+def apply_activation_checkpoint(block: nn.Module, settings: ActivationCheckpoint) -> None:
     """Replace `block.forward`, in place, by one that recomputes; names of parameters stay as they are.
 
     In mode `budget` the compiler does it, by a setting for the whole process: it solves for the cheapest recomputation

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-import config as settings
-from config import TitaniteError
+from config import Failures, TitaniteError
 from parallel.comm import broadcast_object, synchronize
 from records import open_records, read_records
 
@@ -48,7 +47,7 @@ class BadSteps:
     Their data is consumed as usual, so no place of the order changes; and a resume leaves them out again.
     """
 
-    def __init__(self, failures: settings.Failures, folder: Path):
+    def __init__(self, failures: Failures, folder: Path):
         self.settings, self.file = failures, folder / SKIPPED
         records = broadcast_object(read_records(self.file) if dist.get_rank() == 0 else None)
         self.skipped = {step for record in records for step in range(record["first"], record["last"] + 1)}

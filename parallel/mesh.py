@@ -11,8 +11,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-import config as settings
-from config import ConfigError
+from config import ConfigError, Parallelism
 
 
 class Mesh(NamedTuple):
@@ -45,7 +44,7 @@ class ParallelDims:
     islands: int = 1  # replicas that do not sum their gradients: dp_replicate of them, or one of all
 
     @classmethod
-    def from_config(cls, parallelism: settings.Parallelism, world_size: int) -> "ParallelDims":
+    def from_config(cls, parallelism: Parallelism, world_size: int) -> "ParallelDims":
         """Fill in what is left to be found. Raises ConfigError, with every factor, if they do not multiply."""
         dp_replicate, dp_shard = parallelism.dp_replicate, parallelism.dp_shard
         cp, tp, pp = parallelism.cp, parallelism.tp, parallelism.pp

@@ -14,8 +14,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from torch.distributed.tensor import DTensor
 
-import config as settings
-from config import Config, ConfigError
+from config import Config, ConfigError, Parallelism
 from parallel.mesh import Mesh
 
 LossFn = Callable[[Tensor, Tensor], Tensor]  # (logits, labels) → summed loss
@@ -137,7 +136,7 @@ def _build_pipeline(
     return Step(forward_backward, forward, logits)
 
 
-def stages_of_rank(rank: int, settings: settings.Parallelism) -> list[int]:
+def stages_of_rank(rank: int, settings: Parallelism) -> list[int]:
     """Numbers of the stages that a rank of the pipeline holds; dealt round where there are more than ranks."""
     per_rank = 1 if settings.pp_schedule == "1F1B" else settings.pp_stages_per_rank
     return list(range(rank, settings.pp * per_rank, settings.pp))
@@ -177,12 +176,13 @@ def check_pipeline(config: Config, n_layers: int) -> None:
             f"training.local_batch_size = {batch} makes {microbatches} microbatches of parallelism.pp_microbatch_size "
             f"= {settings.pp_microbatch_size}: {settings.pp_schedule} needs {multiple} parallelism.pp = {settings.pp}"
         )
-    if config.activation_checkpoint.mode == "selective" and "ZeroBubble" in settings.pp_schedule:
+    zero_bubble = "ZeroBubble" in settings.pp_schedule
+    if zero_bubble and config.activation_checkpoint.mode == "selective":
         raise ConfigError(
             f'parallelism.pp_schedule = "{settings.pp_schedule}" with activation_checkpoint.mode = "selective": its '
             'split backward recomputes twice, which selective cannot; set mode = "full" or "none"'
         )
-    if config.compile.enable and "ZeroBubble" in settings.pp_schedule:
+    if zero_bubble and config.compile.enable:
         raise ConfigError(
             f'parallelism.pp_schedule = "{settings.pp_schedule}" with compile.enable = true: splitting a compiled '
             "block's backward gives wrong gradients; set one of them otherwise"

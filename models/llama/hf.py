@@ -23,14 +23,21 @@ BLOCK_NAMES = {
     "feed_forward.w3.weight": "mlp.up_proj.weight",
 }
 
-REQUIRED_KEYS = (
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "intermediate_size",
-    "vocab_size",
-    "rms_norm_eps",
-)
+# Fields of LlamaConfig → keys of config.json, all required; those that need more are below.
+CONFIG_KEYS = {
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "hidden_dim": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "norm_eps": "rms_norm_eps",
+}
+ROPE_KEYS = {
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_seq_len": "original_max_position_embeddings",
+}
 # What a config.json may ask for and our model has not: key → the only value that can be run.
 ONLY = MappingProxyType({"hidden_act": "silu", "attention_bias": False, "mlp_bias": False})
 NEVER = ("sliding_window", "quantization_config")
@@ -69,7 +76,7 @@ def from_hf_config(hf: dict[str, Any]) -> LlamaConfig:
     """The shape that a config.json of model_type "llama" describes. Raises ValueError for what we cannot run."""
     if hf.get("model_type") != "llama":
         raise ValueError(f"model_type = {hf.get('model_type')!r}: only 'llama' can be read")
-    missing = [key for key in REQUIRED_KEYS if key not in hf]
+    missing = [key for key in CONFIG_KEYS.values() if key not in hf]
     if missing:
         raise ValueError(f"has no {', '.join(missing)}")
     for key, only in ONLY.items():
@@ -88,21 +95,11 @@ def from_hf_config(hf: dict[str, Any]) -> LlamaConfig:
         raise ValueError(f"partial_rotary_factor = {rotated!r}: only 1.0 can be run")
     scaling = None
     if rope_type == "llama3":
-        scaling = RopeScaling(
-            factor=rope["factor"],
-            low_freq_factor=rope["low_freq_factor"],
-            high_freq_factor=rope["high_freq_factor"],
-            original_seq_len=rope["original_max_position_embeddings"],
-        )
+        scaling = RopeScaling(**{field: rope[key] for field, key in ROPE_KEYS.items()})
     return LlamaConfig(
-        dim=hf["hidden_size"],
-        n_layers=hf["num_hidden_layers"],
-        n_heads=hf["num_attention_heads"],
+        **{field: hf[key] for field, key in CONFIG_KEYS.items()},
         n_kv_heads=hf.get("num_key_value_heads") or hf["num_attention_heads"],
         head_dim=hf.get("head_dim") or 0,
-        hidden_dim=hf["intermediate_size"],
-        vocab_size=hf["vocab_size"],
-        norm_eps=hf["rms_norm_eps"],
         rope_theta=rope["rope_theta"],
         rope_scaling=scaling,
         tie_embeddings=hf.get("tie_word_embeddings", False),
@@ -118,23 +115,12 @@ def to_hf_config(config: LlamaConfig, max_positions: int, dtype: str) -> dict[st
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "hidden_size": config.dim,
-        "num_hidden_layers": config.n_layers,
-        "num_attention_heads": config.n_heads,
+        **{key: getattr(config, field) for field, key in CONFIG_KEYS.items()},
         "num_key_value_heads": config.n_kv_heads,
         "head_dim": config.head_dim,
-        "intermediate_size": config.hidden_dim,
-        "vocab_size": config.vocab_size,
-        "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_theta,
         "rope_scaling": scaling
-        and {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_seq_len,
-        },
+        and {"rope_type": "llama3", **{key: getattr(scaling, field) for field, key in ROPE_KEYS.items()}},
         "tie_word_embeddings": config.tie_embeddings,
         "max_position_embeddings": max_positions,
         "torch_dtype": dtype,
