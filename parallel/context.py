@@ -41,24 +41,14 @@ def build_gather(mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
     return gather
 
 
-def build_ring_attention(mesh: DeviceMesh) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Causal attention over the whole sequence, keys and values passed round from rank to rank (Liu et al. 2023).
-
-    Takes this rank's q [B, N, S, H], k and v [B, K, S, H]; returns [B, N, S, H]. Only one other rank's keys and
-    values are held at a time.
-    """
-    name = mesh.get_group().group_name
-
-    def attend(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor) -> Tensor:
-        return ring_attention(q_BNSH, k_BKSH, v_BKSH, name)[0]
-
-    return attend
-
-
 # An operator of its own, because the compiler cannot look into the exchange: to it this is one kernel.
 @torch.library.custom_op("titanite::ring_attention", mutates_args=())
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
-    """Output [B, N, S, H] and log-sum-exp [B, N, S] (float32)."""
+    """Causal attention over the whole sequence, keys and values passed round from rank to rank (Liu et al. 2023).
+
+    Takes this rank's q [B, N, S, H], k and v [B, K, S, H]; returns [B, N, S, H] and log-sum-exp [B, N, S] (float32).
+    Only one other rank's keys and values are held at a time.
+    """
     group = _group(group_name)
     rank, size = group.rank(), group.size()
     q, kv = q.contiguous(), torch.stack((k, v))

@@ -14,6 +14,17 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from config import Config, Parallelism
 
 
+def needs_fsdp(config: Config, ranks: int) -> bool:
+    """Whether a model is given to FSDP2, if so many ranks compute an update together.
+
+    To one rank alone it would only add copies of weights and gradients: the model casts weights where it uses them.
+    But it is needed to cast once for all microbatches of a step, for the float8 all-gather, and to keep weights on the
+    host.
+    """
+    parallelism = config.parallelism
+    return ranks > 1 or not parallelism.sync_every_microbatch or config.float8.enable or parallelism.cpu_offload
+
+
 def apply_fsdp(model: nn.Module, groups: list[list[nn.Module]], mesh: DeviceMesh, config: Config) -> None:
     """Shard `model` in place over `mesh`: of one axis, or of replicas of that axis.
 
@@ -21,6 +32,7 @@ def apply_fsdp(model: nn.Module, groups: list[list[nn.Module]], mesh: DeviceMesh
     which stays gathered from its forward to its backward, as does the last group, which backward needs first.
     A mesh of (n, 1) replicates (DDP), (n) shards (FSDP), (m, n) does both (HSDP).
     """
+    settings = config.parallelism
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, config.training.param_dtype),
         reduce_dtype=getattr(torch, config.training.reduce_dtype),
@@ -28,12 +40,9 @@ def apply_fsdp(model: nn.Module, groups: list[list[nn.Module]], mesh: DeviceMesh
         cast_forward_inputs=False,
     )
     # Pinning host memory needs the accelerator that it is pinned for.
-    offload = (
-        CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if config.parallelism.cpu_offload else OffloadPolicy()
-    )
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if settings.cpu_offload else OffloadPolicy()
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
     # A pipeline's microbatches would gather the weights again and again; and its split backward needs them in place.
-    settings = config.parallelism
     reshard: bool | int = settings.reshard_after_forward and settings.pp == 1
     if reshard and settings.reshard_group_size:
         reshard = settings.reshard_group_size

@@ -14,21 +14,21 @@ import dataclasses
 import itertools
 import json
 import math
-import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
-from config import Config, ConfigError, TitaniteError, check_config, grad_accum_steps, load_config
+from config import Config, ConfigError, check_config, grad_accum_steps, load_config
 from float8.convert import check_float8, convert_to_float8
 from models import ModelSpec, build_model, find_model
 from parallel.devices import DEVICES
+from parallel.exits import run_and_leave
 from parallel.mesh import ParallelDims
-from parallel.plan_costs import GIB, Work, flops_per_token, traffic
-from parallel.plan_memory import memory, reserved
+from parallel.plan_costs import DEFAULT_VOCAB_SIZE, GIB, Work, flops_per_token, traffic
+from parallel.plan_memory import Memory, memory, reserved
 from parallel.plan_time import Cluster, estimate
 
-DEFAULT_VOCAB_SIZE = 4096  # of a flavor that takes its tokenizer's: the one that the default run trains
 # Errors against published runs and against counts, from benchmarks/results/plan.json and tests/unit/test_plan.py.
 KNOWN_BY = {
     "parameters": "counted on the real module",
@@ -38,8 +38,6 @@ KNOWN_BY = {
     "checkpoint": "size exact; times from --storage-bandwidth",
     "failures": "Young's and Daly's formulas, from --mttf-hours",
 }
-
-
 MODES: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
 
 
@@ -65,10 +63,8 @@ def build_work(config: Config, dims: ParallelDims, spec: ModelSpec, flavor: Any)
     """The run for the formulas, and the number of its parameters, counted on the model itself."""
     model = build_model(spec, flavor)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    float8: frozenset[str] = frozenset()
-    if config.float8.enable:
-        converted, _ = convert_to_float8(model, config.float8, dims.tp)
-        float8 = frozenset(name.rsplit(".")[-1] for name in converted)
+    converted = convert_to_float8(model, config.float8, dims.tp)[0] if config.float8.enable else []
+    float8 = frozenset(name.rpartition(".")[2] for name in converted)
     compiled = config.compile.enable
     return Work(shape=flavor, config=config, dims=dims, float8_layers=float8, compiled_loss=compiled), parameters
 
@@ -82,9 +78,8 @@ def plan_work(work: Work, parameters: int, options: Options) -> dict[str, Any]:
     capacity = options.cluster.device.memory_bytes
     step_tokens = work.accumulation * config.training.local_batch_size * dims.dp * config.training.seq_len
     tokens = options.tokens or config.training.steps * step_tokens
-    state_bytes = parameters * (8 if config.optimizer.state_dtype == "bfloat16" else 12)  # weights and two moments
-    if dims.islands > 1:
-        state_bytes += 4 * parameters  # the outer optimizer's momentum
+    outer = 4 if dims.islands > 1 else 0  # the outer optimizer's momentum
+    state_bytes = parameters * (4 + 2 * work.moment_bytes + outer)
     sizes = {**held._asdict(), "allocated": held.peak, "reserved": reserved(held), "device": capacity}
     return {
         "world_size": options.world_size,
@@ -179,10 +174,9 @@ def sweep(config: Config, options: Options) -> list[dict[str, Any]]:
     return sorted(plans, key=lambda found: -found["speed"]["tokens_per_second"])
 
 
-def to_text(found: dict[str, Any]) -> str:
+def plan_text(found: dict[str, Any]) -> str:
     """A plan for people."""
     held, speed, saved = found["memory_gib"], found["speed"], found["checkpoint"]
-    causes = ("weights", "gradients", "optimizer", "activations", "working", "gathered")
     waits = ("matmul", "pointwise", "intra_node", "inter_node", "bubble")
     known = found["known_by"]
     lines = [
@@ -190,13 +184,12 @@ def to_text(found: dict[str, Any]) -> str:
         f"{found['tokens_per_step']:,} tokens per step, {found['flops_per_token'] / 1e9:.1f} GFLOP per token",
         "",
         f"memory per rank, GiB  [{known['memory']}]",
-        *(f"  {cause:<14}{held[cause]:>9.2f}" for cause in causes),
-        f"  {'allocated':<14}{held['allocated']:>9.2f}",
+        *(f"  {cause:<14}{held[cause]:>9.2f}" for cause in (*Memory._fields, "allocated")),
         f"  {'reserved':<14}{held['reserved']:>9.2f}  of {held['device']:.1f}: "
         + ("fits" if found["fits"] else "DOES NOT FIT"),
         "",
-        f"traffic per step and rank, whole tensors, GiB  [{known['traffic']}]",
-        *(f"  {x['axis']:<14}{x['kind']:<16}{x['calls']:>7} calls {x['bytes'] / GIB:>10.3f}" for x in found["traffic"]),
+        f"traffic per step and rank, whole tensors  [{known['traffic']}]",
+        *_traffic_lines(found["traffic"]),
         "",
         f"speed  [{known['speed']}]",
         f"  {speed['tokens_per_second']:,.0f} tokens/s/device, MFU {100 * speed['mfu']:.1f} %; bound: {speed['bound']}",
@@ -209,6 +202,20 @@ def to_text(found: dict[str, Any]) -> str:
         f"(Daly; Young {saved['interval_seconds_young'] / 60:.0f}), {saved['lost_pct']:.1f} % of the time lost",
     ]
     return "\n".join(lines)
+
+
+def sweep_text(plans: list[dict[str, Any]]) -> str:
+    """The fastest layouts for people."""
+    lines = [f"{len(plans)} layouts fit; the fastest:"]
+    for found in plans[:20]:
+        rate, gib = found["speed"]["tokens_per_second"], found["memory_gib"]["reserved"]
+        settings = f"{found['layout']}, {found['mode']}, local_batch_size {found['local_batch_size']}"
+        lines.append(f"  {rate:>8,.0f} tokens/s/device  {gib:>6.1f} GiB  {settings}")
+    return "\n".join(lines)
+
+
+def _traffic_lines(rows: list[dict[str, Any]]) -> list[str]:
+    return [f"  {x['axis']:<14}{x['kind']:<16}{x['calls']:>7} calls {x['bytes'] / GIB:>10.3f} GiB" for x in rows]
 
 
 def run_dry(config: Config, world_size: int, rank: int) -> dict[str, Any]:
@@ -226,17 +233,9 @@ def run_dry(config: Config, world_size: int, rank: int) -> dict[str, Any]:
 
 def dry_text(counted: dict[str, Any]) -> str:
     """A dry run for people."""
-    held = counted["memory_gib"]
-    return "\n".join(
-        [
-            f"one step of train.py ran as rank {counted['rank']}  [{counted['known_by']}]",
-            "  " + ", ".join(f"{name} {value:.2f} GiB" for name, value in held.items()),
-            *(
-                f"  {x['axis']:<14}{x['kind']:<16}{x['calls']:>7} calls {x['bytes'] / GIB:>10.3f} GiB"
-                for x in counted["traffic"]
-            ),
-        ]
-    )
+    head = f"one step of train.py ran as rank {counted['rank']}  [{counted['known_by']}]"
+    held = "  " + ", ".join(f"{name} {value:.2f} GiB" for name, value in counted["memory_gib"].items())
+    return "\n".join([head, held, *_traffic_lines(counted["traffic"])])
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Config, Options]:
@@ -284,28 +283,22 @@ def _positive(text: str) -> float:
 def main(argv: Sequence[str]) -> None:
     """Print the plan, the layouts or the dry run."""
     arguments, config, options = parse(argv)
+    found: Any
+    text: Callable[[Any], str]
     if arguments.sweep:
-        plans = sweep(config, options)
-        if arguments.json:
-            print(json.dumps(plans, indent=1))
-            return
-        print(f"{len(plans)} layouts fit; the fastest:")
-        for found in plans[:20]:
-            rate, gib = found["speed"]["tokens_per_second"], found["memory_gib"]["reserved"]
-            settings = f"{found['layout']}, {found['mode']}, local_batch_size {found['local_batch_size']}"
-            print(f"  {rate:>8,.0f} tokens/s/device  {gib:>6.1f} GiB  {settings}")
-        return
-    dry = arguments.dry_run
-    found = run_dry(config, arguments.world_size, arguments.rank) if dry else plan(config, options)
-    text = dry_text if dry else to_text
+        found, text = sweep(config, options), sweep_text
+    elif arguments.dry_run:
+        found, text = run_dry(config, arguments.world_size, arguments.rank), dry_text
+    else:
+        found, text = plan(config, options), plan_text
     print(json.dumps(found, indent=1) if arguments.json else text(found))
 
 
-if __name__ == "__main__":
-    try:
+def command() -> None:
+    """As the command line says; a reader who has enough, as `| head`, is no error."""
+    with suppress(BrokenPipeError):
         main(sys.argv[1:])
-        sys.stdout.flush()
-    except TitaniteError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        os._exit(2)
-    os._exit(0)  # fake ranks have no way to leave their process group
+
+
+if __name__ == "__main__":
+    run_and_leave(command)  # fake ranks have no way to leave their process group

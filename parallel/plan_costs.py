@@ -7,14 +7,17 @@ V vocabulary   t = tp. A "tensor's bytes" are those of the whole tensor that a g
 """
 
 import dataclasses
+import itertools
 from collections import Counter
 from typing import Any, NamedTuple
 
 from config import Config, gathers_activations, gathers_float8, grad_accum_steps, precomputes_scales
+from parallel.fsdp import needs_fsdp
 from parallel.mesh import ParallelDims
 from parallel.pipeline import layers_of_stages
 
 GIB = 2**30
+DEFAULT_VOCAB_SIZE = 4096  # of a flavor that takes its tokenizer's: the one that the default run trains
 # Float8 layers that tensor parallelism splits by columns, by the gathered input that they read, and by rows.
 READERS = (frozenset({"wq", "wk", "wv"}), frozenset({"w1", "w3"}))
 BY_ROWS = frozenset({"wo", "w2"})
@@ -81,21 +84,19 @@ class Work:
         return self.accumulation * (self.config.training.local_batch_size // self.microbatch)
 
     @property
-    def batches(self) -> int:
-        """How often in a step weights are gathered: a pipeline keeps them for all its microbatches."""
-        return self.accumulation if self.dims.pp > 1 else self.microbatches
-
-    @property
-    def sums(self) -> int:
-        """How often in a step gradients are summed over the shards; a rank alone puts it off only for `cpu_offload`."""
-        parallelism = self.config.parallelism
-        alone = self.dims.dp * self.dims.cp == self.dims.islands and not parallelism.cpu_offload
-        return self.batches if parallelism.sync_every_microbatch or alone else 1
+    def param_bytes(self) -> int:
+        """Bytes of a number as blocks compute."""
+        return 2 if self.config.training.param_dtype == "bfloat16" else 4
 
     @property
     def reduce_bytes(self) -> int:
         """Bytes of a gradient that is being summed."""
         return 2 if self.config.training.reduce_dtype == "bfloat16" else 4
+
+    @property
+    def moment_bytes(self) -> int:
+        """Bytes of each of AdamW's two moments of a weight."""
+        return 2 if self.config.optimizer.state_dtype == "bfloat16" else 4
 
     @property
     def stages_per_rank(self) -> int:
@@ -125,12 +126,16 @@ class Work:
         return len(self.blocks)
 
     @property
-    def recomputed(self) -> int:
-        """How many of them repeat their forward in backward, by checkpointing; the compiler's choices not counted."""
+    def recomputed_share(self) -> float:
+        """Of the model's blocks, those that repeat their forward in backward; the compiler's choices not counted."""
         checkpoint = self.config.activation_checkpoint
-        if checkpoint.mode not in ("full", "selective"):
-            return 0
-        return sum(block % checkpoint.every_n_layers == 0 for block in self.blocks)
+        return 1 / checkpoint.every_n_layers if checkpoint.mode in ("full", "selective") else 0.0
+
+    @property
+    def recomputed(self) -> int:
+        """How many of the rank's blocks these are."""
+        every = self.config.activation_checkpoint.every_n_layers
+        return sum(block % every == 0 for block in self.blocks) if self.recomputed_share else 0
 
     @property
     def keys_go_again(self) -> bool:
@@ -138,21 +143,26 @@ class Work:
         return self.config.parallelism.cp_method != "ring" or self.config.activation_checkpoint.mode == "full"
 
     @property
-    def fsdp(self) -> int:
+    def shards(self) -> int:
         """Ranks over which weights are sharded."""
         return self.dims.dp_shard * self.dims.cp
 
     @property
     def alone(self) -> bool:
-        """Whether FSDP2 is not used: one rank, or islands of one, to which it would add only copies."""
-        dims, parallelism = self.dims, self.config.parallelism
-        one = dims.dp * dims.cp * dims.tp * dims.pp == dims.islands and parallelism.sync_every_microbatch
-        return one and not self.config.float8.enable and not parallelism.cpu_offload
+        """Whether FSDP2 is left out."""
+        return not needs_fsdp(self.config, self.dims.dp * self.dims.copies // self.dims.islands)
 
     @property
-    def param_bytes(self) -> int:
-        """Bytes of a number as blocks compute."""
-        return 2 if self.config.training.param_dtype == "bfloat16" else 4
+    def batches(self) -> int:
+        """How often in a step weights are gathered: a pipeline keeps them for all its microbatches."""
+        return self.accumulation if self.dims.pp > 1 else self.microbatches
+
+    @property
+    def sums(self) -> int:
+        """How often in a step gradients are summed over the shards; a rank alone puts it off only for `cpu_offload`."""
+        parallelism = self.config.parallelism
+        alone = self.dims.dp * self.dims.cp == self.dims.islands and not parallelism.cpu_offload
+        return self.batches if parallelism.sync_every_microbatch or alone else 1
 
 
 # ---------------------------------------------------------------- weights
@@ -214,6 +224,12 @@ def padded(weight: Weight, ranks: int) -> int:
     return -(-weight.rows // ranks) * ranks * max(1, weight.columns)
 
 
+def gathered_bytes(work: Work, group: list[Weight]) -> int:
+    """Bytes of a group's weights as they are gathered."""
+    in_float8 = work.float8_layers if gathers_float8(work.config.float8) else frozenset()
+    return sum(padded(weight, work.shards) * (1 if weight.name in in_float8 else work.param_bytes) for weight in group)
+
+
 def n_parameters(work: Work) -> int:
     """Numbers in the whole model."""
     s = work.shape
@@ -224,7 +240,7 @@ def n_parameters(work: Work) -> int:
 
 def local_parameters(work: Work) -> int:
     """Numbers that a rank keeps between two steps; those filling up included."""
-    return sum(padded(weight, work.fsdp) // work.fsdp for group in groups(work) for weight in group)
+    return sum(padded(weight, work.shards) // work.shards for group in groups(work) for weight in group)
 
 
 # ---------------------------------------------------------------- traffic
@@ -237,7 +253,7 @@ def traffic(work: Work) -> list[Traffic]:
     """
     calls: Counter[tuple[str, str]] = Counter()
     total: Counter[tuple[str, str]] = Counter()
-    world = work.dims.dp * work.dims.cp * work.dims.tp * work.dims.pp
+    world = work.dims.dp * work.dims.copies
 
     def add(axis: str, ranks: int, kind: str, size: int, times: int = 1) -> None:
         if times and (ranks > 1 or axis == "world"):
@@ -264,7 +280,7 @@ def traffic(work: Work) -> list[Traffic]:
 
 
 def _add_fsdp(work: Work, add: Any) -> None:
-    all_groups, ranks, reduce_bytes = groups(work), work.fsdp, work.reduce_bytes
+    all_groups, ranks, reduce_bytes = groups(work), work.shards, work.reduce_bytes
     parallelism = work.config.parallelism
     replicas = work.dims.dp_replicate if work.dims.islands == 1 else 1
     summing = "all_to_all" if parallelism.reduce_scatter == "all_to_all" else "reduce_scatter"
@@ -291,28 +307,12 @@ def _add_fsdp(work: Work, add: Any) -> None:
 
 def _add_islands(work: Work, add: Any) -> None:
     """A meeting of islands: the way of each weight and its two moments, in as many messages; at each step the norm."""
-    replicas, moment = work.dims.dp_replicate, 2 if work.config.optimizer.state_dtype == "bfloat16" else 4
-    for group in groups(work):
-        for weight in group:
-            numbers = padded(weight, work.fsdp) // work.fsdp
-            add("dp_replicate", replicas, "all_reduce", 4 * numbers)
-            add("dp_replicate", replicas, "all_reduce", moment * numbers, 2)
+    replicas = work.dims.dp_replicate
+    for weight in itertools.chain(*groups(work)):
+        numbers = padded(weight, work.shards) // work.shards
+        add("dp_replicate", replicas, "all_reduce", 4 * numbers)
+        add("dp_replicate", replicas, "all_reduce", work.moment_bytes * numbers, 2)
     add("dp_replicate", replicas, "all_reduce", 4)
-
-
-def sent_bytes(kind: str, size: float, ranks: int, gloo: bool = False) -> float:
-    """Bytes that one of `ranks` sends for a ring collective on a tensor of `size` bytes.
-
-    gloo's reduce-scatter is an all-reduce of which each rank keeps its piece.
-    """
-    twice = kind == "all_reduce" or (gloo and kind == "reduce_scatter")
-    return size * (2 if twice else 1) * (ranks - 1) / ranks
-
-
-def gathered_bytes(work: Work, group: list[Weight]) -> int:
-    """Bytes of a group's weights as they are gathered."""
-    in_float8 = work.float8_layers if gathers_float8(work.config.float8) else frozenset()
-    return sum(padded(weight, work.fsdp) * (1 if weight.name in in_float8 else work.param_bytes) for weight in group)
 
 
 def _add_tensor_parallel(work: Work, add: Any) -> None:
@@ -383,6 +383,15 @@ def _add_context_parallel(work: Work, add: Any) -> None:
         add("cp", c, "send", 2 * numbers * 4, c * m * work.layers)
 
 
+def sent_bytes(kind: str, size: float, ranks: int, gloo: bool = False) -> float:
+    """Bytes that one of `ranks` sends for a ring collective on a tensor of `size` bytes.
+
+    gloo's reduce-scatter is an all-reduce of which each rank keeps its piece.
+    """
+    twice = kind == "all_reduce" or (gloo and kind == "reduce_scatter")
+    return size * (2 if twice else 1) * (ranks - 1) / ranks
+
+
 # ---------------------------------------------------------------- operations
 
 
@@ -399,22 +408,18 @@ def block_flops(work: Work) -> tuple[Flops, Flops]:
     s, t, tokens = work.shape, work.dims.tp, work.tokens
     matmuls = {weight.name: 2.0 * tokens * weight.size for weight in block_weights(work) if weight.columns}
     attention = 2.0 * tokens * work.config.training.seq_len * s.n_heads * s.head_dim / t
-    checkpoint = work.config.activation_checkpoint
-    again: frozenset[str] = frozenset()
-    if checkpoint.mode == "full":
-        again = frozenset(matmuls) - {"w2"}  # whose result no backward reads
-    elif checkpoint.mode == "selective":
-        again = frozenset({"wk", "wo", "w3"})
-    share = 1 / checkpoint.every_n_layers
+    mode, share = work.config.activation_checkpoint.mode, work.recomputed_share
+    # Of a block that is computed again, `full` leaves out w2, whose result no backward reads.
+    again = {"full": frozenset(matmuls) - {"w2"}, "selective": frozenset({"wk", "wo", "w3"})}.get(mode, frozenset())
+    in_float8 = frozenset() if work.config.float8.emulate else work.float8_layers
 
     def total(times: dict[str, float], attentions: float) -> Flops:
         by = {name: times[name] * flops for name, flops in matmuls.items()}
-        in_float8 = frozenset() if work.config.float8.emulate else work.float8_layers
         float8 = sum(flops for name, flops in by.items() if name in in_float8)
         return Flops(sum(by.values()) - float8, float8, attentions * attention)
 
     backward = {name: 2 + share * (name in again) for name in matmuls}
-    return total(dict.fromkeys(matmuls, 1.0), 1), total(backward, 2.5 + share * (checkpoint.mode == "full"))
+    return total(dict.fromkeys(matmuls, 1.0), 1), total(backward, 2.5 + share * (mode == "full"))
 
 
 def head_flops(work: Work) -> float:

@@ -34,7 +34,7 @@ from float8.convert import check_float8
 from parallel import failures
 from parallel.comm import LaunchEnvironment
 from parallel.context import ring_attention, ring_attention_backward
-from parallel.plan_costs import Traffic
+from parallel.plan_costs import DEFAULT_VOCAB_SIZE, Traffic
 
 # Operator → (kind, which argument or result has the bytes that count: the whole tensor, not a rank's part).
 COLLECTIVES = {
@@ -177,9 +177,9 @@ def dry_run(config: Config, world_size: int, rank: int = 0) -> DryRun:
 
     def begin_count(*args: Any) -> Any:
         modes.enter_context(tally.counting())
-        optimizer = build_optimizer(*args)
-        optimizer.register_step_pre_hook(remember_peak)
-        return optimizer
+        built = build_optimizer(*args)
+        built.register_step_pre_hook(remember_peak)
+        return built
 
     def begin_step() -> None:
         nonlocal early
@@ -215,8 +215,8 @@ def dry_run(config: Config, world_size: int, rank: int = 0) -> DryRun:
                 init_weights=begin_fake_tensors,
                 build_optimizer=begin_count,
                 build_dataloader=partial(_Loader, before_step=begin_step),
-                CheckpointManager=_NoCheckpoints,
-                StopRequest=_NoStop,
+                CheckpointManager=_no_checkpoints,
+                StopRequest=_no_stop,
                 Watchdog=mock.MagicMock(),
                 fetch_finite=lambda unchecked: [[0.0, 0.0]],
             )
@@ -276,7 +276,7 @@ def _local_shapes_only() -> Iterator[None]:
 class _Loader:
     """Batches of zeros."""
 
-    vocab_size = 4096  # of the tokenizer that the default run trains; only a flavor without its own takes it
+    vocab_size = DEFAULT_VOCAB_SIZE
     tokens_seen, wait_seconds = 0, 0.0
     tokenizer = mock.Mock()
 
@@ -300,26 +300,11 @@ class _Loader:
     def close(self) -> None: ...
 
 
-class _NoCheckpoints:
-    def __init__(self, *args: Any, **kwargs: Any): ...
-
-    def load(self) -> int:
-        return 0
-
-    def check(self) -> None: ...
-
-    def finish(self, step: int) -> None: ...
-
-    def wait(self) -> None: ...
+def _no_checkpoints(*_: Any, **__: Any) -> Any:
+    """A manager that finds none, and for which there is nothing else to do."""
+    return mock.Mock(load=lambda: 0)
 
 
-class _NoStop(contextlib.nullcontext["_NoStop"]):
-    asked_by = ""
-
-    def __init__(self, folder: Path): ...
-
-    def __enter__(self) -> "_NoStop":
-        return self
-
-    def agreed(self) -> bool:
-        return False
+def _no_stop(folder: Path) -> Any:
+    """A request that never comes."""
+    return contextlib.nullcontext(mock.Mock(agreed=lambda: False, asked_by=""))

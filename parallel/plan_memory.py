@@ -105,16 +105,14 @@ def memory(work: Work) -> Memory:
     """
     hidden = work.tokens * work.shape.dim * work.param_bytes
     swiglu = work.tokens * work.shape.hidden_dim * work.param_bytes // work.dims.tp
-    resident = 0 if work.config.parallelism.cpu_offload else 4 * local_parameters(work)
-    moments_share = 1 if work.config.optimizer.state_dtype == "bfloat16" else 2  # of the weights' bytes
-    if work.dims.islands > 1:
-        moments_share += 2  # the outer optimizer's momentum, and the weights of the last meeting
-    all_groups, block = groups(work), block_weights(work)
+    numbers = 0 if work.config.parallelism.cpu_offload else local_parameters(work)
+    # Islands: also the outer optimizer's momentum, and the weights of the last meeting.
+    optimizer = numbers * (2 * work.moment_bytes + (8 if work.dims.islands > 1 else 0))
     pipeline = work.dims.pp > 1
     # A pipeline sums gradients over its ranks after the last microbatch, so until then they are whole.
     # So they are where they are summed once a step.
     late = pipeline or work.sums < work.batches
-    gradients = work.reduce_bytes * sum(w.size for group in all_groups for w in group) if late else resident
+    gradients = work.reduce_bytes * sum(w.size for group in groups(work) for w in group) if late else 4 * numbers
     earlier = gradients if work.microbatches > 1 else 0
 
     per_microbatch = work.layers * kept_by_block(work)
@@ -124,34 +122,39 @@ def memory(work: Work) -> Memory:
     blocks = round(flying * per_microbatch)
     others = blocks - per_microbatch + kept_by_block(work)
 
-    # FSDP2 keeps some groups whole, and of the others two: in use and next. One block's gradients are on their way.
-    held = sum(gathered_bytes(work, all_groups[i]) for i in kept_whole(work))
-    in_block = held if pipeline else (2 + work.config.parallelism.prefetch_layers) * gathered_bytes(work, block)
-    # What waits for its backward: weights not freed after the forward, or freed down to a reshard group's share.
-    group_size = work.config.parallelism.reshard_group_size
-    waiting = 0
-    if not pipeline and (group_size or not work.config.parallelism.reshard_after_forward):
-        waiting = work.layers * gathered_bytes(work, block) // max(1, group_size)
-    in_block += sum(w.size for w in block) * (work.param_bytes + (0 if pipeline else work.reduce_bytes))
-    if work.alone:  # nothing is gathered, but weights that matmuls cast wait for their backward, unless recomputed
-        head = all_groups[0 if work.shape.tie_embeddings else -1]
-        in_head, one = (_cast_bytes(work, group) for group in (head, block))
-        in_block, waiting = in_head + one, max(0, work.layers - work.recomputed - 1) * one
-        held = in_block + waiting
-
     # A block is computed again, then backward walks through it with two gradients as wide as SwiGLU.
     again = max(0, _everything(work) - kept_by_block(work)) + 2 * hidden + 2 * swiglu
-    moments = [
+    in_block, waiting, in_loss = _gathered(work)
+    tried = [
         (0, first, again, in_block),
         (earlier, blocks, again, in_block + waiting),
         (gradients, others, again, in_block),
     ]
     if work.is_last:
-        moments.append(
-            (earlier, blocks, loss_bytes(work) + 2 * hidden // work.dims.tp, held + (waiting if group_size else 0))
-        )
-    at, activations, working, gathered = max(moments, key=sum)
-    return Memory(resident, at, moments_share * resident, activations, working, gathered)
+        tried.append((earlier, blocks, loss_bytes(work) + 2 * hidden // work.dims.tp, in_loss))
+    at, activations, working, gathered = max(tried, key=sum)
+    return Memory(4 * numbers, at, optimizer, activations, working, gathered)
+
+
+def _gathered(work: Work) -> tuple[int, int, int]:
+    """Bytes of whole weights: while a block computes, its gradients included; of others that wait; during the loss."""
+    all_groups, block = groups(work), block_weights(work)
+    if work.alone:  # nothing is gathered, but weights that matmuls cast wait for their backward, unless recomputed
+        head = all_groups[0 if work.shape.tie_embeddings else -1]
+        in_head, one = (_cast_bytes(work, group) for group in (head, block))
+        waiting = max(0, work.layers - work.recomputed - 1) * one
+        return in_head + one, waiting, in_head + one + waiting
+    # FSDP2 keeps some groups whole, and of the others two: in use and next. One block's gradients are on their way.
+    held = sum(gathered_bytes(work, all_groups[i]) for i in kept_whole(work))
+    one, numbers, parallelism = gathered_bytes(work, block), sum(w.size for w in block), work.config.parallelism
+    if work.dims.pp > 1:
+        return held + numbers * work.param_bytes, 0, held
+    in_block = (2 + parallelism.prefetch_layers) * one + numbers * (work.param_bytes + work.reduce_bytes)
+    # What waits for its backward: weights not freed after the forward, or freed down to a reshard group's share.
+    if parallelism.reshard_group_size:
+        waiting = work.layers * one // parallelism.reshard_group_size
+        return in_block, waiting, held + waiting
+    return in_block, 0 if parallelism.reshard_after_forward else work.layers * one, held
 
 
 def _cast_bytes(work: Work, group: list[Weight]) -> int:

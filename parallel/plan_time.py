@@ -84,52 +84,35 @@ def _link(cluster: Cluster, ranks: int, stride: int) -> _Link:
 
 def estimate(work: Work, cluster: Cluster) -> Estimate:
     """The step of the slowest stage, which is the last."""
-    dims, device = work.dims, cluster.device
-    fsdp = _link(cluster, work.fsdp, dims.tp)
-    replicas = _link(cluster, dims.dp_replicate, dims.tp * work.fsdp)
-    forward_flops, backward_flops = block_flops(work)
-    forward_bytes, backward_bytes = _pointwise_bytes(work)
-    kernels = [
-        (_matmul_seconds(flops, device), size / (device.memory_bandwidth * MEMORY_SHARE))
-        for flops, size in ((forward_flops, forward_bytes), (backward_flops, backward_bytes))
-    ]
-    between = _between_kernels(work, cluster)
-
-    # Communication beside the kernels: one gather in forward; in backward a gather, a reduce-scatter, an all-reduce.
-    block = block_weights(work)
-    numbers, m = sum(weight.size for weight in block), work.microbatches
-    everywhere, within = gathers(work, 1)  # of a block
-    ahead = min(everywhere, work.batches)
-    gather = fsdp.seconds("all_gather", gathered_bytes(work, block))
-    near = _link(cluster, max(1, work.config.parallelism.reshard_group_size), dims.tp)
-    again = (everywhere - ahead) * gather + within * near.seconds("all_gather", gathered_bytes(work, block))
-    scatter = work.sums * fsdp.seconds("reduce_scatter", work.reduce_bytes * numbers)
-    last = 0.0 if dims.islands > 1 else replicas.seconds("all_reduce", work.reduce_bytes * numbers / work.fsdp)
-    beside = [ahead * gather / m, (again + scatter + last) / m]
-
+    dims, device, m = work.dims, cluster.device, work.microbatches
+    memory_rate = device.memory_bandwidth * MEMORY_SHARE
+    # Of a block and microbatch, each its forward and its backward:
+    kernels = zip(block_flops(work), _pointwise_bytes(work), strict=True)
+    communication = zip(_beside_kernels(work, cluster), _between_kernels(work, cluster), strict=True)
     matmul = pointwise = shown = standing = 0.0
-    for (computing, moving), comm, stands in zip(kernels, beside, between, strict=True):
-        slowed = 1 + CONTENTION * min(1.0, comm / (computing + moving))
+    for (flops, moved), (beside, between) in zip(kernels, communication, strict=True):
+        computing, moving = _matmul_seconds(flops, device), moved / memory_rate
+        slowed = 1 + CONTENTION * min(1.0, beside / (computing + moving))
         matmul += computing * slowed
         pointwise += moving * slowed
-        standing += stands
-        shown += max(0.0, comm - (computing + moving) * slowed - stands)
+        standing += between
+        shown += max(0.0, beside - (computing + moving) * slowed - between)
     layers = work.shape.n_layers / dims.pp
-    head = head_flops(work) / (device.flops * device.matmul)
-    loss = _loss_bytes_moved(work) / (device.memory_bandwidth * MEMORY_SHARE)
-    # The first gather and the last reduce-scatter have nothing to hide behind: embedding and output are the largest.
-    ends = fsdp.seconds("reduce_scatter", work.reduce_bytes * work.shape.vocab_size * work.shape.dim / dims.tp)
-    optimizer = _optimizer_bytes(work) * local_parameters(work) / (device.memory_bandwidth * MEMORY_SHARE)
-
+    head = head_flops(work) / (device.flops * device.matmul_share)
+    loss = _loss_bytes_moved(work) / memory_rate
+    optimizer = _optimizer_bytes(work) * local_parameters(work) / memory_rate
     matmul = m * (layers * matmul + head)
     pointwise = m * (layers * pointwise + loss) + optimizer
-    by_link = {True: 0.0, False: 0.0}
-    crosses = fsdp.crosses or (replicas.crosses and dims.islands == 1)  # islands meet apart from the step
+
+    shards, replicas = _shard_link(work, cluster), _replica_link(work, cluster)
+    # The first gather and the last reduce-scatter have nothing to hide behind: embedding and output are the largest.
+    ends = shards.seconds("reduce_scatter", work.reduce_bytes * work.shape.vocab_size * work.shape.dim / dims.tp)
+    by_link = {True: 0.0, False: 0.0}  # whether it crosses nodes → seconds
+    crosses = shards.crosses or (replicas.crosses and dims.islands == 1)  # islands meet apart from the step
     by_link[crosses] += m * layers * shown + work.sums * ends
     by_link[_link(cluster, dims.cp * dims.tp, 1).crosses] += m * layers * standing
     if dims.islands > 1:  # they stand still while they meet
-        moments = 4 if work.config.optimizer.state_dtype == "bfloat16" else 8
-        meeting = replicas.seconds("all_reduce", (4 + moments) * local_parameters(work))
+        meeting = replicas.seconds("all_reduce", (4 + 2 * work.moment_bytes) * local_parameters(work))
         by_link[replicas.crosses] += meeting / work.config.parallelism.local_steps
     bubble = 0.0
     if dims.pp > 1:
@@ -137,9 +120,8 @@ def estimate(work: Work, cluster: Cluster) -> Estimate:
         stage = _link(cluster, dims.pp, dims.dp * dims.cp * dims.tp)
         by_link[stage.crosses] += 2 * m * work.stages_per_rank * hidden / (stage.bandwidth * NETWORK_SHARE)
         zero = 1 / 3 if "ZeroBubble" in work.config.parallelism.pp_schedule else 1.0
-        once = (matmul + pointwise - optimizer + sum(by_link.values())) / work.accumulation
-        per_batch = m / work.accumulation
-        bubble = work.accumulation * once * zero * (dims.pp - 1) / (work.stages_per_rank * per_batch)
+        busy = matmul + pointwise - optimizer + sum(by_link.values())
+        bubble = busy * zero * (dims.pp - 1) / (work.stages_per_rank * m / work.accumulation)
     seconds = matmul + pointwise + sum(by_link.values()) + bubble
     tokens = work.accumulation * work.config.training.local_batch_size * work.config.training.seq_len
     rate = tokens / seconds / (dims.cp * dims.tp * dims.pp)
@@ -147,10 +129,36 @@ def estimate(work: Work, cluster: Cluster) -> Estimate:
     return Estimate(seconds, matmul, pointwise, by_link[False], by_link[True], bubble, rate, mfu)
 
 
+def _shard_link(work: Work, cluster: Cluster) -> _Link:
+    return _link(cluster, work.shards, work.dims.tp)
+
+
+def _replica_link(work: Work, cluster: Cluster) -> _Link:
+    return _link(cluster, work.dims.dp_replicate, work.dims.tp * work.shards)
+
+
+def _beside_kernels(work: Work, cluster: Cluster) -> tuple[float, float]:
+    """Seconds of FSDP2's communication for a block: (forward, backward), of a microbatch.
+
+    One gather in forward; in backward a gather, a reduce-scatter, an all-reduce.
+    """
+    shards, block = _shard_link(work, cluster), block_weights(work)
+    gathered, summed = gathered_bytes(work, block), work.reduce_bytes * sum(weight.size for weight in block)
+    everywhere, within = gathers(work, 1)  # of a block
+    ahead = min(everywhere, work.batches)
+    gather = shards.seconds("all_gather", gathered)
+    near = _link(cluster, max(1, work.config.parallelism.reshard_group_size), work.dims.tp)
+    again = (everywhere - ahead) * gather + within * near.seconds("all_gather", gathered)
+    scatter = work.sums * shards.seconds("reduce_scatter", summed)
+    last = _replica_link(work, cluster).seconds("all_reduce", summed / work.shards) if work.dims.islands == 1 else 0.0
+    return ahead * gather / work.microbatches, (again + scatter + last) / work.microbatches
+
+
 def _matmul_seconds(flops: Flops, device: Device) -> float:
-    seconds = flops.matmul / (device.flops * device.matmul) + flops.attention / (device.flops * device.attention)
+    seconds = flops.matmul / (device.flops * device.matmul_share)
+    seconds += flops.attention / (device.flops * device.attention_share)
     if flops.float8:
-        seconds += flops.float8 / ((device.float8_flops or math.nan) * device.matmul)
+        seconds += flops.float8 / ((device.float8_flops or math.nan) * device.matmul_share)
     return seconds
 
 
@@ -172,8 +180,7 @@ def _pointwise_bytes(work: Work) -> tuple[float, float]:
         if weight.name in work.float8_layers:
             forward += 5 * work.tokens * max(1, weight.columns)
             backward += 5 * work.tokens * (weight.rows + weight.columns)
-    mode, n = work.config.activation_checkpoint.mode, work.config.activation_checkpoint.every_n_layers
-    return forward, backward + (forward / n if mode in ("full", "selective") else 0.0)
+    return forward, backward + work.recomputed_share * forward
 
 
 def _loss_bytes_moved(work: Work) -> float:
@@ -187,15 +194,13 @@ def _optimizer_bytes(work: Work) -> int:
 
     The moments in bfloat16 are those of the compiled step; eager, it makes several passes.
     """
-    moment = 2 if work.config.optimizer.state_dtype == "bfloat16" else 4
-    return 4 * (3 + 1) + 2 * 4 + 2 * 2 * moment
+    return 4 * (3 + 1) + 2 * 4 + 2 * 2 * work.moment_bytes
 
 
 def _between_kernels(work: Work, cluster: Cluster) -> tuple[float, float]:
     """Seconds of a block's tensor and context parallel communication: (forward, backward with recomputation)."""
     s, dims = work.shape, work.dims
-    mode, n = work.config.activation_checkpoint.mode, work.config.activation_checkpoint.every_n_layers
-    again = 1 / n if mode in ("full", "selective") else 0.0
+    again = work.recomputed_share
     tensor = _link(cluster, dims.tp, 1).seconds("all_gather", work.tokens * s.dim * work.param_bytes)
     tensor *= ASYNC_TP_SHOWS if work.config.parallelism.async_tp else 1.0
     # A gather in float8 saves all but a byte per number.

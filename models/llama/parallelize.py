@@ -21,8 +21,8 @@ from float8.tensor import float8_plan
 from models.llama.model import Llama, LlamaConfig, attention
 from parallel.activation_checkpoint import apply_activation_checkpoint
 from parallel.comm import device_type
-from parallel.context import build_gather, build_ring_attention, local_indices
-from parallel.fsdp import apply_fsdp
+from parallel.context import build_gather, local_indices, ring_attention
+from parallel.fsdp import apply_fsdp, needs_fsdp
 from parallel.mesh import Mesh
 from parallel.pipeline import check_pipeline, layers_of_stages, stages_of_rank
 from parallel.tensor import apply_tensor_parallel, check_divides, enable_async_tensor_parallel
@@ -37,51 +37,16 @@ def apply_parallelism(
     Returns the parts this rank holds: the model itself, changed in place, unless a pipeline cuts it.
     """
     parts = split_stages(model, mesh, config) if mesh.pp.size() > 1 else [model]
-    block_plan = block_plan or BLOCK_PLAN
     for part in parts:
-        blocks = list(part.layers.values())
         if mesh.tp.size() > 1:
-            apply_tensor_parallel(part, tensor_plan(part), mesh.tp)
-            if model.config.tie_embeddings:  # the embedding's rows are the output's columns, for all of the sequence
-                apply_tensor_parallel(part, {"norm": WHOLE_SEQUENCE}, mesh.tp)
-            in_float8 = gathers_activations(config.float8)
-            for block in blocks:  # each with its own plan: not all need have been converted
-                plan = float8_plan(block, block_plan, mesh.tp.device_type) if in_float8 else block_plan
-                apply_tensor_parallel(block, plan, mesh.tp)
-            if missed := [name for name, weight in part.named_parameters() if not isinstance(weight, DTensor)]:
-                raise ConfigError(
-                    f"parallelism.tp = {mesh.tp.size()}: {missed[0]} is in no plan for tensor parallelism, and each "
-                    "rank would train a copy of its own; add its module to the block_plan, or set tp = 1"
-                )
-            if config.parallelism.async_tp:
-                enable_async_tensor_parallel(mesh.tp)
+            apply_tensor_plans(part, block_plan or BLOCK_PLAN, mesh, config)
         if mesh.cp.size() > 1:
             apply_context_parallel(part, mesh, config.parallelism.cp_method)
-        checkpointing, compile = config.activation_checkpoint, config.compile
-        # Here the compiled graph goes inside the checkpoint: torch 2.13 fails to keep a mesh for the backward of the
-        # other way round, where the compiler sees the recomputation and fuses it.
-        compile_first = compile.enable and mesh.tp.size() > 1 and checkpointing.mode == "full"
-        for i, block in part.layers.items():
-            if compile_first:
-                block.forward = torch.compile(block.forward, backend=compile.backend, fullgraph=True)
-            if int(i) % checkpointing.every_n_layers == 0:
-                apply_activation_checkpoint(block, checkpointing)
-            if compile.enable and not compile_first:
-                # Per block: all layers share one compiled graph, and FSDP's hooks stay between the graphs.
-                block.compile(backend=compile.backend, fullgraph=True)
-        alone = mesh.size() == 1 and config.parallelism.sync_every_microbatch
-        if alone and not config.float8.enable and not config.parallelism.cpu_offload:
-            # There is nothing to gather: weights are cast where they are used. FSDP's copies of weights and gradients
-            # only slow it down, unless they are kept for all microbatches of a step.
+        checkpoint_and_compile(part, mesh, config)
+        if needs_fsdp(config, mesh.size()):
+            apply_fsdp(part, fsdp_groups(part), mesh.fsdp, config)
+        else:
             part.compute_dtype = getattr(torch, config.training.param_dtype)
-            continue
-        groups: list[list[nn.Module]] = [[block] for block in blocks]
-        if not model.config.tie_embeddings:  # tied, the weight at both ends is the root's, gathered for the whole step
-            if part.tok_embeddings is not None:
-                groups.insert(0, [part.tok_embeddings])
-            if part.norm is not None and part.output is not None:
-                groups.append([part.norm, part.output])
-        apply_fsdp(part, groups, mesh.fsdp, config)
     return list(parts)
 
 
@@ -103,17 +68,14 @@ def check_parallelism(flavor: LlamaConfig, config: Config) -> None:
             f"training.seq_len = {seq_len}: must be a multiple of {pieces}, for parallelism.tp = {settings.tp} ranks "
             f"to split it and, if above 1, cp = {settings.cp} ranks to hold two pieces each"
         )
-    if settings.cp > 1 and settings.cp_method == "ring" and config.data.mask_documents:
+    ring = settings.cp > 1 and settings.cp_method == "ring"
+    if ring and config.data.mask_documents:
         raise ConfigError(
             'parallelism.cp_method = "ring" with data.mask_documents = true: the ring knows no documents; '
             'set cp_method = "allgather"'
         )
-    if (
-        settings.cp > 1
-        and settings.cp_method == "ring"
-        and device_type() == "cuda"
-        and not (config.training.param_dtype == "bfloat16" and flavor.head_dim % 8 == 0)
-    ):
+    takes = config.training.param_dtype == "bfloat16" and flavor.head_dim % 8 == 0
+    if ring and not takes and device_type() == "cuda":
         raise ConfigError(
             f'parallelism.cp_method = "ring" with training.param_dtype = "{config.training.param_dtype}" and head_dim '
             f'= {flavor.head_dim}: on CUDA it takes bfloat16 and multiples of 8; set cp_method = "allgather"'
@@ -158,18 +120,66 @@ def tensor_plan(part: Llama) -> dict[str, ParallelStyle]:
     return plan
 
 
+def apply_tensor_plans(part: Llama, block_plan: Mapping[str, ParallelStyle], mesh: Mesh, config: Config) -> None:
+    """Share out the matmuls of the blocks and of both ends. Raises ConfigError for a weight that is in no plan."""
+    apply_tensor_parallel(part, tensor_plan(part), mesh.tp)
+    if part.config.tie_embeddings:  # the embedding's rows are the output's columns, for all of the sequence
+        apply_tensor_parallel(part, {"norm": WHOLE_SEQUENCE}, mesh.tp)
+    in_float8 = gathers_activations(config.float8)
+    for block in part.layers.values():  # each with its own plan: not all need have been converted
+        plan = float8_plan(block, block_plan, mesh.tp.device_type) if in_float8 else block_plan
+        apply_tensor_parallel(block, plan, mesh.tp)
+    if missed := [name for name, weight in part.named_parameters() if not isinstance(weight, DTensor)]:
+        raise ConfigError(
+            f"parallelism.tp = {mesh.tp.size()}: {missed[0]} is in no plan for tensor parallelism, and each "
+            "rank would train a copy of its own; add its module to the block_plan, or set tp = 1"
+        )
+    if config.parallelism.async_tp:
+        enable_async_tensor_parallel(mesh.tp)
+
+
 def apply_context_parallel(part: Llama, mesh: Mesh, method: str) -> None:
     """Give each rank its part of every sequence, and attention the keys and values of the others."""
     device = torch.device(mesh.cp.device_type)
     part.local_indices = lambda seq_len: local_indices(seq_len, mesh.cp, device)
     part.local_mask = method == "allgather"
-    gather, ring = build_gather(mesh.cp), build_ring_attention(mesh.cp)
+    gather, group_name = build_gather(mesh.cp), mesh.cp.get_group().group_name
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
-        return ring(q, k, v) if method == "ring" else attention(q, gather(k), gather(v), mask)
+        if method == "ring":
+            return ring_attention(q, k, v, group_name)[0]
+        return attention(q, gather(k), gather(v), mask)
 
     for block in part.layers.values():
         block.attention.attend = attend  # type: ignore[union-attr]
+
+
+def checkpoint_and_compile(part: Llama, mesh: Mesh, config: Config) -> None:
+    """Activation checkpointing of every n-th block, and compilation of each as one graph."""
+    checkpointing, compile = config.activation_checkpoint, config.compile
+    # With TP and `full` the compiled graph goes inside the checkpoint: torch 2.13 fails to keep a mesh for the backward
+    # of the other way round, where the compiler sees the recomputation and fuses it.
+    compile_first = compile.enable and mesh.tp.size() > 1 and checkpointing.mode == "full"
+    for i, block in part.layers.items():
+        if compile_first:
+            block.forward = torch.compile(block.forward, backend=compile.backend, fullgraph=True)
+        if int(i) % checkpointing.every_n_layers == 0:
+            apply_activation_checkpoint(block, checkpointing)
+        if compile.enable and not compile_first:
+            # Per block: all layers share one compiled graph, and FSDP's hooks stay between the graphs.
+            block.compile(backend=compile.backend, fullgraph=True)
+
+
+def fsdp_groups(part: Llama) -> list[list[nn.Module]]:
+    """What FSDP2 gathers together, in order of use; the root has the rest."""
+    groups: list[list[nn.Module]] = [[block] for block in part.layers.values()]
+    if part.config.tie_embeddings:  # the weight at both ends is the root's, gathered for the whole step
+        return groups
+    if part.tok_embeddings is not None:
+        groups.insert(0, [part.tok_embeddings])
+    if part.norm is not None and part.output is not None:
+        groups.append([part.norm, part.output])
+    return groups
 
 
 def split_stages(model: Llama, mesh: Mesh, config: Config) -> list[Llama]:
