@@ -199,8 +199,9 @@ REAL = {
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_traffic_equals_that_of_real_ranks(name: str, tmp_path: Path) -> None:
+def test_traffic_equals_that_of_real_ranks(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size, settings = REAL[name]
+    keep_layers(monkeypatch, 4)
     settings = ["--training.seq_len=96", *settings]
     real = run_ranks(size, real_step, [*REAL_DEBUG, *settings], str(tmp_path), start_group=False)
     work = build(size, *REAL_DEBUG, *settings)
