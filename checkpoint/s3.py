@@ -238,7 +238,12 @@ class S3Store:
                 return call()
             except (NoCredentialsError, PartialCredentialsError) as error:
                 raise CheckpointError(f"{place}: {error}; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY") from None
-            except PASSING_ERRORS as error:
+            except (RecursionError, *PASSING_ERRORS) as error:
+                if isinstance(error, RecursionError) or isinstance(error.__context__, RecursionError):
+                    # Of botocore, which asks the same endpoint for the bucket's region.
+                    raise CheckpointError(
+                        f"{place}: redirected to elsewhere; check AWS_ENDPOINT_URL_S3 (https?) and AWS_REGION"
+                    ) from None
                 if isinstance(error, ClientError):
                     _raise_if_final(place, error)
                     if error.response["Error"]["Code"] == "ExpiredToken":
@@ -248,10 +253,6 @@ class S3Store:
                 time.sleep((2**attempt / 2) * random.uniform(0.5, 1.0))
             except BotoCoreError as error:
                 raise CheckpointError(f"{place}: {error}") from None
-            except RecursionError:  # of botocore, which asks the same endpoint for the bucket's region
-                raise CheckpointError(
-                    f"{place}: redirected to elsewhere; check AWS_ENDPOINT_URL_S3 (https?) and AWS_REGION"
-                ) from None
         raise AssertionError("unreachable")
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import models
@@ -46,7 +47,9 @@ def build(world_size: int, *arguments: str) -> Work:
 
 
 def count(arguments: list[str], world_size: int, rank: int) -> DryRun:
-    return dry_run(load_config(arguments), world_size, rank)
+    # Once per run, before the first step, torch 2.11's stages send a number to the next.
+    with mock.patch.object(PipelineStage, "_get_init_p2p_neighbors_ops", return_value=[]):
+        return dry_run(load_config(arguments), world_size, rank)
 
 
 def counted(world_size: int, *arguments: str, rank: int = 0) -> DryRun:
