@@ -205,7 +205,6 @@ def record_start(
     """
     folder.mkdir(parents=True, exist_ok=True)
     count = _count_without_progress(folder, job, config.failures.restarts_without_progress)
-    after = exits.take_exit(folder)
     changed = _changed(folder, config)
     model = json.dumps(identity, indent=2) + "\n"
     write_atomically(folder / "model.json", model.encode())  # first: by it a folder is known as a run's
@@ -215,7 +214,7 @@ def record_start(
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "job": job,
         "starts_since_checkpoint": count,
-        "after": after,
+        "after": exits.read_exit(folder),
         "world_size": world_size,
         "changed": changed,
         "git_commit": git_commit(),
@@ -225,6 +224,8 @@ def record_start(
     }
     with open_records(folder / STARTS) as file:
         file.write(json.dumps(start) + "\n")
+    for recorded in (PROGRESS, exits.FILE):  # last: a disk that is full by now must lose neither
+        (folder / recorded).unlink(missing_ok=True)
     return changed
 
 
@@ -244,10 +245,9 @@ def record_progress(folder: Path) -> None:
 
 def _count_without_progress(folder: Path, job: str, allowed: int) -> int:
     """Starts of this job, this one included, since the last checkpoint. Raises CrashLoopError above 1 + `allowed`."""
-    last, progress = _last_start(folder), folder / PROGRESS
+    last = _last_start(folder)
     before = last.get("starts_since_checkpoint", 0) if job and last.get("job") == job else 0
-    count = 1 if progress.exists() else before + 1
-    progress.unlink(missing_ok=True)
+    count = 1 if (folder / PROGRESS).exists() else before + 1
     if count > 1 + allowed:
         ended = exits.read_exit(folder)
         cause = ended["cause"] if ended else "unknown, it was killed"

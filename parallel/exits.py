@@ -77,13 +77,6 @@ def read_exit(folder: Path) -> dict[str, Any] | None:
         return {"kind": "unknown", "cause": f"unknown, {path} is damaged: {error}"}
 
 
-def take_exit(folder: Path) -> dict[str, Any] | None:
-    """What `read_exit` says, to be recorded with the next start; removes `exit.json`."""
-    record = read_exit(folder)
-    (folder / FILE).unlink(missing_ok=True)
-    return record
-
-
 def run_and_leave(main: Callable[[], None]) -> NoReturn:
     """Run a program and end the process with what it has written, with Python's exit codes, 130 after Ctrl-C.
 

@@ -239,6 +239,20 @@ def test_a_start_cut_while_it_is_recorded_spoils_no_later_one(tmp_path: Path, mo
         check_run_folder(config, identity)
 
 
+def test_a_start_that_could_not_be_recorded_loses_nothing_of_the_one_before(tmp_path: Path) -> None:
+    record_start(tmp_path, Config(), {}, 1, "job")
+    (tmp_path / ".progress").touch()
+    record_exit(tmp_path, Exit("failed", "the cause", 0, "data", 1, None, "y"))
+    (tmp_path / ".model.json.tmp").mkdir()  # as a full disk: nothing can be written there
+    with pytest.raises(IsADirectoryError):
+        record_start(tmp_path, Config(), {}, 1, "job")
+    (tmp_path / ".model.json.tmp").rmdir()
+    for cause, count in (("the cause", 1), (None, 2)):
+        record_start(tmp_path, Config(), {}, 1, "job")
+        start = read_starts(tmp_path)[-1]
+        assert (start["after"] and start["after"]["cause"], start["starts_since_checkpoint"]) == (cause, count)
+
+
 def test_a_ledger_cut_by_a_kill_goes_on(tmp_path: Path) -> None:
     for _ in range(2):
         ledger = Ledger(tmp_path, 0, StepShape(1, 1, 1), {"version": 3}, {})

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import parallel.watchdog
 from config import Config, ConfigError, Failures, Run, Training, check_config, from_dict
 from parallel.comm import LaunchEnvironment, identify, launch_environment
-from parallel.exits import HUNG, Exit, record_exit, run_and_leave, take_exit
+from parallel.exits import HUNG, Exit, read_exit, record_exit, run_and_leave
 from parallel.failures import Timing, find_slow
 from parallel.watchdog import Beat, Verdict, Watchdog, judge
 from run_folder import CrashLoopError, choose_run_folder, read_starts, record_progress, record_start
@@ -120,7 +120,7 @@ def test_every_rank_says_the_verdict_and_ends_also_where_the_folder_hangs(
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == HUNG
     assert "hung: all ranks wait" in capfd.readouterr().err
     if not folder_hangs:
-        record = take_exit(tmp_path)
+        record = read_exit(tmp_path)
         assert record is not None
         assert (record["kind"], record["rank"], record["section"], record["step"]) == ("hung", None, "data", 7)
 
@@ -234,11 +234,10 @@ def exit_of(kind: str, cause: str = "rank 1 was lost", last: int | None = 30) ->
 def test_the_first_who_knows_the_cause_writes_it(tmp_path: Path) -> None:
     assert record_exit(tmp_path, exit_of("lost"))
     assert not record_exit(tmp_path, exit_of("failed", "a consequence"))
-    record = take_exit(tmp_path)
+    record = read_exit(tmp_path)
     assert record is not None
     assert (record["cause"], record["steps_repeated"], record["tokens_lost"]) == ("rank 1 was lost", 7, 0)
-    assert take_exit(tmp_path) is None
-    assert not list(tmp_path.iterdir())
+    assert [file.name for file in tmp_path.iterdir()] == ["exit.json"]
     line = exit_of("lost").line()
     for part in ("rank 1", "data of step 37", "checkpoint step 30", "7 steps to repeat", "torchrun starts"):
         assert part in line
@@ -276,7 +275,8 @@ def test_only_what_tells_of_a_connection_counts_as_a_lost_rank(tmp_path: Path) -
     for kind, error in errors.items():
         with pytest.raises(RuntimeError), Watchdog(tmp_path, alone, Config()):
             raise_in_collective(error)
-        record = take_exit(tmp_path)
+        record = read_exit(tmp_path)
+        (tmp_path / "exit.json").unlink()
         assert record is not None
         assert (record["kind"], record["rank"]) == (kind, 3 if kind == "failed" else None)
 
@@ -289,7 +289,7 @@ def test_memory_that_runs_out_is_blamed_on_nobody_else(tmp_path: Path) -> None:
     watchdog.enter("forward/backward", step=7)
     with pytest.raises(torch.OutOfMemoryError), watchdog:
         raise_in_collective(torch.OutOfMemoryError(message))
-    record = take_exit(tmp_path)
+    record = read_exit(tmp_path)
     assert record is not None
     assert (record["kind"], record["rank"], record["step"]) == ("failed", 3, 7)
     assert record["cause"].startswith(
