@@ -6,7 +6,6 @@ torchrun --nproc-per-node=8 train.py --config=train_configs/llama3_8b.toml --tra
 import dataclasses
 import gc
 import logging
-import math
 import os
 import sys
 import time
@@ -39,7 +38,7 @@ from parallel.comm import (
     shut_down,
 )
 from parallel.exits import run_and_leave
-from parallel.failures import BadSteps, Stragglers, check_replay
+from parallel.failures import BadSteps, Stragglers, check_replay, fetch_finite
 from parallel.fsdp import set_last_microbatch
 from parallel.mesh import ParallelDims
 from parallel.pipeline import build_step
@@ -116,14 +115,19 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         checkpoint = CheckpointManager(
             config, folder, parts, optimizer, dataloader, identity, on_commit=note, on_progress=watchdog.alive
         )
-        watchdog.enter("load")
-        first_step = step = checkpoint.load()
+
+        def load() -> int:
+            watchdog.enter("load")
+            step = checkpoint.load()
+            if outer:
+                outer.restart()
+            precompute_scales(parts, config.float8)
+            return step
+
+        step = load()
         if rank == 0:
             record_config(folder, config)
         watchdog.resumed(step)
-        if outer:
-            outer.restart()
-        precompute_scales(parts, config.float8)
         if dims.is_first_copy(rank):
             dataloader.open_ledger(folder)
         metrics = MetricsLogger(config, folder, rank, device, first_step=step, flops_per_token=flops_per_token)
@@ -148,7 +152,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
     with (
         StopRequest(folder) as stop,
         watchdog,
-        profile(config.profiling, folder / "profile", rank, first_step) as profiler,
+        profile(config.profiling, folder / "profile", rank, step) as profiler,
     ):
         while step < training.steps and not stop.agreed():
             step += 1
@@ -179,11 +183,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
                 metrics.log_skipped(step, dataloader.tokens_seen)
                 optimizer.zero_grad()
                 if saved is not None:
-                    watchdog.enter("load")
-                    step = checkpoint.load()
-                    if outer:
-                        outer.restart()
-                    precompute_scales(parts, config.float8)
+                    step = load()
                     metrics.resume(step)
                 continue
             lr = learning_rate(step, training.steps, config.optimizer.lr, config.lr_scheduler)
@@ -242,7 +242,8 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         if step < training.steps:
             logger.info(f"stopped after step {step}: {stop.asked_by or 'another rank was asked'}")
         elif config.validation.sample_tokens:
-            logger.info("sample:\n" + sample_text(parts, compute, dataloader.tokenizer, config, dims, mesh, device))
+            sample = sample_text(parts, compute, dataloader.tokenizer, config, dims, mesh, device)
+            logger.info("sample:\n" + "".join(watchdog.follow(sample, "end")))
         checkpoint.wait()
         if rank == 0 and config.checkpoint.enable:
             record_progress(folder)  # an orderly end is no crash, even where nothing was left to save
@@ -250,28 +251,6 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         metrics.close()
     watchdog.close(step, training.steps, stop.asked_by)
     logger.info(f"done: {step} of {training.steps} steps, run folder {folder}")
-
-
-class NotFiniteError(TitaniteError):
-    """The loss or a gradient is no longer a number."""
-
-    agreed = True
-
-
-def fetch_finite(unchecked: dict[int, Tensor]) -> list[list[float]]:
-    """The (loss, gradient norm) of the steps in `unchecked`, from the device; empties it.
-
-    Raises NotFiniteError on all ranks alike, both being sums over all ranks. Comes before anything is written.
-    """
-    history = torch.stack(list(unchecked.values())).tolist() if unchecked else []
-    for step, (loss, grad_norm) in zip(unchecked, history, strict=True):
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            raise NotFiniteError(
-                f"step {step}: loss {loss}, gradient norm {grad_norm}: not finite, so training stops and nothing "
-                "of it is saved; resume from the last checkpoint, with a lower optimizer.lr or another run.seed"
-            )
-    unchecked.clear()
-    return history
 
 
 @record

@@ -72,21 +72,25 @@ def sample_text(
     dims: ParallelDims,
     mesh: Mesh,
     device: torch.device,
-) -> str:
-    """The sample `config.validation` asks for. All ranks take part, and all take every step."""
+) -> Iterator[str]:
+    """The sample `config.validation` asks for, a piece for each token. All ranks take part, and take all pieces."""
     prompt, max_tokens = config.validation.sample_prompt, config.validation.sample_tokens
     tokens, sampling = tokenizer.encode(prompt), Sampling(seed=config.run.seed)
+    drawn: Iterator[int]
     if dims.copies == 1:
-        with torch.compiler.set_stance("force_eager"):  # its lengths change at each token: not worth compiling
-            drawn = [token for (token,) in generate(parts[0], [tokens], max_tokens, device, sampling)]
+        stance = "force_eager"  # its lengths change at each token: not worth compiling
+        drawn = (token for (token,) in generate(parts[0], [tokens], max_tokens, device, sampling))
     else:
-        drawn = list(_generate_in_parts(step, tokens, max_tokens, sampling, config.training, dims, mesh, device))
+        stance = "default"
+        drawn = _generate_in_parts(step, tokens, max_tokens, sampling, config.training, dims, mesh, device)
+    stream = TextStream(tokenizer, tokens, frozenset({tokenizer.eos_id}), stops=())
+    yield prompt
+    with torch.compiler.set_stance(stance):
+        for token in drawn:
+            yield "" if stream.done else stream.push(token)
     reshard(parts)
-    text, stream = prompt, TextStream(tokenizer, tokens, frozenset({tokenizer.eos_id}), stops=())
-    for token in drawn:
-        if not stream.done:
-            text += stream.push(token)
-    return text if stream.done else text + stream.finish()
+    if not stream.done:
+        yield stream.finish()
 
 
 @torch.no_grad()

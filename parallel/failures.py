@@ -88,6 +88,28 @@ class BadSteps:
         logger.info(f"step {last}: {cause}; no update by steps {first} to {last}")
 
 
+class NotFiniteError(TitaniteError):
+    """The loss or a gradient is no longer a number."""
+
+    agreed = True
+
+
+def fetch_finite(unchecked: dict[int, Tensor]) -> list[list[float]]:
+    """The (loss, gradient norm) of the steps in `unchecked`, from the device; empties it.
+
+    Raises NotFiniteError on all ranks alike, both being sums over all ranks. Comes before anything is written.
+    """
+    history = torch.stack(list(unchecked.values())).tolist() if unchecked else []
+    for step, (loss, grad_norm) in zip(unchecked, history, strict=True):
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            raise NotFiniteError(
+                f"step {step}: loss {loss}, gradient norm {grad_norm}: not finite, so training stops and nothing "
+                "of it is saved; resume from the last checkpoint, with a lower optimizer.lr or another run.seed"
+            )
+    unchecked.clear()
+    return history
+
+
 # ---------------------------------------------------------------- slow ranks
 
 

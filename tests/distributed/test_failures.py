@@ -16,10 +16,18 @@ from benchmarks.chaos import Job, judge_job, prepare_data, schedule, suffer, wei
 from config import Failures, load_config
 from data.audit import prove
 from metrics_page import read_charts
-from parallel.failures import SPIKE_WINDOW, BadStepError, BadSteps, ReplayError, Stragglers, check_replay
+from parallel.failures import (
+    SPIKE_WINDOW,
+    BadStepError,
+    BadSteps,
+    NotFiniteError,
+    ReplayError,
+    Stragglers,
+    check_replay,
+)
 from tests.corpus import write_dataset
 from tests.harness import run_ranks
-from train import NotFiniteError, train
+from train import train
 
 SMALL = (
     "--model.flavor=tiny",

@@ -26,6 +26,7 @@ from data.prepare import main as prepare
 from data.shards import open_dataset
 from generate import main as generate
 from models import MODELS
+from parallel.watchdog import Watchdog
 from tests.harness import run_ranks
 from train import main, train
 from validate import main as validate
@@ -385,6 +386,31 @@ def test_a_loss_that_is_not_finite_stops_before_a_checkpoint(dataset: Path, tmp_
     assert "not finite" in result.stderr
     assert "Traceback" not in result.stderr
     assert not list((tmp_path / "run").glob("checkpoints/*"))
+
+
+def run_and_watch(arguments: list[str]) -> list[str]:
+    """The sections that a run enters, in their order."""
+    entered = []
+    enter = Watchdog.enter
+
+    def note(self: Watchdog, section: str, step: int | None = None) -> None:
+        entered.append(section)
+        enter(self, section, step)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Watchdog, "enter", note)
+        run(arguments)
+    return entered
+
+
+@pytest.mark.parametrize("layout", [[], ["--parallelism.tp=2"]])
+def test_each_token_of_the_sample_is_progress_to_the_watchdog(layout: list[str], dataset: Path, tmp_path: Path) -> None:
+    """Which would else find that a run hangs that has trained and writes a long sample."""
+    arguments = [word for word in SMALL if "training.steps" not in word] + ["--training.steps=4", *layout]
+    arguments += [f"--data.datasets={dataset}", f"--run.folder={tmp_path / 'run'}"]
+    arguments += ["--validation.sample_prompt=ba", "--validation.sample_tokens=8"]
+    for entered in run_ranks(2, run_and_watch, arguments, start_group=False):
+        assert entered.count("end") >= 8
 
 
 # ---------------------------------------------------------------- the life of a run under torchrun
