@@ -45,18 +45,21 @@ class ConfigError(TitaniteError):
 
 
 @contextmanager
-def command_line() -> Iterator[None]:
-    """Around what a command does: a TitaniteError ends it with one line and exit code 1.
+def command_line(mistake: int = 1) -> Iterator[None]:
+    """Around what a command does: a TitaniteError ends it with one line and exit code `mistake`.
 
     Ctrl-C ends it with 130, without a traceback, and so, with 1, does a reader who has enough, as `| head`.
     """
-    code: int | str = 0
+    code: Any = 0
+    said = ""
     try:
         try:
             check_encoding(sys.argv[1:])
             yield
         except TitaniteError as error:
-            code = f"error: {error}"
+            code, said = mistake, f"error: {error}"
+        except SystemExit as ended:  # as of --help
+            code = ended.code
         except KeyboardInterrupt:
             code = 130
         if sys.stdout:  # None: was closed from the start
@@ -68,6 +71,8 @@ def command_line() -> Iterator[None]:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python's end will write to it once more
         code = code or 1
+    if said:
+        print(said, file=sys.stderr)
     if code:
         sys.exit(code)
 
@@ -479,7 +484,7 @@ def from_dict(values: dict[str, Any]) -> Config:
         if section not in SECTIONS:
             raise ConfigError(f"[{section}]: unknown section{_nearest(section, SECTIONS)}")
         if not isinstance(entries, dict):
-            raise ConfigError(f"{section} = {entries!r}: must be a section, [{section}]")
+            raise ConfigError(f"{section} = {_redact(repr(entries))}: must be a section, [{section}]")
         hints = get_type_hints(SECTIONS[section], include_extras=True)
         checked = {}
         for name, value in entries.items():
@@ -498,14 +503,16 @@ def read_toml(path: Path, _children: tuple[Path, ...] = ()) -> dict[str, Any]:
     """
     if path.resolve() in _children:
         raise ConfigError(f"{path}: its `base` leads back to itself")
-    if not path.is_file():
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         folders = {path.parent if path.parent.is_dir() else Path("."), Path("train_configs")}
         found = sorted(file for folder in folders for file in folder.glob("*.toml"))
         nearby = [str(file) for file in found if file.name != "pyproject.toml"]
-        raise ConfigError(f"{path}: no such config file{_nearest(str(path), nearby)}")
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: no such config file{_nearest(str(path), nearby)}") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:  # also bytes that are not UTF-8
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
     base = values.pop("base", None)
     try:
@@ -571,7 +578,7 @@ def _parse_command_line(argv: Sequence[str]) -> tuple[str, dict[str, str]]:
         elif key.count(".") != 1:
             raise _unknown_key(key)
         elif key in overrides:
-            raise ConfigError(f"--{key}: given twice, {overrides[key]!r} and {text!r}")
+            raise ConfigError(f"--{key}: given twice, {_redact(f'{overrides[key]!r} and {text!r}')}")
         else:
             overrides[key] = text
     return file, overrides
@@ -584,17 +591,19 @@ def _is_flag(key: str) -> bool:
 
 
 def _parse_override(section: str, name: str, text: str) -> Any:
-    """The value that `text` stands for: itself for a string, else read as TOML."""
+    """The value that `text` stands for as this field."""
     hints = get_type_hints(SECTIONS[section], include_extras=True) if section in SECTIONS else {}
     if name not in hints:
         raise _unknown_key(f"{section}.{name}")
-    kind = hints[name]
+    return _parse_value(text, hints[name])
+
+
+def _parse_value(text: str, kind: Any) -> Any:
+    """The value that `text` stands for: itself for a string, else read as TOML."""
     if kind is str or get_origin(kind) is Literal:
         return text
     if get_origin(kind) is tuple and not text.lstrip().startswith("["):
-        element = get_args(kind)[0]
-        parts = [part.strip() for part in text.split(",") if part.strip()]
-        text = "[" + ", ".join(_toml_value(p) if element is str else p for p in parts) + "]"
+        return [_parse_value(part.strip(), get_args(kind)[0]) for part in text.split(",") if part.strip()]
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -923,8 +932,5 @@ def _field_docs() -> dict[str, dict[str, str]]:
 
 
 if __name__ == "__main__":
-    try:
+    with command_line(mistake=2):
         print(to_toml(load_config(sys.argv[1:])))
-    except TitaniteError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)

@@ -5,6 +5,7 @@ python generate.py outputs/llama-debug-20260101-120000 --prompt "def main("
 
 import argparse
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -245,8 +246,12 @@ def chat(trained: Trained, system: str, request: Request, device: torch.device) 
     while True:
         try:
             line = input("> ")
+            line.encode()  # in some locales bytes that are not UTF-8 come as halves of characters
         except EOFError:
             return
+        except UnicodeError as error:
+            print(f"error: what was typed is no text: {error}", file=sys.stderr, flush=True)
+            continue
         turn = [*messages, {"role": "user", "content": line}]
         try:
             prompt = trained.chat.encode(turn, add_generation_prompt=True)
@@ -279,6 +284,8 @@ def read_prompts(file: Path) -> list[str]:
         prompt = row.get("prompt") if isinstance(row, Mapping) else None
         if not isinstance(prompt, str):
             raise ConfigError(f'{file}, line {number}: must be an object with a string "prompt"')
+        if re.search("[\ud800-\udfff]", prompt):
+            raise ConfigError(f"{file}, line {number}: holds half of a character, which is not Unicode")
         prompts.append(prompt)
     return prompts
 
@@ -310,6 +317,8 @@ def main(argv: list[str]) -> None:
         parser.error("--max-tokens and --batch-size must be at least 1, --temperature and --top-k at least 0")
     if not 0 < arguments.top_p <= 1:
         parser.error(f"--top-p {arguments.top_p}: must be above 0 and at most 1")
+    if not -(2**63) <= arguments.seed < 2**63:
+        parser.error(f"--seed {arguments.seed}: must fit in 64 bits")
     if not all(arguments.stop):
         parser.error("--stop is empty")
     if arguments.system and not arguments.chat:

@@ -95,8 +95,8 @@ def find_hook(name: str) -> Callable[[dict[str, Any]], object] | None:
     """The function that `metrics.hook` names, None for "". Raises ConfigError."""
     if not name:
         return None
-    module, colon, function = name.partition(":")
-    if not (module and colon and function):
+    module, _, function = name.partition(":")
+    if not (module and function) or module.startswith("."):
         raise ConfigError(f"metrics.hook = {name!r}: must be of the form package.module:function")
     try:
         hook = getattr(importlib.import_module(module), function)

@@ -4,6 +4,7 @@ import json
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
 from statistics import median
@@ -82,10 +83,8 @@ def read_charts(folder: Path) -> dict[str, dict[str, list[Any]]]:
     file = folder / "metrics.jsonl"
     if (folder / "model.json").is_file() and not file.exists():
         return {}
-    try:
+    with _readable(file):
         lines = file.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise RunError(f"{file}: cannot be read, {error.strerror}; name folders of runs") from None
     steps: dict[int, dict[str, Any]] = {}
     validations: dict[int, dict[str, Any]] = {}
     skipped: set[int] = set()
@@ -142,10 +141,10 @@ def _interval_hours(steps: Mapping[int, Mapping[str, Any]], skipped: set[int]) -
 
 def read_settings(folder: Path) -> dict[str, Any]:
     """Dotted key → value of the run's config, of its model, and of its last start."""
-    settings: dict[str, Any] = {}
-    if (folder / "config.toml").is_file():
-        sections = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
-        settings |= {f"{section}.{key}": value for section, fields in sections.items() for key, value in fields.items()}
+    file = folder / "config.toml"
+    with _readable(file):
+        sections = tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    settings = {f"{section}.{key}": value for section, fields in sections.items() for key, value in fields.items()}
     start = _last_start(folder)
     settings |= {key: start[key] for key in ("world_size", "git_commit", "python") if key in start}
     return settings | {f"package {name}": version for name, version in start.get("packages", {}).items()}
@@ -180,8 +179,20 @@ def _summary(folder: Path, charts: Mapping[str, Mapping[str, list[Any]]], valida
 
 
 def _last_start(folder: Path) -> dict[str, Any]:
-    starts = read_records(folder / "starts.jsonl")
-    return starts[-1] if starts else {}
+    file = folder / "starts.jsonl"
+    with _readable(file):
+        return [{}, *read_records(file)][-1]
+
+
+@contextmanager
+def _readable(file: Path) -> Iterator[None]:
+    """A file of a run that is not there, or damaged, in one line. Raises RunError."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f"{file}: cannot be read, {error.strerror}; name folders of runs") from None
+    except ValueError as error:
+        raise RunError(f"{file}: is damaged: {error}") from None
 
 
 def _thinned(table: Mapping[str, list[Any]]) -> dict[str, list[Any]]:

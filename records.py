@@ -7,6 +7,7 @@ import argparse
 import json
 import mmap
 import os
+import tempfile
 from pathlib import Path
 from typing import IO, Any
 
@@ -38,8 +39,13 @@ def output_file(text: str) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{path}: its folder cannot be made: {error.strerror}") from None
-    if path.is_dir():
-        raise argparse.ArgumentTypeError(f"{path}: is a folder, must be a file")
+    try:
+        if path.is_dir():
+            raise argparse.ArgumentTypeError(f"{path}: is a folder, must be a file")
+        with path.open("ab") if path.exists() else tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{path}: cannot be written: {error.strerror}") from None
     return path
 
 

@@ -9,8 +9,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -36,12 +36,24 @@ PACKAGES = ("torchao", "triton", "numpy", "pyarrow", "tokenizers", "s3fs")
 def check_run_folder(config: Config, identity: dict[str, Any]) -> None:
     """Refuse to resume what is not a run, or is the run of another model. Raises ConfigError."""
     folder = Path(config.run.folder)
-    if not config.run.folder or not folder.exists():
-        return
-    hold = [path for path in folder.iterdir() if not path.name.startswith(".")] if folder.is_dir() else [folder]
-    if hold and not (folder / "model.json").is_file() and not _left_by_ranks(folder):
-        raise ConfigError(f"run.folder = {config.run.folder!r}: exists, but is not the folder of a run")
-    _check_model(folder, identity, f"run.folder = {config.run.folder!r}", "leave run.folder empty for a new run")
+    with _usable(config):
+        if not config.run.folder or not folder.exists():
+            return
+        hold = [path for path in folder.iterdir() if not path.name.startswith(".")] if folder.is_dir() else [folder]
+        if hold and not (folder / "model.json").is_file() and not _left_by_ranks(folder):
+            raise ConfigError(f"run.folder = {config.run.folder!r}: exists, but is not the folder of a run")
+        _check_model(folder, identity, f"run.folder = {config.run.folder!r}", "leave run.folder empty for a new run")
+
+
+@contextmanager
+def _usable(config: Config) -> Iterator[None]:
+    """Errors of the operating system at the run's folder, in one line. Raises TitaniteError."""
+    try:
+        yield
+    except OSError as error:
+        name = "folder" if config.run.folder else "outputs"
+        kind = TitaniteError if error.errno in PASSING else ConfigError  # torchrun may try again, or need not
+        raise kind(f"run.{name} = {getattr(config.run, name)!r}: cannot be used: {error}") from None
 
 
 def _check_model(folder: Path, identity: dict[str, Any], chosen: str, otherwise: str) -> None:
@@ -113,7 +125,7 @@ def start_run(
     Each of `checks` is called with the folder before anything is written there, `save(folder)` last. The folder is
     this process's to its end. Raises TitaniteError, as they may, and where another process on this machine has it.
     """
-    try:
+    with _usable(config):
         folder = choose_run_folder(config, identity, job)
         try:
             for check in checks:
@@ -127,10 +139,6 @@ def start_run(
         changed = record_start(folder, config, identity, world_size, job)
         save(folder)
         return folder, changed
-    except OSError as error:
-        name = "folder" if config.run.folder else "outputs"
-        kind = TitaniteError if error.errno in PASSING else ConfigError  # torchrun may try again, or need not
-        raise kind(f"run.{name} = {getattr(config.run, name)!r}: cannot be used: {error}") from None
 
 
 def _take(folder: Path) -> None:

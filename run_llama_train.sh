@@ -14,18 +14,15 @@ NGPU=${NGPU:-}           # processes; default: one for each GPU, as many as can 
 LOG_RANK=${LOG_RANK:-}   # ranks that print progress, such as 0,1; default: 0
 
 case $NGPU in 0* | *[!0-9]*) echo "error: NGPU=$NGPU: must be a number of processes, at least 1" >&2; exit 2 ;; esac
-given=() next= help=
+default=--config=$CONFIG_FILE help=
 for word in "$@"; do
-  if [ "$next" ]; then CONFIG_FILE=$word next=; continue; fi
-  case $word in --config) next=1 ;; --config=*) CONFIG_FILE=${word#*=} ;; *) given+=("$word") ;; esac
-  case $word in -h | --help) help=1 ;; esac
+  case $word in --config | --config=*) default= ;; -h | --help) help=1 ;; esac
 done
-if [ "$next" ]; then echo "error: --config: needs a value, as in --config=FILE" >&2; exit 2; fi
+overrides=(${default:+"$default"} ${LOG_RANK:+--metrics.log_ranks="$LOG_RANK"} "$@")
 
 ./setup.sh
 python=.venv/bin/python
 
-overrides=(--config="$CONFIG_FILE" ${LOG_RANK:+--metrics.log_ranks="$LOG_RANK"} ${given[@]+"${given[@]}"})
 settings=$($python -m config "${overrides[@]}")   # a mistake ends here, in one line
 if [ "$help" ]; then echo "$settings"; exit; fi
 

@@ -8,7 +8,11 @@ cd "$(dirname "$(readlink -f "$0")")"
 
 python=${PYTHON:-python3}
 files=(requirements.txt)
-[ "${1:-}" = test ] && files+=(requirements-eval.txt requirements-test.txt)
+case $* in
+  "") ;;
+  test) files+=(requirements-eval.txt requirements-test.txt) ;;
+  *) echo "error: $*: must be nothing, or test" >&2; exit 2 ;;
+esac
 
 works() { .venv/bin/python -c 'import pip' 2>/dev/null; }  # not if cut off half-made, or if its Python is gone
 installed() { cmp -s "$1" ".venv/.installed-$1"; }

@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from config import Config, load_config
+from config import Config, command_line, load_config
 
 CPU_PROCESSES = 2  # where there is no accelerator
 
@@ -28,4 +28,5 @@ def processes(config: Config, devices: int) -> int:
 
 
 if __name__ == "__main__":
-    print(processes(load_config(sys.argv[1:]), torch.accelerator.device_count() or CPU_PROCESSES))
+    with command_line():
+        print(processes(load_config(sys.argv[1:]), torch.accelerator.device_count() or CPU_PROCESSES))

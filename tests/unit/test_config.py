@@ -42,6 +42,7 @@ def test_precedence_default_base_file_command_line(tmp_path: Path) -> None:
         (["--run.folder=123"], lambda c: c.run.folder, "123"),
         (["--run.folder", ""], lambda c: c.run.folder, ""),
         (["--metrics.log_ranks=0,1"], lambda c: c.metrics.log_ranks, (0, 1)),
+        (["--data.datasets=a,b", "--data.weights=.7, 1."], lambda c: c.data.weights, (0.7, 1.0)),
     ],
 )
 def test_command_line_values(words, get, value) -> None:
@@ -88,6 +89,9 @@ def test_command_line_values(words, get, value) -> None:
         (["--data.datasets=a,s3:/b/x"], ["data.datasets = 's3:/b/x'", "s3://b/x"]),
         (["--run.folder=~/x"], ["run.folder = '~/x'", "~ is not expanded"]),
         (["--checkpoint.initial_load=~me/x"], ["checkpoint.initial_load = '~me/x'", "~ is not expanded"]),
+        (["--config=" + 300 * "a"], ["aaa: cannot be read: File name too long"]),
+        (["--data.weights=1,x"], ["data.weights", '"x"', "a number"]),
+        (2 * ["--data.datasets=s3://me:secret@x"], ["data.datasets: given twice", "s3://***@x"]),
         (["--config=debug.toml"], ["debug.toml: no such config file", "did you mean train_configs/debug.toml?"]),
         (["--data.cache_folder=s3://b/x"], ["data.cache_folder = 's3://b/x'", "must be a folder"]),
         (["--checkpoint.folder=gs://b/x"], ["checkpoint.folder = 'gs://b/x'", "s3://bucket/prefix"]),
@@ -148,6 +152,7 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
     assert "did you mean training" in error_of("[traning]\nsteps = 3\n")
     assert "not valid TOML" in error_of("[training\n")
     assert "must be a section" in error_of("training = 3\n")
+    assert "data = 's3://***@x': must be a section" in error_of("data = 's3://me:secret@x'\n")
     assert "leads back to itself" in error_of('base = "x.toml"\n')
 
 
@@ -215,11 +220,12 @@ def test_accumulation_must_divide() -> None:
 def test_config_needs_no_torch_and_says_errors_in_one_line() -> None:
     code = "import sys, config; assert not {'torch', 'numpy'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
-    command = [sys.executable, "-m", "config", "--training.steps=x"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 2
-    assert result.stderr.count("\n") == 1
-    assert result.stderr.startswith("error: training.steps")
+    for program, exit_code in (("config", 2), ("launch.processes", 1)):
+        command = [sys.executable, "-m", program, "--training.steps=x"]
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert result.returncode == exit_code
+        assert result.stderr.count("\n") == 1
+        assert result.stderr.startswith("error: training.steps")
 
 
 def commands_of_run_llama_train() -> list[str]:
@@ -314,6 +320,8 @@ with command_line():
         ("[print('a line') for _ in range(100_000)]", 1, ""),
         ("print('a line', flush=True); sys.stdin.read(); print('one more')", 1, ""),  # only a flush at the end finds it
         ("print('a line', flush=True); sys.stdin.read(); print('more'); raise KeyboardInterrupt", 130, ""),
+        ("print('a line', flush=True); sys.stdin.read(); print('more'); sys.exit(0)", 1, ""),  # as after --help
+        ("print('a line', flush=True); sys.exit('a mistake')", 1, "a mistake\n"),
         (
             "print('a line', flush=True); sys.stdin.read(); print('more'); raise ConfigError('a mistake')",
             1,

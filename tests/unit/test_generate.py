@@ -256,7 +256,7 @@ def test_one_prompt_and_many_prompts(imported: Path, tmp_path: Path, capsys: pyt
 def test_a_chat_goes_on_from_what_was_said(
     imported: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    typed = iter(["Hi", "not <|im_end|> this", "Go on"])
+    typed = iter(["Hi", "not <|im_end|> this", "caf\udce9", "Go on"])
     asked = []
 
     def read_line(prompt: str) -> str:
@@ -276,6 +276,7 @@ def test_a_chat_goes_on_from_what_was_said(
     main([str(imported), "--chat", "--system=Be kind.", "--temperature=0", "--max-tokens=12"])
     out, err = capsys.readouterr()
     assert "spells out '<|im_end|>'" in err
+    assert "error: what was typed is no text" in err
     assert [message["role"] for message in asked[-1]] == ["system", "user", "assistant", "user"]
     assert asked[-1][2]["content"] in out
 
@@ -287,7 +288,13 @@ def test_a_prompt_may_hold_any_line_end(tmp_path: Path) -> None:
     assert read_prompts(tmp_path / "prompts.jsonl") == prompts
 
 
-def test_mistakes_are_explained(imported: Path, tmp_path: Path) -> None:
+def test_mistakes_are_explained(imported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([str(imported), "--prompt=a", f"--seed={2**63}"])
+    assert f"--seed {2**63}: must fit in 64 bits" in capsys.readouterr().err
+    (tmp_path / "half.jsonl").write_text('{"prompt": "\\ud800 a"}\n')
+    with pytest.raises(TitaniteError, match=r"half.jsonl, line 1: holds half of a character"):
+        main([str(imported), "--prompts-file", str(tmp_path / "half.jsonl")])
     (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"text": "b"}\n')
     with pytest.raises(TitaniteError, match=r'bad.jsonl, line 2: must be an object with a string "prompt"'):
         main([str(imported), "--prompts-file", str(tmp_path / "bad.jsonl")])

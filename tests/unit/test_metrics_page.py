@@ -137,8 +137,18 @@ def test_mistakes_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture[st
     run = write_run(tmp_path / "run", ["{", row(2, loss=1.0)], Config())
     with pytest.raises(TitaniteError, match="line 1: not JSON"):
         read_charts(run)
+    for name in ("metrics.jsonl", "starts.jsonl", "config.toml"):
+        damaged = write_run(tmp_path / f"damaged {name}", [row(2, loss=1.0, step_seconds=1.0)], Config())
+        (damaged / name).write_bytes(b"\xff\n")
+        with pytest.raises(TitaniteError, match=f"{name}: is damaged"):
+            main(["compare", str(damaged)])
     (tmp_path / "file").touch()
-    for output, said in ((tmp_path, "is a folder"), (tmp_path / "file" / "page.html", "its folder cannot be made")):
+    for output, said in (
+        (tmp_path, "is a folder"),
+        (tmp_path / "file" / "page.html", "its folder cannot be made"),
+        (tmp_path / (300 * "a"), "cannot be written: File name too long"),
+        (Path("/proc/page.html"), "cannot be written"),
+    ):
         with pytest.raises(SystemExit):
             main(["compare", str(run), "--output", str(output)])
         assert f"argument --output: {output}: {said}" in capsys.readouterr().err

@@ -263,6 +263,11 @@ def test_a_ledger_cut_by_a_kill_goes_on(tmp_path: Path) -> None:
     assert [step.first for step in read_ledger(tmp_path / "data" / "rank-00000.jsonl")] == [0, 0]
 
 
+def test_a_folder_that_cannot_be_looked_at_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"run\.folder = 'a+': cannot be used: .*File name too long"):
+        check_run_folder(Config(run=Run(folder=300 * "a")), {})
+
+
 def test_another_models_run_is_not_resumed(tmp_path: Path) -> None:
     config = Config(run=Run(folder=str(tmp_path)))
     record_start(tmp_path, config, {"dim": 4, "n_layers": 2}, world_size=1)
@@ -525,6 +530,7 @@ def test_a_hook_is_given_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len(written) == 2
     for name, said in {
         "my_tracker": "package.module:function",
+        ".my_tracker:log": "package.module:function",
         "my_tracker:lag": "lag",
         "no_such:f": "no_such",
     }.items():

@@ -93,6 +93,11 @@ def test_what_is_set_up_is_left_as_it_is(checkout: Path) -> None:
     assert set_up(checkout) == (0, "setup: installing requirements.txt\n")
 
 
+def test_a_word_that_setup_does_not_know_is_refused(checkout: Path) -> None:
+    assert set_up(checkout, "tests") == (2, "error: tests: must be nothing, or test\n")
+    assert not (checkout / ".venv").exists()
+
+
 def test_a_half_made_environment_is_made_again(checkout: Path) -> None:
     (checkout / ".venv" / "bin").mkdir(parents=True)
     assert set_up(checkout) == (0, "setup: making .venv\nsetup: installing requirements.txt\n")
@@ -144,6 +149,15 @@ def test_a_prompt_may_speak_of_help(checkout: Path) -> None:
     assert len(log_of(checkout)) == 1
     assert run(checkout, "./run_llama_train.sh", "--help", NGPU="1") == (0, 'datasets = ["datasets/stdlib"]\n')
     assert len(log_of(checkout)) == 1
+
+
+def test_a_config_on_the_command_line_takes_the_place_of_the_default_one(checkout: Path) -> None:
+    write_program(checkout / "setup.sh", "#!/bin/sh\n")
+    write_program(checkout / ".venv" / "bin" / "python", RUNNER)
+    for words in ([], ["--config=a.toml"], ["--config", "a b.toml"], ["--config=a.toml", "--config=b.toml"]):
+        assert run(checkout, "./run_llama_train.sh", *words, NGPU="1", LOG_RANK="0,1")[0] == 0
+        ranks, default = "--metrics.log_ranks=0,1", "--config=train_configs/debug.toml"
+        assert log_of(checkout)[-1].endswith(" ".join(["train.py", *([ranks, *words] if words else [default, ranks])]))
 
 
 @pytest.mark.parametrize("name", ["setup.sh", "run_llama_train.sh", "run_tests.sh"])
