@@ -136,6 +136,7 @@ def start_run(
                     folder.rmdir()
             raise
         _take(folder)
+        _check_model(folder, identity, str(folder), "name another run.folder")  # of a start that has ended since
         changed = record_start(folder, config, identity, world_size, job)
         save(folder)
         return folder, changed

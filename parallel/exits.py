@@ -30,7 +30,7 @@ class Exit(NamedTuple):
     @property
     def steps_repeated(self) -> int:
         """Steps begun since the last checkpoint. Their tokens come again, in the same order: none is lost."""
-        return 0 if self.kind in ("finished", "stopped") else self.step - (self.last_checkpoint or 0)
+        return 0 if self.kind == "finished" else self.step - (self.last_checkpoint or 0)
 
     def line(self) -> str:
         """All of it in one line."""

@@ -190,6 +190,17 @@ def test_a_folder_is_of_one_start_at_a_time(tmp_path: Path, monkeypatch: pytest.
     assert len(read_starts(tmp_path / "run")) == 3
 
 
+def test_a_start_that_has_waited_looks_again_whose_folder_it_is(tmp_path: Path) -> None:
+    """Both found no folder there; the other came first, and has ended."""
+    config = Config(run=Run(folder=str(tmp_path / "run")))
+    check_run_folder(config, {"dim": 2})
+    start = "from run_folder import *; import sys; record_start(Path(sys.argv[1]), Config(), {'dim': 1}, 1)"
+    subprocess.run([sys.executable, "-c", start, config.run.folder], cwd=ROOT, check=True)
+    with pytest.raises(ConfigError, match="another model: dim is 1 there and 2 in this config"):
+        start_run(config, {"dim": 2}, 1, "", [], anything)
+    assert json.loads((tmp_path / "run" / "model.json").read_text()) == {"dim": 1}
+
+
 @pytest.mark.parametrize("damage", [b"", b'{"kind": "fini', bytes(40)])
 def test_a_damaged_record_of_the_exit_stops_no_start(tmp_path: Path, damage: bytes) -> None:
     config = Config(run=Run(outputs=str(tmp_path)))

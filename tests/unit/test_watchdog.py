@@ -243,6 +243,16 @@ def test_the_first_who_knows_the_cause_writes_it(tmp_path: Path) -> None:
         assert part in line
 
 
+@pytest.mark.parametrize(("last", "repeated"), [(37, 0), (None, 37)])
+def test_a_run_that_stops_repeats_what_it_has_not_saved(tmp_path: Path, last: int | None, repeated: int) -> None:
+    watchdog = Watchdog(tmp_path, LaunchEnvironment(rank=0, local_rank=0, world_size=1), Config())
+    watchdog.resumed(last or 0)
+    watchdog.close(37, 100, "SIGTERM")
+    record = read_exit(tmp_path)
+    assert record is not None
+    assert (record["kind"], record["steps_repeated"]) == ("stopped", repeated)
+
+
 def test_the_end_of_a_run_can_be_read_by_those_who_can_read_its_other_files(tmp_path: Path) -> None:
     before = os.umask(0o002)
     try:
