@@ -26,7 +26,16 @@ from checkpoint.manifest import MANIFEST, METADATA, Manifest, Opened, encode_man
 from checkpoint.names import age_seconds, files_of, new_checkpoint_name, step_of
 from checkpoint.planning import Plan, State, plan_save, resolver
 from checkpoint.ranks import build_ranks
-from checkpoint.retention import by_age, check_room, committed, finished, remove_checkpoints, superfluous, unfinished
+from checkpoint.retention import (
+    by_age,
+    check_room,
+    committed,
+    finished,
+    never_committed,
+    remove_checkpoints,
+    superfluous,
+    unfinished,
+)
 from checkpoint.staging import Staging
 from checkpoint.state import (
     allocate_optimizer_state,
@@ -383,27 +392,29 @@ class CheckpointManager:
         damaged = {name for url, name in self.damaged if url == store.url}
         leftover_seconds = 2 * self.settings.timeout_seconds
 
-        def tidy() -> tuple[set[str], set[str]]:
+        listed: dict[str, int] = {}  # by rank 0 alone
+
+        def find() -> tuple[set[str], set[str]]:
             try:
                 store.abort_uploads(leftover_seconds)
             except CheckpointError as error:
                 logger.warning(f"uploads that were begun and never finished could not be removed: {error}")
-            sizes = store.sizes()
-            old = superfluous(sizes, saved, self.settings, damaged)
-            kept = (finished(sizes) - old) | {saved}  # which a listing may not show yet
-            remove_checkpoints(store, old | unfinished(sizes, leftover_seconds) - kept, sizes)
-            return old, kept
+            listed.update(store.sizes())
+            begun = unfinished(listed, leftover_seconds)
+            going = superfluous(listed, saved, self.settings, damaged) | never_committed(store, begun)
+            return going, (finished(listed) | begun | {saved}) - going  # a listing may not show `saved` yet
 
-        def tidy_node(store: LocalStore) -> None:  # rank 0's disk alone has manifests
-            here = store.folders()
-            for name in here & (old | unfinished(here, leftover_seconds) - kept):
-                remove_checkpoints(store, [name], store.sizes(name))
+        def remove() -> None:
+            remove_checkpoints(store, going, listed)
+            if isinstance(store, LocalStore):  # of nodes' own disks rank 0's alone has manifests
+                here = store.folders()
+                here &= going | unfinished(here, leftover_seconds) - kept
+                remove_checkpoints(store, here, [file for name in here for file in store.sizes(name)])
 
         # That something old stays is no reason to stop a run; that it stays unnoticed would be.
         try:
-            old, kept = self.ranks.from_rank_0(tidy)
-            if isinstance(store, LocalStore):
-                self.ranks.together(partial(tidy_node, store))
+            going, kept = self.ranks.from_rank_0(find)
+            self.ranks.together(remove)
             self.damaged = {(url, name) for url, name in self.damaged if url != store.url}
         except CheckpointError as error:
             if self.ranks.rank == 0:

@@ -55,15 +55,34 @@ def unfinished(sizes: Collection[str], seconds: float = 0) -> set[str]:
     return {name for name in folders if is_checkpoint_name(name) and age_seconds(name) > seconds}
 
 
+def never_committed(store: Store, names: Collection[str]) -> set[str]:
+    """Those of `names` that have no manifest. Each is asked for by name: a listing may lag."""
+
+    def has_manifest(name: str) -> bool:
+        try:
+            store.read(f"{name}/{MANIFEST}")
+        except DamagedError:
+            return False
+        return True
+
+    return {name for name in names if not has_manifest(name)}
+
+
 def remove_checkpoints(store: Store, names: Collection[str], sizes: Collection[str]) -> None:
     """Remove those of `names` that are in a listing, manifests first, so that no half ever passes for a whole.
 
-    Raises CheckpointError if any is still listed afterwards.
+    All are tried. Raises CheckpointError if one could not be removed, or is still listed afterwards.
     """
     present = sorted(_folders(sizes) & set(names))
+    failures = []
     for name in present:
         files = [file for file in sizes if file.startswith(f"{name}/")]
-        store.remove(sorted(files, key=lambda file: not file.endswith(f"/{MANIFEST}")))
+        try:
+            store.remove(sorted(files, key=lambda file: not file.endswith(f"/{MANIFEST}")))
+        except CheckpointError as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]
     if present and (left := sorted(_folders(store.sizes()) & set(present))):
         raise CheckpointError(f"{store.url}: files of {', '.join(left)} are still listed after their removal")
 
@@ -79,20 +98,11 @@ def check_room(store: LocalStore, ranks: Ranks, rank_bytes: int, settings: Check
     except _NoRoomError:
         listed = ranks.gather(ranks.together(lambda: unfinished(store.sizes())))
         # By rank 0, which has all listings: no other disk has manifests.
-        begun = ranks.from_rank_0(lambda: {name for name in set().union(*listed) if not _has_manifest(store, name)})
+        begun = ranks.from_rank_0(lambda: never_committed(store, set().union(*listed)))
         ranks.together(lambda: remove_checkpoints(store, begun, store.sizes()))
         if begun and ranks.rank == 0:
             logger.warning(f"{store.url}: removed to make room: {', '.join(sorted(begun))}, never committed")
         _compare_room(store, ranks, rank_bytes, settings)
-
-
-def _has_manifest(store: Store, name: str) -> bool:
-    """Asked for by name: a listing may lag."""
-    try:
-        store.read(f"{name}/{MANIFEST}")
-    except DamagedError:
-        return False
-    return True
 
 
 def _compare_room(store: LocalStore, ranks: Ranks, rank_bytes: int, settings: Checkpoint) -> None:
