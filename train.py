@@ -142,6 +142,13 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
             losses.append(compute.forward_backward(batch.tokens, batch.labels, batch.positions, n_tokens))
         return losses
 
+    def measure_validation() -> None:
+        losses = {}
+        for name, held_out in validation_sets(config).items():
+            batches = watchdog.follow(validation_batches(held_out, dp_rank, dims.dp), "validation")
+            losses[name] = validate(parts, compute, batches, dims, device)
+        metrics.log_validation(step, losses, dataloader.tokens_seen)
+
     def due(interval: int) -> bool:
         return step % interval == 0 or step == training.steps
 
@@ -206,11 +213,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
                 (*_, (loss_value, norm_value)) = history
                 metrics.log_step(step, loss=loss_value, grad_norm=norm_value, lr=lr, tokens=dataloader.tokens_seen)
             if validation_due:
-                validation_losses = {}
-                for name, held_out in validation_sets(config).items():
-                    batches = watchdog.follow(validation_batches(held_out, dp_rank, dims.dp), "validation")
-                    validation_losses[name] = validate(parts, compute, batches, dims, device)
-                metrics.log_validation(step, validation_losses, dataloader.tokens_seen)
+                measure_validation()
             if save_due:
                 watchdog.enter("checkpoint")
                 checkpoint.save(step)
@@ -238,6 +241,9 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         if outer:
             outer.meet()  # asked to stop between two meetings
             precompute_scales(parts, config.float8)
+        if config.validation.enable and step == training.steps and step in bad_steps.skipped:
+            measure_validation()  # the last step was left out, and with it what was due after it
+            watchdog.enter("end")
         checkpoint.finish(step)  # when stopped in between, or when the last step was left out
         if step < training.steps:
             logger.info(f"stopped after step {step}: {stop.asked_by or 'another rank was asked'}")

@@ -26,6 +26,7 @@ from data.prepare import main as prepare
 from data.shards import open_dataset
 from generate import main as generate
 from models import MODELS
+from parallel.failures import BadSteps
 from parallel.watchdog import Watchdog
 from tests.harness import run_ranks
 from train import main, train
@@ -411,6 +412,25 @@ def test_each_token_of_the_sample_is_progress_to_the_watchdog(layout: list[str],
     arguments += ["--validation.sample_prompt=ba", "--validation.sample_tokens=8"]
     for entered in run_ranks(2, run_and_watch, arguments, start_group=False):
         assert entered.count("end") >= 8
+
+
+def run_without_the_last_step(arguments: list[str]) -> None:
+    judge = BadSteps.judge
+
+    def judge_last(self: BadSteps, step: int, loss: torch.Tensor, grad_norm: torch.Tensor) -> str:
+        return "made up" if step == STEPS else judge(self, step, loss, grad_norm)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(BadSteps, "judge", judge_last)
+        run(arguments)
+
+
+def test_a_run_whose_last_step_is_left_out_is_measured_at_its_end(dataset: Path, tmp_path: Path) -> None:
+    arguments = [*SMALL, f"--data.datasets={dataset}", f"--run.folder={tmp_path / 'run'}"]
+    run_ranks(2, run_without_the_last_step, [*arguments, "--failures.on_bad_step=skip"], start_group=False)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in lines if row["skipped"]] == [STEPS]
+    assert [row["step"] for row in lines if row["validation_loss"]] == [10, STEPS]
 
 
 # ---------------------------------------------------------------- the life of a run under torchrun
