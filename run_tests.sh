@@ -5,7 +5,7 @@ cd "$(dirname "$(readlink -f "$0")")"
 
 case $PWD in *" "*) echo "error: $PWD: has a space in it, and torch compiles nothing for CPUs there: move it" >&2; exit 2 ;; esac
 ./setup.sh test
-workers=$(nproc)  # before the next line, which it would obey
+workers=$(($(nproc) + 1))  # some wait for processes; before the next line, which nproc would obey
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false TORCHAO_FORCE_SKIP_LOADING_SO_FILES=1
 unset PYTHONUNBUFFERED  # as most users have it: with it nobody sees what is lost in a buffer
 export PYTHONPATH=$PWD/tests/startup${PYTHONPATH:+:$PYTHONPATH}
