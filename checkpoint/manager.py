@@ -404,17 +404,27 @@ class CheckpointManager:
             going = superfluous(listed, saved, self.settings, damaged) | never_committed(store, begun)
             return going, (finished(listed) | begun | {saved}) - going  # a listing may not show `saved` yet
 
-        def remove() -> None:
-            remove_checkpoints(store, going, listed)
-            if isinstance(store, LocalStore):  # of nodes' own disks rank 0's alone has manifests
-                here = store.folders()
-                here &= going | unfinished(here, leftover_seconds) - kept
-                remove_checkpoints(store, here, [file for name in here for file in store.sizes(name)])
+        def remove() -> tuple[set[str], str]:
+            """What may have its manifest still, and why."""
+            try:
+                remove_checkpoints(store, going, listed)
+            except CheckpointError as error:
+                return finished(store.sizes()), str(error)
+            return set(), ""
+
+        def remove_here(disk: LocalStore) -> None:
+            here = disk.folders()
+            here &= (going | unfinished(here, leftover_seconds) - kept) - stay
+            remove_checkpoints(disk, here, [file for name in here for file in disk.sizes(name)])
 
         # That something old stays is no reason to stop a run; that it stays unnoticed would be.
         try:
             going, kept = self.ranks.from_rank_0(find)
-            self.ranks.together(remove)
+            stay, trouble = self.ranks.from_rank_0(remove)
+            if isinstance(store, LocalStore):  # nodes' own disks after rank 0's, which alone has manifests
+                self.ranks.together(partial(remove_here, store))
+            if trouble:
+                raise CheckpointError(trouble)
             self.damaged = {(url, name) for url, name in self.damaged if url != store.url}
         except CheckpointError as error:
             if self.ranks.rank == 0:

@@ -378,6 +378,23 @@ def _train_on_own_disks(folder, first, last, new):
     return sorted(int(name.split("-")[1]) for name in run.checkpoint.store.folders())
 
 
+def test_other_disks_keep_their_part_of_what_rank_0_cannot_remove(tmp_path):
+    """Its manifest stays, and so must its data; what rank 0 can remove goes everywhere."""
+    assert run_ranks(2, _train_beside_a_stuck_file, str(tmp_path)) == [[1, 3], [1, 3]]
+
+
+def _train_beside_a_stuck_file(folder):
+    remove = LocalStore.remove
+
+    def stuck(store, names):
+        if dist.get_rank() == 0 and any("step-00000001-" in name for name in names):
+            raise CheckpointError("not this one, on purpose")
+        remove(store, names)
+
+    LocalStore.remove = stuck  # type: ignore[method-assign]
+    return _train_on_own_disks(folder, 0, 3, "")
+
+
 def test_what_cannot_be_removed_is_said_and_does_not_stop_the_run(tmp_path, monkeypatch, caplog):
     run = Run(tmp_path, interval=1, keep=1)
     monkeypatch.setattr(LocalStore, "remove", lambda self, names: None)
