@@ -51,13 +51,12 @@ def command_line(mistake: int = 1) -> Iterator[None]:
     Ctrl-C ends it with 130, without a traceback, and so, with 1, does a reader who has enough, as `| head`.
     """
     code: Any = 0
-    said = ""
     try:
         try:
             check_encoding(sys.argv[1:])
             yield
         except TitaniteError as error:
-            code, said = mistake, f"error: {error}"
+            code = f"error: {error}"  # which Python's end says, and exits with 1
         except SystemExit as ended:  # as of --help
             code = ended.code
         except KeyboardInterrupt:
@@ -71,8 +70,9 @@ def command_line(mistake: int = 1) -> Iterator[None]:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python's end will write to it once more
         code = code or 1
-    if said:
-        print(said, file=sys.stderr)
+    if isinstance(code, str) and mistake != 1:
+        print(code, file=sys.stderr)
+        code = mistake
     if code:
         sys.exit(code)
 
