@@ -568,7 +568,7 @@ def _parse_command_line(argv: Sequence[str]) -> tuple[str, dict[str, str]]:
             has_value = bool(words) and not words[0].startswith("--")
             text = words.pop(0) if has_value else "true"
             if not has_value and (key == "config" or not _is_flag(key)):
-                raise ConfigError(f"--{key}: needs a value, as in --{key}=...")
+                raise ConfigError(f"--{key}: needs a value, as in --{key}={'FILE' if key == 'config' else '...'}")
         if key == "config":
             if not text:
                 raise ConfigError("--config: needs a value, as in --config=FILE")
