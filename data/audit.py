@@ -16,15 +16,15 @@ import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
 from config import Config, Data, TitaniteError, command_line, from_dict, grad_accum_steps, load_config, read_recorded
-from data.ledger import Step, checksum, read_ledger
+from data.ledger import Records, Step, checksum, read_ledger
 from data.place import StepShape, first_place, saved_place
 from data.shards import Dataset, Split, open_dataset
 from data.stream import Stream, open_streams
@@ -133,19 +133,28 @@ def trained_steps(run: Path) -> tuple[list[Step], int]:
 
     Raises AuditError when a step is missing or came twice, by the ledger of data-parallel rank 0.
     """
-    recorded = _read_rank(run, 0)
+    recorded, last_start = _read_rank(run, 0)
     kept: list[Step] = []
     start = None
     for step in recorded:
         if step.start is not start:  # a resume, which makes later steps void; without one they came twice
             start = step.start
-            while kept and kept[-1].place.tokens >= saved_place(start).tokens:
-                kept.pop()
+            _drop_void(kept, start)
         _check_follows(run, kept, step)
         kept.append(step)
+    if recorded and last_start is not start:  # which came to no step
+        _drop_void(kept, last_start)
     if not kept:
-        raise AuditError(f"{run}: no step of data-parallel rank 0 is recorded; is it the folder of a run?")
+        otherwise = f"all {len(recorded):,} were made void by a resume" if recorded else "is it the folder of a run?"
+        raise AuditError(f"{run}: no step of data-parallel rank 0 is recorded; {otherwise}")
     return kept, len(recorded) - len(kept)
+
+
+def _drop_void(kept: list[Step], start: dict[str, Any]) -> None:
+    """Take away the steps from the place `start` on."""
+    tokens = saved_place(start).tokens
+    while kept and kept[-1].place.tokens >= tokens:
+        kept.pop()
 
 
 def _check_follows(run: Path, kept: list[Step], step: Step) -> None:
@@ -166,8 +175,8 @@ def _check_follows(run: Path, kept: list[Step], step: Step) -> None:
             raise AuditError(f"{run}: {what} between step {len(kept)} and the next")
 
 
-def _read_rank(run: Path, rank: int) -> list[Step]:
-    """The ledger of a data-parallel rank; empty if there is none. Raises AuditError."""
+def _read_rank(run: Path, rank: int) -> Records:
+    """The ledger of a data-parallel rank. Raises AuditError."""
     try:
         return read_ledger(run / "data" / f"rank-{rank:05}.jsonl")
     except (ValueError, KeyError, TypeError) as error:
@@ -181,14 +190,16 @@ def prove(run: Path, every: int = 1) -> list[str]:
     """
     config = run_config(run)
     steps, void = trained_steps(run)
-    auditor = Auditor(config, steps)
     ranks = range(max(step.shape.dp_size for step in steps))
-    recorded = [_last_lines(_read_rank(run, rank) if rank else steps) for rank in ranks]
+    recorded = [_last_lines(run, rank, _read_rank(run, rank).steps if rank else steps) for rank in ranks]
+    begun = [] if all(_own_records(recorded, steps[-1])) else [steps.pop()]  # killed before all ranks had begun it
+    if not steps:
+        raise AuditError(f"{run}: no step is recorded on all of its {begun[0].shape.dp_size} data-parallel ranks")
+    auditor = Auditor(config, steps)
     checked = 0
     for number, step in enumerate(tqdm(steps, desc="prove", unit=" steps"), start=1):
-        for rank in range(step.shape.dp_size):
-            own = recorded[rank].get((step.place.tokens, step.start["seq_len"]))
-            if own is None or (own.shape, own.start) != (step.shape, step.start):
+        for rank, own in enumerate(_own_records(recorded, step)):
+            if own is None:
                 raise AuditError(f"{run}: rank {rank} has no record of step {number} that fits rank 0's")
             if number % every == 0 or number == len(steps):
                 if checksum(auditor.tokens(own, rank)) != own.crc32:
@@ -196,12 +207,30 @@ def prove(run: Path, every: int = 1) -> list[str]:
                         f"{run}: step {number}: rank {rank} was given other tokens than the data holds there"
                     )
                 checked += 1
-    return _conclusions(auditor, steps, void, checked) + _left_out(run)
+    lines = _conclusions(auditor, steps, void, checked)
+    if begun:
+        lines.append(f"step {len(steps) + 1} left out: some ranks had not begun it when the run ended")
+    return lines + _left_out(run)
 
 
-def _last_lines(steps: list[Step]) -> dict[tuple[int, int], Step]:
-    """The last record of every place: what ran before it there was made void by a resume."""
+def _last_lines(run: Path, rank: int, steps: list[Step]) -> dict[tuple[int, int], Step]:
+    """The last record of every place: what ran before it there was made void by a resume.
+
+    Raises AuditError where a rank's steps do not follow each other without one.
+    """
+    for before, step in pairwise(steps):
+        if step.start is before.start and step.first != before.first + before.shape.samples:
+            raise AuditError(
+                f"{run}: rank {rank}: samples from {step.first:,} on of a start come after those from {before.first:,} "
+                f"on, by {before.shape.samples:,} a step"
+            )
     return {(step.place.tokens, step.start["seq_len"]): step for step in steps}
+
+
+def _own_records(recorded: list[dict[tuple[int, int], Step]], step: Step) -> list[Step | None]:
+    """What each rank has recorded of a step of rank 0; None where that does not fit."""
+    found = [lines.get((step.place.tokens, step.start["seq_len"])) for lines in recorded[: step.shape.dp_size]]
+    return [own if own and (own.shape, own.start) == (step.shape, step.start) else None for own in found]
 
 
 def _conclusions(auditor: Auditor, steps: list[Step], void: int, checked: int) -> list[str]:

@@ -78,8 +78,15 @@ class Step(NamedTuple):
         return saved_place(self.start)._replace(samples=self.first + self.shape.samples)
 
 
-def read_ledger(path: Path) -> list[Step]:
-    """The steps of one rank in the order in which they ran; a last line cut by a kill is left out.
+class Records(NamedTuple):
+    """What the ledger of a rank holds."""
+
+    steps: list[Step]  # in the order in which they ran
+    last_start: dict[str, Any]  # the state that the last start went on from, which may have come to no step
+
+
+def read_ledger(path: Path) -> Records:
+    """The ledger of one rank, empty if there is none; a last line cut by a kill is left out.
 
     Raises ValueError, KeyError or TypeError for anything else that is not a ledger.
     """
@@ -90,4 +97,4 @@ def read_ledger(path: Path) -> list[Step]:
             begins = {"start": line["start"], "shape": StepShape(**line["shape"]), "urls": line.get("urls", {})}
         else:
             steps.append(Step(**begins, first=line["first"], crc32=line["crc32"], masked=line.get("masked", {})))
-    return steps
+    return Records(steps, begins.get("start", {}))

@@ -88,7 +88,7 @@ def test_a_run_with_restarts_and_changes_is_proven(run, folders):
 @pytest.mark.parametrize(
     ("tamper", "message"),
     [
-        (lambda lines: lines[:2] + lines[3:], r"are missing between step 1 and|has no record of step"),
+        (lambda lines: lines[:2] + lines[3:], r"are missing between step 1 and|rank 1: samples from 32 on"),
         (
             lambda lines: [re.sub(r'"crc32": \d+', '"crc32": 1', line) for line in lines],
             "given other tokens than the data",
@@ -141,13 +141,34 @@ def test_tokens_trained_twice_or_never_are_found(folders, tmp_path, moved, messa
 
 
 @pytest.mark.parametrize("repeated", [slice(3, 4), slice(1, 4)])
-def test_steps_given_twice_without_a_resume_are_found(folders, tmp_path, repeated):
+@pytest.mark.parametrize("ranks", [(0, 1), (1,)])
+def test_steps_given_twice_without_a_resume_are_found(folders, tmp_path, repeated, ranks):
     run = tmp_path / "run"
     run_phase(run, folders, None, 6, dp_size=2)
-    for file in (run / "data").iterdir():
+    for rank in ranks:
+        file = run / "data" / f"rank-{rank:05}.jsonl"
         lines = file.read_text().splitlines(keepends=True)
         file.write_text("".join(lines[: repeated.stop] + lines[repeated] + lines[repeated.stop :]))
-    with pytest.raises(AuditError, match=r"tokens of dataset \w+ come again between step 3 and the next"):
+    what = r"tokens of dataset \w+ come again between step 3 and the next"
+    with pytest.raises(AuditError, match=what if 0 in ranks else "rank 1: samples from .* come after those from 16 on"):
+        prove(run)
+
+
+def test_a_run_that_was_killed_in_a_step_is_proven_up_to_it(folders, tmp_path):
+    """As when a rank finds a bad block and stops: only the others have recorded that step."""
+    run = tmp_path / "run"
+    before, _ = run_phase(run, folders, None, 3, dp_size=3)
+    run_phase(run, folders, before, 2, dp_size=3)
+    file = run / "data" / "rank-00001.jsonl"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
+    lines = prove(run)
+    assert [line[:8] for line in (lines[0], lines[1])] == ["4 steps,", "0 steps "]
+    assert lines[-1] == "step 5 left out: some ranks had not begun it when the run ended"
+    run_phase(run, folders, before, 0, dp_size=2)  # a start that came to no step: the weights are its checkpoint's
+    lines = prove(run)
+    assert [line[:8] for line in (lines[0], lines[1])] == ["3 steps,", "2 steps "]
+    run_phase(run, folders, None, 0)
+    with pytest.raises(AuditError, match=r"no step .* is recorded; all 5 were made void by a resume"):
         prove(run)
 
 

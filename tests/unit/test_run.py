@@ -271,7 +271,7 @@ def test_a_ledger_cut_by_a_kill_goes_on(tmp_path: Path) -> None:
         ledger.close()
         with open(tmp_path / "data" / "rank-00000.jsonl", "a") as file:
             file.write('{"first": 1, "cr')
-    assert [step.first for step in read_ledger(tmp_path / "data" / "rank-00000.jsonl")] == [0, 0]
+    assert [step.first for step in read_ledger(tmp_path / "data" / "rank-00000.jsonl").steps] == [0, 0]
 
 
 def test_a_folder_that_cannot_be_looked_at_is_named() -> None:
@@ -484,6 +484,19 @@ def test_a_port_that_another_program_has_is_one_line(tmp_path: Path, capfd: pyte
     assert "Traceback" not in output
     assert "error: no place for the ranks to meet: " in output
     assert f"{port}" in output.splitlines()[-1]
+
+
+def test_a_port_where_nobody_answers_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("pass")
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # connects whoever comes, by its backlog, and says nothing
+        endpoint = f"127.0.0.1:{silent.getsockname()[1]}"
+        arguments = ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", str(tmp_path / "script.py")]
+        code = f"from launch import torchrun\ntorchrun.ANSWER_SECONDS = 0.1\ntorchrun.launch({arguments})"
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.splitlines()[-1].startswith(
+        f"error: no place for the ranks to meet: what listens at {endpoint} is no torchrun"
+    )
 
 
 def stopped_by(folder: Path, number: signal.Signals) -> tuple[list[bool], str]:
