@@ -7,14 +7,21 @@ Takes torchrun's arguments. Exits with the code of the rank that failed first.
 
 import gc
 import logging
+import os
 import signal
 import sys
+import threading
 from unittest import mock
 
-from torch.distributed import DistError
+from torch.distributed import DistError, TCPStore
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousInfo
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousInfo,
+    RendezvousParameters,
+    c10d_rendezvous_backend,
+)
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.run import main
 
@@ -35,13 +42,28 @@ def launch(argv: list[str]) -> int:
         handler._shared_tcp_store_server = handler._bootstrap_store_info = None
         return next_rendezvous(handler)
 
+    create_store = c10d_rendezvous_backend._create_tcp_store
+
+    def create_answering_store(parameters: RendezvousParameters) -> TCPStore:
+        # torch (2.13) limits the time to connect, but not the one in which whoever is there says a word.
+        waiting = threading.Timer(ANSWER_SECONDS, give_up, [parameters.endpoint])
+        waiting.daemon = True
+        waiting.start()
+        try:
+            return create_store(parameters)
+        finally:
+            waiting.cancel()
+
     handled = "SIGTERM,SIGINT,SIGQUIT,SIGUSR1"  # the last, Slurm's warning, would else kill torchrun, and so the ranks
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # torchrun would undo what nohup has done
         handled += ",SIGHUP"
     alone = ["--local-addr=127.0.0.1"] if "--standalone" in argv else []  # this machine's name may be known to nobody
     name_launcher()
     try:
-        with mock.patch.object(DynamicRendezvousHandler, "next_rendezvous", next_with_a_new_store):
+        with (
+            mock.patch.object(DynamicRendezvousHandler, "next_rendezvous", next_with_a_new_store),
+            mock.patch.object(c10d_rendezvous_backend, "_create_tcp_store", create_answering_store),
+        ):
             main([f"--signals-to-handle={handled}", *alone, *argv])
     except ChildFailedError as error:
         rank, failure = _first_failure(error.failures)
@@ -62,6 +84,17 @@ def launch(argv: list[str]) -> int:
     return 0
 
 
+def give_up(endpoint: str) -> None:
+    """End this torchrun, which has started no rank yet."""
+    print(
+        f"error: no place for the ranks to meet: what listens at {endpoint} is no torchrun, it has said nothing for "
+        f"{ANSWER_SECONDS} s; name another port",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(1)
+
+
 def _first_failure(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
     """The rank that the others followed.
 
@@ -79,6 +112,7 @@ def _first_failure(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFai
     return first, failures[first]
 
 
+ANSWER_SECONDS = 150  # for the store of the c10d rendezvous; connecting to it may take 60, twice
 USER_ERROR = 2  # the exit code of train.py for a mistake that it has explained
 FOLLOWING = (1, -signal.SIGABRT)  # of a rank that lost another: an exception, or torch's own abort
 ENDED = (-signal.SIGTERM, 128 + signal.SIGTERM)  # of a rank that torchrun ended since another had failed: parallel.stop
