@@ -12,6 +12,7 @@ import ast
 import dataclasses
 import difflib
 import inspect
+import io
 import json
 import logging
 import math
@@ -53,6 +54,8 @@ def command_line(mistake: int = 1) -> Iterator[None]:
     code: Any = 0
     try:
         try:
+            if isinstance(sys.stdout, io.TextIOWrapper):
+                sys.stdout.reconfigure(errors="backslashreplace")  # not every locale has all letters
             check_encoding(sys.argv[1:])
             yield
         except TitaniteError as error:
@@ -933,4 +936,7 @@ def _field_docs() -> dict[str, dict[str, str]]:
 
 if __name__ == "__main__":
     with command_line(mistake=2):
-        print(to_toml(load_config(sys.argv[1:])))
+        text = to_toml(load_config(sys.argv[1:]))
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(encoding="utf-8")  # as TOML is in any locale
+        print(text)

@@ -24,6 +24,7 @@ from trained import Trained, add_place_arguments, load_from_arguments
 
 PREFILL_TOKENS = 512  # of a prompt, in one forward: bounds the memory of logits that nobody looks at
 CACHE_STEP = 256  # room for keys and values is a multiple of this, so that few lengths are compiled
+COLDEST = 1e-30  # a temperature below it is 0: logits might overflow, and only the likeliest would be drawn anyway
 COMPILED_ROOMS = 256  # torch._dynamo gives up beyond its limit of graphs for one function, 8 if nothing is said
 
 
@@ -89,7 +90,7 @@ def sample(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> 
 
     Top-p (Holtzman et al. 2020) keeps the likeliest tokens up to the one with which their sum reaches `top_p`.
     """
-    if sampling.temperature == 0:
+    if sampling.temperature < COLDEST:
         return logits_V.argmax()
     logits_V = logits_V / sampling.temperature
     if sampling.top_k:

@@ -351,6 +351,17 @@ def test_words_that_are_no_text_end_a_command() -> None:
     assert ended.stderr.startswith("error: '--prompt=\\udcff': has bytes that are no text in this locale, utf-8")
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_what_a_locale_cannot_write_ends_no_command(encoding: str) -> None:
+    environment = {**os.environ, "PYTHONUTF8": "0", "PYTHONIOENCODING": encoding}
+    command = [sys.executable, "-c", COMMAND.format(r"print('\u0142 \U0001f600')")]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, env=environment)
+    assert (ended.returncode, ended.stdout) == (0, b"\\u0142 \\U0001f600\n")
+    command = [sys.executable, "-m", "config", "--run.folder=\xe9 \u0142"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, env=environment)
+    assert settings.tomllib.loads(ended.stdout.decode())["run"]["folder"] == "\xe9 \u0142", "TOML is UTF-8"
+
+
 def test_a_broken_pipe_that_is_not_the_output_is_no_quiet_end() -> None:
     command = [sys.executable, "-c", COMMAND.format("raise BrokenPipeError('of a worker')")]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

@@ -108,7 +108,9 @@ def test_sampling_follows_the_probabilities_that_transformers_leaves(top_k: int,
     share = torch.bincount(draws, minlength=6) / len(draws)
     torch.testing.assert_close(share, expected, rtol=0, atol=0.03)
     assert (share[expected == 0] == 0).all()
-    assert sample(logits, GREEDY, generator) == 1
+    for temperature in (0.0, 1e-20, 1e-40, 1e-300):
+        cold = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+        assert sample(logits, cold, generator) == 1, temperature
 
 
 # ---------------------------------------------------------------- text
