@@ -122,7 +122,11 @@ def _expand(source: str) -> list[File]:
         if unread:
             log.warning("--source %s: %s folders are left out, such as %s", source, f"{len(unread):,}", unread[0])
     urls = [system.unstrip_protocol(name) if "://" in source else name for name in read]
-    return [File(url, details[name]["size"], _version(details[name])) for url, name in zip(urls, read, strict=True)]
+    return [_described(url, details[name]) for url, name in zip(urls, read, strict=True)]
+
+
+def _described(url: str, info: dict[str, Any]) -> File:
+    return File(url, info["size"], _version(info))
 
 
 def _version(info: dict[str, Any]) -> str:
@@ -145,7 +149,8 @@ def _stdlib_files() -> list[File]:
     root = Path(sysconfig.get_path("stdlib"))
     left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     paths = [path for path in root.rglob("*.py") if not left_out & set(path.relative_to(root).parts)]
-    return [File(str(path), path.stat().st_size, str(path.stat().st_mtime)) for path in sorted(paths)]
+    system = file_system(str(root))[0]
+    return [_described(str(path), system.info(str(path))) for path in sorted(paths)]
 
 
 def plan_units(files: Sequence[File]) -> list[Unit]:
@@ -220,6 +225,15 @@ def documents(unit: Unit, text_key: str, example_keys: tuple[str, ...] = ()) -> 
     for file in unit.files:
         with failures_of(f"{file.url}: cannot be read"), _open(file) as stream:
             yield from _texts(file, stream, unit, text_key, example_keys)
+            _check_unchanged(file)
+
+
+def _check_unchanged(file: File) -> None:
+    """Refuse a file of this machine that is not what was listed: units of both would mix, without a word."""
+    if "://" not in file.url:
+        system, path = file_system(file.url)
+        if _described(file.url, system.info(path)) != file:
+            raise DataError(f"{file.url}: was changed while it was read; let nothing write there, and start again")
 
 
 def pieces(text: str, max_characters: int) -> Iterator[str]:

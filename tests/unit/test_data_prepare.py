@@ -271,6 +271,26 @@ def test_parts_of_a_file_that_was_changed_at_the_same_size_are_not_used(texts, t
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
+def test_a_file_that_is_changed_while_it_is_read_is_named(texts, tokenizer_folder, tmp_path, monkeypatch):
+    """Else the units would be of both, and some documents come twice and others never."""
+    monkeypatch.setattr(sources, "UNIT_BYTES", 20_000)
+    file, original = write_jsonl(tmp_path / "in.jsonl", texts), prepare_module._tokenize_unit
+    options = {"tokenizer": str(tokenizer_folder), "processes": 1}
+
+    def change_then_tokenize(folder, task):
+        if task[0] == 1:
+            write_jsonl(file, texts[::-1])
+            os.utime(file, ns=(0, 1))
+        return original(folder, task)
+
+    with monkeypatch.context() as other:
+        other.setattr(prepare_module, "_tokenize_unit", change_then_tokenize)
+        with pytest.raises(DataError, match=r"in\.jsonl: was changed while it was read"):
+            prepare([str(file)], str(tmp_path / "out"), **options)
+    prepare([str(file)], str(tmp_path / "out"), **options)
+    assert sorted(decoded(tmp_path / "out", "train") + decoded(tmp_path / "out", "validation")) == sorted(texts)
+
+
 @pytest.mark.parametrize("progress", ["unit-", "bucket-"])
 def test_after_sigkill_the_same_command_finishes_with_the_same_bytes(texts, tokenizer_folder, tmp_path, progress):
     file = write_jsonl(tmp_path / "in.jsonl", texts * 20)
