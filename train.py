@@ -150,11 +150,13 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         metrics.log_validation(step, losses, dataloader.tokens_seen)
 
     def due(interval: int) -> bool:
-        return step % interval == 0 or step == training.steps
+        """Whether a multiple of `interval` has come since the last update; steps between may have been left out."""
+        return step // interval > updated // interval or step == training.steps
 
     # -- the loop
     gc.disable()  # a collection on one rank holds up all the others: they collect together
     starting = True  # till a step has been trained
+    updated = step  # the last step that the weights have seen
     unchecked: dict[int, Tensor] = {}  # step → loss and gradient norm, since the host last looked
     with (
         StopRequest(folder) as stop,
@@ -190,7 +192,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
                 metrics.log_skipped(step, dataloader.tokens_seen)
                 optimizer.zero_grad()
                 if saved is not None:
-                    step = load()
+                    step = updated = load()
                     metrics.resume(step)
                 continue
             lr = learning_rate(step, training.steps, config.optimizer.lr, config.lr_scheduler)
@@ -233,6 +235,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
                 profiler.step()
             if validation_due or save_due:
                 metrics.restart_clock()
+            updated = step
             after_step(step)
 
         # -- the end

@@ -114,12 +114,14 @@ def test_a_bad_step_rolls_back_to_the_checkpoint_and_leaves_out_all_since(datase
         folder = tmp_path / name
         return [*SMALL, "--failures.on_bad_step=rollback", f"--data.datasets={dataset}", f"--run.folder={folder}"]
 
-    assert run_ranks(2, run, arguments("rolled"), (8,), start_group=False) == ["", ""]
+    assert run_ranks(2, run, arguments("rolled"), (10,), start_group=False) == ["", ""]
     (record,) = read(tmp_path / "rolled", "skipped.jsonl")
-    assert (record["first"], record["last"]) == (6, 8)
+    assert (record["first"], record["last"]) == (6, 10)
     rows = {row["step"]: row for row in read(tmp_path / "rolled", "metrics.jsonl")}
-    assert [step for step, row in rows.items() if row["skipped"]] == [6, 7, 8]
-    assert read_charts(tmp_path / "rolled")["loss"]["step"] == [1, 2, 3, 4, 5, 9, 10, 11, 12]
+    assert [step for step, row in rows.items() if row["skipped"]] == [6, 7, 8, 9, 10]
+    assert read_charts(tmp_path / "rolled")["loss"]["step"] == [1, 2, 3, 4, 5, 11, 12]
+    saved = sorted(path.name.split("-")[1] for path in (tmp_path / "rolled" / "checkpoints").glob("step-*"))
+    assert saved == ["00000005", "00000011", "00000012"], "the save due at step 10 comes with the next update"
     # The same, known beforehand: a run whose record has those steps from its first crash on.
     run_ranks(2, run, arguments("told"), (), 5, start_group=False)
     (tmp_path / "told" / "skipped.jsonl").write_text(json.dumps(record) + "\n")
@@ -127,7 +129,7 @@ def test_a_bad_step_rolls_back_to_the_checkpoint_and_leaves_out_all_since(datase
     assert same_weights(tmp_path / "told", tmp_path / "rolled", tmp_path)
     proof = prove(tmp_path / "rolled")
     assert proof[0].startswith("12 steps")
-    assert proof[-1] == "3 steps consumed their tokens without an update: 6-8"
+    assert proof[-1] == "5 steps consumed their tokens without an update: 6-10"
 
 
 def test_a_loss_that_is_not_finite_names_its_step_also_behind_one_left_out(dataset: Path, tmp_path: Path) -> None:
