@@ -1,5 +1,6 @@
 """Why a start of a run ended: `exit.json` in the run's folder and one line, by whoever knows it first; and its end."""
 
+import errno
 import json
 import os
 import sys
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 from config import TitaniteError
 
 FILE = "exit.json"
+NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP)  # of a file system that has none: FAT, some network disks
 HUNG = 75  # exit code of the ranks of a job that hung; sysexits.h: try again
 
 
@@ -48,15 +50,20 @@ def record_exit(folder: Path, ended: Exit) -> bool:
     """Write `exit.json` unless this start has one, whose writer knew the cause; whether it had none."""
     record = ended._asdict() | {"steps_repeated": ended.steps_repeated, "tokens_lost": 0}
     record["time"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    text = json.dumps(record, indent=2) + "\n"
     temporary = folder / f".exit-{os.urandom(8).hex()}"  # not tempfile's, which nobody else of a team could read
     try:
         try:
             with open(temporary, "x", encoding="utf-8") as file:
-                json.dump(record, file, indent=2)
-                file.write("\n")
+                file.write(text)
                 file.flush()
                 os.fsync(file.fileno())  # a power cut must not leave the name of an empty file
             os.link(temporary, folder / FILE)  # whole, and by one alone
+        except OSError as error:
+            if error.errno not in NO_LINKS:
+                raise
+            with open(folder / FILE, "x", encoding="utf-8") as file:  # by one alone
+                file.write(text)
         finally:
             temporary.unlink(missing_ok=True)
     except FileExistsError:

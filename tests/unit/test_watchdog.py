@@ -1,6 +1,7 @@
 """Verdicts of the watchdog by what the ranks say of themselves; exits, crash loops and run folders of a job."""
 
 import dataclasses
+import errno
 import json
 import os
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -231,13 +233,19 @@ def exit_of(kind: str, cause: str = "rank 1 was lost", last: int | None = 30) ->
     return Exit(kind, cause, 1, "data", 37, last, "torchrun starts the job again")
 
 
-def test_the_first_who_knows_the_cause_writes_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("links", [True, False])
+def test_the_first_who_knows_the_cause_writes_it(
+    links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if not links:  # as on FAT
+        monkeypatch.setattr("os.link", Mock(side_effect=PermissionError(errno.EPERM, "Operation not permitted")))
     assert record_exit(tmp_path, exit_of("lost"))
     assert not record_exit(tmp_path, exit_of("failed", "a consequence"))
     record = read_exit(tmp_path)
     assert record is not None
     assert (record["cause"], record["steps_repeated"], record["tokens_lost"]) == ("rank 1 was lost", 7, 0)
     assert [file.name for file in tmp_path.iterdir()] == ["exit.json"]
+    assert capsys.readouterr().err == ""
     line = exit_of("lost").line()
     for part in ("rank 1", "data of step 37", "checkpoint step 30", "7 steps to repeat", "torchrun starts"):
         assert part in line
