@@ -47,7 +47,7 @@ from checkpoint.state import (
     set_random_state,
 )
 from checkpoint.storage import Written, commit, copy_pieces, pieces_of, read_state, tensors_in, write_items
-from checkpoint.stores import CheckpointError, LocalStore, Store, join, open_store
+from checkpoint.stores import CheckpointError, DamagedError, LocalStore, Store, join, open_store
 from config import Checkpoint, Config, ConfigError, to_toml
 
 SAVED = ".saved"  # in the run's folder: the last checkpoint that was committed
@@ -154,14 +154,15 @@ class CheckpointManager:
                 self.save(0)
             return step
         advice = ". Nothing is started anew: to do so, name another run.folder"
-        opened, damaged = load_newest(candidates, self.ranks, self._fill, advice)
+        fill = partial(self._fill, random_state(self.device))
+        opened, damaged = load_newest(candidates, self.ranks, fill, advice)
         self.damaged = {(store.url, name) for store, name in damaged}
         self.dataloader.load_state_dict(opened.manifest["dataloader"])
         logger.info(f"resumed from {opened.url}, written by {opened.manifest['world_size']} ranks")
         self.newest_step = opened.manifest["step"]
         if self.upload_store and (self.upload_store, opened.name) not in candidates:  # an earlier start ended before
             pieces = pieces_of(opened.metadata, self.ranks.rank, self.ranks.size)
-            self._start(partial(self._upload, self.upload_store, opened.name, pieces, time.monotonic()))
+            self._start(partial(self._make_up, self.upload_store, opened.name, pieces))
         return opened.manifest["step"]
 
     def _find(self) -> list[tuple[Store, str]]:
@@ -221,15 +222,19 @@ class CheckpointManager:
         check_identity(opened.manifest, self.identity)
         check_same_names(opened, self.model_bytes)
 
-    def _fill(self, opened: Opened) -> None:
-        """Model, optimizer and random states from a checkpoint, each byte checked."""
+    def _fill(self, before: dict[str, Tensor], opened: Opened) -> None:
+        """Model, optimizer and random states from a checkpoint, each byte checked.
+
+        At another world size the random states are those `before` the load: a damaged one, passed over for this
+        checkpoint, may have left its own on some ranks.
+        """
         self._check_fits(opened)
         state: State = {"model": model_tensors(self.model)}
         if saved := tensors_in(opened.metadata, "optimizer."):
             state["optimizer"] = self._optimizer_tensors_of(opened, saved)
         else:  # a checkpoint of step 0; a damaged one, passed over for it, may have left some
             self.optimizer.state.clear()
-        states = random_state(self.device)
+        states = {kind: value.clone() for kind, value in before.items()}
         same_size = opened.manifest["world_size"] == self.ranks.size
         if same_size:
             prefix = f"rng.{self.ranks.rank}."
@@ -386,6 +391,14 @@ class CheckpointManager:
         self.ranks.from_rank_0(finish)
         logger.info(f"checkpoint {name} uploaded to {store.url} {time.monotonic() - started:.1f} s after its start")
         self._remove_superfluous(store, name)
+
+    def _make_up(self, store: Store, name: str, pieces: list[Written]) -> None:
+        """Upload what was resumed from. Damage in what no rank has needed must not end each start anew."""
+        try:
+            self._upload(store, name, pieces, time.monotonic())
+        except DamagedError as error:
+            if self.ranks.rank == 0:
+                logger.warning(f"not uploaded to {store.url}, as the next checkpoint will be: {error}")
 
     def _remove_superfluous(self, store: Store, saved: str) -> None:
         """Remove from `store` what is not kept, now that `saved` is committed there."""
