@@ -25,10 +25,12 @@ ELSE = 32
 PARAMETERS = 8_030_261_248  # of 8B, as published
 
 
-def keep_layers(monkeypatch: pytest.MonkeyPatch, n_layers: int) -> None:
+def keep_layers(monkeypatch: pytest.MonkeyPatch, n_layers: int, **other: int) -> None:
     """Cut all flavors down, for this test and the ranks it forks."""
     spec = models.MODELS["llama"]
-    flavors = {name: replace(flavor, n_layers=min(n_layers, flavor.n_layers)) for name, flavor in spec.flavors.items()}
+    flavors = {
+        name: replace(flavor, n_layers=min(n_layers, flavor.n_layers), **other) for name, flavor in spec.flavors.items()
+    }
     monkeypatch.setattr(models, "MODELS", {"llama": replace(spec, flavors=flavors)})
 
 
