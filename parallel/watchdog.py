@@ -32,6 +32,7 @@ T = TypeVar("T")
 
 SILENT = 0.3  # of the limit: a rank whose thread has said nothing for so long does not run
 SAYING_SECONDS = 10.0  # after which a rank ends without: the run's folder may be what hangs
+LATE_SECONDS = 1.0  # that the thread of a process that runs may oversleep
 LOST_SECONDS = 3.0  # in which a rank that lost its connection finds out to whom
 WATCHERS = 16  # ranks, spread over all, that read all beats: in a large job all of them would ask too much of the store
 FRAMES = 10
@@ -242,7 +243,7 @@ class Watchdog:
     def _run(self) -> None:
         # Before this thread began torchrun may have been gone already: then the parent is another.
         parent, launcher = os.getppid(), self.environment.launcher
-        while not self._closed.wait(min(1.0, self._limit() / 10)):
+        while not self._wait():
             if os.getppid() != parent or (launcher and not runs(launcher)):
                 # Without its torchrun a rank would train on beside the job that takes its place.
                 print(f"rank {self.environment.rank}: torchrun is gone, so this rank ends", file=sys.stderr, flush=True)
@@ -257,6 +258,14 @@ class Watchdog:
                     self._watch()
             except RuntimeError:
                 continue  # the store is with torchrun's first agent: if that is gone, ours will end us
+
+    def _wait(self) -> bool:
+        """Wait for the next beat; whether the run has ended. Time in which the process was frozen is no hang."""
+        before, pause = time.monotonic(), min(1.0, self._limit() / 10)
+        closed = self._closed.wait(pause)
+        if (late := time.monotonic() - before - pause) > LATE_SECONDS:
+            self._entered += late
+        return closed
 
     def _limit(self) -> float:
         if self.section in CHECKPOINTING:
