@@ -264,7 +264,7 @@ class Watchdog:
         before, pause = time.monotonic(), min(1.0, self._limit() / 10)
         closed = self._closed.wait(pause)
         if (late := time.monotonic() - before - pause) > LATE_SECONDS:
-            self._entered += late
+            self._entered = min(self._entered + late, time.monotonic())
         return closed
 
     def _limit(self) -> float:

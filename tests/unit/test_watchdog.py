@@ -60,17 +60,19 @@ def test_no_verdict_while_anyone_moves_or_may_take_longer() -> None:
     assert judge(beats(saving, saving), {1}, gone=True) is not None, "a thread is never silent for so long"
 
 
-@pytest.mark.parametrize(("slept", "idle"), [(1.0, 5.0), (500.0, 5.0)])
+@pytest.mark.parametrize(("slept", "entered", "idle"), [(1.0, False, 5.0), (500.0, False, 5.0), (500.0, True, 0.0)])
 def test_time_in_which_the_process_was_frozen_is_no_hang(
-    slept: float, idle: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    slept: float, entered: bool, idle: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]
     monkeypatch.setattr("parallel.watchdog.time.monotonic", lambda: now[0])
     watchdog = Watchdog(tmp_path, LaunchEnvironment(rank=0, local_rank=0, world_size=1), Config())
-    now[0] += idle - 1.0
+    now[0] += 4.0
 
     def wait(seconds: float) -> bool:
         now[0] += slept
+        if entered:  # the main thread was the first to go on
+            watchdog.enter("optimizer")
         return False
 
     monkeypatch.setattr(watchdog._closed, "wait", wait)
