@@ -16,6 +16,7 @@ TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 CONFIG = "tokenizer_config.json"
 END_OF_TEXT = "<|endoftext|>"
+LEARNT_WORD_BYTES = 2000  # longer words are cut, while a tokenizer is trained only
 # Looked for in this order when no tokenizer_config.json names the end-of-document token.
 KNOWN_EOS = ("<|end_of_text|>", END_OF_TEXT, "</s>", "<eos>", "<|eos|>", "[EOS]")
 
@@ -168,7 +169,9 @@ def _special_tokens(raw: RawTokenizer) -> str:
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """A byte-level BPE of `vocab_size` tokens, `<|endoftext|>` among them, learnt from `texts`."""
     raw = RawTokenizer(models.BPE())
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    # The time to learn from a word grows with the square of its length: a text may be one of a million letters.
+    raw.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.FixedLength(LEARNT_WORD_BYTES)])
     raw.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -177,4 +180,5 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         show_progress=False,
     )
     raw.train_from_iterator(texts, trainer)
+    raw.pre_tokenizer = words
     return Tokenizer(raw, END_OF_TEXT)

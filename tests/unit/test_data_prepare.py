@@ -238,6 +238,14 @@ def test_a_trained_tokenizer_is_the_same_every_time(texts, tmp_path):
     assert load_tokenizer(tmp_path / "a").vocab_size == 350
 
 
+def test_a_tokenizer_is_learnt_from_pieces_of_a_very_long_word():
+    """The time to learn from a word grows with the square of its length: one of a million letters took minutes."""
+    text = "x" * 2**14
+    learnt = train_tokenizer([text], 300)
+    assert max(map(len, learnt.raw.get_vocab())) == 2000
+    assert learnt.decode(learnt.encode(text)) == text
+
+
 def test_parts_of_an_input_that_was_cut_otherwise_are_not_used(texts, tokenizer_folder, tmp_path, monkeypatch):
     """By an earlier version, say: its unit 1 is not ours."""
     pq.write_table(pa.table({"text": texts}), tmp_path / "in.parquet", row_group_size=10)
