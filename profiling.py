@@ -37,9 +37,16 @@ def profile(
             return
         first = max(profiling.trace_start, steps_done + 2)
         wait = first - steps_done - 2
+
+        def write(trace: torch.profiler.profile) -> None:
+            if trace.step_num <= wait + 1:
+                logger.info(f"profile: no trace: it was to begin with step {first}, which this start did not take")
+            else:
+                _write_trace(trace, folder / f"trace-step{first}-rank{rank}.json.gz")
+
         with torch.profiler.profile(
             schedule=torch.profiler.schedule(wait=wait, warmup=1, active=profiling.trace_steps, repeat=1),
-            on_trace_ready=lambda trace: _write_trace(trace, folder / f"trace-step{first}-rank{rank}.json.gz"),
+            on_trace_ready=write,
             record_shapes=True,
         ) as profiler:
             yield profiler

@@ -118,7 +118,7 @@ def _compare_room(store: LocalStore, ranks: Ranks, rank_bytes: int, settings: Ch
     reports = ranks.gather((disk, rank_bytes, room))
 
     def check() -> None:
-        store.remove([probe])
+        store.remove([probe, *(file for file in sizes if file.startswith(".probe-"))])  # and of starts that were killed
         for disk in {disk for disk, _, _ in reports}:
             needed = copies * sum(size for other, size, _ in reports if other == disk)
             room = min(room for other, _, room in reports if other == disk)

@@ -62,10 +62,10 @@ def _number(name: str, default: int) -> int:
 
 
 def process_state(pid: int) -> tuple[str, str]:
-    """(state, when it started) of a process, as Linux writes them; empty if it is gone."""
+    """(state, when it started) of a process, as Linux writes them; empty if it is gone, or hidden as another user's."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):  # the latter: gone while it was read
+    except (FileNotFoundError, ProcessLookupError, PermissionError):  # the second: gone while it was read
         return "", ""
     return fields[0], fields[19]
 

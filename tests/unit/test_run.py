@@ -37,9 +37,9 @@ from data.ledger import Ledger, read_ledger
 from data.place import StepShape
 from launch.processes import processes
 from launch.torchrun import launch
-from metrics import MetricsLogger, find_hook, peak_flops
+from metrics import MetricsLogger, find_hook, peak_flops, peak_memory_gib
 from models import find_model
-from parallel.comm import meet
+from parallel.comm import meet, runs
 from parallel.exits import Exit, record_exit
 from parallel.mesh import ParallelDims
 from parallel.stop import StopRequest
@@ -292,15 +292,33 @@ def test_another_models_run_is_not_resumed(tmp_path: Path) -> None:
 
 
 def test_each_start_leaves_a_trace_of_its_own(tmp_path: Path) -> None:
-    for steps_done in (0, 5):
+    for steps_done, steps in ((0, 4), (5, 4), (9, 1)):  # the last one ends before its trace could begin
         with profile(Profiling(trace=True, trace_start=3, trace_steps=1), tmp_path, 0, steps_done) as profiler:
-            for _ in range(4):
+            for _ in range(steps):
                 assert profiler is not None
                 profiler.step()
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "trace-step3-rank0.json.gz",
         "trace-step7-rank0.json.gz",
     ]
+
+
+@pytest.mark.parametrize(("status", "gib"), [("Name:\tpython\nVmHWM:\t 1572864 kB\n", 1.5), ("Name:\tpython\n", 0.5)])
+def test_peak_memory_is_also_known_where_the_system_keeps_no_mark_of_it(tmp_path, monkeypatch, status, gib) -> None:
+    (tmp_path / "status").write_text(status)
+    monkeypatch.setattr("metrics.Path", lambda name: tmp_path / Path(name).name)
+    monkeypatch.setattr(resource, "getrusage", lambda who: resource.struct_rusage((0, 0, 1 << 19, *[0] * 13)))
+    assert peak_memory_gib(torch.device("cpu")) == gib
+
+
+def test_a_process_that_may_not_be_looked_at_is_none_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As another user's under hidepid=1."""
+
+    def refuse(path: Path) -> str:
+        raise PermissionError(1, "Operation not permitted", str(path))
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    assert not runs("1-100")
 
 
 def test_a_memory_snapshot_needs_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
