@@ -15,6 +15,7 @@ from checkpoint.manifest import Manifest, Opened
 from checkpoint.ranks import Ranks
 from checkpoint.state import model_tensors
 from checkpoint.storage import read_state
+from checkpoint.stores import CheckpointError
 from data.chat import ChatTemplate
 from data.tokenizer import Tokenizer
 from models import build_model, recorded_model
@@ -52,7 +53,14 @@ def load_trained(place: str, *, device: torch.device, dtype: torch.dtype, tokeni
         read_state(opened, {"model": tensors})
         found.append(Trained(model, text, opened.manifest, opened.url))
 
-    load_newest(locate(place), Ranks(), fill)
+    candidates = locate(place)
+    while not found:
+        try:
+            load_newest(candidates, Ranks(), fill)
+        except CheckpointError:
+            before, candidates = candidates, locate(place)
+            if candidates[0][1] == before[0][1]:  # else a run that trains has saved another, and removed these
+                raise
     return found[-1]
 
 

@@ -3,9 +3,11 @@
 import dataclasses
 import json
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from transformers import (
 )
 
 from checkpoint.hf import main as checkpoint_hf
+from checkpoint.storage import read_state
 from config import TitaniteError
 from data.chat import ChatTemplate
 from data.tokenizer import Tokenizer
@@ -236,6 +239,22 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "hf" / "chat_template.jinja").write_text(CHATML)
     checkpoint_hf(["import", str(folder / "hf"), str(folder / "imported")])
     return folder / "imported"
+
+
+def test_a_checkpoint_that_its_run_removes_while_it_is_read_is_no_damage(
+    imported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (old, new) = (tmp_path / f"step-0000000{step}-6b0441aca867" for step in (1, 2))
+    shutil.copytree(imported, old)
+
+    def read(*arguments: Any) -> None:
+        if old.exists():  # the run saves its next checkpoint now, of which it keeps one
+            old.rename(new)
+        read_state(*arguments)
+
+    monkeypatch.setattr("trained.read_state", read)
+    found = load_trained(str(tmp_path), device=torch.device("cpu"), dtype=torch.float32, tokenizer=str(imported))
+    assert found.place == str(new)
 
 
 def test_one_prompt_and_many_prompts(imported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
