@@ -787,7 +787,7 @@ class World:
 
         everything = in_order(lambda place: place.committed())
         seen = in_order(lambda place: self.readable(place) & place.listed())
-        processes, before, steps = self.processes, self.value, set[int]()
+        processes, before, steps = self.processes, self.processes[0].random_state, set[int]()
 
         def load(rank: int) -> None:
             steps.add(processes[rank].checkpoint.load())
@@ -806,7 +806,7 @@ class World:
             assert not (everything and self.is_calm), "a fresh start beside what was committed"
             assert self.step == 0
             for process in processes.values():
-                process.check_filled(before, before)
+                process.check_filled(self.value, before)
             return
         self.value = process.samples
         name = max(name for name, save in self.saves.items() if (save.step, save.value) == (self.step, self.value))
