@@ -69,10 +69,10 @@ def peak_memory_gib(device: torch.device) -> float:
     """Most memory held so far: reserved by the allocator on an accelerator, resident on CPU. GiB."""
     if device.type != "cpu":
         return torch.cuda.max_memory_reserved(device) / 2**30
-    status = Path("/proc/self/status")
-    _, _, peak = status.read_text().partition("VmHWM:") if status.exists() else ("", "", "")
-    if peak:  # ru_maxrss would begin with the peak of the process that started this one; not every kernel keeps this
-        return int(peak.split()[0]) / 2**20
+    file = Path("/proc/self/status")
+    status = file.read_text() if file.exists() else ""
+    if "VmHWM:" in status:  # ru_maxrss would begin with the peak of the process that started this one
+        return int(status.split("VmHWM:")[1].split()[0]) / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 

@@ -50,20 +50,22 @@ def record_exit(folder: Path, ended: Exit) -> bool:
     """Write `exit.json` unless this start has one, whose writer knew the cause; whether it had none."""
     record = ended._asdict() | {"steps_repeated": ended.steps_repeated, "tokens_lost": 0}
     record["time"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    text = json.dumps(record, indent=2) + "\n"
+
+    def write(path: Path) -> None:
+        with open(path, "x", encoding="utf-8") as file:
+            file.write(json.dumps(record, indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())  # a power cut must not leave the name of an empty file
+
     temporary = folder / f".exit-{os.urandom(8).hex()}"  # not tempfile's, which nobody else of a team could read
     try:
         try:
-            with open(temporary, "x", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())  # a power cut must not leave the name of an empty file
+            write(temporary)
             os.link(temporary, folder / FILE)  # whole, and by one alone
         except OSError as error:
             if error.errno not in NO_LINKS:
                 raise
-            with open(folder / FILE, "x", encoding="utf-8") as file:  # by one alone
-                file.write(text)
+            write(folder / FILE)  # by one alone
         finally:
             temporary.unlink(missing_ok=True)
     except FileExistsError:

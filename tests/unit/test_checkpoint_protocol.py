@@ -946,7 +946,7 @@ HISTORY = (
 )
 
 
-@settings(max_examples=HISTORIES or 80, derandomize=not HISTORIES, print_blob=False)
+@settings(max_examples=HISTORIES or 300, derandomize=not HISTORIES, print_blob=False)
 @given(*HISTORY)
 def test_no_history_loses_mixes_or_leaves_anything(stories, chosen):
     play([action for story in stories for action in story], **chosen)

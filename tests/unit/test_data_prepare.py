@@ -239,7 +239,7 @@ def test_a_trained_tokenizer_is_the_same_every_time(texts, tmp_path):
 
 
 def test_a_tokenizer_is_learnt_from_pieces_of_a_very_long_word():
-    """The time to learn from a word grows with the square of its length: one of a million letters took minutes."""
+    """The time to learn from a word grows with the square of its length: 40,000 letters took a second."""
     text = "x" * 2**14
     learnt = train_tokenizer([text], 300)
     assert max(map(len, learnt.raw.get_vocab())) == 2000
