@@ -10,12 +10,10 @@ import torch
 from torch import nn
 
 from checkpoint.hf import companion_tokenizer, find_companions
-from checkpoint.loading import check_same_names, load_newest, locate
+from checkpoint.loading import check_same_names, load_place
 from checkpoint.manifest import Manifest, Opened
-from checkpoint.ranks import Ranks
 from checkpoint.state import model_tensors
 from checkpoint.storage import read_state
-from checkpoint.stores import CheckpointError
 from data.chat import ChatTemplate
 from data.tokenizer import Tokenizer
 from models import build_model, recorded_model
@@ -53,14 +51,7 @@ def load_trained(place: str, *, device: torch.device, dtype: torch.dtype, tokeni
         read_state(opened, {"model": tensors})
         found.append(Trained(model, text, opened.manifest, opened.url))
 
-    candidates = locate(place)
-    while not found:
-        try:
-            load_newest(candidates, Ranks(), fill)
-        except CheckpointError:
-            before, candidates = candidates, locate(place)
-            if candidates[0][1] == before[0][1]:  # else a run that trains has saved another, and removed these
-                raise
+    load_place(place, fill)
     return found[-1]
 
 

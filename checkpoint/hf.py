@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from tqdm import tqdm
 
 from checkpoint import safetensors as files
-from checkpoint.loading import check_same_names, load_newest, locate
+from checkpoint.loading import check_same_names, load_newest, load_place
 from checkpoint.manifest import Manifest, Opened
 from checkpoint.planning import plan_pieces, split_rows
 from checkpoint.ranks import Ranks
@@ -97,7 +97,7 @@ def export_model(
             raise
         logger.info(f"{folder}: step {opened.manifest['step']} of {opened.url}, {dtype}")
 
-    load_newest(locate(place), Ranks(), fill)
+    load_place(place, fill)
 
 
 def write_weights(opened: Opened, config: LlamaConfig, folder: Path, dtype: torch.dtype, file_bytes: int) -> None:

@@ -84,6 +84,22 @@ def load_newest(
     raise failure
 
 
+def load_place(place: str | Path, fill: Callable[[Opened], None]) -> None:
+    """`fill` from the newest intact checkpoint at `place`, in this process alone; of a run that trains, too.
+
+    It may remove what is being read once it has saved another, which is then taken. Raises CheckpointError.
+    """
+    candidates = locate(place)
+    while True:
+        try:
+            load_newest(candidates, Ranks(), fill)
+            return
+        except CheckpointError:
+            before, candidates = candidates, locate(place)
+            if candidates[0][1] == before[0][1]:
+                raise
+
+
 def check_loadable(place: str, identity: dict[str, Any], settings: Checkpoint) -> None:
     """Raises CheckpointError where `place` has no checkpoint, or the newest is of another model. Reads no weights."""
     for store, name in locate(place, settings):
