@@ -246,15 +246,15 @@ def suffer(job: Job, faults: list[Fault], skew: Path | None, rows: list[dict[str
     job.wait(lambda: job.process.poll() == 0, "the end")
 
 
-def schedule(rng: random.Random, counts: dict[str, int], per_job: int) -> list[list[Fault]]:
-    """The faults of each job, at random steps of it, of random ranks."""
+def schedule(rng: random.Random, counts: dict[str, int], per_job: int, steps: int = STEPS) -> list[list[Fault]]:
+    """The faults of each job of `steps`, at random steps of it, of random ranks."""
     kinds = [kind for kind, count in counts.items() for _ in range(count)]
     rng.shuffle(kinds)
     jobs = [kinds[i : i + per_job] for i in range(0, len(kinds), per_job)]
     return [
         [
             Fault(kind, step, rng.randrange(RANKS), rng.uniform(0, 0.05))
-            for kind, step in zip(job, sorted(rng.sample(range(6, STEPS - 10), len(job))), strict=True)
+            for kind, step in zip(job, sorted(rng.sample(range(6, steps - 10), len(job))), strict=True)
         ]
         for job in jobs
     ]

@@ -103,7 +103,7 @@ def rehearsal(run: Run) -> Run:
     options = (*run.options, "--training.param_dtype=float32")  # what every CPU multiplies fast
     options = (*options, "--float8.filter=all") if "--float8.enable" in run.options else options
     return dataclasses.replace(
-        run, flavor="debug", seq_len=64, local_batch_size=2, global_batch_size=4, options=options, dataset=REHEARSAL
+        run, flavor="tiny", seq_len=64, local_batch_size=2, global_batch_size=4, options=options, dataset=REHEARSAL
     )
 
 

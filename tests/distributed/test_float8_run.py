@@ -13,6 +13,7 @@ from tests.harness import run_ranks
 from train import train
 
 SMALL = (
+    "--model.flavor=tiny",  # larger ones take long in bfloat16 on a CPU without AVX-512
     "--training.seq_len=32",
     "--training.local_batch_size=2",
     "--training.global_batch_size=8",

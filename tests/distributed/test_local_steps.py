@@ -25,8 +25,9 @@ from optim import OuterOptimizer, learning_rate
 from tests.distributed.test_train import SMALL, column, dataset, final_weights, flat, run  # noqa: F401
 from tests.harness import run_ranks
 
-COMMON = [word for word in SMALL if "local_batch_size" not in word]
+COMMON = [word for word in SMALL if "local_batch_size" not in word and "training.steps" not in word]
 LOCAL_STEPS, ISLANDS = 5, 2
+COMMON += [f"--training.steps={2 * LOCAL_STEPS}"]  # two meetings: the second also has the momentum of the first
 APART = (f"--parallelism.dp_replicate={ISLANDS}", f"--parallelism.local_steps={LOCAL_STEPS}")
 FLOAT8 = ("--float8.enable", "--float8.filter=all")
 # World size, settings, and an island's samples in a row, which decide what it trains on.

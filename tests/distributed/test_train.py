@@ -109,13 +109,18 @@ def flat(tree: Any, prefix: str = "") -> dict[str, torch.Tensor]:
 
 
 LAYOUTS = {
-    "DDP 2": (2, ["--parallelism.dp_replicate=2"]),
-    "FSDP 2, accumulation 1": (2, ["--training.local_batch_size=4"]),
-    "FSDP 4": (4, []),
-    "HSDP 2 x 2, compiled": (4, ["--parallelism.dp_replicate=2", "--compile.enable", "--compile.backend=aot_eager"]),
-    "FSDP 2 x TP 2": (4, ["--parallelism.tp=2"]),
-    "FSDP 2 x CP 2": (4, ["--parallelism.cp=2"]),
-    "FSDP 2 x PP 2": (4, ["--parallelism.pp=2", "--training.local_batch_size=4"]),
+    "DDP 2": (2, STEPS, ["--parallelism.dp_replicate=2"]),
+    "FSDP 2, accumulation 1": (2, STEPS, ["--training.local_batch_size=4"]),
+    "FSDP 4": (4, STEPS, []),
+    "HSDP 2 x 2, compiled": (
+        4,
+        STEPS,
+        ["--parallelism.dp_replicate=2", "--compile.enable", "--compile.backend=aot_eager"],
+    ),
+    # In tests/distributed/test_parallel.py, too, step by step.
+    "FSDP 2 x TP 2": (4, 8, ["--parallelism.tp=2"]),
+    "FSDP 2 x CP 2": (4, 8, ["--parallelism.cp=2"]),
+    "FSDP 2 x PP 2": (4, 8, ["--parallelism.pp=2", "--training.local_batch_size=4"]),
 }
 
 
@@ -128,12 +133,13 @@ def single(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_world_size_does_not_matter(layout: str, single: Path, dataset: Path, tmp_path: Path) -> None:
-    world_size, overrides = LAYOUTS[layout]
+    world_size, steps, overrides = LAYOUTS[layout]
     words = [word for word in SMALL if word.split("=")[0] not in {o.split("=")[0] for o in overrides}]
     arguments = [*words, *overrides, f"--data.datasets={dataset}", f"--run.folder={tmp_path / 'run'}"]
-    run_ranks(world_size, run, arguments, start_group=False)
-    assert column(tmp_path / "run", "tokens") == column(single, "tokens") == [256 * s for s in range(1, STEPS + 1)]
-    torch.testing.assert_close(column(tmp_path / "run", "loss"), column(single, "loss"), rtol=1e-6, atol=0)
+    run_ranks(world_size, run, arguments, 0 if steps == STEPS else steps, start_group=False)
+    tokens = [256 * step for step in range(1, steps + 1)]
+    assert column(tmp_path / "run", "tokens") == column(single, "tokens")[:steps] == tokens
+    torch.testing.assert_close(column(tmp_path / "run", "loss"), column(single, "loss")[:steps], rtol=1e-6, atol=0)
 
 
 def test_masked_documents_change_the_loss_and_not_its_independence(single: Path, dataset: Path, tmp_path: Path) -> None:
@@ -514,9 +520,9 @@ def test_layouts_change_from_start_to_start(
         # The schedule is that of the whole run, which ends after 20 steps.
         return [f"--training.steps={last}", f"--lr_scheduler.decay_fraction={0.0 if last < STEPS else 0.2}"]
 
-    start(8, *steps(9), "--parallelism.tp=2", "--parallelism.pp=2")
-    parts = start(4, *steps(15), "--parallelism.tp=2", "--parallelism.cp=2")
-    alone = start(1, *steps(15))
+    start(8, *steps(4), "--parallelism.tp=2", "--parallelism.pp=2")
+    parts = start(4, *steps(8), "--parallelism.tp=2", "--parallelism.cp=2")
+    alone = start(1, *steps(8))
     assert len(parts) > 4
     assert parts == alone, "drawn part by part, and by one process with a cache"
     start(1, *steps(STEPS))

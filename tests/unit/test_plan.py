@@ -61,6 +61,7 @@ RING, INTERLEAVED = "--parallelism.cp_method=ring", "--parallelism.pp_schedule=I
 ONCE = ("--parallelism.sync_every_microbatch=false",)
 FLOAT8, NO_PRECOMPUTE = ("--float8.enable=true", "--float8.filter=all"), "--float8.precompute_scale=off"
 LOCAL = (f"{BATCH}=0", "--parallelism.local_steps=100")
+FOUR = ("--training.local_batch_size=4", f"{BATCH}=8")  # microbatches of a pipeline, each of a sequence
 TRAFFIC = {
     "one rank": (1, []),
     "DDP 2": (2, ["--parallelism.dp_replicate=2"]),
@@ -80,7 +81,7 @@ TRAFFIC = {
     "float8, TP 2, alone": (2, [*FLOAT8, "--parallelism.tp=2"]),
     "float8, HSDP 2 x 2, TP 4": (
         16,
-        [f"{BATCH}=128", *FLOAT8, "--parallelism.tp=4", "--parallelism.dp_replicate=2"],
+        [f"{BATCH}=64", *FLOAT8, "--parallelism.tp=4", "--parallelism.dp_replicate=2"],
     ),
     "float8, TP 2, full, compiled": (
         4,
@@ -104,7 +105,10 @@ TRAFFIC = {
         [*FLOAT8, "--parallelism.tp=2", "--activation_checkpoint.mode=full", "--float8.recipe=rowwise"],
     ),
     "float8, TP 2, rowwise_with_gw_hp": (4, [*FLOAT8, "--parallelism.tp=2", "--float8.recipe=rowwise_with_gw_hp"]),
-    "float8, PP 2, two stages each, x TP 2": (8, [*FLOAT8, "--parallelism.pp=2", "--parallelism.tp=2", INTERLEAVED]),
+    "float8, PP 2, two stages each, x TP 2": (
+        8,
+        [*FOUR, *FLOAT8, "--parallelism.pp=2", "--parallelism.tp=2", INTERLEAVED],
+    ),
     "TP 2, alone": (2, ["--parallelism.tp=2"]),
     "FSDP 4 x TP 2": (8, [f"{BATCH}=64", "--parallelism.tp=2", "--activation_checkpoint.mode=full"]),
     "FSDP 2 x TP 2, full, compiled": (
@@ -124,12 +128,13 @@ TRAFFIC = {
         2,
         ["--parallelism.cp=2", "--compile.enable=true", "--activation_checkpoint.mode=selective", RING],
     ),
-    "PP 2": (4, ["--parallelism.pp=2"]),
-    "PP 4, blocks not even": (4, ["--parallelism.pp=4"]),
-    "PP 2, three stages each": (4, ["--parallelism.pp=2", "--parallelism.pp_stages_per_rank=3", INTERLEAVED]),
+    "PP 2": (4, [*FOUR, "--parallelism.pp=2"]),
+    "PP 4, blocks not even": (4, [*FOUR, "--parallelism.pp=4"]),
+    "PP 2, three stages each": (4, [*FOUR, "--parallelism.pp=2", "--parallelism.pp_stages_per_rank=3", INTERLEAVED]),
     "PP 2, interleaved, x CP 2, ring, every second": (
         8,
         [
+            *FOUR,
             "--parallelism.pp=2",
             "--parallelism.cp=2",
             "--activation_checkpoint.mode=selective",
@@ -140,9 +145,9 @@ TRAFFIC = {
     ),
     "PP 2 x TP 2, zero bubble": (
         8,
-        ["--parallelism.pp=2", "--parallelism.tp=2", "--parallelism.pp_schedule=InterleavedZeroBubble"],
+        [*FOUR, "--parallelism.pp=2", "--parallelism.tp=2", "--parallelism.pp_schedule=InterleavedZeroBubble"],
     ),
-    "PP 3 x TP 2": (12, [f"{BATCH}=32", "--parallelism.pp=3", "--parallelism.tp=2"]),
+    "PP 3 x TP 2": (12, [FOUR[0], f"{BATCH}=16", "--parallelism.pp=3", "--parallelism.tp=2"]),
     "FSDP 4, summed once": (4, [f"{BATCH}=64", *ONCE, "--parallelism.reshard_after_forward=true"]),
     "FSDP 4, summed and gathered once": (4, [f"{BATCH}=64", *ONCE]),
     "FSDP 8 in groups of 2": (
@@ -155,7 +160,7 @@ TRAFFIC = {
         6,
         ["--parallelism.dp_replicate=3", "--parallelism.tp=2", "--optimizer.state_dtype=bfloat16", *LOCAL],
     ),
-    "PP 2 x CP 2, accumulation": (4, [f"{BATCH}=16", "--parallelism.pp=2", "--parallelism.cp=2"]),
+    "PP 2 x CP 2, accumulation": (4, [*FOUR, "--parallelism.pp=2", "--parallelism.cp=2"]),
 }
 
 
@@ -204,7 +209,7 @@ REAL = {
 @pytest.mark.parametrize("name", REAL)
 def test_traffic_equals_that_of_real_ranks(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size, settings = REAL[name]
-    keep_layers(monkeypatch, 4)
+    keep_layers(monkeypatch, 4 if "PP" in name else 2)
     settings = ["--training.seq_len=96", *settings]
     real = run_ranks(size, real_step, [*REAL_DEBUG, *settings], str(tmp_path), start_group=False)
     work = build(size, *REAL_DEBUG, *settings)
