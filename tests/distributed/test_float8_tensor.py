@@ -57,8 +57,15 @@ def alone(exact: dict[str, Any]) -> dict[str, float]:
     return {recipe: error(run_ranks(1, float8_run, float8_config(recipe)), exact) for recipe in RECIPES}
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("layout", LAYOUTS)
+# What costs most has not all of the recipes: the third is rowwise's forward with bfloat16's gradients of weights.
+CASES = [
+    (layout, recipe)
+    for layout in LAYOUTS
+    for recipe in (RECIPES[:2] if "compiled" in layout or "full" in layout else RECIPES)
+]
+
+
+@pytest.mark.parametrize(("layout", "recipe"), CASES)
 def test_sharing_the_work_adds_no_error(
     layout: str, recipe: str, exact: dict[str, Any], alone: dict[str, float]
 ) -> None:

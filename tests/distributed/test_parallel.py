@@ -68,7 +68,10 @@ def world_size(config: Config) -> int:
     return prod((settings.dp_replicate, settings.dp_shard, settings.cp, settings.tp, settings.pp))
 
 
-CASES = {name: (build_config(**layout), STEPS) for name, layout in (NAMED | OTHERS).items()} | {
+CASES = {
+    name: (build_config(**layout), 2 if name.startswith("HSDP 2 x 2 x") else STEPS)
+    for name, layout in (NAMED | OTHERS).items()
+} | {
     f"{name}, {compile or 'eager'}, {mode}": (build_config(compile=compile, mode=mode, **layout), 2)
     for name, layout in NAMED.items()
     for compile, modes in (("", ("full", "selective")), ("aot_eager", COMPILED[name]))
