@@ -32,7 +32,7 @@ from parallel.plan_time import Cluster, estimate
 # Errors against published runs and against counts, from benchmarks/results/plan.json and tests/unit/test_plan.py.
 KNOWN_BY = {
     "parameters": "counted on the real module",
-    "memory": "modelled; within 5 % of a count of the real step, 20 % with both tp and pp; reserved: docs/plan.md",
+    "memory": "modelled; within 5 % of a count of the real step, but for what docs/plan.md names; reserved, too",
     "traffic": "modelled; equal to a count of the real step but for what docs/plan.md names",
     "speed": "modelled; errors against published runs in docs/plan.md",
     "checkpoint": "size exact; times from --storage-bandwidth",

@@ -7,6 +7,7 @@ V vocabulary   t = tp. A "tensor's bytes" are those of the whole tensor that a g
 """
 
 import dataclasses
+import functools
 import itertools
 from collections import Counter
 from typing import Any, NamedTuple
@@ -114,7 +115,7 @@ class Work:
         """Whether the rank computes the loss."""
         return self.stage == self.dims.pp - 1
 
-    @property
+    @functools.cached_property
     def blocks(self) -> list[int]:
         """Numbers of the blocks on the rank, of all its pieces of the model."""
         pieces = layers_of_stages(self.shape.n_layers, self.dims.pp * self.stages_per_rank)
@@ -131,11 +132,14 @@ class Work:
         checkpoint = self.config.activation_checkpoint
         return 1 / checkpoint.every_n_layers if checkpoint.mode in ("full", "selective") else 0.0
 
+    def recomputes(self, block: int) -> bool:
+        """Whether this block does."""
+        return self.recomputed_share > 0 and block % self.config.activation_checkpoint.every_n_layers == 0
+
     @property
     def recomputed(self) -> int:
-        """How many of the rank's blocks these are."""
-        every = self.config.activation_checkpoint.every_n_layers
-        return sum(block % every == 0 for block in self.blocks) if self.recomputed_share else 0
+        """How many of the rank's blocks do."""
+        return sum(map(self.recomputes, self.blocks))
 
     @property
     def keys_go_again(self) -> bool:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -57,7 +58,7 @@ RING = {
 
 
 class DryRun(NamedTuple):
-    """What one rank held and sent in a step. Bytes."""
+    """What one rank held and sent in a step. Bytes; with `cpu_offload` not those of weights and states on the host."""
 
     traffic: list[Traffic]
     weights: int
@@ -160,7 +161,7 @@ def dry_run(config: Config, world_size: int, rank: int = 0) -> DryRun:
     ConfigError above all. Blocks are compiled as one graph each if the config says so, but not to kernels.
     """
     tally = Tally()
-    weights = optimizer = early = before = 0
+    weights = optimizer = early = before = others = 0
 
     def start_fake_ranks(*_: Any) -> torch.device:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
@@ -186,13 +187,15 @@ def dry_run(config: Config, world_size: int, rank: int = 0) -> DryRun:
         early = tally.live - weights  # what is the optimizer's, as an outer one's, and there already
         tally.forget_collectives()
 
-    def remember_peak(*_: Any) -> None:
-        nonlocal before
+    def remember_peak(stepping: torch.optim.Optimizer, *_: Any) -> None:
+        nonlocal before, others
         before = tally.peak
+        parameters = [p for group in stepping.param_groups for p in group["params"]]
+        others = tally.live - weights - early - _storage_bytes([p.grad for p in parameters])  # as a pipeline's buffers
 
     def end_of_step(step: int) -> None:
         nonlocal optimizer
-        optimizer = tally.live - weights  # gradients are gone by now
+        optimizer = tally.live - weights - others  # gradients are gone by now
 
     init_weights, build_optimizer = train.init_weights, train.build_optimizer
     with contextlib.ExitStack() as stubs, contextlib.ExitStack() as modes, tempfile.TemporaryDirectory() as folder:
@@ -222,7 +225,15 @@ def dry_run(config: Config, world_size: int, rank: int = 0) -> DryRun:
             )
         )
         train.train(_one_step(config, Path(folder)), after_step=end_of_step)
+    if config.parallelism.cpu_offload:  # what the host holds, and where it steps
+        return DryRun(tally.traffic(), 0, 0, before - weights - early)
     return DryRun(tally.traffic(), weights, optimizer, max(before + optimizer - early, tally.peak))
+
+
+def _storage_bytes(tensors: list[Any]) -> int:
+    """Of a rank's parts, which may share memory."""
+    storages = [(x.to_local() if isinstance(x, DTensor) else x).untyped_storage() for x in tensors if x is not None]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 def _one_step(config: Config, folder: Path) -> Config:

@@ -3,10 +3,21 @@
 docs/plan.md explains them; tests compare them with a count of the real step (parallel/plan_dry_run.py).
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from config import loss_chunks
-from parallel.plan_costs import Weight, Work, block_weights, gathered_bytes, groups, kept_whole, local_parameters
+from parallel.plan_costs import (
+    Weight,
+    Work,
+    block_weights,
+    gathered_bytes,
+    groups,
+    kept_whole,
+    local_parameters,
+    padded,
+)
 
 ALLOCATOR = 1.23  # reserved over allocated, fitted on rows of benchmarks/plan.py
 
@@ -19,7 +30,7 @@ class Memory(NamedTuple):
     optimizer: int
     activations: int  # kept for backward, by all blocks and microbatches in flight
     working: int  # the block being computed, or the logits and their loss
-    gathered: int  # weights and gradients of the groups that are whole just then; of a rank alone, weights cast
+    gathered: int  # whole weights, and gradients being summed; of a rank alone, weights cast
 
     @property
     def peak(self) -> int:
@@ -27,11 +38,10 @@ class Memory(NamedTuple):
         return sum(self)
 
 
-def kept_by_block(work: Work) -> int:
+def kept_by_block(work: Work, block: int = 0) -> int:
     """Bytes that a block keeps from its forward to its backward, for one microbatch, by its checkpointing mode."""
-    mode, n = work.config.activation_checkpoint.mode, work.config.activation_checkpoint.every_n_layers
-    everything = _everything(work)
-    if mode == "none":
+    mode, everything = work.config.activation_checkpoint.mode, _everything(work, work.config.compile.enable)
+    if mode == "none" or block % work.config.activation_checkpoint.every_n_layers:
         return everything
     if mode == "budget":
         share = work.config.activation_checkpoint.memory_budget
@@ -39,8 +49,13 @@ def kept_by_block(work: Work) -> int:
             return _block_input(work)
         kept = _block_input(work) + _attention(work)  # which the budget does not include
         return min(everything, round(kept + share * (everything - _block_input(work))))
-    kept = _block_input(work) if mode == "full" else _selected(work)
-    return round((kept + (n - 1) * everything) / n)
+    return _block_input(work) if mode == "full" else _selected(work)
+
+
+def _kept(work: Work, blocks: list[int]) -> int:
+    """Bytes that these blocks keep."""
+    checkpointed = sum(block % work.config.activation_checkpoint.every_n_layers == 0 for block in blocks)
+    return checkpointed * kept_by_block(work) + (len(blocks) - checkpointed) * kept_by_block(work, 1)
 
 
 def _block_input(work: Work) -> int:
@@ -53,7 +68,7 @@ def _attention(work: Work) -> int:
     return work.tokens * s.n_heads * (s.head_dim * work.param_bytes + 4) // t
 
 
-def _everything(work: Work) -> int:
+def _everything(work: Work, fused: bool) -> int:
     """What autograd keeps of a block: inputs of the norms and of the matmuls, q, k, v, and of SwiGLU all parts."""
     s, t = work.shape, work.dims.tp
     heads, kv = s.n_heads * s.head_dim / t, 2 * s.n_kv_heads * s.head_dim / t
@@ -61,9 +76,12 @@ def _everything(work: Work) -> int:
         kv *= work.dims.cp
     # The norms' results, gathered for the matmuls under tensor parallel. The compiler recomputes one of SwiGLU's four.
     elements = 2 * s.dim + 2 * heads + kv + (3 if work.config.compile.enable else 4) * s.hidden_dim / t
-    unfused = work.unfused_norm and not work.config.compile.enable
-    norm = 8 * s.dim if unfused else work.param_bytes * s.dim  # float32 input and quotient, or the input alone
-    return round(work.tokens * (work.param_bytes * elements + 2 * norm / t + 4 * s.n_heads / t))
+    return round(work.tokens * (work.param_bytes * elements + 2 * _norm(work, fused) / t + 4 * s.n_heads / t))
+
+
+def _norm(work: Work, fused: bool) -> int:
+    """Bytes that a norm keeps of a token: its input; unfused that and the quotient, in float32."""
+    return work.shape.dim * (8 if work.unfused_norm and not fused else work.param_bytes)
 
 
 def _selected(work: Work) -> int:
@@ -81,9 +99,9 @@ def loss_bytes(work: Work) -> int:
     if work.dims.pp > 1:
         per_logit += 2  # the schedule holds on to the stage's result
     chunks = loss_chunks(work.config)
-    # In chunks, the gradients of the output's weight are summed up in float32 meanwhile; one chunk's are added.
-    weight = 6 * work.shape.vocab_size * work.shape.dim if chunks > 1 else 0
-    return per_logit * work.tokens * work.shape.vocab_size // work.dims.tp // chunks + weight
+    # In chunks, gradients are made meanwhile: the output's summed up in float32, one chunk's added; the hidden states'.
+    ready = work.shape.dim * (6 * work.shape.vocab_size + work.param_bytes * work.tokens) if chunks > 1 else 0
+    return per_logit * work.tokens * work.shape.vocab_size // work.dims.tp // chunks + ready
 
 
 def in_flight(work: Work) -> float:
@@ -97,64 +115,126 @@ def in_flight(work: Work) -> float:
     return min(chunks, v * work.microbatches) / v
 
 
+Moment = tuple[int, int, int, int]  # gradients, activations, working, gathered
+
+
 def memory(work: Work) -> Memory:
     """What a rank holds at the worst moment of a step.
 
-    Tried are: the backward of the loss, that of the last block, and that of the first block, when the activations of
-    the others are gone and all gradients are there.
+    Tried are the backward of the loss, the last two blocks, the first and the embedding: in the first microbatch, when
+    most are in flight, and in a later one, which finds gradients.
     """
-    hidden = work.tokens * work.shape.dim * work.param_bytes
-    swiglu = work.tokens * work.shape.hidden_dim * work.param_bytes // work.dims.tp
     numbers = 0 if work.config.parallelism.cpu_offload else local_parameters(work)
     # Islands: also the outer optimizer's momentum, and the weights of the last meeting.
     optimizer = numbers * (2 * work.moment_bytes + (8 if work.dims.islands > 1 else 0))
-    pipeline = work.dims.pp > 1
-    # A pipeline sums gradients over its ranks after the last microbatch, so until then they are whole.
-    # So they are where they are summed once a step.
-    late = pipeline or work.sums < work.batches
-    gradients = work.reduce_bytes * sum(w.size for group in groups(work) for w in group) if late else 4 * numbers
-    earlier = gradients if work.microbatches > 1 else 0
-
-    per_microbatch = work.layers * kept_by_block(work)
-    # In a pipeline the second microbatch's backward finds whole gradients; the first, the most in flight.
-    first = round(in_flight(work) * per_microbatch)
-    flying = min(in_flight(work), max(1, work.microbatches - 1)) if pipeline else 1
-    blocks = round(flying * per_microbatch)
-    others = blocks - per_microbatch + kept_by_block(work)
-
-    # A block is computed again, then backward walks through it with two gradients as wide as SwiGLU.
-    again = max(0, _everything(work) - kept_by_block(work)) + 2 * hidden + 2 * swiglu
-    in_block, waiting, in_loss = _gathered(work)
-    tried = [
-        (0, first, again, in_block),
-        (earlier, blocks, again, in_block + waiting),
-        (gradients, others, again, in_block),
-    ]
-    if work.is_last:
-        tried.append((earlier, blocks, loss_bytes(work) + 2 * hidden // work.dims.tp, in_loss))
-    at, activations, working, gathered = max(tried, key=sum)
-    return Memory(4 * numbers, at, optimizer, activations, working, gathered)
+    last, first = work.layers - 1, work.layers - work.layers // work.stages_per_rank
+    tried: list[Moment] = []
+    for later in (False, True)[: work.microbatches]:
+        tried += [_in_block(work, i, later) for i in {last, max(last - 1, first), first}]
+        tried += [_in_loss(work, later)] if work.is_last else []
+        tried += [_in_embedding(work, later)] if work.is_first else []
+    gradients, activations, working, gathered = max(tried, key=sum)
+    return Memory(4 * numbers, gradients, optimizer, activations, working, gathered)
 
 
-def _gathered(work: Work) -> tuple[int, int, int]:
-    """Bytes of whole weights: while a block computes, its gradients included; of others that wait; during the loss."""
-    all_groups, block = groups(work), block_weights(work)
+def _in_loss(work: Work, later: bool) -> Moment:
+    """The backward of the loss: its own bytes, and the last norm's input and result."""
+    every = groups(work)
+    working = loss_bytes(work) + work.tokens * (
+        _norm(work, fused=False) // work.dims.tp + work.shape.dim * work.param_bytes
+    )
+    gathered = _gathered(work, None)
+    if loss_chunks(work.config) > 1 and work.shards > 1:  # part of the forward, which holds on to its last message
+        gathered += gathered_bytes(work, every[-1])
+    return _gradients(work, every) if later else 0, _activations(work, later), working, gathered
+
+
+def _in_block(work: Work, i: int, later: bool) -> Moment:
+    """The backward of the rank's block number `i`, computed again if need be."""
+    every, tied, s, t = groups(work), work.shape.tie_embeddings, work.shape, work.dims.tp
+    place = i + (tied or work.is_first)
+    gradients = _gradients(work, every if later else every[place + 1 :])
+    if tied:  # the output's part of their gradient waits for the embedding's
+        gradients += every[0][0].size * (4 if work.alone else work.param_bytes)
+    done = _kept(work, work.blocks[i + 1 :])
+    # The compiler makes one graph of a backward and the block that it repeats, but not under tensor parallelism.
+    one_graph = work.config.activation_checkpoint.mode == "full" and work.recomputes(work.blocks[i]) and t == 1
+    fused = work.config.compile.enable and not one_graph
+    again = _everything(work, fused) - kept_by_block(work, work.blocks[i])
+    # Gradients of its result, of w2, and two as wide as SwiGLU. The schedule holds on to the last stage's result.
+    numbers = work.tokens * (s.dim + 2 * s.hidden_dim) + s.dim * s.hidden_dim
+    if work.dims.pp > 1 and work.is_last:
+        numbers += work.tokens * s.vocab_size
+    working = again + work.param_bytes * numbers // t
+    return gradients, _activations(work, later) - done, working, _gathered(work, place)
+
+
+def _in_embedding(work: Work, later: bool) -> Moment:
+    """The backward of the embedding: its gradient, then summed; if tied, the output's, too, and what both make."""
+    every, late = groups(work), _sums_late(work)
+    one = 4 if work.alone else work.param_bytes
+    per_number = 3 * one if work.shape.tie_embeddings else one
+    if not late and not work.alone:
+        per_number = max(per_number, one + work.reduce_bytes)
+    gradients = _gradients(work, every if later or late else every[1:])
+    done = _kept(work, work.blocks[: work.layers // work.stages_per_rank])
+    working = per_number * every[0][0].size * work.dims.tp  # whole on each rank of tp
+    return gradients, _activations(work, later) - done, working, _gathered(work, 0)
+
+
+def _activations(work: Work, later: bool) -> int:
+    """Bytes that microbatches in flight keep, and in a pipeline the buffers of all transfers of a batch."""
+    flying = min(in_flight(work), max(1, work.microbatches - 1)) if later else in_flight(work)
+    kept, hidden = _kept(work, work.blocks), _block_input(work)
+    # A stage's input is in such a buffer, and its result is kept, too.
+    kept += hidden * (work.is_first - work.is_last)
+    buffers = 2 * work.stages_per_rank - work.is_first - work.is_last
+    return round(flying * kept) + buffers * hidden * (work.microbatches // work.accumulation)
+
+
+def _sums_late(work: Work) -> bool:
+    """Whether gradients are whole till a step's last microbatch, and summed over ranks then; in a pipeline always."""
+    return work.dims.pp > 1 or work.sums < work.batches
+
+
+def _gradients(work: Work, some: list[list[Weight]]) -> int:
+    """Bytes of the gradients of some groups; the embedding's, if summed late, is whole on each rank of tp."""
+    if _sums_late(work):
+        whole = {"tok_embeddings": work.dims.tp}
+        return work.reduce_bytes * _sum(lambda group: sum(w.size * whole.get(w.name, 1) for w in group), some)
+    if work.config.parallelism.cpu_offload:
+        return 0
+    return 4 * _sum(lambda group: sum(padded(w, work.shards) for w in group) // work.shards, some)
+
+
+def _sum(size: Callable[[list[Weight]], int], some: list[list[Weight]]) -> int:
+    """The sum of `size` over groups; it is asked once of the same group, as blocks are."""
+    sizes = {key: size(group) for key, group in {id(group): group for group in some}.items()}
+    return sum(sizes[id(group)] for group in some)
+
+
+def _gathered(work: Work, place: int | None) -> int:
+    """Bytes of whole weights and of gradients being summed, in the backward of the group at `place`; None: the loss."""
+    every, parallelism = groups(work), work.config.parallelism
     if work.alone:  # nothing is gathered, but weights that matmuls cast wait for their backward, unless recomputed
-        head = all_groups[0 if work.shape.tie_embeddings else -1]
-        in_head, one = (_cast_bytes(work, group) for group in (head, block))
-        waiting = max(0, work.layers - work.recomputed - 1) * one
-        return in_head + one, waiting, in_head + one + waiting
-    # FSDP2 keeps some groups whole, and of the others two: in use and next. One block's gradients are on their way.
-    held = sum(gathered_bytes(work, all_groups[i]) for i in kept_whole(work))
-    one, numbers, parallelism = gathered_bytes(work, block), sum(w.size for w in block), work.config.parallelism
-    if work.dims.pp > 1:
-        return held + numbers * work.param_bytes, 0, held
-    in_block = (2 + parallelism.prefetch_layers) * one + numbers * (work.param_bytes + work.reduce_bytes)
-    # What waits for its backward: weights not freed after the forward, or freed down to a reshard group's share.
-    if parallelism.reshard_group_size:
-        waiting = work.layers * one // parallelism.reshard_group_size
-        return in_block, waiting, held + waiting
-    return in_block, 0 if parallelism.reshard_after_forward else work.layers * one, held
+        head = every[0 if work.shape.tie_embeddings else -1]
+        waiting, now = (work.blocks, head) if place is None else (work.blocks[: max(0, place - 1)], every[place])
+        one, used = _cast_bytes(work, block_weights(work)), _cast_bytes(work, now) if place != 0 else 0
+        return one * sum(not work.recomputes(block) for block in waiting) + used
+    # In the loss the last group is there, and none is gathered ahead, as is in the backward of a block.
+    ahead = max(1, parallelism.prefetch_layers) if place is not None else 0
+    place = len(every) - 1 if place is None else place
+    # FSDP2 keeps some groups whole, the others while in use.
+    kept = kept_whole(work)
+    whole = {place, *(group for group in kept if group < place or work.dims.pp > 1)}
+    whole |= set(range(max(0, place - ahead), place))
+    gathered = partial(gathered_bytes, work)
+    held = _sum(gathered, [every[group] for group in whole])
+    if parallelism.reshard_group_size:  # what waits for its backward is freed down to a group's share
+        others = [every[group] for group in range(place) if group not in kept]
+        held += _sum(gathered, others) // parallelism.reshard_group_size
+    summed = [] if _sums_late(work) else every[place + 1 : place + 2]
+    return held + work.reduce_bytes * sum(weight.size for group in summed for weight in group)
 
 
 def _cast_bytes(work: Work, group: list[Weight]) -> int:
