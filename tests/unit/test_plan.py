@@ -238,7 +238,6 @@ MEMORY = {
     "every second": (16, BLOCK, [FULL, "--activation_checkpoint.every_n_layers=2"], 0.03),
     "weights not tied, in 8 chunks": (16, HEAD, [UNTIED, FULL, IN_8], 0.03),
     "TP 4, eager": (16, LOSS, ["--parallelism.tp=4", EAGER], 0.05),
-    "TP 4": (16, LOSS, ["--parallelism.tp=4"], 0.15),
     "TP 4, full": (16, BLOCK, [FULL, "--parallelism.tp=4"], 0.03),
     "CP 4, eager": (16, BLOCK, ["--parallelism.cp=4", EAGER], 0.03),
     "kept gathered": (16, BLOCK, [FULL, "--parallelism.reshard_after_forward=false"], 0.03),
