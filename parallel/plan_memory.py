@@ -178,8 +178,7 @@ def _in_embedding(work: Work, later: bool) -> Moment:
         per_number = max(per_number, one + work.reduce_bytes)
     gradients = _gradients(work, every if later or late else every[1:])
     done = _kept(work, work.blocks[: work.layers // work.stages_per_rank])
-    working = per_number * every[0][0].size * work.dims.tp  # whole on each rank of tp
-    return gradients, _activations(work, later) - done, working, _gathered(work, 0)
+    return gradients, _activations(work, later) - done, per_number * every[0][0].size, _gathered(work, 0)
 
 
 def _activations(work: Work, later: bool) -> int:
@@ -198,10 +197,9 @@ def _sums_late(work: Work) -> bool:
 
 
 def _gradients(work: Work, some: list[list[Weight]]) -> int:
-    """Bytes of the gradients of some groups; the embedding's, if summed late, is whole on each rank of tp."""
+    """Bytes of the gradients of some groups."""
     if _sums_late(work):
-        whole = {"tok_embeddings": work.dims.tp}
-        return work.reduce_bytes * _sum(lambda group: sum(w.size * whole.get(w.name, 1) for w in group), some)
+        return work.reduce_bytes * _sum(lambda group: sum(w.size for w in group), some)
     if work.config.parallelism.cpu_offload:
         return 0
     return 4 * _sum(lambda group: sum(padded(w, work.shards) for w in group) // work.shards, some)

@@ -25,7 +25,7 @@ from parallel.context import build_gather, local_indices, ring_attention
 from parallel.fsdp import apply_fsdp, needs_fsdp
 from parallel.mesh import Mesh
 from parallel.pipeline import check_pipeline, layers_of_stages, stages_of_rank
-from parallel.tensor import apply_tensor_parallel, check_divides, enable_async_tensor_parallel
+from parallel.tensor import VocabParallelEmbedding, apply_tensor_parallel, check_divides, enable_async_tensor_parallel
 
 
 def apply_parallelism(
@@ -112,7 +112,7 @@ def tensor_plan(part: Llama) -> dict[str, ParallelStyle]:
     """How what is outside the blocks is split: embedding and output by vocabulary, so that the loss is, too."""
     plan: dict[str, ParallelStyle] = {}
     if part.tok_embeddings is not None:
-        plan["tok_embeddings"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+        plan["tok_embeddings"] = VocabParallelEmbedding()
     if part.norm is not None:
         plan["norm"] = SequenceParallel()
         if part.output is not None:
