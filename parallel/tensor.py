@@ -32,6 +32,13 @@ def apply_tensor_parallel(module: nn.Module, plan: Mapping[str, ParallelStyle], 
     parallelize_module(module, mesh, dict(plan))
 
 
+def _own_part(ids: Tensor, size: int, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
+    """Places of token ids among this rank's `size` of the vocabulary, 0 for those of other ranks; which are its own."""
+    place = ids - mesh.get_local_rank() * size
+    own = (place >= 0) & (place < size)
+    return torch.where(own, place, 0), own
+
+
 class VocabParallelEmbedding(ParallelStyle):
     """Rows of an embedding [V, D] shared by the ranks (Megatron-LM, section 3): of tokens [B, S] a rank's part of S.
 
@@ -50,9 +57,8 @@ def _look_up(module: nn.Embedding, mesh: DeviceMesh, tokens_BS: Tensor) -> Tenso
     """This rank's part of the sequence of the embedded tokens."""
     assert isinstance(module.weight, DTensor)
     weight = module.weight.to_local()
-    row = tokens_BS - mesh.get_local_rank() * len(weight)
-    own = (row >= 0) & (row < len(weight))
-    found_BSD = F.embedding(torch.where(own, row, 0), weight) * own[..., None]
+    row, own = _own_part(tokens_BS, len(weight), mesh)
+    found_BSD = F.embedding(row, weight) * own[..., None]
     part = DTensor.from_local(found_BSD, mesh, [Partial()]).redistribute(placements=[Shard(1)]).to_local()
     # A compiled block that is handed an embedding still on its way from other ranks silently loses the embedding's
     # gradient under FSDP2; a copy has arrived.
@@ -95,9 +101,8 @@ def vocab_parallel_cross_entropy(logits_BSV: Tensor, labels_BS: Tensor, mesh: De
     trained = labels != ignored
     largest = funcol.wait_tensor(funcol.all_reduce(logits.detach().amax(-1), "max", mesh))
     logits = logits - largest[:, None]
-    column = torch.where(trained, labels, 0) - mesh.get_local_rank() * logits.shape[-1]
-    own = (column >= 0) & (column < logits.shape[-1])
-    picked = logits.gather(-1, torch.where(own, column, 0)[:, None]).squeeze(-1)
+    column, own = _own_part(torch.where(trained, labels, 0), logits.shape[-1], mesh)
+    picked = logits.gather(-1, column[:, None]).squeeze(-1)
     of_label = torch.where(own, picked, 0.0)
     sums = _SumOverRanks.apply(torch.stack((logits.exp().sum(-1), of_label)), mesh)
     return torch.where(trained, sums[0].log() - sums[1], 0.0).sum()

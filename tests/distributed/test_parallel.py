@@ -51,7 +51,7 @@ COMPILED: dict[str, tuple[str, ...]] = {
     "CP 2": ("full",),
     "CP 2, ring": ("selective",),
     "PP 2": ("none",),
-    "FSDP 2": ("full",),  # the others: tests/distributed/test_data_parallel.py
+    "FSDP 2": ("full",),  # none, and selective on DDP 2: tests/distributed/test_data_parallel.py
     "FSDP 2 x TP 2": ("full",),
     "FSDP 2 x CP 2": ("none",),
     "FSDP 2 x PP 2": ("selective",),
