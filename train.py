@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import takewhile
 
 import torch
 import torch.distributed as dist
@@ -146,7 +147,11 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         losses = {}
         for name, held_out in validation_sets(config).items():
             batches = watchdog.follow(validation_batches(held_out, dp_rank, dims.dp), "validation")
-            losses[name] = validate(parts, compute, batches, dims, device)
+            loss = validate(parts, compute, batches, dims, device, stop.agreed)
+            if loss is None:
+                logger.info(f"step {step}: not validated to the end, since the run is to stop")
+                return
+            losses[name] = loss
         metrics.log_validation(step, losses, dataloader.tokens_seen)
 
     def due(interval: int) -> bool:
@@ -252,7 +257,8 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
             logger.info(f"stopped after step {step}: {stop.asked_by or 'another rank was asked'}")
         elif config.validation.sample_tokens:
             sample = sample_text(parts, compute, dataloader.tokenizer, config, dims, mesh, device)
-            logger.info("sample:\n" + "".join(watchdog.follow(sample, "end")))
+            pieces = takewhile(lambda _: not stop.agreed(), watchdog.follow(sample, "end"))
+            logger.info("sample:\n" + "".join(pieces))
         checkpoint.wait()
         if rank == 0 and config.checkpoint.enable:
             record_progress(folder)  # an orderly end is no crash, even where nothing was left to save

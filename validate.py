@@ -6,7 +6,7 @@ python validate.py outputs/NAME --datasets datasets/web datasets/code
 import argparse
 import math
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 import torch
@@ -45,11 +45,22 @@ def validation_sets(config: Config) -> dict[str, Config]:
 
 @torch.no_grad()
 def validate(
-    parts: list[nn.Module], step: Step, batches: Iterable[Batch], dims: ParallelDims, device: torch.device
-) -> float:
-    """Mean loss per token over the batches of all ranks, nats. Every rank must have as many batches."""
+    parts: list[nn.Module],
+    step: Step,
+    batches: Iterable[Batch],
+    dims: ParallelDims,
+    device: torch.device,
+    stopped: Callable[[], bool],
+) -> float | None:
+    """Mean loss per token over the batches of all ranks, nats; None if `stopped` before the last one.
+
+    Every rank must have as many batches; `stopped` is asked before each, and must say the same on all ranks.
+    """
     total = torch.zeros(2, dtype=torch.float64, device=device)  # summed loss, tokens
     for batch in batches:
+        if stopped():
+            reshard(parts)
+            return None
         tokens, labels, positions = batch.to(device)
         total[0] += step.forward(tokens, labels, positions) / dims.tp
         total[1] += labels.ne(IGNORED).sum() / dims.copies

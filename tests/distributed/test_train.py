@@ -11,17 +11,20 @@ import signal
 import subprocess
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from checkpoint.hf import model_config
 from checkpoint.stores import CheckpointError
 from config import ConfigError, load_config, to_toml
 from data.audit import prove
+from data.loader import Batch, validation_batches
 from data.prepare import main as prepare
 from data.shards import open_dataset
 from generate import main as generate
@@ -574,3 +577,41 @@ def test_asked_to_stop_it_saves_between_two_steps_and_resumes_with_the_same_bits
     assert not (folder / "stop").exists()
     run_ranks(2, run, [*words, f"--run.folder={folder}"], start_group=False)
     assert column(folder, "loss") == uninterrupted
+
+
+def asked_during_validation(arguments: list[str], asked: bool) -> int:
+    """train.py in this process; the batches validated. `asked`: rank 1 is, by SIGUSR1, while it reads the second."""
+    taken = 0
+
+    def batches(*place: Any) -> Iterator[Batch]:
+        nonlocal taken
+        for batch in validation_batches(*place):
+            taken += 1
+            if asked and taken == 2 and dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            yield batch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("train.validation_batches", batches)
+        run(arguments)
+    return taken
+
+
+def test_asked_to_stop_during_a_validation_it_saves_without_awaiting_its_end(
+    uninterrupted: list[float], dataset: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    words = [word for word in SMALL if not word.startswith(("--checkpoint.interval", "--validation."))]
+    words += [f"--data.datasets={dataset}", f"--run.folder={folder}", "--checkpoint.interval=1000"]
+    words += ["--validation.interval=8", "--validation.max_samples=0"]
+    first = run_ranks(2, asked_during_validation, words, True, start_group=False)
+    assert first == [3, 3], "a vote cast at the second batch is read at the third, which is left"
+    output = capfd.readouterr().err
+    assert "step 8: not validated to the end, since the run is to stop" in output
+    assert "stopped after step 8" in output
+    assert [path.name.split("-")[1] for path in (folder / "checkpoints").iterdir()] == ["00000008"]
+    last = run_ranks(2, asked_during_validation, words, False, start_group=False)
+    assert last[0] == last[1] > 2 * 3, "two whole validations"
+    assert column(folder, "loss") == uninterrupted
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    assert [row["step"] for row in lines if row["validation_loss"] is not None] == [16, STEPS]
