@@ -6,13 +6,14 @@ The schedules are torch's: 1F1B (Narayanan et al. 2021), its interleaved form, a
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import GraphExecGroup
 
 from config import Config, ConfigError, Parallelism
 from parallel.mesh import Mesh
@@ -87,7 +88,7 @@ def _build_pipeline(
     hidden = torch.empty(size, length // mesh.tp.size(), dim, dtype=dtype, device="meta", requires_grad=True)
     scores = torch.empty(size, length, vocab_size // mesh.tp.size(), dtype=dtype, device="meta", requires_grad=True)
     stages = [
-        PipelineStage(
+        _Stage(
             part,
             i,
             n_stages,
@@ -134,6 +135,14 @@ def _build_pipeline(
         return schedule.eval(*inputs, target=target, losses=[] if last else None)
 
     return Step(forward_backward, forward, logits)
+
+
+class _Stage(PipelineStage):
+    """torch's, that computes a block again but once for the gradients of its weights, which zero-bubble puts off."""
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
+        with GraphExecGroup():  # each is found by a backward of its own, which would compute the block again
+            super().backward_weight_one_chunk(*args, **kwargs)
 
 
 def stages_of_rank(rank: int, settings: Parallelism) -> list[int]:

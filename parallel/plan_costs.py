@@ -118,8 +118,12 @@ class Work:
     @functools.cached_property
     def blocks(self) -> list[int]:
         """Numbers of the blocks on the rank, of all its pieces of the model."""
-        pieces = layers_of_stages(self.shape.n_layers, self.dims.pp * self.stages_per_rank)
-        return [block for piece in pieces[self.stage :: self.dims.pp] for block in piece]
+        return [block for piece in self.pieces[self.stage :: self.dims.pp] for block in piece]
+
+    @functools.cached_property
+    def pieces(self) -> list[range]:
+        """Numbers of the blocks of each piece of the model, which the ranks of a pipeline get in turn."""
+        return layers_of_stages(self.shape.n_layers, self.dims.pp * self.stages_per_rank)
 
     @property
     def layers(self) -> int:
@@ -127,18 +131,26 @@ class Work:
         return len(self.blocks)
 
     @property
-    def recomputed_share(self) -> float:
-        """Of the model's blocks, those that repeat their forward in backward; the compiler's choices not counted."""
-        checkpoint = self.config.activation_checkpoint
-        return 1 / checkpoint.every_n_layers if checkpoint.mode in ("full", "selective") else 0.0
+    def zero_bubble(self) -> bool:
+        """Whether backward finds the gradients of inputs first, and those of weights later."""
+        return self.dims.pp > 1 and "ZeroBubble" in self.config.parallelism.pp_schedule
 
-    def recomputes(self, block: int) -> bool:
-        """Whether this block does."""
-        return self.recomputed_share > 0 and block % self.config.activation_checkpoint.every_n_layers == 0
+    @functools.cached_property
+    def recomputed_share(self) -> float:
+        """How often a block repeats its forward in backward, the mean of the model's; the compiler's choices apart."""
+        return sum(map(self.recomputes, range(self.shape.n_layers))) / self.shape.n_layers
+
+    def recomputes(self, block: int) -> int:
+        """How often this block does."""
+        checkpoint = self.config.activation_checkpoint
+        if checkpoint.mode not in ("full", "selective") or block % checkpoint.every_n_layers:
+            return 0
+        # For the gradient of its input and for those of its weights; the first piece has no gradient of an input.
+        return 2 if self.zero_bubble and block not in self.pieces[0] else 1
 
     @property
     def recomputed(self) -> int:
-        """How many of the rank's blocks do."""
+        """How often the rank's blocks do, together."""
         return sum(map(self.recomputes, self.blocks))
 
     @property

@@ -109,6 +109,8 @@ def in_flight(work: Work) -> float:
     p, v = work.dims.pp, work.stages_per_rank
     if p == 1:
         return 1
+    if work.zero_bubble:  # all that waits for the gradients of weights is kept, too
+        return p
     if v == 1:
         return min(p - work.stage, work.microbatches)
     chunks = (v - 1) * p + 2 * (p - work.stage - 1) + 1
@@ -133,6 +135,7 @@ def memory(work: Work) -> Memory:
         tried += [_in_block(work, i, later) for i in {last, max(last - 1, first), first}]
         tried += [_in_loss(work, later)] if work.is_last else []
         tried += [_in_embedding(work, later)] if work.is_first else []
+        tried += [_in_weights(work, later)] if work.zero_bubble else []
     gradients, activations, working, gathered = max(tried, key=sum)
     return Memory(4 * numbers, gradients, optimizer, activations, working, gathered)
 
@@ -146,7 +149,8 @@ def _in_loss(work: Work, later: bool) -> Moment:
     gathered = _gathered(work, None)
     if loss_chunks(work.config) > 1 and work.shards > 1:  # part of the forward, which holds on to its last message
         gathered += gathered_bytes(work, every[-1])
-    return _gradients(work, every) if later else 0, _activations(work, later), working, gathered
+    activations = _activations(work, later) + work.stage * _waiting(work)
+    return _gradients(work, every) if later else 0, activations, working, gathered
 
 
 def _in_block(work: Work, i: int, later: bool) -> Moment:
@@ -166,7 +170,42 @@ def _in_block(work: Work, i: int, later: bool) -> Moment:
     if work.dims.pp > 1 and work.is_last:
         numbers += work.tokens * s.vocab_size
     working = again + work.param_bytes * numbers // t
+    if work.zero_bubble:
+        done = -(work.stage + 1) * _waiting(work)
     return gradients, _activations(work, later) - done, working, _gathered(work, place)
+
+
+def _in_weights(work: Work, later: bool) -> Moment:
+    """Zero bubble's gradients of weights, of the rank's last piece of the model: its blocks are computed again.
+
+    What backward then does not need of a block stays to the end: all but the inputs of its matmuls.
+    """
+    every, s = groups(work), work.shape
+    gradients = _gradients(work, every) if later else 0
+    used = work.tokens * work.param_bytes * (2 * s.dim + (s.n_heads * s.head_dim + s.hidden_dim) // work.dims.tp)
+    again = [_everything(work, False) - kept_by_block(work, i) for i in _last_piece(work) if work.recomputes(i)]
+    working = sum(again) - used * max(0, len(again) - 1)
+    activations = _activations(work, later) + (work.stage + 1) * _waiting(work)
+    return gradients, activations, working, _gathered(work, 0)
+
+
+def _waiting(work: Work) -> int:
+    """Bytes that wait for the gradients of weights, of a microbatch in the rank's last piece of the model.
+
+    The gradients of what matmuls and norms returned, and of its input; what the last norm and the output keep.
+    """
+    if not work.zero_bubble:
+        return 0
+    s, t, b = work.shape, work.dims.tp, work.param_bytes
+    norm = (4 if work.unfused_norm else b) * s.dim // t
+    block = b * (2 * s.dim + ((s.n_heads + 2 * s.n_kv_heads) * s.head_dim + 2 * s.hidden_dim) // t) + 2 * norm
+    head = b * (s.vocab_size // t + s.dim) + norm + _norm(work, fused=False) // t if work.is_last else 0
+    return work.tokens * (len(_last_piece(work)) * block + head + b * s.dim // t)
+
+
+def _last_piece(work: Work) -> range:
+    """The blocks of the last of the pieces of the model that the rank holds."""
+    return work.pieces[work.stage :: work.dims.pp][-1]
 
 
 def _in_embedding(work: Work, later: bool) -> Moment:

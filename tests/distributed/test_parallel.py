@@ -19,6 +19,8 @@ import torch
 
 from config import Config
 from loss import build_loss
+from models.llama.model import Block
+from parallel.pipeline import layers_of_stages
 from tests.harness import run_ranks
 from tests.parity import GLOBAL_BATCH, close, config_for, our_run, plain_run
 from tests.parity_ranks import FULL_STEPS, compare
@@ -136,6 +138,33 @@ def compare_forked(config: Config, expected: dict[str, Any], accumulation: int =
 def test_schedules_of_many_stages(schedule: str, microbatch_size: int) -> None:
     config = config_for(1, 2, pp=2, pp_schedule=schedule, local_batch_size=8, pp_microbatch_size=microbatch_size)
     compare_forked(config, plain_run(STEPS, n_layers=DEEP), n_layers=DEEP)
+
+
+def run_and_count(config: Config, steps: int, accumulation: int, **model: Any) -> dict[str, Any]:
+    """`our_run`, and how many blocks this rank computed in each step of training."""
+    forward, blocks = Block.forward, 0
+
+    def counted(self: Block, *args: Any) -> torch.Tensor:
+        nonlocal blocks
+        blocks += torch.is_grad_enabled()  # not of a validation
+        return forward(self, *args)
+
+    with mock.patch.object(Block, "forward", counted):
+        result = our_run(config, steps, accumulation, **model)
+    return result | {"blocks": blocks / steps}
+
+
+def test_zero_bubble_computes_a_block_again_but_twice() -> None:
+    """For the gradient of its input, and once for those of all its weights; the first stage has none of an input."""
+    config = config_for(1, 2, pp=2, pp_schedule="InterleavedZeroBubble", mode="full", local_batch_size=8)
+    expected, seen = plain_run(STEPS, n_layers=DEEP), {}
+    for rank, result in enumerate(run_ranks(4, partial(run_and_count, n_layers=DEEP), config, STEPS, 1)):
+        compare(result, expected, STEPS)
+        seen[rank] = result["blocks"]
+    microbatches = 8
+    first, second, third, fourth = map(len, layers_of_stages(DEEP, 4))
+    ends, middle = (2 * first + 3 * third) * microbatches, 3 * (second + fourth) * microbatches
+    assert seen == {0: ends, 1: ends, 2: middle, 3: middle}
 
 
 @pytest.mark.parametrize("axes", [{"pp": 2, "pp_microbatch_size": 2}, {"tp": 2}, {"cp": 2}])
