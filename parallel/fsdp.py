@@ -111,6 +111,19 @@ def set_last_microbatch(parts: list[nn.Module], is_last: bool, mesh: DeviceMesh,
                     part.set_reshard_after_backward(is_last)
 
 
+def add_to_sums(part: nn.Module) -> None:
+    """Add the gradients that are there to their sums over microbatches, which have `reduce_dtype`.
+
+    FSDP2 does so at the end of a backward that reaches a module's input. After others, gradients would be added up in
+    `param_dtype`.
+    """
+    for module in part.modules():
+        group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+        for weight in group.fsdp_params if group else ():
+            weight.accumulate_unsharded_grad_if_needed()
+            weight.to_accumulated_grad_if_needed()
+
+
 def reshard(parts: list[nn.Module]) -> None:
     """Free what a forward without a backward left gathered, so that the parameters are the shards again."""
     for part in parts:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import GraphExecGroup
 
 from config import Config, ConfigError, Parallelism
+from parallel.fsdp import add_to_sums
 from parallel.mesh import Mesh
 
 LossFn = Callable[[Tensor, Tensor], Tensor]  # (logits, labels) → summed loss
@@ -138,11 +139,12 @@ def _build_pipeline(
 
 
 class _Stage(PipelineStage):
-    """torch's, that computes a block again but once for the gradients of its weights, which zero-bubble puts off."""
+    """torch's, with the gradients of weights, which zero-bubble puts off, found as well as by other schedules."""
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
-        with GraphExecGroup():  # each is found by a backward of its own, which would compute the block again
+        with GraphExecGroup():  # each is found by a backward of its own, which would compute a block again
             super().backward_weight_one_chunk(*args, **kwargs)
+        add_to_sums(self.submod)
 
 
 def stages_of_rank(rank: int, settings: Parallelism) -> list[int]:

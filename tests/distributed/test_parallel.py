@@ -8,6 +8,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from math import prod
 from pathlib import Path
@@ -165,6 +166,19 @@ def test_zero_bubble_computes_a_block_again_but_twice() -> None:
     first, second, third, fourth = map(len, layers_of_stages(DEEP, 4))
     ends, middle = (2 * first + 3 * third) * microbatches, 3 * (second + fourth) * microbatches
     assert seen == {0: ends, 1: ends, 2: middle, 3: middle}
+
+
+def test_zero_bubble_sums_in_the_same_type_as_others() -> None:
+    """The gradients of microbatches computed in bfloat16 are summed in float32, so that no bit differs."""
+    losses, grads = [], []
+    for schedule in ("Interleaved1F1B", "InterleavedZeroBubble"):
+        config = config_for(1, 2, pp=2, pp_schedule=schedule, local_batch_size=8)
+        config = replace(config, training=replace(config.training, param_dtype="bfloat16"))
+        ranks = run_ranks(4, partial(our_run, n_layers=DEEP), config, 1, 1)
+        losses.append([rank["losses"] for rank in ranks])
+        grads.append({name: grad for rank in ranks for name, grad in rank["grads"].items()})
+    assert losses[0] == losses[1]
+    assert [name for name, grad in grads[0].items() if not torch.equal(grad, grads[1][name])] == []
 
 
 @pytest.mark.parametrize("axes", [{"pp": 2, "pp_microbatch_size": 2}, {"tp": 2}, {"cp": 2}])
