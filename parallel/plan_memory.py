@@ -137,6 +137,8 @@ def memory(work: Work) -> Memory:
         tried += [_in_embedding(work, later)] if work.is_first else []
         tried += [_in_weights(work, later)] if work.zero_bubble else []
     gradients, activations, working, gathered = max(tried, key=sum)
+    if work.dims.pp > 1 and work.accumulation > 1:
+        gradients += 4 * numbers  # the shards of what earlier batches have summed
     return Memory(4 * numbers, gradients, optimizer, activations, working, gathered)
 
 
@@ -172,6 +174,7 @@ def _in_block(work: Work, i: int, later: bool) -> Moment:
     working = again + work.param_bytes * numbers // t
     if work.zero_bubble:
         done = -(work.stage + 1) * _waiting(work)
+        working += work.is_last * 4 * work.tokens * s.vocab_size // t  # the log-softmax: no graph is freed yet
     return gradients, _activations(work, later) - done, working, _gathered(work, place)
 
 
@@ -184,7 +187,9 @@ def _in_weights(work: Work, later: bool) -> Moment:
     gradients = _gradients(work, every) if later else 0
     used = work.tokens * work.param_bytes * (2 * s.dim + (s.n_heads * s.head_dim + s.hidden_dim) // work.dims.tp)
     again = [_everything(work, False) - kept_by_block(work, i) for i in _last_piece(work) if work.recomputes(i)]
-    working = sum(again) - used * max(0, len(again) - 1)
+    mine = every[-len(_last_piece(work)) - work.is_last :]  # their gradients are added to the sums when all are there
+    made = work.param_bytes * sum(weight.size for group in mine for weight in group)
+    working = max(made, sum(again) - used * max(0, len(again) - 1))
     activations = _activations(work, later) + (work.stage + 1) * _waiting(work)
     return gradients, activations, working, _gathered(work, 0)
 

@@ -264,6 +264,12 @@ MEMORY = {
         [UNTIED, "--parallelism.pp=2", "--training.local_batch_size=4", INTERLEAVED],
         0.03,
     ),
+    "PP 2, full, accumulation": (
+        8,
+        BLOCK,
+        [UNTIED, FULL, "--parallelism.pp=2", "--training.local_batch_size=4", "--training.global_batch_size=64"],
+        0.03,
+    ),
     "PP 2 x TP 2, zero bubble, full": (
         16,
         BLOCK,
