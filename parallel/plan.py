@@ -226,6 +226,7 @@ def run_dry(config: Config, world_size: int, rank: int) -> dict[str, Any]:
     return {
         "rank": rank,
         "memory_gib": {name: getattr(counted, name) / GIB for name in ("weights", "optimizer", "peak")},
+        "matmul_tflop": counted.matmul_flops / 1e12,
         "traffic": [item._asdict() for item in counted.traffic],
         "known_by": "counted on one step of train.py with fake ranks and tensors; kernels are the CPU's, not fused",
     }
@@ -235,6 +236,7 @@ def dry_text(counted: dict[str, Any]) -> str:
     """A dry run for people."""
     head = f"one step of train.py ran as rank {counted['rank']}  [{counted['known_by']}]"
     held = "  " + ", ".join(f"{name} {value:.2f} GiB" for name, value in counted["memory_gib"].items())
+    held += f"; {counted['matmul_tflop']:,.2f} TFLOP in matmuls, attention's apart"
     return "\n".join([head, held, *_traffic_lines(counted["traffic"])])
 
 

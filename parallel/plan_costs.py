@@ -148,7 +148,7 @@ class Work:
         # For the gradient of its input and for those of its weights; the first piece has no gradient of an input.
         return 2 if self.zero_bubble and block not in self.pieces[0] else 1
 
-    @property
+    @functools.cached_property
     def recomputed(self) -> int:
         """How often the rank's blocks do, together."""
         return sum(map(self.recomputes, self.blocks))
@@ -419,14 +419,17 @@ class Flops(NamedTuple):
     attention: float  # the causal half
 
 
-def block_flops(work: Work) -> tuple[Flops, Flops]:
-    """Of one block: (forward, backward with recomputation)."""
+def block_flops(work: Work, share: float) -> tuple[Flops, Flops]:
+    """Of one block: (forward, backward with recomputation, which is done `share` times)."""
     s, t, tokens = work.shape, work.dims.tp, work.tokens
     matmuls = {weight.name: 2.0 * tokens * weight.size for weight in block_weights(work) if weight.columns}
     attention = 2.0 * tokens * work.config.training.seq_len * s.n_heads * s.head_dim / t
-    mode, share = work.config.activation_checkpoint.mode, work.recomputed_share
-    # Of a block that is computed again, `full` leaves out w2, whose result no backward reads.
-    again = {"full": frozenset(matmuls) - {"w2"}, "selective": frozenset({"wk", "wo", "w3"})}.get(mode, frozenset())
+    mode = work.config.activation_checkpoint.mode
+    # Of a block that is computed again, `full` leaves out w2, whose result no backward reads; but not in one graph
+    # under tensor parallelism, which runs to its end, nor eager in float8, which keeps operands once w2 is done.
+    to_its_end = t > 1 if work.config.compile.enable else "w2" in work.float8_layers
+    unread = frozenset() if to_its_end else frozenset({"w2"})
+    again = {"full": frozenset(matmuls) - unread, "selective": frozenset({"wk", "wo", "w3"})}.get(mode, frozenset())
     in_float8 = frozenset() if work.config.float8.emulate else work.float8_layers
 
     def total(times: dict[str, float], attentions: float) -> Flops:

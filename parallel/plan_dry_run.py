@@ -49,6 +49,7 @@ COLLECTIVES = {
     "all_reduce": ("all_reduce", 0),
     "all_to_all_single": ("all_to_all", 0),
 }
+MATMULS = {"mm": 0, "bmm": 0, "addmm": 1, "_scaled_mm": 0}  # operator → the argument whose last dim is summed over
 UNNAMED_AXIS = "mesh_dim_1"  # of FSDP2's mesh for reshard_group_size, the only one whose axes we do not name
 # Operator → the function that it runs.
 RING = {
@@ -61,13 +62,14 @@ class DryRun(NamedTuple):
     """What one rank held and sent in a step. Bytes; with `cpu_offload` not those of weights and states on the host."""
 
     traffic: list[Traffic]
+    matmul_flops: int  # of all matmuls, those computed again too; attention apart
     weights: int
     optimizer: int
     peak: int  # in a step when the optimizer's states are there
 
 
 class Tally(TorchDispatchMode):
-    """Counts the bytes of every collective by axis, and those of all storages made since it began.
+    """Counts the bytes of every collective by axis, those of all storages made since it began, and matmuls.
 
     An `infra` mode, which torch.compile does not refuse to run under.
     """
@@ -83,7 +85,7 @@ class Tally(TorchDispatchMode):
         self.calls: Counter[tuple[str, str]] = Counter()
         self.bytes: Counter[tuple[str, str]] = Counter()
         self.sizes: dict[int, int] = {}
-        self.live = self.peak = 0
+        self.live = self.peak = self.flops = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
@@ -96,6 +98,8 @@ class Tally(TorchDispatchMode):
             result = func(*args, **(kwargs or {}))
         if name in COLLECTIVES and func.namespace in ("c10d", "_c10d_functional"):
             self._count_collective(name, args, result)
+        if name in MATMULS:
+            self.flops += 2 * result.numel() * args[MATMULS[name]].shape[-1]
         for x in tree_leaves(result):
             if isinstance(x, Tensor):
                 self.count(x)
@@ -130,8 +134,9 @@ class Tally(TorchDispatchMode):
             self.sizes[key] = size
         self.peak = max(self.peak, self.live)
 
-    def forget_collectives(self) -> None:
-        """Count those of a step, not those before it."""
+    def begin_step(self) -> None:
+        """Count the collectives and matmuls of a step, not those before it."""
+        self.flops = 0
         self.calls.clear()
         self.bytes.clear()
 
@@ -185,7 +190,7 @@ def dry_run(config: Config, world_size: int, rank: int = 0) -> DryRun:
     def begin_step() -> None:
         nonlocal early
         early = tally.live - weights  # what is the optimizer's, as an outer one's, and there already
-        tally.forget_collectives()
+        tally.begin_step()
 
     def remember_peak(stepping: torch.optim.Optimizer, *_: Any) -> None:
         nonlocal before, others
@@ -226,8 +231,8 @@ def dry_run(config: Config, world_size: int, rank: int = 0) -> DryRun:
         )
         train.train(_one_step(config, Path(folder)), after_step=end_of_step)
     if config.parallelism.cpu_offload:  # what the host holds, and where it steps
-        return DryRun(tally.traffic(), 0, 0, before - weights - early)
-    return DryRun(tally.traffic(), weights, optimizer, max(before + optimizer - early, tally.peak))
+        return DryRun(tally.traffic(), tally.flops, 0, 0, before - weights - early)
+    return DryRun(tally.traffic(), tally.flops, weights, optimizer, max(before + optimizer - early, tally.peak))
 
 
 def _storage_bytes(tensors: list[Any]) -> int:

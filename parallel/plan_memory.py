@@ -123,8 +123,8 @@ Moment = tuple[int, int, int, int]  # gradients, activations, working, gathered
 def memory(work: Work) -> Memory:
     """What a rank holds at the worst moment of a step.
 
-    Tried are the backward of the loss, the last two blocks, the first and the embedding: in the first microbatch, when
-    most are in flight, and in a later one, which finds gradients.
+    Tried are the backward of the loss, the last two blocks, the first and the embedding, and of weights apart: in the
+    first microbatch, when most are in flight, and in a later one, which finds gradients.
     """
     numbers = 0 if work.config.parallelism.cpu_offload else local_parameters(work)
     # Islands: also the outer optimizer's momentum, and the weights of the last meeting.

@@ -87,7 +87,7 @@ def estimate(work: Work, cluster: Cluster) -> Estimate:
     dims, device, m = work.dims, cluster.device, work.microbatches
     memory_rate = device.memory_bandwidth * MEMORY_SHARE
     # Of a block and microbatch, each its forward and its backward:
-    kernels = zip(block_flops(work), _pointwise_bytes(work), strict=True)
+    kernels = zip(block_flops(work, work.recomputed_share), _pointwise_bytes(work), strict=True)
     communication = zip(_beside_kernels(work, cluster), _between_kernels(work, cluster), strict=True)
     matmul = pointwise = shown = standing = 0.0
     for (flops, moved), (beside, between) in zip(kernels, communication, strict=True):

@@ -28,7 +28,7 @@ from models.llama.model import Block, LlamaConfig, rope_cos_sin
 from parallel.activation_checkpoint import apply_activation_checkpoint
 from parallel.mesh import ParallelDims
 from parallel.plan import _checkpoint, build_work, main, parse, plan, sweep
-from parallel.plan_costs import GIB, Traffic, Work, flops_per_token, n_parameters, traffic
+from parallel.plan_costs import GIB, Traffic, Work, block_flops, flops_per_token, head_flops, n_parameters, traffic
 from parallel.plan_dry_run import DryRun, Tally, _Loader, _no_checkpoints, _no_stop, _one_step, dry_run
 from parallel.plan_memory import kept_by_block, memory
 from tests.distributed.test_dry_run import keep_layers
@@ -175,16 +175,24 @@ TRAFFIC = {
 }
 
 
+def matmul_flops(work: Work) -> float:
+    """Of a rank's matmuls in a step."""
+    of_block = block_flops(work, work.recomputed / work.layers)
+    blocks = work.layers * sum(flops.matmul + flops.float8 for flops in of_block)
+    return work.microbatches * (blocks + work.is_last * head_flops(work))
+
+
 @pytest.mark.parametrize("name", TRAFFIC)
-def test_traffic_equals_the_count_of_the_real_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_traffic_and_operations_equal_the_count_of_the_real_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     world_size, settings = TRAFFIC[name]
     if not any("pp=" in word for word in settings):
         keep_layers(monkeypatch, 3)
     work = build(world_size, *DEBUG, *settings)
     for stage in {0, work.dims.pp - 1}:
         rank = stage * world_size // work.dims.pp
-        expected = counted(world_size, *DEBUG, *settings, rank=rank).traffic
-        assert traffic(dataclasses.replace(work, stage=stage)) == expected
+        real, planned = counted(world_size, *DEBUG, *settings, rank=rank), dataclasses.replace(work, stage=stage)
+        assert traffic(planned) == real.traffic
+        assert matmul_flops(planned) == real.matmul_flops
 
 
 MODEL = ["--config=train_configs/llama3_1b.toml", "--training.seq_len=4096"]
@@ -195,7 +203,7 @@ def real_step(arguments: list[str], outputs: str) -> list[Traffic]:
     tally, config = Tally(), _one_step(load_config(arguments), Path(outputs))
     config = dataclasses.replace(config, training=dataclasses.replace(config.training, steps=2))
     stubs = {
-        "build_dataloader": partial(_Loader, before_step=tally.forget_collectives),
+        "build_dataloader": partial(_Loader, before_step=tally.begin_step),
         "CheckpointManager": _no_checkpoints,
         "StopRequest": _no_stop,
     }
