@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from itertools import takewhile
 
 import torch
 import torch.distributed as dist
@@ -257,8 +256,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
             logger.info(f"stopped after step {step}: {stop.asked_by or 'another rank was asked'}")
         elif config.validation.sample_tokens:
             sample = sample_text(parts, compute, dataloader.tokenizer, config, dims, mesh, device)
-            pieces = takewhile(lambda _: not stop.agreed(), watchdog.follow(sample, "end"))
-            logger.info("sample:\n" + "".join(pieces))
+            logger.info("sample:\n" + "".join(watchdog.follow(sample, "end")))
         checkpoint.wait()
         if rank == 0 and config.checkpoint.enable:
             record_progress(folder)  # an orderly end is no crash, even where nothing was left to save

@@ -162,7 +162,7 @@ def _in_block(work: Work, i: int, later: bool) -> Moment:
     gradients = _gradients(work, every if later else every[place + 1 :])
     if tied:  # the output's part of their gradient waits for the embedding's
         gradients += every[0][0].size * (4 if work.alone else work.param_bytes)
-    done = _kept(work, work.blocks[i + 1 :])
+    done = 0 if work.zero_bubble else _kept(work, work.blocks[i + 1 :])
     # The compiler makes one graph of a backward and the block that it repeats, but not under tensor parallelism.
     one_graph = work.config.activation_checkpoint.mode == "full" and work.recomputes(work.blocks[i]) and t == 1
     fused = work.config.compile.enable and not one_graph
@@ -172,10 +172,10 @@ def _in_block(work: Work, i: int, later: bool) -> Moment:
     if work.dims.pp > 1 and work.is_last:
         numbers += work.tokens * s.vocab_size
     working = again + work.param_bytes * numbers // t
-    if work.zero_bubble:
-        done = -(work.stage + 1) * _waiting(work)
-        working += work.is_last * 4 * work.tokens * s.vocab_size // t  # the log-softmax: no graph is freed yet
-    return gradients, _activations(work, later) - done, working, _gathered(work, place)
+    if work.zero_bubble and work.is_last:
+        working += 4 * work.tokens * s.vocab_size // t  # the log-softmax: no graph is freed yet
+    activations = _activations(work, later) + (work.stage + 1) * _waiting(work) - done
+    return gradients, activations, working, _gathered(work, place)
 
 
 def _in_weights(work: Work, later: bool) -> Moment:
