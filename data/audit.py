@@ -12,11 +12,12 @@ once for each epoch that was consumed, but for those of masked blocks, which the
 """
 
 import argparse
+import math
 import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import chain, pairwise
+from itertools import chain, groupby, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -134,45 +135,49 @@ def trained_steps(run: Path) -> tuple[list[Step], int]:
     Raises AuditError when a step is missing or came twice, by the ledger of data-parallel rank 0.
     """
     recorded, last_start = _read_rank(run, 0)
-    kept: list[Step] = []
-    start = None
-    for step in recorded:
-        if step.start is not start:  # a resume, which makes later steps void; without one they came twice
-            start = step.start
-            _drop_void(kept, start)
-        _check_follows(run, kept, step)
-        kept.append(step)
-    if recorded and last_start is not start:  # which came to no step
-        _drop_void(kept, last_start)
+    kept = _lineage(recorded, last_start) if recorded else []
     if not kept:
         otherwise = f"all {len(recorded):,} were made void by a resume" if recorded else "is it the folder of a run?"
         raise AuditError(f"{run}: no step of data-parallel rank 0 is recorded; {otherwise}")
+    before = None
+    for number, step in enumerate(kept):
+        _check_follows(run, number, before, step)
+        before = step
     return kept, len(recorded) - len(kept)
 
 
-def _drop_void(kept: list[Step], start: dict[str, Any]) -> None:
-    """Take away the steps from the place `start` on."""
-    tokens = saved_place(start).tokens
-    while kept and kept[-1].place.tokens >= tokens:
-        kept.pop()
+def _lineage(recorded: list[Step], last_start: dict[str, Any]) -> list[Step]:
+    """The steps that led to the last weights, in their order."""
+    starts = [list(steps) for _, steps in groupby(recorded, key=lambda step: id(step.start))]
+    ends = [steps[-1].end.tokens for steps in starts]
+    until = math.inf if last_start is recorded[-1].start else saved_place(last_start).tokens
+    pieces = []
+    while starts:
+        # Back to the last start that came so far: one in between may have come less far, from an older checkpoint,
+        # while the newest could not be read. If none came so far steps are missing, after the last.
+        i = next((i for i in reversed(range(len(starts))) if ends[i] >= until), len(starts) - 1)
+        pieces.append([step for step in starts[i] if step.place.tokens < until])
+        until = min(until, saved_place(starts[i][0].start).tokens)
+        del starts[i:]
+    return list(chain.from_iterable(reversed(pieces)))
 
 
-def _check_follows(run: Path, kept: list[Step], step: Step) -> None:
-    """Raises AuditError unless each dataset goes on, in the same order, where the last of `kept` ended."""
+def _check_follows(run: Path, number: int, before: Step | None, step: Step) -> None:
+    """Raises AuditError unless each dataset goes on, in the same order, where step `number`, `before`, ended."""
     place = step.place
     begins, ended = place.consumed, {}
-    if kept:
-        last = kept[-1].end
+    if before:
+        last = before.end
         ended = last.consumed
         if last[:3] != place[:3]:
             raise AuditError(
-                f"{run}: step {len(kept)} is of another order than the next (seed, window_blocks, piece_tokens): "
+                f"{run}: step {number} is of another order than the next (seed, window_blocks, piece_tokens): "
                 f"{last[:3]}, {place[:3]}"
             )
     for name in sorted(begins.keys() | ended.keys()):
         if gap := begins.get(name, 0) - ended.get(name, 0):
             what = f"{abs(gap):,} tokens of dataset {name} {'are missing' if gap > 0 else 'come again'}"
-            raise AuditError(f"{run}: {what} between step {len(kept)} and the next")
+            raise AuditError(f"{run}: {what} between step {number} and the next")
 
 
 def _read_rank(run: Path, rank: int) -> Records:
@@ -213,8 +218,8 @@ def prove(run: Path, every: int = 1) -> list[str]:
     return lines + _left_out(run)
 
 
-def _last_lines(run: Path, rank: int, steps: list[Step]) -> dict[tuple[int, int], Step]:
-    """The last record of every place: what ran before it there was made void by a resume.
+def _last_lines(run: Path, rank: int, steps: list[Step]) -> dict[tuple[int, int, int], Step]:
+    """The last record of every place that came from the same one: what ran before it was made void by a resume.
 
     Raises AuditError where a rank's steps do not follow each other without one.
     """
@@ -224,12 +229,16 @@ def _last_lines(run: Path, rank: int, steps: list[Step]) -> dict[tuple[int, int]
                 f"{run}: rank {rank}: samples from {step.first:,} on of a start come after those from {before.first:,} "
                 f"on, by {before.shape.samples:,} a step"
             )
-    return {(step.place.tokens, step.start["seq_len"]): step for step in steps}
+    return {_line_key(step): step for step in steps}
 
 
-def _own_records(recorded: list[dict[tuple[int, int], Step]], step: Step) -> list[Step | None]:
+def _line_key(step: Step) -> tuple[int, int, int]:
+    return step.place.tokens, saved_place(step.start).tokens, step.start["seq_len"]
+
+
+def _own_records(recorded: list[dict[tuple[int, int, int], Step]], step: Step) -> list[Step | None]:
     """What each rank has recorded of a step of rank 0; None where that does not fit."""
-    found = [lines.get((step.place.tokens, step.start["seq_len"])) for lines in recorded[: step.shape.dp_size]]
+    found = [lines.get(_line_key(step)) for lines in recorded[: step.shape.dp_size]]
     return [own if own and (own.shape, own.start) == (step.shape, step.start) else None for own in found]
 
 

@@ -140,6 +140,19 @@ def test_tokens_trained_twice_or_never_are_found(folders, tmp_path, moved, messa
         assert len(set(trained)) == len(trained)
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_run_that_passed_over_its_newest_checkpoint_and_later_found_it_is_proven(folders, tmp_path, times):
+    """As on a store whose listing is late: once, or twice in a row, it went on from an older one."""
+    run, (older, _) = tmp_path / "run", run_phase(tmp_path / "other", folders, None, 3, dp_size=2)
+    newest, trained = run_phase(run, folders, None, 5, dp_size=2)
+    for _ in range(times):
+        run_phase(run, folders, older, 1, dp_size=2)
+    _, after = run_phase(run, folders, newest, 2, dp_size=2)
+    assert prove(run)[1].startswith(f"{times} steps made void by a resume")
+    kept = [step.end.tokens for step in audit.trained_steps(run)[0]]
+    assert kept == [sum(len(row) for batch in (trained + after)[: n + 1] for row in batch) for n in range(7)]
+
+
 @pytest.mark.parametrize("repeated", [slice(3, 4), slice(1, 4)])
 @pytest.mark.parametrize("ranks", [(0, 1), (1,)])
 def test_steps_given_twice_without_a_resume_are_found(folders, tmp_path, repeated, ranks):
