@@ -57,6 +57,12 @@ FIELDS = (
 )
 
 
+# Torch's loggers that have only advice for those who write such code, and would give it on every rank: that a gradient
+# norm over two axes takes two messages, that a checkpointed region must not change anything in place, that torchao
+# makes a call which some later torch will refuse.
+ADVICE = ("torch.distributed.tensor._redistribute", "torch._higher_order_ops.wrap", "torch.utils._pytree")
+
+
 def peak_flops(device: torch.device) -> float | None:
     """Dense bf16 FLOP/s of the device, None where it is not known: never a guess."""
     if device.type == "cpu":
@@ -90,6 +96,8 @@ def configure_logging(log_ranks: tuple[int, ...], rank: int, world_size: int) ->
         datefmt="%H:%M:%S",
         force=True,
     )
+    for name in ADVICE:
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def find_hook(name: str) -> Callable[[dict[str, Any]], object] | None:

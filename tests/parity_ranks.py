@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from config import Comm, Config
+from metrics import configure_logging
 from parallel.comm import init_distributed, launch_environment, shut_down
 from tests.parity import close, our_run
 
@@ -33,6 +34,7 @@ def compare(result: dict[str, Any], expected: dict[str, Any], steps: int) -> Non
 
 def main(folder: Path) -> None:
     environment = launch_environment()
+    configure_logging((0,), environment.rank, environment.world_size)
     torch.set_num_threads(1)
     expected = torch.load(folder / "plain.pt", weights_only=False)
     cases: dict[str, tuple[Config, int]] = pickle.loads((folder / "cases.pickle").read_bytes())

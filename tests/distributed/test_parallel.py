@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 import weakref
@@ -112,6 +113,8 @@ def outcomes(plain: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) ->
             [*command, "-m", "tests.parity_ranks", str(folder)], cwd=ROOT, capture_output=True, text=True
         )
         assert done.returncode == 0, done.stderr[-5000:]
+        advice = re.findall(r".*(?:Warning: |\bW\d{4} ).*", done.stderr)
+        assert not advice, "what torch would tell its own developers, and every rank repeat"
 
     return run_cases
 

@@ -1,6 +1,9 @@
 """Conversion to float8: which layers, real float8 arithmetic, and refusal where nothing can be converted."""
 
 import dataclasses
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,15 @@ FLAVOR = LlamaConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=128
 def build(flavor: LlamaConfig = FLAVOR) -> Llama:
     with torch.device("meta"):
         return Llama(flavor)
+
+
+def test_torchao_has_nothing_to_say_on_every_rank() -> None:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("TORCHAO")}
+    code = "import float8; from metrics import configure_logging; configure_logging((1,), 0, 2); import torchao.float8"
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=TRAIN_CONFIGS.parent, env=environ, capture_output=True, text=True
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
