@@ -57,10 +57,16 @@ FIELDS = (
 )
 
 
-# Torch's loggers that have only advice for those who write such code, and would give it on every rank: that a gradient
-# norm over two axes takes two messages, that a checkpointed region must not change anything in place, that torchao
-# makes a call which some later torch will refuse.
-ADVICE = ("torch.distributed.tensor._redistribute", "torch._higher_order_ops.wrap", "torch.utils._pytree")
+# Loggers that warn of what is meant so, most of them on every rank: that a gradient's norm over two axes takes two
+# messages, that a checkpointed region must not change anything in place, that torchao makes a call which some later
+# torch will refuse, and that parts of it are not there which nothing here uses.
+WARN_IN_VAIN = (
+    "torch.distributed.tensor._redistribute",
+    "torch._higher_order_ops.wrap",
+    "torch.utils._pytree",
+    "torchao",
+    "torchao.kernel.intmm",
+)
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -96,8 +102,12 @@ def configure_logging(log_ranks: tuple[int, ...], rank: int, world_size: int) ->
         datefmt="%H:%M:%S",
         force=True,
     )
-    for name in ADVICE:
-        logging.getLogger(name).setLevel(logging.ERROR)
+    for name in WARN_IN_VAIN:  # by a filter, which leaves the loggers below it as they are
+        logging.getLogger(name).addFilter(_is_error)
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
 
 
 def find_hook(name: str) -> Callable[[dict[str, Any]], object] | None:
