@@ -102,7 +102,12 @@ def configure_logging(log_ranks: tuple[int, ...], rank: int, world_size: int) ->
         datefmt="%H:%M:%S",
         force=True,
     )
-    for name in WARN_IN_VAIN:  # by a filter, which leaves the loggers below it as they are
+    quiet_vain_warnings()
+
+
+def quiet_vain_warnings() -> None:
+    """Only errors of the loggers WARN_IN_VAIN, by a filter, which leaves those below them as they are."""
+    for name in WARN_IN_VAIN:
         logging.getLogger(name).addFilter(_is_error)
 
 

@@ -35,6 +35,7 @@ from checkpoint.storage import commit, read_state, write_items
 from checkpoint.stores import CheckpointError, Store, open_store
 from config import command_line, tomllib
 from data.tokenizer import TOKENIZER, Tokenizer, declared_eos, find_chat_template, load_tokenizer, parse_tokenizer
+from metrics import quiet_vain_warnings
 from models import recorded_model
 from models.llama import FLAVORS
 from models.llama.hf import check_hf_names, from_hf_config, hf_names, to_hf_config
@@ -427,5 +428,6 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     logging.basicConfig(format="%(message)s", level=logging.INFO)
+    quiet_vain_warnings()  # those of torchao, which transformers imports
     with command_line():
         main(sys.argv[1:])
