@@ -220,7 +220,7 @@ def continue_one(trained: Trained, prompt: str, request: Request, device: torch.
     print(prompt, end="", flush=True)
     for _, text, _ in stream_texts(trained, [trained.tokenizer.encode(prompt)], request, device, timing):
         print(text, end="", flush=True)
-    print()
+    print(flush=True)
 
 
 def continue_many(
