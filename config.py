@@ -258,7 +258,7 @@ class Parallelism:
     reshard_group_size: Count = 0
     """With reshard_after_forward: keep weights sharded over groups of so many ranks, as of a node, till backward."""
     sync_every_microbatch: bool = True
-    """False: on several ranks gradients wait whole for the last microbatch: less traffic, more memory. Not with pp."""
+    """False: gradients wait whole for the last microbatch: less traffic, more memory. A pipeline's always do."""
     prefetch_layers: Count = 0
     """Blocks gathered ahead of the one that computes. 0: FSDP2's own way, the next one, in backward only."""
     reduce_scatter: Literal["backend", "all_to_all"] = "backend"
@@ -751,7 +751,10 @@ def check_config(config: Config) -> None:
                 f"{getattr(parallelism, axis)}"
             )
     if not parallelism.sync_every_microbatch and parallelism.pp > 1:
-        raise ConfigError(f"parallelism.sync_every_microbatch = false: not with parallelism.pp = {parallelism.pp}")
+        raise ConfigError(
+            f"parallelism.sync_every_microbatch = false: not with parallelism.pp = {parallelism.pp}, whose gradients "
+            "are summed once a step in any case"
+        )
     for name in ("checkpoint", "validation"):
         section = getattr(config, name)
         if parallelism.local_steps and section.enable and section.interval % parallelism.local_steps:

@@ -39,7 +39,6 @@ from parallel.comm import (
 )
 from parallel.exits import run_and_leave
 from parallel.failures import BadSteps, Stragglers, check_replay, fetch_finite
-from parallel.fsdp import set_last_microbatch
 from parallel.mesh import ParallelDims
 from parallel.pipeline import build_step
 from parallel.stop import StopRequest
@@ -138,8 +137,8 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         losses = []
         for i, batch in enumerate(microbatches):
             watchdog.enter("forward/backward")
-            set_last_microbatch(parts, i == len(microbatches) - 1, mesh.fsdp, config.parallelism)
-            losses.append(compute.forward_backward(batch.tokens, batch.labels, batch.positions, n_tokens))
+            is_last = i == len(microbatches) - 1
+            losses.append(compute.forward_backward(batch.tokens, batch.labels, batch.positions, n_tokens, is_last))
         return losses
 
     def measure_validation() -> None:

@@ -96,19 +96,18 @@ class AllToAllReduceScatter(ReduceScatter):
         output_tensor.copy_(received.view(group.size(), -1).sum(0, dtype=torch.float32))
 
 
-def set_last_microbatch(parts: list[nn.Module], is_last: bool, mesh: DeviceMesh, settings: Parallelism) -> None:
+def set_last_microbatch(model: nn.Module, is_last: bool, mesh: DeviceMesh, settings: Parallelism) -> None:
     """Sum gradients over the replicas only after a step's last microbatch; if the settings say so, over all of `mesh`.
 
     A rank alone puts nothing off: on an accelerator whole gradients and what becomes of them lie in memory of different
     streams, which neither can use for the other. With `cpu_offload` it does, for each sum goes to the host.
     """
-    for part in parts:
-        if isinstance(part, FSDPModule):
-            part.set_requires_all_reduce(is_last)
-            if not settings.sync_every_microbatch:
-                part.set_requires_gradient_sync(is_last or (mesh.size() == 1 and not settings.cpu_offload))
-                if not settings.reshard_after_forward:  # then they need not be gathered again, either
-                    part.set_reshard_after_backward(is_last)
+    if isinstance(model, FSDPModule):
+        model.set_requires_all_reduce(is_last)
+        if not settings.sync_every_microbatch:
+            model.set_requires_gradient_sync(is_last or (mesh.size() == 1 and not settings.cpu_offload))
+            if not settings.reshard_after_forward:  # then they need not be gathered again, either
+                model.set_reshard_after_backward(is_last)
 
 
 def add_to_sums(part: nn.Module) -> None:

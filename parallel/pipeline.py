@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import GraphExecGroup
 
 from config import Config, ConfigError, Parallelism
-from parallel.fsdp import add_to_sums
+from parallel.fsdp import add_to_sums, set_last_microbatch
 from parallel.mesh import Mesh
 
 LossFn = Callable[[Tensor, Tensor], Tensor]  # (logits, labels) → summed loss
@@ -26,12 +26,13 @@ ChunkedLoss = Callable[[Tensor, Tensor, Tensor], Tensor]  # (hidden states, outp
 class Step(NamedTuple):
     """What a rank does with one microbatch, given tokens [B, S], labels [B, S] and positions [B, S] or None.
 
-    forward_backward(tokens, labels, positions, n_tokens) adds to the gradients and returns the loss divided by
-    `n_tokens`; forward(tokens, labels, positions) returns the summed loss. On a rank without the last layer both
-    losses are 0. logits(tokens) returns this rank's part of the logits; None without the last layer.
+    forward_backward(tokens, labels, positions, n_tokens, is_last) adds to the gradients, which are those of all ranks
+    after the step's last microbatch, and returns the loss divided by `n_tokens`; forward(tokens, labels, positions)
+    returns the summed loss. On a rank without the last layer both losses are 0. logits(tokens) returns this rank's
+    part of the logits; None without the last layer.
     """
 
-    forward_backward: Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
+    forward_backward: Callable[[Tensor, Tensor, Tensor | None, Tensor, bool], Tensor]
     forward: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     logits: Callable[[Tensor], Tensor | None]
 
@@ -50,17 +51,22 @@ def build_step(
     With `chunked_loss`, the whole model computes it instead of logits.
     """
     if mesh.pp.size() == 1:
-        return _build_whole(parts[0], loss_fn, chunked_loss)
+        return _build_whole(parts[0], loss_fn, chunked_loss, mesh, config)
     return _build_pipeline(parts, loss_fn, dim, vocab_size, mesh, config)
 
 
-def _build_whole(model: nn.Module, loss_fn: LossFn, chunked_loss: ChunkedLoss | None) -> Step:
+def _build_whole(
+    model: nn.Module, loss_fn: LossFn, chunked_loss: ChunkedLoss | None, mesh: Mesh, config: Config
+) -> Step:
     def forward(tokens: Tensor, labels: Tensor, positions: Tensor | None) -> Tensor:
         if chunked_loss is not None:
             return model(tokens, positions, loss=lambda hidden, weight: chunked_loss(hidden, weight, labels))
         return loss_fn(model(tokens, positions), labels)
 
-    def forward_backward(tokens: Tensor, labels: Tensor, positions: Tensor | None, n_tokens: Tensor) -> Tensor:
+    def forward_backward(
+        tokens: Tensor, labels: Tensor, positions: Tensor | None, n_tokens: Tensor, is_last: bool
+    ) -> Tensor:
+        set_last_microbatch(model, is_last, mesh.fsdp, config.parallelism)
         # Divided by the tokens of the whole step, so that the update does not depend on how they were split.
         loss = forward(tokens, labels, positions) / n_tokens
         loss.backward()
@@ -127,8 +133,12 @@ def _build_pipeline(
         divisor.fill_(1)
         return run(partial(schedule.eval, return_outputs=False), tokens, labels, positions)
 
-    def forward_backward(tokens: Tensor, labels: Tensor, positions: Tensor | None, n_tokens: Tensor) -> Tensor:
+    def forward_backward(
+        tokens: Tensor, labels: Tensor, positions: Tensor | None, n_tokens: Tensor, is_last: bool
+    ) -> Tensor:
         divisor.copy_(n_tokens)
+        for stage in stages:
+            stage.is_last_batch = is_last
         return run(partial(schedule.step, return_outputs=False), tokens, labels, positions).detach()
 
     def logits(tokens: Tensor) -> Tensor | None:
@@ -139,7 +149,17 @@ def _build_pipeline(
 
 
 class _Stage(PipelineStage):
-    """torch's, with the gradients of weights, which zero-bubble puts off, found as well as by other schedules."""
+    """torch's, with gradients summed over ranks once a step, whatever batches it has.
+
+    Those of weights, which zero-bubble puts off, are found as well as by other schedules.
+    """
+
+    is_last_batch = True
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        # Over the shards and over the replicas. Till then gradients are whole, as they are within a batch.
+        if self.is_last_batch:
+            super().perform_reduce_grad(grad_scale_factor)
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
         with GraphExecGroup():  # each is found by a backward of its own, which would compute a block again

@@ -170,15 +170,18 @@ class Work:
 
     @property
     def batches(self) -> int:
-        """How often in a step weights are gathered: a pipeline keeps them for all its microbatches."""
-        return self.accumulation if self.dims.pp > 1 else self.microbatches
+        """How often in a step weights are gathered: 1F1B keeps them to its end, other pipelines for a batch."""
+        if self.dims.pp > 1:
+            return 1 if self.config.parallelism.pp_schedule == "1F1B" else self.accumulation
+        return self.microbatches
 
     @property
     def sums(self) -> int:
         """How often in a step gradients are summed over the shards; a rank alone puts it off only for `cpu_offload`."""
         parallelism = self.config.parallelism
         alone = self.dims.dp * self.dims.cp == self.dims.islands and not parallelism.cpu_offload
-        return self.batches if parallelism.sync_every_microbatch or alone else 1
+        every = (parallelism.sync_every_microbatch or alone) and self.dims.pp == 1
+        return self.microbatches if every else 1
 
 
 # ---------------------------------------------------------------- weights
@@ -345,8 +348,8 @@ def _add_tensor_parallel(work: Work, add: Any) -> None:
     add("tp", t, "reduce_scatter", hidden, m * (4 * work.layers + scatters * again + work.is_first + work.is_last))
     # Every rank has seen a part of the sequence, so the gradients of norms are summed.
     norms = 2 * work.layers + work.is_last
-    summed = work.reduce_bytes if work.batches < m else work.param_bytes  # a pipeline's gradients are summed up first
-    add("tp", t, "all_reduce", work.shape.dim * summed, work.batches * norms)
+    calls, number_bytes = (1, work.reduce_bytes) if work.dims.pp > 1 else (m, work.param_bytes)
+    add("tp", t, "all_reduce", work.shape.dim * number_bytes, calls * norms)
     if work.is_last:  # the loss: the largest logit of each token, then the sum and the label's
         add("tp", t, "all_reduce", 4 * work.tokens, m)
         add("tp", t, "all_reduce", 8 * work.tokens, m)

@@ -137,8 +137,6 @@ def memory(work: Work) -> Memory:
         tried += [_in_embedding(work, later)] if work.is_first else []
         tried += [_in_weights(work, later)] if work.zero_bubble else []
     gradients, activations, working, gathered = max(tried, key=sum)
-    if work.dims.pp > 1 and work.accumulation > 1:
-        gradients += 4 * numbers  # the shards of what earlier batches have summed
     return Memory(4 * numbers, gradients, optimizer, activations, working, gathered)
 
 
@@ -237,7 +235,7 @@ def _activations(work: Work, later: bool) -> int:
 
 def _sums_late(work: Work) -> bool:
     """Whether gradients are whole till a step's last microbatch, and summed over ranks then; in a pipeline always."""
-    return work.dims.pp > 1 or work.sums < work.batches
+    return work.sums < work.microbatches
 
 
 def _gradients(work: Work, some: list[list[Weight]]) -> int:

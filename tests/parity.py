@@ -16,7 +16,7 @@ from models import build_model, find_model
 from models.init import init_weights
 from models.llama.model import Llama, LlamaConfig
 from optim import build_optimizer, clip_grad_norm_
-from parallel.fsdp import reshard, set_last_microbatch
+from parallel.fsdp import reshard
 from parallel.mesh import ParallelDims
 from parallel.pipeline import build_step
 
@@ -102,10 +102,9 @@ def our_run(config: Config, steps: int, accumulation: int, **model_options: Any)
         n_tokens = (labels != IGNORED).sum()
         total = torch.zeros(())
         for i in range(accumulation):
-            set_last_microbatch(parts, i == accumulation - 1, mesh.fsdp, config.parallelism)
             first = (i * dims.dp + dims.dp_rank(rank)) * local
             batch = [None if x is None else x[first : first + local] for x in (tokens, labels, positions)]
-            total += compute.forward_backward(*batch, n_tokens) / dims.tp
+            total += compute.forward_backward(*batch, n_tokens, i == accumulation - 1) / dims.tp
         dist.all_reduce(total)
         if step == 0:
             result["grads"] = {n: whole(p.grad).clone() for n, p in named_parameters(parts)}

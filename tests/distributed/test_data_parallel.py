@@ -237,7 +237,7 @@ def summed_after_each_microbatch(world_size: int, **settings: Any) -> list[bool]
     apply_fsdp(model, [], mesh.fsdp, config)
     summed = []
     for is_last in (False, True):
-        set_last_microbatch([model], is_last, mesh.fsdp, config.parallelism)
+        set_last_microbatch(model, is_last, mesh.fsdp, config.parallelism)
         model(torch.ones(2, 8)).sum().backward()
         summed.append(model.weight.grad is not None)
     return summed

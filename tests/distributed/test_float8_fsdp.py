@@ -90,7 +90,7 @@ class Run:
         local = GLOBAL_BATCH // accumulation // world_size
         total = torch.zeros(())
         for i in range(accumulation):
-            set_last_microbatch([self.model], i == accumulation - 1, self.mesh.fsdp, self.config.parallelism)
+            set_last_microbatch(self.model, i == accumulation - 1, self.mesh.fsdp, self.config.parallelism)
             mine = slice((i * world_size + rank) * local, (i * world_size + rank + 1) * local)
             loss = self.loss_fn(self.model(tokens[mine]), labels[mine]) / labels.numel()
             loss.backward()

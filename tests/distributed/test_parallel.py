@@ -189,6 +189,13 @@ def test_accumulation(axes: dict[str, int], plain: dict[str, Any]) -> None:
     compare_forked(config_for(2, 1, local_batch_size=4, **axes), plain, accumulation=2)
 
 
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "InterleavedZeroBubble"])
+def test_a_pipeline_of_shards_accumulates(schedule: str) -> None:
+    """Over two batches, after the last of which alone ranks sum; 1F1B keeps the weights gathered to that."""
+    config = config_for(1, 2, pp=2, pp_schedule=schedule, local_batch_size=GLOBAL_BATCH // 4)
+    compare_forked(config, plain_run(STEPS, n_layers=DEEP), accumulation=2, n_layers=DEEP)
+
+
 def test_tied_embeddings_split_by_vocabulary() -> None:
     compare_forked(config_for(1, 2, tp=2), plain_run(STEPS, tie_embeddings=True), tie_embeddings=True)
 

@@ -172,6 +172,14 @@ TRAFFIC = {
         ["--parallelism.dp_replicate=3", "--parallelism.tp=2", "--optimizer.state_dtype=bfloat16", *LOCAL],
     ),
     "PP 2 x CP 2, accumulation": (4, [*FOUR, "--parallelism.pp=2", "--parallelism.cp=2"]),
+    "HSDP 2 x 2 x PP 2, accumulation": (
+        8,
+        [FOUR[0], f"{BATCH}=32", "--parallelism.pp=2", "--parallelism.dp_replicate=2"],
+    ),
+    "FSDP 2 x TP 2 x PP 2, interleaved, accumulation": (
+        8,
+        [FOUR[0], f"{BATCH}=16", "--parallelism.pp=2", "--parallelism.tp=2", INTERLEAVED],
+    ),
 }
 
 
