@@ -135,6 +135,10 @@ class Work:
         """Whether backward finds the gradients of inputs first, and those of weights later."""
         return self.dims.pp > 1 and "ZeroBubble" in self.config.parallelism.pp_schedule
 
+    def splits(self, block: int) -> bool:
+        """Whether its backward is done in these two parts; the model's first piece has no gradient of an input."""
+        return self.zero_bubble and block not in self.pieces[0]
+
     @functools.cached_property
     def recomputed_share(self) -> float:
         """How often a block repeats its forward in backward, the mean of the model's; the compiler's choices apart."""
@@ -145,8 +149,7 @@ class Work:
         checkpoint = self.config.activation_checkpoint
         if checkpoint.mode not in ("full", "selective") or block % checkpoint.every_n_layers:
             return 0
-        # For the gradient of its input and for those of its weights; the first piece has no gradient of an input.
-        return 2 if self.zero_bubble and block not in self.pieces[0] else 1
+        return 1 + self.splits(block)  # for the gradient of its input and for those of its weights
 
     @functools.cached_property
     def recomputed(self) -> int:
@@ -440,7 +443,9 @@ def block_flops(work: Work, share: float) -> tuple[Flops, Flops]:
         float8 = sum(flops for name, flops in by.items() if name in in_float8)
         return Flops(sum(by.values()) - float8, float8, attentions * attention)
 
-    backward = {name: 2 + share * (name in again) for name in matmuls}
+    # torchao's backward finds both gradients whichever is asked for.
+    in_vain = 2 * sum(map(work.splits, work.blocks)) / work.layers
+    backward = {name: 2 + in_vain * (name in work.float8_layers) + share * (name in again) for name in matmuls}
     return total(dict.fromkeys(matmuls, 1.0), 1), total(backward, 2.5 + share * (mode == "full"))
 
 

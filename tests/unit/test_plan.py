@@ -172,6 +172,10 @@ TRAFFIC = {
         ["--parallelism.dp_replicate=3", "--parallelism.tp=2", "--optimizer.state_dtype=bfloat16", *LOCAL],
     ),
     "PP 2 x CP 2, accumulation": (4, [*FOUR, "--parallelism.pp=2", "--parallelism.cp=2"]),
+    "float8, PP 2, zero bubble": (
+        2,
+        [*FOUR, *FLOAT8, "--parallelism.pp=2", "--parallelism.pp_schedule=InterleavedZeroBubble"],
+    ),
     "HSDP 2 x 2 x PP 2, accumulation": (
         8,
         [FOUR[0], f"{BATCH}=32", "--parallelism.pp=2", "--parallelism.dp_replicate=2"],
