@@ -6,17 +6,16 @@ causal triangle to compute (Llama 3, Grattafiori et al. 2024, section 3.3.2; zig
 Shapes: B batch   N query heads   K key/value heads   S this rank's tokens   T all tokens   H head_dim
 """
 
+import warnings
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import _functional_collectives as funcol
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.device_mesh import DeviceMesh
 
 aten = torch.ops.aten
-# Its name in torch 2.13, which warns of the other on every rank; and in 2.11 and 2.12.
-all_gather = getattr(funcol, "all_gather_single_autograd", None) or funcol.all_gather_tensor_autograd
 
 
 def local_indices(seq_len: int, mesh: DeviceMesh, device: torch.device | None = None) -> Tensor:
@@ -33,10 +32,12 @@ def build_gather(mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
 
     Its backward sums the gradients of all ranks and returns this rank's part.
     """
+    # Torch 2.13 has another name for it, and says so on every rank; the compiler of 2.12 cannot trace that one.
+    warnings.filterwarnings("ignore", message=".*all_gather_tensor_autograd. is deprecated")
     group, size = mesh.get_group(), mesh.size()
 
     def gather(x_BKSH: Tensor) -> Tensor:
-        parts = all_gather(x_BKSH.contiguous(), gather_dim=2, group=group)
+        parts = all_gather_tensor_autograd(x_BKSH.contiguous(), gather_dim=2, group=group)
         chunks = list(parts.chunk(2 * size, dim=2))  # rank 0's two, rank 1's two, ...
         return torch.cat(chunks[::2] + chunks[1::2][::-1], dim=2)
 
