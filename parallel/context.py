@@ -32,13 +32,14 @@ def build_gather(mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
 
     Its backward sums the gradients of all ranks and returns this rank's part.
     """
-    # Torch 2.13 has another name for it, and says so on every rank; the compiler of 2.12 cannot trace that one.
+    # Torch 2.13 has another name for it, and would say so on every rank.
     warnings.filterwarnings("ignore", message=".*all_gather_tensor_autograd. is deprecated")
     group, size = mesh.get_group(), mesh.size()
 
     def gather(x_BKSH: Tensor) -> Tensor:
-        parts = all_gather_tensor_autograd(x_BKSH.contiguous(), gather_dim=2, group=group)
-        chunks = list(parts.chunk(2 * size, dim=2))  # rank 0's two, rank 1's two, ...
+        # Along S torch would make a copy of its own, which the compiler of 2.12 cannot look into.
+        parts = all_gather_tensor_autograd(x_BKSH.contiguous(), gather_dim=0, group=group).chunk(size)
+        chunks = [chunk for part in parts for chunk in part.chunk(2, dim=2)]  # rank 0's two, rank 1's two, ...
         return torch.cat(chunks[::2] + chunks[1::2][::-1], dim=2)
 
     return gather

@@ -80,6 +80,11 @@ def check_parallelism(flavor: LlamaConfig, config: Config) -> None:
             f'parallelism.cp_method = "ring" with training.param_dtype = "{config.training.param_dtype}" and head_dim '
             f'= {flavor.head_dim}: on CUDA it takes bfloat16 and multiples of 8; set cp_method = "allgather"'
         )
+    if settings.tp > 1 and config.activation_checkpoint.mode == "budget" and torch.__version__.startswith("2.12."):
+        raise ConfigError(
+            f'activation_checkpoint.mode = "budget" with parallelism.tp = {settings.tp}: the compiler of torch '
+            f'{torch.__version__} does not know how large a mesh is; set mode = "selective", or use torch 2.11 or 2.13'
+        )
     if settings.pp > 1 and flavor.tie_embeddings:
         raise ConfigError(
             f"parallelism.pp = {settings.pp}: model.flavor = {config.model.flavor!r} uses one weight as embedding and "

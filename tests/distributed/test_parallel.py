@@ -218,6 +218,7 @@ def test_offloaded_to_the_host(plain: dict[str, Any]) -> None:
     compare_forked(config_for(1, 2, cpu_offload=True), plain)
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.12."), reason="torch 2.12 cannot: it is refused there")
 def test_the_compiler_keeps_to_a_memory_budget() -> None:
     """With DTensors in its graphs; the backend is inductor's partitioner without its kernels."""
     backend = "aot_eager_decomp_partition"
