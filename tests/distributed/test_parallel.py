@@ -113,7 +113,9 @@ def outcomes(plain: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) ->
             [*command, "-m", "tests.parity_ranks", str(folder)], cwd=ROOT, capture_output=True, text=True
         )
         assert done.returncode == 0, done.stderr[-5000:]
-        advice = re.findall(r".*(?:Warning: |\bW\d{4} ).*", done.stderr)
+        advice = re.findall(
+            r"^(?:.*Warning: |(?:\[rank\d+\]:)?W\d{4} ).*", done.stderr, re.MULTILINE
+        )  # not C++'s, "[W"
         assert not advice, "what torch would tell its own developers, and every rank repeat"
 
     return run_cases
