@@ -59,10 +59,11 @@ class ParallelDims:
                 f"must multiply to the world size, {world_size}"
             )
         group, shards = parallelism.reshard_group_size, dp_shard * cp
-        if group and (shards % group or not 1 < group < shards):
+        groups = [size for size in range(2, shards) if shards % size == 0]
+        if group and group not in groups:
             raise ConfigError(
-                f"parallelism.reshard_group_size = {group}: must divide the {shards} ranks that share the weights, and "
-                f"be neither 1 nor {shards}"
+                f"parallelism.reshard_group_size = {group}: must divide the {shards} ranks that share the weights into "
+                f"groups: {', '.join(map(str, groups)) or 'none can'}, or 0"
             )
         return cls(dp_replicate, dp_shard, cp, tp, pp, dp_replicate if parallelism.local_steps else 1)
 

@@ -117,10 +117,6 @@ LAYOUTS = {
     "FSDP 4": (4, STEPS, []),
     "HSDP 2 x 2": (4, STEPS, ["--parallelism.dp_replicate=2"]),
     "FSDP 2, compiled": (2, 12, ["--compile.enable", "--compile.backend=aot_eager"]),
-    # In tests/distributed/test_parallel.py, too, step by step.
-    "FSDP 2 x TP 2": (4, 8, ["--parallelism.tp=2"]),
-    "FSDP 2 x CP 2": (4, 8, ["--parallelism.cp=2"]),
-    "FSDP 2 x PP 2": (4, 8, ["--parallelism.pp=2", "--training.local_batch_size=4"]),
 }
 
 
