@@ -357,13 +357,17 @@ def _add_tensor_parallel(work: Work, add: Any) -> None:
         add("tp", t, "all_reduce", 4 * work.tokens, m)
         add("tp", t, "all_reduce", 8 * work.tokens, m)
     add("tp", t, "all_reduce", 8, m * forward * (work.layers + again))  # the scale of what is gathered in float8
+    split = sum(map(work.splits, work.blocks))
     for name in work.float8_layers:
-        forwards, backwards = (work.is_last, work.is_last) if name == "output" else (work.layers + again, work.layers)
-        of_forward, of_backward = _maxima(work, name)
-        for numbers in of_forward:
-            add("tp", t, "all_reduce", 8 * numbers, m * forwards)
-        for numbers in of_backward:
-            add("tp", t, "all_reduce", 8 * numbers, m * backwards)
+        layers, repeated, twice = work.layers, again, split
+        if name == "output":
+            layers, repeated, twice = work.is_last, 0, work.is_last and work.zero_bubble
+        of_forward, of_gradient, of_backward = _maxima(work, name)
+        # torchao's backward finds both gradients, and its operands' scales, whichever is asked for.
+        by_times = ((layers + repeated, of_forward), (layers, of_gradient), (layers + twice, of_backward))
+        for times, several in by_times:
+            for numbers in several:
+                add("tp", t, "all_reduce", 8 * numbers, m * times)
 
 
 def float8_gathers(work: Work) -> tuple[int, int]:
@@ -373,23 +377,25 @@ def float8_gathers(work: Work) -> tuple[int, int]:
     return sum(readers <= work.float8_layers for readers in READERS), len(BY_ROWS & work.float8_layers)
 
 
-def _maxima(work: Work, name: str) -> tuple[list[int], list[int]]:
-    """How many largest values, in float64, each all-reduce over tp finds for a float8 layer: (forward, backward).
+def _maxima(work: Work, name: str) -> tuple[list[int], list[int], list[int]]:
+    """How many largest values, in float64, each all-reduce over tp finds for a float8 layer.
 
-    An operand that tp splits has one scale for all its parts. Eager; the compiler may merge or repeat some.
+    (In its forward, of the gradient before its backward, in its backward.) An operand that tp splits has one scale for
+    all its parts. Eager; the compiler may merge or repeat some.
     """
     recipe, by_rows = work.config.float8.recipe, name in BY_ROWS
     if recipe == "tensorwise":
         weight = [] if gathers_float8(work.config.float8) else [1]
+        gathers = gathers_activations(work.config.float8)
         if by_rows:  # its input; in backward the gradient to gather, or the input again
-            return [*weight, 1], [*weight, 1]
-        once = gathers_activations(work.config.float8) and any(name in r and r <= work.float8_layers for r in READERS)
-        return weight, [*weight, 1] if once else [*weight, 1, 1]  # the gradient, if not once then for each matmul
+            return [*weight, 1], [1] * gathers, weight if gathers else [*weight, 1]
+        once = gathers and any(name in r and r <= work.float8_layers for r in READERS)
+        return weight, [1] * once, weight if once else [*weight, 1, 1]  # the gradient, if not once then for each matmul
     # A scale per row, shared where tp splits what the matmul sums over; in backward one weight may have a single scale.
     single = recipe == "rowwise_with_gw_hp"
     if by_rows:
-        return [work.tokens, work.shape.dim], [1] if single else []
-    return [], [work.tokens, 1 if single else work.shape.dim]
+        return [work.tokens, work.shape.dim], [], [1] if single else []
+    return [], [], [work.tokens, 1 if single else work.shape.dim]
 
 
 def _add_context_parallel(work: Work, add: Any) -> None:
@@ -450,8 +456,9 @@ def block_flops(work: Work, share: float) -> tuple[Flops, Flops]:
 
 
 def head_flops(work: Work) -> float:
-    """The output's matmul, forward and backward."""
-    return 6.0 * work.tokens * work.shape.dim * work.shape.vocab_size / work.dims.tp
+    """The output's matmul, forward and backward; in float8 the latter twice where gradients are found apart."""
+    times = 3 + 2 * (work.zero_bubble and "output" in work.float8_layers)
+    return times * 2.0 * work.tokens * work.shape.dim * work.shape.vocab_size / work.dims.tp
 
 
 def flops_per_token(work: Work) -> int:

@@ -176,6 +176,28 @@ TRAFFIC = {
         2,
         [*FOUR, *FLOAT8, "--parallelism.pp=2", "--parallelism.pp_schedule=InterleavedZeroBubble"],
     ),
+    "float8, PP 2 x TP 2, zero bubble, output too": (
+        4,
+        [
+            *FOUR,
+            *FLOAT8,
+            "--float8.skip=[]",
+            "--parallelism.pp=2",
+            "--parallelism.tp=2",
+            "--parallelism.pp_schedule=InterleavedZeroBubble",
+        ],
+    ),
+    "float8, PP 2 x TP 2, zero bubble, rowwise": (
+        4,
+        [
+            *FOUR,
+            *FLOAT8,
+            "--float8.recipe=rowwise",
+            "--parallelism.pp=2",
+            "--parallelism.tp=2",
+            "--parallelism.pp_schedule=InterleavedZeroBubble",
+        ],
+    ),
     "HSDP 2 x 2 x PP 2, accumulation": (
         8,
         [FOUR[0], f"{BATCH}=32", "--parallelism.pp=2", "--parallelism.dp_replicate=2"],
