@@ -275,6 +275,7 @@ class CheckpointManager:
         if self.settings.save_model and step == self.config.training.steps:
             self._save_model(step)
 
+    @torch.no_grad()
     def save(self, step: int) -> None:
         """Write a checkpoint of `step`; in mode `async`, in the background.
 

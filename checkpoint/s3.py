@@ -21,6 +21,7 @@ from http.client import HTTPException
 from typing import IO, Any, TypeVar, cast
 
 import botocore.session
+import numpy as np
 from botocore.config import Config
 from botocore.exceptions import (
     BotoCoreError,
@@ -312,18 +313,19 @@ class _MultipartStream(io.RawIOBase):
         self.size = 0
 
     def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        self.size += len(view)
+        bytes_ = np.frombuffer(data, np.uint8)
+        self.size += len(bytes_)
         done = 0
-        while done < len(view):
+        while done < len(bytes_):
             buffer = self._buffer()
-            taken = min(len(view) - done, len(buffer) - self.filled)
-            memoryview(buffer)[self.filled : self.filled + taken] = view[done : done + taken]
+            taken = min(len(bytes_) - done, len(buffer) - self.filled)
+            # By numpy: a memoryview would keep all other threads waiting, the one that trains included.
+            np.frombuffer(buffer, np.uint8)[self.filled : self.filled + taken] = bytes_[done : done + taken]
             self.filled += taken
             done += taken
             if self.filled == len(buffer):
                 self._send(buffer)
-        return len(view)
+        return len(bytes_)
 
     def complete(self) -> None:
         """The object as a whole, durable once this returns."""

@@ -21,7 +21,7 @@ def model_tensors(model_parts: Sequence[nn.Module]) -> dict[str, Tensor]:
         state = module.state_dict()  # its hooks also bring FSDP2 parameters back to their sharded form
         shared = {_clean(name) for name, _ in module.named_parameters(remove_duplicate=False)}
         unique = {_clean(name) for name, _ in module.named_parameters()}
-        tensors |= {_clean(name): _plain(name, value.detach()) for name, value in state.items()}
+        tensors |= {_clean(name): _plain(name, value) for name, value in state.items()}
         for duplicate in shared - unique:
             del tensors[duplicate]
     return tensors
@@ -53,7 +53,7 @@ def optimizer_tensors(model_parts: Sequence[nn.Module], optimizer: torch.optim.O
                     f"optimizer state {name} is a plain tensor, of a weight that is sharded: only one rank's would be "
                     "saved; make it a DTensor, as torch.zeros_like(weight) is, or DTensor.from_local"
                 )
-            tensors[name] = _plain(name, value.detach())
+            tensors[name] = _plain(name, value)
     return tensors
 
 

@@ -6,9 +6,10 @@ import io
 import itertools
 import os
 import random
+import sys
 import threading
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import datetime, timezone
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -85,6 +86,35 @@ def test_an_object_of_several_parts_comes_back(bucket, monkeypatch):
         store.read_into("folder/object", start, view)
         assert view == data[start:][:1000]
     assert len(connects) == 2 * needed, "a body that has been read gives its connection back"
+
+
+def test_what_is_written_keeps_no_other_thread_waiting(bucket, monkeypatch):
+    """An async save must not stop the thread that trains for the copy of each part."""
+    monkeypatch.setattr(s3, "PART_BYTES", 256 << 20)  # never full, so nothing but the copy is done here
+    store, data = store_at(bucket), bytes(128 << 20)
+    turns, done = itertools.count(), threading.Event()
+
+    def take_turns() -> None:
+        while not done.is_set():
+            next(turns)
+            time.sleep(0)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(60)  # who has the interpreter keeps it until it lets go by itself
+    try:
+        with suppress(InterruptedError), store.create("object") as stream:
+            stream.write(data)  # makes the buffer
+            other = threading.Thread(target=take_turns)
+            other.start()
+            before = next(turns)
+            stream.write(data[:-1])
+            during = next(turns) - before
+            done.set()
+            other.join()
+            raise InterruptedError
+    finally:
+        sys.setswitchinterval(interval)
+    assert during > 10, f"the other thread had {during} turns"
 
 
 def test_resume_from_s3_at_any_mesh(bucket):
