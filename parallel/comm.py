@@ -161,9 +161,11 @@ def set_timeout(mesh: Mesh, seconds: int) -> None:
 
     All ranks meet first, so that none is bound by the new limit while another still compiles.
     """
+    # Public from torch 2.14 on, where the old name would say so on every rank.
+    set_of_group = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     dist.barrier()
     for group in (None, *mesh.groups()):
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+        set_of_group(timedelta(seconds=seconds), group)
 
 
 def broadcast_object(value: Any) -> Any:
