@@ -415,6 +415,8 @@ def bars(rows: list[dict[str, Any]]) -> list[tuple[str, bool]]:
                 (f"{way}: stalls at most 5 % {least}", ours["stall s"] <= plain["stall s"] + stall),
                 (f"{way}: at most one copy and 256 MB more", ours["save extra MB"] <= copies + 256),
             ]
+    if ("disk", ALONE) in by:
+        asked.append((f"{ALONE}: stalls at most 5 % of a sync save", by["disk", ALONE]["stall s"] <= stall))
     if ("s3", "ours") in by:
         s3, stock, background = (by["s3", way] for way in ("ours", "stock", ASYNC))
         asked += [

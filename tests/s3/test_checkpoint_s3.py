@@ -109,11 +109,11 @@ def test_what_is_written_keeps_no_other_thread_waiting(bucket, monkeypatch):
             before = next(turns)
             stream.write(data[:-1])
             during = next(turns) - before
-            done.set()
-            other.join()
             raise InterruptedError
     finally:
         sys.setswitchinterval(interval)
+        done.set()
+    other.join()
     assert during > 10, f"the other thread had {during} turns"
 
 
