@@ -150,6 +150,8 @@ class Model:
     """Size within the family, a key of its flavors, such as `8B`."""
     vocab_size: Count = 0
     """Rows of the embedding. 0: the flavor's own, or else the tokenizer's, rounded up to a multiple of 64."""
+    n_layers: Count = 0
+    """Layers. 0: the flavor's own. Fewer try a large model's shapes on few devices."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,17 +3,18 @@
     python -m benchmarks.gpu [--rows NAME,...] [--budget-seconds 540] [--rehearse] [--check] [--json FILE]
 
 Rows come in the order of their importance and are written as soon as they are measured, so that a run cut short still
-leaves its first ones. Each is a process of its own. A training row runs train.py itself: some steps to compile and warm
-up, then some timed as one (the device is waited for only at their ends), then one under torch's profiler, for the
-shares of the step. `roofline` is tokens/s divided by what the measured matmul peaks would allow if nothing but matmuls
-and attention were computed (attention at the bfloat16 peak, its causal half).
+leaves its first ones. Each is a process of its own; where memory runs out, another one tries half as many sequences at
+once, and the further rows of that model begin with as many as fitted, so that they compare. A training row runs
+train.py itself: some steps to compile and warm up, then some timed as one (the device is waited for only at their
+ends), then one under torch's profiler, for the shares of the step. `roofline` is tokens/s divided by what the measured
+matmul peaks would allow if nothing but matmuls and attention were computed (attention at the bfloat16 peak, its causal
+half).
 
 `--rehearse` runs all of it on CPU with tiny shapes, so that the first minute on a GPU is not spent on a typo: its
 figures say nothing. The dataset is the one that ./run_llama_train.sh prepares.
 """
 
 import dataclasses
-import gc
 import importlib.util
 import json
 import os
@@ -40,6 +41,10 @@ from data.prepare import main as prepare
 from models import build_model, find_model
 from models.llama.hf import to_hf_config
 from parallel.comm import synchronize
+from parallel.devices import DEVICES
+from parallel.plan import Options, plan
+from parallel.plan_costs import GIB
+from parallel.plan_time import Cluster
 from train import train
 
 WARMUP_STEPS = 3
@@ -52,13 +57,14 @@ SMALL_STATES = ("--optimizer.state_dtype=bfloat16",)
 BUDGET = ("--activation_checkpoint.mode=budget", "--activation_checkpoint.memory_budget=0.8")
 # Fewer holes in the GPU's memory, for the peers, too.
 ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+NO_ROOM = "no room"
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
     """A training row: flavor, tokens per sequence, sequences per microbatch and step, and further settings.
 
-    `steps` are timed. With `instead_of` it is left out where the row of that name could be measured.
+    `steps` are timed. With `instead_of` it is left out where the row of that name could be measured, or was itself.
     """
 
     flavor: str
@@ -76,13 +82,20 @@ def runs() -> dict[str, Run]:
     """The training rows by name, the most telling first."""
     small, large = ("--training.loss_chunks=2",), ("--training.loss_chunks=4", *SMALL_STATES, *BUDGET)
     full = ("--training.loss_chunks=4", *SMALL_STATES, "--activation_checkpoint.mode=full")
+    fewer = ("--model.n_layers=12",)  # of 32, for a GPU of 80 GB
     return {
         "1.8B bf16 8192": Run("1.8B", 8192, 4, 8, small),
         "8B bf16 8192": Run("8B", 8192, 1, 8, large, 3),
         "8B bf16 8192 saving memory": Run("8B", 8192, 1, 8, full, 3, instead_of="8B bf16 8192"),
+        "8B bf16 8192 of 12 layers": Run(
+            "8B", 8192, 1, 8, (*large, *fewer), 3, instead_of="8B bf16 8192 saving memory"
+        ),
         "8B tensorwise 8192": Run("8B", 8192, 1, 8, (*large, *TENSORWISE, *ONCE), 3),
         "8B tensorwise 8192 saving memory": Run(
             "8B", 8192, 1, 8, (*large, *TENSORWISE), 3, instead_of="8B tensorwise 8192"
+        ),
+        "8B tensorwise 8192 of 12 layers": Run(
+            "8B", 8192, 1, 8, (*large, *fewer, *TENSORWISE), 3, instead_of="8B tensorwise 8192 saving memory"
         ),
         "1.8B tensorwise 8192": Run("1.8B", 8192, 4, 8, (*small, *TENSORWISE, *ONCE)),
         "1.8B transformers 8192": Run("1.8B", 8192, 4, 8, peer="transformers"),
@@ -93,8 +106,15 @@ def runs() -> dict[str, Run]:
         "1.8B rowwise 8192": Run("1.8B", 8192, 4, 8, (*small, *ROWWISE, *ONCE)),
         "1.8B bf16 4096": Run("1.8B", 4096, 8, 16, small),
         "3B bf16 8192": Run("3B", 8192, 2, 8, small),
+        "3B bf16 8192 saving memory": Run("3B", 8192, 2, 8, (*small, *SMALL_STATES), instead_of="3B bf16 8192"),
         "3B tensorwise 8192": Run("3B", 8192, 2, 8, (*small, *TENSORWISE, *ONCE)),
+        "3B tensorwise 8192 saving memory": Run(
+            "3B", 8192, 2, 8, (*small, *SMALL_STATES, *TENSORWISE), instead_of="3B tensorwise 8192"
+        ),
         "8B rowwise 8192": Run("8B", 8192, 1, 8, (*large, *ROWWISE), 3),
+        "8B rowwise 8192 of 12 layers": Run(
+            "8B", 8192, 1, 8, (*large, *fewer, *ROWWISE), 3, instead_of="8B rowwise 8192"
+        ),
     }
 
 
@@ -382,40 +402,51 @@ def attainable(run: Run, peak: dict[str, Any]) -> float:
 # ---------------------------------------------------------------- rows, each in a process of its own
 
 
-def measure_row(name: str, rehearse: bool, started: float) -> dict[str, Any]:
-    """One row, in this process."""
+def find_run(name: str, rehearse: bool) -> Run:
+    return rehearsal(runs()[name]) if rehearse else runs()[name]
+
+
+def measure_row(name: str, sequences: int, rehearse: bool, started: float) -> dict[str, Any]:
+    """One row, in this process, with so many sequences at once. Raises OutOfMemoryError."""
     device = torch.device("cpu" if rehearse else "cuda")
     if name == "peaks":
         return peaks(device, rehearse)
-    run = rehearsal(runs()[name]) if rehearse else runs()[name]
+    run = dataclasses.replace(find_run(name, rehearse), local_batch_size=sequences)
+    if device.type == "cuda" and not run.peer:
+        check_room(run, torch.cuda.get_device_properties(device).total_memory / GIB)
     measure = {"": measure_training, "transformers": measure_transformers, "torchtitan": measure_torchtitan}[run.peer]
-    try:
-        row = measure(run, device, started)
-    except torch.OutOfMemoryError:
-        if not run.peer or run.local_batch_size == 1:
-            raise
-        row = {}
-    if not row:  # a peer is given as many sequences at once as we are, or half, where it has no room for them
-        run = dataclasses.replace(run, local_batch_size=run.local_batch_size // 2)
-        forget_memory(device)
-        row = measure(run, device, time.perf_counter())
-    return row | {"sequences": run.local_batch_size}
+    return measure(run, device, started) | {"sequences": run.local_batch_size}
 
 
-def forget_memory(device: torch.device) -> None:
-    """Free what an attempt that ran out of memory has left: its peak and its graphs are not the next one's."""
-    torch.compiler.reset()  # or it would compile for any batch size, which is slower
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
+def check_room(run: Run, room_gib: float) -> None:
+    """Spare an attempt that cannot succeed. Raises OutOfMemoryError.
+
+    The planner's peak was at most 4 % too high for these rows, with float8 or a memory budget 20 % (docs/plan.md).
+    """
+    config, device = training_config(run, 1, "unused"), DEVICES["h200"]  # which device is of no matter to what is held
+    options = Options(1, Cluster(device, 1, device.network_bandwidth), tokens=1, mttf_hours=1, storage_bandwidth=1)
+    planned_gib = plan(config, options)["memory_gib"]["allocated"]
+    excess = 1.2 if config.float8.enable or config.activation_checkpoint.mode == "budget" else 1.04
+    if planned_gib > excess * room_gib:
+        raise torch.OutOfMemoryError(f"planned are {planned_gib:.0f} GiB, the device has {room_gib:.0f}")
 
 
-def run_row(name: str, rehearse: bool, timeout_seconds: float, log: Path) -> dict[str, Any]:
+def run_fitting(name: str, sequences: int, rehearse: bool, timeout_seconds: float, log: Path) -> dict[str, Any]:
+    """A row with so many sequences at once, or half as many, and again half, where memory runs out."""
+    deadline = time.perf_counter() + timeout_seconds
+    while True:
+        row = run_row(name, sequences, rehearse, deadline - time.perf_counter(), log)
+        if sequences == 1 or not row.get("failed", "").startswith(NO_ROOM):
+            return row
+        sequences //= 2
+
+
+def run_row(name: str, sequences: int, rehearse: bool, timeout_seconds: float, log: Path) -> dict[str, Any]:
     """One row, measured by a process of its own; what went wrong is part of the row, and all that it said in `log`."""
-    command = [sys.executable, "-m", "benchmarks.gpu", "--alone", name, *(["--rehearse"] if rehearse else [])]
+    command = [sys.executable, "-m", "benchmarks.gpu", "--alone", name, f"--sequences={sequences}"]
+    command += ["--rehearse"] if rehearse else []
     with open(log, "a+", encoding="utf-8") as errors:
-        errors.write(f"--- {name}\n")
+        errors.write(f"--- {name}, {sequences} at once\n")
         errors.flush()
         begin = errors.tell()
         try:
@@ -446,9 +477,14 @@ def main() -> int:
     )
     parser.add_argument("--rehearse", action="store_true", help="on CPU, with tiny shapes; the figures say nothing")
     parser.add_argument("--alone", metavar="ROW", help="internal: measure one row in this process")
+    parser.add_argument("--sequences", type=int, default=1, help="internal: of that row, at once")
     arguments = parser.parse_args()
     if arguments.alone:
-        print(json.dumps(measure_row(arguments.alone, arguments.rehearse, started)), flush=True)
+        try:
+            alone = measure_row(arguments.alone, arguments.sequences, arguments.rehearse, started)
+        except torch.OutOfMemoryError as error:
+            alone = {"failed": f"{NO_ROOM} for {arguments.sequences} sequences at once: {str(error).splitlines()[0]}"}
+        print(json.dumps(alone), flush=True)
         os._exit(0)  # the row is there: whatever goes wrong at Python's end does not matter
     unknown = set(filter(None, arguments.rows.split(","))) - {"peaks", *runs()}
     if unknown:
@@ -468,8 +504,11 @@ def main() -> int:
     log = arguments.json.with_suffix(".log") if arguments.json else Path(tempfile.gettempdir()) / "benchmarks-gpu.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     failed: dict[str, bool] = {}
+    tokens_at_once: dict[str, int] = {}  # of the first row of each flavor: what the others, peers too, begin with
     for name in chosen:
-        if name in runs() and failed.get(runs()[name].instead_of) is False and not arguments.rehearse:
+        run = None if name == "peaks" else find_run(name, arguments.rehearse)
+        if run and failed.get(run.instead_of) is False and not arguments.rehearse:
+            failed[name] = False
             continue
         flavor = name.split()[0]
         left = arguments.budget_seconds - (time.perf_counter() - started)
@@ -477,14 +516,19 @@ def main() -> int:
             print(f"{name}: left out, {left:.0f} s remain of the budget", flush=True)
             continue
         begin = time.perf_counter()
-        row: dict[str, Any] = {"row": name} | run_row(name, arguments.rehearse, left, log)
+        sequences = 1
+        if run:
+            sequences = min(run.local_batch_size, tokens_at_once.get(run.flavor, sys.maxsize) // run.seq_len)
+        row: dict[str, Any] = {"row": name} | run_fitting(name, sequences, arguments.rehearse, left, log)
         longest[flavor] = max(longest.get(flavor, 0.0), time.perf_counter() - begin)
         failed[name] = "failed" in row
         if name == "peaks":
             peak = row
-        elif "tokens/s" in row and peak.get("bf16 TFLOP/s"):
-            run = rehearsal(runs()[name]) if arguments.rehearse else runs()[name]
-            row |= {"roofline": row["tokens/s"] / attainable(run, peak)}
+        elif run and "tokens/s" in row:
+            if not run.peer:
+                tokens_at_once.setdefault(run.flavor, row["sequences"] * run.seq_len)
+            if peak.get("bf16 TFLOP/s"):
+                row |= {"roofline": row["tokens/s"] / attainable(run, peak)}
         rows.append(row)
         print_row(row)
         if arguments.json:  # after each row: a run cut short leaves what it has

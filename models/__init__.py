@@ -21,7 +21,7 @@ class ModelSpec:
     """What train.py needs of a model family.
 
     `model(flavor)` builds a module with `init_std(name)` and `flops_per_token(seq_len)`; flavors are dataclasses
-    with `vocab_size` and `dim`, and `recorded_flavor(fields)` makes one of its own `asdict`.
+    with `vocab_size`, `dim` and `n_layers`, and `recorded_flavor(fields)` makes one of its own `asdict`.
     `check_parallelism(flavor, config)` raises ConfigError where they do not fit; `apply_parallelism(model, mesh,
     config)` shards the model and returns the parts this rank holds.
     """
@@ -37,7 +37,7 @@ MODELS = MappingProxyType({"llama": ModelSpec(Llama, FLAVORS, recorded_flavor, c
 
 
 def find_model(model: settings.Model, data_vocab_size: int) -> tuple[ModelSpec, Any]:
-    """The model family and its flavor, with room for the data's vocabulary. Raises ConfigError."""
+    """The model family and its flavor, with the layers asked for and room for the data's words. Raises ConfigError."""
     if model.name not in MODELS:
         raise _unknown("model.name", model.name, MODELS)
     spec = MODELS[model.name]
@@ -52,6 +52,8 @@ def find_model(model: settings.Model, data_vocab_size: int) -> tuple[ModelSpec, 
             f"{key}: {vocab_size} rows of embedding are too few for the data's tokenizer, "
             f"whose vocabulary has {data_vocab_size}; set model.vocab_size to at least that"
         )
+    if model.n_layers:
+        flavor = dataclasses.replace(flavor, n_layers=model.n_layers)
     return spec, dataclasses.replace(flavor, vocab_size=vocab_size)
 
 

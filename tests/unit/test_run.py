@@ -1,6 +1,7 @@
 """The small modules beside train.py: run folder, metrics, mesh, launcher."""
 
 import contextlib
+import dataclasses
 import importlib
 import inspect
 import json
@@ -38,7 +39,7 @@ from data.place import StepShape
 from launch.processes import processes
 from launch.torchrun import launch
 from metrics import MetricsLogger, find_hook, peak_flops, peak_memory_gib
-from models import find_model
+from models import build_model, find_model
 from parallel.comm import meet, runs
 from parallel.exits import Exit, record_exit
 from parallel.mesh import ParallelDims
@@ -461,6 +462,13 @@ def test_a_run_gets_as_many_processes_as_can_share_it(
 ) -> None:
     training = Training(local_batch_size=8, global_batch_size=global_batch_size)
     assert processes(Config(training=training, parallelism=Parallelism(**layout)), devices) == expected
+
+
+def test_a_flavor_may_have_other_layers() -> None:
+    assert find_model(Model(flavor="8B"), 1000)[1].n_layers == 32
+    spec, flavor = find_model(Model(flavor="8B", n_layers=2), 1000)
+    assert flavor == dataclasses.replace(spec.flavors["8B"], n_layers=2)
+    assert len(list(build_model(spec, flavor).layers)) == 2  # type: ignore[arg-type]
 
 
 def test_vocabularies() -> None:
