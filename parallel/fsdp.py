@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from config import Config, Parallelism
 
@@ -114,8 +115,10 @@ def add_to_sums(part: nn.Module) -> None:
     """Add the gradients that are there to their sums over microbatches, which have `reduce_dtype`.
 
     FSDP2 does so at the end of a backward that reaches a module's input. After others, gradients would be added up in
-    `param_dtype`.
+    `param_dtype`. From torch 2.15 on they have `reduce_dtype` by themselves.
     """
+    if not hasattr(FSDPParam, "accumulate_unsharded_grad_if_needed"):
+        return
     for module in part.modules():
         group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
         for weight in group.fsdp_params if group else ():

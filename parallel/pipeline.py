@@ -3,6 +3,7 @@
 The schedules are torch's: 1F1B (Narayanan et al. 2021), its interleaved form, and zero-bubble (Qi et al. 2023).
 """
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -110,8 +111,8 @@ def _build_pipeline(
     kind = get_schedule_class(settings.pp_schedule)
 
     def mean_loss(output: Tensor, labels: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():  # the schedule keeps all logits to the end of a batch, where nobody reads them
-            stages[-1].fwd_cache.update(dict.fromkeys(stages[-1].fwd_cache, ((), [])))
+        if not torch.is_grad_enabled():
+            stages[-1].forget_outputs()
         return loss_fn(output, labels) / divisor
 
     schedule = kind(
@@ -120,6 +121,7 @@ def _build_pipeline(
         loss_fn=mean_loss,
         scale_grads=False,
     )
+    told_to_reduce = "finalize_gradients" in inspect.signature(schedule.step).parameters  # torch 2.15
     first, last = 0 in stage_ids, n_stages - 1 in stage_ids
 
     def run(action: Callable[..., object], tokens: Tensor, labels: Tensor, positions: Tensor | None) -> Tensor:
@@ -139,7 +141,8 @@ def _build_pipeline(
         divisor.copy_(n_tokens)
         for stage in stages:
             stage.is_last_batch = is_last
-        return run(partial(schedule.step, return_outputs=False), tokens, labels, positions).detach()
+        reduces = {"finalize_gradients": is_last} if told_to_reduce else {}
+        return run(partial(schedule.step, return_outputs=False, **reduces), tokens, labels, positions).detach()
 
     def logits(tokens: Tensor) -> Tensor | None:
         inputs, target = (tokens.contiguous(),) if first else (), tokens if last else None
@@ -149,12 +152,20 @@ def _build_pipeline(
 
 
 class _Stage(PipelineStage):
-    """torch's, with gradients summed over ranks once a step, whatever batches it has.
+    """torch's, with gradients summed over ranks once a step, whatever batches it has; torch 2.15's does so by itself.
 
     Those of weights, which zero-bubble puts off, are found as well as by other schedules.
     """
 
     is_last_batch = True
+
+    def forget_outputs(self) -> None:
+        """Drop the logits of a forward: the schedule would keep them to the end of a batch, where nobody reads them."""
+        if hasattr(self, "fwd_cache"):  # before torch 2.15
+            self.fwd_cache.update(dict.fromkeys(self.fwd_cache, ((), [])))
+        else:
+            for state in vars(self)["_forward_chunk_states"].values():
+                state.live_outputs = [None] * len(state.live_outputs)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         # Over the shards and over the replicas. Till then gradients are whole, as they are within a batch.

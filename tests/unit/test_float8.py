@@ -30,9 +30,10 @@ def build(flavor: LlamaConfig = FLAVOR) -> Llama:
 def test_torchao_has_nothing_to_say() -> None:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("TORCHAO")}
     program = """
-import float8.convert, metrics
+import os, float8.convert, metrics
 metrics.configure_logging((0,), 0, 2)
 import torchao.float8.float8_linear
+os._exit(0)  # as train.py ends
 """
     command = [sys.executable, "-c", program]
     ended = subprocess.run(command, cwd=TRAIN_CONFIGS.parent, env=environ, capture_output=True, text=True)
