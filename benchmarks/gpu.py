@@ -115,6 +115,9 @@ def runs() -> dict[str, Run]:
         "8B rowwise 8192 of 12 layers": Run(
             "8B", 8192, 1, 8, (*large, *fewer, *ROWWISE), 3, instead_of="8B rowwise 8192"
         ),
+        "3B rowwise 8192": Run("3B", 8192, 2, 8, (*small, *ROWWISE, *ONCE)),
+        "1.8B tensorwise 4096": Run("1.8B", 4096, 8, 16, (*small, *TENSORWISE, *ONCE)),
+        "1.8B rowwise 4096": Run("1.8B", 4096, 8, 16, (*small, *ROWWISE, *ONCE)),
     }
 
 
