@@ -41,9 +41,8 @@ from data.prepare import main as prepare
 from models import build_model, find_model
 from models.llama.hf import to_hf_config
 from parallel.comm import synchronize
-from parallel.devices import DEVICES
+from parallel.devices import DEVICES, GIB
 from parallel.plan import Options, plan
-from parallel.plan_costs import GIB
 from parallel.plan_time import Cluster
 from train import train
 

@@ -17,9 +17,9 @@ from benchmarks.report import build_parser, finish, print_row
 from config import Config, ConfigError, from_dict
 from models.llama import FLAVORS
 from models.llama.model import LlamaConfig
-from parallel.devices import DEVICES
+from parallel.devices import DEVICES, GIB
 from parallel.mesh import ParallelDims
-from parallel.plan_costs import GIB, Work
+from parallel.plan_costs import Work
 from parallel.plan_memory import memory, reserved
 from parallel.plan_time import Cluster, estimate
 

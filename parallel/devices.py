@@ -8,6 +8,7 @@ from types import MappingProxyType
 class Device:
     """One accelerator and its links. Operations and bytes per second; network bytes per device and direction.
 
+    `memory_bytes` is all that torch finds: what the driver and communication take of it is not known here.
     `matmul_share` is the share of the peak that large matmuls reach in training, in bfloat16 and in float8 alike;
     `attention_share` that of flash attention.
     """
@@ -22,29 +23,32 @@ class Device:
     attention_share: float
 
 
-# Peaks, memory and links: the makers' data sheets, dense, one direction. Shares are fitted on the rows that
-# benchmarks/plan.py names; those of h200, b200 and mi300x are taken over from h100. Only a100's attention is read:
-# FlashAttention-2 reaches up to 225 of its 312 TFLOP/s (Dao 2023), less where sequences are short.
+GIB = 2**30
+# Peaks and links: the makers' data sheets, dense, one direction. Memory: the "total capacity" that torch names where it
+# runs out, as users have posted it; data sheets say GB and mean GiB. h100-96gb's is as near to its sheet as h100's.
+# Shares are fitted on the rows that benchmarks/plan.py names; those of h200, b200 and mi300x are taken over from h100.
+# Only a100's attention is read: FlashAttention-2 reaches up to 225 of its 312 TFLOP/s (Dao 2023), less where sequences
+# are short.
 HOPPER = {"flops": 989e12, "float8_flops": 1979e12, "link_bandwidth": 450e9, "network_bandwidth": 50e9}
 HOPPER_SHARES = {"matmul_share": 0.56, "attention_share": 0.23}
 DEVICES = MappingProxyType(
     {
         "a100": Device(
-            flops=312e12, float8_flops=None, memory_bytes=80e9, memory_bandwidth=2.04e12, link_bandwidth=300e9,
+            flops=312e12, float8_flops=None, memory_bytes=79.1 * GIB, memory_bandwidth=2.04e12, link_bandwidth=300e9,
             network_bandwidth=25e9, matmul_share=0.77, attention_share=0.6,
         ),
-        "h100": Device(**HOPPER, **HOPPER_SHARES, memory_bytes=80e9, memory_bandwidth=3.35e12),
+        "h100": Device(**HOPPER, **HOPPER_SHARES, memory_bytes=79.1 * GIB, memory_bandwidth=3.35e12),
         # The H100 of Meta's Grand Teton: more and slower memory, limited to 500 W.
         "h100-96gb": Device(
-            **HOPPER, memory_bytes=96e9, memory_bandwidth=2.4e12, matmul_share=0.5, attention_share=0.23
+            **HOPPER, memory_bytes=95.0 * GIB, memory_bandwidth=2.4e12, matmul_share=0.5, attention_share=0.23
         ),
-        "h200": Device(**HOPPER, **HOPPER_SHARES, memory_bytes=141e9, memory_bandwidth=4.8e12),
+        "h200": Device(**HOPPER, **HOPPER_SHARES, memory_bytes=139.8 * GIB, memory_bandwidth=4.8e12),
         "b200": Device(
-            **HOPPER_SHARES, flops=2250e12, float8_flops=4500e12, memory_bytes=180e9, memory_bandwidth=8e12,
+            **HOPPER_SHARES, flops=2250e12, float8_flops=4500e12, memory_bytes=178.3 * GIB, memory_bandwidth=8e12,
             link_bandwidth=900e9, network_bandwidth=50e9,
         ),
         "mi300x": Device(
-            **HOPPER_SHARES, flops=1307e12, float8_flops=2614e12, memory_bytes=192e9, memory_bandwidth=5.3e12,
+            **HOPPER_SHARES, flops=1307e12, float8_flops=2614e12, memory_bytes=191.7 * GIB, memory_bandwidth=5.3e12,
             link_bandwidth=448e9, network_bandwidth=50e9,
         ),
     }

@@ -22,10 +22,10 @@ from typing import Any, Literal, NamedTuple
 from config import Config, ConfigError, check_config, grad_accum_steps, load_config
 from float8.convert import check_float8, convert_to_float8
 from models import ModelSpec, build_model, find_model
-from parallel.devices import DEVICES
+from parallel.devices import DEVICES, GIB
 from parallel.exits import run_and_leave
 from parallel.mesh import ParallelDims
-from parallel.plan_costs import DEFAULT_VOCAB_SIZE, GIB, Work, flops_per_token, traffic
+from parallel.plan_costs import DEFAULT_VOCAB_SIZE, Work, flops_per_token, traffic
 from parallel.plan_memory import Memory, memory, reserved
 from parallel.plan_time import Cluster, estimate
 

@@ -17,7 +17,6 @@ from parallel.fsdp import needs_fsdp
 from parallel.mesh import ParallelDims
 from parallel.pipeline import layers_of_stages
 
-GIB = 2**30
 DEFAULT_VOCAB_SIZE = 4096  # of a flavor that takes its tokenizer's: the one that the default run trains
 # Float8 layers that tensor parallelism splits by columns, by the gathered input that they read, and by rows.
 READERS = (frozenset({"wq", "wk", "wv"}), frozenset({"w1", "w3"}))

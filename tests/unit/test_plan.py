@@ -26,9 +26,10 @@ from float8.convert import check_float8
 from models import build_model, find_model
 from models.llama.model import Block, LlamaConfig, rope_cos_sin
 from parallel.activation_checkpoint import apply_activation_checkpoint
+from parallel.devices import GIB
 from parallel.mesh import ParallelDims
 from parallel.plan import _checkpoint, build_work, main, parse, plan, sweep
-from parallel.plan_costs import GIB, Traffic, Work, block_flops, flops_per_token, head_flops, n_parameters, traffic
+from parallel.plan_costs import Traffic, Work, block_flops, flops_per_token, head_flops, n_parameters, traffic
 from parallel.plan_dry_run import DryRun, Tally, _Loader, _no_checkpoints, _no_stop, _one_step, dry_run
 from parallel.plan_memory import kept_by_block, memory
 from tests.distributed.test_dry_run import keep_layers
