@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from checkpoint.manager import CheckpointManager, check_initial_load
+from checkpoint.manager import CheckpointManager, check_initial_load, check_places
 from config import Config, ConfigError, TitaniteError, grad_accum_steps, load_config, loss_chunks
 from data.loader import Batch, build_dataloader, validation_batches
 from float8.convert import check_float8, convert_to_float8, summarize
@@ -79,7 +79,8 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
     device = init_distributed(environment, config.comm)
     dataloader.check_ranks()
     mesh = dims.build_mesh(device.type)
-    checks = (dataloader.check_run, partial(check_initial_load, config.checkpoint, identity))
+    initial, places = partial(check_initial_load, config.checkpoint, identity), partial(check_places, config.checkpoint)
+    checks = (dataloader.check_run, initial, places)
     start = partial(start_run, config, identity, world_size, environment.job, checks, dataloader.tokenizer.save)
     folder, changed = from_rank_0(start)
     for key, (old, new) in changed.items():

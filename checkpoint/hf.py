@@ -397,7 +397,9 @@ def main(argv: list[str]) -> None:
     out.add_argument("place", metavar="RUN_OR_CHECKPOINT", help="run, checkpoints or one checkpoint; folder or s3://")
     out.add_argument("folder", type=Path, metavar="HF_FOLDER", help="new folder")
     out.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="default %(default)s")
-    out.add_argument("--file-gb", type=float, default=5.0, help="10^9 bytes per file, about (default %(default)s)")
+    out.add_argument(
+        "--file-gb", type=float, default=5.0, help="10^9 bytes per file, about; inf: one file (default %(default)s)"
+    )
     out.add_argument("--tokenizer", type=Path, help="tokenizer.json or its folder; default: the run's own")
     out.add_argument("--max-positions", type=int, default=0, help="longest context; default: the training's seq_len")
     back = commands.add_parser("import", help="a Hugging Face Llama as a checkpoint to start from")
@@ -413,13 +415,13 @@ def main(argv: list[str]) -> None:
     if arguments.command == "import":
         import_model(arguments.folder, arguments.place, check=arguments.check)
         return
-    if arguments.file_gb <= 0 or arguments.max_positions < 0:
+    if not arguments.file_gb > 0 or arguments.max_positions < 0:  # nor is nan above 0
         parser.error("--file-gb must be above 0, --max-positions at least 0")
     export_model(
         arguments.place,
         arguments.folder,
         dtype=arguments.dtype,
-        file_bytes=int(arguments.file_gb * 1e9),
+        file_bytes=int(min(arguments.file_gb, 1e9) * 1e9),  # inf: one file
         tokenizer=arguments.tokenizer,
         max_positions=arguments.max_positions,
         check=arguments.check,

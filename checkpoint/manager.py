@@ -27,12 +27,15 @@ from checkpoint.names import age_seconds, files_of, new_checkpoint_name, step_of
 from checkpoint.planning import Plan, State, plan_save, resolver
 from checkpoint.ranks import build_ranks
 from checkpoint.retention import (
+    Neighbours,
     by_age,
     check_room,
     committed,
     finished,
+    meet_neighbours,
     never_committed,
     remove_checkpoints,
+    stranded,
     superfluous,
     unfinished,
 )
@@ -78,6 +81,20 @@ def check_initial_load(settings: Checkpoint, identity: dict[str, Any], run_folde
         check_loadable(settings.initial_load, _jsonable(identity), settings)
     except CheckpointError as error:
         raise CheckpointError(f"checkpoint.initial_load: {error}") from None
+
+
+def check_places(settings: Checkpoint, run_folder: Path) -> None:
+    """Refuse to start where checkpoints cannot be written, in either place. Raises CheckpointError.
+
+    For rank 0, before anything else is written: the first save may be hours away.
+    """
+    if not _writes(settings):
+        return
+    for key, store in zip(("folder", "upload"), _open_stores(settings, run_folder), strict=False):
+        try:
+            store.check_writable()
+        except CheckpointError as error:
+            raise CheckpointError(f"checkpoint.{key} = {store.url!r}: cannot be written to: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -141,13 +158,15 @@ class CheckpointManager:
         0 if the run has no checkpoint. Restores model, optimizer and place in the data, and the random states
         where the world size is the same. A damaged checkpoint is passed over for the one before, with a line
         that says so. Raises CheckpointError if none is intact, if one is of another model, or if the disk
-        has no room for the checkpoints to come.
+        has no room for the checkpoints to come; ConfigError if it has come further than the run is to go, or if
+        machines have disks of their own and no place that they share.
         """
         self.wait()
+        neighbours = self._meet_neighbours()
         if not self.settings.enable:
             return self._load_initial()
-        self._check_room()
-        candidates = self._agreed(self._find)
+        candidates = self._agreed(partial(self._find, neighbours))
+        is_full = self._check_room(neighbours.disk)
         if not candidates:
             step = self._load_initial()
             if self.settings.save_initial:
@@ -160,12 +179,14 @@ class CheckpointManager:
         self.dataloader.load_state_dict(opened.manifest["dataloader"])
         logger.info(f"resumed from {opened.url}, written by {opened.manifest['world_size']} ranks")
         self.newest_step = opened.manifest["step"]
+        if is_full:  # the start before was killed between a commit and the removal that makes room for the next
+            self._remove_superfluous(self.store, opened.name, even_damaged=False)
         if self.upload_store and (self.upload_store, opened.name) not in candidates:  # an earlier start ended before
             pieces = pieces_of(opened.metadata, self.ranks.rank, self.ranks.size)
             self._start(partial(self._make_up, self.upload_store, opened.name, pieces))
         return opened.manifest["step"]
 
-    def _find(self) -> list[tuple[Store, str]]:
+    def _find(self, neighbours: Neighbours) -> list[tuple[Store, str]]:
         """The checkpoints of this run, newest first. Raises CheckpointError if none is seen where one has been."""
         known = ""
         if self.saved_file.is_file():  # that it is there says enough: a kill may have cut it
@@ -180,6 +201,20 @@ class CheckpointManager:
                     "anew: name the folder where it is as checkpoint.folder, or another run.folder for a new run"
                 )
             time.sleep(0.2)
+        for machine, name in stranded(self.stores, neighbours).items():
+            if not found:
+                raise CheckpointError(
+                    f"{self.store.url}: rank 0 on {socket.gethostname()} sees no checkpoint there, but {machine} has "
+                    f"{name}, written when rank 0 was on {machine} and not uploaded to its end; nothing is started "
+                    f"anew: start with rank 0 on {machine}, or name another run.folder for a new run"
+                )
+            logger.warning(f"passed over: {name}, written when rank 0 was on {machine} and not uploaded to its end")
+        steps = self.config.training.steps
+        if found and (newest := step_of(found[0][1]) or 0) > steps:
+            raise ConfigError(
+                f"training.steps = {steps}: this run has come to step {newest}, {join(found[0][0].url, found[0][1])}; "
+                f"allowed are {newest} and more, or another run.folder"
+            )
         if self.newest_step is None:
             self.known.update(name for _, name in found)
         else:  # back to one of this start's own, or the one it began with
@@ -192,10 +227,11 @@ class CheckpointManager:
 
         For rank 0. Raises ConfigError, which no restart mends, if another has begun one here since this start.
         """
-        names: list[str] = []
+        others: list[str] = []
         with suppress(CheckpointError):  # what cannot be listed is said when old ones are removed, and stops no run
-            names = committed(store)
-        others = [name for name in names if name not in self.known and age_seconds(name) < time.time() - self.began]
+            strange = [name for name in store.folders() - self.known if step_of(name) is not None]
+            began = [name for name in strange if age_seconds(name) < time.time() - self.began]
+            others = [name for name in sorted(began) if f"{name}/{MANIFEST}" in store.sizes(name)]
         if others:
             whose = "another run"
             with suppress(CheckpointError):  # which may have removed it by now
@@ -360,6 +396,7 @@ class CheckpointManager:
                 with suppress(CheckpointError):
                     own = [file for file in self.store.sizes(save.name) if f"/{files_of(self.ranks.rank)}" in file]
                     self.store.remove(own)
+                    self.store.remove_empty([save.name])
             raise
         gathered = self.ranks.gather(written)
         self.ranks.from_rank_0(lambda: commit(self.store, save.name, save.plan, gathered, save.facts))
@@ -401,8 +438,11 @@ class CheckpointManager:
             if self.ranks.rank == 0:
                 logger.warning(f"not uploaded to {store.url}, as the next checkpoint will be: {error}")
 
-    def _remove_superfluous(self, store: Store, saved: str) -> None:
-        """Remove from `store` what is not kept, now that `saved` is committed there."""
+    def _remove_superfluous(self, store: Store, saved: str, even_damaged: bool = True) -> None:
+        """Remove from `store` what is not kept, now that `saved` is committed there.
+
+        Damaged ones, which other ranks or a person may yet make sense of, only once a newer one is whole.
+        """
         damaged = {name for url, name in self.damaged if url == store.url}
         leftover_seconds = 2 * self.settings.timeout_seconds
 
@@ -416,6 +456,7 @@ class CheckpointManager:
             listed.update(store.sizes())
             begun = unfinished(listed, leftover_seconds)
             going = superfluous(listed, saved, self.settings, damaged) | never_committed(store, begun)
+            going -= set() if even_damaged else damaged
             return going, (finished(listed) | begun | {saved}) - going  # a listing may not show `saved` yet
 
         def remove() -> tuple[set[str], str]:
@@ -430,6 +471,7 @@ class CheckpointManager:
             here = disk.folders()
             here &= (going | unfinished(here, leftover_seconds) - kept) - stay
             remove_checkpoints(disk, here, [file for name in here for file in disk.sizes(name)])
+            disk.remove_empty(here)
 
         # That something old stays is no reason to stop a run; that it stays unnoticed would be.
         try:
@@ -439,7 +481,8 @@ class CheckpointManager:
                 self.ranks.together(partial(remove_here, store))
             if trouble:
                 raise CheckpointError(trouble)
-            self.damaged = {(url, name) for url, name in self.damaged if url != store.url}
+            if even_damaged:
+                self.damaged = {(url, name) for url, name in self.damaged if url != store.url}
         except CheckpointError as error:
             if self.ranks.rank == 0:
                 logger.warning(f"old checkpoints could not be removed: {error}")
@@ -483,13 +526,44 @@ class CheckpointManager:
         parts = self.ranks.gather(own)
         return self.ranks.broadcast({name: size for part in parts for name, size in part.items()})
 
-    def _check_room(self) -> None:
-        """Where the first store is a disk: for weights, two moments and, of islands, the outer momentum."""
+    def _meet_neighbours(self) -> Neighbours:
+        """Which ranks share rank 0's disk, if the first place is one. Raises ConfigError if no place is shared by all.
+
+        Collective. Each rank writes its part: without such a place no other arrangement of the ranks finds all of them.
+        """
+        if not _writes(self.settings) or not isinstance(self.store, LocalStore):
+            return Neighbours("", {})
+        wait = self.settings.visibility_seconds
+        neighbours = meet_neighbours(self.store, self.ranks, 0 if self.upload_store else wait)
+        last = self.upload_store or self.store
+        others = neighbours.others if last is self.store else {}
+        if isinstance(self.upload_store, LocalStore):
+            others = meet_neighbours(self.upload_store, self.ranks, wait).others
+
+        def check() -> None:
+            if others:
+                key = "upload" if self.upload_store else "folder"
+                raise ConfigError(
+                    f"checkpoint.{key} = {last.url!r}: {socket.gethostname()}, where rank 0 is, and "
+                    f"{', '.join(sorted(others))} have disks of their own there, so that each checkpoint would lie in "
+                    "parts, and be lost when ranks are numbered anew; name a folder that all machines share, or give "
+                    "such a one, or s3://bucket/prefix, as checkpoint.upload"
+                )
+
+        self.ranks.from_rank_0(check)
+        return neighbours
+
+    def _check_room(self, disk: str) -> bool:
+        """Where the first store is a disk: for weights, two moments and, of islands, the outer momentum.
+
+        Returns whether an old checkpoint must go before the next is written.
+        """
         if isinstance(self.store, LocalStore):
             moments = 1 if self.config.optimizer.state_dtype == "bfloat16" else 2  # of the weights' size
             outer = 1 if self.config.parallelism.local_steps else 0
             rank_bytes = (1 + moments + outer) * sum(self.model_bytes.values()) // self.ranks.size
-            check_room(self.store, self.ranks, rank_bytes, self.settings)
+            return check_room(self.store, self.ranks, disk, rank_bytes, self.settings)
+        return False
 
     def _agreed(self, find: Callable[[], list[tuple[Store, str]]]) -> list[tuple[Store, str]]:
         """What rank 0 finds, on every rank."""
@@ -497,6 +571,10 @@ class CheckpointManager:
         stores = {store.url: store for store in self.stores}
         stores |= {url: open_store(url, self.settings) for url in {url for url, _ in agreed} - stores.keys()}
         return [(stores[url], name) for url, name in agreed]
+
+
+def _writes(settings: Checkpoint) -> bool:
+    return settings.enable or settings.save_model
 
 
 def _open_stores(settings: Checkpoint, run_folder: Path) -> list[Store]:

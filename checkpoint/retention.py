@@ -4,6 +4,7 @@ import logging
 import socket
 import time
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 from checkpoint.manifest import MANIFEST
 from checkpoint.names import age_seconds, is_checkpoint_name, step_of
@@ -87,49 +88,88 @@ def remove_checkpoints(store: Store, names: Collection[str], sizes: Collection[s
         raise CheckpointError(f"{store.url}: files of {', '.join(left)} are still listed after their removal")
 
 
-def check_room(store: LocalStore, ranks: Ranks, rank_bytes: int, settings: Checkpoint) -> None:
-    """Refuse to start where the disk cannot hold what is kept and the next, `rank_bytes` each here. Collective.
+class Neighbours(NamedTuple):
+    """What the ranks' views of a disk tell."""
 
-    Checkpoints that will go count as room; those begun and never committed are removed where they are in the way.
-    Raises CheckpointError.
-    """
-    try:
-        _compare_room(store, ranks, rank_bytes, settings)
-    except _NoRoomError:
-        listed = ranks.gather(ranks.together(lambda: unfinished(store.sizes())))
-        # By rank 0, which has all listings: no other disk has manifests.
-        begun = ranks.from_rank_0(lambda: never_committed(store, set().union(*listed)))
-        ranks.together(lambda: remove_checkpoints(store, begun, store.sizes()))
-        if begun and ranks.rank == 0:
-            logger.warning(f"{store.url}: removed to make room: {', '.join(sorted(begun))}, never committed")
-        _compare_room(store, ranks, rank_bytes, settings)
+    disk: str  # this rank's: "" where it sees what rank 0 writes, elsewhere the name of its machine
+    others: dict[str, str]  # on rank 0, of disks that are not its own: machine → the newest checkpoint there, or ""
 
 
-def _compare_room(store: LocalStore, ranks: Ranks, rank_bytes: int, settings: Checkpoint) -> None:
-    copies = max(2, settings.keep + 1)
+def meet_neighbours(store: LocalStore, ranks: Ranks, visibility_seconds: float = 0) -> Neighbours:
+    """Who shares rank 0's disk, waited for `visibility_seconds`, and what lies on the others. Collective."""
     probe = ranks.broadcast(f".probe-{time.time_ns()}")
     ranks.from_rank_0(lambda: store.touch(probe))
-    sizes, free_bytes = ranks.together(lambda: (store.sizes(), store.free_bytes()))
-    disk = "shared" if probe in sizes else socket.gethostname()  # ranks that see it share one disk
-    names = ranks.broadcast(_committed(sizes))  # as rank 0 sees it: no other disk has manifests
+
+    def look() -> tuple[str, str]:
+        deadline = time.monotonic() + visibility_seconds
+        # Asked for by name, which a file system of the network does not answer from an old listing.
+        while not (seen := store.has(probe)) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        return ("", "") if seen else (socket.gethostname(), max(committed(store), default=""))
+
+    disk, newest = ranks.together(look)
+    others = {machine: held for machine, held in sorted(ranks.gather((disk, newest))) if machine}
+    ranks.from_rank_0(lambda: store.remove([probe, *store.probes()]))  # and of starts that were killed
+    return Neighbours(disk, others)
+
+
+def stranded(stores: Sequence[Store], neighbours: Neighbours) -> dict[str, str]:
+    """Machine → the newest checkpoint on its disk, where that is newer than all that rank 0 sees in `stores`.
+
+    Such a machine was rank 0's when that was saved. It cannot be loaded now, as its parts lie where other ranks were.
+    """
+    if not any(neighbours.others.values()):
+        return {}
+    newest = max((name for _, name in by_age(stores)), default="")
+    return {machine: name for machine, name in neighbours.others.items() if name > newest}
+
+
+def check_room(store: LocalStore, ranks: Ranks, disk: str, rank_bytes: int, settings: Checkpoint) -> bool:
+    """Refuse to start where the disk cannot hold what is kept and the next, `rank_bytes` each here. Collective.
+
+    `disk`: as in Neighbours. Checkpoints that will go count as room; those begun and never committed are removed where
+    they are in the way. Returns whether one must go before the next is written. Raises CheckpointError.
+    """
+    try:
+        return _compare_room(store, ranks, disk, rank_bytes, settings)
+    except _NoRoomError:
+        lists = ranks.rank == 0 or disk != ""
+        here = ranks.together(lambda: set(filter(is_checkpoint_name, store.folders())) if lists else set())
+        everywhere = ranks.gather(here)
+        begun = ranks.from_rank_0(lambda: never_committed(store, set().union(*everywhere)))
+        ranks.together(lambda: remove_checkpoints(store, begun, store.sizes()) if lists else None)
+        if begun and ranks.rank == 0:
+            logger.warning(f"{store.url}: removed to make room: {', '.join(sorted(begun))}, never committed")
+        return _compare_room(store, ranks, disk, rank_bytes, settings)
+
+
+def _compare_room(store: LocalStore, ranks: Ranks, disk: str, rank_bytes: int, settings: Checkpoint) -> bool:
+    copies = max(2, settings.keep + 1)
+    # Of a disk that all share rank 0 alone lists the files: there may be thousands of ranks, each with its own.
+    lists = ranks.rank == 0 or disk != ""
+    sizes, free_bytes = ranks.together(lambda: (store.sizes() if lists else {}, store.free_bytes()))
+    names = ranks.broadcast(_committed(sizes))  # as rank 0 sees it
     going = {name for name in names if not _kept_for_ever(name, settings)}
     going = {name for name in going if not (store.folder / name).is_symlink()}  # whose removal frees nothing
-    room = free_bytes + sum(size for file, size in sizes.items() if file.partition("/")[0] in going)
-    reports = ranks.gather((disk, rank_bytes, room))
+    old_bytes = sum(size for file, size in sizes.items() if file.partition("/")[0] in going)
+    reports = ranks.gather((disk, rank_bytes, free_bytes, old_bytes if lists else None))
 
-    def check() -> None:
-        store.remove([probe, *(file for file in sizes if file.startswith(".probe-"))])  # and of starts that were killed
-        for disk in {disk for disk, _, _ in reports}:
-            needed = copies * sum(size for other, size, _ in reports if other == disk)
-            room = min(room for other, _, room in reports if other == disk)
-            if room < needed:
+    def check() -> bool:
+        is_full = False
+        for disk in {disk for disk, *_ in reports}:
+            one = sum(size for other, size, *_ in reports if other == disk)
+            free = min(free for other, _, free, _ in reports if other == disk)
+            room = free + min(old for other, _, _, old in reports if other == disk and old is not None)
+            if room < copies * one:
                 raise _NoRoomError(
                     f"{store.url}: has room for {room / 1e9:.2f} GB, but {copies} checkpoints of "
-                    f"{needed / copies / 1e9:.2f} GB must fit (checkpoint.keep and the one being written); free some "
+                    f"{one / 1e9:.2f} GB must fit (checkpoint.keep and the one being written); free some "
                     "space, lower checkpoint.keep, or move the checkpoints and name checkpoint.folder after them"
                 )
+            is_full |= free < one
+        return is_full
 
-    ranks.from_rank_0(check)
+    return ranks.from_rank_0(check)
 
 
 def _kept_for_ever(name: str, settings: Checkpoint) -> bool:

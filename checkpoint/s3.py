@@ -61,6 +61,7 @@ PASSING_ERRORS = (
     ResponseParserError,
     ValueError,  # of botocore, where a bit of a number in an answer flipped
 )
+PROBE = ".probe"
 # What the store says in each of these answers. A page without it, such as an empty one, is a proxy's.
 SAID = {
     "put_object": "ETag",
@@ -120,6 +121,11 @@ class S3Store:
             sizes |= {self._name(entry["Key"]): entry["Size"] for entry in page.get("Contents", ())}
         return sizes
 
+    def folders(self) -> set[str]:
+        following = {"ContinuationToken": "NextContinuationToken"}
+        pages = self._pages("list_objects_v2", "", following, Delimiter="/")
+        return {self._name(entry["Prefix"]).rstrip("/") for page in pages for entry in page.get("CommonPrefixes", ())}
+
     def read(self, name: str) -> bytes:
         def fetch() -> bytes:
             return self._ask("get_object", Key=self._key(name))["Body"].read()
@@ -165,6 +171,11 @@ class S3Store:
     def put(self, name: str, data: bytes) -> None:
         self._call("put_object", name, Body=data)
 
+    def check_writable(self) -> None:
+        self.put(PROBE, b"")
+        with suppress(CheckpointError):  # a bucket may be one that keeps all: the next start writes the same object
+            self.remove([PROBE])
+
     def remove(self, names: list[str]) -> None:
         # One request each: DeleteObjects answers 200 even where it removed nothing.
         def delete(name: str) -> None:
@@ -186,14 +197,14 @@ class S3Store:
                     with suppress(_NotFoundError):
                         self._call("abort_multipart_upload", name, UploadId=upload["UploadId"])
 
-    def _pages(self, method: str, folder: str, following: dict[str, str]) -> Iterator[dict[str, Any]]:
+    def _pages(self, method: str, folder: str, following: dict[str, str], **options: str) -> Iterator[dict[str, Any]]:
         """All pages of a listing of `folder`, "" or with a slash at its end.
 
         `following`: what asks for the next one → what the one before calls it.
         """
         more: dict[str, str] = {}
         while True:
-            page = self._repeated(folder, partial(self._ask, method, Prefix=self._key(folder), **more))
+            page = self._repeated(folder, partial(self._ask, method, Prefix=self._key(folder), **options, **more))
             yield page
             if not page["IsTruncated"]:
                 return

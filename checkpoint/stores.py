@@ -8,9 +8,10 @@ import fcntl
 import io
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import IO, Any, Protocol, cast
 
 import numpy as np
@@ -39,6 +40,9 @@ class Store(Protocol):
     def sizes(self, prefix: str = "") -> dict[str, int]:
         """Name → bytes of everything under the folder `prefix`; empty if there is nothing."""
 
+    def folders(self) -> set[str]:
+        """Names of the folders at the top: far fewer than there are files."""
+
     def read(self, name: str) -> bytes:
         """All of a small file. Raises DamagedError if it does not exist."""
 
@@ -53,6 +57,9 @@ class Store(Protocol):
 
     def put(self, name: str, data: bytes) -> None:
         """Write a small file at once: it is seen whole or not at all, and lasts."""
+
+    def check_writable(self) -> None:
+        """Raises CheckpointError where nothing can be written. Leaves nothing."""
 
     def remove(self, names: list[str]) -> None:
         """Remove files, the first before all others; those already gone are passed over."""
@@ -133,6 +140,18 @@ class LocalStore:
                 os.fsync(descriptor)
                 os.close(descriptor)
 
+    def check_writable(self) -> None:
+        made = [folder for folder in (self.folder, *self.folder.parents) if not folder.exists()]
+        with _reported(self.url):
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                with NamedTemporaryFile(dir=self.folder, prefix=".probe-"):
+                    pass
+            finally:
+                for folder in made:
+                    with suppress(OSError):
+                        folder.rmdir()
+
     def remove(self, names: list[str]) -> None:
         parents = {(self.folder / name).parent for name in names} - {self.folder}
         links = {parent for parent in parents if parent.is_symlink()}  # what they lead to is not ours to remove
@@ -152,15 +171,32 @@ class LocalStore:
         pass  # unfinished files are files like others
 
     def folders(self) -> set[str]:
-        """Names at the top, whatever they are."""
         with _reported(self.url):
-            return set(os.listdir(self.folder))
+            try:
+                return {entry.name for entry in os.scandir(self.folder) if entry.is_dir()}
+            except FileNotFoundError:
+                return set()
+
+    def remove_empty(self, names: Collection[str]) -> None:
+        """Remove those of these folders that nothing is in: a save that was killed may leave one."""
+        for name in names:
+            with suppress(OSError):
+                (self.folder / name).rmdir()
 
     def touch(self, name: str) -> None:
         """Make an empty file."""
         with _reported(f"{self.url}/{name}"):
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / name).touch()
+
+    def has(self, name: str) -> bool:
+        """Whether there is such a file."""
+        return (self.folder / name).exists()
+
+    def probes(self) -> list[str]:
+        """The files at the top that starts have made to see who shares the disk."""
+        with _reported(self.url):
+            return [name for name in os.listdir(self.folder) if name.startswith(".probe-")]
 
     def free_bytes(self) -> int:
         """Room left on the disk."""

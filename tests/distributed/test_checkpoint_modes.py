@@ -378,6 +378,69 @@ def _train_on_own_disks(folder, first, last, new):
     return sorted(int(name.split("-")[1]) for name in run.checkpoint.store.folders())
 
 
+def _start_on_own_disks(folder, order, upload, full=False):
+    """What a start comes to, with a save at its first step whose copy to the second place fails, if it gets there."""
+    rank, init, free_bytes = dist.get_rank(), LocalStore.__init__, LocalStore.free_bytes
+
+    def on_own_disk(store, place):
+        init(store, str(place).replace("near", f"near{order[rank]}"))
+
+    def fail(*arguments):
+        raise CheckpointError("the second place is away")
+
+    LocalStore.__init__ = on_own_disk  # type: ignore[method-assign]
+    LocalStore.free_bytes = lambda store: 0 if full and any(store.folders()) else free_bytes(store)
+    manager.copy_pieces = fail
+    run = Run(f"{folder}/near", (2,), interval=1, upload=f"{folder}/{upload}" if upload else "", visibility_seconds=0.1)
+    try:
+        step = run.checkpoint.load()
+        run.train(step, step + 1)
+    except (CheckpointError, ConfigError) as error:
+        return str(error)
+    return "trained"
+
+
+def test_disks_of_nodes_alone_are_no_place_for_checkpoints(tmp_path):
+    """Of which each would hold a part: where ranks are numbered anew, none finds all of them."""
+    for upload, key in (("", "folder"), ("near-too", "upload")):
+        for message in run_ranks(2, _start_on_own_disks, str(tmp_path), (0, 1), upload):
+            assert message.startswith(f"checkpoint.{key} = '{tmp_path}/")
+            assert "have disks of their own there" in message
+        assert not list(tmp_path.glob("near*/*"))
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_run_is_not_begun_anew_when_its_only_checkpoint_is_of_another_rank_0(tmp_path, full):
+    """Its copy to the second place had failed, and torchrun numbered the machines anew; nor does it go for room."""
+    (message, _) = run_ranks(2, _start_on_own_disks, str(tmp_path), (0, 1), "far")
+    assert message == "the second place is away"
+    before = sorted(tmp_path.rglob("*"))
+    for message in run_ranks(2, _start_on_own_disks, str(tmp_path), (1, 0), "far", full):
+        assert "nothing is started anew: start with rank 0 on" in message
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_of_a_disk_that_all_share_only_rank_0_lists_the_files(tmp_path):
+    """Thousands of ranks, each of which has its own files there, would ask for millions."""
+    assert run_ranks(2, _count_listings, str(tmp_path)) == [[0, 2], [0, 0]]
+
+
+def _count_listings(folder):
+    sizes, listed = LocalStore.sizes, []
+
+    def watch(store, prefix=""):
+        listed.append(prefix)
+        return sizes(store, prefix)
+
+    LocalStore.sizes = watch
+    run = Run(folder, (2,), interval=1, keep=0, keep_every=1)
+    run.checkpoint._remove_superfluous = lambda *_: None  # which lists in the background
+    run.train(0, 2)
+    saving = listed.count("")
+    run.checkpoint.load()
+    return [saving, listed.count("") - saving]
+
+
 def test_other_disks_keep_their_part_of_what_rank_0_cannot_remove(tmp_path):
     """Its manifest stays, and so must its data; what rank 0 can remove goes everywhere."""
     assert run_ranks(2, _train_beside_a_stuck_file, str(tmp_path)) == [[1, 3], [1, 3]]
@@ -545,6 +608,55 @@ def test_a_disk_with_no_room_for_what_is_kept_is_refused_before_the_first_step(t
     assert os.listdir(tmp_path) == []
 
 
+def test_a_start_killed_before_the_removal_that_makes_room_does_not_block_the_next(tmp_path, monkeypatch):
+    """A disk of just the room that is asked for holds one more than is kept."""
+    Run(tmp_path, interval=1, keep=3).train(0, 3)
+    one = max(3 * sum(parameter.nbytes for parameter in Tower().parameters()), _bytes_in(tmp_path) // 3)
+    monkeypatch.setattr(LocalStore, "free_bytes", lambda self: 3 * one - _bytes_in(tmp_path))
+    assert Run(tmp_path, keep=2).checkpoint.load() == 3
+    assert steps_in(tmp_path) == [3, 2]
+
+
+def _bytes_in(folder):
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def test_what_a_save_that_failed_or_was_killed_leaves_is_no_folder(tmp_path, monkeypatch):
+    run = Run(tmp_path, interval=1, keep=1)
+    monkeypatch.setattr("checkpoint.stores._DirectWriter.finish", _raise_full)
+    with pytest.raises(CheckpointError, match="No space left"):
+        run.train(0, 1)
+    assert os.listdir(tmp_path) == []
+    monkeypatch.undo()
+    (tmp_path / "step-00000001-000000010000").mkdir()
+    run.train(1, 2)
+    assert [name[:13] for name in os.listdir(tmp_path)] == ["step-00000002"]
+
+
+def _raise_full(writer):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_run_that_has_come_further_than_it_is_to_go_is_refused(tmp_path):
+    """Its weights are those of another schedule's middle, and what is due at the last step would be left out."""
+    Run(tmp_path).train(0, 4)
+    with pytest.raises(ConfigError, match=r"training.steps = 3: this run has come to step 4.*allowed are 4 and more"):
+        Run(tmp_path, steps=3).checkpoint.load()
+    assert Run(tmp_path, steps=4).checkpoint.load() == 4
+
+
+@pytest.mark.parametrize("key", ["folder", "upload"])
+def test_a_place_that_cannot_be_written_to_is_found_before_anything_is_written(tmp_path, key):
+    (tmp_path / "file").write_text("")
+    places = {"folder": str(tmp_path / "new" / "folder"), key: str(tmp_path / "file" / "folder")}
+    with pytest.raises(
+        CheckpointError, match=f"checkpoint.{key} = '.*/file/folder': cannot be written to: .*Not a dir"
+    ):
+        manager.check_places(Checkpoint(**places), tmp_path / "run")
+    manager.check_places(Checkpoint(**places, enable=False), tmp_path / "run")
+    assert os.listdir(tmp_path) == ["file"]
+
+
 def test_room_is_counted_per_disk(tmp_path):
     """Two ranks share a disk: what each of them writes must fit, twice."""
     assert run_ranks(2, _room, str(tmp_path), 240) == [True, True]
@@ -608,7 +720,8 @@ def _room(folder, rank_bytes, keep_every=0, disk=0, hidden=""):
     store.sizes = sizes  # type: ignore[method-assign]
     try:
         settings = Checkpoint(keep=1, keep_every=keep_every)
-        retention.check_room(store, manager.build_ranks(60), rank_bytes, settings)
+        ranks = manager.build_ranks(60)
+        retention.check_room(store, ranks, retention.meet_neighbours(store, ranks).disk, rank_bytes, settings)
     except CheckpointError:
         return False
     return True

@@ -24,10 +24,10 @@ from urllib3.util import connection
 
 from checkpoint import s3
 from checkpoint.hf import export_model, import_model
-from checkpoint.manager import check_initial_load
+from checkpoint.manager import check_initial_load, check_places
 from checkpoint.retention import committed, remove_checkpoints
 from checkpoint.s3 import S3Store
-from checkpoint.stores import CheckpointError, DamagedError, open_store
+from checkpoint.stores import CheckpointError, DamagedError, LocalStore, open_store
 from config import Checkpoint
 from data.tokenizer import train_tokenizer
 from tests.distributed.checkpoint_kills import survive_kills
@@ -239,6 +239,31 @@ def test_initial_load_is_looked_for_with_the_waits_that_are_set(stubbed, monkeyp
     with pytest.raises(CheckpointError, match="failed 5 times"):
         Run("unused", **settings).checkpoint.load()
     assert waits == [3, 3]
+
+
+def test_the_folders_of_a_store_are_asked_for_without_their_files(stubbed):
+    def page(arguments):
+        assert (arguments["Prefix"], arguments["Delimiter"]) == ("run/", "/")
+        start = int(arguments.get("ContinuationToken", 0))
+        more = {"IsTruncated": start < 2, "NextContinuationToken": f"{start + 1}"}
+        return {"CommonPrefixes": [{"Prefix": f"run/step-0000000{start}-0123456789ab/"}], **more}
+
+    assert stubbed(list_objects_v2=page).folders() == {f"step-0000000{i}-0123456789ab" for i in range(3)}
+
+
+def test_a_place_that_may_only_be_read_is_found_before_anything_is_written(stubbed, monkeypatch):
+    """One that keeps all that was ever written to it is none of those."""
+
+    def refuse(arguments):
+        raise error("AccessDenied", 403)
+
+    settings = Checkpoint(folder="here", upload="s3://bucket/run")
+    for answers, match in (({"put_object": refuse}, "AccessDenied"), ({"delete_object": refuse}, "")):
+        store = stubbed(**{"put_object": lambda arguments: {"ETag": "x"}} | answers)
+        monkeypatch.setattr("checkpoint.manager._open_stores", lambda *_, store=store: [LocalStore("here"), store])
+        monkeypatch.setattr(LocalStore, "check_writable", lambda self: None)
+        with pytest.raises(CheckpointError, match=f"checkpoint.upload = .*{match}") if match else nullcontext():
+            check_places(settings, Path("unused"))
 
 
 @pytest.mark.parametrize("token", [{}, {"NextContinuationToken": "same"}])

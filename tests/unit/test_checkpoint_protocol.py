@@ -13,10 +13,10 @@ import pickle
 import random
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -247,6 +247,9 @@ class Place:
         checkpoint, _, file = name.rpartition("/")
         if file == "MANIFEST.json" and self is self.disks[0] and checkpoint in self.committed():
             self.world.check_may_go(self, checkpoint)
+        elif file == "MANIFEST.json" and self is not self.disks[0] and checkpoint not in self.damaged:
+            known = set().union(*(place.committed() for place in self.world.places.values()))
+            assert known, f"{checkpoint} goes, which was committed when rank 0 was here, and nothing is left"
         self.objects[name].removed = self.world.now
         self.check_whole()
 
@@ -273,6 +276,9 @@ class Bucket:
                 for name in sorted(objects)
                 if self.place.seen(name, self.world.turns.running) and name.startswith(f"{prefix}/" if prefix else "")
             }
+
+    def folders(self) -> set[str]:
+        return {name.partition("/")[0] for name in self.sizes() if "/" in name}
 
     def _data(self, name: str) -> bytes:
         with self.world.operation(self.place) as flip:
@@ -362,9 +368,15 @@ class Disk(Bucket, LocalStore):
         for name in names:
             self._remove(name)
 
-    def folders(self) -> set[str]:
+    def has(self, name: str) -> bool:
         with self.world.operation(self.place):
-            return {name.partition("/")[0] for name in self.place.there()}
+            return name in self.place.there()
+
+    def probes(self) -> list[str]:
+        return []
+
+    def remove_empty(self, names: Collection[str]) -> None:
+        pass  # there are no folders here, only names
 
     def touch(self, name: str) -> None:
         with self.world.operation(self.place):
@@ -449,6 +461,7 @@ class World:
         self.now, self.run_folder, self.is_tight = 1.7e9, run_folder, is_tight
         self.size, self.per_node, self.is_sharded, self.chance = size, per_node, is_sharded, random.Random(seed)
         self.disks: dict[str, list[Place]] = {}  # by url; one, or one of each node with that of rank 0 first
+        second = "bucket" if first == "nodes" and not second else second  # without one such a run is refused
         for url, kind in ((FIRST, first), (SECOND, second)):
             if kind:
                 self.disks[url] = [Place(url, self, kind != "bucket") for _ in range(3 if kind == "nodes" else 1)]
@@ -617,14 +630,17 @@ class World:
 
     def do_save(self, seconds: float = 0, fault: Fault | None = None) -> None:
         self.now += seconds
+        if self._are_alive() and self.step >= self.config.training.steps:  # done: only a longer run goes on
+            self.config = replace(self.config, training=Training(steps=self.step + LAST_STEP))
+            self.do_restart()
         if self._are_alive():
             self._go_on(self.step + 1)
             self._check_saved(fault, lambda checkpoint: checkpoint.save(self.step))
 
     def do_finish(self, is_last: bool = True, fault: Fault | None = None) -> None:
         if self._are_alive():
-            if is_last and self.step < LAST_STEP:
-                self._go_on(LAST_STEP)
+            if is_last and self.step < self.config.training.steps:
+                self._go_on(self.config.training.steps)
             self._check_saved(fault, lambda checkpoint: checkpoint.finish(self.step))
             self._end()
 
@@ -658,6 +674,13 @@ class World:
             disk = self.disks[FIRST][node % len(self.disks[FIRST])]
             disk.damaged |= {name.partition("/")[0] for name in disk.there()}
             disk.objects.clear()
+
+    def do_renumber(self) -> None:
+        """The ranks of two machines change places."""
+        self._end()
+        if len(self.disks[FIRST]) > 1:
+            disks = self.disks[FIRST]
+            disks[0], disks[1] = disks[1], disks[0]
 
     def do_stick(self, url: str, which: int, node: int = 0) -> None:
         if url in self.disks:
@@ -774,9 +797,10 @@ class World:
             for disk in {id(disk): disk for disk in (self.place_of(i, place.url) for i in range(self.size))}.values():
                 old = {name for name in disk.begun() if self.now - int(name[-12:-4], 16) > OLD_SECONDS + 10}
                 assert old <= stuck, f"left over in {place.url}, {disk.disks.index(disk)}: {old}"
-        if new - steps:
-            assert models - stuck == new - steps
-        assert models or self.step != LAST_STEP or not self.settings.save_model
+        if new - steps:  # of each step one
+            kinds = {name.rpartition("-")[0] for name in new}
+            assert {name for name in models - stuck if name.rpartition("-")[0] in kinds} == new - steps
+        assert models or self.step != self.config.training.steps or not self.settings.save_model
 
     def _load(self, fault: Fault | None) -> None:
         order = list(self.places.values())
@@ -913,6 +937,7 @@ actions = st.one_of(
     st.tuples(st.just("away"), urls),
     st.tuples(st.just("back")),
     st.tuples(st.just("lose"), ranks),
+    st.tuples(st.just("renumber")),
     st.tuples(st.just("resize"), st.integers(1, 3), st.integers(1, 2)),
     st.tuples(st.just("calm")),
 )

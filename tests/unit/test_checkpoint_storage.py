@@ -3,6 +3,7 @@
 import ctypes
 import errno
 import fcntl
+import gc
 import hashlib
 import io
 import itertools
@@ -13,6 +14,7 @@ import os
 import pickle
 import zlib
 from pathlib import Path, PosixPath
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -521,3 +523,19 @@ def test_full_blocks_are_written_past_the_page_cache(tmp_path, monkeypatch):
     with LocalStore(tmp_path).create("file") as stream:
         stream.write(bytes(17 << 20))
     assert direct == [True, True, False], "two blocks, and a rest that is none"
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_an_index_is_read_without_collections_that_would_look_through_it_while_it_grows(tmp_path, collects):
+    Run(tmp_path).train(0, 1)
+    pickled = next(tmp_path.glob("step-*/.metadata")).read_bytes()
+    seen = []
+    was, _ = gc.isenabled(), gc.enable() if collects else gc.disable()
+    try:
+        find_class = mock.Mock(side_effect=lambda *_: seen.append(gc.isenabled()))
+        with mock.patch("checkpoint.manifest._IndexUnpickler.find_class", find_class), pytest.raises(DamagedError):
+            unpickle_metadata(pickled)
+        assert set(seen) == {False}
+        assert gc.isenabled() == collects
+    finally:
+        gc.enable() if was else gc.disable()

@@ -1,6 +1,7 @@
 """The command lines that list and verify checkpoints."""
 
 import errno
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from checkpoint import verify
 from checkpoint.list import print_table, run
 from checkpoint.retention import committed
 from checkpoint.stores import CheckpointError, open_store
@@ -72,6 +74,21 @@ def test_verify_reads_every_byte(folder, tool):
     assert code == 1
     assert "__0_1.distcp: checksum of" in text
     assert tool("verify", newest)[0] == 1
+
+
+def test_what_a_run_removes_while_it_is_verified_is_not_damaged(folder, tool, monkeypatch):
+    oldest, verify_items = folder / committed(open_store(folder))[-1], verify.verify_items
+
+    def remove_first(opened, on_progress):
+        if opened.name == oldest.name:
+            shutil.rmtree(oldest)
+        verify_items(opened, on_progress)
+
+    monkeypatch.setattr("checkpoint.verify.verify_items", remove_first)
+    code, text = tool("verify", folder)
+    assert code == 0
+    assert f"{oldest.name}: removed meanwhile" in text
+    assert text.count("intact") == 1
 
 
 def test_stock_dcp_is_neither_damaged_nor_vouched_for(tmp_path, tool):

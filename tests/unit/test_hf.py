@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -414,3 +415,13 @@ def test_memory_is_bounded_by_a_file_not_by_the_model(tmp_path, tokenizer_folder
     back = peak_mb("import", tmp_path / "hf", tmp_path / "ours")
     assert out <= file_mb + ALLOWED_MB
     assert back <= file_mb + ALLOWED_MB
+
+
+@pytest.mark.parametrize(("gigabytes", "files"), [("inf", 1), ("1e-4", None), ("nan", 0), ("0", 0)])
+def test_bytes_per_file_may_be_without_limit(tmp_path, tokenizer_folder, gigabytes, files):
+    hf_folder(tmp_path / "hf", "llama3", tokenizer_folder, torch.float32)
+    import_model(tmp_path / "hf", str(tmp_path / "ours"), check="tensors")
+    with pytest.raises(SystemExit) if files == 0 else nullcontext():
+        hf.main(["export", str(tmp_path / "ours"), str(tmp_path / "out"), f"--file-gb={gigabytes}", "--check=tensors"])
+    made = len(list((tmp_path / "out").glob("*.safetensors")))
+    assert made == files if files is not None else made > 1
