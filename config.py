@@ -809,15 +809,30 @@ def check_places(config: Config) -> None:
     for key in (*folders, *for_checkpoints, "data.datasets", "validation.datasets"):
         value = _get(config, key)
         for place in (value,) if isinstance(value, str) else value:
-            if place.startswith("~"):
-                raise ConfigError(f"{key} = {place!r}: ~ is not expanded here; write the whole path")
-            if cut := re.match(r"(\w+):/(?!/)", place):
-                raise ConfigError(f"{key} = {place!r}: a URL has two slashes, {cut[1]}://{place[cut.end() :]}")
+            if mistake := misread(place):
+                raise ConfigError(f"{key} = {place!r}: {mistake}")
             if key in folders and "://" in place:
                 hint = "; checkpoint.folder and checkpoint.upload may be one" if key.startswith("run") else ""
                 raise ConfigError(f"{key} = {place!r}: must be a folder, not a URL{hint}")
             if key in for_checkpoints and "://" in place and not re.match("s3://[^/]", place):
                 raise ConfigError(f"{key} = {place!r}: must be a folder or s3://bucket/prefix")
+
+
+def misread(place: str) -> str:
+    """Why a folder or URL would be taken for something else, the end of an error; "" if it would not."""
+    if place.startswith("~"):
+        return "~ is not expanded here; write the whole path"
+    cut = re.match(r"(\w+):/(?!/)", place)
+    return f"a URL has two slashes, {cut[1]}://{place[cut.end() :]}" if cut else ""
+
+
+def misplaced(output: str) -> str:
+    """Why a command cannot write to what its `--output` names, the end of an error; "" if it may."""
+    if not output:
+        return "must not be empty"
+    if "://" in output:
+        return "must be on this machine; copy it from there when it is finished"
+    return misread(output)
 
 
 def check_checkpointing(config: Config) -> None:

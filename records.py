@@ -11,6 +11,8 @@ import tempfile
 from pathlib import Path
 from typing import IO, Any
 
+from config import misplaced
+
 
 def open_records(path: Path) -> IO[str]:
     """The file, to add lines to. What was cut off at its end goes first: the next line would be glued to it."""
@@ -32,9 +34,16 @@ def write_atomically(path: Path, data: bytes | memoryview) -> None:
     temporary.replace(path)
 
 
+def output_path(text: str) -> Path:
+    """What an `--output` names, for argparse."""
+    if mistake := misplaced(text):
+        raise argparse.ArgumentTypeError(f"{text}: {mistake}")
+    return Path(text)
+
+
 def output_file(text: str) -> Path:
     """The file that an `--output` names, with its folder made: argparse finds out before the work, not after it."""
-    path = Path(text)
+    path = output_path(text)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

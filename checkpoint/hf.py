@@ -33,13 +33,14 @@ from checkpoint.ranks import Ranks
 from checkpoint.state import model_tensors
 from checkpoint.storage import commit, read_state, write_items
 from checkpoint.stores import CheckpointError, Store, open_store
-from config import command_line, tomllib
+from config import command_line, misread, tomllib
 from data.tokenizer import TOKENIZER, Tokenizer, declared_eos, find_chat_template, load_tokenizer, parse_tokenizer
 from metrics import quiet_vain_warnings
 from models import recorded_model
 from models.llama import FLAVORS
 from models.llama.hf import check_hf_names, from_hf_config, hf_names, to_hf_config
 from models.llama.model import Llama, LlamaConfig
+from records import output_path
 
 PIECE_BYTES = 16 << 20  # of an imported tensor: so each rank reads little more than it needs
 # What is taken along, as it is.
@@ -67,8 +68,6 @@ def export_model(
     `dtype` is "bfloat16" or "float32"; `tokenizer` a tokenizer.json or the folder of one, None: the run's own;
     `max_positions` 0: the length of the training's sequences. `check`: see `check_result`. Raises CheckpointError.
     """
-    if "://" in str(folder):
-        raise CheckpointError(f"{folder}: an export is written to a folder; copy it from there")
     if folder.exists():
         raise CheckpointError(f"{folder}: exists; name a new folder")
     partial = folder.with_name(f"{folder.name}.partial")
@@ -263,6 +262,8 @@ def import_model(folder: Path, place: str, *, check: str) -> None:
 
 def _new_checkpoint(place: str) -> tuple[Store, str]:
     """The store and the name of a checkpoint that is to be made. Raises CheckpointError if there is something."""
+    if mistake := misread(place):
+        raise CheckpointError(f"{place}: {mistake}")
     parent, _, name = place.rstrip("/").rpartition("/")
     if name in ("", ".", "..") or parent.endswith(":/"):
         raise CheckpointError(f"{place}: name a new folder, or a prefix in a bucket")
@@ -395,7 +396,7 @@ def main(argv: list[str]) -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     out = commands.add_parser("export", help="a checkpoint as a folder that transformers and vLLM load")
     out.add_argument("place", metavar="RUN_OR_CHECKPOINT", help="run, checkpoints or one checkpoint; folder or s3://")
-    out.add_argument("folder", type=Path, metavar="HF_FOLDER", help="new folder")
+    out.add_argument("folder", type=output_path, metavar="HF_FOLDER", help="new folder")
     out.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="default %(default)s")
     out.add_argument(
         "--file-gb", type=float, default=5.0, help="10^9 bytes per file, about; inf: one file (default %(default)s)"

@@ -66,6 +66,8 @@ def list_files(sources: Sequence[str]) -> list[File]:
     """
     files: dict[str, File] = {}
     for source in sources:
+        if not source:  # would be the working directory
+            raise DataError("--source : must not be empty")
         found = _stdlib_files() if source == STDLIB else _expand(source)
         if not found:
             raise DataError(

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 from isal import isal_zlib
 
+from config import misplaced
 from data.shards import FORMAT, INDEX_SCHEMA, VERSION, DataError, Shard, digest, seal, token_schema
 from data.tokenizer import Tokenizer
 from records import write_atomically
@@ -59,8 +60,8 @@ def check_output(output: str, overwrite: bool, validation_fraction: float, block
             raise DataError(f"--{name} {value}: must be above 0 and finite")
     if not 0 <= validation_fraction < 1:
         raise DataError(f"--validation-fraction {validation_fraction}: must be at least 0 and below 1")
-    if "://" in output:
-        raise DataError(f"--output {output}: must be a folder on this machine; copy it from there when it is finished")
+    if mistake := misplaced(output):
+        raise DataError(f"--output {output}: {mistake}")
     try:
         output.encode()
     except UnicodeEncodeError:  # Arrow could not open a file there, nor a config name it

@@ -28,7 +28,7 @@ from float8.convert import build_linear_config, check_float8, convert_to_float8,
 from loss import cross_entropy
 from models import build_model, find_model
 from parallel.comm import device_type
-from records import read_records
+from records import output_path, read_records
 from trained import load_trained
 
 ROOT = Path(__file__).parents[1]
@@ -149,7 +149,7 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("--seeds", type=int, default=3, help="runs of each kind, at least 2 (default %(default)s)")
     parser.add_argument("--processes", type=int, default=1, help="processes of each run (default %(default)s)")
-    parser.add_argument("--output", type=Path, default=Path("outputs/float8-parity"), help="default %(default)s")
+    parser.add_argument("--output", type=output_path, default=Path("outputs/float8-parity"), help="default %(default)s")
     arguments, rest = parser.parse_known_args(argv)
     if arguments.seeds < 2 or arguments.processes < 1:
         parser.error("--seeds must be at least 2, for their spread, and --processes at least 1")

@@ -65,6 +65,12 @@ def test_the_command(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
         main(words)
 
 
+def test_the_report_is_written_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--output=s3://bucket/report"])
+    assert "argument --output: s3://bucket/report: must be on this machine" in capsys.readouterr().err
+
+
 def test_without_matplotlib(dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match=r"\./setup.sh test, or pip install matplotlib"):

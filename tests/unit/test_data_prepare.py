@@ -787,6 +787,10 @@ TO_BOTH += [
     "--output=s3://bucket/out",
     "--output=a-file/out",
     "--output=\udcfc",
+    "--output=~/out",
+    "--output=s3:/bucket/out",
+    "--output=",
+    "--source=",
 ]
 TO_PREPARE = ["--max-characters=-5", "--processes=-1", "--vocab-size=256", "--eos-token=</s>"]
 TO_PREPARE += ["--vocab-size=300 --tokenizer=T", "--text-key=body --format=chat"]

@@ -142,6 +142,21 @@ def test_a_place_that_is_none_is_refused(tmp_path, tokenizer_folder, place):
         import_model(tmp_path / "hf", place, check="auto")
 
 
+@pytest.mark.parametrize("place", ["~/x", "s3:/bucket/x"])
+def test_a_place_that_would_be_taken_for_another_is_refused(tmp_path, tokenizer_folder, monkeypatch, place):
+    monkeypatch.chdir(tmp_path)
+    hf_folder(tmp_path / "hf", "llama3", tokenizer_folder)
+    with pytest.raises(CheckpointError, match=r"~ is not expanded|a URL has two slashes, s3://bucket/x"):
+        import_model(tmp_path / "hf", place, check="auto")
+
+
+@pytest.mark.parametrize("folder", ["s3://bucket/x", "s3:/bucket/x", "~/x", ""])
+def test_an_export_is_written_to_a_folder_here(tmp_path, folder, capsys):
+    with pytest.raises(SystemExit):
+        hf.main(["export", str(tmp_path), folder])
+    assert f"argument HF_FOLDER: {folder}: " in capsys.readouterr().err
+
+
 def test_a_folder_in_the_root_is_not_one_in_the_working_directory(tmp_path, tokenizer_folder, monkeypatch):
     hf_folder(tmp_path / "hf", "llama3", tokenizer_folder)
     (tmp_path / "here" / "etc").mkdir(parents=True)
