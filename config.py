@@ -57,7 +57,8 @@ def command_line(mistake: int = 1) -> Iterator[None]:
             if isinstance(sys.stdout, io.TextIOWrapper):
                 sys.stdout.reconfigure(errors="backslashreplace")  # not every locale has all letters
             check_encoding(sys.argv[1:])
-            yield
+            with file_errors():
+                yield
         except TitaniteError as error:
             code = f"error: {error}"  # which Python's end says, and exits with 1
         except SystemExit as ended:  # as of --help
@@ -78,6 +79,17 @@ def command_line(mistake: int = 1) -> Iterator[None]:
         code = mistake
     if code:
         sys.exit(code)
+
+
+@contextmanager
+def file_errors() -> Iterator[None]:
+    """An OSError that names a file, as of a folder that one may not enter, in one line. Raises TitaniteError."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            raise
+        raise TitaniteError(f"{error.filename}: {error.strerror}") from None
 
 
 def check_encoding(words: Sequence[str]) -> None:
@@ -526,7 +538,7 @@ def read_toml(path: Path, _children: tuple[Path, ...] = ()) -> dict[str, Any]:
         raise ConfigError(f"{path}: {error}") from None
     if base is None:
         return values
-    if not isinstance(base, str):
+    if not isinstance(base, str) or "\0" in base:
         raise ConfigError(f"{path}: base = {base!r}: must be the path of a TOML file")
     merged = read_toml(path.parent / base, (*_children, path.resolve()))
     for section, entries in values.items():
@@ -641,6 +653,8 @@ def _check_value(key: str, value: Any, kind: Any) -> Any:
         raise _bad_value(key, value, _kind_name(kind))
     if base is str and re.search("[\ud800-\udfff]", value):
         raise _bad_value(key, value, "valid text, in UTF-8")
+    if base is str and "\0" in value:
+        raise _bad_value(key, value, "without a null character")
     if base is str and re.search(r"://[^/@]*@", value):
         raise ConfigError(f"{key} = {_redact(value)!r}: credentials in a URL; they are taken from the environment only")
     return value

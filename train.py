@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from checkpoint.manager import CheckpointManager, check_initial_load, check_places
-from config import Config, ConfigError, TitaniteError, grad_accum_steps, load_config, loss_chunks
+from config import Config, ConfigError, TitaniteError, file_errors, grad_accum_steps, load_config, loss_chunks
 from data.loader import Batch, build_dataloader, validation_batches
 from float8.convert import check_float8, convert_to_float8, summarize
 from float8.fsdp import precompute_scales
@@ -271,7 +271,8 @@ def main() -> None:
     """Train as the command line says; a mistake is explained in one line and ends with exit code 2."""
     environment = launch_environment()
     try:
-        train(load_config(sys.argv[1:]))
+        with file_errors():
+            train(load_config(sys.argv[1:]))
     except TitaniteError as error:
         running = dist.is_initialized()
         if environment.local_rank > 0 and (error.agreed or not running):

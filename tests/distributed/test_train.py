@@ -347,6 +347,7 @@ def test_bad_input_ends_in_one_line(single: Path, dataset: Path, tmp_path: Path)
         ([data, f"--data.tokenizer={tmp_path / 'other.json'}"], ["data.tokenizer", "other.json"]),
         ([data, "--training.seq_len=1000000"], ["training.seq_len", "1000001"]),
         ([data, "--metrics.log_ranks=8,9"], ["metrics.log_ranks: rank 8", "0 to 0"]),
+        ([data, f"--run.folder={300 * 'a'}"], [f"{300 * 'a'}/tokenizer.json: File name too long"]),
         ([data, f"--run.folder={empty}"], ["run.folder", "not the folder of a run"]),
         (
             [data, f"--run.folder={single}", "--model.vocab_size=576"],

@@ -89,6 +89,7 @@ def test_command_line_values(words, get, value) -> None:
         (["--data.datasets=a,s3:/b/x"], ["data.datasets = 's3:/b/x'", "s3://b/x"]),
         (["--run.folder=~/x"], ["run.folder = '~/x'", "~ is not expanded"]),
         (["--checkpoint.initial_load=~me/x"], ["checkpoint.initial_load = '~me/x'", "~ is not expanded"]),
+        (["--run.folder=a\0b"], [r'run.folder = "a\u0000b"', "without a null character"]),
         (["--config=" + 300 * "a"], ["aaa: cannot be read: File name too long"]),
         (["--data.weights=1,x"], ["data.weights", '"x"', "a number"]),
         (2 * ["--data.datasets=s3://me:secret@x"], ["data.datasets: given twice", "s3://***@x"]),
@@ -154,6 +155,7 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
     assert "must be a section" in error_of("training = 3\n")
     assert "data = 's3://***@x': must be a section" in error_of("data = 's3://me:secret@x'\n")
     assert "leads back to itself" in error_of('base = "x.toml"\n')
+    assert "base = 'a\\x00b': must be the path" in error_of('base = "a\\u0000b"\n')
 
 
 def test_missing_base_is_named(tmp_path: Path) -> None:
@@ -323,6 +325,7 @@ with command_line():
         ("print('a line', flush=True); sys.stdin.read(); print('more'); raise KeyboardInterrupt", 130, ""),
         ("print('a line', flush=True); sys.stdin.read(); print('more'); sys.exit(0)", 1, ""),  # as after --help
         ("print('a line', flush=True); sys.exit('a mistake')", 1, "a mistake\n"),
+        ("print('a line', flush=True); raise PermissionError(13, 'is closed', 'a/b')", 1, "error: a/b: is closed\n"),
         (
             "print('a line', flush=True); sys.stdin.read(); print('more'); raise ConfigError('a mistake')",
             1,
