@@ -134,6 +134,7 @@ Decay = Annotated[float, Range(0.0, below=1.0)]
 
 REQUEST_ATTEMPTS = 5  # of each request to an object store for a checkpoint
 LONGEST_PAUSES_SECONDS = 15  # between them, together
+LARGEST = 2**53  # integer of a setting without a maximum of its own: a float can hold all below
 SLOWEST_BFLOAT16 = 0.98  # decay of a mean in bfloat16: it comes within 24 % of its input, at 0.999 it may never move
 PATIENCE = 0.8  # share of the time that a collective may take after which the watchdog finds that the job hangs
 
@@ -622,8 +623,9 @@ def _parse_value(text: str, kind: Any) -> Any:
     if get_origin(kind) is tuple and not text.lstrip().startswith("["):
         return [_parse_value(part.strip(), get_args(kind)[0]) for part in text.split(",") if part.strip()]
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        parsed = tomllib.loads(f"value = {text}")
+        return parsed["value"] if len(parsed) == 1 else text  # which may not go on with further lines
+    except ValueError:  # also a number of thousands of digits
         if float in (kind, *get_args(kind)):  # .5 and 1. are numbers to people, if not to TOML
             with suppress(ValueError):
                 return float(text)
@@ -651,6 +653,8 @@ def _check_value(key: str, value: Any, kind: Any) -> Any:
         raise _bad_value(key, value, _kind_name(kind))
     if allowed and value not in allowed:
         raise _bad_value(key, value, _kind_name(kind))
+    if base is int and value > LARGEST and not (allowed and allowed.max < math.inf):
+        raise _bad_value(key, value, "at most 2**53")
     if base is str and re.search("[\ud800-\udfff]", value):
         raise _bad_value(key, value, "valid text, in UTF-8")
     if base is str and "\0" in value:

@@ -200,7 +200,8 @@ class MetricsLogger:
             "step_seconds": step_seconds,
             "interval_steps": self.interval_steps,
         }
-        eta = timedelta(seconds=round(step_seconds * (self.steps - step)))
+        left = round(step_seconds * (self.steps - step))
+        eta = timedelta(seconds=left) if left < timedelta.max.total_seconds() else "unknown"
         logger.info(
             f"step {step:>{len(str(self.steps))}}/{self.steps}  loss {loss:.4f}  grad norm {grad_norm:.3f}  "
             f"lr {lr:.2e}  {tps:,.0f} tokens/s/device  MFU {_percent(row['mfu'])}  "

@@ -354,6 +354,17 @@ def test_metrics_rows_hold_the_rates_of_the_interval(tmp_path: Path, monkeypatch
     assert (named["validation_loss/web"], named["validation_loss/code"], named["validation_loss"]) == (3.0, 2.0, None)
 
 
+def test_a_run_too_long_for_a_date_logs_its_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = Config(training=Training(steps=2**53), metrics=Metrics(tensorboard=False))
+    metrics = MetricsLogger(config, tmp_path, 0, torch.device("cpu"), first_step=0, flops_per_token=50)
+    metrics.since -= 1.0
+    metrics.count_step(1000, data_wait_seconds=0.0)
+    with caplog.at_level("INFO"):
+        metrics.log_step(1, loss=3.5, grad_norm=0.5, lr=1e-3, tokens=1000)
+    metrics.close()
+    assert caplog.text.rstrip().endswith("ETA unknown")
+
+
 @pytest.mark.parametrize("full", ["metrics.jsonl", "data/rank-00000.jsonl", "profile/trace-step2-rank0.json.gz"])
 def test_a_full_disk_is_one_line_that_names_the_file(tmp_path: Path, full: str) -> None:
     (tmp_path / full).parent.mkdir(exist_ok=True)
