@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from config import TitaniteError, tomllib
-from records import read_records
+from records import read_records, write_output
 
 MAX_POINTS = 4000  # of a curve: longer ones are thinned to every n-th row
 TITLES = {
@@ -48,7 +48,7 @@ class RunError(TitaniteError):
 def write_page(runs: Sequence[Path], output: Path) -> list[Path]:
     """Write the page that compares these runs, but for those that logged no step; returns those compared.
 
-    Raises RunError.
+    Raises TitaniteError.
     """
     names = dict(zip(runs, _names(runs), strict=True))
     logged = {run: tables for run in runs if (tables := read_charts(run))}
@@ -71,7 +71,7 @@ def write_page(runs: Sequence[Path], output: Path) -> list[Path]:
     }
     template = Path(__file__).with_name("metrics_page.html").read_text(encoding="utf-8")
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")  # cannot end the script
-    output.write_text(template.replace('"DATA"', text), encoding="utf-8")
+    write_output(output, template.replace('"DATA"', text))
     return list(logged)
 
 
@@ -84,7 +84,11 @@ def read_charts(folder: Path) -> dict[str, dict[str, list[Any]]]:
     if (folder / "model.json").is_file() and not file.exists():
         return {}
     with _readable(file):
-        lines = file.read_text(encoding="utf-8").splitlines()
+        return _charts(file, file.read_text(encoding="utf-8").splitlines())
+
+
+def _charts(file: Path, lines: Sequence[str]) -> dict[str, dict[str, list[Any]]]:
+    """`read_charts` of these lines of `file`. Raises KeyError or TypeError where another program wrote them."""
     steps: dict[int, dict[str, Any]] = {}
     validations: dict[int, dict[str, Any]] = {}
     skipped: set[int] = set()
@@ -144,7 +148,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
     file = folder / "config.toml"
     with _readable(file):
         sections = tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    settings = {f"{section}.{key}": value for section, fields in sections.items() for key, value in fields.items()}
+        settings = {f"{section}.{key}": value for section, fields in sections.items() for key, value in fields.items()}
     start = _last_start(folder)
     settings |= {key: start[key] for key in ("world_size", "git_commit", "python") if key in start}
     return settings | {f"package {name}": version for name, version in start.get("packages", {}).items()}
@@ -181,7 +185,7 @@ def _summary(folder: Path, charts: Mapping[str, Mapping[str, list[Any]]], valida
 def _last_start(folder: Path) -> dict[str, Any]:
     file = folder / "starts.jsonl"
     with _readable(file):
-        return [{}, *read_records(file)][-1]
+        return dict([{}, *read_records(file)][-1])
 
 
 @contextmanager
@@ -193,6 +197,8 @@ def _readable(file: Path) -> Iterator[None]:
         raise RunError(f"{file}: cannot be read, {error.strerror}; name folders of runs") from None
     except ValueError as error:
         raise RunError(f"{file}: is damaged: {error}") from None
+    except (KeyError, TypeError, AttributeError) as error:
+        raise RunError(f"{file}: holds what no run has written: {type(error).__name__}: {error}") from None
 
 
 def _thinned(table: Mapping[str, list[Any]]) -> dict[str, list[Any]]:

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import IO, Any
 
-from config import misplaced
+from config import TitaniteError, misplaced
 
 
 def open_records(path: Path) -> IO[str]:
@@ -51,11 +51,24 @@ def output_file(text: str) -> Path:
     try:
         if path.is_dir():
             raise argparse.ArgumentTypeError(f"{path}: is a folder, must be a file")
-        with path.open("ab") if path.exists() else tempfile.TemporaryFile(dir=path.parent):
-            pass
+        if path.exists():
+            path.open("ab").close()
+        if path.is_file() or not path.exists():
+            tempfile.TemporaryFile(dir=path.resolve().parent).close()
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{path}: cannot be written: {error.strerror}") from None
     return path
+
+
+def write_output(path: Path, text: str) -> None:
+    """Write the file of an `--output`: as a whole, unless it is a pipe or a device. Raises TitaniteError."""
+    try:
+        if path.is_file() or not path.exists():
+            write_atomically(path.resolve(), text.encode())
+        else:
+            path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise TitaniteError(f"{path}: cannot be written: {error.strerror}") from None
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

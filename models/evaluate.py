@@ -21,7 +21,7 @@ from config import ConfigError, close_match, command_line
 from generate import Request, Sampling, Timing, stream_texts
 from models.scoring import Pair, log_likelihoods
 from parallel.comm import device_type
-from records import output_file
+from records import output_file, write_output
 from trained import Trained, add_place_arguments, load_from_arguments
 
 try:
@@ -191,7 +191,7 @@ def main(argv: list[str]) -> None:
         facts = {"checkpoint": trained.place, "step": trained.manifest.get("step"), "max_seq_len": max_seq_len}
         facts |= {"tokenizer": trained.tokenizer.fingerprint, "limit": arguments.limit}
         facts |= {key: results[key] for key in kept if key in results}
-        arguments.output.write_text(json.dumps(facts, indent=2, default=str) + "\n", encoding="utf-8")
+        write_output(arguments.output, json.dumps(facts, indent=2, default=str) + "\n")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -131,6 +132,18 @@ def test_a_run_that_ended_before_its_first_step_is_left_out(tmp_path: Path, caps
         main(["compare", *map(str, runs[:2]), *words])
 
 
+def test_a_full_disk_leaves_the_page_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, page = write_run(tmp_path / "run", [row(5, loss=2.0, step_seconds=1.0)], Config()), tmp_path / "page.html"
+    page.write_text("before")
+    monkeypatch.setattr("os.fsync", Mock(side_effect=OSError(28, "No space left on device")))
+    with pytest.raises(TitaniteError, match=r"page\.html: cannot be written: No space left on device"):
+        main(["compare", str(run), "--output", str(page)])
+    assert page.read_text() == "before"
+    with pytest.raises(TitaniteError, match="/dev/full: cannot be written: No space left on device"):
+        main(["compare", str(run), "--output", "/dev/full"])
+    assert not Path("/dev/full").is_file(), "a device is not replaced by a file"
+
+
 def test_mistakes_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(TitaniteError, match=r"nowhere/metrics.jsonl: cannot be read"):
         main(["compare", str(tmp_path / "nowhere")])
@@ -142,6 +155,10 @@ def test_mistakes_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (damaged / name).write_bytes(b"\xff\n")
         with pytest.raises(TitaniteError, match=f"{name}: is damaged"):
             main(["compare", str(damaged)])
+    for line in ('{"step": 1, "train_loss": 2}', "[1]", '{"step": "a", "loss": 1}', row(2, loss=1.0)):
+        other = write_run(tmp_path / "other", [line], Config())
+        with pytest.raises(TitaniteError, match=r"other/metrics\.jsonl: holds what no run has written: \w+Error: "):
+            main(["compare", str(other)])
     (tmp_path / "file").touch()
     for output, said in (
         (tmp_path, "is a folder"),
