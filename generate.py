@@ -99,7 +99,9 @@ def sample(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> 
     probabilities_V = logits_V.softmax(-1)
     if sampling.top_p < 1:
         sorted_V, order_V = probabilities_V.sort(descending=True)
-        sorted_V = sorted_V.masked_fill(sorted_V.cumsum(-1) - sorted_V >= sampling.top_p, 0.0)
+        beyond_V = sorted_V.cumsum(-1) - sorted_V >= sampling.top_p
+        beyond_V[0] = False  # a top_p such as 1e-300 is 0 to the comparison
+        sorted_V = sorted_V.masked_fill(beyond_V, 0.0)
         probabilities_V = torch.zeros_like(sorted_V).scatter(0, order_V, sorted_V)
     return torch.multinomial(probabilities_V, 1, generator=generator)[0]
 

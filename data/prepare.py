@@ -54,6 +54,7 @@ from data.writer import (
 BATCH_BYTES = 2**20  # text tokenised in one call, whose tokens are Python numbers for a while: few fit the caches
 PART_TOKENS = 32 * 2**20  # tokens a process holds before it writes a part, or a shard's worth where that is more
 VOCAB_SIZE = 4096  # of a tokenizer that is trained, unless said
+LARGEST_VOCAB_SIZE = 10**6  # above any in use; the trainer takes the memory for all of it at once
 TOKENIZER_SAMPLE_BYTES = 64 * 2**20  # text a tokenizer is trained on
 
 log = logging.getLogger(__name__)
@@ -123,8 +124,11 @@ def prepare(
     if eos_token and not tokenizer:
         raise DataError(f"--eos-token {eos_token}: is for --tokenizer; one that is trained has its own")
     vocab_size = vocab_size or VOCAB_SIZE
-    if vocab_size < 257:
-        raise DataError(f"--vocab-size {vocab_size}: must be at least 257, for each byte and the end of a document")
+    if not 257 <= vocab_size <= LARGEST_VOCAB_SIZE:
+        raise DataError(
+            f"--vocab-size {vocab_size}: must be at least 257, for each byte and the end of a document, and at most "
+            f"{LARGEST_VOCAB_SIZE:,}"
+        )
     if format != "text" and text_key != "text":
         raise DataError(f"--text-key {text_key}: is for --format text; give --example-keys")
     example_keys = example_keys or KEYS.get(format, "")

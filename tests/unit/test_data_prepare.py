@@ -793,7 +793,7 @@ TO_BOTH += [
     "--source=",
 ]
 TO_PREPARE = ["--max-characters=-5", "--processes=-1", "--vocab-size=256", "--eos-token=</s>"]
-TO_PREPARE += ["--vocab-size=300 --tokenizer=T", "--text-key=body --format=chat"]
+TO_PREPARE += ["--vocab-size=99999999999999", "--vocab-size=300 --tokenizer=T", "--text-key=body --format=chat"]
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def test_compiled_blocks_give_the_same_tokens_and_are_compiled_once() -> None:
     assert len(compiled) == 10
 
 
-@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (3, 1.0), (0, 0.7), (4, 0.6), (0, 0.01)])
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (3, 1.0), (0, 0.7), (4, 0.6), (0, 0.01), (0, 1e-300)])
 def test_sampling_follows_the_probabilities_that_transformers_leaves(top_k: int, top_p: float) -> None:
     logits = torch.tensor([1.0, 3.0, 2.0, -1.0, 2.5, 0.0])
     generator = torch.Generator().manual_seed(0)
