@@ -316,7 +316,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error("give --run or --config, and --steps or --prove")
     if options.prove and not options.run:
         parser.error("--prove needs --run")
-    given = _numbers(options.steps) if re.fullmatch(r"\d+(:\d+)?", options.steps) else range(0)
+    if options.text and options.prove:
+        parser.error("--text is for --steps")
+    if options.every != 1 and not options.prove:
+        parser.error(f"--every {options.every}: is for --prove")
+    given = _numbers(options.steps) if re.fullmatch(r"\d{1,15}(:\d{1,15})?", options.steps) else range(0)
     if options.steps and not (given and given[0]):
         parser.error(f"--steps {options.steps}: must be N or FIRST:STOP, counted from 1, STOP above FIRST")
     if options.every < 1:
@@ -342,6 +346,8 @@ def _list_steps(options: argparse.Namespace, numbers: range) -> None:
         steps = recorded[numbers[0] - 1 : numbers[-1]]
     else:
         config = load_config([f"--config={options.config}"])
+        if numbers[-1] > config.training.steps:
+            raise AuditError(f"--steps {options.steps}: the config has steps 1 to {config.training.steps}")
         steps = planned_steps(config, numbers)
     auditor = Auditor(config, steps)
     tokenizer = auditor.datasets[0].tokenizer()

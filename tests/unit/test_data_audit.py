@@ -355,7 +355,19 @@ def test_usage_errors(run, tmp_path, capsys):
         audit.main(["--run", str(folder), "--steps", "99"])
     with pytest.raises(SystemExit, match="is it the folder of a run"):
         audit.main(["--run", str(tmp_path), "--prove"])
-    for steps in ("abc", "3:", "0", "0:2", "5:3"):
+    file = tmp_path / "c.toml"
+    file.write_text("[training]\nsteps = 60\n")
+    for steps in ("61", "60:62", "1:999999999"):
+        with pytest.raises(SystemExit, match=f"error: --steps {steps}: the config has steps 1 to 60"):
+            audit.main(["--config", str(file), "--steps", steps])
+    for words, said in (
+        (["--prove", "--text"], "--text is for --steps"),
+        (["--steps=3", "--every=2"], "--every 2: is for --prove"),
+    ):
+        with pytest.raises(SystemExit):
+            audit.main(["--run", str(folder), *words])
+        assert f"error: {said}" in capsys.readouterr().err
+    for steps in ("1" + 5000 * "0", "abc", "3:", "0", "0:2", "5:3"):
         with pytest.raises(SystemExit):
             audit.main(["--run", str(folder), "--steps", steps])
         assert f"error: --steps {steps}: must be N or FIRST:STOP, counted from 1" in capsys.readouterr().err
