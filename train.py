@@ -62,7 +62,8 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
     check_float8(config)
     find_hook(config.metrics.hook)
     check_profiling(config.profiling)
-    dataloader = build_dataloader(config, dp_rank, dims.dp, pin_memory=device_type() != "cpu")
+    with file_errors():
+        dataloader = build_dataloader(config, dp_rank, dims.dp, pin_memory=device_type() != "cpu")
     spec, flavor = find_model(config.model, dataloader.vocab_size)
     spec.check_parallelism(flavor, config)
     identity = {"name": config.model.name, **dataclasses.asdict(flavor)}
@@ -271,8 +272,7 @@ def main() -> None:
     """Train as the command line says; a mistake is explained in one line and ends with exit code 2."""
     environment = launch_environment()
     try:
-        with file_errors():
-            train(load_config(sys.argv[1:]))
+        train(load_config(sys.argv[1:]))
     except TitaniteError as error:
         running = dist.is_initialized()
         if environment.local_rank > 0 and (error.agreed or not running):
