@@ -121,7 +121,9 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop_ids: frozenset[int], stops: Sequence[str]):
         self.tokenizer, self.stop_ids, self.stops = tokenizer, stop_ids, stops
-        self.shown = list(prompt[-8:])  # tokens whose text is out: what follows them may depend on them
+        # Tokens whose text is out: what follows may depend on it. They must not begin within a character, as the last
+        # few of a prompt may: a decoder that makes characters from bytes would then make none of the whole run.
+        self.shown = list(prompt)
         self.pending: list[int] = []  # tokens that end within a character
         self.held = ""  # text that may be the beginning of a stop string
         self.n_tokens = 0
@@ -149,8 +151,8 @@ class TextStream:
 
     def _release(self, text: str) -> str:
         """What of `text`, which follows all before, is no part of a stop string and cannot become one."""
-        if self.pending:
-            self.shown, self.pending = self.pending, []
+        if self.pending:  # special tokens, which have no text, are not what the next word follows
+            self.shown, self.pending = self.pending if text else self.shown + self.pending, []
         text = self.held + text
         ends = [text.index(stop) for stop in self.stops if stop in text]
         if ends:
@@ -186,14 +188,21 @@ class Request:
     max_tokens: int = 128
     sampling: Sampling = field(default_factory=Sampling)
     stop_ids: frozenset[int] = frozenset()
-    stops: tuple[str, ...] = ()
+    stops: tuple[str, ...] = ()  # texts, or special tokens by their text
+
+
+def special_ids(tokenizer: Tokenizer, texts: Sequence[str]) -> frozenset[int]:
+    """The ids of those `texts` that are special tokens, which no decoded text ever shows."""
+    added = tokenizer.raw.get_added_tokens_decoder().items()
+    return frozenset(id for id, token in added if token.special and token.content in texts)
 
 
 def stream_texts(
     trained: Trained, prompts: Sequence[Sequence[int]], request: Request, device: torch.device, timing: Timing
 ) -> Iterator[tuple[int, str, bool]]:
     """Yield (row, further text, whether the row is finished) as tokens come, until all rows are finished."""
-    streams = [TextStream(trained.tokenizer, prompt, request.stop_ids, request.stops) for prompt in prompts]
+    stop_ids = request.stop_ids | special_ids(trained.tokenizer, request.stops)
+    streams = [TextStream(trained.tokenizer, prompt, stop_ids, request.stops) for prompt in prompts]
     timing.prompt_tokens += sum(map(len, prompts))
     begin = time.perf_counter()
     steps = generate(trained.model, prompts, request.max_tokens, device, request.sampling)
@@ -306,7 +315,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--top-k", type=int, default=50, help="draw among the k likeliest, 0: all (%(default)s)")
     parser.add_argument("--top-p", type=float, default=1.0, help="draw among the likeliest that make p (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first prompt, the next one's is one more")
-    parser.add_argument("--stop", action="append", default=[], help="text that ends a continuation; may be repeated")
+    parser.add_argument("--stop", action="append", default=[], help="text or special token that ends it; repeatable")
     parser.add_argument("--batch-size", type=int, default=8, help="prompts continued together (default %(default)s)")
     parser.add_argument("--compile", action="store_true", help="compile the forward of one token")
     return parser

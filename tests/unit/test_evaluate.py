@@ -3,6 +3,7 @@
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -105,6 +106,24 @@ def test_options_mean_what_the_harness_means_by_them(imported: Path) -> None:  #
     assert len(set(ours.generate_until(repeats))) > 7, "in batches of 4"
     with pytest.raises(ConfigError, match="--max-seq-len 100: must exceed the 100 tokens"):
         ours.generate_until([Instance("generate_until", {}, ("Hello", {"max_gen_toks": 100}), 0)])
+
+
+def test_until_may_be_a_special_token(imported: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    ours, theirs = both_models(imported)
+    text = ours.tok_encode("ab", add_special_tokens=False)
+    drawn = [*text, ours.trained.tokenizer.raw.token_to_id("<|im_end|>"), *text]
+
+    def as_transformers(input_ids: torch.Tensor, stopping_criteria: Any, **_: Any) -> torch.Tensor:
+        for token in drawn:
+            input_ids = torch.cat([input_ids, torch.tensor([[token]])], 1)
+            if stopping_criteria(input_ids, None).all():
+                break
+        return input_ids
+
+    monkeypatch.setattr("generate.generate", lambda *_: iter([[token] for token in drawn]))
+    monkeypatch.setattr(theirs.model, "generate", as_transformers)
+    asked = Instance("generate_until", {}, ("Hello", {"until": ["<|im_end|>"], "max_gen_toks": 5}), 0)
+    assert ours.generate_until([asked]) == theirs.generate_until([asked]) == ["ab"]
 
 
 def test_a_task_of_our_own_has_the_scores_of_the_harness(

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +29,19 @@ from checkpoint.storage import read_state
 from config import TitaniteError
 from data.chat import ChatTemplate
 from data.tokenizer import Tokenizer
-from generate import CACHE_STEP, Sampling, TextStream, compile_blocks, generate, main, read_prompts, sample
+from generate import (
+    CACHE_STEP,
+    Request,
+    Sampling,
+    TextStream,
+    Timing,
+    compile_blocks,
+    generate,
+    main,
+    read_prompts,
+    sample,
+    stream_texts,
+)
 from models.llama.model import Llama
 from tests.unit.test_llama import FAMILIES, SMALL, hf_model, ours_from
 from trained import load_trained
@@ -130,10 +143,13 @@ def byte_tokenizer(*special: str) -> Tokenizer:
 
 
 def metaspace_tokenizer() -> Tokenizer:
-    """As Llama 2's: words with a leading ▁, whose decoder drops the first one."""
-    words = {"<unk>": 0, "</s>": 1, "▁Hello": 2, "▁world": 3, "!": 4}
-    raw = RawTokenizer(models.BPE(words, [], unk_token="<unk>"))
-    raw.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    """As Llama 2's: words with a leading ▁, whose decoder drops the first one, and bytes for all else, from id 6 on."""
+    words = ["<unk>", "</s>", "▁Hello", "▁world", "!", "<|tool|>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    raw = RawTokenizer(models.BPE({word: i for i, word in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True))
+    raw.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    raw.add_special_tokens(["</s>", "<|tool|>"])
     return Tokenizer(raw, "</s>")
 
 
@@ -156,6 +172,25 @@ def test_a_stream_gives_whole_characters_and_all_of_them() -> None:
 def test_a_stream_keeps_the_space_of_the_first_word() -> None:
     stream = TextStream(metaspace_tokenizer(), [2], frozenset(), ())
     assert feed(stream, [3, 4, 3]) == [" world", "!", " world", ""]
+
+
+def test_a_stream_keeps_the_space_after_special_tokens() -> None:
+    stream = TextStream(metaspace_tokenizer(), [2], frozenset(), ())
+    assert feed(stream, [5, 3, 5, 5, 3]) == ["", " world", "", "", " world", ""]
+
+
+def test_a_stream_goes_on_from_a_prompt_of_bytes() -> None:
+    prompt, text = ([6 + byte for byte in text.encode()] for text in ("ሰላም", "ን🙂"))
+    stream = TextStream(metaspace_tokenizer(), prompt, frozenset(), ())
+    assert feed(stream, text) == ["", "", "ን", "", "", "", "🙂", ""]
+
+
+def test_a_special_token_is_a_stop_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("generate.generate", lambda *_: iter([[3], [5], [3]]))
+    trained, timing = SimpleNamespace(tokenizer=metaspace_tokenizer(), model=None), Timing()
+    for stops, expected in (("<|tool|>",), " world"), (("<|other|>",), " world world"):
+        pieces = stream_texts(trained, [[2]], Request(max_tokens=3, stops=stops), CPU, timing)  # type: ignore[arg-type]
+        assert "".join(text for _, text, _ in pieces) == expected
 
 
 @pytest.mark.parametrize(
