@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from benchmarks.report import build_parser, finish, print_row
+from benchmarks.report import build_parser, finish, print_row, require_cpu
 from config import TitaniteError
 from data.audit import prove
 from data.prepare import main as prepare
@@ -504,6 +504,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the schedule")
     parser.add_argument("--keep", type=Path, help="do all in this new folder and keep it")
     arguments = parser.parse_args()
+    require_cpu(parser)
     with tempfile.TemporaryDirectory(prefix="chaos-") as scratch:
         rows, bars = measure(arguments, arguments.keep or Path(scratch))
     return finish(arguments, rows, bars)

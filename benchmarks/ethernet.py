@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.chaos import prepare_data
-from benchmarks.report import build_parser, finish, print_row
+from benchmarks.report import build_parser, finish, print_row, require_cpu
 from config import load_config
 from models import find_model
 from parallel.mesh import ParallelDims
@@ -175,6 +175,7 @@ def run_rank(arguments: list[str]) -> None:
 def main() -> int:
     parser = build_parser(__doc__ or "")
     arguments = parser.parse_args()
+    require_cpu(parser)
     rows: list[dict[str, Any]] = []
     quick = arguments.quick
     names = [name for name in SETTINGS if not quick or name in QUICK]

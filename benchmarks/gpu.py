@@ -17,6 +17,7 @@ figures say nothing. The dataset is the one that ./run_llama_train.sh prepares.
 import dataclasses
 import importlib.util
 import json
+import math
 import os
 import re
 import statistics
@@ -35,9 +36,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import metrics
-from benchmarks.report import build_parser, finish, print_row
+from benchmarks.report import build_parser, finish, prepare_once, print_row
 from config import Config, load_config
-from data.prepare import main as prepare
 from models import build_model, find_model
 from models.llama.hf import to_hf_config
 from parallel.comm import synchronize
@@ -57,6 +57,7 @@ BUDGET = ("--activation_checkpoint.mode=budget", "--activation_checkpoint.memory
 # Fewer holes in the GPU's memory, for the peers, too.
 ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 NO_ROOM = "no room"
+MEMORY = "device GiB"  # named as a row, it is all that is asked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -411,36 +412,49 @@ def find_run(name: str, rehearse: bool) -> Run:
 def measure_row(name: str, sequences: int, rehearse: bool, started: float) -> dict[str, Any]:
     """One row, in this process, with so many sequences at once. Raises OutOfMemoryError."""
     device = torch.device("cpu" if rehearse else "cuda")
-    if name == "peaks":
-        return peaks(device, rehearse)
+    if name in (MEMORY, "peaks"):
+        memory = {} if rehearse else {MEMORY: torch.cuda.get_device_properties(device).total_memory / GIB}
+        return memory if name == MEMORY else peaks(device, rehearse) | memory
     run = dataclasses.replace(find_run(name, rehearse), local_batch_size=sequences)
-    if device.type == "cuda" and not run.peer:
-        check_room(run, torch.cuda.get_device_properties(device).total_memory / GIB)
     measure = {"": measure_training, "transformers": measure_transformers, "torchtitan": measure_torchtitan}[run.peer]
     return measure(run, device, started) | {"sequences": run.local_batch_size}
 
 
-def check_room(run: Run, room_gib: float) -> None:
-    """Spare an attempt that cannot succeed. Raises OutOfMemoryError.
+def least_gib(run: Run) -> float:
+    """What a run holds at least, by the plan; of a peer's nothing is known.
 
     The planner's peak was at most 4 % too high for these rows, with float8 or a memory budget 20 % (docs/plan.md).
     """
+    if run.peer:
+        return 0.0
     config, device = training_config(run, 1, "unused"), DEVICES["h200"]  # which device is of no matter to what is held
     options = Options(1, Cluster(device, 1, device.network_bandwidth), tokens=1, mttf_hours=1, storage_bandwidth=1)
     planned_gib = plan(config, options)["memory_gib"]["allocated"]
-    excess = 1.2 if config.float8.enable or config.activation_checkpoint.mode == "budget" else 1.04
-    if planned_gib > excess * room_gib:
-        raise torch.OutOfMemoryError(f"planned are {planned_gib:.0f} GiB, the device has {room_gib:.0f}")
+    return planned_gib / (1.2 if config.float8.enable or config.activation_checkpoint.mode == "budget" else 1.04)
 
 
-def run_fitting(name: str, sequences: int, rehearse: bool, timeout_seconds: float, log: Path) -> dict[str, Any]:
-    """A row with so many sequences at once, or half as many, and again half, where memory runs out."""
+def run_fitting(
+    name: str, run: Run, room_gib: float, rehearse: bool, timeout_seconds: float, log: Path
+) -> dict[str, Any]:
+    """A row with the run's sequences at once, or half as many, and again half, where memory runs out.
+
+    No process is started for what cannot fit in `room_gib`.
+    """
     deadline = time.perf_counter() + timeout_seconds
+    sequences = run.local_batch_size
     while True:
-        row = run_row(name, sequences, rehearse, deadline - time.perf_counter(), log)
+        needed_gib = least_gib(dataclasses.replace(run, local_batch_size=sequences))
+        if needed_gib <= room_gib:
+            row = run_row(name, sequences, rehearse, deadline - time.perf_counter(), log)
+        else:
+            row = no_room(sequences, f"planned are {needed_gib:.0f} GiB or more, the device has {room_gib:.0f}")
         if sequences == 1 or not row.get("failed", "").startswith(NO_ROOM):
             return row
         sequences //= 2
+
+
+def no_room(sequences: int, why: str) -> dict[str, Any]:
+    return {"failed": f"{NO_ROOM} for {sequences} sequences at once: {why}"}
 
 
 def run_row(name: str, sequences: int, rehearse: bool, timeout_seconds: float, log: Path) -> dict[str, Any]:
@@ -485,7 +499,7 @@ def main() -> int:
         try:
             alone = measure_row(arguments.alone, arguments.sequences, arguments.rehearse, started)
         except torch.OutOfMemoryError as error:
-            alone = {"failed": f"{NO_ROOM} for {arguments.sequences} sequences at once: {str(error).splitlines()[0]}"}
+            alone = no_room(arguments.sequences, str(error).splitlines()[0])
         print(json.dumps(alone), flush=True)
         os._exit(0)  # the row is there: whatever goes wrong at Python's end does not matter
     unknown = set(filter(None, arguments.rows.split(","))) - {"peaks", *runs()}
@@ -495,13 +509,14 @@ def main() -> int:
         print("no GPU here: nothing measured; --rehearse tries the command on CPU")
         return int(arguments.check)
     source, dataset = ("docs", REHEARSAL) if arguments.rehearse else ("stdlib", DATASET)
-    if not (dataset / "manifest.json").exists():
-        prepare([f"--source={source}", "--max-characters=4000", f"--output={dataset}"])
+    prepare_once(dataset, source)
+    metrics.quiet_vain_warnings()  # those of torchao, which a plan imports
 
     wanted = arguments.rows.split(",") if arguments.rows else QUICK if arguments.quick else ["peaks", *runs()]
     chosen = [name for name in ("peaks", *runs()) if name in wanted]
     rows: list[dict[str, Any]] = []
     peak: dict[str, Any] = {}
+    room_gib = math.inf if arguments.rehearse else 0.0  # of the device; 0: not asked yet, which takes a process, too
     longest: dict[str, float] = {}  # row of each flavor; those of another say nothing about it
     log = arguments.json.with_suffix(".log") if arguments.json else Path(tempfile.gettempdir()) / "benchmarks-gpu.log"
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -517,11 +532,17 @@ def main() -> int:
         if left < longest.get(flavor, 0.0):
             print(f"{name}: left out, {left:.0f} s remain of the budget", flush=True)
             continue
+        if run and not room_gib:
+            known = peak if MEMORY in peak else run_row(MEMORY, 1, arguments.rehearse, left, log)
+            room_gib = known.get(MEMORY, math.inf)
         begin = time.perf_counter()
-        sequences = 1
+        row: dict[str, Any] = {"row": name}
         if run:
             sequences = min(run.local_batch_size, tokens_at_once.get(run.flavor, sys.maxsize) // run.seq_len)
-        row: dict[str, Any] = {"row": name} | run_fitting(name, sequences, arguments.rehearse, left, log)
+            run = dataclasses.replace(run, local_batch_size=sequences)
+            row |= run_fitting(name, run, room_gib, arguments.rehearse, left, log)
+        else:
+            row |= run_row(name, 1, arguments.rehearse, left, log)
         longest[flavor] = max(longest.get(flavor, 0.0), time.perf_counter() - begin)
         failed[name] = "failed" in row
         if name == "peaks":

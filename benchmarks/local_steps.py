@@ -12,9 +12,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import build_parser, finish, print_row
+from benchmarks.report import build_parser, finish, prepare_once, print_row
 from config import load_config
-from data.prepare import main as prepare
 from models import find_model
 from parallel.mesh import ParallelDims
 from parallel.plan import build_work
@@ -70,8 +69,7 @@ def bytes_per_step(local_steps: int) -> float:
 
 def main() -> int:
     options = build_parser("the loss that local steps cost").parse_args()
-    if not (DATASET / "manifest.json").exists():
-        prepare(["--source=stdlib", "--max-characters=4000", f"--output={DATASET}"])
+    prepare_once(DATASET)
     steps = QUICK_STEPS if options.quick else STEPS
     rows: list[dict[str, Any]] = []
     for local_steps, outer in SETTINGS[:2] if options.quick else SETTINGS:

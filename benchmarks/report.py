@@ -3,6 +3,7 @@
 import argparse
 import json
 import platform
+import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from datetime import datetime, timezone
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from parallel.comm import device_type
 from run_folder import git_commit
 
 
@@ -21,6 +23,22 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--check", action="store_true", help="exit 1 if a bar is missed, naming it last")
     parser.add_argument("--json", type=Path, help="also write rows, machine and versions to this file")
     return parser
+
+
+def require_cpu(parser: argparse.ArgumentParser) -> None:
+    """End with one line where train.py would take an accelerator, and all else that is measured a CPU."""
+    if (device := device_type()) != "cpu":
+        parser.error(f"measures on CPU, and torch has found a device of type {device!r}: set CUDA_VISIBLE_DEVICES=")
+
+
+def prepare_once(dataset: Path, source: str = "stdlib") -> None:
+    """Prepare a dataset as ./run_llama_train.sh does, unless it is there.
+
+    By its own command: its workers import again what the process that starts them was started with, here torch.
+    """
+    if not (dataset / "manifest.json").exists():
+        words = [f"--source={source}", "--max-characters=4000", f"--output={dataset}"]
+        subprocess.run([sys.executable, "-m", "data.prepare", *words], check=True)
 
 
 def print_row(row: Mapping[str, Any]) -> None:

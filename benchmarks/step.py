@@ -28,9 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import metrics
-from benchmarks.report import build_parser, finish, print_row
+from benchmarks.report import build_parser, finish, prepare_once, print_row, require_cpu
 from config import Config, load_config
-from data.prepare import main as prepare
 from models.init import init_weights
 from models.llama import FLAVORS
 from models.llama.hf import to_hf_config
@@ -134,8 +133,8 @@ def main() -> int:
     parser = build_parser("train.py's step against bare loops of the same model")
     parser.add_argument("--alone", nargs=2, metavar=("NAME", "DTYPE"), help="internal: run one contender, print GiB")
     arguments = parser.parse_args()
-    if not (DATASET / "manifest.json").exists():
-        prepare(["--source=stdlib", "--max-characters=4000", f"--output={DATASET}"])
+    require_cpu(parser)
+    prepare_once(DATASET)
     if arguments.alone:
         run_alone(*arguments.alone)
         return 0

@@ -7,14 +7,14 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from benchmarks import gpu
+from benchmarks import chaos, ethernet, gpu, step
 from benchmarks.gpu import KERNELS, attainable, bars, merged, runs, shares
 from models.llama import FLAVORS
 from models.llama.model import Llama
@@ -56,9 +56,15 @@ def test_transformers_is_compiled_so_that_attention_needs_no_mask() -> None:
     assert found["masks"] == []
 
 
-def run_main(monkeypatch: pytest.MonkeyPatch, folder: Path, rows: list[str], run_row: Callable[..., Any]) -> None:
-    """The command on a machine with a GPU, whose rows are measured by `run_row(name, sequences, ...)`."""
-    monkeypatch.setattr(gpu, "run_row", run_row)
+def run_main(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, rows: list[str], run_row: Callable[..., Any], gib: float = 138.5
+) -> None:
+    """The command on a machine with a GPU of `gib`, whose rows are measured by `run_row(name, sequences, ...)`."""
+
+    def run(name: str, *others: Any) -> dict[str, Any]:
+        return {gpu.MEMORY: gib} if name == gpu.MEMORY else run_row(name, *others)
+
+    monkeypatch.setattr(gpu, "run_row", run)
     monkeypatch.setattr(gpu, "DATASET", folder)
     (folder / "manifest.json").touch()  # the dataset need not be prepared
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -123,22 +129,53 @@ def test_memory_that_runs_out_is_said_by_the_process_of_the_row(
     assert failed.startswith(gpu.NO_ROOM)
 
 
-def test_what_the_planner_sees_no_room_for_is_not_tried() -> None:
+def test_the_plan_leaves_room_for_what_a_device_holds() -> None:
     """Peaks counted by torch's CUDA allocator for an H200, docs/speed.md, and the room of GPUs in GiB."""
     h100, h200 = 79.2, 138.5
-    fits_h100 = {name for name, run in runs().items() if not run.peer and has_room(run, h100)}
+    least = {name: gpu.least_gib(run) for name, run in runs().items()}
+    fits_h100 = {name for name, gib in least.items() if gib <= h100}
     assert not fits_h100 & {"1.8B bf16 8192", "8B bf16 8192", "8B bf16 8192 saving memory", "8B tensorwise 8192"}
-    assert {name for name in runs() if "12 layers" in name} <= fits_h100
-    assert has_room(dataclasses.replace(runs()["1.8B bf16 8192"], local_batch_size=2), h100)
-    assert all(has_room(run, h200) for run in runs().values() if not run.peer)
+    assert {name for name in runs() if "12 layers" in name or runs()[name].peer} <= fits_h100
+    assert gpu.least_gib(dataclasses.replace(runs()["1.8B bf16 8192"], local_batch_size=2)) <= h100
+    assert max(least.values()) <= h200
 
 
-def has_room(run: gpu.Run, gib: float) -> bool:
-    try:
-        gpu.check_room(run, gib)
-    except torch.OutOfMemoryError:
-        return False
-    return True
+@pytest.mark.parametrize("first", [[], ["peaks"]], ids=["asked", "of peaks"])
+def test_no_process_is_started_for_what_the_planner_sees_no_room_for(
+    first: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tried: list[tuple[str, int]] = []
+
+    def run_row(name: str, sequences: int, *_: Any) -> dict[str, Any]:
+        tried.append((name, sequences))
+        return {gpu.MEMORY: 79.2} if name == "peaks" else {"tokens/s": 1.0, "sequences": sequences}
+
+    rows = [*first, "1.8B bf16 8192", "8B bf16 8192", "8B bf16 8192 of 12 layers"]
+    run_main(monkeypatch, tmp_path, rows, run_row, gib=0.0 if first else 79.2)
+    assert tried == [*((name, 1) for name in first), ("1.8B bf16 8192", 2), ("8B bf16 8192 of 12 layers", 1)]
+
+
+def test_data_are_prepared_by_a_command_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whose workers import nothing of the benchmark's."""
+    commands: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: commands.append(command))
+    monkeypatch.setattr(gpu, "DATASET", tmp_path / "set")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu, "run_row", lambda *_: {})
+    monkeypatch.setattr(sys, "argv", ["gpu", "--rows=peaks"])
+    gpu.main()
+    assert [command[1:3] for command in commands] == [["-m", "data.prepare"]]
+
+
+@pytest.mark.parametrize("benchmark", [chaos, ethernet, step], ids=lambda module: module.__name__)
+def test_a_benchmark_of_the_cpu_refuses_a_gpu(
+    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("benchmarks.report.device_type", lambda: "cuda")
+    monkeypatch.setattr(sys, "argv", [benchmark.__name__])
+    with pytest.raises(SystemExit):
+        benchmark.main()
+    assert "torch has found a device of type 'cuda': set CUDA_VISIBLE_DEVICES=" in capsys.readouterr().err
 
 
 def test_a_wait_for_the_device_is_no_part_of_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
