@@ -88,13 +88,15 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
-def configure_logging(log_ranks: tuple[int, ...], rank: int, world_size: int) -> None:
-    """Progress from the chosen ranks; with several, each line names its rank.
-
-    Raises ConfigError if there is none of them; some may be on a machine that the job goes on without.
-    """
+def check_log_ranks(log_ranks: tuple[int, ...], world_size: int) -> None:
+    """Raises ConfigError if there is none of them; some may be on a machine that the job goes on without."""
     if log_ranks and min(log_ranks) >= world_size:
         raise ConfigError(f"metrics.log_ranks: rank {min(log_ranks)} is not one of this run's, 0 to {world_size - 1}")
+
+
+def configure_logging(log_ranks: tuple[int, ...], rank: int, world_size: int) -> None:
+    """Progress from the chosen ranks; with several, each line names its rank. Raises as `check_log_ranks` does."""
+    check_log_ranks(log_ranks, world_size)
     prefix = f"[rank {rank}] " if len(log_ranks) > 1 else ""
     logging.basicConfig(
         level=logging.INFO if rank in log_ranks else logging.ERROR,

@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple
 
 from config import Config, ConfigError, check_config, grad_accum_steps, load_config
 from float8.convert import check_float8, convert_to_float8
+from metrics import check_log_ranks, find_hook
 from models import ModelSpec, build_model, find_model
 from parallel.devices import DEVICES, GIB
 from parallel.exits import run_and_leave
@@ -270,6 +271,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Config, Options]:
     storage = 1e9 * arguments.storage_bandwidth
     options = Options(arguments.world_size, cluster, arguments.tokens, arguments.mttf_hours, storage)
     config = load_config(rest)
+    check_log_ranks(config.metrics.log_ranks, arguments.world_size)
+    find_hook(config.metrics.hook)
     if config.float8.enable and device.float8_flops is None and not config.float8.emulate:
         raise ConfigError(f"float8.enable = true: {arguments.device} has no float8 matmul")
     return arguments, config, options
