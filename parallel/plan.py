@@ -39,6 +39,7 @@ KNOWN_BY = {
     "checkpoint": "size exact; times from --storage-bandwidth",
     "failures": "Young's and Daly's formulas, from --mttf-hours",
 }
+OF_THE_FORMULAS = ("device", "gpus_per_node", "bandwidth", "tokens", "mttf_hours", "storage_bandwidth")  # options
 MODES: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
 
 
@@ -258,12 +259,19 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Config, Options]:
     modes = parser.add_mutually_exclusive_group()
     modes.add_argument("--sweep", action="store_true", help="rank the layouts that fit")
     modes.add_argument("--dry-run", action="store_true", help="run and count one real step on fake ranks")
-    parser.add_argument("--rank", type=int, default=0, help="the rank that --dry-run is")
+    parser.add_argument("--rank", type=int, help="the rank that --dry-run is (0)")
     arguments, rest = parser.parse_known_args(argv)
+    # argparse gives no default to what is there already, so that what is not None was said.
+    said, _ = parser.parse_known_args(argv, argparse.Namespace(**dict.fromkeys(OF_THE_FORMULAS)))
+    for name in OF_THE_FORMULAS:
+        if arguments.dry_run and (value := getattr(said, name)) is not None:
+            raise ConfigError(f"--{name.replace('_', '-')} = {value}: is for the formulas, --dry-run counts a step")
+    if arguments.rank is not None and not arguments.dry_run:
+        raise ConfigError(f"--rank = {arguments.rank}: is for --dry-run, the formulas take the rank that holds most")
     for name in ("world_size", "gpus_per_node"):
         if getattr(arguments, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} = {getattr(arguments, name)}: must be at least 1")
-    if not 0 <= arguments.rank < arguments.world_size:
+    if not 0 <= (arguments.rank or 0) < arguments.world_size:
         raise ConfigError(f"--rank = {arguments.rank}: must be from 0 to {arguments.world_size - 1}")
     device = DEVICES[arguments.device]
     bandwidth = 1e9 * arguments.bandwidth if arguments.bandwidth else device.network_bandwidth
@@ -293,7 +301,7 @@ def main(argv: Sequence[str]) -> None:
     if arguments.sweep:
         found, text = sweep(config, options), sweep_text
     elif arguments.dry_run:
-        found, text = run_dry(config, arguments.world_size, arguments.rank), dry_text
+        found, text = run_dry(config, arguments.world_size, arguments.rank or 0), dry_text
     else:
         found, text = plan(config, options), plan_text
     print(json.dumps(found, indent=1) if arguments.json else text(found))
