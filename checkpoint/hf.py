@@ -78,6 +78,7 @@ def export_model(
         config = model_config(opened.manifest)
         check_same_names(opened, parameter_shapes(config))
         origin, companions = find_companions(opened, place, tokenizer)
+        check_companions(origin, companions)
         text = companion_tokenizer(origin, companions, config.vocab_size)
         logger.info(f"tokenizer from {origin}")
         positions = max_positions or trained_positions(opened.manifest)
@@ -180,10 +181,25 @@ def find_companions(opened: Opened, place: str, tokenizer: Path | None) -> tuple
         folders = [] if "://" in place else [Path(place), *Path(place).absolute().parents[:2]]
     for folder in folders:
         if (folder / TOKENIZER).is_file():
-            found = [folder / file for file in COMPANIONS if (folder / file).is_file()]
-            return str(folder), {file.name: file.read_bytes() for file in found}
+            return str(folder), read_companions(folder)
     wanted = tokenizer or place
     raise CheckpointError(f"{wanted}: no {TOKENIZER} in it or in the run it is of; name one with --tokenizer")
+
+
+def read_companions(folder: Path) -> dict[str, bytes]:
+    """What a folder holds of what is taken along: name → content."""
+    return {file: (folder / file).read_bytes() for file in COMPANIONS if (folder / file).is_file()}
+
+
+def check_companions(origin: str, companions: Mapping[str, bytes]) -> None:
+    """Raises CheckpointError for a *.json that holds no JSON object."""
+    for file, content in companions.items():
+        try:
+            damaged = "" if not file.endswith(".json") or isinstance(json.loads(content), dict) else "no JSON object"
+        except ValueError as error:
+            damaged = f"not JSON: {error}"
+        if damaged:
+            raise CheckpointError(f"{origin}/{file}: {damaged}")
 
 
 def companion_tokenizer(origin: str, companions: Mapping[str, bytes], vocab_size: int) -> Tokenizer:
@@ -204,7 +220,7 @@ def companion_tokenizer(origin: str, companions: Mapping[str, bytes], vocab_size
 def import_model(folder: Path, place: str, *, check: str) -> None:
     """Write a Hugging Face Llama as a checkpoint of step 0 without moments, its values and types unchanged.
 
-    The tokenizer's files go with it. `check`: see `check_result`. Raises CheckpointError.
+    The tokenizer's files go with it, if there are any. `check`: see `check_result`. Raises CheckpointError.
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder; `hf download OWNER/NAME --local-dir FOLDER` gets one")
@@ -216,6 +232,8 @@ def import_model(folder: Path, place: str, *, check: str) -> None:
     except (ValueError, KeyError, TypeError) as error:
         reason = f"has no {error}" if isinstance(error, KeyError) else str(error)
         raise CheckpointError(f"{folder / 'config.json'}: {reason}") from None
+    companions = read_companions(folder)
+    check_companions(str(folder), companions)
     store, name = _new_checkpoint(place)
     names, shapes = hf_names(config), parameter_shapes(config)
     dtypes = files.check_shapes(weights, {hf_name: shapes[ours] for ours, hf_name in names.items()})
@@ -245,12 +263,13 @@ def import_model(folder: Path, place: str, *, check: str) -> None:
         "imported": raw | {"max_position_embeddings": raw.get("max_position_embeddings", 2048)},
         "torch": torch.__version__,
     }
+    if TOKENIZER not in companions:
+        logger.info(f"{folder}: no {TOKENIZER}, so none is taken along")
     try:
         with tqdm(total=total, unit="B", unit_scale=True, desc="import", disable=None, leave=False) as bar:
             written = write_items(store, name, 0, plan.items, read)
-        for file in COMPANIONS:
-            if (folder / file).is_file():
-                store.put(f"{name}/{file}", (folder / file).read_bytes())
+        for file, content in companions.items():
+            store.put(f"{name}/{file}", content)
         store.put(f"{name}/model.json", (json.dumps(identity, indent=2) + "\n").encode())
         commit(store, name, plan, [written], facts)
         load_newest([(store, name)], Ranks(), lambda opened: check_result(folder, opened, config, check))
@@ -311,7 +330,8 @@ def check_result(folder: Path, opened: Opened, config: LlamaConfig, check: str) 
         check_tensors(folder, opened, config)
     else:
         check_logits(folder, opened, config)
-        check_tokenizer(folder)
+        if (folder / TOKENIZER).is_file():
+            check_tokenizer(folder)
 
 
 def check_tensors(folder: Path, opened: Opened, config: LlamaConfig) -> None:
@@ -355,9 +375,6 @@ def check_tokenizer(folder: Path) -> None:
     """Token ids of a sample by AutoTokenizer and by us."""
     from transformers import AutoTokenizer
 
-    if not (folder / TOKENIZER).is_file():
-        logger.info(f"{folder}: no {TOKENIZER}, so none was taken along")
-        return
     ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
     ids, expected = (
         ours.raw.encode(SAMPLE, add_special_tokens=False).ids,

@@ -7,7 +7,9 @@ import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -133,6 +135,31 @@ def test_tokenizer_and_generation_config_load_in_transformers(tmp_path, tokenize
     assert theirs.decode(ours.encode("the quick fox")) == "the quick fox"
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "back")
     assert model.generation_config.eos_token_id == ours.eos_id == model.config.eos_token_id
+
+
+@pytest.mark.parametrize("content", ["{", "[]"])
+@pytest.mark.parametrize("file", ["generation_config.json", "special_tokens_map.json"])
+def test_a_damaged_companion_is_found_before_anything_is_written(tmp_path, tokenizer_folder, file, content):
+    hf_folder(tmp_path / "hf", "llama3", tokenizer_folder)
+    import_model(tmp_path / "hf", str(tmp_path / "ours"), check="tensors")
+    (tmp_path / "hf" / file).write_text(content)
+    for make in (
+        partial(export_model, str(tmp_path / "ours"), tmp_path / "new", **EXPORT | {"tokenizer": tmp_path / "hf"}),
+        partial(import_model, tmp_path / "hf", str(tmp_path / "new"), check="auto"),
+    ):
+        written = mock.patch.object(Path, "mkdir", side_effect=AssertionError("something is written"))
+        with written, pytest.raises(CheckpointError, match=f"hf/{file}: no"):
+            make()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "ours"]
+
+
+@pytest.mark.parametrize("check", ["logits", "tensors"])
+def test_a_model_without_a_tokenizer_is_said_to_have_none(tmp_path, tokenizer_folder, check, caplog):
+    caplog.set_level("INFO")
+    hf_folder(tmp_path / "hf", "llama3", tokenizer_folder)
+    (tmp_path / "hf" / "tokenizer.json").unlink()
+    import_model(tmp_path / "hf", str(tmp_path / "ours"), check=check)
+    assert caplog.text.count("hf: no tokenizer.json, so none is taken along") == 1
 
 
 @pytest.mark.parametrize("place", ["s3://bucket", "/", "..", ""])
