@@ -329,7 +329,8 @@ class Float8:
     recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
     """torchao's recipe: one scale per tensor, per row, or per row with weight gradients in high precision."""
     fsdp_all_gather: Literal["auto", "on", "off"] = "auto"
-    """Gather weights in float8, half the bytes of bfloat16. `auto`: where the recipe can, which is `tensorwise`."""
+    """Gather weights in float8, half the bytes of bfloat16. `auto`: with `tensorwise`, those whose rows the ranks share
+    evenly."""
     tp_all_gather: Literal["auto", "on", "off"] = "auto"
     """Gather activations in float8 where tensor parallelism does. `auto`: where the recipe can, as above."""
     precompute_scale: Literal["auto", "on", "off"] = "auto"

@@ -70,7 +70,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
     check_run_folder(config, identity)
     model = build_model(spec, flavor)
     if config.float8.enable:
-        logger.info(f"float8: {summarize(*convert_to_float8(model, config.float8, dims.tp))}")
+        logger.info(f"float8: {summarize(*convert_to_float8(model, config.float8, dims.tp, dims.shards))}")
 
     # -- processes and the run's folder
     torch.manual_seed(config.run.seed)

@@ -4,6 +4,7 @@ torchao is imported where it is used: it takes seconds to load, and only float8 
 """
 
 import dataclasses
+import logging
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from torch import nn
 import config as settings
 from config import ONE_SCALE, Config, ConfigError, close_match, gathers_float8
 from float8.cpu import replace_matmul
+
+logger = logging.getLogger(__name__)
 
 
 def check_float8(config: Config, here: bool = True) -> None:
@@ -59,30 +62,38 @@ def check_float8(config: Config, here: bool = True) -> None:
         )
 
 
-def convert_to_float8(model: nn.Module, float8: settings.Float8, tp: int = 1) -> tuple[list[str], dict[str, str]]:
-    """Swap the linear layers of `model`, in place, before it is compiled or sharded, over `tp` ranks each.
+def convert_to_float8(
+    model: nn.Module, float8: settings.Float8, tp: int = 1, shards: int = 1
+) -> tuple[list[str], dict[str, str]]:
+    """Swap the linear layers of `model`, in place, before it is compiled or sharded, over `tp` x `shards` ranks each.
 
     Returns the names of the converted layers, and name → reason of those that were not.
-    Raises ConfigError if none is converted, or if `skip` names what is not there.
+    Raises ConfigError if none is converted, if `skip` names what is not there, or if weights must be gathered in float8
+    and cannot be.
     """
     from torchao.float8 import convert_to_float8_training
 
     replace_matmul()
     _check_skip(model, float8)
-    converted: list[str] = []
-    skipped: dict[str, str] = {}
-
-    def wanted(module: nn.Module, name: str) -> bool:
-        if not isinstance(module, nn.Linear):
-            return False
-        reason = _reason_to_skip(module, name, float8, tp)
-        if reason:
-            skipped[name] = reason
-        else:
-            converted.append(name)
-        return not reason
-
-    convert_to_float8_training(model, module_filter_fn=wanted, config=build_linear_config(float8))
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    reasons_to_skip = {name: _reason_to_skip(linear, name, float8, tp) for name, linear in linears.items()}
+    skipped = {name: reason for name, reason in reasons_to_skip.items() if reason}
+    converted = [name for name in linears if name not in skipped]
+    ranks = tp * shards
+    uneven = [name for name in converted if gathers_float8(float8) and linears[name].out_features % ranks]
+    if uneven:  # torchao does not fill up the rows of the rank that has fewer, and loses its scale: ranks would hang
+        rows = dict.fromkeys(f"{_kind(name)} ({linears[name].out_features})" for name in uneven)
+        which = f"the rows of {', '.join(rows)} cannot be shared evenly by {ranks} ranks"
+        if float8.fsdp_all_gather == "on":
+            raise ConfigError(
+                f'float8.fsdp_all_gather = "on": {which}; set it to "auto", which gathers these weights as without '
+                "float8, or change parallelism.dp_shard"
+            )
+        logger.info(f"float8: {which}: gathered as without float8")
+    elsewhere = dataclasses.replace(float8, fsdp_all_gather="off")
+    for names, how in ((set(converted) - set(uneven), float8), (set(uneven), elsewhere)):
+        linear_config = build_linear_config(how)
+        convert_to_float8_training(model, module_filter_fn=lambda _, name, own=names: name in own, config=linear_config)
     if not converted:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in list(skipped.items())[:3])
         hint = ', or set float8.filter = "all"' if float8.filter == "auto" else ""

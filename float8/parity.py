@@ -28,6 +28,7 @@ from float8.convert import build_linear_config, check_float8, convert_to_float8,
 from loss import cross_entropy
 from models import build_model, find_model
 from parallel.comm import device_type
+from parallel.mesh import ParallelDims
 from records import output_path, read_records
 from trained import load_trained
 
@@ -109,11 +110,12 @@ def sqnr(exact: Tensor, approximate: Tensor) -> float:
     return 20 * math.log10(exact.norm().item() / noise) if noise else math.inf
 
 
-def gathered_bytes(model: nn.Module, names: list[str], config: Config) -> tuple[int, int]:
+def gathered_bytes(model: nn.Module, names: list[str], config: Config, shards: int = 1) -> tuple[int, int]:
     """Bytes of all weights as FSDP2 gathers them once, computed from their types: (without float8, with it)."""
     itemsize = getattr(torch, config.training.param_dtype).itemsize
     numel = sum(p.numel() for p in model.parameters())
-    in_float8 = sum(model.get_parameter(f"{name}.weight").numel() for name in names)
+    weights = [model.get_parameter(f"{name}.weight") for name in names]
+    in_float8 = sum(weight.numel() for weight in weights if len(weight) % shards == 0)
     saved = (itemsize - 1) * in_float8 if gathers_float8(config.float8) else 0
     return itemsize * numel, itemsize * numel - saved
 
@@ -195,7 +197,8 @@ def main(argv: list[str]) -> None:
     device = torch.device(device_type())
     place = str(output / f"bf16-seed{config.run.seed}")
     trained = load_trained(place, device=device, dtype=torch.float32).model
-    before, after = gathered_bytes(trained, converted, config)
+    shards = ParallelDims.from_config(config.parallelism, arguments.processes).shards
+    before, after = gathered_bytes(trained, converted, config, shards)
     layers = measure_layers(trained, converted, config, device)
     verdict = judge(runs)
     seconds = {name: statistics.median(run["step_seconds"] for run in members) for name, members in runs.items()}

@@ -77,6 +77,11 @@ class ParallelDims:
         return self.dp_replicate * self.dp_shard
 
     @property
+    def shards(self) -> int:
+        """Ranks that share the weights."""
+        return self.dp_shard * self.cp
+
+    @property
     def copies(self) -> int:
         """Ranks that are given the same samples."""
         return self.pp * self.cp * self.tp
@@ -98,9 +103,7 @@ class ParallelDims:
     def build_mesh(self, device_type: str) -> Mesh:
         """The device meshes. Needs a process group."""
         axes = ("pp", "dp_replicate", "dp_shard_cp", "tp")
-        ranks = init_device_mesh(
-            device_type, (self.pp, self.dp_replicate, self.dp_shard * self.cp, self.tp), mesh_dim_names=axes
-        )
+        ranks = init_device_mesh(device_type, (self.pp, self.dp_replicate, self.shards, self.tp), mesh_dim_names=axes)
         # A second mesh for cp: a flattened axis cannot be sliced again together with another one.
         split = init_device_mesh(
             device_type, (self.pp * self.dp, self.cp, self.tp), mesh_dim_names=("pp_dp", "cp", "tp")

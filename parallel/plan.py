@@ -65,7 +65,7 @@ def build_work(config: Config, dims: ParallelDims, spec: ModelSpec, flavor: Any)
     """The run for the formulas, and the number of its parameters, counted on the model itself."""
     model = build_model(spec, flavor)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    converted = convert_to_float8(model, config.float8, dims.tp)[0] if config.float8.enable else []
+    converted = convert_to_float8(model, config.float8, dims.tp, dims.shards)[0] if config.float8.enable else []
     float8 = frozenset(name.rpartition(".")[2] for name in converted)
     compiled = config.compile.enable
     return Work(shape=flavor, config=config, dims=dims, float8_layers=float8, compiled_loss=compiled), parameters

@@ -163,7 +163,14 @@ class Work:
     @property
     def shards(self) -> int:
         """Ranks over which weights are sharded."""
-        return self.dims.dp_shard * self.dims.cp
+        return self.dims.shards
+
+    @functools.cached_property
+    def float8_gathered(self) -> frozenset[str]:
+        """Those of `float8_layers` whose weights FSDP2 gathers in float8, as float8.convert chooses them."""
+        rows = {w.name: w.rows * (1 if w.name in BY_ROWS else self.dims.tp) for group in groups(self) for w in group}
+        even = {name for name, whole in rows.items() if whole % (self.dims.tp * self.shards) == 0}
+        return self.float8_layers & even if gathers_float8(self.config.float8) else frozenset()
 
     @property
     def alone(self) -> bool:
@@ -247,7 +254,7 @@ def padded(weight: Weight, ranks: int) -> int:
 
 def gathered_bytes(work: Work, group: list[Weight]) -> int:
     """Bytes of a group's weights as they are gathered."""
-    in_float8 = work.float8_layers if gathers_float8(work.config.float8) else frozenset()
+    in_float8 = work.float8_gathered
     return sum(padded(weight, work.shards) * (1 if weight.name in in_float8 else work.param_bytes) for weight in group)
 
 
@@ -314,13 +321,13 @@ def _add_fsdp(work: Work, add: Any) -> None:
         add("reshard_group", parallelism.reshard_group_size, "all_gather", gathered, within)
         add("dp_shard_cp", ranks, summing, numbers * reduce_bytes, work.sums)
         add("dp_replicate", replicas, "all_reduce", numbers * reduce_bytes // ranks)
-        in_float8 = sum(weight.name in work.float8_layers for weight in group)
-        if gathers_float8(work.config.float8) and not precomputes_scales(work.config.float8):
+        in_float8 = sum(weight.name in work.float8_gathered for weight in group)
+        if not precomputes_scales(work.config.float8):
             add("dp_shard_cp", ranks, "all_reduce", 4, everywhere * in_float8)
         n_scales += in_float8
     add("dp_shard_cp", ranks, "all_reduce", 4 * n_weights)  # norms of the gradients
     add("tp", work.dims.tp, "all_reduce", 4 * n_weights)
-    if precomputes_scales(work.config.float8):  # by one message for each piece of the model
+    if n_scales and precomputes_scales(work.config.float8):  # by one message for each piece of the model
         for axis, size in (("dp_shard_cp", ranks), ("tp", work.dims.tp)):
             add(axis, size, "all_reduce", 4 * n_scales)
             add(axis, size, "all_reduce", 0, work.stages_per_rank - 1)
@@ -384,7 +391,7 @@ def _maxima(work: Work, name: str) -> tuple[list[int], list[int], list[int]]:
     """
     recipe, by_rows = work.config.float8.recipe, name in BY_ROWS
     if recipe == "tensorwise":
-        weight = [] if gathers_float8(work.config.float8) else [1]
+        weight = [] if name in work.float8_gathered else [1]
         gathers = gathers_activations(work.config.float8)
         if by_rows:  # its input; in backward the gradient to gather, or the input again
             return [*weight, 1], [1] * gathers, weight if gathers else [*weight, 1]

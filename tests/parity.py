@@ -84,7 +84,7 @@ def our_run(config: Config, steps: int, accumulation: int, **model_options: Any)
     mesh = dims.build_mesh("cpu")
     model = build_model(spec, flavor)
     if config.float8.enable:
-        convert_to_float8(model, config.float8, dims.tp)
+        convert_to_float8(model, config.float8, dims.tp, dims.shards)
     parts = spec.apply_parallelism(model, mesh, config)
     for part in parts:
         init_weights(part, torch.device("cpu"), seed=0)

@@ -33,7 +33,7 @@ def test_bytes_gathered() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(32, 16, bias=False), torch.nn.Linear(16, 16, bias=False))
     on, off = (Config(float8=Float8(enable=True, fsdp_all_gather=choice)) for choice in ("auto", "off"))
     assert gathered_bytes(model, ["0"], on) == (2 * (512 + 256), 512 + 2 * 256)
-    assert gathered_bytes(model, ["0"], off) == (2 * (512 + 256), 2 * (512 + 256))
+    assert gathered_bytes(model, ["0"], off) == gathered_bytes(model, ["0"], on, 3) == (2 * (512 + 256),) * 2
 
 
 @pytest.fixture(scope="module")

@@ -70,6 +70,19 @@ def test_layers_are_skipped_by_name_and_by_shape() -> None:
     assert skipped["layers.0.feed_forward.w1"] == "120 x 64 is not divisible by 16"
 
 
+def test_weights_whose_rows_ranks_cannot_share_evenly_are_gathered_as_without_float8() -> None:
+    """The hidden 192 rows are shared by 3 ranks, the model's 64 are not, and 2 ranks of tp halve those of w1 and w3."""
+    settings = Float8(enable=True, filter="all")
+    for tp, shards, even in ((1, 3, {"w1", "w3"}), (2, 3, {"w1", "w3"}), (1, 12, {"w1", "w3"}), (2, 64, set())):
+        model = build(dataclasses.replace(FLAVOR, hidden_dim=192))
+        names, _ = convert_to_float8(model, settings, tp, shards)
+        assert len(names) == 2 * 7
+        in_float8 = {name for name in names if hasattr(model.get_submodule(name).weight, "_precomputed_scale")}
+        assert {name.split(".")[-1] for name in in_float8} == even, (tp, shards)
+    with pytest.raises(ConfigError, match=r'fsdp_all_gather = "on": the rows of attention.wq \(64\), attention.wk'):
+        convert_to_float8(build(), dataclasses.replace(settings, fsdp_all_gather="on"), 1, 3)
+
+
 def test_nothing_to_convert_is_an_error() -> None:
     with pytest.raises(ConfigError, match="no linear layer can be converted"):
         convert_to_float8(build(), Float8(enable=True, skip=("layers", "output")))

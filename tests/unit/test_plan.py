@@ -85,6 +85,11 @@ TRAFFIC = {
         4,
         [f"{BATCH}=32", *FLOAT8, NO_PRECOMPUTE, "--parallelism.reshard_after_forward=true"],
     ),
+    "float8, rows uneven but those of w1 and w3": (3, [f"{BATCH}=0", *FLOAT8]),
+    "float8, TP 2, rows uneven, scales as gathered": (
+        6,
+        [f"{BATCH}=0", *FLOAT8, "--parallelism.tp=2", NO_PRECOMPUTE],
+    ),
     "float8, the output too": (4, [f"{BATCH}=32", *FLOAT8, "--float8.skip=[]"]),
     "float8, TP 2, alone": (2, [*FLOAT8, "--parallelism.tp=2"]),
     "float8, HSDP 2 x 2, TP 4": (
@@ -262,6 +267,7 @@ REAL = {
     "CP 2": TRAFFIC["CP 2"],
     "FSDP 2 x CP 2, ring": (4, ["--parallelism.cp=2", "--activation_checkpoint.mode=full", RING]),
     "float8, FSDP 2 x TP 2": (4, [*FLOAT8, "--parallelism.tp=2"]),
+    "float8, FSDP 3": TRAFFIC["float8, rows uneven but those of w1 and w3"],
     "float8, FSDP 2 x TP 2, rowwise, full": TRAFFIC["float8, TP 2, rowwise, full"],
     "CP 3, ring": (3, [f"{BATCH}=24", "--parallelism.cp=3", RING]),
     "PP 2, interleaved": (2, ["--parallelism.pp=2", INTERLEAVED]),
