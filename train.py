@@ -55,6 +55,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
     # -- what can go wrong is found here, before any process group starts and any byte is written
     environment = launch_environment()
     rank, world_size, training = environment.rank, environment.world_size, config.training
+    init_timeout = config.comm.init_timeout_seconds
     configure_logging(config.metrics.log_ranks, rank, world_size)
     dims = ParallelDims.from_config(config.parallelism, world_size)
     dp_rank = dims.dp_rank(rank)
@@ -97,6 +98,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         flops_per_token = model.flops_per_token(training.seq_len)  # type: ignore[operator]
         logger.info(f"model {config.model.name} {config.model.flavor}: {n_parameters:,} parameters")
         parts = spec.apply_parallelism(model, mesh, config)
+        set_timeout(init_timeout)
         del model  # a pipeline holds only parts of it
         for part in parts:
             init_weights(part, torch.device("cpu") if config.parallelism.cpu_offload else device, config.run.seed)
@@ -133,7 +135,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
             dataloader.open_ledger(folder)
         metrics = MetricsLogger(config, folder, rank, device, first_step=step, flops_per_token=flops_per_token)
         bad_steps = BadSteps(config.failures, folder)
-        stragglers = Stragglers(device) if config.failures.straggler_interval else None
+        stragglers = Stragglers(device, init_timeout) if config.failures.straggler_interval else None
 
     def forward_backward(microbatches: list[Batch], n_tokens: Tensor) -> list[Tensor]:
         losses = []
@@ -164,7 +166,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
     updated = step  # the last step that the weights have seen
     unchecked: dict[int, Tensor] = {}  # step → loss and gradient norm, since the host last looked
     with (
-        StopRequest(folder) as stop,
+        StopRequest(folder, init_timeout) as stop,
         watchdog,
         profile(config.profiling, folder / "profile", rank, step) as profiler,
     ):
@@ -232,7 +234,8 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
                 gc.collect()
                 gc.freeze()  # all that stays is there: what is collected from now on is little
                 watchdog.enter("start")
-                set_timeout(mesh, config.comm.train_timeout_seconds)
+                dist.barrier()  # so that none is bound by the new limit while another still compiles
+                set_timeout(config.comm.train_timeout_seconds, apart=checkpoint.ranks.group)  # which has its own
                 watchdog.limit_seconds = config.comm.train_timeout_seconds
             if step % training.gc_interval == 0:
                 gc.collect()

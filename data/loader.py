@@ -8,6 +8,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from config import Config, ConfigError, differences, grad_accum_steps
+from config import Comm, Config, ConfigError, differences, grad_accum_steps
 from data.ledger import Ledger
 from data.order import Segment
 from data.place import StepShape, first_place, saved_place
@@ -83,7 +84,7 @@ class DataLoader:
         self._place = first_place(config, self._datasets)
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="reader")
         self._streams = open_streams(config, self._datasets, self._readers)
-        self._bad_blocks = _BadBlocks(self._streams) if config.data.on_bad_block == "mask" else None
+        self._bad_blocks = _BadBlocks(self._streams, config.comm) if config.data.on_bad_block == "mask" else None
         accumulation = grad_accum_steps(config.training, dp_size)
         self._shape = StepShape(dp_size, config.training.local_batch_size, accumulation)
         self._dp_rank = dp_rank
@@ -271,9 +272,10 @@ class _LocateAhead:
 class _BadBlocks:
     """The masked blocks of each dataset that all ranks know of. `agree` is collective over all ranks."""
 
-    def __init__(self, streams: list[Stream]):
+    def __init__(self, streams: list[Stream], comm: Comm):
         self.agreed: defaultdict[str, set[int]] = defaultdict(set)  # also of datasets not in the mixture any more
         self._streams = streams
+        self._timeout = timedelta(seconds=comm.init_timeout_seconds)
         self._group: Any = None
 
     def agree(self) -> bool:
@@ -286,7 +288,7 @@ class _BadBlocks:
         news = any(blocks != self.agreed[name] for name, blocks in found.items())
         if dist.is_initialized() and dist.get_world_size() > 1:
             if self._group is None:  # by gloo, since this must not wait for the device
-                self._group = dist.new_group(backend="gloo")
+                self._group = dist.new_group(backend="gloo", timeout=self._timeout)
             any_news = torch.tensor([int(news)])
             dist.all_reduce(any_news, group=self._group)
             news = bool(any_news)

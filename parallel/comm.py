@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from config import Comm, ConfigError, TitaniteError
-from parallel.mesh import Mesh
 
 T = TypeVar("T")
 LAUNCHER = "TITANITE_LAUNCHER"
@@ -156,16 +155,16 @@ def meet(store: dist.Store, rank: int, world_size: int, timeout_seconds: float) 
     raise TimeoutError(f"rank {rank}: not all of {world_size} ranks came within {timeout_seconds} s")
 
 
-def set_timeout(mesh: Mesh, seconds: int) -> None:
-    """Change the longest wait of every group of the mesh and of the world.
+def set_timeout(seconds: int, apart: dist.ProcessGroup | None = None) -> None:
+    """Change the longest wait of every process group there is, but of the one `apart`; a new one waits for 30 minutes.
 
-    All ranks meet first, so that none is bound by the new limit while another still compiles.
+    A mesh cannot be told how long its groups shall wait, nor can FSDP2, which makes more.
     """
     # Public from torch 2.14 on, where the old name would say so on every rank.
     set_of_group = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-    dist.barrier()
-    for group in (None, *mesh.groups()):
-        set_of_group(timedelta(seconds=seconds), group)
+    for group in dist.distributed_c10d._world.pg_map:
+        if group is not apart:
+            set_of_group(timedelta(seconds=seconds), group)
 
 
 def broadcast_object(value: Any) -> Any:

@@ -7,6 +7,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from statistics import median, median_low
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ SPIKE_WINDOW = 32  # good steps that a loss is compared with
 SLOW = 1.5  # times what the others need
 SLOW_SECONDS = 0.02  # and at least so much more: less is noise
 PROBES = 5
+PROBE_SECONDS = 0.1  # of each: on a GPU one product takes a fraction of a millisecond
 INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -117,25 +119,29 @@ class Timing(NamedTuple):
     """What a rank needed, alone, before it met any other."""
 
     host: str
-    compute_seconds: float  # for the probe, the best of several
+    compute_seconds: float  # for the probe's products, the best of several times
     data_seconds: float  # for the batch of this step
 
 
 class Stragglers:
-    """Names ranks that twice in a row needed much longer than the others for the same work."""
+    """Names ranks that twice in a row needed much longer than the others for the same work. Made by all together."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, timeout_seconds: int):
         self.device = device
         size = 512 if device.type == "cpu" else 4096
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
         self.factor = torch.ones(size, size, dtype=dtype, device=device)
-        self.group = dist.new_group(backend="gloo")  # not through the device's queue
+        timeout = timedelta(seconds=timeout_seconds)
+        self.group = dist.new_group(backend="gloo", timeout=timeout)  # not through the device's queue
+        fastest = torch.tensor(self._seconds(products=1))
+        dist.all_reduce(fastest, dist.ReduceOp.MIN, group=self.group)
+        self.products = math.ceil(PROBE_SECONDS / fastest.item())  # the same on all ranks
         self.suspects: set[tuple[int, str]] = set()
 
     def check(self, step: int, data_seconds: float) -> list[str]:
         """Time the probe on all ranks and compare; a line for each slow rank, on all ranks alike. Collective."""
         timings: list[Any] = [None] * dist.get_world_size()
-        own = Timing(socket.gethostname(), self._probe_seconds(), data_seconds)
+        own = Timing(socket.gethostname(), self._seconds(self.products), data_seconds)
         dist.all_gather_object(timings, own, group=self.group)
         slow = find_slow(timings)
         lines = [text for key, text in slow.items() if key in self.suspects]
@@ -144,12 +150,13 @@ class Stragglers:
             logger.info(f"straggler, seen twice up to step {step}: {line}")
         return lines
 
-    def _probe_seconds(self) -> float:
+    def _seconds(self, products: int) -> float:
         times = []
         for _ in range(PROBES):
             synchronize(self.device)
             begin = time.perf_counter()
-            self.factor @ self.factor
+            for _ in range(products):
+                self.factor @ self.factor
             synchronize(self.device)
             times.append(time.perf_counter() - begin)
         return min(times)
@@ -158,7 +165,7 @@ class Stragglers:
 def find_slow(timings: Sequence[Timing]) -> dict[tuple[int, str], str]:
     """(rank, what it is slow at) → the evidence. The median of the ranks is the measure, the lower of two."""
     slow = {}
-    for field, work in (("compute_seconds", "the same matrix product"), ("data_seconds", "its batch")):
+    for field, work in (("compute_seconds", "the same matrix products"), ("data_seconds", "its batch")):
         values = [getattr(timing, field) for timing in timings]
         usual = median_low(values)
         for rank, value in enumerate(values):

@@ -1,14 +1,16 @@
 """Data parallelism by FSDP2: DDP, FSDP and HSDP are one function over three shapes of mesh."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_init
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
@@ -49,9 +51,11 @@ def apply_fsdp(model: nn.Module, groups: list[list[nn.Module]], mesh: DeviceMesh
         reshard = settings.reshard_group_size
     # What tensor parallelism's modules return is a view; nothing here changes it in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    for group in groups:
-        is_last = group is groups[-1]
-        fully_shard(group, reshard_after_forward=False if is_last else reshard, **options)
+    # FSDP2 would make groups of ranks, with their connections, for each block anew.
+    with mock.patch.object(_fsdp_init, "DeviceMesh", _one_mesh()):
+        for group in groups:
+            is_last = group is groups[-1]
+            fully_shard(group, reshard_after_forward=False if is_last else reshard, **options)
     fully_shard(model, reshard_after_forward=False, **options)
 
     for module in model.modules():
@@ -63,6 +67,18 @@ def apply_fsdp(model: nn.Module, groups: list[list[nn.Module]], mesh: DeviceMesh
             if settings.reduce_scatter == "all_to_all":
                 module.set_custom_reduce_scatter(AllToAllReduceScatter())
     set_prefetch([group[0] for group in groups], settings)  # type: ignore[misc]  # a group has one state, in each
+
+
+def _one_mesh() -> Callable[[str, torch.Tensor], DeviceMesh]:
+    """A DeviceMesh that is the same whenever it is asked for, of the ranks named first."""
+    made: list[DeviceMesh] = []
+
+    def mesh(device_type: str, ranks: torch.Tensor) -> DeviceMesh:
+        if not made:
+            made.append(DeviceMesh(device_type, ranks))
+        return made[0]
+
+    return mesh
 
 
 def set_prefetch(modules: list[FSDPModule], settings: Parallelism) -> None:

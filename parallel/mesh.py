@@ -8,7 +8,6 @@ so that the axes that talk most stay within a node.
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from config import ConfigError, Parallelism
@@ -26,10 +25,6 @@ class Mesh(NamedTuple):
     def size(self) -> int:
         """Ranks that compute an update together: all, or those of an island."""
         return self.pp.size() * self.fsdp.size() * self.tp.size()
-
-    def groups(self) -> list[dist.ProcessGroup]:
-        """The process group of every axis."""
-        return [group for axes in self for group in axes.get_all_groups()]
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 
@@ -24,10 +25,10 @@ class StopRequest:
     raises KeyboardInterrupt.
     """
 
-    def __init__(self, run_folder: Path):
+    def __init__(self, run_folder: Path, timeout_seconds: int):
         self.file = run_folder / "stop"
         self.asked_by = ""
-        self.group = dist.new_group(backend="gloo")
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         self.vote = torch.zeros(1, dtype=torch.int32)
         self.under_way: dist.Work | None = None
 

@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -89,6 +90,20 @@ def test_prefetched_are_the_groups_that_come_next() -> None:
     for found in run_ranks(2, prefetched, config_for(1, 2, prefetch_layers=2)):
         assert found["forward"] == {name: order[i + 1 : i + 3] for i, name in enumerate(order)}
         assert found["backward"] == {name: order[max(0, i - 2) : i][::-1] for i, name in enumerate(order)}
+
+
+def groups_of_ranks(config: Config, layers: int) -> int:
+    spec, _ = find_model(config.model, VOCAB)
+    model = build_model(spec, dataclasses.replace(FLAVOR, n_layers=layers))
+    mesh = ParallelDims.from_config(config.parallelism, 4).build_mesh("cpu")
+    before = len(dist.distributed_c10d._world.pg_map)
+    spec.apply_parallelism(model, mesh, config)
+    return len(dist.distributed_c10d._world.pg_map) - before
+
+
+def test_all_blocks_share_the_two_groups_in_which_they_are_resharded() -> None:
+    config = config_for(1, 4, reshard_group_size=2)
+    assert [run_ranks(4, groups_of_ranks, config, layers) for layers in (1, 3)] == [[2] * 4] * 2
 
 
 def gradients_divided() -> int:

@@ -6,6 +6,7 @@ import os
 import random
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from parallel.failures import (
     Stragglers,
     check_replay,
 )
+from parallel.stop import StopRequest
 from tests.corpus import write_dataset
 from tests.harness import run_ranks
 from train import train
@@ -209,12 +211,40 @@ def test_replayed_steps_train_the_same(dataset: Path, tmp_path: Path) -> None:
     assert same_weights(tmp_path / "once", tmp_path / "twice", tmp_path)
 
 
+def timeouts(arguments: list[str]) -> list[set[float]]:
+    """The longest waits of all groups of this rank: before the first step, in which another comes, and after it."""
+    found: list[set[float]] = []
+
+    def look(stop: StopRequest) -> bool:
+        groups = dist.distributed_c10d._world.pg_map
+        found.append({group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups})
+        return len(found) > 1
+
+    new_group = dist.new_group
+    with mock.patch.object(StopRequest, "agreed", look), mock.patch.object(dist, "new_group", wraps=new_group) as made:
+        train(load_config(arguments))
+    return [*found, {call.kwargs["timeout"].total_seconds() for call in made.call_args_list}]
+
+
+def test_timeouts_are_those_of_the_settings(dataset: Path, tmp_path: Path) -> None:
+    """Of all groups but the checkpoints', FSDP2's and that of bad blocks included."""
+    arguments = [*SMALL, f"--data.datasets={dataset}", f"--run.folder={tmp_path}", "--data.on_bad_block=mask"]
+    arguments += ["--failures.straggler_interval=10", "--parallelism.reshard_group_size=2", "--data.retry_seconds=10"]
+    arguments += [
+        "--comm.init_timeout_seconds=111",
+        "--comm.train_timeout_seconds=222",
+        "--checkpoint.timeout_seconds=2400",
+    ]
+    for before, after, made in run_ranks(4, timeouts, arguments, start_group=False):
+        assert before == made == {111, 2400}
+        assert after == {222, 2400}
+
+
 def find_stragglers(slow_rank: int) -> list[list[str]]:
-    stragglers = Stragglers(torch.device("cpu"))
-    if dist.get_rank() == slow_rank:
-        probe = stragglers._probe_seconds
-        stragglers._probe_seconds = lambda: 2 * probe() + 1.0  # type: ignore[method-assign]
-    return [stragglers.check(step, 0.0) for step in (10, 20)]
+    product = 0.0004 if dist.get_rank() == slow_rank else 0.0002  # seconds, as a GPU may take
+    with mock.patch.object(Stragglers, "_seconds", lambda _, products: products * product):
+        stragglers = Stragglers(torch.device("cpu"), timeout_seconds=60)
+        return [stragglers.check(step, 0.0) for step in (10, 20)]
 
 
 def test_a_slow_rank_is_named_the_second_time() -> None:

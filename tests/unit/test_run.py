@@ -539,7 +539,7 @@ def test_a_port_where_nobody_answers_is_one_line(tmp_path: Path) -> None:
 def stopped_by(folder: Path, number: signal.Signals) -> tuple[list[bool], str]:
     """The votes of two steps after a signal, and what is said to have asked."""
     before = signal.getsignal(number)
-    with StopRequest(folder) as stop:
+    with StopRequest(folder, timeout_seconds=60) as stop:
         os.kill(os.getpid(), number)
         votes, asked_by = [stop.agreed(), stop.agreed()], stop.asked_by
         if number == signal.SIGINT:
