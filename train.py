@@ -100,8 +100,10 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         parts = spec.apply_parallelism(model, mesh, config)
         set_timeout(init_timeout)
         del model  # a pipeline holds only parts of it
+        watchdog.enter("init")
+        home = torch.device("cpu") if config.parallelism.cpu_offload else device
         for part in parts:
-            init_weights(part, torch.device("cpu") if config.parallelism.cpu_offload else device, config.run.seed)
+            init_weights(part, home, config.run.seed, watchdog.alive)
         loss_fn = build_loss(config.compile, mesh)
         chunks = loss_chunks(config)
         chunked = build_chunked_loss(config.compile, mesh, chunks) if chunks > 1 else None

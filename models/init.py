@@ -9,12 +9,15 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 @torch.no_grad()
-def init_weights(model: nn.Module, device: torch.device, seed: int) -> None:
+def init_weights(
+    model: nn.Module, device: torch.device, seed: int, on_progress: Callable[[], None] = lambda: None
+) -> None:
     """Give a model on the meta device memory on `device`, and its initial weights.
 
     Every parameter has a generator of its own, seeded by `seed` and its name, draws its full value and
     keeps its shard: so the weights are the same for any world size and mesh (on one type of device).
     `model.init_std(name)` gives the standard deviation, of a normal cut at three of them, or None for ones.
+    `on_progress` is called for each: on the host a large model takes many minutes.
     """
     init_std: Callable[[str], float | None] = model.init_std  # type: ignore[assignment]
     model.to_empty(device=device)
@@ -26,6 +29,7 @@ def init_weights(model: nn.Module, device: torch.device, seed: int) -> None:
             # Clamped, not redrawn: trunc_normal_ is an order of magnitude slower on CPU.
             full.normal_(0.0, std, generator=generator).clamp_(-3 * std, 3 * std)
         parameter.copy_(_shard_like(full, parameter))
+        on_progress()
 
 
 def _seed_of(name: str, seed: int) -> int:

@@ -52,7 +52,7 @@ class Beat(NamedTuple):
     ticks: int  # sections entered so far: the same on all ranks at the same place
     section: str
     step: int
-    idle_seconds: float  # since it entered the section, or bytes of its checkpoint have moved there
+    idle_seconds: float  # since it entered the section, or something has moved there
     limit_seconds: float  # that it may stay there
     waiting: bool  # in a collective, for others
     stack: list[str]  # innermost last
@@ -139,8 +139,11 @@ class Watchdog:
         self._entered = time.monotonic()
 
     def alive(self) -> None:
-        """Bytes of a checkpoint have moved, by any thread: progress of a rank that saves, loads or waits for that."""
-        if self.section in CHECKPOINTING:
+        """Bytes of a checkpoint have moved, by any thread, or a weight has its initial values.
+
+        Progress of a rank that does so or waits for that.
+        """
+        if self.section in (*CHECKPOINTING, "init"):
             self._entered = time.monotonic()
 
     def follow(self, items: Iterable[T], section: str) -> Iterator[T]:

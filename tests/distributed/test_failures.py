@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,6 +28,7 @@ from parallel.failures import (
     check_replay,
 )
 from parallel.stop import StopRequest
+from parallel.watchdog import Watchdog
 from tests.corpus import write_dataset
 from tests.harness import run_ranks
 from train import train
@@ -238,6 +240,21 @@ def test_timeouts_are_those_of_the_settings(dataset: Path, tmp_path: Path) -> No
     for before, after, made in run_ranks(4, timeouts, arguments, start_group=False):
         assert before == made == {111, 2400}
         assert after == {222, 2400}
+
+
+def progress(arguments: list[str]) -> Counter[str]:
+    """How often anything but a new section told the watchdog that the rank is alive, by section."""
+    told: Counter[str] = Counter()
+    with mock.patch.object(Watchdog, "alive", lambda watchdog: told.update([watchdog.section])):
+        train(load_config(arguments))
+    return told
+
+
+def test_initial_weights_are_progress(dataset: Path, tmp_path: Path) -> None:
+    """With cpu_offload the host draws them all, which takes minutes for a large model."""
+    arguments = [*SMALL, f"--data.datasets={dataset}", f"--run.folder={tmp_path}"]
+    (told,) = run_ranks(1, progress, arguments, start_group=False)
+    assert told["init"] == 3 + 4 * 9  # the weights of the tiny model
 
 
 def find_stragglers(slow_rank: int) -> list[list[str]]:

@@ -81,9 +81,12 @@ def test_time_in_which_the_process_was_frozen_is_no_hang(
 
 
 @pytest.mark.parametrize(
-    ("section", "counts"), [("end", True), ("checkpoint", True), ("load", True), ("forward/backward", False)]
+    ("section", "counts"),
+    [("init", True), ("end", True), ("checkpoint", True), ("load", True), ("forward/backward", False)],
 )
-def test_bytes_of_a_checkpoint_are_progress_of_who_waits_for_them(tmp_path: Path, section: str, counts: bool) -> None:
+def test_bytes_of_a_checkpoint_and_initial_weights_are_progress_of_who_waits_for_them(
+    tmp_path: Path, section: str, counts: bool
+) -> None:
     watchdog = Watchdog(tmp_path, LaunchEnvironment(rank=0, local_rank=0, world_size=1), Config())
     watchdog.enter(section)
     watchdog._entered, ticks = 0.0, watchdog._ticks
