@@ -2,6 +2,7 @@
 
 import gc
 import os
+import resource
 import signal
 import socket
 import time
@@ -17,6 +18,7 @@ from config import Comm, ConfigError, TitaniteError
 
 T = TypeVar("T")
 LAUNCHER = "TITANITE_LAUNCHER"
+FILES, FILES_OF_RANK = 50, 5  # open in a process at most, and for each rank of the job (3 measured)
 
 
 class LaunchEnvironment(NamedTuple):
@@ -107,8 +109,19 @@ def bfloat16_is_slow(device: torch.device) -> bool:
 
 
 def init_distributed(environment: LaunchEnvironment, comm: Comm) -> torch.device:
-    """Start the process group (also of one process) and return this rank's device."""
+    """Start the process group (also of one process) and return this rank's device.
+
+    Raises ConfigError where this node has too few devices, ranks have devices of different types, or too few files may
+    be open.
+    """
+    allow_open_files(environment.world_size)
     kind = device_type()
+    here, devices = max(environment.local_world_size, environment.local_rank + 1), torch.accelerator.device_count()
+    if kind != "cpu" and here > devices:
+        raise ConfigError(
+            f"{socket.gethostname()}: {here} ranks and {devices} {kind} devices that they see: each needs its own; see "
+            "torchrun's --nproc-per-node, and srun's --gpus-per-task"
+        )
     device = torch.device(kind) if kind == "cpu" else torch.device(kind, environment.local_rank)
     if kind != "cpu":
         torch.accelerator.set_device_index(environment.local_rank)
@@ -122,8 +135,43 @@ def init_distributed(environment: LaunchEnvironment, comm: Comm) -> torch.device
     elif environment.agent_store:
         kept = dist.TCPStore(*environment.agent_store, is_master=False, timeout=timeout)
         store = dist.PrefixStore(meet(kept, rank, world_size, comm.init_timeout_seconds), kept)
+        check_devices(store, rank, world_size, kind)
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
     return device
+
+
+def allow_open_files(world_size: int) -> None:
+    """Let this process have as many files open as it may. Raises ConfigError where that is too few for the job.
+
+    Of gloo's groups of all ranks three have a connection to each other rank: the world's, that of the votes to stop and
+    the checkpoints'.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = FILES + FILES_OF_RANK * world_size
+    if most != resource.RLIM_INFINITY and needed > most:
+        raise ConfigError(
+            f"{socket.gethostname()}: a process may have {most} files open, {world_size} ranks need {needed}, mostly "
+            "for connections to each other: raise the hard limit, ulimit -Hn, and then ulimit -n"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def check_devices(store: dist.Store, rank: int, world_size: int, kind: str) -> None:
+    """Raise ConfigError, on all ranks alike, where they found devices of different types, such as a GPU that is gone.
+
+    `store` is of this start alone.
+    """
+    store.set(f"device/{rank}", f"{kind} {socket.gethostname()}")
+    if rank == 0:  # alone, for thousands of ranks that read what thousands wrote keep the store busy
+        hosts: dict[str, list[str]] = {}
+        for found in sorted(set(store.multi_get([f"device/{other}" for other in range(world_size)]))):
+            name, host = found.decode().split()
+            hosts.setdefault(name, []).append(host)
+        store.set("devices", "; ".join(f"{name} on {', '.join(on)}" for name, on in hosts.items() if len(hosts) > 1))
+    if mixed := store.get("devices").decode():
+        error = ConfigError(f"ranks have devices of different types: {mixed}; is a GPU or its driver gone?")
+        error.agreed = True
+        raise error
 
 
 def meet(store: dist.Store, rank: int, world_size: int, timeout_seconds: float) -> str:

@@ -23,6 +23,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 
 import run_folder
 from config import (
+    Comm,
     Config,
     ConfigError,
     Metrics,
@@ -40,7 +41,7 @@ from launch.processes import processes
 from launch.torchrun import launch
 from metrics import MetricsLogger, find_hook, peak_flops, peak_memory_gib
 from models import build_model, find_model
-from parallel.comm import meet, runs
+from parallel.comm import LaunchEnvironment, allow_open_files, check_devices, init_distributed, meet, runs
 from parallel.exits import Exit, record_exit
 from parallel.mesh import ParallelDims
 from parallel.stop import StopRequest
@@ -612,6 +613,46 @@ def test_ranks_of_a_start_agree_on_a_name_whatever_an_earlier_one_left() -> None
     assert first != second
     with pytest.raises(TimeoutError, match="rank 0: not all of 4 ranks came"):
         meet(store, 0, 4, timeout_seconds=0.1)
+
+
+def test_ranks_with_devices_of_different_types_do_not_start() -> None:
+    for kinds, said in (
+        (("cpu", "cpu"), "None"),
+        (("cuda", "cpu"), f"cpu on {socket.gethostname()}; cuda on {socket.gethostname()}; is"),
+    ):
+        store = dist.HashStore()
+
+        def check(rank: int, store: dist.Store = store, kinds: tuple[str, ...] = kinds) -> str:
+            try:
+                return str(check_devices(store, rank, 2, kinds[rank]))
+            except ConfigError as error:
+                return str(error) if error.agreed else "by one rank only"
+
+        with ThreadPoolExecutor(2) as threads:
+            assert all(said in line for line in threads.map(check, range(2)))
+
+
+def test_a_node_with_fewer_devices_than_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("parallel.comm.device_type", lambda: "cuda")
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    for local_rank, ranks in ((0, 8), (7, 8), (4, 1)):  # the last: without torchrun
+        with pytest.raises(
+            ConfigError, match=f"{ranks if ranks > 1 else 5} ranks and 4 cuda devices.*--nproc-per-node"
+        ):
+            init_distributed(LaunchEnvironment(local_rank, local_rank, 8, local_world_size=ranks), Comm())
+
+
+def test_files_that_may_be_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as the hard limit allows; where the ranks' connections need more the job does not start."""
+    limits = [(1024, 4096)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, pair: limits.append(pair))
+    with pytest.raises(ConfigError, match=r"may have 4096 files open, 1000 ranks need 5050.*ulimit -n"):
+        init_distributed(LaunchEnvironment(0, 0, 1000), Comm())
+    allow_open_files(800)
+    assert limits[1:] == [(4096, 4096)]
+    limits.append((1024, resource.RLIM_INFINITY))
+    allow_open_files(1_000_000)
 
 
 def test_what_no_restart_can_mend_ends_torchrun(tmp_path: Path) -> None:
