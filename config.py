@@ -334,7 +334,8 @@ class Float8:
     tp_all_gather: Literal["auto", "on", "off"] = "auto"
     """Gather activations in float8 where tensor parallelism does. `auto`: where the recipe can, as above."""
     precompute_scale: Literal["auto", "on", "off"] = "auto"
-    """Scales of all gathered weights by one all-reduce a step, not one for each. `auto`: as `fsdp_all_gather`."""
+    """Scales of all gathered weights by one all-reduce a step, not one for each. `auto`: as `fsdp_all_gather`, but
+    not with `parallelism.cpu_offload`."""
     filter: Literal["auto", "all"] = "auto"
     """`auto`: only layers large enough to gain, by torchao's thresholds. `all`: every layer that 16 divides."""
     skip: tuple[str, ...] = ("output",)
@@ -882,9 +883,13 @@ def gathers_float8(float8: Float8) -> bool:
     return float8.enable and float8.fsdp_all_gather != "off" and float8.recipe == ONE_SCALE
 
 
-def precomputes_scales(float8: Float8) -> bool:
-    """Whether the scales of the gathered weights are computed ahead, by one all-reduce a step."""
-    return gathers_float8(float8) and float8.precompute_scale != "off"
+def precomputes_scales(config: Config) -> bool:
+    """Whether the scales of the gathered weights are computed ahead, by one all-reduce a step.
+
+    Not of weights on the host, which lose them on their way to the device (torch 2.13).
+    """
+    float8 = config.float8
+    return gathers_float8(float8) and float8.precompute_scale != "off" and not config.parallelism.cpu_offload
 
 
 def gathers_activations(float8: Float8) -> bool:

@@ -126,7 +126,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
             step = checkpoint.load()
             if outer:
                 outer.restart()
-            precompute_scales(parts, config.float8)
+            precompute_scales(parts, config)
             return step
 
         step = load()
@@ -209,7 +209,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
             optimizer.step()
             if outer and due(config.parallelism.local_steps):
                 outer.meet()
-            precompute_scales(parts, config.float8)
+            precompute_scales(parts, config)
             optimizer.zero_grad()
 
             # The host waits for the device only in what follows, when something is due.
@@ -253,7 +253,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         fetch_finite(unchecked)
         if outer:
             outer.meet()  # asked to stop between two meetings
-            precompute_scales(parts, config.float8)
+            precompute_scales(parts, config)
         if config.validation.enable and step == training.steps and step in bad_steps.skipped:
             measure_validation()  # the last step was left out, and with it what was due after it
             watchdog.enter("end")

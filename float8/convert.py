@@ -43,6 +43,11 @@ def check_float8(config: Config, here: bool = True) -> None:
             f'"{float8.fsdp_all_gather}": only weights gathered in float8 have scales to compute ahead; '
             'set precompute_scale = "auto"'
         )
+    if float8.precompute_scale == "on" and config.parallelism.cpu_offload:
+        raise ConfigError(
+            'float8.precompute_scale = "on" with parallelism.cpu_offload = true: weights on the host lose their scales '
+            'on the way to the device; set precompute_scale = "auto"'
+        )
     if float8.emulate:
         return
     parallelism = config.parallelism

@@ -322,12 +322,12 @@ def _add_fsdp(work: Work, add: Any) -> None:
         add("dp_shard_cp", ranks, summing, numbers * reduce_bytes, work.sums)
         add("dp_replicate", replicas, "all_reduce", numbers * reduce_bytes // ranks)
         in_float8 = sum(weight.name in work.float8_gathered for weight in group)
-        if not precomputes_scales(work.config.float8):
+        if not precomputes_scales(work.config):
             add("dp_shard_cp", ranks, "all_reduce", 4, everywhere * in_float8)
         n_scales += in_float8
     add("dp_shard_cp", ranks, "all_reduce", 4 * n_weights)  # norms of the gradients
     add("tp", work.dims.tp, "all_reduce", 4 * n_weights)
-    if n_scales and precomputes_scales(work.config.float8):  # by one message for each piece of the model
+    if n_scales and precomputes_scales(work.config):  # by one message for each piece of the model
         for axis, size in (("dp_shard_cp", ranks), ("tp", work.dims.tp)):
             add(axis, size, "all_reduce", 4 * n_scales)
             add(axis, size, "all_reduce", 0, work.stages_per_rank - 1)

@@ -89,7 +89,7 @@ def our_run(config: Config, steps: int, accumulation: int, **model_options: Any)
     for part in parts:
         init_weights(part, torch.device("cpu"), seed=0)
     result: dict[str, Any] = {"init": {n: whole(p).detach().clone() for n, p in named_parameters(parts)}}
-    precompute_scales(parts, config.float8)
+    precompute_scales(parts, config)
     optimizer = build_optimizer(parts, config.optimizer, config.compile)
     chunks = config.training.loss_chunks
     chunked = build_chunked_loss(config.compile, mesh, chunks) if chunks > 1 else None
@@ -111,7 +111,7 @@ def our_run(config: Config, steps: int, accumulation: int, **model_options: Any)
         parameters = [p for _, p in named_parameters(parts)]
         result["norms"].append(clip_grad_norm_(parameters, MAX_NORM, mesh.pp).item())
         optimizer.step()
-        precompute_scales(parts, config.float8)
+        precompute_scales(parts, config)
         optimizer.zero_grad()
         result["losses"].append(total.item())
     with torch.no_grad():  # as validation does: a forward without a backward

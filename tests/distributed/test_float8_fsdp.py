@@ -81,7 +81,7 @@ class Run:
         spec.apply_parallelism(self.model, self.mesh, config)
         init_weights(self.model, torch.device("cpu"), seed=0)
         self.optimizer, self.loss_fn = build_optimizer([self.model], config.optimizer), build_loss(config.compile)
-        precompute_scales([self.model], config.float8)
+        precompute_scales([self.model], config)
 
     def step(self, step: int, accumulation: int = 1, precompute: bool = True) -> float:
         """One optimizer step; the loss before it."""
@@ -99,7 +99,7 @@ class Run:
         clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         if precompute:
-            precompute_scales([self.model], self.config.float8)
+            precompute_scales([self.model], self.config)
         self.optimizer.zero_grad()
         return total.item()
 
@@ -164,7 +164,7 @@ def losses_around_a_load(config: Config, precompute_after_load: bool) -> tuple[l
         for tensor, value in zip(run.tensors(), saved, strict=True):
             tensor.copy_(value)
     if precompute_after_load:
-        precompute_scales([run.model], config.float8)
+        precompute_scales([run.model], config)
     return first, [run.step(2), run.step(3)]
 
 
@@ -277,7 +277,7 @@ def bits_beside_torchao(recipe: str, gradient_scale: float, shrink: float) -> li
     ours: nn.Linear = model[0]
     with torch.no_grad():
         ours.weight.copy_(distribute_tensor(weight, ours.weight.device_mesh, ours.weight.placements))
-        precompute_scales([model], config.float8)
+        precompute_scales([model], config)
         ours.weight.mul_(shrink)
     own_config = Float8LinearConfig.from_recipe_name(recipe)
     # What is gathered in float8 is cast from the float32 weight; what is gathered in bfloat16 from that.

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from config import Config, ConfigError, Float8, Parallelism, Training, load_config
+from config import Config, ConfigError, Float8, Parallelism, Training, load_config, precomputes_scales
 from float8.convert import build_linear_config, check_float8, convert_to_float8, summarize
 from models import build_model, find_model
 from models.init import init_weights
@@ -135,6 +135,16 @@ def test_contradictions_are_refused(float8: dict[str, Any], message: str) -> Non
     with pytest.raises(ConfigError, match=message):
         check_float8(Config(float8=Float8(enable=True, **float8)))
     check_float8(Config(float8=Float8(**float8)))  # not enabled
+
+
+def test_scales_are_not_computed_ahead_of_weights_on_the_host() -> None:
+    """On their way to the device they would lose them, and each gather find its own all the same."""
+    config = Config(float8=Float8(enable=True))
+    assert precomputes_scales(config)
+    config = dataclasses.replace(config, parallelism=Parallelism(cpu_offload=True))
+    assert not precomputes_scales(config)
+    with pytest.raises(ConfigError, match=r'precompute_scale = "on" with parallelism.cpu_offload'):
+        check_float8(dataclasses.replace(config, float8=Float8(enable=True, precompute_scale="on")))
 
 
 def test_the_tokens_of_a_microbatch_must_fit_the_weight_gradients_matmul() -> None:
