@@ -71,10 +71,12 @@ def enable_async_tensor_parallel(mesh: DeviceMesh) -> None:
     Changes a setting of the compiler for the whole process. Needs CUDA.
     """
     import torch._inductor.config as inductor
-    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+    import torch.distributed._symmetric_memory as symmetric_memory
 
     inductor._micro_pipeline_tp = True
-    enable_symm_mem_for_group(mesh.get_group().group_name)
+    enable = getattr(symmetric_memory, "enable_symm_mem_for_group", None)
+    if enable and not hasattr(enable, "__deprecated__"):  # from torch 2.13 on there is no need, it says on every rank
+        enable(mesh.get_group().group_name)
 
 
 class _SumOverRanks(torch.autograd.Function):

@@ -7,6 +7,7 @@ import pickle
 import re
 import subprocess
 import sys
+import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,11 +19,15 @@ from unittest import mock
 
 import pytest
 import torch
+import torch._inductor.config as inductor
+import torch.distributed._symmetric_memory as symmetric_memory
+from torch.distributed.device_mesh import init_device_mesh
 
 from config import Config
 from loss import build_loss
 from models.llama.model import Block
 from parallel.pipeline import layers_of_stages
+from parallel.tensor import enable_async_tensor_parallel
 from tests.harness import run_ranks
 from tests.parity import GLOBAL_BATCH, close, config_for, our_run, plain_run
 from tests.parity_ranks import FULL_STEPS, compare
@@ -214,6 +219,13 @@ def test_compiled_by_inductor() -> None:
     config = config_for(1, 1, "inductor", tp=2, local_batch_size=GLOBAL_BATCH)
     for result in run_ranks(2, our_run, config, STEPS, 1):
         close(result, expected, loss_tolerance=1e-5)
+
+
+def test_async_tp_asks_for_nothing_that_torch_deprecates() -> None:
+    with mock.patch.object(inductor, "_micro_pipeline_tp", False), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with mock.patch.object(symmetric_memory._SymmetricMemory, "set_group_info"):  # before torch 2.13
+            run_ranks(1, lambda: enable_async_tensor_parallel(init_device_mesh("cpu", (1,))))
 
 
 def test_offloaded_to_the_host(plain: dict[str, Any]) -> None:
