@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -51,8 +52,9 @@ def apply_fsdp(model: nn.Module, groups: list[list[nn.Module]], mesh: DeviceMesh
         reshard = settings.reshard_group_size
     # What tensor parallelism's modules return is a view; nothing here changes it in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    # FSDP2 would make groups of ranks, with their connections, for each block anew.
-    with mock.patch.object(_fsdp_init, "DeviceMesh", _one_mesh()):
+    # FSDP2 would make the groups of `reshard_group_size` ranks, with their connections, for each block anew.
+    once = mock.patch.object(_fsdp_init, "DeviceMesh", _one_mesh()) if settings.reshard_group_size else nullcontext()
+    with once:
         for group in groups:
             is_last = group is groups[-1]
             fully_shard(group, reshard_after_forward=False if is_last else reshard, **options)
