@@ -77,11 +77,12 @@ class DataLoader:
         if config.run.folder:
             self.check_run(Path(config.run.folder))
         counts = [("data.datasets", self._datasets), ("validation.datasets", held_out)]
-        self._compared: list[tuple[str, int | str]] = [(f"number of {key}", len(named)) for key, named in counts]
+        self._compared: list[tuple[str, Any]] = [(f"number of {key}", len(named)) for key, named in counts]
         self._compared += [(f"dataset {dataset.url}", dataset.hash) for dataset in (*self._datasets, *held_out)]
         self.vocab_size: int = self._datasets[0].vocab_size  # of the tokenizer, which all share
         self.wait_seconds: float = 0.0
         self._place = first_place(config, self._datasets)
+        self._compared.append(("data.weights, as shares", self._place.segment.weights))
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="reader")
         self._streams = open_streams(config, self._datasets, self._readers)
         self._bad_blocks = _BadBlocks(self._streams, config.comm) if config.data.on_bad_block == "mask" else None
@@ -113,6 +114,8 @@ class DataLoader:
         dist.all_gather_object(everyone, (self._compared, self._config))
         first_compared, first_config = everyone[0]
         for rank, (compared, config) in enumerate(everyone):
+            if (compared, config) == everyone[0]:  # quick; what follows is not, on thousands of ranks
+                continue
             # The numbers of datasets come first: where they are equal, so are the lengths.
             facts = [(what, first, own) for (what, own), (_, first) in zip(compared, first_compared, strict=False)]
             facts += [(key, *pair) for key, pair in differences(first_config, config).items() if key not in OF_THE_NODE]

@@ -1,6 +1,7 @@
 """Where a run stands in its data, and which samples a step takes from there. Imports no torch."""
 
 import json
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ from data.order import Segment
 from data.shards import DataError, Dataset
 
 STATE_VERSION = 3
+SAME_SHARE = 1e-12
 
 
 class StepShape(NamedTuple):
@@ -82,7 +84,9 @@ class Place(NamedTuple):
                     f"{name} = {json.dumps(new)}: the checkpoint was trained with {json.dumps(old)}, another order "
                     f"of the data; resume with {json.dumps(old)} or start a new run"
                 )
-        if self.segment._replace(starts=saved.segment.starts) == saved.segment:
+        asked, begun = self.segment, saved.segment
+        asked = asked._replace(starts=begun.starts)
+        if asked._replace(weights=begun.weights) == begun and _are_close(asked.weights, begun.weights):
             return saved
         tokens = saved.consumed
         starts = tuple(tokens.pop(name, 0) for name in self.segment.datasets)
@@ -90,10 +94,16 @@ class Place(NamedTuple):
         return saved._replace(segment=segment, samples=0, earlier=tokens)
 
 
+def _are_close(shares: Sequence[float], others: Sequence[float]) -> bool:
+    """Whether equally many shares differ by no more than another version of Python may have rounded them."""
+    return all(math.isclose(*pair, rel_tol=SAME_SHARE) for pair in zip(shares, others, strict=True))
+
+
 def first_place(config: Config, datasets: Sequence[Dataset]) -> Place:
     """The beginning of a new run."""
     weights = config.data.weights or [dataset.split("train").total_tokens for dataset in datasets]
-    shares = tuple(weight / sum(weights) for weight in weights)
+    total = math.fsum(weights)  # exact: `sum` rounds otherwise since Python 3.12, and the last bit decides ties
+    shares = tuple(weight / total for weight in weights)
     names = tuple(dataset.hash for dataset in datasets)
     segment = Segment(names, shares, (0,) * len(names), config.training.seq_len)
     piece_tokens = config.training.seq_len if config.data.shuffle_samples else 0

@@ -1,12 +1,14 @@
 """Data that cannot be used: each case a clear error; a bad block masked in place when asked."""
 
 import json
+import re
 import resource
 import shutil
 import subprocess
 import sys
 from itertools import islice
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from isal import isal_zlib
 
 from config import ConfigError, TitaniteError, to_toml
+from data import place
 from data.audit import prove
 from data.loader import IGNORED, build_dataloader, validation_batches
 from data.shards import BadBlockError, DataError, check_datasets, open_dataset, seal
@@ -432,6 +435,22 @@ def test_ranks_with_other_settings_or_datasets_do_not_start(folder, tmp_path):
     for said, (_, expected) in zip(first, cases, strict=True):
         assert said.startswith(expected)
         assert bool(said) == bool(expected)
+
+
+def refusal_of_other_shares(config):
+    """What this rank says where rank 1 rounds otherwise."""
+    if dist.get_rank():
+        place.math = Mock(fsum=lambda weights: sum(weights) * (1 + 2**-52))
+    return refusals([((config, config), "")])
+
+
+def test_ranks_with_other_shares_do_not_start(folder, tmp_path):
+    """The same config, and yet another order of the samples."""
+    other = write_dataset(tmp_path / "other", DOCUMENTS[:1])
+    config = data_config(folder, other, data__weights=[0.75, 0.25], training__seq_len=8)
+    said = run_ranks(2, refusal_of_other_shares, config)
+    assert said[0] == said[1]
+    assert re.fullmatch(r"data\.weights, as shares: \[0\.74\d+, .* on rank 1, \[0\.75, 0\.25\] on rank 0; .*", *said[0])
 
 
 @pytest.mark.parametrize("key", ["data__datasets", "validation__datasets"])

@@ -206,6 +206,27 @@ def test_a_mixture_goes_on_where_it_stood_whatever_order_its_datasets_have(folde
         after.close()
 
 
+def test_shares_are_the_same_on_every_python(folders):
+    """`sum` of (0.7, 0.2, 0.1) is 0.9999999999999999 up to 3.11 and 1.0 from 3.12 on, and ties would fall otherwise."""
+    weights = (0.7, 0.2, 0.1)
+    loader = build_dataloader(config_of(folders, data__weights=list(weights), training__seq_len=7), 0, 1)
+    assert tuple(share for *_, share in loader.state_dict()["datasets"]) == weights
+    loader.close()
+
+
+def test_a_run_goes_on_with_the_shares_that_it_began_with(folders):
+    """As another version of Python has rounded them; others begin a new segment."""
+    config = config_of(folders[:2], data__weights=[0.7, 0.3], training__seq_len=7)
+    for factor, goes_on in ((1 - 2**-53, True), (1 - 2**-30, False)):
+        loader = build_dataloader(config, 0, 1)
+        loader.next_step()
+        state = loader.state_dict()
+        state["datasets"][0][2] *= factor
+        loader.load_state_dict(stored(state))
+        assert (loader.state_dict() == state) == goes_on
+        loader.close()
+
+
 def test_a_resume_names_the_datasets_that_begin_and_those_that_are_left(folders, caplog):
     a, b = (open_dataset(str(folder)).hash for folder in folders[:2])
     left = f"dataset {a} is left after 64 tokens"
