@@ -13,6 +13,7 @@ import tokenize
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from glob import has_magic
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -20,6 +21,7 @@ from urllib.parse import urlsplit
 import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
+from fsspec.implementations.local import LocalFileSystem
 
 from config import TitaniteError
 from data.shards import DataError
@@ -103,10 +105,14 @@ def _expand(source: str) -> list[File]:
         system, path = file_system(source)
         details, is_folder = _details(system, path)
         details = {name: system.info(name) if info.get("islink") else info for name, info in details.items()}
-    for name, info in details.items():
-        if info.get("islink") and info["type"] != "file" and is_folder:
-            what = "a folder: name it as a source, too" if info["type"] == "directory" else "no file"
+        looked_into = details if is_folder else _linked_folders(system, path)
+    for name, info in looked_into.items():
+        if info.get("islink") and info["type"] != "file":
+            what = "no file"
+            if info["type"] == "directory":
+                what = "a folder, which is not looked into: name each folder as a source of its own"
             raise DataError(f"--source {source}: {name} is a link to {what}")
+    for info in details.values():
         if info["type"] == "file" and info["size"] is None:
             raise DataError(f"--source {source}: the server does not say how large the file is; download it first")
     read = [
@@ -141,9 +147,18 @@ def _details(system: fsspec.AbstractFileSystem, path: str) -> tuple[dict[str, di
     try:
         found = system.info(path)  # `isdir` and `exists` would take a refusal for an absence
     except FileNotFoundError:
-        return (system.glob(path, detail=True) if any(sign in path for sign in "*?[") else {}), False
+        return (system.glob(path, detail=True) if has_magic(path) else {}), False
     is_folder = found["type"] == "directory"
     return (system.find(path, detail=True) if is_folder else {path: found}), is_folder
+
+
+def _linked_folders(system: fsspec.AbstractFileSystem, pattern: str) -> dict[str, dict[str, Any]]:
+    """Links to folders that a glob would have to enter, as a shell does and fsspec does not."""
+    if not isinstance(system, LocalFileSystem) or os.path.lexists(pattern):
+        return {}
+    above = [str(folder) for folder in PurePosixPath(pattern).parents] + [pattern] * pattern.endswith("**")
+    names = {name for part in above if has_magic(part) for name in system.glob(part)}
+    return {name: system.info(name) for name in sorted(names) if os.path.islink(name) and os.path.isdir(name)}
 
 
 def _stdlib_files() -> list[File]:

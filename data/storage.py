@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import fsspec
+from fsspec.implementations.local import LocalFileSystem
 from isal import isal_zlib
 
 from config import Data, TitaniteError
@@ -57,6 +58,8 @@ def open_folder(url: str, data: Data) -> "Folder":
 
 def file_system(url: str, s3_options: Mapping[str, Any] | None = None) -> tuple[fsspec.AbstractFileSystem, str]:
     """What a path or URL is on, and its path there; the environment says the rest. `s3_options` are for S3 alone."""
+    if "://" not in url:
+        return LocalFileSystem(), LocalFileSystem._strip_protocol(f"file://{url}")  # `::` in a name chains no URLs
     options: dict[str, Any] = {}
     if url.startswith("s3://"):
         # Names in the profile and in the environment, of which botocore by itself does not know AWS_REGION.

@@ -748,12 +748,37 @@ def test_links_are_followed_and_never_left_out(tmp_path):
         found = sources.list_files([str(tmp_path / source)])
         assert [(file.url, file.size) for file in found] == list(zip(names, (5, 1), strict=True))
     (tmp_path / "snapshot" / "more").symlink_to("../blobs")
-    with pytest.raises(DataError, match="more is a link to a folder: name it as a source, too"):
+    with pytest.raises(DataError, match="more is a link to a folder, which is not looked into: name each"):
         sources.list_files([str(tmp_path / "snapshot")])
     (tmp_path / "snapshot" / "more").unlink()
     (tmp_path / "snapshot" / "c.txt").symlink_to("../nowhere")
     with pytest.raises(DataError, match=r"No such file or directory: .*c\.txt"):
         sources.list_files([str(tmp_path / "snapshot")])
+
+
+@pytest.mark.parametrize("pattern", ["*/*.txt", "**/*.txt", "**", "*/deep/*.txt", "r?al/linked/*"])
+def test_a_glob_that_would_pass_by_a_linked_folder_is_refused(tmp_path, pattern):
+    """The shell enters it: its files would be left out without a word."""
+    for name in ("elsewhere/deep/a.txt", "top/real/deep/b.txt"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text("x")
+    (tmp_path / "top" / "real" / "c.txt").symlink_to("deep/b.txt")
+    link = tmp_path / "top" / ("real/linked" if "linked" in pattern else "linked")
+    link.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(DataError, match=f"{link} is a link to a folder, which is not looked into"):
+        sources.list_files([f"{tmp_path}/top/{pattern}"])
+    assert [file.size for file in sources.list_files([f"{link}/*/*.txt"])] == [1]
+    link.unlink()
+    sources.list_files([f"{tmp_path}/top/r*/*.txt"])
+
+
+@pytest.mark.parametrize("name", ["File::Spec.txt", "file:x.txt", "[x].txt", "s3:x.txt", "memory::x.txt"])
+def test_a_name_with_signs_of_a_url_or_glob_is_a_name(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_text(name)
+    for source in (name, f"./{name}", str(tmp_path / name), "."):
+        units = sources.plan_units(sources.list_files([source]))
+        assert [text for unit in units for text in sources.documents(unit, "text")] == [name]
 
 
 @pytest.mark.parametrize(("unit_bytes", "units"), [(1, 10), (10**9, 1)])
