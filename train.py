@@ -150,7 +150,8 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
     def measure_validation() -> None:
         losses = {}
         for name, held_out in validation_sets(config).items():
-            batches = watchdog.follow(validation_batches(held_out, dp_rank, dims.dp), "validation")
+            batches = validation_batches(held_out, dp_rank, dims.dp, dataloader.hashes)
+            batches = watchdog.follow(batches, "validation")
             loss = validate(parts, compute, batches, dims, device, stop.agreed)
             if loss is None:
                 logger.info(f"step {step}: not validated to the end, since the run is to stop")

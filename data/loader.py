@@ -6,7 +6,7 @@ import threading
 import time
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import cached_property
@@ -79,6 +79,7 @@ class DataLoader:
         counts = [("data.datasets", self._datasets), ("validation.datasets", held_out)]
         self._compared: list[tuple[str, Any]] = [(f"number of {key}", len(named)) for key, named in counts]
         self._compared += [(f"dataset {dataset.url}", dataset.hash) for dataset in (*self._datasets, *held_out)]
+        self.hashes: dict[str, str] = {dataset.url: dataset.hash for dataset in (*self._datasets, *held_out)}
         self.vocab_size: int = self._datasets[0].vocab_size  # of the tokenizer, which all share
         self.wait_seconds: float = 0.0
         self._place = first_place(config, self._datasets)
@@ -436,14 +437,24 @@ def _fill_positions(positions: np.ndarray, rows: list[int], bounds: list[int]) -
         out[first:] = ramp[: seq_len - first]
 
 
-def validation_batches(config: Config, dp_rank: int, dp_size: int) -> Iterator[Batch]:
+def validation_batches(
+    config: Config, dp_rank: int, dp_size: int, hashes: Mapping[str, str] | None = None
+) -> Iterator[Batch]:
     """The held-out documents as batches of local_batch_size, in a fixed order.
 
     Every rank gets the same number of batches; which samples are measured depends neither on
     dp_size nor on the training. At most validation.max_samples samples, evenly spread over
-    all (0: all). What is left over is padded, with labels IGNORED. Raises DataError.
+    all (0: all). What is left over is padded, with labels IGNORED.
+
+    `hashes`: of the datasets by their URL, when the run began. Raises DataError, also where one is another by now.
     """
     datasets = [open_dataset(url, config.data) for url in config.data.datasets]
+    for dataset in datasets:
+        if hashes and dataset.hash != hashes[dataset.url]:
+            raise DataError(
+                f"{dataset.url}: holds dataset {dataset.hash} by now, and {hashes[dataset.url]} when this run began; "
+                "put that back, or go on from the last checkpoint with what is there"
+            )
     splits = [dataset.split("validation") for dataset in datasets]
     seq_len, size = config.training.seq_len, config.training.local_batch_size
     starts = [range(0, max(split.total_tokens - 1, 0), seq_len) for split in splits]  # of its samples

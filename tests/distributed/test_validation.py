@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from config import Config, ConfigError, Data, Model, TitaniteError, Training, load_config
 from data.loader import IGNORED, validation_batches
-from data.shards import open_dataset
+from data.shards import DataError, open_dataset
 from models import build_model, find_model
 from models.init import init_weights
 from tests.corpus import stored_blocks, write_dataset
@@ -92,6 +92,23 @@ def test_named_sets_are_measured_in_a_run_and_afterwards(tmp_path: Path, capsys:
         train(load_config([*words[:1], f"--validation.datasets={other}", f"--training.seq_len={SEQ_LEN}"]))
     with pytest.raises(ConfigError, match="two have the same last name"):
         load_config(["--validation.datasets=a/web,b/web/"])
+
+
+def refusal_after_a_set_was_made_anew(words: list[str], folder: Path) -> str:
+    try:
+        train(load_config(words), lambda step: write_dataset(folder, [[[1, 0]]], [[2, 3, 0]] * step) and None)
+    except DataError as error:
+        return str(error)
+    return ""
+
+
+def test_a_set_that_is_made_anew_during_a_run_stops_it(tmp_path: Path) -> None:
+    numbers = random.Random(3)
+    data = write_dataset(tmp_path / "data", [documents(numbers, 60)], documents(numbers, 3))
+    held_out = write_dataset(tmp_path / "held_out", [[[1, 0]]], documents(numbers, 9))
+    words = [*arguments(tmp_path / "run", data), f"--validation.datasets={held_out}"]
+    (said,) = run_ranks(1, refusal_after_a_set_was_made_anew, words, held_out, start_group=False)
+    assert said.startswith(f"{held_out}: holds dataset ")
 
 
 def test_training_sets_of_one_name_are_measured_apart(

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import sys
 import threading
 import tracemalloc
@@ -542,6 +543,23 @@ def test_validation_without_held_out_documents(tmp_path):
     folder = write_dataset(tmp_path / "d", [[[1, 2, 3, 0]] * 20])
     with pytest.raises(DataError, match="has no validation documents"):
         next(validation_batches(data_config(folder, training__seq_len=4), 0, 1))
+
+
+def test_validation_measures_what_the_run_began_with_or_nothing(folders, tmp_path):
+    """Not what another preparation has put into the folder since."""
+    held_out = shutil.copytree(folders[0], tmp_path / "held_out")
+    sizes = {"training__seq_len": 6, "training__local_batch_size": 2}
+    loader = build_dataloader(data_config(folders[1], validation__datasets=[f"{held_out}/"], **sizes), 0, 1)
+    config = data_config(held_out, **sizes)
+    batches = [batch.tokens.tolist() for batch in validation_batches(config, 0, 1)]
+    assert [batch.tokens.tolist() for batch in validation_batches(config, 0, 1, loader.hashes)] == batches
+    shutil.rmtree(held_out)
+    shutil.copytree(folders[2], held_out)
+    with pytest.raises(
+        DataError, match=rf"{held_out}: holds dataset \w+ by now, and {loader.hashes[str(held_out)]} when"
+    ):
+        next(validation_batches(config, 0, 1, loader.hashes))
+    loader.close()
 
 
 def test_values_survive_the_whole_range_of_both_types(tmp_path):
