@@ -166,6 +166,10 @@ class RemoteFolder:
                 content = self._repeated(
                     name, lambda: self._system.cat_file(f"{self._root}/{name}", start=offset, end=offset + size)
                 )
+                if len(content) > size:  # no damage, which could be masked
+                    raise StorageError(
+                        f"{self.url}/{name}: the server answers with more than the range it is asked for"
+                    )
                 try:
                     _checked(memoryview(content), size, crc32)
                     break
@@ -188,6 +192,8 @@ class RemoteFolder:
 
     def _repeated(self, name: str, request: Callable[[], T]) -> T:
         begin, pause, told, code = time.monotonic(), 0.1, False, ""
+        if self._closed.is_set():
+            raise StorageError(f"{self.url}/{name}: cannot be read: the loader is closed")
         while True:
             try:
                 if code == "ExpiredToken":

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ThreadPoolExecutor, wait
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -164,9 +164,11 @@ class Stream:
         for key in self._reading.keys() - {(number, index), following}:
             for result in self._reading.pop(key).results:
                 result.cancel()
-        reading = self._reading.pop((number, index), None) or self._start_reading(number, index)
+        reading = self._reading.pop((number, index), None)
+        reading = self._read_again(reading) if reading else self._start_reading(number, index)
         try:
-            contents = [result.result() for result in reading.results]
+            wait(reading.results, return_when=FIRST_EXCEPTION)
+            contents = [result.result() for result in reading.results if result.done()]  # all, or one of them raises
         except CancelledError:
             raise self._closed() from None
         order_key = derive_key(*self._key, number, index) if self._shuffle else None
@@ -191,8 +193,19 @@ class Stream:
     def _start_reading(self, number: int, index: int) -> Reading:
         first = index * self._window_blocks
         blocks = self._epoch(number).blocks[first : first + self._window_blocks]
+        return Reading(blocks, [self._submit(block) for block in blocks])
+
+    def _read_again(self, reading: Reading) -> Reading:
+        """With what was out of reach when it was read ahead asked for once more: that may be long ago."""
+        results = [
+            self._submit(block) if _was_out_of_reach(result) else result
+            for block, result in zip(reading.blocks, reading.results, strict=True)
+        ]
+        return reading._replace(results=results)
+
+    def _submit(self, block: int) -> Future[Block]:
         try:
-            return Reading(blocks, [self._readers.submit(self._read_block, int(block)) for block in blocks])
+            return self._readers.submit(self._read_block, int(block))
         except RuntimeError as error:  # no more tasks, or no more threads
             raise self._closed(f", or has no thread: {error}") from None
 
@@ -207,6 +220,10 @@ class Stream:
             key = derive_key(*self._key, number) if self._shuffle else None
             self._epochs[number] = build_epoch(self.split.tokens, self._window_blocks, key)
         return self._epochs[number]
+
+
+def _was_out_of_reach(result: Future[Block]) -> bool:
+    return result.done() and not result.cancelled() and isinstance(result.exception(), StorageError)
 
 
 def open_streams(config: Config, datasets: Sequence[Dataset], readers: ThreadPoolExecutor) -> list[Stream]:

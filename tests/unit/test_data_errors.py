@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 from unittest.mock import Mock
 
+import fsspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -471,6 +472,21 @@ def test_a_remote_dataset_is_to_be_made_here_and_copied():
         DataError, match=r"is missing\. Make a dataset with: .* --output FOLDER, and copy it to memory://x"
     ):
         check("memory://x/nothing")
+
+
+def test_a_server_that_knows_no_ranges_is_named_and_nothing_is_masked(folder, tmp_path, monkeypatch):
+    """Its answers hold the block, and more: the data is sound."""
+    system = fsspec.filesystem("memory")
+    for file in folder.iterdir():
+        system.pipe_file(f"/ranges/{file.name}", file.read_bytes())
+    original = type(system).cat_file
+    monkeypatch.setattr(type(system), "cat_file", lambda self, path, start=None, end=None: original(self, path))
+    settings = {"data__cache_folder": str(tmp_path / "cache"), "data__on_bad_block": "mask", "training__seq_len": 8}
+    loader = build_dataloader(data_config("memory://ranges", **settings), 0, 1)
+    with pytest.raises(StorageError, match=r"memory://ranges/train-0000\d\.arrow: the server answers with more than"):
+        loader.next_step()
+    assert not loader.state_dict()["masked"]
+    loader.close()
 
 
 def test_a_start_opens_each_dataset_once(folder, tmp_path, monkeypatch):

@@ -380,6 +380,36 @@ def test_the_next_window_is_read_ahead_across_epochs(folders):
         assert len(asked) == 4 * WINDOW + last  # which was there already; and its next
 
 
+def test_an_outage_while_a_window_was_read_ahead_is_over_when_it_is_opened(folders):
+    """What could not be read then is asked for again; what cannot be read now is raised."""
+    split = open_dataset(str(folders[0])).split("train")
+    asked, away = [], set()
+
+    def read(block):
+        asked.append(block)
+        if len(asked) in away:
+            raise StorageError(f"request {len(asked)}: the store is away")
+        return split.read(block)
+
+    watched = SimpleNamespace(total_tokens=split.total_tokens, tokens=split.tokens, packed_seq_len=0, read=read)
+    expected, tokens = np.empty((2, split.total_tokens), split.dtype)
+    with ThreadPoolExecutor(1) as readers:
+        stream, sound = (Stream(of, "name", readers, window_blocks=WINDOW) for of in (watched, split))
+        sound.read(0, expected)
+        away |= {WINDOW + 1, WINDOW + 3}  # of the second window, read ahead
+        stream.read(0, tokens[:1])
+        readers.submit(int).result()
+        assert len(asked) == 2 * WINDOW
+        stream.read(0, tokens)
+        assert tokens.tolist() == expected.tolist()
+        assert len(asked) == len(split.tokens) + 2 + WINDOW  # and the first window of the next epoch
+        readers.submit(int).result()
+        away.update(range(1000))
+        stream.mask(set())
+        with pytest.raises(StorageError, match=f"request {len(asked) + 1}: the store is away"):
+            stream.read(0, tokens)
+
+
 def test_close_ends_the_threads(folders):
     before = set(threading.enumerate())
     loader = build_dataloader(config_of(folders, training__seq_len=4), 0, 1)
