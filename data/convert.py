@@ -16,7 +16,7 @@ Documents keep their order; training shuffles them. Which are held out is a hash
 import argparse
 import os
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +78,14 @@ def megatron_documents(path: Path, eos_id: int) -> Iterator[np.ndarray]:
     pointers = np.frombuffer(index, "<i8", sequences, 34 + 4 * sequences)
     bounds = np.frombuffer(index, "<i8", documents, 34 + 12 * sequences)
     dtype = np.dtype(MEGATRON_DTYPES[index[17]])
-    if (pointers + sizes.astype(np.int64) * dtype.itemsize).max(initial=1) > path.stat().st_size:
-        raise DataError(f"{path}: is cut short, or {index_path} belongs to another file")
+    size, end = path.stat().st_size, int((pointers + sizes.astype(np.int64) * dtype.itemsize).max(initial=0))
+    if not size or end != size:
+        raise DataError(
+            f"{path}: is cut short, or {index_path} belongs to another file: the tokens it knows of end at byte {end} "
+            f"of {size}"
+        )
+    if not len(bounds) or bounds[0] != 0 or bounds[-1] != sequences or (np.diff(bounds) < 0).any():
+        raise DataError(f"{index_path}: its {documents} bounds of documents do not share out {sequences} sequences")
     content = np.memmap(path, "u1", "r")
     for first, stop in pairwise(bounds):
         yield np.concatenate(
@@ -129,6 +135,9 @@ def convert(
         if source == STDLIB or os.path.isdir(source):  # what is text there would be taken for tokens
             raise DataError(f"--source {source}: must be files of tokens; name them, as in 'FOLDER/*.bin'")
     paths = [Path(file.url) for file in list_files(sources)]
+    for path in paths:  # before anything is removed
+        for ids in islice(_documents(path, format, chosen.eos_id), 1):
+            list(_ended_once(ids, chosen, f"{path}, document 0"))
     with locked(folder):
         refuse_finished(folder, overwrite)
         remove_dataset(folder)

@@ -164,6 +164,7 @@ def prepare(
         validation_buckets=max(1, round(shards * validation_fraction)),
         part_tokens=int(min(max(PART_TOKENS, shard_tokens), 2**30)),  # an Arrow list has offsets of 32 bits
     )
+    _check_first(Job(plan, chosen, folder), units)
     with locked(folder) as lock:
         refuse_finished(folder, overwrite)  # it may have been finished in the meantime
         _start_or_go_on(folder, plan, chosen)
@@ -173,8 +174,6 @@ def prepare(
         workers = processes or (len(os.sched_getaffinity(0)) if sum(units_bytes) >= 2 * UNIT_BYTES else 1)
         with worker_pool(min(workers, max(len(units), len(buckets))), lock) as pool:
             run_all(pool, _tokenize_unit, str(folder), list(enumerate(units)), "tokenise", units_bytes)
-            if not any((folder / PARTS).glob("unit-*.arrow")):
-                raise DataError("the input holds no text: nothing to prepare")
             run_all(pool, _write_bucket, str(folder), list(buckets), "write", [1] * len(buckets))
         facts = {"dtype": dtype, "packed_seq_len": seq_len, "dropped": _dropped(folder)} if format != "text" else {}
         manifest = write_manifest(folder, chosen, _written(folder, len(buckets)), facts)
@@ -213,6 +212,14 @@ def count(
             counts["documents" if text else "empty"] += 1
             counts["characters"] += len(text)
     return counts
+
+
+def _check_first(job: Job, units: list[Unit]) -> None:
+    """Make tokens of the first document: a wrong option is found before anything is removed. Raises DataError."""
+    first = next(chain.from_iterable(_pieces(job.plan, unit) for unit in units), None)
+    if first is None:
+        raise DataError("the input holds no text: nothing to prepare")
+    _tokenize(job, [first], np.zeros(1, np.uint64))
 
 
 def _start_or_go_on(folder: Path, plan: Plan, tokenizer: Tokenizer) -> None:

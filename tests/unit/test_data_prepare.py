@@ -28,6 +28,7 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers.processors import TemplateProcessing
 
 from benchmarks import data as data_benchmark
+from config import TitaniteError
 from data import convert as convert_module
 from data import prepare as prepare_module
 from data import sources, verify
@@ -195,18 +196,36 @@ def test_small_files_share_units(monkeypatch):
     """A unit is closed by the file that fills it; empty files fill none."""
     monkeypatch.setattr(sources, "UNIT_BYTES", 10)
     sizes = {"a.txt": 0, "b.md": 9, "lines.jsonl": 15, "c.py": 0, "d.txt": 1, "packed.jsonl.gz": 30}
-    sizes |= {"e.c": 0, "f.txt.gz": 25, "g.txt": 4, "h.txt": 5, "i.txt": 0}
+    sizes |= {"e.c": 0, "f.txt.gz": 25, "g.jsonl": 4, "h.parquet": 5, "i.jsonl.gz": 9, "j.jsonl": 0, "k.json": 9}
     files = [sources.File(name, size) for name, size in sizes.items()]
-    a, b, lines, c, d, packed, e, f, g, h, i = files
+    a, b, lines, c, d, packed, e, f, g, h, i, j, k = files
     assert sources.plan_units(files) == [
         sources.Unit((lines,), 0, 10, 10),
         sources.Unit((lines,), 10, 15, 5),
         sources.Unit((a, b, c, d), bytes=10),
         sources.Unit((packed,), bytes=30),
         sources.Unit((e, f), bytes=25),
-        sources.Unit((g, h, i), bytes=9),
+        sources.Unit((g, h, i), bytes=18),
+        sources.Unit((j, k), bytes=9),
     ]
     assert sources.plan_units([a, c]) == [sources.Unit((a, c))]
+
+
+def test_documents_of_small_files_of_every_kind_come_once(inputs, texts, tokenizer_folder, tmp_path, monkeypatch):
+    """Several share a unit, and the bytes are the same by several processes."""
+    monkeypatch.setattr(sources, "UNIT_BYTES", 200_000)
+    files = sources.list_files(list(inputs.values()))
+    units = sources.plan_units(files)
+    assert 1 < len(units) < 6
+    assert any(
+        {sources.kind_of(file.url) for file in unit.files} >= {("jsonl", ""), ("jsonl", "gzip")} for unit in units
+    )
+    for processes in (1, 2):
+        options = {"tokenizer": str(tokenizer_folder), "shard_mb": 0.01, "processes": processes}
+        prepare(list(inputs.values()), str(tmp_path / f"out{processes}"), **options)
+    assert contents(tmp_path / "out1") == contents(tmp_path / "out2")
+    found = Counter(decoded(tmp_path / "out1", "train") + decoded(tmp_path / "out1", "validation"))
+    assert found == Counter(texts * len(inputs))
 
 
 def test_planning_looks_at_each_small_file_a_few_times_only():
@@ -781,16 +800,17 @@ def test_a_name_with_signs_of_a_url_or_glob_is_a_name(tmp_path, monkeypatch, nam
         assert [text for unit in units for text in sources.documents(unit, "text")] == [name]
 
 
-@pytest.mark.parametrize(("unit_bytes", "units"), [(1, 10), (10**9, 1)])
-def test_small_row_groups_share_units(tmp_path, monkeypatch, unit_bytes, units):
+@pytest.mark.parametrize(("share", "units"), [(0.001, 10), (0.51, 2), (2, 1)])
+def test_small_row_groups_share_units(tmp_path, monkeypatch, share, units):
+    """A unit holds as many as `share` of the file is; a file that is smaller than a unit is not looked into."""
     texts = [f"text {i}" for i in range(40)]
     file = str(tmp_path / "a.parquet")
     pq.write_table(pa.table({"text": [*texts[:37], None, *texts[38:]], "id": range(40)}), file, row_group_size=4)
-    monkeypatch.setattr(sources, "UNIT_BYTES", unit_bytes)
+    monkeypatch.setattr(sources, "UNIT_BYTES", int(share * os.path.getsize(file)))
     monkeypatch.setattr(sources, "MOST_UNITS", 10**9)
     planned = sources.plan_units(sources.list_files([file]))
     assert len(planned) == units
-    assert [row for unit in planned for row in range(unit.start, unit.stop)] == list(range(10))
+    assert [row for unit in planned for row in range(unit.start, unit.stop)] == list(range(10 * (share < 1)))
     read = chain.from_iterable(sources.documents(unit, "text") for unit in planned)
     assert list(islice(read, 37)) == texts[:37]
     with pytest.raises(DataError, match=r"a\.parquet, row 37: 'text' holds None"):
@@ -978,6 +998,12 @@ def write_megatron(folder, documents, eos):
     (folder / "a.idx").write_bytes(head + sizes.tobytes() + pointers.tobytes() + np.array(bounds, "<i8").tobytes())
 
 
+def set_bounds(index, *bounds):
+    """The last numbers of a Megatron index: which sequence each document begins with."""
+    content = index.read_bytes()
+    index.write_bytes(content[: -8 * len(bounds)] + np.array(bounds, "<i8").tobytes())
+
+
 def write_fms(folder, documents, eos):
     schema = pa.schema([("tokens", pa.uint32())])
     with pa.OSFile(str(folder / "a.bin"), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
@@ -1037,6 +1063,14 @@ def test_tokens_that_are_no_integers_are_refused(tokenizer_folder, tmp_path):
         (lambda data, index: index.write_bytes(index.read_bytes()[:-8]), r"a\.idx: is cut short"),
         (lambda data, index: data.write_bytes(data.read_bytes()[:-4]), r"a\.bin: is cut short, or .*a\.idx belongs to"),
         (lambda data, index: data.write_bytes(b""), r"a\.bin: is cut short"),
+        (
+            lambda data, index: data.write_bytes(data.read_bytes() + b"\1\0\0\0"),
+            "tokens it knows of end at byte 32 of 36",
+        ),
+        (lambda data, index: set_bounds(index, 1, 1, 3), r"a\.idx: its 3 bounds of documents do not share out 3 seq"),
+        (lambda data, index: set_bounds(index, 0, 1, 2), r"a\.idx: its 3 bounds of documents do not share out 3 seq"),
+        (lambda data, index: set_bounds(index, 0, 1, 9), r"a\.idx: its 3 bounds of documents do not share out 3 seq"),
+        (lambda data, index: set_bounds(index, 0, 4, 3), r"a\.idx: its 3 bounds of documents do not share out 3 seq"),
     ],
 )
 def test_damaged_megatron_files_are_named(tokenizer_folder, tmp_path, change, message):
@@ -1044,6 +1078,40 @@ def test_damaged_megatron_files_are_named(tokenizer_folder, tmp_path, change, me
     change(tmp_path / "a.bin", tmp_path / "a.idx")
     with pytest.raises(DataError, match=message):
         convert([str(tmp_path / "a.bin")], str(tmp_path / "out"), "megatron", str(tokenizer_folder))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"text_key": "body"}, "no text under 'body'"),
+        ({"format": "sft", "seq_len": 8}, "nothing under 'prompt'"),
+        ({"format": "sft", "seq_len": 2, "example_keys": "text,text"}, "longer than --seq-len 2"),
+        ({"format": "chat", "seq_len": 8, "example_keys": "text"}, "must be a list of messages"),
+        ({"sources": "empty.txt"}, "the input holds no text: nothing to prepare"),
+    ],
+)
+def test_a_mistyped_option_leaves_the_dataset_that_it_was_to_replace(tokenizer_folder, tmp_path, options, message):
+    source, empty = write_jsonl(tmp_path / "in.jsonl", ["some text"] * 99), tmp_path / "empty.txt"
+    empty.touch()
+    given = {"tokenizer": str(tokenizer_folder), "processes": 1, "validation_fraction": 0}
+    prepare([str(source)], str(tmp_path / "out"), **given)
+    before = contents(tmp_path / "out")
+    sources_given = [str(empty if options.pop("sources", "") else source)]
+    with pytest.raises(TitaniteError, match=message):
+        prepare(sources_given, str(tmp_path / "out"), **given, **options, overwrite=True)
+    assert contents(tmp_path / "out") == before
+
+
+def test_tokens_of_another_kind_leave_the_dataset_that_they_were_to_replace(tokenizer_folder, tmp_path):
+    """Found in the first document of any file."""
+    for name, token in (("a", 1), ("b", 5000)):
+        np.array([token, 0], "<u2").tofile(tmp_path / f"{name}.bin")
+    out, (good, bad) = str(tmp_path / "out"), (str(tmp_path / f"{name}.bin") for name in "ab")
+    convert([good], out, "nanogpt", str(tokenizer_folder), validation_fraction=0)
+    before = contents(tmp_path / "out")
+    with pytest.raises(DataError, match=r"b\.bin, document 0: token id 5000"):
+        convert([good, bad], out, "nanogpt", str(tokenizer_folder), validation_fraction=0, overwrite=True)
+    assert contents(tmp_path / "out") == before
 
 
 def test_files_to_convert_are_local(tokenizer_folder, tmp_path):
