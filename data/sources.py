@@ -171,27 +171,27 @@ def _stdlib_files() -> list[File]:
 
 
 def plan_units(files: Sequence[File]) -> list[Unit]:
-    """Cut the input into units of UNIT_BYTES or more; small files of text share one."""
+    """Cut the input into units of UNIT_BYTES or more; files smaller than that share one, as texts of any size may."""
     unit_bytes = max(UNIT_BYTES, sum(file.size for file in files) // MOST_UNITS)
     units: list[Unit] = []
     group: list[File] = []
     group_bytes = 0
     for file in files:
         kind, compression = kind_of(file.url)
-        if kind == "parquet":
-            units += _row_group_units(file, unit_bytes)
-        elif kind == "jsonl" and not compression:
-            for start in range(0, file.size, unit_bytes):
-                stop = min(start + unit_bytes, file.size)
-                units.append(Unit((file,), start, stop, stop - start))
-        elif kind == "jsonl":
-            units.append(Unit((file,), bytes=file.size))
-        else:
+        if kind == "text" or file.size < unit_bytes:
             group.append(file)
             group_bytes += file.size
             if group_bytes >= unit_bytes:
                 units.append(Unit(tuple(group), bytes=group_bytes))
                 group, group_bytes = [], 0
+        elif kind == "parquet":
+            units += _row_group_units(file, unit_bytes)
+        elif compression:
+            units.append(Unit((file,), bytes=file.size))
+        else:
+            for start in range(0, file.size, unit_bytes):
+                stop = min(start + unit_bytes, file.size)
+                units.append(Unit((file,), start, stop, stop - start))
     if group:
         units.append(Unit(tuple(group), bytes=group_bytes))
     return units
@@ -223,15 +223,18 @@ def _open(file: File) -> Any:
 
 def _row_group_units(file: File, unit_bytes: int) -> list[Unit]:
     with failures_of(f"{file.url}: cannot be read"), _open(file) as stream:
-        try:
-            metadata = pq.read_metadata(stream)
-        except pa.ArrowException as error:
-            raise DataError(f"{file.url}: not a Parquet file: {error}") from None
-    groups = metadata.num_row_groups
+        groups = _parquet(file, stream).num_row_groups
     per_unit = max(1, unit_bytes * groups // max(1, file.size))  # some writers make groups of a few megabytes
     starts = range(0, groups, per_unit)
     stops = [min(start + per_unit, groups) for start in starts]
     return [Unit((file,), a, b, file.size * (b - a) // groups) for a, b in zip(starts, stops, strict=True)]
+
+
+def _parquet(file: File, stream: Any) -> pq.ParquetFile:
+    try:
+        return pq.ParquetFile(stream)
+    except pa.ArrowException as error:
+        raise DataError(f"{file.url}: not a Parquet file: {error}") from None
 
 
 def documents(unit: Unit, text_key: str, example_keys: tuple[str, ...] = ()) -> Iterator[str]:
@@ -341,7 +344,7 @@ def _example(record: dict[str, Any], keys: tuple[str, ...], place: str) -> str:
 
 
 def _parquet_texts(file: File, stream: Any, unit: Unit, text_key: str, example_keys: tuple[str, ...]) -> Iterator[str]:
-    table = pq.ParquetFile(stream)
+    table = _parquet(file, stream)
     names = table.schema_arrow.names
     wanted, option = (example_keys, "--example-keys") if example_keys else ((text_key,), "--text-key")
     for key in wanted:
@@ -350,15 +353,24 @@ def _parquet_texts(file: File, stream: Any, unit: Unit, text_key: str, example_k
         if names.count(key) > 1:
             raise DataError(f"{file.url}: has {names.count(key)} columns {key!r}; rename all but one")
     first = sum(table.metadata.row_group(i).num_rows for i in range(unit.start))
-    for batch in table.iter_batches(ROWS, row_groups=list(range(unit.start, unit.stop)), columns=list(wanted)):
+    groups = list(range(unit.start, unit.stop or table.num_row_groups))
+    for batch in table.iter_batches(ROWS, row_groups=groups, columns=list(wanted)):
         for number, record in enumerate(_records(batch, file, first), start=first):
             if example_keys:
-                yield _example(record, example_keys, f"{file.url}, row {number}")
+                example = {key: _without_nulls(value) for key, value in record.items()}
+                yield _example(example, example_keys, f"{file.url}, row {number}")
             elif isinstance(record[text_key], str):
                 yield record[text_key]
             else:
                 raise DataError(f"{file.url}, row {number}: {text_key!r} holds {repr(record[text_key])[:100]}")
         first += len(batch)
+
+
+def _without_nulls(value: Any) -> Any:
+    """Without the keys that hold None: Arrow gives each struct all keys that any has, and templates ask for some."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
+    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 def _records(batch: pa.RecordBatch, file: File, first: int) -> list[dict[str, Any]]:

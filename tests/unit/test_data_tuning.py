@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers, trainers
@@ -21,6 +22,7 @@ from data.loader import IGNORED, build_dataloader, validation_batches
 from data.packing import HIDDEN, START, TOKEN_BITS, pack
 from data.prepare import main as prepare
 from data.shards import open_dataset
+from data.sources import documents, list_files, plan_units
 from data.tokenizer import Tokenizer
 from data.tuning import Segments, _split, encode_examples
 from data.verify import faults
@@ -374,6 +376,21 @@ def test_a_chat_dataset_carries_its_template(tmp_path: Path) -> None:
     assert dataset.tokenizer().chat_template == TEMPLATE
     (tmp_path / "set" / "chat_template.jinja").write_text("another")
     assert any("chat_template.jinja: is not the one" in fault for fault in faults(dataset))
+
+
+def test_parquet_gives_the_messages_that_json_lines_give(tmp_path: Path) -> None:
+    """Also to a template that asks for a key: in Arrow every message has all keys, most of them null."""
+    conversations = [
+        [{"role": "user", "content": "hi", "name": "Bob"}, {"role": "assistant", "content": "so"}],
+        [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "x", "calls": [{"a": 1}, {"b": [None]}]}],
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": turns}) + "\n" for turns in conversations))
+    pq.write_table(pa.Table.from_pylist([{"messages": turns} for turns in conversations]), tmp_path / "a.parquet")
+    read = {}
+    for kind in ("jsonl", "parquet"):
+        units = plan_units(list_files([str(tmp_path / f"a.{kind}")]))
+        read[kind] = [json.loads(text) for unit in units for text in documents(unit, "", ("messages",))]
+    assert read["parquet"] == read["jsonl"] == [[turns] for turns in conversations]
 
 
 def test_a_mixture_has_the_template_of_its_conversations(tmp_path: Path) -> None:
