@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import chain, groupby, pairwise
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,17 +81,25 @@ class Auditor:
             stream = self._streams[segment.datasets[dataset]]
             yield stream, stream.runs(int(start), segment.seq_len, place.piece_tokens)
 
-    def tokens(self, step: Step, dp_rank: int) -> Iterator[np.ndarray]:
-        """The microbatches of a rank, int64 [local_batch_size, seq_len], rebuilt from the data."""
+    def tokens(self, step: Step) -> Iterator[tuple[int, np.ndarray]]:
+        """(rank, microbatch), int64 [local_batch_size, seq_len], rebuilt from the data in the order of the samples."""
         self._mask(step)
-        for first in step.shape.microbatches(step.first, dp_rank):
+        starts = [step.shape.microbatches(step.first, rank) for rank in range(step.shape.dp_size)]
+        for rank, first in (pair for turn in zip(*starts, strict=True) for pair in enumerate(turn)):
             rows = []
             for stream, runs in self.samples(step, first, step.shape.local_batch_size):
                 parts = [np.empty(count, stream.split.dtype) for _, count in runs]
                 for part, (token, _) in zip(parts, runs, strict=True):
                     stream.read(token, part)
                 rows.append(np.concatenate(parts))
-            yield np.stack(rows).astype(np.int64)
+            yield rank, np.stack(rows).astype(np.int64)
+
+    def checksums(self, step: Step) -> list[int]:
+        """What each rank would have recorded of a step; every window of the data is opened once."""
+        sums = [0] * step.shape.dp_size
+        for rank, tokens in self.tokens(step):
+            sums[rank] = checksum([tokens], sums[rank])
+        return sums
 
     def _mask(self, step: Step) -> None:
         for name, stream in self._streams.items():
@@ -157,7 +165,7 @@ def _lineage(recorded: list[Step], last_start: dict[str, Any]) -> list[Step]:
         # while the newest could not be read. If none came so far steps are missing, after the last.
         i = next((i for i in reversed(range(len(starts))) if ends[i] >= until), len(starts) - 1)
         pieces.append([step for step in starts[i] if step.place.tokens < until])
-        until = min(until, saved_place(starts[i][0].start).tokens)
+        until = min(until, starts[i][0].began.tokens)
         del starts[i:]
     return list(chain.from_iterable(reversed(pieces)))
 
@@ -195,51 +203,56 @@ def prove(run: Path, every: int = 1) -> list[str]:
     """
     config = run_config(run)
     steps, void = trained_steps(run)
-    ranks = range(max(step.shape.dp_size for step in steps))
-    recorded = [_last_lines(run, rank, _read_rank(run, rank).steps if rank else steps) for rank in ranks]
-    begun = [] if all(_own_records(recorded, steps[-1])) else [steps.pop()]  # killed before all ranks had begun it
+    recorded = _recorded(run, steps)
+    begun = [steps.pop()] if (recorded[: steps[-1].shape.dp_size, -1] < 0).any() else []  # killed before all began it
     if not steps:
         raise AuditError(f"{run}: no step is recorded on all of its {begun[0].shape.dp_size} data-parallel ranks")
     auditor = Auditor(config, steps)
     checked = 0
     for number, step in enumerate(tqdm(steps, desc="prove", unit=" steps"), start=1):
-        for rank, own in enumerate(_own_records(recorded, step)):
-            if own is None:
-                raise AuditError(f"{run}: rank {rank} has no record of step {number} that fits rank 0's")
-            if number % every == 0 or number == len(steps):
-                if checksum(auditor.tokens(own, rank)) != own.crc32:
-                    raise AuditError(
-                        f"{run}: step {number}: rank {rank} was given other tokens than the data holds there"
-                    )
-                checked += 1
+        own = recorded[: step.shape.dp_size, number - 1]
+        if (own < 0).any():
+            raise AuditError(f"{run}: rank {(own < 0).argmax()} has no record of step {number} that fits rank 0's")
+        if number % every == 0 or number == len(steps):
+            wrong = own != auditor.checksums(step)
+            if wrong.any():
+                raise AuditError(
+                    f"{run}: step {number}: rank {wrong.argmax()} was given other tokens than the data holds there"
+                )
+            checked += len(own)
     lines = _conclusions(auditor, steps, void, checked)
     if begun:
         lines.append(f"step {len(steps) + 1} left out: some ranks had not begun it when the run ended")
     return lines + _left_out(run)
 
 
-def _last_lines(run: Path, rank: int, steps: list[Step]) -> dict[tuple[int, int, int], Step]:
-    """The last record of every place that came from the same one: what ran before it was made void by a resume.
+def _recorded(run: Path, steps: list[Step]) -> np.ndarray:
+    """The checksums that each rank recorded of rank 0's steps, int64 [ranks, steps]; -1 where nothing fits.
 
-    Raises AuditError where a rank's steps do not follow each other without one.
+    Of several records of a place that came from the same one the last counts: what ran before it was made void by a
+    resume. Raises AuditError where a rank's steps do not follow each other without one.
     """
-    for before, step in pairwise(steps):
-        if step.start is before.start and step.first != before.first + before.shape.samples:
-            raise AuditError(
-                f"{run}: rank {rank}: samples from {step.first:,} on of a start come after those from {before.first:,} "
-                f"on, by {before.shape.samples:,} a step"
-            )
-    return {_line_key(step): step for step in steps}
+    numbers = {_line_key(step): number for number, step in enumerate(steps)}
+    found = np.full((max(step.shape.dp_size for step in steps), len(steps)), -1)
+    found[0] = [step.crc32 for step in steps]
+    for rank in range(1, len(found)):
+        before = None
+        for own in _read_rank(run, rank).steps:
+            if before and own.start is before.start and own.first != before.first + before.shape.samples:
+                raise AuditError(
+                    f"{run}: rank {rank}: samples from {own.first:,} on of a start come after those from "
+                    f"{before.first:,} on, by {before.shape.samples:,} a step"
+                )
+            before = own
+            number = numbers.get(_line_key(own))
+            if number is not None:
+                fits = own._replace(urls=steps[number].urls, crc32=steps[number].crc32) == steps[number]
+                found[rank, number] = own.crc32 if fits else -1
+    return found
 
 
 def _line_key(step: Step) -> tuple[int, int, int]:
-    return step.place.tokens, saved_place(step.start).tokens, step.start["seq_len"]
-
-
-def _own_records(recorded: list[dict[tuple[int, int, int], Step]], step: Step) -> list[Step | None]:
-    """What each rank has recorded of a step of rank 0; None where that does not fit."""
-    found = [lines.get(_line_key(step)) for lines in recorded[: step.shape.dp_size]]
-    return [own if own and (own.shape, own.start) == (step.shape, step.start) else None for own in found]
+    return step.place.tokens, step.began.tokens, step.began.segment.seq_len
 
 
 def _conclusions(auditor: Auditor, steps: list[Step], void: int, checked: int) -> list[str]:
@@ -298,7 +311,7 @@ def planned_steps(config: Config, numbers: range) -> list[Step]:
     datasets = [open_dataset(url, config.data) for url in config.data.datasets]
     state, urls = first_place(config, datasets).state({}), {dataset.hash: dataset.url for dataset in datasets}
     shape = StepShape(1, config.training.local_batch_size, grad_accum_steps(config.training, 1))
-    return [Step(state, shape, urls, (number - 1) * shape.samples, 0, {}) for number in numbers]
+    return [Step(state, saved_place(state), shape, urls, (n - 1) * shape.samples, 0, {}) for n in numbers]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -49,9 +49,8 @@ class Ledger:
             raise DataError(f"{self._file.name}: cannot be written: {error.strerror}") from None
 
 
-def checksum(tokens: Iterable[np.ndarray]) -> int:
-    """CRC-32 of the microbatches' token ids, as little-endian int64, one after the other."""
-    crc = 0
+def checksum(tokens: Iterable[np.ndarray], crc: int = 0) -> int:
+    """CRC-32 of the microbatches' token ids, as little-endian int64, one after the other; after those of `crc`."""
     for microbatch in tokens:
         crc = isal_zlib.crc32(np.ascontiguousarray(microbatch, dtype="<i8").data, crc)
     return crc
@@ -61,6 +60,7 @@ class Step(NamedTuple):
     """A step as the ledger has it."""
 
     start: dict[str, Any]  # the state its start went on from
+    began: Place  # the same
     shape: StepShape
     urls: dict[str, str]  # of the datasets of that start, by hash; empty where an older version began it
     first: int  # samples of the segment consumed before it
@@ -70,12 +70,12 @@ class Step(NamedTuple):
     @property
     def place(self) -> Place:
         """Where the run stood before it."""
-        return saved_place(self.start)._replace(samples=self.first)
+        return self.began._replace(samples=self.first)
 
     @property
     def end(self) -> Place:
         """Where the run stood after it."""
-        return saved_place(self.start)._replace(samples=self.first + self.shape.samples)
+        return self.began._replace(samples=self.first + self.shape.samples)
 
 
 class Records(NamedTuple):
@@ -94,7 +94,8 @@ def read_ledger(path: Path) -> Records:
     begins: dict[str, Any] = {}
     for line in read_records(path):
         if "start" in line:
-            begins = {"start": line["start"], "shape": StepShape(**line["shape"]), "urls": line.get("urls", {})}
+            shape, urls = StepShape(**line["shape"]), line.get("urls", {})
+            begins = {"start": line["start"], "began": saved_place(line["start"]), "shape": shape, "urls": urls}
         else:
-            steps.append(Step(**begins, first=line["first"], crc32=line["crc32"], masked=line.get("masked", {})))
+            steps.append(Step(**begins, first=line["first"], crc32=int(line["crc32"]), masked=line.get("masked", {})))
     return Records(steps, begins.get("start", {}))

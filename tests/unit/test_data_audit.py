@@ -14,6 +14,7 @@ from data import audit, verify
 from data.audit import AuditError, prove
 from data.loader import build_dataloader
 from data.shards import DataError, open_dataset
+from data.stream import Stream
 from tests.corpus import data_config, stored_blocks, write_dataset
 
 
@@ -97,6 +98,10 @@ def test_a_run_with_restarts_and_changes_is_proven(run, folders):
             lambda lines: [line.replace('"seed": 0', '"seed": 1') for line in lines],
             r"has no record of step 1|other tokens",
         ),
+        (
+            lambda lines: [re.sub(r'("crc32": \d+)', r'\1, "masked": {"x": [1]}', line) for line in lines],
+            "has no record of step 1",  # that has the same masked
+        ),
         (lambda lines: ["not json", *lines], "not a ledger"),
         (lambda lines: lines[1:], "not a ledger"),
     ],
@@ -108,6 +113,19 @@ def test_a_run_that_is_not_as_recorded_is_refused(run, tamper, message, rank):
     file.write_text("".join(line + "\n" for line in tamper(file.read_text().splitlines())))
     with pytest.raises(AuditError, match=message):
         prove(folder)
+
+
+def test_a_proof_opens_each_window_once_whatever_the_number_of_ranks(folders, tmp_path, monkeypatch):
+    """In a step of two microbatches, which holds several windows."""
+    opened, original = [], Stream._open
+    for dp_size in (1, 4):
+        sizes = {"training__local_batch_size": 16 // dp_size, "data__prefetch_steps": 0}
+        run_phase(tmp_path / str(dp_size), folders[:1], None, 3, dp_size=dp_size, **sizes)
+    monkeypatch.setattr(Stream, "_open", lambda self, *which: opened.append(which) or original(self, *which))
+    for dp_size in (1, 4):
+        prove(tmp_path / str(dp_size))
+        assert len(opened) == len(set(opened)) > 6
+        opened.clear()
 
 
 @pytest.mark.parametrize(

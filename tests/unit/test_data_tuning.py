@@ -297,10 +297,10 @@ def test_the_dataset_verifies_and_the_audit_rebuilds_its_batches(folder: Path) -
     auditor = Auditor(config, steps)
     for step in steps:
         (batch,) = loader.next_step()
-        (tokens,) = auditor.tokens(step, 0)
+        ((_, tokens),) = auditor.tokens(step)
         assert torch.equal(batch.tokens, torch.from_numpy(tokens))
     part = next(auditor.documents(steps[0]))
-    first = int(next(auditor.tokens(steps[0], 0))[0, 0])
+    first = int(next(auditor.tokens(steps[0]))[1][0, 0])
     assert part.text(dataset.tokenizer()).split()[0] == f"w{first}"
     loader.close()
 

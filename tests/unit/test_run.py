@@ -36,7 +36,8 @@ from config import (
     load_config,
 )
 from data.ledger import Ledger, read_ledger
-from data.place import StepShape
+from data.order import Segment
+from data.place import Place, StepShape
 from launch.processes import processes
 from launch.torchrun import launch
 from metrics import MetricsLogger, find_hook, peak_flops, peak_memory_gib
@@ -267,8 +268,9 @@ def test_a_start_that_could_not_be_recorded_loses_nothing_of_the_one_before(tmp_
 
 
 def test_a_ledger_cut_by_a_kill_goes_on(tmp_path: Path) -> None:
+    state = Place(0, 1, 0, Segment(("a",), (1.0,), (0,), 8), 0, {}).state({})
     for _ in range(2):
-        ledger = Ledger(tmp_path, 0, StepShape(1, 1, 1), {"version": 3}, {})
+        ledger = Ledger(tmp_path, 0, StepShape(1, 1, 1), state, {})
         ledger.step(0, [], {})
         ledger.close()
         with open(tmp_path / "data" / "rank-00000.jsonl", "a") as file:
