@@ -1,4 +1,4 @@
-"""Check prepared datasets against their manifests, every byte.
+"""Check prepared datasets against their manifests, every token.
 
     python -m data.verify datasets/stdlib s3://bucket/dataset
 
@@ -12,12 +12,13 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import pyarrow as pa
 from isal import isal_zlib
 from tqdm import tqdm
 
 from config import Data, command_line
 from data.packing import HIDDEN, START
-from data.shards import Block, DataError, Dataset, Split, open_dataset
+from data.shards import Block, DataError, Dataset, Split, open_dataset, token_schema
 from data.storage import DamagedError
 
 THREADS = 8
@@ -46,12 +47,53 @@ def _shard_faults(dataset: Dataset, split: Split) -> Iterator[str]:
         size = dataset.folder.size(shard.file)
         if size != shard.bytes:
             yield f"{dataset.url}/{shard.file}: has {size} bytes, the manifest says {shard.bytes}"
+        elif not _is_arrow_of_index(split, number):
+            yield f"{dataset.url}/{shard.file}: its Arrow schema or footer is damaged: other readers find other blocks"
         lengths = shard.file.replace(".arrow", ".lengths")
         try:
             if isal_zlib.crc32(dataset.folder.read(lengths)) != shard.lengths_crc32:
                 yield f"{dataset.url}/{lengths}: is damaged, its checksum does not match"
         except DamagedError as error:
             yield f"{dataset.url}/{lengths}: {error}"
+
+
+def _is_arrow_of_index(split: Split, number: int) -> bool:
+    """Whether an Arrow reader, which goes by what stands around the blocks, finds those that the index has."""
+    shard, own = split.shards[number], split.shard == number
+    offsets, sizes = split.offset[own].astype(np.int64), split.size[own].astype(np.int64)
+    end = int(offsets[-1] + sizes[-1])
+    try:
+        head = split.folder.read(shard.file, 0, int(offsets[0]))
+        tail = split.folder.read(shard.file, end, shard.bytes - end)
+        stream, file = pa.py_buffer(head[8:] + tail), pa.py_buffer(head[:8] + tail)  # as if there were no blocks
+        as_it_is = pa.ipc.IpcReadOptions(ensure_native_endian=False)
+        by_footer = pa.ipc.open_file(file, options=as_it_is)
+        schemas = pa.ipc.open_stream(stream, options=as_it_is).read_all().schema, by_footer.schema
+        footer = tail[-10 - int.from_bytes(tail[-10:-6], "little") : -10]
+        dictionaries, blocks = (_footer_places(footer, field) for field in (2, 3))
+    except (pa.ArrowException, DamagedError, ValueError, OSError):
+        return False
+    return (
+        head.startswith(b"ARROW1")
+        and all(schema.equals(token_schema(split.dtype), check_metadata=True) for schema in schemas)
+        and not len(dictionaries)
+        and by_footer.num_record_batches == len(offsets)
+        and np.array_equal(blocks["offset"], offsets)
+        and np.array_equal(blocks["metadata"] + blocks["body"], sizes)
+    )
+
+
+def _footer_places(footer: bytes, field: int) -> np.ndarray:
+    """The places of messages in a field of the flatbuffer `Footer` (Arrow's format/File.fbs): 3 for record batches."""
+
+    def number(at: int, size: int = 4) -> int:
+        return int.from_bytes(footer[at : at + size], "little", signed=True)
+
+    root = number(0)
+    entry = root + number(root - number(root) + 4 + 2 * field, 2)  # the table's vtable says where its fields are
+    vector = entry + number(entry)
+    place = [("offset", "<i8"), ("metadata", "<i4"), ("padding", "<i4"), ("body", "<i8")]
+    return np.frombuffer(footer, place, number(vector), vector + 4)
 
 
 def _block_faults(dataset: Dataset, split: Split) -> Iterator[str]:
@@ -111,7 +153,7 @@ def _report(dataset: Dataset) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m data.verify", description="Check datasets, every byte.")
+    parser = argparse.ArgumentParser(prog="python -m data.verify", description="Check datasets, every token.")
     parser.add_argument("dataset", nargs="+", help="folder or URL of a prepared dataset")
     wrong = 0
     with command_line():
