@@ -143,6 +143,7 @@ class CheckpointManager:
         self.began, self.known = time.time(), set[str]()  # checkpoints that are this run's; both on rank 0
         self.newest_step: int | None = None  # of the last save or load
         self.damaged: set[tuple[str, str]] = set()  # (url, name) found so while loading; removed after the next commit
+        self.stranded: set[str] = set()  # on rank 0: on disks of other machines, newer than what it sees
         self.under_way: Future[None] | None = None
         self.state_checked = False
         self.staging = Staging(self.device)
@@ -180,7 +181,7 @@ class CheckpointManager:
         logger.info(f"resumed from {opened.url}, written by {opened.manifest['world_size']} ranks")
         self.newest_step = opened.manifest["step"]
         if is_full:  # the start before was killed between a commit and the removal that makes room for the next
-            self._remove_superfluous(self.store, opened.name, even_damaged=False)
+            self._remove_superfluous(self.store, opened.name, is_newer=False)
         if self.upload_store and (self.upload_store, opened.name) not in candidates:  # an earlier start ended before
             pieces = pieces_of(opened.metadata, self.ranks.rank, self.ranks.size)
             self._start(partial(self._make_up, self.upload_store, opened.name, pieces))
@@ -201,7 +202,9 @@ class CheckpointManager:
                     "anew: name the folder where it is as checkpoint.folder, or another run.folder for a new run"
                 )
             time.sleep(0.2)
-        for machine, name in stranded(self.stores, neighbours).items():
+        elsewhere = stranded(self.stores, neighbours)
+        self.stranded = set(elsewhere.values())
+        for machine, name in elsewhere.items():
             if not found:
                 raise CheckpointError(
                     f"{self.store.url}: rank 0 on {socket.gethostname()} sees no checkpoint there, but {machine} has "
@@ -438,10 +441,11 @@ class CheckpointManager:
             if self.ranks.rank == 0:
                 logger.warning(f"not uploaded to {store.url}, as the next checkpoint will be: {error}")
 
-    def _remove_superfluous(self, store: Store, saved: str, even_damaged: bool = True) -> None:
+    def _remove_superfluous(self, store: Store, saved: str, is_newer: bool = True) -> None:
         """Remove from `store` what is not kept, now that `saved` is committed there.
 
-        Damaged ones, which other ranks or a person may yet make sense of, only once a newer one is whole.
+        What is damaged, or on the disks of other machines alone, ranks of other numbers or a person may yet make sense
+        of: that goes only where `saved` is newer.
         """
         damaged = {name for url, name in self.damaged if url == store.url}
         leftover_seconds = 2 * self.settings.timeout_seconds
@@ -456,8 +460,9 @@ class CheckpointManager:
             listed.update(store.sizes())
             begun = unfinished(listed, leftover_seconds)
             going = superfluous(listed, saved, self.settings, damaged) | never_committed(store, begun)
-            going -= set() if even_damaged else damaged
-            return going, (finished(listed) | begun | {saved}) - going  # a listing may not show `saved` yet
+            spared = set[str]() if is_newer else damaged | self.stranded
+            going -= spared
+            return going, (finished(listed) | begun | {saved}) - going | spared  # a listing may not show `saved` yet
 
         def remove() -> tuple[set[str], str]:
             """What may have its manifest still, and why."""
@@ -481,7 +486,7 @@ class CheckpointManager:
                 self.ranks.together(partial(remove_here, store))
             if trouble:
                 raise CheckpointError(trouble)
-            if even_damaged:
+            if is_newer:
                 self.damaged = {(url, name) for url, name in self.damaged if url != store.url}
         except CheckpointError as error:
             if self.ranks.rank == 0:
@@ -562,7 +567,7 @@ class CheckpointManager:
             moments = 1 if self.config.optimizer.state_dtype == "bfloat16" else 2  # of the weights' size
             outer = 1 if self.config.parallelism.local_steps else 0
             rank_bytes = (1 + moments + outer) * sum(self.model_bytes.values()) // self.ranks.size
-            return check_room(self.store, self.ranks, disk, rank_bytes, self.settings)
+            return check_room(self.store, self.ranks, disk, rank_bytes, self.settings, self.stranded)
         return False
 
     def _agreed(self, find: Callable[[], list[tuple[Store, str]]]) -> list[tuple[Store, str]]:

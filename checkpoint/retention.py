@@ -124,11 +124,14 @@ def stranded(stores: Sequence[Store], neighbours: Neighbours) -> dict[str, str]:
     return {machine: name for machine, name in neighbours.others.items() if name > newest}
 
 
-def check_room(store: LocalStore, ranks: Ranks, disk: str, rank_bytes: int, settings: Checkpoint) -> bool:
+def check_room(
+    store: LocalStore, ranks: Ranks, disk: str, rank_bytes: int, settings: Checkpoint, spared: Collection[str] = ()
+) -> bool:
     """Refuse to start where the disk cannot hold what is kept and the next, `rank_bytes` each here. Collective.
 
     `disk`: as in Neighbours. Checkpoints that will go count as room; those begun and never committed are removed where
-    they are in the way. Returns whether one must go before the next is written. Raises CheckpointError.
+    they are in the way, but for `spared`, by rank 0. Returns whether one must go before the next is written. Raises
+    CheckpointError.
     """
     try:
         return _compare_room(store, ranks, disk, rank_bytes, settings)
@@ -136,7 +139,7 @@ def check_room(store: LocalStore, ranks: Ranks, disk: str, rank_bytes: int, sett
         lists = ranks.rank == 0 or disk != ""
         here = ranks.together(lambda: set(filter(is_checkpoint_name, store.folders())) if lists else set())
         everywhere = ranks.gather(here)
-        begun = ranks.from_rank_0(lambda: never_committed(store, set().union(*everywhere)))
+        begun = ranks.from_rank_0(lambda: never_committed(store, set().union(*everywhere) - set(spared)))
         ranks.together(lambda: remove_checkpoints(store, begun, store.sizes()) if lists else None)
         if begun and ranks.rank == 0:
             logger.warning(f"{store.url}: removed to make room: {', '.join(sorted(begun))}, never committed")

@@ -141,8 +141,8 @@ class LocalStore:
                 os.close(descriptor)
 
     def check_writable(self) -> None:
-        made = [folder for folder in (self.folder, *self.folder.parents) if not folder.exists()]
         with _reported(self.url):
+            made = [folder for folder in (self.folder, *self.folder.parents) if not folder.exists()]
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 with NamedTemporaryFile(dir=self.folder, prefix=".probe-"):

@@ -8,7 +8,7 @@ Exits with 1 if a committed one is damaged, or one is stock DCP's, which cannot 
 from tqdm import tqdm
 
 from checkpoint.list import STOCK, UNCOMMITTED, look, run
-from checkpoint.manifest import Manifest, Opened, read_metadata, unpickle_metadata
+from checkpoint.manifest import MANIFEST, Manifest, Opened, read_metadata, unpickle_metadata
 from checkpoint.retention import never_committed
 from checkpoint.storage import verify_items
 from checkpoint.stores import DamagedError, Store
@@ -41,7 +41,7 @@ def verify_all(store: Store, names: list[str]) -> int:
                 raise DamagedError(problem)
             print(f"{place}: intact, step {manifest['step']}, {verify(store, name, manifest)} items")
         except DamagedError as error:
-            if name and never_committed(store, [name]):
+            if name and never_committed(store, [name]) and f"{name}/{MANIFEST}" not in store.sizes(name):
                 print(f"{place}: removed meanwhile, as a run that trains removes its older ones")
                 continue
             doubtful += 1

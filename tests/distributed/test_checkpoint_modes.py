@@ -653,6 +653,9 @@ def test_a_place_that_cannot_be_written_to_is_found_before_anything_is_written(t
         CheckpointError, match=f"checkpoint.{key} = '.*/file/folder': cannot be written to: .*Not a dir"
     ):
         manager.check_places(Checkpoint(**places), tmp_path / "run")
+    places[key] = str(tmp_path / ("a" * 300))
+    with pytest.raises(CheckpointError, match=f"checkpoint.{key} = '.*': cannot be written to: .*File name too long"):
+        manager.check_places(Checkpoint(**places), tmp_path / "run")
     manager.check_places(Checkpoint(**places, enable=False), tmp_path / "run")
     assert os.listdir(tmp_path) == ["file"]
 

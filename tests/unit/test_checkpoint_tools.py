@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from checkpoint import verify
 from checkpoint.list import print_table, run
 from checkpoint.retention import committed
-from checkpoint.stores import CheckpointError, open_store
+from checkpoint.stores import CheckpointError, LocalStore, open_store
 from checkpoint.verify import verify_all
 from config import from_dict, to_toml
 from tests.distributed.checkpoint_runs import Run, Tower, flip_bit, load_run
@@ -89,6 +89,16 @@ def test_what_a_run_removes_while_it_is_verified_is_not_damaged(folder, tool, mo
     assert code == 0
     assert f"{oldest.name}: removed meanwhile" in text
     assert text.count("intact") == 1
+
+
+def test_a_manifest_that_is_listed_and_cannot_be_read_is_damage(folder, tool, monkeypatch):
+    name, sizes = committed(open_store(folder))[0], LocalStore.sizes
+    manifest = folder / name / "MANIFEST.json"
+    listed = {f"{name}/MANIFEST.json": manifest.stat().st_size}
+    manifest.unlink()
+    monkeypatch.setattr(LocalStore, "sizes", lambda store, prefix="": sizes(store, prefix) | listed)
+    code, text = tool("verify", folder)
+    assert (code, text.count("DAMAGED")) == (1, 1)
 
 
 def test_stock_dcp_is_neither_damaged_nor_vouched_for(tmp_path, tool):
