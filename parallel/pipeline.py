@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import GraphExecGroup
+from torch.utils.checkpoint import GraphExecGroup, checkpoint
 
 from config import Config, ConfigError, Parallelism
 from parallel.fsdp import add_to_sums, set_last_microbatch
@@ -224,8 +224,27 @@ def check_pipeline(config: Config, n_layers: int) -> None:
             f'parallelism.pp_schedule = "{settings.pp_schedule}" with activation_checkpoint.mode = "selective": its '
             'split backward recomputes twice, which selective cannot; set mode = "full" or "none"'
         )
+    if zero_bubble and config.float8.enable and not keeps_functions():
+        raise ConfigError(
+            f'parallelism.pp_schedule = "{settings.pp_schedule}" with float8.enable = true: torch '
+            f"{torch.__version__} cannot split the backward of float8's matmuls; take a later one, or another schedule"
+        )
     if zero_bubble and config.compile.enable:
         raise ConfigError(
             f'parallelism.pp_schedule = "{settings.pp_schedule}" with compile.enable = true: splitting a compiled '
             "block's backward gives wrong gradients; set one of them otherwise"
         )
+
+
+def keeps_functions() -> bool:
+    """Whether autograd's nodes of Functions written in Python, as float8's, outlive the results that were made of them.
+
+    Zero-bubble begins backwards at such nodes; torch 2.11 has dropped them by then.
+    """
+    result = checkpoint(torch.neg, torch.zeros(1, requires_grad=True), use_reentrant=True) + 1  # a Function, and a sum
+    node = result.grad_fn.next_functions[0][0]
+    result.detach_()
+    try:
+        return bool(node._input_metadata)
+    except RuntimeError:
+        return False

@@ -1,5 +1,6 @@
 """Config: precedence, types, and errors that name the key, the value, what is allowed and the nearest name."""
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -313,6 +314,17 @@ def test_combinations_that_cannot_train_are_refused_before_anything_starts(
 
     with pytest.raises(ConfigError, match=said):
         check()
+
+
+def test_zero_bubble_with_float8_is_refused_where_autograd_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    from models import find_model
+
+    config = load_config([TWO_STAGES, ZERO_BUBBLE, "--training.local_batch_size=2", "--float8.enable"])
+    spec, flavor = find_model(config.model, data_vocab_size=1024)
+    for keeps in (True, False):
+        monkeypatch.setattr("parallel.pipeline.keeps_functions", lambda keeps=keeps: keeps)
+        with contextlib.nullcontext() if keeps else pytest.raises(ConfigError, match="cannot split the backward"):
+            spec.check_parallelism(flavor, config)
 
 
 COMMAND = """
