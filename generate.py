@@ -121,6 +121,7 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop_ids: frozenset[int], stops: Sequence[str]):
         self.tokenizer, self.stop_ids, self.stops = tokenizer, stop_ids, stops
+        self.without_text = special_ids(tokenizer)
         # Tokens whose text is out: what follows may depend on it. They must not begin within a character, as the last
         # few of a prompt may: a decoder that makes characters from bytes would then make none of the whole run.
         self.shown = list(prompt)
@@ -134,6 +135,8 @@ class TextStream:
         self.n_tokens += 1
         if token in self.stop_ids:
             return self.finish()
+        if token in self.without_text and not self.pending:
+            return ""
         self.pending.append(token)
         text = self._decode_pending()
         return "" if text.endswith("\ufffd") else self._release(text)
@@ -191,10 +194,10 @@ class Request:
     stops: tuple[str, ...] = ()  # texts, or special tokens by their text
 
 
-def special_ids(tokenizer: Tokenizer, texts: Sequence[str]) -> frozenset[int]:
-    """The ids of those `texts` that are special tokens, which no decoded text ever shows."""
+def special_ids(tokenizer: Tokenizer, texts: Sequence[str] | None = None) -> frozenset[int]:
+    """The ids of special tokens, which no decoded text ever shows: of all, or of those among `texts`."""
     added = tokenizer.raw.get_added_tokens_decoder().items()
-    return frozenset(id for id, token in added if token.special and token.content in texts)
+    return frozenset(id for id, token in added if token.special and (texts is None or token.content in texts))
 
 
 def stream_texts(

@@ -4,6 +4,7 @@ A kill or a full disk may cut the last line: it counts as never written.
 """
 
 import argparse
+import errno
 import json
 import mmap
 import os
@@ -27,11 +28,15 @@ def open_records(path: Path) -> IO[str]:
 def write_atomically(path: Path, data: bytes | memoryview) -> None:
     """Write a file, or put it in the place of another: a kill, a full disk or a power cut leaves one of them whole."""
     temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def output_path(text: str) -> Path:
@@ -64,9 +69,13 @@ def write_output(path: Path, text: str) -> None:
     """Write the file of an `--output`: as a whole, unless it is a pipe or a device. Raises TitaniteError."""
     try:
         if path.is_file() or not path.exists():
-            write_atomically(path.resolve(), text.encode())
-        else:
-            path.write_text(text, encoding="utf-8")
+            try:
+                write_atomically(path.resolve(), text.encode())
+                return
+            except OSError as error:
+                if error.errno != errno.EBUSY:  # a file that is mounted by itself, into a container say
+                    raise
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise TitaniteError(f"{path}: cannot be written: {error.strerror}") from None
 

@@ -219,6 +219,8 @@ def _check_first(job: Job, units: list[Unit]) -> None:
     first = next(chain.from_iterable(_pieces(job.plan, unit) for unit in units), None)
     if first is None:
         raise DataError("the input holds no text: nothing to prepare")
+    if job.plan.format == "text":  # which may be gigabytes long
+        first = first._replace(text=first.text[:1000])
     _tokenize(job, [first], np.zeros(1, np.uint64))
 
 

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -167,8 +167,7 @@ class Stream:
         reading = self._reading.pop((number, index), None)
         reading = self._read_again(reading) if reading else self._start_reading(number, index)
         try:
-            wait(reading.results, return_when=FIRST_EXCEPTION)
-            contents = [result.result() for result in reading.results if result.done()]  # all, or one of them raises
+            contents = [result.result() for result in reading.results]
         except CancelledError:
             raise self._closed() from None
         order_key = derive_key(*self._key, number, index) if self._shuffle else None

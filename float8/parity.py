@@ -110,12 +110,12 @@ def sqnr(exact: Tensor, approximate: Tensor) -> float:
     return 20 * math.log10(exact.norm().item() / noise) if noise else math.inf
 
 
-def gathered_bytes(model: nn.Module, names: list[str], config: Config, shards: int = 1) -> tuple[int, int]:
-    """Bytes of all weights as FSDP2 gathers them once, computed from their types: (without float8, with it)."""
+def gathered_bytes(model: nn.Module, names: list[str], config: Config, ranks: int = 1) -> tuple[int, int]:
+    """Bytes of all weights, shared by `ranks`, as FSDP2 gathers them once, by type: (without float8, with it)."""
     itemsize = getattr(torch, config.training.param_dtype).itemsize
     numel = sum(p.numel() for p in model.parameters())
     weights = [model.get_parameter(f"{name}.weight") for name in names]
-    in_float8 = sum(weight.numel() for weight in weights if len(weight) % shards == 0)
+    in_float8 = sum(weight.numel() for weight in weights if len(weight) % ranks == 0)
     saved = (itemsize - 1) * in_float8 if gathers_float8(config.float8) else 0
     return itemsize * numel, itemsize * numel - saved
 
@@ -172,7 +172,9 @@ def main(argv: list[str]) -> None:
         raise ConfigError(f"--output {output}: already holds something; name a new folder")
     check_float8(config)
     check_datasets(config)
-    converted, skipped = convert_to_float8(build_model(*find_model(config.model, data_vocab_size=1)), config.float8)
+    dims = ParallelDims.from_config(config.parallelism, arguments.processes)
+    model = build_model(*find_model(config.model, data_vocab_size=1))
+    converted, skipped = convert_to_float8(model, config.float8, dims.tp, dims.shards)
     print(f"float8: {summarize(converted, skipped)}", flush=True)
 
     # -- the runs
@@ -197,8 +199,7 @@ def main(argv: list[str]) -> None:
     device = torch.device(device_type())
     place = str(output / f"bf16-seed{config.run.seed}")
     trained = load_trained(place, device=device, dtype=torch.float32).model
-    shards = ParallelDims.from_config(config.parallelism, arguments.processes).shards
-    before, after = gathered_bytes(trained, converted, config, shards)
+    before, after = gathered_bytes(trained, converted, config, dims.tp * dims.shards)
     layers = measure_layers(trained, converted, config, device)
     verdict = judge(runs)
     seconds = {name: statistics.median(run["step_seconds"] for run in members) for name, members in runs.items()}

@@ -116,7 +116,9 @@ def init_distributed(environment: LaunchEnvironment, comm: Comm) -> torch.device
     """
     allow_open_files(environment.world_size)
     kind = device_type()
-    here, devices = max(environment.local_world_size, environment.local_rank + 1), torch.accelerator.device_count()
+    devices = torch.accelerator.device_count()
+    # Where a rank sees one, it may be its own: torchrun --virtual-local-rank.
+    here = max(environment.local_world_size if devices > 1 else 1, environment.local_rank + 1)
     if kind != "cpu" and here > devices:
         raise ConfigError(
             f"{socket.gethostname()}: {here} ranks and {devices} {kind} devices that they see: each needs its own; see "

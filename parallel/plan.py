@@ -170,7 +170,10 @@ def sweep(config: Config, options: Options) -> list[dict[str, Any]]:
                 dims = _check(changed, options, spec, flavor)
             except ConfigError:
                 continue  # the world, the batch or the model does not divide so
-            found = plan_work(dataclasses.replace(base, config=changed, dims=dims), parameters, options)
+            work = dataclasses.replace(base, config=changed, dims=dims)
+            if config.float8.fsdp_all_gather == "on" and work.float8_gathered != work.float8_layers:
+                continue  # the shards do not divide the rows: see float8.convert
+            found = plan_work(work, parameters, options)
             if found["fits"]:
                 plans.append({"mode": mode, "local_batch_size": batch, **found})
     return sorted(plans, key=lambda found: -found["speed"]["tokens_per_second"])

@@ -71,6 +71,13 @@ def test_the_report_is_written_on_this_machine(capsys: pytest.CaptureFixture[str
     assert "argument --output: s3://bucket/report: must be on this machine" in capsys.readouterr().err
 
 
+def test_what_ranks_cannot_gather_is_refused_before_the_first_run(dataset: Path, tmp_path: Path) -> None:
+    words = [f"--output={tmp_path / 'out'}", f"--data.datasets={dataset}", "--processes=3", "--float8.filter=all"]
+    with pytest.raises(ConfigError, match=r'fsdp_all_gather = "on": .* cannot be shared evenly by 3 ranks'):
+        main([*words, "--quick", "--float8.fsdp_all_gather=on"])
+    assert not (tmp_path / "out").exists()
+
+
 def test_without_matplotlib(dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match=r"\./setup.sh test, or pip install matplotlib"):

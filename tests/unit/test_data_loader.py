@@ -252,6 +252,41 @@ def test_a_closed_loader_says_so(folders):
         loader.next_step()
 
 
+def test_closing_wakes_a_thread_that_waits_for_blocks(folders, monkeypatch):
+    """Those of them that no thread has begun to read never come."""
+    reading, gate, read, errors = threading.Event(), threading.Event(), Split.read, []
+
+    def read_slowly(split, block):
+        reading.set()
+        assert gate.wait(60)
+        return read(split, block)
+
+    monkeypatch.setattr(Split, "read", read_slowly)
+    monkeypatch.setattr("data.loader.READERS", 1)
+    loader = build_dataloader(config_of(folders[:1], training__seq_len=7, data__prefetch_steps=0), 0, 1)
+    shutdown = loader._readers.shutdown
+
+    def open_once_cancelled(**options):
+        shutdown(wait=False, **options)
+        gate.set()
+
+    monkeypatch.setattr(loader._readers, "shutdown", open_once_cancelled)
+
+    def wait_for_a_step():
+        try:
+            loader.next_step()
+        except StorageError as error:
+            errors.append(str(error))
+
+    waiting = threading.Thread(target=wait_for_a_step, daemon=True)
+    waiting.start()
+    assert reading.wait(60)
+    loader.close()
+    waiting.join(60)
+    assert not waiting.is_alive()
+    assert "the loader is closed" in errors[0]
+
+
 def test_a_system_without_threads_left_is_named(folders, monkeypatch):
     loader = build_dataloader(config_of(folders[:1], training__seq_len=7, data__prefetch_steps=0), 0, 1)
     with monkeypatch.context() as system:

@@ -1102,6 +1102,19 @@ def test_a_mistyped_option_leaves_the_dataset_that_it_was_to_replace(tokenizer_f
     assert contents(tmp_path / "out") == before
 
 
+def test_of_a_long_first_document_a_part_tells_as_much(tokenizer_folder, tmp_path, monkeypatch):
+    source, encoded = write_jsonl(tmp_path / "in.jsonl", ["some text " * 9999]), []
+    tokenize = prepare_module._tokenize
+
+    def watch(job, batch, keys):
+        encoded.append(len(batch[0].text))
+        return tokenize(job, batch, keys)
+
+    monkeypatch.setattr(prepare_module, "_tokenize", watch)
+    prepare([str(source)], str(tmp_path / "out"), str(tokenizer_folder), processes=1, validation_fraction=0)
+    assert encoded == [1000, 99990]
+
+
 def test_tokens_of_another_kind_leave_the_dataset_that_they_were_to_replace(tokenizer_folder, tmp_path):
     """Found in the first document of any file."""
     for name, token in (("a", 1), ("b", 5000)):

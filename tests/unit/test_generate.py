@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -177,6 +178,14 @@ def test_a_stream_keeps_the_space_of_the_first_word() -> None:
 def test_a_stream_keeps_the_space_after_special_tokens() -> None:
     stream = TextStream(metaspace_tokenizer(), [2], frozenset(), ())
     assert feed(stream, [5, 3, 5, 5, 3]) == ["", " world", "", "", " world", ""]
+
+
+def test_special_tokens_decode_nothing() -> None:
+    """Else each would decode the whole prompt anew."""
+    tokenizer = mock.Mock(wraps=metaspace_tokenizer())
+    stream = TextStream(tokenizer, [2] * 1000, frozenset(), ())
+    assert [stream.push(5) for _ in range(9)] == [""] * 9
+    assert not tokenizer.decode.called
 
 
 def test_a_stream_goes_on_from_a_prompt_of_bytes() -> None:

@@ -1,5 +1,6 @@
 """The page that compares runs: its data against rows written by hand, and nothing in it that leaves the file."""
 
+import errno
 import json
 import re
 from pathlib import Path
@@ -139,9 +140,20 @@ def test_a_full_disk_leaves_the_page_that_was_there(tmp_path: Path, monkeypatch:
     with pytest.raises(TitaniteError, match=r"page\.html: cannot be written: No space left on device"):
         main(["compare", str(run), "--output", str(page)])
     assert page.read_text() == "before"
+    assert not list(tmp_path.glob(".page*"))
     with pytest.raises(TitaniteError, match="/dev/full: cannot be written: No space left on device"):
         main(["compare", str(run), "--output", "/dev/full"])
     assert not Path("/dev/full").is_file(), "a device is not replaced by a file"
+
+
+def test_a_page_that_cannot_be_replaced_is_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a file that is mounted by itself into a container."""
+    run, page = write_run(tmp_path / "run", [row(5, loss=2.0, step_seconds=1.0)], Config()), tmp_path / "page.html"
+    page.write_text("before")
+    monkeypatch.setattr(Path, "replace", Mock(side_effect=OSError(errno.EBUSY, "Device or resource busy")))
+    main(["compare", str(run), "--output", str(page)])
+    assert "<html" in page.read_text()
+    assert not list(tmp_path.glob(".page*"))
 
 
 def test_mistakes_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -642,6 +643,19 @@ def test_a_node_with_fewer_devices_than_ranks_is_refused(monkeypatch: pytest.Mon
             ConfigError, match=f"{ranks if ranks > 1 else 5} ranks and 4 cuda devices.*--nproc-per-node"
         ):
             init_distributed(LaunchEnvironment(local_rank, local_rank, 8, local_world_size=ranks), Comm())
+
+
+def test_a_rank_that_sees_its_own_device_alone_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by torchrun --virtual-local-rank, or by a script that sets CUDA_VISIBLE_DEVICES for each."""
+    monkeypatch.setattr("parallel.comm.device_type", lambda: "cuda")
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    taken = mock.Mock(side_effect=InterruptedError)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", taken)
+    with pytest.raises(InterruptedError):
+        init_distributed(LaunchEnvironment(3, 0, 8, local_world_size=8), Comm())
+    taken.assert_called_once_with(0)
+    with pytest.raises(ConfigError, match="2 ranks and 1 cuda devices"):
+        init_distributed(LaunchEnvironment(1, 1, 2, local_world_size=2), Comm())
 
 
 def test_files_that_may_be_open(monkeypatch: pytest.MonkeyPatch) -> None:
