@@ -812,6 +812,7 @@ class World:
         everything = in_order(lambda place: place.committed())
         seen = in_order(lambda place: self.readable(place) & place.listed())
         processes, before, steps = self.processes, self.processes[0].random_state, set[int]()
+        self.known_damaged = set()  # a start knows of none but those that it passes over
 
         def load(rank: int) -> None:
             steps.add(processes[rank].checkpoint.load())
@@ -1002,3 +1003,9 @@ def test_damage_in_what_a_smaller_run_does_not_need_does_not_end_each_start_by_i
 def test_a_damaged_checkpoint_leaves_no_random_state_where_the_one_before_is_of_another_size():
     actions = [("save",), ("resize", 2, 1), ("save",), ("damage", FIRST, 0, 5, "flip", True), ("restart",)]
     play(actions, first="disk", keep=3, is_sharded=True)
+
+
+def test_what_a_former_rank_0_has_is_not_removed_to_make_room():
+    """Its upload was cut; an older one can be loaded."""
+    actions = [("save",), ("save", 0.0, Fault(SECOND, 0, "dies before")), ("renumber",)]
+    play(actions, first="nodes", second="bucket", size=2, is_tight=True)
