@@ -26,7 +26,7 @@ from models import ModelSpec, build_model, find_model
 from parallel.devices import DEVICES, GIB
 from parallel.exits import run_and_leave
 from parallel.mesh import ParallelDims
-from parallel.plan_costs import DEFAULT_VOCAB_SIZE, Work, flops_per_token, traffic
+from parallel.plan_costs import DEFAULT_VOCAB_SIZE, Work, flops_per_token, groups, traffic
 from parallel.plan_memory import Memory, memory, reserved
 from parallel.plan_time import Cluster, estimate
 
@@ -171,7 +171,8 @@ def sweep(config: Config, options: Options) -> list[dict[str, Any]]:
             except ConfigError:
                 continue  # the world, the batch or the model does not divide so
             work = dataclasses.replace(base, config=changed, dims=dims)
-            if config.float8.fsdp_all_gather == "on" and work.float8_gathered != work.float8_layers:
+            held = {weight.name for group in groups(work) for weight in group}  # by this stage
+            if config.float8.fsdp_all_gather == "on" and held & work.float8_layers - work.float8_gathered:
                 continue  # the shards do not divide the rows: see float8.convert
             found = plan_work(work, parameters, options)
             if found["fits"]:

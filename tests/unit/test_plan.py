@@ -571,6 +571,12 @@ def test_sweep_leaves_out_what_train_refuses(asked: list[str], never: str) -> No
     assert not [found for found in plans if re.search(never, f"{found['layout']} {found['mode']}")]
 
 
+def test_sweep_of_a_float8_output_knows_pipelines() -> None:
+    """Of whose stages one has it."""
+    plans = sweep(*options("--sweep", "--float8.enable", "--float8.skip=[]", "--float8.fsdp_all_gather=on"))
+    assert any("pp" in found["layout"] for found in plans)
+
+
 def test_what_outer_momentum_and_emulation_cost() -> None:
     islands = ["--parallelism.dp_replicate=2", "--checkpoint.interval=100", "--validation.interval=100"]
     usual, local = (plan(*options(*islands, *more)) for more in ([], ["--parallelism.local_steps=100"]))
