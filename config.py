@@ -269,11 +269,13 @@ class Parallelism:
     pp: Positive = 1
     """Pipeline parallelism: groups of ranks that hold consecutive layers."""
     reshard_after_forward: bool = True
-    """Free a block's gathered weights after its forward: less memory, one more all-gather in backward. Not with pp."""
+    """Free a block's gathered weights after its forward: less memory, one more all-gather in backward. Not with pp.
+    On a rank alone: cast weights where they are used; false: once a step, which takes 2 bytes per weight."""
     reshard_group_size: Count = 0
     """With reshard_after_forward: keep weights sharded over groups of so many ranks, as of a node, till backward."""
     sync_every_microbatch: bool = True
-    """False: gradients wait whole for the last microbatch: less traffic, more memory. A pipeline's always do."""
+    """False: gradients wait whole for the last microbatch: less traffic, more memory. A pipeline's always do, and those
+    of a rank alone."""
     prefetch_layers: Count = 0
     """Blocks gathered ahead of the one that computes. 0: FSDP2's own way, the next one, in backward only."""
     reduce_scatter: Literal["backend", "all_to_all"] = "backend"

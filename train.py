@@ -21,11 +21,11 @@ from checkpoint.manager import CheckpointManager, check_initial_load, check_plac
 from config import Config, ConfigError, TitaniteError, file_errors, grad_accum_steps, load_config, loss_chunks
 from data.loader import Batch, build_dataloader, validation_batches
 from float8.convert import check_float8, convert_to_float8, summarize
-from float8.fsdp import precompute_scales
 from loss import IGNORED, build_chunked_loss, build_loss
 from metrics import MetricsLogger, configure_logging, find_hook
 from models import build_model, find_model
 from models.init import init_weights
+from models.weights import build_refresh
 from optim import OuterOptimizer, build_optimizer, clip_grad_norm_, learning_rate, set_learning_rate
 from parallel.comm import (
     bfloat16_is_slow,
@@ -111,6 +111,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         parameters = [parameter for part in parts for parameter in part.parameters()]
         optimizer = build_optimizer(parts, config.optimizer, config.compile)
         outer = OuterOptimizer(optimizer, mesh.islands, config.parallelism) if dims.islands > 1 else None
+        refresh_weights = build_refresh(parts, config)
 
         def note(step: int) -> None:
             watchdog.saved(step)
@@ -126,7 +127,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
             step = checkpoint.load()
             if outer:
                 outer.restart()
-            precompute_scales(parts, config)
+            refresh_weights()
             return step
 
         step = load()
@@ -210,7 +211,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
             optimizer.step()
             if outer and due(config.parallelism.local_steps):
                 outer.meet()
-            precompute_scales(parts, config)
+            refresh_weights()
             optimizer.zero_grad()
 
             # The host waits for the device only in what follows, when something is due.
@@ -254,7 +255,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         fetch_finite(unchecked)
         if outer:
             outer.meet()  # asked to stop between two meetings
-            precompute_scales(parts, config)
+            refresh_weights()
         if config.validation.enable and step == training.steps and step in bad_steps.skipped:
             measure_validation()  # the last step was left out, and with it what was due after it
             watchdog.enter("end")

@@ -1,8 +1,12 @@
-"""Scales of weights that FSDP2 gathers in float8."""
+"""Weights in float8: their scales where FSDP2 gathers them, and the cast where one rank computes alone."""
 
-from torch import nn
+from collections.abc import Callable
 
-from config import Config, precomputes_scales
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from config import Compile, Config, precomputes_scales
 
 
 def precompute_scales(parts: list[nn.Module], config: Config) -> None:
@@ -17,3 +21,28 @@ def precompute_scales(parts: list[nn.Module], config: Config) -> None:
 
     for part in parts:
         precompute_float8_dynamic_scale_for_fsdp(part)
+
+
+def build_cast(dtype: torch.dtype, compile: Compile) -> Callable[[Tensor], Tensor]:
+    """What FSDP2 gathers of a weight: in float8 what torchao has wrapped for that, in `dtype` what it has not.
+
+    Compiled where the model is, or the whole weight would be read and written five times.
+    """
+
+    def quantize(weight: Tensor, low: torch.dtype) -> tuple[Tensor, Tensor]:
+        from torchao.float8.float8_utils import tensor_to_scale, to_fp8_saturated
+
+        scale = tensor_to_scale(weight, low)
+        return to_fp8_saturated(weight * scale, low), scale
+
+    compiled = torch.compile(quantize, backend=compile.backend, dynamic=False) if compile.enable else quantize
+
+    def cast(weight: Tensor) -> Tensor:
+        if not is_traceable_wrapper_subclass(weight):
+            return weight.detach().to(dtype)
+        from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
+
+        data, scale = compiled(weight._tensor, weight._dtype)
+        return Float8TrainingTensor(data, scale, dtype, weight._linear_mm_config, GemmInputRole.WEIGHT)
+
+    return cast

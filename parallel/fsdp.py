@@ -15,18 +15,21 @@ from torch.distributed.fsdp._fully_shard import _fsdp_init
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
-from config import Config, Parallelism
+from config import Config, Parallelism, gathers_float8
 
 
 def needs_fsdp(config: Config, ranks: int) -> bool:
     """Whether a model is given to FSDP2, if so many ranks compute an update together.
 
-    To one rank alone it would only add copies of weights and gradients: the model casts weights where it uses them.
-    But it is needed to cast once for all microbatches of a step, for the float8 all-gather, and to keep weights on the
-    host.
+    To one rank alone it would only add copies of weights and gradients, but it can keep them on the host.
     """
-    parallelism = config.parallelism
-    return ranks > 1 or not parallelism.sync_every_microbatch or config.float8.enable or parallelism.cpu_offload
+    return ranks > 1 or config.parallelism.cpu_offload
+
+
+def keeps_copies(config: Config) -> bool:
+    """Whether a rank alone, without FSDP2, casts its weights once a step, not in each microbatch where it uses them."""
+    casts = config.training.param_dtype != "float32" or gathers_float8(config.float8)
+    return casts and (config.float8.enable or not config.parallelism.reshard_after_forward)
 
 
 def apply_fsdp(model: nn.Module, groups: list[list[nn.Module]], mesh: DeviceMesh, config: Config) -> None:

@@ -13,7 +13,7 @@ from collections import Counter
 from typing import Any, NamedTuple
 
 from config import Config, gathers_activations, gathers_float8, grad_accum_steps, precomputes_scales
-from parallel.fsdp import needs_fsdp
+from parallel.fsdp import keeps_copies, needs_fsdp
 from parallel.mesh import ParallelDims
 from parallel.pipeline import layers_of_stages
 
@@ -176,6 +176,11 @@ class Work:
     def alone(self) -> bool:
         """Whether FSDP2 is left out."""
         return not needs_fsdp(self.config, self.dims.dp * self.dims.copies // self.dims.islands)
+
+    @property
+    def keeps_copies(self) -> bool:
+        """Whether a rank alone casts its weights once a step."""
+        return self.alone and keeps_copies(self.config)
 
     @property
     def batches(self) -> int:

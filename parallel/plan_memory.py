@@ -258,6 +258,9 @@ def _gathered(work: Work, place: int | None) -> int:
     every, parallelism = groups(work), work.config.parallelism
     if work.alone:  # nothing is gathered, but weights that matmuls cast wait for their backward, unless recomputed
         head = every[0 if work.shape.tie_embeddings else -1]
+        if work.keeps_copies:
+            tied = _cast_bytes(work, head) if work.shape.tie_embeddings and place is None else 0
+            return _sum(partial(_copied_bytes, work), every) + tied
         waiting, now = (work.blocks, head) if place is None else (work.blocks[: max(0, place - 1)], every[place])
         one, used = _cast_bytes(work, block_weights(work)), _cast_bytes(work, now) if place != 0 else 0
         return one * sum(not work.recomputes(block) for block in waiting) + used
@@ -275,6 +278,13 @@ def _gathered(work: Work, place: int | None) -> int:
         held += _sum(gathered, others) // parallelism.reshard_group_size
     summed = [] if _sums_late(work) else every[place + 1 : place + 2]
     return held + work.reduce_bytes * sum(weight.size for group in summed for weight in group)
+
+
+def _copied_bytes(work: Work, group: list[Weight]) -> int:
+    """Bytes of the copies that a rank alone keeps of a group's matmul weights."""
+    matmuls = [weight for weight in group if weight.columns and weight.name != "tok_embeddings"]
+    low = [weight for weight in matmuls if weight.name in work.float8_gathered]
+    return sum(weight.size for weight in low) + _cast_bytes(work, [w for w in matmuls if w not in low])
 
 
 def _cast_bytes(work: Work, group: list[Weight]) -> int:

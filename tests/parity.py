@@ -10,11 +10,11 @@ from torch.distributed.tensor import DTensor
 
 from config import ActivationCheckpoint, Compile, Config, Data, Optimizer, Parallelism, Training
 from float8.convert import convert_to_float8
-from float8.fsdp import precompute_scales
 from loss import IGNORED, build_chunked_loss, build_loss
 from models import build_model, find_model
 from models.init import init_weights
 from models.llama.model import Llama, LlamaConfig
+from models.weights import build_refresh
 from optim import build_optimizer, clip_grad_norm_
 from parallel.fsdp import reshard
 from parallel.mesh import ParallelDims
@@ -89,7 +89,8 @@ def our_run(config: Config, steps: int, accumulation: int, **model_options: Any)
     for part in parts:
         init_weights(part, torch.device("cpu"), seed=0)
     result: dict[str, Any] = {"init": {n: whole(p).detach().clone() for n, p in named_parameters(parts)}}
-    precompute_scales(parts, config)
+    refresh_weights = build_refresh(parts, config)
+    refresh_weights()
     optimizer = build_optimizer(parts, config.optimizer, config.compile)
     chunks = config.training.loss_chunks
     chunked = build_chunked_loss(config.compile, mesh, chunks) if chunks > 1 else None
@@ -111,7 +112,7 @@ def our_run(config: Config, steps: int, accumulation: int, **model_options: Any)
         parameters = [p for _, p in named_parameters(parts)]
         result["norms"].append(clip_grad_norm_(parameters, MAX_NORM, mesh.pp).item())
         optimizer.step()
-        precompute_scales(parts, config)
+        refresh_weights()
         optimizer.zero_grad()
         result["losses"].append(total.item())
     with torch.no_grad():  # as validation does: a forward without a backward

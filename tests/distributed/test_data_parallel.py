@@ -27,7 +27,7 @@ STEPS, FEW = 20, 5
 CASES = {
     "one process": (config_for(1, 1), 1, STEPS),
     "one process, accumulation": (config_for(1, 1), 4, STEPS),
-    "one process, FSDP": (config_for(1, 1, sync_every_microbatch=False, reshard_after_forward=False), 4, STEPS),
+    "one process, FSDP": (config_for(1, 1, cpu_offload=True), 4, STEPS),
     "DDP 2": (config_for(2, 1), 1, STEPS),
     "DDP 4, accumulation": (config_for(4, 1), 2, STEPS),
     "FSDP 2": (config_for(1, 2), 1, STEPS),

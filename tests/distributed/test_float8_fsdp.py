@@ -17,11 +17,11 @@ from torchao.float8.float8_linear import Float8Linear
 from checkpoint.state import _plain, model_tensors, optimizer_tensors
 from config import ActivationCheckpoint, Compile, Config, Float8, Optimizer, Parallelism, Training
 from float8.convert import convert_to_float8
-from float8.fsdp import precompute_scales
 from loss import build_loss
 from models import build_model, find_model
 from models.init import init_weights
 from models.llama.model import LlamaConfig
+from models.weights import build_refresh
 from optim import _local as local_values
 from optim import build_optimizer, clip_grad_norm_
 from parallel.fsdp import apply_fsdp, set_last_microbatch
@@ -81,7 +81,8 @@ class Run:
         spec.apply_parallelism(self.model, self.mesh, config)
         init_weights(self.model, torch.device("cpu"), seed=0)
         self.optimizer, self.loss_fn = build_optimizer([self.model], config.optimizer), build_loss(config.compile)
-        precompute_scales([self.model], config)
+        self.refresh_weights = build_refresh([self.model], config)
+        self.refresh_weights()
 
     def step(self, step: int, accumulation: int = 1, precompute: bool = True) -> float:
         """One optimizer step; the loss before it."""
@@ -99,7 +100,7 @@ class Run:
         clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         if precompute:
-            precompute_scales([self.model], self.config)
+            self.refresh_weights()
         self.optimizer.zero_grad()
         return total.item()
 
@@ -153,7 +154,7 @@ def test_rows_that_three_ranks_cannot_share_evenly() -> None:
     assert chosen == run_ranks(3, losses, config_for((1, 3), fsdp_all_gather="off"), 2)
 
 
-def losses_around_a_load(config: Config, precompute_after_load: bool) -> tuple[list[float], list[float]]:
+def losses_around_a_load(config: Config, refresh_after_load: bool) -> tuple[list[float], list[float]]:
     """Losses of steps 2 and 3, and again after the state before step 2 was loaded in place, as checkpoints are."""
     run = Run(config)
     run.step(0)
@@ -163,31 +164,36 @@ def losses_around_a_load(config: Config, precompute_after_load: bool) -> tuple[l
     with torch.no_grad():
         for tensor, value in zip(run.tensors(), saved, strict=True):
             tensor.copy_(value)
-    if precompute_after_load:
-        precompute_scales([run.model], config)
+    if refresh_after_load:
+        run.refresh_weights()
     return first, [run.step(2), run.step(3)]
 
 
 def test_scales_are_those_of_the_weights_that_were_loaded() -> None:
-    for first, again in run_ranks(2, losses_around_a_load, config_for((1, 2)), True):
-        assert first == again
-    # What the call after the load is for:
-    for first, again in run_ranks(2, losses_around_a_load, config_for((1, 2)), False):
-        assert first != again
+    for ranks in (1, 2):
+        for first, again in run_ranks(ranks, losses_around_a_load, config_for((1, ranks)), True):
+            assert first == again
+        # What the call after the load is for:
+        for first, again in run_ranks(ranks, losses_around_a_load, config_for((1, ranks)), False):
+            assert first != again
 
 
 def plain_weights(config: Config) -> tuple[bool, bool, bool]:
     run = Run(config)
     run.step(0)
     weight = next(x for name, x in run.model.named_parameters() if name.endswith("attention.wq.weight"))
-    wrapped = weight._local_tensor  # what `to_local` returns without gradients, in torch 2.11 with its scale
+    sharded = isinstance(weight, DTensor)
+    wrapped = weight._local_tensor if sharded else weight  # in torch 2.11 `to_local` returns it with its scale
     plain, saved = local_values(wrapped), model_tensors([run.model])["layers.0.attention.wq.weight"]
-    same = _plain("wq", wrapped)
-    return wrapped._precomputed_scale is not None, plain is wrapped._tensor is same, type(saved.to_local()) is Tensor
+    same, saved = _plain("wq", wrapped), saved.to_local() if sharded else saved
+    return wrapped._precomputed_scale is not None, plain is wrapped._tensor is same, type(saved) is Tensor
 
 
 def test_a_precomputed_scale_does_not_hide_the_weights_from_optimizer_and_checkpoint() -> None:
-    assert run_ranks(1, plain_weights, config_for((1, 1))) == [(True, True, True)]
+    assert run_ranks(2, plain_weights, config_for((1, 2))) == [(True, True, True)] * 2
+    assert run_ranks(1, plain_weights, config_for((1, 1))) == [
+        (False, True, True)
+    ]  # nor does the copy, of a rank alone
 
 
 def losses_of_stale_scales(config: Config) -> list[float]:
@@ -259,12 +265,12 @@ def test_gloo_needs_another_type_in_every_group() -> None:
     assert run_ranks(2, gather_a_lone_weight) == ["Invalid scalar type"] * 2
 
 
-def bits_beside_torchao(recipe: str, gradient_scale: float, shrink: float) -> list[bool]:
-    """Whether y, dx, dw of a layer under our FSDP2 have the bits of torchao's own module, alone with the whole weight.
+def bits_beside_torchao(ranks: int, recipe: str, gradient_scale: float, shrink: float) -> list[bool]:
+    """Whether y, dx, dw of our layer have the bits of torchao's own module, alone with the whole weight.
 
-    The weight is multiplied by `shrink` between the computation of its scale and its use.
+    Ours is under FSDP2, or on a rank alone. Its weight is multiplied by `shrink` after its scale was computed.
     """
-    config = config_for((1, 2), recipe=recipe)
+    config = config_for((1, ranks), recipe=recipe)
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(96, 64, generator=generator) * 0.02
     x = torch.randn(32, 64, generator=generator).bfloat16()
@@ -273,12 +279,16 @@ def bits_beside_torchao(recipe: str, gradient_scale: float, shrink: float) -> li
     model = nn.Sequential(nn.Linear(64, 96, bias=False))
     model.register_parameter("other", nn.Parameter(torch.ones(2)))  # gloo needs another type in the group
     convert_to_float8(model, config.float8)
-    apply_fsdp(model, [], ParallelDims.from_config(config.parallelism, 2).build_mesh("cpu").fsdp, config)
-    ours: nn.Linear = model[0]
+    ours: Any = model[0]
+    if ranks > 1:
+        apply_fsdp(model, [], ParallelDims.from_config(config.parallelism, ranks).build_mesh("cpu").fsdp, config)
+        weight = distribute_tensor(weight, ours.weight.device_mesh, ours.weight.placements)
+    (master, *_) = model[0].parameters()
     with torch.no_grad():
-        ours.weight.copy_(distribute_tensor(weight, ours.weight.device_mesh, ours.weight.placements))
-        precompute_scales([model], config)
-        ours.weight.mul_(shrink)
+        master.copy_(weight)
+        build_refresh([model], config)()
+        master.mul_(shrink)
+    weight = weight.full_tensor() if ranks > 1 else weight
     own_config = Float8LinearConfig.from_recipe_name(recipe)
     # What is gathered in float8 is cast from the float32 weight; what is gathered in bfloat16 from that.
     own_weight = (weight * shrink) if recipe == "tensorwise" else (weight * shrink).bfloat16()
@@ -290,17 +300,19 @@ def bits_beside_torchao(recipe: str, gradient_scale: float, shrink: float) -> li
         given = x.clone().requires_grad_()
         y = module(given)
         y.backward(dy)
-        results.append((y.detach(), given.grad, (ours if module is model else own).weight.grad))
-    (y, dx, dw), (own_y, own_dx, own_dw) = results
-    return [torch.equal(y, own_y), torch.equal(dx, own_dx), torch.equal(dw.full_tensor(), 2 * own_dw)]  # of two ranks
+        results.append((y.detach(), given.grad))
+    (y, dx), (own_y, own_dx) = results
+    dw = master.grad.full_tensor() if ranks > 1 else master.grad  # the sum of all ranks'
+    return [torch.equal(y, own_y), torch.equal(dx, own_dx), torch.equal(dw, ranks * own.weight.grad)]
 
 
 @pytest.mark.parametrize("gradient_scale", [1.0, 1e-4, 1e-9])
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
 def test_the_bits_of_torchaos_own_module(recipe: str, gradient_scale: float) -> None:
-    assert run_ranks(2, bits_beside_torchao, recipe, gradient_scale, 1.0) == [[True] * 3] * 2
+    for ranks in (1, 2):
+        assert run_ranks(ranks, bits_beside_torchao, ranks, recipe, gradient_scale, 1.0) == [[True] * 3] * ranks
 
 
 def test_a_stale_scale_is_caught_by_its_bits() -> None:
-    for same in run_ranks(2, bits_beside_torchao, "tensorwise", 1.0, 0.9):
+    for same in run_ranks(2, bits_beside_torchao, 2, "tensorwise", 1.0, 0.9):
         assert same == [False, False, True]  # the weight's gradient does not involve the weight

@@ -294,6 +294,7 @@ def test_traffic_equals_that_of_real_ranks(name: str, tmp_path: Path, monkeypatc
 
 UNTIED = "--config=train_configs/llama_1.8b.toml"
 ALONE = "--training.local_batch_size=1"
+KEPT = "--parallelism.reshard_after_forward=false"
 EAGER, FULL = "--compile.enable=false", "--activation_checkpoint.mode=full"
 SELECTIVE = "--activation_checkpoint.mode=selective"
 ONCE_IN_BFLOAT16 = (*ONCE, "--training.reduce_dtype=bfloat16")
@@ -305,6 +306,8 @@ MEMORY = {
     "one rank, float32": (1, LOSS, ["--training.param_dtype=float32", ALONE], 0.03),
     "one rank, full, in 8 chunks": (1, HEAD, [FULL, ALONE, IN_8], 0.03),
     "one rank, summed once, in bfloat16": (1, LOSS, [*ONCE_IN_BFLOAT16, ALONE, "--training.global_batch_size=2"], 0.03),
+    "one rank, weights cast once": (1, LOSS, [UNTIED, KEPT, ALONE, "--training.global_batch_size=2"], 0.03),
+    "one rank, weights cast once, full, tied": (1, BLOCK, [FULL, KEPT, ALONE], 0.03),
     "islands of one rank": (2, LOSS, ["--parallelism.dp_replicate=2", "--parallelism.local_steps=100"], 0.03),
     "none": (16, UNCUT, [], 0.03),
     "full, moments in bfloat16": (16, BLOCK, [FULL, "--optimizer.state_dtype=bfloat16"], 0.03),
@@ -315,7 +318,7 @@ MEMORY = {
     "TP 4, eager": (16, LOSS, ["--parallelism.tp=4", EAGER], 0.05),
     "TP 4, full": (16, BLOCK, [FULL, "--parallelism.tp=4"], 0.03),
     "CP 4, eager": (16, BLOCK, ["--parallelism.cp=4", EAGER], 0.03),
-    "kept gathered": (16, BLOCK, [FULL, "--parallelism.reshard_after_forward=false"], 0.03),
+    "kept gathered": (16, BLOCK, [FULL, KEPT], 0.03),
     "2 layers ahead": (16, BLOCK, [FULL, "--parallelism.prefetch_layers=2"], 0.03),
     "resharded in groups of 4": (16, BLOCK, [FULL, "--parallelism.reshard_group_size=4"], 0.03),
     "summed once, in bfloat16": (16, BLOCK, [FULL, *ONCE_IN_BFLOAT16, "--training.global_batch_size=128"], 0.03),
