@@ -7,7 +7,7 @@ Formats, each read one file after the other in bounded memory:
     nanogpt    .bin of uint16 ids, as nanoGPT's data/*/prepare.py writes it: documents end with eos
     megatron   PREFIX.bin with PREFIX.idx, as Megatron-LM's IndexedDataset writes them
     fms        Arrow files with a record batch for each document and its ids in the column
-               `tokens`, as fms-fsdp reads them
+               `tokens`, as fms-fsdp reads them, or with a document in each row, a list
 
 An eos ends a document wherever it stands, and every document is given exactly one at its end.
 Documents keep their order; training shuffles them. Which are held out is a hash of their tokens.
@@ -74,11 +74,18 @@ def megatron_documents(path: Path, eos_id: int) -> Iterator[np.ndarray]:
         raise DataError(f"{index_path}: version {version}, type {index[17]}; integers of version 1 are read")
     if len(index) < 34 + 12 * sequences + 8 * documents:
         raise DataError(f"{index_path}: is cut short")
-    sizes = np.frombuffer(index, "<i4", sequences, 34)
+    sizes = np.frombuffer(index, "<i4", sequences, 34).astype(np.int64)
     pointers = np.frombuffer(index, "<i8", sequences, 34 + 4 * sequences)
     bounds = np.frombuffer(index, "<i8", documents, 34 + 12 * sequences)
     dtype = np.dtype(MEGATRON_DTYPES[index[17]])
-    size, end = path.stat().st_size, int((pointers + sizes.astype(np.int64) * dtype.itemsize).max(initial=0))
+    ends = np.cumsum(sizes * dtype.itemsize)
+    if (wrong := np.flatnonzero((sizes < 0) | (pointers != ends - sizes * dtype.itemsize))).size:
+        at, tokens, begin = wrong[0], sizes[wrong[0]], pointers[wrong[0]]
+        raise DataError(
+            f"{index_path}: sequence {at}, of {tokens} tokens from byte {begin} on, does not begin where the one "
+            "before it ends, as all do that Megatron-LM writes"
+        )
+    size, end = path.stat().st_size, int(ends[-1]) if len(ends) else 0
     if not size or end != size:
         raise DataError(
             f"{path}: is cut short, or {index_path} belongs to another file: the tokens it knows of end at byte {end} "
@@ -98,12 +105,15 @@ def megatron_documents(path: Path, eos_id: int) -> Iterator[np.ndarray]:
 
 
 def fms_documents(path: Path, eos_id: int) -> Iterator[np.ndarray]:
-    """The documents of an Arrow file, one in each record batch."""
+    """The documents of an Arrow file, one in each record batch, or in each row of a column of lists."""
     try:
         reader = pa.ipc.open_file(pa.memory_map(str(path)))
         for i in range(reader.num_record_batches):
             column = reader.get_batch(i).column("tokens")
-            yield (column.flatten() if pa.types.is_list(column.type) else column).to_numpy()
+            for row in [row.values for row in column] if isinstance(column, pa.ListArray) else [column]:
+                if row is None or row.null_count:
+                    raise DataError(f"{path}, record batch {i}: holds a null, which is no token")
+                yield row.to_numpy()
     except (pa.ArrowException, KeyError) as error:
         raise DataError(f"{path}: not an Arrow file with a column `tokens`: {error}") from None
 

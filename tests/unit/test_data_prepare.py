@@ -1004,6 +1004,14 @@ def set_bounds(index, *bounds):
     index.write_bytes(content[: -8 * len(bounds)] + np.array(bounds, "<i8").tobytes())
 
 
+def set_sequence(index, sequence, size, pointer):
+    """One of the three sequences of a Megatron index: its tokens, and the byte it begins at."""
+    content = bytearray(index.read_bytes())
+    content[34 + 4 * sequence : 38 + 4 * sequence] = np.array(size, "<i4").tobytes()
+    content[46 + 8 * sequence : 54 + 8 * sequence] = np.array(pointer, "<i8").tobytes()
+    index.write_bytes(content)
+
+
 def write_fms(folder, documents, eos):
     schema = pa.schema([("tokens", pa.uint32())])
     with pa.OSFile(str(folder / "a.bin"), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
@@ -1055,6 +1063,22 @@ def test_tokens_that_are_no_integers_are_refused(tokenizer_folder, tmp_path):
         convert([str(tmp_path / "a.arrow")], str(tmp_path / "out"), "fms", str(tokenizer_folder))
 
 
+def test_rows_of_lists_are_documents_and_nulls_are_refused(tokenizer_folder, tmp_path):
+    eos, schema = load_tokenizer(tokenizer_folder).eos_id, pa.schema([("tokens", pa.list_(pa.uint32()))])
+    for rows in ([[5, 6], [], [7]], [[5], None], [[5, None]]):
+        with pa.ipc.new_file(str(tmp_path / "a.arrow"), schema) as file:
+            file.write_batch(pa.record_batch([pa.array([[8, 9]], schema.types[0])], schema))
+            file.write_batch(pa.record_batch([pa.array(rows, schema.types[0])], schema))
+        given = [str(tmp_path / "a.arrow")], str(tmp_path / "out"), "fms", str(tokenizer_folder)
+        if None in rows or None in rows[0]:
+            with pytest.raises(DataError, match=r"a\.arrow, record batch 1: holds a null"):
+                convert(*given, overwrite=True)
+        else:
+            convert(*given, validation_fraction=0)
+            stored = [document for block in stored_blocks(tmp_path / "out") for document in block]
+            assert stored == [[8, 9, eos], [5, 6, eos], [7, eos]]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -1071,6 +1095,19 @@ def test_tokens_that_are_no_integers_are_refused(tokenizer_folder, tmp_path):
         (lambda data, index: set_bounds(index, 0, 1, 2), r"a\.idx: its 3 bounds of documents do not share out 3 seq"),
         (lambda data, index: set_bounds(index, 0, 1, 9), r"a\.idx: its 3 bounds of documents do not share out 3 seq"),
         (lambda data, index: set_bounds(index, 0, 4, 3), r"a\.idx: its 3 bounds of documents do not share out 3 seq"),
+        *(
+            (
+                lambda data, index, change=change: set_sequence(index, *change),
+                rf"a\.idx: sequence {place} from byte {at}",
+            )
+            for change, place, at in [
+                ((1, 1, 20), "1, of 1 tokens", 20),  # a token is left out
+                ((1, 1, 12), "1, of 1 tokens", 12),  # one comes twice
+                ((1, 0, 16), "2, of 3 tokens", 20),
+                ((1, -1, 16), "1, of -1 tokens", 16),
+                ((1, 1, -16), "1, of 1 tokens", -16),
+            ]
+        ),
     ],
 )
 def test_damaged_megatron_files_are_named(tokenizer_folder, tmp_path, change, message):
