@@ -9,7 +9,6 @@ import errno
 import fcntl
 import hashlib
 import logging
-import mmap
 import os
 import random
 import tempfile
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import fsspec
+import pyarrow as pa
 from fsspec.implementations.local import LocalFileSystem
 from isal import isal_zlib
 
@@ -108,13 +108,16 @@ class LocalFolder:
 
 
 def _map(path: Path, offset: int, size: int) -> memoryview:
-    """Part of a file, read only; shorter where the file ends early."""
-    skip = offset % mmap.ALLOCATIONGRANULARITY
-    with path.open("rb") as file:
-        size = min(size, os.fstat(file.fileno()).st_size - offset)
-        if size <= 0:
-            return memoryview(b"")
-        return memoryview(mmap.mmap(file.fileno(), skip + size, offset=offset - skip, access=mmap.ACCESS_READ))[skip:]
+    """Part of a file, read only; shorter where the file ends early. No file stays open, as one does for each mmap."""
+    try:
+        with pa.memory_map(str(path)) as file:
+            if offset >= file.size():
+                return memoryview(b"")
+            file.seek(offset)
+            return memoryview(file.read_buffer(size)).cast("B")
+    except OSError as error:  # Arrow puts the path into its text, and has no number where that is a folder
+        number = error.errno or errno.EIO
+        raise OSError(number, os.strerror(number)) from None
 
 
 def _checked(content: memoryview, size: int, crc32: int) -> memoryview:

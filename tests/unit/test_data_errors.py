@@ -1,6 +1,7 @@
 """Data that cannot be used: each case a clear error; a bad block masked in place when asked."""
 
 import json
+import os
 import re
 import resource
 import shutil
@@ -224,6 +225,16 @@ def test_what_says_nothing_about_the_data_is_no_bad_block(folder, kind):
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         loader.close()
+
+
+def test_blocks_that_are_held_keep_no_file_open(folder):
+    """A rank holds two windows of blocks of every dataset, thousands where there are many."""
+    split, before = open_dataset(str(folder)).splits["train"], len(os.listdir("/proc/self/fd"))
+    held = [split.read(block) for block in range(10)]
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert [block.values.tolist() for block in held] == [
+        [token for document in block for token in document] for block in stored_blocks(folder)
+    ]
 
 
 def tokens_and_labels(loader, steps):
