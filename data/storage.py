@@ -31,6 +31,7 @@ T = TypeVar("T")
 LOCKS = 64  # lock files of a cache; a range is fetched under one of them
 CHECKSUM_ATTEMPTS = 3  # of a fetched range, before it counts as damaged
 LONGEST_PAUSE_SECONDS = 5.0
+FULL = (errno.ENOSPC, errno.EDQUOT)  # what a disk, or a user's share of it, says when it is
 FATAL = (PermissionError, ImportError, ValueError, TypeError)  # repeating the request would not help
 
 log = logging.getLogger(__name__)
@@ -264,7 +265,8 @@ class Cache:
                     content = self._store(key, fetch(), size, crc32)
             self._shrink()
         except OSError as error:  # full, no permission, too many open files
-            raise StorageError(f"data.cache_folder = {self.folder}: cannot be used: {error.strerror}") from None
+            hint = "; it needs room for the blocks in use, whatever data.cache_gb says" if error.errno in FULL else ""
+            raise StorageError(f"data.cache_folder = {self.folder}: cannot be used: {error.strerror}{hint}") from None
         return content
 
     def _lookup(self, key: str, size: int, crc32: int) -> memoryview | None:
@@ -279,7 +281,7 @@ class Cache:
     def _store(self, key: str, content: bytes, size: int, crc32: int) -> memoryview:
         temporary = self.folder / f"{key}.tmp"
         try:
-            temporary.write_bytes(content)
+            self._write(temporary, content)
             mapped = _checked(_map(temporary, 0, size), size, crc32)  # before another process can see and remove it
             temporary.replace(self.folder / f"{key}.range")
             return mapped
@@ -288,19 +290,31 @@ class Cache:
         finally:
             temporary.unlink(missing_ok=True)
 
-    def _shrink(self) -> None:
+    def _write(self, path: Path, content: bytes) -> None:
+        """Write a file, and make room for it where the disk is full, which may be smaller than the limit."""
+        while True:
+            try:
+                path.write_bytes(content)
+                return
+            except OSError as error:
+                if error.errno not in FULL or not self._shrink(len(content)):
+                    raise
+
+    def _shrink(self, room: int = 0) -> bool:
+        """Remove what is above the limit, and at least `room` bytes. Returns whether anything was removed."""
         with self._locked("lock-shrink"):
             entries = []
             for entry in os.scandir(self.folder):
                 if entry.name.endswith(".range"):
                     status = entry.stat()
                     entries.append((status.st_mtime_ns, status.st_size, entry.path))
-            total = sum(size for _, size, _ in entries)
+            total = before = sum(size for _, size, _ in entries)
             for _, size, path in sorted(entries):
-                if total <= self.limit_bytes:
+                if total <= min(self.limit_bytes, before - room):
                     break
                 Path(path).unlink(missing_ok=True)
                 total -= size
+            return total < before
 
     @contextmanager
     def _locked(self, name: str) -> Iterator[None]:

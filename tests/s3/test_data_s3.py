@@ -1,5 +1,6 @@
 """Training data from a real S3 server, sound and misbehaving."""
 
+import errno
 import gc
 import gzip
 import json
@@ -110,6 +111,32 @@ def test_the_least_recently_used_goes_first(tmp_path):
     os.utime(cache.folder / f"{b}.range", (1, 1))
     assert get(c)
     assert [get(a), get(b)] == [False, True]
+
+
+def test_a_disk_smaller_than_the_cache_may_be_loses_the_least_recently_used(tmp_path, monkeypatch):
+    """Also what another process put there; only where nothing is left to remove is a full disk an error."""
+    caches, write = [Cache(tmp_path, 10**9), Cache(tmp_path, 10**9)], Path.write_bytes
+
+    def write_to_small_disk(path, content):
+        if sum(file.stat().st_size for file in tmp_path.glob("*.range")) + len(content) > 250:
+            write(path, content[:10])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(path, content)
+
+    def get(number, size):
+        content = os.urandom(size)
+        key = f"{number:024x}"
+        assert caches[number % 2].map(key, lambda: content, size, zlib.crc32(content)) == content
+        os.utime(tmp_path / f"{key}.range", (number, number))
+
+    monkeypatch.setattr(Path, "write_bytes", write_to_small_disk)
+    for number in range(5):
+        get(number, 100)
+    assert sorted(int(file.stem, 16) for file in tmp_path.glob("*.range")) == [3, 4]
+    get(5, 220)
+    with pytest.raises(StorageError, match="cannot be used: No space left on device; it needs room for the blocks in"):
+        get(6, 300)
+    assert not list(tmp_path.glob("*.tmp"))
 
 
 def test_what_another_process_removes_at_once_can_still_be_used(tmp_path):
