@@ -58,9 +58,11 @@ def corpus(tokens: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 def words_tokenizer() -> Tokenizer:
     """A stand-in of the right size."""
     from tokenizers import Tokenizer as RawTokenizer
-    from tokenizers import models
+    from tokenizers import models, pre_tokenizers
 
-    return Tokenizer(RawTokenizer(models.WordLevel({str(i): i for i in range(VOCAB_SIZE)}, unk_token="1")), "0")
+    raw = RawTokenizer(models.WordLevel({"<eos>": 0} | {str(i): i for i in range(1, VOCAB_SIZE)}, unk_token="1"))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    return Tokenizer(raw, "<eos>")
 
 
 def write_ours(folder: Path, ids: np.ndarray, offsets: np.ndarray, block_bytes: int = 8 * 2**20) -> None:

@@ -46,11 +46,13 @@ class Tokenizer:
         self.vocab_size: int = max(raw.get_vocab().values()) + 1
         self.fingerprint: str = fingerprint(raw.to_str().encode(), eos_token)
         try:
-            template, spelt_out = raw.encode("a"), raw.encode(f"a{eos_token}a", add_special_tokens=False)
+            template = raw.encode("a")
+            spellings = (eos_token, f"a{eos_token}a", f"a {eos_token} a", f"\n{eos_token}\n")
+            spelt_out = [token for text in spellings for token in raw.encode(text, add_special_tokens=False).ids]
             text_begins = template.special_tokens_mask.index(0)
         except Exception as error:  # tokenizers raises bare Exception
             raise TokenizerError(f"{name}: cannot encode the letter a: {error}") from None
-        if eos_id in spelt_out.ids:
+        if eos_id in spelt_out:
             raise TokenizerError(
                 f"{name}: a text that spells out {eos_token!r} would become that token and end a document; "
                 "take a token that is marked as special and that the model does not find in text"

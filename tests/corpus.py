@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
-from tokenizers import AddedToken, models
+from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
 
 from config import Config, from_dict
@@ -18,6 +18,7 @@ def word_tokenizer(vocab_size: int) -> Tokenizer:
     """A tokenizer of the words w1, w2, ...; 0 ends a document."""
     words = {END_OF_TEXT: 0} | {f"w{i}": i for i in range(1, vocab_size)}
     raw = RawTokenizer(models.WordLevel(words, unk_token="w1"))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
     raw.add_special_tokens([AddedToken(END_OF_TEXT, special=True)])
     return Tokenizer(raw, END_OF_TEXT)
 

@@ -30,7 +30,7 @@ def train_as(words: list[str]) -> None:
 def test_an_imported_model_learns_to_answer(tmp_path: Path) -> None:
     words = {"<eos>": 0, "after": 1, "?": 2} | {f"n{i}": 3 + i for i in range(NUMBERS)}
     raw = RawTokenizer(models.WordLevel(words, unk_token="?"))
-    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
     raw.add_special_tokens([AddedToken("<eos>", special=True)])
     (tmp_path / "hf").mkdir()
     Tokenizer(raw, "<eos>").save(tmp_path / "hf")

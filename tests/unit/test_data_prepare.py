@@ -923,7 +923,7 @@ def byte_level(texts, token: AddedToken, template: str = "$A") -> RawTokenizer:
     return raw
 
 
-@pytest.mark.parametrize("kind", ["not special", "Unigram", "WordLevel"])
+@pytest.mark.parametrize("kind", ["not special", "Unigram", "WordLevel", "as a word"])
 def test_a_token_that_a_text_can_spell_out_does_not_end_documents(texts, kind):
     if kind == "not special":
         raw = byte_level(texts, AddedToken("</s>", special=False))
@@ -932,7 +932,7 @@ def test_a_token_that_a_text_can_spell_out_does_not_end_documents(texts, kind):
         raw = without_unknown(RawTokenizer(models.Unigram(pieces, unk_id=0)))
     else:
         raw = without_unknown(RawTokenizer(models.WordLevel({"</s>": 0, "a": 1}, unk_token="a")))
-        raw.pre_tokenizer = pre_tokenizers.Split("</s>", "isolated")
+        raw.pre_tokenizer = pre_tokenizers.Split("</s>" if kind == "WordLevel" else " ", "isolated")
     with pytest.raises(TokenizerError, match=r"^mine: a text that spells out '</s>' would become that token"):
         Tokenizer(raw, "</s>", "mine")
 

@@ -37,7 +37,7 @@ TEMPLATE = (
 
 def tokenizer() -> Tokenizer:
     raw = RawTokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="so"))
-    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
     raw.add_special_tokens([AddedToken(token, special=True) for token in WORDS[:4]])
     return Tokenizer(raw, "<eos>", chat_template=TEMPLATE)
 
@@ -218,7 +218,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A packed dataset of 300 prompts and responses, each with a number of its own in it."""
     folder = tmp_path_factory.mktemp("tuning")
     raw = RawTokenizer(models.WordLevel({"<eos>": 0} | {f"w{i}": i for i in range(1, 1000)}, unk_token="w1"))
-    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
     raw.add_special_tokens([AddedToken("<eos>", special=True)])
     (folder / "tokenizer").mkdir()
     Tokenizer(raw, "<eos>").save(folder / "tokenizer")

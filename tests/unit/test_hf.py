@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer as RawTokenizer
-from tokenizers import models
+from tokenizers import models, pre_tokenizers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
@@ -375,6 +375,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path, tokenizer_folder
     hf_folder(tmp_path / "hf", "llama3", tokenizer_folder)
     import_model(tmp_path / "hf", str(tmp_path / "ours"), check="tensors")
     raw = RawTokenizer(models.WordLevel({"<eos>": 0} | {f"w{i}": i for i in range(1, size)}, unk_token="w1"))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
     Tokenizer(raw, "<eos>").save(tmp_path)
     export = {**EXPORT, "check": "tensors"}
     if size == 320:
