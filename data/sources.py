@@ -103,6 +103,10 @@ def failures_of(what: str) -> Iterator[None]:
 def _expand(source: str) -> list[File]:
     with failures_of(f"--source {source}: cannot be listed"):
         system, path = file_system(source)
+        is_local = isinstance(system, LocalFileSystem)
+        if is_local:  # a file in two sources is one, however they are spelt; a link to a file is one of its own
+            folder, name = (path, "") if os.path.isdir(path) else os.path.split(path)
+            path = str(Path(os.path.realpath(folder), name))
         details, is_folder = _details(system, path)
         details = {name: system.info(name) if info.get("islink") else info for name, info in details.items()}
         looked_into = details if is_folder else _linked_folders(system, path)
@@ -129,7 +133,12 @@ def _expand(source: str) -> list[File]:
         unread = [name for name in folders if name.rstrip("/") not in reached]
         if unread:
             log.warning("--source %s: %s folders are left out, such as %s", source, f"{len(unread):,}", unread[0])
-    urls = [system.unstrip_protocol(name) if "://" in source else name for name in read]
+    marks = () if is_local else ("::", "?versionId=") if "s3" in system.protocol else ("::",)
+    if odd := [name for name in read if any(mark in name for mark in marks)]:
+        raise DataError(
+            f"--source {source}: {odd[0]}: cannot be named by a URL, where {' and '.join(marks)} have a meaning"
+        )
+    urls = [name if is_local else system.unstrip_protocol(name) for name in read]
     return [_described(url, details[name]) for url, name in zip(urls, read, strict=True)]
 
 
@@ -232,7 +241,7 @@ def _row_group_units(file: File, unit_bytes: int) -> list[Unit]:
 
 def _parquet(file: File, stream: Any) -> pq.ParquetFile:
     try:
-        return pq.ParquetFile(stream)
+        return pq.ParquetFile(stream, page_checksum_verification=True)
     except pa.ArrowException as error:
         raise DataError(f"{file.url}: not a Parquet file: {error}") from None
 
@@ -317,7 +326,7 @@ def _json_text(place: str, line: bytes, text_key: str, example_keys: tuple[str, 
         raise DataError(f"{place}: a JSON array; make it one object on each line, as `jq -c '.[]'` does")
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the latter where it is nested too deep
         raise DataError(f"{place}: not JSON, one object on each line: {error}") from None
     if not isinstance(record, dict):
         raise DataError(f"{place}: not a JSON object, but {type(record).__name__}")

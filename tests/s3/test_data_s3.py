@@ -5,12 +5,14 @@ import gc
 import gzip
 import json
 import os
+import re
 import tempfile
 import threading
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import botocore.session
 import fsspec
 import pytest
 import torch
@@ -366,3 +368,12 @@ def test_prepare_reads_s3_and_verify_checks_what_lies_there(bucket, tmp_path, ca
     system.pipe_file(f"{bucket}/out/train-00000.arrow", bytes(damaged))
     with pytest.raises(SystemExit, match="1 faults"):
         verify.main([f"{bucket}/out"])
+
+
+@pytest.mark.parametrize("key", ["in/a::b.txt", "in/a.txt?versionId=1.txt"])
+def test_a_key_that_a_url_cannot_spell_is_refused(bucket, key):
+    name, endpoint = bucket.removeprefix("s3://"), os.environ["AWS_ENDPOINT_URL_S3"]
+    client = botocore.session.get_session().create_client("s3", region_name="us-east-1", endpoint_url=endpoint)
+    client.put_object(Bucket=name, Key=key, Body=b"x")
+    with pytest.raises(DataError, match=re.escape(f"--source {bucket}/in: {name}/{key}: cannot be named by a URL")):
+        sources.list_files([f"{bucket}/in"])

@@ -298,7 +298,8 @@ def test_parts_of_a_file_that_was_changed_at_the_same_size_are_not_used(texts, t
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
-def test_a_file_that_is_changed_while_it_is_read_is_named(texts, tokenizer_folder, tmp_path, monkeypatch):
+@pytest.mark.parametrize("protocol", ["", "file://", "local://"])
+def test_a_file_that_is_changed_while_it_is_read_is_named(texts, tokenizer_folder, tmp_path, monkeypatch, protocol):
     """Else the units would be of both, and some documents come twice and others never."""
     monkeypatch.setattr(sources, "UNIT_BYTES", 20_000)
     file, original = write_jsonl(tmp_path / "in.jsonl", texts), prepare_module._tokenize_unit
@@ -313,8 +314,8 @@ def test_a_file_that_is_changed_while_it_is_read_is_named(texts, tokenizer_folde
     with monkeypatch.context() as other:
         other.setattr(prepare_module, "_tokenize_unit", change_then_tokenize)
         with pytest.raises(DataError, match=r"in\.jsonl: was changed while it was read"):
-            prepare([str(file)], str(tmp_path / "out"), **options)
-    prepare([str(file)], str(tmp_path / "out"), **options)
+            prepare([f"{protocol}{file}"], str(tmp_path / "out"), **options)
+    prepare([f"{protocol}{file}"], str(tmp_path / "out"), **options)
     assert sorted(decoded(tmp_path / "out", "train") + decoded(tmp_path / "out", "validation")) == sorted(texts)
 
 
@@ -570,6 +571,7 @@ def test_a_dry_run_counts_and_writes_nothing(texts, tmp_path, capsys):
         ("a.txt", b"abc\xff", r"a\.txt: not utf-8 text: invalid start byte at byte 3"),
         ("a.jsonl.gz", b"not gzip", r"a\.jsonl\.gz"),
         ("a.jsonl.gz", b"", r"a\.jsonl\.gz: is empty, so it is not compressed text"),
+        pytest.param("a.jsonl", b'{"text": "x"}\n{"n": ' + b"[" * 10**6, "line at byte 14: not JSON", id="nested"),
     ],
 )
 def test_bad_input_is_named(tmp_path, name, content, message, capsys):
@@ -592,6 +594,19 @@ def test_bad_rows_of_parquet_are_named(tmp_path, column, keys, message):
     (unit,) = sources.plan_units(sources.list_files([str(tmp_path / "a.parquet")]))
     with pytest.raises(DataError, match=rf"a\.parquet, row {int(not keys)}: {message}"):
         list(sources.documents(unit, "text", keys))
+
+
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+def test_a_damaged_page_of_parquet_is_named_where_it_has_a_checksum(tmp_path, compression):
+    file, column = tmp_path / "a.parquet", {"text": ["abcdefgh" * 1000] * 9}
+    options = {"use_dictionary": False, "write_statistics": False, "write_page_checksum": True}
+    pq.write_table(pa.table(column), file, compression=compression, **options)
+    damaged = bytearray(file.read_bytes())
+    damaged[pq.ParquetFile(file).metadata.row_group(0).column(0).total_compressed_size // 2] ^= 1
+    file.write_bytes(damaged)
+    (unit,) = sources.plan_units(sources.list_files([str(file)]))
+    with pytest.raises(DataError, match=r"a\.parquet: cannot be read: .* CRC checksum verification failed"):
+        list(sources.documents(unit, "text"))
 
 
 class CountedRows:
@@ -773,6 +788,18 @@ def test_links_are_followed_and_never_left_out(tmp_path):
     (tmp_path / "snapshot" / "c.txt").symlink_to("../nowhere")
     with pytest.raises(DataError, match=r"No such file or directory: .*c\.txt"):
         sources.list_files([str(tmp_path / "snapshot")])
+
+
+def test_a_file_in_several_sources_is_read_once_however_they_are_spelt(tmp_path, monkeypatch):
+    """A link to it is a file of its own."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "a.txt").write_text("a")
+    (tmp_path / "real" / "b.txt").symlink_to("a.txt")
+    (tmp_path / "link").symlink_to("real")
+    monkeypatch.chdir(tmp_path / "real")
+    names = ["a.txt", "./", "../link", "../link/a.txt", "../l*/../real/*.txt", f"file://{tmp_path}/link/../real/a.txt"]
+    found = sources.list_files([*names, f"local://{tmp_path}/real"])
+    assert [file.url for file in found] == [f"{tmp_path}/real/{name}.txt" for name in "ab"]
 
 
 @pytest.mark.parametrize("pattern", ["*/*.txt", "**/*.txt", "**", "*/deep/*.txt", "r?al/linked/*"])
