@@ -326,7 +326,13 @@ def _tokenize(job: Job, batch: list[Piece], words: np.ndarray) -> pa.RecordBatch
 
 def _encode(job: Job, texts: list[str]) -> Sequence[Sequence[int] | np.ndarray]:
     if job.plan.format == "text":
-        return job.tokenizer.encode_documents(texts)
+        found, nothing = job.tokenizer.encode_documents(texts), len(job.tokenizer.prefix) + 1
+        for text, ids in zip(texts, found, strict=True):
+            if len(ids) == nothing and text.strip():
+                raise DataError(
+                    f"the tokenizer makes no token of a text, and has none for what it does not know: {text[:100]}"
+                )
+        return found
     return encode_examples(texts, job.plan.format, job.tokenizer)
 
 

@@ -942,6 +942,22 @@ def without_unknown(raw: RawTokenizer) -> RawTokenizer:
     return raw
 
 
+def test_a_text_of_which_a_tokenizer_leaves_nothing_is_refused(tmp_path):
+    tokenizer = Tokenizer(without_unknown(RawTokenizer(models.BPE({"</s>": 0, "a": 1, "b": 2}, []))), "</s>")
+    tokenizer.save(tmp_path)
+    options = {"tokenizer": str(tmp_path), "validation_fraction": 0, "processes": 1}
+    source = str(write_jsonl(tmp_path / "in.jsonl", ["ab", "\n ", "b"]))
+    prepare([source], str(tmp_path / "out"), **options)
+    assert sorted(document for block in stored_blocks(tmp_path / "out") for document in block) == [
+        [0],
+        [1, 2, 0],
+        [2, 0],
+    ]
+    write_jsonl(tmp_path / "in.jsonl", ["ab", "東京 é", "b"])
+    with pytest.raises(DataError, match=r"the tokenizer makes no token of a text, .*: 東京 é"):
+        prepare([source], str(tmp_path / "out"), **options, overwrite=True)
+
+
 def byte_level(texts, token: AddedToken, template: str = "$A") -> RawTokenizer:
     raw = train_tokenizer(texts, 300).raw
     raw.add_tokens([token])
