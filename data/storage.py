@@ -11,6 +11,7 @@ import hashlib
 import logging
 import os
 import random
+import stat
 import tempfile
 import threading
 import time
@@ -97,8 +98,11 @@ class LocalFolder:
 
     def size(self, name: str) -> int | None:
         """Bytes of a file, None where there is none."""
-        path = Path(self.url) / name
-        return path.stat().st_size if path.is_file() else None
+        try:
+            status = (Path(self.url) / name).stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return status.st_size if stat.S_ISREG(status.st_mode) else None
 
     def close(self) -> None:
         """Nothing is held."""

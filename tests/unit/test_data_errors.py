@@ -477,6 +477,14 @@ def test_a_file_that_is_missing_or_cut_is_found_before_the_start(folder, tmp_pat
             check(folder, **named)
 
 
+def test_the_start_asks_once_for_the_size_of_a_shard(folder, monkeypatch):
+    """Every rank does, of tens of thousands of files."""
+    asked, ask = [], Path.stat
+    monkeypatch.setattr(Path, "stat", lambda path, **options: asked.append(path.name) or ask(path, **options))
+    check(folder)
+    assert asked == ["train-00000.arrow", "train-00001.arrow", "validation-00000.arrow"]
+
+
 def test_a_remote_dataset_is_to_be_made_here_and_copied():
     """data.prepare writes to no URL."""
     with pytest.raises(
