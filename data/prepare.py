@@ -4,8 +4,8 @@
 
 Two passes, each on all cores, but for a small input. The first tokenises the units of the input and sorts each
 unit's documents into buckets; the second shuffles a bucket's documents and writes them as
-a shard. A document's bucket and place are hashes of where it stands in the input, and
-whether it is held out is a hash of its whole text, so the output does not depend on the number
+a shard, or as several where there are more than was estimated. A document's bucket and place are hashes of where it
+stands in the input, and whether it is held out is a hash of its whole text, so the output does not depend on the number
 of processes. What is finished stays in OUTPUT/.parts until the end: after a kill the same
 command goes on from there. manifest.json is written last and makes the dataset valid.
 """
@@ -78,6 +78,7 @@ class Plan:
     block_bytes: int
     train_buckets: int
     validation_buckets: int
+    shard_tokens: int  # in a shard, about
     part_tokens: int  # in a part: about a shard's, since each shard reads a piece of every part
 
     def bucket(self, held_out: bool, word: int) -> int:
@@ -85,6 +86,12 @@ class Plan:
         if held_out:
             return self.train_buckets + word % self.validation_buckets
         return word % self.train_buckets
+
+    def shards(self, held_out: bool, tokens: int) -> int:
+        """Into how many shards to cut each bucket, now that the input's tokens are known and no more an estimate."""
+        share = self.validation_fraction if held_out else 1 - self.validation_fraction
+        buckets = self.validation_buckets if held_out else self.train_buckets
+        return max(1, round(tokens * share / buckets / self.shard_tokens))
 
 
 class Job(NamedTuple):
@@ -162,6 +169,7 @@ def prepare(
         block_bytes=int(block_mb * 2**20),
         train_buckets=max(1, round(shards * (1 - validation_fraction))),
         validation_buckets=max(1, round(shards * validation_fraction)),
+        shard_tokens=max(1, int(shard_tokens)),
         part_tokens=int(min(max(PART_TOKENS, shard_tokens), 2**30)),  # an Arrow list has offsets of 32 bits
     )
     _check_first(Job(plan, chosen, folder), units)
@@ -174,8 +182,11 @@ def prepare(
         workers = processes or (len(os.sched_getaffinity(0)) if sum(units_bytes) >= 2 * UNIT_BYTES else 1)
         with worker_pool(min(workers, max(len(units), len(buckets))), lock) as pool:
             run_all(pool, _tokenize_unit, str(folder), list(enumerate(units)), "tokenise", units_bytes)
-            run_all(pool, _write_bucket, str(folder), list(buckets), "write", [1] * len(buckets))
-        facts = {"dtype": dtype, "packed_seq_len": seq_len, "dropped": _dropped(folder)} if format != "text" else {}
+            tokens = _total(folder, "tokens")
+            tasks = [(bucket, plan.shards(bucket >= plan.train_buckets, tokens)) for bucket in buckets]
+            run_all(pool, _write_bucket, str(folder), tasks, "write", [1] * len(buckets))
+        dropped = _total(folder, "dropped")  # for their length
+        facts = {"dtype": dtype, "packed_seq_len": seq_len, "dropped": dropped} if format != "text" else {}
         manifest = write_manifest(folder, chosen, _written(folder, len(buckets)), facts)
         remove_parts(folder)
         return manifest
@@ -353,48 +364,55 @@ def _write_part(plan: Plan, batches: list[pa.RecordBatch], path: Path) -> None:
 # ---------------------------------------------------------------- pass 2: shuffle and write
 
 
-def _write_bucket(folder: str, bucket: int) -> int:
-    """Write the shard that a bucket makes, and a record of its blocks. Returns its tokens."""
-    job = _load_job(folder)
+def _write_bucket(folder: str, task: tuple[int, int]) -> int:
+    """Write the shards that a bucket makes, and a record of their blocks. Returns its tokens."""
+    job, (bucket, shards) = _load_job(folder), task
     plan, parts = job.plan, job.folder / PARTS
     record = parts / f"bucket-{bucket:06}.json"
-    if record.exists():
-        return json.loads(record.read_text(encoding="utf-8"))["shard"]["tokens"]
-    split, number = ("train", bucket) if bucket < plan.train_buckets else ("validation", bucket - plan.train_buckets)
-    documents, order = _documents_and_order(parts, bucket)
-    if plan.seq_len:
-        documents = pack(documents.take(pa.array(order)), plan.seq_len, job.tokenizer.eos_id)
-        order = np.arange(len(documents))
-    written = write_shard(job.folder, split, number, documents, plan.block_bytes, order)
-    content = {"shard": written.shard._asdict(), "blocks": written.blocks}
-    write_atomically(record, json.dumps(content).encode())
-    return written.shard.tokens
+    if not record.exists():
+        is_train = bucket < plan.train_buckets
+        split, first = ("train", bucket) if is_train else ("validation", bucket - plan.train_buckets)
+        written = []
+        for shard in range(shards):
+            documents, order = _documents_and_order(parts, bucket, shard, shards)
+            if plan.seq_len:
+                documents = pack(documents.take(pa.array(order)), plan.seq_len, job.tokenizer.eos_id)
+                order = np.arange(len(documents))
+            number = first + shard * (plan.train_buckets if is_train else plan.validation_buckets)
+            written.append(write_shard(job.folder, split, number, documents, plan.block_bytes, order))
+        content = [{"shard": shard._asdict(), "blocks": blocks} for shard, blocks in written]
+        write_atomically(record, json.dumps(content).encode())
+    return sum(shard.tokens for shard, _ in _read_record(record))
 
 
-def _documents_and_order(parts: Path, bucket: int) -> tuple[pa.ListArray, np.ndarray]:
-    """The documents of a bucket from all parts, and the order of their sort keys."""
+def _documents_and_order(parts: Path, bucket: int, shard: int, shards: int) -> tuple[pa.ListArray, np.ndarray]:
+    """The documents of one of a bucket's shards from all parts, and the order of their sort keys."""
     batches = []
     for path in sorted(parts.glob("unit-*.arrow")):
         with pa.OSFile(str(path)) as part:  # read, not mapped: there may be more parts than open files are allowed
-            batches.append(pa.ipc.open_file(part).get_batch(bucket))
+            batch = pa.ipc.open_file(part).get_batch(bucket)
+        high = batch.column("word").to_numpy() >> np.uint64(32)  # the lowest bits chose the bucket
+        batches.append(batch.filter(pa.array(high * np.uint64(shards) >> np.uint64(32) == shard)))
     table = pa.Table.from_batches(batches)
     refuse_too_large(sum(len(chunk.values) for chunk in table.column("tokens").chunks), bucket)
     order = np.argsort(table.column("word").to_numpy(), kind="stable")
     return table.column("tokens").combine_chunks(), order
 
 
-def _dropped(folder: Path) -> int:
-    """Examples left out for their length."""
+def _total(folder: Path, key: str) -> int:
+    """Of all units, what their records say under `key`."""
     records = (folder / PARTS).glob("unit-*.json")
-    return sum(json.loads(record.read_text(encoding="utf-8"))["dropped"] for record in records)
+    return sum(json.loads(record.read_text(encoding="utf-8"))[key] for record in records)
+
+
+def _read_record(record: Path) -> list[WrittenShard]:
+    content = json.loads(record.read_text(encoding="utf-8"))
+    return [WrittenShard(Shard(**written["shard"]), written["blocks"]) for written in content]
 
 
 def _written(folder: Path, buckets: int) -> list[WrittenShard]:
-    records = [
-        json.loads((folder / PARTS / f"bucket-{bucket:06}.json").read_text(encoding="utf-8"))
-        for bucket in range(buckets)
-    ]
-    return [WrittenShard(Shard(**record["shard"]), record["blocks"]) for record in records]
+    records = (folder / PARTS / f"bucket-{bucket:06}.json" for bucket in range(buckets))
+    return [shard for record in records for shard in _read_record(record)]
 
 
 # ---------------------------------------------------------------- command line

@@ -228,6 +228,25 @@ def test_documents_of_small_files_of_every_kind_come_once(inputs, texts, tokeniz
     assert found == Counter(texts * len(inputs))
 
 
+@pytest.mark.parametrize("format", ["text", "sft"])
+def test_shards_are_about_as_large_as_asked_where_the_estimate_is_far_off(tokenizer_folder, tmp_path, format):
+    """What is compressed may hold a hundred times its size in text."""
+    texts = [f"{i:05} " + "the same words again and again " * 20 for i in range(300)]
+    lines = "".join(json.dumps({"text": text, "a": "b"}) + "\n" for text in texts)
+    (tmp_path / "in.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    options = {"tokenizer": str(tokenizer_folder), "shard_mb": 0.1, "block_mb": 0.004, "processes": 1}
+    if format == "sft":
+        options |= {"format": "sft", "seq_len": 2048, "example_keys": "text,a"}
+    manifest = prepare([str(tmp_path / "in.jsonl.gz")], str(tmp_path / "out"), **options)
+    verify.main([str(tmp_path / "out")])
+    width = np.dtype(manifest["dtype"]).itemsize
+    sizes = [shard["tokens"] * width / 2**20 for shard in manifest["shards"] if shard["split"] == "train"]
+    assert len(sizes) > 1
+    assert 0.05 < min(sizes) <= max(sizes) < 0.2
+    if format == "text":
+        assert sorted(decoded(tmp_path / "out", "train") + decoded(tmp_path / "out", "validation")) == texts
+
+
 def test_planning_looks_at_each_small_file_a_few_times_only():
     reads = []
 
