@@ -137,7 +137,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         if dims.is_first_copy(rank):
             dataloader.open_ledger(folder)
         metrics = MetricsLogger(config, folder, rank, device, first_step=step, flops_per_token=flops_per_token)
-        bad_steps = BadSteps(config.failures, folder)
+        bad_steps = BadSteps(config.failures, folder, step, config.checkpoint.enable)
         stragglers = Stragglers(device, init_timeout) if config.failures.straggler_interval else None
 
     def forward_backward(microbatches: list[Batch], n_tokens: Tensor) -> list[Tensor]:

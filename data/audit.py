@@ -223,7 +223,7 @@ def prove(run: Path, every: int = 1) -> list[str]:
     lines = _conclusions(auditor, steps, void, checked)
     if begun:
         lines.append(f"step {len(steps) + 1} left out: some ranks had not begun it when the run ended")
-    return lines + _left_out(run)
+    return lines + _left_out(run, len(steps), config.checkpoint.enable)
 
 
 def _recorded(run: Path, steps: list[Step]) -> np.ndarray:
@@ -280,10 +280,10 @@ def _masked(dataset: Dataset, steps: list[Step]) -> str:
     return f"; but {len(blocks)} blocks were masked, zeros in their place since they were found bad: {named}{more}"
 
 
-def _left_out(run: Path) -> list[str]:
-    """A line if the run has consumed the tokens of some steps without an update, see failures.on_bad_step."""
-    records = read_records(run / "skipped.jsonl")
-    steps = sorted({step for r in records for step in range(r["first"], r["last"] + 1)})
+def _left_out(run: Path, until: int, saves: bool) -> list[str]:
+    """A line if the run has consumed the tokens of some steps without an update, see parallel.failures."""
+    records = [r for r in read_records(run / "skipped.jsonl") if r.get("unsaved", False) != saves]
+    steps = sorted({step for r in records for step in range(r["first"], min(r["last"], until) + 1)})
     return [f"{len(steps):,} steps consumed their tokens without an update: {_ranges(steps)}"] if steps else []
 
 

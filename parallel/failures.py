@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from config import Failures, TitaniteError
 from parallel.comm import broadcast_object, synchronize
-from records import open_records, read_records
+from records import open_records, read_records, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -44,16 +44,24 @@ class BadStepError(TitaniteError):
 class BadSteps:
     """The steps whose update is left out, in `skipped.jsonl` of the run's folder; the same on all ranks.
 
-    A record is the `first` and `last` step left out, and the cause at the last one.
+    A record is the `first` and `last` step left out, and the cause at the last one; `spent` where that ended the
+    start, `unsaved` of a start without checkpoints.
 
     Their data is consumed as usual, so no place of the order changes; and a resume leaves them out again.
     """
 
-    def __init__(self, failures: Failures, folder: Path):
+    def __init__(self, failures: Failures, folder: Path, step: int, saves: bool):
+        """For a start that goes on from `step`, and whether checkpoints are saved by it, for others to go on from."""
         self.settings, self.file = failures, folder / SKIPPED
-        records = broadcast_object(read_records(self.file) if dist.get_rank() == 0 else None)
+        self.unsaved = {} if saves else {"unsaved": True}
+        records = broadcast_object(_take_over(self.file, step, saves) if dist.get_rank() == 0 else None)
         self.skipped = {step for record in records for step in range(record["first"], record["last"] + 1)}
         self.incidents = {record["last"] for record in records}
+        if to_come := sorted(left_out for left_out in self.skipped if left_out > step):
+            logger.info(
+                f"{len(to_come)} steps from {to_come[0]} to {to_come[-1]} are left out again, as by a start before; to "
+                f"train on them stop, and remove their lines from {self.file}"
+            )
         self.recent: deque[float] = deque(maxlen=SPIKE_WINDOW)
         self.active = failures.on_bad_step != "stop" or failures.spike_factor > 0
 
@@ -79,15 +87,32 @@ class BadSteps:
     def leave_out(self, first: int, last: int, cause: str) -> None:
         """Record that the updates of steps `first` to `last` are left out. Raises BadStepError beyond the budget."""
         budget = self.settings.bad_step_budget
+        stopped = f"step {last}: {cause}, so training stops and nothing of it is saved"
+        if self.settings.on_bad_step == "stop":
+            raise BadStepError(stopped)
         self.incidents.add(last)
-        if self.settings.on_bad_step == "stop" or len(self.incidents) > budget:
-            spent = "" if self.settings.on_bad_step == "stop" else f"; failures.bad_step_budget = {budget} is spent"
-            raise BadStepError(f"step {last}: {cause}, so training stops and nothing of it is saved{spent}")
-        self.skipped |= set(range(first, last + 1))
+        spent = {"spent": True} if len(self.incidents) > budget else {}
         if dist.get_rank() == 0:
             with open_records(self.file) as file:
-                file.write(json.dumps({"first": first, "last": last, "cause": cause}) + "\n")
+                file.write(json.dumps({"first": first, "last": last, "cause": cause} | spent | self.unsaved) + "\n")
+        if spent:
+            raise BadStepError(
+                f"{stopped}; failures.bad_step_budget = {budget} is spent. A later start goes on from the last "
+                "checkpoint and judges all steps after it anew: lower optimizer.lr, or allow more"
+            )
+        self.skipped |= set(range(first, last + 1))
         logger.info(f"step {last}: {cause}; no update by steps {first} to {last}")
+
+
+def _take_over(file: Path, step: int, saves: bool) -> list[dict[str, Any]]:
+    """The records that hold for a start from `step`. What was left out by weights that are lost goes from the file."""
+    before = read_records(file)
+    records = [record for record in before if not record.get("unsaved")]
+    if saves and records and records[-1].get("spent"):  # by other settings its steps after `step` may well be sound
+        records = [record | {"last": min(record["last"], step)} for record in records if record["first"] <= step]
+    if records != before:
+        write_atomically(file, "".join(json.dumps(record) + "\n" for record in records).encode())
+    return records if saves else []
 
 
 class NotFiniteError(TitaniteError):

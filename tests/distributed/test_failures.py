@@ -86,7 +86,9 @@ def same_weights(left: Path, right: Path, scratch: Path) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_a_bad_step_is_skipped_on_all_ranks_and_again_after_a_crash(dataset: Path, tmp_path: Path) -> None:
+def test_a_bad_step_is_skipped_on_all_ranks_and_again_after_a_crash(
+    dataset: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     def arguments(name: str) -> list[str]:
         return [
             *SMALL,
@@ -106,6 +108,7 @@ def test_a_bad_step_is_skipped_on_all_ranks_and_again_after_a_crash(dataset: Pat
 
     run_ranks(2, run, arguments("cut"), (7,), 8, start_group=False)
     run_ranks(2, run, arguments("cut"), start_group=False)  # step 7 would be sound now, and is left out all the same
+    assert "1 steps from 7 to 7 are left out again, as by a start before" in capfd.readouterr().err
     assert same_weights(tmp_path / "cut", tmp_path / "whole", tmp_path)
     assert prove(tmp_path / "cut")[0].startswith("12 steps")
 
@@ -145,18 +148,35 @@ def test_a_loss_that_is_not_finite_names_its_step_also_behind_one_left_out(datas
         assert said.startswith("step 7: loss nan")
 
 
-def test_the_budget_ends_the_run_on_all_ranks(dataset: Path, tmp_path: Path) -> None:
-    arguments = [*SMALL, "--failures.on_bad_step=skip", "--failures.bad_step_budget=1"]
-    arguments += [f"--data.datasets={dataset}", f"--run.folder={tmp_path / 'run'}"]
-    for said in run_ranks(2, run, arguments, (3, 6), start_group=False):
-        assert said.startswith("step 6: loss nan")
-        assert "failures.bad_step_budget = 1 is spent" in said
-    record = json.loads((tmp_path / "run" / "exit.json").read_text())
-    assert (record["kind"], record["step"], record["last_checkpoint"]) == ("error", 6, 5)
+def test_the_budget_ends_the_run_on_all_ranks_and_what_is_lost_by_that_binds_no_later_start(
+    dataset: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    arguments = [*SMALL, "--failures.on_bad_step=skip", "--failures.bad_step_budget=2"]
+    arguments += [f"--data.datasets={dataset}", f"--run.folder={folder}"]
+    for said in run_ranks(2, run, arguments, (3, 6, 7), start_group=False):
+        assert said.startswith("step 7: loss nan")
+        assert "failures.bad_step_budget = 2 is spent" in said
+    record = json.loads((folder / "exit.json").read_text())
+    assert (record["kind"], record["step"], record["last_checkpoint"]) == ("error", 7, 5)
+
+    # Back to step 5: 6 and 7 are sound now and trained, and there is room in the budget for 9.
+    capfd.readouterr()
+    assert run_ranks(2, run, arguments, (4,), start_group=False) == ["", ""]
+    assert "left out again" not in capfd.readouterr().err
+    assert [record["last"] for record in read(folder, "skipped.jsonl")] == [3, 9]
+    assert prove(folder)[-1] == "2 steps consumed their tokens without an update: 3, 9"
+
+    # A start without checkpoints, from step 0: bound by nothing, and nothing of it is left.
+    assert run_ranks(2, run, [*arguments, "--checkpoint.enable=false"], (2, 4), start_group=False) == ["", ""]
+    assert prove(folder)[-1] == "2 steps consumed their tokens without an update: 2, 4"
+    further = [word.replace("steps=12", "steps=13") for word in arguments]
+    assert run_ranks(2, run, further, start_group=False) == ["", ""]
+    assert prove(folder)[-1] == "2 steps consumed their tokens without an update: 3, 9"
 
 
 def judge_losses(folder: Path) -> list[str]:
-    bad_steps = BadSteps(Failures(on_bad_step="skip", spike_factor=1.5), folder)
+    bad_steps = BadSteps(Failures(on_bad_step="skip", spike_factor=1.5), folder, step=0, saves=True)
     losses = [2.0] * (SPIKE_WINDOW - 1) + [2.9, 3.1, 2.9, 3.1]
     return [bad_steps.judge(step, torch.tensor(loss), torch.tensor(1.0)) for step, loss in enumerate(losses)]
 
