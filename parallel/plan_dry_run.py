@@ -292,13 +292,13 @@ def _local_shapes_only() -> Iterator[None]:
 class _Loader:
     """Batches of zeros."""
 
-    vocab_size = DEFAULT_VOCAB_SIZE
     tokens_seen, wait_seconds = 0, 0.0
     tokenizer = mock.Mock()
 
     def __init__(self, config: Config, dp_rank: int, dp: int, *, before_step: Callable[[], None], **_: Any):
         self.config, self.accumulation = config, grad_accum_steps(config.training, dp)
         self.before_step = before_step
+        self.vocab_size = min(config.model.vocab_size or DEFAULT_VOCAB_SIZE, DEFAULT_VOCAB_SIZE)
 
     def next_step(self) -> list[Batch]:
         self.before_step()

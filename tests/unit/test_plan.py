@@ -671,7 +671,8 @@ def test_the_command_ends_with_2_on_a_mistake_and_0_on_a_dry_run() -> None:
     layouts = subprocess.run([*command, "--world-size=2", "--sweep"], capture_output=True, text=True)
     assert layouts.returncode == 0, layouts.stderr
     assert json.loads(layouts.stdout)[0]["layout"]
-    dry = subprocess.run([*command, "--world-size=2", "--dry-run"], capture_output=True, text=True)
+    few_words = ["--model.vocab_size=512", "--model.flavor=tiny"]
+    dry = subprocess.run([*command, *few_words, "--world-size=2", "--dry-run"], capture_output=True, text=True)
     assert dry.returncode == 0, dry.stderr
     assert json.loads(dry.stdout)["memory_gib"]["peak"] > 0
 
