@@ -36,29 +36,34 @@ def find(
 ) -> tuple[Store, list[str]]:
     """The store of a run folder, a folder of checkpoints or one checkpoint, and what `names_in` finds in it.
 
-    A run's are where its config says, `checkpoint.folder`. The name of a single checkpoint is empty. Raises
-    CheckpointError if there is none.
+    A run's are where its config says, `checkpoint.folder`, or `checkpoint.upload` where that has newer ones or the
+    first place none. The name of a single checkpoint is empty. Raises CheckpointError if there is none.
     """
-    elsewhere = _folder_of_run(Path(place) / "config.toml")
-    for url in [elsewhere] if elsewhere else [str(place), join(place, "checkpoints")]:
+    folder, upload = _places_of_run(Path(place) / "config.toml")
+    found = []
+    first = [folder] if folder else [str(place), join(place, "checkpoints")]
+    for url in [*first, upload] if upload else first:
         store = open_store(url, settings)
         if {MANIFEST, METADATA} & store.sizes().keys():
             return store, [""]
         if names := names_in(store):
-            return store, names
-    searched = f"in {elsewhere}, its checkpoint.folder" if elsewhere else "here, nor in its folder `checkpoints`"
-    raise CheckpointError(f"{place}: no checkpoint {searched}")
+            found.append((store, names))
+    if found:
+        return max(found, key=lambda pair: max(pair[1]))  # of equal ones the first place's
+    searched = f"in {folder}, its checkpoint.folder" if folder else "here, nor in its folder `checkpoints`"
+    uploaded = f", nor in {upload}, its checkpoint.upload" if upload else ""
+    raise CheckpointError(f"{place}: no checkpoint {searched}{uploaded}")
 
 
-def _folder_of_run(file: Path) -> str:
-    """`checkpoint.folder` in the config of a run, of whatever version, or ""; "" also for other projects' files."""
+def _places_of_run(file: Path) -> list[str]:
+    """`checkpoint.folder` and `upload` in the config of a run, of whatever version; "" also in a strange file."""
     try:
         config = tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file}: cannot be read: {error}") from None
     section = config.get("checkpoint")
-    folder = section.get("folder") if isinstance(section, dict) else None
-    return folder if isinstance(folder, str) else ""
+    places = [section.get(key) if isinstance(section, dict) else None for key in ("folder", "upload")]
+    return [place if isinstance(place, str) else "" for place in places]
 
 
 def load_newest(

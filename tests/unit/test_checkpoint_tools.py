@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from checkpoint import verify
 from checkpoint.list import print_table, run
+from checkpoint.loading import locate
 from checkpoint.retention import committed
 from checkpoint.stores import CheckpointError, LocalStore, open_store
 from checkpoint.verify import verify_all
@@ -131,6 +132,21 @@ def test_a_run_that_keeps_its_checkpoints_elsewhere(folder, tool, tmp_path_facto
     (run / "config.toml").write_text(to_toml(from_dict({"checkpoint": {"folder": str(run / "nothing")}})))
     code, text = tool("list", run)
     assert f"{run}: no checkpoint in {run / 'nothing'}, its checkpoint.folder" in code + text
+
+
+def test_a_run_may_lose_its_first_place_or_have_newer_ones_in_the_second(folder, tool, tmp_path_factory):
+    run, (newest, older) = tmp_path_factory.mktemp("run"), committed(open_store(folder))
+    (run / "config.toml").write_text(to_toml(from_dict({"checkpoint": {"upload": str(folder)}})))
+    assert tool("list", run)[1].count("step-") == 3
+    first = run / "checkpoints"
+    for name, place in ((older, folder), (newest, first)):
+        shutil.copytree(folder / name, first / name)
+        (store, found), *_ = locate(run)
+        assert (store.url, found) == (str(place), newest)
+    settings = {"folder": str(run / "lost"), "upload": str(run / "nothing")}
+    (run / "config.toml").write_text(to_toml(from_dict({"checkpoint": settings})))
+    code, text = tool("list", run)
+    assert f"in {run / 'lost'}, its checkpoint.folder, nor in {run / 'nothing'}, its checkpoint.upload" in code + text
 
 
 def test_nothing_there_is_an_error_in_one_line(tmp_path):
