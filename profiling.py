@@ -39,9 +39,7 @@ def profile(
         wait = first - steps_done - 2
 
         def write(trace: torch.profiler.profile) -> None:
-            if trace.step_num <= wait + 1:
-                logger.info(f"profile: no trace: it was to begin with step {first}, which this start did not take")
-            else:
+            if trace.step_num > wait + 1:
                 _write_trace(trace, folder / f"trace-step{first}-rank{rank}.json.gz")
 
         with torch.profiler.profile(
@@ -50,6 +48,8 @@ def profile(
             record_shapes=True,
         ) as profiler:
             yield profiler
+        if profiler.step_num <= wait + 1:
+            logger.info(f"profile: no trace: it was to begin with step {first}, which this start did not take")
     finally:
         if profiling.memory_snapshot:
             folder.mkdir(parents=True, exist_ok=True)

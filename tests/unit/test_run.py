@@ -296,8 +296,11 @@ def test_another_models_run_is_not_resumed(tmp_path: Path) -> None:
     check_run_folder(Config(run=Run(folder=str(tmp_path / "new"))), {})
 
 
-def test_each_start_leaves_a_trace_of_its_own(tmp_path: Path) -> None:
-    for steps_done, steps in ((0, 4), (5, 4), (9, 1)):  # the last one ends before its trace could begin
+def test_each_start_leaves_a_trace_of_its_own_or_says_that_it_has_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    for steps_done, steps in ((0, 4), (5, 4), (9, 1), (9, 0), (0, 0), (0, 1)):  # four end before theirs could begin
         with profile(Profiling(trace=True, trace_start=3, trace_steps=1), tmp_path, 0, steps_done) as profiler:
             for _ in range(steps):
                 assert profiler is not None
@@ -306,6 +309,8 @@ def test_each_start_leaves_a_trace_of_its_own(tmp_path: Path) -> None:
         "trace-step3-rank0.json.gz",
         "trace-step7-rank0.json.gz",
     ]
+    told = [line.partition("to begin with ")[2].partition(",")[0] for line in caplog.messages if "no trace" in line]
+    assert told == ["step 11", "step 11", "step 3", "step 3"]
 
 
 @pytest.mark.parametrize(("status", "gib"), [("Name:\tpython\nVmHWM:\t 1572864 kB\n", 1.5), ("Name:\tpython\n", 0.5)])
