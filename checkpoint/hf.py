@@ -378,7 +378,7 @@ def check_tokenizer(folder: Path) -> None:
     ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
     ids, expected = (
         ours.raw.encode(SAMPLE, add_special_tokens=False).ids,
-        theirs(SAMPLE, add_special_tokens=False)["input_ids"],
+        theirs(SAMPLE, add_special_tokens=False, verbose=False)["input_ids"],
     )
     if ids != expected or ours.eos_id != theirs.eos_token_id:
         raise CheckpointError(f"{folder}: AutoTokenizer gives {expected}, eos {theirs.eos_token_id}; here {ids}")
