@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from checkpoint.loading import find
 from checkpoint.manifest import MANIFEST, Manifest, is_stock, read_manifest, read_metadata, unpickle_metadata
-from checkpoint.names import is_checkpoint_name
+from checkpoint.names import by_step, is_checkpoint_name
 from checkpoint.stores import DamagedError, Store
 from config import command_line
 
@@ -24,7 +24,7 @@ COLUMNS = "{:>10}  {:>10}  {:>5}  {:>5}  {:<25}  {:<10}  {}"
 def begun(store: Store) -> list[str]:
     """Names of all checkpoints in `store`, committed or not."""
     names = {file.partition("/")[0] for file in store.sizes() if "/" in file}
-    return sorted(filter(is_checkpoint_name, names))
+    return sorted(filter(is_checkpoint_name, names), key=by_step)
 
 
 def look(store: Store, name: str) -> tuple[Manifest, str]:

@@ -6,8 +6,13 @@ import time
 
 
 def new_checkpoint_name(step: int, kind: str = "step") -> str:
-    """A folder name that no other save has: step, time and chance. Names sort by step, then by age."""
+    """A folder name that no other save has: step, time and chance."""
     return f"{kind}-{step:08d}-{int(time.time()):08x}{secrets.token_hex(2)}"
+
+
+def by_step(name: str) -> tuple[int, str]:
+    """What names are sorted by: their step, then their age; "" comes before all."""
+    return len(name), name  # a step of nine digits, as text, would come before those of eight
 
 
 def age_seconds(name: str) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from checkpoint.manifest import MANIFEST
-from checkpoint.names import age_seconds, is_checkpoint_name, step_of
+from checkpoint.names import age_seconds, by_step, is_checkpoint_name, step_of
 from checkpoint.ranks import Ranks
 from checkpoint.stores import CheckpointError, DamagedError, LocalStore, Store
 from config import Checkpoint
@@ -27,7 +27,7 @@ def committed(store: Store) -> list[str]:
 def by_age(stores: Sequence[Store]) -> list[tuple[Store, str]]:
     """(store, name) of all committed checkpoints, newest first, of the same one the first store's before the others."""
     found = [(store, name) for store in stores for name in committed(store)]
-    return sorted(found, key=lambda pair: pair[1], reverse=True)  # leaves equal ones in their order
+    return sorted(found, key=lambda pair: by_step(pair[1]), reverse=True)  # leaves equal ones in their order
 
 
 def superfluous(sizes: Collection[str], saved: str, settings: Checkpoint, damaged: Collection[str]) -> set[str]:
@@ -74,7 +74,7 @@ def remove_checkpoints(store: Store, names: Collection[str], sizes: Collection[s
 
     All are tried. Raises CheckpointError if one could not be removed, or is still listed afterwards.
     """
-    present = sorted(_folders(sizes) & set(names))
+    present = sorted(_folders(sizes) & set(names), key=by_step)
     failures = []
     for name in present:
         files = [file for file in sizes if file.startswith(f"{name}/")]
@@ -105,7 +105,7 @@ def meet_neighbours(store: LocalStore, ranks: Ranks, visibility_seconds: float =
         # Asked for by name, which a file system of the network does not answer from an old listing.
         while not (seen := store.has(probe)) and time.monotonic() < deadline:
             time.sleep(0.2)
-        return ("", "") if seen else (socket.gethostname(), max(committed(store), default=""))
+        return ("", "") if seen else (socket.gethostname(), max(committed(store), key=by_step, default=""))
 
     disk, newest = ranks.together(look)
     others = {machine: held for machine, held in sorted(ranks.gather((disk, newest))) if machine}
@@ -120,8 +120,8 @@ def stranded(stores: Sequence[Store], neighbours: Neighbours) -> dict[str, str]:
     """
     if not any(neighbours.others.values()):
         return {}
-    newest = max((name for _, name in by_age(stores)), default="")
-    return {machine: name for machine, name in neighbours.others.items() if name > newest}
+    newest = max((name for _, name in by_age(stores)), key=by_step, default="")
+    return {machine: name for machine, name in neighbours.others.items() if by_step(name) > by_step(newest)}
 
 
 def check_room(
@@ -185,4 +185,4 @@ def _folders(sizes: Collection[str]) -> set[str]:
 
 
 def _committed(sizes: Collection[str]) -> list[str]:
-    return sorted((name for name in finished(sizes) if step_of(name) is not None), reverse=True)
+    return sorted((name for name in finished(sizes) if step_of(name) is not None), key=by_step, reverse=True)

@@ -24,11 +24,13 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from checkpoint import stores
+from checkpoint.list import begun
 from checkpoint.manager import check_initial_load
 from checkpoint.manifest import Opened, encode_manifest, read_manifest, unpickle_metadata
+from checkpoint.names import new_checkpoint_name, step_of
 from checkpoint.planning import plan_save, resolver
 from checkpoint.ranks import Ranks
-from checkpoint.retention import committed
+from checkpoint.retention import Neighbours, by_age, committed, stranded
 from checkpoint.storage import commit, read_state, write_items
 from checkpoint.stores import CheckpointError, DamagedError, LocalStore, open_store
 from config import Checkpoint
@@ -94,6 +96,19 @@ def test_keep_removes_older_ones_after_the_commit(tmp_path):
     Run(tmp_path, interval=1, keep=2).train(0, 4)
     assert [int(name.split("-")[1]) for name in committed(open_store(tmp_path))] == [4, 3]
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_step_one_hundred_million_is_newer_than_the_one_before(tmp_path):
+    run = Run(tmp_path, interval=1, keep=2)
+    for step in (99_999_998, 99_999_999, 100_000_000):
+        run.checkpoint.save(step)
+    run.checkpoint.wait()
+    store = open_store(tmp_path)
+    assert [step_of(name) for name in committed(store)] == [100_000_000, 99_999_999]
+    assert [step_of(name) for _, name in by_age([store, store])] == [100_000_000] * 2 + [99_999_999] * 2
+    assert [step_of(name) for name in begun(store)] == [99_999_999, 100_000_000]
+    names = {str(step): new_checkpoint_name(step) for step in (99_999_999, 100_000_001)}
+    assert stranded([store], Neighbours("", names)).keys() == {"100000001"}
 
 
 def test_every_flipped_byte_of_every_file_is_found(tmp_path, run):
