@@ -267,7 +267,7 @@ def import_model(folder: Path, place: str, *, check: str) -> None:
         logger.info(f"{folder}: no {TOKENIZER}, so none is taken along")
     try:
         with tqdm(total=total, unit="B", unit_scale=True, desc="import", disable=None, leave=False) as bar:
-            written = write_items(store, name, 0, plan.items, read)
+            written = write_items(store, name, 0, plan.files, read)
         for file, content in companions.items():
             store.put(f"{name}/{file}", content)
         store.put(f"{name}/model.json", (json.dumps(identity, indent=2) + "\n").encode())

@@ -331,7 +331,7 @@ class CheckpointManager:
         }
         save = self._prepare(new_checkpoint_name(step), step, state, started)
         if self.settings.mode == "async":
-            copy = self.staging.prepare({item.index: save.resolve(item) for item in save.plan.items})
+            copy = self.staging.prepare({item.index: save.resolve(item) for file in save.plan.files for item in file})
             staged = dataclasses.replace(save, resolve=lambda item: self.staging.copies[item.index])
             self._start(lambda: self._follow_up(staged, self._write(staged, copy)))
         else:
@@ -381,13 +381,13 @@ class CheckpointManager:
         self.known.add(name)
         return Save(name, step, self.planned[1], self._facts(step), resolver(state), started)
 
-    def _write(self, save: Save, before: Callable[[], None] = lambda: None) -> list[Written]:
+    def _write(self, save: Save, before: Callable[[], None] = lambda: None) -> Written:
         """Write and commit. Returns what this rank has written."""
 
-        def write() -> list[Written]:
+        def write() -> Written:
             before()
-            items = save.plan.items
-            written = write_items(self.store, save.name, self.ranks.rank, items, save.resolve, self.on_progress)
+            files = save.plan.files
+            written = write_items(self.store, save.name, self.ranks.rank, files, save.resolve, self.on_progress)
             if self.ranks.rank == 0:
                 self._check_alone(self.store)
             return written
@@ -411,13 +411,13 @@ class CheckpointManager:
         logger.info(f"checkpoint {save.name} saved in {time.monotonic() - save.started:.1f} s")
         return written
 
-    def _follow_up(self, save: Save, written: list[Written]) -> None:
+    def _follow_up(self, save: Save, written: Written) -> None:
         """What training need not wait for once `save` is committed."""
         self._remove_superfluous(self.store, save.name)
         if self.upload_store:
             self._upload(self.upload_store, save.name, written, save.started)
 
-    def _upload(self, store: Store, name: str, pieces: list[Written], started: float) -> None:
+    def _upload(self, store: Store, name: str, pieces: Written, started: float) -> None:
         """Copy a checkpoint to the second place: every rank its own `pieces`, the manifest last."""
         if isinstance(store, LocalStore):  # a disk does not write over what an upload that was cut has left
             self.ranks.from_rank_0(lambda: remove_checkpoints(store, [name], store.sizes(name)))
@@ -433,7 +433,7 @@ class CheckpointManager:
         logger.info(f"checkpoint {name} uploaded to {store.url} {time.monotonic() - started:.1f} s after its start")
         self._remove_superfluous(store, name)
 
-    def _make_up(self, store: Store, name: str, pieces: list[Written]) -> None:
+    def _make_up(self, store: Store, name: str, pieces: Written) -> None:
         """Upload what was resumed from. Damage in what no rank has needed must not end each start anew."""
         try:
             self._upload(store, name, pieces, time.monotonic())

@@ -36,6 +36,11 @@ def files_of(rank: int) -> str:
     return f"__{rank}_"
 
 
+def file_of(rank: int, number: int) -> str:
+    """The name of one of them."""
+    return f"{files_of(rank)}{number}.distcp"
+
+
 def rank_of(file: str) -> int:
     """The rank that wrote a file of this name."""
     return int(file.split("_")[2])

@@ -7,12 +7,14 @@ DCP's own way gathers its plan objects: with 512 ranks and 1,089 tensors rank 0 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -22,7 +24,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from checkpoint.index import Template, build_template
+from checkpoint.names import file_of
 from checkpoint.ranks import Ranks
+
+FILES = 2  # of each rank, written at the same time
 
 State = dict[str, Any]  # nested dicts of tensors, as DCP's planners take them
 
@@ -31,9 +37,9 @@ State = dict[str, Any]  # nested dicts of tensors, as DCP's planners take them
 class Plan:
     """Depends on names, shapes and placements only, so it serves every later save of a run."""
 
-    items: list[WriteItem]  # of this rank
-    indices: list[list[MetadataIndex]]  # of every rank's items, on rank 0
-    metadata: Metadata | None  # the index, without places, on rank 0
+    files: list[list[WriteItem]]  # what this rank writes into each of its files, in order
+    counts: list[list[int]]  # how many items every rank writes into each, on rank 0
+    index: Template | None  # on rank 0
 
 
 class Piece(NamedTuple):
@@ -52,14 +58,17 @@ def plan_save(state: State, ranks: Ranks) -> Plan:
     planner.set_up_planner(state, is_coordinator=ranks.rank == 0)
     local = planner.create_local_plan()
     pieces = ranks.gather([tuple(_piece(item, local.planner_data)) for item in local.items])
-    chosen: list[list[int]] = []
-    indices: list[list[MetadataIndex]] = []
-    metadata = None
-    if ranks.rank == 0:
+    chosen: list[list[list[int]]] = []
+    index: list[Template] = []
+
+    def choose() -> None:
         all_pieces = [[Piece._make(piece) for piece in own] for own in pieces]
-        chosen = _share_out(all_pieces)
-        metadata, indices = _describe(all_pieces, chosen)
-    return Plan([local.items[number] for number in ranks.scatter(chosen)], indices, metadata)
+        chosen.extend(_share_out(all_pieces))
+        index.append(build_template(_describe(all_pieces, chosen)))
+
+    ranks.from_rank_0(choose)
+    files = [[local.items[number] for number in file] for file in ranks.scatter(chosen)]
+    return Plan(files, _counts(chosen), index[0] if index else None)
 
 
 def split_rows(path: tuple[str, ...], dtype: torch.dtype, shape: Sequence[int], piece_bytes: int) -> list[Piece]:
@@ -74,13 +83,15 @@ def split_rows(path: tuple[str, ...], dtype: torch.dtype, shape: Sequence[int], 
 
 def plan_pieces(pieces: Sequence[Piece]) -> Plan:
     """All `pieces` written by this process alone."""
-    metadata, (indices,) = _describe([pieces], [range(len(pieces))])
-    items = []
-    for index, piece in zip(indices, pieces, strict=True):
+    files = _split_evenly(pieces, range(len(pieces)))
+
+    def item(piece: Piece) -> WriteItem:
         chunk = ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes))
         data = TensorWriteData(chunk, TensorProperties(dtype=piece.dtype), torch.Size(piece.shape))
-        items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
-    return Plan(items, [indices], metadata)
+        return WriteItem(MetadataIndex(".".join(piece.path), chunk.offsets), WriteItemType.SHARD, tensor_data=data)
+
+    index = build_template(_describe([pieces], [files]))
+    return Plan([[item(pieces[number]) for number in file] for file in files], _counts([files]), index)
 
 
 def resolver(state: State) -> Callable[[WriteItem], Tensor]:
@@ -105,8 +116,12 @@ def _piece(item: WriteItem, paths: dict[str, tuple[str, ...]]) -> Piece:
     return Piece(path, data.properties.dtype, tuple(data.size), tuple(chunk.offsets), tuple(chunk.sizes))
 
 
-def _share_out(pieces: Sequence[Sequence[Piece]]) -> list[list[int]]:
-    """Numbers of the pieces that each rank writes: of those that have one, the rank with the fewest bytes so far."""
+def _counts(files: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
+    return [[len(file) for file in own] for own in files]
+
+
+def _share_out(pieces: Sequence[Sequence[Piece]]) -> list[list[list[int]]]:
+    """Numbers of the pieces that each rank writes, by file: of those that have one, the rank with the fewest bytes."""
     owners: dict[tuple[Any, ...], list[tuple[int, int]]] = defaultdict(list)
     for rank, own in enumerate(pieces):
         for number, piece in enumerate(own):
@@ -116,28 +131,47 @@ def _share_out(pieces: Sequence[Sequence[Piece]]) -> list[list[int]]:
     for candidates in sorted(owners.values(), key=len):  # those without a choice first
         rank, number = min(candidates, key=lambda candidate: written[candidate[0]])
         chosen[rank].append(number)
-        written[rank] += prod(pieces[rank][number].sizes) * pieces[rank][number].dtype.itemsize
-    return [sorted(numbers) for numbers in chosen]
+        written[rank] += _bytes(pieces[rank][number])
+    return [_split_evenly(own, sorted(numbers)) for own, numbers in zip(pieces, chosen, strict=True)]
 
 
-def _describe(
-    pieces: Sequence[Sequence[Piece]], chosen: Sequence[Sequence[int]]
-) -> tuple[Metadata, list[list[MetadataIndex]]]:
-    """DCP's index of the chosen pieces, without places; and its key for each of them, by rank."""
+def _split_evenly(pieces: Sequence[Piece], numbers: Sequence[int]) -> list[list[int]]:
+    """`numbers` of pieces for at most FILES files of about the same number of bytes, none empty."""
+    files: list[list[int]] = [[] for _ in range(FILES)]
+    sizes = [0] * FILES
+    for number in sorted(numbers, key=lambda number: _bytes(pieces[number]), reverse=True):
+        smallest = sizes.index(min(sizes))
+        files[smallest].append(number)
+        sizes[smallest] += _bytes(pieces[number]) + 1
+    return [file for file in files if file]
+
+
+def _bytes(piece: Piece) -> int:
+    return prod(piece.sizes) * piece.dtype.itemsize
+
+
+def _describe(pieces: Sequence[Sequence[Piece]], files: Sequence[Sequence[Sequence[int]]]) -> Metadata:
+    """DCP's index of the pieces that each rank writes, by file; places in the files are left open."""
     tensors: dict[str, TensorStorageMetadata] = {}
     paths: dict[str, tuple[str, ...]] = {}
-    indices: list[list[MetadataIndex]] = [[] for _ in pieces]
-    for own, numbers, keys in zip(pieces, chosen, indices, strict=True):
-        for path, dtype, shape, offsets, sizes in (own[number] for number in numbers):
-            name = ".".join(path)
-            if name not in tensors:
-                paths[name] = path
-                tensors[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [])
-            place = torch.Size(offsets)
-            keys.append(MetadataIndex(name, place, len(tensors[name].chunks)))
-            tensors[name].chunks.append(ChunkStorageMetadata(place, torch.Size(sizes)))
+    storage_data: dict[MetadataIndex, _StorageInfo] = {}
+    join, size = cache(".".join), cache(torch.Size)  # one object for all that are equal is pickled once
+    in_order = (
+        (file, own[item])
+        for rank, own in enumerate(pieces)
+        for file, items in ((file_of(rank, number), items) for number, items in enumerate(files[rank]))
+        for item in items
+    )
+    for file, (path, dtype, shape, offsets, sizes) in in_order:
+        name = join(path)
+        if name not in tensors:
+            paths[name] = path
+            tensors[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [])
+        place = torch.Size(offsets)
+        storage_data[MetadataIndex(name, place, len(tensors[name].chunks))] = _StorageInfo(file, 0, 0)
+        tensors[name].chunks.append(ChunkStorageMetadata(place, size(sizes)))
     for name, tensor in tensors.items():
         held = sum(chunk.sizes.numel() for chunk in tensor.chunks)
         if held != tensor.size.numel():
             raise ValueError(f"{name}: its pieces have {held} values of {tensor.size.numel()}")
-    return Metadata(dict(tensors), planner_data=paths), indices
+    return Metadata(dict(tensors), paths, storage_data)

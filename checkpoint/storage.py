@@ -10,18 +10,14 @@ Stock readers (`torch.distributed.checkpoint.FileSystemReader`) read it, and sto
 here, unchecked since they hold no checksums. Nothing is unpickled but the classes that DCP's index is made of.
 """
 
-import dataclasses
 import io
-import itertools
-import pickle
-import platform
 import struct
 import zipfile
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import IO, Any, NamedTuple, cast
+from typing import IO, Any, cast
 
 import numpy as np
 import torch
@@ -29,11 +25,12 @@ from isal import isal_zlib
 from torch import Tensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 from torch.utils.serialization import config as serialization
 
+from checkpoint.index import fill
 from checkpoint.manifest import (
     FORMAT_VERSION,
     MANIFEST,
@@ -44,13 +41,11 @@ from checkpoint.manifest import (
     checked_twice,
     encode_manifest,
     sha256,
-    unpickle_metadata,
 )
-from checkpoint.names import files_of, rank_of
-from checkpoint.planning import Plan, State
+from checkpoint.names import file_of, rank_of
+from checkpoint.planning import FILES, Plan, State
 from checkpoint.stores import ALIGNMENT, CheckpointError, DamagedError, Store, join
 
-WRITE_THREADS = 2
 RANGE_BYTES = 16 << 20  # neighbouring items are read together up to this
 WINDOW_BYTES = 256 << 20  # read and not yet copied, at most, unless a single item is larger
 
@@ -60,63 +55,45 @@ Item = tuple[_StorageInfo, Any]  # where it lies, and what it is wanted for
 # ---------------------------------------------------------------- writing
 
 
-class Written(NamedTuple):
-    """Where an item of a rank's plan lies: few and plain values, since rank 0 gathers millions of them."""
-
-    number: int  # in the plan
-    file: str
-    offset: int
-    length: int
-    crc32: int
+Written = dict[str, np.ndarray]  # file → offset, length and CRC-32 of each item, (items, 3), in order
 
 
 def write_items(
     store: Store,
     name: str,
     rank: int,
-    items: Sequence[WriteItem],
+    files: Sequence[Sequence[WriteItem]],
     resolve: Callable[[WriteItem], Tensor],
     on_progress: Callable[[], None] = lambda: None,
-) -> list[Written]:
-    """Write this rank's `items` into files of the checkpoint folder `name`, each item with its CRC-32.
+) -> Written:
+    """Write this rank's `files`, of items, into the checkpoint folder `name`. Returns where each lies, and its CRC-32.
 
     `on_progress` is called after each write, by several threads. Raises CheckpointError; then the file in question does
     not exist.
     """
-    with ThreadPoolExecutor(WRITE_THREADS) as threads:
-        written = [
-            threads.submit(_write_file, store, name, f"{files_of(rank)}{number}.distcp", bucket, resolve, on_progress)
-            for number, bucket in enumerate(_split_evenly(list(enumerate(items)), WRITE_THREADS))
-        ]
-        return [entry for future in written for entry in future.result()]
+    with ThreadPoolExecutor(FILES) as threads:
+        written = {
+            file: threads.submit(_write_file, store, f"{name}/{file}", items, resolve, on_progress)
+            for file, items in ((file_of(rank, number), items) for number, items in enumerate(files))
+        }
+        return {file: future.result() for file, future in written.items()}
 
 
-def commit(store: Store, name: str, plan: Plan, written: Sequence[Sequence[Written]], facts: Manifest) -> None:
+def commit(store: Store, name: str, plan: Plan, written: Sequence[Written], facts: Manifest) -> None:
     """Write the index, then the manifest: from then on the checkpoint exists. For rank 0, after all have written.
 
     `written` is by rank; `facts` go into the manifest as they are. Raises CheckpointError when an item was
     planned but not written.
     """
-    assert plan.metadata is not None
-    storage_data = {}
-    for rank, (indices, entries) in enumerate(zip(plan.indices, written, strict=True)):
-        if [entry.number for entry in sorted(entries)] != list(range(len(indices))):
+    assert plan.index is not None
+    for rank, (counts, own) in enumerate(zip(plan.counts, written, strict=True)):
+        if (found := [len(places) for places in own.values()]) != counts:
             raise CheckpointError(
-                f"{name}: of {len(indices)} items planned for rank {rank}, {len(entries)} were written"
+                f"{name}: of {counts} items planned for the files of rank {rank}, {found} were written"
             )
-        for entry in entries:
-            info = _StorageInfo(entry.file, entry.offset, entry.length)
-            info.crc32 = entry.crc32  # type: ignore[attr-defined]
-            storage_data[indices[entry.number]] = info
-    storage_meta = StorageMeta(checkpoint_id=name, save_id=name)
-    index = dataclasses.replace(
-        plan.metadata, storage_data=storage_data, storage_meta=storage_meta, version=CURRENT_DCP_VERSION
-    )
-    _check_readable(name, index)
-    pickled = _pickle(index)
-    sizes = {METADATA: len(pickled)}
-    for info in storage_data.values():
-        sizes[info.relative_path] = max(sizes.get(info.relative_path, 0), info.offset + info.length)
+    pickled = fill(plan.index, (places for own in written for places in own.values()))
+    sizes = {file: int(places[-1, :2].sum()) for own in written for file, places in own.items()}
+    sizes[METADATA] = len(pickled)
     manifest = {
         "format": FORMAT_VERSION,
         "files": dict(sorted(sizes.items())),
@@ -125,36 +102,6 @@ def commit(store: Store, name: str, plan: Plan, written: Sequence[Sequence[Writt
     }
     store.put(f"{name}/{METADATA}", pickled)
     store.put(f"{name}/{MANIFEST}", encode_manifest(manifest))
-
-
-def _check_readable(name: str, index: Metadata) -> None:
-    """Refuse to commit what no resume could read, as where a Python or torch pickles it in another way than was tried.
-
-    By one item, for the sake of large ones: all are of the same classes. Raises CheckpointError.
-    """
-    tensors, pieces = (
-        dict(itertools.islice(part.items(), 1)) for part in (index.state_dict_metadata, index.storage_data)
-    )
-    try:
-        unpickle_metadata(pickle.dumps(dataclasses.replace(index, state_dict_metadata=tensors, storage_data=pieces)))
-    except DamagedError as error:
-        raise CheckpointError(
-            f"{name}: is not committed, since it could not be loaded here (Python {platform.python_version()}, torch "
-            f"{torch.__version__}): {error}"
-        ) from None
-
-
-def _pickle(metadata: Metadata) -> bytes:
-    """As pickle.dumps, which keeps all other threads waiting: for seconds, where ranks and tensors are many."""
-    frames: list[bytes] = []
-
-    class Frames(io.RawIOBase):
-        def write(self, data: Any) -> int:  # Python code, every 64 KiB: here another thread may take over
-            frames.append(bytes(data))
-            return len(data)
-
-    pickle.Pickler(Frames()).dump(metadata)
-    return b"".join(frames)
 
 
 class _ChecksummedStream(io.RawIOBase):
@@ -175,24 +122,23 @@ class _ChecksummedStream(io.RawIOBase):
 
 def _write_file(
     store: Store,
-    name: str,
     file: str,
-    items: Sequence[tuple[int, WriteItem]],
+    items: Sequence[WriteItem],
     resolve: Callable[[WriteItem], Tensor],
     on_progress: Callable[[], None],
-) -> list[Written]:
-    written = []
+) -> np.ndarray:
+    places = np.empty((len(items), 3), np.int64)
     # torch.save's own CRC-32 takes three times as long as ours, and nothing reads it.
-    with store.create(f"{name}/{file}") as raw, serialization.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
+    with store.create(file) as raw, serialization.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
         stream = _ChecksummedStream(raw, on_progress)
-        for number, item in items:
+        for item, place in zip(items, places, strict=True):
             offset, stream.crc32 = stream.position, 0
             try:
                 torch.save(_compact(resolve(item)), cast(IO[bytes], stream))
             except RuntimeError as error:  # of torch, which ends the archive though a write has failed: say why it did
                 raise error.__context__ or error from None
-            written.append(Written(number, file, offset, stream.position - offset, stream.crc32))
-    return written
+            place[:] = offset, stream.position - offset, stream.crc32
+    return places
 
 
 def _compact(tensor: Tensor) -> Tensor:
@@ -201,52 +147,33 @@ def _compact(tensor: Tensor) -> Tensor:
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
-def _split_evenly(items: Sequence[tuple[int, WriteItem]], parts: int) -> list[list[tuple[int, WriteItem]]]:
-    """At most `parts` lists of about the same number of bytes, none empty."""
-    buckets: list[list[tuple[int, WriteItem]]] = [[] for _ in range(parts)]
-    sizes = [0] * parts
-    for number, item in sorted(items, key=lambda pair: _item_bytes(pair[1]), reverse=True):
-        smallest = sizes.index(min(sizes))
-        buckets[smallest].append((number, item))
-        sizes[smallest] += _item_bytes(item) + 1
-    return [bucket for bucket in buckets if bucket]
-
-
-def _item_bytes(item: WriteItem) -> int:
-    assert item.tensor_data is not None
-    return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
-
-
-def copy_pieces(
-    source: Store, target: Store, name: str, pieces: Iterable[Written], on_progress: Callable[[], None]
-) -> None:
+def copy_pieces(source: Store, target: Store, name: str, pieces: Written, on_progress: Callable[[], None]) -> None:
     """Copy the files of checkpoint `name` that hold `pieces`, each checked on the way. Raises DamagedError."""
-    in_order = sorted(pieces, key=lambda piece: (piece.file, piece.offset))
-    for file, group in itertools.groupby(in_order, key=lambda piece: f"{name}/{piece.file}"):
-        checked_twice(partial(_copy_file, source, target, file, list(group), on_progress))
+    for file, places in pieces.items():
+        checked_twice(partial(_copy_file, source, target, f"{name}/{file}", places.tolist(), on_progress))
 
 
 def _copy_file(
-    source: Store, target: Store, file: str, pieces: Sequence[Written], on_progress: Callable[[], None]
+    source: Store, target: Store, file: str, places: Sequence[Sequence[int]], on_progress: Callable[[], None]
 ) -> None:
     with target.create(file) as raw:
-        for piece in pieces:
+        for offset, length, crc32 in places:
             stream = _ChecksummedStream(raw, on_progress)
-            for start in range(0, piece.length, RANGE_BYTES):
-                part = np.empty(min(RANGE_BYTES, piece.length - start), np.uint8).data
-                source.read_into(file, piece.offset + start, part)
+            for start in range(0, length, RANGE_BYTES):
+                part = np.empty(min(RANGE_BYTES, length - start), np.uint8).data
+                source.read_into(file, offset + start, part)
                 stream.write(part)
-            if stream.crc32 != piece.crc32:
-                raise ChecksumError(f"{join(source.url, file)}: checksum differs at byte {piece.offset}; not copied")
+            if stream.crc32 != crc32:
+                raise ChecksumError(f"{join(source.url, file)}: checksum differs at byte {offset}; not copied")
 
 
-def pieces_of(metadata: Metadata, rank: int, ranks: int) -> list[Written]:
+def pieces_of(metadata: Metadata, rank: int, ranks: int) -> Written:
     """The pieces of a checkpoint in the files of `rank`; those of more ranks than there are now are shared out."""
-    return [
-        Written(0, info.relative_path, info.offset, info.length, info.crc32)
-        for info in metadata.storage_data.values()
-        if rank_of(info.relative_path) % ranks == rank
-    ]
+    places: dict[str, list[tuple[int, int, int]]] = {}
+    for info in metadata.storage_data.values():
+        if rank_of(info.relative_path) % ranks == rank:
+            places.setdefault(info.relative_path, []).append((info.offset, info.length, info.crc32))
+    return {file: np.array(sorted(own)) for file, own in places.items()}
 
 
 # ---------------------------------------------------------------- reading

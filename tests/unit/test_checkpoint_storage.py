@@ -20,10 +20,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from checkpoint import stores
+from checkpoint.index import fill
 from checkpoint.list import begun
 from checkpoint.manager import check_initial_load
 from checkpoint.manifest import Opened, encode_manifest, read_manifest, unpickle_metadata
@@ -78,6 +79,32 @@ def test_stock_reader_reads_ours(tmp_path, run):
     state = {"model": model.state_dict()}
     dcp.load(state, storage_reader=FileSystemReader(newest(tmp_path)), no_dist=True)
     assert_same(state["model"], weights(run.model))
+
+
+def test_what_saves_have_in_common_is_pickled_once(tmp_path, monkeypatch):
+    pickled, state_of = [], _StorageInfo.__getstate__
+    monkeypatch.setattr(_StorageInfo, "__getstate__", lambda info: pickled.append(info) or state_of(info))
+    run = Run(tmp_path, interval=1, keep=0)
+    run.train(0, 1)
+    items = len(pickled)
+    run.train(1, 3)
+    assert len(pickled) == items
+    seen = set()
+    for folder in tmp_path.glob("step-*"):
+        index = pickle.loads((folder / ".metadata").read_bytes())
+        for info in index.storage_data.values():
+            content = (folder / info.relative_path).read_bytes()[info.offset :][: info.length]
+            assert (zlib.crc32(content), content[:2]) == (info.crc32, b"PK")
+            seen.add(info.crc32)
+    assert len(seen) > 2 * len(index.storage_data)
+
+
+def test_any_place_and_checksum_can_be_filled_in(tmp_path):
+    plan = plan_save({"model": {f"{number}": torch.zeros(number) for number in range(1, 300)}}, Ranks())
+    numbers = np.random.default_rng(0).integers(0, 2**62, (299, 3)) >> np.arange(299)[:, None] % 63
+    index = unpickle_metadata(fill(plan.index, [numbers[:100], numbers[100:]]))
+    found = [(info.offset, info.length, info.crc32) for info in index.storage_data.values()]
+    assert found == [tuple(row) for row in numbers.tolist()]
 
 
 def test_stock_checkpoint_is_read(tmp_path):
@@ -333,8 +360,10 @@ class AttributeOf:
 
 def test_what_could_not_be_loaded_is_never_committed(tmp_path, run, monkeypatch):
     pickled_by(monkeypatch, operator.getitem)  # as some Python to come may
-    with pytest.raises(CheckpointError, match=r"is not committed, .* loaded here \(Python 3.*getitem, which no index"):
-        run.train(2, 3)
+    again = Run(tmp_path, interval=1, keep=0)
+    again.checkpoint.load()
+    with pytest.raises(CheckpointError, match=r"no checkpoint is written, .* here \(Python 3.*getitem, which no index"):
+        again.train(2, 3)
     assert [int(name.split("-")[1]) for name in committed(open_store(tmp_path))] == [2, 1]
 
 
@@ -486,7 +515,7 @@ def test_values_come_back_wherever_they_lie_in_a_file(tmp_path, dtype):
     """Records of odd lengths before them: torch crashed where it takes memory to be aligned."""
     store, values = LocalStore(tmp_path), {f"{i}": torch.randn(2 * i + 1).to(dtype) for i in range(8)}
     plan = plan_save({"model": values}, Ranks())
-    written = write_items(store, "one", 0, plan.items, resolver({"model": values}))
+    written = write_items(store, "one", 0, plan.files, resolver({"model": values}))
     commit(store, "one", plan, [written], {})
     read = {name: torch.zeros_like(value) for name, value in values.items()}
     metadata = unpickle_metadata((tmp_path / "one" / ".metadata").read_bytes())

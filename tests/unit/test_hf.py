@@ -441,7 +441,7 @@ def test_memory_is_bounded_by_a_file_not_by_the_model(tmp_path, tokenizer_folder
         sizes = item.tensor_data.chunk.sizes
         return values[: sizes.numel()].view(sizes)
 
-    written = write_items(store, "big", 0, plan.items, resolve)
+    written = write_items(store, "big", 0, plan.files, resolve)
     config = to_toml(from_dict({}))
     identity = json.loads(json.dumps({"name": "llama", **vars(BIG)}))
     facts = {"step": 3, "world_size": 1, "identity": identity, "dataloader": {}, "config": config}
