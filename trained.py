@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from checkpoint.hf import companion_tokenizer, find_companions
+from checkpoint.index import Opened
 from checkpoint.loading import check_same_names, load_place
-from checkpoint.manifest import Manifest, Opened
+from checkpoint.manifest import Manifest
 from checkpoint.state import model_tensors
 from checkpoint.storage import read_state
 from data.chat import ChatTemplate

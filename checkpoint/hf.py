@@ -26,8 +26,9 @@ from torch.distributed.checkpoint.planner import WriteItem
 from tqdm import tqdm
 
 from checkpoint import safetensors as files
+from checkpoint.index import Opened
 from checkpoint.loading import check_same_names, load_newest, load_place
-from checkpoint.manifest import Manifest, Opened
+from checkpoint.manifest import Manifest
 from checkpoint.planning import plan_pieces, split_rows
 from checkpoint.ranks import Ranks
 from checkpoint.state import model_tensors

@@ -6,15 +6,24 @@ import itertools
 import pickle
 import platform
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem
 
-from checkpoint.manifest import unpickle_metadata
-from checkpoint.stores import CheckpointError, DamagedError
+from checkpoint.manifest import METADATA, Manifest, uncollected, unpickle_metadata
+from checkpoint.stores import CheckpointError, DamagedError, Store, join
 
 UNKNOWN = 0x5AD71FC3 << 32  # stands for a number; pickled, it has the 8 bytes of any other above 2**55
 
@@ -62,6 +71,97 @@ def fill(template: Template, numbers: Iterable[np.ndarray]) -> bytes:
         view[places] = part.astype("<i8").view(np.uint8).reshape(places.shape)
         start += len(part)
     return bytes(filled)
+
+
+class Index(NamedTuple):
+    """An index as it is held and sent: few arrays in the place of ten objects for each piece."""
+
+    tensors: dict[str, STORAGE_TYPES]  # each as one piece, all of it
+    rows: dict[str, slice]  # of a tensor's pieces in the following
+    boxes: np.ndarray  # (pieces, 2, dimensions): offsets and sizes; 0 and 1 where a tensor has fewer dimensions
+    places: np.ndarray  # (pieces, 4): file, offset, length, CRC-32 or -1 in stock DCP's
+    files: list[str]
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether it is stock DCP's: its items have no checksums, ours all have."""
+        return not (self.places[:, 3] >= 0).any()
+
+    def info(self, row: int) -> _StorageInfo:
+        """Where a piece lies, as DCP has it."""
+        file, offset, length, crc32 = self.places[row].tolist()
+        info = _StorageInfo(self.files[file], offset, length)
+        if crc32 >= 0:
+            info.crc32 = crc32  # type: ignore[attr-defined]
+        return info
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint to read: where it is, and what its manifest ({} in a stock one) and its index say."""
+
+    store: Store
+    name: str  # "" where the store is this one checkpoint
+    manifest: Manifest
+    index: Index
+
+    @property
+    def url(self) -> str:
+        return join(self.store.url, self.name)
+
+
+def read_index(pickled: bytes) -> Index:
+    """A checkpoint's pickled index. Raises DamagedError."""
+    try:
+        with uncollected():
+            return _compact(unpickle_metadata(pickled))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise DamagedError(f"{METADATA}: not a readable index: {type(error).__name__}: {error}") from None
+
+
+def _compact(metadata: Metadata) -> Index:
+    tensors, rows, files = dict(metadata.state_dict_metadata), dict[str, slice](), dict[str, int]()
+    dims = max((len(getattr(tensor, "size", ())) for tensor in tensors.values()), default=0)
+    infos = {(key.fqn, key.offset): info for key, info in metadata.storage_data.items()}  # DCP's key takes long to hash
+    boxes, places, begin = [np.empty((0, 2, dims), np.int64)], [np.empty((0, 4), np.int64)], 0
+    for name, tensor in metadata.state_dict_metadata.items():
+        if not isinstance(tensor, TensorStorageMetadata):
+            continue
+        pieces, size = len(tensor.chunks), tensor.size
+        place = [
+            (files.setdefault(info.relative_path, len(files)), info.offset, info.length, getattr(info, "crc32", -1))
+            for info in (infos[name, chunk.offsets] for chunk in tensor.chunks)
+        ]
+        box = np.tile([[0], [1]], (pieces, 1, dims))
+        box[:, 0, : len(size)] = np.reshape([chunk.offsets for chunk in tensor.chunks], (pieces, len(size)))
+        box[:, 1, : len(size)] = np.reshape([chunk.sizes for chunk in tensor.chunks], (pieces, len(size)))
+        boxes.append(box)
+        places.append(np.reshape(np.array(place, np.int64), (pieces, 4)))
+        rows[name] = slice(begin, begin := begin + pieces)
+        whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+        tensors[name] = dataclasses.replace(tensor, chunks=[whole])
+    every = np.concatenate(boxes)
+    smallest = np.min_scalar_type(every.max(initial=0))
+    return Index(tensors, rows, every.astype(smallest), np.concatenate(places), list(files))
+
+
+def cut_out(index: Index, wanted: Iterable[ReadItem]) -> Metadata:
+    """DCP's index of the pieces that hold any of what is `wanted` of `index.tensors`, each of which is one piece."""
+    tensors = dict(index.tensors)
+    storage_data: dict[MetadataIndex, _StorageInfo] = {}
+    for name, items in itertools.groupby(wanted, key=lambda item: item.storage_index.fqn):
+        tensor, rows = tensors[name], index.rows[name]
+        assert isinstance(tensor, TensorStorageMetadata)
+        boxes = index.boxes[rows, :, : len(tensor.size)].astype(np.int64)
+        starts, ends, meets = boxes[:, 0], boxes.sum(1), np.zeros(len(boxes), bool)
+        for item in items:
+            low = np.array(item.storage_offsets, np.int64)
+            meets |= ((starts < low + item.lengths) & (low < ends)).all(1)
+        chunks = [ChunkStorageMetadata(*map(torch.Size, box)) for box in boxes[meets].tolist()]
+        for number, (row, chunk) in enumerate(zip(meets.nonzero()[0], chunks, strict=True)):
+            storage_data[MetadataIndex(name, chunk.offsets, number)] = index.info(rows.start + row)
+        tensors[name] = dataclasses.replace(tensor, chunks=chunks)
+    return Metadata(tensors, storage_data=storage_data)
 
 
 def _pickle(metadata: Metadata) -> bytes:

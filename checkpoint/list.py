@@ -10,8 +10,9 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
+from checkpoint.index import read_index
 from checkpoint.loading import find
-from checkpoint.manifest import MANIFEST, Manifest, is_stock, read_manifest, read_metadata, unpickle_metadata
+from checkpoint.manifest import MANIFEST, Manifest, read_manifest, read_metadata
 from checkpoint.names import by_step, is_checkpoint_name
 from checkpoint.stores import DamagedError, Store
 from config import command_line
@@ -32,7 +33,7 @@ def look(store: Store, name: str) -> tuple[Manifest, str]:
     sizes = {file.removeprefix(f"{name}/"): size for file, size in store.sizes(name).items()}
     try:
         if MANIFEST not in sizes:
-            stock = not name and is_stock(unpickle_metadata(read_metadata(store, name, None)))
+            stock = not name and read_index(read_metadata(store, name, None)).is_stock
             return {}, STOCK if stock else UNCOMMITTED
         manifest = read_manifest(store, name)
     except DamagedError as error:

@@ -6,16 +6,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from checkpoint.manifest import (
-    MANIFEST,
-    METADATA,
-    Manifest,
-    Opened,
-    is_stock,
-    read_manifest,
-    read_metadata,
-    unpickle_metadata,
-)
+from checkpoint.index import Index, Opened, read_index
+from checkpoint.manifest import MANIFEST, METADATA, Manifest, read_manifest, read_metadata
 from checkpoint.ranks import Ranks
 from checkpoint.retention import committed
 from checkpoint.storage import tensors_in
@@ -127,29 +119,24 @@ def check_identity(manifest: Manifest, identity: dict[str, Any]) -> None:
 
 def check_same_names(opened: Opened, names: Collection[str]) -> None:
     """Raises CheckpointError where the checkpoint has weights that the model, of weights `names`, has not."""
-    extra = sorted(tensors_in(opened.metadata, "model.") - {f"model.{name}" for name in names})
+    extra = sorted(tensors_in(opened.index, "model.") - {f"model.{name}" for name in names})
     if extra:
         raise CheckpointError(f"{opened.url}: has {len(extra)} tensors that the model has not, such as {extra[0]}")
 
 
 def _load_one(store: Store, name: str, ranks: Ranks, fill: Callable[[Opened], None]) -> Opened:
     """Rank 0 reads manifest and index, all ranks fill from the same ones. Raises the same error on all."""
-    manifest, pickled = ranks.from_rank_0(lambda: _read(store, name))
-
-    def open_and_fill() -> Opened:
-        opened = Opened(store, name, manifest, unpickle_metadata(pickled))
-        fill(opened)
-        return opened
-
-    return ranks.together(open_and_fill)
+    opened = Opened(store, name, *ranks.from_rank_0(lambda: _read(store, name)))
+    ranks.together(lambda: fill(opened))
+    return opened
 
 
-def _read(store: Store, name: str) -> tuple[Manifest, bytes]:
-    """Manifest and pickled index of a checkpoint; a stock one has an empty manifest."""
+def _read(store: Store, name: str) -> tuple[Manifest, Index]:
+    """Manifest and index of a checkpoint; a stock one has an empty manifest."""
     if name or MANIFEST in store.sizes():
         manifest = read_manifest(store, name)
-        return manifest, read_metadata(store, name, manifest)
-    pickled = read_metadata(store, name, None)
-    if not is_stock(unpickle_metadata(pickled)):
+        return manifest, read_index(read_metadata(store, name, manifest))
+    index = read_index(read_metadata(store, name, None))
+    if not index.is_stock:
         raise CheckpointError(f"{store.url}: was never committed, it has no {MANIFEST}; name another checkpoint")
-    return {}, pickled
+    return {}, index

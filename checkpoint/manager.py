@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.utils._pytree import tree_map
 
+from checkpoint.index import Opened
 from checkpoint.loading import check_identity, check_loadable, check_same_names, load_newest, locate
-from checkpoint.manifest import MANIFEST, METADATA, Manifest, Opened, encode_manifest, read_manifest, read_metadata
+from checkpoint.manifest import MANIFEST, METADATA, Manifest, encode_manifest, read_manifest, read_metadata
 from checkpoint.names import age_seconds, files_of, new_checkpoint_name, step_of
 from checkpoint.planning import Plan, State, plan_save, resolver
 from checkpoint.ranks import build_ranks
@@ -183,7 +184,7 @@ class CheckpointManager:
         if is_full:  # the start before was killed between a commit and the removal that makes room for the next
             self._remove_superfluous(self.store, opened.name, is_newer=False)
         if self.upload_store and (self.upload_store, opened.name) not in candidates:  # an earlier start ended before
-            pieces = pieces_of(opened.metadata, self.ranks.rank, self.ranks.size)
+            pieces = pieces_of(opened.index, self.ranks.rank, self.ranks.size)
             self._start(partial(self._make_up, self.upload_store, opened.name, pieces))
         return opened.manifest["step"]
 
@@ -269,7 +270,7 @@ class CheckpointManager:
         """
         self._check_fits(opened)
         state: State = {"model": model_tensors(self.model)}
-        if saved := tensors_in(opened.metadata, "optimizer."):
+        if saved := tensors_in(opened.index, "optimizer."):
             state["optimizer"] = self._optimizer_tensors_of(opened, saved)
         else:  # a checkpoint of step 0; a damaged one, passed over for it, may have left some
             self.optimizer.state.clear()
@@ -277,7 +278,7 @@ class CheckpointManager:
         same_size = opened.manifest["world_size"] == self.ranks.size
         if same_size:
             prefix = f"rng.{self.ranks.rank}."
-            states = {kind: value for kind, value in states.items() if tensors_in(opened.metadata, f"{prefix}{kind}")}
+            states = {kind: value for kind, value in states.items() if tensors_in(opened.index, f"{prefix}{kind}")}
             state["rng"] = {str(self.ranks.rank): states}
         # Who has a share of its own is the only one to read what it wrote; the first of replicas fills the page cache.
         held = held_bytes(state["model"].values()) * self.ranks.size

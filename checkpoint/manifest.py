@@ -5,15 +5,15 @@ import hashlib
 import io
 import json
 import pickle
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import Enum
 from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
-from checkpoint.stores import CheckpointError, DamagedError, Store, join
+from checkpoint.stores import CheckpointError, DamagedError, Store
 
 MANIFEST = "MANIFEST.json"
 METADATA = ".metadata"
@@ -21,20 +21,6 @@ FORMAT_VERSION = 1
 
 Manifest = dict[str, Any]
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Opened:
-    """A checkpoint to read: where it is, and what its manifest ({} in a stock one) and its index say."""
-
-    store: Store
-    name: str  # "" where the store is this one checkpoint
-    manifest: Manifest
-    metadata: Metadata
-
-    @property
-    def url(self) -> str:
-        return join(self.store.url, self.name)
 
 
 class ChecksumError(DamagedError):
@@ -91,25 +77,28 @@ def read_metadata(store: Store, name: str, manifest: Manifest | None) -> bytes:
 
 def unpickle_metadata(pickled: bytes) -> Metadata:
     """DCP's index from its pickle. Raises DamagedError where that asks for any class an index is not made of."""
-    collects = gc.isenabled()
-    gc.disable()  # it would look through the index again and again while it grows: 3.5 times as long
     try:
-        metadata = _IndexUnpickler(io.BytesIO(pickled)).load()
+        with uncollected():
+            metadata = _IndexUnpickler(io.BytesIO(pickled)).load()
     except DamagedError:
         raise
     except Exception as error:
         raise DamagedError(f"{METADATA}: not a readable index: {type(error).__name__}: {error}") from None
-    finally:
-        if collects:
-            gc.enable()
     if not isinstance(metadata, Metadata):
         raise DamagedError(f"{METADATA}: holds a {type(metadata).__name__}, not DCP's Metadata")
     return metadata
 
 
-def is_stock(metadata: Metadata) -> bool:
-    """Whether the index is stock DCP's: its items have no checksums, ours all have."""
-    return not any(hasattr(info, "crc32") for info in metadata.storage_data.values())
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Without garbage collections, which look through an index again and again while it grows: 3.5 times as long."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 _METADATA_CLASSES = (

@@ -30,14 +30,13 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 from torch.utils.serialization import config as serialization
 
-from checkpoint.index import fill
+from checkpoint.index import Index, Opened, cut_out, fill
 from checkpoint.manifest import (
     FORMAT_VERSION,
     MANIFEST,
     METADATA,
     ChecksumError,
     Manifest,
-    Opened,
     checked_twice,
     encode_manifest,
     sha256,
@@ -167,13 +166,14 @@ def _copy_file(
                 raise ChecksumError(f"{join(source.url, file)}: checksum differs at byte {offset}; not copied")
 
 
-def pieces_of(metadata: Metadata, rank: int, ranks: int) -> Written:
+def pieces_of(index: Index, rank: int, ranks: int) -> Written:
     """The pieces of a checkpoint in the files of `rank`; those of more ranks than there are now are shared out."""
-    places: dict[str, list[tuple[int, int, int]]] = {}
-    for info in metadata.storage_data.values():
-        if rank_of(info.relative_path) % ranks == rank:
-            places.setdefault(info.relative_path, []).append((info.offset, info.length, info.crc32))
-    return {file: np.array(sorted(own)) for file, own in places.items()}
+    in_order = index.places[index.places[:, 1].argsort()]
+    return {
+        file: in_order[in_order[:, 0] == number, 1:]
+        for number, file in enumerate(index.files)
+        if rank_of(file) % ranks == rank
+    }
 
 
 # ---------------------------------------------------------------- reading
@@ -189,15 +189,16 @@ def read_state(opened: Opened, state: State, on_progress: Callable[[], None] = l
     `state` may then be filled in part.
     """
     planner = DefaultLoadPlanner()
-    planner.set_up_planner(state, opened.metadata)
+    planner.set_up_planner(state, Metadata(opened.index.tensors))
     _check_tensors(opened, planner.state_dict)
+    planner.metadata = metadata = cut_out(opened.index, planner.create_local_plan().items)
     plan = planner.create_local_plan()
 
     def consume(info: _StorageInfo, data: memoryview, wanted: list[ReadItem]) -> None:
         index = wanted[0].storage_index
         _check_item(opened, info, index, data)
         try:
-            tensor = _decode(info, data, opened.metadata, index)
+            tensor = _decode(info, data, metadata, index)
         except Exception as error:
             where = f"{opened.url}/{info.relative_path}"
             raise DamagedError(f"{where}: {index.fqn} is not a tensor that can be read: {error}") from None
@@ -208,7 +209,7 @@ def read_state(opened: Opened, state: State, on_progress: Callable[[], None] = l
 
     wanted: dict[tuple[str, int], tuple[_StorageInfo, list[ReadItem]]] = {}
     for item in plan.items:
-        info = opened.metadata.storage_data[item.storage_index]
+        info = metadata.storage_data[item.storage_index]
         wanted.setdefault((info.relative_path, info.offset), (info, []))[1].append(item)
     _read_ranges(opened, [wanted[place] for place in sorted(wanted)], consume, alone)
 
@@ -220,17 +221,22 @@ def verify_items(opened: Opened, progress: Callable[[int], None]) -> None:
         _check_item(opened, info, index, data)
         progress(info.length)
 
-    items = [(info, index) for index, info in opened.metadata.storage_data.items()]
+    index = opened.index
+    items = [
+        (index.info(row), MetadataIndex(name))
+        for name, rows in index.rows.items()
+        for row in range(rows.start, rows.stop)
+    ]
     _read_ranges(opened, sorted(items, key=lambda item: (item[0].relative_path, item[0].offset)), consume)
 
 
-def tensors_in(metadata: Metadata, prefix: str) -> set[str]:
+def tensors_in(index: Index, prefix: str) -> set[str]:
     """Names of the checkpoint's tensors that start with `prefix`."""
-    return {name for name in metadata.state_dict_metadata if name.startswith(prefix)}
+    return {name for name in index.tensors if name.startswith(prefix)}
 
 
 def _check_tensors(opened: Opened, tensors: Mapping[str, Any]) -> None:
-    held = opened.metadata.state_dict_metadata
+    held = opened.index.tensors
     if missing := sorted(tensors.keys() - held.keys()):
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise CheckpointError(f"{opened.url}: has no {', '.join(missing[:3])}{more}")

@@ -7,8 +7,9 @@ Exits with 1 if a committed one is damaged, or one is stock DCP's, which cannot 
 
 from tqdm import tqdm
 
+from checkpoint.index import Opened, read_index
 from checkpoint.list import STOCK, UNCOMMITTED, look, run
-from checkpoint.manifest import MANIFEST, Manifest, Opened, read_metadata, unpickle_metadata
+from checkpoint.manifest import MANIFEST, Manifest, read_metadata
 from checkpoint.retention import never_committed
 from checkpoint.storage import verify_items
 from checkpoint.stores import DamagedError, Store
@@ -16,11 +17,11 @@ from checkpoint.stores import DamagedError, Store
 
 def verify(store: Store, name: str, manifest: Manifest) -> int:
     """Check all of checkpoint `name`, with a progress bar. Returns the number of its items. Raises DamagedError."""
-    metadata = unpickle_metadata(read_metadata(store, name, manifest))
-    total = sum(info.length for info in metadata.storage_data.values())
+    index = read_index(read_metadata(store, name, manifest))
+    total = int(index.places[:, 2].sum())
     with tqdm(total=total, unit="B", unit_scale=True, desc=name[:13], disable=None, leave=False) as bar:
-        verify_items(Opened(store, name, manifest, metadata), bar.update)
-    return len(metadata.storage_data)
+        verify_items(Opened(store, name, manifest, index), bar.update)
+    return len(index.places)
 
 
 def verify_all(store: Store, names: list[str]) -> int:

@@ -21,15 +21,16 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, ChunkStorageMetadata
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from checkpoint import stores
-from checkpoint.index import fill
+from checkpoint.index import Opened, cut_out, fill, read_index
 from checkpoint.list import begun
 from checkpoint.manager import check_initial_load
-from checkpoint.manifest import Opened, encode_manifest, read_manifest, unpickle_metadata
+from checkpoint.manifest import encode_manifest, read_manifest, unpickle_metadata
 from checkpoint.names import new_checkpoint_name, step_of
-from checkpoint.planning import plan_save, resolver
+from checkpoint.planning import plan_pieces, plan_save, resolver, split_rows
 from checkpoint.ranks import Ranks
 from checkpoint.retention import Neighbours, by_age, committed, stranded
 from checkpoint.storage import commit, read_state, write_items
@@ -97,6 +98,19 @@ def test_what_saves_have_in_common_is_pickled_once(tmp_path, monkeypatch):
             assert (zlib.crc32(content), content[:2]) == (info.crc32, b"PK")
             seen.add(info.crc32)
     assert len(seen) > 2 * len(index.storage_data)
+
+
+def test_an_index_that_ranks_are_sent_is_small_and_cut_out_of_it_is_what_one_reads(tmp_path):
+    pieces = split_rows(("model", "weight"), torch.float32, (10_000, 2), 16)
+    plan, numbers = plan_pieces(pieces), np.arange(15_000).reshape(5000, 3)
+    pickled = fill(plan.index, [numbers])
+    index = pickle.loads(pickle.dumps(read_index(pickled)))
+    assert len(pickle.dumps(index)) < 60 * 5000 < len(pickled) / 2
+    wanted = ChunkStorageMetadata(torch.Size([501, 1]), torch.Size([4, 1]))  # of a rank, say
+    found = cut_out(index, create_read_items_for_chunk_list("model.weight", index.tensors["model.weight"], [wanted]))
+    places = unpickle_metadata(pickled).storage_data
+    assert sorted(key.offset[0] for key in found.storage_data) == [500, 502, 504]
+    assert all(places[key] == info and places[key].crc32 == info.crc32 for key, info in found.storage_data.items())
 
 
 def test_any_place_and_checksum_can_be_filled_in(tmp_path):
@@ -518,8 +532,8 @@ def test_values_come_back_wherever_they_lie_in_a_file(tmp_path, dtype):
     written = write_items(store, "one", 0, plan.files, resolver({"model": values}))
     commit(store, "one", plan, [written], {})
     read = {name: torch.zeros_like(value) for name, value in values.items()}
-    metadata = unpickle_metadata((tmp_path / "one" / ".metadata").read_bytes())
-    read_state(Opened(store, "one", {}, metadata), {"model": read})
+    index = read_index((tmp_path / "one" / ".metadata").read_bytes())
+    read_state(Opened(store, "one", {}, index), {"model": read})
     assert_same(read, values)
 
 

@@ -23,8 +23,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from checkpoint import hf
 from checkpoint.hf import export_model, import_model, model_config
+from checkpoint.index import Opened, read_index
 from checkpoint.manager import CheckpointManager
-from checkpoint.manifest import Opened, read_manifest, read_metadata, unpickle_metadata
+from checkpoint.manifest import read_manifest, read_metadata
 from checkpoint.planning import plan_pieces, split_rows
 from checkpoint.state import model_tensors
 from checkpoint.storage import commit, write_items
@@ -311,7 +312,7 @@ def test_a_wrong_result_is_found_and_leaves_nothing(tmp_path, tokenizer_folder, 
     file.write_bytes(file.read_bytes()[:-1] + b"?")
     store = open_store(tmp_path)
     manifest = read_manifest(store, "ours")
-    opened = Opened(store, "ours", manifest, unpickle_metadata(read_metadata(store, "ours", manifest)))
+    opened = Opened(store, "ours", manifest, read_index(read_metadata(store, "ours", manifest)))
     with pytest.raises(CheckpointError, match="is not what"):
         hf.check_tensors(tmp_path / "back", opened, model_config(manifest))
 
