@@ -8,6 +8,7 @@ from typing import Any
 
 from checkpoint.index import Index, Opened, read_index
 from checkpoint.manifest import MANIFEST, METADATA, Manifest, read_manifest, read_metadata
+from checkpoint.names import by_step
 from checkpoint.ranks import Ranks
 from checkpoint.retention import committed
 from checkpoint.storage import tensors_in
@@ -41,7 +42,7 @@ def find(
         if names := names_in(store):
             found.append((store, names))
     if found:
-        return max(found, key=lambda pair: max(pair[1]))  # of equal ones the first place's
+        return max(found, key=lambda pair: max(map(by_step, pair[1])))  # of equal ones the first place's
     searched = f"in {folder}, its checkpoint.folder" if folder else "here, nor in its folder `checkpoints`"
     uploaded = f", nor in {upload}, its checkpoint.upload" if upload else ""
     raise CheckpointError(f"{place}: no checkpoint {searched}{uploaded}")
