@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint.index import Index, Opened, read_index
-from checkpoint.manifest import MANIFEST, METADATA, Manifest, read_manifest, read_metadata
+from checkpoint.manifest import MANIFEST, METADATA, ROTARY, Manifest, read_manifest, read_metadata
 from checkpoint.names import by_step
 from checkpoint.ranks import Ranks
 from checkpoint.retention import committed
@@ -122,7 +122,10 @@ def check_same_names(opened: Opened, names: Collection[str]) -> None:
     """Raises CheckpointError where the checkpoint has weights that the model, of weights `names`, has not."""
     extra = sorted(tensors_in(opened.index, "model.") - {f"model.{name}" for name in names})
     if extra:
-        raise CheckpointError(f"{opened.url}: has {len(extra)} tensors that the model has not, such as {extra[0]}")
+        hint = "" if opened.manifest else f"; {ROTARY}"
+        raise CheckpointError(
+            f"{opened.url}: has {len(extra)} tensors that the model has not, such as {extra[0]}{hint}"
+        )
 
 
 def _load_one(store: Store, name: str, ranks: Ranks, fill: Callable[[Opened], None]) -> Opened:

@@ -23,7 +23,15 @@ from torch.utils._pytree import tree_map
 
 from checkpoint.index import Opened
 from checkpoint.loading import check_identity, check_loadable, check_same_names, load_newest, locate
-from checkpoint.manifest import MANIFEST, METADATA, Manifest, encode_manifest, read_manifest, read_metadata
+from checkpoint.manifest import (
+    MANIFEST,
+    METADATA,
+    ROTARY,
+    Manifest,
+    encode_manifest,
+    read_manifest,
+    read_metadata,
+)
 from checkpoint.names import age_seconds, files_of, new_checkpoint_name, step_of
 from checkpoint.planning import Plan, State, plan_save, resolver
 from checkpoint.ranks import build_ranks
@@ -256,6 +264,8 @@ class CheckpointManager:
 
             opened, _ = load_newest(self._agreed(lambda: locate(place, self.settings)), self.ranks, fill)
             logger.info(f"model weights loaded from {opened.url}")
+            if not opened.manifest:
+                logger.info(f"they are stock DCP's, taken for rotating halves of a head, as ours do; {ROTARY}")
         return 0
 
     def _check_fits(self, opened: Opened) -> None:

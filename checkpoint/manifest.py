@@ -101,6 +101,13 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
+# What is said of stock DCP's, which do not tell it, where they are loaded or do not fit.
+ROTARY = (
+    "interleaved rotary weights, as torchtitan's and Meta's, must be permuted: go through Hugging Face "
+    "(docs/huggingface.md)"
+)
+
+
 _METADATA_CLASSES = (
     "Metadata ChunkStorageMetadata TensorStorageMetadata BytesStorageMetadata TensorProperties MetadataIndex "
     "StorageMeta _MEM_FORMAT_ENCODING"

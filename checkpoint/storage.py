@@ -35,6 +35,7 @@ from checkpoint.manifest import (
     FORMAT_VERSION,
     MANIFEST,
     METADATA,
+    ROTARY,
     ChecksumError,
     Manifest,
     checked_twice,
@@ -239,7 +240,8 @@ def _check_tensors(opened: Opened, tensors: Mapping[str, Any]) -> None:
     held = opened.index.tensors
     if missing := sorted(tensors.keys() - held.keys()):
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise CheckpointError(f"{opened.url}: has no {', '.join(missing[:3])}{more}")
+        hint = "" if opened.manifest else f"; {ROTARY}"
+        raise CheckpointError(f"{opened.url}: has no {', '.join(missing[:3])}{more}{hint}")
     for fqn, tensor in tensors.items():
         stored = getattr(held[fqn], "size", None)
         if stored is None or tuple(stored) != tuple(tensor.size()):

@@ -121,11 +121,29 @@ def test_any_place_and_checksum_can_be_filled_in(tmp_path):
     assert found == [tuple(row) for row in numbers.tolist()]
 
 
-def test_stock_checkpoint_is_read(tmp_path):
+def test_stock_checkpoint_is_read(tmp_path, caplog):
+    caplog.set_level("INFO")
     model, other = Tower(), Tower()
     dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "stock", no_dist=True)
     assert load_model(tmp_path / "stock", other) == {}
     assert_same(weights(other), weights(model))
+    assert "taken for rotating halves" in caplog.text
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_a_stock_checkpoint_that_does_not_fit_may_rotate_otherwise(tmp_path, run, caplog, flat):
+    """As torchtitan's, of flat names, or with its buffer: only the names tell; and the loads of our own say nothing."""
+    state = Tower().state_dict()
+    state = state if flat else {"model": state | {"freqs_cis": torch.ones(2)}}
+    dcp.save(state, checkpoint_id=tmp_path / "stock", no_dist=True)
+    with pytest.raises(CheckpointError, match=r"(has no|has 1 tensors) .*; interleaved rotary .* through Hugging Face"):
+        load_model(tmp_path / "stock", Tower())
+    with pytest.raises(CheckpointError, match=r"tensors that the model has not, such as [^;]*$"):
+        load_model(newest(tmp_path), torch.nn.Linear(1, 1))
+    caplog.set_level("INFO")
+    load_model(newest(tmp_path), Tower())
+    assert "loaded from" in caplog.text
+    assert "rotat" not in caplog.text
 
 
 def test_without_manifest_a_checkpoint_does_not_exist(tmp_path, run):
