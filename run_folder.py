@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import config as settings
-from config import Config, ConfigError, TitaniteError
+from config import Config, ConfigError, TitaniteError, tomllib
 from parallel import exits
 from records import open_records, read_records, write_atomically
 
@@ -34,7 +34,7 @@ PACKAGES = ("torchao", "triton", "numpy", "pyarrow", "tokenizers", "s3fs")
 
 
 def check_run_folder(config: Config, identity: dict[str, Any]) -> None:
-    """Refuse to resume what is not a run, or is the run of another model. Raises ConfigError."""
+    """Refuse to resume what is not a run, or is that of another model or optimizer. Raises ConfigError."""
     folder = Path(config.run.folder)
     with _usable(config):
         if not config.run.folder or not folder.exists():
@@ -43,6 +43,7 @@ def check_run_folder(config: Config, identity: dict[str, Any]) -> None:
         if hold and not (folder / "model.json").is_file() and not _left_by_ranks(folder):
             raise ConfigError(f"run.folder = {config.run.folder!r}: exists, but is not the folder of a run")
         _check_model(folder, identity, f"run.folder = {config.run.folder!r}", "leave run.folder empty for a new run")
+        _check_optimizer(folder, config)
 
 
 @contextmanager
@@ -74,6 +75,19 @@ def _check_model(folder: Path, identity: dict[str, Any], chosen: str, otherwise:
         raise ConfigError(
             f"{chosen} holds the run of another model: {'; '.join(different)}. "
             f"Resume with the run's own model, or {otherwise}"
+        )
+
+
+def _check_optimizer(folder: Path, config: Config) -> None:
+    """Refuse a run of another kind of optimizer, whose state is not this one's. Raises ConfigError."""
+    file, theirs = folder / "config.toml", config.optimizer.name
+    if file.is_file():
+        with suppress(ValueError, KeyError, TypeError):  # damaged: `_changed` says so; or of an old version
+            theirs = tomllib.loads(file.read_text(encoding="utf-8"))["optimizer"]["name"]
+    if theirs != config.optimizer.name:
+        raise ConfigError(
+            f"optimizer.name = {config.optimizer.name!r}: the run in {folder} has {theirs!r}, whose state is another. "
+            f"Resume with that, or begin a new run with checkpoint.initial_load = {str(folder)!r}"
         )
 
 
@@ -137,6 +151,7 @@ def start_run(
             raise
         _take(folder)
         _check_model(folder, identity, str(folder), "name another run.folder")  # of a start that has ended since
+        _check_optimizer(folder, config)  # or that the job, not the config, has named
         changed = record_start(folder, config, identity, world_size, job)
         save(folder)
         return folder, changed

@@ -296,6 +296,25 @@ def test_another_models_run_is_not_resumed(tmp_path: Path) -> None:
     check_run_folder(Config(run=Run(folder=str(tmp_path / "new"))), {})
 
 
+def test_another_optimizers_run_is_not_resumed(tmp_path: Path) -> None:
+    """One that this version does not know is another, too; a config that does not say it, or is damaged, is none."""
+    folder = tmp_path / "run"
+    config = Config(run=Run(folder=str(folder)))
+    record_start(folder, config, {}, world_size=1, job="job 1")
+    file = folder / "config.toml"
+    recorded = file.read_text()
+    for same in (recorded, recorded.replace('name = "adamw"\n', ""), "damaged"):
+        file.write_text(same)
+        check_run_folder(config, {})
+    file.write_text(recorded.replace('"adamw"', '"lion"'))
+    refused = rf"optimizer\.name = 'adamw': .* has 'lion', .*new run with checkpoint\.initial_load = '{folder}'"
+    with pytest.raises(ConfigError, match=refused):
+        check_run_folder(config, {})
+    with pytest.raises(ConfigError, match=refused):
+        start_run(Config(run=Run(outputs=str(tmp_path))), {}, 1, "job 1", [], anything)
+    assert len(read_starts(folder)) == 1
+
+
 def test_each_start_leaves_a_trace_of_its_own_or_says_that_it_has_none(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
