@@ -3,8 +3,8 @@
 python -m benchmarks.data_growth FOLDER          start on it, without torch; a JSON line
 """
 
+import argparse
 import json
-import sys
 import time
 from pathlib import Path
 
@@ -74,4 +74,6 @@ def start(folder: str) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(start(sys.argv[1])))
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.data_growth", description="A start on a dataset.")
+    parser.add_argument("folder", help="its folder; benchmarks.data makes one without tokens")
+    print(json.dumps(start(parser.parse_args().folder)))

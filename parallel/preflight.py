@@ -252,5 +252,4 @@ def main(argv: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     with command_line():
-        exit_code = main(sys.argv[1:])
-    sys.exit(exit_code)
+        sys.exit(main(sys.argv[1:]))

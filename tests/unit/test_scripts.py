@@ -1,10 +1,13 @@
 """setup.sh, run_llama_train.sh and launch/, with stand-ins for the programs that they call."""
 
 import os
+import runpy
 import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -39,6 +42,28 @@ case "$1 $2" in
   requeue*) echo "requeue $2" >> log ;;
 esac
 """
+
+
+def command_lines() -> list[str]:
+    """The modules of the project that are programs."""
+    files = [file for pattern in ("*.py", "*/*.py") for file in ROOT.glob(pattern) if not file.match("tests/*")]
+    programs = [file.relative_to(ROOT) for file in files if '__name__ == "__main__"' in file.read_text()]
+    return sorted(".".join(file.with_suffix("").parts) for file in programs)
+
+
+@pytest.mark.parametrize("module", command_lines())
+def test_every_command_says_how_it_is_used(
+    module: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if module == "models.evaluate":
+        pytest.importorskip("lm_eval", reason="pip install -r requirements-eval.txt")
+    monkeypatch.setattr(sys, "argv", [module, "--help"])
+    target = partial(runpy.run_module, module, run_name="__main__")
+    process = get_context("fork").Process(target=target)  # alone: to be run twice suits no module
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    assert capfd.readouterr().out.startswith("usage: ")
 
 
 def write_program(path: Path, text: str) -> Path:
