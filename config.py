@@ -486,7 +486,8 @@ def load_config(argv: Sequence[str]) -> Config:
     Raises ConfigError naming the dotted key, its value, what is allowed and the nearest name.
     """
     if "-h" in argv or "--help" in argv:
-        print(help_text())
+        with command_line():  # `train.py --help | head`, too, ends quietly
+            print(help_text())
         raise SystemExit(0)
     check_encoding(argv)
     file, overrides = _parse_command_line(argv)

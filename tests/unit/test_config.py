@@ -366,6 +366,19 @@ def test_how_commands_end(work, code, said) -> None:
     assert process.returncode == code
 
 
+def test_help_may_be_read_in_part() -> None:
+    """By a program that does nothing of itself about a reader who has enough, as train.py."""
+    code = "import sys; from config import load_config; sys.stdin.read(); load_config(['--help'])"
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdin=PIPE, stdout=PIPE, stderr=PIPE) as process:
+        assert process.stdin
+        assert process.stdout
+        assert process.stderr
+        process.stdout.close()
+        process.stdin.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 1
+
+
 def test_words_that_are_no_text_end_a_command() -> None:
     command = [os.fsencode(sys.executable), b"-c", COMMAND.format("print('ran')").encode(), b"--prompt=\xff"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "PYTHONUTF8": "1"})
