@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.planner import WriteItem
 from tqdm import tqdm
 
@@ -34,13 +34,10 @@ from checkpoint.ranks import Ranks
 from checkpoint.state import model_tensors
 from checkpoint.storage import commit, read_state, write_items
 from checkpoint.stores import CheckpointError, Store, open_store
-from config import command_line, misread, tomllib
+from config import Model, command_line, misread, tomllib
 from data.tokenizer import TOKENIZER, Tokenizer, declared_eos, find_chat_template, load_tokenizer, parse_tokenizer
 from metrics import quiet_vain_warnings
-from models import recorded_model
-from models.llama import FLAVORS
-from models.llama.hf import check_hf_names, from_hf_config, hf_names, to_hf_config
-from models.llama.model import Llama, LlamaConfig
+from models import MODELS, HuggingFace, build_model, recorded_model
 from records import output_path
 
 PIECE_BYTES = 16 << 20  # of an imported tensor: so each rank reads little more than it needs
@@ -76,11 +73,12 @@ def export_model(
         raise CheckpointError(f"{partial}: left behind by another export, or being written; remove it")
 
     def fill(opened: Opened) -> None:
-        config = model_config(opened.manifest)
-        check_same_names(opened, parameter_shapes(config))
+        adapter, model, flavor = exported_model(opened.manifest)
+        names = adapter.hf_names(flavor)
+        check_same_names(opened, names)
         origin, companions = find_companions(opened, place, tokenizer)
         check_companions(origin, companions)
-        text = companion_tokenizer(origin, companions, config.vocab_size)
+        text = companion_tokenizer(origin, companions, flavor.vocab_size)
         logger.info(f"tokenizer from {origin}")
         positions = max_positions or trained_positions(opened.manifest)
         try:
@@ -88,9 +86,9 @@ def export_model(
         except OSError as error:  # nothing in there is ours to remove
             raise CheckpointError(f"{partial}: cannot be made: {error.strerror}") from None
         try:
-            write_companions(partial, companions, text, to_hf_config(config, positions, dtype))
-            write_weights(opened, config, partial, getattr(torch, dtype), file_bytes)
-            check_result(partial, opened, config, check)
+            write_companions(partial, companions, text, adapter.to_hf_config(flavor, positions, dtype))
+            write_weights(opened, shapes_of(model), names, partial, getattr(torch, dtype), file_bytes)
+            check_result(partial, opened, model, names, check)
             partial.rename(folder)
         except BaseException as error:
             shutil.rmtree(partial, ignore_errors=True)
@@ -102,9 +100,15 @@ def export_model(
     load_place(place, fill)
 
 
-def write_weights(opened: Opened, config: LlamaConfig, folder: Path, dtype: torch.dtype, file_bytes: int) -> None:
+def write_weights(
+    opened: Opened,
+    shapes: Mapping[str, torch.Size],
+    names: Mapping[str, str],
+    folder: Path,
+    dtype: torch.dtype,
+    file_bytes: int,
+) -> None:
     """The checkpoint's weights as safetensors files of about `file_bytes`, and the index if they are several."""
-    shapes, names = parameter_shapes(config), hf_names(config)
     ours = {hf_name: name for name, hf_name in names.items()}
     sizes = {hf_name: shapes[name].numel() * dtype.itemsize for name, hf_name in names.items()}
     contents = files.split_into_files(sizes, file_bytes)
@@ -149,13 +153,24 @@ def write_companions(
         (folder / file).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
-def model_config(manifest: Manifest) -> LlamaConfig:
-    """The shape of the model that a checkpoint holds. Raises TitaniteError if it does not say so, or is no Llama's."""
+def exported_model(manifest: Manifest) -> tuple[HuggingFace, nn.Module, Any]:
+    """How the model that a checkpoint holds crosses, itself (on the meta device) and its flavor.
+
+    Raises TitaniteError if the checkpoint does not say so, or Hugging Face's format is not known for its family.
+    """
     identity = manifest.get("identity", {})
-    name = identity.get("name")
-    if name != "llama":
-        raise CheckpointError(f"the checkpoint is of model {name!r}: only 'llama' is known to Hugging Face's format")
-    return recorded_model(identity)[1]
+    spec, flavor = recorded_model(identity)
+    if spec.hf is None:
+        known = ", ".join(name for name, other in MODELS.items() if other.hf)
+        raise CheckpointError(
+            f"the checkpoint is of model {identity['name']!r}, which has no `hf` in its ModelSpec; {known} has"
+        )
+    return spec.hf, build_model(spec, flavor), flavor
+
+
+def shapes_of(model: nn.Module) -> dict[str, torch.Size]:
+    """Our name → shape of every parameter."""
+    return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
 def trained_positions(manifest: Manifest) -> int:
@@ -219,7 +234,7 @@ def companion_tokenizer(origin: str, companions: Mapping[str, bytes], vocab_size
 
 
 def import_model(folder: Path, place: str, *, check: str) -> None:
-    """Write a Hugging Face Llama as a checkpoint of step 0 without moments, its values and types unchanged.
+    """Write a Hugging Face model as a checkpoint of step 0 without moments, its values and types unchanged.
 
     The tokenizer's files go with it, if there are any. `check`: see `check_result`. Raises CheckpointError.
     """
@@ -227,16 +242,18 @@ def import_model(folder: Path, place: str, *, check: str) -> None:
         raise CheckpointError(f"{folder}: no such folder; `hf download OWNER/NAME --local-dir FOLDER` gets one")
     raw = files.read_json(folder / "config.json")
     try:
-        config = from_hf_config(raw)
+        family, adapter = imported_family(raw)
+        flavor = adapter.from_hf_config(raw)
         weights = files.find_weights(folder)
-        check_hf_names(weights.keys(), config)
+        adapter.check_hf_names(weights.keys(), flavor)
     except (ValueError, KeyError, TypeError) as error:
         reason = f"has no {error}" if isinstance(error, KeyError) else str(error)
         raise CheckpointError(f"{folder / 'config.json'}: {reason}") from None
     companions = read_companions(folder)
     check_companions(str(folder), companions)
     store, name = _new_checkpoint(place)
-    names, shapes = hf_names(config), parameter_shapes(config)
+    model, names = build_model(MODELS[family], flavor), adapter.hf_names(flavor)
+    shapes = shapes_of(model)
     dtypes = files.check_shapes(weights, {hf_name: shapes[ours] for ours, hf_name in names.items()})
     pieces = [
         piece
@@ -254,7 +271,7 @@ def import_model(folder: Path, place: str, *, check: str) -> None:
         bar.update(rows.nbytes)
         return rows
 
-    identity = {"name": "llama", **dataclasses.asdict(config)}
+    identity = {"name": family, **dataclasses.asdict(flavor)}
     facts = {
         "step": 0,
         "world_size": 1,
@@ -273,11 +290,20 @@ def import_model(folder: Path, place: str, *, check: str) -> None:
             store.put(f"{name}/{file}", content)
         store.put(f"{name}/model.json", (json.dumps(identity, indent=2) + "\n").encode())
         commit(store, name, plan, [written], facts)
-        load_newest([(store, name)], Ranks(), lambda opened: check_result(folder, opened, config, check))
+        load_newest([(store, name)], Ranks(), lambda opened: check_result(folder, opened, model, names, check))
     except BaseException:
         store.remove(sorted(store.sizes(name), key=lambda file: not file.endswith("MANIFEST.json")))
         raise
-    logger.info(f"{place}: {total / 1e9:.2f} GB\n{how_to_start(place, config)}")
+    logger.info(f"{place}: {total / 1e9:.2f} GB\n{how_to_start(place, family, flavor)}")
+
+
+def imported_family(config: Mapping[str, Any]) -> tuple[str, HuggingFace]:
+    """The family of a config.json's model_type, and how it crosses. Raises ValueError if none has it."""
+    known = {spec.hf.MODEL_TYPE: (name, spec.hf) for name, spec in MODELS.items() if spec.hf}
+    model_type = config.get("model_type")
+    if model_type not in known:
+        raise ValueError(f"model_type = {model_type!r}: must be one of {', '.join(known)}")
+    return known[model_type]
 
 
 def _new_checkpoint(place: str) -> tuple[Store, str]:
@@ -293,32 +319,34 @@ def _new_checkpoint(place: str) -> tuple[Store, str]:
     return store, name
 
 
-def how_to_start(place: str, config: LlamaConfig) -> str:
+def how_to_start(place: str, family: str, flavor: Any) -> str:
     """What to tell train.py, for a run that begins with these weights."""
-    for flavor, known in FLAVORS.items():
-        if dataclasses.replace(known, vocab_size=config.vocab_size) == config:
-            vocabulary = "" if known.vocab_size == config.vocab_size else f" --model.vocab_size={config.vocab_size}"
-            return f"start from it with --model.flavor={flavor}{vocabulary} --checkpoint.initial_load={place}"
-    defaults = {field.name: field.default for field in dataclasses.fields(config)}
-    values = {key: value for key, value in vars(config).items() if value != defaults[key]}
+    chosen = "" if family == Model().name else f"--model.name={family} "
+    for name, known in MODELS[family].flavors.items():
+        if dataclasses.replace(known, vocab_size=flavor.vocab_size) == flavor:
+            vocabulary = "" if known.vocab_size == flavor.vocab_size else f" --model.vocab_size={flavor.vocab_size}"
+            return f"start from it with {chosen}--model.flavor={name}{vocabulary} --checkpoint.initial_load={place}"
+    defaults = {field.name: field.default for field in dataclasses.fields(flavor)}
+    values = {key: value for key, value in vars(flavor).items() if value != defaults[key]}
     arguments = ", ".join(f"{key}={value!r}" for key, value in values.items())
     return (
-        "no flavor has this shape; add to FLAVORS in models/llama/__init__.py:\n"
-        f'    "NAME": LlamaConfig({arguments}),\n'
-        f"then start from it with --model.flavor=NAME --checkpoint.initial_load={place}"
+        f"no flavor has this shape; add to FLAVORS in models/{family}/__init__.py:\n"
+        f'    "NAME": {type(flavor).__name__}({arguments}),\n'
+        f"then start from it with {chosen}--model.flavor=NAME --checkpoint.initial_load={place}"
     )
 
 
 # ---------------------------------------------------------------- test of the result
 
 
-def check_result(folder: Path, opened: Opened, config: LlamaConfig, check: str) -> None:
+def check_result(folder: Path, opened: Opened, model: nn.Module, names: Mapping[str, str], check: str) -> None:
     """Compare the Hugging Face folder with the checkpoint. Raises CheckpointError where they differ.
 
+    `model` is on the meta device, `names` are its parameters' → Hugging Face's.
     `check` "logits": with transformers, in float32; "tensors": every value, in bounded memory; "auto": logits
     where transformers is there and both models fit in memory.
     """
-    needed = 2 * 4 * sum(shape.numel() for shape in parameter_shapes(config).values())
+    needed = 2 * 4 * sum(parameter.numel() for parameter in model.parameters())
     if check == "auto":
         check = "logits"
         if find_spec("transformers") is None:
@@ -328,16 +356,16 @@ def check_result(folder: Path, opened: Opened, config: LlamaConfig, check: str) 
             logger.info(f"both models need {needed / 1e9:.1f} GB: values are compared instead of logits")
             check = "tensors"
     if check == "tensors":
-        check_tensors(folder, opened, config)
+        check_tensors(folder, opened, shapes_of(model), names)
     else:
-        check_logits(folder, opened, config)
+        check_logits(folder, opened, model)
         if (folder / TOKENIZER).is_file():
             check_tokenizer(folder)
 
 
-def check_tensors(folder: Path, opened: Opened, config: LlamaConfig) -> None:
+def check_tensors(folder: Path, opened: Opened, shapes: Mapping[str, torch.Size], names: Mapping[str, str]) -> None:
     """Read every tensor of both sides and compare them bit for bit, in the type of the files."""
-    shapes, weights, names = parameter_shapes(config), files.find_weights(folder), hf_names(config)
+    weights = files.find_weights(folder)
     for ours, hf_name in tqdm(names.items(), desc="compare", disable=None, leave=False):
         with files.open_file(weights[hf_name]) as file:
             theirs = file.get_slice(hf_name)
@@ -350,18 +378,16 @@ def check_tensors(folder: Path, opened: Opened, config: LlamaConfig) -> None:
     logger.info(f"{len(names)} tensors compared bit for bit")
 
 
-def check_logits(folder: Path, opened: Opened, config: LlamaConfig) -> None:
-    """Logits of 64 tokens in both, float32; weights rounded as in the files."""
+def check_logits(folder: Path, opened: Opened, model: nn.Module) -> None:
+    """Logits of 64 tokens in both, float32; weights rounded as in the files. `model` gets its memory here."""
     from transformers import AutoModelForCausalLM
 
     theirs = AutoModelForCausalLM.from_pretrained(folder).eval()
     dtype = theirs.dtype
     theirs = theirs.float()
-    with torch.device("meta"):
-        ours = Llama(config)
-    ours = ours.to_empty(device="cpu")
+    ours, vocab_size = model.to_empty(device="cpu"), theirs.config.vocab_size
     read_state(opened, {"model": model_tensors([ours])})
-    tokens = torch.arange(64)[None] * max(1, config.vocab_size // 64) % config.vocab_size
+    tokens = torch.arange(64)[None] * max(1, vocab_size // 64) % vocab_size
     with torch.no_grad():
         for parameter in ours.parameters():
             parameter.copy_(parameter.to(dtype))
@@ -383,12 +409,6 @@ def check_tokenizer(folder: Path) -> None:
     )
     if ids != expected or ours.eos_id != theirs.eos_token_id:
         raise CheckpointError(f"{folder}: AutoTokenizer gives {expected}, eos {theirs.eos_token_id}; here {ids}")
-
-
-def parameter_shapes(config: LlamaConfig) -> dict[str, torch.Size]:
-    """Our name → shape of every parameter."""
-    with torch.device("meta"):
-        return {name: parameter.shape for name, parameter in Llama(config).named_parameters()}
 
 
 def available_bytes(root: Path = Path("/")) -> int:

@@ -1,10 +1,10 @@
 """The models that train.py knows. A new one is a folder beside `llama` and one line in MODELS."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -12,8 +12,27 @@ from torch import nn
 import config as settings
 from config import ConfigError, close_match
 from models.llama import FLAVORS, recorded_flavor
+from models.llama import hf as llama_hf
 from models.llama.model import Llama
 from models.llama.parallelize import apply_parallelism, check_parallelism
+
+
+class HuggingFace(Protocol):
+    """What checkpoint.hf needs of a family: its module hf.py, as models/llama/hf.py is. Values cross unchanged."""
+
+    MODEL_TYPE: str  # of its config.json
+
+    def hf_names(self, flavor: Any, /) -> Mapping[str, str]:
+        """Our name of every parameter → Hugging Face's."""
+
+    def check_hf_names(self, found: Collection[str], flavor: Any, /) -> None:
+        """Raises ValueError naming what is missing or left over among the names of a folder's weights."""
+
+    def from_hf_config(self, hf: dict[str, Any], /) -> Any:
+        """The flavor that a config.json describes. Raises ValueError, KeyError or TypeError for what cannot be run."""
+
+    def to_hf_config(self, flavor: Any, max_positions: int, dtype: str, /) -> dict[str, Any]:
+        """The config.json of a flavor."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +42,7 @@ class ModelSpec:
     `model(flavor)` builds a module with `init_std(name)` and `flops_per_token(seq_len)`; flavors are dataclasses
     with `vocab_size`, `dim` and `n_layers`, and `recorded_flavor(fields)` makes one of its own `asdict`.
     `check_parallelism(flavor, config)` raises ConfigError where they do not fit; `apply_parallelism(model, mesh,
-    config)` shards the model and returns the parts this rank holds.
+    config)` shards the model and returns the parts this rank holds. `hf`, if any, takes it to and from Hugging Face.
     """
 
     model: Callable[[Any], nn.Module]
@@ -31,9 +50,12 @@ class ModelSpec:
     recorded_flavor: Callable[[Mapping[str, Any]], Any]
     check_parallelism: Callable[..., None]
     apply_parallelism: Callable[..., list[nn.Module]]
+    hf: HuggingFace | None = None
 
 
-MODELS = MappingProxyType({"llama": ModelSpec(Llama, FLAVORS, recorded_flavor, check_parallelism, apply_parallelism)})
+MODELS = MappingProxyType(
+    {"llama": ModelSpec(Llama, FLAVORS, recorded_flavor, check_parallelism, apply_parallelism, llama_hf)}
+)
 
 
 def find_model(model: settings.Model, data_vocab_size: int) -> tuple[ModelSpec, Any]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from models.llama.model import LlamaConfig, RopeScaling
 
+MODEL_TYPE = "llama"
 TOP_NAMES = {
     "tok_embeddings.weight": "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
@@ -73,9 +74,7 @@ def check_hf_names(found: Collection[str], config: LlamaConfig) -> None:
 
 
 def from_hf_config(hf: dict[str, Any]) -> LlamaConfig:
-    """The shape that a config.json of model_type "llama" describes. Raises ValueError for what we cannot run."""
-    if hf.get("model_type") != "llama":
-        raise ValueError(f"model_type = {hf.get('model_type')!r}: only 'llama' can be read")
+    """The shape that a config.json of MODEL_TYPE describes. Raises ValueError for what we cannot run."""
     missing = [key for key in CONFIG_KEYS.values() if key not in hf]
     if missing:
         raise ValueError(f"has no {', '.join(missing)}")
@@ -114,7 +113,7 @@ def to_hf_config(config: LlamaConfig, max_positions: int, dtype: str) -> dict[st
     scaling = config.rope_scaling
     return {
         "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "model_type": MODEL_TYPE,
         **{key: getattr(config, field) for field, key in CONFIG_KEYS.items()},
         "num_key_value_heads": config.n_kv_heads,
         "head_dim": config.head_dim,

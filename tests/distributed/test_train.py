@@ -1,6 +1,7 @@
 """Whole runs of train.py: the same training at any world size, resumed bit for bit, and bad input explained."""
 
 import contextlib
+import dataclasses
 import gzip
 import json
 import os
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from checkpoint.hf import model_config
+from checkpoint.hf import exported_model
 from checkpoint.stores import CheckpointError
 from config import ConfigError, load_config, to_toml
 from data.audit import prove
@@ -279,15 +280,15 @@ def test_a_model_that_was_added_is_trained_and_used(
     dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
-    monkeypatch.setattr("models.MODELS", {**MODELS, "toy": MODELS["llama"]})
+    monkeypatch.setattr("models.MODELS", {**MODELS, "toy": dataclasses.replace(MODELS["llama"], hf=None)})
     words = [word for word in SMALL if "steps" not in word and "flavor" not in word]
     words += ["--model.name=toy", "--model.flavor=tiny", "--lr_scheduler.warmup_steps=1", "--training.steps=2"]
     run_ranks(1, run, [*words, f"--data.datasets={dataset}", f"--run.folder={folder}"], start_group=False)
     generate([str(folder), "--prompt=ba", "--max-tokens=4"])
     validate([str(folder)])
     assert f"{dataset.name}  loss " in capsys.readouterr().out
-    with pytest.raises(CheckpointError, match="of model 'toy': only 'llama' is known to Hugging Face"):
-        model_config({"identity": json.loads((folder / "model.json").read_text())})
+    with pytest.raises(CheckpointError, match="of model 'toy', which has no `hf` in its ModelSpec; llama has"):
+        exported_model({"identity": json.loads((folder / "model.json").read_text())})
     monkeypatch.undo()
     with pytest.raises(ConfigError, match="of model 'toy': must be one of llama"):
         generate([str(folder), "--prompt=ba"])

@@ -10,6 +10,7 @@ import sys
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -19,10 +20,10 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import models, pre_tokenizers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from checkpoint import hf
-from checkpoint.hf import export_model, import_model, model_config
+from checkpoint.hf import export_model, exported_model, import_model, shapes_of
 from checkpoint.index import Opened, read_index
 from checkpoint.manager import CheckpointManager
 from checkpoint.manifest import read_manifest, read_metadata
@@ -32,11 +33,13 @@ from checkpoint.storage import commit, write_items
 from checkpoint.stores import CheckpointError, DamagedError, open_store
 from config import Checkpoint, Config, TitaniteError, from_dict, to_toml
 from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from models import MODELS
 from models.llama import FLAVORS
+from models.llama import hf as llama_hf
 from models.llama.model import Llama, LlamaConfig, RopeScaling
 from tests.distributed.checkpoint_runs import Counter, flip_bit
 from tests.harness import run_ranks
-from tests.unit.test_llama import FAMILIES, hf_model
+from tests.unit.test_llama import FAMILIES, SMALL, hf_model
 from trained import load_trained
 
 CPU = torch.device("cpu")
@@ -101,9 +104,7 @@ def test_an_imported_model_loads_on_four_ranks_and_goes_back(tmp_path, tokenizer
 
 def _load_and_save(place: str, folder: str) -> None:
     identity = json.loads((Path(place) / "model.json").read_text())
-    config = model_config({"identity": identity})
-    with torch.device("meta"):
-        model = Llama(config)
+    model = exported_model({"identity": identity})[1]
     mesh = init_device_mesh("cpu", (4,))
     for block in model.layers.values():
         fully_shard(block, mesh=mesh)
@@ -118,6 +119,47 @@ def _load_and_save(place: str, folder: str) -> None:
     )
     assert manager.load() == 0
     manager.save(7)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TwinConfig(LlamaConfig):
+    """Of another family, which Hugging Face calls mistral."""
+
+    rope_theta: float = 1e6
+
+
+def to_twin_config(flavor: TwinConfig, max_positions: int, dtype: str) -> dict:
+    llama = llama_hf.to_hf_config(flavor, max_positions, dtype)
+    return llama | {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": None}
+
+
+TWIN = SimpleNamespace(
+    MODEL_TYPE="mistral",
+    hf_names=llama_hf.hf_names,
+    check_hf_names=llama_hf.check_hf_names,
+    from_hf_config=lambda hf: TwinConfig(**vars(llama_hf.from_hf_config(hf))),
+    to_hf_config=to_twin_config,
+)
+
+
+def test_a_family_that_was_added_crosses_by_its_own_module(tmp_path, tokenizer_folder, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    twin = dataclasses.replace(
+        MODELS["llama"], flavors={}, recorded_flavor=lambda fields: TwinConfig(**fields), hf=TWIN
+    )
+    for module in ("models", "checkpoint.hf"):
+        monkeypatch.setattr(f"{module}.MODELS", {**MODELS, "twin": twin})
+    hf_folder(tmp_path / "hf", "llama3", tokenizer_folder)
+    model = MistralForCausalLM(MistralConfig(**SMALL | FAMILIES["llama3"] | {"sliding_window": None}))
+    model.save_pretrained(tmp_path / "hf", max_shard_size="100KB")
+    import_model(tmp_path / "hf", str(tmp_path / "ours"), check="logits")
+    assert 'models/twin/__init__.py:\n    "NAME": TwinConfig(' in caplog.text
+    assert "start from it with --model.name=twin --model.flavor=NAME" in caplog.text
+    assert json.loads((tmp_path / "ours" / "model.json").read_text())["name"] == "twin"
+    export_model(str(tmp_path / "ours"), tmp_path / "back", **EXPORT)
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype="auto")
+    assert isinstance(back, MistralForCausalLM)
+    assert_same_weights(model, back)
 
 
 def test_tensors_are_cut_into_pieces_of_whole_rows():
@@ -212,12 +254,12 @@ def test_logits_without_transformers_are_refused_before_anything_is_written(tmp_
 
 
 def test_how_to_start_names_the_flavor_or_gives_it():
-    said = hf.how_to_start("there", FLAVORS["8B_3.1"])
+    said = hf.how_to_start("there", "llama", FLAVORS["8B_3.1"])
     assert said == "start from it with --model.flavor=8B_3.1 --checkpoint.initial_load=there"
     debug = dataclasses.replace(FLAVORS["debug"], vocab_size=512)
-    assert "--model.flavor=debug --model.vocab_size=512 " in hf.how_to_start("there", debug)
+    assert "--model.flavor=debug --model.vocab_size=512 " in hf.how_to_start("there", "llama", debug)
     unknown = dataclasses.replace(FLAVORS["1B"], dim=4096)
-    (line,) = re.findall(r'"NAME": (.*),\n', hf.how_to_start("there", unknown))
+    (line,) = re.findall(r'"NAME": (.*),\n', hf.how_to_start("there", "llama", unknown))
     assert eval(line, {"LlamaConfig": LlamaConfig, "RopeScaling": RopeScaling}) == unknown
 
 
@@ -228,7 +270,7 @@ def edit(path: Path, **changes) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"model_type": "mistral"}, "model_type = 'mistral'"),
+        ({"model_type": "mistral"}, "model_type = 'mistral': must be one of llama"),
         ({"attention_bias": True}, "attention_bias = True"),
         ({"mlp_bias": True}, "mlp_bias = True"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
@@ -295,14 +337,14 @@ def test_a_wrong_result_is_found_and_leaves_nothing(tmp_path, tokenizer_folder, 
     """Planted: the two norms of a block change places on their way out."""
     hf_folder(tmp_path / "hf", "llama3", tokenizer_folder)
     import_model(tmp_path / "hf", str(tmp_path / "ours"), check="tensors")
-    names = hf.hf_names
+    names = llama_hf.hf_names
 
     def swapped(config):
         found = names(config)
         first, second = "layers.0.attention_norm.weight", "layers.0.ffn_norm.weight"
         return found | {first: found[second], second: found[first]}
 
-    monkeypatch.setattr(hf, "hf_names", swapped)
+    monkeypatch.setattr(llama_hf, "hf_names", swapped)
     with pytest.raises(CheckpointError, match="logits differ from transformers'"):
         export_model(str(tmp_path / "ours"), tmp_path / "back", **EXPORT)
     monkeypatch.undo()
@@ -313,8 +355,9 @@ def test_a_wrong_result_is_found_and_leaves_nothing(tmp_path, tokenizer_folder, 
     store = open_store(tmp_path)
     manifest = read_manifest(store, "ours")
     opened = Opened(store, "ours", manifest, read_index(read_metadata(store, "ours", manifest)))
+    adapter, model, flavor = exported_model(manifest)
     with pytest.raises(CheckpointError, match="is not what"):
-        hf.check_tensors(tmp_path / "back", opened, model_config(manifest))
+        hf.check_tensors(tmp_path / "back", opened, shapes_of(model), adapter.hf_names(flavor))
 
 
 def test_a_damaged_checkpoint_is_not_exported(tmp_path, tokenizer_folder):
@@ -370,7 +413,7 @@ def test_an_export_that_was_overtaken_leaves_the_other_its_folder(tmp_path, toke
 def test_a_model_of_another_version_is_named_in_one_line():
     identity = {"name": "llama", **dataclasses.asdict(FLAVORS["tiny"]), "new_field": 1}
     with pytest.raises(TitaniteError, match=r"is of another version of model 'llama': .*new_field"):
-        model_config({"identity": identity})
+        exported_model({"identity": identity})
 
 
 @pytest.mark.parametrize("size", [320, 321])

@@ -88,7 +88,6 @@ def test_logits_and_gradients_equal_transformers(family: str) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"model_type": "mistral"}, "mistral"),
         ({"attention_bias": True}, "attention_bias"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "yarn"),
     ],
