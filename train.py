@@ -223,7 +223,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
             if log_due or validation_due or save_due:
                 history = fetch_finite(unchecked)
             if log_due:
-                (*_, (loss_value, norm_value)) = history
+                loss_value, norm_value = history[-1]
                 metrics.log_step(step, loss=loss_value, grad_norm=norm_value, lr=lr, tokens=dataloader.tokens_seen)
             if validation_due:
                 measure_validation()

@@ -122,12 +122,12 @@ class NotFiniteError(TitaniteError):
 
 
 def fetch_finite(unchecked: dict[int, Tensor]) -> list[list[float]]:
-    """The (loss, gradient norm) of the steps in `unchecked`, from the device; empties it.
+    """The (loss, gradient norm, any further figures) of the steps in `unchecked`, from the device; empties it.
 
     Raises NotFiniteError on all ranks alike, both being sums over all ranks. Comes before anything is written.
     """
     history = torch.stack(list(unchecked.values())).tolist() if unchecked else []
-    for step, (loss, grad_norm) in zip(unchecked, history, strict=True):
+    for step, (loss, grad_norm, *_) in zip(unchecked, history, strict=True):
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise NotFiniteError(
                 f"step {step}: loss {loss}, gradient norm {grad_norm}: not finite, so training stops and nothing "
