@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from checkpoint.hf import trained_positions
-from config import ConfigError, close_match, command_line
+from config import ConfigError, TitaniteError, close_match, command_line
 from generate import Request, Sampling, Timing, stream_texts
 from models.scoring import Pair, log_likelihoods
 from parallel.comm import device_type
@@ -177,14 +177,20 @@ def main(argv: list[str]) -> None:
     trained = load_from_arguments(arguments, device)
     max_seq_len = arguments.max_seq_len or trained_positions(trained.manifest)
     model = HarnessModel(trained, batch_size=arguments.batch_size, max_seq_len=max_seq_len, device=device)
-    results = simple_evaluate(
-        model=model,
-        tasks=tasks,
-        num_fewshot=arguments.num_fewshot,
-        limit=arguments.limit,
-        task_manager=manager,
-        log_samples=False,
-    )
+    try:
+        results = simple_evaluate(
+            model=model,
+            tasks=tasks,
+            num_fewshot=arguments.num_fewshot,
+            limit=arguments.limit,
+            task_manager=manager,
+            log_samples=False,
+        )
+    except OSError as error:  # also what the Hub's libraries raise where there is no network, or no such dataset
+        raise TitaniteError(
+            f"--tasks {arguments.tasks}: data cannot be had: {error}. Without network: give HF_HOME, a folder that the "
+            "same command has filled on a machine with one, and HF_HUB_OFFLINE=1, or tasks over local files (--include)"
+        ) from None
     print(table(results["results"]))
     if arguments.output:
         kept = ("results", "groups", "versions", "n-shot", "n-samples", "higher_is_better", "lm_eval_version")

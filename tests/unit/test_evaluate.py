@@ -2,8 +2,10 @@
 
 import json
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from config import ConfigError
+from config import ConfigError, TitaniteError
 from models.evaluate import TASKS, HarnessModel, check_tasks, main
 from tests.unit.test_generate import imported  # noqa: F401
 from trained import load_trained
@@ -155,6 +157,24 @@ def test_a_task_of_our_own_has_the_scores_of_the_harness(
     check_tasks(TASKS.split(","), managers[0])
     with pytest.raises(ConfigError, match="did you mean hellaswag"):
         check_tasks(["helaswag"], managers[0])
+
+
+@pytest.mark.parametrize("gone", [ConnectionError("Couldn't reach 'x/y' on the Hub"), "no such file"])
+def test_data_that_cannot_be_had_are_named_in_one_line(
+    imported: Path,  # noqa: F811
+    tasks: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    gone: Exception | str,
+) -> None:
+    only_these = partial(TaskManager, include_defaults=False)
+    monkeypatch.setattr("models.evaluate.TaskManager", only_these)
+    if isinstance(gone, Exception):  # of a machine without network
+        monkeypatch.setattr("datasets.load_dataset", mock.Mock(side_effect=gone))
+    else:
+        (tasks / "sayings.jsonl").unlink()
+    command = [str(imported), "--tasks=sayings", "--include", str(tasks), "--max-seq-len=100"]
+    with pytest.raises(TitaniteError, match=r"^--tasks sayings: data cannot be had: .*(x/y|sayings).*HF_HOME"):
+        main(command)
 
 
 def test_a_folder_of_tasks_must_be_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
