@@ -80,7 +80,7 @@ def export_model(
         check_companions(origin, companions)
         text = companion_tokenizer(origin, companions, flavor.vocab_size)
         logger.info(f"tokenizer from {origin}")
-        positions = max_positions or trained_positions(opened.manifest)
+        positions = max_positions or trained_positions(opened.manifest, "--max-positions")
         try:
             partial.mkdir(parents=True)
         except OSError as error:  # nothing in there is ours to remove
@@ -173,12 +173,15 @@ def shapes_of(model: nn.Module) -> dict[str, torch.Size]:
     return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
-def trained_positions(manifest: Manifest) -> int:
-    """Tokens of the sequences that the model was trained on, by this run or its exporter. Raises CheckpointError."""
+def trained_positions(manifest: Manifest, option: str) -> int:
+    """Tokens of the sequences that the model was trained on, by this run or its exporter.
+
+    Raises CheckpointError, which advises to give `option`, where the checkpoint does not say.
+    """
     if "imported" in manifest:
         return manifest["imported"]["max_position_embeddings"]
     if "config" not in manifest:
-        raise CheckpointError("this checkpoint does not say for how many tokens: give --max-seq-len")
+        raise CheckpointError(f"this checkpoint does not say for how many tokens: give {option}")
     return tomllib.loads(manifest["config"])["training"]["seq_len"]
 
 

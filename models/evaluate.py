@@ -175,7 +175,7 @@ def main(argv: list[str]) -> None:
     check_tasks(tasks, manager)
     device = torch.device(device_type())
     trained = load_from_arguments(arguments, device)
-    max_seq_len = arguments.max_seq_len or trained_positions(trained.manifest)
+    max_seq_len = arguments.max_seq_len or trained_positions(trained.manifest, "--max-seq-len")
     model = HarnessModel(trained, batch_size=arguments.batch_size, max_seq_len=max_seq_len, device=device)
     try:
         results = simple_evaluate(

@@ -238,9 +238,16 @@ def test_a_folder_in_the_root_is_not_one_in_the_working_directory(tmp_path, toke
         import_model(tmp_path / "hf", "/etc", check="auto")
 
 
-def test_who_was_not_told_the_length_says_so():
-    with pytest.raises(CheckpointError, match="give --max-seq-len"):
-        hf.trained_positions({})
+def test_who_was_not_told_the_length_says_so(tmp_path, tokenizer_folder, monkeypatch):
+    """And advises an option that the command has."""
+    hf_folder(tmp_path / "hf", "llama3", tokenizer_folder)
+    import_model(tmp_path / "hf", str(tmp_path / "ours"), check="tensors")
+    manifest = read_manifest(open_store(tmp_path), "ours")
+    del manifest["imported"]
+    monkeypatch.setattr("checkpoint.loading.read_manifest", lambda *_: manifest)
+    with pytest.raises(CheckpointError, match="give --max-positions"):
+        export_model(str(tmp_path / "ours"), tmp_path / "back", **EXPORT)
+    export_model(str(tmp_path / "ours"), tmp_path / "back", **EXPORT | {"max_positions": 100})
 
 
 def test_logits_without_transformers_are_refused_before_anything_is_written(tmp_path, tokenizer_folder, monkeypatch):
