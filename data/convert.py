@@ -144,7 +144,11 @@ def convert(
             raise DataError(f"--source {source}: must be on this machine")
         if source == STDLIB or os.path.isdir(source):  # what is text there would be taken for tokens
             raise DataError(f"--source {source}: must be files of tokens; name them, as in 'FOLDER/*.bin'")
-    paths = [Path(file.url) for file in list_files(sources)]
+    if format == "megatron":  # which itself names both files by their prefix
+        sources = [
+            name if not name or name.endswith(".bin") else f"{name.removesuffix('.idx')}.bin" for name in sources
+        ]
+    paths = [Path(file.url) for file in list_files(sources, "name files of tokens, or globs of them")]
     for path in paths:  # before anything is removed
         for ids in islice(_documents(path, format, chosen.eos_id), 1):
             list(_ended_once(ids, chosen, f"{path}, document 0"))
@@ -218,7 +222,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         prog="python -m data.convert", description="Turn other projects' tokens into a dataset."
     )
     add = parser.add_argument
-    add("--source", nargs="+", required=True, help="local files or globs (Megatron: the .bin files)")
+    add("--source", nargs="+", required=True, help="local files or globs (Megatron: prefixes or .bin files)")
     add("--format", choices=FORMATS, required=True, help="what the files are")
     add("--tokenizer", required=True, help="the tokenizer.json that made the tokens, or a folder with it")
     add_output_options(parser)

@@ -61,10 +61,16 @@ class Unit(NamedTuple):
     bytes: int = 0
 
 
-def list_files(sources: Sequence[str]) -> list[File]:
+SEARCHED = (
+    f"a folder is searched for {' '.join((*TEXT_SUFFIXES, *KINDS))}, also compressed as .gz or .zst, but not for plain "
+    f".json; a file or glob may have any suffix, and `{STDLIB}` is the Python standard library"
+)
+
+
+def list_files(sources: Sequence[str], searched: str = SEARCHED) -> list[File]:
     """The files that the sources (stdlib, folders, files, globs, URLs) name, in a fixed order.
 
-    Raises DataError naming a source without any.
+    Raises DataError naming a source without any, and what is `searched` for.
     """
     files: dict[str, File] = {}
     for source in sources:
@@ -72,11 +78,7 @@ def list_files(sources: Sequence[str]) -> list[File]:
             raise DataError("--source : must not be empty")
         found = _stdlib_files() if source == STDLIB else _expand(source)
         if not found:
-            raise DataError(
-                f"--source {source}: no files there; a folder is searched for {' '.join((*TEXT_SUFFIXES, *KINDS))}, "
-                "also compressed as .gz or .zst, but not for plain .json; a file or glob may have any suffix, "
-                f"and `{STDLIB}` is the Python standard library"
-            )
+            raise DataError(f"--source {source}: no files there; {searched}")
         files.update((file.url, file) for file in found)
     return list(files.values())
 

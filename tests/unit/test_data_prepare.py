@@ -1108,6 +1108,20 @@ def test_an_eos_ends_a_document_wherever_it_stands(tokenizer_folder, tmp_path, n
     verify.main([str(output)])
 
 
+@pytest.mark.parametrize("source", ["a", "a.idx", "*"])
+def test_megatron_files_are_known_by_their_prefix(tokenizer_folder, tmp_path, source):
+    eos = load_tokenizer(tokenizer_folder).eos_id
+    write_megatron(tmp_path, [[5, 6], [7]], eos)
+    source, output = str(tmp_path / source), str(tmp_path / "out")
+    convert([source], output, "megatron", str(tokenizer_folder), validation_fraction=0)
+    assert [document for block in stored_blocks(tmp_path / "out") for document in block] == [[5, 6, eos], [7, eos]]
+
+
+def test_tokens_that_are_not_there_are_no_text(tokenizer_folder, tmp_path):
+    with pytest.raises(DataError, match=r"--source .*x\.bin: no files there; name files of tokens, or globs of them$"):
+        convert([str(tmp_path / "x")], str(tmp_path / "out"), "megatron", str(tokenizer_folder))
+
+
 def test_tokens_of_another_vocabulary_are_refused(tokenizer_folder, tmp_path):
     np.array([1, 2, 0, 5000, 0], "<u2").tofile(tmp_path / "a.bin")
     with pytest.raises(
