@@ -37,6 +37,7 @@ from data.writer import (
     refuse_finished,
     refuse_too_large,
     remove_dataset,
+    say_ready,
     token_dtype,
     write_manifest,
     write_shard,
@@ -233,7 +234,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             manifest = convert(**arguments)
         except OSError as error:  # a full disk, no permission
             raise DataError(f"--output {arguments['output']}: {error}") from None
-        print(f"{sum(shard['tokens'] for shard in manifest['shards']):,} tokens; ready: {arguments['output']}")
+        print(f"{sum(shard['tokens'] for shard in manifest['shards']):,} tokens")
+        say_ready(manifest, arguments["output"], arguments["validation_fraction"])
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ from data.writer import (
     refuse_too_large,
     remove_dataset,
     remove_parts,
+    say_ready,
     token_dtype,
     write_atomically,
     write_manifest,
@@ -436,7 +437,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         default="text",
         help="text; or for fine-tuning: sft, prompts with responses, and chat, messages (default %(default)s)",
     )
-    add("--example-keys", default="", help=f"keys of an example, by commas (default {KEYS})")
+    defaults = "; ".join(f"{name}: {keys}" for name, keys in KEYS.items())
+    add("--example-keys", default="", help=f"keys of an example, by commas (default {defaults})")
     add("--seq-len", type=int, default=0, help="tokens of a row of packed examples: the training's seq_len")
     add("--drop-long", action="store_true", help="leave out examples longer than that; they are counted")
     add("--chat-template", default="", help="Jinja file; default: the tokenizer's own, else a built-in one")
@@ -474,7 +476,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if manifest.get("dropped"):
             print(f"left out: {manifest['dropped']:,} examples longer than {manifest['packed_seq_len']} tokens")
         print(f"vocabulary {manifest['vocab_size']}, token {manifest['eos_id']} ends a document")
-        print(f"ready: {arguments['output']}")
+        say_ready(manifest, arguments["output"], arguments["validation_fraction"])
 
 
 if __name__ == "__main__":

@@ -53,6 +53,16 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
     add("--overwrite", action="store_true", help="replace a finished dataset")
 
 
+def say_ready(manifest: dict[str, Any], output: str, validation_fraction: float) -> None:
+    """The last words of every command that writes a dataset, and what it lacks that was asked for."""
+    if validation_fraction and not any(shard["split"] == "validation" for shard in manifest["shards"]):
+        print(
+            f"nothing is held out: --validation-fraction {validation_fraction:g} is too little of so few documents; "
+            "give more, or train with --validation.enable=false"
+        )
+    print(f"ready: {output}")
+
+
 def check_output(output: str, overwrite: bool, validation_fraction: float, block_mb: float, shard_mb: float) -> Path:
     """The folder to write a dataset to, if these options make sense. Raises DataError."""
     for name, value in (("block-mb", block_mb), ("shard-mb", shard_mb)):

@@ -560,6 +560,22 @@ def test_a_finished_dataset_is_not_overwritten_by_accident(texts, tokenizer_fold
     assert contents(tmp_path / "out") == before
 
 
+@pytest.mark.parametrize(("command", "words"), [(main, ["--processes=1"]), (convert_main, ["--format=nanogpt"])])
+@pytest.mark.parametrize(("fraction", "said"), [("1e-9", True), ("0", False), ("0.5", False)])
+def test_that_nothing_is_held_out_is_said_at_once(tokenizer_folder, tmp_path, capsys, command, words, fraction, said):
+    """Training, which validates unless told otherwise, would be refused."""
+    tokens = np.array([[number, 0] for number in range(5, 65)], "<u2")
+    source = write_jsonl(tmp_path / "in.jsonl", [f"text {number}" for number in range(60)])
+    if command is convert_main:
+        tokens.tofile(source := tmp_path / "in.bin")
+    output = str(tmp_path / "out")
+    words = [*words, f"--source={source}", f"--output={output}", f"--tokenizer={tokenizer_folder}"]
+    command([*words, f"--validation-fraction={fraction}"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == f"ready: {output}"
+    assert lines[-2].startswith("nothing is held out: --validation-fraction 1e-09 ") is said
+
+
 def test_a_dry_run_counts_and_writes_nothing(texts, tmp_path, capsys):
     file = write_jsonl(tmp_path / "in.jsonl", [*texts, ""])
     main(["--source", str(file), "--output", str(tmp_path / "out"), "--dry-run"])
