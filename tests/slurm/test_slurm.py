@@ -1,4 +1,4 @@
-"""launch/slurm.sh on a real Slurm of two nodes: submitted, preempted by another job, requeued, resumed, done.
+"""launch/slurm.sh on a real Slurm of two nodes: with a mistake; submitted, preempted, requeued, resumed, done.
 
 python -m pytest tests/slurm
 """
@@ -59,6 +59,9 @@ def test_a_preempted_job_is_requeued_and_resumes(tmp_path: Path) -> None:
                 time.sleep(0.1)
 
         options = ["--partition=low", "--gpus-per-node=0", f"--output={tmp_path / 'log'}"]
+        mistyped = ["sbatch", "--wait", *options, "launch/slurm.sh", "--training.stepz=150"]
+        ended = subprocess.run(mistyped, cwd=ROOT, env=environment, capture_output=True, timeout=PATIENCE_SECONDS)
+        assert ended.returncode == 2, "it is not queued again, though Slurm ended one of its torchruns by SIGTERM"
         job = call("sbatch", "--parsable", *options, "launch/slurm.sh", *arguments)
         wait(lambda: max(steps(), default=0) >= 5, "five steps")
         call("sbatch", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true")

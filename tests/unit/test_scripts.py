@@ -44,6 +44,19 @@ esac
 """
 
 
+# Starts a task on each of two nodes, and returns the highest exit code.
+SRUN = """#!/bin/bash
+echo "srun $1 $2" >> log; shift 2; highest=0
+for SLURM_NODEID in 0 1; do
+  export SLURM_NODEID; code=0; "$@" || code=$?; highest=$((code > highest ? code : highest))
+done
+exit $highest
+"""
+TORCHRUN = """#!/bin/bash
+grep -o -e "--rdzv-id=[^ ]*" <<<"$*" >> log; ended=($ENDED); exit ${ended[$SLURM_NODEID]}
+"""
+
+
 def command_lines() -> list[str]:
     """The modules of the project that are programs."""
     files = [file for pattern in ("*.py", "*/*.py") for file in ROOT.glob(pattern) if not file.match("tests/*")]
@@ -211,24 +224,36 @@ def test_tests_where_torch_cannot_compile_end_at_once(tmp_path: Path) -> None:
     assert said.startswith(f"error: {tmp_path / 'a folder'}: has a space in it")
 
 
-@pytest.mark.parametrize("ended", [143, 138])
+@pytest.mark.parametrize(
+    ("ended", "code", "again"),
+    [
+        ("143 143", 143, True),
+        ("138 138", 138, True),
+        ("75 143", 75, True),
+        ("0 0", 0, False),
+        ("143 2", 2, False),  # one failed, Slurm ended the other
+        ("1 143", 1, False),
+        ("143 137", 137, False),
+    ],
+)
 @pytest.mark.parametrize("state", ["RUNNING", "CANCELLED"])
 @pytest.mark.parametrize(
     ("array", "job"),
     [({}, "7"), ({"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}, "7_3")],
 )
 def test_a_job_that_was_asked_to_stop_queues_itself_again(
-    tmp_path: Path, array: dict[str, str], job: str, state: str, ended: int
+    tmp_path: Path, array: dict[str, str], job: str, state: str, ended: str, code: int, again: bool
 ) -> None:
     """Of an array that task alone: to Slurm, the number of one of its tasks means all of them."""
-    write_program(tmp_path / "bin" / "scontrol", SCONTROL)
-    write_program(tmp_path / "bin" / "srun", '#!/bin/bash\necho "srun $1 $2" >> log\n' + f"exit {ended}\n")
-    environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "STATE": state}
-    environment |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", **array}
-    assert run(tmp_path, "bash", str(ROOT / "launch" / "slurm.sh"), **environment)[0] == ended
+    for name, text in {"bin/scontrol": SCONTROL, "bin/srun": SRUN, ".venv/bin/python": TORCHRUN}.items():
+        write_program(tmp_path / name, text)
+    environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "STATE": state, "ENDED": ended}
+    environment |= {"SLURM_JOB_ID": "7", "SLURM_CLUSTER_NAME": "lab", "SLURM_JOB_NODELIST": "n1", **array}
+    assert run(tmp_path, "bash", str(ROOT / "launch" / "slurm.sh"), **environment)[0] == code
     # --export=ALL: else the nodes would not be told where to meet where sbatch was given --export=NONE.
-    asked = [f"requeue {job}"] if state == "RUNNING" else []
-    assert log_of(tmp_path) == ["srun --kill-on-bad-exit=1 --export=ALL", *asked]
+    asked = [f"requeue {job}"] if again and state == "RUNNING" else []
+    ids = ["--rdzv-id=slurm-lab-7"] * 2
+    assert log_of(tmp_path) == ["srun --kill-on-bad-exit=1 --export=ALL", *ids, *asked]
 
 
 @pytest.mark.parametrize(
