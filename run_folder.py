@@ -268,12 +268,15 @@ def record_progress(folder: Path) -> None:
 
 
 def _count_without_progress(folder: Path, job: str, allowed: int) -> int:
-    """Starts of this job, this one included, since the last checkpoint. Raises CrashLoopError above 1 + `allowed`."""
-    last = _last_start(folder)
+    """Starts of this job since the last checkpoint, this one included, but none that was asked to stop or had done all.
+
+    Raises CrashLoopError above 1 + `allowed`.
+    """
+    last, ended = _last_start(folder), exits.read_exit(folder)
     before = last.get("starts_since_checkpoint", 0) if job and last.get("job") == job else 0
-    count = 1 if (folder / PROGRESS).exists() else before + 1
+    orderly = ended is not None and ended["kind"] in ("stopped", "finished")
+    count = 1 if (folder / PROGRESS).exists() else max(1, before + (not orderly))
     if count > 1 + allowed:
-        ended = exits.read_exit(folder)
         cause = ended["cause"] if ended else "unknown, it was killed"
         raise CrashLoopError(
             f"{folder}: {count - 1} starts of this job in a row ended without a new checkpoint, "

@@ -37,7 +37,7 @@ from parallel.comm import (
     set_timeout,
     shut_down,
 )
-from parallel.exits import run_and_leave
+from parallel.exits import AGAIN, run_and_leave
 from parallel.failures import BadSteps, Stragglers, check_replay, fetch_finite
 from parallel.mesh import ParallelDims
 from parallel.pipeline import build_step
@@ -170,7 +170,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
     updated = step  # the last step that the weights have seen
     unchecked: dict[int, Tensor] = {}  # step → loss and gradient norm, since the host last looked
     with (
-        StopRequest(folder, init_timeout) as stop,
+        StopRequest(folder, environment, init_timeout) as stop,
         watchdog,
         profile(config.profiling, folder / "profile", rank, step) as profiler,
     ):
@@ -266,12 +266,12 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
             sample = sample_text(parts, compute, dataloader.tokenizer, config, dims, mesh, device)
             logger.info("sample:\n" + "".join(watchdog.follow(sample, "end")))
         checkpoint.wait()
-        if rank == 0 and config.checkpoint.enable:
-            record_progress(folder)  # an orderly end is no crash, even where nothing was left to save
         dataloader.close()
         metrics.close()
     watchdog.close(step, training.steps, stop.asked_by)
     logger.info(f"done: {step} of {training.steps} steps, run folder {folder}")
+    if step < training.steps and stop.elsewhere:
+        sys.exit(AGAIN)  # torchrun starts us again, with the nodes that remain
 
 
 @record

@@ -15,7 +15,8 @@ from config import TitaniteError
 
 FILE = "exit.json"
 NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP)  # of a file system that has none: FAT, some network disks
-HUNG = 75  # exit code of the ranks of a job that hung; sysexits.h: try again
+AGAIN = 75  # exit code of ranks that are to be started again; sysexits.h: EX_TEMPFAIL
+HUNG = AGAIN  # of those of a job that hung
 
 
 class Exit(NamedTuple):

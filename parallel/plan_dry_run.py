@@ -321,6 +321,6 @@ def _no_checkpoints(*_: Any, **__: Any) -> Any:
     return mock.Mock(load=lambda: 0)
 
 
-def _no_stop(folder: Path, timeout_seconds: int) -> Any:
+def _no_stop(folder: Path, environment: LaunchEnvironment, timeout_seconds: int) -> Any:
     """A request that never comes."""
     return contextlib.nullcontext(mock.Mock(agreed=lambda: False, asked_by=""))

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import random
+import signal
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from benchmarks.chaos import Job, judge_job, prepare_data, schedule, suffer, wei
 from config import Failures, load_config
 from data.audit import prove
 from metrics_page import read_charts
+from parallel.exits import AGAIN
 from parallel.failures import (
     SPIKE_WINDOW,
     BadStepError,
@@ -285,6 +287,30 @@ def test_initial_weights_are_progress(dataset: Path, tmp_path: Path) -> None:
     arguments = [*SMALL, f"--data.datasets={dataset}", f"--run.folder={tmp_path}"]
     (told,) = run_ranks(1, progress, arguments, start_group=False)
     assert told["init"] == 3 + 4 * 9  # the weights of the tiny model
+
+
+def exit_code(arguments: list[str], steps: int) -> Any:
+    """Of a rank alone on its node; that of rank 1 is taken after step 2."""
+    os.environ["LOCAL_RANK"] = "0"
+
+    def after_step(step: int) -> None:
+        if dist.get_rank() == 1 and step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    try:
+        train(load_config([*arguments, f"--training.steps={steps}"]), after_step)
+    except SystemExit as ended:
+        return ended.code
+    return 0
+
+
+def test_a_node_that_is_taken_does_not_end_the_run_on_the_others(dataset: Path, tmp_path: Path) -> None:
+    arguments = [*(word for word in SMALL if "training.steps" not in word), f"--data.datasets={dataset}"]
+    for steps, expected in ((12, [AGAIN, 0]), (2, [0, 0])):
+        words = [*arguments, f"--run.folder={tmp_path / str(steps)}"]
+        assert run_ranks(2, exit_code, words, steps, start_group=False) == expected
+    saved = sorted(path.name.split("-")[1] for path in (tmp_path / "12" / "checkpoints").glob("step-*"))
+    assert saved == ["00000003"], "the vote cast after step 2 was read after step 3"
 
 
 def find_stragglers(slow_rank: int) -> list[list[str]]:

@@ -567,7 +567,7 @@ def test_a_port_where_nobody_answers_is_one_line(tmp_path: Path) -> None:
 def stopped_by(folder: Path, number: signal.Signals) -> tuple[list[bool], str]:
     """The votes of two steps after a signal, and what is said to have asked."""
     before = signal.getsignal(number)
-    with StopRequest(folder, timeout_seconds=60) as stop:
+    with StopRequest(folder, LaunchEnvironment(0, 0, 1), timeout_seconds=60) as stop:
         os.kill(os.getpid(), number)
         votes, asked_by = [stop.agreed(), stop.agreed()], stop.asked_by
         if number == signal.SIGINT:
@@ -590,6 +590,38 @@ def ignored(folder: Path) -> tuple[list[bool], str]:
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"])
 def test_a_signal_asks_for_a_stop_after_the_step(name: str, tmp_path: Path) -> None:
     assert run_ranks(1, heard, tmp_path, signal.Signals[name]) == [([False, True], name)]
+
+
+def goes_on(folder: Path, asked: dict[int, signal.Signals | str]) -> bool:
+    """Of two ranks on each of two nodes: whether this one is to go on, once ranks were asked by a signal or a file."""
+    rank = dist.get_rank()
+    with StopRequest(folder, LaunchEnvironment(rank, rank % 2, 4), timeout_seconds=60) as stop:
+        how = asked.get(rank)
+        if isinstance(how, str):
+            (folder / how).touch()
+        elif how:
+            os.kill(os.getpid(), how)
+        votes = [stop.agreed(), stop.agreed()]
+    assert votes == [False, bool(asked)]
+    return stop.elsewhere
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({2: signal.SIGTERM, 3: signal.SIGTERM}, [True, True, False, False]),
+        ({1: signal.SIGHUP}, [False, False, True, True]),
+        ({1: signal.SIGTERM, 3: signal.SIGTERM}, [False] * 4),
+        ({3: signal.SIGUSR1}, [False] * 4),
+        ({3: signal.SIGINT, 2: signal.SIGTERM}, [False] * 4),
+        ({0: "stop", 3: signal.SIGTERM}, [False] * 4),
+        ({}, [False] * 4),
+    ],
+)
+def test_nodes_that_remain_go_on_without_those_that_are_taken(
+    asked: dict[int, signal.Signals | str], expected: list[bool], tmp_path: Path
+) -> None:
+    assert run_ranks(4, goes_on, tmp_path, asked) == expected
 
 
 def test_under_nohup_a_closed_terminal_stops_nothing(tmp_path: Path) -> None:

@@ -367,8 +367,8 @@ def test_restarts_without_progress_are_refused(tmp_path: Path) -> None:
     for _ in range(3):
         start(config, "job-1")
     record_progress(folder)
-    for _ in range(4):
-        start(config, "job-1")
+    for kind in ("lost", "stopped", "lost", "stopped", "finished", "lost", "lost"):
+        start(config, "job-1", kind)
     with pytest.raises(CrashLoopError, match=r"4 starts of this job in a row .* the last one: rank 1 was lost"):
         start(config, "job-1")
     by_hand = dataclasses.replace(config, run=Run(folder=str(folder)))
