@@ -95,7 +95,7 @@ def test_pods_need_no_rights(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["TrainJob", "PyTorchJob"])
 def test_arguments_are_settings_and_credentials_are_in_the_secret(kind: str) -> None:
-    pod, arguments = pod_and_arguments(kind)
+    _, arguments = pod_and_arguments(kind)
     config = load_config(arguments[arguments.index("train.py") + 1 :])
     elastic = objects()[kind]["spec"].get("elasticPolicy")
     if elastic:  # the batch stays the same with any number of nodes
@@ -103,9 +103,20 @@ def test_arguments_are_settings_and_credentials_are_in_the_secret(kind: str) -> 
         assert [grad_accum_steps(config.training, n) for n in ranks]
         assert config.training.global_batch_size
     assert any(word.startswith("--run.folder=") for word in arguments), "a pod started again must resume"
-    text = yaml.safe_dump(pod)
+    text = yaml.safe_dump(objects()[kind]["spec"])
     assert "titanite-s3" in text
     assert not re.search(r"AKIA|SECRET_ACCESS_KEY.*value: ", text)
+
+
+def test_what_the_controllers_refuse_or_overlook() -> None:
+    """Beyond their schemas: Trainer's webhook; AppWrapper looks at the exit codes of pods that are Failed only."""
+    (container,) = pod_and_arguments("TrainJob")[0]["containers"]
+    assert "env" not in container, "must not have envs for the dataset-initializer, model-initializer, node containers"
+    wrapper, job = objects()["AppWrapper"], objects()["PyTorchJob"]
+    annotations = wrapper["metadata"]["annotations"]
+    prefix = "workload.codeflare.dev.appwrapper"
+    assert annotations == {f"{prefix}/retryLimit": "100", f"{prefix}/terminalExitCodes": "2"}
+    assert job["spec"]["pytorchReplicaSpecs"]["Worker"]["restartPolicy"] == "Never"
 
 
 def test_the_other_launchers_hold_settings_too() -> None:
