@@ -21,6 +21,7 @@ import torch
 import config as settings
 from config import Config, ConfigError, TitaniteError, tomllib
 from parallel import exits
+from parallel.comm import tell_launcher
 from records import open_records, read_records, write_atomically
 
 logger = logging.getLogger(__name__)
@@ -153,6 +154,7 @@ def start_run(
         _check_model(folder, identity, str(folder), "name another run.folder")  # of a start that has ended since
         _check_optimizer(folder, config)  # or that the job, not the config, has named
         changed = record_start(folder, config, identity, world_size, job)
+        tell_launcher(folder)
         save(folder)
         return folder, changed
 

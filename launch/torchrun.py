@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+from pathlib import Path
 from unittest import mock
 
 from torch.distributed import DistError, TCPStore
@@ -26,7 +27,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from torch.distributed.run import main
 
 from parallel.comm import name_launcher
-from parallel.exits import HUNG
+from parallel.exits import HUNG, Exit, record_exit
 
 
 def launch(argv: list[str]) -> int:
@@ -58,7 +59,7 @@ def launch(argv: list[str]) -> int:
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # torchrun would undo what nohup has done
         handled += ",SIGHUP"
     alone = ["--local-addr=127.0.0.1"] if "--standalone" in argv else []  # this machine's name may be known to nobody
-    name_launcher()
+    starting = name_launcher()
     try:
         with (
             mock.patch.object(DynamicRendezvousHandler, "next_rendezvous", next_with_a_new_store),
@@ -78,6 +79,10 @@ def launch(argv: list[str]) -> int:
     except SignalException as error:
         if error.sigval == signal.SIGQUIT:  # from a rank: what it has explained comes again in every restart
             return USER_ERROR
+        if folder := os.pread(starting, 10_000, 0):
+            cause = f"stopped by {error.sigval.name}, before it trained"
+            action = f"start again with --run.folder={os.fsdecode(folder)}"
+            record_exit(Path(os.fsdecode(folder)), Exit("stopped", cause, None, "start", 0, None, action))
         passed_on = "the ranks got it too; one that trains ends after its step, with a checkpoint"
         print(f"torchrun: ended by {error.sigval.name}; {passed_on}", file=sys.stderr)
         return 128 + error.sigval

@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from config import Comm, ConfigError, TitaniteError
 
 T = TypeVar("T")
-LAUNCHER = "TITANITE_LAUNCHER"
+LAUNCHER, STARTING = "TITANITE_LAUNCHER", "TITANITE_STARTING"
 FILES, FILES_OF_RANK = 50, 5  # open in a process at most, and for each rank of the job (3 measured)
 
 
@@ -76,9 +77,22 @@ def identify(pid: int) -> str:
     return f"{pid}-{process_state(pid)[1]}"
 
 
-def name_launcher() -> None:
-    """Tell the ranks that this process starts, torchrun, who it is."""
+def name_launcher() -> int:
+    """Tell the ranks that this process starts, torchrun, who it is; the file for what `tell_launcher` says."""
+    file = os.memfd_create(STARTING)
     os.environ[LAUNCHER] = identify(os.getpid())
+    os.environ[STARTING] = f"/proc/{os.getpid()}/fd/{file}"
+    return file
+
+
+def tell_launcher(folder: Path | None) -> None:
+    """Tell launch.torchrun, if it started us, the folder of the run that begins its start-up; None: that is over.
+
+    A signal in between ends the ranks at once. That it was no crash is for torchrun to record.
+    """
+    if file := os.environ.get(STARTING):
+        with suppress(OSError):  # torchrun is gone, or another user
+            Path(file).write_bytes(b"" if folder is None else os.fsencode(folder.absolute()))
 
 
 def runs(process: str) -> bool:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from config import TitaniteError
-from parallel.comm import LaunchEnvironment
+from parallel.comm import LaunchEnvironment, tell_launcher
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 OF_A_NODE = ("SIGTERM", "SIGHUP")  # which is taken from the run; the others are a person's word to the whole run
@@ -56,6 +56,7 @@ class StopRequest:
         for number, handler in self.before.items():
             if handler != signal.SIG_IGN:
                 signal.signal(number, self._on_signal)
+        tell_launcher(None)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:

@@ -743,6 +743,36 @@ def test_what_no_restart_can_mend_ends_torchrun(tmp_path: Path) -> None:
     assert (tmp_path / "starts").read_text() == "x"
 
 
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_start_that_is_asked_to_stop_before_it_trains_is_no_crash(trains: bool, tmp_path: Path) -> None:
+    folder, script = tmp_path / "run", tmp_path / "rank.py"
+    script.write_text(
+        "import os, signal, time\n"
+        "from pathlib import Path\n"
+        "from config import Comm, Config, Run\n"
+        "from parallel.comm import init_distributed, launch_environment\n"
+        "from parallel.stop import StopRequest\n"
+        "from run_folder import start_run\n"
+        "environment = launch_environment()\n"
+        "init_distributed(environment, Comm())\n"
+        f"start_run(Config(run=Run(folder={str(folder)!r})), {{}}, 1, 'job', (), lambda folder: None)\n"
+        f"stop = StopRequest(Path({str(folder)!r}), environment, 60)\n"
+        f"if {trains}: stop.__enter__()\n"
+        "os.kill(os.getppid(), signal.SIGTERM)\n"
+        "while not stop.asked_by: time.sleep(0.01)\n"
+    )
+    command = [sys.executable, "-m", "launch.torchrun", "--standalone", str(script)]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    record_start(folder, Config(), {}, 1, "job")
+    last = read_starts(folder)[-1]
+    if trains:  # then the ranks are to say it
+        assert (last["after"], last["starts_since_checkpoint"]) == (None, 2)
+    else:
+        assert (last["after"]["kind"], last["starts_since_checkpoint"]) == ("stopped", 1)
+
+
 def test_the_launcher_resets_what_torchrun_keeps() -> None:
     """Attributes of torch's own; if they were renamed, ours would do nothing."""
     made = inspect.getsource(DynamicRendezvousHandler.__init__)
