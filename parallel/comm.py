@@ -1,6 +1,7 @@
 """Processes: where this one stands, how they start, talk and stop."""
 
 import gc
+import ipaddress
 import os
 import resource
 import signal
@@ -37,6 +38,12 @@ class LaunchEnvironment(NamedTuple):
 
 def launch_environment() -> LaunchEnvironment:
     """The only place where the environment's ranks, and the job they belong to, are read. Raises ConfigError."""
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if tasks != "1" and "WORLD_SIZE" not in os.environ:
+        raise ConfigError(
+            f"SLURM_STEP_NUM_TASKS = {tasks}: srun has started so many, of which each would train alone; it must start "
+            "torchrun, one on each node, as launch/slurm.sh does"
+        )
     job = os.environ.get("TORCHELASTIC_RUN_ID", "")
     if job == "none":  # torchrun was given no --rdzv-id: then the process that starts us is the job
         job = f"{socket.gethostname()}-{identify(os.getppid())}"
@@ -125,8 +132,8 @@ def bfloat16_is_slow(device: torch.device) -> bool:
 def init_distributed(environment: LaunchEnvironment, comm: Comm) -> torch.device:
     """Start the process group (also of one process) and return this rank's device.
 
-    Raises ConfigError where this node has too few devices, ranks have devices of different types, or too few files may
-    be open.
+    Raises ConfigError where this node has too few devices, ranks have devices of different types or cannot be reached by
+    others, or too few files may be open.
     """
     allow_open_files(environment.world_size)
     kind = device_type()
@@ -175,19 +182,42 @@ def allow_open_files(world_size: int) -> None:
 def check_devices(store: dist.Store, rank: int, world_size: int, kind: str) -> None:
     """Raise ConfigError, on all ranks alike, where they found devices of different types, such as a GPU that is gone.
 
-    `store` is of this start alone.
+    Also where a host, one of several, listens to itself only. `store` is of this start alone.
     """
-    store.set(f"device/{rank}", f"{kind} {socket.gethostname()}")
+    store.set(f"device/{rank}", f"{kind} {socket.gethostname()} {'alone' if _listens_to_itself() else ''}")
     if rank == 0:  # alone, for thousands of ranks that read what thousands wrote keep the store busy
         hosts: dict[str, list[str]] = {}
+        alone: dict[str, bool] = {}
         for found in sorted(set(store.multi_get([f"device/{other}" for other in range(world_size)]))):
-            name, host = found.decode().split()
+            name, host, *deaf = found.decode().split()
             hosts.setdefault(name, []).append(host)
-        store.set("devices", "; ".join(f"{name} on {', '.join(on)}" for name, on in hosts.items() if len(hosts) > 1))
-    if mixed := store.get("devices").decode():
-        error = ConfigError(f"ranks have devices of different types: {mixed}; is a GPU or its driver gone?")
+            alone[host] = bool(deaf)
+        wrong = ""
+        if len(hosts) > 1:
+            mixed = "; ".join(f"{name} on {', '.join(on)}" for name, on in hosts.items())
+            wrong = f"ranks have devices of different types: {mixed}; is a GPU or its driver gone?"
+        elif len(alone) > 1 and any(alone.values()):
+            names = ", ".join(host for host in alone if alone[host])
+            wrong = (
+                f"{names}: there the host's own name is of a loopback address, such as 127.0.1.1, or of none, and gloo would "
+                "listen where no other host reaches it: set GLOO_SOCKET_IFNAME to the interface of its network (ip -br addr)"
+            )
+        store.set("devices", wrong)
+    if wrong := store.get("devices").decode():
+        error = ConfigError(wrong)
         error.agreed = True
         raise error
+
+
+def _listens_to_itself() -> bool:
+    """Whether gloo takes a loopback address for this host's, which it does by the host's own name."""
+    if os.environ.get("GLOO_SOCKET_IFNAME"):
+        return False
+    try:
+        (*_, address), *_ = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+    except socket.gaierror:
+        return True
+    return ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback
 
 
 def meet(store: dist.Store, rank: int, world_size: int, timeout_seconds: float) -> str:

@@ -691,6 +691,32 @@ def test_ranks_with_devices_of_different_types_do_not_start() -> None:
             assert all(said in line for line in threads.map(check, range(2)))
 
 
+@pytest.mark.parametrize("address", ["127.0.1.1", "::1", ""])
+def test_hosts_that_no_other_reaches_do_not_start(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default Debian's hosts are 127.0.1.1 to themselves; a container's own name may be known to nobody."""
+
+    def resolve(*_: object, **__: object) -> list[object]:
+        if not address:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0))]
+
+    def check(other: str) -> None:
+        store = dist.HashStore()
+        store.set("device/1", f"cpu {other} ")
+        check_devices(store, 0, 2, "cpu")
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(socket, "gethostname", lambda: "a")
+    with pytest.raises(ConfigError, match=r"^a: there the host's own name .* set GLOO_SOCKET_IFNAME"):
+        check("b")
+    check("a")
+    address = "10.0.0.1"
+    check("b")
+    address = "127.0.1.1"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    check("b")
+
+
 def test_a_node_with_fewer_devices_than_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("parallel.comm.device_type", lambda: "cuda")
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)

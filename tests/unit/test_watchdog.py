@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -100,6 +101,17 @@ def test_a_variable_of_torchrun_that_is_no_number_is_named(name: str, monkeypatc
     monkeypatch.setenv(name, "abc")
     with pytest.raises(ConfigError, match=f"{name} = 'abc': must be a whole number"):
         launch_environment()
+
+
+def test_srun_must_start_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of its tasks would be a run of its own; torchrun, which it starts on every node, says who the ranks are."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for tasks in ("1", "2"):
+        monkeypatch.setenv("SLURM_STEP_NUM_TASKS", tasks)
+        with pytest.raises(ConfigError, match="SLURM_STEP_NUM_TASKS = 2: srun") if tasks == "2" else nullcontext():
+            launch_environment()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    launch_environment()
 
 
 def test_the_ranks_beside_one_are_those_of_its_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
