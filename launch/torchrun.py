@@ -58,7 +58,8 @@ def launch(argv: list[str]) -> int:
     handled = "SIGTERM,SIGINT,SIGQUIT,SIGUSR1"  # the last, Slurm's warning, would else kill torchrun, and so the ranks
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # torchrun would undo what nohup has done
         handled += ",SIGHUP"
-    alone = ["--local-addr=127.0.0.1"] if "--standalone" in argv else []  # this machine's name may be known to nobody
+    # One machine: PET_NNODES may be set for others, and this one's name be known to nobody.
+    alone = ["--nnodes=1", "--local-addr=127.0.0.1"] if "--standalone" in argv else []
     starting = name_launcher()
     try:
         with (
