@@ -1,5 +1,6 @@
 """Processes: where this one stands, how they start, talk and stop."""
 
+import ctypes
 import gc
 import ipaddress
 import os
@@ -20,6 +21,7 @@ from config import Comm, ConfigError, TitaniteError
 
 T = TypeVar("T")
 LAUNCHER, STARTING = "TITANITE_LAUNCHER", "TITANITE_STARTING"
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 FILES, FILES_OF_RANK = 50, 5  # open in a process at most, and for each rank of the job (3 measured)
 
 
@@ -107,6 +109,13 @@ def runs(process: str) -> bool:
     return identify(int(process.partition("-")[0])) == process
 
 
+def end_with(launcher: str) -> None:
+    """Let the kernel end this rank when its torchrun has been killed: in its start-up no watchdog would notice."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if not runs(launcher):  # already
+        os._exit(128 + signal.SIGKILL)
+
+
 def end_launcher() -> None:
     """Tell torchrun to end, not to start this again: no restart can mend it. One rank of each node calls this."""
     os.kill(os.getppid(), signal.SIGQUIT)
@@ -132,9 +141,11 @@ def bfloat16_is_slow(device: torch.device) -> bool:
 def init_distributed(environment: LaunchEnvironment, comm: Comm) -> torch.device:
     """Start the process group (also of one process) and return this rank's device.
 
-    Raises ConfigError where this node has too few devices, ranks have devices of different types or cannot be reached by
-    others, or too few files may be open.
+    Raises ConfigError where this node has too few devices, ranks have devices of different types or cannot reach each
+    other, or too few files may be open.
     """
+    if environment.launcher:
+        end_with(environment.launcher)
     allow_open_files(environment.world_size)
     kind = device_type()
     devices = torch.accelerator.device_count()
@@ -199,8 +210,9 @@ def check_devices(store: dist.Store, rank: int, world_size: int, kind: str) -> N
         elif len(alone) > 1 and any(alone.values()):
             names = ", ".join(host for host in alone if alone[host])
             wrong = (
-                f"{names}: there the host's own name is of a loopback address, such as 127.0.1.1, or of none, and gloo would "
-                "listen where no other host reaches it: set GLOO_SOCKET_IFNAME to the interface of its network (ip -br addr)"
+                f"{names}: there the host's own name is of a loopback address, such as 127.0.1.1, or of none, and gloo "
+                "would listen where no other host reaches it: set GLOO_SOCKET_IFNAME to the interface of its network "
+                "(ip -br addr)"
             )
         store.set("devices", wrong)
     if wrong := store.get("devices").decode():

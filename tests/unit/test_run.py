@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
@@ -43,7 +44,15 @@ from launch.processes import processes
 from launch.torchrun import launch
 from metrics import MetricsLogger, find_hook, peak_flops, peak_memory_gib
 from models import build_model, find_model
-from parallel.comm import LaunchEnvironment, allow_open_files, check_devices, init_distributed, meet, runs
+from parallel.comm import (
+    LaunchEnvironment,
+    allow_open_files,
+    check_devices,
+    init_distributed,
+    meet,
+    process_state,
+    runs,
+)
 from parallel.exits import Exit, record_exit
 from parallel.mesh import ParallelDims
 from parallel.stop import StopRequest
@@ -769,6 +778,38 @@ def test_what_no_restart_can_mend_ends_torchrun(tmp_path: Path) -> None:
     assert (tmp_path / "starts").read_text() == "x"
 
 
+def test_ranks_that_wait_for_each_other_end_with_their_torchrun(tmp_path: Path) -> None:
+    """One that waits, and one that would then ask a store that is gone."""
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import os, threading, time\n"
+        "from pathlib import Path\n"
+        "from config import Comm\n"
+        "from parallel.comm import end_with, init_distributed, launch_environment, runs\n"
+        "environment = launch_environment()\n"
+        "if environment.rank == 1: end_with(environment.launcher)\n"
+        f"Path({str(tmp_path)!r}, f'{{os.getpid()}}.pid').touch()\n"
+        "if environment.rank == 1: threading.Event().wait()\n"
+        "while runs(environment.launcher): time.sleep(0.01)\n"
+        "init_distributed(environment, Comm())\n"
+    )
+    command = [sys.executable, "-m", "launch.torchrun", "--standalone", "--nproc-per-node=2", str(script)]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    torchrun = subprocess.Popen(command, cwd=ROOT, env=environment)
+    deadline = time.monotonic() + 60
+    while len(found := list(tmp_path.glob("*.pid"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    torchrun.kill()
+    torchrun.wait()
+    left = [int(file.stem) for file in found]
+    while left and time.monotonic() < deadline:
+        time.sleep(0.05)
+        left = [rank for rank in left if process_state(rank)[0] not in ("", "Z")]
+    for rank in left:
+        os.kill(rank, signal.SIGKILL)
+    assert (len(found), left) == (2, [])
+
+
 @pytest.mark.parametrize("trains", [False, True])
 def test_a_start_that_is_asked_to_stop_before_it_trains_is_no_crash(trains: bool, tmp_path: Path) -> None:
     folder, script = tmp_path / "run", tmp_path / "rank.py"
@@ -813,7 +854,16 @@ def test_one_machine_needs_no_name_that_resolves(tmp_path: Path) -> None:
         pytest.skip("a process may not give itself another name here")
     script = tmp_path / "script.py"
     script.write_text("print('started')\n")
-    command = [*UNKNOWN_NAME, sys.executable, "-m", "launch.torchrun", "--standalone", "--nproc-per-node=1", str(script)]
+    command = [
+        *UNKNOWN_NAME,
+        sys.executable,
+        "-m",
+        "launch.torchrun",
+        "--standalone",
+        "--nproc-per-node=1",
+        str(script),
+    ]
     elsewhere = os.environ | {"PET_NNODES": "2"}  # as an operator of Kubernetes sets it
+    command = [*UNKNOWN_NAME, *command]
     done = subprocess.run(command, cwd=ROOT, env=elsewhere, capture_output=True, text=True, timeout=120)
     assert (done.stdout, done.returncode) == ("started\n", 0)
