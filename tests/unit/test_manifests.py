@@ -2,6 +2,7 @@
 
 import copy
 import gzip
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -117,6 +118,17 @@ def test_what_the_controllers_refuse_or_overlook() -> None:
     prefix = "workload.codeflare.dev.appwrapper"
     assert annotations == {f"{prefix}/retryLimit": "100", f"{prefix}/terminalExitCodes": "2"}
     assert job["spec"]["pytorchReplicaSpecs"]["Worker"]["restartPolicy"] == "Never"
+
+
+def test_nodes_of_skypilot_are_met_at_their_addresses(tmp_path: Path) -> None:
+    """Their own names may be unknown to the others."""
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "python").symlink_to("/bin/echo")
+    for rank, words in ((0, "is_host=true --local-addr=10.0.0.1"), (1, "is_host=false --local-addr=10.0.0.2")):
+        environment = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NODE_RANK": str(rank)}
+        command = ["bash", "-c", load("skypilot.yaml")["run"]]
+        said = subprocess.run(command, cwd=tmp_path, env=os.environ | environment, capture_output=True, text=True)
+        assert f"--rdzv-endpoint=10.0.0.1:29400 --rdzv-conf={words} train.py" in said.stdout
 
 
 def test_the_other_launchers_hold_settings_too() -> None:
