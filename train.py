@@ -37,7 +37,7 @@ from parallel.comm import (
     set_timeout,
     shut_down,
 )
-from parallel.exits import AGAIN, run_and_leave
+from parallel.exits import AGAIN, SPEAKER_TIMEOUT_SECONDS, run_and_leave
 from parallel.failures import BadSteps, Stragglers, check_replay, fetch_finite
 from parallel.mesh import ParallelDims
 from parallel.pipeline import build_step
@@ -293,8 +293,6 @@ def main() -> None:
         os._exit(2)  # not through Python's end, which would wait for ranks that are still in a collective
     shut_down()
 
-
-SPEAKER_TIMEOUT_SECONDS = 20
 
 if __name__ == "__main__":
     run_and_leave(main)

@@ -17,6 +17,7 @@ FILE = "exit.json"
 NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP)  # of a file system that has none: FAT, some network disks
 AGAIN = 75  # exit code of ranks that are to be started again; sysexits.h: EX_TEMPFAIL
 HUNG = AGAIN  # of those of a job that hung
+SPEAKER_TIMEOUT_SECONDS = 20  # how long ranks wait to be ended while local rank 0 says what is wrong
 
 
 class Exit(NamedTuple):
