@@ -12,7 +12,8 @@ def new_checkpoint_name(step: int, kind: str = "step") -> str:
 
 def by_step(name: str) -> tuple[int, str]:
     """What names are sorted by: their step, then their age; "" comes before all."""
-    return len(name), name  # a step of nine digits, as text, would come before those of eight
+    rest = name.partition("-")[2]  # without the kind: a run's weights alone are no newer for their longer name
+    return len(rest), rest  # a step of nine digits, as text, would come before those of eight
 
 
 def age_seconds(name: str) -> float:

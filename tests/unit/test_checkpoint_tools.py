@@ -149,6 +149,14 @@ def test_a_run_may_lose_its_first_place_or_have_newer_ones_in_the_second(folder,
     assert f"in {run / 'lost'}, its checkpoint.folder, nor in {run / 'nothing'}, its checkpoint.upload" in code + text
 
 
+def test_weights_alone_in_the_first_place_do_not_hide_newer_checkpoints_in_the_second(folder, tool, tmp_path_factory):
+    run, (newest, older) = tmp_path_factory.mktemp("run"), committed(open_store(folder))
+    (run / "config.toml").write_text(to_toml(from_dict({"checkpoint": {"upload": str(folder)}})))
+    shutil.copytree(folder / older, run / "checkpoints" / older)
+    shutil.copytree(folder / older, run / "checkpoints" / older.replace("step-", "model-"))
+    assert newest in tool("list", run)[1]
+
+
 def test_nothing_there_is_an_error_in_one_line(tmp_path):
     for module in ("list", "verify"):
         command = [sys.executable, "-m", f"checkpoint.{module}", tmp_path / "nothing"]
