@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from checkpoint.manifest import METADATA, Manifest, uncollected, unpickle_metadata
 from checkpoint.stores import CheckpointError, DamagedError, Store, join
 
+DIMENSIONS = 64  # far more than any tensor has; few bytes of a damaged index could ask for any amount of memory
 UNKNOWN = 0x5AD71FC3 << 32  # stands for a number; pickled, it has the 8 bytes of any other above 2**55
 
 
@@ -115,13 +116,15 @@ def read_index(pickled: bytes) -> Index:
     try:
         with uncollected():
             return _compact(unpickle_metadata(pickled))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise DamagedError(f"{METADATA}: not a readable index: {type(error).__name__}: {error}") from None
 
 
 def _compact(metadata: Metadata) -> Index:
     tensors, rows, files = dict(metadata.state_dict_metadata), dict[str, slice](), dict[str, int]()
     dims = max((len(getattr(tensor, "size", ())) for tensor in tensors.values()), default=0)
+    if dims > DIMENSIONS:
+        raise ValueError(f"a tensor of {dims} dimensions")
     infos = {(key.fqn, key.offset): info for key, info in metadata.storage_data.items()}  # DCP's key takes long to hash
     boxes, places, begin = [np.empty((0, 2, dims), np.int64)], [np.empty((0, 4), np.int64)], 0
     for name, tensor in metadata.state_dict_metadata.items():

@@ -21,7 +21,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, ChunkStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from checkpoint import stores
@@ -362,6 +369,16 @@ def test_payload_in_the_index_never_runs(tmp_path, run):
     with pytest.raises(CheckpointError, match="refused"):
         load_model(stock, Tower())
     assert not marker.exists()
+
+
+@pytest.mark.parametrize(("size", "offset"), [(torch.Size([1]), 2**70), (torch.Size([0] * 40_000), 0)])
+def test_numbers_that_no_index_holds_are_damage(size, offset):
+    """One that is no int64, and dimensions for which 240 KB of index would take 24 GiB of memory."""
+    chunk = ChunkStorageMetadata(size, size)
+    tensor = TensorStorageMetadata(TensorProperties(dtype=torch.float32), size, [chunk] * len(size))
+    places = {MetadataIndex("weight", size): _StorageInfo("__0_0.distcp", offset, 1)}
+    with pytest.raises(DamagedError, match="not a readable index"):
+        read_index(pickle.dumps(Metadata({"weight": tensor}, {}, places)))
 
 
 def pickled_by(monkeypatch, function):
