@@ -143,6 +143,8 @@ def _compact(metadata: Metadata) -> Index:
         rows[name] = slice(begin, begin := begin + pieces)
         whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
         tensors[name] = dataclasses.replace(tensor, chunks=[whole])
+    if not all(isinstance(name, str) for name in (*tensors, *files)):
+        raise TypeError("the name of a tensor or a file is no text")
     every = np.concatenate(boxes)
     smallest = np.min_scalar_type(every.max(initial=0))
     return Index(tensors, rows, every.astype(smallest), np.concatenate(places), list(files))

@@ -371,12 +371,18 @@ def test_payload_in_the_index_never_runs(tmp_path, run):
     assert not marker.exists()
 
 
-@pytest.mark.parametrize(("size", "offset"), [(torch.Size([1]), 2**70), (torch.Size([0] * 40_000), 0)])
-def test_numbers_that_no_index_holds_are_damage(size, offset):
-    """One that is no int64, and dimensions for which 240 KB of index would take 24 GiB of memory."""
+@pytest.mark.parametrize(
+    ("size", "file", "offset"),
+    [
+        (torch.Size([1]), "__0_0.distcp", 2**70),  # no int64
+        (torch.Size([0] * 40_000), "__0_0.distcp", 0),  # 240 KB that would take 24 GiB of memory
+        (torch.Size([1]), b"__0_0.distcp", 0),
+    ],
+)
+def test_what_no_index_holds_is_damage(size, file, offset):
     chunk = ChunkStorageMetadata(size, size)
     tensor = TensorStorageMetadata(TensorProperties(dtype=torch.float32), size, [chunk] * len(size))
-    places = {MetadataIndex("weight", size): _StorageInfo("__0_0.distcp", offset, 1)}
+    places = {MetadataIndex("weight", size): _StorageInfo(file, offset, 1)}
     with pytest.raises(DamagedError, match="not a readable index"):
         read_index(pickle.dumps(Metadata({"weight": tensor}, {}, places)))
 
