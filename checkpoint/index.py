@@ -138,6 +138,8 @@ def _compact(metadata: Metadata) -> Index:
         box = np.tile([[0], [1]], (pieces, 1, dims))
         box[:, 0, : len(size)] = np.reshape([chunk.offsets for chunk in tensor.chunks], (pieces, len(size)))
         box[:, 1, : len(size)] = np.reshape([chunk.sizes for chunk in tensor.chunks], (pieces, len(size)))
+        if (held := int(box[:, 1].prod(1).sum())) < size.numel():
+            raise ValueError(f"the pieces of {name} hold {held} values of {size.numel()}")
         boxes.append(box)
         places.append(np.reshape(np.array(place, np.int64), (pieces, 4)))
         rows[name] = slice(begin, begin := begin + pieces)

@@ -387,6 +387,18 @@ def test_what_no_index_holds_is_damage(size, file, offset):
         read_index(pickle.dumps(Metadata({"weight": tensor}, {}, places)))
 
 
+def test_a_stock_index_whose_pieces_leave_a_gap_is_damage(tmp_path):
+    """Which would leave what the memory held in the gap."""
+    dcp.save({"model": Tower().state_dict()}, checkpoint_id=tmp_path / "stock", no_dist=True)
+    metadata = unpickle_metadata((tmp_path / "stock" / ".metadata").read_bytes())
+    tensor = metadata.state_dict_metadata["model.head.weight"]
+    rows, *rest = tensor.size
+    tensor.chunks[0] = ChunkStorageMetadata(tensor.chunks[0].offsets, torch.Size([rows - 1, *rest]))
+    (tmp_path / "stock" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"the pieces of model.head.weight hold \d+ values of \d+"):
+        load_model(tmp_path / "stock", Tower())
+
+
 def pickled_by(monkeypatch, function):
     """From now on members of the enum that an index holds are pickled as `function(enum, name of the member)`."""
     monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", lambda self, _: (function, (type(self), self._name_)))
