@@ -11,7 +11,7 @@ import tempfile
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -226,13 +226,18 @@ def dry_run(config: Config, world_size: int, rank: int = 0) -> DryRun:
                 CheckpointManager=no_checkpoints,
                 StopRequest=_no_stop,
                 Watchdog=mock.MagicMock(),
-                fetch_finite=lambda unchecked: [[0.0, 0.0]],
+                fetch_finite=_fetch_zeros,
             )
         )
         train.train(_one_step(config, Path(folder)), after_step=end_of_step)
     if config.parallelism.cpu_offload:  # what the host holds, and where it steps
         return DryRun(tally.traffic(), tally.flops, 0, 0, before - weights - early)
     return DryRun(tally.traffic(), tally.flops, weights, optimizer, max(before + optimizer - early, tally.peak))
+
+
+def _fetch_zeros(unchecked: Mapping[int, Tensor]) -> list[list[float]]:
+    """As many figures as wait for each step: fake tensors have no values."""
+    return [[0.0] * len(figures) for figures in unchecked.values()]
 
 
 def _storage_bytes(tensors: list[Any]) -> int:
