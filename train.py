@@ -270,8 +270,10 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         metrics.close()
     watchdog.close(step, training.steps, stop.asked_by)
     logger.info(f"done: {step} of {training.steps} steps, run folder {folder}")
-    if step < training.steps and stop.elsewhere:
-        sys.exit(AGAIN)  # torchrun starts us again, with the nodes that remain
+    if step < training.steps:
+        dist.barrier()  # rank 0 has recorded the end, before torchrun ends it since another rank beside it left with 75
+        if stop.elsewhere:
+            sys.exit(AGAIN)  # torchrun starts us again, with the nodes that remain
 
 
 @record

@@ -21,6 +21,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousInfo,
     RendezvousParameters,
+    RendezvousTimeoutError,
     c10d_rendezvous_backend,
 )
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
@@ -74,6 +75,9 @@ def launch(argv: list[str]) -> int:
         elif failure.exitcode != USER_ERROR:
             print(f"error: rank {rank} failed with exit code {failure.exitcode}, see above", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    except RendezvousTimeoutError:
+        print("error: fewer nodes than --nnodes says came within --rdzv-conf=join_timeout, of 600 s", file=sys.stderr)
+        return 1
     except (DistError, RendezvousConnectionError) as error:
         print(f"error: no place for the ranks to meet: {error.__cause__ or error}", file=sys.stderr)
         return 1

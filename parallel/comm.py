@@ -21,7 +21,7 @@ from config import Comm, ConfigError, TitaniteError
 
 T = TypeVar("T")
 LAUNCHER, STARTING = "TITANITE_LAUNCHER", "TITANITE_STARTING"
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
+PR_SET_PDEATHSIG, MFD_CLOEXEC = 1, 1  # linux/prctl.h, linux/memfd.h
 FILES, FILES_OF_RANK = 50, 5  # open in a process at most, and for each rank of the job (3 measured)
 
 
@@ -88,7 +88,8 @@ def identify(pid: int) -> str:
 
 def name_launcher() -> int:
     """Tell the ranks that this process starts, torchrun, who it is; the file for what `tell_launcher` says."""
-    file = os.memfd_create(STARTING)
+    # Not os.memfd_create: Python as uv and conda build it, for an old glibc, has none.
+    file = ctypes.CDLL(None).memfd_create(STARTING.encode(), MFD_CLOEXEC)
     os.environ[LAUNCHER] = identify(os.getpid())
     os.environ[STARTING] = f"/proc/{os.getpid()}/fd/{file}"
     return file
@@ -226,10 +227,14 @@ def _listens_to_itself() -> bool:
     if os.environ.get("GLOO_SOCKET_IFNAME"):
         return False
     try:
-        (*_, address), *_ = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
-    except socket.gaierror:
+        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+    except (socket.gaierror, UnicodeError):  # the second: a name that no name server could know
         return True
-    return ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback
+    for family, kind, protocol, _, address in found:  # the first that is of this host; of none: gloo takes 127.0.0.1
+        with suppress(OSError), socket.socket(family, kind, protocol) as own:
+            own.bind(address)
+            return ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback
+    return True
 
 
 def meet(store: dist.Store, rank: int, world_size: int, timeout_seconds: float) -> str:

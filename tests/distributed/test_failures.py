@@ -5,6 +5,7 @@ import json
 import os
 import random
 import signal
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from benchmarks.chaos import Job, judge_job, prepare_data, schedule, suffer, wei
 from config import Failures, load_config
 from data.audit import prove
 from metrics_page import read_charts
-from parallel.exits import AGAIN
+from parallel.exits import AGAIN, record_exit
 from parallel.failures import (
     SPIKE_WINDOW,
     BadStepError,
@@ -290,18 +291,26 @@ def test_initial_weights_are_progress(dataset: Path, tmp_path: Path) -> None:
 
 
 def exit_code(arguments: list[str], steps: int) -> Any:
-    """Of a rank alone on its node; that of rank 1 is taken after step 2."""
+    """Of a rank alone on its node; that of rank 1 is taken after step 2. None leaves before rank 0 has said why."""
     os.environ["LOCAL_RANK"] = "0"
+    folder = Path(next(word for word in arguments if "run.folder" in word).partition("=")[2])
+
+    def say_slowly(*ended: Any) -> bool:
+        time.sleep(1)
+        return record_exit(*ended)
 
     def after_step(step: int) -> None:
         if dist.get_rank() == 1 and step == 2:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    try:
-        train(load_config([*arguments, f"--training.steps={steps}"]), after_step)
-    except SystemExit as ended:
-        return ended.code
-    return 0
+    code: Any = 0
+    with mock.patch("parallel.watchdog.record_exit", say_slowly):
+        try:
+            train(load_config([*arguments, f"--training.steps={steps}"]), after_step)
+        except SystemExit as ended:
+            code = ended.code
+    assert steps == 2 or (folder / "exit.json").exists()
+    return code
 
 
 def test_a_node_that_is_taken_does_not_end_the_run_on_the_others(dataset: Path, tmp_path: Path) -> None:

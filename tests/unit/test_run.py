@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import importlib
 import inspect
 import json
@@ -50,8 +51,10 @@ from parallel.comm import (
     check_devices,
     init_distributed,
     meet,
+    name_launcher,
     process_state,
     runs,
+    tell_launcher,
 )
 from parallel.exits import Exit, record_exit
 from parallel.mesh import ParallelDims
@@ -59,6 +62,7 @@ from parallel.stop import StopRequest
 from profiling import check_profiling, profile
 from run_folder import check_run_folder, choose_run_folder, read_starts, record_config, record_start, start_run
 from tests.harness import run_ranks
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 
@@ -700,14 +704,19 @@ def test_ranks_with_devices_of_different_types_do_not_start() -> None:
             assert all(said in line for line in threads.map(check, range(2)))
 
 
-@pytest.mark.parametrize("address", ["127.0.1.1", "::1", ""])
+@pytest.mark.parametrize("address", ["127.0.1.1", "::1", "", "203.0.113.7"])
 def test_hosts_that_no_other_reaches_do_not_start(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By default Debian's hosts are 127.0.1.1 to themselves; a container's own name may be known to nobody."""
+    """By default Debian's hosts are 127.0.1.1 to themselves; a container's own name may be known to nobody, and that of
+    a cloud's host be of an address that only its router has."""
 
     def resolve(*_: object, **__: object) -> list[object]:
         if not address:
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0))]
+
+    def bind(place: tuple[str, int]) -> None:
+        if place[0] == "203.0.113.7":
+            raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
 
     def check(other: str) -> None:
         store = dist.HashStore()
@@ -716,6 +725,7 @@ def test_hosts_that_no_other_reaches_do_not_start(address: str, monkeypatch: pyt
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
     monkeypatch.setattr(socket, "gethostname", lambda: "a")
+    monkeypatch.setattr(socket, "socket", mock.MagicMock(**{"return_value.__enter__.return_value.bind": bind}))
     with pytest.raises(ConfigError, match=r"^a: there the host's own name .* set GLOO_SOCKET_IFNAME"):
         check("b")
     check("a")
@@ -808,6 +818,27 @@ def test_ranks_that_wait_for_each_other_end_with_their_torchrun(tmp_path: Path) 
     for rank in left:
         os.kill(rank, signal.SIGKILL)
     assert (len(found), left) == (2, [])
+
+
+def test_the_launcher_runs_by_a_python_that_was_built_for_an_old_libc(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """uv's and conda's have no os.memfd_create."""
+    monkeypatch.delattr(os, "memfd_create")
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    file = name_launcher()
+    tell_launcher(tmp_path)
+    assert os.pread(file, 1000, 0) == os.fsencode(tmp_path)
+    os.close(file)
+
+
+def test_nodes_that_do_not_come_are_one_line(tmp_path: Path) -> None:
+    words = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}", "--local-addr=127.0.0.1"]
+    words += ["--rdzv-id=job", "--rdzv-conf=join_timeout=1,is_host=true", "train.py"]
+    command = [sys.executable, "-m", "launch.torchrun", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.stderr.splitlines()[-1].partition(":")[0], done.returncode) == ("error", 1)
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("trains", [False, True])
