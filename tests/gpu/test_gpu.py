@@ -51,10 +51,14 @@ def run(dataset: Path, outputs: Path, *options: str) -> list[str]:
     return [wait for wait in waits if "called a synchronizing" in wait]  # torch also says that the mode is a prototype
 
 
-FLOAT8 = ["--float8.enable", "--float8.filter=all"]
+COMPILE, FLOAT8 = ["--compile.enable"], ["--float8.enable", "--float8.filter=all"]
+LARGE = ["--parallelism.reshard_after_forward=false", "--optimizer.state_dtype=bfloat16"]
+LARGE += ["--activation_checkpoint.mode=budget", "--training.loss_chunks=2"]
 
 
-@pytest.mark.parametrize("options", [[], ["--compile.enable"], ["--compile.enable", *FLOAT8]], ids=" ".join)
+@pytest.mark.parametrize(
+    "options", [[], COMPILE, COMPILE + FLOAT8, COMPILE + LARGE, COMPILE + LARGE + FLOAT8], ids=" ".join
+)
 def test_no_step_waits_for_the_device(options: list[str], dataset: Path, tmp_path: Path) -> None:
     # Not forked: this process has asked for CUDA, which a fork could then no longer use.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
