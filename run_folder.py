@@ -230,7 +230,7 @@ def record_start(
     Raises CrashLoopError.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    count = _count_without_progress(folder, job, config.failures.restarts_without_progress)
+    count = _count_without_progress(folder, job, world_size, config.failures.restarts_without_progress)
     changed = _changed(folder, config)
     model = json.dumps(identity, indent=2) + "\n"
     write_atomically(folder / "model.json", model.encode())  # first: by it a folder is known as a run's
@@ -269,14 +269,15 @@ def record_progress(folder: Path) -> None:
     (folder / PROGRESS).touch()
 
 
-def _count_without_progress(folder: Path, job: str, allowed: int) -> int:
+def _count_without_progress(folder: Path, job: str, world_size: int, allowed: int) -> int:
     """Starts of this job since the last checkpoint, this one included, but none that was asked to stop or had done all.
 
+    Nor one that made room for more ranks, which ends a start-up with nothing recorded.
     Raises CrashLoopError above 1 + `allowed`.
     """
     last, ended = _last_start(folder), exits.read_exit(folder)
     before = last.get("starts_since_checkpoint", 0) if job and last.get("job") == job else 0
-    orderly = ended is not None and ended["kind"] in ("stopped", "finished")
+    orderly = ended["kind"] in ("stopped", "finished") if ended else world_size > last.get("world_size", world_size)
     count = 1 if (folder / PROGRESS).exists() else max(1, before + (not orderly))
     if count > 1 + allowed:
         cause = ended["cause"] if ended else "unknown, it was killed"

@@ -381,6 +381,10 @@ def test_restarts_without_progress_are_refused(tmp_path: Path) -> None:
     record_progress(folder)
     for kind in ("lost", "stopped", "lost", "stopped", "finished", "lost", "lost"):
         start(config, "job-1", kind)
+    (folder / "exit.json").unlink()
+    for world_size in range(3, 9):  # nodes that join one after another
+        record_start(folder, config, {}, world_size, "job-1")
+    (folder / "exit.json").write_text('{"kind": "lost", "cause": "rank 1 was lost"}')
     with pytest.raises(CrashLoopError, match=r"4 starts of this job in a row .* the last one: rank 1 was lost"):
         start(config, "job-1")
     by_hand = dataclasses.replace(config, run=Run(folder=str(folder)))
