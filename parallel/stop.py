@@ -36,9 +36,11 @@ class StopRequest:
         self.under_way: dist.Work | None = None
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.asked_by == "SIGINT":
+        name = signal.Signals(number).name
+        if name == self.asked_by == "SIGINT":
             raise KeyboardInterrupt
-        self.asked_by = signal.Signals(number).name
+        if not self.asked_by or name not in OF_A_NODE:  # what a person asked of the whole run stays asked
+            self.asked_by = name
 
     def agreed(self) -> bool:
         """Whether any rank had been asked to stop by the step before; the same on all ranks. Collective."""

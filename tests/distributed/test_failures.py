@@ -290,8 +290,8 @@ def test_initial_weights_are_progress(dataset: Path, tmp_path: Path) -> None:
     assert told["init"] == 3 + 4 * 9  # the weights of the tiny model
 
 
-def exit_code(arguments: list[str], steps: int) -> Any:
-    """Of a rank alone on its node; that of rank 1 is taken after step 2. None leaves before rank 0 has said why."""
+def exit_code(arguments: list[str], steps: int, *signals: signal.Signals) -> Any:
+    """Of a rank alone on its node; rank 1 gets the signals after step 2. None leaves before rank 0 has said why."""
     os.environ["LOCAL_RANK"] = "0"
     folder = Path(next(word for word in arguments if "run.folder" in word).partition("=")[2])
 
@@ -300,8 +300,8 @@ def exit_code(arguments: list[str], steps: int) -> Any:
         return record_exit(*ended)
 
     def after_step(step: int) -> None:
-        if dist.get_rank() == 1 and step == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
+        for number in signals if dist.get_rank() == 1 and step == 2 else ():
+            os.kill(os.getpid(), number)
 
     code: Any = 0
     with mock.patch("parallel.watchdog.record_exit", say_slowly):
@@ -315,9 +315,10 @@ def exit_code(arguments: list[str], steps: int) -> Any:
 
 def test_a_node_that_is_taken_does_not_end_the_run_on_the_others(dataset: Path, tmp_path: Path) -> None:
     arguments = [*(word for word in SMALL if "training.steps" not in word), f"--data.datasets={dataset}"]
-    for steps, expected in ((12, [AGAIN, 0]), (2, [0, 0])):
+    taken, asked = (signal.SIGTERM,), (signal.SIGINT, signal.SIGTERM)  # as torchrun sends of a Ctrl-C that comes twice
+    for steps, signals, expected in ((12, taken, [AGAIN, 0]), (2, taken, [0, 0]), (13, asked, [0, 0])):
         words = [*arguments, f"--run.folder={tmp_path / str(steps)}"]
-        assert run_ranks(2, exit_code, words, steps, start_group=False) == expected
+        assert run_ranks(2, exit_code, words, steps, *signals, start_group=False) == expected
     saved = sorted(path.name.split("-")[1] for path in (tmp_path / "12" / "checkpoints").glob("step-*"))
     assert saved == ["00000003"], "the vote cast after step 2 was read after step 3"
 
