@@ -11,10 +11,12 @@ import os
 import signal
 import sys
 import threading
+from functools import partialmethod
 from pathlib import Path
 from unittest import mock
 
 from torch.distributed import DistError, TCPStore
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import (
@@ -33,9 +35,9 @@ from parallel.exits import HUNG, Exit, record_exit
 
 def launch(argv: list[str]) -> int:
     """Run torchrun; return the exit code for the shell."""
-    # Which rank failed is said below, in one line.
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
-    logging.getLogger("torch.distributed.elastic.agent.server.api").setLevel(logging.ERROR)  # of signals, too
+    # Which rank failed is said below, in one line; so are signals, for which others may wait in vain.
+    for name in ("multiprocessing.api", "agent.server.api"):
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     next_rendezvous = DynamicRendezvousHandler.next_rendezvous
 
     def next_with_a_new_store(handler: DynamicRendezvousHandler) -> RendezvousInfo:
@@ -56,6 +58,7 @@ def launch(argv: list[str]) -> int:
         finally:
             waiting.cancel()
 
+    make_agent = partialmethod(LocalElasticAgent.__init__, exit_barrier_timeout=END_SECONDS)
     handled = "SIGTERM,SIGINT,SIGQUIT,SIGUSR1"  # the last, Slurm's warning, would else kill torchrun, and so the ranks
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # torchrun would undo what nohup has done
         handled += ",SIGHUP"
@@ -66,6 +69,7 @@ def launch(argv: list[str]) -> int:
         with (
             mock.patch.object(DynamicRendezvousHandler, "next_rendezvous", next_with_a_new_store),
             mock.patch.object(c10d_rendezvous_backend, "_create_tcp_store", create_answering_store),
+            mock.patch.object(LocalElasticAgent, "__init__", make_agent),
         ):
             main([f"--signals-to-handle={handled}", *alone, *argv])
     except ChildFailedError as error:
@@ -123,6 +127,7 @@ def _first_failure(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFai
 
 
 ANSWER_SECONDS = 150  # for the store of the c10d rendezvous; connecting to it may take 60, twice
+END_SECONDS = 30  # that torchruns wait for the end of all, not torch's 300: one that a signal has ended does not come
 USER_ERROR = 2  # the exit code of train.py for a mistake that it has explained
 FOLLOWING = (1, -signal.SIGABRT)  # of a rank that lost another: an exception, or torch's own abort
 ENDED = (-signal.SIGTERM, 128 + signal.SIGTERM)  # of a rank that torchrun ended since another had failed: parallel.stop

@@ -15,6 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 import launch.torchrun
 from parallel.exits import HUNG
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 # Makes environments of itself, and installs nothing in them.
@@ -300,3 +301,30 @@ def test_slurms_warning_to_torchrun_reaches_the_ranks(tmp_path: Path) -> None:
     code, said = run(ROOT, sys.executable, "-m", "launch.torchrun", "--standalone", "--nproc-per-node=1", str(script))
     assert code == 128 + signal.SIGUSR1, said
     assert (tmp_path / "asked").exists()
+
+
+def test_a_torchrun_that_a_signal_ended_is_not_long_awaited_by_the_others(tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import os, signal, threading\n"
+        "if os.environ['GROUP_RANK'] == '1':\n"
+        "    os.kill(os.getppid(), signal.SIGTERM)\n"
+        "    threading.Event().wait(60)\n"
+    )
+    program = "import sys, launch.torchrun as own; own.END_SECONDS = 1; sys.exit(own.launch(sys.argv[1:]))"
+    command = [
+        sys.executable,
+        "-c",
+        program,
+        "--nnodes=2",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=localhost:{free_port()}",
+    ]
+    nodes = []
+    for is_host in ("true", "false"):
+        own = [f"--rdzv-conf=is_host={is_host}", "--local-addr=localhost", str(script)]
+        nodes.append(subprocess.Popen([*command, *own], cwd=ROOT, stderr=subprocess.PIPE, text=True))
+    said = [node.communicate(timeout=120)[1] for node in nodes]
+    codes = [node.returncode for node in nodes]
+    assert sorted(codes) == [0, 128 + signal.SIGTERM], said
+    assert "Traceback" not in said[codes.index(0)]
