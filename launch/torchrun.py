@@ -127,7 +127,7 @@ def _first_failure(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFai
 
 
 ANSWER_SECONDS = 150  # for the store of the c10d rendezvous; connecting to it may take 60, twice
-END_SECONDS = 30  # that torchruns wait for the end of all, not torch's 300: one that a signal has ended does not come
+END_SECONDS = 60  # that torchruns wait for the end of all, not torch's 300: one that a signal has ended does not come
 USER_ERROR = 2  # the exit code of train.py for a mistake that it has explained
 FOLLOWING = (1, -signal.SIGABRT)  # of a rank that lost another: an exception, or torch's own abort
 ENDED = (-signal.SIGTERM, 128 + signal.SIGTERM)  # of a rank that torchrun ended since another had failed: parallel.stop
