@@ -144,6 +144,13 @@ class RemoteFolder:
         self._cache = cache
         self._retry_seconds = retry_seconds
         self._closed = threading.Event()
+        self._renewal = threading.Lock()
+        try:
+            self._system, self._root = self._open()
+        except (ValueError, ImportError, OSError) as error:
+            raise StorageError(f"{url}: cannot be opened: {error}") from None
+
+    def _open(self) -> tuple[fsspec.AbstractFileSystem, str]:
         options = {
             "use_listings_cache": False,
             "max_concurrency": 1,  # else a HEAD comes before each GET, whose errors do not say what they are
@@ -155,15 +162,23 @@ class RemoteFolder:
                 "max_pool_connections": 32,
             },
         }
-        try:
-            # fsspec opens each kind of store once and keeps it. A client of S3 for every validation would never be
-            # freed: it is held from outside till its file system is collected, and has grown too old for train.py by
-            # then.
-            self._system, self._root = file_system(url, options)
-        except (ValueError, ImportError, OSError) as error:
-            raise StorageError(f"{url}: cannot be opened: {error}") from None
-        if hasattr(self._system, "retries"):
-            self._system.retries = 1
+        # fsspec opens each kind of store once and keeps it. A client of S3 for every validation would never be
+        # freed: it is held from outside till its file system is collected, and has grown too old for train.py by
+        # then.
+        system, root = file_system(self.url, options)
+        if hasattr(system, "retries"):
+            system.retries = 1
+        return system, root
+
+    def _renew(self, used: fsspec.AbstractFileSystem) -> None:
+        """Open the store anew, unless another thread has: a file of credentials is read but once.
+
+        s3fs could refresh its client in place, and would keep the one before for ever.
+        """
+        with self._renewal:
+            if self._system is used:
+                type(used).clear_instance_cache()
+                self._system, _ = self._open()
 
     def read(self, name: str, offset: int = 0, size: int | None = None) -> bytes:
         part = {} if size is None else {"start": offset, "end": offset + size}
@@ -200,13 +215,12 @@ class RemoteFolder:
         self._closed.set()
 
     def _repeated(self, name: str, request: Callable[[], T]) -> T:
-        begin, pause, told, code = time.monotonic(), 0.1, False, ""
+        begin, pause, told, renewed = time.monotonic(), 0.1, False, False
         if self._closed.is_set():
             raise StorageError(f"{self.url}/{name}: cannot be read: the loader is closed")
         while True:
+            system = self._system
             try:
-                if code == "ExpiredToken":
-                    self._system.connect(refresh=True)  # else a file of credentials is read but once
                 return request()
             except Exception as error:  # every kind of store has its own
                 status, code = _s3_answer(error)
@@ -215,7 +229,8 @@ class RemoteFolder:
                 if status == 416:
                     raise DamagedError("is cut short") from None
                 waited = time.monotonic() - begin
-                fatal = isinstance(error, FATAL) and code != "ExpiredToken"
+                denied = isinstance(error, PermissionError)
+                fatal = isinstance(error, FATAL) and code != "ExpiredToken" and (renewed or not denied)
                 if fatal or type(error).__name__.endswith("CredentialsError"):
                     self._give_up(name, error)
                 if waited >= self._retry_seconds or self._closed.is_set():
@@ -223,6 +238,9 @@ class RemoteFolder:
                 if waited > 2 and not told:
                     told = True
                     log.warning("%s/%s: %s; trying for up to %s s", self.url, name, error, self._retry_seconds)
+            if denied:
+                self._renew(system)
+                renewed = True
             self._closed.wait(pause * random.uniform(0.5, 1.5))
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 

@@ -37,12 +37,13 @@ def answering(answer: Answer) -> Iterator[str]:
         server.shutdown()
 
 
-def only_for(key: list[str]) -> Answer:
-    """Answers `abc`, but to all who do not sign with the access key `key[0]` that their token has expired."""
+def only_for(key: list[str], status: int = 400, code: str = "ExpiredToken") -> Answer:
+    """Answers `abc`, but with an error to all who do not sign with the access key `key[0]`."""
+    error = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>old</Message></Error>".encode()
 
     def answer(request: BaseHTTPRequestHandler) -> tuple[int, dict[str, str], bytes]:
         if f"Credential={key[0]}/" not in request.headers["Authorization"]:
-            return 400, {}, b"<?xml version='1.0'?><Error><Code>ExpiredToken</Code><Message>old</Message></Error>"
+            return status, {}, error
         return 200, {"ETag": '"e"'}, b"abc" if request.command == "GET" else b""
 
     return answer

@@ -301,7 +301,9 @@ def test_without_credentials_nothing_is_retried(remote, tmp_path, monkeypatch):
         build_dataloader(config_of(remote, tmp_path, data__retry_seconds=10_000), 0, 1)
 
 
-def test_credentials_that_were_renewed_in_their_file_are_used(tmp_path, monkeypatch):
+@pytest.mark.parametrize("refusal", [(400, "ExpiredToken"), (403, "InvalidAccessKeyId")])
+def test_credentials_that_were_renewed_in_their_file_are_used(tmp_path, monkeypatch, refusal):
+    """By all readers together: a client of S3 for each, at each renewal, took 100 MB that were never given back."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
@@ -310,8 +312,8 @@ def test_credentials_that_were_renewed_in_their_file_are_used(tmp_path, monkeypa
         lines = ("[default]", f"aws_access_key_id={key}", "aws_secret_access_key=s", "aws_session_token=t")
         (tmp_path / "credentials").write_text("\n".join(lines))
 
-    key = ["first"]
-    with answering(only_for(key)) as endpoint:
+    key, counts = ["first"], []
+    with answering(only_for(key, *refusal)) as endpoint, ThreadPoolExecutor(8) as readers:
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", endpoint)
         write("first")
         S3FileSystem.clear_instance_cache()
@@ -320,8 +322,13 @@ def test_credentials_that_were_renewed_in_their_file_are_used(tmp_path, monkeypa
         key[0] = "second"
         with pytest.raises(StorageError, match=r"cannot be read for \d+ s: PermissionError"):
             folder.read("x")
-        write("second")
-        assert RemoteFolder("s3://bucket/set", Cache(tmp_path, 0), retry_seconds=20).read("x") == b"abc"
+        folder = RemoteFolder("s3://bucket/set", Cache(tmp_path, 0), retry_seconds=20)
+        for key[0] in ("second", "third", "fourth"):
+            write(key[0])
+            assert set(readers.map(folder.read, "x" * 8)) == {b"abc"}
+            gc.collect()
+            counts.append(sum(type(thing).__name__ == "AioSession" for thing in gc.get_objects()))
+    assert counts[2] < counts[0] + 8
 
 
 @pytest.mark.parametrize(("default", "region", "signed_for"), [("", "", "us-east-1"), ("a", "", "a"), ("a", "b", "b")])
