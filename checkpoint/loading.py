@@ -102,7 +102,7 @@ def check_loadable(place: str, identity: dict[str, Any], settings: Checkpoint) -
     """Raises CheckpointError where `place` has no checkpoint, or the newest is of another model. Reads no weights."""
     for store, name in locate(place, settings):
         with suppress(DamagedError):  # which is passed over, with a line that says so, when it is loaded
-            check_identity(_read(store, name)[0], identity)
+            check_identity(open_one(store, name)[0], identity)
             return
 
 
@@ -130,12 +130,12 @@ def check_same_names(opened: Opened, names: Collection[str]) -> None:
 
 def _load_one(store: Store, name: str, ranks: Ranks, fill: Callable[[Opened], None]) -> Opened:
     """Rank 0 reads manifest and index, all ranks fill from the same ones. Raises the same error on all."""
-    opened = Opened(store, name, *ranks.from_rank_0(lambda: _read(store, name)))
+    opened = Opened(store, name, *ranks.from_rank_0(lambda: open_one(store, name)))
     ranks.together(lambda: fill(opened))
     return opened
 
 
-def _read(store: Store, name: str) -> tuple[Manifest, Index]:
+def open_one(store: Store, name: str) -> tuple[Manifest, Index]:
     """Manifest and index of a checkpoint; a stock one has an empty manifest."""
     if name or MANIFEST in store.sizes():
         manifest = read_manifest(store, name)

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.utils._pytree import tree_map
 
 from checkpoint.index import Opened
-from checkpoint.loading import check_identity, check_loadable, check_same_names, load_newest, locate
+from checkpoint.loading import check_identity, check_loadable, check_same_names, load_newest, locate, open_one
 from checkpoint.manifest import (
     MANIFEST,
     METADATA,
@@ -182,6 +182,8 @@ class CheckpointManager:
             if self.settings.save_initial:
                 self.save(0)
             return step
+        if self.upload_store and self.ranks.broadcast(bool(neighbours.others)):
+            candidates = self._upload_newest(self.upload_store, candidates)
         advice = ". Nothing is started anew: to do so, name another run.folder"
         fill = partial(self._fill, random_state(self.device))
         opened, damaged = load_newest(candidates, self.ranks, fill, advice)
@@ -193,8 +195,22 @@ class CheckpointManager:
             self._remove_superfluous(self.store, opened.name, is_newer=False)
         if self.upload_store and (self.upload_store, opened.name) not in candidates:  # an earlier start ended before
             pieces = pieces_of(opened.index, self.ranks.rank, self.ranks.size)
-            self._start(partial(self._make_up, self.upload_store, opened.name, pieces))
+            self._start(partial(self._make_up, self.upload_store, opened.name, lambda: pieces))
         return opened.manifest["step"]
+
+    def _upload_newest(self, store: Store, candidates: list[tuple[Store, str]]) -> list[tuple[Store, str]]:
+        """`candidates`, before them the newest in `store` where it was not yet: each rank copies its files there now.
+
+        On disks of nodes no rank finds all that it reads: a step of the optimizer, say, is written by one rank for all.
+        """
+        newest = candidates[0][1]
+
+        def pieces() -> Written:
+            _, index = self.ranks.from_rank_0(lambda: open_one(self.store, newest))
+            return pieces_of(index, self.ranks.rank, self.ranks.size)
+
+        is_new = (store, newest) not in candidates and self._make_up(store, newest, pieces)
+        return [(store, newest), *candidates] if is_new else candidates
 
     def _find(self, neighbours: Neighbours) -> list[tuple[Store, str]]:
         """The checkpoints of this run, newest first. Raises CheckpointError if none is seen where one has been."""
@@ -444,13 +460,15 @@ class CheckpointManager:
         logger.info(f"checkpoint {name} uploaded to {store.url} {time.monotonic() - started:.1f} s after its start")
         self._remove_superfluous(store, name)
 
-    def _make_up(self, store: Store, name: str, pieces: Written) -> None:
-        """Upload what was resumed from. Damage in what no rank has needed must not end each start anew."""
+    def _make_up(self, store: Store, name: str, pieces: Callable[[], Written]) -> bool:
+        """Upload what an earlier start did not. Damage in what no rank has needed must not end each start anew."""
         try:
-            self._upload(store, name, pieces, time.monotonic())
+            self._upload(store, name, pieces(), time.monotonic())
+            return True
         except DamagedError as error:
             if self.ranks.rank == 0:
                 logger.warning(f"not uploaded to {store.url}, as the next checkpoint will be: {error}")
+            return False
 
     def _remove_superfluous(self, store: Store, saved: str, is_newer: bool = True) -> None:
         """Remove from `store` what is not kept, now that `saved` is committed there.
@@ -503,7 +521,7 @@ class CheckpointManager:
             if self.ranks.rank == 0:
                 logger.warning(f"old checkpoints could not be removed: {error}")
 
-    def _start(self, work: Callable[[], None]) -> None:
+    def _start(self, work: Callable[[], object]) -> None:
         """Run `work` in the background. A daemon: a run that fails for another reason does not wait for it."""
         future: Future[None] = Future()
 

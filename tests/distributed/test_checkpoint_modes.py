@@ -420,6 +420,13 @@ def test_a_run_is_not_begun_anew_when_its_only_checkpoint_is_of_another_rank_0(t
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_what_disks_of_nodes_hold_in_parts_is_uploaded_before_it_is_loaded(tmp_path):
+    """Rank 0 needs of it what rank 1 wrote for both; the upload had failed."""
+    (message, _) = run_ranks(2, _start_on_own_disks, str(tmp_path), (0, 1), "far")
+    assert message == "the second place is away"
+    assert run_ranks(2, _train_on_own_disks, str(tmp_path), 1, 2, "") == [[2], [2]]
+
+
 def test_of_a_disk_that_all_share_only_rank_0_lists_the_files(tmp_path):
     """Thousands of ranks, each of which has its own files there, would ask for millions."""
     assert run_ranks(2, _count_listings, str(tmp_path)) == [[0, 2], [0, 0]]

@@ -607,6 +607,23 @@ class World:
             )
         )
 
+    def uploadable(self, place: Place) -> set[str]:
+        """The newest, where it lies on nodes' own disks only: all of it where the ranks are that wrote it."""
+        first, *others = self.places.values()
+        name = max(set().union(*(each.committed() for each in self.places.values())), default="")
+        apart = self.place_of(self.size - 1, place.url) is not self.place_of(0, place.url)
+        if place is not first or not (others and apart and self.is_calm):
+            return set()
+        if name not in place.committed() - others[0].committed():
+            return set()
+
+        def has(file: str, data: bytes) -> bool:
+            rank, path = names.rank_of(file) if file.endswith("distcp") else 0, f"{name}/{file}"
+            disk = self.place_of(rank % self.size, place.url)
+            return path in disk.there() and disk.objects[path].data == data
+
+        return {name} if all(has(file, data) for file, data in self.saves[name].files.items()) else set()
+
     # ---- actions
 
     def do_restart(self, seconds: float = 0, fault: Fault | None = None) -> None:
@@ -810,7 +827,7 @@ class World:
             return sorted((name, -i) for i, place in enumerate(order) for name in names(place))
 
         everything = in_order(lambda place: place.committed())
-        seen = in_order(lambda place: self.readable(place) & place.listed())
+        seen = in_order(lambda place: (self.readable(place) | self.uploadable(place)) & place.listed())
         processes, before, steps = self.processes, self.processes[0].random_state, set[int]()
         self.known_damaged = set()  # a start knows of none but those that it passes over
 
