@@ -444,7 +444,7 @@ class CheckpointManager:
         if self.upload_store:
             self._upload(self.upload_store, save.name, written, save.started)
 
-    def _upload(self, store: Store, name: str, pieces: Written, started: float) -> None:
+    def _upload(self, store: Store, name: str, pieces: Written, started: float, is_newer: bool = True) -> None:
         """Copy a checkpoint to the second place: every rank its own `pieces`, the manifest last."""
         if isinstance(store, LocalStore):  # a disk does not write over what an upload that was cut has left
             self.ranks.from_rank_0(lambda: remove_checkpoints(store, [name], store.sizes(name)))
@@ -458,12 +458,12 @@ class CheckpointManager:
 
         self.ranks.from_rank_0(finish)
         logger.info(f"checkpoint {name} uploaded to {store.url} {time.monotonic() - started:.1f} s after its start")
-        self._remove_superfluous(store, name)
+        self._remove_superfluous(store, name, is_newer)
 
     def _make_up(self, store: Store, name: str, pieces: Callable[[], Written]) -> bool:
         """Upload what an earlier start did not. Damage in what no rank has needed must not end each start anew."""
         try:
-            self._upload(store, name, pieces(), time.monotonic())
+            self._upload(store, name, pieces(), time.monotonic(), is_newer=False)
             return True
         except DamagedError as error:
             if self.ranks.rank == 0:

@@ -4,6 +4,7 @@ import logging
 import socket
 import time
 from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from checkpoint.manifest import MANIFEST
@@ -57,7 +58,10 @@ def unfinished(sizes: Collection[str], seconds: float = 0) -> set[str]:
 
 
 def never_committed(store: Store, names: Collection[str]) -> set[str]:
-    """Those of `names` that have no manifest. Each is asked for by name: a listing may lag."""
+    """Those of `names` that have no manifest. Each is asked for by name: a listing may lag.
+
+    At the same time, as object storage is given some time to show each of them.
+    """
 
     def has_manifest(name: str) -> bool:
         try:
@@ -66,7 +70,9 @@ def never_committed(store: Store, names: Collection[str]) -> set[str]:
             return False
         return True
 
-    return {name for name in names if not has_manifest(name)}
+    with ThreadPoolExecutor(32) as threads:
+        asked = {name: threads.submit(has_manifest, name) for name in names}
+    return {name for name, has in asked.items() if not has.result()}
 
 
 def remove_checkpoints(store: Store, names: Collection[str], sizes: Collection[str]) -> None:

@@ -3,6 +3,7 @@
 import concurrent.futures
 import errno
 import os
+import shutil
 import subprocess
 import threading
 import time
@@ -14,11 +15,11 @@ import torch.distributed as dist
 
 from checkpoint import manager, retention
 from checkpoint.retention import committed
-from checkpoint.stores import CheckpointError, LocalStore, open_store
+from checkpoint.stores import CheckpointError, DamagedError, LocalStore, open_store
 from config import PATIENCE, Checkpoint, ConfigError
 from parallel.comm import LaunchEnvironment
 from parallel.watchdog import Watchdog
-from tests.distributed.checkpoint_runs import IDENTITY, Run, Tower, load_model, load_run, same, train_run
+from tests.distributed.checkpoint_runs import IDENTITY, Run, Tower, flip_bit, load_model, load_run, same, train_run
 from tests.harness import run_ranks
 
 
@@ -146,6 +147,22 @@ def test_an_upload_that_was_cut_is_made_up_for_by_the_next_start(tmp_path, mesh,
     run_ranks(size, train_run, str(disk), mesh, 2, 2, {"upload": str(far)})
     assert steps_in(far) == [2, 1]
     assert same(load_run(str(far), ())[1], expected, but=["random"]) == []
+
+
+def test_what_an_earlier_start_did_not_upload_removes_no_newer_one_that_is_damaged(tmp_path):
+    """Only one that is newer does."""
+    places = near, far = tmp_path / "near", tmp_path / "far"
+    Run(near, interval=1, upload=str(far)).train(0, 3)
+    before, newest = (committed(open_store(near))[number] for number in (1, 0))
+    for place in places:
+        flip_bit(place / newest / "__0_0.distcp", 100)
+    shutil.rmtree(far / before)
+    run = Run(near, interval=1, upload=str(far))
+    assert run.checkpoint.load() == 2
+    run.checkpoint.wait()
+    assert committed(open_store(far)) == [newest, before]
+    run.train(2, 3)
+    assert all(steps_in(place) == [3, 2] and not (place / newest).exists() for place in places)
 
 
 def test_an_old_checkpoint_that_was_just_uploaded_stays_where_listings_lag(tmp_path, monkeypatch):
@@ -446,6 +463,18 @@ def _count_listings(folder):
     saving = listed.count("")
     run.checkpoint.load()
     return [saving, listed.count("") - saving]
+
+
+def test_manifests_that_are_not_there_are_waited_for_together(tmp_path, monkeypatch):
+    """In a bucket that keeps all, each save would wait once more for each save that ever failed."""
+    names, together = {f"step-0000000{i}-000000010000" for i in range(4)}, threading.Barrier(4, timeout=20)
+
+    def wait(store, name):
+        together.wait()
+        raise DamagedError(f"{name}: missing")
+
+    monkeypatch.setattr(LocalStore, "read", wait)
+    assert retention.never_committed(LocalStore(tmp_path), names) == names
 
 
 def test_other_disks_keep_their_part_of_what_rank_0_cannot_remove(tmp_path):

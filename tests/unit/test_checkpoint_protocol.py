@@ -910,7 +910,8 @@ def play(actions: list[tuple[Any, ...]], late: str = "", **chosen: Any) -> World
         for module in (manager, names, retention):
             patches.enter_context(patch.object(module, "time", clock))
         patches.enter_context(patch.object(names, "secrets", SimpleNamespace(token_hex=world.token)))
-        patches.enter_context(patch.object(storage, "ThreadPoolExecutor", AtOnce))
+        for module in (storage, retention):
+            patches.enter_context(patch.object(module, "ThreadPoolExecutor", AtOnce))
         for name in ("open_store", "build_ranks", "random_state", "set_random_state"):
             patches.enter_context(patch.object(manager, name, getattr(world, name)))
         patches.enter_context(patch.object(CheckpointManager, "_start", start_at_once))
