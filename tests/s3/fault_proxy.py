@@ -2,7 +2,7 @@
 
 What it can do, by rule, to the requests that match an operation, a key and a view:
 
-    503, 500, 409, 403, expired   answered so, without reaching the server
+    503, 500, 409, 403, expired, bucket   answered so, without reaching the server
     404, empty      as by a proxy that does not reach the server: 404 without XML, 200 without a body
     reset           the connection is cut before the server sees the request
     reset_after     the server has done it, the connection is cut before the answer
@@ -45,6 +45,7 @@ CODES = {  # of S3's errors
     "409": (409, "OperationAborted"),
     "403": (403, "AccessDenied"),
     "expired": (400, "ExpiredToken"),
+    "bucket": (404, "NoSuchBucket"),
 }
 HOP_HEADERS = ("content-length", "transfer-encoding", "connection", "expect", "date", "server")
 
