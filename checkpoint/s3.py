@@ -36,6 +36,7 @@ from botocore.exceptions import (
 )
 from botocore.parsers import ResponseParserError
 from botocore.response import StreamingBody
+from urllib3.exceptions import HTTPError
 
 from checkpoint.names import is_checkpoint_name
 from checkpoint.stores import CheckpointError, DamagedError, join
@@ -60,6 +61,7 @@ PASSING_ERRORS = (
     IncompleteReadError,
     ResponseParserError,
     ValueError,  # of botocore, where a bit of a number in an answer flipped
+    HTTPError,  # of urllib3, where TLS finds one in a body
 )
 PROBE = ".probe"
 # What the store says in each of these answers. A page without it, such as an empty one, is a proxy's.
@@ -257,9 +259,11 @@ class S3Store:
                         f"{place}: redirected to elsewhere; check AWS_ENDPOINT_URL_S3 (https?) and AWS_REGION"
                     ) from None
                 if isinstance(error, ClientError):
-                    _raise_if_final(place, error)
-                    if error.response["Error"]["Code"] == "ExpiredToken":
+                    code = error.response["Error"]["Code"]
+                    if code == "ExpiredToken" or (code == "InvalidAccessKeyId" and attempt == 1):
                         self.client = self._connect()  # a file of credentials is read but once
+                    else:
+                        _raise_if_final(place, error)
                 if attempt == REQUEST_ATTEMPTS:
                     raise CheckpointError(f"{place}: failed {REQUEST_ATTEMPTS} times; the last time: {error}") from None
                 time.sleep((2**attempt / 2) * random.uniform(0.5, 1.0))

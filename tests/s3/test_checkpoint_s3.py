@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from botocore.exceptions import ClientError, EndpointConnectionError
+from urllib3.exceptions import SSLError
 from urllib3.util import connection
 
 from checkpoint import s3
@@ -500,19 +501,20 @@ def profile(monkeypatch, tmp_path):
     return write
 
 
-def test_credentials_that_were_renewed_in_their_file_are_used(monkeypatch, profile, quick):
+@pytest.mark.parametrize("refusal", [(400, "ExpiredToken"), (403, "InvalidAccessKeyId")])
+def test_credentials_that_were_renewed_in_their_file_are_used(monkeypatch, profile, quick, refusal):
     def write(key):
         lines = (f"aws_access_key_id={key}", "aws_secret_access_key=s", "aws_session_token=t")
         profile("AWS_SHARED_CREDENTIALS_FILE", *lines)
 
     key = ["first"]
-    with answering(only_for(key)) as endpoint:
+    with answering(only_for(key, *refusal)) as endpoint:
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", endpoint)
         write("first")
         store = store_at("s3://bucket/run")
         assert store.read("x") == b"abc"
         key[0] = "second"
-        with pytest.raises(CheckpointError, match=r"failed 5 times.*ExpiredToken"):
+        with pytest.raises(CheckpointError, match=r"(failed 5 times|not allowed).*" + refusal[1]):
             store.put("x", b"abc")
         write("second")
         store.put("x", b"abc")
@@ -550,6 +552,11 @@ def test_a_listing_with_a_number_that_is_none_is_asked_for_again(monkeypatch, st
     with answering(lambda request: (200, {}, f"{page % next(sizes)}</ListBucketResult>".encode())) as endpoint:
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", endpoint)
         assert store_at("s3://bucket/run").sizes() == {"x": 29}
+
+
+def test_a_bit_that_flips_in_a_body_under_tls_is_asked_for_again(stubbed, quick):
+    body = mock.Mock(read=mock.Mock(side_effect=[SSLError("bad record mac"), b"abc"]))
+    assert stubbed(get_object=lambda arguments: {"Body": body, "ETag": "e"}).read("x") == b"abc"
 
 
 def test_an_endpoint_that_redirects_is_named(monkeypatch, stubbed):
