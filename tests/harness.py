@@ -4,6 +4,7 @@ import faulthandler
 import gc
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import traceback
@@ -60,6 +61,8 @@ def _run_child(
         if sys.stderr is not sys.__stderr__:  # pytest captures: what C++ says as it aborts shall stand in the assertion
             os.dup2(error.fileno(), 2)
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may themselves run under nohup
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         torch.set_num_threads(1)
         torch._dynamo.reset()  # what the parent's tests have compiled must not make this rank's shapes dynamic
         if start_group:

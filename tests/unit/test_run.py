@@ -590,11 +590,6 @@ def stopped_by(folder: Path, number: signal.Signals) -> tuple[list[bool], str]:
     return votes, asked_by
 
 
-def heard(folder: Path, number: signal.Signals) -> tuple[list[bool], str]:
-    signal.signal(number, signal.SIG_DFL)  # these tests may themselves run under nohup
-    return stopped_by(folder, number)
-
-
 def ignored(folder: Path) -> tuple[list[bool], str]:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     return stopped_by(folder, signal.SIGHUP)
@@ -602,7 +597,7 @@ def ignored(folder: Path) -> tuple[list[bool], str]:
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"])
 def test_a_signal_asks_for_a_stop_after_the_step(name: str, tmp_path: Path) -> None:
-    assert run_ranks(1, heard, tmp_path, signal.Signals[name]) == [([False, True], name)]
+    assert run_ranks(1, stopped_by, tmp_path, signal.Signals[name]) == [([False, True], name)]
 
 
 def goes_on(folder: Path, asked: dict[int, signal.Signals | str]) -> bool:
