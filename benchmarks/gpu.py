@@ -483,8 +483,8 @@ def run_row(name: str, sequences: int, rehearse: bool, timeout_seconds: float, l
         said = errors.read().splitlines()
     if result.returncode:
         lines = [line for line in said if "Error" in line or "error" in line]
-        if result.returncode < 0:  # of memory that the machine has not, or a fault of a driver
-            lines = [f"ended by {signal.Signals(-result.returncode).name}"]
+        if result.returncode < 0:  # for want of the machine's memory, or by a fault of a driver: it may have said why
+            said = [f"ended by {signal.Signals(-result.returncode).name}"]
         return {"failed": f"{(lines or said or ['no output'])[-1][:200]}, see {log}"}
     return json.loads(result.stdout.splitlines()[-1])
 

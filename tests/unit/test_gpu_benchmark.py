@@ -138,6 +138,20 @@ def test_memory_that_runs_out_is_said_by_the_process_of_the_row(
     assert failed.startswith(gpu.NO_ROOM)
 
 
+@pytest.mark.parametrize(
+    ("says", "failed"),
+    [("Skipping a library", "ended by SIGSEGV"), ("CUDA error: misaligned", "CUDA error: misaligned")],
+)
+def test_a_row_that_a_signal_ended_says_why(
+    says: str, failed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = tmp_path / "row"
+    row.write_text(f"#!/bin/sh\necho '{says}' >&2\nkill -SEGV $$\n")
+    row.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(row))
+    assert gpu.run_row("peaks", 1, True, 60, tmp_path / "log") == {"failed": f"{failed}, see {tmp_path / 'log'}"}
+
+
 def test_the_plan_leaves_room_for_what_a_device_holds() -> None:
     """Peaks counted by torch's CUDA allocator for an H200, docs/speed.md, and the room of GPUs in GiB."""
     h100, h200 = 79.2, 138.5
