@@ -20,6 +20,7 @@ from functools import partial
 from typing import IO, Any, cast
 
 import numpy as np
+import pyarrow as pa
 import torch
 from isal import isal_zlib
 from torch import Tensor
@@ -266,7 +267,7 @@ def _decode(info: _StorageInfo, data: memoryview, metadata: Metadata, index: Met
     shape, dtype = stored.chunks[index.index].sizes, stored.properties.dtype
     if not shape.numel():
         return torch.empty(shape, dtype=dtype)
-    with zipfile.ZipFile(cast(IO[bytes], _MemoryReader(data))) as archive:  # what torch.save writes
+    with zipfile.ZipFile(pa.BufferReader(data)) as archive:  # what torch.save writes
         record = next(entry for entry in archive.infolist() if entry.filename.endswith("/data/0"))
     name_bytes, extra_bytes = struct.unpack_from("<HH", data, record.header_offset + 26)
     start = record.header_offset + 30 + name_bytes + extra_bytes
@@ -350,24 +351,3 @@ def _neighbours(items: Sequence[Item]) -> Iterator[list[Item]]:
         group.append((info, target))
     if group:
         yield group
-
-
-class _MemoryReader(io.RawIOBase):
-    """A seekable file over memory, without the copy that BytesIO would make."""
-
-    def __init__(self, data: memoryview) -> None:
-        self.data = data
-        self.position = 0
-
-    def tell(self) -> int:
-        return self.position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self.position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.position, io.SEEK_END: len(self.data)}[whence]
-        return self.position
-
-    def readinto(self, buffer: Any) -> int:
-        count = min(len(buffer), len(self.data) - self.position)
-        buffer[:count] = self.data[self.position : self.position + count]
-        self.position += count
-        return count
