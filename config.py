@@ -82,11 +82,16 @@ def command_line(mistake: int = 1) -> Iterator[None]:
 
 
 @contextmanager
-def file_errors() -> Iterator[None]:
-    """An OSError that names a file, as of a folder that one may not enter, in one line. Raises TitaniteError."""
+def file_errors(written: object = None) -> Iterator[None]:
+    """An OSError that names a file, as of a folder that one may not enter, in one line. Raises TitaniteError.
+
+    Any, as of a full disk, while a file is being `written`.
+    """
     try:
         yield
     except OSError as error:
+        if written is not None:
+            raise TitaniteError(f"{written}: cannot be written: {error.strerror or error}") from None
         if error.filename is None:
             raise
         raise TitaniteError(f"{error.filename}: {error.strerror}") from None

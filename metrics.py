@@ -4,21 +4,20 @@ python -m metrics compare outputs/A outputs/B --output compare.html
 """
 
 import argparse
-import contextlib
 import importlib
 import json
 import logging
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from config import Config, ConfigError, TitaniteError, command_line
+from config import Config, ConfigError, command_line, file_errors
 from metrics_page import write_page
 from records import open_records, output_file
 
@@ -133,10 +132,6 @@ def find_hook(name: str) -> Callable[[dict[str, Any]], object] | None:
     return hook
 
 
-class MetricsError(TitaniteError):
-    """What a run reports cannot be written."""
-
-
 class MetricsLogger:
     """Writes rows on rank 0 and measures the time between them."""
 
@@ -166,7 +161,7 @@ class MetricsLogger:
 
             if self.board:
                 self.board.close()
-            with _reported(self.board_folder):
+            with file_errors(self.board_folder):
                 self.board = SummaryWriter(str(self.board_folder), purge_step=step + 1)
         self.restart_clock()
 
@@ -227,13 +222,13 @@ class MetricsLogger:
         if self.file is None:
             return
         row = dict.fromkeys(FIELDS) | row | {"time": time.time()}
-        with _reported(self.file.name):
+        with file_errors(self.file.name):
             self.file.write(json.dumps(row) + "\n")
             self.file.flush()
         if self.hook:
             self.hook(row)
         if self.board:
-            with _reported(self.board_folder):
+            with file_errors(self.board_folder):
                 for name, value in row.items():
                     if value is not None and name not in ("step", "interval_steps", "time"):
                         self.board.add_scalar(name, value, row["step"])
@@ -245,15 +240,6 @@ class MetricsLogger:
             self.file.close()
         if self.board:
             self.board.close()
-
-
-@contextlib.contextmanager
-def _reported(path: Path | str | None) -> Iterator[None]:
-    """Errors of the operating system, as of a full disk, in one line that names the place."""
-    try:
-        yield
-    except OSError as error:
-        raise MetricsError(f"{path}: cannot be written: {error.strerror or error}") from None
 
 
 def _percent(share: float | None) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 import config as settings
-from config import ConfigError, TitaniteError
+from config import ConfigError, file_errors
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,11 @@ def profile(
 
         def write(trace: torch.profiler.profile) -> None:
             if trace.step_num > wait + 1:
-                _write_trace(trace, folder / f"trace-step{first}-rank{rank}.json.gz")
+                path = folder / f"trace-step{first}-rank{rank}.json.gz"
+                with file_errors(path):
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    trace.export_chrome_trace(str(path))
+                logger.info(f"profile: wrote {path}")
 
         with torch.profiler.profile(
             schedule=torch.profiler.schedule(wait=wait, warmup=1, active=profiling.trace_steps, repeat=1),
@@ -55,12 +59,3 @@ def profile(
             folder.mkdir(parents=True, exist_ok=True)
             torch.cuda.memory._dump_snapshot(str(folder / f"memory-step{steps_done + 1}-rank{rank}.pickle"))
             torch.cuda.memory._record_memory_history(enabled=None)
-
-
-def _write_trace(trace: torch.profiler.profile, path: Path) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        trace.export_chrome_trace(str(path))
-    except OSError as error:  # a full disk
-        raise TitaniteError(f"{path}: cannot be written: {error.strerror}") from None
-    logger.info(f"profile: wrote {path}")

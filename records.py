@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import IO, Any
 
-from config import TitaniteError, misplaced
+from config import file_errors, misplaced
 
 
 def open_records(path: Path) -> IO[str]:
@@ -67,7 +67,7 @@ def output_file(text: str) -> Path:
 
 def write_output(path: Path, text: str) -> None:
     """Write the file of an `--output`: as a whole, unless it is a pipe or a device. Raises TitaniteError."""
-    try:
+    with file_errors(path):
         if path.is_file() or not path.exists():
             try:
                 write_atomically(path.resolve(), text.encode())
@@ -76,8 +76,6 @@ def write_output(path: Path, text: str) -> None:
                 if error.errno != errno.EBUSY:  # a file that is mounted by itself, into a container say
                     raise
         path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise TitaniteError(f"{path}: cannot be written: {error.strerror}") from None
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from checkpoint.manager import CheckpointManager, check_initial_load, check_places
 from config import Config, ConfigError, TitaniteError, file_errors, grad_accum_steps, load_config, loss_chunks
-from data.loader import Batch, build_dataloader, validation_batches
+from data.loader import Batch, DataLoader, validation_batches
 from float8.convert import check_float8, convert_to_float8, summarize
 from loss import IGNORED, build_chunked_loss, build_loss
 from metrics import MetricsLogger, configure_logging, find_hook
@@ -64,7 +64,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
     find_hook(config.metrics.hook)
     check_profiling(config.profiling)
     with file_errors():
-        dataloader = build_dataloader(config, dp_rank, dims.dp, pin_memory=device_type() != "cpu")
+        dataloader = DataLoader(config, dp_rank, dims.dp, pin_memory=device_type() != "cpu")
     spec, flavor = find_model(config.model, dataloader.vocab_size)
     spec.check_parallelism(flavor, config)
     identity = {"name": config.model.name, **dataclasses.asdict(flavor)}

@@ -93,9 +93,9 @@ def our_config(folders: list[Path], **data: Any) -> Config:
 
 
 def open_ours(folders: list[Path], state: Any = None, **data: Any) -> Opened:
-    from data.loader import build_dataloader
+    from data.loader import DataLoader
 
-    loader = build_dataloader(our_config(folders, **data), 0, 1)
+    loader = DataLoader(our_config(folders, **data), 0, 1)
     if state is not None:
         loader.load_state_dict(state)
     return Opened(iter(lambda: loader.next_step()[0], None), loader.state_dict, loader.close)

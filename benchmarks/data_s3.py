@@ -10,7 +10,7 @@ from typing import Any
 import fsspec
 
 from config import Config
-from data.loader import build_dataloader
+from data.loader import DataLoader
 from tests.s3.fault_proxy import FaultProxy, fault_proxy
 from tests.s3.server import create_bucket, s3_environment, s3_server
 
@@ -30,7 +30,7 @@ def measure_s3(dataset: Path, config: Callable[..., Config], seconds: float, out
         _fail_a_fifth(proxy)
         cache = dataset.parent / "cache"
         remote = config(["s3://data/set"], window_blocks=WINDOW_BLOCKS, cache_folder=str(cache))
-        loader = build_dataloader(remote, 0, 1)
+        loader = DataLoader(remote, 0, 1)
         begin = time.monotonic()
         batches = [loader.next_step()[0].tokens.sum().item()]
         start = time.monotonic() - begin
@@ -51,7 +51,7 @@ def measure_s3(dataset: Path, config: Callable[..., Config], seconds: float, out
         over.join()
         failed.append(_fail_a_fifth(proxy))
         loader.close()
-    local = build_dataloader(config([dataset], window_blocks=WINDOW_BLOCKS), 0, 1)
+    local = DataLoader(config([dataset], window_blocks=WINDOW_BLOCKS), 0, 1)
     identical = batches == [local.next_step()[0].tokens.sum().item() for _ in batches]
     local.close()
     return {

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from isal import isal_zlib
 
+from config import file_errors
 from data.place import Place, StepShape, saved_place
-from data.shards import DataError
 from records import open_records, read_records
 
 
@@ -42,11 +42,9 @@ class Ledger:
         self._file.close()
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        try:
+        with file_errors(self._file.name):
             self._file.write(json.dumps(line) + "\n")
             self._file.flush()
-        except OSError as error:  # a full disk
-            raise DataError(f"{self._file.name}: cannot be written: {error.strerror}") from None
 
 
 def checksum(tokens: Iterable[np.ndarray], crc: int = 0) -> int:

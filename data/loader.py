@@ -1,5 +1,6 @@
 """Batches for training and validation: the order of data.order, read ahead by a thread."""
 
+import itertools
 import json
 import logging
 import threading
@@ -21,7 +22,6 @@ import torch.distributed as dist
 
 from config import Comm, Config, ConfigError, differences, grad_accum_steps
 from data.ledger import Ledger
-from data.order import Segment
 from data.place import StepShape, first_place, saved_place
 from data.shards import DataError, check_datasets, open_dataset, with_chat_template
 from data.stream import Stream, open_streams
@@ -65,10 +65,12 @@ class _Step(NamedTuple):
 
 
 class DataLoader:
-    """The batches of one data-parallel rank, as a function of the number of samples consumed.
+    """The batches of data-parallel rank `dp_rank` of `dp_size`, as a function of the number of samples consumed.
 
     The place counts what `next_step` has returned, whatever was read ahead, and is the same
     on all ranks, so its state fits any number of ranks and any batch size.
+
+    Raises DataError when the data cannot be used, ConfigError when the batch sizes do not divide.
     """
 
     def __init__(self, config: Config, dp_rank: int, dp_size: int, pin_memory: bool = False):
@@ -229,14 +231,15 @@ class DataLoader:
         self._upcoming = None
 
     def _steps(self) -> Iterator[_Step]:
-        """Steps from the current place on."""
-        locate = _LocateAhead(self._place.segment)
-        first = self._place.samples
-        while True:
-            starts = self._shape.microbatches(first, self._dp_rank)
-            batches = [self._batch(*locate(start, self._shape.local_batch_size)) for start in starts]
-            first += self._shape.samples
-            yield _Step(batches, first)
+        """Steps from the current place on, whose samples are located many at a time, which costs little more."""
+        segment, shape = self._place.segment, self._shape
+        ahead = shape.samples * max(1, LOCATED_AHEAD // shape.samples)
+        for begin in itertools.count(self._place.samples, ahead):
+            datasets, starts = (array.tolist() for array in segment.locate(begin, ahead))
+            for first in range(0, ahead, shape.samples):
+                own = [slice(at, at + shape.local_batch_size) for at in shape.microbatches(first, self._dp_rank)]
+                batches = [self._batch(datasets[part], starts[part]) for part in own]
+                yield _Step(batches, begin + first + shape.samples)
 
     def _batch(self, datasets: list[int], starts: list[int]) -> Batch:
         """The samples that begin at place `starts[i]` in the order of stream `datasets[i]`."""
@@ -252,25 +255,6 @@ class DataLoader:
             elif rows:  # they follow each other in the stream
                 _fill(arrays, stream, rows, starts[rows[0]])
         return batch
-
-
-class _LocateAhead:
-    """`Segment.locate` for many samples at a time, which costs little more than for one."""
-
-    def __init__(self, segment: Segment):
-        self._segment = segment
-        self._begin = self._end = 0
-        self._datasets: list[int] = []
-        self._starts: list[int] = []
-
-    def __call__(self, first: int, count: int) -> tuple[list[int], list[int]]:
-        """(dataset, first token in its stream) of samples [first, first + count)."""
-        if not (self._begin <= first and first + count <= self._end):
-            self._begin, self._end = first, first + max(count, LOCATED_AHEAD)
-            datasets, starts = self._segment.locate(first, self._end - first)
-            self._datasets, self._starts = datasets.tolist(), starts.tolist()
-        part = slice(first - self._begin, first - self._begin + count)
-        return self._datasets[part], self._starts[part]
 
 
 class _BadBlocks:
@@ -353,14 +337,6 @@ class _Prefetcher(Iterator[_Step]):
                 self._ready.put(next(items))
         except BaseException as error:
             self._ready.put(error)
-
-
-def build_dataloader(config: Config, dp_rank: int, dp_size: int, pin_memory: bool = False) -> DataLoader:
-    """The training data of data-parallel rank `dp_rank` of `dp_size`.
-
-    Raises DataError when the data cannot be used, ConfigError when the batch sizes do not divide.
-    """
-    return DataLoader(config, dp_rank, dp_size, pin_memory)
 
 
 def _empty_batch(shape: tuple[int, int], positions: bool, pin_memory: bool) -> Batch:

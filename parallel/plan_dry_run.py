@@ -222,7 +222,7 @@ def dry_run(config: Config, world_size: int, rank: int = 0) -> DryRun:
                 from_rank_0=lambda start: (Path(folder), {}),  # a name, and no settings changed
                 init_weights=begin_fake_tensors,
                 build_optimizer=begin_count,
-                build_dataloader=partial(_Loader, before_step=tally.begin_step),
+                DataLoader=partial(_Loader, before_step=tally.begin_step),
                 CheckpointManager=no_checkpoints,
                 StopRequest=_no_stop,
                 Watchdog=mock.MagicMock(),

@@ -6,12 +6,12 @@ from pathlib import Path
 import torch.distributed as dist
 
 from config import Config
-from data.loader import build_dataloader
+from data.loader import DataLoader
 
 
 def walk(run: Path, steps: int, config: Config) -> list[list[list[list[int]]]]:
     """The tokens of `steps` steps: of each step its microbatches, of each of those its rows."""
-    loader = build_dataloader(config, dist.get_rank(), dist.get_world_size())
+    loader = DataLoader(config, dist.get_rank(), dist.get_world_size())
     state_file = run / "state.json"
     if state_file.exists():
         loader.load_state_dict(json.loads(state_file.read_text()))

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from checkpoint.manager import CheckpointManager
 from checkpoint.state import model_tensors
 from config import ConfigError, Parallelism, load_config
-from data.loader import build_dataloader
+from data.loader import DataLoader
 from float8.convert import convert_to_float8
 from loss import IGNORED
 from models import find_model
@@ -47,7 +47,7 @@ def train_plainly(arguments: list[str]) -> dict[str, Any]:
     """One model for each island in one process, brought together by torch's own SGD with Nesterov momentum."""
     config = load_config(arguments)
     training = config.training
-    loaders = [build_dataloader(config, island, ISLANDS, pin_memory=False) for island in range(ISLANDS)]
+    loaders = [DataLoader(config, island, ISLANDS, pin_memory=False) for island in range(ISLANDS)]
     _, flavor = find_model(config.model, loaders[0].vocab_size)
     models = [Llama(flavor) for _ in range(ISLANDS)]
     optimizers = []

@@ -20,7 +20,7 @@ from s3fs import S3FileSystem
 
 from config import Config
 from data import sources, verify
-from data.loader import build_dataloader, validation_batches
+from data.loader import DataLoader, validation_batches
 from data.prepare import prepare
 from data.shards import BadBlockError, DataError
 from data.storage import Cache, DamagedError, RemoteFolder, StorageError, open_folder
@@ -53,7 +53,7 @@ def config_of(url, tmp_path, **overrides) -> Config:
 
 def epoch_of(config: Config, rank: int = 0, size: int = 1) -> list[list[int]]:
     """A little more than one epoch of batches."""
-    loader = build_dataloader(config, rank, size)
+    loader = DataLoader(config, rank, size)
     batches = [loader.next_step()[0].tokens.flatten().tolist() for _ in range(35 // size)]
     loader.close()
     return batches
@@ -189,7 +189,7 @@ def test_a_fifth_of_the_requests_fail(local, remote, tmp_path, proxy, fault):
 
 
 def test_an_outage_is_waited_for(local, remote, tmp_path, proxy):
-    loader = build_dataloader(config_of(remote, tmp_path), 0, 1)
+    loader = DataLoader(config_of(remote, tmp_path), 0, 1)
     batches = [loader.next_step()[0].tokens.flatten().tolist()]
     proxy.fault("reset")
     hit: list[int] = []
@@ -209,7 +209,7 @@ def test_an_outage_is_waited_for(local, remote, tmp_path, proxy):
 
 @pytest.mark.parametrize(("fault", "duration"), [("503", r" for \d+ s"), ("empty", r" for \d+ s"), ("bucket", "")])
 def test_an_outage_that_lasts_stops_the_run_even_when_bad_blocks_are_masked(remote, tmp_path, proxy, fault, duration):
-    loader = build_dataloader(config_of(remote, tmp_path, data__retry_seconds=2, data__on_bad_block="mask"), 0, 1)
+    loader = DataLoader(config_of(remote, tmp_path, data__retry_seconds=2, data__on_bad_block="mask"), 0, 1)
     proxy.fault(fault)
     with pytest.raises(StorageError, match=rf"s3://.*/train-0000\d\.arrow: cannot be read{duration}: "):
         loader.next_step()
@@ -217,7 +217,7 @@ def test_an_outage_that_lasts_stops_the_run_even_when_bad_blocks_are_masked(remo
 
 
 def test_a_loader_can_be_closed_during_an_outage(remote, tmp_path, proxy):
-    loader = build_dataloader(config_of(remote, tmp_path, data__retry_seconds=10_000), 0, 1)
+    loader = DataLoader(config_of(remote, tmp_path, data__retry_seconds=10_000), 0, 1)
     loader.next_step()
     proxy.fault("503")
     for path in (tmp_path / "cache").glob("*.range"):
@@ -236,7 +236,7 @@ def test_a_loader_can_be_closed_during_an_outage(remote, tmp_path, proxy):
 
 def test_a_block_that_is_damaged_on_the_server(local, remote, tmp_path, proxy):
     proxy.fault("flip", operation="get", key="train-00001.arrow")
-    loader = build_dataloader(config_of(remote, tmp_path), 0, 1)
+    loader = DataLoader(config_of(remote, tmp_path), 0, 1)
     with pytest.raises(BadBlockError, match=r"s3://.*train-00001\.arrow, block \d+: is damaged"):
         steps_of(loader)
     loader.close()
@@ -244,7 +244,7 @@ def test_a_block_that_is_damaged_on_the_server(local, remote, tmp_path, proxy):
 
 def test_a_range_behind_the_end_of_a_cut_object_is_bad_at_once(local, remote, tmp_path, proxy):
     config = config_of(remote, tmp_path, data__retry_seconds=2, data__on_bad_block="mask")
-    loader = build_dataloader(config, 0, 1)
+    loader = DataLoader(config, 0, 1)
     system, _ = fsspec.core.url_to_fs(remote, skip_instance_cache=True)
     for content in ((local / "train-00001.arrow").read_bytes()[:600], b""):
         system.pipe_file(f"{remote}/train-00001.arrow", content)
@@ -270,10 +270,10 @@ def test_other_requests_that_s3_finds_invalid_say_nothing_about_the_data(bucket,
 
 def test_missing_files_are_named(remote, bucket, tmp_path):
     with pytest.raises(DataError, match=r"s3://.*/nothing/manifest\.json: is missing. Make a dataset with"):
-        build_dataloader(config_of(f"{bucket}/nothing", tmp_path), 0, 1)
+        DataLoader(config_of(f"{bucket}/nothing", tmp_path), 0, 1)
     system, _ = fsspec.core.url_to_fs(remote, skip_instance_cache=True)
     system.rm_file(f"{remote}/train-00000.arrow")
-    loader = build_dataloader(config_of(remote, tmp_path), 0, 1)
+    loader = DataLoader(config_of(remote, tmp_path), 0, 1)
     with pytest.raises(BadBlockError, match=r"train-00000\.arrow, block \d+: is missing"):
         steps_of(loader)
     loader.close()
@@ -299,7 +299,7 @@ def test_without_credentials_nothing_is_retried(remote, tmp_path, monkeypatch):
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
     with pytest.raises(StorageError, match="Unable to locate credentials"):
-        build_dataloader(config_of(remote, tmp_path, data__retry_seconds=10_000), 0, 1)
+        DataLoader(config_of(remote, tmp_path, data__retry_seconds=10_000), 0, 1)
 
 
 @pytest.mark.parametrize("refusal", [(400, "ExpiredToken"), (403, "InvalidAccessKeyId")])

@@ -12,7 +12,7 @@ import pytest
 from config import to_toml
 from data import audit, verify
 from data.audit import AuditError, prove
-from data.loader import build_dataloader
+from data.loader import DataLoader
 from data.shards import DataError, open_dataset
 from data.stream import Stream
 from tests.corpus import data_config, stored_blocks, write_dataset
@@ -40,7 +40,7 @@ def run_phase(run: Path, folders, state, steps: int, dp_size: int = 1, only_rank
     config = data_config(*folders, **overrides)
     run.mkdir(exist_ok=True)
     (run / "config.toml").write_text(to_toml(config))
-    loaders = [build_dataloader(config, rank, dp_size) for rank in range(dp_size)]
+    loaders = [DataLoader(config, rank, dp_size) for rank in range(dp_size)]
     for loader in loaders:
         if state:
             loader.load_state_dict(state)

@@ -20,7 +20,7 @@ from isal import isal_zlib
 from config import ConfigError, TitaniteError, to_toml
 from data import place
 from data.audit import prove
-from data.loader import IGNORED, build_dataloader, validation_batches
+from data.loader import IGNORED, DataLoader, validation_batches
 from data.shards import BadBlockError, DataError, check_datasets, open_dataset, seal
 from data.storage import Cache, LocalFolder, StorageError
 from data.tokenizer import END_OF_TEXT, TokenizerError, fingerprint, load_tokenizer
@@ -133,7 +133,7 @@ def test_a_run_goes_on_only_with_its_own_tokenizer(folder, tmp_path):
     (run / "model.json").touch()
 
     def start(data: Path) -> None:
-        loader = build_dataloader(data_config(data, training__seq_len=8, run__folder=str(run)), 0, 1)
+        loader = DataLoader(data_config(data, training__seq_len=8, run__folder=str(run)), 0, 1)
         loader.tokenizer.save(run)
         loader.close()
 
@@ -189,7 +189,7 @@ def test_token_above_the_vocabulary_is_named(folder):
 def test_a_bad_block_stops_the_run_and_is_named(folder, kind, prefetch_steps):
     file, place = middle_of(folder, 7)
     config = data_config(folder, training__seq_len=8, data__prefetch_steps=prefetch_steps)
-    loader = build_dataloader(config, 0, 1)
+    loader = DataLoader(config, 0, 1)
     if kind == "flipped":
         damage(file, place)
         message = "block 2: is damaged, its checksum does not match"
@@ -208,7 +208,7 @@ def test_a_bad_block_stops_the_run_and_is_named(folder, kind, prefetch_steps):
 @pytest.mark.parametrize("kind", ["too many open files", "not readable"])
 def test_what_says_nothing_about_the_data_is_no_bad_block(folder, kind):
     """It stops the run even when bad blocks are masked: the data may be sound."""
-    loader = build_dataloader(data_config(folder, training__seq_len=8, data__on_bad_block="mask"), 0, 1)
+    loader = DataLoader(data_config(folder, training__seq_len=8, data__on_bad_block="mask"), 0, 1)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     message = r"dataset/train-0000\d\.arrow: cannot be read: "
     try:
@@ -255,7 +255,7 @@ def test_a_masked_block_keeps_its_place(folder, kind):
     else:
         damage(file, place)
     config = data_config(folder, training__seq_len=8, training__local_batch_size=5, data__on_bad_block="mask")
-    loader = build_dataloader(config, 0, 1)
+    loader = DataLoader(config, 0, 1)
     tokens, labels = tokens_and_labels(loader, 12)
     state = loader.state_dict()
     loader.close()
@@ -280,17 +280,17 @@ def test_masked_blocks_stay_masked_after_a_resume(folder):
     file, place = middle_of(folder, 7)
     config = data_config(folder, training__seq_len=8, data__on_bad_block="mask")
     damage(file, place)
-    loader = build_dataloader(config, 0, 1)
+    loader = DataLoader(config, 0, 1)
     loader.next_step()
     state = loader.state_dict()
     expected = tokens_and_labels(loader, 6)
     loader.close()
     damage(file, place)  # flips the bit back
-    loader = build_dataloader(config, 0, 1)
+    loader = DataLoader(config, 0, 1)
     loader.load_state_dict(json.loads(json.dumps(state)))
     assert tokens_and_labels(loader, 6) == expected
     loader.close()
-    strict = build_dataloader(data_config(folder, training__seq_len=8), 0, 1)
+    strict = DataLoader(data_config(folder, training__seq_len=8), 0, 1)
     with pytest.raises(DataError, match="was trained with masked blocks"):
         strict.load_state_dict(state)
     strict.close()
@@ -302,7 +302,7 @@ def test_a_block_found_bad_while_its_sound_copy_is_in_use_is_masked_there_too(fo
     run, file = tmp_path / "run", folder / "train-00001.arrow"
     run.mkdir()
     (run / "config.toml").write_text(to_toml(config))
-    loader = build_dataloader(config, 0, 1)
+    loader = DataLoader(config, 0, 1)
     loader.open_ledger(run)
     loader.next_step()
     content = file.read_bytes()
@@ -316,7 +316,7 @@ def test_a_block_found_bad_while_its_sound_copy_is_in_use_is_masked_there_too(fo
         prove(run)  # the first steps had read it
     file.write_bytes(content)
     assert prove(run)[-1].startswith(str(folder))
-    again = build_dataloader(config, 0, 1)
+    again = DataLoader(config, 0, 1)
     again.load_state_dict(state)
     assert tokens_and_labels(again, 5) == rest
     again.close()
@@ -327,7 +327,7 @@ def test_a_dataset_that_comes_back_into_the_mixture_is_still_masked(folder, tmp_
     damage(*middle_of(folder, 7))
     state = None
     for folders in ((folder,), (other,), (other, folder)):
-        loader = build_dataloader(data_config(*folders, training__seq_len=8, data__on_bad_block="mask"), 0, 1)
+        loader = DataLoader(data_config(*folders, training__seq_len=8, data__on_bad_block="mask"), 0, 1)
         if state:
             loader.load_state_dict(json.loads(json.dumps(state)))
         loader.next_step()
@@ -368,7 +368,7 @@ def test_validation_leaves_a_bad_block_out_where_bad_blocks_are_masked(tmp_path,
 def test_damaged_lengths_cannot_be_masked(folder):
     damage(*middle_of(folder, 7))
     damage(folder / "train-00001.lengths", 5)
-    loader = build_dataloader(data_config(folder, training__seq_len=8, data__on_bad_block="mask"), 0, 1)
+    loader = DataLoader(data_config(folder, training__seq_len=8, data__on_bad_block="mask"), 0, 1)
     with pytest.raises(DataError, match=r"train-00001\.lengths: is damaged.* block 2 cannot be masked"):
         loader.next_step()
     loader.close()
@@ -379,7 +379,7 @@ def rank_with_own_copy(folders):
     config = data_config(
         Path(folders[rank]), training__seq_len=8, training__local_batch_size=2, data__on_bad_block="mask"
     )
-    loader = build_dataloader(config, rank, size)
+    loader = DataLoader(config, rank, size)
     out = [tokens_and_labels(loader, 8), loader.state_dict()]
     loader.close()
     return out
@@ -399,7 +399,7 @@ def refusals(cases):
     """What this rank says in each case, (configs of the ranks, what is said)."""
     said = []
     for configs, _ in cases:
-        loader = build_dataloader(configs[dist.get_rank()], dist.get_rank(), dist.get_world_size())
+        loader = DataLoader(configs[dist.get_rank()], dist.get_rank(), dist.get_world_size())
         try:
             loader.check_ranks()
             said.append("")
@@ -501,7 +501,7 @@ def test_a_server_that_knows_no_ranges_is_named_and_nothing_is_masked(folder, tm
     original = type(system).cat_file
     monkeypatch.setattr(type(system), "cat_file", lambda self, path, start=None, end=None: original(self, path))
     settings = {"data__cache_folder": str(tmp_path / "cache"), "data__on_bad_block": "mask", "training__seq_len": 8}
-    loader = build_dataloader(data_config("memory://ranges", **settings), 0, 1)
+    loader = DataLoader(data_config("memory://ranges", **settings), 0, 1)
     with pytest.raises(StorageError, match=r"memory://ranges/train-0000\d\.arrow: the server answers with more than"):
         loader.next_step()
     assert not loader.state_dict()["masked"]
@@ -511,7 +511,7 @@ def test_a_server_that_knows_no_ranges_is_named_and_nothing_is_masked(folder, tm
 def test_a_start_opens_each_dataset_once(folder, tmp_path, monkeypatch):
     held_out, read, original = shutil.copytree(folder, tmp_path / "held_out"), [], LocalFolder.read
     monkeypatch.setattr(LocalFolder, "read", lambda self, name: read.append((self.url, name)) or original(self, name))
-    build_dataloader(data_config(folder, training__seq_len=8, validation__datasets=[str(held_out)]), 0, 1).close()
+    DataLoader(data_config(folder, training__seq_len=8, validation__datasets=[str(held_out)]), 0, 1).close()
     assert [url for url, name in read if name == "manifest.json"] == [str(folder), str(held_out)]
 
 
@@ -531,7 +531,7 @@ def test_a_cache_folder_that_went_away_is_named(tmp_path: Path) -> None:
 
 def test_more_bad_blocks_than_an_accident_makes_stop_the_run(folder, monkeypatch):
     monkeypatch.setattr("data.loader.MAX_BAD_BLOCKS", 1)
-    loader = build_dataloader(data_config(folder, training__seq_len=8, data__on_bad_block="mask"), 0, 1)
+    loader = DataLoader(data_config(folder, training__seq_len=8, data__on_bad_block="mask"), 0, 1)
     (folder / "train-00001.arrow").unlink()
     with pytest.raises(DataError, match=r"\d+ blocks are bad, more than 1; mend the data"):
         all(loader.next_step() for _ in range(60))

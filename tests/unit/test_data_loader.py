@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from checkpoint.manifest import encode_manifest
 from config import ConfigError
-from data.loader import IGNORED, Batch, _Prefetcher, build_dataloader, validation_batches
+from data.loader import IGNORED, Batch, DataLoader, _Prefetcher, validation_batches
 from data.order import derive_key, permutation
 from data.shards import DataError, Split, open_dataset
 from data.storage import StorageError
@@ -168,7 +168,7 @@ def test_order_survives_every_change_between_two_steps(folders, phases, shuffle_
             training__local_batch_size=p["local_batch_size"],
             training__global_batch_size=p["local_batch_size"] * p["accumulation"] * p["dp_size"],
         )
-        loaders = [build_dataloader(config, rank, p["dp_size"]) for rank in range(p["dp_size"])]
+        loaders = [DataLoader(config, rank, p["dp_size"]) for rank in range(p["dp_size"])]
         for loader in loaders:
             if state:
                 loader.load_state_dict(stored(state))
@@ -195,11 +195,11 @@ def test_a_mixture_goes_on_where_it_stood_whatever_order_its_datasets_have(folde
         training__seq_len=7,
         training__local_batch_size=1,
     )
-    loader = build_dataloader(config, 0, 1)
+    loader = DataLoader(config, 0, 1)
     expected = global_samples([loader], 20)
     loader.close()
     for stop in range(1, 6):
-        before, after = build_dataloader(config, 0, 1), build_dataloader(config, 0, 1)
+        before, after = DataLoader(config, 0, 1), DataLoader(config, 0, 1)
         samples = global_samples([before], stop)
         after.load_state_dict(stored(before.state_dict()))
         assert samples + global_samples([after], 20 - stop) == expected
@@ -210,7 +210,7 @@ def test_a_mixture_goes_on_where_it_stood_whatever_order_its_datasets_have(folde
 def test_shares_are_the_same_on_every_python(folders):
     """`sum` of (0.7, 0.2, 0.1) is 0.9999999999999999 up to 3.11 and 1.0 from 3.12 on, and ties would fall otherwise."""
     weights = (0.7, 0.2, 0.1)
-    loader = build_dataloader(config_of(folders, data__weights=list(weights), training__seq_len=7), 0, 1)
+    loader = DataLoader(config_of(folders, data__weights=list(weights), training__seq_len=7), 0, 1)
     assert tuple(share for *_, share in loader.state_dict()["datasets"]) == weights
     loader.close()
 
@@ -219,7 +219,7 @@ def test_a_run_goes_on_with_the_shares_that_it_began_with(folders):
     """As another version of Python has rounded them; others begin a new segment."""
     config = config_of(folders[:2], data__weights=[0.7, 0.3], training__seq_len=7)
     for factor, goes_on in ((1 - 2**-53, True), (1 - 2**-30, False)):
-        loader = build_dataloader(config, 0, 1)
+        loader = DataLoader(config, 0, 1)
         loader.next_step()
         state = loader.state_dict()
         state["datasets"][0][2] *= factor
@@ -235,7 +235,7 @@ def test_a_resume_names_the_datasets_that_begin_and_those_that_are_left(folders,
     state = None
     for chosen, expected in (([0], []), ([0], []), ([1], [left, begins]), ([1, 0], []), ([1, 0], [])):
         caplog.clear()
-        loader = build_dataloader(config_of([folders[i] for i in chosen], training__seq_len=4), 0, 1)
+        loader = DataLoader(config_of([folders[i] for i in chosen], training__seq_len=4), 0, 1)
         if state:
             loader.load_state_dict(stored(state))
         loader.next_step()
@@ -246,7 +246,7 @@ def test_a_resume_names_the_datasets_that_begin_and_those_that_are_left(folders,
 
 
 def test_a_closed_loader_says_so(folders):
-    loader = build_dataloader(config_of(folders[:1], training__seq_len=7, training__local_batch_size=1), 0, 1)
+    loader = DataLoader(config_of(folders[:1], training__seq_len=7, training__local_batch_size=1), 0, 1)
     loader.close()
     with pytest.raises(StorageError, match="cannot be read: the loader is closed"):
         loader.next_step()
@@ -263,7 +263,7 @@ def test_closing_wakes_a_thread_that_waits_for_blocks(folders, monkeypatch):
 
     monkeypatch.setattr(Split, "read", read_slowly)
     monkeypatch.setattr("data.loader.READERS", 1)
-    loader = build_dataloader(config_of(folders[:1], training__seq_len=7, data__prefetch_steps=0), 0, 1)
+    loader = DataLoader(config_of(folders[:1], training__seq_len=7, data__prefetch_steps=0), 0, 1)
     shutdown = loader._readers.shutdown
 
     def open_once_cancelled(**options):
@@ -288,7 +288,7 @@ def test_closing_wakes_a_thread_that_waits_for_blocks(folders, monkeypatch):
 
 
 def test_a_system_without_threads_left_is_named(folders, monkeypatch):
-    loader = build_dataloader(config_of(folders[:1], training__seq_len=7, data__prefetch_steps=0), 0, 1)
+    loader = DataLoader(config_of(folders[:1], training__seq_len=7, data__prefetch_steps=0), 0, 1)
     with monkeypatch.context() as system:
         system.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
         with pytest.raises(StorageError, match=r"cannot be read: .*can't start new thread"):
@@ -300,7 +300,7 @@ def test_every_token_is_an_input_once_per_epoch(folders):
     """From the stored files alone: whole epochs hold the corpus, each time in another order."""
     corpus_tokens = Counter(token for block in stored_blocks(folders[0]) for document in block for token in document)
     size = sum(corpus_tokens.values())
-    loader = build_dataloader(config_of(folders[:1], training__seq_len=7, training__local_batch_size=5), 0, 1)
+    loader = DataLoader(config_of(folders[:1], training__seq_len=7, training__local_batch_size=5), 0, 1)
     inputs: list[int] = []
     while len(inputs) < 3 * size:
         inputs += loader.next_step()[0].tokens.flatten().tolist()
@@ -321,7 +321,7 @@ def test_shuffled_samples_hold_every_token_with_its_label_once_per_epoch(folders
         config = config_of(
             folders[:1], training__seq_len=seq_len, training__local_batch_size=1, data__shuffle_samples=True
         )
-        loader = build_dataloader(config, 0, 1)
+        loader = DataLoader(config, 0, 1)
         if state:
             loader.load_state_dict(state)
         for _ in range(steps):
@@ -341,7 +341,7 @@ def test_a_shuffled_sample_is_consecutive_tokens_of_the_stream(folders):
     samples = {}
     for shuffle in (False, True):
         config = config_of(folders[:1], training__seq_len=4, data__shuffle_samples=shuffle)
-        loader = build_dataloader(config, 0, 1)
+        loader = DataLoader(config, 0, 1)
         samples[shuffle] = [row for _ in range(20) for row in loader.next_step()[0].tokens.tolist()]
         loader.close()
     whole = open_dataset(str(folders[0])).split("train").total_tokens // 4  # samples of the first epoch
@@ -355,7 +355,7 @@ def test_another_seed_is_another_order(folders):
     orders = set()
     for seed in (0, 1):
         config = data_config(folders[0], run__seed=seed, training__seq_len=16)
-        loader = build_dataloader(config, 0, 1)
+        loader = DataLoader(config, 0, 1)
         orders.add(str(loader.next_step()[0].tokens.tolist()))
         loader.close()
     assert len(orders) == 2
@@ -363,7 +363,7 @@ def test_another_seed_is_another_order(folders):
 
 def test_batches_are_int64_and_positions_only_when_asked(folders):
     for mask in (False, True):
-        loader = build_dataloader(config_of(folders[:1], training__seq_len=16, data__mask_documents=mask), 0, 1)
+        loader = DataLoader(config_of(folders[:1], training__seq_len=16, data__mask_documents=mask), 0, 1)
         batch = loader.next_step()[0]
         loader.close()
         assert (batch.positions is not None) == mask
@@ -372,14 +372,14 @@ def test_batches_are_int64_and_positions_only_when_asked(folders):
 
 
 def test_state_counts_what_was_consumed_not_what_was_read_ahead(folders):
-    loader = build_dataloader(config_of(folders[:1], training__seq_len=4, data__prefetch_steps=3), 0, 1)
+    loader = DataLoader(config_of(folders[:1], training__seq_len=4, data__prefetch_steps=3), 0, 1)
     loader.next_step()
     assert loader.state_dict()["samples"] == 8
     loader.close()
 
 
 def test_another_order_is_refused(folders):
-    loader = build_dataloader(config_of(folders[:1], training__seq_len=4), 0, 1)
+    loader = DataLoader(config_of(folders[:1], training__seq_len=4), 0, 1)
     state = loader.state_dict()
     with pytest.raises(DataError, match=r"data state: version 2; this code reads version 3; go on with .* git_commit"):
         loader.load_state_dict(state | {"version": 2})
@@ -447,7 +447,7 @@ def test_an_outage_while_a_window_was_read_ahead_is_over_when_it_is_opened(folde
 
 def test_close_ends_the_threads(folders):
     before = set(threading.enumerate())
-    loader = build_dataloader(config_of(folders, training__seq_len=4), 0, 1)
+    loader = DataLoader(config_of(folders, training__seq_len=4), 0, 1)
     loader.next_step()
     own = set(threading.enumerate()) - before
     assert {thread.name.partition("_")[0] for thread in own} == {"prefetch", "reader"}
@@ -478,7 +478,7 @@ def test_reading_ahead_ends_whatever_its_thread_is_doing():
 
 def test_global_batch_must_divide(folders):
     with pytest.raises(ConfigError, match="global_batch_size = 7"):
-        build_dataloader(config_of(folders[:1], training__global_batch_size=7, training__seq_len=4), 0, 1)
+        DataLoader(config_of(folders[:1], training__global_batch_size=7, training__seq_len=4), 0, 1)
 
 
 # ---------------------------------------------------------------- validation
@@ -614,7 +614,7 @@ def test_validation_measures_what_the_run_began_with_or_nothing(folders, tmp_pat
     """Not what another preparation has put into the folder since."""
     held_out = shutil.copytree(folders[0], tmp_path / "held_out")
     sizes = {"training__seq_len": 6, "training__local_batch_size": 2}
-    loader = build_dataloader(data_config(folders[1], validation__datasets=[f"{held_out}/"], **sizes), 0, 1)
+    loader = DataLoader(data_config(folders[1], validation__datasets=[f"{held_out}/"], **sizes), 0, 1)
     config = data_config(held_out, **sizes)
     batches = [batch.tokens.tolist() for batch in validation_batches(config, 0, 1)]
     assert [batch.tokens.tolist() for batch in validation_batches(config, 0, 1, loader.hashes)] == batches
@@ -632,7 +632,7 @@ def test_values_survive_the_whole_range_of_both_types(tmp_path):
     for vocab_size in (2**16, 2**16 + 1):
         documents = [[[vocab_size - 1, 1, 0], [vocab_size - 2, 2, 0]]]
         folder = write_dataset(tmp_path / str(vocab_size), documents, vocab_size=vocab_size)
-        loader = build_dataloader(data_config(folder, training__seq_len=5, training__local_batch_size=6), 0, 1)
+        loader = DataLoader(data_config(folder, training__seq_len=5, training__local_batch_size=6), 0, 1)
         seen = np.unique(loader.next_step()[0].tokens.numpy())
         loader.close()
         assert seen.tolist() == [0, 1, 2, vocab_size - 2, vocab_size - 1]

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer as RawTokenizer
 from config import TitaniteError, from_dict
 from data.audit import Auditor, planned_steps
 from data.chat import ChatTemplate
-from data.loader import IGNORED, build_dataloader, validation_batches
+from data.loader import IGNORED, DataLoader, validation_batches
 from data.packing import HIDDEN, START, TOKEN_BITS, pack
 from data.prepare import main as prepare
 from data.shards import open_dataset
@@ -270,7 +270,7 @@ def test_batches_hold_whole_examples_each_seen_once_per_epoch(folder: Path, shuf
     config = replace(config, data=replace(config.data, shuffle_samples=shuffle_samples))
     dataset = open_dataset(str(folder / "set"))
     rows = dataset.split("train").total_tokens // 32
-    loaders = [build_dataloader(config, rank, 2) for rank in range(2)]
+    loaders = [DataLoader(config, rank, 2) for rank in range(2)]
     numbers: list[int] = []
     seen = 0
     while seen < rows:
@@ -292,7 +292,7 @@ def test_the_dataset_verifies_and_the_audit_rebuilds_its_batches(folder: Path) -
     dataset = open_dataset(str(folder / "set"))
     assert list(faults(dataset)) == []
     config = settings(folder)
-    loader = build_dataloader(config, 0, 1)
+    loader = DataLoader(config, 0, 1)
     steps = planned_steps(config, range(1, 4))
     auditor = Auditor(config, steps)
     for step in steps:
@@ -309,7 +309,7 @@ def test_the_dataset_verifies_and_the_audit_rebuilds_its_batches(folder: Path) -
 def test_a_run_that_shuffles_pieces_of_another_length_cuts_no_example(folder: Path, began_with: int) -> None:
     config = settings(folder)
     config = replace(config, data=replace(config.data, shuffle_samples=True))
-    loader = build_dataloader(config, 0, 1)
+    loader = DataLoader(config, 0, 1)
     state = loader.state_dict() | {"piece_tokens": began_with, "datasets": [["an earlier one", 0, 1.0]]}
     if began_with % 32:
         with pytest.raises(TitaniteError, match=rf"began with training.seq_len = {began_with}, .* rows of .*set"):
@@ -325,10 +325,10 @@ def test_a_run_that_shuffles_pieces_of_another_length_cuts_no_example(folder: Pa
 
 def test_settings_that_would_cut_or_mix_examples_are_refused(folder: Path) -> None:
     with pytest.raises(TitaniteError, match=r"training.seq_len = 16: must be 32, the --seq-len"):
-        build_dataloader(settings(folder, seq_len=16), 0, 1)
+        DataLoader(settings(folder, seq_len=16), 0, 1)
     config = from_dict({"data": {"datasets": [str(folder / "set")]}, "training": {"seq_len": 32}})
     with pytest.raises(TitaniteError, match=r"data.mask_documents = false: must be true"):
-        build_dataloader(config, 0, 1)
+        DataLoader(config, 0, 1)
 
 
 @pytest.mark.parametrize(
@@ -411,8 +411,8 @@ def test_a_mixture_has_the_template_of_its_conversations(tmp_path: Path) -> None
         return from_dict({"data": data, "training": {"seq_len": 32}, "validation": {"enable": False}})
 
     for names in (("plain", "one"), ("other", "plain")):  # the plain set's own is its tokenizer's
-        loader = build_dataloader(mixture(*names), 0, 1)
+        loader = DataLoader(mixture(*names), 0, 1)
         assert loader.tokenizer.chat_template == text[max(names, key=["plain", "one", "other"].index)]
         loader.close()
     with pytest.raises(TitaniteError, match=f"other was made with another chat template than {tmp_path / 'one'}"):
-        build_dataloader(mixture("plain", "one", "other"), 0, 1)
+        DataLoader(mixture("plain", "one", "other"), 0, 1)

@@ -258,7 +258,7 @@ def real_step(arguments: list[str], outputs: str) -> list[Traffic]:
     tally, config = Tally(), _one_step(load_config(arguments), Path(outputs))
     config = dataclasses.replace(config, training=dataclasses.replace(config.training, steps=2))
     stubs = {
-        "build_dataloader": partial(_Loader, before_step=tally.begin_step),
+        "DataLoader": partial(_Loader, before_step=tally.begin_step),
         "CheckpointManager": _no_checkpoints,
         "StopRequest": _no_stop,
     }
