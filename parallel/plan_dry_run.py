@@ -11,7 +11,7 @@ import tempfile
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -222,22 +222,18 @@ def dry_run(config: Config, world_size: int, rank: int = 0) -> DryRun:
                 from_rank_0=lambda start: (Path(folder), {}),  # a name, and no settings changed
                 init_weights=begin_fake_tensors,
                 build_optimizer=begin_count,
-                DataLoader=partial(_Loader, before_step=tally.begin_step),
+                DataLoader=partial(_zeros, tally.begin_step),
                 CheckpointManager=no_checkpoints,
                 StopRequest=_no_stop,
                 Watchdog=mock.MagicMock(),
-                fetch_finite=_fetch_zeros,
+                # As many figures as wait for each step: fake tensors have no values.
+                fetch_finite=lambda waiting: [[0.0] * len(figures) for figures in waiting.values()],
             )
         )
         train.train(_one_step(config, Path(folder)), after_step=end_of_step)
     if config.parallelism.cpu_offload:  # what the host holds, and where it steps
         return DryRun(tally.traffic(), tally.flops, 0, 0, before - weights - early)
     return DryRun(tally.traffic(), tally.flops, weights, optimizer, max(before + optimizer - early, tally.peak))
-
-
-def _fetch_zeros(unchecked: Mapping[int, Tensor]) -> list[list[float]]:
-    """As many figures as wait for each step: fake tensors have no values."""
-    return [[0.0] * len(figures) for figures in unchecked.values()]
 
 
 def _storage_bytes(tensors: list[Any]) -> int:
@@ -294,31 +290,18 @@ def _local_shapes_only() -> Iterator[None]:
         yield
 
 
-class _Loader:
-    """Batches of zeros."""
+def _zeros(before_step: Callable[[], None], config: Config, dp_rank: int, dp: int, **_: Any) -> Any:
+    """A loader of zeros."""
+    shape = config.training.local_batch_size, config.training.seq_len
 
-    tokens_seen, wait_seconds = 0, 0.0
-    tokenizer = mock.Mock()
+    def next_step() -> list[Batch]:
+        before_step()
+        tokens, labels, positions = (torch.zeros(shape, dtype=torch.int64) for _ in range(3))
+        batch = Batch(tokens, labels, positions if config.data.mask_documents else None)
+        return [batch] * grad_accum_steps(config.training, dp)
 
-    def __init__(self, config: Config, dp_rank: int, dp: int, *, before_step: Callable[[], None], **_: Any):
-        self.config, self.accumulation = config, grad_accum_steps(config.training, dp)
-        self.before_step = before_step
-        self.vocab_size = min(config.model.vocab_size or DEFAULT_VOCAB_SIZE, DEFAULT_VOCAB_SIZE)
-
-    def next_step(self) -> list[Batch]:
-        self.before_step()
-        shape = self.config.training.local_batch_size, self.config.training.seq_len
-        positions = torch.zeros(shape, dtype=torch.int64) if self.config.data.mask_documents else None
-        tokens, labels = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
-        return [Batch(tokens, labels, positions)] * self.accumulation
-
-    def check_run(self, folder: Path) -> None: ...
-
-    def check_ranks(self) -> None: ...
-
-    def open_ledger(self, folder: Path) -> None: ...
-
-    def close(self) -> None: ...
+    vocab_size = min(config.model.vocab_size or DEFAULT_VOCAB_SIZE, DEFAULT_VOCAB_SIZE)
+    return mock.Mock(next_step=next_step, vocab_size=vocab_size, tokens_seen=0, wait_seconds=0.0)
 
 
 def _no_checkpoints(*_: Any, **__: Any) -> Any:
@@ -326,6 +309,6 @@ def _no_checkpoints(*_: Any, **__: Any) -> Any:
     return mock.Mock(load=lambda: 0)
 
 
-def _no_stop(folder: Path, environment: LaunchEnvironment, timeout_seconds: int) -> Any:
+def _no_stop(*_: Any) -> Any:
     """A request that never comes."""
     return contextlib.nullcontext(mock.Mock(agreed=lambda: False, asked_by=""))

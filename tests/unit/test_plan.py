@@ -31,7 +31,7 @@ from parallel.mesh import ParallelDims
 from parallel.pipeline import keeps_functions
 from parallel.plan import _checkpoint, build_work, main, parse, plan, sweep
 from parallel.plan_costs import Traffic, Work, block_flops, flops_per_token, head_flops, n_parameters, traffic
-from parallel.plan_dry_run import DryRun, Tally, _Loader, _no_checkpoints, _no_stop, _one_step, dry_run
+from parallel.plan_dry_run import DryRun, Tally, _no_checkpoints, _no_stop, _one_step, _zeros, dry_run
 from parallel.plan_memory import kept_by_block, memory
 from tests.distributed.test_dry_run import keep_layers
 from tests.harness import run_ranks
@@ -258,7 +258,7 @@ def real_step(arguments: list[str], outputs: str) -> list[Traffic]:
     tally, config = Tally(), _one_step(load_config(arguments), Path(outputs))
     config = dataclasses.replace(config, training=dataclasses.replace(config.training, steps=2))
     stubs = {
-        "DataLoader": partial(_Loader, before_step=tally.begin_step),
+        "DataLoader": partial(_zeros, tally.begin_step),
         "CheckpointManager": _no_checkpoints,
         "StopRequest": _no_stop,
     }
