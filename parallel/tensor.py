@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from config import ConfigError
 
@@ -25,11 +25,6 @@ def check_divides(tp: int, sizes: Mapping[str, int]) -> None:
     for name, size in sizes.items():
         if size % tp:
             raise ConfigError(f"parallelism.tp = {tp}: must divide {name} = {size}")
-
-
-def apply_tensor_parallel(module: nn.Module, plan: Mapping[str, ParallelStyle], mesh: DeviceMesh) -> None:
-    """Shard the submodules of `module` that `plan` names, in place, over the one axis of `mesh`."""
-    parallelize_module(module, mesh, dict(plan))
 
 
 def _own_part(ids: Tensor, size: int, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:

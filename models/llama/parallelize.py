@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import (
     PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
+    parallelize_module,
 )
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -25,7 +26,7 @@ from parallel.context import build_gather, local_indices, ring_attention
 from parallel.fsdp import apply_fsdp, needs_fsdp
 from parallel.mesh import Mesh
 from parallel.pipeline import check_pipeline, layers_of_stages, stages_of_rank
-from parallel.tensor import VocabParallelEmbedding, apply_tensor_parallel, check_divides, enable_async_tensor_parallel
+from parallel.tensor import VocabParallelEmbedding, check_divides, enable_async_tensor_parallel
 
 
 def apply_parallelism(
@@ -127,13 +128,13 @@ def tensor_plan(part: Llama) -> dict[str, ParallelStyle]:
 
 def apply_tensor_plans(part: Llama, block_plan: Mapping[str, ParallelStyle], mesh: Mesh, config: Config) -> None:
     """Share out the matmuls of the blocks and of both ends. Raises ConfigError for a weight that is in no plan."""
-    apply_tensor_parallel(part, tensor_plan(part), mesh.tp)
+    parallelize_module(part, mesh.tp, tensor_plan(part))
     if part.config.tie_embeddings:  # the embedding's rows are the output's columns, for all of the sequence
-        apply_tensor_parallel(part, {"norm": WHOLE_SEQUENCE}, mesh.tp)
+        parallelize_module(part, mesh.tp, {"norm": WHOLE_SEQUENCE})
     in_float8 = gathers_activations(config.float8)
     for block in part.layers.values():  # each with its own plan: not all need have been converted
         plan = float8_plan(block, block_plan, mesh.tp.device_type) if in_float8 else block_plan
-        apply_tensor_parallel(block, plan, mesh.tp)
+        parallelize_module(block, mesh.tp, dict(plan))
     if missed := [name for name, weight in part.named_parameters() if not isinstance(weight, DTensor)]:
         raise ConfigError(
             f"parallelism.tp = {mesh.tp.size()}: {missed[0]} is in no plan for tensor parallelism, and each "
