@@ -36,9 +36,14 @@ logger = logging.getLogger(__name__)
 
 
 class TitaniteError(Exception):
-    """A mistake a user can mend: the message says what, where and how; no traceback is shown."""
+    """A mistake a user can mend: the message says what, where and how; no traceback is shown.
 
-    agreed = False  # True: raised on all ranks alike, so that one of them speaks for all
+    `agreed`: raised on all ranks alike, so that one of them speaks for all.
+    """
+
+    def __init__(self, message: str, agreed: bool = False):
+        super().__init__(message)
+        self.agreed = agreed
 
 
 class ConfigError(TitaniteError):

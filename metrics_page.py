@@ -41,10 +41,6 @@ COLUMNS = (
 )  # then the validation losses
 
 
-class RunError(TitaniteError):
-    """What is not the folder of a run with metrics."""
-
-
 def write_page(runs: Sequence[Path], output: Path) -> list[Path]:
     """Write the page that compares these runs, but for those that logged no step; returns those compared.
 
@@ -53,7 +49,7 @@ def write_page(runs: Sequence[Path], output: Path) -> list[Path]:
     names = dict(zip(runs, _names(runs), strict=True))
     logged = {run: tables for run in runs if (tables := read_charts(run))}
     if not logged:
-        raise RunError(f"{', '.join(map(str, runs))}: no step was logged yet, there is nothing to compare")
+        raise TitaniteError(f"{', '.join(map(str, runs))}: no step was logged yet, there is nothing to compare")
     found = sorted({chart for tables in logged.values() for chart in tables}, key=_place)
     validations = [chart for chart in found if chart.startswith("validation_loss")]
     data = {
@@ -78,7 +74,7 @@ def write_page(runs: Sequence[Path], output: Path) -> list[Path]:
 def read_charts(folder: Path) -> dict[str, dict[str, list[Any]]]:
     """Chart → columns step, tokens, hours and value. Of steps that were trained again or left out, the last row counts.
 
-    Hours are the step times added up. Empty for a run that ended before its first step. Raises RunError.
+    Hours are the step times added up. Empty for a run that ended before its first step. Raises TitaniteError.
     """
     file = folder / "metrics.jsonl"
     if (folder / "model.json").is_file() and not file.exists():
@@ -99,7 +95,7 @@ def _charts(file: Path, lines: Sequence[str]) -> dict[str, dict[str, list[Any]]]
         except ValueError as error:
             if number == len(lines):
                 break  # cut off by a crash
-            raise RunError(f"{file}, line {number}: not JSON: {error}") from None
+            raise TitaniteError(f"{file}, line {number}: not JSON: {error}") from None
         if row["loss"] is None and not row.get("skipped"):
             validations[row["step"]] = row
             continue
@@ -190,15 +186,15 @@ def _last_start(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def _readable(file: Path) -> Iterator[None]:
-    """A file of a run that is not there, or damaged, in one line. Raises RunError."""
+    """A file of a run that is not there, or damaged, in one line. Raises TitaniteError."""
     try:
         yield
     except OSError as error:
-        raise RunError(f"{file}: cannot be read, {error.strerror}; name folders of runs") from None
+        raise TitaniteError(f"{file}: cannot be read, {error.strerror}; name folders of runs") from None
     except ValueError as error:
-        raise RunError(f"{file}: is damaged: {error}") from None
+        raise TitaniteError(f"{file}: is damaged: {error}") from None
     except (KeyError, TypeError, AttributeError) as error:
-        raise RunError(f"{file}: holds what no run has written: {type(error).__name__}: {error}") from None
+        raise TitaniteError(f"{file}: holds what no run has written: {type(error).__name__}: {error}") from None
 
 
 def _thinned(table: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
@@ -210,9 +206,9 @@ def _thinned(table: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """The folders' last names, or their whole paths where two have the same one. Raises RunError."""
+    """The folders' last names, or their whole paths where two have the same one. Raises TitaniteError."""
     if len({folder.resolve() for folder in folders}) < len(folders):
-        raise RunError(f"{', '.join(map(str, folders))}: a run is named twice")
+        raise TitaniteError(f"{', '.join(map(str, folders))}: a run is named twice")
     names = [folder.resolve().name for folder in folders]
     return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
 

@@ -31,7 +31,7 @@ class Trained:
 
     @cached_property
     def chat(self) -> ChatTemplate:
-        """The tokenizer's chat template, or the built-in one. Raises ChatError."""
+        """The tokenizer's chat template, or the built-in one. Raises TitaniteError."""
         return ChatTemplate(self.tokenizer.chat_template, self.tokenizer)
 
 

@@ -77,9 +77,8 @@ def load_newest(
             if ranks.rank == 0:
                 logger.warning(f"checkpoint damaged, passed over: {error}")
     names = ", ".join(join(store.url, name) for store, name in damaged)
-    failure = CheckpointError(f"no checkpoint is intact, of {len(damaged)}: {names}; the last one: {reason}{advice}")
-    failure.agreed = True
-    raise failure
+    said = f"no checkpoint is intact, of {len(damaged)}: {names}; the last one: {reason}{advice}"
+    raise CheckpointError(said, agreed=True)
 
 
 def load_place(place: str | Path, fill: Callable[[Opened], None]) -> None:

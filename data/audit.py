@@ -33,10 +33,6 @@ from data.tokenizer import Tokenizer
 from records import read_records
 
 
-class AuditError(TitaniteError):
-    """A run whose record is incomplete, or says something else than the data."""
-
-
 class Part(NamedTuple):
     """Part of a document in a sample."""
 
@@ -57,7 +53,7 @@ class Part(NamedTuple):
 class Auditor:
     """The datasets that `steps` were taken from, to be read at any place of their order.
 
-    They are where the steps found them, or where `config` names them now. Raises AuditError.
+    They are where the steps found them, or where `config` names them now. Raises TitaniteError.
     """
 
     def __init__(self, config: Config, steps: Sequence[Step]):
@@ -117,7 +113,7 @@ class Auditor:
 
 
 def _find(name: str, url: str, data: Data) -> Dataset:
-    """The dataset that a run has read at `url`: there, or among those that its config names now. Raises AuditError."""
+    """The dataset that a run has read at `url`: there, or among those that its config names now. Raises TitaniteError."""
     found = []
     places = [place.rstrip("/") for place in data.datasets]
     for place in dict.fromkeys([url, *places] if url else places):
@@ -131,7 +127,7 @@ def _find(name: str, url: str, data: Data) -> Dataset:
         if place == url or not url:
             found.append(f"{place}: holds dataset {dataset.hash}")
     at = url and f" at {url}"
-    raise AuditError(
+    raise TitaniteError(
         f"{'; '.join(found)}; this run has read dataset {name}{at}: put it back, or name its new place in "
         "data.datasets of the run's config.toml"
     )
@@ -140,13 +136,13 @@ def _find(name: str, url: str, data: Data) -> Dataset:
 def trained_steps(run: Path) -> tuple[list[Step], int]:
     """The steps that made the run's last weights, and the number of steps that resumes made void.
 
-    Raises AuditError when a step is missing or came twice, by the ledger of data-parallel rank 0.
+    Raises TitaniteError when a step is missing or came twice, by the ledger of data-parallel rank 0.
     """
     recorded, last_start = _read_rank(run, 0)
     kept = _lineage(recorded, last_start) if recorded else []
     if not kept:
         otherwise = f"all {len(recorded):,} were made void by a resume" if recorded else "is it the folder of a run?"
-        raise AuditError(f"{run}: no step of data-parallel rank 0 is recorded; {otherwise}")
+        raise TitaniteError(f"{run}: no step of data-parallel rank 0 is recorded; {otherwise}")
     before = None
     for number, step in enumerate(kept):
         _check_follows(run, number, before, step)
@@ -171,52 +167,52 @@ def _lineage(recorded: list[Step], last_start: dict[str, Any]) -> list[Step]:
 
 
 def _check_follows(run: Path, number: int, before: Step | None, step: Step) -> None:
-    """Raises AuditError unless each dataset goes on, in the same order, where step `number`, `before`, ended."""
+    """Raises TitaniteError unless each dataset goes on, in the same order, where step `number`, `before`, ended."""
     place = step.place
     begins, ended = place.consumed, {}
     if before:
         last = before.end
         ended = last.consumed
         if last[:3] != place[:3]:
-            raise AuditError(
+            raise TitaniteError(
                 f"{run}: step {number} is of another order than the next (seed, window_blocks, piece_tokens): "
                 f"{last[:3]}, {place[:3]}"
             )
     for name in sorted(begins.keys() | ended.keys()):
         if gap := begins.get(name, 0) - ended.get(name, 0):
             what = f"{abs(gap):,} tokens of dataset {name} {'are missing' if gap > 0 else 'come again'}"
-            raise AuditError(f"{run}: {what} between step {number} and the next")
+            raise TitaniteError(f"{run}: {what} between step {number} and the next")
 
 
 def _read_rank(run: Path, rank: int) -> Records:
-    """The ledger of a data-parallel rank. Raises AuditError."""
+    """The ledger of a data-parallel rank. Raises TitaniteError."""
     try:
         return read_ledger(run / "data" / f"rank-{rank:05}.jsonl")
     except (ValueError, KeyError, TypeError) as error:
-        raise AuditError(f"{run}/data: not a ledger: {type(error).__name__} {error}") from None
+        raise TitaniteError(f"{run}/data: not a ledger: {type(error).__name__} {error}") from None
 
 
 def prove(run: Path, every: int = 1) -> list[str]:
     """Check a run as this module's text says, the tokens of every `every`-th step; the lines of the proof.
 
-    Raises AuditError naming the first step and rank that does not hold.
+    Raises TitaniteError naming the first step and rank that does not hold.
     """
     config = run_config(run)
     steps, void = trained_steps(run)
     recorded = _recorded(run, steps)
     begun = [steps.pop()] if (recorded[: steps[-1].shape.dp_size, -1] < 0).any() else []  # killed before all began it
     if not steps:
-        raise AuditError(f"{run}: no step is recorded on all of its {begun[0].shape.dp_size} data-parallel ranks")
+        raise TitaniteError(f"{run}: no step is recorded on all of its {begun[0].shape.dp_size} data-parallel ranks")
     auditor = Auditor(config, steps)
     checked = 0
     for number, step in enumerate(tqdm(steps, desc="prove", unit=" steps"), start=1):
         own = recorded[: step.shape.dp_size, number - 1]
         if (own < 0).any():
-            raise AuditError(f"{run}: rank {(own < 0).argmax()} has no record of step {number} that fits rank 0's")
+            raise TitaniteError(f"{run}: rank {(own < 0).argmax()} has no record of step {number} that fits rank 0's")
         if number % every == 0 or number == len(steps):
             wrong = own != auditor.checksums(step)
             if wrong.any():
-                raise AuditError(
+                raise TitaniteError(
                     f"{run}: step {number}: rank {wrong.argmax()} was given other tokens than the data holds there"
                 )
             checked += len(own)
@@ -230,7 +226,7 @@ def _recorded(run: Path, steps: list[Step]) -> np.ndarray:
     """The checksums that each rank recorded of rank 0's steps, int64 [ranks, steps]; -1 where nothing fits.
 
     Of several records of a place that came from the same one the last counts: what ran before it was made void by a
-    resume. Raises AuditError where a rank's steps do not follow each other without one.
+    resume. Raises TitaniteError where a rank's steps do not follow each other without one.
     """
     numbers = {_line_key(step): number for number, step in enumerate(steps)}
     found = np.full((max(step.shape.dp_size for step in steps), len(steps)), -1)
@@ -239,7 +235,7 @@ def _recorded(run: Path, steps: list[Step]) -> np.ndarray:
         before = None
         for own in _read_rank(run, rank).steps:
             if before and own.start is before.start and own.first != before.first + before.shape.samples:
-                raise AuditError(
+                raise TitaniteError(
                     f"{run}: rank {rank}: samples from {own.first:,} on of a start come after those from "
                     f"{before.first:,} on, by {before.shape.samples:,} a step"
                 )
@@ -299,9 +295,9 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def run_config(run: Path) -> Config:
-    """The config a run folder holds. Raises AuditError."""
+    """The config a run folder holds. Raises TitaniteError."""
     if not (run / "config.toml").is_file():
-        raise AuditError(f"{run}: no config.toml there; is it the folder of a run?")
+        raise TitaniteError(f"{run}: no config.toml there; is it the folder of a run?")
     file = run / "config.toml"
     return from_dict(read_recorded(file.read_bytes(), file))
 
@@ -355,12 +351,12 @@ def _list_steps(options: argparse.Namespace, numbers: range) -> None:
     if options.run:
         config, (recorded, _) = run_config(options.run), trained_steps(options.run)
         if numbers[-1] > len(recorded):
-            raise AuditError(f"--steps {options.steps}: the run has steps 1 to {len(recorded)}")
+            raise TitaniteError(f"--steps {options.steps}: the run has steps 1 to {len(recorded)}")
         steps = recorded[numbers[0] - 1 : numbers[-1]]
     else:
         config = load_config([f"--config={options.config}"])
         if numbers[-1] > config.training.steps:
-            raise AuditError(f"--steps {options.steps}: the config has steps 1 to {config.training.steps}")
+            raise TitaniteError(f"--steps {options.steps}: the config has steps 1 to {config.training.steps}")
         steps = planned_steps(config, numbers)
     auditor = Auditor(config, steps)
     tokenizer = auditor.datasets[0].tokenizer()

@@ -24,10 +24,6 @@ ROLES = ("system", "user", "assistant", "tool")
 Message = Mapping[str, str]
 
 
-class ChatError(TitaniteError):
-    """A conversation or a chat template that cannot be used."""
-
-
 class GenerationTag(Extension):
     """`{% generation %}`, by which some templates mark what the assistant says: its text as it is."""
 
@@ -46,7 +42,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, tokenizer: Tokenizer):
-        """`source` "": the built-in one. Raises ChatError."""
+        """`source` "": the built-in one. Raises TitaniteError."""
         extensions = (loopcontrols, GenerationTag)
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         environment.globals["raise_exception"] = _raise
@@ -55,7 +51,7 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source or BUILT_IN)
         except TemplateError as error:
-            raise ChatError(f"not a chat template: {error}") from None
+            raise TitaniteError(f"not a chat template: {error}") from None
         # Text of a template may be special tokens; those of a message may not, see `check_messages`.
         self.raw = RawTokenizer.from_str(tokenizer.raw.to_str())
         self.raw.encode_special_tokens = False
@@ -68,7 +64,7 @@ class ChatTemplate:
         self._bos = "" if tokenizer.bos_id is None else tokenizer.raw.id_to_token(tokenizer.bos_id)
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
-        """The conversation as text, up to where the assistant's answer begins if asked. Raises ChatError."""
+        """The conversation as text, up to where the assistant's answer begins if asked. Raises TitaniteError."""
         try:
             return self._template.render(
                 messages=messages,
@@ -77,10 +73,10 @@ class ChatTemplate:
                 eos_token=self.tokenizer.eos_token,
             )
         except (TemplateError, TypeError) as error:
-            raise ChatError(f"chat template: refuses the conversation: {error}") from None
+            raise TitaniteError(f"chat template: refuses the conversation: {error}") from None
 
     def encode(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> list[int]:
-        """The token ids of the conversation. Raises ChatError."""
+        """The token ids of the conversation. Raises TitaniteError."""
         self.check_messages(messages)
         return self.encode_text(self.render(messages, add_generation_prompt=add_generation_prompt))
 
@@ -92,7 +88,7 @@ class ChatTemplate:
         """The conversation as (text, whether the assistant wrote it), in turns.
 
         What the template puts after an answer, such as the token that ends it, counts as the assistant's.
-        Raises ChatError.
+        Raises TitaniteError.
         """
         self.check_messages(messages)
         found: list[tuple[str, bool]] = []
@@ -103,23 +99,23 @@ class ChatTemplate:
             prompt = self.render(messages[:i], add_generation_prompt=True)
             through = self.render(messages[: i + 1])
             if not (prompt.startswith(done) and through.startswith(prompt)):
-                raise ChatError("chat template: an answer changes the text before it, so it cannot be told apart")
+                raise TitaniteError("chat template: an answer changes the text before it, so it cannot be told apart")
             found += [(prompt[len(done) :], False), (through[len(prompt) :], True)]
             done = through
         return found
 
     def check_messages(self, messages: Sequence[Message]) -> None:
-        """Raises ChatError for what is no conversation, or spells out a special token."""
+        """Raises TitaniteError for what is no conversation, or spells out a special token."""
         if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-            raise ChatError(f"messages = {_short(messages)}: must be a list of messages")
+            raise TitaniteError(f"messages = {_short(messages)}: must be a list of messages")
         for message in messages:
             if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
-                raise ChatError(f'message {_short(message)}: must have a "role" and a string "content"')
+                raise TitaniteError(f'message {_short(message)}: must have a "role" and a string "content"')
             if message.get("role") not in ROLES:
-                raise ChatError(f"role {message.get('role')!r}: must be one of {', '.join(ROLES)}")
+                raise TitaniteError(f"role {message.get('role')!r}: must be one of {', '.join(ROLES)}")
             for token in self._special:
                 if token in message["content"]:
-                    raise ChatError(f"a message spells out {token!r}, which would become that special token")
+                    raise TitaniteError(f"a message spells out {token!r}, which would become that special token")
 
     @property
     def stop_ids(self) -> frozenset[int]:

@@ -137,7 +137,7 @@ def convert(
     shard_mb: float = 256,
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Convert; `--help` says what the parameters mean. Returns the manifest. Raises DataError, TokenizerError."""
+    """Convert; `--help` says what the parameters mean. Returns the manifest. Raises DataError, TitaniteError."""
     folder = check_output(output, overwrite, validation_fraction, block_mb, shard_mb)
     chosen = load_tokenizer(tokenizer, eos_token)
     for source in sources:

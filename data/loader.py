@@ -124,12 +124,11 @@ class DataLoader:
             facts += [(key, *pair) for key, pair in differences(first_config, config).items() if key not in OF_THE_NODE]
             for what, first, own in facts:
                 if own != first:
-                    error = ConfigError(
+                    raise ConfigError(
                         f"{what}: {json.dumps(own)} on rank {rank}, {json.dumps(first)} on rank 0; every node needs "
-                        "the same copy of the data and the same config"
+                        "the same copy of the data and the same config",
+                        agreed=True,
                     )
-                    error.agreed = True
-                    raise error
 
     def next_step(self) -> list[Batch]:
         """The microbatches of the next optimizer step of this rank. Raises DataError, StorageError."""

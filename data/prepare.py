@@ -124,7 +124,7 @@ def prepare(
 ) -> dict[str, Any]:
     """Prepare a dataset; `--help` says what the parameters mean. Returns its manifest.
 
-    Raises DataError or TokenizerError.
+    Raises DataError or TitaniteError.
     """
     folder = check_output(output, overwrite, validation_fraction, block_mb, shard_mb)
     if tokenizer and vocab_size:

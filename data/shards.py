@@ -287,7 +287,7 @@ def check_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
 
     Returns data.datasets and validation.datasets. Reads no tokens and imports no torch, so that it may come first.
 
-    Raises DataError, StorageError, TokenizerError.
+    Raises DataError, StorageError, TitaniteError.
     """
     datasets = [_open_to_train(url, config.data) for url in config.data.datasets]
     chat = with_chat_template(datasets)

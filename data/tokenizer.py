@@ -21,12 +21,8 @@ LEARNT_WORD_BYTES = 2000  # longer words are cut, while a tokenizer is trained o
 KNOWN_EOS = ("<|end_of_text|>", END_OF_TEXT, "</s>", "<eos>", "<|eos|>", "[EOS]")
 
 
-class TokenizerError(TitaniteError):
-    """A tokenizer that cannot be read or used."""
-
-
 class Tokenizer:
-    """A `tokenizers` tokenizer with the ids that training needs. Raises TokenizerError for one that cannot give them.
+    """A `tokenizers` tokenizer with the ids that training needs. Raises TitaniteError for one that cannot give them.
 
     Text never becomes a special token: a document that spells out `<|endoftext|>` is encoded
     as those characters, so documents end exactly where `encode_documents` ends them.
@@ -35,7 +31,7 @@ class Tokenizer:
     def __init__(self, raw: RawTokenizer, eos_token: str, name: str = "tokenizer", chat_template: str = ""):
         eos_id = raw.token_to_id(eos_token)
         if eos_id is None:
-            raise TokenizerError(f"{name}: has no token {eos_token!r}; its special tokens are {_special_tokens(raw)}")
+            raise TitaniteError(f"{name}: has no token {eos_token!r}; its special tokens are {_special_tokens(raw)}")
         raw.no_truncation()
         raw.no_padding()
         raw.encode_special_tokens = True
@@ -51,9 +47,9 @@ class Tokenizer:
             spelt_out = [token for text in spellings for token in raw.encode(text, add_special_tokens=False).ids]
             text_begins = template.special_tokens_mask.index(0)
         except Exception as error:  # tokenizers raises bare Exception
-            raise TokenizerError(f"{name}: cannot encode the letter a: {error}") from None
+            raise TitaniteError(f"{name}: cannot encode the letter a: {error}") from None
         if eos_id in spelt_out:
-            raise TokenizerError(
+            raise TitaniteError(
                 f"{name}: a text that spells out {eos_token!r} would become that token and end a document; "
                 "take a token that is marked as special and that the model does not find in text"
             )
@@ -93,7 +89,7 @@ def load_tokenizer(path: str | Path, eos_token: str = "") -> Tokenizer:
     The token that ends a document is `eos_token`, else the one that a tokenizer_config.json
     beside the file names, else the first of `KNOWN_EOS` in the vocabulary.
 
-    Raises TokenizerError.
+    Raises TitaniteError.
     """
     try:
         file = Path(path) / TOKENIZER if Path(path).is_dir() else Path(path)
@@ -101,24 +97,24 @@ def load_tokenizer(path: str | Path, eos_token: str = "") -> Tokenizer:
         beside = [file.with_name(name) for name in (CONFIG, CHAT_TEMPLATE)]
         files = {other.name: other.read_bytes() for other in beside if other.is_file()}
     except FileNotFoundError as error:
-        raise TokenizerError(f"{error.filename}: no such tokenizer file") from None
+        raise TitaniteError(f"{error.filename}: no such tokenizer file") from None
     except OSError as error:
-        raise TokenizerError(f"{error.filename}: cannot be read: {error.strerror}") from None
+        raise TitaniteError(f"{error.filename}: cannot be read: {error.strerror}") from None
     declared = eos_token or declared_eos(files.get(CONFIG, b"{}"), str(file.with_name(CONFIG)))
     return parse_tokenizer(content, declared, str(file), find_chat_template(files, str(file.parent)))
 
 
 def parse_tokenizer(content: bytes, eos_token: str, name: str, chat_template: str) -> Tokenizer:
-    """The tokenizer that the content of a tokenizer.json describes; see load_tokenizer. Raises TokenizerError."""
+    """The tokenizer that the content of a tokenizer.json describes; see load_tokenizer. Raises TitaniteError."""
     try:
         raw = RawTokenizer.from_str(content.decode())
     except Exception as error:  # tokenizers raises bare Exception
-        raise TokenizerError(f"{name}: not a tokenizer.json: {error}") from None
+        raise TitaniteError(f"{name}: not a tokenizer.json: {error}") from None
     return Tokenizer(raw, eos_token or _known_eos(raw, name), name, chat_template)
 
 
 def find_chat_template(files: Mapping[str, bytes], folder: str) -> str:
-    """The chat template among a tokenizer's files in `folder` (name → content), or "". Raises TokenizerError."""
+    """The chat template among a tokenizer's files in `folder` (name → content), or "". Raises TitaniteError."""
     found = _json_object(files.get(CONFIG, b"{}"), f"{folder}/{CONFIG}").get("chat_template") or ""
     try:
         if CHAT_TEMPLATE in files:
@@ -127,15 +123,15 @@ def find_chat_template(files: Mapping[str, bytes], folder: str) -> str:
             return found
         return next((entry["template"] for entry in found if entry["name"] == "default"), "")  # several, with names
     except (UnicodeDecodeError, KeyError, TypeError) as error:
-        raise TokenizerError(f"{folder}: its chat template is not one: {type(error).__name__} {error}") from None
+        raise TitaniteError(f"{folder}: its chat template is not one: {type(error).__name__} {error}") from None
 
 
 def declared_eos(content: bytes, name: str) -> str:
-    """The eos token that the content of a tokenizer_config.json names, or "". Raises TokenizerError."""
+    """The eos token that the content of a tokenizer_config.json names, or "". Raises TitaniteError."""
     declared = _json_object(content, name).get("eos_token") or ""
     eos = declared.get("content") if isinstance(declared, dict) else declared
     if not isinstance(eos, str):
-        raise TokenizerError(f"{name}: eos_token = {json.dumps(declared)}: must be the token's text")
+        raise TitaniteError(f"{name}: eos_token = {json.dumps(declared)}: must be the token's text")
     return eos
 
 
@@ -143,9 +139,9 @@ def _json_object(content: bytes, name: str) -> dict[str, Any]:
     try:
         found = json.loads(content)
     except ValueError as error:
-        raise TokenizerError(f"{name}: not a JSON object: {error}") from None
+        raise TitaniteError(f"{name}: not a JSON object: {error}") from None
     if not isinstance(found, dict):
-        raise TokenizerError(f"{name}: not a JSON object, but {type(found).__name__}")
+        raise TitaniteError(f"{name}: not a JSON object, but {type(found).__name__}")
     return found
 
 
@@ -158,7 +154,7 @@ def _known_eos(raw: RawTokenizer, name: str) -> str:
     for token in KNOWN_EOS:
         if raw.token_to_id(token) is not None:
             return token
-    raise TokenizerError(
+    raise TitaniteError(
         f"{name}: which token ends a document? None of {', '.join(KNOWN_EOS)} is in it; "
         f"its special tokens are {_special_tokens(raw)}"
     )

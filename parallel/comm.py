@@ -217,9 +217,7 @@ def check_devices(store: dist.Store, rank: int, world_size: int, kind: str) -> N
             )
         store.set("devices", wrong)
     if wrong := store.get("devices").decode():
-        error = ConfigError(wrong)
-        error.agreed = True
-        raise error
+        raise ConfigError(wrong, agreed=True)
 
 
 def _listens_to_itself() -> bool:

@@ -35,12 +35,6 @@ INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int6
 # ---------------------------------------------------------------- bad steps
 
 
-class BadStepError(TitaniteError):
-    """A step that cannot be trained on, where the settings allow no more of them to be left out."""
-
-    agreed = True
-
-
 class BadSteps:
     """The steps whose update is left out, in `skipped.jsonl` of the run's folder; the same on all ranks.
 
@@ -85,20 +79,21 @@ class BadSteps:
         return ""
 
     def leave_out(self, first: int, last: int, cause: str) -> None:
-        """Record that the updates of steps `first` to `last` are left out. Raises BadStepError beyond the budget."""
+        """Record that the updates of steps `first` to `last` are left out. Raises TitaniteError beyond the budget."""
         budget = self.settings.bad_step_budget
         stopped = f"step {last}: {cause}, so training stops and nothing of it is saved"
         if self.settings.on_bad_step == "stop":
-            raise BadStepError(stopped)
+            raise TitaniteError(stopped, agreed=True)
         self.incidents.add(last)
         spent = {"spent": True} if len(self.incidents) > budget else {}
         if dist.get_rank() == 0:
             with open_records(self.file) as file:
                 file.write(json.dumps({"first": first, "last": last, "cause": cause} | spent | self.unsaved) + "\n")
         if spent:
-            raise BadStepError(
+            raise TitaniteError(
                 f"{stopped}; failures.bad_step_budget = {budget} is spent. A later start goes on from the last "
-                "checkpoint and judges all steps after it anew: lower optimizer.lr, or allow more"
+                "checkpoint and judges all steps after it anew: lower optimizer.lr, or allow more",
+                agreed=True,
             )
         self.skipped |= set(range(first, last + 1))
         logger.info(f"step {last}: {cause}; no update by steps {first} to {last}")
@@ -115,23 +110,18 @@ def _take_over(file: Path, step: int, saves: bool) -> list[dict[str, Any]]:
     return records if saves else []
 
 
-class NotFiniteError(TitaniteError):
-    """The loss or a gradient is no longer a number."""
-
-    agreed = True
-
-
 def fetch_finite(unchecked: dict[int, Tensor]) -> list[list[float]]:
     """The (loss, gradient norm, any further figures) of the steps in `unchecked`, from the device; empties it.
 
-    Raises NotFiniteError on all ranks alike, both being sums over all ranks. Comes before anything is written.
+    Raises TitaniteError on all ranks alike, both being sums over all ranks. Comes before anything is written.
     """
     history = torch.stack(list(unchecked.values())).tolist() if unchecked else []
     for step, (loss, grad_norm, *_) in zip(unchecked, history, strict=True):
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            raise NotFiniteError(
+            raise TitaniteError(
                 f"step {step}: loss {loss}, gradient norm {grad_norm}: not finite, so training stops and nothing "
-                "of it is saved; resume from the last checkpoint, with a lower optimizer.lr or another run.seed"
+                "of it is saved; resume from the last checkpoint, with a lower optimizer.lr or another run.seed",
+                agreed=True,
             )
     unchecked.clear()
     return history
@@ -205,19 +195,13 @@ def find_slow(timings: Sequence[Timing]) -> dict[tuple[int, str], str]:
 # ---------------------------------------------------------------- wrong results
 
 
-class ReplayError(TitaniteError):
-    """The same computation gave two results."""
-
-    agreed = True
-
-
 def check_replay(
     step: int, parameters: Sequence[Tensor], losses: list[Tensor], again: Callable[[], list[Tensor]]
 ) -> None:
     """Compute the gradients of a step a second time, by `again`, and compare them bit for bit; they stay in place.
 
     `losses` are this rank's own of the first time. A processor that computes wrongly now and then is found so
-    (Dixit et al. 2021, "Silent data corruptions at scale"). Raises ReplayError on all ranks alike.
+    (Dixit et al. 2021, "Silent data corruptions at scale"). Raises TitaniteError on all ranks alike.
     """
     first = (_bits(losses), _bits(_gradients(parameters)))
     for parameter in parameters:
@@ -227,13 +211,15 @@ def check_replay(
     dist.all_gather_object(differ, [a != b for a, b in zip(first, second, strict=True)])
     losses_differ, gradients_differ = ([r for r, d in enumerate(differ) if d and d[kind]] for kind in (0, 1))
     if losses_differ:
-        raise ReplayError(
-            f"step {step}: computed twice, the loss differs on rank {losses_differ}: its device is suspect"
+        raise TitaniteError(
+            f"step {step}: computed twice, the loss differs on rank {losses_differ}: its device is suspect",
+            agreed=True,
         )
     if gradients_differ:
-        raise ReplayError(
+        raise TitaniteError(
             f"step {step}: computed twice, gradients differ on rank {gradients_differ} and no rank's own loss does: "
-            "the backward of one of them, or the network, is suspect; `python -m parallel.preflight` tests each device"
+            "the backward of one of them, or the network, is suspect; `python -m parallel.preflight` tests each device",
+            agreed=True,
         )
 
 

@@ -17,20 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.chaos import Job, judge_job, prepare_data, schedule, suffer, weights
-from config import Failures, load_config
+from config import Failures, TitaniteError, load_config
 from data.audit import prove
 from metrics_page import read_charts
 from parallel.exits import AGAIN, record_exit
-from parallel.failures import (
-    SPIKE_WINDOW,
-    BadStepError,
-    BadSteps,
-    NotFiniteError,
-    ReplayError,
-    Stragglers,
-    check_replay,
-    fetch_finite,
-)
+from parallel.failures import SPIKE_WINDOW, BadSteps, Stragglers, check_replay, fetch_finite
 from parallel.stop import StopRequest
 from parallel.watchdog import Watchdog
 from tests.corpus import write_dataset
@@ -64,7 +55,7 @@ def test_further_figures_wait_beside_the_loss_and_end_no_run() -> None:
     unchecked = {3: torch.tensor([1.0, 2.0, 7.0]), 4: torch.tensor([1.5, 2.0, torch.inf])}
     assert fetch_finite(unchecked) == [[1.0, 2.0, 7.0], [1.5, 2.0, float("inf")]]
     assert not unchecked
-    with pytest.raises(NotFiniteError, match=r"step 5: loss 1\.0, gradient norm inf"):
+    with pytest.raises(TitaniteError, match=r"step 5: loss 1\.0, gradient norm inf"):
         fetch_finite({5: torch.tensor([1.0, torch.inf, 7.0])})
 
 
@@ -85,7 +76,7 @@ def run(arguments: list[str], bad_steps: tuple[int, ...] = (), stop_after: int =
     nn.modules.module.register_module_forward_hook(spoil)
     try:
         train(load_config(arguments), after_step)
-    except (BadStepError, NotFiniteError, KeyboardInterrupt) as error:
+    except (TitaniteError, KeyboardInterrupt) as error:
         return str(error) or "crash"
     return ""
 
@@ -223,7 +214,7 @@ def replay(wrong: str) -> str:
 
     try:
         check_replay(10, [weight], compute(), again)
-    except ReplayError as error:
+    except TitaniteError as error:
         return str(error)
     assert weight.grad is not None
     assert torch.equal(weight.grad, 2 * torch.arange(8.0) ** 3), "one computation's gradients are left in place"

@@ -9,9 +9,9 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from config import to_toml
+from config import TitaniteError, to_toml
 from data import audit, verify
-from data.audit import AuditError, prove
+from data.audit import prove
 from data.loader import DataLoader
 from data.shards import DataError, open_dataset
 from data.stream import Stream
@@ -111,7 +111,7 @@ def test_a_run_that_is_not_as_recorded_is_refused(run, tamper, message, rank):
     folder, _ = run
     file = folder / "data" / f"rank-{rank:05}.jsonl"
     file.write_text("".join(line + "\n" for line in tamper(file.read_text().splitlines())))
-    with pytest.raises(AuditError, match=message):
+    with pytest.raises(TitaniteError, match=message):
         prove(folder)
 
 
@@ -150,7 +150,7 @@ def test_tokens_trained_twice_or_never_are_found(folders, tmp_path, moved, messa
     batches = after if starts == [0, 0] else before + after
     trained = [token for batch in batches for row in batch for token in row if token]
     if message:
-        with pytest.raises(AuditError, match=message.format(a=names[0], b=names[1])):
+        with pytest.raises(TitaniteError, match=message.format(a=names[0], b=names[1])):
             prove(run)
         assert len(set(trained)) < len(trained) or min(moved) == 0
     else:
@@ -181,7 +181,9 @@ def test_steps_given_twice_without_a_resume_are_found(folders, tmp_path, repeate
         lines = file.read_text().splitlines(keepends=True)
         file.write_text("".join(lines[: repeated.stop] + lines[repeated] + lines[repeated.stop :]))
     what = r"tokens of dataset \w+ come again between step 3 and the next"
-    with pytest.raises(AuditError, match=what if 0 in ranks else "rank 1: samples from .* come after those from 16 on"):
+    with pytest.raises(
+        TitaniteError, match=what if 0 in ranks else "rank 1: samples from .* come after those from 16 on"
+    ):
         prove(run)
 
 
@@ -199,7 +201,7 @@ def test_a_run_that_was_killed_in_a_step_is_proven_up_to_it(folders, tmp_path):
     lines = prove(run)
     assert [line[:8] for line in (lines[0], lines[1])] == ["3 steps,", "2 steps "]
     run_phase(run, folders, None, 0)
-    with pytest.raises(AuditError, match=r"no step .* is recorded; all 5 were made void by a resume"):
+    with pytest.raises(TitaniteError, match=r"no step .* is recorded; all 5 were made void by a resume"):
         prove(run)
 
 
@@ -207,7 +209,7 @@ def test_a_change_of_the_order_is_found(folders, tmp_path):
     run, shuffled = tmp_path / "run", {"data__shuffle_samples": True}
     state, _ = run_phase(run, folders, None, 3, **shuffled)
     run_phase(run, folders, state | {"piece_tokens": 16}, 4, **shuffled)
-    with pytest.raises(AuditError, match=r"step 3 is of another order .*: \(0, 3, 8\), \(0, 3, 16\)"):
+    with pytest.raises(TitaniteError, match=r"step 3 is of another order .*: \(0, 3, 8\), \(0, 3, 16\)"):
         prove(run)
 
 
@@ -259,7 +261,9 @@ def test_a_run_begun_before_ledgers_had_the_places_of_datasets_is_proven(folders
     assert prove(run) == lines
     (run / "config.toml").write_text(to_toml(data_config(folders[0])))
     there, gone = (open_dataset(str(folder)).hash for folder in folders)
-    with pytest.raises(AuditError, match=rf"holds dataset {there}; this run has read dataset {gone}: put it back, or"):
+    with pytest.raises(
+        TitaniteError, match=rf"holds dataset {there}; this run has read dataset {gone}: put it back, or"
+    ):
         prove(run)
 
 
@@ -269,14 +273,14 @@ def test_other_data_than_was_trained_is_found(folders, tmp_path):
     run_phase(run, folders[1:], state, 3)
     name, moved = open_dataset(str(dropped)).hash, dropped.rename(tmp_path / "moved")
     advice = f"this run has read dataset {name} at {dropped}: put it back, or name its new place in data.datasets"
-    with pytest.raises(AuditError, match=rf"dropped/manifest\.json: is missing; {advice}"):
+    with pytest.raises(TitaniteError, match=rf"dropped/manifest\.json: is missing; {advice}"):
         prove(run)
     config = (run / "config.toml").read_text()
     (run / "config.toml").write_text(config.replace(f'"{folders[1]}"', f'"{folders[1]}", "{moved}.typo/"'))
-    with pytest.raises(AuditError, match=rf"is missing; {moved}\.typo/manifest\.json: is missing; {advice}"):
+    with pytest.raises(TitaniteError, match=rf"is missing; {moved}\.typo/manifest\.json: is missing; {advice}"):
         prove(run)
     write_dataset(dropped, [[[1, 2, 3, 0]] * 50])
-    with pytest.raises(AuditError, match=rf"dropped: holds dataset \w+; .*{advice}"):
+    with pytest.raises(TitaniteError, match=rf"dropped: holds dataset \w+; .*{advice}"):
         prove(run)
 
 

@@ -23,7 +23,7 @@ from data.audit import prove
 from data.loader import IGNORED, DataLoader, validation_batches
 from data.shards import BadBlockError, DataError, check_datasets, open_dataset, seal
 from data.storage import Cache, LocalFolder, StorageError
-from data.tokenizer import END_OF_TEXT, TokenizerError, fingerprint, load_tokenizer
+from data.tokenizer import END_OF_TEXT, fingerprint, load_tokenizer
 from tests.corpus import data_config, expected_stream, stored_blocks, word_tokenizer, write_dataset
 from tests.harness import run_ranks
 
@@ -120,7 +120,7 @@ def test_combinations_that_do_not_fit(folder, tmp_path):
     with pytest.raises(DataError, match=r"data\.tokenizer = .*other.*but the data in .*dataset was made by"):
         check(folder, data__tokenizer=str(other))
     check(folder, data__tokenizer=str(folder / "tokenizer.json"))
-    with pytest.raises(TokenizerError, match="no such tokenizer file"):
+    with pytest.raises(TitaniteError, match="no such tokenizer file"):
         check(folder, data__tokenizer=str(tmp_path / "nothing"))
     with pytest.raises(StorageError, match="cannot be opened"):
         check("nosuchprotocol://x/y")

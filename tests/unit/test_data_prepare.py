@@ -36,7 +36,7 @@ from data.convert import convert
 from data.convert import main as convert_main
 from data.prepare import count, main, prepare
 from data.shards import DataError
-from data.tokenizer import Tokenizer, TokenizerError, load_tokenizer, train_tokenizer
+from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from data.workers import locked
 from tests.corpus import stored_blocks, write_dataset
 
@@ -968,7 +968,7 @@ def test_which_token_ends_a_document(texts, tmp_path):
     (folder / "tokenizer_config.json").write_text('{"eos_token": {"content": "<|endoftext|>"}}')
     assert load_tokenizer(folder).eos_token == "<|endoftext|>"
     assert load_tokenizer(folder, "<|begin_of_text|>").eos_token == "<|begin_of_text|>"
-    with pytest.raises(TokenizerError, match=r"has no token '<pad>'; its special tokens are .*<\|end_of_text\|>"):
+    with pytest.raises(TitaniteError, match=r"has no token '<pad>'; its special tokens are .*<\|end_of_text\|>"):
         load_tokenizer(folder, "<pad>")
 
 
@@ -1011,13 +1011,13 @@ def test_a_token_that_a_text_can_spell_out_does_not_end_documents(texts, kind):
     else:
         raw = without_unknown(RawTokenizer(models.WordLevel({"</s>": 0, "a": 1}, unk_token="a")))
         raw.pre_tokenizer = pre_tokenizers.Split("</s>" if kind == "WordLevel" else " ", "isolated")
-    with pytest.raises(TokenizerError, match=r"^mine: a text that spells out '</s>' would become that token"):
+    with pytest.raises(TitaniteError, match=r"^mine: a text that spells out '</s>' would become that token"):
         Tokenizer(raw, "</s>", "mine")
 
 
 @pytest.mark.parametrize("model", [models.WordLevel({"</s>": 0, "A": 1}), models.BPE({"</s>": 0, "A": 1}, [])])
 def test_a_vocabulary_without_letters_is_refused(model):
-    with pytest.raises(TokenizerError, match=r"^mine: cannot encode the letter a: "):
+    with pytest.raises(TitaniteError, match=r"^mine: cannot encode the letter a: "):
         Tokenizer(without_unknown(RawTokenizer(model)), "</s>", "mine")
 
 
@@ -1323,7 +1323,7 @@ def test_damaged_files_beside_a_tokenizer_are_named(tokenizer_folder, tmp_path, 
     if eos_token and b"eos" in content:  # which is then not asked for
         assert load_tokenizer(folder, eos_token).eos_token == eos_token
         return
-    with pytest.raises(TokenizerError, match=message):
+    with pytest.raises(TitaniteError, match=message):
         load_tokenizer(folder, eos_token)
 
 
