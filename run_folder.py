@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 import config as settings
+from checkpoint.loading import differences
 from config import Config, ConfigError, TitaniteError, tomllib
 from parallel import exits
 from parallel.comm import tell_launcher
@@ -67,15 +68,9 @@ def _check_model(folder: Path, identity: dict[str, Any], chosen: str, otherwise:
         saved = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{file}: is damaged ({error}); start again in a new folder") from None
-    different = [
-        f"{key} is {saved.get(key)!r} there and {identity.get(key)!r} in this config"
-        for key in sorted(saved.keys() | identity.keys())
-        if (saved.get(key) or None) != (identity.get(key) or None)  # what came to be since the run began is off in it
-    ]
-    if different:
+    if different := differences(saved, identity):
         raise ConfigError(
-            f"{chosen} holds the run of another model: {'; '.join(different)}. "
-            f"Resume with the run's own model, or {otherwise}"
+            f"{chosen} holds the run of another model: {different}. Resume with the run's own model, or {otherwise}"
         )
 
 

@@ -40,9 +40,8 @@ def load_trained(place: str, *, device: torch.device, dtype: torch.dtype, tokeni
 
     `tokenizer`: a tokenizer.json or the folder of one; "": the run's own. Raises TitaniteError.
     """
-    found: list[Trained] = []
 
-    def fill(opened: Opened) -> None:
+    def fill(opened: Opened) -> Trained:
         spec, flavor = recorded_model((opened.manifest or _stock_manifest(place)).get("identity", {}))
         companions = find_companions(opened, place, Path(tokenizer) if tokenizer else None)
         text = companion_tokenizer(*companions, flavor.vocab_size)
@@ -50,10 +49,9 @@ def load_trained(place: str, *, device: torch.device, dtype: torch.dtype, tokeni
         tensors = model_tensors([model])
         check_same_names(opened, tensors)
         read_state(opened, {"model": tensors})
-        found.append(Trained(model, text, opened.manifest, opened.url))
+        return Trained(model, text, opened.manifest, opened.url)
 
-    load_place(place, fill)
-    return found[-1]
+    return load_place(place, fill)
 
 
 def _stock_manifest(place: str) -> Manifest:

@@ -1,10 +1,10 @@
 """Finding a checkpoint and taking the newest that is intact: all ranks the same one, or none."""
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from checkpoint.index import Index, Opened, read_index
 from checkpoint.manifest import MANIFEST, METADATA, ROTARY, Manifest, read_manifest, read_metadata
@@ -14,6 +14,8 @@ from checkpoint.retention import committed
 from checkpoint.storage import tensors_in
 from checkpoint.stores import CheckpointError, DamagedError, Store, join, open_store
 from config import Checkpoint, tomllib
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -81,16 +83,17 @@ def load_newest(
     raise CheckpointError(said, agreed=True)
 
 
-def load_place(place: str | Path, fill: Callable[[Opened], None]) -> None:
-    """`fill` from the newest intact checkpoint at `place`, in this process alone; of a run that trains, too.
+def load_place(place: str | Path, fill: Callable[[Opened], T]) -> T:
+    """What `fill` makes of the newest intact checkpoint at `place`, in this process alone; of a run that trains, too.
 
     It may remove what is being read once it has saved another, which is then taken. Raises CheckpointError.
     """
     candidates = locate(place)
+    made: list[T] = []
     while True:
         try:
-            load_newest(candidates, Ranks(), fill)
-            return
+            load_newest(candidates, Ranks(), lambda opened: made.append(fill(opened)))
+            return made[-1]
         except CheckpointError:
             before, candidates = candidates, locate(place)
             if candidates[0][1] == before[0][1]:
@@ -107,14 +110,17 @@ def check_loadable(place: str, identity: dict[str, Any], settings: Checkpoint) -
 
 def check_identity(manifest: Manifest, identity: dict[str, Any]) -> None:
     """Raises CheckpointError naming what differs where a checkpoint is of another model."""
-    theirs = manifest.get("identity", identity)
-    different = [
-        f"{key} = {theirs.get(key)!r}, here {identity.get(key)!r}"
-        for key in sorted(theirs.keys() | identity.keys())
-        if (theirs.get(key) or None) != (identity.get(key) or None)  # what came to be since the save was off then
-    ]
-    if different:
-        raise CheckpointError(f"the checkpoint of step {manifest['step']} is of another model: {'; '.join(different)}")
+    if different := differences(manifest.get("identity", identity), identity):
+        raise CheckpointError(f"the checkpoint of step {manifest['step']} is of another model: {different}")
+
+
+def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
+    """In what two models differ, by their identities; "" if they do not."""
+    return "; ".join(
+        f"{key} is {theirs.get(key)!r} there and {ours.get(key)!r} here"
+        for key in sorted(theirs.keys() | ours.keys())
+        if (theirs.get(key) or None) != (ours.get(key) or None)  # what came to be since was off then
+    )
 
 
 def check_same_names(opened: Opened, names: Collection[str]) -> None:

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from checkpoint.stores import CheckpointError
@@ -17,10 +16,9 @@ def model_tensors(model_parts: Sequence[nn.Module]) -> dict[str, Tensor]:
     """Name → parameter or persistent buffer, sharing memory with the model. A tied weight appears once."""
     tensors: dict[str, Tensor] = {}
     for part in model_parts:
-        module = _unwrapped(part)
-        state = module.state_dict()  # its hooks also bring FSDP2 parameters back to their sharded form
-        shared = {_clean(name) for name, _ in module.named_parameters(remove_duplicate=False)}
-        unique = {_clean(name) for name, _ in module.named_parameters()}
+        state = part.state_dict()  # its hooks also bring FSDP2 parameters back to their sharded form
+        shared = {_clean(name) for name, _ in part.named_parameters(remove_duplicate=False)}
+        unique = {_clean(name) for name, _ in part.named_parameters()}
         tensors |= {_clean(name): _plain(name, value) for name, value in state.items()}
         for duplicate in shared - unique:
             del tensors[duplicate]
@@ -29,10 +27,9 @@ def model_tensors(model_parts: Sequence[nn.Module]) -> dict[str, Tensor]:
 
 def parameters(model_parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
     """Name → parameter as the optimizer holds it: of FSDP2 the sharded one. A tied weight appears once."""
-    modules = [_unwrapped(part) for part in model_parts]
-    for module in modules:
-        module.state_dict()  # its hooks bring FSDP2's sharded parameters back
-    return {_clean(name): parameter for module in modules for name, parameter in module.named_parameters()}
+    for part in model_parts:
+        part.state_dict()  # its hooks bring FSDP2's sharded parameters back
+    return {_clean(name): parameter for part in model_parts for name, parameter in part.named_parameters()}
 
 
 def optimizer_tensors(model_parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -96,10 +93,6 @@ def set_random_state(states: dict[str, Tensor]) -> None:
 def held_bytes(tensors: Iterable[Tensor]) -> int:
     """What this rank holds of `tensors`."""
     return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)
-
-
-def _unwrapped(part: nn.Module) -> nn.Module:
-    return part.module if isinstance(part, DistributedDataParallel) else part
 
 
 def _clean(name: str) -> str:

@@ -113,7 +113,7 @@ class Auditor:
 
 
 def _find(name: str, url: str, data: Data) -> Dataset:
-    """The dataset that a run has read at `url`: there, or among those that its config names now. Raises TitaniteError."""
+    """The dataset that a run has read at `url`: there, or where its config says now. Raises TitaniteError."""
     found = []
     places = [place.rstrip("/") for place in data.datasets]
     for place in dict.fromkeys([url, *places] if url else places):

@@ -119,15 +119,15 @@ class Work:
         """Numbers of the blocks on the rank, of all its pieces of the model."""
         return [block for piece in self.pieces[self.stage :: self.dims.pp] for block in piece]
 
+    @property
+    def layers(self) -> int:
+        """How many blocks the rank holds."""
+        return len(self.blocks)
+
     @functools.cached_property
     def pieces(self) -> list[range]:
         """Numbers of the blocks of each piece of the model, which the ranks of a pipeline get in turn."""
         return layers_of_stages(self.shape.n_layers, self.dims.pp * self.stages_per_rank)
-
-    @property
-    def layers(self) -> int:
-        """How many they are."""
-        return len(self.blocks)
 
     @property
     def zero_bubble(self) -> bool:

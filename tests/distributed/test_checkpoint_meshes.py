@@ -1,4 +1,4 @@
-"""The same names and values under every wrapper: tensor and pipeline parallel, DDP, compile, recomputation, float8."""
+"""The same names and values under every wrapper: tensor and pipeline parallel, compile, recomputation, float8."""
 
 import copy
 from collections import Counter
@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn.parallel import DistributedDataParallel
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from checkpoint.manager import CheckpointManager
@@ -44,10 +43,6 @@ def fsdp(model: Tower) -> list[nn.Module]:
 def hsdp(model: Tower) -> list[nn.Module]:
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp_replicate", "dp_shard"))
     return [fully_shard(model, mesh=mesh)]
-
-
-def ddp(model: Tower) -> list[nn.Module]:
-    return [DistributedDataParallel(model)]
 
 
 def tensor_parallel(model: Tower) -> list[nn.Module]:
@@ -98,7 +93,7 @@ def _split(model: Tower, mesh) -> nn.Module:
     return parallelize_module(model, mesh, plan)
 
 
-WAYS = [(plain, 1), (fsdp, 2), (hsdp, 4), (ddp, 2), (tensor_parallel, 2), (fsdp_and_tensor_parallel, 4)]
+WAYS = [(plain, 1), (fsdp, 2), (hsdp, 4), (tensor_parallel, 2), (fsdp_and_tensor_parallel, 4)]
 WAYS += [(pipeline, 2), (pipeline_of_three_stages, 2), (wrapped, 2), (float8, 2)]
 
 
@@ -183,7 +178,6 @@ def reads(folder, parallelize):
         (fsdp, 2, tensor_parallel, 2, True),
         (plain, 1, plain, 1, True),
         (fsdp, 2, fsdp, 4, False),
-        (ddp, 2, ddp, 2, False),
         (hsdp, 4, hsdp, 4, False),
     ],
 )

@@ -246,10 +246,10 @@ def test_nothing_intact_is_an_error_never_a_fresh_start(tmp_path, run):
 def test_another_model_is_refused_with_the_keys_that_differ(tmp_path, run):
     other = Run(tmp_path)
     other.checkpoint.identity = {**IDENTITY, "dim": 16}
-    with pytest.raises(CheckpointError, match="of another model: dim = 12, here 16"):
+    with pytest.raises(CheckpointError, match="of another model: dim is 12 there and 16 here"):
         other.checkpoint.load()
     other.checkpoint.identity = {**IDENTITY, "a_field_added_since": True}
-    with pytest.raises(CheckpointError, match="of another model: a_field_added_since = None, here True"):
+    with pytest.raises(CheckpointError, match="of another model: a_field_added_since is None there and True here"):
         other.checkpoint.load()
     other.checkpoint.identity = {**IDENTITY, "a_field_added_since": False}
     assert other.checkpoint.load() == 2
@@ -260,7 +260,7 @@ def test_initial_load_is_checked_before_anything_is_written(tmp_path, run):
         check_initial_load(Checkpoint(initial_load=str(place), **settings), identity, tmp_path / "new run")
 
     check(tmp_path)
-    with pytest.raises(CheckpointError, match="of another model: dim = 12, here 16"):
+    with pytest.raises(CheckpointError, match="of another model: dim is 12 there and 16 here"):
         check(tmp_path, {**IDENTITY, "dim": 16})
     with pytest.raises(CheckpointError, match=r"initial_load: .*typo: no checkpoint here"):
         check(tmp_path / "typo")

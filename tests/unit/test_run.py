@@ -213,7 +213,7 @@ def test_a_start_that_has_waited_looks_again_whose_folder_it_is(tmp_path: Path) 
     check_run_folder(config, {"dim": 2})
     start = "from run_folder import *; import sys; record_start(Path(sys.argv[1]), Config(), {'dim': 1}, 1)"
     subprocess.run([sys.executable, "-c", start, config.run.folder], cwd=ROOT, check=True)
-    with pytest.raises(ConfigError, match="another model: dim is 1 there and 2 in this config"):
+    with pytest.raises(ConfigError, match="another model: dim is 1 there and 2 here"):
         start_run(config, {"dim": 2}, 1, "", [], anything)
     assert json.loads((tmp_path / "run" / "model.json").read_text()) == {"dim": 1}
 
@@ -301,10 +301,10 @@ def test_another_models_run_is_not_resumed(tmp_path: Path) -> None:
     config = Config(run=Run(folder=str(tmp_path)))
     record_start(tmp_path, config, {"dim": 4, "n_layers": 2}, world_size=1)
     check_run_folder(config, {"dim": 4, "n_layers": 2})
-    with pytest.raises(ConfigError, match="another model: n_layers is 2 there and 3 in this config"):
+    with pytest.raises(ConfigError, match="another model: n_layers is 2 there and 3 here"):
         check_run_folder(config, {"dim": 4, "n_layers": 3})
     check_run_folder(config, {"dim": 4, "n_layers": 2, "a_field_added_since": False})
-    with pytest.raises(ConfigError, match="another model: a_field_added_since is None there and True in this config"):
+    with pytest.raises(ConfigError, match="another model: a_field_added_since is None there and True here"):
         check_run_folder(config, {"dim": 4, "n_layers": 2, "a_field_added_since": True})
     check_run_folder(Config(run=Run(folder=str(tmp_path / "new"))), {})
 
