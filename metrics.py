@@ -65,6 +65,8 @@ WARN_IN_VAIN = (
     "torch.utils._pytree",
     "torchao",
     "torchao.kernel.intmm",
+    "aiobotocore.credentials",  # with a traceback, of what is asked for again
+    "botocore.credentials",
 )
 
 

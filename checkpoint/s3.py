@@ -61,6 +61,7 @@ PASSING_ERRORS = (
     IncompleteReadError,
     ResponseParserError,
     ValueError,  # of botocore, where a bit of a number in an answer flipped
+    KeyError,  # ... or the service that gives credentials answers with a page of a proxy
     HTTPError,  # of urllib3, where TLS finds one in a body
 )
 PROBE = ".probe"
@@ -297,7 +298,8 @@ def _receive(body: StreamingBody, length: int, view: memoryview) -> int:
 def _raise_if_final(place: str, error: ClientError) -> None:
     """Raise what the answer means, unless it is one that may be another one the next time."""
     status, code = error.response["ResponseMetadata"]["HTTPStatusCode"], error.response["Error"]["Code"]
-    if code in PASSING:
+    # Of the service that gives credentials: an identity provider that it does not reach, or a token just being renewed.
+    if code in PASSING or (status == 400 and error.operation_name.startswith("AssumeRole")):
         return
     # A 404 of the store has a code, but for a HEAD; one without is of a proxy that does not find the store.
     if status == 404 and (code not in ("", "404") or error.operation_name == "HeadObject"):

@@ -26,7 +26,7 @@ def answering(answer: Answer) -> Iterator[str]:
             if self.command != "HEAD":
                 self.wfile.write(body)
 
-        do_HEAD = do_PUT = do_GET
+        do_HEAD = do_PUT = do_POST = do_GET
 
         def log_message(self, *arguments: object) -> None:
             pass

@@ -540,6 +540,36 @@ def test_a_command_for_credentials_that_fails_once_is_asked_again(monkeypatch, p
         store.put("x", b"abc")
 
 
+@pytest.mark.parametrize(
+    "failure",
+    [(400, b"<ErrorResponse><Error><Code>InvalidIdentityToken</Code></Error></ErrorResponse>"), (200, b"<html/>")],
+)
+def test_a_role_that_is_not_given_once_is_asked_for_again(monkeypatch, profile, quick, tmp_path, failure):
+    """As Kubernetes gives one to a pod, by a token that STS has the cluster's identity provider confirm."""
+    soon = datetime.fromtimestamp(time.time() + 300, timezone.utc).isoformat()  # renewed before each request
+    given = f"""<AssumeRoleWithWebIdentityResponse><AssumeRoleWithWebIdentityResult><Credentials>
+        <AccessKeyId>key</AccessKeyId><SecretAccessKey>s</SecretAccessKey><SessionToken>t</SessionToken>
+        <Expiration>{soon}</Expiration></Credentials></AssumeRoleWithWebIdentityResult></AssumeRoleWithWebIdentityResponse>
+        """.encode()
+    answers = iter(((200, given), failure, (200, given)))
+
+    def sts(request):
+        status, body = next(answers)
+        return status, {}, body
+
+    (tmp_path / "token").write_text("token")
+    with answering(only_for(["key"])) as endpoint, answering(sts) as sts_endpoint:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", endpoint)
+        monkeypatch.setenv("AWS_ENDPOINT_URL_STS", sts_endpoint)
+        monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::123456789012:role/trains")
+        monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(tmp_path / "token"))
+        profile("AWS_SHARED_CREDENTIALS_FILE")
+        store = store_at("s3://bucket/run")
+        store.put("x", b"abc")
+        store.put("x", b"abc")
+    assert next(answers, None) is None
+
+
 @pytest.mark.parametrize("page", [b"404 page not found", b"<html><body>not found</body></html>"])
 def test_a_proxy_that_does_not_find_the_store_is_no_damage(monkeypatch, stubbed, quick, page):
     with answering(lambda request: (404, {}, page)) as endpoint:
