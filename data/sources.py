@@ -277,12 +277,13 @@ def pieces(text: str, max_characters: int) -> Iterator[str]:
     yield text[start:]
 
 
-def _texts(file: File, stream: Any, unit: Unit, text_key: str, example_keys: tuple[str, ...]) -> Iterator[str]:
+def _texts(file: File, raw: Any, unit: Unit, text_key: str, example_keys: tuple[str, ...]) -> Iterator[str]:
     kind, compression = kind_of(file.url)
+    stream = raw
     if compression:
         if not file.size:  # an empty text has a header, too
             raise DataError(f"{file.url}: is empty, so it is not compressed text")
-        stream = pa.CompressedInputStream(pa.PythonFile(stream), compression)
+        stream = pa.CompressedInputStream(pa.PythonFile(raw), compression)
     if compression or kind == "jsonl":
         stream = io.BufferedReader(stream, 2**20)  # a remote file's own readline copies all it has read ahead
     if kind == "parquet":
@@ -293,6 +294,9 @@ def _texts(file: File, stream: Any, unit: Unit, text_key: str, example_keys: tup
         raise DataError(f"{file.url}: examples are read from JSON lines and Parquet only")
     else:
         yield _decode(file, stream.read())
+    # A server that answers with nothing, or a proxy by an empty page, looks like the end of the file.
+    if "://" in file.url and kind != "parquet" and raw.tell() < (unit.stop or file.size):
+        raise DataError(f"{file.url}: cannot be read: the server has sent {raw.tell():,} bytes of {file.size:,}")
 
 
 def _decode(file: File, data: bytes) -> str:

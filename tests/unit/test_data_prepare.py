@@ -729,7 +729,7 @@ class StoreFile(AbstractBufferedFile):
     def _fetch_range(self, start: int, end: int) -> bytes:
         self.fs.fail("read")
         Store.fetched += end - start
-        return Store.content[start:end]
+        return b"" if Store.fault == "empty" else Store.content[start:end]
 
     def read(self, length: int = -1) -> bytes:
         Store.reads += 1
@@ -764,10 +764,15 @@ def test_lines_of_a_remote_file_are_read_in_large_requests_but_not_far_beyond_th
         ("a.parquet", "opened", "store://a.parquet: cannot be read: StoreError: gone"),
         ("a.jsonl", "opened", "store://a.jsonl: cannot be read: StoreError: gone"),
         ("a.jsonl", "read", "store://a.jsonl: cannot be read: StoreError: gone"),
+        ("a.jsonl", "empty", "store://a.jsonl: cannot be read: the server has sent"),
+        ("a.txt", "empty", "store://a.txt: cannot be read: the server has sent"),
+        ("a.jsonl.gz", "empty", "store://a.jsonl.gz: cannot be read: the server has sent 0 bytes of 6"),
     ],
 )
 def test_failures_of_a_store_are_named(store, monkeypatch, name, fault, message):
     monkeypatch.setattr(store, "fault", fault)
+    if name.endswith(".gz"):
+        monkeypatch.setattr(store, "content", gzip.compress(store.content))
     with pytest.raises(DataError, match=f"^{message}"):
         count([f"store://{name}"])
 
