@@ -33,7 +33,8 @@ LOCKS = 64  # lock files of a cache; a range is fetched under one of them
 CHECKSUM_ATTEMPTS = 3  # of a fetched range, before it counts as damaged
 LONGEST_PAUSE_SECONDS = 5.0
 FULL = (errno.ENOSPC, errno.EDQUOT)  # what a disk, or a user's share of it, says when it is
-FATAL = (PermissionError, ImportError, ValueError, TypeError)  # repeating the request would not help
+# Repeating the request would not help. The last is botocore's, which asks the same endpoint for the bucket's region.
+FATAL = (PermissionError, ImportError, ValueError, TypeError, RecursionError)
 
 log = logging.getLogger(__name__)
 
@@ -255,7 +256,10 @@ class RemoteFolder:
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     def _give_up(self, name: str, error: Exception, duration: str = "") -> NoReturn:
-        raise StorageError(f"{self.url}/{name}: cannot be read{duration}: {type(error).__name__}: {error}") from None
+        said = f"{type(error).__name__}: {error}"
+        if isinstance(error, RecursionError):
+            said = "redirected to elsewhere; check AWS_ENDPOINT_URL_S3 (https?) and AWS_REGION"
+        raise StorageError(f"{self.url}/{name}: cannot be read{duration}: {said}") from None
 
 
 Folder = LocalFolder | RemoteFolder

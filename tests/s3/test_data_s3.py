@@ -332,6 +332,16 @@ def test_credentials_that_were_renewed_in_their_file_are_used(tmp_path, monkeypa
     assert counts[2] < counts[0] + 8
 
 
+def test_an_endpoint_that_redirects_is_named(tmp_path, monkeypatch):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "key")
+    with answering(lambda request: (301, {}, b"<Error><Code>PermanentRedirect</Code></Error>")) as endpoint:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", endpoint)
+        S3FileSystem.clear_instance_cache()
+        with pytest.raises(StorageError, match=r"^s3://bucket/set/x: cannot be read: redirected .* AWS_ENDPOINT_URL"):
+            RemoteFolder("s3://bucket/set", Cache(tmp_path, 0), retry_seconds=10_000).read("x")
+
+
 @pytest.mark.parametrize(("default", "region", "signed_for"), [("", "", "us-east-1"), ("a", "", "a"), ("a", "b", "b")])
 def test_requests_are_signed_for_the_region_of_the_environment(tmp_path, monkeypatch, default, region, signed_for):
     for name, value in (("AWS_DEFAULT_REGION", default), ("AWS_REGION", region)):
