@@ -34,7 +34,8 @@ COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 UNIT_BYTES = 4 * 2**20
 MOST_UNITS = 10_000  # about; a larger input has larger units
 ROWS = 64  # of Parquet made Python objects at once: many cost less each, few take less memory
-VERSIONS = ("ETag", "etag", "blob_id", "mtime", "LastModified", "created")  # by the stores' own names, the best first
+HASHES = ("ETag", "etag", "blob_id")  # by the stores' own names
+VERSIONS = (*HASHES, "mtime", "LastModified", "created")  # the best first
 REQUEST_BYTES = 2 * 2**20  # read ahead from a remote file, of which a process may need one unit only
 
 log = logging.getLogger(__name__)
@@ -256,15 +257,19 @@ def documents(unit: Unit, text_key: str, example_keys: tuple[str, ...] = ()) -> 
     for file in unit.files:
         with failures_of(f"{file.url}: cannot be read"), _open(file) as stream:
             yield from _texts(file, stream, unit, text_key, example_keys)
-            _check_unchanged(file)
+            _check_unchanged(file, stream)
 
 
-def _check_unchanged(file: File) -> None:
-    """Refuse a file of this machine that is not what was listed: units of both would mix, without a word."""
-    if "://" not in file.url:
+def _check_unchanged(file: File, stream: Any) -> None:
+    """Refuse a file that is not what was listed: units of both would mix, without a word."""
+    if "://" in file.url:  # as it was opened; stores know their times by several names, and in several forms
+        details = getattr(stream, "details", {})
+        changed = file.version and any(str(details[key]) != file.version for key in HASHES if details.get(key))
+    else:
         system, path = file_system(file.url)
-        if _described(file.url, system.info(path)) != file:
-            raise DataError(f"{file.url}: was changed while it was read; let nothing write there, and start again")
+        changed = _described(file.url, system.info(path)) != file
+    if changed:
+        raise DataError(f"{file.url}: was changed while it was read; let nothing write there, and start again")
 
 
 def pieces(text: str, max_characters: int) -> Iterator[str]:

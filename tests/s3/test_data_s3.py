@@ -388,6 +388,18 @@ def test_prepare_reads_s3_and_verify_checks_what_lies_there(bucket, tmp_path, ca
         verify.main([f"{bucket}/out"])
 
 
+def test_a_source_that_is_written_anew_while_it_is_prepared_is_refused(bucket):
+    """A unit that is read by another process than the one that listed it would be of the other file."""
+    system, _ = fsspec.core.url_to_fs(bucket, skip_instance_cache=True)
+    system.pipe_file(f"{bucket}/in/a.txt", b"first")
+    (unit,) = sources.plan_units(sources.list_files([f"{bucket}/in"]))
+    assert list(sources.documents(unit, "text")) == ["first"]
+    system.pipe_file(f"{bucket}/in/a.txt", b"other")
+    S3FileSystem.clear_instance_cache()
+    with pytest.raises(DataError, match=f"^{bucket}/in/a.txt: was changed while it was read"):
+        list(sources.documents(unit, "text"))
+
+
 @pytest.mark.parametrize("key", ["in/a::b.txt", "in/a.txt?versionId=1.txt"])
 def test_a_key_that_a_url_cannot_spell_is_refused(bucket, key):
     name, endpoint = bucket.removeprefix("s3://"), os.environ["AWS_ENDPOINT_URL_S3"]
