@@ -84,10 +84,7 @@ class Auditor:
         for rank, first in (pair for turn in zip(*starts, strict=True) for pair in enumerate(turn)):
             rows = []
             for stream, runs in self.samples(step, first, step.shape.local_batch_size):
-                parts = [np.empty(count, stream.split.dtype) for _, count in runs]
-                for part, (token, _) in zip(parts, runs, strict=True):
-                    stream.read(token, part)
-                rows.append(np.concatenate(parts))
+                rows.append(np.concatenate([stream.read(*run)[0] for run in runs]))
             yield rank, np.stack(rows).astype(np.int64)
 
     def checksums(self, step: Step) -> list[int]:

@@ -3,17 +3,15 @@
 import itertools
 import json
 import logging
-import threading
 import time
-from bisect import bisect_left, bisect_right
-from collections import defaultdict
+from bisect import bisect_right
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
-from functools import cached_property
-from itertools import accumulate
+from functools import cached_property, partial
+from itertools import accumulate, pairwise
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,13 +55,6 @@ class Batch(NamedTuple):
         return Batch(tokens, labels, None if self.positions is None else self.positions.to(device, non_blocking=True))
 
 
-class _Step(NamedTuple):
-    """What the thread hands over: a step's microbatches and the samples consumed after it."""
-
-    batches: list[Batch]
-    samples: int  # of the segment
-
-
 class DataLoader:
     """The batches of data-parallel rank `dp_rank` of `dp_size`, as a function of the number of samples consumed.
 
@@ -93,7 +84,9 @@ class DataLoader:
         self._shape = StepShape(dp_size, config.training.local_batch_size, accumulation)
         self._dp_rank = dp_rank
         self._pin_memory = pin_memory
-        self._upcoming: Iterator[_Step] | None = None
+        self._upcoming: Iterator[list[Batch]] | None = None  # each step's microbatches, from the place on
+        self._ahead: deque[Future[list[Batch]]] = deque()  # the next of them, as a thread makes them
+        self._prefetcher = _one_thread()
         self._ledger: Ledger | None = None
 
     def check_run(self, folder: Path) -> None:
@@ -133,17 +126,18 @@ class DataLoader:
     def next_step(self) -> list[Batch]:
         """The microbatches of the next optimizer step of this rank. Raises DataError, StorageError."""
         begin = time.perf_counter()
-        step = self._take_step()
+        batches = self._take_step()
         while self._bad_blocks and self._bad_blocks.agree():
             self._stop_prefetch()
             self._bad_blocks.mask()
-            step = self._take_step()  # again: this rank may have read what another could not, or it could itself before
+            # Again: this rank may have read what another could not, or it could itself before.
+            batches = self._take_step()
         if self._ledger:
-            tokens = (batch.tokens.numpy() for batch in step.batches)
+            tokens = (batch.tokens.numpy() for batch in batches)
             self._ledger.step(self._place.samples, tokens, self.state_dict()["masked"])
-        self._place = self._place._replace(samples=step.samples)
+        self._place = self._place._replace(samples=self._place.samples + self._shape.samples)
         self.wait_seconds = time.perf_counter() - begin
-        return step.batches
+        return batches
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -214,22 +208,27 @@ class DataLoader:
             self._ledger.close()
         self._readers.shutdown(cancel_futures=True)
 
-    def _take_step(self) -> _Step:
+    def _take_step(self) -> list[Batch]:
         if self._upcoming is None:
-            steps, depth = self._steps(), self._config.data.prefetch_steps
-            self._upcoming = _Prefetcher(steps, depth) if depth else steps
+            self._upcoming = self._steps()
+        depth = self._config.data.prefetch_steps
         try:
-            return next(self._upcoming)
+            if not depth:
+                return next(self._upcoming)
+            while len(self._ahead) <= depth:  # the step that is asked for, and so many after it
+                self._ahead.append(self._prefetcher.submit(next, self._upcoming))
+            return self._ahead.popleft().result()
         except BaseException:
             self._stop_prefetch()  # a further call tries again
             raise
 
     def _stop_prefetch(self) -> None:
-        if isinstance(self._upcoming, _Prefetcher):
-            self._upcoming.close()
+        self._prefetcher.shutdown(cancel_futures=True)  # waits for the step that it is at
+        self._prefetcher = _one_thread()
+        self._ahead.clear()
         self._upcoming = None
 
-    def _steps(self) -> Iterator[_Step]:
+    def _steps(self) -> Iterator[list[Batch]]:
         """Steps from the current place on, whose samples are located many at a time, which costs little more."""
         segment, shape = self._place.segment, self._shape
         ahead = shape.samples * max(1, LOCATED_AHEAD // shape.samples)
@@ -237,22 +236,22 @@ class DataLoader:
             datasets, starts = (array.tolist() for array in segment.locate(begin, ahead))
             for first in range(0, ahead, shape.samples):
                 own = [slice(at, at + shape.local_batch_size) for at in shape.microbatches(first, self._dp_rank)]
-                batches = [self._batch(datasets[part], starts[part]) for part in own]
-                yield _Step(batches, begin + first + shape.samples)
+                yield [self._batch(datasets[part], starts[part]) for part in own]
 
     def _batch(self, datasets: list[int], starts: list[int]) -> Batch:
         """The samples that begin at place `starts[i]` in the order of stream `datasets[i]`."""
         seq_len, piece_tokens = self._place.segment.seq_len, self._place.piece_tokens
-        shape = (len(datasets), seq_len)
-        batch = _empty_batch(shape, self._config.data.mask_documents, self._pin_memory)
-        arrays = _arrays(batch)
+        batch = _padding(len(datasets), seq_len, self._config.data.mask_documents, self._pin_memory)
         for i, stream in enumerate(self._streams):
             rows = [row for row, dataset in enumerate(datasets) if dataset == i]
             if piece_tokens:
                 for row in rows:
-                    _fill_in_runs(arrays, stream, row, stream.runs(starts[row], seq_len, piece_tokens))
+                    begin = 0
+                    for token, count in stream.runs(starts[row], seq_len, piece_tokens):
+                        _fill(batch, [row], range(begin, begin + count), stream, token)
+                        begin += count
             elif rows:  # they follow each other in the stream
-                _fill(arrays, stream, rows, starts[rows[0]])
+                _fill(batch, rows, range(seq_len), stream, starts[rows[0]])
         return batch
 
 
@@ -307,109 +306,36 @@ def _check_not_too_many(bad_blocks: int) -> None:
         )
 
 
-class _Prefetcher(Iterator[_Step]):
-    """A thread that keeps up to `depth` items of an iterator ready."""
-
-    def __init__(self, items: Iterator[_Step], depth: int):
-        self._ready: SimpleQueue[_Step | BaseException] = SimpleQueue()
-        self._room = threading.Semaphore(depth)  # for items to make
-        self._stopped = False
-        self._thread = threading.Thread(target=self._run, args=(items,), name="prefetch", daemon=True)
-        self._thread.start()
-
-    def __next__(self) -> _Step:
-        """The next item; an exception of the iterator is raised here."""
-        item = self._ready.get()
-        if isinstance(item, BaseException):
-            raise item
-        self._room.release()
-        return item
-
-    def close(self) -> None:
-        self._stopped = True
-        self._room.release()
-        self._thread.join()
-
-    def _run(self, items: Iterator[_Step]) -> None:
-        try:
-            while self._room.acquire() and not self._stopped:
-                self._ready.put(next(items))
-        except BaseException as error:
-            self._ready.put(error)
+def _one_thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="prefetch")
 
 
-def _empty_batch(shape: tuple[int, int], positions: bool, pin_memory: bool) -> Batch:
-    tokens, labels = (torch.empty(shape, dtype=torch.int64, pin_memory=pin_memory) for _ in range(2))
-    return Batch(tokens, labels, torch.empty(shape, dtype=torch.int64, pin_memory=pin_memory) if positions else None)
+def _padding(rows: int, seq_len: int, positions: bool, pin_memory: bool = False) -> Batch:
+    """A batch in which nothing is trained, to be filled."""
+    empty = partial(torch.empty, (rows, seq_len), dtype=torch.int64, pin_memory=pin_memory)
+    ramp = empty().copy_(torch.arange(seq_len)) if positions else None
+    return Batch(empty().zero_(), empty().fill_(IGNORED), ramp)
 
 
-def _padding(shape: tuple[int, int], positions: bool) -> Batch:
-    tokens = torch.zeros(shape, dtype=torch.int64)
-    labels = torch.full(shape, IGNORED, dtype=torch.int64)
-    return Batch(tokens, labels, torch.arange(shape[1]).repeat(shape[0], 1) if positions else None)
+def _fill(batch: Batch, rows: list[int], columns: range, stream: Stream, start: int) -> None:
+    """Fill `columns` of `rows`, one row after the other, with the tokens of a stream from `start` on.
 
-
-class _Arrays(NamedTuple):
-    """The memory of a batch."""
-
-    tokens: np.ndarray
-    labels: np.ndarray
-    positions: np.ndarray | None
-
-
-def _arrays(batch: Batch) -> _Arrays:
-    positions = None if batch.positions is None else batch.positions.numpy()
-    return _Arrays(batch.tokens.numpy(), batch.labels.numpy(), positions)
-
-
-def _fill(batch: _Arrays, stream: Stream, rows: list[int], start: int, end: int | None = None) -> None:
-    """Fill `rows` of the batch with consecutive samples of a stream, the first from token `start`.
-
-    Where the stream is to be read only up to token `end`, the rest is padding, with labels IGNORED.
+    The label of each is the token that follows in the stream, if any. Positions restart in each row and document.
     """
-    seq_len = batch.tokens.shape[1]
-    size = len(rows) * seq_len + 1
-    filled = size if end is None else min(size, end - start)
-    flat = np.empty(size, stream.split.dtype)
-    flat[filled:] = 0
-    lengths, masked = stream.read(start, flat[:filled])
-    if filled < size:
-        masked.append(slice(filled, size))
-    for i, row in enumerate(rows):
-        sample = flat[i * seq_len : (i + 1) * seq_len + 1]
-        batch.tokens[row] = sample[:-1]
-        batch.labels[row] = sample[1:]
-        for part in masked:  # the label of a token is the next one
-            first, stop = (min(max(at - 1 - i * seq_len, 0), seq_len) for at in (part.start, part.stop))
-            batch.labels[row, first:stop] = IGNORED
+    shape, place = (len(rows), len(columns)), (rows, slice(columns.start, columns.stop))
+    count = len(rows) * len(columns)
+    tokens, lengths, masked = stream.read(start, count + 1)
+    labels = np.full(count, IGNORED)
+    labels[: len(tokens) - 1] = tokens[1:]
+    for part in masked:  # the label of a token is the next one
+        labels[max(part.start - 1, 0) : max(part.stop - 1, 0)] = IGNORED
+    batch.tokens.numpy()[place] = tokens[:count].reshape(shape)
+    batch.labels.numpy()[place] = labels.reshape(shape)
     if batch.positions is not None:
-        _fill_positions(batch.positions, rows, list(accumulate(lengths, initial=0)))
-
-
-def _fill_in_runs(batch: _Arrays, stream: Stream, row: int, runs: list[tuple[int, int]]) -> None:
-    """Fill a row with runs of a stream, (first token, tokens), one after the other.
-
-    The label of a run's last token is the one that follows in the stream; positions restart at each run.
-    """
-    begin = 0
-    for token, count in runs:
-        part = slice(row, row + 1), slice(begin, begin + count)
-        positions = None if batch.positions is None else batch.positions[part]
-        _fill(_Arrays(batch.tokens[part], batch.labels[part], positions), stream, [0], token)
-        begin += count
-
-
-def _fill_positions(positions: np.ndarray, rows: list[int], bounds: list[int]) -> None:
-    """From 0 at the start of each sample, and of each document in it, which begin at `bounds`."""
-    seq_len = positions.shape[1]
-    ramp = np.arange(seq_len)
-    for i, row in enumerate(rows):
-        out, begin, first = positions[row], i * seq_len, 0
-        for bound in bounds[bisect_right(bounds, begin) : bisect_left(bounds, begin + seq_len)]:
-            stop = bound - begin
-            out[first:stop] = ramp[: stop - first]
-            first = stop
-        out[first:] = ramp[: seq_len - first]
+        begins = sorted({*range(0, count, len(columns)), *accumulate(lengths[:-1])} - {count})
+        ramp = np.arange(len(columns))
+        positions = np.concatenate([ramp[: stop - begin] for begin, stop in pairwise([*begins, count])])
+        batch.positions.numpy()[place] = positions.reshape(shape)
 
 
 def validation_batches(
@@ -441,17 +367,17 @@ def validation_batches(
     mask, all_taken = config.data.on_bad_block == "mask", chosen == total
     with ThreadPoolExecutor(READERS, thread_name_prefix="reader") as readers:
         streams = [
-            Stream(split, dataset.hash, readers, shuffle=False, mask_bad_blocks=mask, read_ahead=all_taken)
+            Stream(split, dataset.hash, readers, seed=None, mask_bad_blocks=mask, read_ahead=all_taken)
             for split, dataset in zip(splits, datasets, strict=True)
         ]
         for first in range(0, chosen, size * dp_size):
             own = range(first + dp_rank * size, min(first + (dp_rank + 1) * size, chosen))
-            batch = _padding((size, seq_len), config.data.mask_documents)
-            arrays = _arrays(batch)
+            batch = _padding(size, seq_len, config.data.mask_documents)
             for row, i in enumerate(own):
                 sample = i * total // chosen
                 number = bisect_right(bounds, sample) - 1
                 start = starts[number][sample - bounds[number]]
-                _fill(arrays, streams[number], [row], start, streams[number].epoch_tokens)
+                columns = range(min(seq_len, splits[number].total_tokens - start))
+                _fill(batch, [row], columns, streams[number], start)
             _check_not_too_many(sum(len(stream.masked) for stream in streams))
             yield batch

@@ -47,13 +47,13 @@ def random_words(size: int, key: int, first: int = 0) -> np.ndarray:
     return mix(words)
 
 
-def permutation(size: int, key: int) -> np.ndarray:
-    """A permutation of range(size) that depends only on `size` and `key`; int64 [size].
+def permutation(size: int, key: int | None) -> np.ndarray:
+    """A permutation of range(size) that depends only on `size` and `key`; int64 [size]. `key` None: none, range(size).
 
     Sorts distinct random words. As there are no ties, every sorting algorithm, and so every
     numpy on every machine, gives the same result.
     """
-    return np.argsort(random_words(size, key))
+    return np.arange(size) if key is None else np.argsort(random_words(size, key))
 
 
 class Epoch(NamedTuple):
@@ -70,7 +70,7 @@ class Epoch(NamedTuple):
 def build_epoch(block_tokens: np.ndarray, window_blocks: int, key: int | None) -> Epoch:
     """The order of an epoch, from the tokens of each block; O(blocks) time and memory. `key` None: as stored."""
     size = len(block_tokens)
-    blocks = (np.arange(size) if key is None else permutation(size, key)).astype(np.uint32)
+    blocks = permutation(size, key).astype(np.uint32)
     ends = np.cumsum(block_tokens[blocks], dtype=np.int64)
     last = np.append(np.arange(window_blocks, size, window_blocks), size) - 1
     return Epoch(blocks, np.append(np.int64(0), ends[last]))

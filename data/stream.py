@@ -1,9 +1,9 @@
 """The tokens of one dataset as an endless stream that can be read at any place. Imports no torch."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from itertools import accumulate, pairwise
+from itertools import pairwise, zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -29,21 +29,13 @@ class Window(NamedTuple):
     masked: frozenset[int]  # indices of those in `values` that are zeros in place of a bad block
 
 
-class Reading(NamedTuple):
-    """The blocks of a window, on their way."""
-
-    blocks: np.ndarray
-    results: list[Future[Block]]
-
-
 class Stream:
-    """A split as one stream of tokens, epoch after epoch; see data.order.
+    """A split as one stream of tokens, epoch after epoch; see data.order. Without a `seed`: once, as it is stored.
 
     `masked` holds the blocks that are read as zeros; with `mask_bad_blocks` those that turn
     out to be bad join it, otherwise the first of them raises BadBlockError.
 
-    With `shuffle=False` the documents come as they are stored, a block at a time. Two windows
-    are kept: the one in use, and with `read_ahead` the next, whose blocks `readers` fetch in the background.
+    Two windows are kept: the one in use, and with `read_ahead` the next, whose blocks `readers` fetch meanwhile.
     """
 
     def __init__(
@@ -51,9 +43,8 @@ class Stream:
         split: Split,
         name: str,
         readers: ThreadPoolExecutor,
-        seed: int = 0,
+        seed: int | None,
         window_blocks: int = 1,
-        shuffle: bool = True,
         mask_bad_blocks: bool = False,
         read_ahead: bool = True,
     ):
@@ -64,32 +55,40 @@ class Stream:
         self._mask_bad_blocks = mask_bad_blocks
         self._read_ahead = read_ahead
         self._readers = readers
-        self._key = (seed, name)
-        self._window_blocks = window_blocks if shuffle else 1
-        self._shuffle = shuffle
+        self._seed = seed
+        self._window_blocks = window_blocks
         self._epochs: dict[int, Epoch] = {}
-        self._reading: dict[tuple[int, int], Reading] = {}
+        self._reading: dict[tuple[int, int], list[Future[Block]]] = {}  # (epoch, window) → its blocks, on their way
         self._window: Window | None = None
         self._window_start = 0  # its first token in the stream
         self._pieces: tuple[int, range, list[int]] = (0, range(0), [])  # piece_tokens, those of a window, their order
 
-    def read(self, start: int, out: np.ndarray) -> tuple[list[int], list[slice]]:
-        """Fill `out` [n] with tokens [start, start + n) of the stream.
+    def read(self, start: int, count: int) -> tuple[np.ndarray, list[int], list[slice]]:
+        """Tokens [start, start + count) of the stream, fewer where it ends.
 
-        Returns the length of each document's (or packed example's) part in `out`, in order, and where `out` is
+        Also the length of each document's (or packed example's) part in them, in order, and where they are
         masked: not to be trained.
         Raises DataError, StorageError.
         """
-        done = 0
-        lengths: list[int] = []
+        if self._seed is None:
+            count = min(count, self.epoch_tokens - start)
+        parts: list[np.ndarray] = []
         masked: list[slice] = []
-        while done < len(out):
-            window, token = self._locate(start + done)
-            done = _copy(window, token, out, done, lengths, masked)
+        done = 0
+        for window, documents, begins, ends in self._parts(start, count):
+            blocks, starts = window.block[documents].tolist(), window.start[documents].tolist()
+            for block, first, begin, end in zip(blocks, starts, begins, ends, strict=True):
+                parts.append(window.values[block][first + begin : first + end])
+                stop = done + end - begin
+                if block in window.masked:
+                    masked.append(slice(done, stop))
+                done = stop
+        tokens = np.concatenate(parts)
+        lengths = [len(part) for part in parts]
         if self.split.packed_seq_len:
-            lengths, hidden = unpack(out)
+            lengths, hidden = unpack(tokens)
             masked += hidden
-        return lengths, masked
+        return tokens, lengths, masked
 
     def runs(self, place: int, count: int, piece_tokens: int) -> list[tuple[int, int]]:
         """Places [place, place + count) of the order as runs of the stream, (first token, tokens).
@@ -109,18 +108,15 @@ class Stream:
     def _piece(self, piece: int, piece_tokens: int) -> int:
         """The piece of the stream that stands at this place of the order."""
         known, pieces, order = self._pieces
-        if known == piece_tokens and piece in pieces:
-            return pieces[order[piece - pieces.start]]
-        number, in_epoch = divmod(piece * piece_tokens, self.epoch_tokens)
-        epoch = self._epoch(number)
-        index = epoch.window_of(in_epoch)
-        start, stop = (number * self.epoch_tokens + int(epoch.starts[i]) for i in (index, index + 1))
-        pieces = window_pieces(start, stop, piece_tokens)
-        if piece not in pieces:
-            return piece
-        order = permutation(len(pieces), derive_key(*self._key, number, index, "pieces")).tolist()
-        self._pieces = piece_tokens, pieces, order
-        return pieces[order[piece - pieces.start]]
+        if known != piece_tokens or piece not in pieces:
+            number, in_epoch = divmod(piece * piece_tokens, self.epoch_tokens)
+            epoch = self._epoch(number)
+            index = epoch.window_of(in_epoch)
+            start, stop = (number * self.epoch_tokens + int(epoch.starts[i]) for i in (index, index + 1))
+            pieces = window_pieces(start, stop, piece_tokens)
+            order = permutation(len(pieces), self._key(number, index, "pieces")).tolist()
+            self._pieces = piece_tokens, pieces, order
+        return pieces[order[piece - pieces.start]] if piece in pieces else piece
 
     def mask(self, blocks: set[int]) -> None:
         """Read these blocks as zeros from now on."""
@@ -130,19 +126,29 @@ class Stream:
 
     def documents(self, start: int, count: int) -> list[tuple[int, int, int, int]]:
         """(block, row, first, stop) of each document's part in tokens [start, start + count)."""
-        found = []
-        done = 0
-        while done < count:
-            window, token = self._locate(start + done)
-            stop = min(token + count - done, int(window.cumulative[-1]))
-            first = int(window.cumulative.searchsorted(token, side="right")) - 1
-            last = int(window.cumulative.searchsorted(stop))
-            for i in range(first, last):
-                begin = int(window.cumulative[i])
-                part = max(token - begin, 0), min(stop, int(window.cumulative[i + 1])) - begin
-                found.append((int(window.blocks[window.block[i]]), int(window.row[i]), *part))
-            done += stop - token
+        found: list[tuple[int, int, int, int]] = []
+        for window, documents, begins, ends in self._parts(start, count):
+            blocks, rows = window.blocks[window.block[documents]].tolist(), window.row[documents].tolist()
+            found += zip(blocks, rows, begins, ends, strict=True)
         return found
+
+    def _parts(self, start: int, count: int) -> Iterator[tuple[Window, slice, list[int], list[int]]]:
+        """Tokens [start, start + count) of the stream as parts of documents, window by window.
+
+        Yields (window, which of its documents, the first token of each's part, the end of each's part).
+        """
+        end = start + count
+        while start < end:
+            window, token = self._locate(start)
+            cumulative = window.cumulative
+            stop = min(token + end - start, int(cumulative[-1]))
+            first, last = int(cumulative.searchsorted(token, side="right")) - 1, int(cumulative.searchsorted(stop))
+            bounds = cumulative[first : last + 1].tolist()
+            begins, ends = [0] * (last - first), [after - before for before, after in pairwise(bounds)]
+            begins[0] = token - bounds[0]
+            ends[-1] -= bounds[-1] - stop
+            yield window, slice(first, last), begins, ends
+            start += stop - token
 
     def _locate(self, token: int) -> tuple[Window, int]:
         """The window that holds a token of the stream, and the token's place in it."""
@@ -162,19 +168,22 @@ class Stream:
         last = index + 2 == len(self._epoch(number).starts)
         following = (number + 1, 0) if last else (number, index + 1)
         for key in self._reading.keys() - {(number, index), following}:
-            for result in self._reading.pop(key).results:
+            for result in self._reading.pop(key):
                 result.cancel()
-        reading = self._reading.pop((number, index), None)
-        reading = self._read_again(reading) if reading else self._start_reading(number, index)
+        blocks = self._blocks(number, index)
+        ahead = self._reading.pop((number, index), [])  # perhaps of long ago: what was out of reach is asked for again
+        results = [
+            result if result and not _was_out_of_reach(result) else self._submit(block)
+            for block, result in zip_longest(blocks, ahead)
+        ]
         try:
-            contents = [result.result() for result in reading.results]
+            contents = [result.result() for result in results]
         except CancelledError:
             raise self._closed() from None
-        order_key = derive_key(*self._key, number, index) if self._shuffle else None
-        window = _shuffled_window(reading.blocks, contents, order_key, self.masked)
+        window = _open_window(blocks, contents, self._key(number, index), self.masked)
         # Not before: the first batch of a start would wait for cores.
         if self._read_ahead and following not in self._reading:
-            self._reading[following] = self._start_reading(*following)
+            self._reading[following] = [self._submit(block) for block in self._blocks(*following)]
         return window
 
     def _read_block(self, block: int) -> Block:
@@ -189,18 +198,10 @@ class Stream:
             self.masked.add(block)
             return self.split.read_zeros(block)
 
-    def _start_reading(self, number: int, index: int) -> Reading:
+    def _blocks(self, number: int, index: int) -> np.ndarray:
+        """The blocks of a window."""
         first = index * self._window_blocks
-        blocks = self._epoch(number).blocks[first : first + self._window_blocks]
-        return Reading(blocks, [self._submit(block) for block in blocks])
-
-    def _read_again(self, reading: Reading) -> Reading:
-        """With what was out of reach when it was read ahead asked for once more: that may be long ago."""
-        results = [
-            self._submit(block) if _was_out_of_reach(result) else result
-            for block, result in zip(reading.blocks, reading.results, strict=True)
-        ]
-        return reading._replace(results=results)
+        return self._epoch(number).blocks[first : first + self._window_blocks]
 
     def _submit(self, block: int) -> Future[Block]:
         try:
@@ -216,9 +217,12 @@ class Stream:
         if number not in self._epochs:
             if len(self._epochs) == 2:  # this one and the next
                 del self._epochs[min(self._epochs)]
-            key = derive_key(*self._key, number) if self._shuffle else None
-            self._epochs[number] = build_epoch(self.split.tokens, self._window_blocks, key)
+            self._epochs[number] = build_epoch(self.split.tokens, self._window_blocks, self._key(number))
         return self._epochs[number]
+
+    def _key(self, *place: int | str) -> int | None:
+        """What decides the order of an epoch's blocks, or of a window's documents or pieces; None: as stored."""
+        return None if self._seed is None else derive_key(self._seed, self.name, *place)
 
 
 def _was_out_of_reach(result: Future[Block]) -> bool:
@@ -234,44 +238,15 @@ def open_streams(config: Config, datasets: Sequence[Dataset], readers: ThreadPoo
     ]
 
 
-def _shuffled_window(blocks: np.ndarray, contents: list[Block], key: int | None, masked: set[int]) -> Window:
-    """The documents of some blocks in the order of `key`, or as they are stored when that is None."""
+def _open_window(blocks: np.ndarray, contents: list[Block], key: int | None, masked: set[int]) -> Window:
+    """The documents of some blocks in the order of `key`."""
     rows = [len(content.offsets) - 1 for content in contents]
     block = np.repeat(np.arange(len(contents), dtype=np.uint32), rows)
     row = np.concatenate([np.arange(n, dtype=np.uint32) for n in rows])
     start = np.concatenate([content.offsets[:-1] for content in contents])
     length = np.concatenate([np.diff(content.offsets) for content in contents])
-    if key is not None:
-        order = permutation(len(length), key)
-        block, row, start, length = block[order], row[order], start[order], length[order]
-    cumulative = np.append(np.int64(0), np.cumsum(length, dtype=np.int64))
+    order = permutation(len(length), key)
+    cumulative = np.append(np.int64(0), np.cumsum(length[order], dtype=np.int64))
     zeros = frozenset(i for i, number in enumerate(blocks.tolist()) if number in masked)
-    return Window(blocks, [content.values for content in contents], block, row, start, cumulative, zeros)
-
-
-def _copy(window: Window, token: int, out: np.ndarray, done: int, lengths: list[int], masked: list[slice]) -> int:
-    """Fill `out[done:]` from the window's `token` on, as far as it goes; the tokens then done.
-
-    Appends the lengths of the documents' parts, and what of `out` is masked.
-    """
-    cumulative = window.cumulative
-    stop = min(token + len(out) - done, int(cumulative[-1]))
-    first = int(cumulative.searchsorted(token, side="right")) - 1
-    last = int(cumulative.searchsorted(stop))
-    begins = window.start[first:last].tolist()
-    bounds = cumulative[first : last + 1].tolist()
-    skipped = token - bounds[0]
-    begins[0] += skipped
-    bounds[0] = token
-    bounds[-1] = stop
-    sizes = [after - before for before, after in pairwise(bounds)]
-    values = window.values
-    blocks = window.block[first:last].tolist()
-    parts = [values[block][begin : begin + size] for block, begin, size in zip(blocks, begins, sizes, strict=True)]
-    filled = done + stop - token
-    np.concatenate(parts, out=out[done:filled])
-    lengths += sizes
-    if window.masked:
-        ends = list(accumulate(sizes, initial=done))
-        masked += [slice(ends[i], ends[i + 1]) for i, block in enumerate(blocks) if block in window.masked]
-    return filled
+    values = [content.values for content in contents]
+    return Window(blocks, values, block[order], row[order], start[order], cumulative, zeros)
