@@ -8,7 +8,6 @@ A section is a frozen dataclass; the text under a field is its documentation, wh
     python -m config --config train_configs/debug.toml --training.steps=100
 """
 
-import ast
 import dataclasses
 import difflib
 import inspect
@@ -485,6 +484,13 @@ class Config:
 
 
 SECTIONS: types.MappingProxyType[str, type] = types.MappingProxyType(get_type_hints(Config))
+KINDS = types.MappingProxyType(  # dotted key → type of the value, with its Range
+    {
+        f"{section}.{name}": kind
+        for section, fields in SECTIONS.items()
+        for name, kind in get_type_hints(fields, include_extras=True).items()
+    }
+)
 
 
 # ---------------------------------------------------------------- reading
@@ -504,7 +510,7 @@ def load_config(argv: Sequence[str]) -> Config:
     values = read_toml(Path(file)) if file else {}
     for key, text in overrides.items():
         section, _, name = key.partition(".")
-        values.setdefault(section, {})[name] = _parse_override(section, name, text)
+        values.setdefault(section, {})[name] = _parse_value(text, KINDS[key])
     config = from_dict(values)
     check_config(config)
     return config
@@ -518,13 +524,12 @@ def from_dict(values: dict[str, Any]) -> Config:
             raise ConfigError(f"[{section}]: unknown section{_nearest(section, SECTIONS)}")
         if not isinstance(entries, dict):
             raise ConfigError(f"{section} = {_redact(repr(entries))}: must be a section, [{section}]")
-        hints = get_type_hints(SECTIONS[section], include_extras=True)
         checked = {}
         for name, value in entries.items():
             key = f"{section}.{name}"
-            if name not in hints:
+            if key not in KINDS:
                 raise _unknown_key(key)
-            checked[name] = _check_value(key, value, hints[name])
+            checked[name] = _check_value(key, value, KINDS[key])
         sections[section] = SECTIONS[section](**checked)
     return Config(**sections)
 
@@ -589,46 +594,25 @@ def read_recorded(text: bytes, place: object) -> dict[str, Any]:
 
 def _parse_command_line(argv: Sequence[str]) -> tuple[str, dict[str, str]]:
     """(config file or "", dotted key → text) of `--key=value`, `--key value` and a bare `--flag`."""
-    file = ""
-    overrides: dict[str, str] = {}
+    given: dict[str, str] = {}
     words = list(argv)
     while words:
         word = words.pop(0)
         if not word.startswith("--"):
             raise ConfigError(f"{_redact(word)}: expected --section.field=value or --config=FILE")
         key, equals, text = word[2:].partition("=")
-        if not equals:
-            has_value = bool(words) and not words[0].startswith("--")
-            text = words.pop(0) if has_value else "true"
-            if not has_value and (key == "config" or not _is_flag(key)):
-                raise ConfigError(f"--{key}: needs a value, as in --{key}={'FILE' if key == 'config' else '...'}")
-        if key == "config":
-            if not text:
-                raise ConfigError("--config: needs a value, as in --config=FILE")
-            if file:
-                raise ConfigError(f"--config: given twice, {file!r} and {text!r}")
-            file = text
-        elif key.count(".") != 1:
+        if key != "config" and key not in KINDS:
             raise _unknown_key(key)
-        elif key in overrides:
-            raise ConfigError(f"--{key}: given twice, {_redact(f'{overrides[key]!r} and {text!r}')}")
-        else:
-            overrides[key] = text
-    return file, overrides
-
-
-def _is_flag(key: str) -> bool:
-    """Whether a field is true or false; a key that does not exist is refused later."""
-    section, _, name = key.partition(".")
-    return get_type_hints(SECTIONS[section]).get(name, bool) is bool if section in SECTIONS else True
-
-
-def _parse_override(section: str, name: str, text: str) -> Any:
-    """The value that `text` stands for as this field."""
-    hints = get_type_hints(SECTIONS[section], include_extras=True) if section in SECTIONS else {}
-    if name not in hints:
-        raise _unknown_key(f"{section}.{name}")
-    return _parse_value(text, hints[name])
+        if not equals and words and not words[0].startswith("--"):
+            equals, text = "=", words.pop(0)
+        if not equals and KINDS.get(key) is bool:
+            equals, text = "=", "true"
+        if not equals or (key == "config" and not text):
+            raise ConfigError(f"--{key}: needs a value, as in --{key}={'FILE' if key == 'config' else '...'}")
+        if key in given:
+            raise ConfigError(f"--{key}: given twice, {_redact(f'{given[key]!r} and {text!r}')}")
+        given[key] = text
+    return given.pop("config", ""), given
 
 
 def _parse_value(text: str, kind: Any) -> Any:
@@ -701,7 +685,7 @@ def _bad_value(key: str, value: Any, allowed: str) -> ConfigError:
 def _unknown_key(key: str) -> ConfigError:
     if re.search(r"secret|password|token$|credential|access_key|api_key", key, re.IGNORECASE):
         return ConfigError(f"{key}: credentials are never part of a config; they are taken from the environment")
-    return ConfigError(f"{key}: unknown key{_nearest(key, _fields())}")
+    return ConfigError(f"{key}: unknown key{_nearest(key, KINDS)}")
 
 
 def _nearest(name: str, names: Iterable[str]) -> str:
@@ -943,52 +927,33 @@ def _toml_value(value: Any) -> str:
 
 def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
     """Dotted keys whose values differ, with (old, new)."""
-    pairs = {key: (_get(old, key), _get(new, key)) for key in _fields()}
+    pairs = {key: (_get(old, key), _get(new, key)) for key in KINDS}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def help_text() -> str:
     """Every field with its type, default and documentation."""
     lines = ["usage: train.py [--config=FILE.toml] [--section.field=value ...]", ""]
-    docs = _field_docs()
     for section, kind in SECTIONS.items():
         lines += ["", f"[{section}]  {inspect.getdoc(kind)}"]
-        hints = get_type_hints(kind, include_extras=True)
+        docs = field_docs(kind)
         for item in dataclasses.fields(kind):
-            default = json.dumps(item.default)
-            lines.append(f"  --{section}.{item.name}=...  {_kind_name(hints[item.name])}; default {default}")
-            lines.append(f"      {docs[section][item.name]}")
+            key, default = f"{section}.{item.name}", json.dumps(item.default)
+            lines += [f"  --{key}=...  {_kind_name(KINDS[key])}; default {default}", f"      {docs[item.name]}"]
     return "\n".join(lines)
 
 
-def _fields() -> Iterator[str]:
-    """The dotted key of every field."""
-    for section, kind in SECTIONS.items():
-        for item in dataclasses.fields(kind):
-            yield f"{section}.{item.name}"
+def field_docs(section: type) -> dict[str, str]:
+    """Field → the string literal under it, read from this file's source."""
+    source = Path(__file__).read_text(encoding="utf-8")
+    body = source.partition(f"\nclass {section.__name__}:\n")[2].partition("\n\n\n")[0]
+    found = re.findall(r'^    (\w+): [^\n]*\n    """(.*?)"""', body, re.MULTILINE | re.DOTALL)
+    return {name: inspect.cleandoc(text) for name, text in found}
 
 
 def _get(config: Config, key: str) -> Any:
     section, _, name = key.partition(".")
     return getattr(getattr(config, section), name)
-
-
-def _field_docs() -> dict[str, dict[str, str]]:
-    """Section → field → the string literal under it, read from this file's source."""
-    names = {kind.__name__: section for section, kind in SECTIONS.items()}
-    docs: dict[str, dict[str, str]] = {}
-    for node in ast.parse(Path(__file__).read_text(encoding="utf-8")).body:
-        if not isinstance(node, ast.ClassDef) or node.name not in names:
-            continue
-        docs[names[node.name]] = {
-            statement.target.id: inspect.cleandoc(str(text.value.value))
-            for statement, text in zip(node.body, node.body[1:], strict=False)
-            if isinstance(statement, ast.AnnAssign)
-            and isinstance(statement.target, ast.Name)
-            and isinstance(text, ast.Expr)
-            and isinstance(text.value, ast.Constant)
-        }
-    return docs
 
 
 if __name__ == "__main__":
