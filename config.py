@@ -709,8 +709,18 @@ def _redact(text: str) -> str:
 
 def check_config(config: Config) -> None:
     """Refuse combinations that cannot run, whatever the number of processes. Raises ConfigError."""
-    data, schedule, steps = config.data, config.lr_scheduler, config.training.steps
     check_places(config)
+    check_data(config)
+    check_needs(config)
+    check_checkpointing(config)
+    check_steps(config)
+    check_training(config)
+    check_parallelism(config)
+
+
+def check_data(config: Config) -> None:
+    """Refuse datasets that cannot be told apart or mixed, and waits for them that count as a hang."""
+    data, held_out = config.data, config.validation.datasets
     if not data.datasets:
         raise ConfigError("data.datasets = []: name at least one folder made by `python -m data.prepare`")
     if len(set(data.datasets)) < len(data.datasets):
@@ -719,28 +729,23 @@ def check_config(config: Config) -> None:
         raise ConfigError(
             f"data.weights has {len(data.weights)} entries for {len(data.datasets)} data.datasets: give one each"
         )
-    if 0 < config.failures.spike_factor <= 1:
-        raise ConfigError(
-            f"failures.spike_factor = {config.failures.spike_factor}: must be above 1, times the usual loss, or 0"
-        )
-    slow = max(("beta1", "beta2"), key=lambda name: getattr(config.optimizer, name))
-    if config.optimizer.state_dtype == "bfloat16" and getattr(config.optimizer, slow) > SLOWEST_BFLOAT16:
-        raise ConfigError(
-            f"optimizer.{slow} = {getattr(config.optimizer, slow)}: must be at most {SLOWEST_BFLOAT16} where "
-            'optimizer.state_dtype = "bfloat16", which would round the changes of a slower mean away; or set '
-            'optimizer.state_dtype = "float32"'
-        )
+    if any(weight <= 0 for weight in data.weights):
+        raise ConfigError(f"data.weights = {list(data.weights)}: every weight must be above 0")
+    names = [url.rstrip("/").rpartition("/")[2] for url in held_out]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"validation.datasets = {list(held_out)}: two have the same last name")
     shortest = min(("train_timeout_seconds", "init_timeout_seconds"), key=lambda name: getattr(config.comm, name))
     patience = round(PATIENCE * getattr(config.comm, shortest))
-    if any("://" in url for url in (*data.datasets, *config.validation.datasets)) and data.retry_seconds >= patience:
+    if any("://" in url for url in (*data.datasets, *held_out)) and data.retry_seconds >= patience:
         raise ConfigError(
             f"data.retry_seconds = {data.retry_seconds}: must be below {patience}, {PATIENCE:g} x "
             f"comm.{shortest}, when ranks that wait so long for their data count as hung"
         )
-    check_needs(config)
-    check_checkpointing(config)
-    if any(weight <= 0 for weight in data.weights):
-        raise ConfigError(f"data.weights = {list(data.weights)}: every weight must be above 0")
+
+
+def check_steps(config: Config) -> None:
+    """Refuse what does not fit into the steps of the run."""
+    schedule, steps = config.lr_scheduler, config.training.steps
     if schedule.warmup_steps > steps:
         raise ConfigError(
             f"lr_scheduler.warmup_steps = {schedule.warmup_steps}: must not exceed training.steps = {steps}"
@@ -757,12 +762,44 @@ def check_config(config: Config) -> None:
             f"profiling.trace_start = {config.profiling.trace_start}: the first step traced, {first_traced}, must not "
             f"exceed training.steps = {steps}"
         )
-    checkpointing, parallelism = config.activation_checkpoint, config.parallelism
-    if checkpointing.every_n_layers > 1 and checkpointing.mode not in ("full", "selective"):
+    local_steps = config.parallelism.local_steps
+    for name in ("checkpoint", "validation"):
+        section = getattr(config, name)
+        if local_steps and section.enable and section.interval % local_steps:
+            raise ConfigError(
+                f"{name}.interval = {section.interval}: must be a multiple of parallelism.local_steps = "
+                f"{local_steps}, after which the islands have the same weights"
+            )
+
+
+def check_training(config: Config) -> None:
+    """Refuse how a step is judged, computed or recomputed."""
+    recompute = config.activation_checkpoint
+    if 0 < config.failures.spike_factor <= 1:
         raise ConfigError(
-            f"activation_checkpoint.every_n_layers = {checkpointing.every_n_layers}: is for mode full or selective, "
-            f"not {checkpointing.mode}"
+            f"failures.spike_factor = {config.failures.spike_factor}: must be above 1, times the usual loss, or 0"
         )
+    slow = max(("beta1", "beta2"), key=lambda name: getattr(config.optimizer, name))
+    if config.optimizer.state_dtype == "bfloat16" and getattr(config.optimizer, slow) > SLOWEST_BFLOAT16:
+        raise ConfigError(
+            f"optimizer.{slow} = {getattr(config.optimizer, slow)}: must be at most {SLOWEST_BFLOAT16} where "
+            'optimizer.state_dtype = "bfloat16", which would round the changes of a slower mean away; or set '
+            'optimizer.state_dtype = "float32"'
+        )
+    if recompute.every_n_layers > 1 and recompute.mode not in ("full", "selective"):
+        raise ConfigError(
+            f"activation_checkpoint.every_n_layers = {recompute.every_n_layers}: is for mode full or selective, "
+            f"not {recompute.mode}"
+        )
+    if loss_chunks(config) > 1 and config.float8.enable and not any(part in "output" for part in config.float8.skip):
+        raise ConfigError(
+            f'training.loss_chunks = {config.training.loss_chunks}: must be 1 unless float8.skip names "output"'
+        )
+
+
+def check_parallelism(config: Config) -> None:
+    """Refuse settings that some degree of parallelism has no use for."""
+    parallelism, chunks = config.parallelism, config.training.loss_chunks
     for axis in ("pp", "tp", "local_steps"):  # weights stay gathered; FSDP2 takes no DTensors; nor ranks of islands
         if parallelism.reshard_group_size and getattr(parallelism, axis) > (axis != "local_steps"):
             raise ConfigError(
@@ -774,25 +811,11 @@ def check_config(config: Config) -> None:
             f"parallelism.sync_every_microbatch = false: not with parallelism.pp = {parallelism.pp}, whose gradients "
             "are summed once a step in any case"
         )
-    for name in ("checkpoint", "validation"):
-        section = getattr(config, name)
-        if parallelism.local_steps and section.enable and section.interval % parallelism.local_steps:
-            raise ConfigError(
-                f"{name}.interval = {section.interval}: must be a multiple of parallelism.local_steps = "
-                f"{parallelism.local_steps}, after which the islands have the same weights"
-            )
-    if config.training.loss_chunks > 1 and (parallelism.tp > 1 or parallelism.pp > 1):
+    if chunks > 1 and (parallelism.tp > 1 or parallelism.pp > 1):
         raise ConfigError(
-            f"training.loss_chunks = {config.training.loss_chunks}: must be 0 or 1 with parallelism.tp = "
-            f"{parallelism.tp} and pp = {parallelism.pp}; tp splits the logits, pp cuts the batch already"
+            f"training.loss_chunks = {chunks}: must be 0 or 1 with parallelism.tp = {parallelism.tp} and pp = "
+            f"{parallelism.pp}; tp splits the logits, pp cuts the batch already"
         )
-    if loss_chunks(config) > 1 and config.float8.enable and not any(part in "output" for part in config.float8.skip):
-        raise ConfigError(
-            f'training.loss_chunks = {config.training.loss_chunks}: must be 1 unless float8.skip names "output"'
-        )
-    names = [url.rstrip("/").rpartition("/")[2] for url in config.validation.datasets]
-    if len(set(names)) < len(names):
-        raise ConfigError(f"validation.datasets = {list(config.validation.datasets)}: two have the same last name")
 
 
 def check_needs(config: Config) -> None:
