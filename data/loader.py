@@ -69,14 +69,16 @@ class DataLoader:
         self._config = config
         if config.run.folder:
             self.check_run(Path(config.run.folder))
-        counts = [("data.datasets", self._datasets), ("validation.datasets", held_out)]
-        self._compared: list[tuple[str, Any]] = [(f"number of {key}", len(named)) for key, named in counts]
-        self._compared += [(f"dataset {dataset.url}", dataset.hash) for dataset in (*self._datasets, *held_out)]
+        self._place = first_place(config, self._datasets)
         self.hashes: dict[str, str] = {dataset.url: dataset.hash for dataset in (*self._datasets, *held_out)}
+        self._compared: list[tuple[str, Any]] = [
+            ("number of data.datasets", len(self._datasets)),
+            ("number of validation.datasets", len(held_out)),
+            *((f"dataset {dataset.url}", dataset.hash) for dataset in (*self._datasets, *held_out)),
+            ("data.weights, as shares", self._place.segment.weights),
+        ]
         self.vocab_size: int = self._datasets[0].vocab_size  # of the tokenizer, which all share
         self.wait_seconds: float = 0.0
-        self._place = first_place(config, self._datasets)
-        self._compared.append(("data.weights, as shares", self._place.segment.weights))
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="reader")
         self._streams = open_streams(config, self._datasets, self._readers)
         self._bad_blocks = _BadBlocks(self._streams, config.comm) if config.data.on_bad_block == "mask" else None
