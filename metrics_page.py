@@ -27,18 +27,6 @@ TITLES = {
     "data_wait_pct": "waiting for data, %",
 }
 AXES = ("step", "tokens", "hours")
-COLUMNS = (
-    "steps",
-    "tokens",
-    "hours",
-    "loss",
-    "tokens/s per device",
-    "devices",
-    "tokens/s",
-    "MFU",
-    "memory GiB",
-    "waiting for data %",
-)  # then the validation losses
 
 
 def write_page(runs: Sequence[Path], output: Path) -> list[Path]:
@@ -51,7 +39,7 @@ def write_page(runs: Sequence[Path], output: Path) -> list[Path]:
     if not logged:
         raise TitaniteError(f"{', '.join(map(str, runs))}: no step was logged yet, there is nothing to compare")
     found = sorted({chart for tables in logged.values() for chart in tables}, key=_place)
-    validations = [chart for chart in found if chart.startswith("validation_loss")]
+    summaries = {run: _summary(run, tables, found) for run, tables in logged.items()}
     data = {
         "runs": [
             {"name": names[run], "charts": {chart: _thinned(table) for chart, table in tables.items()}}
@@ -60,8 +48,8 @@ def write_page(runs: Sequence[Path], output: Path) -> list[Path]:
         "charts": found,
         "titles": TITLES,
         "summary": {
-            "columns": [*COLUMNS, *(chart.replace("_", " ") for chart in validations)],
-            "rows": [[names[run], *_summary(run, tables, validations)] for run, tables in logged.items()],
+            "columns": [column for column, _ in next(iter(summaries.values()))],
+            "rows": [[names[run], *(value for _, value in summary)] for run, summary in summaries.items()],
         },
         "settings": differing_settings([read_settings(run) for run in logged]),
     }
@@ -157,24 +145,30 @@ def differing_settings(runs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     return [[key, *values] for key, values in shown.items() if len(set(values)) > 1]
 
 
-def _summary(folder: Path, charts: Mapping[str, Mapping[str, list[Any]]], validations: Sequence[str]) -> list[Any]:
-    """The values of COLUMNS and the last ones of `validations`; None where there is none."""
-    loss = charts.get("loss", {name: [] for name in (*AXES, "value")})
-    middle = {key: median(charts[key]["value"]) if key in charts else None for key in ("tps", "mfu", "data_wait_pct")}
-    devices = _last_start(folder).get("world_size")
-    last = {name: values[-1] if values else None for name, values in loss.items()}
+def _summary(
+    folder: Path, tables: Mapping[str, Mapping[str, list[Any]]], found: Sequence[str]
+) -> list[tuple[str, float | None]]:
+    """(column, value) of a run, the validation losses among the charts `found` last; None where it has none."""
+
+    def last(chart: str, name: str = "value") -> float | None:
+        return tables[chart][name][-1] if chart in tables else None
+
+    def middle(chart: str) -> float | None:
+        return median(tables[chart]["value"]) if chart in tables else None
+
+    tps, devices = middle("tps"), _last_start(folder).get("world_size")
     return [
-        last["step"],
-        last["tokens"],
-        last["hours"],
-        last["value"],
-        middle["tps"],
-        devices,
-        middle["tps"] * devices if middle["tps"] and devices else None,
-        middle["mfu"],
-        max(charts["memory_gib"]["value"]) if "memory_gib" in charts else None,
-        middle["data_wait_pct"],
-        *(charts[name]["value"][-1] if name in charts else None for name in validations),
+        ("steps", last("loss", "step")),
+        ("tokens", last("loss", "tokens")),
+        ("hours", last("loss", "hours")),
+        ("loss", last("loss")),
+        ("tokens/s per device", tps),
+        ("devices", devices),
+        ("tokens/s", tps * devices if tps and devices else None),
+        ("MFU", middle("mfu")),
+        ("memory GiB", max(tables["memory_gib"]["value"]) if "memory_gib" in tables else None),
+        ("waiting for data %", middle("data_wait_pct")),
+        *((chart.replace("_", " "), last(chart)) for chart in found if chart.startswith("validation_loss")),
     ]
 
 
