@@ -182,11 +182,11 @@ def prepare(
         # A process takes most of a second to start, in which it could tokenise a few MB.
         workers = processes or (len(os.sched_getaffinity(0)) if sum(units_bytes) >= 2 * UNIT_BYTES else 1)
         with worker_pool(min(workers, max(len(units), len(buckets))), lock) as pool:
-            run_all(pool, _tokenize_unit, str(folder), list(enumerate(units)), "tokenise", units_bytes)
-            tokens = _total(folder, "tokens")
+            tokens = run_all(pool, _tokenize_unit, str(folder), list(enumerate(units)), "tokenise", units_bytes)
             tasks = [(bucket, plan.shards(bucket >= plan.train_buckets, tokens)) for bucket in buckets]
             run_all(pool, _write_bucket, str(folder), tasks, "write", [1] * len(buckets))
-        dropped = _total(folder, "dropped")  # for their length
+        records = [json.loads(file.read_text(encoding="utf-8")) for file in (folder / PARTS).glob("unit-*.json")]
+        dropped = sum(record["dropped"] for record in records)  # for their length
         facts = {"dtype": dtype, "packed_seq_len": seq_len, "dropped": dropped} if format != "text" else {}
         manifest = write_manifest(folder, chosen, _written(folder, len(buckets)), facts)
         remove_parts(folder)
@@ -398,12 +398,6 @@ def _documents_and_order(parts: Path, bucket: int, shard: int, shards: int) -> t
     refuse_too_large(sum(len(chunk.values) for chunk in table.column("tokens").chunks), bucket)
     order = np.argsort(table.column("word").to_numpy(), kind="stable")
     return table.column("tokens").combine_chunks(), order
-
-
-def _total(folder: Path, key: str) -> int:
-    """Of all units, what their records say under `key`."""
-    records = (folder / PARTS).glob("unit-*.json")
-    return sum(json.loads(record.read_text(encoding="utf-8"))[key] for record in records)
 
 
 def _read_record(record: Path) -> list[WrittenShard]:

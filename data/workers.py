@@ -69,14 +69,15 @@ def worker_pool(count: int, lock: Connection) -> Iterator[ProcessPoolExecutor | 
 
 def run_all(
     pool: ProcessPoolExecutor | None, function: Function, folder: str, tasks: list[Any], title: str, weights: list[int]
-) -> None:
-    """Run `function(folder, task)`, which returns tokens, for every task; the bar shows tokens/s and the time left."""
+) -> int:
+    """Run `function(folder, task)`, which returns tokens, for every task; their sum. The bar shows tokens/s."""
     tokens, begin = 0, time.monotonic()
     with tqdm(total=sum(weights), desc=title, unit="B" if title == "tokenise" else " shards", unit_scale=True) as bar:
         for number, result in _results(pool, function, folder, tasks):
             tokens += result
             bar.set_postfix_str(f"{tokens / max(time.monotonic() - begin, 1e-9):,.0f} tokens/s", refresh=False)
             bar.update(weights[number])
+    return tokens
 
 
 def _results(
