@@ -16,7 +16,6 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +27,7 @@ from config import Config, Data, TitaniteError, command_line, from_dict, grad_ac
 from data.ledger import Records, Step, checksum, read_ledger
 from data.place import StepShape, first_place, saved_place
 from data.shards import Dataset, Split, open_dataset
-from data.stream import Stream, open_streams
+from data.stream import Stream
 from data.tokenizer import Tokenizer
 from records import read_records
 
@@ -57,17 +56,14 @@ class Auditor:
     """
 
     def __init__(self, config: Config, steps: Sequence[Step]):
-        order = steps[0].place  # a start that was refused has left its own in the config
-        config = replace(
-            config,
-            run=replace(config.run, seed=order.seed),
-            # Only what the ledger names is masked.
-            data=replace(config.data, window_blocks=order.window_blocks, on_bad_block="stop"),
-        )
         urls = {name: step.urls.get(name, "") for step in steps for name, *_ in step.start["datasets"]}
         self.datasets: list[Dataset] = [_find(name, url, config.data) for name, url in urls.items()]
-        streams = open_streams(config, self.datasets, ThreadPoolExecutor(8))
-        self._streams: dict[str, Stream] = {stream.name: stream for stream in streams}
+        order = steps[0].place  # a start that was refused has left its own in the config
+        readers = ThreadPoolExecutor(8)
+        self._streams = {  # of which only what the ledger names is masked
+            dataset.hash: Stream(dataset.split("train"), dataset.hash, readers, order.seed, order.window_blocks)
+            for dataset in self.datasets
+        }
 
     def samples(self, step: Step, first: int, count: int) -> Iterator[tuple[Stream, list[tuple[int, int]]]]:
         """(stream, runs of its tokens) of samples [first, first + count) of the step's segment."""

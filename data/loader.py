@@ -22,7 +22,7 @@ from config import Comm, Config, ConfigError, differences, grad_accum_steps
 from data.ledger import Ledger
 from data.place import StepShape, first_place, saved_place
 from data.shards import DataError, check_datasets, open_dataset, with_chat_template
-from data.stream import Stream, open_streams
+from data.stream import Stream
 from data.tokenizer import TOKENIZER, Tokenizer, load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -80,8 +80,12 @@ class DataLoader:
         self.vocab_size: int = self._datasets[0].vocab_size  # of the tokenizer, which all share
         self.wait_seconds: float = 0.0
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="reader")
-        self._streams = open_streams(config, self._datasets, self._readers)
-        self._bad_blocks = _BadBlocks(self._streams, config.comm) if config.data.on_bad_block == "mask" else None
+        order, mask = self._place, config.data.on_bad_block == "mask"
+        self._streams = [
+            Stream(dataset.split("train"), dataset.hash, self._readers, order.seed, order.window_blocks, mask)
+            for dataset in self._datasets
+        ]
+        self._bad_blocks = _BadBlocks(self._streams, config.comm) if mask else None
         accumulation = grad_accum_steps(config.training, dp_size)
         self._shape = StepShape(dp_size, config.training.local_batch_size, accumulation)
         self._dp_rank = dp_rank

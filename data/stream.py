@@ -1,17 +1,16 @@
 """The tokens of one dataset as an endless stream that can be read at any place. Imports no torch."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from itertools import pairwise, zip_longest
 from typing import NamedTuple
 
 import numpy as np
 
-from config import Config
 from data.order import Epoch, build_epoch, derive_key, permutation, window_pieces
 from data.packing import unpack
-from data.shards import BadBlockError, Block, Dataset, Split
+from data.shards import BadBlockError, Block, Split
 from data.storage import StorageError
 
 log = logging.getLogger(__name__)
@@ -227,15 +226,6 @@ class Stream:
 
 def _was_out_of_reach(result: Future[Block]) -> bool:
     return result.done() and not result.cancelled() and isinstance(result.exception(), StorageError)
-
-
-def open_streams(config: Config, datasets: Sequence[Dataset], readers: ThreadPoolExecutor) -> list[Stream]:
-    """The training stream of each dataset, in the order of the config's seed."""
-    seed, window_blocks, mask = config.run.seed, config.data.window_blocks, config.data.on_bad_block == "mask"
-    return [
-        Stream(dataset.split("train"), dataset.hash, readers, seed, window_blocks, mask_bad_blocks=mask)
-        for dataset in datasets
-    ]
 
 
 def _open_window(blocks: np.ndarray, contents: list[Block], key: int | None, masked: set[int]) -> Window:
