@@ -355,8 +355,8 @@ def _list_steps(options: argparse.Namespace, numbers: range) -> None:
     tokenizer = auditor.datasets[0].tokenizer()
     for number, step in zip(numbers, steps, strict=True):
         for part in auditor.documents(step):
-            file, block = part.split.find(part.block)
-            place = f"{file} block {block} row {part.row} tokens {part.first}:{part.stop}"
+            shard, block = part.split.find(part.block)
+            place = f"{part.split.folder.url}/{shard.file} block {block} row {part.row} tokens {part.first}:{part.stop}"
             print(f"step {number} sample {part.sample}: {place}{' masked: zeros in its place' if part.masked else ''}")
             if options.text and not part.masked:
                 print(part.text(tokenizer))

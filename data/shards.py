@@ -82,7 +82,7 @@ def token_schema(dtype: str) -> pa.Schema:
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """The blocks of one split; arrays have one entry per block."""
+    """The blocks of one split; the arrays after `bounds` have one entry per block."""
 
     folder: Folder
     name: str
@@ -91,7 +91,8 @@ class Split:
     packed_seq_len: int
     """Tokens of every row, with the bits of data.packing; 0: rows are documents, tokens are ids."""
     shards: tuple[Shard, ...]
-    shard: np.ndarray
+    bounds: np.ndarray
+    """[shards + 1] The first block of each shard, and the number of all."""
     offset: np.ndarray
     size: np.ndarray
     documents: np.ndarray
@@ -102,25 +103,26 @@ class Split:
     def total_tokens(self) -> int:
         return sum(shard.tokens for shard in self.shards)
 
-    def first_block(self, block: int) -> int:
-        """The first block of the shard that holds this one."""
-        return int(self.shard.searchsorted(self.shard[block]))
+    def blocks_of(self, shard: int) -> slice:
+        """The blocks of a shard."""
+        return slice(int(self.bounds[shard]), int(self.bounds[shard + 1]))
 
-    def find(self, block: int) -> tuple[str, int]:
-        """The file that holds a block, and the block's number in it."""
-        return f"{self.folder.url}/{self.shards[self.shard[block]].file}", block - self.first_block(block)
+    def find(self, block: int) -> tuple[Shard, int]:
+        """The shard that holds a block, and the block's number in it."""
+        shard = int(self.bounds.searchsorted(block, side="right")) - 1
+        return self.shards[shard], block - int(self.bounds[shard])
 
     def location(self, block: int) -> str:
         """Where a block is, for messages."""
-        file, number = self.find(block)
-        return f"{file}, block {number}"
+        shard, number = self.find(block)
+        return f"{self.folder.url}/{shard.file}, block {number}"
 
     def read(self, block: int) -> Block:
         """Map one block and check it. Raises BadBlockError, DataError, StorageError."""
-        file = self.shards[self.shard[block]].file
+        shard, _ = self.find(block)
         where = int(self.offset[block]), int(self.size[block]), int(self.crc32[block])
         try:
-            content = self.folder.map(file, *where)
+            content = self.folder.map(shard.file, *where)
         except DamagedError as error:
             raise BadBlockError(f"{self.location(block)}: {error}") from None
         column = pa.ipc.read_record_batch(pa.py_buffer(content), token_schema(self.dtype)).column(0)
@@ -147,13 +149,13 @@ class Split:
 
         Raises DataError when the lengths are damaged, too.
         """
-        shard = self.shards[self.shard[block]]
+        shard, number = self.find(block)
         file = shard.file.replace(".arrow", ".lengths")
         try:
             content = self.folder.map(file, 0, 4 * shard.documents, shard.lengths_crc32)
         except DamagedError as error:
             raise DataError(f"{self.folder.url}/{file}: {error}, so {self.location(block)} cannot be masked") from None
-        first = int(self.documents[self.first_block(block) : block].sum())
+        first = int(self.documents[block - number : block].sum())
         lengths = np.frombuffer(content, "<u4")[first : first + int(self.documents[block])]
         offsets = np.append(0, np.cumsum(lengths)).astype(np.int32)
         return Block(np.zeros(offsets[-1], self.dtype), offsets)
@@ -256,10 +258,10 @@ def open_dataset(url: str, data: Data | None = None) -> Dataset:
     splits, first = {}, 0
     for name in SPLITS:  # in this order the shards stand in the manifest
         own = tuple(shard for shard in shards if shard.split == name)
-        shard_of_block = np.repeat(np.arange(len(own), dtype=np.uint32), [shard.blocks for shard in own])
-        stop = first + len(shard_of_block)
+        bounds = np.cumsum([0, *(shard.blocks for shard in own)])
+        stop = first + int(bounds[-1])
         columns = {column: values[first:stop] for column, values in index.items()}
-        splits[name] = Split(folder, name, dtype, vocab_size, packed, own, shard_of_block, **columns)
+        splits[name] = Split(folder, name, dtype, vocab_size, packed, own, bounds, **columns)
         first = stop
     return Dataset(folder, digest(text), vocab_size, eos_id, tokenizer, splits, template)
 

@@ -41,7 +41,7 @@ def faults(dataset: Dataset) -> Iterator[str]:
 
 def _shard_faults(dataset: Dataset, split: Split) -> Iterator[str]:
     for number, shard in enumerate(split.shards):
-        own = split.shard == number
+        own = split.blocks_of(number)
         if (split.documents[own].sum(), split.tokens[own].sum()) != (shard.documents, shard.tokens):
             yield f"{dataset.url}/{shard.file}: blocks.arrow and manifest.json differ about its documents or tokens"
         size = dataset.folder.size(shard.file)
@@ -59,7 +59,7 @@ def _shard_faults(dataset: Dataset, split: Split) -> Iterator[str]:
 
 def _is_arrow_of_index(split: Split, number: int) -> bool:
     """Whether an Arrow reader, which goes by what stands around the blocks, finds those that the index has."""
-    shard, own = split.shards[number], split.shard == number
+    shard, own = split.shards[number], split.blocks_of(number)
     offsets, sizes = split.offset[own].astype(np.int64), split.size[own].astype(np.int64)
     end = int(offsets[-1] + sizes[-1])
     try:

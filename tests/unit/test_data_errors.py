@@ -58,7 +58,7 @@ def damage(file: Path, at: int) -> None:
 def middle_of(folder: Path, block: int) -> tuple[Path, int]:
     """A place among the tokens of a train block."""
     split = open_dataset(str(folder)).splits["train"]
-    file = folder / split.shards[split.shard[block]].file
+    file = folder / split.find(block)[0].file
     return file, int(split.offset[block] + split.size[block]) - 20
 
 
