@@ -247,7 +247,8 @@ class DataLoader:
     def _batch(self, datasets: list[int], starts: list[int]) -> Batch:
         """The samples that begin at place `starts[i]` in the order of stream `datasets[i]`."""
         seq_len, piece_tokens = self._place.segment.seq_len, self._place.piece_tokens
-        batch = _padding(len(datasets), seq_len, self._config.data.mask_documents, self._pin_memory)
+        empty = partial(torch.empty, len(datasets), seq_len, dtype=torch.int64, pin_memory=self._pin_memory)
+        batch = Batch(empty(), empty(), empty() if self._config.data.mask_documents else None)
         for i, stream in enumerate(self._streams):
             rows = [row for row, dataset in enumerate(datasets) if dataset == i]
             if piece_tokens:
@@ -316,26 +317,23 @@ def _one_thread() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix="prefetch")
 
 
-def _padding(rows: int, seq_len: int, positions: bool, pin_memory: bool = False) -> Batch:
-    """A batch in which nothing is trained, to be filled."""
-    empty = partial(torch.empty, (rows, seq_len), dtype=torch.int64, pin_memory=pin_memory)
-    ramp = empty().copy_(torch.arange(seq_len)) if positions else None
-    return Batch(empty().zero_(), empty().fill_(IGNORED), ramp)
+def _padding(rows: int, seq_len: int, positions: bool) -> Batch:
+    tokens = torch.zeros(rows, seq_len, dtype=torch.int64)
+    return Batch(tokens, torch.full_like(tokens, IGNORED), torch.arange(seq_len).repeat(rows, 1) if positions else None)
 
 
 def _fill(batch: Batch, rows: list[int], columns: range, stream: Stream, start: int) -> None:
     """Fill `columns` of `rows`, one row after the other, with the tokens of a stream from `start` on.
 
-    The label of each is the token that follows in the stream, if any. Positions restart in each row and document.
+    The label of each is the token that follows in the stream. Positions restart in each row and document.
     """
     shape, place = (len(rows), len(columns)), (rows, slice(columns.start, columns.stop))
     count = len(rows) * len(columns)
     tokens, lengths, masked = stream.read(start, count + 1)
-    labels = np.full(count, IGNORED)
-    labels[: len(tokens) - 1] = tokens[1:]
+    labels = tokens[1:].astype(np.int64)
     for part in masked:  # the label of a token is the next one
         labels[max(part.start - 1, 0) : max(part.stop - 1, 0)] = IGNORED
-    batch.tokens.numpy()[place] = tokens[:count].reshape(shape)
+    batch.tokens.numpy()[place] = tokens[:-1].reshape(shape)
     batch.labels.numpy()[place] = labels.reshape(shape)
     if batch.positions is not None:
         begins = sorted({*range(0, count, len(columns)), *accumulate(lengths[:-1])} - {count})
@@ -383,7 +381,6 @@ def validation_batches(
                 sample = i * total // chosen
                 number = bisect_right(bounds, sample) - 1
                 start = starts[number][sample - bounds[number]]
-                columns = range(min(seq_len, splits[number].total_tokens - start))
-                _fill(batch, [row], columns, streams[number], start)
+                _fill(batch, [row], range(seq_len), streams[number], start)
             _check_not_too_many(sum(len(stream.masked) for stream in streams))
             yield batch

@@ -63,18 +63,17 @@ class Stream:
         self._pieces: tuple[int, range, list[int]] = (0, range(0), [])  # piece_tokens, those of a window, their order
 
     def read(self, start: int, count: int) -> tuple[np.ndarray, list[int], list[slice]]:
-        """Tokens [start, start + count) of the stream, fewer where it ends.
+        """Tokens [start, start + count) of the stream; zeros that are masked where it has ended.
 
         Also the length of each document's (or packed example's) part in them, in order, and where they are
         masked: not to be trained.
         Raises DataError, StorageError.
         """
-        if self._seed is None:
-            count = min(count, self.epoch_tokens - start)
+        there = count if self._seed is not None else min(count, self.epoch_tokens - start)
         parts: list[np.ndarray] = []
         masked: list[slice] = []
         done = 0
-        for window, documents, begins, ends in self._parts(start, count):
+        for window, documents, begins, ends in self._parts(start, there):
             blocks, starts = window.block[documents].tolist(), window.start[documents].tolist()
             for block, first, begin, end in zip(blocks, starts, begins, ends, strict=True):
                 parts.append(window.values[block][first + begin : first + end])
@@ -82,6 +81,9 @@ class Stream:
                 if block in window.masked:
                     masked.append(slice(done, stop))
                 done = stop
+        if there < count:
+            parts.append(np.zeros(count - there, self.split.dtype))
+            masked.append(slice(there, count))
         tokens = np.concatenate(parts)
         lengths = [len(part) for part in parts]
         if self.split.packed_seq_len:
