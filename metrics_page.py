@@ -73,9 +73,7 @@ def read_charts(folder: Path) -> dict[str, dict[str, list[Any]]]:
 
 def _charts(file: Path, lines: Sequence[str]) -> dict[str, dict[str, list[Any]]]:
     """`read_charts` of these lines of `file`. Raises KeyError or TypeError where another program wrote them."""
-    steps: dict[int, dict[str, Any]] = {}
-    validations: dict[int, dict[str, Any]] = {}
-    skipped: set[int] = set()
+    rows: list[dict[str, Any]] = []
     last = 0
     for number, line in enumerate(lines, start=1):
         try:
@@ -84,18 +82,14 @@ def _charts(file: Path, lines: Sequence[str]) -> dict[str, dict[str, list[Any]]]
             if number == len(lines):
                 break  # cut off by a crash
             raise TitaniteError(f"{file}, line {number}: not JSON: {error}") from None
-        if row["loss"] is None and not row.get("skipped"):
-            validations[row["step"]] = row
-            continue
-        if row["step"] <= last:  # a new start, or a rollback, goes on from an earlier step
-            steps = {step: kept for step, kept in steps.items() if step < row["step"]}
-            validations = {step: kept for step, kept in validations.items() if step < row["step"]}
-            skipped = {step for step in skipped if step < row["step"]}
-        last = row["step"]
-        if row.get("skipped"):
-            skipped.add(last)
-        else:
-            steps[last] = row
+        if not _is_validation(row):
+            if row["step"] <= last:  # a new start, or a rollback, goes on from an earlier step
+                rows = [kept for kept in rows if kept["step"] < row["step"]]
+            last = row["step"]
+        rows.append(row)
+    validations = {row["step"]: row for row in rows if _is_validation(row)}
+    skipped = {row["step"] for row in rows if row.get("skipped")}
+    steps = {row["step"]: row for row in rows if row["step"] not in skipped and not _is_validation(row)}
     ends = list(steps)
     hours = list(accumulate(_interval_hours(steps, skipped)))
     charts: dict[str, dict[str, list[Any]]] = {}
@@ -110,6 +104,10 @@ def _charts(file: Path, lines: Sequence[str]) -> dict[str, dict[str, list[Any]]]
                 table[name].append(row[name])
             table["value"].append(value)
     return charts
+
+
+def _is_validation(row: Mapping[str, Any]) -> bool:
+    return row["loss"] is None and not row.get("skipped")
 
 
 def _interval_hours(steps: Mapping[int, Mapping[str, Any]], skipped: set[int]) -> Iterator[float]:
