@@ -126,6 +126,7 @@ def prepare(
 
     Raises DataError or TitaniteError.
     """
+    # -- what the options do not allow is found here
     folder = check_output(output, overwrite, validation_fraction, block_mb, shard_mb)
     if tokenizer and vocab_size:
         raise DataError(f"--vocab-size {vocab_size}: is for a tokenizer that is trained, without --tokenizer")
@@ -144,6 +145,8 @@ def prepare(
         check_examples(tokenizer, seq_len, max_characters, example_keys, format)
     elif example_keys or seq_len or drop_long or chat_template:
         raise DataError("--example-keys, --seq-len, --drop-long and --chat-template are for --format sft and chat")
+
+    # -- the input, its tokenizer and what decides the bytes to write
     files = list_files(sources)
     units = plan_units(files)
     chosen = load_tokenizer(tokenizer, eos_token) if tokenizer else _trained_tokenizer(units, text_key, vocab_size)
@@ -152,9 +155,8 @@ def prepare(
     elif format == "chat":
         chosen.chat_template = chosen.chat_template or BUILT_IN
     dtype = token_dtype(chosen.vocab_size) if format == "text" else "uint32"
-    tokens = sum(map(text_bytes, files)) / 4  # about
     shard_tokens = shard_mb * 2**20 / np.dtype(dtype).itemsize
-    shards = tokens / shard_tokens
+    shards = sum(map(text_bytes, files)) / 4 / shard_tokens  # about: four bytes of text a token
     plan = Plan(
         input=hashlib.sha256(json.dumps(units).encode()).hexdigest(),
         text_key=text_key,
@@ -174,6 +176,8 @@ def prepare(
         part_tokens=int(min(max(PART_TOKENS, shard_tokens), 2**30)),  # an Arrow list has offsets of 32 bits
     )
     _check_first(Job(plan, chosen, folder), units)
+
+    # -- both passes, from where an interrupted preparation by this plan has come
     with locked(folder) as lock:
         refuse_finished(folder, overwrite)  # it may have been finished in the meantime
         _start_or_go_on(folder, plan, chosen)
