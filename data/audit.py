@@ -18,14 +18,14 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
 from config import Config, Data, TitaniteError, command_line, from_dict, grad_accum_steps, load_config, read_recorded
 from data.ledger import Records, Step, checksum, read_ledger
-from data.place import StepShape, first_place, saved_place
+from data.place import Place, StepShape, first_place
 from data.shards import Dataset, Split, open_dataset
 from data.stream import Stream
 from data.tokenizer import Tokenizer
@@ -56,7 +56,7 @@ class Auditor:
     """
 
     def __init__(self, config: Config, steps: Sequence[Step]):
-        urls = {name: step.urls.get(name, "") for step in steps for name, *_ in step.start["datasets"]}
+        urls = {name: step.urls.get(name, "") for step in steps for name in step.began.segment.datasets}
         self.datasets: list[Dataset] = [_find(name, url, config.data) for name, url in urls.items()]
         order = steps[0].place  # a start that was refused has left its own in the config
         readers = ThreadPoolExecutor(8)
@@ -76,12 +76,11 @@ class Auditor:
     def tokens(self, step: Step) -> Iterator[tuple[int, np.ndarray]]:
         """(rank, microbatch), int64 [local_batch_size, seq_len], rebuilt from the data in the order of the samples."""
         self._mask(step)
-        starts = [step.shape.microbatches(step.first, rank) for rank in range(step.shape.dp_size)]
-        for rank, first in (pair for turn in zip(*starts, strict=True) for pair in enumerate(turn)):
-            rows = []
-            for stream, runs in self.samples(step, first, step.shape.local_batch_size):
-                rows.append(np.concatenate([stream.read(*run)[0] for run in runs]))
-            yield rank, np.stack(rows).astype(np.int64)
+        shape, stop = step.shape, step.first + step.shape.samples
+        for number, first in enumerate(range(step.first, stop, shape.local_batch_size)):
+            samples = self.samples(step, first, shape.local_batch_size)
+            rows = [np.concatenate([stream.read(*run)[0] for run in runs]) for stream, runs in samples]
+            yield number % shape.dp_size, np.stack(rows).astype(np.int64)
 
     def checksums(self, step: Step) -> list[int]:
         """What each rank would have recorded of a step; every window of the data is opened once."""
@@ -131,8 +130,8 @@ def trained_steps(run: Path) -> tuple[list[Step], int]:
 
     Raises TitaniteError when a step is missing or came twice, by the ledger of data-parallel rank 0.
     """
-    recorded, last_start = _read_rank(run, 0)
-    kept = _lineage(recorded, last_start) if recorded else []
+    recorded, last_began = _read_rank(run, 0)
+    kept = _lineage(recorded, last_began) if recorded and last_began else []
     if not kept:
         otherwise = f"all {len(recorded):,} were made void by a resume" if recorded else "is it the folder of a run?"
         raise TitaniteError(f"{run}: no step of data-parallel rank 0 is recorded; {otherwise}")
@@ -143,11 +142,11 @@ def trained_steps(run: Path) -> tuple[list[Step], int]:
     return kept, len(recorded) - len(kept)
 
 
-def _lineage(recorded: list[Step], last_start: dict[str, Any]) -> list[Step]:
+def _lineage(recorded: list[Step], last_began: Place) -> list[Step]:
     """The steps that led to the last weights, in their order."""
-    starts = [list(steps) for _, steps in groupby(recorded, key=lambda step: id(step.start))]
+    starts = [list(steps) for _, steps in groupby(recorded, key=lambda step: id(step.began))]
     ends = [steps[-1].end.tokens for steps in starts]
-    until = math.inf if last_start is recorded[-1].start else saved_place(last_start).tokens
+    until = math.inf if last_began is recorded[-1].began else last_began.tokens
     pieces = []
     while starts:
         # Back to the last start that came so far: one in between may have come less far, from an older checkpoint,
@@ -227,7 +226,7 @@ def _recorded(run: Path, steps: list[Step]) -> np.ndarray:
     for rank in range(1, len(found)):
         before = None
         for own in _read_rank(run, rank).steps:
-            if before and own.start is before.start and own.first != before.first + before.shape.samples:
+            if before and own.began is before.began and own.first != before.first + before.shape.samples:
                 raise TitaniteError(
                     f"{run}: rank {rank}: samples from {own.first:,} on of a start come after those from "
                     f"{before.first:,} on, by {before.shape.samples:,} a step"
@@ -298,9 +297,9 @@ def run_config(run: Path) -> Config:
 def planned_steps(config: Config, numbers: range) -> list[Step]:
     """Steps `numbers` (from 1) of a run that starts anew with this config on one data-parallel rank."""
     datasets = [open_dataset(url, config.data) for url in config.data.datasets]
-    state, urls = first_place(config, datasets).state({}), {dataset.hash: dataset.url for dataset in datasets}
+    began, urls = first_place(config, datasets), {dataset.hash: dataset.url for dataset in datasets}
     shape = StepShape(1, config.training.local_batch_size, grad_accum_steps(config.training, 1))
-    return [Step(state, saved_place(state), shape, urls, (n - 1) * shape.samples, 0, {}) for n in numbers]
+    return [Step(began, shape, urls, (n - 1) * shape.samples, 0, {}) for n in numbers]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -57,8 +57,7 @@ def checksum(tokens: Iterable[np.ndarray], crc: int = 0) -> int:
 class Step(NamedTuple):
     """A step as the ledger has it."""
 
-    start: dict[str, Any]  # the state its start went on from
-    began: Place  # the same
+    began: Place  # where its start went on from: the same object for all steps of a start
     shape: StepShape
     urls: dict[str, str]  # of the datasets of that start, by hash; empty where an older version began it
     first: int  # samples of the segment consumed before it
@@ -80,7 +79,7 @@ class Records(NamedTuple):
     """What the ledger of a rank holds."""
 
     steps: list[Step]  # in the order in which they ran
-    last_start: dict[str, Any]  # the state that the last start went on from, which may have come to no step
+    last_began: Place | None  # where the last start went on from, which may have come to no step; None without one
 
 
 def read_ledger(path: Path) -> Records:
@@ -93,7 +92,7 @@ def read_ledger(path: Path) -> Records:
     for line in read_records(path):
         if "start" in line:
             shape, urls = StepShape(**line["shape"]), line.get("urls", {})
-            begins = {"start": line["start"], "began": saved_place(line["start"]), "shape": shape, "urls": urls}
+            begins = {"began": saved_place(line["start"]), "shape": shape, "urls": urls}
         else:
             steps.append(Step(**begins, first=line["first"], crc32=int(line["crc32"]), masked=line.get("masked", {})))
-    return Records(steps, begins.get("start", {}))
+    return Records(steps, begins.get("began"))
