@@ -110,10 +110,7 @@ class Stream:
         """The piece of the stream that stands at this place of the order."""
         known, pieces, order = self._pieces
         if known != piece_tokens or piece not in pieces:
-            number, in_epoch = divmod(piece * piece_tokens, self.epoch_tokens)
-            epoch = self._epoch(number)
-            index = epoch.window_of(in_epoch)
-            start, stop = (number * self.epoch_tokens + int(epoch.starts[i]) for i in (index, index + 1))
+            number, index, start, stop = self._window_of(piece * piece_tokens)
             pieces = window_pieces(start, stop, piece_tokens)
             order = permutation(len(pieces), self._key(number, index, "pieces")).tolist()
             self._pieces = piece_tokens, pieces, order
@@ -153,16 +150,20 @@ class Stream:
 
     def _locate(self, token: int) -> tuple[Window, int]:
         """The window that holds a token of the stream, and the token's place in it."""
-        place = token - self._window_start
-        if self._window is None or not 0 <= place < self._window.cumulative[-1]:
+        if self._window is None or not 0 <= token - self._window_start < self._window.cumulative[-1]:
             self._window = None
-            number, in_epoch = divmod(token, self.epoch_tokens)
-            epoch = self._epoch(number)
-            index = epoch.window_of(in_epoch)
-            place = in_epoch - int(epoch.starts[index])
+            number, index, start, _ = self._window_of(token)
             self._window = self._open(number, index)
-            self._window_start = token - place
-        return self._window, place
+            self._window_start = start
+        return self._window, token - self._window_start
+
+    def _window_of(self, token: int) -> tuple[int, int, int, int]:
+        """(epoch, number, first token, end) of the window that holds a token of the stream."""
+        number, in_epoch = divmod(token, self.epoch_tokens)
+        epoch = self._epoch(number)
+        index = epoch.window_of(in_epoch)
+        start, stop = (number * self.epoch_tokens + int(epoch.starts[i]) for i in (index, index + 1))
+        return number, index, start, stop
 
     def _open(self, number: int, index: int) -> Window:
         """Take the blocks of a window and start reading the next one's."""
@@ -172,8 +173,8 @@ class Stream:
             for result in self._reading.pop(key):
                 result.cancel()
         blocks = self._blocks(number, index)
-        ahead = self._reading.pop((number, index), [])  # perhaps of long ago: what was out of reach is asked for again
-        results = [
+        ahead = self._reading.pop((number, index), [])
+        results = [  # what was out of reach when it was read ahead, perhaps long ago, is asked for again
             result if result and not _was_out_of_reach(result) else self._submit(block)
             for block, result in zip_longest(blocks, ahead)
         ]
