@@ -51,9 +51,10 @@ class ConfigError(TitaniteError):
 
 @contextmanager
 def command_line(mistake: int = 1) -> Iterator[None]:
-    """Around what a command does: a TitaniteError ends it with one line and exit code `mistake`.
+    """Around all that a command does: how it ends, and with which exit code.
 
-    Ctrl-C ends it with 130, without a traceback, and so, with 1, does a reader who has enough, as `| head`.
+    A TitaniteError is printed in one line, without a traceback, and ends it with `mistake`. Ctrl-C ends it with 130,
+    and a reader of its output who goes away, as `| head` does, with 1: both without a word.
     """
     code: Any = 0
     try:
@@ -87,9 +88,10 @@ def command_line(mistake: int = 1) -> Iterator[None]:
 
 @contextmanager
 def file_errors(written: object = None) -> Iterator[None]:
-    """An OSError that names a file, as of a folder that one may not enter, in one line. Raises TitaniteError.
+    """Make a TitaniteError, of one line, of the operating system's errors in what it is around.
 
-    Any, as of a full disk, while a file is being `written`.
+    With `written`, the file that is being written there, of all of them, as of a full disk. Else only of those that
+    name a file themselves, as of a folder that one may not enter; the others pass.
     """
     try:
         yield

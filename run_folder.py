@@ -265,10 +265,10 @@ def record_progress(folder: Path) -> None:
 
 
 def _count_without_progress(folder: Path, job: str, world_size: int, allowed: int) -> int:
-    """Starts of this job since the last checkpoint, this one included, but none that was asked to stop or had done all.
+    """How many starts of this job in a row came to no checkpoint, this one counted.
 
-    Nor one that made room for more ranks, which ends a start-up with nothing recorded.
-    Raises CrashLoopError above 1 + `allowed`.
+    Not counted are those that were asked to stop, that had done all steps, or that ended while they started up, with
+    nothing recorded, to make room for more ranks. Raises CrashLoopError above 1 + `allowed`.
     """
     last, ended = _last_start(folder), exits.read_exit(folder)
     before = last.get("starts_since_checkpoint", 0) if job and last.get("job") == job else 0

@@ -149,8 +149,9 @@ def _lineage(recorded: list[Step], last_began: Place) -> list[Step]:
     until = math.inf if last_began is recorded[-1].began else last_began.tokens
     pieces = []
     while starts:
-        # Back to the last start that came so far: one in between may have come less far, from an older checkpoint,
-        # while the newest could not be read. If none came so far steps are missing, after the last.
+        # What comes next began at `until`: find the last start before it whose steps reach that place. Starts in
+        # between may not, where they went on from an older checkpoint since the newest could not be read. If none
+        # reaches it, steps are missing, which `_check_follows` then says.
         i = next((i for i in reversed(range(len(starts))) if ends[i] >= until), len(starts) - 1)
         pieces.append([step for step in starts[i] if step.place.tokens < until])
         until = min(until, starts[i][0].began.tokens)

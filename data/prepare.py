@@ -89,7 +89,7 @@ class Plan:
         return word % self.train_buckets
 
     def shards(self, held_out: bool, tokens: int) -> int:
-        """Into how many shards to cut each bucket, now that the input's tokens are known and no more an estimate."""
+        """Into how many shards to cut each bucket: several where the input has more `tokens` than was estimated."""
         share = self.validation_fraction if held_out else 1 - self.validation_fraction
         buckets = self.validation_buckets if held_out else self.train_buckets
         return max(1, round(tokens * share / buckets / self.shard_tokens))

@@ -163,9 +163,7 @@ class RemoteFolder:
                 "max_pool_connections": 32,
             },
         }
-        # fsspec opens each kind of store once and keeps it. A client of S3 for every validation would never be
-        # freed: it is held from outside till its file system is collected, and has grown too old for train.py by
-        # then.
+        # fsspec opens each kind of store once and keeps it: a client of S3 for every validation would be freed late.
         system, root = file_system(self.url, options)
         if hasattr(system, "retries"):
             system.retries = 1
