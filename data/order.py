@@ -95,27 +95,16 @@ def mixture_counts(total: int, weights: np.ndarray) -> np.ndarray:
     of (time, i) (Sainte-Laguë's apportionment). So at every prefix each dataset is within
     1 + datasets * weight / 2 samples of its share, and no table or history is needed.
     """
-    counts = np.floor(total * weights + 0.5).astype(np.int64)
-
-    def first_out() -> int:
-        return int(np.argmin((counts + 0.5) / weights))
-
-    def last_in() -> int:
-        due = np.where(counts > 0, (counts - 0.5) / weights, -np.inf)
-        return len(due) - 1 - int(np.argmax(due[::-1]))
-
-    while counts.sum() < total:
-        counts[first_out()] += 1
-    while counts.sum() > total:
-        counts[last_in()] -= 1
-    # Rounding may have put the guess one sample off the order of the computed times.
-    while total:
-        i, j = first_out(), last_in()
-        if ((counts[i] + 0.5) / weights[i], i) >= ((counts[j] - 0.5) / weights[j], j):
-            break
-        counts[i] += 1
-        counts[j] -= 1
-    return counts
+    counts = np.floor(total * weights + 0.5).astype(np.int64)  # a guess, which rounding puts off by a few samples
+    while True:
+        due = (counts + 0.5) / weights  # when the next sample of each comes
+        done = np.where(counts > 0, (counts - 0.5) / weights, -np.inf)  # when its last one came
+        first_out, last_in = int(np.argmin(due)), len(done) - 1 - int(np.argmax(done[::-1]))
+        missing = total - counts.sum()
+        if not missing and (due[first_out], first_out) >= (done[last_in], last_in):
+            return counts
+        counts[first_out] += missing >= 0
+        counts[last_in] -= missing <= 0
 
 
 def interleave(start: int, count: int, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

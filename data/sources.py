@@ -146,12 +146,7 @@ def _expand(source: str) -> list[File]:
 
 
 def _described(url: str, info: dict[str, Any]) -> File:
-    return File(url, info["size"], _version(info))
-
-
-def _version(info: dict[str, Any]) -> str:
-    """What tells that a file is not what it was, though it may have the same size; "" where nothing does."""
-    return next((str(info[key]) for key in VERSIONS if info.get(key)), "")
+    return File(url, info["size"], next((str(info[key]) for key in VERSIONS if info.get(key)), ""))
 
 
 def _details(system: fsspec.AbstractFileSystem, path: str) -> tuple[dict[str, dict[str, Any]], bool]:
