@@ -802,8 +802,9 @@ def check_training(config: Config) -> None:
 def check_parallelism(config: Config) -> None:
     """Refuse settings that some degree of parallelism has no use for."""
     parallelism, chunks = config.parallelism, config.training.loss_chunks
-    for axis in ("pp", "tp", "local_steps"):  # weights stay gathered; FSDP2 takes no DTensors; nor ranks of islands
-        if parallelism.reshard_group_size and getattr(parallelism, axis) > (axis != "local_steps"):
+    # Weights stay gathered with pp; FSDP2 takes no DTensors of tp, nor the ranks of islands.
+    for axis, none in (("pp", 1), ("tp", 1), ("local_steps", 0)):
+        if parallelism.reshard_group_size and getattr(parallelism, axis) > none:
             raise ConfigError(
                 f"parallelism.reshard_group_size = {parallelism.reshard_group_size}: not with parallelism.{axis} = "
                 f"{getattr(parallelism, axis)}"

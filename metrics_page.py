@@ -193,8 +193,7 @@ def _thinned(table: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
     """At most about MAX_POINTS rows, evenly spread, the last one among them."""
     n = len(table["value"])
     stride = -(-n // MAX_POINTS)
-    kept = range(n - 1, -1, -stride)[::-1] if n else range(0)
-    return {name: [values[i] for i in kept] for name, values in table.items()}
+    return {name: values[(n - 1) % stride :: stride] for name, values in table.items()}
 
 
 def _names(folders: Sequence[Path]) -> list[str]:

@@ -18,7 +18,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from itertools import chain, pairwise
+from itertools import chain, compress, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -324,14 +324,14 @@ def _tokenize(job: Job, batch: list[Piece], words: np.ndarray) -> pa.RecordBatch
     """Bucket, sort key and tokens of each document."""
     ids, plan = _encode(job, [piece.text for piece in batch]), job.plan
     if plan.seq_len:
-        fitting = [i for i, document in enumerate(ids) if len(document) <= plan.seq_len]
-        if len(fitting) < len(ids) and not plan.drop_long:
-            i = next(i for i, document in enumerate(ids) if len(document) > plan.seq_len)
+        fits = [len(document) <= plan.seq_len for document in ids]
+        if not all(fits) and not plan.drop_long:
+            i = fits.index(False)
             raise DataError(
                 f"an example of {len(ids[i])} tokens is longer than --seq-len {plan.seq_len}: {batch[i].text[:100]}; "
                 "give a larger one, or --drop-long to leave such examples out"
             )
-        ids, batch, words = [ids[i] for i in fitting], [batch[i] for i in fitting], words[fitting]
+        ids, batch, words = list(compress(ids, fits)), list(compress(batch, fits)), words[fits]
     lengths = [len(document) for document in ids]
     values = np.fromiter(chain.from_iterable(ids), plan.dtype, sum(lengths))
     offsets = np.cumsum([0, *lengths], dtype=np.int32)
