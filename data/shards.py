@@ -14,8 +14,9 @@ A dataset for fine-tuning is packed: see data.packing. Imports no torch.
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -304,7 +305,7 @@ def check_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
         if config.validation.enable and not config.validation.datasets:
             dataset.split("validation")
         _check_packing(dataset, config)
-        _check_sizes(config, *dataset.splits.values())
+        _check_sizes(dataset, dataset.splits.values(), config)
         dataset.check_tokenizer()
         if dataset.packed_seq_len and dataset.chat_template not in ("", chat.chat_template):
             raise DataError(
@@ -313,7 +314,7 @@ def check_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
             )
     held_out = [_open_to_train(url, config.data) for url in config.validation.datasets]
     for dataset in held_out:
-        _check_sizes(config, dataset.split("validation"))
+        _check_sizes(dataset, [dataset.split("validation")], config)
         _check_packing(dataset, config)
         _check_same_tokenizer("validation.datasets", dataset, datasets[0])
     if len({dataset.hash for dataset in datasets}) < len(datasets):
@@ -360,13 +361,12 @@ def _check_packing(dataset: Dataset, config: Config) -> None:
         )
 
 
-def _check_sizes(config: Config, *splits: Split) -> None:
+def _check_sizes(dataset: Dataset, splits: Iterable[Split], config: Config) -> None:
     """Compare the sizes of all files with the manifest; cheap on a mounted file system only."""
-    if config.data.on_bad_block == "mask":
+    if config.data.on_bad_block == "mask" or "://" in dataset.url:
         return
-    for split in (split for split in splits if "://" not in split.folder.url):
-        for shard in split.shards:
-            size = split.folder.size(shard.file)
-            if size != shard.bytes:
-                found = "is missing" if size is None else f"has {size} bytes"
-                raise DataError(f"{split.folder.url}/{shard.file}: {found}, the manifest says {shard.bytes} bytes")
+    for shard in chain.from_iterable(split.shards for split in splits):
+        size = dataset.folder.size(shard.file)
+        if size != shard.bytes:
+            found = "is missing" if size is None else f"has {size} bytes"
+            raise DataError(f"{dataset.url}/{shard.file}: {found}, the manifest says {shard.bytes} bytes")
