@@ -34,13 +34,10 @@ def pack(examples: pa.ListArray, seq_len: int, eos_id: int) -> pa.ListArray:
             room.pop(0)
     packed = np.full((len(rows), seq_len), eos_id | HIDDEN, np.uint32)
     for out, members in zip(packed, rows, strict=True):
-        begin = 0
-        for i in members:
-            stop = begin + int(offsets[i + 1] - offsets[i])
-            out[begin:stop] = values[offsets[i] : offsets[i + 1]]
-            begin = stop
-        if begin < seq_len:
-            out[begin] |= START
+        whole = np.concatenate([values[offsets[i] : offsets[i + 1]] for i in members])
+        out[: len(whole)] = whole
+        if len(whole) < seq_len:
+            out[len(whole)] |= START  # of the padding
     bounds = np.arange(0, packed.size + 1, seq_len, dtype=np.int32)
     return pa.ListArray.from_arrays(
         bounds, packed.ravel(), type=pa.list_(pa.field("item", pa.uint32(), nullable=False))
