@@ -15,8 +15,8 @@ Documents keep their order; training shuffles them. Which are held out is a hash
 
 import argparse
 import os
-from collections.abc import Callable, Iterator, Sequence
-from itertools import islice, pairwise
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ import pyarrow as pa
 from tqdm import tqdm
 
 from config import command_line
-from data.shards import DataError, token_type
+from data.shards import SPLITS, DataError, token_type
 from data.sources import STDLIB, failures_of, list_files
 from data.tokenizer import Tokenizer, load_tokenizer
 from data.workers import locked
@@ -157,15 +157,16 @@ def convert(
         refuse_finished(folder, overwrite)
         remove_dataset(folder)
         chosen.save(folder)
-        writers = [
-            _Writer(folder, split, token_dtype(chosen.vocab_size), int(block_mb * 2**20), int(shard_mb * 2**20))
-            for split in ("train", "validation")
-        ]
-        for path in tqdm(paths, desc="convert", unit=" files"):
-            for row, ids in enumerate(_documents(path, format, chosen.eos_id)):
-                for document in _ended_once(ids, chosen, f"{path}, document {row}"):
-                    writers[is_held_out(document.astype("<u4").tobytes(), validation_fraction)].add(document)
-        return write_manifest(folder, chosen, [shard for writer in writers for shard in writer.finish()])
+        documents = (
+            (SPLITS[is_held_out(document.astype("<u4").tobytes(), validation_fraction)], document)
+            for path in tqdm(paths, desc="convert", unit=" files")
+            for row, ids in enumerate(_documents(path, format, chosen.eos_id))
+            for document in _ended_once(ids, chosen, f"{path}, document {row}")
+        )
+        written: dict[str, list[WrittenShard]] = {split: [] for split in SPLITS}
+        for split, enough in _gathered(documents, int(shard_mb * 2**20)):
+            written[split].append(_write(folder, split, len(written[split]), enough, int(block_mb * 2**20)))
+        return write_manifest(folder, chosen, list(chain.from_iterable(written.values())))
 
 
 def _documents(path: Path, format: str, eos_id: int) -> Iterator[np.ndarray]:
@@ -186,36 +187,25 @@ def _ended_once(ids: np.ndarray, tokenizer: Tokenizer, where: str) -> Iterator[n
             yield np.append(text, tokenizer.eos_id).astype(token_dtype(tokenizer.vocab_size))
 
 
-class _Writer:
-    """Gathers the documents of a split and writes a shard whenever there are enough."""
+def _gathered(documents: Iterable[tuple[str, np.ndarray]], shard_bytes: int) -> Iterator[tuple[str, list[np.ndarray]]]:
+    """(split, documents of it) as soon as there are enough for a shard, and at the end what is left of each split."""
+    waiting: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
+    waiting_bytes = dict.fromkeys(SPLITS, 0)
+    for split, document in documents:
+        waiting[split].append(document)
+        waiting_bytes[split] += document.nbytes
+        if waiting_bytes[split] >= shard_bytes:
+            yield split, waiting[split]
+            waiting[split], waiting_bytes[split] = [], 0
+    yield from ((split, left) for split, left in waiting.items() if left)
 
-    def __init__(self, folder: Path, split: str, dtype: str, block_bytes: int, shard_bytes: int):
-        self._folder, self._split, self._dtype = folder, split, dtype
-        self._block_bytes, self._shard_bytes = block_bytes, shard_bytes
-        self._documents: list[np.ndarray] = []
-        self._bytes = 0
-        self._written: list[WrittenShard] = []
 
-    def add(self, document: np.ndarray) -> None:
-        self._documents.append(document)
-        self._bytes += document.nbytes
-        if self._bytes >= self._shard_bytes:
-            self._write()
-
-    def finish(self) -> list[WrittenShard]:
-        self._write()
-        return self._written
-
-    def _write(self) -> None:
-        if not self._documents:
-            return
-        number = len(self._written)
-        offsets = np.cumsum([0, *map(len, self._documents)])
-        refuse_too_large(int(offsets[-1]), number)
-        values = np.concatenate(self._documents)
-        documents = pa.ListArray.from_arrays(offsets.astype(np.int32), values, type=token_type(self._dtype))
-        self._written.append(write_shard(self._folder, self._split, number, documents, self._block_bytes))
-        self._documents, self._bytes = [], 0
+def _write(folder: Path, split: str, number: int, documents: list[np.ndarray], block_bytes: int) -> WrittenShard:
+    offsets = np.cumsum([0, *map(len, documents)])
+    refuse_too_large(int(offsets[-1]), number)
+    values = np.concatenate(documents)
+    lists = pa.ListArray.from_arrays(offsets.astype(np.int32), values, type=token_type(str(values.dtype)))
+    return write_shard(folder, split, number, lists, block_bytes)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -1333,11 +1333,9 @@ def test_damaged_files_beside_a_tokenizer_are_named(tokenizer_folder, tmp_path, 
 
 
 def test_a_shard_of_more_tokens_than_arrow_counts_is_refused(tmp_path):
-    writer = convert_module._Writer(tmp_path, "train", "uint16", 2**20, 2**40)
-    for _ in range(2):
-        writer.add(np.broadcast_to(np.uint16(5), 2**30))  # no memory behind it
+    document = np.broadcast_to(np.uint16(5), 2**30)  # no memory behind it
     with pytest.raises(DataError, match=r"shard 0 would hold 2,147,483,648 tokens, .* smaller --shard-mb"):
-        writer.finish()
+        convert_module._write(tmp_path, "train", 0, [document] * 2, 2**20)
 
 
 def test_every_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
