@@ -327,19 +327,23 @@ def _fill(batch: Batch, rows: list[int], columns: range, stream: Stream, start: 
 
     The label of each is the token that follows in the stream. Positions restart in each row and document.
     """
-    shape, place = (len(rows), len(columns)), (rows, slice(columns.start, columns.stop))
-    count = len(rows) * len(columns)
+    width, count = len(columns), len(rows) * len(columns)
     tokens, lengths, masked = stream.read(start, count + 1)
-    labels = tokens[1:].astype(np.int64)
-    for part in masked:  # the label of a token is the next one
-        labels[max(part.start - 1, 0) : max(part.stop - 1, 0)] = IGNORED
-    batch.tokens.numpy()[place] = tokens[:-1].reshape(shape)
-    batch.labels.numpy()[place] = labels.reshape(shape)
+    labels = tokens[1:]
+    if masked:
+        labels = labels.astype(np.int64)
+        for part in masked:  # the label of a token is the next one
+            labels[max(part.start - 1, 0) : max(part.stop - 1, 0)] = IGNORED
+    filled = [(batch.tokens, tokens), (batch.labels, labels)]
     if batch.positions is not None:
-        begins = sorted({*range(0, count, len(columns)), *accumulate(lengths[:-1])} - {count})
-        ramp = np.arange(len(columns))
+        begins = sorted({*range(0, count, width), *accumulate(lengths[:-1])} - {count})
+        ramp = np.arange(width)
         positions = np.concatenate([ramp[: stop - begin] for begin, stop in pairwise([*begins, count])])
-        batch.positions.numpy()[place] = positions.reshape(shape)
+        filled.append((batch.positions, positions))
+    for tensor, values in filled:
+        array = tensor.numpy()
+        for i, row in enumerate(rows):
+            array[row, columns.start : columns.stop] = values[i * width : (i + 1) * width]
 
 
 def validation_batches(
