@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 from benchmarks.chaos import prepare_data
 from benchmarks.report import build_parser, finish, print_row, require_cpu
 from config import load_config
-from models import find_model
 from parallel.mesh import ParallelDims
 from parallel.plan import build_work
 from parallel.plan_costs import sent_bytes, traffic
@@ -94,11 +93,9 @@ RATES = {"unshaped": None, "1 Gbit/s": 1000, "200 Mbit/s": 200}  # Mbit/s
 def predict_bytes(setting: Setting) -> float:
     """Bytes that a node sends in a step, by the planner's count of collectives and its rings."""
     config = load_config(setting.arguments())
-    spec, flavor = find_model(config.model, VOCAB_SIZE)
     dims = ParallelDims.from_config(config.parallelism, len(NODES) * setting.ranks_per_node)
-    work, _ = build_work(config, dims, spec, flavor)
     total = 0.0
-    for item in traffic(work):
+    for item in traffic(build_work(config, dims)):
         ranks, groups = {
             "world": (len(NODES) * setting.ranks_per_node, 1),
             "dp_replicate": (dims.dp_replicate, setting.ranks_per_node),  # as many rings cross as a node has ranks

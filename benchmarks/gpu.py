@@ -39,14 +39,13 @@ from torch import nn
 import metrics
 from benchmarks.report import build_parser, finish, prepare_once, print_row
 from config import Config, load_config
-from models import build_model, find_model
 from models.llama.hf import to_hf_config
 from parallel.comm import synchronize
-from parallel.devices import DEVICES, GIB
+from parallel.devices import GIB
 from parallel.mesh import ParallelDims
-from parallel.plan import Options, build_work, plan
-from parallel.plan_costs import block_weights
-from parallel.plan_time import Cluster
+from parallel.plan import build_work
+from parallel.plan_costs import Work, block_weights
+from parallel.plan_memory import memory
 from train import train
 
 WARMUP_STEPS = 3
@@ -203,10 +202,7 @@ def measure_training(run: Run, device: torch.device, started: float) -> dict[str
 def result(run: Run, device: torch.device, elapsed: float, first_step: float) -> dict[str, Any]:
     """The row of a run whose timed steps took `elapsed` seconds. MFU by torchtitan's count of operations."""
     speed = run.steps * run.global_batch_size * run.seq_len / elapsed
-    spec, flavor = find_model(training_config(run, 1, "unused").model, 1)
-    with torch.device("meta"):
-        flops = spec.model(flavor).flops_per_token(run.seq_len)  # type: ignore[operator]
-    peak = metrics.peak_flops(device)
+    flops, peak = planned(run).flops_per_token, metrics.peak_flops(device)
     return {
         "tokens/s": speed,
         "MFU %": 100 * flops * speed / peak if peak else None,  # of the data sheet's peak, None where it is not known
@@ -236,6 +232,11 @@ def training_config(run: Run, steps: int, outputs: str) -> Config:
     return load_config(options)
 
 
+def planned(run: Run) -> Work:
+    """The run as the planner's formulas see it."""
+    return build_work(training_config(run, 1, "unused"), ParallelDims(1, 1))
+
+
 def measure_transformers(run: Run, device: torch.device, started: float) -> dict[str, Any]:
     """Hugging Face's Llama of the same shape, float32 weights under autocast, fused AdamW.
 
@@ -244,7 +245,7 @@ def measure_transformers(run: Run, device: torch.device, started: float) -> dict
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    _, flavor = find_model(training_config(run, 1, "unused").model, 1)
+    flavor = planned(run).shape
     shape = to_hf_config(flavor, run.seq_len, "float32") | {"use_cache": False}
     with device:
         model: nn.Module = LlamaForCausalLM(LlamaConfig(**shape))
@@ -283,7 +284,8 @@ def measure_torchtitan(run: Run, device: torch.device, started: float) -> dict[s
     from torchtitan.models.llama3 import TransformerModelArgs
     from torchtitan.protocols.train_spec import get_train_spec
 
-    ours, flavor = find_model(training_config(run, 1, "unused").model, 1)
+    work = planned(run)
+    flavor = work.shape
     job, spec = JobConfig(), get_train_spec("llama3")
     job.training.seq_len, job.training.local_batch_size = run.seq_len, run.local_batch_size
     job.compile.enable, job.activation_checkpoint.mode = True, "none"
@@ -306,8 +308,8 @@ def measure_torchtitan(run: Run, device: torch.device, started: float) -> dict[s
     model.to_empty(device=device)
     with torch.no_grad():
         model.init_weights()
-    sizes = [sum(p.numel() for p in each.parameters()) for each in (model, build_model(ours, flavor))]
-    assert sizes[0] == sizes[1], f"not the same shape: {sizes}"
+    parameters = sum(p.numel() for p in model.parameters())
+    assert parameters == work.parameters, f"not the same shape: {parameters}, ours has {work.parameters}"
     optimizers = spec.build_optimizers_fn([model], job.optimizer, dims)
     loss_fn = spec.build_loss_fn(job, parallel_dims=dims)
     samples = torch.randint(0, flavor.vocab_size, (run.local_batch_size, run.seq_len + 1), device=device)
@@ -391,9 +393,8 @@ def merged(spans: Iterator[tuple[float, float]]) -> Iterator[tuple[float, float]
 
 def attainable(run: Run, peak: dict[str, Any]) -> float:
     """Tokens/s if nothing but matmuls and attention cost time, at the peaks measured in this run."""
-    config = training_config(run, 1, "unused")
-    spec, flavor = find_model(config.model, 1)
-    work, _ = build_work(config, ParallelDims.from_config(config.parallelism, 1), spec, flavor)
+    work = planned(run)
+    flavor = work.shape
     weights = [weight for weight in block_weights(work) if weight.columns]
     low, high = (
         flavor.n_layers * sum(w.size for w in weights if (w.name in work.float8_layers) == is_low)
@@ -416,8 +417,8 @@ def measure_row(name: str, sequences: int, rehearse: bool, started: float) -> di
     """One row, in this process, with so many sequences at once. Raises RuntimeError where memory runs out."""
     device = torch.device("cpu" if rehearse else "cuda")
     if name in (MEMORY, "peaks"):
-        memory = {} if rehearse else {MEMORY: torch.cuda.mem_get_info()[0] / GIB}
-        return memory if name == MEMORY else peaks(device, rehearse) | memory
+        room = {} if rehearse else {MEMORY: torch.cuda.mem_get_info()[0] / GIB}
+        return room if name == MEMORY else peaks(device, rehearse) | room
     run = dataclasses.replace(find_run(name, rehearse), local_batch_size=sequences)
     measure = {"": measure_training, "transformers": measure_transformers, "torchtitan": measure_torchtitan}[run.peer]
     return measure(run, device, started) | {"sequences": run.local_batch_size}
@@ -430,10 +431,9 @@ def least_gib(run: Run) -> float:
     """
     if run.peer:
         return 0.0
-    config, device = training_config(run, 1, "unused"), DEVICES["h200"]  # which device is of no matter to what is held
-    options = Options(1, Cluster(device, 1, device.network_bandwidth), tokens=1, mttf_hours=1, storage_bandwidth=1)
-    planned_gib = plan(config, options)["memory_gib"]["allocated"]
-    return planned_gib / (1.2 if config.float8.enable or config.activation_checkpoint.mode == "budget" else 1.04)
+    work = planned(run)
+    uncertain = work.config.float8.enable or work.config.activation_checkpoint.mode == "budget"
+    return memory(work).peak / GIB / (1.2 if uncertain else 1.04)
 
 
 def run_fitting(

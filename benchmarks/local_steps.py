@@ -14,7 +14,6 @@ from typing import Any
 
 from benchmarks.report import build_parser, finish, prepare_once, print_row
 from config import load_config
-from models import find_model
 from parallel.mesh import ParallelDims
 from parallel.plan import build_work
 from parallel.plan_costs import sent_bytes, traffic
@@ -24,7 +23,6 @@ DATASET = Path("datasets/stdlib")
 RANKS, STEPS, QUICK_STEPS = 2, 200, 20
 AVERAGE, PAPER = (1.0, 0.0), (0.7, 0.9)  # outer rate and momentum: the islands' mean; as published, for long runs
 SETTINGS = ((0, AVERAGE), (10, AVERAGE), (50, AVERAGE), (10, PAPER), (50, PAPER))  # the first is synchronous
-VOCAB_SIZE = 4096
 ACCEPTED_NATS = 0.1  # that the least frequent meetings, as published, may cost
 
 
@@ -61,8 +59,7 @@ def train_and_validate(local_steps: int, outer: tuple[float, float], steps: int)
 def bytes_per_step(local_steps: int) -> float:
     """Bytes that a rank sends in a step, the meetings spread over the steps between them."""
     config = load_config(arguments(local_steps, AVERAGE, STEPS, ""))
-    spec, flavor = find_model(config.model, VOCAB_SIZE)
-    work, _ = build_work(config, ParallelDims.from_config(config.parallelism, RANKS), spec, flavor)
+    work = build_work(config, ParallelDims.from_config(config.parallelism, RANKS))
     sent = sum(sent_bytes(item.kind, item.bytes, RANKS) for item in traffic(work))
     return sent / max(1, local_steps)
 

@@ -26,7 +26,7 @@ from models import ModelSpec, build_model, find_model
 from parallel.devices import DEVICES, GIB
 from parallel.exits import run_and_leave
 from parallel.mesh import ParallelDims
-from parallel.plan_costs import DEFAULT_VOCAB_SIZE, Work, flops_per_token, groups, traffic
+from parallel.plan_costs import DEFAULT_VOCAB_SIZE, Work, groups, traffic
 from parallel.plan_memory import Memory, memory, reserved
 from parallel.plan_time import Cluster, estimate
 
@@ -55,45 +55,48 @@ class Options(NamedTuple):
 
 def plan(config: Config, options: Options) -> dict[str, Any]:
     """Everything there is to say of a run, as plain values. Raises ConfigError for what cannot run."""
+    return plan_work(build_work(config, _check(config, options.world_size)), options)
+
+
+def build_work(config: Config, dims: ParallelDims) -> Work:
+    """The run for the formulas, with what the model itself is asked for. Raises ConfigError for what is no Llama."""
     spec, flavor = _find_model(config)
-    dims = _check(config, options, spec, flavor)
-    work, parameters = build_work(config, dims, spec, flavor)
-    return plan_work(work, parameters, options)
-
-
-def build_work(config: Config, dims: ParallelDims, spec: ModelSpec, flavor: Any) -> tuple[Work, int]:
-    """The run for the formulas, and the number of its parameters, counted on the model itself."""
     model = build_model(spec, flavor)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
     converted = convert_to_float8(model, config.float8, dims.tp, dims.shards)[0] if config.float8.enable else []
-    float8 = frozenset(name.rpartition(".")[2] for name in converted)
-    compiled = config.compile.enable
-    return Work(shape=flavor, config=config, dims=dims, float8_layers=float8, compiled_loss=compiled), parameters
+    return Work(
+        shape=flavor,
+        config=config,
+        dims=dims,
+        float8_layers=frozenset(name.rpartition(".")[2] for name in converted),
+        compiled_loss=config.compile.enable,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        flops_per_token=model.flops_per_token(config.training.seq_len),  # type: ignore[operator]
+    )
 
 
-def plan_work(work: Work, parameters: int, options: Options) -> dict[str, Any]:
+def plan_work(work: Work, options: Options) -> dict[str, Any]:
     """The plan by the formulas."""
     config, dims = work.config, work.dims
     stages = [dataclasses.replace(work, stage=stage) for stage in range(dims.pp)]
     fullest = max(stages, key=lambda stage: memory(stage).peak)
-    held, speed = memory(fullest), estimate(stages[-1], options.cluster)
-    capacity = options.cluster.device.memory_bytes
+    held, speed, device = memory(fullest), estimate(stages[-1], options.cluster), options.cluster.device
+    mfu = speed.tokens_per_second * work.flops_per_token / device.flops  # as metrics.py has it
     step_tokens = work.accumulation * config.training.local_batch_size * dims.dp * config.training.seq_len
     tokens = options.tokens or config.training.steps * step_tokens
     outer = 4 if dims.islands > 1 else 0  # the outer optimizer's momentum
-    state_bytes = parameters * (4 + 2 * work.moment_bytes + outer)
-    sizes = {**held._asdict(), "allocated": held.peak, "reserved": reserved(held), "device": capacity}
+    state_bytes = work.parameters * (4 + 2 * work.moment_bytes + outer)
+    sizes = {**held._asdict(), "allocated": held.peak, "reserved": reserved(held), "device": device.memory_bytes}
     return {
         "world_size": options.world_size,
         "layout": str(dims),
-        "parameters": parameters,
-        "flops_per_token": flops_per_token(work),
+        "parameters": work.parameters,
+        "flops_per_token": work.flops_per_token,
         "tokens_per_step": step_tokens,
         "memory_gib": {name: size / GIB for name, size in sizes.items()},
         "stage": fullest.stage,
-        "fits": reserved(held) <= capacity,
+        "fits": reserved(held) <= device.memory_bytes,
         "traffic": [item._asdict() for item in traffic(stages[-1])],
-        "speed": speed._asdict() | {"bound": speed.bound},
+        "speed": speed._asdict() | {"mfu": mfu, "bound": speed.bound},
         "tokens": tokens,
         "days": tokens / (speed.tokens_per_second * options.world_size) / 86400,
         "checkpoint": _checkpoint(state_bytes, tokens, speed.tokens_per_second * options.world_size, options),
@@ -111,9 +114,10 @@ def _find_model(config: Config) -> tuple[ModelSpec, Any]:
     return spec, flavor if flavor.vocab_size else dataclasses.replace(flavor, vocab_size=DEFAULT_VOCAB_SIZE)
 
 
-def _check(config: Config, options: Options, spec: ModelSpec, flavor: Any) -> ParallelDims:
+def _check(config: Config, world_size: int) -> ParallelDims:
     """The layout, if train.py would take it. Raises ConfigError."""
-    dims = ParallelDims.from_config(config.parallelism, options.world_size)
+    spec, flavor = _find_model(config)
+    dims = ParallelDims.from_config(config.parallelism, world_size)
     # Overlapped tensor parallelism needs a GPU to run, not to be planned.
     parallelism = dataclasses.replace(config.parallelism, async_tp=False)
     spec.check_parallelism(flavor, dataclasses.replace(config, parallelism=parallelism))
@@ -151,8 +155,7 @@ def sweep(config: Config, options: Options) -> list[dict[str, Any]]:
     """
     plans = []
     degrees = [2**i for i in range(6)]
-    spec, flavor = _find_model(config)
-    base, parameters = build_work(config, ParallelDims(1, 1), spec, flavor)
+    base = build_work(config, ParallelDims(1, 1))
     for tp, pp, cp, mode, batch in itertools.product(
         degrees[:4], degrees[:5], degrees[:4], MODES, sorted({config.training.local_batch_size, *degrees[:5]})
     ):
@@ -167,14 +170,14 @@ def sweep(config: Config, options: Options) -> list[dict[str, Any]]:
             )
             try:
                 check_config(changed)
-                dims = _check(changed, options, spec, flavor)
+                dims = _check(changed, options.world_size)
             except ConfigError:
                 continue  # the world, the batch or the model does not divide so
             work = dataclasses.replace(base, config=changed, dims=dims)
             held = {weight.name for group in groups(work) for weight in group}  # by this stage
             if config.float8.fsdp_all_gather == "on" and held & work.float8_layers - work.float8_gathered:
                 continue  # the shards do not divide the rows: see float8.convert
-            found = plan_work(work, parameters, options)
+            found = plan_work(work, options)
             if found["fits"]:
                 plans.append({"mode": mode, "local_batch_size": batch, **found})
     return sorted(plans, key=lambda found: -found["speed"]["tokens_per_second"])

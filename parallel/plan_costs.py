@@ -52,6 +52,7 @@ class Work:
     `shape` is a flavor (dim, n_layers, ...); `float8_layers` names the linear layers that are converted.
     `compiled_loss` is apart from config.compile because others compile the one and not the other.
     `unfused_norm`: the device has no kernel for RMSNorm, as the CPU has not, so that autograd keeps its parts.
+    `parameters` and `flops_per_token` are the whole model's, by its own count.
     """
 
     shape: Any
@@ -61,6 +62,8 @@ class Work:
     compiled_loss: bool = False
     unfused_norm: bool = False
     stage: int = 0
+    parameters: int = 0
+    flops_per_token: int = 0
 
     @property
     def microbatch(self) -> int:
@@ -263,14 +266,6 @@ def gathered_bytes(work: Work, group: list[Weight]) -> int:
     return sum(padded(weight, work.shards) * (1 if weight.name in in_float8 else work.param_bytes) for weight in group)
 
 
-def n_parameters(work: Work) -> int:
-    """Numbers in the whole model."""
-    s = work.shape
-    tables = s.vocab_size * s.dim * (1 if s.tie_embeddings else 2)
-    attention = 2 * s.dim * s.head_dim * (s.n_heads + s.n_kv_heads)
-    return tables + s.dim + s.n_layers * (attention + 3 * s.dim * s.hidden_dim + 2 * s.dim)
-
-
 def local_parameters(work: Work) -> int:
     """Numbers that a rank keeps between two steps; those filling up included."""
     return sum(padded(weight, work.shards) // work.shards for group in groups(work) for weight in group)
@@ -470,10 +465,3 @@ def head_flops(work: Work) -> float:
     """The output's matmul, forward and backward; in float8 the latter twice where gradients are found apart."""
     times = 3 + 2 * (work.zero_bubble and "output" in work.float8_layers)
     return times * 2.0 * work.tokens * work.shape.dim * work.shape.vocab_size / work.dims.tp
-
-
-def flops_per_token(work: Work) -> int:
-    """As Llama.flops_per_token, whose definition MFU goes by."""
-    s = work.shape
-    matmul = n_parameters(work) - (0 if s.tie_embeddings else s.vocab_size * s.dim)
-    return 6 * matmul + 12 * s.n_layers * s.n_heads * s.head_dim * work.config.training.seq_len

@@ -15,7 +15,6 @@ from parallel.plan_costs import (
     block_flops,
     block_weights,
     float8_gathers,
-    flops_per_token,
     gathered_bytes,
     gathers,
     head_flops,
@@ -38,7 +37,7 @@ class Cluster(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """Seconds of a step, by what a rank waits for; with tokens per second and device, and MFU as metrics.py has it."""
+    """Seconds of a step, by what a rank waits for; with tokens per second and device."""
 
     step_seconds: float
     matmul: float  # attention included
@@ -47,7 +46,6 @@ class Estimate(NamedTuple):
     inter_node: float
     bubble: float
     tokens_per_second: float
-    mfu: float
 
     @property
     def bound(self) -> str:
@@ -125,8 +123,7 @@ def estimate(work: Work, cluster: Cluster) -> Estimate:
     seconds = matmul + pointwise + sum(by_link.values()) + bubble
     tokens = work.accumulation * work.config.training.local_batch_size * work.config.training.seq_len
     rate = tokens / seconds / (dims.cp * dims.tp * dims.pp)
-    mfu = rate * flops_per_token(work) / device.flops
-    return Estimate(seconds, matmul, pointwise, by_link[False], by_link[True], bubble, rate, mfu)
+    return Estimate(seconds, matmul, pointwise, by_link[False], by_link[True], bubble, rate)
 
 
 def _shard_link(work: Work, cluster: Cluster) -> _Link:
