@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import itertools
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from config import Config, gathers_activations, gathers_float8, grad_accum_steps, precomputes_scales
@@ -274,95 +275,89 @@ def local_parameters(work: Work) -> int:
 # ---------------------------------------------------------------- traffic
 
 
+Message = tuple[str, str, int, int]  # axis, kind, bytes of the whole tensor, how often in a step
+
+
 def traffic(work: Work) -> list[Traffic]:
     """All collectives of a step of one rank, and what it sends to others; of islands, a step after which they meet.
 
     Those of a few bytes, too, but for the votes to stop and of checkpoints, which are on the host.
     """
+    dims = work.dims
+    ranks = {"world": dims.dp * dims.copies, "dp_replicate": dims.dp_replicate, "dp_shard_cp": dims.shards}
+    ranks |= {"cp": dims.cp, "tp": dims.tp, "pp": dims.pp}
+    ranks["reshard_group"] = work.config.parallelism.reshard_group_size
     calls: Counter[tuple[str, str]] = Counter()
     total: Counter[tuple[str, str]] = Counter()
-    world = work.dims.dp * work.dims.copies
-
-    def add(axis: str, ranks: int, kind: str, size: int, times: int = 1) -> None:
-        if times and (ranks > 1 or axis == "world"):
-            key = ("world" if ranks == world else axis), kind
+    causes = (_loss_messages, _fsdp_messages, _island_messages, _tensor_messages, _context_messages, _pipeline_messages)
+    for axis, kind, size, times in itertools.chain.from_iterable(cause(work) for cause in causes):
+        if times and (ranks[axis] > 1 or axis == "world"):
+            key = ("world" if ranks[axis] == ranks["world"] else axis), kind
             calls[key] += times
             total[key] += times * size
-
-    add("world", world, "all_reduce", 8 * work.dims.islands)  # tokens of the step
-    add("world", world, "all_reduce", 4)  # its loss
-    _add_fsdp(work, add)
-    if work.dims.islands > 1:
-        _add_islands(work, add)
-    if work.dims.tp > 1:
-        _add_tensor_parallel(work, add)
-    if work.dims.cp > 1:
-        _add_context_parallel(work, add)
-    if work.dims.pp > 1:
-        hidden = work.tokens * work.shape.dim * work.param_bytes // work.dims.tp
-        # Each piece sends hidden states to the next and gradients to the one before, which are on other ranks.
-        sends = 2 * work.stages_per_rank - work.is_first - work.is_last
-        add("pp", work.dims.pp, "send", hidden, sends * work.microbatches)
-        add("pp", work.dims.pp, "all_reduce", 4)  # of the gradient's norm
     return [Traffic(*key, calls[key], total[key]) for key in sorted(calls)]
 
 
-def _add_fsdp(work: Work, add: Any) -> None:
+def _loss_messages(work: Work) -> Iterator[Message]:
+    yield "world", "all_reduce", 8 * work.dims.islands, 1  # tokens of the step
+    yield "world", "all_reduce", 4, 1  # its loss
+
+
+def _fsdp_messages(work: Work) -> Iterator[Message]:
     all_groups, ranks, reduce_bytes = groups(work), work.shards, work.reduce_bytes
-    parallelism = work.config.parallelism
-    replicas = work.dims.dp_replicate if work.dims.islands == 1 else 1
-    summing = "all_to_all" if parallelism.reduce_scatter == "all_to_all" else "reduce_scatter"
+    summing = "all_to_all" if work.config.parallelism.reduce_scatter == "all_to_all" else "reduce_scatter"
     n_weights, n_scales = sum(map(len, all_groups)), 0
     for i, group in enumerate(all_groups):
         numbers = sum(padded(weight, ranks) for weight in group)
         everywhere, within = gathers(work, i)
         gathered = gathered_bytes(work, group)
-        add("dp_shard_cp", ranks, "all_gather", gathered, everywhere)
-        add("reshard_group", parallelism.reshard_group_size, "all_gather", gathered, within)
-        add("dp_shard_cp", ranks, summing, numbers * reduce_bytes, work.sums)
-        add("dp_replicate", replicas, "all_reduce", numbers * reduce_bytes // ranks)
+        yield "dp_shard_cp", "all_gather", gathered, everywhere
+        yield "reshard_group", "all_gather", gathered, within
+        yield "dp_shard_cp", summing, numbers * reduce_bytes, work.sums
+        yield "dp_replicate", "all_reduce", numbers * reduce_bytes // ranks, int(work.dims.islands == 1)
         in_float8 = sum(weight.name in work.float8_gathered for weight in group)
         if not precomputes_scales(work.config):
-            add("dp_shard_cp", ranks, "all_reduce", 4, everywhere * in_float8)
+            yield "dp_shard_cp", "all_reduce", 4, everywhere * in_float8
         n_scales += in_float8
-    add("dp_shard_cp", ranks, "all_reduce", 4 * n_weights)  # norms of the gradients
-    add("tp", work.dims.tp, "all_reduce", 4 * n_weights)
+    yield "dp_shard_cp", "all_reduce", 4 * n_weights, 1  # norms of the gradients
+    yield "tp", "all_reduce", 4 * n_weights, 1
     if n_scales and precomputes_scales(work.config):  # by one message for each piece of the model
-        for axis, size in (("dp_shard_cp", ranks), ("tp", work.dims.tp)):
-            add(axis, size, "all_reduce", 4 * n_scales)
-            add(axis, size, "all_reduce", 0, work.stages_per_rank - 1)
+        for axis in ("dp_shard_cp", "tp"):
+            yield axis, "all_reduce", 4 * n_scales, 1
+            yield axis, "all_reduce", 0, work.stages_per_rank - 1
 
 
-def _add_islands(work: Work, add: Any) -> None:
+def _island_messages(work: Work) -> Iterator[Message]:
     """A meeting of islands: the way of each weight and its two moments, in as many messages; at each step the norm."""
-    replicas = work.dims.dp_replicate
+    if work.dims.islands == 1:
+        return
     for weight in itertools.chain(*groups(work)):
         numbers = padded(weight, work.shards) // work.shards
-        add("dp_replicate", replicas, "all_reduce", 4 * numbers)
-        add("dp_replicate", replicas, "all_reduce", work.moment_bytes * numbers, 2)
-    add("dp_replicate", replicas, "all_reduce", 4)
+        yield "dp_replicate", "all_reduce", 4 * numbers, 1
+        yield "dp_replicate", "all_reduce", work.moment_bytes * numbers, 2
+    yield "dp_replicate", "all_reduce", 4, 1
 
 
-def _add_tensor_parallel(work: Work, add: Any) -> None:
+def _tensor_messages(work: Work) -> Iterator[Message]:
     """Megatron-LM's with sequence parallel: attention and feed-forward each gather and scatter the hidden states."""
-    t, m, hidden = work.dims.tp, work.microbatches, work.tokens * work.shape.dim * work.param_bytes
+    m, hidden = work.microbatches, work.tokens * work.shape.dim * work.param_bytes
     # A checkpointed block repeats its forward, up to the last result that backward needs: not the last scatter.
     # But one graph, compiled inside the checkpoint, runs to its end.
     again = work.recomputed
     scatters = 2 if work.config.compile.enable and work.config.activation_checkpoint.mode == "full" else 1
     forward, backward = float8_gathers(work)
     in_float8 = forward * (work.layers + again) + backward * work.layers
-    add("tp", t, "all_gather", hidden, m * (4 * work.layers + 2 * again + work.is_first + work.is_last - in_float8))
-    add("tp", t, "all_gather", hidden // work.param_bytes, m * in_float8)
-    add("tp", t, "reduce_scatter", hidden, m * (4 * work.layers + scatters * again + work.is_first + work.is_last))
+    yield "tp", "all_gather", hidden, m * (4 * work.layers + 2 * again + work.is_first + work.is_last - in_float8)
+    yield "tp", "all_gather", hidden // work.param_bytes, m * in_float8
+    yield "tp", "reduce_scatter", hidden, m * (4 * work.layers + scatters * again + work.is_first + work.is_last)
     # Every rank has seen a part of the sequence, so the gradients of norms are summed.
     norms = 2 * work.layers + work.is_last
     calls, number_bytes = (1, work.reduce_bytes) if work.dims.pp > 1 else (m, work.param_bytes)
-    add("tp", t, "all_reduce", work.shape.dim * number_bytes, calls * norms)
+    yield "tp", "all_reduce", work.shape.dim * number_bytes, calls * norms
     if work.is_last:  # the loss: the largest logit of each token, then the sum and the label's
-        add("tp", t, "all_reduce", 4 * work.tokens, m)
-        add("tp", t, "all_reduce", 8 * work.tokens, m)
-    add("tp", t, "all_reduce", 8, m * forward * (work.layers + again))  # the scale of what is gathered in float8
+        yield "tp", "all_reduce", 4 * work.tokens, m
+        yield "tp", "all_reduce", 8 * work.tokens, m
+    yield "tp", "all_reduce", 8, m * forward * (work.layers + again)  # the scale of what is gathered in float8
     split = sum(map(work.splits, work.blocks))
     for name in work.float8_layers:
         layers, repeated, twice = work.layers, again, split
@@ -373,7 +368,7 @@ def _add_tensor_parallel(work: Work, add: Any) -> None:
         by_times = ((layers + repeated, of_forward), (layers, of_gradient), (layers + twice, of_backward))
         for times, several in by_times:
             for numbers in several:
-                add("tp", t, "all_reduce", 8 * numbers, m * times)
+                yield "tp", "all_reduce", 8 * numbers, m * times
 
 
 def float8_gathers(work: Work) -> tuple[int, int]:
@@ -404,17 +399,25 @@ def _maxima(work: Work, name: str) -> tuple[list[int], list[int], list[int]]:
     return [], [], [work.tokens, 1 if single else work.shape.dim]
 
 
-def _add_context_parallel(work: Work, add: Any) -> None:
+def _context_messages(work: Work) -> Iterator[Message]:
     """Keys and values are gathered before attention, their gradients summed and scattered; or both go round a ring."""
     s, c, m = work.shape, work.dims.cp, work.microbatches
     numbers = work.tokens * s.n_kv_heads * s.head_dim // work.dims.tp  # of this rank's keys
     again = work.recomputed if work.keys_go_again else 0
     if work.config.parallelism.cp_method == "allgather":
-        add("cp", c, "all_gather", numbers * c * work.param_bytes, 2 * m * (work.layers + again))
-        add("cp", c, "reduce_scatter", numbers * c * work.param_bytes, 2 * m * work.layers)
+        yield "cp", "all_gather", numbers * c * work.param_bytes, 2 * m * (work.layers + again)
+        yield "cp", "reduce_scatter", numbers * c * work.param_bytes, 2 * m * work.layers
     else:  # keys and values in one message; in backward the float32 gradients of both come along, and home
-        add("cp", c, "send", 2 * numbers * work.param_bytes, (c - 1) * m * (2 * work.layers + again))
-        add("cp", c, "send", 2 * numbers * 4, c * m * work.layers)
+        yield "cp", "send", 2 * numbers * work.param_bytes, (c - 1) * m * (2 * work.layers + again)
+        yield "cp", "send", 2 * numbers * 4, c * m * work.layers
+
+
+def _pipeline_messages(work: Work) -> Iterator[Message]:
+    """Each piece sends hidden states to the next and gradients to the one before, which are on other ranks."""
+    hidden = work.tokens * work.shape.dim * work.param_bytes // work.dims.tp
+    sends = 2 * work.stages_per_rank - work.is_first - work.is_last
+    yield "pp", "send", hidden, sends * work.microbatches
+    yield "pp", "all_reduce", 4, 1  # of the gradient's norm
 
 
 def sent_bytes(kind: str, size: float, ranks: int, gloo: bool = False) -> float:
