@@ -71,6 +71,7 @@ def fill(template: Template, numbers: Iterable[np.ndarray]) -> bytes:
         places = template.places[start : start + len(part), :, None] + np.arange(8)
         view[places] = part.astype("<i8").view(np.uint8).reshape(places.shape)
         start += len(part)
+    assert start == len(template.places), "an item was planned, and is not written"
     return bytes(filled)
 
 

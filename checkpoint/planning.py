@@ -38,8 +38,7 @@ class Plan:
     """Depends on names, shapes and placements only, so it serves every later save of a run."""
 
     files: list[list[WriteItem]]  # what this rank writes into each of its files, in order
-    counts: list[list[int]]  # how many items every rank writes into each, on rank 0
-    index: Template | None  # on rank 0
+    index: Template | None  # of all ranks' files, on rank 0
 
 
 class Piece(NamedTuple):
@@ -58,17 +57,17 @@ def plan_save(state: State, ranks: Ranks) -> Plan:
     planner.set_up_planner(state, is_coordinator=ranks.rank == 0)
     local = planner.create_local_plan()
     pieces = ranks.gather([tuple(_piece(item, local.planner_data)) for item in local.items])
-    chosen: list[list[list[int]]] = []
-    index: list[Template] = []
+    index = None
 
-    def choose() -> None:
+    def choose() -> list[list[list[int]]]:
+        nonlocal index  # which is large, and stays here
         all_pieces = [[Piece._make(piece) for piece in own] for own in pieces]
-        chosen.extend(_share_out(all_pieces))
-        index.append(build_template(_describe(all_pieces, chosen)))
+        chosen = _share_out(all_pieces)
+        index = build_template(_describe(all_pieces, chosen))
+        return chosen
 
-    ranks.from_rank_0(choose)
-    files = [[local.items[number] for number in file] for file in ranks.scatter(chosen)]
-    return Plan(files, _counts(chosen), index[0] if index else None)
+    own_files = ranks.from_rank_0(choose)[ranks.rank]
+    return Plan([[local.items[number] for number in file] for file in own_files], index)
 
 
 def split_rows(path: tuple[str, ...], dtype: torch.dtype, shape: Sequence[int], piece_bytes: int) -> list[Piece]:
@@ -91,7 +90,7 @@ def plan_pieces(pieces: Sequence[Piece]) -> Plan:
         return WriteItem(MetadataIndex(".".join(piece.path), chunk.offsets), WriteItemType.SHARD, tensor_data=data)
 
     index = build_template(_describe([pieces], [files]))
-    return Plan([[item(pieces[number]) for number in file] for file in files], _counts([files]), index)
+    return Plan([[item(pieces[number]) for number in file] for file in files], index)
 
 
 def resolver(state: State) -> Callable[[WriteItem], Tensor]:
@@ -114,10 +113,6 @@ def _piece(item: WriteItem, paths: dict[str, tuple[str, ...]]) -> Piece:
     chunk = data.chunk
     path = paths[item.index.fqn]
     return Piece(path, data.properties.dtype, tuple(data.size), tuple(chunk.offsets), tuple(chunk.sizes))
-
-
-def _counts(files: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
-    return [[len(file) for file in own] for own in files]
 
 
 def _share_out(pieces: Sequence[Sequence[Piece]]) -> list[list[list[int]]]:
