@@ -477,40 +477,34 @@ class CheckpointManager:
         of: that goes only where `saved` is newer.
         """
         damaged = {name for url, name in self.damaged if url == store.url}
+        spared = set[str]() if is_newer else damaged | self.stranded
         leftover_seconds = 2 * self.settings.timeout_seconds
 
-        listed: dict[str, int] = {}  # by rank 0 alone
-
-        def find() -> tuple[set[str], set[str]]:
+        def remove() -> tuple[set[str], set[str], str]:
+            """As rank 0 sees the store: what goes, what stays, and why if that is more than it should be."""
             try:
                 store.abort_uploads(leftover_seconds)
             except CheckpointError as error:
                 logger.warning(f"uploads that were begun and never finished could not be removed: {error}")
-            listed.update(store.sizes())
+            listed = store.sizes()
             begun = unfinished(listed, leftover_seconds)
-            going = superfluous(listed, saved, self.settings, damaged) | never_committed(store, begun)
-            spared = set[str]() if is_newer else damaged | self.stranded
-            going -= spared
-            return going, (finished(listed) | begun | {saved}) - going | spared  # a listing may not show `saved` yet
-
-        def remove() -> tuple[set[str], str]:
-            """What may have its manifest still, and why."""
+            going = (superfluous(listed, saved, self.settings, damaged) | never_committed(store, begun)) - spared
+            stay = (finished(listed) | begun | {saved}) - going | spared  # a listing may not show `saved` yet
             try:
                 remove_checkpoints(store, going, listed)
             except CheckpointError as error:
-                return finished(store.sizes()), str(error)
-            return set(), ""
+                return going, stay | finished(store.sizes()), str(error)
+            return going, stay, ""
 
         def remove_here(disk: LocalStore) -> None:
             here = disk.folders()
-            here &= (going | unfinished(here, leftover_seconds) - kept) - stay
+            here &= (going | unfinished(here, leftover_seconds)) - stay
             remove_checkpoints(disk, here, [file for name in here for file in disk.sizes(name)])
             disk.remove_empty(here)
 
         # That something old stays is no reason to stop a run; that it stays unnoticed would be.
         try:
-            going, kept = self.ranks.from_rank_0(find)
-            stay, trouble = self.ranks.from_rank_0(remove)
+            going, stay, trouble = self.ranks.from_rank_0(remove)
             if isinstance(store, LocalStore):  # nodes' own disks after rank 0's, which alone has manifests
                 self.ranks.together(partial(remove_here, store))
             if trouble:
