@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -62,24 +62,24 @@ def _places_of_run(file: Path) -> list[str]:
 
 
 def load_newest(
-    candidates: Sequence[tuple[Store, str]], ranks: Ranks, fill: Callable[[Opened], None], advice: str = ""
-) -> tuple[Opened, list[tuple[Store, str]]]:
-    """`fill` from the first candidate that is intact: (that one, the damaged ones before it).
+    candidates: Sequence[tuple[Store, str]], ranks: Ranks, fill: Callable[[Opened], object], advice: str = ""
+) -> tuple[Opened, set[tuple[str, str]]]:
+    """`fill` from the first candidate that is intact: (that one, (url, name) of the damaged ones before it).
 
     Collective; all ranks take the same one. An error of `fill` is raised on all; if it is a DamagedError the next
     candidate is tried. Raises CheckpointError if none is intact, and adds `advice`.
     """
-    damaged: list[tuple[Store, str]] = []
-    for store, name in candidates:
+    for number, (store, name) in enumerate(candidates):
         try:
-            return _load_one(store, name, ranks, fill), damaged
+            opened = Opened(store, name, *ranks.from_rank_0(partial(open_one, store, name)))
+            ranks.together(partial(fill, opened))
+            return opened, {(store.url, name) for store, name in candidates[:number]}
         except DamagedError as error:
-            damaged.append((store, name))
             reason = error
             if ranks.rank == 0:
                 logger.warning(f"checkpoint damaged, passed over: {error}")
-    names = ", ".join(join(store.url, name) for store, name in damaged)
-    said = f"no checkpoint is intact, of {len(damaged)}: {names}; the last one: {reason}{advice}"
+    names = ", ".join(join(store.url, name) for store, name in candidates)
+    said = f"no checkpoint is intact, of {len(candidates)}: {names}; the last one: {reason}{advice}"
     raise CheckpointError(said, agreed=True)
 
 
@@ -98,14 +98,6 @@ def load_place(place: str | Path, fill: Callable[[Opened], T]) -> T:
             before, candidates = candidates, locate(place)
             if candidates[0][1] == before[0][1]:
                 raise
-
-
-def check_loadable(place: str, identity: dict[str, Any], settings: Checkpoint) -> None:
-    """Raises CheckpointError where `place` has no checkpoint, or the newest is of another model. Reads no weights."""
-    for store, name in locate(place, settings):
-        with suppress(DamagedError):  # which is passed over, with a line that says so, when it is loaded
-            check_identity(open_one(store, name)[0], identity)
-            return
 
 
 def check_identity(manifest: Manifest, identity: dict[str, Any]) -> None:
@@ -131,13 +123,6 @@ def check_same_names(opened: Opened, names: Collection[str]) -> None:
         raise CheckpointError(
             f"{opened.url}: has {len(extra)} tensors that the model has not, such as {extra[0]}{hint}"
         )
-
-
-def _load_one(store: Store, name: str, ranks: Ranks, fill: Callable[[Opened], None]) -> Opened:
-    """Rank 0 reads manifest and index, all ranks fill from the same ones. Raises the same error on all."""
-    opened = Opened(store, name, *ranks.from_rank_0(lambda: open_one(store, name)))
-    ranks.together(lambda: fill(opened))
-    return opened
 
 
 def open_one(store: Store, name: str) -> tuple[Manifest, Index]:

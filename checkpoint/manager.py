@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.utils._pytree import tree_map
 
 from checkpoint.index import Opened
-from checkpoint.loading import check_identity, check_loadable, check_same_names, load_newest, locate, open_one
+from checkpoint.loading import check_identity, check_same_names, load_newest, locate, open_one
 from checkpoint.manifest import (
     MANIFEST,
     METADATA,
@@ -87,7 +87,10 @@ def check_initial_load(settings: Checkpoint, identity: dict[str, Any], run_folde
     if settings.enable and any(map(committed, _open_stores(settings, run_folder))):
         return
     try:
-        check_loadable(settings.initial_load, _jsonable(identity), settings)
+        for store, name in locate(settings.initial_load, settings):
+            with suppress(DamagedError):  # which is passed over, with a line that says so, when it is loaded
+                check_identity(open_one(store, name)[0], _jsonable(identity))
+                return
     except CheckpointError as error:
         raise CheckpointError(f"checkpoint.initial_load: {error}") from None
 
@@ -174,20 +177,20 @@ class CheckpointManager:
         self.wait()
         neighbours = self._meet_neighbours()
         if not self.settings.enable:
-            return self._load_initial()
+            self._load_initial()
+            return 0
         candidates = self._agreed(partial(self._find, neighbours))
         is_full = self._check_room(neighbours.disk)
         if not candidates:
-            step = self._load_initial()
+            self._load_initial()
             if self.settings.save_initial:
                 self.save(0)
-            return step
+            return 0
         if self.upload_store and self.ranks.broadcast(bool(neighbours.others)):
             candidates = self._upload_newest(self.upload_store, candidates)
         advice = ". Nothing is started anew: to do so, name another run.folder"
         fill = partial(self._fill, random_state(self.device))
-        opened, damaged = load_newest(candidates, self.ranks, fill, advice)
-        self.damaged = {(store.url, name) for store, name in damaged}
+        opened, self.damaged = load_newest(candidates, self.ranks, fill, advice)
         self.dataloader.load_state_dict(opened.manifest["dataloader"])
         logger.info(f"resumed from {opened.url}, written by {opened.manifest['world_size']} ranks")
         self.newest_step = opened.manifest["step"]
@@ -270,19 +273,19 @@ class CheckpointManager:
                 "nothing was removed; go on with the other, or with this one in a folder of its own"
             )
 
-    def _load_initial(self) -> int:
+    def _load_initial(self) -> None:
         """The weights of `checkpoint.initial_load`, if set, into the model."""
-        if place := self.settings.initial_load:
+        if not (place := self.settings.initial_load):
+            return
 
-            def fill(opened: Opened) -> None:
-                self._check_fits(opened)
-                read_state(opened, {"model": model_tensors(self.model)}, self.on_progress)
+        def fill(opened: Opened) -> None:
+            self._check_fits(opened)
+            read_state(opened, {"model": model_tensors(self.model)}, self.on_progress)
 
-            opened, _ = load_newest(self._agreed(lambda: locate(place, self.settings)), self.ranks, fill)
-            logger.info(f"model weights loaded from {opened.url}")
-            if not opened.manifest:
-                logger.info(f"they are stock DCP's, taken for rotating halves of a head, as ours do; {ROTARY}")
-        return 0
+        opened, _ = load_newest(self._agreed(lambda: locate(place, self.settings)), self.ranks, fill)
+        logger.info(f"model weights loaded from {opened.url}")
+        if not opened.manifest:
+            logger.info(f"they are stock DCP's, taken for rotating halves of a head, as ours do; {ROTARY}")
 
     def _check_fits(self, opened: Opened) -> None:
         check_identity(opened.manifest, self.identity)
