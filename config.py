@@ -8,10 +8,12 @@ A section is a frozen dataclass; the text under a field is its documentation, wh
     python -m config --config train_configs/debug.toml --training.steps=100
 """
 
+import ast
 import dataclasses
 import difflib
 import inspect
 import io
+import itertools
 import json
 import logging
 import math
@@ -970,11 +972,15 @@ def help_text() -> str:
 
 
 def field_docs(section: type) -> dict[str, str]:
-    """Field → the string literal under it, read from this file's source."""
-    source = Path(__file__).read_text(encoding="utf-8")
-    body = source.partition(f"\nclass {section.__name__}:\n")[2].partition("\n\n\n")[0]
-    found = re.findall(r'^    (\w+): [^\n]*\n    """(.*?)"""', body, re.MULTILINE | re.DOTALL)
-    return {name: inspect.cleandoc(text) for name, text in found}
+    """Field → the string literal under it, in the source."""
+    (tree,) = ast.parse(inspect.getsource(section)).body
+    assert isinstance(tree, ast.ClassDef)
+    return {
+        field.target.id: inspect.cleandoc(str(text.value.value))
+        for field, text in itertools.pairwise(tree.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+    }
 
 
 def _get(config: Config, key: str) -> Any:

@@ -64,14 +64,18 @@ def build_template(metadata: Metadata) -> Template:
 
 
 def fill(template: Template, numbers: Iterable[np.ndarray]) -> bytes:
-    """The pickled index with the `numbers` of all items, in arrays of (items, 3)."""
+    """The pickled index with the `numbers` of all items, in arrays of (items, 3).
+
+    Raises CheckpointError when an item was planned and is not written.
+    """
     filled, start = bytearray(template.pickled), 0
     view = np.frombuffer(filled, np.uint8)
     for part in numbers:  # of a file: another thread may run in between
         places = template.places[start : start + len(part), :, None] + np.arange(8)
         view[places] = part.astype("<i8").view(np.uint8).reshape(places.shape)
         start += len(part)
-    assert start == len(template.places), "an item was planned, and is not written"
+    if start != len(template.places):
+        raise CheckpointError(f"{len(template.places)} items were planned, and {start} were written")
     return bytes(filled)
 
 

@@ -126,6 +126,8 @@ def test_any_place_and_checksum_can_be_filled_in(tmp_path):
     index = unpickle_metadata(fill(plan.index, [numbers[:100], numbers[100:]]))
     found = [(info.offset, info.length, info.crc32) for info in index.storage_data.values()]
     assert found == [tuple(row) for row in numbers.tolist()]
+    with pytest.raises(CheckpointError, match="299 items were planned, and 199 were written"):
+        fill(plan.index, [numbers[100:]])
 
 
 def test_stock_checkpoint_is_read(tmp_path, caplog):
