@@ -972,12 +972,12 @@ def help_text() -> str:
 
 
 def field_docs(section: type) -> dict[str, str]:
-    """Field → the string literal under it, in the source."""
-    (tree,) = ast.parse(inspect.getsource(section)).body
-    assert isinstance(tree, ast.ClassDef)
+    """Field → the string literal under it, in this file's source."""
+    tree = ast.parse(Path(__file__).read_text(encoding="utf-8"))
+    (found,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == section.__name__)
     return {
         field.target.id: inspect.cleandoc(str(text.value.value))
-        for field, text in itertools.pairwise(tree.body)
+        for field, text in itertools.pairwise(found.body)
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
         if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
     }
