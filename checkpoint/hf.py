@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor, nn
 from torch.distributed.checkpoint.planner import WriteItem
 from tqdm import tqdm
@@ -111,9 +112,11 @@ def write_weights(
     """The checkpoint's weights as safetensors files of about `file_bytes`, and the index if they are several."""
     ours = {hf_name: name for name, hf_name in names.items()}
     sizes = {hf_name: shapes[name].numel() * dtype.itemsize for name, hf_name in names.items()}
-    contents = files.split_into_files(sizes, file_bytes)
+    split = split_state_dict_into_shards_factory(
+        sizes, get_storage_size=int, filename_pattern="model{suffix}.safetensors", max_shard_size=file_bytes
+    )
     with tqdm(total=sum(sizes.values()), unit="B", unit_scale=True, desc="export", disable=None, leave=False) as bar:
-        for file, held in contents.items():
+        for file, held in split.filename_to_tensors.items():
 
             def fill(tensors: dict[str, Tensor]) -> None:
                 state = {"model": {ours[hf_name]: tensor for hf_name, tensor in tensors.items()}}
@@ -121,9 +124,8 @@ def write_weights(
 
             files.write_file(folder / file, {hf_name: shapes[ours[hf_name]] for hf_name in held}, dtype, fill)
             bar.update(sum(sizes[hf_name] for hf_name in held))
-    if len(contents) > 1:
-        weight_map = {hf_name: file for file, held in contents.items() for hf_name in held}
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / files.INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 

@@ -86,21 +86,6 @@ def check_shapes(weights: Mapping[str, Path], shapes: Mapping[str, Sequence[int]
     return found
 
 
-def split_into_files(sizes: Mapping[str, int], file_bytes: int) -> dict[str, list[str]]:
-    """File name → the tensors it is to hold, in order, of `sizes` in bytes; at most `file_bytes`, or one tensor."""
-    groups: list[list[str]] = [[]]
-    room = file_bytes
-    for name, size in sizes.items():
-        if size > room and groups[-1]:
-            groups.append([])
-            room = file_bytes
-        groups[-1].append(name)
-        room -= size
-    if len(groups) == 1:
-        return {SINGLE: groups[0]}
-    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, start=1)}
-
-
 def write_file(
     path: Path, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype, fill: Callable[[dict[str, Tensor]], None]
 ) -> None:
