@@ -9,12 +9,13 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from config import ConfigError, TitaniteError, command_line
 from data.tokenizer import Tokenizer
@@ -69,18 +70,15 @@ def _prefill(model: nn.Module, prompts: Sequence[Sequence[int]], caches: list[KV
 
     Shorter prompts are padded at the end: what padding stores is overwritten before it is ever seen.
     """
-    longest = max(map(len, prompts))
-    tokens_BS = torch.zeros(len(prompts), longest, dtype=torch.int64)
-    for row, prompt in enumerate(prompts):
-        tokens_BS[row, : len(prompt)] = torch.tensor(prompt)
+    tokens_BS = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True).to(device)
     last: dict[int, Tensor] = {}
-    for start in range(0, longest, PREFILL_TOKENS):
-        stop = min(start + PREFILL_TOKENS, longest)
-        positions_1S = torch.arange(start, stop, device=device)[None]
+    for start in range(0, tokens_BS.shape[1], PREFILL_TOKENS):
+        piece_BS = tokens_BS[:, start : start + PREFILL_TOKENS]
+        positions_1S = torch.arange(start, start + piece_BS.shape[1], device=device)[None]
         with torch.compiler.set_stance("force_eager"):  # lengths change with every prompt: not worth compiling
-            logits_BSV = model(tokens_BS[:, start:stop].to(device), positions_1S, caches)
+            logits_BSV = model(piece_BS, positions_1S, caches)
         for row, prompt in enumerate(prompts):
-            if start < len(prompt) <= stop:
+            if start < len(prompt) <= start + PREFILL_TOKENS:
                 last[row] = logits_BSV[row, len(prompt) - 1 - start]
     return torch.stack([last[row] for row in range(len(prompts))])
 
@@ -185,11 +183,10 @@ class Timing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
-    """What is asked of the model for each prompt."""
+class Request(Sampling):
+    """What is asked of the model for each prompt: how tokens are drawn, how many, and what ends them before."""
 
     max_tokens: int = 128
-    sampling: Sampling = field(default_factory=Sampling)
     stop_ids: frozenset[int] = frozenset()
     stops: tuple[str, ...] = ()  # texts, or special tokens by their text
 
@@ -208,7 +205,7 @@ def stream_texts(
     streams = [TextStream(trained.tokenizer, prompt, stop_ids, request.stops) for prompt in prompts]
     timing.prompt_tokens += sum(map(len, prompts))
     begin = time.perf_counter()
-    steps = generate(trained.model, prompts, request.max_tokens, device, request.sampling)
+    steps = generate(trained.model, prompts, request.max_tokens, device, request)
     for number, tokens in enumerate(steps, start=1):
         if number == 1:
             timing.prompt_seconds += (first := time.perf_counter()) - begin
@@ -245,8 +242,8 @@ def continue_many(
         batch = prompts[first : first + batch_size]
         ids = [trained.tokenizer.encode(prompt) for prompt in batch]
         texts, finished, printed = [""] * len(batch), [False] * len(batch), 0
-        sampling = replace(request.sampling, seed=request.sampling.seed + first)
-        for row, text, done in stream_texts(trained, ids, replace(request, sampling=sampling), device, timing):
+        seeded = replace(request, seed=request.seed + first)
+        for row, text, done in stream_texts(trained, ids, seeded, device, timing):
             texts[row] += text
             finished[row] = done
             while printed < len(batch) and finished[printed]:
@@ -347,10 +344,11 @@ def main(argv: list[str]) -> None:
     if arguments.compile:
         compile_blocks(trained.model)
     request = Request(
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        seed=arguments.seed,
         max_tokens=arguments.max_tokens,
-        sampling=Sampling(
-            temperature=arguments.temperature, top_k=arguments.top_k, top_p=arguments.top_p, seed=arguments.seed
-        ),
         stop_ids=frozenset({trained.tokenizer.eos_id}) | (trained.chat.stop_ids if arguments.chat else frozenset()),
         stops=tuple(arguments.stop),
     )

@@ -18,7 +18,7 @@ import torch
 
 from checkpoint.hf import trained_positions
 from config import ConfigError, TitaniteError, close_match, command_line
-from generate import Request, Sampling, Timing, stream_texts
+from generate import Request, Timing, stream_texts
 from models.scoring import Pair, log_likelihoods
 from parallel.comm import device_type
 from records import output_file, write_output
@@ -44,10 +44,6 @@ class HarnessModel(TemplateLM):
         super().__init__()
         self.trained, self.batch_size, self.max_seq_len = trained, batch_size, max_seq_len
         self._device = device
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
 
     @property
     def eot_token_id(self) -> int:
@@ -106,7 +102,7 @@ class HarnessModel(TemplateLM):
                 prompts = [self.tok_encode(requests[i].args[0])[-room:] for i in batch]
                 texts = [""] * len(batch)
                 # Repeats of a question differ: each has a seed of its own.
-                seeded = replace(asked, sampling=replace(asked.sampling, seed=first))
+                seeded = replace(asked, seed=first)
                 for row, piece, _ in stream_texts(self.trained, prompts, seeded, self.device, Timing()):
                     texts[row] += piece
                 answers.update(zip(batch, texts, strict=True))
@@ -114,14 +110,11 @@ class HarnessModel(TemplateLM):
 
     def _request(self, options: dict[str, Any]) -> Request:
         options = normalize_gen_kwargs(options)
-        sampling = Sampling(
+        return Request(
             temperature=options.get("temperature", 1.0) if options["do_sample"] else 0.0,
             top_k=options.get("top_k", 0),
             top_p=options.get("top_p", 1.0),
-        )
-        return Request(
             max_tokens=options["max_gen_toks"],
-            sampling=sampling,
             stop_ids=frozenset({self.eot_token_id}),
             stops=tuple(filter(None, options["until"])),
         )

@@ -99,10 +99,10 @@ def test_every_answer_is_what_the_harness_gives_for_transformers(imported: Path)
 def test_options_mean_what_the_harness_means_by_them(imported: Path) -> None:  # noqa: F811
     ours, _ = both_models(imported)
     asked = {"until": "\n", "max_new_tokens": 7}
-    assert ours._request(asked).sampling.temperature == 0
+    assert ours._request(asked).temperature == 0
     assert ours._request(asked).max_tokens == 7
-    assert ours._request(asked | {"temperature": 0.7}).sampling.temperature == 0.7
-    assert ours._request(asked | {"temperature": 0.7, "do_sample": False}).sampling.temperature == 0
+    assert ours._request(asked | {"temperature": 0.7}).temperature == 0.7
+    assert ours._request(asked | {"temperature": 0.7, "do_sample": False}).temperature == 0
     drawn = {"temperature": 2.0, "do_sample": True, "max_gen_toks": 12}
     repeats = [Instance("generate_until", {}, ("Hello", drawn), 0) for _ in range(10)]
     assert len(set(ours.generate_until(repeats))) > 7, "in batches of 4"
