@@ -7,7 +7,7 @@ Shapes: B batch   N query heads   K key/value heads   S this rank's tokens   T a
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -53,24 +53,15 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, group_name: str) -> tuple[Te
     Takes this rank's q [B, N, S, H], k and v [B, K, S, H]; returns [B, N, S, H] and log-sum-exp [B, N, S] (float32).
     Only one other rank's keys and values are held at a time.
     """
-    group = _group(group_name)
-    rank, size = group.rank(), group.size()
-    q, kv = q.contiguous(), torch.stack((k, v))
+    q = q.contiguous()
     out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device=q.device)
-    for step in range(size):
-        if step < size - 1:
-            kv_next, transfer = _pass_on(kv, group)
-        queries, keys = _halves(step, rank, q.shape[2])
-        k_part, v_part = _for_each_query_head(kv[:, :, :, keys], q.shape[1])
-        part, part_lse = _flash(q[:, :, queries], k_part, v_part, causal=step == 0)
+    for queries, _, (k_part, v_part), causal in _ring(k, v, q.shape[1], _group(group_name)):
+        part, part_lse = _flash(q[:, :, queries], k_part, v_part, causal=causal)
         merged = torch.logaddexp(lse[:, :, queries], part_lse)
         out[:, :, queries] *= (lse[:, :, queries] - merged).exp()[..., None]
         out[:, :, queries] += part.float() * (part_lse - merged).exp()[..., None]
         lse[:, :, queries] = merged
-        if step < size - 1:
-            _wait(transfer)
-            kv = kv_next
     return out.to(q.dtype), lse
 
 
@@ -80,27 +71,37 @@ def ring_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v. Those of k and v travel the ring with them, and arrive home after a full turn."""
     group = _group(group_name)
-    rank, size = group.rank(), group.size()
-    kv = torch.stack((k, v))
     dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-    dkv = torch.zeros(kv.shape, dtype=torch.float32, device=q.device)
-    for step in range(size):
-        if step < size - 1:
-            kv_next, transfer = _pass_on(kv, group)
-        queries, keys = _halves(step, rank, q.shape[2])
+    dkv = torch.zeros((2, *k.shape), dtype=torch.float32, device=q.device)
+    for queries, keys, of_keys, causal in _ring(k, v, q.shape[1], group):
         of_queries = [x[:, :, queries].contiguous() for x in (grad, q, out, lse)]
-        of_keys = _for_each_query_head(kv[:, :, :, keys], q.shape[1])
-        part_q, *part_kv = _flash_backward(of_queries, of_keys, causal=step == 0)
+        part_q, *part_kv = _flash_backward(of_queries, of_keys, causal=causal)
         dq[:, :, queries] += part_q
         shared = torch.stack(part_kv).unflatten(2, (k.shape[1], -1))
         dkv[:, :, :, keys] += shared.sum(3, dtype=torch.float32)
         dkv, home = _pass_on(dkv, group)
         _wait(home)
+    dk, dv = dkv.to(k.dtype)
+    return dq.to(q.dtype), dk, dv.clone()
+
+
+def _ring(
+    k: Tensor, v: Tensor, n_heads: int, group: dist.ProcessGroup
+) -> Iterator[tuple[slice, slice, tuple[Tensor, Tensor], bool]]:
+    """What a rank computes at each step of the ring, while the next keys and values are on their way to it.
+
+    (Which of its queries, which of the keys that are there, these keys and their values for each of `n_heads` query
+    heads, whether causal.)
+    """
+    size, kv = group.size(), torch.stack((k, v))
+    for step in range(size):
+        if step < size - 1:
+            kv_next, transfer = _pass_on(kv, group)
+        queries, keys = _halves(step, group.rank(), k.shape[2])
+        yield queries, keys, _for_each_query_head(kv[:, :, :, keys], n_heads), step == 0
         if step < size - 1:
             _wait(transfer)
             kv = kv_next
-    dk, dv = dkv.to(k.dtype)
-    return dq.to(q.dtype), dk, dv.clone()
 
 
 def _halves(step: int, rank: int, length: int) -> tuple[slice, slice]:
