@@ -54,8 +54,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
     """Run `config` to its last step; `after_step(step)` is called at the end of each, for benchmarks and tests."""
     # -- what can go wrong is found here, before any process group starts and any byte is written
     environment = launch_environment()
-    rank, world_size, training = environment.rank, environment.world_size, config.training
-    init_timeout = config.comm.init_timeout_seconds
+    rank, world_size, training, comm = environment.rank, environment.world_size, config.training, config.comm
     configure_logging(config.metrics.log_ranks, rank, world_size)
     dims = ParallelDims.from_config(config.parallelism, world_size)
     dp_rank = dims.dp_rank(rank)
@@ -78,7 +77,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
     if config.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses to be deterministic
     torch.use_deterministic_algorithms(config.run.deterministic)
-    device = init_distributed(environment, config.comm)
+    device = init_distributed(environment, comm)
     dataloader.check_ranks()
     mesh = dims.build_mesh(device.type)
     initial, places = partial(check_initial_load, config.checkpoint, identity), partial(check_places, config.checkpoint)
@@ -98,7 +97,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         flops_per_token = model.flops_per_token(training.seq_len)  # type: ignore[operator]
         logger.info(f"model {config.model.name} {config.model.flavor}: {n_parameters:,} parameters")
         parts = spec.apply_parallelism(model, mesh, config)
-        set_timeout(init_timeout)
+        set_timeout(comm.init_timeout_seconds)
         del model  # a pipeline holds only parts of it
         watchdog.enter("init")
         home = torch.device("cpu") if config.parallelism.cpu_offload else device
@@ -138,7 +137,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
             dataloader.open_ledger(folder)
         metrics = MetricsLogger(config, folder, rank, device, first_step=step, flops_per_token=flops_per_token)
         bad_steps = BadSteps(config.failures, folder, step, config.checkpoint.enable)
-        stragglers = Stragglers(device, init_timeout) if config.failures.straggler_interval else None
+        stragglers = Stragglers(device, comm.init_timeout_seconds) if config.failures.straggler_interval else None
 
     def forward_backward(microbatches: list[Batch], n_tokens: Tensor) -> list[Tensor]:
         losses = []
@@ -170,7 +169,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
     updated = step  # the last step that the weights have seen
     unchecked: dict[int, Tensor] = {}  # step → loss and gradient norm, since the host last looked
     with (
-        StopRequest(folder, environment, init_timeout) as stop,
+        StopRequest(folder, environment, comm.init_timeout_seconds) as stop,
         watchdog,
         profile(config.profiling, folder / "profile", rank, step) as profiler,
     ):
@@ -239,8 +238,8 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
                 gc.freeze()  # all that stays is there: what is collected from now on is little
                 watchdog.enter("start")
                 dist.barrier()  # so that none is bound by the new limit while another still compiles
-                set_timeout(config.comm.train_timeout_seconds, apart=checkpoint.ranks.group)  # which has its own
-                watchdog.limit_seconds = config.comm.train_timeout_seconds
+                set_timeout(comm.train_timeout_seconds, apart=checkpoint.ranks.group)  # which has its own
+                watchdog.limit_seconds = comm.train_timeout_seconds
             if step % training.gc_interval == 0:
                 gc.collect()
             if profiler:
