@@ -187,10 +187,7 @@ class CheckpointManager:
                 self.save(0)
             return 0
         if self.upload_store and self.ranks.broadcast(bool(neighbours.others)):
-            # On nodes' own disks no rank finds all that it reads: one of them writes what all have, as a step number.
-            newest = self.upload_store, candidates[0][1]
-            if newest not in candidates and self._make_up(*newest):
-                candidates = [newest, *candidates]
+            candidates = self._upload_newest(self.upload_store, candidates)
         advice = ". Nothing is started anew: to do so, name another run.folder"
         fill = partial(self._fill, random_state(self.device))
         opened, self.damaged = load_newest(candidates, self.ranks, fill, advice)
@@ -200,8 +197,23 @@ class CheckpointManager:
         if is_full:  # the start before was killed between a commit and the removal that makes room for the next
             self._remove_superfluous(self.store, opened.name, is_newer=False)
         if self.upload_store and (self.upload_store, opened.name) not in candidates:  # an earlier start ended before
-            self._start(partial(self._make_up, self.upload_store, opened.name))
+            pieces = pieces_of(opened.index, self.ranks.rank, self.ranks.size)
+            self._start(partial(self._make_up, self.upload_store, opened.name, lambda: pieces))
         return opened.manifest["step"]
+
+    def _upload_newest(self, store: Store, candidates: list[tuple[Store, str]]) -> list[tuple[Store, str]]:
+        """`candidates`, before them the newest in `store` where it was not yet: each rank copies its files there now.
+
+        On disks of nodes no rank finds all that it reads: a step of the optimizer, say, is written by one rank for all.
+        """
+        newest = candidates[0][1]
+
+        def pieces() -> Written:
+            _, index = self.ranks.from_rank_0(lambda: open_one(self.store, newest))
+            return pieces_of(index, self.ranks.rank, self.ranks.size)
+
+        is_new = (store, newest) not in candidates and self._make_up(store, newest, pieces)
+        return [(store, newest), *candidates] if is_new else candidates
 
     def _find(self, neighbours: Neighbours) -> list[tuple[Store, str]]:
         """The checkpoints of this run, newest first. Raises CheckpointError if none is seen where one has been."""
@@ -451,12 +463,10 @@ class CheckpointManager:
         logger.info(f"checkpoint {name} uploaded to {store.url} {time.monotonic() - started:.1f} s after its start")
         self._remove_superfluous(store, name, is_newer)
 
-    def _make_up(self, store: Store, name: str) -> bool:
+    def _make_up(self, store: Store, name: str, pieces: Callable[[], Written]) -> bool:
         """Upload what an earlier start did not. Damage in what no rank has needed must not end each start anew."""
-        started = time.monotonic()
         try:
-            _, index = self.ranks.from_rank_0(lambda: open_one(self.store, name))
-            self._upload(store, name, pieces_of(index, self.ranks.rank, self.ranks.size), started, is_newer=False)
+            self._upload(store, name, pieces(), time.monotonic(), is_newer=False)
             return True
         except DamagedError as error:
             if self.ranks.rank == 0:
