@@ -57,17 +57,17 @@ def plan_save(state: State, ranks: Ranks) -> Plan:
     planner.set_up_planner(state, is_coordinator=ranks.rank == 0)
     local = planner.create_local_plan()
     pieces = ranks.gather([tuple(_piece(item, local.planner_data)) for item in local.items])
+    chosen: list[list[list[int]]] = []
     index = None
 
-    def choose() -> list[list[list[int]]]:
-        nonlocal index  # which is large, and stays here
+    def choose() -> None:
+        nonlocal chosen, index  # which are large: each rank is sent its own part, and the index stays here
         all_pieces = [[Piece._make(piece) for piece in own] for own in pieces]
         chosen = _share_out(all_pieces)
         index = build_template(_describe(all_pieces, chosen))
-        return chosen
 
-    own_files = ranks.from_rank_0(choose)[ranks.rank]
-    return Plan([[local.items[number] for number in file] for file in own_files], index)
+    ranks.from_rank_0(choose)
+    return Plan([[local.items[number] for number in file] for file in ranks.scatter(chosen)], index)
 
 
 def split_rows(path: tuple[str, ...], dtype: torch.dtype, shape: Sequence[int], piece_bytes: int) -> list[Piece]:

@@ -1,7 +1,7 @@
 """The few collectives that checkpoints need, on objects, over a group of their own; and errors agreed by all ranks."""
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -37,6 +37,14 @@ class Ranks:
         values: list[Any] | None = [None] * self.size if self.rank == 0 else None
         dist.gather_object(value, values, dst=0, group=self.group)
         return values or []
+
+    def scatter(self, values: Sequence[T]) -> T:
+        """Entry number `rank` of rank 0's `values`."""
+        if self.group is None:
+            return values[0]
+        box: list[Any] = [None]
+        dist.scatter_object_list(box, list(values) if self.rank == 0 else None, src=0, group=self.group)
+        return box[0]
 
     def together(self, step: Callable[[], T]) -> T:
         """Run `step` on every rank. Where it fails on some, one and the same error is raised on all.

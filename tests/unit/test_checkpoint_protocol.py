@@ -160,6 +160,9 @@ class Member(Ranks):
     def gather(self, value: Any) -> list[Any]:
         return self._exchange("gather", [] if self.rank else range(self.size), {0: value})
 
+    def scatter(self, values: Sequence[Any]) -> Any:
+        return self._exchange("scatter", [0], dict(enumerate(values)) if self.rank == 0 else {})[0]
+
 
 # ---------------------------------------------------------------- what the histories happen to
 
