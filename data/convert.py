@@ -166,6 +166,7 @@ def convert(
         written: dict[str, list[WrittenShard]] = {split: [] for split in SPLITS}
         for split, enough in _gathered(documents, int(shard_mb * 2**20)):
             written[split].append(_write(folder, split, len(written[split]), enough, int(block_mb * 2**20)))
+            del enough  # or it would be kept while the next is gathered
         return write_manifest(folder, chosen, list(chain.from_iterable(written.values())))
 
 

@@ -132,15 +132,19 @@ class DataLoader:
     def next_step(self) -> list[Batch]:
         """The microbatches of the next optimizer step of this rank. Raises DataError, StorageError."""
         begin = time.perf_counter()
-        batches = self._take_step()
-        while self._bad_blocks and self._bad_blocks.agree():
-            self._stop_prefetch()
-            self._bad_blocks.mask()
-            # Again: this rank may have read what another could not, or it could itself before.
+        try:
             batches = self._take_step()
-        if self._ledger:
-            tokens = (batch.tokens.numpy() for batch in batches)
-            self._ledger.step(self._place.samples, tokens, self.state_dict()["masked"])
+            while self._bad_blocks and self._bad_blocks.agree():
+                self._stop_prefetch()
+                self._bad_blocks.mask()
+                # Again: this rank may have read what another could not, or it could itself before.
+                batches = self._take_step()
+            if self._ledger:
+                tokens = (batch.tokens.numpy() for batch in batches)
+                self._ledger.step(self._place.samples, tokens, self.state_dict()["masked"])
+        except BaseException:
+            self._stop_prefetch()  # a further call tries the same step again
+            raise
         self._place = self._place._replace(samples=self._place.samples + self._shape.samples)
         self.wait_seconds = time.perf_counter() - begin
         return batches
@@ -218,15 +222,11 @@ class DataLoader:
         if self._upcoming is None:
             self._upcoming = self._steps()
         depth = self._config.data.prefetch_steps
-        try:
-            if not depth:
-                return next(self._upcoming)
-            while len(self._ahead) <= depth:  # the step that is asked for, and so many after it
-                self._ahead.append(self._prefetcher.submit(next, self._upcoming))
-            return self._ahead.popleft().result()
-        except BaseException:
-            self._stop_prefetch()  # a further call tries again
-            raise
+        if not depth:
+            return next(self._upcoming)
+        while len(self._ahead) <= depth:  # the step that is asked for, and so many after it
+            self._ahead.append(self._prefetcher.submit(next, self._upcoming))
+        return self._ahead.popleft().result()
 
     def _stop_prefetch(self) -> None:
         self._prefetcher.shutdown(cancel_futures=True)  # waits for the step that it is at

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from itertools import pairwise, zip_longest
+from itertools import accumulate, pairwise, zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -75,12 +75,13 @@ class Stream:
         done = 0
         for window, documents, begins, ends in self._parts(start, there):
             blocks, starts = window.block[documents].tolist(), window.start[documents].tolist()
-            for block, first, begin, end in zip(blocks, starts, begins, ends, strict=True):
-                parts.append(window.values[block][first + begin : first + end])
-                stop = done + end - begin
-                if block in window.masked:
-                    masked.append(slice(done, stop))
-                done = stop
+            places = zip(blocks, starts, begins, ends, strict=True)
+            own = [window.values[block][first + begin : first + end] for block, first, begin, end in places]
+            if window.masked:
+                bounds = pairwise(accumulate(map(len, own), initial=done))
+                masked += [slice(*pair) for block, pair in zip(blocks, bounds, strict=True) if block in window.masked]
+            parts += own
+            done += sum(map(len, own))
         if there < count:
             parts.append(np.zeros(count - there, self.split.dtype))
             masked.append(slice(there, count))
