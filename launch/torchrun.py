@@ -13,10 +13,12 @@ import sys
 import threading
 from functools import partialmethod
 from pathlib import Path
+from types import FrameType
 from unittest import mock
 
 from torch.distributed import DistError, TCPStore
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import (
@@ -58,6 +60,15 @@ def launch(argv: list[str]) -> int:
         finally:
             waiting.cancel()
 
+    handle = api._terminate_process_handler
+
+    def handle_once(number: int, frame: FrameType | None) -> None:
+        # Each would end a wait for the ranks to save: torch (2.11 to 2.15) has two. A second Ctrl-C is meant to.
+        if number != signal.SIGINT:
+            for repeated in ASKING:
+                signal.signal(repeated, signal.SIG_IGN)
+        handle(number, frame)
+
     make_agent = partialmethod(LocalElasticAgent.__init__, exit_barrier_timeout=END_SECONDS)
     handled = "SIGTERM,SIGINT,SIGQUIT,SIGUSR1"  # the last, Slurm's warning, would else kill torchrun, and so the ranks
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # torchrun would undo what nohup has done
@@ -70,6 +81,7 @@ def launch(argv: list[str]) -> int:
             mock.patch.object(DynamicRendezvousHandler, "next_rendezvous", next_with_a_new_store),
             mock.patch.object(c10d_rendezvous_backend, "_create_tcp_store", create_answering_store),
             mock.patch.object(LocalElasticAgent, "__init__", make_agent),
+            mock.patch.object(api, "_terminate_process_handler", handle_once),
         ):
             main([f"--signals-to-handle={handled}", *alone, *argv])
     except ChildFailedError as error:
@@ -126,6 +138,7 @@ def _first_failure(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFai
     return first, failures[first]
 
 
+ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # for an end, with a checkpoint
 ANSWER_SECONDS = 150  # for the store of the c10d rendezvous; connecting to it may take 60, twice
 END_SECONDS = 60  # that torchruns wait for the end of all, not torch's 300: one that a signal has ended does not come
 USER_ERROR = 2  # the exit code of train.py for a mistake that it has explained

@@ -303,6 +303,25 @@ def test_slurms_warning_to_torchrun_reaches_the_ranks(tmp_path: Path) -> None:
     assert (tmp_path / "asked").exists()
 
 
+def test_a_torchrun_that_is_asked_to_end_again_and_again_waits_for_its_ranks_to_save(tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import os, pathlib, signal, threading, time\n"
+        "asked, torchrun = threading.Event(), os.getppid()\n"
+        "signal.signal(signal.SIGTERM, lambda *_: asked.set())\n"
+        "os.kill(torchrun, signal.SIGTERM)\n"
+        "assert asked.wait(60)\n"
+        "for _ in range(50):\n"
+        "    for name in ('SIGTERM', 'SIGUSR1'):\n"
+        "        os.kill(torchrun, getattr(signal, name))\n"
+        "    time.sleep(0.01)\n"  # else many would count as one
+        "pathlib.Path(__file__).with_name('saved').write_text(str(os.getppid() == torchrun))\n"
+    )
+    code, said = run(ROOT, sys.executable, "-m", "launch.torchrun", "--standalone", "--nproc-per-node=1", str(script))
+    assert code == 128 + signal.SIGTERM, said
+    assert (tmp_path / "saved").read_text() == "True"
+
+
 def test_a_torchrun_that_a_signal_ended_is_not_long_awaited_by_the_others(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text(
