@@ -92,13 +92,19 @@ def recorded_model(identity: Mapping[str, Any]) -> tuple[ModelSpec, Any]:
 
 
 def build_model(spec: ModelSpec, flavor: Any) -> nn.Module:
-    """The model on the meta device: shapes only, no memory. Raises ConfigError if not all it has are parameters."""
+    """The model on the meta device: shapes, no memory. Raises ConfigError for a buffer, or a weight of two names."""
     with torch.device("meta"):
         model = spec.model(flavor)
     if buffers := [name for name, _ in model.named_buffers()]:
         raise ConfigError(
             f"{type(model).__name__} has a buffer, {buffers[0]}: nothing would fill it, only parameters get initial "
             "values; compute it in forward, or make it a parameter"
+        )
+    names = {name for name, _ in model.named_parameters()}
+    if others := [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in names]:
+        raise ConfigError(
+            f"{type(model).__name__} has {others[0]}, a weight that has another name, too: each would get memory of "
+            "its own and train apart; let forward use one module in both places, as Llama does its tied embeddings"
         )
     return model
 

@@ -164,6 +164,30 @@ def test_a_model_with_a_buffer_is_refused() -> None:
         build_model(spec, dataclasses.replace(FLAVORS["tiny"], vocab_size=64))
 
 
+class TiedByName(Llama):
+    def __init__(self, config: LlamaConfig):
+        super().__init__(config)
+        assert self.output is not None
+        assert self.tok_embeddings is not None
+        self.output.weight = self.tok_embeddings.weight
+
+
+class SharedLayer(Llama):
+    def __init__(self, config: LlamaConfig):
+        super().__init__(config)
+        self.layers["1"].feed_forward = self.layers["0"].feed_forward
+
+
+@pytest.mark.parametrize(
+    ("model", "name"), [(TiedByName, "output.weight"), (SharedLayer, "layers.1.feed_forward.w1.weight")]
+)
+def test_a_weight_of_two_names_is_refused(model: type[Llama], name: str) -> None:
+    """Where it gets its memory each name would get a weight of its own, and one process trains both without a word."""
+    spec = dataclasses.replace(MODELS["llama"], model=model)
+    with pytest.raises(ConfigError, match=f"{model.__name__} has {name}, a weight that has another name"):
+        build_model(spec, dataclasses.replace(FLAVORS["tiny"], vocab_size=64))
+
+
 class NormedHeads(Llama):
     """With a norm of each head's queries, of which tensor parallelism gives a rank some."""
 
