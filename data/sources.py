@@ -193,12 +193,12 @@ def plan_units(files: Sequence[File]) -> list[Unit]:
                 group, group_bytes = [], 0
         elif kind == "parquet":
             units += _row_group_units(file, unit_bytes)
-        elif compression:
-            units.append(Unit((file,), bytes=file.size))
-        else:
+        elif kind == "jsonl" and not compression:
             for start in range(0, file.size, unit_bytes):
                 stop = min(start + unit_bytes, file.size)
                 units.append(Unit((file,), start, stop, stop - start))
+        else:
+            units.append(Unit((file,), bytes=file.size))
     if group:
         units.append(Unit(tuple(group), bytes=group_bytes))
     return units

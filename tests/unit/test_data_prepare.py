@@ -192,6 +192,14 @@ def test_more_units_than_files_may_be_open(texts, tokenizer_folder, tmp_path):
     assert Counter(decoded(tmp_path / "out", "train") + decoded(tmp_path / "out", "validation")) == Counter(texts)
 
 
+def test_a_format_that_nothing_can_cut_is_read_as_a_whole(monkeypatch):
+    """As one of a fork: what reads a file to its end would give each document once for every unit."""
+    monkeypatch.setattr(sources, "UNIT_BYTES", 10)
+    monkeypatch.setitem(sources.KINDS, ".csv", "csv")
+    file = sources.File("a.csv", 25)
+    assert sources.plan_units([file]) == [sources.Unit((file,), bytes=25)]
+
+
 def test_small_files_share_units(monkeypatch):
     """A unit is closed by the file that fills it; empty files fill none."""
     monkeypatch.setattr(sources, "UNIT_BYTES", 10)
