@@ -16,7 +16,7 @@ def float8_plan(module: nn.Module, plan: Mapping[str, ParallelStyle], device_typ
     """`plan` with torchao's float8 styles wherever `module` was converted.
 
     A gathered input is cast once for all the layers that read it, so its readers must all be converted; where some
-    are not, the input stays in high precision.
+    are not, or have a style of a model's own, which keeps it, the input stays in high precision.
     """
     from torchao.float8.float8_linear import Float8Linear
     from torchao.float8.float8_tensor_parallel import (
@@ -28,16 +28,18 @@ def float8_plan(module: nn.Module, plan: Mapping[str, ParallelStyle], device_typ
     if device_type == "cpu":
         _gather_as_bytes()
     converted = {name for name, part in module.named_modules() if isinstance(part, Float8Linear)}
-    by_columns = [name for name, style in plan.items() if isinstance(style, ColwiseParallel)]
+    by_columns = {name: style for name, style in plan.items() if isinstance(style, ColwiseParallel)}
     changed = dict(plan)
     for name, style in plan.items():
-        readers = [reader for reader in by_columns if reader.startswith(f"{name}.")]
-        if isinstance(style, PrepareModuleInput) and converted.issuperset(readers):
+        readers = {reader: own for reader, own in by_columns.items() if reader.startswith(f"{name}.")}
+        alike = all(reader in converted and type(own) is ColwiseParallel for reader, own in readers.items())
+        if isinstance(style, PrepareModuleInput) and alike:
             changed[name] = PrepareFloat8ModuleInput(
                 input_layouts=style.input_layouts, desired_input_layouts=style.desired_input_layouts
             )
-            changed |= {reader: Float8ColwiseParallel() for reader in readers}
-        elif isinstance(style, RowwiseParallel) and name in converted:
+            for reader, own in readers.items():
+                changed[reader] = Float8ColwiseParallel(output_layouts=own.output_layouts[0])
+        elif type(style) is RowwiseParallel and name in converted:
             changed[name] = Float8RowwiseParallel(output_layouts=style.output_layouts[0])
     return changed
 

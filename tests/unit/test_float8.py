@@ -9,13 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel
 
 from config import Config, ConfigError, Float8, Parallelism, Training, load_config, precomputes_scales
 from float8.convert import build_linear_config, check_float8, convert_to_float8, summarize
+from float8.tensor import float8_plan
 from models import build_model, find_model
 from models.init import init_weights
 from models.llama import FLAVORS
 from models.llama.model import Llama, LlamaConfig
+from models.llama.parallelize import BLOCK_PLAN
 
 TRAIN_CONFIGS = Path(__file__).parents[2] / "train_configs"
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
@@ -81,6 +85,21 @@ def test_weights_whose_rows_ranks_cannot_share_evenly_are_gathered_as_without_fl
         assert {name.split(".")[-1] for name in in_float8} == even, (tp, shards)
     with pytest.raises(ConfigError, match=r'fsdp_all_gather = "on": the rows of attention.wq \(64\), attention.wk'):
         convert_to_float8(build(), dataclasses.replace(settings, fsdp_all_gather="on"), 1, 3)
+
+
+class Whole(ColwiseParallel):
+    """A model's own style."""
+
+
+@pytest.mark.parametrize("own", [Whole(), ColwiseParallel(output_layouts=Replicate())], ids=["style", "layout"])
+def test_a_layer_that_is_split_in_its_own_way_stays_so(own: ColwiseParallel) -> None:
+    """As the scores of experts, which each rank is to have whole: torchao's style would leave it a part of them."""
+    model = Llama(LlamaConfig(dim=64, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=64, vocab_size=64))
+    convert_to_float8(model, Float8(enable=True, filter="all"), tp=2)
+    plan = float8_plan(model.layers["0"], BLOCK_PLAN | {"feed_forward.w3": own}, "cpu")
+    assert plan["feed_forward.w3"].output_layouts == own.output_layouts  # type: ignore[attr-defined]
+    assert isinstance(plan["feed_forward.w3"], type(own))
+    assert type(plan["attention.wq"]) is not ColwiseParallel, "the others are gathered in float8"
 
 
 def test_nothing_to_convert_is_an_error() -> None:
