@@ -226,6 +226,25 @@ def test_a_block_with_more_in_it_is_split_by_a_plan_of_its_own_or_refused() -> N
         assert said.startswith("parallelism.tp = 2: layers.0.attention.q_norm.weight is in no plan")
 
 
+class MoreOnTop(Llama):
+    def __init__(self, config: LlamaConfig):
+        super().__init__(config)
+        self.last = Linear(config.dim, config.dim, bias=False)
+
+
+def split_in_two() -> None:
+    config = Config(parallelism=Parallelism(pp=2), training=Training(param_dtype="float32"))
+    with torch.device("meta"):
+        model = MoreOnTop(dataclasses.replace(FLAVORS["tiny"], vocab_size=64))
+    with pytest.raises(ConfigError, match=r"parallelism\.pp = 2: each stage would train a last\.weight of its own"):
+        apply_parallelism(model, ParallelDims.from_config(config.parallelism, 2).build_mesh("cpu"), config)
+
+
+def test_a_weight_that_every_stage_of_a_pipeline_would_have_is_refused() -> None:
+    """A resume would take that of a stage which does not use it."""
+    run_ranks(2, split_in_two)
+
+
 @pytest.mark.parametrize(
     ("flavor", "parameters"),
     [  # as published with the models
