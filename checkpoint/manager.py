@@ -318,11 +318,11 @@ class CheckpointManager:
     def _optimizer_tensors_of(self, opened: Opened, saved: set[str]) -> dict[str, Tensor]:
         """The optimizer's tensors to be filled with those that a checkpoint has, `saved`; state it lacks is dropped."""
         allocate_optimizer_state(self.optimizer)
-        weights = parameters(self.model)
+        weights = {name: weight for name, weight in parameters(self.model).items() if weight.requires_grad}
         idle = [  # by the time of the save
             weight for weight in weights if not any(key.startswith(f"optimizer.{weight}.") for key in saved)
         ]
-        if len(idle) == len(weights):
+        if idle and len(idle) == len(weights):
             raise CheckpointError(f"{opened.url}: its optimizer state is of other weights: {min(saved)}")
         for weight in idle:
             self.optimizer.state.pop(weights[weight], None)

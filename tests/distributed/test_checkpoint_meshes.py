@@ -1,6 +1,7 @@
 """The same names and values under every wrapper: tensor and pipeline parallel, compile, recomputation, float8."""
 
 import copy
+import logging
 from collections import Counter
 from pathlib import Path
 from unittest import mock
@@ -253,18 +254,24 @@ def train_bias_late(folder, mesh, first):
 
 def test_a_first_gradient_on_one_stage_of_a_pipeline_alone_does_not_stop_the_next_save(tmp_path):
     """The ranks plan a save together, and only one of them has something new to plan."""
-    assert run_ranks(2, save_stages, str(tmp_path)) == [2, 2]
+    assert run_ranks(2, save_stages, str(tmp_path), False) == [2, 2]
 
 
-def save_stages(folder):
+def test_a_stage_of_a_pipeline_may_be_frozen(tmp_path):
+    """The first, with the lower layers: it has no state at all."""
+    assert run_ranks(2, save_stages, str(tmp_path), True) == [2, 2]
+
+
+def save_stages(folder, first_is_frozen):
     stage = nn.ModuleDict({str(dist.get_rank()): nn.Linear(4, 4)})
+    stage.requires_grad_(dist.get_rank() > 0 or not first_is_frozen)
     optimizer = torch.optim.AdamW(stage.parameters())
     config = Config(checkpoint=Checkpoint(folder=folder, timeout_seconds=5))
     settings = {"optimizer": optimizer, "dataloader": checkpoint_runs.Counter(), "identity": IDENTITY}
     manager = CheckpointManager(config, Path("unused"), model=[stage], **settings)
     for step, late in ((1, "bias"), (2, "")):
         for name, weight in stage.named_parameters():
-            if name != f"1.{late}":
+            if weight.requires_grad and name != f"1.{late}":
                 weight.grad = torch.ones_like(weight)
         optimizer.step()
         optimizer.zero_grad()
@@ -282,6 +289,18 @@ def test_state_of_other_weights_is_refused(tmp_path):
         run.train(0, 2)
     with pytest.raises(CheckpointError, match="its optimizer state is of other weights: "):
         Run(tmp_path, seed=2).checkpoint.load()
+
+
+def test_a_frozen_weight_lacks_no_state(tmp_path, caplog):
+    for step in (0, 1):
+        run = Run(tmp_path)
+        run.model.head.bias.requires_grad_(False)
+        with caplog.at_level(logging.INFO):
+            assert run.checkpoint.load() == step
+        run.step()
+        run.checkpoint.save(step + 1)
+        run.checkpoint.wait()
+    assert "no optimizer state" not in caplog.text
 
 
 def test_a_weight_with_part_of_its_state_is_refused(tmp_path):
