@@ -128,6 +128,7 @@ def tensor_plan(part: Llama) -> dict[str, ParallelStyle]:
 
 def apply_tensor_plans(part: Llama, block_plan: Mapping[str, ParallelStyle], mesh: Mesh, config: Config) -> None:
     """Share out the matmuls of the blocks and of both ends. Raises ConfigError for a weight that is in no plan."""
+    frozen = {name for name, weight in part.named_parameters() if not weight.requires_grad}
     parallelize_module(part, mesh.tp, tensor_plan(part))
     if part.config.tie_embeddings:  # the embedding's rows are the output's columns, for all of the sequence
         parallelize_module(part, mesh.tp, {"norm": WHOLE_SEQUENCE})
@@ -135,6 +136,8 @@ def apply_tensor_plans(part: Llama, block_plan: Mapping[str, ParallelStyle], mes
     for block in part.layers.values():  # each with its own plan: not all need have been converted
         plan = float8_plan(block, block_plan, mesh.tp.device_type) if in_float8 else block_plan
         parallelize_module(block, mesh.tp, dict(plan))
+    for name, weight in part.named_parameters():  # new ones, of which torch lets all be trained
+        weight.requires_grad_(name not in frozen)
     if missed := [name for name, weight in part.named_parameters() if not isinstance(weight, DTensor)]:
         raise ConfigError(
             f"parallelism.tp = {mesh.tp.size()}: {missed[0]} is in no plan for tensor parallelism, and each "

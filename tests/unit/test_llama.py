@@ -226,6 +226,25 @@ def test_a_block_with_more_in_it_is_split_by_a_plan_of_its_own_or_refused() -> N
         assert said.startswith("parallelism.tp = 2: layers.0.attention.q_norm.weight is in no plan")
 
 
+def frozen_where_shared() -> tuple[set[str], set[str]]:
+    """What is frozen before and after tensor parallelism."""
+    config = Config(parallelism=Parallelism(tp=2), training=Training(param_dtype="float32"))
+    mesh = ParallelDims.from_config(config.parallelism, 2).build_mesh("cpu")
+    with torch.device("meta"):
+        model: Any = Llama(dataclasses.replace(FLAVORS["tiny"], vocab_size=64))
+    for frozen in (model.tok_embeddings, model.layers["0"]):
+        frozen.requires_grad_(False)
+    before = {name for name, weight in model.named_parameters() if not weight.requires_grad}
+    (part,) = apply_parallelism(model, mesh, config)
+    return before, {name for name, weight in part.named_parameters() if not weight.requires_grad}
+
+
+def test_tensor_parallelism_trains_no_frozen_weight() -> None:
+    for before, after in run_ranks(2, frozen_where_shared):
+        assert before == after
+        assert len(after) == 10
+
+
 class MoreOnTop(Llama):
     def __init__(self, config: LlamaConfig):
         super().__init__(config)
