@@ -50,6 +50,11 @@ def optimizer_tensors(model_parts: Sequence[nn.Module], optimizer: torch.optim.O
                     f"optimizer state {name} is a plain tensor, of a weight that is sharded: only one rank's would be "
                     "saved; make it a DTensor, as torch.zeros_like(weight) is, or DTensor.from_local"
                 )
+            if isinstance(value, DTensor) and any(placement.is_partial() for placement in value.placements):
+                raise CheckpointError(
+                    f"optimizer state {name} has the placements {value.placements}: each rank has a part of a sum that "
+                    "cannot be saved; make the sum by redistribute, to Replicate()"
+                )
             tensors[name] = _plain(name, value)
     return tensors
 

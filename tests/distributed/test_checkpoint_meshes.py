@@ -314,7 +314,7 @@ def test_a_weight_with_part_of_its_state_is_refused(tmp_path):
 
 @pytest.mark.parametrize("saves", [False, True])
 def test_state_that_differs_between_ranks_is_refused_before_anything_is_written(tmp_path, saves):
-    """A plain tensor under a sharded weight, as a sum over its own rows; by the first step, if no save is sooner."""
+    """A sum over own rows, plain or still to be added up; by the first step, if no save is sooner."""
     run_ranks(2, keep_own_rows, str(tmp_path), saves)
     assert list(tmp_path.iterdir()) == []
 
@@ -322,9 +322,13 @@ def test_state_that_differs_between_ranks_is_refused_before_anything_is_written(
 def keep_own_rows(folder, saves):
     run = Run(folder, (2,))
     run.step()
-    weight = run.model.blocks["0"][1].weight
-    run.optimizer.state[weight]["exp_avg_row"] = run.optimizer.state[weight]["exp_avg"].to_local().sum(1)
-    with pytest.raises(
-        CheckpointError, match=r"state blocks\.0\.1\.weight\.exp_avg_row is a plain tensor, of a weight"
+    state = run.optimizer.state[run.model.blocks["0"][1].weight]
+    mean = state["exp_avg"]
+    for name, value, said in (
+        ("exp_avg_row", mean.to_local().sum(1), "is a plain tensor, of a weight"),
+        ("exp_avg_column", mean.sum(0), "has the placements .*: each rank has a part"),
     ):
-        run.checkpoint.save(1) if saves else run.checkpoint.check()
+        state[name] = value
+        with pytest.raises(CheckpointError, match=rf"state blocks\.0\.1\.weight\.{name} {said}"):
+            run.checkpoint.save(1) if saves else run.checkpoint.check()
+        del state[name]
