@@ -7,6 +7,7 @@ import argparse
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -57,16 +58,26 @@ def validate(
     Every rank must have as many batches; `stopped` is asked before each, and must say the same on all ranks.
     """
     total = torch.zeros(2, dtype=torch.float64, device=device)  # summed loss, tokens
-    for batch in batches:
-        if stopped():
-            reshard(parts)
-            return None
-        tokens, labels, positions = batch.to(device)
-        total[0] += step.forward(tokens, labels, positions) / dims.tp
-        total[1] += labels.ne(IGNORED).sum() / dims.copies
-    dist.all_reduce(total)
-    reshard(parts)
+    with _no_training(parts):
+        for batch in batches:
+            if stopped():
+                return None
+            tokens, labels, positions = batch.to(device)
+            total[0] += step.forward(tokens, labels, positions) / dims.tp
+            total[1] += labels.ne(IGNORED).sum() / dims.copies
+        dist.all_reduce(total)
     return _mean(*total.tolist())
+
+
+@contextmanager
+def _no_training(parts: list[nn.Module]) -> Iterator[None]:
+    """Without what is for training only, as dropout; after it the parameters are the shards again."""
+    for part in parts:
+        part.eval()
+    yield
+    reshard(parts)
+    for part in parts:
+        part.train()
 
 
 def _mean(summed: float, count: float) -> float:
@@ -96,10 +107,9 @@ def sample_text(
         drawn = _generate_in_parts(step, tokens, max_tokens, sampling, config.training, dims, mesh, device)
     stream = TextStream(tokenizer, tokens, frozenset({tokenizer.eos_id}), stops=())
     yield prompt
-    with torch.compiler.set_stance(stance):
+    with _no_training(parts), torch.compiler.set_stance(stance):
         for token in drawn:
             yield "" if stream.done else stream.push(token)
-    reshard(parts)
     if not stream.done:
         yield stream.finish()
 
