@@ -12,6 +12,7 @@ here, unchecked since they hold no checksums. Nothing is unpickled but the class
 
 import io
 import struct
+import threading
 import zipfile
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -72,12 +73,22 @@ def write_items(
     `on_progress` is called after each write, by several threads. Raises CheckpointError; then the file in question does
     not exist.
     """
+    ended = threading.Event()
+
+    def go_on() -> None:
+        if ended.is_set():  # by Ctrl-C, say: what is left may be gigabytes
+            raise CheckpointError(f"{join(store.url, name)}: not written to its end")
+        on_progress()
+
     with ThreadPoolExecutor(FILES) as threads:
-        written = {
-            file: threads.submit(_write_file, store, f"{name}/{file}", items, resolve, on_progress)
-            for file, items in ((file_of(rank, number), items) for number, items in enumerate(files))
-        }
-        return {file: future.result() for file, future in written.items()}
+        try:
+            written = {
+                file: threads.submit(_write_file, store, f"{name}/{file}", items, resolve, go_on)
+                for file, items in ((file_of(rank, number), items) for number, items in enumerate(files))
+            }
+            return {file: future.result() for file, future in written.items()}
+        finally:
+            ended.set()
 
 
 def commit(store: Store, name: str, plan: Plan, written: Sequence[Written], facts: Manifest) -> None:

@@ -12,7 +12,9 @@ import mmap
 import operator
 import os
 import pickle
+import threading
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PosixPath
 from unittest import mock
 
@@ -31,7 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from checkpoint import stores
+from checkpoint import storage, stores
 from checkpoint.index import Opened, cut_out, fill, read_index
 from checkpoint.list import begun
 from checkpoint.manager import check_initial_load
@@ -576,6 +578,29 @@ def test_a_write_that_fails_is_told_as_such_wherever_it_was(tmp_path, monkeypatc
         monkeypatch.setattr(stores._DirectWriter, "write", write)
         with pytest.raises(CheckpointError, match=r"\.distcp: Input/output error"):
             run.checkpoint.save(1)
+    assert list(tmp_path.glob("*/*")) == []
+
+
+def test_a_write_that_is_interrupted_ends_in_all_its_files(tmp_path, monkeypatch):
+    """As by Ctrl-C: the other file may have gigabytes to go."""
+    plan, interrupted, resolved = plan_pieces(split_rows(("x",), torch.float32, (40,), 4)), threading.Event(), []
+
+    class Threads(ThreadPoolExecutor):
+        def __exit__(self, *arguments):
+            interrupted.set()
+            super().__exit__(*arguments)
+
+    def resolve(item):
+        if item is plan.files[0][0]:
+            raise KeyboardInterrupt
+        assert interrupted.wait(20)
+        resolved.append(item)
+        return torch.zeros(1)
+
+    monkeypatch.setattr(storage, "ThreadPoolExecutor", Threads)
+    with pytest.raises(KeyboardInterrupt):
+        write_items(LocalStore(tmp_path), "one", 0, plan.files, resolve)
+    assert len(plan.files[1]) > len(resolved) == 1
     assert list(tmp_path.glob("*/*")) == []
 
 
