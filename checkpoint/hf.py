@@ -29,12 +29,12 @@ from tqdm import tqdm
 from checkpoint import safetensors as files
 from checkpoint.index import Opened
 from checkpoint.loading import check_same_names, load_newest, load_place
-from checkpoint.manifest import Manifest
+from checkpoint.manifest import MANIFEST, Manifest
 from checkpoint.planning import plan_pieces, split_rows
 from checkpoint.ranks import Ranks
 from checkpoint.state import model_tensors
 from checkpoint.storage import commit, read_state, write_items
-from checkpoint.stores import CheckpointError, Store, open_store
+from checkpoint.stores import CheckpointError, LocalStore, Store, open_store
 from config import Model, command_line, misread, tomllib
 from data.tokenizer import TOKENIZER, Tokenizer, declared_eos, find_chat_template, load_tokenizer, parse_tokenizer
 from metrics import quiet_vain_warnings
@@ -288,6 +288,11 @@ def import_model(folder: Path, place: str, *, check: str) -> None:
     }
     if TOKENIZER not in companions:
         logger.info(f"{folder}: no {TOKENIZER}, so none is taken along")
+    if isinstance(store, LocalStore):  # by whoever is first: another import may have begun meanwhile
+        try:
+            (store.folder / name).mkdir(parents=True)
+        except OSError as error:
+            raise CheckpointError(f"{place}: cannot be made: {error.strerror}") from None
     try:
         with tqdm(total=total, unit="B", unit_scale=True, desc="import", disable=None, leave=False) as bar:
             written = write_items(store, name, 0, plan.files, read)
@@ -297,7 +302,7 @@ def import_model(folder: Path, place: str, *, check: str) -> None:
         commit(store, name, plan, [written], facts)
         load_newest([(store, name)], Ranks(), lambda opened: check_result(folder, opened, model, names, check))
     except BaseException:
-        store.remove(sorted(store.sizes(name), key=lambda file: not file.endswith("MANIFEST.json")))
+        store.remove([f"{name}/{MANIFEST}", *store.sizes(name)])
         raise
     logger.info(f"{place}: {total / 1e9:.2f} GB\n{how_to_start(place, family, flavor)}")
 
@@ -316,8 +321,8 @@ def _new_checkpoint(place: str) -> tuple[Store, str]:
     if mistake := misread(place):
         raise CheckpointError(f"{place}: {mistake}")
     parent, _, name = place.rstrip("/").rpartition("/")
-    if name in ("", ".", "..") or parent.endswith(":/"):
-        raise CheckpointError(f"{place}: name a new folder, or a prefix in a bucket")
+    if name in ("", ".", "..") or ("://" in place and parent.endswith("/")):  # in a store // is not as good as /
+        raise CheckpointError(f"{place}: name a new folder, or a prefix in a bucket after a single slash")
     store = open_store(parent or ("/" if place.startswith("/") else "."))
     if store.sizes(name):
         raise CheckpointError(f"{place}: exists; name a new checkpoint")

@@ -208,7 +208,7 @@ def test_a_model_without_a_tokenizer_is_said_to_have_none(tmp_path, tokenizer_fo
     assert caplog.text.count("hf: no tokenizer.json, so none is taken along") == 1
 
 
-@pytest.mark.parametrize("place", ["s3://bucket", "/", "..", ""])
+@pytest.mark.parametrize("place", ["s3://bucket", "s3://bucket//x", "s3://bucket/models//x/", "/", "..", ""])
 def test_a_place_that_is_none_is_refused(tmp_path, tokenizer_folder, place):
     hf_folder(tmp_path / "hf", "llama3", tokenizer_folder)
     with pytest.raises(CheckpointError, match="name a new folder"):
@@ -236,6 +236,32 @@ def test_a_folder_in_the_root_is_not_one_in_the_working_directory(tmp_path, toke
     monkeypatch.chdir(tmp_path / "here")
     with pytest.raises(CheckpointError, match=r"^/etc(: exists|/.* denied)"):  # the other is empty
         import_model(tmp_path / "hf", "/etc", check="auto")
+
+
+def test_of_two_imports_at_once_the_later_leaves_the_earlier_alone(tmp_path, tokenizer_folder, monkeypatch):
+    hf_folder(tmp_path / "hf", "llama3", tokenizer_folder)
+    place, check = str(tmp_path / "ours"), hf.files.check_shapes
+
+    def begin_another(*arguments):
+        with monkeypatch.context() as once:
+            once.setattr(hf.files, "check_shapes", check)
+            import_model(tmp_path / "hf", place, check="tensors")
+        return check(*arguments)
+
+    monkeypatch.setattr(hf.files, "check_shapes", begin_another)
+    with pytest.raises(CheckpointError, match="ours: cannot be made: File exists"):
+        import_model(tmp_path / "hf", place, check="tensors")
+    assert load_trained(place, device=CPU, dtype=torch.float32).manifest["step"] == 0
+
+
+def test_an_import_that_fails_leaves_nothing(tmp_path, tokenizer_folder, monkeypatch):
+    hf_folder(tmp_path / "hf", "llama3", tokenizer_folder)
+    for failing in ("write_items", "commit", "check_result"):
+        with monkeypatch.context() as once:
+            once.setattr(hf, failing, mock.Mock(side_effect=KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                import_model(tmp_path / "hf", str(tmp_path / "ours"), check="tensors")
+        assert not (tmp_path / "ours").exists()
 
 
 def test_who_was_not_told_the_length_says_so(tmp_path, tokenizer_folder, monkeypatch):
