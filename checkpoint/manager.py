@@ -558,18 +558,19 @@ class CheckpointManager:
         return self.ranks.broadcast({name: size for part in parts for name, size in part.items()})
 
     def _meet_neighbours(self) -> Neighbours:
-        """Which ranks share rank 0's disk, if the first place is one. Raises ConfigError if no place is shared by all.
+        """Which ranks share rank 0's disk, if the first place is one. Raises ConfigError if the last is not shared.
 
         Collective. Each rank writes its part: without such a place no other arrangement of the ranks finds all of them.
         """
-        if not _writes(self.settings) or not isinstance(self.store, LocalStore):
+        if not _writes(self.settings):
             return Neighbours("", {})
-        wait = self.settings.visibility_seconds
-        neighbours = meet_neighbours(self.store, self.ranks, 0 if self.upload_store else wait)
-        last = self.upload_store or self.store
-        others = neighbours.others if last is self.store else {}
-        if isinstance(self.upload_store, LocalStore):
-            others = meet_neighbours(self.upload_store, self.ranks, wait).others
+        last, wait = self.stores[-1], self.settings.visibility_seconds
+        met = {
+            store: meet_neighbours(store, self.ranks, wait if store is last else 0)
+            for store in self.stores
+            if isinstance(store, LocalStore)
+        }
+        others = met[last].others if isinstance(last, LocalStore) else {}
 
         def check() -> None:
             if others:
@@ -582,7 +583,7 @@ class CheckpointManager:
                 )
 
         self.ranks.from_rank_0(check)
-        return neighbours
+        return met[self.store] if isinstance(self.store, LocalStore) else Neighbours("", {})
 
     def _check_room(self, disk: str) -> bool:
         """Where the first store is a disk: for weights, two moments and, of islands, the outer momentum.

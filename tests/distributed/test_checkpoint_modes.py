@@ -395,7 +395,7 @@ def _train_on_own_disks(folder, first, last, new):
     return sorted(int(name.split("-")[1]) for name in run.checkpoint.store.folders())
 
 
-def _start_on_own_disks(folder, order, upload, full=False):
+def _start_on_own_disks(folder, order, upload, full=False, first=""):
     """What a start comes to, with a save at its first step whose copy to the second place fails, if it gets there."""
     rank, init, free_bytes = dist.get_rank(), LocalStore.__init__, LocalStore.free_bytes
 
@@ -408,7 +408,8 @@ def _start_on_own_disks(folder, order, upload, full=False):
     LocalStore.__init__ = on_own_disk  # type: ignore[method-assign]
     LocalStore.free_bytes = lambda store: 0 if full and any(store.folders()) else free_bytes(store)
     manager.copy_pieces = fail
-    run = Run(f"{folder}/near", (2,), interval=1, upload=f"{folder}/{upload}" if upload else "", visibility_seconds=0.1)
+    upload = f"{folder}/{upload}" if upload else ""
+    run = Run(first or f"{folder}/near", (2,), interval=1, upload=upload, visibility_seconds=0.1)
     try:
         step = run.checkpoint.load()
         run.train(step, step + 1)
@@ -419,8 +420,8 @@ def _start_on_own_disks(folder, order, upload, full=False):
 
 def test_disks_of_nodes_alone_are_no_place_for_checkpoints(tmp_path):
     """Of which each would hold a part: where ranks are numbered anew, none finds all of them."""
-    for upload, key in (("", "folder"), ("near-too", "upload")):
-        for message in run_ranks(2, _start_on_own_disks, str(tmp_path), (0, 1), upload):
+    for upload, key, first in (("", "folder", ""), ("near-too", "upload", ""), ("near-too", "upload", "s3://a/b")):
+        for message in run_ranks(2, _start_on_own_disks, str(tmp_path), (0, 1), upload, False, first):
             assert message.startswith(f"checkpoint.{key} = '{tmp_path}/")
             assert "have disks of their own there" in message
         assert not list(tmp_path.glob("near*/*"))
