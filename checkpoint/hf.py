@@ -29,7 +29,7 @@ from tqdm import tqdm
 from checkpoint import safetensors as files
 from checkpoint.index import Opened
 from checkpoint.loading import check_same_names, load_newest, load_place
-from checkpoint.manifest import MANIFEST, Manifest
+from checkpoint.manifest import MANIFEST, Manifest, read_small, sha256
 from checkpoint.planning import plan_pieces, split_rows
 from checkpoint.ranks import Ranks
 from checkpoint.state import model_tensors
@@ -196,9 +196,11 @@ def find_companions(opened: Opened, place: str, tokenizer: Path | None) -> tuple
     if tokenizer:
         folders = [tokenizer.parent if tokenizer.name == TOKENIZER else tokenizer]
     else:
-        inside = {path.rpartition("/")[2]: path for path in opened.store.sizes(opened.name)}
+        digests = opened.manifest.get("companions", {})
+        inside = {path.rpartition("/")[2] for path in opened.store.sizes(opened.name)} | digests.keys()
         if TOKENIZER in inside:
-            return opened.url, {file: opened.store.read(inside[file]) for file in COMPANIONS if file in inside}
+            own = [(file, digests.get(file)) for file in COMPANIONS if file in inside]
+            return opened.url, {file: read_small(opened.store, opened.name, file, digest) for file, digest in own}
         folders = [] if "://" in place else [Path(place), *Path(place).absolute().parents[:2]]
     for folder in folders:
         if (folder / TOKENIZER).is_file():
@@ -277,12 +279,14 @@ def import_model(folder: Path, place: str, *, check: str) -> None:
         return rows
 
     identity = {"name": family, **dataclasses.asdict(flavor)}
+    written_along = companions | {"model.json": (json.dumps(identity, indent=2) + "\n").encode()}
     facts = {
         "step": 0,
         "world_size": 1,
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "identity": identity,
         "dataloader": {},
+        "companions": {file: sha256(content) for file, content in written_along.items()},
         "imported": raw | {"max_position_embeddings": raw.get("max_position_embeddings", 2048)},
         "torch": torch.__version__,
     }
@@ -296,9 +300,8 @@ def import_model(folder: Path, place: str, *, check: str) -> None:
     try:
         with tqdm(total=total, unit="B", unit_scale=True, desc="import", disable=None, leave=False) as bar:
             written = write_items(store, name, 0, plan.files, read)
-        for file, content in companions.items():
+        for file, content in written_along.items():
             store.put(f"{name}/{file}", content)
-        store.put(f"{name}/model.json", (json.dumps(identity, indent=2) + "\n").encode())
         commit(store, name, plan, [written], facts)
         load_newest([(store, name)], Ranks(), lambda opened: check_result(folder, opened, model, names, check))
     except BaseException:

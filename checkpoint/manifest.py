@@ -64,13 +64,18 @@ def read_manifest(store: Store, name: str) -> Manifest:
 
 def read_metadata(store: Store, name: str, manifest: Manifest | None) -> bytes:
     """The pickled index of checkpoint `name`, as `manifest` vouches for it. Raises DamagedError."""
-    path = f"{name}/{METADATA}".lstrip("/")
+    return read_small(store, name, METADATA, None if manifest is None else manifest["metadata_sha256"])
+
+
+def read_small(store: Store, name: str, file: str, digest: str | None) -> bytes:
+    """A small file of checkpoint `name`, of the SHA-256 `digest`, if one is known. Raises DamagedError."""
+    path = f"{name}/{file}".lstrip("/")
 
     def read() -> bytes:
-        pickled = store.read(path)
-        if manifest is not None and sha256(pickled) != manifest["metadata_sha256"]:
+        content = store.read(path)
+        if digest is not None and sha256(content) != digest:
             raise ChecksumError(f"{store.url}/{path}: SHA-256 differs from the manifest's")
-        return pickled
+        return content
 
     return checked_twice(read)
 

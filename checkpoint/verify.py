@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from checkpoint.index import Opened, read_index
 from checkpoint.list import STOCK, UNCOMMITTED, look, run
-from checkpoint.manifest import MANIFEST, Manifest, read_metadata
+from checkpoint.manifest import MANIFEST, Manifest, read_metadata, read_small
 from checkpoint.retention import never_committed
 from checkpoint.storage import verify_items
 from checkpoint.stores import DamagedError, Store
@@ -18,6 +18,8 @@ from checkpoint.stores import DamagedError, Store
 def verify(store: Store, name: str, manifest: Manifest) -> int:
     """Check all of checkpoint `name`, with a progress bar. Returns the number of its items. Raises DamagedError."""
     index = read_index(read_metadata(store, name, manifest))
+    for file, digest in manifest.get("companions", {}).items():
+        read_small(store, name, file, digest)
     total = int(index.places[:, 2].sum())
     with tqdm(total=total, unit="B", unit_scale=True, desc=name[:13], disable=None, leave=False) as bar:
         verify_items(Opened(store, name, manifest, index), bar.update)

@@ -31,6 +31,7 @@ from checkpoint.planning import plan_pieces, split_rows
 from checkpoint.state import model_tensors
 from checkpoint.storage import commit, write_items
 from checkpoint.stores import CheckpointError, DamagedError, open_store
+from checkpoint.verify import verify_all
 from config import Checkpoint, Config, TitaniteError, from_dict, to_toml
 from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from models import MODELS
@@ -393,13 +394,17 @@ def test_a_wrong_result_is_found_and_leaves_nothing(tmp_path, tokenizer_folder, 
         hf.check_tensors(tmp_path / "back", opened, shapes_of(model), adapter.hf_names(flavor))
 
 
-def test_a_damaged_checkpoint_is_not_exported(tmp_path, tokenizer_folder):
+@pytest.mark.parametrize("damaged", ["__0_0.distcp", "tokenizer.json"])
+def test_a_damaged_checkpoint_is_not_exported(tmp_path, tokenizer_folder, damaged, capsys):
+    """Nor one whose tokenizer has a token of other letters."""
     hf_folder(tmp_path / "hf", "llama3", tokenizer_folder)
     import_model(tmp_path / "hf", str(tmp_path / "ours"), check="tensors")
-    file = tmp_path / "ours" / "__0_0.distcp"
-    flip_bit(file, file.stat().st_size // 2)
-    with pytest.raises(CheckpointError, match="checksum of") as caught:
+    file = tmp_path / "ours" / damaged
+    flip_bit(file, file.stat().st_size // 2 if damaged == "__0_0.distcp" else file.read_bytes().index(b"quick"))
+    with pytest.raises(CheckpointError, match=rf"ours/{damaged}: (checksum of|SHA-256)") as caught:
         export_model(str(tmp_path / "ours"), tmp_path / "back", **EXPORT)
+    assert verify_all(open_store(tmp_path / "ours"), [""]) == 1
+    assert f"DAMAGED: {file}: " in capsys.readouterr().out
     assert not isinstance(caught.value, DamagedError)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "ours"]
 
