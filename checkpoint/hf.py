@@ -305,7 +305,10 @@ def import_model(folder: Path, place: str, *, check: str) -> None:
         commit(store, name, plan, [written], facts)
         load_newest([(store, name)], Ranks(), lambda opened: check_result(folder, opened, model, names, check))
     except BaseException:
-        store.remove([f"{name}/{MANIFEST}", *store.sizes(name)])
+        try:
+            store.remove([f"{name}/{MANIFEST}", *store.sizes(name)])
+        except CheckpointError as error:  # the first error says more
+            logger.warning(f"{place}: what was written of it could not be removed: {error}")
         raise
     logger.info(f"{place}: {total / 1e9:.2f} GB\n{how_to_start(place, family, flavor)}")
 

@@ -30,7 +30,7 @@ from checkpoint.manifest import read_manifest, read_metadata
 from checkpoint.planning import plan_pieces, split_rows
 from checkpoint.state import model_tensors
 from checkpoint.storage import commit, write_items
-from checkpoint.stores import CheckpointError, DamagedError, open_store
+from checkpoint.stores import CheckpointError, DamagedError, LocalStore, open_store
 from checkpoint.verify import verify_all
 from config import Checkpoint, Config, TitaniteError, from_dict, to_toml
 from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
@@ -263,6 +263,17 @@ def test_an_import_that_fails_leaves_nothing(tmp_path, tokenizer_folder, monkeyp
             with pytest.raises(KeyboardInterrupt):
                 import_model(tmp_path / "hf", str(tmp_path / "ours"), check="tensors")
         assert not (tmp_path / "ours").exists()
+
+
+def test_why_an_import_failed_is_said_where_it_cannot_be_removed_either(
+    tmp_path, tokenizer_folder, monkeypatch, caplog
+):
+    hf_folder(tmp_path / "hf", "llama3", tokenizer_folder)
+    monkeypatch.setattr(hf, "check_result", mock.Mock(side_effect=CheckpointError("logits differ")))
+    monkeypatch.setattr(LocalStore, "remove", mock.Mock(side_effect=CheckpointError("not allowed")))
+    with pytest.raises(CheckpointError, match="logits differ"):
+        import_model(tmp_path / "hf", str(tmp_path / "ours"), check="tensors")
+    assert "ours: what was written of it could not be removed: not allowed" in caplog.text
 
 
 def test_who_was_not_told_the_length_says_so(tmp_path, tokenizer_folder, monkeypatch):
