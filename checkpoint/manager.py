@@ -32,7 +32,7 @@ from checkpoint.manifest import (
     read_manifest,
     read_metadata,
 )
-from checkpoint.names import age_seconds, files_of, new_checkpoint_name, step_of
+from checkpoint.names import age_seconds, by_step, files_of, new_checkpoint_name, step_of
 from checkpoint.planning import Plan, State, plan_save, resolver
 from checkpoint.ranks import build_ranks
 from checkpoint.retention import (
@@ -217,9 +217,10 @@ class CheckpointManager:
 
     def _find(self, neighbours: Neighbours) -> list[tuple[Store, str]]:
         """The checkpoints of this run, newest first. Raises CheckpointError if none is seen where one has been."""
-        known = ""
+        known = last = ""
         if self.saved_file.is_file():  # that it is there says enough: a kill may have cut it
-            known = f"saved {self.saved_file.read_text(encoding='utf-8', errors='replace')}"
+            last = self.saved_file.read_text(encoding="utf-8", errors="replace")
+            known = f"saved {last}"
         if self.newest_step is not None:
             known = f"saved or loaded that of step {self.newest_step}"
         deadline = time.monotonic() + self.settings.visibility_seconds
@@ -240,6 +241,10 @@ class CheckpointManager:
                     f"anew: start with rank 0 on {machine}, or name another run.folder for a new run"
                 )
             logger.warning(f"passed over: {name}, written when rank 0 was on {machine} and not uploaded to its end")
+        name = last.rpartition("/")[2]
+        if found and step_of(name) is not None and by_step(name) > by_step(found[0][1]):
+            places = ", ".join(store.url for store in self.stores)
+            logger.warning(f"passed over: {last}, the last that this run has saved, is not seen in {places}")
         steps = self.config.training.steps
         if found and (newest := step_of(found[0][1]) or 0) > steps:
             raise ConfigError(

@@ -320,6 +320,21 @@ def test_a_run_that_has_saved_never_begins_anew(tmp_path):
     assert Run(other, run_folder=run).checkpoint.load() == 2
 
 
+def test_the_last_that_was_saved_is_named_where_a_run_goes_on_from_an_older_one(tmp_path, caplog):
+    """As where its folder was moved, and a later start forgets to name the new one."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    Run(old, run_folder=tmp_path).train(0, 1)
+    shutil.copytree(old, new)
+    moved = Run(new, run_folder=tmp_path)
+    assert moved.checkpoint.load() == 1
+    moved.train(1, 2)
+    assert Run(new, run_folder=tmp_path).checkpoint.load() == 2
+    assert "passed over" not in caplog.text
+    assert Run(old, run_folder=tmp_path).checkpoint.load() == 1
+    (last,) = new.glob("step-00000002-*")
+    assert f"passed over: {last}, the last that this run has saved, is not seen in {old}" in caplog.text
+
+
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_two_runs_never_save_in_one_place(tmp_path, mode):
     """Nor does a run take the other's checkpoint for its own; a start that comes later goes on with it."""
