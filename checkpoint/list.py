@@ -77,7 +77,8 @@ def run(command: str, description: str, work: Callable[[Store, list[str]], int])
     parser.add_argument("place", help="folder or s3:// URL of a run, of checkpoints, or of one checkpoint")
     place = parser.parse_args().place
     with command_line():
-        exit_code = work(*find(place, begun))
+        # The place of a run that has the newest, the first of equal ones.
+        exit_code = work(*max(find(place, begun), key=lambda pair: max(map(by_step, pair[1]))))
     sys.exit(exit_code)
 
 

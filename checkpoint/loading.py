@@ -21,18 +21,18 @@ logger = logging.getLogger(__name__)
 
 
 def locate(place: str | Path, settings: Checkpoint | None = None) -> list[tuple[Store, str]]:
-    """(store, name) of the committed checkpoints at `place`, newest first; see `find`."""
-    store, names = find(place, committed, settings)
-    return [(store, name) for name in names]
+    """(store, name) of the committed checkpoints at `place`, newest first, in whichever store they are; see `find`."""
+    pairs = [(store, name) for store, names in find(place, committed, settings) for name in names]
+    return sorted(pairs, key=lambda pair: by_step(pair[1]), reverse=True)  # leaves equal ones in their order
 
 
 def find(
     place: str | Path, names_in: Callable[[Store], list[str]], settings: Checkpoint | None = None
-) -> tuple[Store, list[str]]:
-    """The store of a run folder, a folder of checkpoints or one checkpoint, and what `names_in` finds in it.
+) -> list[tuple[Store, list[str]]]:
+    """The stores of a run folder, a folder of checkpoints or one checkpoint, and what `names_in` finds in each.
 
-    A run's are where its config says, `checkpoint.folder`, or `checkpoint.upload` where that has newer ones or the
-    first place none. The name of a single checkpoint is empty. Raises CheckpointError if there is none.
+    A run's are where its config says, `checkpoint.folder` and `checkpoint.upload`. The name of a single checkpoint is
+    empty. Raises CheckpointError if there is none.
     """
     folder, upload = _places_of_run(Path(place) / "config.toml")
     found = []
@@ -40,11 +40,11 @@ def find(
     for url in [*first, upload] if upload else first:
         store = open_store(url, settings)
         if {MANIFEST, METADATA} & store.sizes().keys():
-            return store, [""]
+            return [(store, [""])]
         if names := names_in(store):
             found.append((store, names))
     if found:
-        return max(found, key=lambda pair: max(map(by_step, pair[1])))  # of equal ones the first place's
+        return found
     searched = f"in {folder}, its checkpoint.folder" if folder else "here, nor in its folder `checkpoints`"
     uploaded = f", nor in {upload}, its checkpoint.upload" if upload else ""
     raise CheckpointError(f"{place}: no checkpoint {searched}{uploaded}")

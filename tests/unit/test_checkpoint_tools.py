@@ -143,6 +143,9 @@ def test_a_run_may_lose_its_first_place_or_have_newer_ones_in_the_second(folder,
         shutil.copytree(folder / name, first / name)
         (store, found), *_ = locate(run)
         assert (store.url, found) == (str(place), newest)
+    assert [(store.url, name) for store, name in locate(run)] == [
+        (str(place), name) for name in (newest, older) for place in (first, folder)
+    ], "of a damaged one, as in a resume, the other copy"
     settings = {"folder": str(run / "lost"), "upload": str(run / "nothing")}
     (run / "config.toml").write_text(to_toml(from_dict({"checkpoint": settings})))
     code, text = tool("list", run)
