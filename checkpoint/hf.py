@@ -29,7 +29,7 @@ from tqdm import tqdm
 from checkpoint import safetensors as files
 from checkpoint.index import Opened
 from checkpoint.loading import check_same_names, load_newest, load_place
-from checkpoint.manifest import MANIFEST, Manifest, read_small, sha256
+from checkpoint.manifest import MANIFEST, ChecksumError, Manifest, read_small
 from checkpoint.planning import plan_pieces, split_rows
 from checkpoint.ranks import Ranks
 from checkpoint.state import model_tensors
@@ -41,6 +41,7 @@ from metrics import quiet_vain_warnings
 from models import MODELS, HuggingFace, build_model, recorded_model
 from records import output_path
 
+MODEL_FILE = "model.json"
 PIECE_BYTES = 16 << 20  # of an imported tensor: so each rank reads little more than it needs
 # What is taken along, as it is.
 COMPANIONS = (
@@ -197,10 +198,13 @@ def find_companions(opened: Opened, place: str, tokenizer: Path | None) -> tuple
         folders = [tokenizer.parent if tokenizer.name == TOKENIZER else tokenizer]
     else:
         digests = opened.manifest.get("companions", {})
-        inside = {path.rpartition("/")[2] for path in opened.store.sizes(opened.name)} | digests.keys()
+        inside = {path.removeprefix(f"{opened.name}/") for path in opened.store.sizes(opened.name)} | digests.keys()
         if TOKENIZER in inside:
             own = [(file, digests.get(file)) for file in COMPANIONS if file in inside]
-            return opened.url, {file: read_small(opened.store, opened.name, file, digest) for file, digest in own}
+            try:
+                return opened.url, {file: read_small(opened.store, opened.name, file, digest) for file, digest in own}
+            except ChecksumError as error:
+                raise ChecksumError(f"{error}; one that was changed on purpose is named by --tokenizer") from None
         folders = [] if "://" in place else [Path(place), *Path(place).absolute().parents[:2]]
     for folder in folders:
         if (folder / TOKENIZER).is_file():
@@ -279,30 +283,28 @@ def import_model(folder: Path, place: str, *, check: str) -> None:
         return rows
 
     identity = {"name": family, **dataclasses.asdict(flavor)}
-    written_along = companions | {"model.json": (json.dumps(identity, indent=2) + "\n").encode()}
+    companions[MODEL_FILE] = (json.dumps(identity, indent=2) + "\n").encode()
     facts = {
         "step": 0,
         "world_size": 1,
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "identity": identity,
         "dataloader": {},
-        "companions": {file: sha256(content) for file, content in written_along.items()},
         "imported": raw | {"max_position_embeddings": raw.get("max_position_embeddings", 2048)},
         "torch": torch.__version__,
     }
     if TOKENIZER not in companions:
         logger.info(f"{folder}: no {TOKENIZER}, so none is taken along")
-    if isinstance(store, LocalStore):  # by whoever is first: another import may have begun meanwhile
+    if isinstance(store, LocalStore):  # whoever is first has it: another import may have begun meanwhile
         try:
-            (store.folder / name).mkdir(parents=True)
+            (store.folder / name).mkdir(parents=True, exist_ok=True)
+            (store.folder / name / MODEL_FILE).touch(exist_ok=False)
         except OSError as error:
             raise CheckpointError(f"{place}: cannot be made: {error.strerror}") from None
     try:
         with tqdm(total=total, unit="B", unit_scale=True, desc="import", disable=None, leave=False) as bar:
             written = write_items(store, name, 0, plan.files, read)
-        for file, content in written_along.items():
-            store.put(f"{name}/{file}", content)
-        commit(store, name, plan, [written], facts)
+        commit(store, name, plan, [written], facts, companions)
         load_newest([(store, name)], Ranks(), lambda opened: check_result(folder, opened, model, names, check))
     except BaseException:
         try:

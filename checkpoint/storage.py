@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from types import MappingProxyType
 from typing import IO, Any, cast
 
 import numpy as np
@@ -91,22 +92,31 @@ def write_items(
             ended.set()
 
 
-def commit(store: Store, name: str, plan: Plan, written: Sequence[Written], facts: Manifest) -> None:
+def commit(
+    store: Store,
+    name: str,
+    plan: Plan,
+    written: Sequence[Written],
+    facts: Manifest,
+    companions: Mapping[str, bytes] = MappingProxyType({}),
+) -> None:
     """Write the index, then the manifest: from then on the checkpoint exists. For rank 0, after all have written.
 
-    `written` is by rank; `facts` go into the manifest as they are.
+    `written` is by rank; `facts` go into the manifest as they are, and `companions`, small files, beside it.
     """
     assert plan.index is not None
     pickled = fill(plan.index, (places for own in written for places in own.values()))
     sizes = {file: int(places[-1, :2].sum()) for own in written for file, places in own.items()}
-    sizes[METADATA] = len(pickled)
+    sizes |= {METADATA: len(pickled)} | {file: len(content) for file, content in companions.items()}
     manifest = {
         "format": FORMAT_VERSION,
         "files": dict(sorted(sizes.items())),
         "metadata_sha256": sha256(pickled),
+        "companions": {file: sha256(content) for file, content in companions.items()},
         **facts,
     }
-    store.put(f"{name}/{METADATA}", pickled)
+    for file, content in {**companions, METADATA: pickled}.items():
+        store.put(f"{name}/{file}", content)
     store.put(f"{name}/{MANIFEST}", encode_manifest(manifest))
 
 

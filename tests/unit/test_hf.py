@@ -23,8 +23,10 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from checkpoint import hf
-from checkpoint.hf import export_model, exported_model, import_model, shapes_of
+from checkpoint.hf import export_model, exported_model, find_companions, import_model, shapes_of
 from checkpoint.index import Opened, read_index
+from checkpoint.list import look
+from checkpoint.loading import locate
 from checkpoint.manager import CheckpointManager
 from checkpoint.manifest import read_manifest, read_metadata
 from checkpoint.planning import plan_pieces, split_rows
@@ -207,6 +209,11 @@ def test_a_model_without_a_tokenizer_is_said_to_have_none(tmp_path, tokenizer_fo
     (tmp_path / "hf" / "tokenizer.json").unlink()
     import_model(tmp_path / "hf", str(tmp_path / "ours"), check=check)
     assert caplog.text.count("hf: no tokenizer.json, so none is taken along") == 1
+    shutil.copytree(tokenizer_folder, tmp_path / "ours" / "export")  # no part of the checkpoint
+    ((store, name),) = locate(tmp_path / "ours")
+    opened = Opened(store, name, read_manifest(store, name), read_index(read_metadata(store, name, None)))
+    with pytest.raises(CheckpointError, match=r"ours: no tokenizer\.json in it or in the run it is of"):
+        find_companions(opened, str(tmp_path / "ours"), None)
 
 
 @pytest.mark.parametrize("place", ["s3://bucket", "s3://bucket//x", "s3://bucket/models//x/", "/", "..", ""])
@@ -242,6 +249,7 @@ def test_a_folder_in_the_root_is_not_one_in_the_working_directory(tmp_path, toke
 def test_of_two_imports_at_once_the_later_leaves_the_earlier_alone(tmp_path, tokenizer_folder, monkeypatch):
     hf_folder(tmp_path / "hf", "llama3", tokenizer_folder)
     place, check = str(tmp_path / "ours"), hf.files.check_shapes
+    (tmp_path / "ours" / "lost+found").mkdir(parents=True)  # there may be an empty folder, as of a disk of its own
 
     def begin_another(*arguments):
         with monkeypatch.context() as once:
@@ -414,8 +422,11 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path, tokenizer_folder, damage
     flip_bit(file, file.stat().st_size // 2 if damaged == "__0_0.distcp" else file.read_bytes().index(b"quick"))
     with pytest.raises(CheckpointError, match=rf"ours/{damaged}: (checksum of|SHA-256)") as caught:
         export_model(str(tmp_path / "ours"), tmp_path / "back", **EXPORT)
+    assert ("--tokenizer" in str(caught.value)) == (damaged == "tokenizer.json")
     assert verify_all(open_store(tmp_path / "ours"), [""]) == 1
     assert f"DAMAGED: {file}: " in capsys.readouterr().out
+    file.write_bytes(file.read_bytes()[:10])
+    assert f"{damaged} has 10 bytes, not " in look(open_store(tmp_path / "ours"), "")[1]
     assert not isinstance(caught.value, DamagedError)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "ours"]
 
