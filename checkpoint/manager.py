@@ -327,7 +327,7 @@ class CheckpointManager:
         idle = [  # by the time of the save
             weight for weight in weights if not any(key.startswith(f"optimizer.{weight}.") for key in saved)
         ]
-        if idle and len(idle) == len(weights):
+        if not any(key.startswith(f"optimizer.{weight}.") for key in saved for weight in self.model_bytes):
             raise CheckpointError(f"{opened.url}: its optimizer state is of other weights: {min(saved)}")
         for weight in idle:
             self.optimizer.state.pop(weights[weight], None)

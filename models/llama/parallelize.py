@@ -194,11 +194,12 @@ def fsdp_groups(part: Llama) -> list[list[nn.Module]]:
 def split_stages(model: Llama, mesh: Mesh, config: Config) -> list[Llama]:
     """The pipeline stages of this rank: copies of `model` (on the meta device) that keep some of the layers.
 
-    Raises ConfigError for a weight that more than one of them would have.
+    Raises ConfigError for a weight that more than one of them would train.
     """
     settings = config.parallelism
     dealt = ("tok_embeddings.", "layers.", "norm.", "output.")
-    if others := [name for name, _ in model.named_parameters() if not name.startswith(dealt)]:
+    trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    if others := [name for name in trained if not name.startswith(dealt)]:
         raise ConfigError(
             f"parallelism.pp = {settings.pp}: each stage would train a {others[0]} of its own, and a checkpoint keeps "
             "one of them; let split_stages give it to one stage, or set pp = 1"

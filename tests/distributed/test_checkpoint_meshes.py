@@ -277,7 +277,9 @@ def save_stages(folder, first_is_frozen):
         optimizer.zero_grad()
         manager.save(step)
         manager.wait()
-    return manager.load()
+    stage.requires_grad_(True)  # what is trained from here on begins anew
+    optimizer = torch.optim.AdamW(stage.parameters())
+    return CheckpointManager(config, Path("unused"), model=[stage], **settings | {"optimizer": optimizer}).load()
 
 
 def test_state_of_other_weights_is_refused(tmp_path):

@@ -257,6 +257,9 @@ def split_in_two() -> None:
         model = MoreOnTop(dataclasses.replace(FLAVORS["tiny"], vocab_size=64))
     with pytest.raises(ConfigError, match=r"parallelism\.pp = 2: each stage would train a last\.weight of its own"):
         apply_parallelism(model, ParallelDims.from_config(config.parallelism, 2).build_mesh("cpu"), config)
+    model.last.requires_grad_(False)  # a table, say
+    (part,) = apply_parallelism(model, ParallelDims.from_config(config.parallelism, 2).build_mesh("cpu"), config)
+    assert isinstance(part.last, Linear)
 
 
 def test_a_weight_that_every_stage_of_a_pipeline_would_have_is_refused() -> None:
