@@ -9,7 +9,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+)
 
 
 def float8_plan(module: nn.Module, plan: Mapping[str, ParallelStyle], device_type: str) -> dict[str, ParallelStyle]:
@@ -28,19 +34,24 @@ def float8_plan(module: nn.Module, plan: Mapping[str, ParallelStyle], device_typ
     if device_type == "cpu":
         _gather_as_bytes()
     converted = {name for name, part in module.named_modules() if isinstance(part, Float8Linear)}
-    by_columns = {name: style for name, style in plan.items() if isinstance(style, ColwiseParallel)}
+    reading = {n: style for n, style in plan.items() if not isinstance(style, (RowwiseParallel, SequenceParallel))}
     changed = dict(plan)
     for name, style in plan.items():
-        readers = {reader: own for reader, own in by_columns.items() if reader.startswith(f"{name}.")}
+        readers = {reader: own for reader, own in reading.items() if reader.startswith(f"{name}.")}
         alike = all(reader in converted and type(own) is ColwiseParallel for reader, own in readers.items())
-        if isinstance(style, PrepareModuleInput) and alike:
+        if type(style) is PrepareModuleInput and alike:
             changed[name] = PrepareFloat8ModuleInput(
                 input_layouts=style.input_layouts, desired_input_layouts=style.desired_input_layouts
             )
             for reader, own in readers.items():
-                changed[reader] = Float8ColwiseParallel(output_layouts=own.output_layouts[0])
+                assert isinstance(own, ColwiseParallel)
+                changed[reader] = Float8ColwiseParallel(
+                    output_layouts=own.output_layouts[0], use_local_output=own.use_local_output
+                )
         elif type(style) is RowwiseParallel and name in converted:
-            changed[name] = Float8RowwiseParallel(output_layouts=style.output_layouts[0])
+            changed[name] = Float8RowwiseParallel(
+                output_layouts=style.output_layouts[0], use_local_output=style.use_local_output
+            )
     return changed
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput
 
 from config import Config, ConfigError, Float8, Parallelism, Training, load_config, precomputes_scales
 from float8.convert import build_linear_config, check_float8, convert_to_float8, summarize
@@ -91,15 +91,38 @@ class Whole(ColwiseParallel):
     """A model's own style."""
 
 
-@pytest.mark.parametrize("own", [Whole(), ColwiseParallel(output_layouts=Replicate())], ids=["style", "layout"])
+class Router(ParallelStyle):
+    """A model's own style, of no kind that torchao has."""
+
+    def _apply(self, module: Any, device_mesh: Any) -> Any:
+        return module
+
+
+class Prepare(PrepareModuleInput):
+    """Likewise, of a layer's input."""
+
+
+@pytest.mark.parametrize(
+    "own",
+    [Whole(), ColwiseParallel(output_layouts=Replicate()), ColwiseParallel(use_local_output=False)],
+    ids=["style", "layout", "no local output"],
+)
 def test_a_layer_that_is_split_in_its_own_way_stays_so(own: ColwiseParallel) -> None:
     """As the scores of experts, which each rank is to have whole: torchao's style would leave it a part of them."""
     model = Llama(LlamaConfig(dim=64, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=64, vocab_size=64))
     convert_to_float8(model, Float8(enable=True, filter="all"), tp=2)
     plan = float8_plan(model.layers["0"], BLOCK_PLAN | {"feed_forward.w3": own}, "cpu")
-    assert plan["feed_forward.w3"].output_layouts == own.output_layouts  # type: ignore[attr-defined]
+    for what in ("output_layouts", "use_local_output"):
+        assert getattr(plan["feed_forward.w3"], what) == getattr(own, what)
     assert isinstance(plan["feed_forward.w3"], type(own))
     assert type(plan["attention.wq"]) is not ColwiseParallel, "the others are gathered in float8"
+    kept = {
+        "feed_forward.w3": Router(),
+        "attention": Prepare(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+    }
+    plan = float8_plan(model.layers["0"], BLOCK_PLAN | kept, "cpu")
+    for name in (*kept, "feed_forward", "attention.wq"):
+        assert plan[name] is (BLOCK_PLAN | kept)[name], "its readers would have float8, which not all of them know"
 
 
 def test_nothing_to_convert_is_an_error() -> None:
