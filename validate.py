@@ -72,12 +72,13 @@ def validate(
 @contextmanager
 def _no_training(parts: list[nn.Module]) -> Iterator[None]:
     """Without what is for training only, as dropout; after it the parameters are the shards again."""
+    trained = [module for part in parts for module in part.modules() if module.training]
     for part in parts:
         part.eval()
     yield
     reshard(parts)
-    for part in parts:
-        part.train()
+    for module in trained:
+        module.training = True
 
 
 def _mean(summed: float, count: float) -> float:

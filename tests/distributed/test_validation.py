@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from torch import nn
 
 from config import Config, ConfigError, Data, Model, TitaniteError, Training, load_config
 from data.loader import IGNORED, validation_batches
@@ -23,7 +24,7 @@ from tests.harness import run_ranks
 from tests.unit.test_data_tuning import folder as tuning  # noqa: F401
 from train import train
 from trained import Trained, load_trained
-from validate import as_packed, measure
+from validate import _no_training, as_packed, measure
 from validate import main as validate
 
 SEQ_LEN = 16
@@ -64,6 +65,14 @@ def last_validation(run: Path, key: str) -> dict[str, Any]:
 
 def drop_some(self: FeedForward, x: torch.Tensor) -> torch.Tensor:
     return self.w2(F.dropout(F.silu(self.w1(x)) * self.w3(x), 0.5, self.training))
+
+
+def test_what_a_model_holds_out_of_training_stays_so_after_a_validation() -> None:
+    model = nn.Sequential(nn.Dropout(), nn.Dropout())
+    model[0].eval()
+    with _no_training([model]):
+        assert not model[1].training
+    assert (model[0].training, model[1].training) == (False, True)
 
 
 def test_named_sets_are_measured_in_a_run_and_afterwards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
