@@ -66,7 +66,7 @@ def launch(argv: list[str]) -> int:
         # Each would end a wait for the ranks to save: torch (2.11 to 2.15) has two. A second Ctrl-C is meant to.
         if number != signal.SIGINT:
             for repeated in ASKING:
-                signal.signal(repeated, signal.SIG_IGN)
+                signal.signal(repeated, lambda *_: None)  # not SIG_IGN: Python complains where one is on its way
         handle(number, frame)
 
     make_agent = partialmethod(LocalElasticAgent.__init__, exit_barrier_timeout=END_SECONDS)

@@ -103,8 +103,9 @@ def build_model(spec: ModelSpec, flavor: Any) -> nn.Module:
     names = {name for name, _ in model.named_parameters()}
     if others := [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in names]:
         raise ConfigError(
-            f"{type(model).__name__} has {others[0]}, a weight that has another name, too: each would get memory of "
-            "its own and train apart; let forward use one module in both places, as Llama does its tied embeddings"
+            f"{type(model).__name__} has {others[0]}, a weight that has another name, too: where its memory is made or "
+            "shared out each name gets a weight of its own; let forward use one module in both places, as Llama does "
+            "its tied embeddings"
         )
     return model
 
