@@ -324,10 +324,12 @@ class CheckpointManager:
         """The optimizer's tensors to be filled with those that a checkpoint has, `saved`; state it lacks is dropped."""
         allocate_optimizer_state(self.optimizer)
         weights = {name: weight for name, weight in parameters(self.model).items() if weight.requires_grad}
-        idle = [  # by the time of the save
-            weight for weight in weights if not any(key.startswith(f"optimizer.{weight}.") for key in saved)
-        ]
-        if not any(key.startswith(f"optimizer.{weight}.") for key in saved for weight in self.model_bytes):
+
+        def has_state(weight: str) -> bool:
+            return any(key.startswith(f"optimizer.{weight}.") for key in saved)
+
+        idle = [weight for weight in weights if not has_state(weight)]  # by the time of the save
+        if not any(map(has_state, self.model_bytes)):
             raise CheckpointError(f"{opened.url}: its optimizer state is of other weights: {min(saved)}")
         for weight in idle:
             self.optimizer.state.pop(weights[weight], None)

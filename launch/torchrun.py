@@ -63,7 +63,7 @@ def launch(argv: list[str]) -> int:
     handle = api._terminate_process_handler
 
     def handle_once(number: int, frame: FrameType | None) -> None:
-        # Each would end a wait for the ranks to save: torch (2.11 to 2.15) has two. A second Ctrl-C is meant to.
+        # Each would end a wait for the ranks to save: torch (2.13) has two. A second Ctrl-C is meant to.
         if number != signal.SIGINT:
             for repeated in ASKING:
                 signal.signal(repeated, lambda *_: None)  # not SIG_IGN: Python complains where one is on its way
