@@ -5,7 +5,6 @@
 Takes torchrun's arguments. Exits with the code of the rank that failed first.
 """
 
-import gc
 import logging
 import os
 import signal
@@ -32,7 +31,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from torch.distributed.run import main
 
 from parallel.comm import name_launcher
-from parallel.exits import HUNG, Exit, record_exit
+from parallel.exits import HUNG, Exit, record_exit, run_and_leave
 
 
 def launch(argv: list[str]) -> int:
@@ -147,6 +146,5 @@ ENDED = (-signal.SIGTERM, 128 + signal.SIGTERM)  # of a rank that torchrun ended
 LATE_SECONDS = 10  # ... or had to kill, which it does after 30
 
 if __name__ == "__main__":
-    exit_code = launch(sys.argv[1:])
-    gc.freeze()  # Python's end would go through all that torch has ever made, for most of a second
-    sys.exit(exit_code)
+    # Python's end would take most of a second, in which one of torch's threads may complain it cannot wait for itself.
+    run_and_leave(lambda: sys.exit(launch(sys.argv[1:])))
