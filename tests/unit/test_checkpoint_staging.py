@@ -1,6 +1,7 @@
 """Host copies are of the moment they were asked for, whatever the device does next."""
 
 import threading
+from unittest import mock
 
 import pytest
 import torch
@@ -27,3 +28,45 @@ def test_copies_hold_what_was_there_before_what_waited(device):
         assert staging.copies[index].unique().tolist() == [100]
         assert staging.copies[index].is_pinned() == (device == "cuda")
         value.zero_()
+
+
+class _ThirdDevicesStream:
+    """As torch's stream of cuda:3: on CUDA every thread begins on the first device."""
+
+    device = torch.device("cuda", 3)
+
+    def __init__(self) -> None:
+        self.thread = threading.local()
+        self.contexts = [3]  # that the process has, by device
+
+    def wait_stream(self, other):
+        pass
+
+    def record_event(self):
+        return mock.Mock()
+
+    def set_device(self, index):
+        self.thread.device = index
+        self.contexts += {index} - set(self.contexts)
+
+    def set_stream(self, stream):
+        self.set_device(stream.device.index)
+
+    def __enter__(self):
+        self.thread.before = getattr(self.thread, "device", 0)
+        self.set_device(3)
+
+    def __exit__(self, *_):
+        self.set_device(self.thread.before)
+
+
+def test_a_copy_makes_no_context_on_another_device(monkeypatch):
+    stream, index, staging = _ThirdDevicesStream(), MetadataIndex("value"), Staging(torch.device("cpu"))
+    staging.stream, staging.copies[index] = stream, torch.zeros(1)  # there already: nothing can be pinned here
+    monkeypatch.setattr(torch.accelerator, "set_stream", stream.set_stream)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: None)
+    thread = threading.Thread(target=staging.prepare({index: torch.ones(1)}))
+    thread.start()
+    thread.join()
+    assert staging.copies[index].item() == 1
+    assert stream.contexts == [3]
