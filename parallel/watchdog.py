@@ -6,7 +6,6 @@ most of the time that a collective may take, its thread reads the beats of all, 
 """
 
 import contextlib
-import itertools
 import json
 import math
 import os
@@ -25,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from config import PATIENCE, Config, TitaniteError
-from parallel.comm import LaunchEnvironment, process_state, runs
+from parallel.comm import LaunchEnvironment, device_type, process_state, runs
 from parallel.exits import FILE, HUNG, Exit, record_exit
 
 T = TypeVar("T")
@@ -37,6 +36,7 @@ LOST_SECONDS = 3.0  # in which a rank that lost its connection finds out to whom
 WATCHERS = 16  # ranks, spread over all, that read all beats: in a large job all of them would ask too much of the store
 FRAMES = 10
 CHECKPOINTING = ("checkpoint", "load", "end")  # sections that may last checkpoint.timeout_seconds
+QUEUEING = ("forward/backward", "optimizer", "validation")  # in which an accelerator is given kernels
 LESS_MEMORY = (
     "a smaller training.local_batch_size or activation_checkpoint.mode = selective, full or budget needs less;"
     " python -m parallel.plan says how much"
@@ -54,7 +54,7 @@ class Beat(NamedTuple):
     step: int
     idle_seconds: float  # since it entered the section, or something has moved there
     limit_seconds: float  # that it may stay there
-    waiting: bool  # in a collective, for others
+    waiting: bool  # in a collective, for others, or maybe so: an accelerator's full queue holds its host up anywhere
     stack: list[str]  # innermost last
 
 
@@ -116,6 +116,7 @@ class Watchdog:
         self.limit_seconds: float = config.comm.init_timeout_seconds
         self._ticks, self._entered, self._count = 0, time.monotonic(), 0
         self._main, self._host = threading.get_ident(), socket.gethostname()
+        self._queueing = QUEUEING if device_type() != "cpu" else ()
         self._closed = threading.Event()
         self._last_seen: dict[int, tuple[int, float]] = {}  # rank → its count, when it changed
         self._watches = environment.rank % math.ceil(environment.world_size / WATCHERS) == 0
@@ -287,7 +288,7 @@ class Watchdog:
             step=self.step,
             idle_seconds=time.monotonic() - self._entered,
             limit_seconds=self._limit(),
-            waiting=_in_collective(stack),
+            waiting=self.section in self._queueing or _in_collective(stack),
             stack=[_short(frame) for frame in stack],
         )
         self._store.set(f"watchdog/{self.environment.rank}", json.dumps(beat))
@@ -337,12 +338,20 @@ class Watchdog:
 
 
 def _stack_of(thread: int) -> list[traceback.FrameSummary]:
-    """The innermost frames of a thread, innermost last."""
-    frames = itertools.islice(traceback.walk_stack(sys._current_frames()[thread]), FRAMES)
-    stack = [
-        traceback.FrameSummary(f.f_code.co_filename, line, f.f_code.co_name, lookup_line=False) for f, line in frames
+    """The innermost frames of a thread, innermost last, or those of the backward that it waits for.
+
+    An accelerator's backward has a thread of torch's own, whose stack does not begin in Python's `threading`.
+    """
+    others = sys._current_frames()
+    stack = list(traceback.walk_stack(others.pop(thread)))
+    if stack[0][0].f_code.co_name == "_engine_run_backward":
+        stacks = (list(traceback.walk_stack(frame)) for frame in others.values())
+        backward = (other for other in stacks if other[-1][0].f_code.co_filename != threading.__file__)
+        stack = next(backward, []) + stack
+    return [
+        traceback.FrameSummary(f.f_code.co_filename, line, f.f_code.co_name, lookup_line=False)
+        for f, line in stack[FRAMES - 1 :: -1]
     ]
-    return stack[::-1]
 
 
 def _in_collective(frames: Iterable[traceback.FrameSummary]) -> bool:

@@ -1,5 +1,6 @@
 """Verdicts of the watchdog by what the ranks say of themselves; exits, crash loops and run folders of a job."""
 
+import _thread
 import dataclasses
 import errno
 import json
@@ -94,6 +95,62 @@ def test_bytes_of_a_checkpoint_and_initial_weights_are_progress_of_who_waits_for
     watchdog.alive()
     assert (watchdog._entered > 0.0) == counts
     assert watchdog._ticks == ticks, "the ranks move different numbers of pieces"
+
+
+@pytest.mark.parametrize(
+    ("device", "section", "waiting"),
+    [
+        ("cpu", "forward/backward", False),
+        ("cuda", "data", False),
+        ("cuda", "forward/backward", True),
+        ("cuda", "optimizer", True),
+        ("cuda", "checkpoint", False),
+    ],
+)
+def test_whose_accelerators_queue_is_full_may_wait_for_others_wherever_it_is(
+    device: str, section: str, waiting: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hang inside NCCL stops each host where its queue is full: none of them must be named for that."""
+    monkeypatch.setattr("parallel.watchdog.device_type", lambda: device)
+    watchdog = Watchdog(tmp_path, LaunchEnvironment(rank=0, local_rank=0, world_size=2), Config())
+    watchdog._store = dist.HashStore()
+    watchdog.enter(section)
+    watchdog._publish()
+    assert Beat(*json.loads(watchdog._store.get("watchdog/0"))).waiting == waiting
+
+
+def test_the_stack_of_a_backward_in_torchs_own_thread_is_shown() -> None:
+    """As on CUDA, where the thread that calls backward only waits, in C++; as in a lock, which has no frame either."""
+    in_hook, in_backward, hook_over, backward_over = (_thread.allocate_lock() for _ in range(4))
+    for lock in (in_hook, in_backward, hook_over, backward_over):
+        lock.acquire()
+    main, stacks = threading.get_ident(), []
+
+    def post_backward_hook() -> None:
+        in_hook.release()
+        hook_over.acquire()
+
+    def _engine_run_backward() -> None:
+        in_backward.release()
+        backward_over.acquire()
+
+    def watch() -> None:
+        in_hook.acquire()
+        in_backward.acquire()
+        stacks.append([frame.name for frame in parallel.watchdog._stack_of(main)])
+        hook_over.release()
+        backward_over.release()
+
+    _thread.start_new_thread(post_backward_hook, ())
+    watching = threading.Thread(target=watch)
+    watching.start()
+    _engine_run_backward()
+    watching.join()
+    assert stacks[0][-3:] == [
+        test_the_stack_of_a_backward_in_torchs_own_thread_is_shown.__name__,
+        "_engine_run_backward",
+        "post_backward_hook",
+    ]
 
 
 @pytest.mark.parametrize("name", ["RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_MAX_RESTARTS"])
