@@ -5,12 +5,15 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from unittest import mock
 
 import fsspec
 import pytest
 import torch
 
-from parallel.preflight import Report, find_faults, look_around, main, time_storage, within
+from parallel import preflight
+from parallel.preflight import Report, find_faults, look_around, main, time_storage, time_transfers, within
+from tests.harness import run_ranks
 
 ROOT = Path(__file__).parents[2]
 SOUND = Report("a", {"torch": "2.13.0", "numpy": "2.0"}, 1000.0, 100.0, 0.5, 0.010, 77, [])
@@ -43,6 +46,27 @@ def test_a_slow_link_is_named() -> None:
     (fault,) = find_faults([SOUND] * 3, PAIRS | {(1, 2): 1e8}, 0)
     assert fault.startswith("rank 1 to 2 (a to a): 0.80 Gbit/s, wanted 8.00")
     assert len(find_faults([SOUND] * 3, PAIRS, expect_gbits=100)) == 3
+
+
+def transfers_by_a_clock(seconds: list[float]) -> dict[tuple[int, int], float]:
+    """The rates between two ranks whose transfers took so long, and the all-reduces a second."""
+    now = [0.0]
+    ticks = iter([tick for elapsed in [*seconds, 1.0, 1.0] for tick in (0.0, elapsed)])
+
+    def perf_counter() -> float:
+        now[0] += next(ticks)
+        return now[0]
+
+    preflight.time = mock.Mock(perf_counter=perf_counter)
+    pairs, _ = time_transfers(torch.device("cpu"))
+    return pairs
+
+
+def test_a_rank_that_comes_late_to_a_transfer_has_no_slow_link() -> None:
+    """Nor does one count that has to connect first."""
+    rates = run_ranks(2, transfers_by_a_clock, [9.0, 0.5, 0.25, 2.0, 0.5, 0.5])
+    expected = preflight.TRANSFER_BYTES / 0.25
+    assert rates == [{(0, 1): expected, (1, 0): expected}] * 2
 
 
 def test_storage_that_does_not_answer_is_a_finding() -> None:
