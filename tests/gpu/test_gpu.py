@@ -10,10 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from config import load_config
 from data.prepare import main as prepare
 from models.llama.model import attention, causal_mask
+from parallel.context import _flash, _flash_backward
+from tests.unit.test_checkpoint_staging import check_copies
 from train import train
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU and TEST_GPU=1")
@@ -86,3 +90,53 @@ def test_attention_without_documents_takes_a_fused_kernel() -> None:
         torch.cuda.synchronize()
     names = " ".join(event.name for event in profiler.events() or []).lower()
     assert "cudnn" in names or "flash" in names or "fmha" in names
+
+
+def test_an_async_save_copies_what_was_there_before_the_next_step() -> None:
+    check_copies("cuda")
+
+
+def save(dataset: Path, folder: Path, mode: str) -> None:
+    """Six steps, after each of which all is saved."""
+    arguments = [f"--data.datasets={dataset}", f"--run.folder={folder}", "--training.steps=6", "--run.deterministic"]
+    arguments += ["--checkpoint.interval=1", "--checkpoint.keep=0", f"--checkpoint.mode={mode}"]
+    train(load_config([*arguments, "--lr_scheduler.warmup_steps=1", "--validation.enable=false"]))
+
+
+def test_async_saves_hold_the_values_of_sync_ones(dataset: Path, tmp_path: Path) -> None:
+    saved: dict[str, list[torch.Tensor]] = {}
+    for mode in ("sync", "async"):
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            pool.submit(save, dataset, tmp_path / mode, mode).result()
+        tensors = saved[mode] = []
+        for folder in sorted((tmp_path / mode / "checkpoints").iterdir()):
+            dcp_to_torch_save(folder, tmp_path / "all.pt")
+            tensors += torch.utils._pytree.tree_leaves(torch.load(tmp_path / "all.pt", weights_only=True))
+    assert len(saved["sync"]) > 6 * 3
+    torch.testing.assert_close(saved["async"], saved["sync"], rtol=0, atol=0)
+
+
+def test_the_rings_kernels_put_together_are_attention() -> None:
+    """The second half of a sequence, as a rank sees it: the keys before it, then its own; and the gradients of both."""
+    check_ring_kernels("cuda")
+
+
+def check_ring_kernels(device: str) -> None:
+    torch.manual_seed(0)
+    q, k, v, grad = torch.randn(4, 2, 4, 512, 64, device=device).bfloat16()
+    half, parts = q[:, :, 256:], [(slice(0, 256), False), (slice(256, 512), True)]
+    outs, lses = zip(
+        *(_flash(half, k[:, :, keys], v[:, :, keys], causal=causal) for keys, causal in parts), strict=True
+    )
+    lse = torch.logaddexp(*lses)
+    out = sum(out.float() * (own - lse).exp()[..., None] for out, own in zip(outs, lses, strict=True)).bfloat16()
+    of_queries = [x.contiguous() for x in (grad[:, :, 256:], half, out, lse)]
+    found = [_flash_backward(of_queries, (k[:, :, keys], v[:, :, keys]), causal=causal) for keys, causal in parts]
+    (dq, *first), (dq_own, *own) = found
+    ours = out, dq + dq_own, *(torch.cat(both, dim=2) for both in zip(first, own, strict=True))
+
+    inputs = [x.float().requires_grad_() for x in (q, k, v)]
+    expected = F.scaled_dot_product_attention(*inputs, is_causal=True)[:, :, 256:]
+    dq, *rest = torch.autograd.grad(expected, inputs, grad[:, :, 256:].float())
+    for found_tensor, wanted in zip(ours, (expected, dq[:, :, 256:], *rest), strict=True):
+        torch.testing.assert_close(found_tensor.float(), wanted, rtol=2e-2, atol=2e-2)
