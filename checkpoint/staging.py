@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from checkpoint.stores import CheckpointError
+
 
 class Staging:
     """Host memory for this rank's part of a checkpoint: pinned for an accelerator, used again by every save.
@@ -54,6 +56,16 @@ class Staging:
     def _copy(self, sources: dict[MetadataIndex, Tensor]) -> None:
         for index, tensor in sources.items():
             if index not in self.copies:
-                pinned = self.stream is not None
-                self.copies[index] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+                self.copies[index] = self._allocate(tensor)
             self.copies[index].copy_(tensor, non_blocking=True)
+
+    def _allocate(self, tensor: Tensor) -> Tensor:
+        """Raises CheckpointError: CUDA's "out of memory" would be taken for the device's."""
+        try:
+            return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.stream is not None)
+        except torch.AcceleratorError as error:
+            held, more = (sum(copy.nbytes for copy in copies) / 1e9 for copies in (self.copies.values(), [tensor]))
+            raise CheckpointError(
+                f'checkpoint.mode = "async" copies to pinned memory of the host, of which it got {held:.2f} GB and no '
+                f'{more:.2f} GB more ({str(error).splitlines()[0]}); mode = "sync" needs none'
+            ) from None

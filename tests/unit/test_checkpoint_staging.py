@@ -3,10 +3,12 @@
 import threading
 from unittest import mock
 
+import pytest
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from checkpoint.staging import Staging
+from checkpoint.stores import CheckpointError
 
 
 def check_copies(device: str) -> None:
@@ -70,3 +72,19 @@ def test_a_copy_makes_no_context_on_another_device(monkeypatch):
     thread.join()
     assert staging.copies[index].item() == 1
     assert stream.contexts == [3]
+
+
+def test_memory_that_cannot_be_pinned_is_said_to_be_the_hosts(monkeypatch):
+    """By CUDA it is "out of memory". The optimizer goes on: it is the save that has failed."""
+    staging, value = Staging(torch.device("cpu")), torch.zeros(1 << 22)
+
+    def empty(*shape, pin_memory, **options):
+        raise torch.AcceleratorError("CUDA error: out of memory\nMore of it")
+
+    copy = staging.prepare({MetadataIndex("value"): value})
+    monkeypatch.setattr(torch, "empty", empty)
+    with pytest.raises(
+        CheckpointError, match=r'host, .* no 0\.02 GB more \(CUDA error: out of memory\); mode = "sync"'
+    ):
+        copy()
+    staging.wait()
