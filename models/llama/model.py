@@ -108,7 +108,8 @@ def apply_rope(x_BSNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def causal_mask(positions_BT: Tensor, queries_S: Tensor) -> Tensor | BlockMask:
     """What the tokens at the places `queries_S` of the sequence see: what is not after them, in their document.
 
-    Documents start where `positions_BT` is 0. Flex attention's block mask on CUDA, a boolean [B, 1, S, T] elsewhere.
+    Documents start where `positions_BT` is 0. Flex attention's block mask on CUDA, a boolean [B, 1, S, T] elsewhere:
+    with one, cuDNN's backward on an H100 may give NaN (torch 2.11 to 2.13, github.com/pytorch/pytorch/issues/196678).
     """
     documents_BT = (positions_BT == 0).cumsum(dim=1)
     (B, T), S = documents_BT.shape, queries_S.shape[0]
