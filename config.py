@@ -1,9 +1,9 @@
 """Every setting of a run: typed, documented, checked before anything starts.
 
-A run is described by one TOML file (which may name a `base` to start from) and
-overrides on the command line: field default < base < TOML < `--section.field=value`.
-A section is a frozen dataclass; the text under a field is its documentation, which
-`--help` prints. Nothing here imports torch, so a mistake is reported at once:
+One TOML file describes a run. It may name a `base` file to start from, and the command
+line overrides it: field default < base < TOML < `--section.field=value`. Each section is
+a frozen dataclass, and `--help` prints the text under each field. This module does not
+import torch, so it reports a mistake at once:
 
     python -m config --config train_configs/debug.toml --training.steps=100
 """
@@ -37,9 +37,9 @@ logger = logging.getLogger(__name__)
 
 
 class TitaniteError(Exception):
-    """A mistake a user can mend: the message says what, where and how; no traceback is shown.
+    """A mistake that the user can fix. The message says what, where and how; no traceback is shown.
 
-    `agreed`: raised on all ranks alike, so that one of them speaks for all.
+    `agreed`: every rank raises the same error, so only one needs to print it.
     """
 
     def __init__(self, message: str, agreed: bool = False):
@@ -48,38 +48,38 @@ class TitaniteError(Exception):
 
 
 class ConfigError(TitaniteError):
-    """The configuration, or the combination of its values, cannot be run."""
+    """A setting, or a combination of settings, that cannot be run."""
 
 
 @contextmanager
 def command_line(mistake: int = 1) -> Iterator[None]:
-    """Around all that a command does: how it ends, and with which exit code.
+    """Wrap the whole work of a command and set its exit code.
 
-    A TitaniteError is printed in one line, without a traceback, and ends it with `mistake`. Ctrl-C ends it with 130,
-    and a reader of its output who goes away, as `| head` does, with 1: both without a word.
+    A TitaniteError is printed as one line without a traceback and exits with `mistake`. Ctrl-C exits with 130. A
+    closed output pipe, as after `| head`, exits with 1. Neither of these two prints anything.
     """
     code: Any = 0
     try:
         try:
             if isinstance(sys.stdout, io.TextIOWrapper):
-                sys.stdout.reconfigure(errors="backslashreplace")  # not every locale has all letters
+                sys.stdout.reconfigure(errors="backslashreplace")  # some locales cannot encode every letter
             check_encoding(sys.argv[1:])
             with file_errors():
                 yield
         except TitaniteError as error:
-            code = f"error: {error}"  # which Python's end says, and exits with 1
-        except SystemExit as ended:  # as of --help
+            code = f"error: {error}"  # sys.exit prints it and exits with 1
+        except SystemExit as ended:  # from --help, for example
             code = ended.code
         except KeyboardInterrupt:
             code = 130
-        if sys.stdout:  # None: was closed from the start
-            sys.stdout.flush()  # at Python's end it would be too late
+        if sys.stdout:  # None if it was closed from the start
+            sys.stdout.flush()  # here, since an error while Python exits could not be caught
     except BrokenPipeError:
         poll = select.poll()
         poll.register(sys.stdout, 0)
-        if not poll.poll(0):  # somebody reads: it was another pipe
+        if not poll.poll(0):  # stdout still has a reader, so another pipe broke
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python's end will write to it once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout again when it exits
         code = code or 1
     if isinstance(code, str) and mistake != 1:
         print(code, file=sys.stderr)
@@ -90,10 +90,10 @@ def command_line(mistake: int = 1) -> Iterator[None]:
 
 @contextmanager
 def file_errors(written: object = None) -> Iterator[None]:
-    """Make a TitaniteError, of one line, of the operating system's errors in what it is around.
+    """Turn an OSError raised inside into a one-line TitaniteError.
 
-    With `written`, the file that is being written there, of all of them, as of a full disk. Else only of those that
-    name a file themselves, as of a folder that one may not enter; the others pass.
+    With `written`, the file being written, this covers every OSError, such as a full disk. Without it, it covers only
+    errors that name a file, such as a folder without access; others pass unchanged.
     """
     try:
         yield
@@ -106,7 +106,7 @@ def file_errors(written: object = None) -> Iterator[None]:
 
 
 def check_encoding(words: Sequence[str]) -> None:
-    """Refuse words of a command line that are no text: they could be neither tokenized nor recorded."""
+    """Raise ConfigError for command-line words that are not valid text, which cannot be tokenized or recorded."""
     for word in words:
         try:
             word.encode()
@@ -119,7 +119,7 @@ def check_encoding(words: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class Range:
-    """Allowed numbers, `min` and `max` included, `above` and `below` not."""
+    """Allowed numbers. `min` and `max` are included, `above` and `below` are not."""
 
     min: float = -math.inf
     max: float = math.inf
@@ -145,25 +145,25 @@ NonNegative = Annotated[float, Range(0.0)]
 Fraction = Annotated[float, Range(0.0, 1.0)]
 Decay = Annotated[float, Range(0.0, below=1.0)]
 
-REQUEST_ATTEMPTS = 5  # of each request to an object store for a checkpoint
-LONGEST_PAUSES_SECONDS = 15  # between them, together
-LARGEST = 2**53  # integer of a setting without a maximum of its own: a float can hold all below
-SLOWEST_BFLOAT16 = 0.98  # decay of a mean in bfloat16: it comes within 24 % of its input, at 0.999 it may never move
-PATIENCE = 0.8  # share of the time that a collective may take after which the watchdog finds that the job hangs
+REQUEST_ATTEMPTS = 5  # for each request to an object store for a checkpoint
+LONGEST_PAUSES_SECONDS = 15  # sum of the pauses between those attempts
+LARGEST = 2**53  # for an integer setting without its own maximum; a float holds every integer up to it
+SLOWEST_BFLOAT16 = 0.98  # decay of a bfloat16 mean: it comes within 24 % of its input; at 0.999 it may never move
+PATIENCE = 0.8  # share of a collective's timeout after which the watchdog declares the job hung
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Where the run lives and what makes it repeatable."""
+    """Where the run is stored and what makes it repeatable."""
 
     folder: str = ""
-    """Folder of this run. Empty: a new one under `outputs`. An existing one is resumed."""
+    """Folder of this run; an existing run is resumed. Empty: a new folder under `outputs`."""
     outputs: str = "outputs"
-    """Parent of the run folders that are named automatically."""
+    """Parent folder of automatically named run folders."""
     seed: Annotated[int, Range(0, 2**63 - 1)] = 0
-    """Seed of the initial weights, of the data order and of sampling."""
+    """Seed of the initial weights, the data order and sampling."""
     deterministic: bool = False
-    """Ask torch for deterministic kernels: the same bits from run to run on a GPU, at some cost in speed."""
+    """Use torch's deterministic kernels: the same bits from run to run on a GPU, at some cost in speed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,39 +173,39 @@ class Model:
     name: str = "llama"
     """Model family, a key of `models.MODELS`."""
     flavor: str = "debug"
-    """Size within the family, a key of its flavors, such as `8B`."""
+    """Size within the family, such as `8B`."""
     vocab_size: Count = 0
-    """Rows of the embedding. 0: the flavor's own, or else the tokenizer's, rounded up to a multiple of 64."""
+    """Rows of the embedding. 0: the flavor's, or if it has none the tokenizer's rounded up to a multiple of 64."""
     n_layers: Count = 0
-    """Layers. 0: the flavor's own. Fewer try a large model's shapes on few devices."""
+    """Number of layers. 0: the flavor's. Use fewer to try a large model's shapes on few devices."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """Which prepared datasets are read (see `python -m data.prepare`), and in which order."""
+    """Which prepared datasets to read (see `python -m data.prepare`), and in which order."""
 
     datasets: tuple[str, ...] = ("datasets/stdlib",)
     """Folders of prepared datasets, or URLs such as `s3://bucket/folder`."""
     weights: tuple[float, ...] = ()
-    """Share of the samples drawn from each dataset. Empty: in proportion to their tokens."""
+    """Relative share of the samples drawn from each dataset. Empty: in proportion to their tokens."""
     tokenizer: str = ""
-    """Path of a tokenizer.json that must be the one the data was made with. Empty: the datasets' own."""
+    """Path of the tokenizer.json that the data must have been made with. Empty: the datasets' own."""
     window_blocks: Positive = 16
-    """Blocks (4-16 MB each) shuffled together, document by document; more mixes wider and needs more memory."""
+    """Blocks (4-16 MB each) whose documents are shuffled together. More mix better and need more memory."""
     shuffle_samples: bool = False
-    """Shuffle the samples of a window as well, so that those of a long document are spread."""
+    """Also shuffle the samples within a window, to spread out the samples of a long document."""
     prefetch_steps: Count = 2
-    """Steps prepared ahead by a background thread. 0: none, each step is read when it is needed."""
+    """Steps that a background thread reads ahead. 0: read each step when it is needed."""
     on_bad_block: Literal["stop", "mask"] = "stop"
-    """A block that is missing or damaged: `stop` the run and name it, or `mask` its tokens in place."""
+    """What to do about a missing or damaged block: `stop` the run and name it, or `mask` its tokens in place."""
     mask_documents: bool = False
     """Restart positions and attention at every document, so that no token sees another document."""
     cache_folder: str = ""
-    """Folder on the node's own disk for blocks of remote datasets. Empty: one of your own in the temporary folder."""
+    """Folder on the node's own disk to cache blocks of remote datasets. Empty: your own in the temporary folder."""
     cache_gb: NonNegative = 50.0
-    """Size of that cache, in 10^9 bytes; what was used longest ago is removed first."""
+    """Size of that cache in 10^9 bytes. The least recently used blocks are removed first."""
     retry_seconds: Count = 180
-    """How long a failing request for remote data is repeated before the run stops, well below comm's timeouts."""
+    """How long to retry a failing request for remote data before the run stops. Keep it well below comm's timeouts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,44 +213,44 @@ class Training:
     """Length and shape of the training."""
 
     steps: Positive = 400
-    """Optimizer steps of the whole run, those before a resume included."""
+    """Optimizer steps of the whole run, including those before a resume."""
     seq_len: Annotated[int, Range(2)] = 256
-    """Tokens of a sequence."""
+    """Tokens per sequence."""
     local_batch_size: Positive = 8
-    """Sequences per data-parallel rank and microbatch."""
+    """Sequences per microbatch on each data-parallel rank."""
     global_batch_size: Count = 0
     """Sequences per optimizer step, over all ranks and microbatches. 0: one microbatch on every rank."""
     max_norm: NonNegative = 1.0
-    """Gradients are scaled down to this norm. 0: never, the norm is only reported."""
+    """Clip gradients to this norm. 0: no clipping, the norm is only reported."""
     param_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Type in which blocks compute; the weights themselves and the optimizer stay in float32."""
+    """Data type in which blocks compute. The weights themselves and the optimizer's arithmetic stay in float32."""
     reduce_dtype: Literal["bfloat16", "float32"] = "float32"
-    """Type in which gradients are summed over the ranks."""
+    """Data type in which gradients are summed over the ranks."""
     loss_chunks: Count = 1
-    """Pieces of the output layer and the loss; only one piece's logits exist at a time. 0: 4, but 1 with tp or pp."""
+    """Pieces of the output layer and loss; only one piece's logits exist at a time. 0: 4 pieces, or 1 with tp or pp."""
     gc_interval: Positive = 50
-    """Python's garbage collector runs on all ranks together, every this many steps."""
+    """Steps between two runs of Python's garbage collector, on all ranks together."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """AdamW. Norms and biases (tensors of one dimension) are not decayed."""
+    """AdamW. Weight decay skips norms and biases (tensors of one dimension)."""
 
     name: Literal["adamw"] = "adamw"
     """Kind of optimizer."""
     lr: NonNegative = 3e-4
     """Peak learning rate."""
     beta1: Decay = 0.9
-    """Decay of the gradient's running mean."""
+    """Decay of the running mean of the gradient."""
     beta2: Decay = 0.95
-    """Decay of the squared gradient's running mean."""
+    """Decay of the running mean of the squared gradient."""
     eps: Annotated[float, Range(above=0.0)] = 1e-8
-    """Added to the denominator."""
+    """Added to the denominator of the update."""
     weight_decay: NonNegative = 0.1
     """Decoupled weight decay."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type in which the two running means are kept, half the memory in bfloat16; they are computed in float32.
-    bfloat16 asks for decays of at most 0.98: the smaller changes of slower means would be rounded away."""
+    """Data type in which the two running means are stored; they are computed in float32. bfloat16 halves their memory
+    and needs decays of at most 0.98: it would round away the smaller changes of slower means."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,59 +258,59 @@ class LRScheduler:
     """The learning rate as a function of the step alone."""
 
     schedule: Literal["wsd", "cosine"] = "wsd"
-    """`wsd`: warm up, hold, decay linearly at the end. `cosine`: warm up, then half a cosine to the end."""
+    """Shape. `wsd`: warm up, hold, then decay linearly at the end. `cosine`: warm up, then half a cosine to the end."""
     warmup_steps: Count = 20
     """Steps of linear warm-up from 0."""
     decay_fraction: Fraction = 0.2
-    """Share of all steps that `wsd` decays over, at the end of the run."""
+    """Share of all steps, at the end of the run, over which `wsd` decays."""
     min_lr_factor: Fraction = 0.1
     """Final learning rate as a share of the peak."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
-    """How the ranks share the work. The degrees must multiply to the world size."""
+    """How the ranks share the work. The product of the degrees must be the world size."""
 
     dp_replicate: Positive = 1
     """Replicas of the model (DDP, or HSDP when `dp_shard` is above 1)."""
     dp_shard: Annotated[int, Range(-1)] = -1
-    """Ranks that share one copy of the model (FSDP2). -1: all that are left."""
+    """Ranks that share one copy of the model (FSDP2). -1: all that the other degrees leave."""
     cp: Positive = 1
-    """Context parallelism: ranks that share each sequence. They also share FSDP's shards."""
+    """Context parallelism: ranks that share each sequence. FSDP2 also shards the weights over them."""
     tp: Positive = 1
     """Tensor parallelism: ranks that share each matmul, with the sequence split between matmuls."""
     pp: Positive = 1
-    """Pipeline parallelism: groups of ranks that hold consecutive layers."""
+    """Pipeline parallelism: groups of ranks that each hold consecutive layers."""
     reshard_after_forward: bool = True
-    """Free a block's gathered weights after its forward: less memory, one more all-gather in backward. Not with pp.
-    On a rank alone: cast weights where they are used; false: once a step, which takes 2 bytes per weight."""
+    """Free a block's gathered weights after its forward: less memory, one more all-gather in backward. No effect with
+    pp. On a single rank: cast weights where they are used; false casts once a step and takes 2 bytes per weight."""
     reshard_group_size: Count = 0
-    """With reshard_after_forward: keep weights sharded over groups of so many ranks, as of a node, till backward."""
+    """With reshard_after_forward: until backward, keep weights sharded over groups of this many ranks, say one node."""
     sync_every_microbatch: bool = True
-    """False: gradients wait whole for the last microbatch: less traffic, more memory. A pipeline's always do, and those
-    of a rank alone."""
+    """Sum gradients over the shards after each microbatch. False: keep them whole until the last one, with less traffic
+    and more memory, as a pipeline and a single rank always do."""
     prefetch_layers: Count = 0
-    """Blocks gathered ahead of the one that computes. 0: FSDP2's own way, the next one, in backward only."""
+    """Blocks to gather ahead of the one that computes. 0: FSDP2's default, one block ahead, in backward only."""
     reduce_scatter: Literal["backend", "all_to_all"] = "backend"
-    """`all_to_all`: exchange the pieces and sum them in float32 here; half the bytes of gloo's own on CPU."""
+    """How FSDP2 sums gradients. `all_to_all` exchanges pieces and sums in float32: half the bytes of gloo's on CPU."""
     local_steps: Count = 0
-    """Steps that each of the dp_replicate replicas, an island, trains alone between two meetings (DiLoCo). 0: none."""
+    """Steps that each of the dp_replicate replicas (an island) trains alone between two meetings (DiLoCo). 0: off."""
     outer_lr: NonNegative = 0.7
-    """With local_steps: rate of the outer optimizer, which takes the islands' mean way since the last meeting."""
+    """With local_steps: rate of the outer optimizer, which follows the islands' mean change since the last meeting."""
     outer_momentum: Decay = 0.9
-    """With local_steps: its Nesterov momentum. In short runs take 0, and outer_lr = 1: the mean of the islands."""
+    """With local_steps: Nesterov momentum of that optimizer. For short runs 0, with outer_lr = 1: the islands' mean."""
     cpu_offload: bool = False
-    """Keep weights, gradients and optimizer states in host memory, where the optimizer then runs."""
+    """Keep weights, gradients and optimizer states in host memory, and run the optimizer there."""
     async_tp: bool = False
     """Overlap tensor parallelism's communication with its matmuls. Needs CUDA and compile."""
     cp_method: Literal["allgather", "ring"] = "allgather"
-    """Keys and values of other ranks come at once (`allgather`) or one rank at a time, with less memory (`ring`)."""
+    """How keys and values of other ranks arrive: all at once (`allgather`), or rank by rank in less memory (`ring`)."""
     pp_schedule: Literal["1F1B", "Interleaved1F1B", "InterleavedZeroBubble"] = "1F1B"
-    """Order of the pipeline's forwards and backwards; the interleaved ones give each rank more than one stage."""
+    """Order of the pipeline's forwards and backwards. Interleaved schedules give each rank more than one stage."""
     pp_stages_per_rank: Annotated[int, Range(2)] = 2
-    """Stages on each rank in the interleaved schedules."""
+    """Stages per rank in the interleaved schedules."""
     pp_microbatch_size: Positive = 1
-    """Sequences in a microbatch of the pipeline; must divide training.local_batch_size."""
+    """Sequences per pipeline microbatch. Must divide training.local_batch_size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,11 +318,11 @@ class ActivationCheckpoint:
     """Recompute activations in backward instead of keeping them."""
 
     mode: Literal["none", "full", "selective", "budget"] = "none"
-    """`full`: keep a block's input only. `selective`: also attention and every second matmul. `budget`: see below."""
+    """What to keep. `full`: a block's input. `selective`: also attention and every second matmul. `budget`: a share."""
     every_n_layers: Positive = 1
-    """`full` and `selective` apply to every n-th block; the others keep everything."""
+    """With `full` and `selective`: recompute only every n-th block; the others keep everything."""
     memory_budget: Fraction = 0.8
-    """With `budget`: share of the activations that the compiler may keep besides attention's. Needs compile."""
+    """With `budget`: share of the activations, besides attention's, that the compiler may keep. Needs compile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,9 +330,9 @@ class Compile:
     """torch.compile, per transformer block and for the loss."""
 
     enable: bool = False
-    """Compile every block as one full graph."""
+    """Compile every block as one full graph, and the loss."""
     backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
-    """Backend of torch.compile. The others help to find a fault of the compiler."""
+    """Backend of torch.compile. `aot_eager` and `eager` help to find a fault of the compiler."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,19 +344,19 @@ class Float8:
     recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
     """torchao's recipe: one scale per tensor, per row, or per row with weight gradients in high precision."""
     fsdp_all_gather: Literal["auto", "on", "off"] = "auto"
-    """Gather weights in float8, half the bytes of bfloat16. `auto`: with `tensorwise`, those whose rows the ranks share
-    evenly."""
+    """Let FSDP2 gather weights in float8, half the bytes of bfloat16. `auto`: with `tensorwise`, the weights whose rows
+    divide evenly over the ranks."""
     tp_all_gather: Literal["auto", "on", "off"] = "auto"
-    """Gather activations in float8 where tensor parallelism does. `auto`: where the recipe can, as above."""
+    """Let tensor parallelism gather activations in float8. `auto`: if the recipe allows it (`tensorwise`)."""
     precompute_scale: Literal["auto", "on", "off"] = "auto"
-    """Scales of all gathered weights by one all-reduce a step, not one for each. `auto`: as `fsdp_all_gather`, but
-    not with `parallelism.cpu_offload`."""
+    """Compute the scales of all gathered weights with one all-reduce a step instead of one each. `auto`: as
+    `fsdp_all_gather`, but not with `parallelism.cpu_offload`."""
     filter: Literal["auto", "all"] = "auto"
-    """`auto`: only layers large enough to gain, by torchao's thresholds. `all`: every layer that 16 divides."""
+    """Layers to convert. `auto`: those that gain by torchao's thresholds. `all`: those whose sizes 16 divides."""
     skip: tuple[str, ...] = ("output",)
     """Layers whose name contains one of these stay in high precision."""
     emulate: bool = False
-    """Compute in high precision on values rounded to float8, where the device has no float8 matmul."""
+    """For devices without float8 matmul: compute in high precision on values rounded to float8."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -364,31 +364,31 @@ class Checkpoint:
     """When and where checkpoints are written."""
 
     enable: bool = True
-    """Write checkpoints, one at the end of the run included, and resume from them."""
+    """Write checkpoints, including one at the end of the run, and resume from them."""
     folder: str = ""
-    """Folder of the checkpoints. Empty: `checkpoints` in the run folder."""
+    """Folder or s3:// URL of the checkpoints. Empty: `checkpoints` in the run folder."""
     interval: Positive = 200
     """Steps between two checkpoints."""
     mode: Literal["sync", "async"] = "sync"
-    """`async`: training goes on while a background thread copies the state to host memory and writes it."""
+    """How to save. `async`: training goes on while a background thread copies the state to host memory and saves it."""
     upload: str = ""
-    """Second place, such as s3://bucket/prefix, to which each checkpoint is copied in the background."""
+    """Second place, such as s3://bucket/prefix, to copy each checkpoint to in the background. Empty: none."""
     keep: Count = 2
-    """Newest checkpoints kept; older ones are removed after the next commit. 0: all."""
+    """Number of newest checkpoints to keep. Older ones are removed after the next commit. 0: keep all."""
     keep_every: Count = 0
-    """Checkpoints of steps that are multiples of this are kept for ever. 0: none."""
+    """Keep checkpoints whose step is a multiple of this for ever. 0: none."""
     save_initial: bool = False
-    """Also write a checkpoint of step 0, before the first step, as a common seed for other runs."""
+    """Also write a checkpoint of step 0, before the first step, as a common start for other runs."""
     save_model: bool = False
     """At the last step, also write the model alone, as `model-STEP-...` beside the checkpoints."""
     initial_load: str = ""
-    """Checkpoint, or what `checkpoint.hf import` made, whose weights a new run starts from, with fresh moments."""
+    """Checkpoint, or output of `checkpoint.hf import`, whose weights a new run starts from, with fresh moments."""
     timeout_seconds: Positive = 1800
-    """Longest wait of one rank for the others while a checkpoint is written or read."""
+    """Longest time a rank waits for the others while a checkpoint is written or read."""
     request_timeout_seconds: Positive = 60
-    """Longest wait for the answer to one request to object storage; a request is tried 5 times."""
+    """Longest wait for the answer to one request to object storage. Each request is tried 5 times."""
     visibility_seconds: NonNegative = 10.0
-    """Longest wait for an object that was written and is not seen yet, on object storage that shows it late."""
+    """Longest wait for an object that was written but that object storage does not show yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -400,27 +400,27 @@ class Validation:
     interval: Positive = 100
     """Steps between two validations."""
     max_samples: Count = 256
-    """Sequences measured of each set, always the same ones. 0: all."""
+    """Sequences to measure in each dataset, always the same ones. 0: all."""
     datasets: tuple[str, ...] = ()
-    """Prepared datasets whose held-out documents are measured, each by its folder's name. Empty: `data.datasets`."""
+    """Prepared datasets whose held-out documents to measure, reported by folder name. Empty: `data.datasets`."""
     sample_prompt: str = ""
-    """Text continued by the model at the end of the run."""
+    """Text that the model continues at the end of the run."""
     sample_tokens: Count = 0
-    """Tokens of that sample. 0: no sample."""
+    """Tokens to generate for that sample. 0: no sample. Needs sample_prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
-    """What is reported. `metrics.jsonl` in the run folder is always written."""
+    """What to report. `metrics.jsonl` in the run folder is always written."""
 
     log_interval: Positive = 10
     """Steps between two log lines."""
     log_ranks: tuple[Count, ...] = (0,)
-    """Ranks that print progress. Errors are printed by any rank."""
+    """Ranks that print progress. Every rank prints errors."""
     tensorboard: bool = True
     """Write TensorBoard files to `tensorboard` in the run folder."""
     hook: str = ""
-    """`package.module:function`, called on rank 0 with each row of metrics.jsonl, as a dict. Empty: none."""
+    """`package.module:function` to call on rank 0 with each row of metrics.jsonl, as a dict. Empty: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -430,19 +430,19 @@ class Profiling:
     trace: bool = False
     """Write a Chrome trace of some steps on every rank."""
     trace_start: Positive = 10
-    """First step traced; the step before it warms the profiler up."""
+    """First step to trace. The step before it warms the profiler up."""
     trace_steps: Positive = 3
-    """Steps in the trace."""
+    """Number of steps to trace."""
     memory_snapshot: bool = False
-    """Record CUDA allocations and write a snapshot of them when the run ends, also when memory runs out."""
+    """Record CUDA allocations and write a snapshot when the run ends, also if it runs out of memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comm:
-    """Process groups."""
+    """Timeouts of process groups."""
 
     init_timeout_seconds: Positive = 600
-    """Longest wait in a collective up to the end of the first step, compilation included."""
+    """Longest wait in a collective until the end of the first step, which includes compilation."""
     train_timeout_seconds: Positive = 300
     """Longest wait in a collective after the first step."""
 
@@ -452,15 +452,16 @@ class Failures:
     """What a run does when something goes wrong."""
 
     on_bad_step: Literal["stop", "skip", "rollback"] = "stop"
-    """A loss that is not finite or spikes: `stop`, `skip` the step's update, or go back and skip all since the save."""
+    """On a spike or a loss that is not finite: `stop`, `skip` the update, or `rollback` to the last checkpoint and skip
+    the updates of all steps since."""
     bad_step_budget: Positive = 10
-    """Bad steps that are skipped or rolled back in the whole run; one more stops it."""
+    """Bad steps that may be skipped or rolled back in the whole run. One more stops it."""
     spike_factor: NonNegative = 0.0
-    """A loss above this multiple of the median of the 32 steps before is bad, too. 0: only what is not finite."""
+    """Also treat a loss above this multiple of the median of the 32 steps before as bad. 0: off."""
     restarts_without_progress: Count = 3
-    """Restarts of a job that may follow each other without a checkpoint in between; one more is refused."""
+    """Restarts of a job in a row without a new checkpoint. One more is refused."""
     straggler_interval: Count = 0
-    """Steps between two timings of the same small computation on all ranks, which name a slow one. 0: never."""
+    """Steps between two timings of the same small computation on all ranks, to name slow ranks. 0: never."""
     replay_interval: Count = 0
     """Steps between two that are computed twice and compared bit for bit. 0: none. Needs run.deterministic."""
 
@@ -488,7 +489,7 @@ class Config:
 
 
 SECTIONS: types.MappingProxyType[str, type] = types.MappingProxyType(get_type_hints(Config))
-KINDS = types.MappingProxyType(  # dotted key → type of the value, with its Range
+KINDS = types.MappingProxyType(  # dotted key → type of its value, with its Range
     {
         f"{section}.{name}": kind
         for section, fields in SECTIONS.items()
@@ -501,12 +502,12 @@ KINDS = types.MappingProxyType(  # dotted key → type of the value, with its Ra
 
 
 def load_config(argv: Sequence[str]) -> Config:
-    """The config that `--config=FILE --section.field=value ...` describes.
+    """Return the Config that `--config=FILE --section.field=value ...` describes.
 
     Raises ConfigError naming the dotted key, its value, what is allowed and the nearest name.
     """
     if "-h" in argv or "--help" in argv:
-        with command_line():  # `train.py --help | head`, too, ends quietly
+        with command_line():  # so that `train.py --help | head` ends quietly
             print(help_text())
         raise SystemExit(0)
     check_encoding(argv)
@@ -521,7 +522,7 @@ def load_config(argv: Sequence[str]) -> Config:
 
 
 def from_dict(values: dict[str, Any]) -> Config:
-    """Build a Config from nested dicts, each key and value checked. Raises ConfigError."""
+    """Check each key and value of nested dicts and build a Config. Raises ConfigError."""
     sections: dict[str, Any] = {}
     for section, entries in values.items():
         if section not in SECTIONS:
@@ -539,7 +540,7 @@ def from_dict(values: dict[str, Any]) -> Config:
 
 
 def read_toml(path: Path, _children: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """One TOML file as nested dicts, over the file its top-level `base` names, if any.
+    """Read a TOML file as nested dicts, on top of the file that its top-level `base` names, if any.
 
     `base` is relative to the file that names it. Raises ConfigError.
     """
@@ -572,9 +573,10 @@ def read_toml(path: Path, _children: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 def read_recorded(text: bytes, place: object) -> dict[str, Any]:
-    """The settings that a run at `place` recorded as TOML, perhaps by another version of this code, as nested dicts.
+    """Return the settings that a run at `place` recorded as TOML, as nested dicts.
 
-    What this version does not know is left out, and named in a warning. Raises ConfigError.
+    Another version of this code may have written them. A warning names the settings that this version does not know;
+    they are left out. Raises ConfigError.
     """
     try:
         recorded = tomllib.loads(text.decode())
@@ -597,7 +599,7 @@ def read_recorded(text: bytes, place: object) -> dict[str, Any]:
 
 
 def _parse_command_line(argv: Sequence[str]) -> tuple[str, dict[str, str]]:
-    """(config file or "", dotted key → text) of `--key=value`, `--key value` and a bare `--flag`."""
+    """Split `--key=value`, `--key value` and bare `--flag` words into (config file or "", dotted key → text)."""
     given: dict[str, str] = {}
     words = list(argv)
     while words:
@@ -620,23 +622,23 @@ def _parse_command_line(argv: Sequence[str]) -> tuple[str, dict[str, str]]:
 
 
 def _parse_value(text: str, kind: Any) -> Any:
-    """The value that `text` stands for: itself for a string, else read as TOML."""
+    """Return the value that `text` stands for: itself for a string, else parsed as TOML."""
     if kind is str or get_origin(kind) is Literal:
         return text
     if get_origin(kind) is tuple and not text.lstrip().startswith("["):
         return [_parse_value(part.strip(), get_args(kind)[0]) for part in text.split(",") if part.strip()]
     try:
         parsed = tomllib.loads(f"value = {text}")
-        return parsed["value"] if len(parsed) == 1 else text  # which may not go on with further lines
+        return parsed["value"] if len(parsed) == 1 else text  # further lines of the text could add more keys
     except ValueError:  # also a number of thousands of digits
-        if float in (kind, *get_args(kind)):  # .5 and 1. are numbers to people, if not to TOML
+        if float in (kind, *get_args(kind)):  # people write .5 and 1., which TOML refuses
             with suppress(ValueError):
                 return float(text)
-        return text  # the type check names what was expected
+        return text  # the type check says what was expected
 
 
 def _check_value(key: str, value: Any, kind: Any) -> Any:
-    """`value` as `kind`, or a ConfigError that says what is allowed."""
+    """Return `value` as `kind`. Raises a ConfigError that says what is allowed."""
     base, allowed = kind, None
     if get_origin(kind) is Annotated:
         base, allowed = get_args(kind)
@@ -698,13 +700,13 @@ def _nearest(name: str, names: Iterable[str]) -> str:
 
 
 def close_match(name: str, names: Iterable[str]) -> str:
-    """A hint for the end of an error: the nearest of `names`; empty if none is near."""
+    """A hint to end an error with: the nearest of `names`, or "" if none is near."""
     close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else ""
 
 
 def _redact(text: str) -> str:
-    """`text` with the user and password of any URL in it hidden."""
+    """`text` with user and password hidden in any URL."""
     return re.sub(r"://[^/@\s]*@", "://***@", text)
 
 
@@ -712,7 +714,7 @@ def _redact(text: str) -> str:
 
 
 def check_config(config: Config) -> None:
-    """Refuse combinations that cannot run, whatever the number of processes. Raises ConfigError."""
+    """Refuse combinations that cannot run with any number of processes. Raises ConfigError."""
     check_places(config)
     check_data(config)
     check_needs(config)
@@ -723,7 +725,7 @@ def check_config(config: Config) -> None:
 
 
 def check_data(config: Config) -> None:
-    """Refuse datasets that cannot be told apart or mixed, and waits for them that count as a hang."""
+    """Refuse datasets that cannot be told apart or mixed, and retries so long that they would count as a hang."""
     data, held_out = config.data, config.validation.datasets
     if not data.datasets:
         raise ConfigError("data.datasets = []: name at least one folder made by `python -m data.prepare`")
@@ -748,7 +750,7 @@ def check_data(config: Config) -> None:
 
 
 def check_steps(config: Config) -> None:
-    """Refuse what does not fit into the steps of the run."""
+    """Refuse schedules, traces and intervals that do not fit the steps of the run."""
     schedule, steps = config.lr_scheduler, config.training.steps
     if schedule.warmup_steps > steps:
         raise ConfigError(
@@ -760,7 +762,7 @@ def check_steps(config: Config) -> None:
             f"lr_scheduler: warmup_steps = {schedule.warmup_steps} and decay_fraction = {schedule.decay_fraction} "
             f"({decay_steps} steps) do not fit in training.steps = {steps}"
         )
-    first_traced = max(2, config.profiling.trace_start)  # the step before it warms the profiler up
+    first_traced = max(2, config.profiling.trace_start)  # the step before warms the profiler up
     if config.profiling.trace and first_traced > steps:
         raise ConfigError(
             f"profiling.trace_start = {config.profiling.trace_start}: the first step traced, {first_traced}, must not "
@@ -777,7 +779,7 @@ def check_steps(config: Config) -> None:
 
 
 def check_training(config: Config) -> None:
-    """Refuse how a step is judged, computed or recomputed."""
+    """Refuse settings of how a step is judged, computed or recomputed that cannot work."""
     recompute = config.activation_checkpoint
     if 0 < config.failures.spike_factor <= 1:
         raise ConfigError(
@@ -802,9 +804,9 @@ def check_training(config: Config) -> None:
 
 
 def check_parallelism(config: Config) -> None:
-    """Refuse settings that some degree of parallelism has no use for."""
+    """Refuse settings that do not work with a degree of parallelism, or have no effect with it."""
     parallelism, chunks = config.parallelism, config.training.loss_chunks
-    # Weights stay gathered with pp; FSDP2 takes no DTensors of tp, nor the ranks of islands.
+    # With pp, weights stay gathered. FSDP2's groups support neither tp's DTensors nor islands' ranks.
     for axis, none in (("pp", 1), ("tp", 1), ("local_steps", 0)):
         if parallelism.reshard_group_size and getattr(parallelism, axis) > none:
             raise ConfigError(
@@ -824,11 +826,11 @@ def check_parallelism(config: Config) -> None:
 
 
 def check_needs(config: Config) -> None:
-    """Refuse what would do nothing for want of another setting. Raises ConfigError."""
+    """Refuse settings that would have no effect without another setting. Raises ConfigError."""
     saving, parallelism = config.checkpoint.enable, config.parallelism
     inductor = config.compile.enable and config.compile.backend == "inductor"
     compiled = 'compile.enable = true and compile.backend = "inductor"'
-    for key, met, need in (  # of `key=choice` only that choice has the need
+    for key, met, need in (  # `key=choice`: only that choice has the need
         ("failures.replay_interval", config.run.deterministic, "run.deterministic = true, for the same bits twice"),
         ("failures.on_bad_step=rollback", saving, "checkpoint.enable = true"),
         ("checkpoint.save_initial", saving, "checkpoint.enable = true"),
@@ -848,7 +850,7 @@ def check_needs(config: Config) -> None:
 
 
 def check_places(config: Config) -> None:
-    """Refuse folders and URLs that would be taken for something else. Raises ConfigError."""
+    """Refuse folders and URLs that would be misread as something else. Raises ConfigError."""
     folders = ("run.folder", "run.outputs", "data.cache_folder")
     for_checkpoints = ("checkpoint.folder", "checkpoint.upload", "checkpoint.initial_load")
     for key in (*folders, *for_checkpoints, "data.datasets", "validation.datasets"):
@@ -864,7 +866,7 @@ def check_places(config: Config) -> None:
 
 
 def misread(place: str) -> str:
-    """Why a folder or URL would be taken for something else, the end of an error; "" if it would not."""
+    """Why a folder or URL would be misread as something else, to end an error with; "" if it would not."""
     if place.startswith("~"):
         return "~ is not expanded here; write the whole path"
     cut = re.match(r"(\w+):/(?!/)", place)
@@ -872,7 +874,7 @@ def misread(place: str) -> str:
 
 
 def misplaced(output: str) -> str:
-    """Why a command cannot write to what its `--output` names, the end of an error; "" if it may."""
+    """Why a command cannot write to its `--output`, to end an error with; "" if it can."""
     if not output:
         return "must not be empty"
     if "://" in output:
@@ -881,7 +883,7 @@ def misplaced(output: str) -> str:
 
 
 def check_checkpointing(config: Config) -> None:
-    """Refuse waits that others would not wait for, and a second place that is the first. Raises ConfigError."""
+    """Refuse waits longer than the other ranks' timeout, and an upload to the first place. Raises ConfigError."""
     settings = config.checkpoint
     longest = REQUEST_ATTEMPTS * settings.request_timeout_seconds + LONGEST_PAUSES_SECONDS + settings.visibility_seconds
     if longest >= settings.timeout_seconds:
@@ -895,12 +897,12 @@ def check_checkpointing(config: Config) -> None:
 
 
 def loss_chunks(config: Config) -> int:
-    """Pieces in which the loss is computed."""
+    """Number of pieces in which the loss is computed."""
     shared = config.parallelism.tp > 1 or config.parallelism.pp > 1
     return config.training.loss_chunks or (1 if shared else 4)
 
 
-ONE_SCALE = "tensorwise"  # the float8 recipe whose tensors have a single scale, whichever rank holds which rows
+ONE_SCALE = "tensorwise"  # the float8 recipe with one scale per tensor, independent of which rank holds which rows
 
 
 def gathers_float8(float8: Float8) -> bool:
@@ -909,9 +911,9 @@ def gathers_float8(float8: Float8) -> bool:
 
 
 def precomputes_scales(config: Config) -> bool:
-    """Whether the scales of the gathered weights are computed ahead, by one all-reduce a step.
+    """Whether one all-reduce per step computes the scales of the gathered weights ahead.
 
-    Not of weights on the host, which lose them on their way to the device (torch 2.13).
+    Not for weights on the host, which lose their scales on the way to the device (torch 2.13).
     """
     float8 = config.float8
     return gathers_float8(float8) and float8.precompute_scale != "off" and not config.parallelism.cpu_offload
@@ -923,7 +925,7 @@ def gathers_activations(float8: Float8) -> bool:
 
 
 def grad_accum_steps(training: Training, dp: int) -> int:
-    """Microbatches per optimizer step, given `dp` data-parallel ranks. Raises ConfigError."""
+    """Number of microbatches per optimizer step, given `dp` data-parallel ranks. Raises ConfigError."""
     per_microbatch = training.local_batch_size * dp
     accumulation, rest = divmod(training.global_batch_size or per_microbatch, per_microbatch)
     if rest or not accumulation:
@@ -938,7 +940,7 @@ def grad_accum_steps(training: Training, dp: int) -> int:
 
 
 def to_toml(config: Config) -> str:
-    """The resolved config as TOML, every field written; reading it gives the same Config."""
+    """The resolved config as TOML with every field. Reading it gives the same Config."""
     lines = []
     for section in SECTIONS:
         lines.append(f"[{section}]")
@@ -949,18 +951,18 @@ def to_toml(config: Config) -> str:
 
 
 def _toml_value(value: Any) -> str:
-    """JSON scalars, strings and lists are TOML, but for its surrogate pairs and a DEL that is not escaped."""
+    """`value` as JSON, which is valid TOML once surrogate pairs are avoided and DEL is escaped."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
-    """Dotted keys whose values differ, with (old, new)."""
+    """Dotted key → (old, new) of the settings that differ."""
     pairs = {key: (_get(old, key), _get(new, key)) for key in KINDS}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def help_text() -> str:
-    """Every field with its type, default and documentation."""
+    """The text of `--help`: every field with its type, default and documentation."""
     lines = ["usage: train.py [--config=FILE.toml] [--section.field=value ...]", ""]
     for section, kind in SECTIONS.items():
         lines += ["", f"[{section}]  {inspect.getdoc(kind)}"]
@@ -972,7 +974,7 @@ def help_text() -> str:
 
 
 def field_docs(section: type) -> dict[str, str]:
-    """Field → the string literal under it, in this file's source."""
+    """Map each field of `section` to the string literal under it in this file's source."""
     tree = ast.parse(Path(__file__).read_text(encoding="utf-8"))
     (found,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == section.__name__)
     return {
@@ -992,5 +994,5 @@ if __name__ == "__main__":
     with command_line(mistake=2):
         text = to_toml(load_config(sys.argv[1:]))
         if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(encoding="utf-8")  # as TOML is in any locale
+            sys.stdout.reconfigure(encoding="utf-8")  # TOML is UTF-8 in any locale
         print(text)
