@@ -298,7 +298,7 @@ class Parallelism:
     outer_lr: NonNegative = 0.7
     """With local_steps: rate of the outer optimizer, which follows the islands' mean change since the last meeting."""
     outer_momentum: Decay = 0.9
-    """With local_steps: Nesterov momentum of that optimizer. For short runs 0, with outer_lr = 1: the islands' mean."""
+    """With local_steps: the outer Nesterov momentum. For short runs set 0, and outer_lr = 1: the islands' mean."""
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer states in host memory, and run the optimizer there."""
     async_tp: bool = False

@@ -1,6 +1,6 @@
-"""Files of one JSON record a line, added to by every start of a run, and files replaced as a whole. Imports no torch.
+"""Files with one JSON record per line, to which every start of a run appends, and atomic writes. Imports no torch.
 
-A kill or a full disk may cut the last line: it counts as never written.
+A kill or a full disk may cut the last line. A cut line counts as never written.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from config import file_errors, misplaced
 
 
 def open_records(path: Path) -> IO[str]:
-    """The file, to add lines to. What was cut off at its end goes first: the next line would be glued to it."""
+    """Open the file to append lines. Removes a cut last line first, which the next one would be glued to."""
     if path.is_file() and path.stat().st_size:
         with open(path, "r+b") as file:
             with mmap.mmap(file.fileno(), 0) as content:
@@ -26,7 +26,7 @@ def open_records(path: Path) -> IO[str]:
 
 
 def write_atomically(path: Path, data: bytes | memoryview) -> None:
-    """Write a file, or put it in the place of another: a kill, a full disk or a power cut leaves one of them whole."""
+    """Create or replace a file. After a kill, a full disk or a power cut, either the old or the new file is whole."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -40,14 +40,17 @@ def write_atomically(path: Path, data: bytes | memoryview) -> None:
 
 
 def output_path(text: str) -> Path:
-    """What an `--output` names, for argparse."""
+    """The path that an `--output` names, as an argparse type. Raises argparse.ArgumentTypeError."""
     if mistake := misplaced(text):
         raise argparse.ArgumentTypeError(f"{text}: {mistake}")
     return Path(text)
 
 
 def output_file(text: str) -> Path:
-    """The file that an `--output` names, with its folder made: argparse finds out before the work, not after it."""
+    """The file that an `--output` names, as an argparse type. Makes its folder and tries whether it can be written.
+
+    So argparse reports a bad path before the work, not after it. Raises argparse.ArgumentTypeError.
+    """
     path = output_path(text)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -66,19 +69,19 @@ def output_file(text: str) -> Path:
 
 
 def write_output(path: Path, text: str) -> None:
-    """Write the file of an `--output`: as a whole, unless it is a pipe or a device. Raises TitaniteError."""
+    """Write the file of an `--output`, atomically unless it is a pipe or a device. Raises TitaniteError."""
     with file_errors(path):
         if path.is_file() or not path.exists():
             try:
                 write_atomically(path.resolve(), text.encode())
                 return
             except OSError as error:
-                if error.errno != errno.EBUSY:  # a file that is mounted by itself, into a container say
+                if error.errno != errno.EBUSY:  # the file is a mount point itself, for example in a container
                     raise
         path.write_text(text, encoding="utf-8")
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records so far; none if there is no such file. Raises ValueError for a line that is not JSON."""
+    """The records so far, [] if there is no file. Raises ValueError for a line that is not JSON."""
     lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []
     return [json.loads(line) for line in lines]

@@ -1,4 +1,4 @@
-"""The folder of a run: its name, what it is the run of, and the record of every start."""
+"""The folder of a run: its name, which model it trains, and the record of every start."""
 
 import errno
 import fcntl
@@ -28,15 +28,15 @@ from records import open_records, read_records, write_atomically
 logger = logging.getLogger(__name__)
 
 STARTS = "starts.jsonl"
-PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)  # of a disk that is full or away
+PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)  # the disk is full or unreachable
 PROGRESS = ".progress"  # exists once a start has saved a checkpoint
-RUNNING = ".running"  # locked by rank 0 of the start that is running
-ENDING_SECONDS = 30.0  # that a start before may take to end; ranks whose torchrun was killed take a second
+RUNNING = ".running"  # locked by rank 0 of the running start
+ENDING_SECONDS = 30.0  # time for an earlier start to end; ranks whose torchrun was killed take a second
 PACKAGES = ("torchao", "triton", "numpy", "pyarrow", "tokenizers", "s3fs")
 
 
 def check_run_folder(config: Config, identity: dict[str, Any]) -> None:
-    """Refuse to resume what is not a run, or is that of another model or optimizer. Raises ConfigError."""
+    """Refuse a run.folder without a run, or with another model or optimizer. Raises ConfigError, TitaniteError."""
     folder = Path(config.run.folder)
     with _usable(config):
         if not config.run.folder or not folder.exists():
@@ -50,17 +50,20 @@ def check_run_folder(config: Config, identity: dict[str, Any]) -> None:
 
 @contextmanager
 def _usable(config: Config) -> Iterator[None]:
-    """Errors of the operating system at the run's folder, in one line. Raises TitaniteError."""
+    """Turn an OSError at the run's folder into a one-line TitaniteError, or ConfigError if a retry cannot help."""
     try:
         yield
     except OSError as error:
         name = "folder" if config.run.folder else "outputs"
-        kind = TitaniteError if error.errno in PASSING else ConfigError  # torchrun may try again, or need not
+        kind = TitaniteError if error.errno in PASSING else ConfigError  # torchrun may retry only the former
         raise kind(f"run.{name} = {getattr(config.run, name)!r}: cannot be used: {error}") from None
 
 
 def _check_model(folder: Path, identity: dict[str, Any], chosen: str, otherwise: str) -> None:
-    """Refuse a folder that is of another model. Raises ConfigError, with who chose it and what else can be done."""
+    """Refuse a folder with the run of another model. Raises ConfigError.
+
+    `chosen` begins the message and says who chose the folder. `otherwise` ends it and says what else the user can do.
+    """
     file = folder / "model.json"
     if not file.is_file():
         return
@@ -75,10 +78,10 @@ def _check_model(folder: Path, identity: dict[str, Any], chosen: str, otherwise:
 
 
 def _check_optimizer(folder: Path, config: Config) -> None:
-    """Refuse a run of another kind of optimizer, whose state is not this one's. Raises ConfigError."""
+    """Refuse a run with another kind of optimizer, whose state does not fit. Raises ConfigError."""
     file, theirs = folder / "config.toml", config.optimizer.name
     if file.is_file():
-        with suppress(ValueError, KeyError, TypeError):  # damaged: `_changed` says so; or of an old version
+        with suppress(ValueError, KeyError, TypeError):  # if damaged, `_changed` reports it; or from an old version
             theirs = tomllib.loads(file.read_text(encoding="utf-8"))["optimizer"]["name"]
     if theirs != config.optimizer.name:
         raise ConfigError(
@@ -88,18 +91,18 @@ def _check_optimizer(folder: Path, config: Config) -> None:
 
 
 def _left_by_ranks(folder: Path) -> bool:
-    """Whether it holds what ranks write on a node with a disk of its own, where rank 0's files are not."""
+    """Whether ranks have written here on a node with its own disk, which lacks rank 0's files."""
     theirs = ("data/rank-*.jsonl", "profile/*-rank*", "checkpoints/step-*", exits.FILE)
     return any(any(folder.glob(pattern)) for pattern in theirs)
 
 
 def choose_run_folder(config: Config, identity: dict[str, Any], job: str = "") -> Path:
-    """The folder that the config names; else that of the job's earlier starts; else a new one under `run.outputs`.
+    """Return the folder that the config names, else that of the job's earlier starts, else a new one in `run.outputs`.
 
-    A run that has done all its steps is gone on with only by the same config, and then has nothing to do: a scheduler
-    may start a job again that was asked to stop in its last moments.
+    A finished run of the job is chosen only if the config is unchanged. The start then has nothing to do. This happens
+    when a scheduler restarts a job that was asked to stop in its last moments.
 
-    Only rank 0 may ask: clocks and views of a shared folder differ. Raises ConfigError.
+    Call on rank 0 only: clocks and views of a shared folder differ between nodes. Raises ConfigError.
     """
     if config.run.folder:
         return Path(config.run.folder)
@@ -115,7 +118,7 @@ def choose_run_folder(config: Config, identity: dict[str, Any], job: str = "") -
     folder.parent.mkdir(parents=True, exist_ok=True)
     while True:
         try:
-            folder.mkdir()  # at once, so that it is of one start alone, however many begin in this second
+            folder.mkdir()  # claims the name, so that starts in the same second get different folders
             return folder
         except FileExistsError:
             number += 1
@@ -130,10 +133,11 @@ def start_run(
     checks: Sequence[Callable[[Path], None]],
     save: Callable[[Path], None],
 ) -> tuple[Path, dict[str, tuple[Any, Any]]]:
-    """The run's folder, and what `record_start` says. Rank 0 only.
+    """Choose, check and lock the run's folder and record this start. Rank 0 only.
 
-    Each of `checks` is called with the folder before anything is written there, `save(folder)` last. The folder is
-    this process's to its end. Raises TitaniteError, as they may, and where another process on this machine has it.
+    Calls each of `checks` with the folder before writing there, and `save(folder)` last. This process holds the folder
+    until it ends. Returns the folder and the changed settings from `record_start`. Raises TitaniteError if a check
+    does, or if another process on this machine holds the folder.
     """
     with _usable(config):
         folder = choose_run_folder(config, identity, job)
@@ -142,12 +146,13 @@ def start_run(
                 check(folder)
         except TitaniteError:
             if not config.run.folder:
-                with suppress(OSError):  # unless it was made just now it is not empty
+                with suppress(OSError):  # removes only a folder made just now; any other is not empty
                     folder.rmdir()
             raise
         _take(folder)
-        _check_model(folder, identity, str(folder), "name another run.folder")  # of a start that has ended since
-        _check_optimizer(folder, config)  # or that the job, not the config, has named
+        # Again, for what a start that ended meanwhile has written, or a folder that the job chose and not the config.
+        _check_model(folder, identity, str(folder), "name another run.folder")
+        _check_optimizer(folder, config)
         changed = record_start(folder, config, identity, world_size, job)
         tell_launcher(folder)
         save(folder)
@@ -155,13 +160,14 @@ def start_run(
 
 
 def _take(folder: Path) -> None:
-    """Lock the folder up to the end of this process, whatever end that is. Raises TitaniteError if it is locked here.
+    """Lock the folder until this process ends, however it ends.
 
-    A lock of another machine is passed over: a machine that was lost may leave one. Two runs that go on in one folder
-    all the same end at their first checkpoint (checkpoint.manager).
+    Raises TitaniteError if another process on this machine holds the lock. Ignores a lock held by another machine,
+    since a lost machine may leave one. Two runs that share a folder after all end at their first checkpoint
+    (checkpoint.manager).
     """
     folder.mkdir(parents=True, exist_ok=True)
-    file = os.open(folder / RUNNING, os.O_RDWR | os.O_CREAT, 0o666)  # never closed: that would give the lock back
+    file = os.open(folder / RUNNING, os.O_RDWR | os.O_CREAT, 0o666)  # never closed: that would release the lock
     deadline = time.monotonic() + ENDING_SECONDS
     while True:
         try:
@@ -170,7 +176,7 @@ def _take(folder: Path) -> None:
         except OSError as error:
             host, _, process = os.pread(file, 1000, 0).decode(errors="replace").partition(" ")
             held = error.errno in (errno.EACCES, errno.EAGAIN)  # not every file system has locks
-            if not held or host not in ("", socket.gethostname()):  # "": it is about to write its name
+            if not held or host not in ("", socket.gethostname()):  # "": the holder is about to write its name
                 return
         if time.monotonic() > deadline:
             raise TitaniteError(
@@ -180,16 +186,16 @@ def _take(folder: Path) -> None:
         time.sleep(0.1)
     os.ftruncate(file, 0)
     os.pwrite(file, f"{socket.gethostname()} {os.getpid()}".encode(), 0)
-    os.fsync(file)  # other machines see it too
+    os.fsync(file)  # so that other machines see it
 
 
 def read_starts(folder: Path) -> list[dict[str, Any]]:
-    """The starts of a run so far; a last line cut by a kill is left out."""
+    """The starts of a run so far, without a last line that a kill cut."""
     return read_records(folder / STARTS)
 
 
 def _last_start(folder: Path) -> dict[str, Any]:
-    """The start of the run recorded last; empty where none is, or it cannot be read, which must stop no other run."""
+    """The last recorded start of the run. {} if there is none or it is unreadable, which must not stop other runs."""
     try:
         return [{}, *read_starts(folder)][-1]
     except (OSError, ValueError) as error:
@@ -198,7 +204,7 @@ def _last_start(folder: Path) -> dict[str, Any]:
 
 
 def _changed(folder: Path, config: Config) -> dict[str, tuple[Any, Any]]:
-    """The settings that differ from config.toml, of the last start that went on: dotted key → (old, new)."""
+    """Dotted key → (old, new) of the settings that differ from config.toml, see `record_config`."""
     file = folder / "config.toml"
     if not file.is_file():
         return {}
@@ -217,18 +223,16 @@ def _finished(folder: Path) -> bool:
 def record_start(
     folder: Path, config: Config, identity: dict[str, Any], world_size: int, job: str = ""
 ) -> dict[str, tuple[Any, Any]]:
-    """Write what this start runs: model.json and a line of starts.jsonl, with how the one before ended.
+    """Write model.json and a line of starts.jsonl, which also says how the start before ended. Rank 0 only.
 
-    And config.toml, unless there is one, for `record_config` to replace.
-
-    Returns the settings that differ from config.toml, dotted key → (old, new). Rank 0 only.
-    Raises CrashLoopError.
+    Writes config.toml only if there is none; later `record_config` replaces it. Returns the settings that differ from
+    config.toml, dotted key → (old, new). Raises CrashLoopError.
     """
     folder.mkdir(parents=True, exist_ok=True)
     count = _count_without_progress(folder, job, world_size, config.failures.restarts_without_progress)
     changed = _changed(folder, config)
     model = json.dumps(identity, indent=2) + "\n"
-    write_atomically(folder / "model.json", model.encode())  # first: by it a folder is known as a run's
+    write_atomically(folder / "model.json", model.encode())  # first, since it marks the folder as a run's
     if not (folder / "config.toml").exists():
         record_config(folder, config)
     start = {
@@ -241,34 +245,34 @@ def record_start(
         "git_commit": git_commit(),
         "python": sys.version.split()[0],
         "packages": {"torch": torch.__version__}
-        | {name: _version(name) for name in PACKAGES},  # torch's names CUDA, too
+        | {name: _version(name) for name in PACKAGES},  # torch's version also names CUDA's
     }
     with open_records(folder / STARTS) as file:
         file.write(json.dumps(start) + "\n")
-    for recorded in (PROGRESS, exits.FILE):  # last: a disk that is full by now must lose neither
+    for recorded in (PROGRESS, exits.FILE):  # last: if the disk is full, the writes above fail and both files stay
         (folder / recorded).unlink(missing_ok=True)
     return changed
 
 
 def record_config(folder: Path, config: Config) -> None:
-    """Write config.toml, of an older run only once its checkpoint has taken `config`: a mistake can be taken back."""
+    """Write config.toml. On a resume, call it only after the checkpoint accepted `config`: a mistake can be undone."""
     write_atomically(folder / "config.toml", settings.to_toml(config).encode())
 
 
 class CrashLoopError(TitaniteError):
-    """A job that is started again and again and gets nowhere."""
+    """A job that is restarted again and again without progress."""
 
 
 def record_progress(folder: Path) -> None:
-    """A checkpoint was saved in this start: restarts before it count no more. Rank 0 only."""
+    """Note that this start saved a checkpoint, so that earlier restarts no longer count. Rank 0 only."""
     (folder / PROGRESS).touch()
 
 
 def _count_without_progress(folder: Path, job: str, world_size: int, allowed: int) -> int:
-    """How many starts of this job in a row came to no checkpoint, this one counted.
+    """Count the starts of this job in a row without a checkpoint, including this one.
 
-    Not counted are those that were asked to stop, that had done all steps, or that ended while they started up, with
-    nothing recorded, to make room for more ranks. Raises CrashLoopError above 1 + `allowed`.
+    Leaves out starts that were asked to stop, that finished all steps, or that ended during start-up without a record
+    to make room for more ranks. Raises CrashLoopError above 1 + `allowed`.
     """
     last, ended = _last_start(folder), exits.read_exit(folder)
     before = last.get("starts_since_checkpoint", 0) if job and last.get("job") == job else 0
@@ -285,7 +289,7 @@ def _count_without_progress(folder: Path, job: str, world_size: int, allowed: in
 
 
 def git_commit() -> str | None:
-    """Commit of this code, with "-dirty" where files differ from it; None outside a repository."""
+    """The commit of this code, with "-dirty" if files differ from it. None outside a repository."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
