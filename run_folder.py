@@ -36,7 +36,7 @@ PACKAGES = ("torchao", "triton", "numpy", "pyarrow", "tokenizers", "s3fs")
 
 
 def check_run_folder(config: Config, identity: dict[str, Any]) -> None:
-    """Refuse a run.folder without a run, or with another model or optimizer. Raises ConfigError, TitaniteError."""
+    """Refuse to resume what is no run, or has another model or optimizer. Raises ConfigError, TitaniteError."""
     folder = Path(config.run.folder)
     with _usable(config):
         if not config.run.folder or not folder.exists():

@@ -1,14 +1,14 @@
-"""Which documents a run was trained on, and the proof that each sample came once.
+"""List the documents that a run was trained on, and prove that each sample came once.
 
     python -m data.audit --run outputs/RUN --steps 100:103     the documents of steps 100 to 102
-    python -m data.audit --config FILE.toml --steps 1          of a run not yet started, on one rank
+    python -m data.audit --config FILE.toml --steps 1          the same for a run not yet started, on one rank
     python -m data.audit --run outputs/RUN --prove             read back every step of a run
 
-The proof rests on the ledger that every rank keeps (data.ledger). It drops the steps that a
-resume from an earlier checkpoint made void, and checks that the others follow each other
-without gap or overlap on every rank alike, and that the tokens each rank recorded are those
-of the dataset at that place in the order. Each token of a dataset was then an input exactly
-once for each epoch that was consumed, but for those of masked blocks, which the proof names.
+The proof uses the ledger that every rank keeps (data.ledger). It drops the steps that a
+resume from an earlier checkpoint made void. It checks that the other steps follow each other
+without gap or overlap, alike on every rank, and that the tokens that each rank recorded are
+those of the dataset at that place in the order. It follows that each token was an input
+exactly once per consumed epoch, except those of masked blocks, which the proof names.
 """
 
 import argparse
@@ -33,15 +33,15 @@ from records import read_records
 
 
 class Part(NamedTuple):
-    """Part of a document in a sample."""
+    """A part of a document that lies in a sample."""
 
-    sample: int  # of the step
+    sample: int  # its number in the step
     split: Split
-    block: int  # of the split
-    row: int  # of the block
+    block: int  # its number in the split
+    row: int  # in the block
     first: int  # tokens [first, stop) of the document
     stop: int
-    masked: bool  # zeros were given in its place
+    masked: bool  # the run got zeros in its place
 
     def text(self, tokenizer: Tokenizer) -> str:
         block = self.split.read(self.block)
@@ -50,23 +50,23 @@ class Part(NamedTuple):
 
 
 class Auditor:
-    """The datasets that `steps` were taken from, to be read at any place of their order.
+    """Reads the datasets of `steps` at any place of their order.
 
-    They are where the steps found them, or where `config` names them now. Raises TitaniteError.
+    Looks for each where the steps found it, then where `config` names it. Raises TitaniteError.
     """
 
     def __init__(self, config: Config, steps: Sequence[Step]):
         urls = {name: step.urls.get(name, "") for step in steps for name in step.began.segment.datasets}
         self.datasets: list[Dataset] = [_find(name, url, config.data) for name, url in urls.items()]
-        order = steps[0].place  # a start that was refused has left its own in the config
+        order = steps[0].place  # not from the config, where a refused start may have left its own settings
         readers = ThreadPoolExecutor(8)
-        self._streams = {  # of which only what the ledger names is masked
+        self._streams = {  # they mask only the blocks that the ledger names
             dataset.hash: Stream(dataset.split("train"), dataset.hash, readers, order.seed, order.window_blocks)
             for dataset in self.datasets
         }
 
     def samples(self, step: Step, first: int, count: int) -> Iterator[tuple[Stream, list[tuple[int, int]]]]:
-        """(stream, runs of its tokens) of samples [first, first + count) of the step's segment."""
+        """Yield (stream, runs of its tokens) for samples [first, first + count) of the step's segment."""
         place = step.place
         segment = place.segment
         for dataset, start in zip(*segment.locate(first, count), strict=True):
@@ -74,7 +74,7 @@ class Auditor:
             yield stream, stream.runs(int(start), segment.seq_len, place.piece_tokens)
 
     def tokens(self, step: Step) -> Iterator[tuple[int, np.ndarray]]:
-        """(rank, microbatch), int64 [local_batch_size, seq_len], rebuilt from the data in the order of the samples."""
+        """Rebuild a step from the data: yield (rank, int64 [local_batch_size, seq_len]) in the order of the samples."""
         self._mask(step)
         shape, stop = step.shape, step.first + step.shape.samples
         for number, first in enumerate(range(step.first, stop, shape.local_batch_size)):
@@ -83,7 +83,7 @@ class Auditor:
             yield number % shape.dp_size, np.stack(rows).astype(np.int64)
 
     def checksums(self, step: Step) -> list[int]:
-        """What each rank would have recorded of a step; every window of the data is opened once."""
+        """The checksum that each rank should have recorded for a step. Opens every window of the data once."""
         sums = [0] * step.shape.dp_size
         for rank, tokens in self.tokens(step):
             sums[rank] = checksum([tokens], sums[rank])
@@ -96,7 +96,7 @@ class Auditor:
                 stream.mask(blocks)
 
     def documents(self, step: Step) -> Iterator[Part]:
-        """The documents of a step in the order of its samples, over all ranks and microbatches."""
+        """Yield the document parts of a step in the order of its samples, over all ranks and microbatches."""
         self._mask(step)
         for number, (stream, runs) in enumerate(self.samples(step, step.first, step.shape.samples)):
             masked = step.masked.get(stream.name, ())
@@ -105,7 +105,7 @@ class Auditor:
 
 
 def _find(name: str, url: str, data: Data) -> Dataset:
-    """The dataset that a run has read at `url`: there, or where its config says now. Raises TitaniteError."""
+    """Find the dataset with hash `name` at `url`, or else in data.datasets. Raises TitaniteError."""
     found = []
     places = [place.rstrip("/") for place in data.datasets]
     for place in dict.fromkeys([url, *places] if url else places):
@@ -126,9 +126,9 @@ def _find(name: str, url: str, data: Data) -> Dataset:
 
 
 def trained_steps(run: Path) -> tuple[list[Step], int]:
-    """The steps that made the run's last weights, and the number of steps that resumes made void.
+    """The steps that led to the run's last weights, and the number of steps that resumes made void.
 
-    Raises TitaniteError when a step is missing or came twice, by the ledger of data-parallel rank 0.
+    Reads the ledger of data-parallel rank 0. Raises TitaniteError if a step is missing or came twice.
     """
     recorded, last_began = _read_rank(run, 0)
     kept = _lineage(recorded, last_began) if recorded and last_began else []
@@ -143,15 +143,15 @@ def trained_steps(run: Path) -> tuple[list[Step], int]:
 
 
 def _lineage(recorded: list[Step], last_began: Place) -> list[Step]:
-    """The steps that led to the last weights, in their order."""
+    """The steps that led to the last weights, in order."""
     starts = [list(steps) for _, steps in groupby(recorded, key=lambda step: id(step.began))]
     ends = [steps[-1].end.tokens for steps in starts]
     until = math.inf if last_began is recorded[-1].began else last_began.tokens
     pieces = []
     while starts:
-        # What comes next began at `until`: find the last start before it whose steps reach that place. Starts in
-        # between may not, where they went on from an older checkpoint since the newest could not be read. If none
-        # reaches it, steps are missing, which `_check_follows` then says.
+        # The piece found before begins at `until`. Find the last earlier start whose steps reach that place. A start
+        # in between may not reach it, if it resumed from an older checkpoint because the newest was unreadable. If no
+        # start reaches it, steps are missing, and `_check_follows` reports that.
         i = next((i for i in reversed(range(len(starts))) if ends[i] >= until), len(starts) - 1)
         pieces.append([step for step in starts[i] if step.place.tokens < until])
         until = min(until, starts[i][0].began.tokens)
@@ -160,7 +160,7 @@ def _lineage(recorded: list[Step], last_began: Place) -> list[Step]:
 
 
 def _check_follows(run: Path, number: int, before: Step | None, step: Step) -> None:
-    """Raises TitaniteError unless each dataset goes on, in the same order, where step `number`, `before`, ended."""
+    """Raise TitaniteError unless `step` continues all datasets, in the same order, where `before` (`number`) ended."""
     place = step.place
     begins, ended = place.consumed, {}
     if before:
@@ -186,9 +186,10 @@ def _read_rank(run: Path, rank: int) -> Records:
 
 
 def prove(run: Path, every: int = 1) -> list[str]:
-    """Check a run as this module's text says, the tokens of every `every`-th step; the lines of the proof.
+    """Check a run as this module's docstring says and return the lines of the proof.
 
-    Raises TitaniteError naming the first step and rank that does not hold.
+    Rebuilds the tokens of every `every`-th step and of the last. Raises TitaniteError naming the first step and rank
+    that fails.
     """
     config = run_config(run)
     steps, void = trained_steps(run)
@@ -216,10 +217,10 @@ def prove(run: Path, every: int = 1) -> list[str]:
 
 
 def _recorded(run: Path, steps: list[Step]) -> np.ndarray:
-    """The checksums that each rank recorded of rank 0's steps, int64 [ranks, steps]; -1 where nothing fits.
+    """The checksums that each rank recorded for rank 0's steps, int64 [ranks, steps]; -1 where no record fits.
 
-    Of several records of a place that came from the same one the last counts: what ran before it was made void by a
-    resume. Raises TitaniteError where a rank's steps do not follow each other without one.
+    If starts from the same place recorded a step more than once, the last record counts: a resume made the earlier
+    ones void. Raises TitaniteError if the steps of a rank within one start do not follow each other.
     """
     numbers = {_line_key(step): number for number, step in enumerate(steps)}
     found = np.full((max(step.shape.dp_size for step in steps), len(steps)), -1)
@@ -260,7 +261,7 @@ def _conclusions(auditor: Auditor, steps: list[Step], void: int, checked: int) -
 
 
 def _masked(dataset: Dataset, steps: list[Step]) -> str:
-    """The end of a conclusion, if not all tokens were what the dataset holds."""
+    """The end of a conclusion that names the masked blocks; "" without any."""
     blocks = sorted({block for step in steps for block in step.masked.get(dataset.hash, ())})
     if not blocks:
         return ""
@@ -270,14 +271,14 @@ def _masked(dataset: Dataset, steps: list[Step]) -> str:
 
 
 def _left_out(run: Path, until: int, saves: bool) -> list[str]:
-    """A line if the run has consumed the tokens of some steps without an update, see parallel.failures."""
+    """A line that names the steps whose tokens were consumed without an update (parallel.failures), if any."""
     records = [r for r in read_records(run / "skipped.jsonl") if r.get("unsaved", False) != saves]
     steps = sorted({step for r in records for step in range(r["first"], min(r["last"], until) + 1)})
     return [f"{len(steps):,} steps consumed their tokens without an update: {_ranges(steps)}"] if steps else []
 
 
 def _ranges(numbers: list[int]) -> str:
-    """Sorted numbers, those in a row as one: `12-15, 40`."""
+    """Sorted numbers as text, with consecutive ones joined: `12-15, 40`."""
     rows: list[list[int]] = []
     for number in numbers:
         if rows and number == rows[-1][-1] + 1:
@@ -288,7 +289,7 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def run_config(run: Path) -> Config:
-    """The config a run folder holds. Raises TitaniteError."""
+    """The config in a run folder. Raises TitaniteError."""
     if not (run / "config.toml").is_file():
         raise TitaniteError(f"{run}: no config.toml there; is it the folder of a run?")
     file = run / "config.toml"
@@ -296,7 +297,7 @@ def run_config(run: Path) -> Config:
 
 
 def planned_steps(config: Config, numbers: range) -> list[Step]:
-    """Steps `numbers` (from 1) of a run that starts anew with this config on one data-parallel rank."""
+    """Steps `numbers` (from 1) of a new run with this config on one data-parallel rank."""
     datasets = [open_dataset(url, config.data) for url in config.data.datasets]
     began, urls = first_place(config, datasets), {dataset.hash: dataset.url for dataset in datasets}
     shape = StepShape(1, config.training.local_batch_size, grad_accum_steps(config.training, 1))
@@ -335,7 +336,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _numbers(steps: str) -> range:
-    """The steps that N or FIRST:STOP names."""
+    """Parse N or FIRST:STOP."""
     first, _, stop = steps.partition(":")
     return range(int(first), int(stop) if stop else int(first) + 1)
 

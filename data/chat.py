@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as RawTokenizer
 from config import TitaniteError
 from data.tokenizer import Tokenizer
 
-# For tokenizers that bring none: roles in plain text, each answer ended by the tokenizer's eos.
+# For tokenizers without a template: roles in plain text, each answer ended by the tokenizer's eos.
 BUILT_IN = (
     "{{ bos_token }}{% for message in messages %}{{ '<|' + message.role + '|>\\n' + message.content }}"
     "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n' }}{% endfor %}"
@@ -25,7 +25,7 @@ Message = Mapping[str, str]
 
 
 class GenerationTag(Extension):
-    """`{% generation %}`, by which some templates mark what the assistant says: its text as it is."""
+    """`{% generation %}`, which some templates put around the assistant's text; renders that text unchanged."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -35,14 +35,14 @@ class GenerationTag(Extension):
 
 
 class ChatTemplate:
-    """A Jinja template of a conversation, and the tokenizer of its text.
+    """A Jinja template for conversations, and the tokenizer of its text.
 
-    The template sees `messages`, `add_generation_prompt`, `bos_token` and `eos_token`, and no date, so that a
-    conversation is the same text on every day.
+    The template sees `messages`, `add_generation_prompt`, `bos_token` and `eos_token`. It sees no date, so a
+    conversation gives the same text every day.
     """
 
     def __init__(self, source: str, tokenizer: Tokenizer):
-        """`source` "": the built-in one. Raises TitaniteError."""
+        """`source` is the template; "" takes the built-in one. Raises TitaniteError."""
         extensions = (loopcontrols, GenerationTag)
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         environment.globals["raise_exception"] = _raise
@@ -52,19 +52,22 @@ class ChatTemplate:
             self._template = environment.from_string(source or BUILT_IN)
         except TemplateError as error:
             raise TitaniteError(f"not a chat template: {error}") from None
-        # Text of a template may be special tokens; those of a message may not, see `check_messages`.
+        # The template's own text may become special tokens. A message's text may not, see `check_messages`.
         self.raw = RawTokenizer.from_str(tokenizer.raw.to_str())
         self.raw.encode_special_tokens = False
         added = self.raw.get_added_tokens_decoder()
         self._special = {token.content: id for id, token in added.items() if token.special}
-        # Where the tokenizer cuts a text before all else, so that what follows is encoded alike whatever comes before.
-        # A token for single words only hides others where it does not apply.
+        # Tokens at which the tokenizer cuts a text before anything else, so the text after one encodes the same
+        # whatever precedes it. None if some token is for single words only: where it does not apply, it hides others.
         whole_words = any(token.single_word for token in added.values())
         self.cuts = {id: token.content for id, token in added.items() if not (token.normalized or whole_words)}
         self._bos = "" if tokenizer.bos_id is None else tokenizer.raw.id_to_token(tokenizer.bos_id)
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
-        """The conversation as text, up to where the assistant's answer begins if asked. Raises TitaniteError."""
+        """The conversation as text. Raises TitaniteError.
+
+        With `add_generation_prompt` the text ends where the assistant's next answer begins.
+        """
         try:
             return self._template.render(
                 messages=messages,
@@ -81,14 +84,14 @@ class ChatTemplate:
         return self.encode_text(self.render(messages, add_generation_prompt=add_generation_prompt))
 
     def encode_text(self, text: str) -> list[int]:
-        """The token ids of a rendered text, in which special tokens are what they are."""
+        """The token ids of a rendered text. A special token that it spells out becomes that token."""
         return self.raw.encode(text, add_special_tokens=False).ids
 
     def segments(self, messages: Sequence[Message]) -> list[tuple[str, bool]]:
-        """The conversation as (text, whether the assistant wrote it), in turns.
+        """The conversation as a list of (text, whether the assistant wrote it).
 
-        What the template puts after an answer, such as the token that ends it, counts as the assistant's.
-        Raises TitaniteError.
+        Text that the template puts after an answer, such as its end token, counts as the assistant's. Raises
+        TitaniteError.
         """
         self.check_messages(messages)
         found: list[tuple[str, bool]] = []
@@ -105,7 +108,7 @@ class ChatTemplate:
         return found
 
     def check_messages(self, messages: Sequence[Message]) -> None:
-        """Raises TitaniteError for what is no conversation, or spells out a special token."""
+        """Raise TitaniteError for messages that are no conversation or spell out a special token."""
         if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
             raise TitaniteError(f"messages = {_short(messages)}: must be a list of messages")
         for message in messages:
@@ -119,7 +122,7 @@ class ChatTemplate:
 
     @property
     def stop_ids(self) -> frozenset[int]:
-        """The special token with which the template ends an answer, if any."""
+        """The special token that ends an answer in the template, if any."""
         question = {"role": "user", "content": "a"}
         *_, (answer, _) = self.segments([question, {"role": "assistant", "content": "a"}])
         special = set(self._special.values())

@@ -2,15 +2,16 @@
 
     python -m data.convert --format nanogpt --source train.bin --tokenizer tokenizer.json --output datasets/old
 
-Formats, each read one file after the other in bounded memory:
+Formats, read file by file in bounded memory:
 
     nanogpt    .bin of uint16 ids, as nanoGPT's data/*/prepare.py writes it: documents end with eos
     megatron   PREFIX.bin with PREFIX.idx, as Megatron-LM's IndexedDataset writes them
-    fms        Arrow files with a record batch for each document and its ids in the column
-               `tokens`, as fms-fsdp reads them, or with a document in each row, a list
+    fms        Arrow files with the ids in column `tokens`: one document per record batch, as
+               fms-fsdp reads them, or one document per row if the column holds lists
 
-An eos ends a document wherever it stands, and every document is given exactly one at its end.
-Documents keep their order; training shuffles them. Which are held out is a hash of their tokens.
+An eos ends a document wherever it stands, and each document gets exactly one eos at its end.
+Documents keep their order; training shuffles them. A hash of its tokens decides whether a
+document is held out.
 """
 
 import argparse
@@ -43,13 +44,13 @@ from data.writer import (
     write_shard,
 )
 
-# The codes of Megatron-LM's megatron/core/datasets/indexed_dataset.py
+# From Megatron-LM's megatron/core/datasets/indexed_dataset.py.
 MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
 def nanogpt_documents(path: Path, eos_id: int) -> Iterator[np.ndarray]:
-    """The documents of a file of uint16 ids, each up to its eos."""
+    """Yield the documents of a file of uint16 ids, each with its eos. Raises DataError."""
     if not path.stat().st_size or path.stat().st_size % 2:
         raise DataError(f"{path}: {path.stat().st_size} bytes are not a file of uint16 ids")
     ids = np.memmap(path, "<u2", "r")
@@ -63,7 +64,7 @@ def nanogpt_documents(path: Path, eos_id: int) -> Iterator[np.ndarray]:
 
 
 def megatron_documents(path: Path, eos_id: int) -> Iterator[np.ndarray]:
-    """The documents of PREFIX.bin, by the index PREFIX.idx beside it."""
+    """Yield the documents of PREFIX.bin, as the index PREFIX.idx beside it cuts them. Raises DataError."""
     index_path = path.with_suffix(".idx")
     if not index_path.is_file():
         raise DataError(f"{path}: its index {index_path} is missing")
@@ -106,7 +107,7 @@ def megatron_documents(path: Path, eos_id: int) -> Iterator[np.ndarray]:
 
 
 def fms_documents(path: Path, eos_id: int) -> Iterator[np.ndarray]:
-    """The documents of an Arrow file, one in each record batch, or in each row of a column of lists."""
+    """Yield the documents of an Arrow file: one per record batch, or per row of a column of lists. Raises DataError."""
     try:
         reader = pa.ipc.open_file(pa.memory_map(str(path)))
         for i in range(reader.num_record_batches):
@@ -137,20 +138,20 @@ def convert(
     shard_mb: float = 256,
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Convert; `--help` says what the parameters mean. Returns the manifest. Raises DataError, TitaniteError."""
+    """Convert a dataset and return its manifest. `--help` explains the parameters. Raises DataError, TitaniteError."""
     folder = check_output(output, overwrite, validation_fraction, block_mb, shard_mb)
     chosen = load_tokenizer(tokenizer, eos_token)
     for source in sources:
         if "://" in source:
             raise DataError(f"--source {source}: must be on this machine")
-        if source == STDLIB or os.path.isdir(source):  # what is text there would be taken for tokens
+        if source == STDLIB or os.path.isdir(source):  # their text would be read as tokens
             raise DataError(f"--source {source}: must be files of tokens; name them, as in 'FOLDER/*.bin'")
-    if format == "megatron":  # which itself names both files by their prefix
+    if format == "megatron":  # Megatron-LM names both files by their prefix
         sources = [
             name if not name or name.endswith(".bin") else f"{name.removesuffix('.idx')}.bin" for name in sources
         ]
     paths = [Path(file.url) for file in list_files(sources, "name files of tokens, or globs of them")]
-    for path in paths:  # before anything is removed
+    for path in paths:  # finds a bad input before anything is removed
         for ids in islice(_documents(path, format, chosen.eos_id), 1):
             list(_ended_once(ids, chosen, f"{path}, document 0"))
     with locked(folder):
@@ -166,7 +167,7 @@ def convert(
         written: dict[str, list[WrittenShard]] = {split: [] for split in SPLITS}
         for split, enough in _gathered(documents, int(shard_mb * 2**20)):
             written[split].append(_write(folder, split, len(written[split]), enough, int(block_mb * 2**20)))
-            del enough  # or it would be kept while the next is gathered
+            del enough  # frees the memory before the next shard is gathered
         return write_manifest(folder, chosen, list(chain.from_iterable(written.values())))
 
 
@@ -176,7 +177,7 @@ def _documents(path: Path, format: str, eos_id: int) -> Iterator[np.ndarray]:
 
 
 def _ended_once(ids: np.ndarray, tokenizer: Tokenizer, where: str) -> Iterator[np.ndarray]:
-    """The documents that lie in `ids`, each with one eos at its end; none that holds nothing else."""
+    """Yield the documents in `ids`, each with one eos at its end. Leaves out empty ones. Raises DataError."""
     if len(ids) and ids.dtype.kind not in "iu":
         raise DataError(f"{where}: token ids are of type {ids.dtype}, must be integers")
     if len(ids) and (ids.min() < 0 or ids.max() >= tokenizer.vocab_size):
@@ -189,7 +190,7 @@ def _ended_once(ids: np.ndarray, tokenizer: Tokenizer, where: str) -> Iterator[n
 
 
 def _gathered(documents: Iterable[tuple[str, np.ndarray]], shard_bytes: int) -> Iterator[tuple[str, list[np.ndarray]]]:
-    """(split, documents of it) as soon as there are enough for a shard, and at the end what is left of each split."""
+    """Yield (split, documents) whenever a split has enough for a shard, and at the end what is left of each split."""
     waiting: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
     waiting_bytes = dict.fromkeys(SPLITS, 0)
     for split, document in documents:

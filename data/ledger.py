@@ -1,9 +1,9 @@
-"""The record of what each data-parallel rank was given, for data.audit to prove. Imports no torch.
+"""The ledger: what each data-parallel rank was given, recorded for the proof of data.audit. Imports no torch.
 
-`data/rank-00000.jsonl` in the run folder, one file for each data-parallel rank: a line for
-every start, and for every return to a checkpoint within one, with the place it goes on from and
-where its datasets are, then a line for every step with the samples of the segment consumed before
-it and a checksum of the rank's tokens.
+Each data-parallel rank has one file in the run folder, `data/rank-00000.jsonl` and so on. Every
+start, and every return to a checkpoint within a start, writes a line with the place it continues
+from and where its datasets are. Every step then writes a line with the number of samples of the
+segment consumed before it and a checksum of the rank's tokens.
 """
 
 import json
@@ -20,7 +20,7 @@ from records import open_records, read_records
 
 
 class Ledger:
-    """Appends to the file of one rank; every line is handed to the system at once."""
+    """Appends to the file of one rank. Every line is flushed to the operating system at once."""
 
     def __init__(self, folder: Path, dp_rank: int, shape: StepShape, state: Mapping[str, Any], urls: Mapping[str, str]):
         path = folder / "data" / f"rank-{dp_rank:05}.jsonl"
@@ -30,11 +30,11 @@ class Ledger:
         self.start(state)
 
     def start(self, state: Mapping[str, Any]) -> None:
-        """What comes goes on from the place `state`, and makes void what was recorded beyond it."""
+        """Record that the next steps continue from the place `state`. This makes void earlier records beyond it."""
         self._write({"start": dict(state)} | self._begins)
 
     def step(self, first: int, tokens: Iterable[np.ndarray], masked: Mapping[str, list[int]]) -> None:
-        """A step whose first sample of the segment is `first`, with the rank's microbatches."""
+        """Record a step that begins at sample `first` of the segment, with `tokens` of the rank's microbatches."""
         line: dict[str, Any] = {"first": first, "crc32": checksum(tokens)}
         self._write(line | ({"masked": dict(masked)} if masked else {}))
 
@@ -48,44 +48,44 @@ class Ledger:
 
 
 def checksum(tokens: Iterable[np.ndarray], crc: int = 0) -> int:
-    """CRC-32 of the microbatches' token ids, as little-endian int64, one after the other; after those of `crc`."""
+    """CRC-32 of the microbatches' token ids as little-endian int64, one after the other, continuing from `crc`."""
     for microbatch in tokens:
         crc = isal_zlib.crc32(np.ascontiguousarray(microbatch, dtype="<i8").data, crc)
     return crc
 
 
 class Step(NamedTuple):
-    """A step as the ledger has it."""
+    """A step in the ledger."""
 
-    began: Place  # where its start went on from: the same object for all steps of a start
+    began: Place  # where its start continued from: the same object for all steps of a start
     shape: StepShape
-    urls: dict[str, str]  # of the datasets of that start, by hash; empty where an older version began it
+    urls: dict[str, str]  # hash → URL of the start's datasets; empty in ledgers of an older version
     first: int  # samples of the segment consumed before it
     crc32: int
     masked: dict[str, list[int]]
 
     @property
     def place(self) -> Place:
-        """Where the run stood before it."""
+        """Where the run stood before the step."""
         return self.began._replace(samples=self.first)
 
     @property
     def end(self) -> Place:
-        """Where the run stood after it."""
+        """Where the run stood after the step."""
         return self.began._replace(samples=self.first + self.shape.samples)
 
 
 class Records(NamedTuple):
-    """What the ledger of a rank holds."""
+    """The content of a rank's ledger."""
 
     steps: list[Step]  # in the order in which they ran
-    last_began: Place | None  # where the last start went on from, which may have come to no step; None without one
+    last_began: Place | None  # where the last start continued from, even if it ran no step; None without a start
 
 
 def read_ledger(path: Path) -> Records:
-    """The ledger of one rank, empty if there is none; a last line cut by a kill is left out.
+    """Read the ledger of one rank, empty if there is no file. Leaves out a last line that a kill cut.
 
-    Raises ValueError, KeyError or TypeError for anything else that is not a ledger.
+    Raises ValueError, KeyError or TypeError for a file that is otherwise no ledger.
     """
     steps: list[Step] = []
     begins: dict[str, Any] = {}

@@ -1,19 +1,19 @@
 """The order of the data, as pure functions of integers. Imports numpy only.
 
-An epoch of a dataset: its blocks are permuted, every `window_blocks` consecutive ones
-form a window, the documents of a window are permuted, and all are laid end to end as
-one stream of tokens. Epochs follow each other, each in its own order. Sample j of a
-dataset is tokens [j * seq_len, (j + 1) * seq_len] of that endless stream: the last is
-only a label and comes again as the first input of sample j + 1, so every token of an
-epoch is an input exactly once.
+An epoch of a dataset permutes its blocks. Each `window_blocks` consecutive blocks form a
+window, whose documents are permuted. All documents laid end to end are one stream of
+tokens. Epochs follow each other, each in its own order. Sample j of a dataset is the
+tokens [j * seq_len, (j + 1) * seq_len], both ends included, of that endless stream. Its
+last token is only a label and comes again as the first input of sample j + 1, so every
+token of an epoch is an input exactly once.
 
-With data.shuffle_samples the stream is also cut into pieces of `piece_tokens` tokens, the
-seq_len the run began with, and the pieces of each window are permuted (`window_pieces`). Each
-token keeps its label, so that what is learnt is the same. Places in that order are consumed,
-sample after sample, and as long as seq_len is the first one, a sample is a piece.
+data.shuffle_samples also cuts the stream into pieces of `piece_tokens` tokens, the seq_len
+that the run began with, and permutes the pieces of each window (`window_pieces`). Each
+token keeps its label, so what is learnt is the same. Samples consume the places of that
+order one after the other. Until seq_len changes, a sample is a piece.
 
-Several datasets are interleaved by weight. A `Segment` fixes where each stands and what
-is mixed; a global sample index in the segment then says everything.
+Several datasets are interleaved by weight. A `Segment` fixes which datasets are mixed and
+where each stands. A sample's index in the segment then determines its tokens.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ def derive_key(*parts: int | str) -> int:
 
 
 def mix(x: np.ndarray) -> np.ndarray:
-    """A bijection of uint64 whose output looks random: the finaliser of SplitMix64.
+    """A bijection of uint64 with random-looking output: the finaliser of SplitMix64.
 
     Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014).
     """
@@ -40,7 +40,7 @@ def mix(x: np.ndarray) -> np.ndarray:
 
 
 def random_words(size: int, key: int, first: int = 0) -> np.ndarray:
-    """Words [first, first + size) of the stream of SplitMix64 seeded with `key`: distinct uint64."""
+    """Words [first, first + size) of SplitMix64 seeded with `key`: distinct uint64 [size]."""
     words = np.arange(first, first + size, dtype=np.uint64)
     words *= np.uint64(GOLDEN_GAMMA)
     words += np.uint64(key)
@@ -48,10 +48,10 @@ def random_words(size: int, key: int, first: int = 0) -> np.ndarray:
 
 
 def permutation(size: int, key: int | None) -> np.ndarray:
-    """A permutation of range(size) that depends only on `size` and `key`; int64 [size]. `key` None: none, range(size).
+    """A permutation of range(size) that depends only on `size` and `key`; int64 [size]. `key` None: range(size).
 
-    Sorts distinct random words. As there are no ties, every sorting algorithm, and so every
-    numpy on every machine, gives the same result.
+    Sorts distinct random words. Without ties every sorting algorithm gives the same result,
+    and so does every numpy on every machine.
     """
     return np.arange(size) if key is None else np.argsort(random_words(size, key))
 
@@ -59,16 +59,19 @@ def permutation(size: int, key: int | None) -> np.ndarray:
 class Epoch(NamedTuple):
     """Where the windows of one epoch lie in the stream."""
 
-    blocks: np.ndarray  # [blocks] the blocks in this epoch's order
-    starts: np.ndarray  # [windows + 1] int64, the first token of each window, relative to the epoch
+    blocks: np.ndarray  # [blocks] uint32, in this epoch's order
+    starts: np.ndarray  # [windows + 1] int64, the first token of each window in the epoch, and the epoch's end
 
     def window_of(self, token: int) -> int:
-        """The window that holds this token of the epoch."""
+        """The window that holds `token` of the epoch."""
         return int(self.starts.searchsorted(token, side="right")) - 1
 
 
 def build_epoch(block_tokens: np.ndarray, window_blocks: int, key: int | None) -> Epoch:
-    """The order of an epoch, from the tokens of each block; O(blocks) time and memory. `key` None: as stored."""
+    """The order of an epoch, given the number of tokens in each block. `key` None: as stored.
+
+    Takes O(blocks log blocks) time and O(blocks) memory.
+    """
     size = len(block_tokens)
     blocks = permutation(size, key).astype(np.uint32)
     ends = np.cumsum(block_tokens[blocks], dtype=np.int64)
@@ -79,8 +82,8 @@ def build_epoch(block_tokens: np.ndarray, window_blocks: int, key: int | None) -
 def window_pieces(start: int, stop: int, piece_tokens: int) -> range:
     """The pieces that are permuted in the window of tokens [start, stop) of the stream.
 
-    Piece i is tokens [i * piece_tokens, (i + 1) * piece_tokens). One that needs a token of another
-    window, be it as the label of its last, stays in its place.
+    Piece i is tokens [i * piece_tokens, (i + 1) * piece_tokens). A piece stays in its place if it
+    needs a token of another window, even if only as the label of its last token.
     """
     return range(-(-start // piece_tokens), (stop - 1) // piece_tokens)
 
@@ -91,13 +94,13 @@ def window_pieces(start: int, stop: int, piece_tokens: int) -> range:
 def mixture_counts(total: int, weights: np.ndarray) -> np.ndarray:
     """How many of the first `total` samples come from each dataset; int64 [datasets].
 
-    Sample j of dataset i falls due at time (j + 1/2) / weights[i]; samples come in the order
-    of (time, i) (Sainte-Laguë's apportionment). So at every prefix each dataset is within
-    1 + datasets * weight / 2 samples of its share, and no table or history is needed.
+    Sample j of dataset i falls due at time (j + 1/2) / weights[i], and samples come in the
+    order of (time, i) (Sainte-Laguë's apportionment). So in every prefix each dataset is
+    within 1 + datasets * weight / 2 samples of its share, without any table or history.
     """
-    counts = np.floor(total * weights + 0.5).astype(np.int64)  # a guess, which rounding puts off by a few samples
+    counts = np.floor(total * weights + 0.5).astype(np.int64)  # a guess; rounding makes it a few samples off
     while True:
-        due = (counts + 0.5) / weights  # when the next sample of each comes
+        due = (counts + 0.5) / weights  # when the next sample of each dataset comes
         done = np.where(counts > 0, (counts - 0.5) / weights, -np.inf)  # when its last one came
         first_out, last_in = int(np.argmin(due)), len(done) - 1 - int(np.argmax(done[::-1]))
         missing = total - counts.sum()
@@ -108,10 +111,10 @@ def mixture_counts(total: int, weights: np.ndarray) -> np.ndarray:
 
 
 def interleave(start: int, count: int, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Which dataset, and which of its samples, each of samples [start, start + count) is.
+    """The dataset of each of the samples [start, start + count), and the sample's number in that dataset.
 
-    Returns (dataset [count], index within the dataset [count]), int64, both a function of
-    the sample's index and the weights alone, whatever ranges are asked for.
+    Returns (dataset [count], number [count]), int64. Both depend only on the sample's index
+    and the weights, not on the range asked for.
     """
     if len(weights) == 1:
         return np.zeros(count, np.int64), np.arange(start, start + count)
@@ -125,7 +128,7 @@ def interleave(start: int, count: int, weights: np.ndarray) -> tuple[np.ndarray,
 
 
 class Segment(NamedTuple):
-    """A stretch of a run in which the mixture and seq_len stay the same."""
+    """A stretch of a run with the same mixture and seq_len."""
 
     datasets: tuple[str, ...]  # hashes of their manifests
     weights: tuple[float, ...]  # shares of the samples, summing to 1
@@ -133,11 +136,11 @@ class Segment(NamedTuple):
     seq_len: int
 
     def locate(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """(dataset, first token in its stream) of the segment's samples [start, start + count)."""
+        """(dataset, first token in its stream), int64 [count] each, of the segment's samples [start, start + count)."""
         dataset, index = interleave(start, count, np.array(self.weights))
         return dataset, np.array(self.starts, np.int64)[dataset] + index * self.seq_len
 
     def consumed(self, samples: int) -> tuple[int, ...]:
-        """Tokens of each dataset consumed when `samples` of the segment have been."""
+        """Tokens of each dataset consumed after `samples` samples of the segment."""
         counts = mixture_counts(samples, np.array(self.weights))
         return tuple(start + int(n) * self.seq_len for start, n in zip(self.starts, counts, strict=True))

@@ -1,7 +1,7 @@
-"""Rows of examples for fine-tuning: what is trained is told by two bits of each token. Imports no torch.
+"""Rows of examples for fine-tuning. Two bits of each token say what is trained. Imports no torch.
 
-A row of a packed dataset has exactly `packed_seq_len` tokens, uint32: whole examples, then padding. Samples of
-that length are therefore whole rows wherever the order of data.order puts them, and no example is ever cut.
+A row of a packed dataset has exactly `packed_seq_len` tokens (uint32): whole examples, then padding. A sample of
+that length is therefore a whole row, wherever data.order puts it, and no example is ever cut.
 """
 
 from bisect import bisect_left, insort
@@ -11,14 +11,14 @@ import pyarrow as pa
 
 TOKEN_BITS = 2**30 - 1  # the token's id
 START = 2**30  # an example, or the padding, begins here
-HIDDEN = 2**31  # not to be trained: no label
-MAX_OPEN_ROWS = 256  # rows with room that are kept in view while packing
+HIDDEN = 2**31  # never a label, so not trained
+MAX_OPEN_ROWS = 256  # rows with room left that packing considers
 
 
 def pack(examples: pa.ListArray, seq_len: int, eos_id: int) -> pa.ListArray:
-    """Rows of `seq_len` tokens (list<uint32>) that hold the examples, each of at most that many, whole.
+    """Pack whole examples, each of at most `seq_len` tokens, into rows of `seq_len` tokens (list<uint32>).
 
-    Best fit, in the order of the examples; what is left of a row is hidden eos.
+    Uses best fit, in the order of the examples. Hidden eos tokens fill the rest of a row.
     """
     offsets, values = examples.offsets.to_numpy(), examples.values.to_numpy()
     rows: list[list[int]] = []
@@ -37,7 +37,7 @@ def pack(examples: pa.ListArray, seq_len: int, eos_id: int) -> pa.ListArray:
         whole = np.concatenate([values[offsets[i] : offsets[i + 1]] for i in members])
         out[: len(whole)] = whole
         if len(whole) < seq_len:
-            out[len(whole)] |= START  # of the padding
+            out[len(whole)] |= START  # the padding begins here
     bounds = np.arange(0, packed.size + 1, seq_len, dtype=np.int32)
     return pa.ListArray.from_arrays(
         bounds, packed.ravel(), type=pa.list_(pa.field("item", pa.uint32(), nullable=False))
@@ -45,7 +45,7 @@ def pack(examples: pa.ListArray, seq_len: int, eos_id: int) -> pa.ListArray:
 
 
 def unpack(values: np.ndarray) -> tuple[list[int], list[slice]]:
-    """Make plain ids of stored tokens, in place; returns the lengths of the examples' parts and what is hidden."""
+    """Turn stored tokens into plain ids in place. Returns the lengths of the examples' parts and the hidden slices."""
     starts = np.flatnonzero(values & START)
     bounds = np.unique(np.concatenate(([0], starts, [len(values)])))
     hidden = np.concatenate(([False], values >= HIDDEN, [False]))

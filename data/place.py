@@ -1,4 +1,4 @@
-"""Where a run stands in its data, and which samples a step takes from there. Imports no torch."""
+"""Where a run stands in its data, and which samples a step takes next. Imports no torch."""
 
 import json
 import math
@@ -14,7 +14,7 @@ SAME_SHARE = 1e-12
 
 
 class StepShape(NamedTuple):
-    """How a step's samples are shared out. No part of the order: it may change between any two steps."""
+    """How a step's samples are divided. Not part of the order, so it may change between any two steps."""
 
     dp_size: int
     local_batch_size: int
@@ -22,11 +22,11 @@ class StepShape(NamedTuple):
 
     @property
     def samples(self) -> int:
-        """Samples of a step, over all ranks and microbatches."""
+        """Samples per step, over all ranks and microbatches."""
         return self.dp_size * self.local_batch_size * self.accumulation
 
     def microbatches(self, first: int, dp_rank: int) -> list[int]:
-        """The first sample of each microbatch of a rank, in the step whose first sample is `first`."""
+        """The first sample of each of a rank's microbatches, in the step whose first sample is `first`."""
         per_microbatch = self.dp_size * self.local_batch_size
         own = first + dp_rank * self.local_batch_size
         return list(range(own, own + self.samples, per_microbatch))
@@ -37,10 +37,10 @@ class Place(NamedTuple):
 
     seed: int
     window_blocks: int
-    piece_tokens: int  # of the pieces that are permuted in a window; 0: they are not
+    piece_tokens: int  # size of the pieces permuted in a window; 0: samples are not shuffled
     segment: Segment
-    samples: int  # of the segment, consumed
-    earlier: dict[str, int]  # tokens consumed of datasets no longer in the mixture
+    samples: int  # samples of the segment consumed
+    earlier: dict[str, int]  # tokens consumed of datasets that have left the mixture
 
     @property
     def tokens(self) -> int:
@@ -69,10 +69,10 @@ class Place(NamedTuple):
         }
 
     def resumed(self, saved: "Place") -> "Place":
-        """Where a run with the settings of this place goes on from `saved`.
+        """The place at which a run with this place's settings continues from `saved`.
 
-        Another seq_len, other weights or other datasets begin a new segment there, in which
-        no token comes again. Raises DataError when the order itself would be another one.
+        A change of seq_len, weights or datasets begins a new segment there, in which no token
+        comes again. Raises DataError if the order itself would change.
         """
         for name, old, new in (
             ("run.seed", saved.seed, self.seed),
@@ -95,14 +95,14 @@ class Place(NamedTuple):
 
 
 def _are_close(shares: Sequence[float], others: Sequence[float]) -> bool:
-    """Whether equally many shares differ by no more than another version of Python may have rounded them."""
+    """Whether shares, equally many, differ at most by the rounding of another Python version."""
     return all(math.isclose(*pair, rel_tol=SAME_SHARE) for pair in zip(shares, others, strict=True))
 
 
 def first_place(config: Config, datasets: Sequence[Dataset]) -> Place:
     """The beginning of a new run."""
     weights = config.data.weights or [dataset.split("train").total_tokens for dataset in datasets]
-    total = math.fsum(weights)  # exact: `sum` rounds otherwise since Python 3.12, and the last bit decides ties
+    total = math.fsum(weights)  # exact; `sum` rounds differently since Python 3.12, and the last bit decides ties
     shares = tuple(weight / total for weight in weights)
     names = tuple(dataset.hash for dataset in datasets)
     segment = Segment(names, shares, (0,) * len(names), config.training.seq_len)
@@ -111,7 +111,7 @@ def first_place(config: Config, datasets: Sequence[Dataset]) -> Place:
 
 
 def saved_place(state: Mapping[str, Any]) -> Place:
-    """The place that `Place.state` wrote down. Raises DataError for another version of it."""
+    """The place that `Place.state` recorded. Raises DataError for another version of the state."""
     if state.get("version") != STATE_VERSION:
         raise DataError(
             f"data state: version {state.get('version')}; this code reads version {STATE_VERSION}; go on with the code "
