@@ -2,12 +2,13 @@
 
     python -m data.prepare --source stdlib --output datasets/stdlib
 
-Two passes, each on all cores, but for a small input. The first tokenises the units of the input and sorts each
-unit's documents into buckets; the second shuffles a bucket's documents and writes them as
-a shard, or as several where there are more than was estimated. A document's bucket and place are hashes of where it
-stands in the input, and whether it is held out is a hash of its whole text, so the output does not depend on the number
-of processes. What is finished stays in OUTPUT/.parts until the end: after a kill the same
-command goes on from there. manifest.json is written last and makes the dataset valid.
+Two passes run on all cores, or on one for a small input. The first tokenises the units of
+the input and sorts each unit's documents into buckets. The second shuffles the documents of
+each bucket and writes them as one shard, or as several if there are more than estimated.
+A hash of a document's position in the input decides its bucket and place; a hash of its whole
+text decides whether it is held out. So the output does not depend on the number of processes.
+Finished work stays in OUTPUT/.parts until the end: after a kill, the same command continues
+from there. manifest.json is written last and makes the dataset valid.
 """
 
 import argparse
@@ -52,20 +53,20 @@ from data.writer import (
     write_shard,
 )
 
-BATCH_BYTES = 2**20  # text tokenised in one call, whose tokens are Python numbers for a while: few fit the caches
-PART_TOKENS = 32 * 2**20  # tokens a process holds before it writes a part, or a shard's worth where that is more
-VOCAB_SIZE = 4096  # of a tokenizer that is trained, unless said
-LARGEST_VOCAB_SIZE = 10**6  # above any in use; the trainer takes the memory for all of it at once
-TOKENIZER_SAMPLE_BYTES = 64 * 2**20  # text a tokenizer is trained on
+BATCH_BYTES = 2**20  # text per tokenizer call; its tokens are Python integers for a while, so few must fit the caches
+PART_TOKENS = 32 * 2**20  # tokens a process holds before it writes a part; a shard's worth if that is more
+VOCAB_SIZE = 4096  # default for a trained tokenizer
+LARGEST_VOCAB_SIZE = 10**6  # above any in use; the trainer allocates memory for all of it at once
+TOKENIZER_SAMPLE_BYTES = 64 * 2**20  # text to train a tokenizer on
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """All that decides the bytes of the dataset and of its parts; a change of it makes finished parts useless."""
+    """Everything that decides the bytes of the dataset and its parts. Any change makes finished parts useless."""
 
-    input: str  # hash of the units: the files' names, sizes and versions, and how they are cut
+    input: str  # hash of the units: names, sizes and versions of the files, and how they are cut
     text_key: str
     example_keys: str
     format: str
@@ -79,17 +80,17 @@ class Plan:
     block_bytes: int
     train_buckets: int
     validation_buckets: int
-    shard_tokens: int  # in a shard, about
-    part_tokens: int  # in a part: about a shard's, since each shard reads a piece of every part
+    shard_tokens: int  # per shard, about
+    part_tokens: int  # per part: about a shard's, since each shard reads a piece of every part
 
     def bucket(self, held_out: bool, word: int) -> int:
-        """The bucket of a document; those of validation follow those of train."""
+        """The bucket of a document. Validation's buckets follow train's."""
         if held_out:
             return self.train_buckets + word % self.validation_buckets
         return word % self.train_buckets
 
     def shards(self, held_out: bool, tokens: int) -> int:
-        """Into how many shards to cut each bucket: several where the input has more `tokens` than was estimated."""
+        """Shards to cut each bucket into: several if the input has more `tokens` than estimated."""
         share = self.validation_fraction if held_out else 1 - self.validation_fraction
         buckets = self.validation_buckets if held_out else self.train_buckets
         return max(1, round(tokens * share / buckets / self.shard_tokens))
@@ -122,11 +123,11 @@ def prepare(
     drop_long: bool = False,
     chat_template: str = "",
 ) -> dict[str, Any]:
-    """Prepare a dataset; `--help` says what the parameters mean. Returns its manifest.
+    """Prepare a dataset and return its manifest. `--help` explains the parameters.
 
     Raises DataError or TitaniteError.
     """
-    # -- what the options do not allow is found here
+    # -- check the options
     folder = check_output(output, overwrite, validation_fraction, block_mb, shard_mb)
     if tokenizer and vocab_size:
         raise DataError(f"--vocab-size {vocab_size}: is for a tokenizer that is trained, without --tokenizer")
@@ -156,7 +157,7 @@ def prepare(
         chosen.chat_template = chosen.chat_template or BUILT_IN
     dtype = token_dtype(chosen.vocab_size) if format == "text" else "uint32"
     shard_tokens = shard_mb * 2**20 / np.dtype(dtype).itemsize
-    shards = sum(map(text_bytes, files)) / 4 / shard_tokens  # about: four bytes of text a token
+    shards = sum(map(text_bytes, files)) / 4 / shard_tokens  # a token is about four bytes of text
     plan = Plan(
         input=hashlib.sha256(json.dumps(units).encode()).hexdigest(),
         text_key=text_key,
@@ -173,24 +174,24 @@ def prepare(
         train_buckets=max(1, round(shards * (1 - validation_fraction))),
         validation_buckets=max(1, round(shards * validation_fraction)),
         shard_tokens=max(1, int(shard_tokens)),
-        part_tokens=int(min(max(PART_TOKENS, shard_tokens), 2**30)),  # an Arrow list has offsets of 32 bits
+        part_tokens=int(min(max(PART_TOKENS, shard_tokens), 2**30)),  # Arrow lists have 32-bit offsets
     )
     _check_first(Job(plan, chosen, folder), units)
 
-    # -- both passes, from where an interrupted preparation by this plan has come
+    # -- both passes, continuing an interrupted preparation by the same plan
     with locked(folder) as lock:
-        refuse_finished(folder, overwrite)  # it may have been finished in the meantime
+        refuse_finished(folder, overwrite)  # another process may have finished it meanwhile
         _start_or_go_on(folder, plan, chosen)
         _load_job.cache_clear()  # the folder may have held another plan
         units_bytes, buckets = [unit.bytes for unit in units], range(plan.train_buckets + plan.validation_buckets)
-        # A process takes most of a second to start, in which it could tokenise a few MB.
+        # Starting a process takes most of a second, in which it could tokenise a few MB.
         workers = processes or (len(os.sched_getaffinity(0)) if sum(units_bytes) >= 2 * UNIT_BYTES else 1)
         with worker_pool(min(workers, max(len(units), len(buckets))), lock) as pool:
             tokens = run_all(pool, _tokenize_unit, str(folder), list(enumerate(units)), "tokenise", units_bytes)
             tasks = [(bucket, plan.shards(bucket >= plan.train_buckets, tokens)) for bucket in buckets]
             run_all(pool, _write_bucket, str(folder), tasks, "write", [1] * len(buckets))
         records = [json.loads(file.read_text(encoding="utf-8")) for file in (folder / PARTS).glob("unit-*.json")]
-        dropped = sum(record["dropped"] for record in records)  # for their length
+        dropped = sum(record["dropped"] for record in records)  # examples that are too long
         facts = {"dtype": dtype, "packed_seq_len": seq_len, "dropped": dropped} if format != "text" else {}
         manifest = write_manifest(folder, chosen, _written(folder, len(buckets)), facts)
         remove_parts(folder)
@@ -198,8 +199,8 @@ def prepare(
 
 
 def _trained_tokenizer(units: list[Unit], text_key: str, vocab_size: int) -> Tokenizer:
-    """A tokenizer learnt from units spread evenly over the input, the beginning of each."""
-    total = min(sum(unit.bytes for unit in units), len(units) * UNIT_BYTES)  # few large units: some of each
+    """Train a tokenizer on the beginnings of units spread evenly over the input."""
+    total = min(sum(unit.bytes for unit in units), len(units) * UNIT_BYTES)  # of few large units, some text of each
     step = max(1, total // TOKENIZER_SAMPLE_BYTES)
     chosen = units[::step]
     each = max(TOKENIZER_SAMPLE_BYTES // max(len(chosen), 1), UNIT_BYTES)
@@ -207,7 +208,7 @@ def _trained_tokenizer(units: list[Unit], text_key: str, vocab_size: int) -> Tok
 
 
 def _beginning(unit: Unit, text_key: str, characters: int) -> Iterator[str]:
-    """The first documents of a unit, until they have this many characters."""
+    """Yield the first documents of a unit until they have this many characters."""
     for text in documents(unit, text_key):
         yield text
         characters -= len(text)
@@ -218,7 +219,7 @@ def _beginning(unit: Unit, text_key: str, characters: int) -> Iterator[str]:
 def count(
     sources: Sequence[str], text_key: str = "text", max_characters: int = 0, example_keys: str = ""
 ) -> dict[str, int]:
-    """What `prepare` would read, without writing anything. Raises DataError."""
+    """Count what `prepare` would read. Writes nothing. Raises DataError."""
     files = list_files(sources)
     size = sum(file.size for file in files)
     counts = {"files": len(files), "bytes": size, "documents": 0, "empty": 0, "characters": 0}
@@ -231,17 +232,17 @@ def count(
 
 
 def _check_first(job: Job, units: list[Unit]) -> None:
-    """Make tokens of the first document: a wrong option is found before anything is removed. Raises DataError."""
+    """Tokenise the first document, to find a wrong option before anything is removed. Raises DataError."""
     first = next(chain.from_iterable(_pieces(job.plan, unit) for unit in units), None)
     if first is None:
         raise DataError("the input holds no text: nothing to prepare")
-    if job.plan.format == "text":  # which may be gigabytes long
+    if job.plan.format == "text":  # a text may be gigabytes long
         first = first._replace(text=first.text[:1000])
     _tokenize(job, [first], np.zeros(1, np.uint64))
 
 
 def _start_or_go_on(folder: Path, plan: Plan, tokenizer: Tokenizer) -> None:
-    """Keep the parts of an interrupted preparation by the same plan; remove what else we wrote."""
+    """Keep the parts of an interrupted preparation by the same plan. Remove everything else that we wrote."""
     plan_file = folder / PARTS / "plan.json"
     record = json.dumps(asdict(plan), indent=1)
     (folder / "manifest.json").unlink(missing_ok=True)
@@ -257,7 +258,7 @@ def _start_or_go_on(folder: Path, plan: Plan, tokenizer: Tokenizer) -> None:
 
 @lru_cache(maxsize=1)
 def _load_job(folder: str) -> Job:
-    """The job in a folder, read once by each worker process."""
+    """The job in a folder. Each worker process reads it once."""
     record = json.loads((Path(folder) / PARTS / "plan.json").read_text(encoding="utf-8"))
     return Job(Plan(**record), load_tokenizer(folder), Path(folder))
 
@@ -266,7 +267,7 @@ def _load_job(folder: str) -> Job:
 
 
 def _tokenize_unit(folder: str, task: tuple[int, Unit]) -> int:
-    """Write the documents of a unit, sorted by bucket, as parts. Returns its tokens."""
+    """Write the documents of a unit as parts, sorted by bucket. Returns the unit's number of tokens."""
     job, (number, unit) = _load_job(folder), task
     parts = job.folder / PARTS
     record = parts / f"unit-{number:06}.json"
@@ -292,14 +293,14 @@ def _tokenize_unit(folder: str, task: tuple[int, Unit]) -> int:
 
 
 class Piece(NamedTuple):
-    """A text, or a part of one, that becomes a document."""
+    """A text or part of one that becomes a document."""
 
     text: str
     held_out: bool
 
 
 def _pieces(plan: Plan, unit: Unit) -> Iterator[Piece]:
-    """The documents to be, in order, without empty ones."""
+    """Yield the future documents of a unit in order, without empty texts."""
     for text in filter(None, documents(unit, plan.text_key, split_keys(plan.example_keys))):
         held_out = is_held_out(text.encode(), plan.validation_fraction)
         for piece in pieces(text, plan.max_characters):
@@ -307,7 +308,7 @@ def _pieces(plan: Plan, unit: Unit) -> Iterator[Piece]:
 
 
 def _batched(documents: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Lists of about BATCH_BYTES."""
+    """Group documents into lists of about BATCH_BYTES."""
     batch: list[Piece] = []
     size = 0
     for document in documents:
@@ -321,7 +322,7 @@ def _batched(documents: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 
 def _tokenize(job: Job, batch: list[Piece], words: np.ndarray) -> pa.RecordBatch:
-    """Bucket, sort key and tokens of each document."""
+    """A record batch with bucket, sort key and tokens of each document. Raises DataError."""
     ids, plan = _encode(job, [piece.text for piece in batch]), job.plan
     if plan.seq_len:
         fits = [len(document) <= plan.seq_len for document in ids]
@@ -353,7 +354,7 @@ def _encode(job: Job, texts: list[str]) -> Sequence[Sequence[int] | np.ndarray]:
 
 
 def _write_part(plan: Plan, batches: list[pa.RecordBatch], path: Path) -> None:
-    """One Arrow file with a record batch for each bucket, in the buckets' order."""
+    """Write an Arrow file with one record batch per bucket, in the order of the buckets."""
     documents = pa.concat_batches(batches)
     buckets = documents.column("bucket").to_numpy()
     order = np.argsort(buckets, kind="stable")
@@ -370,7 +371,7 @@ def _write_part(plan: Plan, batches: list[pa.RecordBatch], path: Path) -> None:
 
 
 def _write_bucket(folder: str, task: tuple[int, int]) -> int:
-    """Write the shards that a bucket makes, and a record of their blocks. Returns its tokens."""
+    """Write the shards of a bucket and a record of their blocks. Returns the bucket's number of tokens."""
     job, (bucket, shards) = _load_job(folder), task
     plan, parts = job.plan, job.folder / PARTS
     record = parts / f"bucket-{bucket:06}.json"
@@ -391,12 +392,12 @@ def _write_bucket(folder: str, task: tuple[int, int]) -> int:
 
 
 def _documents_and_order(parts: Path, bucket: int, shard: int, shards: int) -> tuple[pa.ListArray, np.ndarray]:
-    """The documents of one of a bucket's shards from all parts, and the order of their sort keys."""
+    """The documents of one shard of a bucket, from all parts, and their order by sort key."""
     batches = []
     for path in sorted(parts.glob("unit-*.arrow")):
-        with pa.OSFile(str(path)) as part:  # read, not mapped: there may be more parts than open files are allowed
+        with pa.OSFile(str(path)) as part:  # read, not mapped: parts may outnumber the allowed open files
             batch = pa.ipc.open_file(part).get_batch(bucket)
-        high = batch.column("word").to_numpy() >> np.uint64(32)  # the lowest bits chose the bucket
+        high = batch.column("word").to_numpy() >> np.uint64(32)  # since the low bits chose the bucket
         batches.append(batch.filter(pa.array(high * np.uint64(shards) >> np.uint64(32) == shard)))
     table = pa.Table.from_batches(batches)
     refuse_too_large(sum(len(chunk.values) for chunk in table.column("tokens").chunks), bucket)

@@ -4,10 +4,10 @@
     blocks.arrow         one row per block: byte range, documents, tokens, checksum
     train-00000.arrow    Arrow IPC file; column `tokens: list<uint16 | uint32>`, a row is a
                          document, a record batch is a block; validation-00000.arrow likewise
-    chat_template.jinja  the tokenizer's chat template, where it has one
-    train-00000.lengths  uint32 little-endian, the tokens of each document of that shard; read
-                         only to keep the place of a damaged block
-    tokenizer.json       made the tokens, with tokenizer_config.json naming the eos token
+    chat_template.jinja  the tokenizer's chat template, if it has one
+    train-00000.lengths  tokens of each document of that shard, little-endian uint32; only read
+                         to keep the place of a damaged block
+    tokenizer.json       the tokenizer; tokenizer_config.json names its eos token
 
 A dataset for fine-tuning is packed: see data.packing. Imports no torch.
 """
@@ -28,12 +28,12 @@ from data.storage import DamagedError, Folder, open_folder
 from data.tokenizer import CHAT_TEMPLATE, Tokenizer, declared_eos, fingerprint, load_tokenizer, parse_tokenizer
 
 FORMAT = "titanite-tokens"
-VERSION = 2  # 1 had no seal
+VERSION = 2  # version 1 had no seal
 SPLITS = ("train", "validation")
 INDEX_SCHEMA = pa.schema(
     [
         ("offset", pa.uint64()),  # of the record batch message in its file
-        ("size", pa.uint32()),  # bytes of that message
+        ("size", pa.uint32()),  # of that message, in bytes
         ("documents", pa.uint32()),
         ("tokens", pa.uint32()),
         ("crc32", pa.uint32()),  # of that message
@@ -46,7 +46,7 @@ class DataError(TitaniteError):
 
 
 class BadBlockError(DataError):
-    """One block is missing or damaged; the others may be sound."""
+    """One block is missing or damaged. The others may be sound."""
 
 
 class Shard(NamedTuple):
@@ -65,7 +65,7 @@ SHARD_KEYS = frozenset(Shard._fields)
 
 
 class Block(NamedTuple):
-    """The documents of one block, still in the mapped file."""
+    """The documents of one block, as views of the mapped file."""
 
     values: np.ndarray  # [tokens] uint16 or uint32
     offsets: np.ndarray  # [documents + 1] int32
@@ -83,17 +83,17 @@ def token_schema(dtype: str) -> pa.Schema:
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """The blocks of one split; the arrays after `bounds` have one entry per block."""
+    """The blocks of one split. The arrays after `bounds` have one entry per block."""
 
     folder: Folder
     name: str
     dtype: str
     vocab_size: int
     packed_seq_len: int
-    """Tokens of every row, with the bits of data.packing; 0: rows are documents, tokens are ids."""
+    """Tokens per row, with the bits of data.packing. 0: rows are documents and tokens are ids."""
     shards: tuple[Shard, ...]
     bounds: np.ndarray
-    """[shards + 1] The first block of each shard, and the number of all."""
+    """[shards + 1] The first block of each shard, then the number of blocks."""
     offset: np.ndarray
     size: np.ndarray
     documents: np.ndarray
@@ -109,12 +109,12 @@ class Split:
         return slice(int(self.bounds[shard]), int(self.bounds[shard + 1]))
 
     def find(self, block: int) -> tuple[Shard, int]:
-        """The shard that holds a block, and the block's number in it."""
+        """The shard that holds a block, and the block's number in that shard."""
         shard = int(self.bounds.searchsorted(block, side="right")) - 1
         return self.shards[shard], block - int(self.bounds[shard])
 
     def location(self, block: int) -> str:
-        """Where a block is, for messages."""
+        """The location of a block, for messages."""
         shard, number = self.find(block)
         return f"{self.folder.url}/{shard.file}, block {number}"
 
@@ -146,9 +146,9 @@ class Split:
         return values & TOKEN_BITS if self.packed_seq_len else values
 
     def read_zeros(self, block: int) -> Block:
-        """The documents of a damaged block at their true lengths, all tokens 0.
+        """The documents of a damaged block with their true lengths and all tokens 0.
 
-        Raises DataError when the lengths are damaged, too.
+        Raises DataError if the lengths are damaged, too.
         """
         shard, number = self.find(block)
         file = shard.file.replace(".arrow", ".lengths")
@@ -164,17 +164,17 @@ class Split:
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """A prepared dataset: its manifest and index, no tokens yet."""
+    """A prepared dataset: its manifest and index, without tokens."""
 
     folder: Folder
     hash: str
-    """First 16 hex digits of the SHA-256 of the manifest, which covers all else."""
+    """First 16 hex digits of the SHA-256 of the manifest, which covers everything else."""
     vocab_size: int
     eos_id: int
     tokenizer_fingerprint: str
     splits: dict[str, Split]
     chat_template: str
-    """Digest of chat_template.jinja; "" where there is none."""
+    """Digest of chat_template.jinja, "" without one."""
 
     @property
     def url(self) -> str:
@@ -182,11 +182,11 @@ class Dataset:
 
     @property
     def packed_seq_len(self) -> int:
-        """Of every split."""
+        """As in every split."""
         return self.splits["train"].packed_seq_len
 
     def split(self, name: str) -> Split:
-        """One split. Raises DataError when it is empty."""
+        """One split. Raises DataError if it is empty."""
         if not self.splits[name].shards:
             otherwise = "; or set validation.datasets, or validation.enable = false" if name == "validation" else ""
             raise DataError(
@@ -195,11 +195,11 @@ class Dataset:
         return self.splits[name]
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer stored with the data. Raises DataError when it is not the one that made it."""
+        """The tokenizer stored with the data. Raises DataError if it did not make the data."""
         return parse_tokenizer(*self.check_tokenizer())
 
     def check_tokenizer(self) -> tuple[bytes, str, str, str]:
-        """What `parse_tokenizer` takes. Raises DataError when the tokenizer there is not the one that made the data."""
+        """The arguments for `parse_tokenizer`. Raises DataError if the tokenizer stored there did not make the data."""
         content = _read(self.folder, "tokenizer.json")
         eos_token = declared_eos(_read(self.folder, "tokenizer_config.json"), f"{self.url}/tokenizer_config.json")
         found = fingerprint(content, eos_token)
@@ -215,19 +215,19 @@ class Dataset:
 
 
 def digest(content: bytes) -> str:
-    """16 hex digits of the SHA-256."""
+    """First 16 hex digits of the SHA-256."""
     return hashlib.sha256(content).hexdigest()[:16]
 
 
 def seal(content: bytes) -> bytes:
-    """The end of a manifest: the SHA-256 of all before it, so that no damage to it passes for another dataset."""
+    """The end of a manifest: the SHA-256 of all before it, so that a damaged one never passes for another dataset."""
     return f',\n "sha256": "{hashlib.sha256(content).hexdigest()}"\n}}\n'.encode()
 
 
 def open_dataset(url: str, data: Data | None = None) -> Dataset:
     """Read and check the manifest and the index of a prepared dataset.
 
-    `data` says how remote data is fetched (default: as in the config). Raises DataError, StorageError.
+    `data` says how to fetch remote data (default: the config's defaults). Raises DataError, StorageError.
     """
     folder = open_folder(url, data or Data())
     text = _read(folder, "manifest.json")
@@ -254,10 +254,10 @@ def open_dataset(url: str, data: Data | None = None) -> Dataset:
         raise DataError(f"{url}/blocks.arrow: {error}") from None
     if hashlib.sha256(blocks).hexdigest() != index_sha256:
         raise DataError(f"{url}/blocks.arrow: is damaged, its SHA-256 is not the one in manifest.json")
-    batch = pa.ipc.open_file(pa.py_buffer(blocks)).get_batch(0)  # views of the mapped file, which ranks share
+    batch = pa.ipc.open_file(pa.py_buffer(blocks)).get_batch(0)  # views of the mapped file, so that ranks share memory
     index = {name: batch.column(name).to_numpy() for name in INDEX_SCHEMA.names}
     splits, first = {}, 0
-    for name in SPLITS:  # in this order the shards stand in the manifest
+    for name in SPLITS:  # the manifest has the shards in this order
         own = tuple(shard for shard in shards if shard.split == name)
         bounds = np.cumsum([0, *(shard.blocks for shard in own)])
         stop = first + int(bounds[-1])
@@ -268,12 +268,12 @@ def open_dataset(url: str, data: Data | None = None) -> Dataset:
 
 
 def _shard_or_dict(entry: dict[str, Any]) -> Any:
-    """Shards as such at once: 78,000 of them, of 10 T tokens, need half the memory that their dicts would."""
+    """Make Shards while parsing: the 78,000 shards of 10 T tokens need half the memory of their dicts."""
     return Shard(**entry) if entry.keys() == SHARD_KEYS else entry
 
 
 def _read(folder: Folder, name: str) -> bytes:
-    """A small file of a dataset."""
+    """Read a small file of a dataset. Raises DataError, StorageError."""
     try:
         return folder.read(name)
     except DamagedError as error:
@@ -281,15 +281,14 @@ def _read(folder: Folder, name: str) -> bytes:
 
 
 def with_chat_template(datasets: Sequence[Dataset]) -> Dataset:
-    """The one whose tokenizer has the chat template of a run on all: a packed one before others, else the first."""
+    """The dataset whose chat template a run on all uses: one with a template, preferably packed, else the first."""
     return max(datasets, key=lambda dataset: (bool(dataset.chat_template), dataset.packed_seq_len))
 
 
 def check_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
-    """Refuse data that cannot be trained on: manifests, file sizes, tokenizer, number of tokens.
+    """Check manifests, file sizes, tokenizers and numbers of tokens, and refuse data that cannot be trained on.
 
-    Returns data.datasets and validation.datasets. Reads no tokens and imports no torch, so that it may come first.
-
+    Returns data.datasets and validation.datasets. Reads no tokens and imports no torch, so that it can run first.
     Raises DataError, StorageError, TitaniteError.
     """
     datasets = [_open_to_train(url, config.data) for url in config.data.datasets]
@@ -330,7 +329,7 @@ def check_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
 
 
 def _open_to_train(url: str, data: Data) -> Dataset:
-    """A dataset that the config names, or the error with what makes one."""
+    """Open a dataset that the config names. Raises DataError that also says how to make one, StorageError."""
     try:
         return open_dataset(url, data)
     except DataError as error:
@@ -348,7 +347,7 @@ def _check_same_tokenizer(key: str, dataset: Dataset, first: Dataset) -> None:
 
 
 def _check_packing(dataset: Dataset, config: Config) -> None:
-    """Refuse settings under which examples of a packed dataset would be cut or see each other."""
+    """Refuse settings that would cut the examples of a packed dataset or let them see each other. Raises DataError."""
     packed = dataset.packed_seq_len
     if packed and config.training.seq_len != packed:
         raise DataError(
@@ -362,7 +361,7 @@ def _check_packing(dataset: Dataset, config: Config) -> None:
 
 
 def _check_sizes(dataset: Dataset, splits: Iterable[Split], config: Config) -> None:
-    """Compare the sizes of all files with the manifest; cheap on a mounted file system only."""
+    """Compare all file sizes with the manifest, only on a mounted file system, where it is cheap. Raises DataError."""
     if config.data.on_bad_block == "mask" or "://" in dataset.url:
         return
     for shard in chain.from_iterable(split.shards for split in splits):

@@ -1,7 +1,7 @@
-"""Where documents come from: text, JSON lines and Parquet, on any file system fsspec knows.
+"""Read documents from text, JSON lines and Parquet, on any file system that fsspec knows.
 
-The input is cut into units, each read by one process. Units depend on the input alone, so
-what is prepared does not depend on the number of processes. Imports no torch.
+The input is cut into units, each read by one process. Units depend only on the input, so
+the result does not depend on the number of processes. Imports no torch.
 """
 
 import io
@@ -32,11 +32,11 @@ TEXT_SUFFIXES = (".txt", ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cc
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 UNIT_BYTES = 4 * 2**20
-MOST_UNITS = 10_000  # about; a larger input has larger units
-ROWS = 64  # of Parquet made Python objects at once: many cost less each, few take less memory
-HASHES = ("ETag", "etag", "blob_id")  # by the stores' own names
-VERSIONS = (*HASHES, "mtime", "LastModified", "created")  # the best first
-REQUEST_BYTES = 2 * 2**20  # read ahead from a remote file, of which a process may need one unit only
+MOST_UNITS = 10_000  # about; a larger input gets larger units
+ROWS = 64  # Parquet rows converted to Python at once: more cost less per row, fewer take less memory
+HASHES = ("ETag", "etag", "blob_id")  # under the names that stores use
+VERSIONS = (*HASHES, "mtime", "LastModified", "created")  # best first
+REQUEST_BYTES = 2 * 2**20  # read-ahead from a remote file; little, as a process may need only one unit
 
 log = logging.getLogger(__name__)
 
@@ -46,14 +46,14 @@ class File(NamedTuple):
 
     url: str
     size: int
-    version: str = ""  # changes with its content, where the store tells such a thing
+    version: str = ""  # changes with the content; "" if the store has none
 
 
 class Unit(NamedTuple):
     """A piece of the input that one process reads: whole files, or a range of one file.
 
-    The range is in row groups for Parquet and in bytes for JSON lines, where a line belongs
-    to the unit it starts in. `stop` 0 means the whole of `files`.
+    The range counts row groups in Parquet and bytes in JSON lines, where a line belongs to
+    the unit it starts in. `stop` 0: the whole of `files`.
     """
 
     files: tuple[File, ...]
@@ -71,11 +71,11 @@ SEARCHED = (
 def list_files(sources: Sequence[str], searched: str = SEARCHED) -> list[File]:
     """The files that the sources (stdlib, folders, files, globs, URLs) name, in a fixed order.
 
-    Raises DataError naming a source without any, and what is `searched` for.
+    Raises DataError naming a source without files and what is `searched` for.
     """
     files: dict[str, File] = {}
     for source in sources:
-        if not source:  # would be the working directory
+        if not source:  # would mean the working directory
             raise DataError("--source : must not be empty")
         found = _stdlib_files() if source == STDLIB else _expand(source)
         if not found:
@@ -85,14 +85,14 @@ def list_files(sources: Sequence[str], searched: str = SEARCHED) -> list[File]:
 
 
 def _is_read_from_folder(name: str) -> bool:
-    """Plain .json is not: in a folder it holds settings as often as data."""
+    """Whether a folder's file is read, by suffix. Not plain .json: in a folder it holds settings as often as data."""
     suffix, compression = _suffixes(name)
     return suffix in (*TEXT_SUFFIXES, *KINDS) and (suffix, compression) != (".json", "")
 
 
 @contextmanager
 def failures_of(what: str) -> Iterator[None]:
-    """Every kind of store and file has its own exceptions; all become DataErrors that begin with `what`."""
+    """Turn the exceptions of every kind of store and file into DataErrors that begin with `what`."""
     try:
         yield
     except TitaniteError:
@@ -107,7 +107,7 @@ def _expand(source: str) -> list[File]:
     with failures_of(f"--source {source}: cannot be listed"):
         system, path = file_system(source)
         is_local = isinstance(system, LocalFileSystem)
-        if is_local:  # a file in two sources is one, however they are spelt; a link to a file is one of its own
+        if is_local:  # resolves links to folders, so a file named in two ways is one; a link to a file stays its own
             folder, name = (path, "") if os.path.isdir(path) else os.path.split(path)
             path = str(Path(os.path.realpath(folder), name))
         details, is_folder = _details(system, path)
@@ -131,7 +131,7 @@ def _expand(source: str) -> list[File]:
         suffixes = Counter("".join(_suffixes(name)) or "no suffix" for name in details.keys() - set(read))
         common = ", ".join(f"{number:,} with {suffix}" for suffix, number in suffixes.most_common(5))
         log.warning("--source %s: %s files are left out (%s)", source, f"{suffixes.total():,}", common)
-    if folders := [name for name, info in sorted(details.items()) if info["type"] == "directory"]:  # by a glob
+    if folders := [name for name, info in sorted(details.items()) if info["type"] == "directory"]:  # from a glob
         reached = {str(folder) for name in read for folder in PurePosixPath(name).parents}
         unread = [name for name in folders if name.rstrip("/") not in reached]
         if unread:
@@ -150,9 +150,9 @@ def _described(url: str, info: dict[str, Any]) -> File:
 
 
 def _details(system: fsspec.AbstractFileSystem, path: str) -> tuple[dict[str, dict[str, Any]], bool]:
-    """What is known of the files at a path or glob, by name, and whether the path is a folder."""
+    """File name → details of the files at a path or glob, and whether the path is a folder."""
     try:
-        found = system.info(path)  # `isdir` and `exists` would take a refusal for an absence
+        found = system.info(path)  # `isdir` and `exists` would report a refused request as a missing file
     except FileNotFoundError:
         return (system.glob(path, detail=True) if has_magic(path) else {}), False
     is_folder = found["type"] == "directory"
@@ -160,7 +160,7 @@ def _details(system: fsspec.AbstractFileSystem, path: str) -> tuple[dict[str, di
 
 
 def _linked_folders(system: fsspec.AbstractFileSystem, pattern: str) -> dict[str, dict[str, Any]]:
-    """Links to folders that a glob would have to enter, as a shell does and fsspec does not."""
+    """Links to folders that a shell would enter for this glob and fsspec does not."""
     if not isinstance(system, LocalFileSystem) or os.path.lexists(pattern):
         return {}
     above = [str(folder) for folder in PurePosixPath(pattern).parents] + [pattern] * pattern.endswith("**")
@@ -169,7 +169,7 @@ def _linked_folders(system: fsspec.AbstractFileSystem, pattern: str) -> dict[str
 
 
 def _stdlib_files() -> list[File]:
-    """The .py files of the running Python's standard library, without its tests."""
+    """The .py files of the running Python's standard library, without tests."""
     root = Path(sysconfig.get_path("stdlib"))
     left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     paths = [path for path in root.rglob("*.py") if not left_out & set(path.relative_to(root).parts)]
@@ -178,7 +178,7 @@ def _stdlib_files() -> list[File]:
 
 
 def plan_units(files: Sequence[File]) -> list[Unit]:
-    """Cut the input into units of UNIT_BYTES or more; files smaller than that share one, as texts of any size may."""
+    """Cut the input into units of UNIT_BYTES or more. Smaller files share a unit, as do text files of any size."""
     unit_bytes = max(UNIT_BYTES, sum(file.size for file in files) // MOST_UNITS)
     units: list[Unit] = []
     group: list[File] = []
@@ -205,19 +205,19 @@ def plan_units(files: Sequence[File]) -> list[Unit]:
 
 
 def kind_of(url: str) -> tuple[str, str]:
-    """("text" | "jsonl" | "parquet", compression or "") by the file's name."""
+    """("text" | "jsonl" | "parquet", compression or "") from the file's name."""
     suffix, compression = _suffixes(url)
     return KINDS.get(suffix, "text"), COMPRESSIONS.get(compression, "")
 
 
 def text_bytes(file: File) -> int:
-    """About how much text a file holds: of Parquet, and of what is compressed, five times its size."""
+    """Estimated bytes of text in a file: five times its size if it is Parquet or compressed."""
     kind, compression = kind_of(file.url)
     return file.size * (5 if compression or kind == "parquet" else 1)
 
 
 def _suffixes(url: str) -> tuple[str, str]:
-    """The suffix of a file's name, and that of its compression or "", in small letters."""
+    """The suffix of a file's name and its compression suffix or "", in lower case."""
     name = urlsplit(url).path if url.startswith(("http://", "https://")) else url
     stem, suffix = os.path.splitext(name.lower())
     return (os.path.splitext(stem)[1], suffix) if suffix in COMPRESSIONS else (suffix, "")
@@ -245,7 +245,7 @@ def _parquet(file: File, stream: Any) -> pq.ParquetFile:
 
 
 def documents(unit: Unit, text_key: str, example_keys: tuple[str, ...] = ()) -> Iterator[str]:
-    """The texts of a unit, in order; with `example_keys`, the JSON list of the values under them instead.
+    """Yield the texts of a unit in order. With `example_keys`, yield the JSON list of the values under them instead.
 
     Raises DataError naming file and place.
     """
@@ -256,8 +256,8 @@ def documents(unit: Unit, text_key: str, example_keys: tuple[str, ...] = ()) -> 
 
 
 def _check_unchanged(file: File, stream: Any) -> None:
-    """Refuse a file that is not what was listed: units of both would mix, without a word."""
-    if "://" in file.url:  # as it was opened; stores know their times by several names, and in several forms
+    """Refuse a file that changed since it was listed: units of both versions would mix silently. Raises DataError."""
+    if "://" in file.url:  # as opened; hashes only, since stores name and format times in several ways
         details = getattr(stream, "details", {})
         changed = file.version and any(str(details[key]) != file.version for key in HASHES if details.get(key))
     else:
@@ -268,7 +268,7 @@ def _check_unchanged(file: File, stream: Any) -> None:
 
 
 def pieces(text: str, max_characters: int) -> Iterator[str]:
-    """`text` cut into parts of at most this many characters, after a line's end where there is one; 0: whole."""
+    """Cut `text` into parts of at most `max_characters`, at line ends where possible. 0: whole."""
     start = 0
     while max_characters and len(text) - start > max_characters:
         stop = text.rfind("\n", start, start + max_characters) + 1 or start + max_characters
@@ -281,11 +281,11 @@ def _texts(file: File, raw: Any, unit: Unit, text_key: str, example_keys: tuple[
     kind, compression = kind_of(file.url)
     stream = raw
     if compression:
-        if not file.size:  # an empty text has a header, too
+        if not file.size:  # even an empty text has a header when compressed
             raise DataError(f"{file.url}: is empty, so it is not compressed text")
         stream = pa.CompressedInputStream(pa.PythonFile(raw), compression)
     if compression or kind == "jsonl":
-        stream = io.BufferedReader(stream, 2**20)  # a remote file's own readline copies all it has read ahead
+        stream = io.BufferedReader(stream, 2**20)  # a remote file's own readline copies its whole read-ahead
     if kind == "parquet":
         yield from _parquet_texts(file, stream, unit, text_key, example_keys)
     elif kind == "jsonl":
@@ -294,7 +294,7 @@ def _texts(file: File, raw: Any, unit: Unit, text_key: str, example_keys: tuple[
         raise DataError(f"{file.url}: examples are read from JSON lines and Parquet only")
     else:
         yield _decode(file, stream.read())
-    # A server that answers with nothing, or a proxy by an empty page, looks like the end of the file.
+    # An empty answer, from the server or a proxy, looks like the end of the file.
     if "://" in file.url and kind != "parquet" and raw.tell() < (unit.stop or file.size):
         raise DataError(f"{file.url}: cannot be read: the server has sent {raw.tell():,} bytes of {file.size:,}")
 
@@ -302,14 +302,14 @@ def _texts(file: File, raw: Any, unit: Unit, text_key: str, example_keys: tuple[
 def _decode(file: File, data: bytes) -> str:
     encoding = "utf-8"
     try:
-        if file.url.endswith(".py"):  # may declare its own encoding
+        if file.url.endswith(".py"):  # may declare an encoding
             encoding = tokenize.detect_encoding(io.BytesIO(data).readline)[0]
         text = data.decode(encoding)
-        text.encode()  # unicode_escape, for one, can spell half a character
+        text.encode()  # some encodings, such as unicode_escape, can give half a character
         return text
     except UnicodeDecodeError as error:
         raise DataError(f"{file.url}: not {encoding} text: {error.reason} at byte {error.start}") from None
-    except (SyntaxError, LookupError, UnicodeError) as error:  # no encoding of that name, or none of text
+    except (SyntaxError, LookupError, UnicodeError) as error:  # unknown encoding, or not one of text
         raise DataError(f"{file.url}: {error}") from None
 
 
@@ -317,7 +317,7 @@ def _json_texts(file: File, stream: Any, unit: Unit, text_key: str, example_keys
     position = unit.start
     if position:
         stream.seek(position - 1)
-        position += len(stream.readline()) - 1  # the line that began before belongs to the unit before
+        position += len(stream.readline()) - 1  # a line that began earlier belongs to the unit before
     while not unit.stop or position < unit.stop:
         line = stream.readline()
         if not line:
@@ -332,7 +332,7 @@ def _json_text(place: str, line: bytes, text_key: str, example_keys: tuple[str, 
         raise DataError(f"{place}: a JSON array; make it one object on each line, as `jq -c '.[]'` does")
     try:
         record = json.loads(line)
-    except (ValueError, RecursionError) as error:  # the latter where it is nested too deep
+    except (ValueError, RecursionError) as error:  # RecursionError if nested too deep
         raise DataError(f"{place}: not JSON, one object on each line: {error}") from None
     if not isinstance(record, dict):
         raise DataError(f"{place}: not a JSON object, but {type(record).__name__}")
@@ -382,17 +382,17 @@ def _parquet_texts(file: File, stream: Any, unit: Unit, text_key: str, example_k
 
 
 def _without_nulls(value: Any) -> Any:
-    """Without the keys that hold None: Arrow gives each struct all keys that any has, and templates ask for some."""
+    """Drop keys that hold None: Arrow gives each struct the keys of all, and templates test whether a key exists."""
     if isinstance(value, dict):
         return {key: _without_nulls(part) for key, part in value.items() if part is not None}
     return [_without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 def _records(batch: pa.RecordBatch, file: File, first: int) -> list[dict[str, Any]]:
-    """The rows of a batch that begins at row `first` of the file. Raises DataError naming one that is not text."""
+    """The rows of a batch that begins at row `first` of the file. Raises DataError naming a row that is not text."""
     try:
         return batch.to_pylist()
     except UnicodeDecodeError as error:
-        if len(batch) > 1:  # which of them?
+        if len(batch) > 1:  # find the bad row
             return [row for i in range(len(batch)) for row in _records(batch.slice(i, 1), file, first + i)]
         raise DataError(f"{file.url}, row {first}: not utf-8 text: {error.reason} at byte {error.start}") from None

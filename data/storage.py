@@ -1,8 +1,8 @@
 """The files of a dataset, in a folder or behind any URL that fsspec knows. Imports no torch.
 
-Both kinds map byte ranges into memory and check them. Ranges of a remote dataset are
-first fetched into a cache on the node's own disk, which its processes share. Endpoint and
-credentials come from the environment, as for any client of the store.
+Both kinds of folder map byte ranges into memory and check them. A remote range is first
+fetched into a cache on the node's own disk, which the node's processes share. Endpoint
+and credentials come from the environment, as for any client of the store.
 """
 
 import errno
@@ -29,22 +29,22 @@ from config import Data, TitaniteError
 
 T = TypeVar("T")
 
-LOCKS = 64  # lock files of a cache; a range is fetched under one of them
-CHECKSUM_ATTEMPTS = 3  # of a fetched range, before it counts as damaged
+LOCKS = 64  # lock files of a cache; each fetch holds one
+CHECKSUM_ATTEMPTS = 3  # fetches of a range before it counts as damaged
 LONGEST_PAUSE_SECONDS = 5.0
-FULL = (errno.ENOSPC, errno.EDQUOT)  # what a disk, or a user's share of it, says when it is
-# Repeating the request would not help. The last is botocore's, which asks the same endpoint for the bucket's region.
+FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk or the user's quota is full
+# A retry would not help. botocore raises RecursionError when it asks the same endpoint for the bucket's region.
 FATAL = (PermissionError, ImportError, ValueError, TypeError, RecursionError)
 
 log = logging.getLogger(__name__)
 
 
 class StorageError(TitaniteError):
-    """Data could not be read for a reason that says nothing about the data."""
+    """Data could not be read, for a reason that says nothing about the data."""
 
 
 class DamagedError(Exception):
-    """A range of a file is missing or is not what it should be; the message says how."""
+    """A range of a file is missing or wrong; the message says how."""
 
 
 def open_folder(url: str, data: Data) -> "Folder":
@@ -60,12 +60,12 @@ def open_folder(url: str, data: Data) -> "Folder":
 
 
 def file_system(url: str, s3_options: Mapping[str, Any] | None = None) -> tuple[fsspec.AbstractFileSystem, str]:
-    """What a path or URL is on, and its path there; the environment says the rest. `s3_options` are for S3 alone."""
+    """The file system of a path or URL, and the path there. The environment sets it up; S3 also takes `s3_options`."""
     if "://" not in url:
-        return LocalFileSystem(), LocalFileSystem._strip_protocol(f"file://{url}")  # `::` in a name chains no URLs
+        return LocalFileSystem(), LocalFileSystem._strip_protocol(f"file://{url}")  # so `::` in a name chains no URLs
     options: dict[str, Any] = {}
     if url.startswith("s3://"):
-        # Names in the profile and in the environment, of which botocore by itself does not know AWS_REGION.
+        # Names in the profile and in the environment. botocore by itself does not know AWS_REGION.
         region = ("region", ["AWS_REGION", "AWS_DEFAULT_REGION"], None, None)
         options = {"session_vars": {"region": region}, **(s3_options or {})}
     return fsspec.core.url_to_fs(url, **options)
@@ -78,7 +78,7 @@ class LocalFolder:
         self.url = url
 
     def read(self, name: str, offset: int = 0, size: int | None = None) -> bytes:
-        """A file, or a range of it, unchecked. Raises DamagedError, StorageError."""
+        """Read a file or a range of it, without a check. Raises DamagedError, StorageError."""
         try:
             with (Path(self.url) / name).open("rb") as file:
                 file.seek(offset)
@@ -89,7 +89,7 @@ class LocalFolder:
             raise self._refusal(name, error) from None
 
     def map(self, name: str, offset: int, size: int, crc32: int) -> memoryview:
-        """A range of a file, checked. Raises DamagedError, StorageError."""
+        """Map a range of a file and check it. Raises DamagedError, StorageError."""
         try:
             return _checked(_map(Path(self.url) / name, offset, size), size, crc32)
         except FileNotFoundError as error:
@@ -98,7 +98,7 @@ class LocalFolder:
             raise self._refusal(name, error) from None
 
     def size(self, name: str) -> int | None:
-        """Bytes of a file, None where there is none."""
+        """Bytes of a file, None if it is missing or no regular file."""
         try:
             status = (Path(self.url) / name).stat()
         except (FileNotFoundError, NotADirectoryError):
@@ -106,7 +106,7 @@ class LocalFolder:
         return status.st_size if stat.S_ISREG(status.st_mode) else None
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is open."""
 
     def _refusal(self, name: str, error: OSError) -> StorageError:
         hint = "; raise the limit with `ulimit -n`" if error.errno == errno.EMFILE else ""
@@ -114,14 +114,14 @@ class LocalFolder:
 
 
 def _map(path: Path, offset: int, size: int) -> memoryview:
-    """Part of a file, read only; shorter where the file ends early. No file stays open, as one does for each mmap."""
+    """Map part of a file, read-only; shorter if the file ends early. Keeps no file open, unlike Python's mmap."""
     try:
         with pa.memory_map(str(path)) as file:
             if offset >= file.size():
                 return memoryview(b"")
             file.seek(offset)
             return memoryview(file.read_buffer(size)).cast("B")
-    except OSError as error:  # Arrow puts the path into its text, and has no number where that is a folder
+    except OSError as error:  # Arrow puts the path into its text, and gives no errno for a folder
         number = error.errno or errno.EIO
         raise OSError(number, os.strerror(number)) from None
 
@@ -135,9 +135,9 @@ def _checked(content: memoryview, size: int, crc32: int) -> memoryview:
 
 
 class RemoteFolder:
-    """Files behind a URL, ranges of which are kept in a cache; the methods are those of LocalFolder.
+    """Files behind a URL, with a cache of their ranges. The methods are those of LocalFolder.
 
-    A request that fails is repeated, with growing pauses, for `retry_seconds`.
+    A failed request is retried with growing pauses for `retry_seconds`.
     """
 
     def __init__(self, url: str, cache: "Cache", retry_seconds: float) -> None:
@@ -154,8 +154,8 @@ class RemoteFolder:
     def _open(self) -> tuple[fsspec.AbstractFileSystem, str]:
         options = {
             "use_listings_cache": False,
-            "max_concurrency": 1,  # else a HEAD comes before each GET, whose errors do not say what they are
-            # Short, and repeated only here: the default would wait minutes for an answer that never comes.
+            "max_concurrency": 1,  # else a HEAD precedes each GET, and errors of a HEAD do not say what they are
+            # Short, and retried only here: the defaults would wait minutes for an answer that never comes.
             "config_kwargs": {
                 "connect_timeout": 5,
                 "read_timeout": 20,
@@ -163,16 +163,16 @@ class RemoteFolder:
                 "max_pool_connections": 32,
             },
         }
-        # fsspec opens each kind of store once and keeps it: a client of S3 for every validation would be freed late.
+        # fsspec caches its file systems. Without that, each validation would leave an S3 client that is freed late.
         system, root = file_system(self.url, options)
         if hasattr(system, "retries"):
             system.retries = 1
         return system, root
 
     def _renew(self, used: fsspec.AbstractFileSystem) -> None:
-        """Open the store anew, unless another thread has: a file of credentials is read but once.
+        """Reopen the store, unless another thread has, since a client reads its credentials file only once.
 
-        s3fs could refresh its client in place, and would keep the one before for ever.
+        s3fs could refresh its client in place, but would keep the old one for ever.
         """
         with self._renewal:
             if self._system is used:
@@ -186,7 +186,7 @@ class RemoteFolder:
             content = self._system.cat_file(path, **part)
             if size and len(content) < size:
                 info = self._system.info(path)
-                # A part of the range, or the empty page of a proxy: no damage, which could be masked.
+                # A partial answer, or a proxy's empty page. Not damage, which could be masked.
                 if info.get("ETag") == "" or (info["size"] or 0) >= offset + size:
                     raise OSError(errno.EIO, "the server answers with less than the range it is asked for")
             return content
@@ -199,7 +199,7 @@ class RemoteFolder:
         def fetch() -> bytes:
             for attempt in range(CHECKSUM_ATTEMPTS):
                 content = self.read(name, offset, size)
-                if len(content) > size:  # no damage, which could be masked
+                if len(content) > size:  # not damage, which could be masked
                     raise StorageError(
                         f"{self.url}/{name}: the server answers with more than the range it is asked for"
                     )
@@ -220,7 +220,7 @@ class RemoteFolder:
             return None
 
     def close(self) -> None:
-        """Make requests that are being repeated fail."""
+        """Make requests fail instead of being retried further."""
         self._closed.set()
 
     def _repeated(self, name: str, request: Callable[[], T]) -> T:
@@ -231,9 +231,9 @@ class RemoteFolder:
             system = self._system
             try:
                 return request()
-            except Exception as error:  # every kind of store has its own
+            except Exception as error:  # every kind of store raises its own
                 status, code = _s3_answer(error)
-                if isinstance(error, FileNotFoundError) and code not in ("404", "NoSuchBucket"):  # 404: a proxy's
+                if isinstance(error, FileNotFoundError) and code not in ("404", "NoSuchBucket"):  # 404: a proxy
                     raise DamagedError("is missing") from None
                 if status == 416:
                     raise DamagedError("is cut short") from None
@@ -264,8 +264,8 @@ Folder = LocalFolder | RemoteFolder
 
 
 def _s3_answer(error: Exception) -> tuple[int, str]:
-    """HTTP status and S3's code of the answer that `error` was made of; (0, "") if there was none."""
-    # s3fs makes an EINVAL of many answers, and not every server sends a message with them.
+    """HTTP status and S3 error code of the answer behind `error`; (0, "") if there was none."""
+    # s3fs turns many answers into EINVAL, and not every server sends a message.
     response = getattr(error.__cause__, "response", None)
     if not isinstance(response, dict):
         return 0, ""
@@ -274,9 +274,9 @@ def _s3_answer(error: Exception) -> tuple[int, str]:
 
 
 class Cache:
-    """Ranges of remote files in a folder, at most `limit_bytes` of them, shared by processes.
+    """A folder with ranges of remote files, at most `limit_bytes`, shared by processes.
 
-    What was used longest ago is removed first. A range that is mapped stays usable after that.
+    Removes the least recently used ranges first. A mapped range stays usable after its removal.
     """
 
     def __init__(self, folder: Path, limit_bytes: int) -> None:
@@ -288,13 +288,13 @@ class Cache:
             raise StorageError(f"data.cache_folder: {folder} cannot be made: {error.strerror}") from None
 
     def map(self, key: str, fetch: Callable[[], bytes], size: int, crc32: int) -> memoryview:
-        """The range `key`, from the cache or else by `fetch`, which one process calls for all."""
+        """The range `key`, from the cache or from `fetch`, which one process calls for all. Raises StorageError."""
         try:
             content = self._lookup(key, size, crc32)
             if content is not None:
                 return content
             with self._locked(f"lock-{int(key[:8], 16) % LOCKS}"):
-                content = self._lookup(key, size, crc32)  # another process may have been faster
+                content = self._lookup(key, size, crc32)  # another process may have fetched it meanwhile
                 if content is None:
                     content = self._store(key, fetch(), size, crc32)
             self._shrink()
@@ -316,7 +316,7 @@ class Cache:
         temporary = self.folder / f"{key}.tmp"
         try:
             self._write(temporary, content)
-            mapped = _checked(_map(temporary, 0, size), size, crc32)  # before another process can see and remove it
+            mapped = _checked(_map(temporary, 0, size), size, crc32)  # before other processes see it and may remove it
             temporary.replace(self.folder / f"{key}.range")
             return mapped
         except DamagedError:
@@ -325,7 +325,7 @@ class Cache:
             temporary.unlink(missing_ok=True)
 
     def _write(self, path: Path, content: bytes) -> None:
-        """Write a file, and make room for it where the disk is full, which may be smaller than the limit."""
+        """Write a file, and make room if the disk is full: it may be smaller than the cache's limit."""
         while True:
             try:
                 path.write_bytes(content)
@@ -335,7 +335,7 @@ class Cache:
                     raise
 
     def _shrink(self, room: int = 0) -> bool:
-        """Remove what is above the limit, and at least `room` bytes. Returns whether anything was removed."""
+        """Remove ranges down to the limit, and at least `room` bytes. Returns whether any was removed."""
         with self._locked("lock-shrink"):
             entries = []
             for entry in os.scandir(self.folder):

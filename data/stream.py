@@ -1,4 +1,4 @@
-"""The tokens of one dataset as an endless stream that can be read at any place. Imports no torch."""
+"""The tokens of one dataset as an endless stream, readable at any place. Imports no torch."""
 
 import logging
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class Window(NamedTuple):
-    """Blocks shuffled together. The document arrays are in the order of the stream."""
+    """Blocks whose documents are shuffled together. The [documents] arrays are in the order of the stream."""
 
     blocks: np.ndarray  # [blocks] their numbers in the split
     values: list[np.ndarray]  # tokens of each block
@@ -25,16 +25,15 @@ class Window(NamedTuple):
     row: np.ndarray  # [documents] its row in that block
     start: np.ndarray  # [documents] its first token there
     cumulative: np.ndarray  # [documents + 1] its first token in the window
-    masked: frozenset[int]  # indices of those in `values` that are zeros in place of a bad block
+    masked: frozenset[int]  # indices in `values` of bad blocks, which are zeros
 
 
 class Stream:
-    """A split as one stream of tokens, epoch after epoch; see data.order. Without a `seed`: once, as it is stored.
+    """A split as one stream of tokens, epoch after epoch (data.order). Without a `seed`: once, as stored.
 
-    `masked` holds the blocks that are read as zeros; with `mask_bad_blocks` those that turn
-    out to be bad join it, otherwise the first of them raises BadBlockError.
+    Blocks in `masked` are read as zeros. With `mask_bad_blocks` a bad block joins them, else it raises BadBlockError.
 
-    Two windows are kept: the one in use, and with `read_ahead` the next, whose blocks `readers` fetch meanwhile.
+    Keeps the window in use. With `read_ahead` it also keeps the next one, whose blocks `readers` fetch meanwhile.
     """
 
     def __init__(
@@ -57,17 +56,16 @@ class Stream:
         self._seed = seed
         self._window_blocks = window_blocks
         self._epochs: dict[int, Epoch] = {}
-        self._reading: dict[tuple[int, int], list[Future[Block]]] = {}  # (epoch, window) → its blocks, on their way
+        self._reading: dict[tuple[int, int], list[Future[Block]]] = {}  # (epoch, window) → its blocks, being read
         self._window: Window | None = None
         self._window_start = 0  # its first token in the stream
-        self._pieces: tuple[int, range, list[int]] = (0, range(0), [])  # piece_tokens, those of a window, their order
+        self._pieces: tuple[int, range, list[int]] = (0, range(0), [])  # piece_tokens, a window's pieces, their order
 
     def read(self, start: int, count: int) -> tuple[np.ndarray, list[int], list[slice]]:
-        """Tokens [start, start + count) of the stream; zeros that are masked where it has ended.
+        """Read tokens [start, start + count) of the stream. Beyond its end they are zeros and masked.
 
-        Also the length of each document's (or packed example's) part in them, in order, and where they are
-        masked: not to be trained.
-        Raises DataError, StorageError.
+        Returns the tokens [count]; the length of each document's (or packed example's) part in them, in order; and the
+        slices that are masked, which must not be trained. Raises DataError, StorageError.
         """
         there = count if self._seed is not None else min(count, self.epoch_tokens - start)
         parts: list[np.ndarray] = []
@@ -93,9 +91,9 @@ class Stream:
         return tokens, lengths, masked
 
     def runs(self, place: int, count: int, piece_tokens: int) -> list[tuple[int, int]]:
-        """Places [place, place + count) of the order as runs of the stream, (first token, tokens).
+        """Places [place, place + count) of the order as runs of the stream, each (first token, number of tokens).
 
-        Each run is in one piece; `piece_tokens` 0: the order is the stream itself.
+        Each run lies within one piece. `piece_tokens` 0: the order is the stream itself.
         """
         if not piece_tokens:
             return [(place, count)]
@@ -108,7 +106,7 @@ class Stream:
         return found
 
     def _piece(self, piece: int, piece_tokens: int) -> int:
-        """The piece of the stream that stands at this place of the order."""
+        """The piece of the stream that stands at place `piece` of the order."""
         known, pieces, order = self._pieces
         if known != piece_tokens or piece not in pieces:
             number, index, start, stop = self._window_of(piece * piece_tokens)
@@ -118,13 +116,13 @@ class Stream:
         return pieces[order[piece - pieces.start]] if piece in pieces else piece
 
     def mask(self, blocks: set[int]) -> None:
-        """Read these blocks as zeros from now on."""
+        """Read these blocks as zeros from here on."""
         self.masked |= blocks
         self._window = None
         self._reading.clear()
 
     def documents(self, start: int, count: int) -> list[tuple[int, int, int, int]]:
-        """(block, row, first, stop) of each document's part in tokens [start, start + count)."""
+        """(block, row, first token, end) of each document's part in tokens [start, start + count)."""
         found: list[tuple[int, int, int, int]] = []
         for window, documents, begins, ends in self._parts(start, count):
             blocks, rows = window.blocks[window.block[documents]].tolist(), window.row[documents].tolist()
@@ -132,9 +130,9 @@ class Stream:
         return found
 
     def _parts(self, start: int, count: int) -> Iterator[tuple[Window, slice, list[int], list[int]]]:
-        """Tokens [start, start + count) of the stream as parts of documents, window by window.
+        """Yield the parts of documents in tokens [start, start + count) of the stream, window by window.
 
-        Yields (window, which of its documents, the first token of each's part, the end of each's part).
+        Each item is (window, slice of its documents, first token of each part, end of each part).
         """
         end = start + count
         while start < end:
@@ -150,7 +148,7 @@ class Stream:
             start += stop - token
 
     def _locate(self, token: int) -> tuple[Window, int]:
-        """The window that holds a token of the stream, and the token's place in it."""
+        """The window that holds a token of the stream, and the token's place in the window."""
         if self._window is None or not 0 <= token - self._window_start < self._window.cumulative[-1]:
             self._window = None
             number, index, start, _ = self._window_of(token)
@@ -159,7 +157,7 @@ class Stream:
         return self._window, token - self._window_start
 
     def _window_of(self, token: int) -> tuple[int, int, int, int]:
-        """(epoch, number, first token, end) of the window that holds a token of the stream."""
+        """(epoch, number in it, first token, end) of the window that holds a token of the stream."""
         number, in_epoch = divmod(token, self.epoch_tokens)
         epoch = self._epoch(number)
         index = epoch.window_of(in_epoch)
@@ -167,7 +165,7 @@ class Stream:
         return number, index, start, stop
 
     def _open(self, number: int, index: int) -> Window:
-        """Take the blocks of a window and start reading the next one's."""
+        """Get the blocks of a window and start to read those of the next."""
         last = index + 2 == len(self._epoch(number).starts)
         following = (number + 1, 0) if last else (number, index + 1)
         for key in self._reading.keys() - {(number, index), following}:
@@ -175,7 +173,7 @@ class Stream:
                 result.cancel()
         blocks = self._blocks(number, index)
         ahead = self._reading.pop((number, index), [])
-        results = [  # what was out of reach when it was read ahead, perhaps long ago, is asked for again
+        results = [  # retry what was out of reach when read ahead, perhaps long ago
             result if result and not _was_out_of_reach(result) else self._submit(block)
             for block, result in zip_longest(blocks, ahead)
         ]
@@ -184,7 +182,7 @@ class Stream:
         except CancelledError:
             raise self._closed() from None
         window = _open_window(blocks, contents, self._key(number, index), self.masked)
-        # Not before: the first batch of a start would wait for cores.
+        # Not earlier: the first batch of a start would wait for cores.
         if self._read_ahead and following not in self._reading:
             self._reading[following] = [self._submit(block) for block in self._blocks(*following)]
         return window
@@ -209,11 +207,11 @@ class Stream:
     def _submit(self, block: int) -> Future[Block]:
         try:
             return self._readers.submit(self._read_block, int(block))
-        except RuntimeError as error:  # no more tasks, or no more threads
+        except RuntimeError as error:  # the pool is shut down, or has no threads
             raise self._closed(f", or has no thread: {error}") from None
 
     def _closed(self, otherwise: str = "") -> StorageError:
-        """What to raise once another thread has closed the loader."""
+        """The error to raise after another thread has closed the loader."""
         return StorageError(f"{self.split.folder.url}: cannot be read: the loader is closed{otherwise}")
 
     def _epoch(self, number: int) -> Epoch:
@@ -224,7 +222,7 @@ class Stream:
         return self._epochs[number]
 
     def _key(self, *place: int | str) -> int | None:
-        """What decides the order of an epoch's blocks, or of a window's documents or pieces; None: as stored."""
+        """The key for the order of an epoch's blocks, or of a window's documents or pieces. None: as stored."""
         return None if self._seed is None else derive_key(self._seed, self.name, *place)
 
 
@@ -233,7 +231,7 @@ def _was_out_of_reach(result: Future[Block]) -> bool:
 
 
 def _open_window(blocks: np.ndarray, contents: list[Block], key: int | None, masked: set[int]) -> Window:
-    """The documents of some blocks in the order of `key`."""
+    """The window of these blocks, with their documents in the order of `key`."""
     rows = [len(content.offsets) - 1 for content in contents]
     block = np.repeat(np.arange(len(contents), dtype=np.uint32), rows)
     row = np.concatenate([np.arange(n, dtype=np.uint32) for n in rows])

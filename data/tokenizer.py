@@ -1,4 +1,4 @@
-"""Text to token ids and back, and how documents are told apart."""
+"""Text to token ids and back, and the token that ends a document."""
 
 import hashlib
 import json
@@ -16,15 +16,15 @@ TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 CONFIG = "tokenizer_config.json"
 END_OF_TEXT = "<|endoftext|>"
-LEARNT_WORD_BYTES = 2000  # longer words are cut, while a tokenizer is trained only
-# Looked for in this order when no tokenizer_config.json names the end-of-document token.
+LEARNT_WORD_BYTES = 2000  # longer words are cut, only while a tokenizer is trained
+# Tried in this order if no tokenizer_config.json names the end-of-document token.
 KNOWN_EOS = ("<|end_of_text|>", END_OF_TEXT, "</s>", "<eos>", "<|eos|>", "[EOS]")
 
 
 class Tokenizer:
-    """A `tokenizers` tokenizer with the ids that training needs. Raises TitaniteError for one that cannot give them.
+    """A `tokenizers` tokenizer with the ids that training needs. Raises TitaniteError if it lacks them.
 
-    Text never becomes a special token: a document that spells out `<|endoftext|>` is encoded
+    Text never becomes a special token. A document that spells out `<|endoftext|>` is encoded
     as those characters, so documents end exactly where `encode_documents` ends them.
     """
 
@@ -37,7 +37,7 @@ class Tokenizer:
         raw.encode_special_tokens = True
         self.raw = raw
         self.eos_token = eos_token
-        self.chat_template = chat_template  # Jinja, or "" where it has none
+        self.chat_template = chat_template  # Jinja, "" without one
         self.eos_id: int = eos_id
         self.vocab_size: int = max(raw.get_vocab().values()) + 1
         self.fingerprint: str = fingerprint(raw.to_str().encode(), eos_token)
@@ -53,27 +53,27 @@ class Tokenizer:
                 f"{name}: a text that spells out {eos_token!r} would become that token and end a document; "
                 "take a token that is marked as special and that the model does not find in text"
             )
-        # What the tokenizer's own template puts before a text, Llama 3's <|begin_of_text|>; an eos only ends one.
+        # What the tokenizer's template puts before a text, such as Llama 3's <|begin_of_text|>. Never an eos.
         self.prefix: list[int] = [token for token in template.ids[:text_begins] if token != eos_id]
         self.bos_id: int | None = self.prefix[0] if self.prefix else None
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, with the bos the tokenizer's template wants and without an eos."""
+        """The ids of a text, with any bos of the tokenizer's template and without an eos."""
         return self.prefix + self.raw.encode(text, add_special_tokens=False).ids
 
     def encode_documents(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text as a document: template bos if any, text, exactly one eos."""
+        """The ids of each text as a document: any bos of the template, the text, exactly one eos."""
         encodings = self.raw.encode_batch_fast(list(texts), add_special_tokens=False)
         return [[*self.prefix, *encoding.ids, self.eos_id] for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`, special tokens left out."""
+        """The text of `ids`, without special tokens."""
         return self.raw.decode(list(ids), skip_special_tokens=True)
 
     def save(self, folder: Path) -> None:
-        """Write tokenizer_config.json that names the eos token, any chat template and tokenizer.json to `folder`.
+        """Write tokenizer_config.json with the eos token, any chat template, and tokenizer.json to `folder`.
 
-        In this order and each as a whole, so that a tokenizer.json, after a kill too, has its eos token beside it.
+        Writes each atomically, in this order: even after a kill a tokenizer.json has its eos token beside it.
         """
         config = json.dumps({"eos_token": self.eos_token}) + "\n"
         if not self.chat_template:
@@ -84,12 +84,10 @@ class Tokenizer:
 
 
 def load_tokenizer(path: str | Path, eos_token: str = "") -> Tokenizer:
-    """The tokenizer of a tokenizer.json, or of the folder that holds one.
+    """Load the tokenizer of a tokenizer.json, or of a folder with one. Raises TitaniteError.
 
     The token that ends a document is `eos_token`, else the one that a tokenizer_config.json
     beside the file names, else the first of `KNOWN_EOS` in the vocabulary.
-
-    Raises TitaniteError.
     """
     try:
         file = Path(path) / TOKENIZER if Path(path).is_dir() else Path(path)
@@ -105,7 +103,7 @@ def load_tokenizer(path: str | Path, eos_token: str = "") -> Tokenizer:
 
 
 def parse_tokenizer(content: bytes, eos_token: str, name: str, chat_template: str) -> Tokenizer:
-    """The tokenizer that the content of a tokenizer.json describes; see load_tokenizer. Raises TitaniteError."""
+    """Make a tokenizer from the content of a tokenizer.json; see load_tokenizer. Raises TitaniteError."""
     try:
         raw = RawTokenizer.from_str(content.decode())
     except Exception as error:  # tokenizers raises bare Exception
@@ -121,7 +119,7 @@ def find_chat_template(files: Mapping[str, bytes], folder: str) -> str:
             return files[CHAT_TEMPLATE].decode()
         if isinstance(found, str):
             return found
-        return next((entry["template"] for entry in found if entry["name"] == "default"), "")  # several, with names
+        return next((entry["template"] for entry in found if entry["name"] == "default"), "")  # named templates
     except (UnicodeDecodeError, KeyError, TypeError) as error:
         raise TitaniteError(f"{folder}: its chat template is not one: {type(error).__name__} {error}") from None
 
@@ -146,7 +144,7 @@ def _json_object(content: bytes, name: str) -> dict[str, Any]:
 
 
 def fingerprint(content: bytes, eos_token: str) -> str:
-    """16 hex digits that name a tokenizer, from the tokenizer.json that `Tokenizer.save` writes."""
+    """16 hex digits that name a tokenizer, given the tokenizer.json that `Tokenizer.save` writes."""
     return hashlib.sha256(eos_token.encode() + b"\0" + content).hexdigest()[:16]
 
 
@@ -165,10 +163,10 @@ def _special_tokens(raw: RawTokenizer) -> str:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE of `vocab_size` tokens, `<|endoftext|>` among them, learnt from `texts`."""
+    """Train a byte-level BPE of `vocab_size` tokens, including `<|endoftext|>`, on `texts`."""
     raw = RawTokenizer(models.BPE())
     words = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    # The time to learn from a word grows with the square of its length: a text may be one of a million letters.
+    # Training time grows with the square of a word's length, and a text may be one word of a million letters.
     raw.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.FixedLength(LEARNT_WORD_BYTES)])
     raw.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(

@@ -1,4 +1,4 @@
-"""Prompts with responses, and conversations, as tokens of which only the responses are trained. Imports no torch."""
+"""Tokenise prompts with responses, and conversations, so that only the responses are trained. Imports no torch."""
 
 import json
 from bisect import bisect_right
@@ -23,11 +23,11 @@ Segments = list[tuple[list[int], bool]]  # (tokens, whether they are trained)
 
 
 def encode_examples(texts: Sequence[str], format: str, tokenizer: Tokenizer) -> list[np.ndarray]:
-    """The tokens of examples, uint32 with the bits of data.packing, each example ended by eos.
+    """The tokens of examples, uint32 with the bits of data.packing. Each example ends with eos.
 
-    A text is the JSON list of an example's values: [prompt, response] in format "sft", where the eos is trained as
-    part of the response, and [messages] in format "chat", by the tokenizer's template. The first token of an example
-    is never trained: nothing comes before it. Raises DataError quoting the example.
+    A text is the JSON list of an example's values. Format "sft" has [prompt, response] and trains the eos as part of
+    the response. Format "chat" has [messages] and uses the tokenizer's template. The first token of an example is never
+    trained, since nothing comes before it. Raises DataError quoting the example.
     """
     template = _chat_template(tokenizer.chat_template, tokenizer)
     segments: list[list[tuple[str, bool]]] = []
@@ -49,13 +49,13 @@ def encode_examples(texts: Sequence[str], format: str, tokenizer: Tokenizer) -> 
     return [_marked(parts, tokenizer.eos_id) for parts in encoded]
 
 
-@lru_cache(maxsize=1)  # it makes the whole tokenizer anew
+@lru_cache(maxsize=1)  # ChatTemplate copies the whole tokenizer
 def _chat_template(source: str, tokenizer: Tokenizer) -> ChatTemplate:
     return ChatTemplate(source, tokenizer)
 
 
 def check_examples(tokenizer: str, seq_len: int, max_characters: int, keys: str, format: str) -> None:
-    """Refuse options of data.prepare that do not fit examples. Raises DataError."""
+    """Refuse options of data.prepare that do not suit examples. Raises DataError."""
     if not tokenizer:
         raise DataError(f"--format {format}: give the --tokenizer of the model that is to be tuned")
     if seq_len < 2:
@@ -68,12 +68,12 @@ def check_examples(tokenizer: str, seq_len: int, max_characters: int, keys: str,
 
 
 def split_keys(keys: str) -> tuple[str, ...]:
-    """The names in a comma-separated list; none in an empty one."""
+    """The names in a comma-separated list; () for an empty one."""
     return tuple(keys.split(",")) if keys else ()
 
 
 def read_template(file: Path) -> str:
-    """The text of a chat template. Raises DataError."""
+    """Read a chat template. Raises DataError."""
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -87,20 +87,21 @@ def _prompt_and_response(prompt: Any, response: Any) -> list[tuple[str, bool]]:
 
 
 def _split(parts: Sequence[tuple[str, bool]], template: ChatTemplate) -> Segments:
-    """The tokens of a conversation's whole text, part by part.
+    """Encode a conversation's whole text and cut its tokens into the parts.
 
-    A part alone may be other tokens, for Llama 2's tokenizer begins each text with a space. It is taken all the same
-    where the text up to the end of some part is not the beginning of the whole: that is what the model is asked.
+    A part encoded alone may give other tokens, since Llama 2's tokenizer begins each text with a space. The parts are
+    still encoded alone if the text up to the end of some part does not encode to the beginning of the whole: generation
+    asks the model with just that text.
     """
     text = "".join(part for part, _ in parts)
     whole = template.raw.encode(text, add_special_tokens=False)
     ids, spans = whole.ids, whole.offsets  # each access copies
     cuts = [i for i, id in enumerate(ids) if id in template.cuts and text.startswith(template.cuts[id], spans[i][0])]
-    places = [(0, 0, 0), *((spans[i][1], spans[i][0], i) for i in cuts)]  # (end, begin, number) of the token
+    places = [(0, 0, 0), *((spans[i][1], spans[i][0], i) for i in cuts)]  # (end, begin, index) of the token
     ends, done, starts = [end for end, _, _ in places], 0, [0]
     for part, _ in parts:
         done += len(part)
-        _, begin, first = places[bisect_right(ends, done) - 1]  # up to there all is as in the whole
+        _, begin, first = places[bisect_right(ends, done) - 1]  # until there the tokens are those of the whole
         own = template.encode_text(text[begin:done])
         starts.append(first + len(own))
         if ids[first : starts[-1]] != own:
@@ -109,7 +110,7 @@ def _split(parts: Sequence[tuple[str, bool]], template: ChatTemplate) -> Segment
 
 
 def _marked(parts: Segments, eos_id: int) -> np.ndarray:
-    """The tokens of one example with their bits, and a hidden eos where the template does not end with one."""
+    """The tokens of one example with their bits. Adds a hidden eos if they do not end with one."""
     ids = list(chain.from_iterable(tokens for tokens, _ in parts))
     hidden = [not trained for tokens, trained in parts for _ in tokens]
     if not ids or ids[-1] != eos_id:

@@ -1,8 +1,8 @@
-"""Check prepared datasets against their manifests, every token.
+"""Check every token of prepared datasets against their manifests.
 
     python -m data.verify datasets/stdlib s3://bucket/dataset
 
-Exit status 1, with a line for each fault, when anything is wrong.
+Prints a line for each fault and exits with status 1 if there is any.
 """
 
 import argparse
@@ -26,9 +26,9 @@ IN_FLIGHT = 32  # blocks held at a time
 
 
 def faults(dataset: Dataset) -> Iterator[str]:
-    """What is wrong with a dataset, one message for each fault; nothing when it is as it was made.
+    """Yield a message for each fault of a dataset; none if it is as it was made.
 
-    Raises StorageError when it cannot be read.
+    Raises StorageError if it cannot be read.
     """
     try:
         dataset.check_tokenizer()
@@ -58,14 +58,14 @@ def _shard_faults(dataset: Dataset, split: Split) -> Iterator[str]:
 
 
 def _is_arrow_of_index(split: Split, number: int) -> bool:
-    """Whether an Arrow reader, which goes by what stands around the blocks, finds those that the index has."""
+    """Whether an Arrow reader finds the blocks of the index, given the schema and footer around them."""
     shard, own = split.shards[number], split.blocks_of(number)
     offsets, sizes = split.offset[own].astype(np.int64), split.size[own].astype(np.int64)
     end = int(offsets[-1] + sizes[-1])
     try:
         head = split.folder.read(shard.file, 0, int(offsets[0]))
         tail = split.folder.read(shard.file, end, shard.bytes - end)
-        stream, file = pa.py_buffer(head[8:] + tail), pa.py_buffer(head[:8] + tail)  # as if there were no blocks
+        stream, file = pa.py_buffer(head[8:] + tail), pa.py_buffer(head[:8] + tail)  # without the blocks
         as_it_is = pa.ipc.IpcReadOptions(ensure_native_endian=False)
         by_footer = pa.ipc.open_file(file, options=as_it_is)
         schemas = pa.ipc.open_stream(stream, options=as_it_is).read_all().schema, by_footer.schema
@@ -84,13 +84,16 @@ def _is_arrow_of_index(split: Split, number: int) -> bool:
 
 
 def _footer_places(footer: bytes, field: int) -> np.ndarray:
-    """The places of messages in a field of the flatbuffer `Footer` (Arrow's format/File.fbs): 3 for record batches."""
+    """The places of messages in a field of the flatbuffer `Footer` (Arrow's format/File.fbs).
+
+    Field 2 is for dictionaries, 3 for record batches.
+    """
 
     def number(at: int, size: int = 4) -> int:
         return int.from_bytes(footer[at : at + size], "little", signed=True)
 
     root = number(0)
-    entry = root + number(root - number(root) + 4 + 2 * field, 2)  # the table's vtable says where its fields are
+    entry = root + number(root - number(root) + 4 + 2 * field, 2)  # the vtable says where the fields are
     vector = entry + number(entry)
     place = [("offset", "<i8"), ("metadata", "<i4"), ("padding", "<i4"), ("body", "<i8")]
     return np.frombuffer(footer, place, number(vector), vector + 4)
@@ -123,7 +126,7 @@ def _faults_of_block(dataset: Dataset, split: Split, block: int) -> Iterator[str
 
 
 def _wrong_packed_rows(split: Split, block: Block, eos_id: int) -> dict[str, np.ndarray]:
-    """Which rows are not of the packed length, or do not begin and end as packed ones do."""
+    """Fault → which rows have it: a wrong length, or a beginning or end unlike packed rows'; bool [rows] each."""
     ends = block.values[block.offsets[1:] - 1]
     return {
         f"has not {split.packed_seq_len} tokens": np.diff(block.offsets) != split.packed_seq_len,
@@ -133,7 +136,7 @@ def _wrong_packed_rows(split: Split, block: Block, eos_id: int) -> dict[str, np.
 
 
 def _unended(block: Block, eos_id: int) -> dict[str, np.ndarray]:
-    """Which documents lack their end, or have it anywhere else or twice."""
+    """Fault → which documents lack their eos at the end or have another one; bool [documents]."""
     ends = np.flatnonzero(block.values == eos_id) + 1
     counts = np.diff(ends.searchsorted(block.offsets, side="right"))
     last = block.values[block.offsets[1:] - 1] == eos_id
@@ -141,7 +144,7 @@ def _unended(block: Block, eos_id: int) -> dict[str, np.ndarray]:
 
 
 def _report(dataset: Dataset) -> int:
-    """Print what is wrong and what there is; returns the number of faults."""
+    """Print the faults and the contents of a dataset. Returns the number of faults."""
     wrong = 0
     for message in faults(dataset):
         wrong += 1
@@ -158,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     wrong = 0
     with command_line():
         for url in parser.parse_args(argv).dataset:
-            with tempfile.TemporaryDirectory() as cache:  # what lies in the run's own cache is not the dataset
+            with tempfile.TemporaryDirectory() as cache:  # a run's own cache would hide faults of the dataset
                 wrong += _report(open_dataset(url, Data(cache_folder=cache, cache_gb=1)))
         if not wrong:
             print("all as it was made")

@@ -1,4 +1,4 @@
-"""Tasks on all cores, under a progress bar, in a folder that nobody else writes to. Imports no torch."""
+"""Run tasks on all cores, with a progress bar, in a folder locked against other writers. Imports no torch."""
 
 import errno
 import fcntl
@@ -21,8 +21,8 @@ from tqdm import tqdm
 from data.shards import DataError
 
 LOCK = ".lock"
-IN_FLIGHT = 1000  # tasks: more than processes, and so few that telling the pool of them never blocks (cpython 105829)
-LOCK_SECONDS = 10.0  # within which the workers of a process that was killed have ended
+IN_FLIGHT = 1000  # tasks: more than processes, but so few that submitting them never blocks (cpython 105829)
+LOCK_SECONDS = 10.0  # within which the workers of a killed process end
 Function = Callable[[str, Any], int]
 
 log = logging.getLogger(__name__)
@@ -30,12 +30,12 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def locked(folder: Path) -> Iterator[Connection]:
-    """Make a folder and keep others out of it, from this process and the workers that are given the lock.
+    """Make a folder and lock it for this process and the workers that are given the lock.
 
-    It is held until the last of them ends. Raises DataError.
+    The lock is held until the last of them ends. Raises DataError.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    # A file, which is writable: NFS locks no others. A Connection, since spawned processes inherit its descriptor.
+    # A writable file, since NFS locks no others. A Connection, since spawned processes inherit its descriptor.
     with Connection(os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)) as lock:
         begin = time.monotonic()
         while True:
@@ -56,7 +56,7 @@ def locked(folder: Path) -> Iterator[Connection]:
 
 @contextmanager
 def worker_pool(count: int, lock: Connection) -> Iterator[ProcessPoolExecutor | None]:
-    """`count` processes, each started when there is a task for it; None for one: this process does it."""
+    """A pool of `count` processes, each started when it gets a task. None for 1: this process does the work."""
     if count == 1:
         yield None
         return
@@ -70,7 +70,7 @@ def worker_pool(count: int, lock: Connection) -> Iterator[ProcessPoolExecutor | 
 def run_all(
     pool: ProcessPoolExecutor | None, function: Function, folder: str, tasks: list[Any], title: str, weights: list[int]
 ) -> int:
-    """Run `function(folder, task)`, which returns tokens, for every task; their sum. The bar shows tokens/s."""
+    """Run `function(folder, task)` for every task and return the sum of its results, tokens. The bar shows tokens/s."""
     tokens, begin = 0, time.monotonic()
     with tqdm(total=sum(weights), desc=title, unit="B" if title == "tokenise" else " shards", unit_scale=True) as bar:
         for number, result in _results(pool, function, folder, tasks):
@@ -83,7 +83,7 @@ def run_all(
 def _results(
     pool: ProcessPoolExecutor | None, function: Function, folder: str, tasks: list[Any]
 ) -> Iterator[tuple[int, int]]:
-    """(number of the task, its result) as they finish, some tasks in flight at a time."""
+    """Yield (number of the task, its result) as tasks finish, with at most IN_FLIGHT submitted at a time."""
     if pool is None or len(tasks) <= 1:
         for number, task in enumerate(tasks):
             yield number, function(folder, task)
@@ -111,7 +111,7 @@ def _start_worker(lock: Connection) -> None:
 
 
 def _end_with_parent(lock: Connection) -> None:
-    """Without this a worker would outlive a parent that is killed, and go on writing."""
+    """End this worker when its parent ends. Otherwise it would outlive a killed parent and go on writing."""
     parent = multiprocessing.parent_process()
     assert parent
     parent.join()

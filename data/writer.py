@@ -1,4 +1,4 @@
-"""Writing the files of a prepared dataset; data.shards says what they are. Imports no torch."""
+"""Write the files of a prepared dataset, which data.shards describes. Imports no torch."""
 
 import argparse
 import hashlib
@@ -20,24 +20,24 @@ from data.shards import FORMAT, INDEX_SCHEMA, VERSION, DataError, Shard, digest,
 from data.tokenizer import Tokenizer
 from records import write_atomically
 
-PARTS = ".parts"  # what a preparation has finished, until its end
+PARTS = ".parts"  # folder of a preparation's finished work, until its end
 SHARDS = re.compile(r"\.?(train|validation)-\d{5,}\.(arrow|lengths)(\.tmp)?")
 
 
 class WrittenShard(NamedTuple):
-    """A shard and its rows of blocks.arrow."""
+    """A shard and its rows in blocks.arrow."""
 
     shard: Shard
     blocks: list[dict[str, int]]
 
 
 def token_dtype(vocab_size: int) -> str:
-    """The smallest type that holds every id."""
+    """The smallest data type that holds every id."""
     return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
 def is_held_out(content: bytes, validation_fraction: float) -> bool:
-    """Whether a document is for validation: by a hash of its whole content, with all the pieces it is cut into."""
+    """Whether a document is for validation, by a hash of its whole content, so all its pieces stay on one side."""
     digest = hashlib.blake2b(content, digest_size=8).digest()
     return int.from_bytes(digest, "little") < validation_fraction * 2**64
 
@@ -54,7 +54,7 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
 
 
 def say_ready(manifest: dict[str, Any], output: str, validation_fraction: float) -> None:
-    """The last words of every command that writes a dataset, and what it lacks that was asked for."""
+    """Print the last line of a command that writes a dataset. Say so first if no document is held out as asked."""
     if validation_fraction and not any(shard["split"] == "validation" for shard in manifest["shards"]):
         print(
             f"nothing is held out: --validation-fraction {validation_fraction:g} is too little of so few documents; "
@@ -64,7 +64,7 @@ def say_ready(manifest: dict[str, Any], output: str, validation_fraction: float)
 
 
 def check_output(output: str, overwrite: bool, validation_fraction: float, block_mb: float, shard_mb: float) -> Path:
-    """The folder to write a dataset to, if these options make sense. Raises DataError."""
+    """Check the output options and return the folder to write a dataset to. Raises DataError."""
     for name, value in (("block-mb", block_mb), ("shard-mb", shard_mb)):
         if not 1e-6 <= value < math.inf:
             raise DataError(f"--{name} {value}: must be above 0 and finite")
@@ -74,7 +74,7 @@ def check_output(output: str, overwrite: bool, validation_fraction: float, block
         raise DataError(f"--output {output}: {mistake}")
     try:
         output.encode()
-    except UnicodeEncodeError:  # Arrow could not open a file there, nor a config name it
+    except UnicodeEncodeError:  # Arrow could not open files there, and no config could name it
         raise DataError(f"--output {output}: must be valid text, in UTF-8") from None
     refuse_finished(Path(output), overwrite)
     return Path(output)
@@ -86,13 +86,13 @@ def refuse_finished(folder: Path, overwrite: bool) -> None:
 
 
 def refuse_too_large(tokens: int, shard: int) -> None:
-    """Arrow's lists have offsets of 32 bits."""
+    """Refuse a shard whose tokens do not fit the 32-bit offsets of Arrow's lists. Raises DataError."""
     if tokens >= 2**31:
         raise DataError(f"shard {shard} would hold {tokens:,} tokens, 2^31 or more; give a smaller --shard-mb")
 
 
 def remove_dataset(folder: Path) -> None:
-    """Remove the shards and parts in a folder, and nothing else: it may hold the user's own files."""
+    """Remove manifest, shards and parts from a folder, and nothing else: it may hold the user's own files."""
     (folder / "manifest.json").unlink(missing_ok=True)
     remove_parts(folder)
     for file in [file for file in folder.iterdir() if SHARDS.fullmatch(file.name)]:
@@ -100,7 +100,7 @@ def remove_dataset(folder: Path) -> None:
 
 
 def remove_parts(folder: Path) -> None:
-    """The plan goes first: parts without one are never used, so that a kill may leave some."""
+    """Remove the parts, the plan first: parts without a plan are never used, so a kill may leave some."""
     (folder / PARTS / "plan.json").unlink(missing_ok=True)
     if (folder / PARTS).exists():
         shutil.rmtree(folder / PARTS)
@@ -116,8 +116,8 @@ def write_shard(
 ) -> WrittenShard:
     """Write documents (list<uint16 | uint32>) as one shard, in blocks of at most about `block_bytes`.
 
-    `order`: the numbers of the documents in the order to write them; None: as they stand. Without documents nothing is
-    written. The files appear whole or not at all.
+    `order` gives the documents' numbers in the order to write them; None: as they stand. Writes nothing if there are no
+    documents. The files appear whole or not at all.
     """
     path = folder / f"{split}-{number:05}.arrow"
     order = np.arange(len(documents)) if order is None else order
@@ -142,7 +142,10 @@ def write_shard(
 def _write_blocks(
     path: Path, documents: pa.ListArray, order: np.ndarray, offsets: np.ndarray, block_bytes: int
 ) -> list[dict[str, int]]:
-    """Write a record batch for each block; returns their rows of the index. `offsets` are those in that order."""
+    """Write a record batch per block and return their rows of the index.
+
+    `offsets` [documents + 1]: the first token of each document in the order `order`.
+    """
     dtype = str(documents.type.value_type)
     schema = token_schema(dtype)
     block_tokens = block_bytes // np.dtype(dtype).itemsize
@@ -178,8 +181,7 @@ def write_manifest(
 ) -> dict[str, Any]:
     """Write blocks.arrow and then, as the commit, manifest.json. Returns the manifest.
 
-    `written` holds the shards of train first. `facts`: further entries of the manifest.
-    Raises DataError when there is no document.
+    `written` holds train's shards first; `facts` are more entries of the manifest. Raises DataError without documents.
     """
     shards = [shard for shard, _ in written if shard.blocks]
     if not shards:
@@ -195,7 +197,7 @@ def write_index(
     blocks: pa.Table,
     facts: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Write `blocks` (a row per block, by INDEX_SCHEMA) as blocks.arrow and then manifest.json, which it returns."""
+    """Write `blocks` (a row per block, INDEX_SCHEMA) as blocks.arrow, then manifest.json. Returns the manifest."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, INDEX_SCHEMA) as writer:
         writer.write_table(blocks.combine_chunks())
