@@ -1,4 +1,4 @@
-"""Batches for training and validation: the order of data.order, read ahead by a thread."""
+"""Batches for training and validation, in the order of data.order, read ahead by a thread."""
 
 import itertools
 import json
@@ -28,16 +28,16 @@ from data.tokenizer import TOKENIZER, Tokenizer, load_tokenizer
 log = logging.getLogger(__name__)
 
 IGNORED = -100  # the label that torch's cross-entropy skips
-MAX_BAD_BLOCKS = 32  # more are no accident, and the state would grow
-LOCATED_AHEAD = 1024  # samples; changes the cost, never the order
+MAX_BAD_BLOCKS = 32  # more are no accident and would make the state grow
+LOCATED_AHEAD = 1024  # samples; affects the cost, never the order
 READERS = 8  # threads that fetch and check blocks
 OF_THE_NODE = (  # settings that may differ between nodes
-    "data.datasets",  # what is there is compared
+    "data.datasets",  # the datasets' hashes are compared instead
     "validation.datasets",
-    "data.tokenizer",  # is compared with the data's
+    "data.tokenizer",  # compared with the data's tokenizer
     "data.cache_folder",
     "data.cache_gb",
-    "run.folder",  # that of rank 0 counts
+    "run.folder",  # rank 0's counts
     "run.outputs",
 )
 
@@ -47,10 +47,10 @@ class Batch(NamedTuple):
 
     tokens: torch.Tensor
     labels: torch.Tensor  # the next token; IGNORED where nothing is trained
-    positions: torch.Tensor | None  # restart at each document, when data.mask_documents; else None
+    positions: torch.Tensor | None  # restart at each document with data.mask_documents; else None
 
     def to(self, device: torch.device) -> "Batch":
-        """The batch on `device`; the copy from pinned memory does not make the host wait."""
+        """The batch on `device`. A copy from pinned memory does not make the host wait."""
         tokens, labels = (x.to(device, non_blocking=True) for x in self[:2])
         return Batch(tokens, labels, None if self.positions is None else self.positions.to(device, non_blocking=True))
 
@@ -58,10 +58,10 @@ class Batch(NamedTuple):
 class DataLoader:
     """The batches of data-parallel rank `dp_rank` of `dp_size`, as a function of the number of samples consumed.
 
-    The place counts what `next_step` has returned, whatever was read ahead, and is the same
+    The place counts only what `next_step` has returned, not what was read ahead. It is the same
     on all ranks, so its state fits any number of ranks and any batch size.
 
-    Raises DataError when the data cannot be used, ConfigError when the batch sizes do not divide.
+    Raises DataError if the data cannot be used, ConfigError if the batch sizes do not divide.
     """
 
     def __init__(self, config: Config, dp_rank: int, dp_size: int, pin_memory: bool = False):
@@ -77,7 +77,7 @@ class DataLoader:
             *((f"dataset {dataset.url}", dataset.hash) for dataset in (*self._datasets, *held_out)),
             ("data.weights, as shares", self._place.segment.weights),
         ]
-        self.vocab_size: int = self._datasets[0].vocab_size  # of the tokenizer, which all share
+        self.vocab_size: int = self._datasets[0].vocab_size  # of the tokenizer that all datasets share
         self.wait_seconds: float = 0.0
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="reader")
         order, mask = self._place, config.data.on_bad_block == "mask"
@@ -91,7 +91,7 @@ class DataLoader:
         self._dp_rank = dp_rank
         self._pin_memory = pin_memory
         self._upcoming: Iterator[list[Batch]] | None = None  # each step's microbatches, from the place on
-        self._ahead: deque[Future[list[Batch]]] = deque()  # the next of them, as a thread makes them
+        self._ahead: deque[Future[list[Batch]]] = deque()  # the next steps, which a thread makes
         self._prefetcher = _one_thread()
         self._ledger: Ledger | None = None
 
@@ -100,7 +100,7 @@ class DataLoader:
         if not (folder / TOKENIZER).is_file() or not (folder / "model.json").is_file():  # not the folder of a run
             return
         data, began = self._datasets[0], load_tokenizer(folder).fingerprint
-        # The second: another version of tokenizers may write the same one in another way.
+        # Both, since another version of tokenizers may write the same tokenizer differently.
         if began != data.tokenizer_fingerprint and began != self.tokenizer.fingerprint:
             raise ConfigError(
                 f"{folder}: this run began with tokenizer {began}, but the data in {data.url} was made by "
@@ -108,17 +108,17 @@ class DataLoader:
             )
 
     def check_ranks(self) -> None:
-        """Refuse to start where ranks would read different data or do different things with it. Collective.
+        """Refuse to start if ranks would read different data or use it differently. Collective.
 
-        Raises ConfigError on all ranks alike, naming the dataset or the setting.
+        Raises ConfigError, alike on all ranks, naming the dataset or the setting.
         """
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, (self._compared, self._config))
         first_compared, first_config = everyone[0]
         for rank, (compared, config) in enumerate(everyone):
-            if (compared, config) == everyone[0]:  # quick; what follows is not, on thousands of ranks
+            if (compared, config) == everyone[0]:  # quick, unlike the following on thousands of ranks
                 continue
-            # The numbers of datasets come first: where they are equal, so are the lengths.
+            # The numbers of datasets come first: if they are equal, so are the lengths.
             facts = [(what, first, own) for (what, own), (_, first) in zip(compared, first_compared, strict=False)]
             facts += [(key, *pair) for key, pair in differences(first_config, config).items() if key not in OF_THE_NODE]
             for what, first, own in facts:
@@ -130,20 +130,20 @@ class DataLoader:
                     )
 
     def next_step(self) -> list[Batch]:
-        """The microbatches of the next optimizer step of this rank. Raises DataError, StorageError."""
+        """This rank's microbatches of the next optimizer step. Raises DataError, StorageError."""
         begin = time.perf_counter()
         try:
             batches = self._take_step()
             while self._bad_blocks and self._bad_blocks.agree():
                 self._stop_prefetch()
                 self._bad_blocks.mask()
-                # Again: this rank may have read what another could not, or it could itself before.
+                # Again: this rank may have read a block that another could not, or that it could itself before.
                 batches = self._take_step()
             if self._ledger:
                 tokens = (batch.tokens.numpy() for batch in batches)
                 self._ledger.step(self._place.samples, tokens, self.state_dict()["masked"])
         except BaseException:
-            self._stop_prefetch()  # a further call tries the same step again
+            self._stop_prefetch()  # the next call tries the same step again
             raise
         self._place = self._place._replace(samples=self._place.samples + self._shape.samples)
         self.wait_seconds = time.perf_counter() - begin
@@ -151,25 +151,25 @@ class DataLoader:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that made the data; all datasets share it."""
+        """The tokenizer that made the data, shared by all datasets."""
         return with_chat_template(self._datasets).tokenizer()
 
     @property
     def tokens_seen(self) -> int:
-        """Tokens consumed by the whole job so far, earlier starts included."""
+        """Tokens consumed by the whole run so far, including earlier starts."""
         return self._place.tokens
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the training stands: plain JSON, the same on all ranks."""
+        """The current place as plain JSON, the same on all ranks."""
         return self._place.state(self._bad_blocks.agreed if self._bad_blocks else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` stands.
+        """Continue from the place `state`.
 
         World size, batch sizes and prefetch may have changed freely. A change of seq_len, of
-        the weights or of the set of datasets starts a new segment there: no token comes again.
+        the weights or of the set of datasets starts a new segment, in which no token comes again.
 
-        Raises DataError when the order itself would be another one.
+        Raises DataError if the order itself would change.
         """
         saved = saved_place(state)
         place = self._place.resumed(saved)
@@ -202,17 +202,17 @@ class DataLoader:
             self._ledger.start(self.state_dict())
 
     def open_ledger(self, run_folder: Path) -> None:
-        """From here on record in the run's folder what this rank is given, for `python -m data.audit --prove`.
+        """From here on, record in the run's folder what this rank is given, for `python -m data.audit --prove`.
 
-        To be called after the state is loaded, by one of the ranks that share a dp_rank.
+        Call it after loading the state, on one of the ranks that share a dp_rank.
         """
         urls = {dataset.hash: dataset.url for dataset in self._datasets}
         self._ledger = Ledger(run_folder, self._dp_rank, self._shape, self.state_dict(), urls)
 
     def close(self) -> None:
-        """Stop reading; no thread of it touches a file or the cache afterwards."""
+        """Stop reading. Afterwards none of its threads touches a file or the cache."""
         for dataset in self._datasets:
-            dataset.folder.close()  # first, or the thread might wait for a store that is out of reach
+            dataset.folder.close()  # first, or the thread might wait for an unreachable store
         self._stop_prefetch()
         if self._ledger:
             self._ledger.close()
@@ -224,18 +224,18 @@ class DataLoader:
         depth = self._config.data.prefetch_steps
         if not depth:
             return next(self._upcoming)
-        while len(self._ahead) <= depth:  # the step that is asked for, and so many after it
+        while len(self._ahead) <= depth:  # the step to return and `depth` more
             self._ahead.append(self._prefetcher.submit(next, self._upcoming))
         return self._ahead.popleft().result()
 
     def _stop_prefetch(self) -> None:
-        self._prefetcher.shutdown(cancel_futures=True)  # waits for the step that it is at
+        self._prefetcher.shutdown(cancel_futures=True)  # waits for the step being made
         self._prefetcher = _one_thread()
         self._ahead.clear()
         self._upcoming = None
 
     def _steps(self) -> Iterator[list[Batch]]:
-        """Steps from the current place on, whose samples are located many at a time, which costs little more."""
+        """Yield steps from the current place on. Locates many samples at a time, which costs little more than one."""
         segment, shape = self._place.segment, self._shape
         ahead = shape.samples * max(1, LOCATED_AHEAD // shape.samples)
         for begin in itertools.count(self._place.samples, ahead):
@@ -245,7 +245,7 @@ class DataLoader:
                 yield [self._batch(datasets[part], starts[part]) for part in own]
 
     def _batch(self, datasets: list[int], starts: list[int]) -> Batch:
-        """The samples that begin at place `starts[i]` in the order of stream `datasets[i]`."""
+        """A batch whose row i is the sample at place `starts[i]` in the order of stream `datasets[i]`."""
         seq_len, piece_tokens = self._place.segment.seq_len, self._place.piece_tokens
         empty = partial(torch.empty, len(datasets), seq_len, dtype=torch.int64, pin_memory=self._pin_memory)
         batch = Batch(empty(), empty(), empty() if self._config.data.mask_documents else None)
@@ -257,30 +257,30 @@ class DataLoader:
                     for token, count in stream.runs(starts[row], seq_len, piece_tokens):
                         _fill(batch, [row], range(begin, begin + count), stream, token)
                         begin += count
-            elif rows:  # they follow each other in the stream
+            elif rows:  # the rows follow each other in the stream
                 _fill(batch, rows, range(seq_len), stream, starts[rows[0]])
         return batch
 
 
 class _BadBlocks:
-    """The masked blocks of each dataset that all ranks know of. `agree` is collective over all ranks."""
+    """The masked blocks of each dataset, known to all ranks. `agree` is collective over all ranks."""
 
     def __init__(self, streams: list[Stream], comm: Comm):
-        self.agreed: defaultdict[str, set[int]] = defaultdict(set)  # also of datasets not in the mixture any more
+        self.agreed: defaultdict[str, set[int]] = defaultdict(set)  # also of datasets that left the mixture
         self._streams = streams
         self._timeout = timedelta(seconds=comm.init_timeout_seconds)
         self._group: Any = None
 
     def agree(self) -> bool:
-        """Make what any rank found bad known to all. Returns whether there was any news, which all must then `mask`.
+        """Tell all ranks which blocks any rank found bad. Returns whether there was news, which all must then `mask`.
 
-        Raises DataError on all ranks when it is too much.
+        Raises DataError on all ranks if too many blocks are bad.
         """
         found = {stream.name: set(stream.masked) for stream in self._streams}
         everyone = [found]
         news = any(blocks != self.agreed[name] for name, blocks in found.items())
         if dist.is_initialized() and dist.get_world_size() > 1:
-            if self._group is None:  # by gloo, since this must not wait for the device
+            if self._group is None:  # gloo, since this must not wait for the device
                 self._group = dist.new_group(backend="gloo", timeout=self._timeout)
             any_news = torch.tensor([int(news)])
             dist.all_reduce(any_news, group=self._group)
@@ -296,12 +296,12 @@ class _BadBlocks:
         return True
 
     def mask(self) -> None:
-        """Read what is agreed on as zeros. Nothing may read ahead meanwhile."""
+        """Read the agreed blocks as zeros. Nothing may read ahead meanwhile."""
         for stream in self._streams:
             stream.mask(self.agreed[stream.name])
 
     def restore(self, masked: dict[str, list[int]]) -> None:
-        """Mask what a checkpoint says was masked."""
+        """Mask the blocks that a checkpoint lists as masked."""
         self.agreed = defaultdict(set, {name: set(blocks) for name, blocks in masked.items()})
         self.mask()
 
@@ -323,16 +323,16 @@ def _padding(rows: int, seq_len: int, positions: bool) -> Batch:
 
 
 def _fill(batch: Batch, rows: list[int], columns: range, stream: Stream, start: int) -> None:
-    """Fill `columns` of `rows`, one row after the other, with the tokens of a stream from `start` on.
+    """Fill `columns` of `rows`, row after row, with the tokens of a stream from `start` on.
 
-    The label of each is the token that follows in the stream. Positions restart in each row and document.
+    Each label is the next token of the stream. Positions restart in each row and document.
     """
     width, count = len(columns), len(rows) * len(columns)
     tokens, lengths, masked = stream.read(start, count + 1)
     labels = tokens[1:]
     if masked:
         labels = labels.astype(np.int64)
-        for part in masked:  # the label of a token is the next one
+        for part in masked:  # shifted by one: the label of a token is the next token
             labels[max(part.start - 1, 0) : max(part.stop - 1, 0)] = IGNORED
     filled = [(batch.tokens, tokens), (batch.labels, labels)]
     if batch.positions is not None:
@@ -349,13 +349,13 @@ def _fill(batch: Batch, rows: list[int], columns: range, stream: Stream, start: 
 def validation_batches(
     config: Config, dp_rank: int, dp_size: int, hashes: Mapping[str, str] | None = None
 ) -> Iterator[Batch]:
-    """The held-out documents as batches of local_batch_size, in a fixed order.
+    """Yield the held-out documents as batches of local_batch_size, in a fixed order.
 
-    Every rank gets the same number of batches; which samples are measured depends neither on
-    dp_size nor on the training. At most validation.max_samples samples, evenly spread over
-    all (0: all). What is left over is padded, with labels IGNORED.
+    Takes at most validation.max_samples samples, evenly spread over all (0: all). Neither dp_size
+    nor the training affects which. Every rank gets the same number of batches; missing rows are
+    padding with labels IGNORED.
 
-    `hashes`: of the datasets by their URL, when the run began. Raises DataError, also where one is another by now.
+    `hashes`: URL → the dataset's hash when this start began. Raises DataError, also if a hash has changed.
     """
     datasets = [open_dataset(url, config.data) for url in config.data.datasets]
     for dataset in datasets:
@@ -366,7 +366,7 @@ def validation_batches(
             )
     splits = [dataset.split("validation") for dataset in datasets]
     seq_len, size = config.training.seq_len, config.training.local_batch_size
-    starts = [range(0, max(split.total_tokens - 1, 0), seq_len) for split in splits]  # of its samples
+    starts = [range(0, max(split.total_tokens - 1, 0), seq_len) for split in splits]  # first token of each sample
     bounds = list(accumulate(map(len, starts), initial=0))
     total = bounds[-1]
     if not total:
