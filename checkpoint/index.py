@@ -1,4 +1,4 @@
-"""DCP's index without its objects, which take gigabytes and minutes where ranks are thousands."""
+"""DCP's index as arrays. With thousands of ranks, DCP's own objects would take gigabytes and minutes."""
 
 import dataclasses
 import io
@@ -25,22 +25,22 @@ from torch.distributed.checkpoint.planner import ReadItem
 from checkpoint.manifest import METADATA, Manifest, uncollected, unpickle_metadata
 from checkpoint.stores import CheckpointError, DamagedError, Store, join
 
-DIMENSIONS = 64  # far more than any tensor has; few bytes of a damaged index could ask for any amount of memory
-UNKNOWN = 0x5AD71FC3 << 32  # stands for a number; pickled, it has the 8 bytes of any other above 2**55
+DIMENSIONS = 64  # far above any tensor's; without a limit, a damaged index could ask for any amount of memory
+UNKNOWN = 0x5AD71FC3 << 32  # placeholder for a number; pickles to 8 bytes, as does any number above 2**55
 
 
 class Template(NamedTuple):
-    """A pickled index in which the offset, length and CRC-32 of each item are still to be filled in."""
+    """A pickled index with placeholders for the offset, length and CRC-32 of each item."""
 
     pickled: bytes
-    places: np.ndarray  # (items, 3): where in `pickled` they begin, of 8 bytes each
+    places: np.ndarray  # int64 (items, 3): where in `pickled` these begin, 8 bytes each
 
 
 def build_template(metadata: Metadata) -> Template:
-    """`metadata` with numbers unknown. Raises CheckpointError where a load here would not read it.
+    """Pickle `metadata` with placeholders. Raises CheckpointError if this code could not load the result.
 
-    That is tried with one item, for the sake of large ones: all are of the same classes. In another Python or torch
-    they may be pickled in another way.
+    Another Python or torch may pickle the classes differently. One item is tried, since all have the same classes and a
+    large index takes long.
     """
     numbers = itertools.count(UNKNOWN)
     for info in metadata.storage_data.values():
@@ -64,13 +64,13 @@ def build_template(metadata: Metadata) -> Template:
 
 
 def fill(template: Template, numbers: Iterable[np.ndarray]) -> bytes:
-    """The pickled index with the `numbers` of all items, in arrays of (items, 3).
+    """The pickled index with the `numbers` of all items filled in, given as arrays (items, 3).
 
-    Raises CheckpointError when an item was planned and is not written.
+    Raises CheckpointError if a planned item was not written.
     """
     filled, start = bytearray(template.pickled), 0
     view = np.frombuffer(filled, np.uint8)
-    for part in numbers:  # of a file: another thread may run in between
+    for part in numbers:  # one file at a time, so that other threads can run in between
         places = template.places[start : start + len(part), :, None] + np.arange(8)
         view[places] = part.astype("<i8").view(np.uint8).reshape(places.shape)
         start += len(part)
@@ -80,21 +80,21 @@ def fill(template: Template, numbers: Iterable[np.ndarray]) -> bytes:
 
 
 class Index(NamedTuple):
-    """An index as it is held and sent: few arrays in the place of ten objects for each piece."""
+    """An index in memory and between ranks: a few arrays instead of ten objects per piece."""
 
-    tensors: dict[str, STORAGE_TYPES]  # each as one piece, all of it
-    rows: dict[str, slice]  # of a tensor's pieces in the following
-    boxes: np.ndarray  # (pieces, 2, dimensions): offsets and sizes; 0 and 1 where a tensor has fewer dimensions
+    tensors: dict[str, STORAGE_TYPES]  # each described as one whole piece
+    rows: dict[str, slice]  # a tensor's pieces in the arrays below
+    boxes: np.ndarray  # (pieces, 2, dimensions): offsets and sizes; 0 and 1 in dimensions that a tensor lacks
     places: np.ndarray  # (pieces, 4): file, offset, length, CRC-32 or -1 in stock DCP's
     files: list[str]
 
     @property
     def is_stock(self) -> bool:
-        """Whether it is stock DCP's: its items have no checksums, ours all have."""
+        """Whether stock DCP wrote it: its items have no checksums, while all of ours do."""
         return not (self.places[:, 3] >= 0).any()
 
     def info(self, row: int) -> _StorageInfo:
-        """Where a piece lies, as DCP has it."""
+        """Where a piece lies, in DCP's form."""
         file, offset, length, crc32 = self.places[row].tolist()
         info = _StorageInfo(self.files[file], offset, length)
         if crc32 >= 0:
@@ -104,10 +104,10 @@ class Index(NamedTuple):
 
 @dataclass(frozen=True)
 class Opened:
-    """A checkpoint to read: where it is, and what its manifest ({} in a stock one) and its index say."""
+    """A checkpoint to read: its place, its manifest ({} for a stock one) and its index."""
 
     store: Store
-    name: str  # "" where the store is this one checkpoint
+    name: str  # "" if the store is this one checkpoint
     manifest: Manifest
     index: Index
 
@@ -117,7 +117,7 @@ class Opened:
 
 
 def read_index(pickled: bytes) -> Index:
-    """A checkpoint's pickled index. Raises DamagedError."""
+    """Read a checkpoint's pickled index. Raises DamagedError."""
     try:
         with uncollected():
             return _compact(unpickle_metadata(pickled))
@@ -130,7 +130,7 @@ def _compact(metadata: Metadata) -> Index:
     dims = max((len(getattr(tensor, "size", ())) for tensor in tensors.values()), default=0)
     if dims > DIMENSIONS:
         raise ValueError(f"a tensor of {dims} dimensions")
-    infos = {(key.fqn, key.offset): info for key, info in metadata.storage_data.items()}  # DCP's key takes long to hash
+    infos = {(key.fqn, key.offset): info for key, info in metadata.storage_data.items()}  # DCP's key is slow to hash
     boxes, places, begin = [np.empty((0, 2, dims), np.int64)], [np.empty((0, 4), np.int64)], 0
     for name, tensor in metadata.state_dict_metadata.items():
         if not isinstance(tensor, TensorStorageMetadata):
@@ -158,7 +158,7 @@ def _compact(metadata: Metadata) -> Index:
 
 
 def cut_out(index: Index, wanted: Iterable[ReadItem]) -> Metadata:
-    """DCP's index of the pieces that hold any of what is `wanted` of `index.tensors`, each of which is one piece."""
+    """DCP's index of just the pieces that overlap the `wanted` items, which were planned on `index.tensors`."""
     tensors = dict(index.tensors)
     storage_data: dict[MetadataIndex, _StorageInfo] = {}
     for name, items in itertools.groupby(wanted, key=lambda item: item.storage_index.fqn):
@@ -177,11 +177,11 @@ def cut_out(index: Index, wanted: Iterable[ReadItem]) -> Metadata:
 
 
 def _pickle(metadata: Metadata) -> bytes:
-    """As pickle.dumps, which keeps all other threads waiting: for seconds, where ranks and tensors are many."""
+    """pickle.dumps that lets other threads run; the original blocks them, for seconds with many ranks and tensors."""
     frames: list[bytes] = []
 
     class Frames(io.RawIOBase):
-        def write(self, data: Any) -> int:  # Python code, every 64 KiB: here another thread may take over
+        def write(self, data: Any) -> int:  # Python code, called every 64 KiB: here another thread can take over
             frames.append(bytes(data))
             return len(data)
 

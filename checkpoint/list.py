@@ -1,8 +1,8 @@
-"""What checkpoints there are, without reading their data:
+"""List checkpoints without reading their data:
 
 python -m checkpoint.list FOLDER_OR_S3_URL
 
-Exits with 1 if one is damaged as far as sizes tell, or was never committed.
+Exits with 1 if sizes show that one is damaged, or if one was never committed.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def begun(store: Store) -> list[str]:
 
 
 def look(store: Store, name: str) -> tuple[Manifest, str]:
-    """(manifest or {}, what is wrong with manifest and file sizes or "")."""
+    """(manifest or {}, what is wrong with the manifest or file sizes, or "")."""
     sizes = {file.removeprefix(f"{name}/"): size for file, size in store.sizes(name).items()}
     try:
         if MANIFEST not in sizes:
@@ -61,7 +61,7 @@ def describe(store: Store, name: str, manifest: Manifest, problem: str) -> str:
 
 
 def print_table(store: Store, names: list[str]) -> int:
-    """One line for each; 1 if anything in it is not intact as far as can be seen from outside."""
+    """Print one line per checkpoint. Returns 1 if any does not look intact from outside, else 0."""
     print(COLUMNS.format("step", "size", "files", "ranks", "created", "state", "name"))
     problems = 0
     for name in names:
@@ -72,12 +72,12 @@ def print_table(store: Store, names: list[str]) -> int:
 
 
 def run(command: str, description: str, work: Callable[[Store, list[str]], int]) -> NoReturn:
-    """`python -m checkpoint.COMMAND PLACE`: exit with what `work` returns for the checkpoints there."""
+    """Run `python -m checkpoint.COMMAND PLACE` and exit with what `work` returns for the checkpoints there."""
     parser = argparse.ArgumentParser(prog=f"python -m checkpoint.{command}", description=description)
     parser.add_argument("place", help="folder or s3:// URL of a run, of checkpoints, or of one checkpoint")
     place = parser.parse_args().place
     with command_line():
-        # The place of a run that has the newest, the first of equal ones.
+        # Of a run's places, the one with the newest checkpoint; of equal ones the first.
         exit_code = work(*max(find(place, begun), key=lambda pair: max(map(by_step, pair[1]))))
     sys.exit(exit_code)
 

@@ -1,4 +1,4 @@
-"""Finding a checkpoint and taking the newest that is intact: all ranks the same one, or none."""
+"""Find checkpoints and load the newest intact one: the same on all ranks, or none."""
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -21,18 +21,18 @@ logger = logging.getLogger(__name__)
 
 
 def locate(place: str | Path, settings: Checkpoint | None = None) -> list[tuple[Store, str]]:
-    """(store, name) of the committed checkpoints at `place`, newest first, in whichever store they are; see `find`."""
+    """(store, name) of the committed checkpoints at `place`, newest first, over all its stores; see `find`."""
     pairs = [(store, name) for store, names in find(place, committed, settings) for name in names]
-    return sorted(pairs, key=lambda pair: by_step(pair[1]), reverse=True)  # leaves equal ones in their order
+    return sorted(pairs, key=lambda pair: by_step(pair[1]), reverse=True)  # stable: keeps the order of equal ones
 
 
 def find(
     place: str | Path, names_in: Callable[[Store], list[str]], settings: Checkpoint | None = None
 ) -> list[tuple[Store, list[str]]]:
-    """The stores of a run folder, a folder of checkpoints or one checkpoint, and what `names_in` finds in each.
+    """The stores of a run folder, a folder of checkpoints or one checkpoint, each with what `names_in` finds there.
 
-    A run's are where its config says, `checkpoint.folder` and `checkpoint.upload`. The name of a single checkpoint is
-    empty. Raises CheckpointError if there is none.
+    A run's stores are its config's `checkpoint.folder` and `checkpoint.upload`. A single checkpoint has the name "".
+    Raises CheckpointError if there is no checkpoint.
     """
     folder, upload = _places_of_run(Path(place) / "config.toml")
     found = []
@@ -51,7 +51,7 @@ def find(
 
 
 def _places_of_run(file: Path) -> list[str]:
-    """`checkpoint.folder` and `upload` in the config of a run, of whatever version; "" also in a strange file."""
+    """`checkpoint.folder` and `checkpoint.upload` in the config of a run of any version; "" if not set there."""
     try:
         config = tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     except (OSError, ValueError) as error:
@@ -64,10 +64,11 @@ def _places_of_run(file: Path) -> list[str]:
 def load_newest(
     candidates: Sequence[tuple[Store, str]], ranks: Ranks, fill: Callable[[Opened], object], advice: str = ""
 ) -> tuple[Opened, set[tuple[str, str]]]:
-    """`fill` from the first candidate that is intact: (that one, (url, name) of the damaged ones before it).
+    """Call `fill` with the first intact candidate, the same on all ranks. Collective.
 
-    Collective; all ranks take the same one. An error of `fill` is raised on all; if it is a DamagedError the next
-    candidate is tried. Raises CheckpointError if none is intact, and adds `advice`.
+    A DamagedError of `fill` on any rank moves all ranks to the next candidate; any other error is raised on all.
+    Returns the loaded candidate, and (url, name) of the damaged ones before it. Raises CheckpointError with `advice` at
+    its end if none is intact.
     """
     for number, (store, name) in enumerate(candidates):
         try:
@@ -84,9 +85,10 @@ def load_newest(
 
 
 def load_place(place: str | Path, fill: Callable[[Opened], T]) -> T:
-    """What `fill` makes of the newest intact checkpoint at `place`, in this process alone; of a run that trains, too.
+    """Return what `fill` makes of the newest intact checkpoint at `place`, in this process alone.
 
-    It may remove what is being read once it has saved another, which is then taken. Raises CheckpointError.
+    A run that trains may remove the checkpoint being read after it has saved a newer one, which is taken then. Raises
+    CheckpointError.
     """
     candidates = locate(place)
     made: list[T] = []
@@ -101,22 +103,22 @@ def load_place(place: str | Path, fill: Callable[[Opened], T]) -> T:
 
 
 def check_identity(manifest: Manifest, identity: dict[str, Any]) -> None:
-    """Raises CheckpointError naming what differs where a checkpoint is of another model."""
+    """Raise CheckpointError naming the differences if a checkpoint is of another model."""
     if different := differences(manifest.get("identity", identity), identity):
         raise CheckpointError(f"the checkpoint of step {manifest['step']} is of another model: {different}")
 
 
 def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
-    """In what two models differ, by their identities; "" if they do not."""
+    """How two models differ, by their identities; "" if they do not."""
     return "; ".join(
         f"{key} is {theirs.get(key)!r} there and {ours.get(key)!r} here"
         for key in sorted(theirs.keys() | ours.keys())
-        if (theirs.get(key) or None) != (ours.get(key) or None)  # what came to be since was off then
+        if (theirs.get(key) or None) != (ours.get(key) or None)  # a field added later was off in older models
     )
 
 
 def check_same_names(opened: Opened, names: Collection[str]) -> None:
-    """Raises CheckpointError where the checkpoint has weights that the model, of weights `names`, has not."""
+    """Raise CheckpointError if the checkpoint has weights beyond `names`, those of the model."""
     extra = sorted(tensors_in(opened.index, "model.") - {f"model.{name}" for name in names})
     if extra:
         hint = "" if opened.manifest else f"; {ROTARY}"
@@ -126,7 +128,7 @@ def check_same_names(opened: Opened, names: Collection[str]) -> None:
 
 
 def open_one(store: Store, name: str) -> tuple[Manifest, Index]:
-    """Manifest and index of a checkpoint; a stock one has an empty manifest."""
+    """Manifest and index of a checkpoint. A stock one has the manifest {}. Raises DamagedError, CheckpointError."""
     if name or MANIFEST in store.sizes():
         manifest = read_manifest(store, name)
         return manifest, read_index(read_metadata(store, name, manifest))

@@ -1,4 +1,4 @@
-"""When checkpoints are written, which are kept, and which one a run resumes from."""
+"""When checkpoints are written, which are kept, and from which one a run resumes."""
 
 import dataclasses
 import json
@@ -62,15 +62,15 @@ from checkpoint.storage import Written, commit, copy_pieces, pieces_of, read_sta
 from checkpoint.stores import CheckpointError, DamagedError, LocalStore, Store, join, open_store
 from config import Checkpoint, Config, ConfigError, to_toml
 
-SAVED = ".saved"  # in the run's folder: the last checkpoint that was committed
+SAVED = ".saved"  # in the run's folder: names the last committed checkpoint
 OUTER = ".outer_momentum"
-LOWEST_PRIORITY = 19  # as `nice` counts
+LOWEST_PRIORITY = 19  # a `nice` value
 
 logger = logging.getLogger(__name__)
 
 
 class Stateful(Protocol):
-    """What knows its place in the data: a small JSON-able dict, the same on all ranks."""
+    """An object that knows its place in the data: a small JSON-able dict, the same on all ranks."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -80,7 +80,7 @@ class Stateful(Protocol):
 def check_initial_load(settings: Checkpoint, identity: dict[str, Any], run_folder: Path) -> None:
     """Refuse a new run whose `initial_load` has no checkpoint, or one of another model. Raises CheckpointError.
 
-    For rank 0, before anything is written. A run that has checkpoints of its own never looks there again.
+    For rank 0, before anything is written. A run with checkpoints of its own no longer uses `initial_load`.
     """
     if not settings.initial_load:
         return
@@ -88,7 +88,7 @@ def check_initial_load(settings: Checkpoint, identity: dict[str, Any], run_folde
         return
     try:
         for store, name in locate(settings.initial_load, settings):
-            with suppress(DamagedError):  # which is passed over, with a line that says so, when it is loaded
+            with suppress(DamagedError):  # the load will pass it over and log that
                 check_identity(open_one(store, name)[0], _jsonable(identity))
                 return
     except CheckpointError as error:
@@ -96,7 +96,7 @@ def check_initial_load(settings: Checkpoint, identity: dict[str, Any], run_folde
 
 
 def check_places(settings: Checkpoint, run_folder: Path) -> None:
-    """Refuse to start where checkpoints cannot be written, in either place. Raises CheckpointError.
+    """Refuse to start if checkpoints cannot be written to either place. Raises CheckpointError.
 
     For rank 0, before anything else is written: the first save may be hours away.
     """
@@ -111,7 +111,7 @@ def check_places(settings: Checkpoint, run_folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Save:
-    """One save under way: what is needed to write it, independent of what training does meanwhile."""
+    """Everything needed to write one save, independent of what training does meanwhile."""
 
     name: str
     step: int
@@ -136,10 +136,10 @@ class CheckpointManager:
         on_commit: Callable[[int], None] = lambda step: None,
         on_progress: Callable[[], None] = lambda: None,
     ) -> None:
-        """`identity` says what the model is (JSON-able); a checkpoint of another identity is refused.
+        """`identity` (JSON-able) says what the model is. A checkpoint with another identity is refused.
 
-        `on_commit` is called on every rank with the step of each checkpoint that is safe now; in mode `async` by the
-        background thread. `on_progress` is called, by any thread, for all bytes that are written, read or uploaded.
+        `on_commit` is called on every rank with the step of each committed checkpoint; in mode `async` the background
+        thread calls it. Any thread calls `on_progress` as bytes are written, read or uploaded.
         """
         self.config, self.settings = config, config.checkpoint
         self.model, self.optimizer, self.dataloader = model, optimizer, dataloader
@@ -152,10 +152,10 @@ class CheckpointManager:
         self.model_bytes = self._gather_model_bytes()
         self.saved_file = run_folder / SAVED
         self.run = f"{socket.gethostname()}:{run_folder.absolute()}"
-        self.began, self.known = time.time(), set[str]()  # checkpoints that are this run's; both on rank 0
+        self.began, self.known = time.time(), set[str]()  # `known`: this run's checkpoints; both used on rank 0
         self.newest_step: int | None = None  # of the last save or load
-        self.damaged: set[tuple[str, str]] = set()  # (url, name) found so while loading; removed after the next commit
-        self.stranded: set[str] = set()  # on rank 0: on disks of other machines, newer than what it sees
+        self.damaged: set[tuple[str, str]] = set()  # (url, name) found while loading; removed after the next commit
+        self.stranded: set[str] = set()  # on rank 0: checkpoints on other machines' disks, newer than those it sees
         self.under_way: Future[None] | None = None
         self.state_checked = False
         self.staging = Staging(self.device)
@@ -168,11 +168,10 @@ class CheckpointManager:
     def load(self) -> int:
         """Resume from the newest intact checkpoint of this run, or start from `initial_load`. Returns the step.
 
-        0 if the run has no checkpoint. Restores model, optimizer and place in the data, and the random states
-        where the world size is the same. A damaged checkpoint is passed over for the one before, with a line
-        that says so. Raises CheckpointError if none is intact, if one is of another model, or if the disk
-        has no room for the checkpoints to come; ConfigError if it has come further than the run is to go, or if
-        machines have disks of their own and no place that they share.
+        Returns 0 if the run has no checkpoint. Restores model, optimizer and place in the data, and at the same world
+        size the random states. If a checkpoint is damaged, logs it and takes the one before. Raises CheckpointError if
+        none is intact, if one is of another model, or if the disk has no room for those to come; ConfigError if the run
+        is beyond training.steps, or if machines have disks of their own and no place that they share.
         """
         self.wait()
         neighbours = self._meet_neighbours()
@@ -194,17 +193,18 @@ class CheckpointManager:
         self.dataloader.load_state_dict(opened.manifest["dataloader"])
         logger.info(f"resumed from {opened.url}, written by {opened.manifest['world_size']} ranks")
         self.newest_step = opened.manifest["step"]
-        if is_full:  # the start before was killed between a commit and the removal that makes room for the next
+        if is_full:  # the start before was killed after a commit and before the removal that makes room
             self._remove_superfluous(self.store, opened.name, is_newer=False)
-        if self.upload_store and (self.upload_store, opened.name) not in candidates:  # an earlier start ended before
+        if self.upload_store and (self.upload_store, opened.name) not in candidates:  # a start ended before it
             pieces = pieces_of(opened.index, self.ranks.rank, self.ranks.size)
             self._start(partial(self._make_up, self.upload_store, opened.name, lambda: pieces))
         return opened.manifest["step"]
 
     def _upload_newest(self, store: Store, candidates: list[tuple[Store, str]]) -> list[tuple[Store, str]]:
-        """`candidates`, before them the newest in `store` where it was not yet: each rank copies its files there now.
+        """Upload the newest candidate to `store` if it is not there yet: each rank copies its own files now.
 
-        On disks of nodes no rank finds all that it reads: a step of the optimizer, say, is written by one rank for all.
+        If nodes have their own disks, no rank finds all that it reads there. The optimizer's step, for example, is
+        written by one rank for all. Returns the candidates, with an uploaded copy first.
         """
         newest = candidates[0][1]
 
@@ -216,9 +216,12 @@ class CheckpointManager:
         return [(store, newest), *candidates] if is_new else candidates
 
     def _find(self, neighbours: Neighbours) -> list[tuple[Store, str]]:
-        """The checkpoints of this run, newest first. Raises CheckpointError if none is seen where one has been."""
+        """The checkpoints of this run, newest first. For rank 0.
+
+        Raises CheckpointError if the run has saved but no checkpoint is seen, ConfigError beyond training.steps.
+        """
         known = last = ""
-        if self.saved_file.is_file():  # that it is there says enough: a kill may have cut it
+        if self.saved_file.is_file():  # its existence is enough: a kill may have cut its text
             last = self.saved_file.read_text(encoding="utf-8", errors="replace")
             known = f"saved {last}"
         if self.newest_step is not None:
@@ -253,24 +256,25 @@ class CheckpointManager:
             )
         if self.newest_step is None:
             self.known.update(name for _, name in found)
-        else:  # back to one of this start's own, or the one it began with
+        else:  # returning to a checkpoint of this start, or to the one it began with
             for store in self.stores:
                 self._check_alone(store)
         return found
 
     def _check_alone(self, store: Store) -> None:
-        """Refuse to save beside another run: each would resume from, and remove, the other's checkpoints.
+        """Refuse to save beside another run: each would resume from the other's checkpoints and remove them.
 
-        For rank 0. Raises ConfigError, which no restart mends, if another has begun one here since this start.
+        For rank 0. Raises ConfigError, since a restart cannot help, if another run has begun and committed a checkpoint
+        here since this start.
         """
         others: list[str] = []
-        with suppress(CheckpointError):  # what cannot be listed is said when old ones are removed, and stops no run
+        with suppress(CheckpointError):  # a failed listing stops no run; the removal of old checkpoints will report it
             strange = [name for name in store.folders() - self.known if step_of(name) is not None]
             began = [name for name in strange if age_seconds(name) < time.time() - self.began]
             others = [name for name in sorted(began) if f"{name}/{MANIFEST}" in store.sizes(name)]
         if others:
             whose = "another run"
-            with suppress(CheckpointError):  # which may have removed it by now
+            with suppress(CheckpointError):  # the other run may have removed it meanwhile
                 whose = read_manifest(store, others[0]).get("run", whose)
             raise ConfigError(
                 f"{join(store.url, others[0])} was saved by {whose} while this run was training. Two runs must not "
@@ -279,7 +283,7 @@ class CheckpointManager:
             )
 
     def _load_initial(self) -> None:
-        """The weights of `checkpoint.initial_load`, if set, into the model."""
+        """Load the weights of `checkpoint.initial_load`, if set, into the model. Collective."""
         if not (place := self.settings.initial_load):
             return
 
@@ -297,16 +301,16 @@ class CheckpointManager:
         check_same_names(opened, self.model_bytes)
 
     def _fill(self, before: dict[str, Tensor], opened: Opened) -> None:
-        """Model, optimizer and random states from a checkpoint, each byte checked.
+        """Load model, optimizer and random states from a checkpoint and check each byte.
 
-        At another world size the random states are those `before` the load: a damaged one, passed over for this
-        checkpoint, may have left its own on some ranks.
+        At another world size, sets the random states `before` the load: a damaged checkpoint that was tried first may
+        have changed them on some ranks.
         """
         self._check_fits(opened)
         state: State = {"model": model_tensors(self.model)}
         if saved := tensors_in(opened.index, "optimizer."):
             state["optimizer"] = self._optimizer_tensors_of(opened, saved)
-        else:  # a checkpoint of step 0; a damaged one, passed over for it, may have left some
+        else:  # a checkpoint of step 0; a damaged one that was tried first may have left some state
             self.optimizer.state.clear()
         states = {kind: value.clone() for kind, value in before.items()}
         same_size = opened.manifest["world_size"] == self.ranks.size
@@ -314,21 +318,22 @@ class CheckpointManager:
             prefix = f"rng.{self.ranks.rank}."
             states = {kind: value for kind, value in states.items() if tensors_in(opened.index, f"{prefix}{kind}")}
             state["rng"] = {str(self.ranks.rank): states}
-        # Who has a share of its own is the only one to read what it wrote; the first of replicas fills the page cache.
+        # A rank with its own share is the only reader of its files. Replicas read the same ones: the first to do so
+        # fills the page cache for the others.
         held = held_bytes(state["model"].values()) * self.ranks.size
         alone = same_size and held <= 1.1 * sum(self.model_bytes.values())
         read_state(opened, state, self.on_progress, files_of(self.ranks.rank) if alone else "")
         set_random_state(states)
 
     def _optimizer_tensors_of(self, opened: Opened, saved: set[str]) -> dict[str, Tensor]:
-        """The optimizer's tensors to be filled with those that a checkpoint has, `saved`; state it lacks is dropped."""
+        """The optimizer's tensors to fill from those in a checkpoint, `saved`. Drops state that it lacks."""
         allocate_optimizer_state(self.optimizer)
         weights = {name: weight for name, weight in parameters(self.model).items() if weight.requires_grad}
 
         def has_state(weight: str) -> bool:
             return any(key.startswith(f"optimizer.{weight}.") for key in saved)
 
-        idle = [weight for weight in weights if not has_state(weight)]  # by the time of the save
+        idle = [weight for weight in weights if not has_state(weight)]  # without state at the time of the save
         if not any(map(has_state, self.model_bytes)):
             raise CheckpointError(f"{opened.url}: its optimizer state is of other weights: {min(saved)}")
         for weight in idle:
@@ -338,13 +343,13 @@ class CheckpointManager:
             logger.info(f"{opened.name}: {lacking}: theirs starts anew")
         tensors = optimizer_tensors(self.model, self.optimizer)
         for new in [key for key in tensors if key.endswith(OUTER) and f"optimizer.{key}" not in saved]:
-            tensors.pop(new).zero_()  # the islands' own: parallelism.local_steps was turned on since
+            tensors.pop(new).zero_()  # of the islands: parallelism.local_steps was turned on after the save
         return tensors
 
     # ------------------------------------------------------------ save
 
     def finish(self, step: int) -> None:
-        """Save the last `step` of this start, unless that is done; after the last of all the model, if asked for."""
+        """Save the last `step` of this start unless that is done; after the run's last step, the model too if asked."""
         self.check()
         if self.settings.enable and step != self.newest_step:
             self.save(step)
@@ -355,9 +360,9 @@ class CheckpointManager:
     def save(self, step: int) -> None:
         """Write a checkpoint of `step`; in mode `async`, in the background.
 
-        Weights and moments are then copied while the next forward and backward run, and the optimizer's next step
-        waits for that; all else is taken at once. One save is under way at a time: the one before is waited for.
-        Raises CheckpointError, on all ranks, if this one (`sync`) or the one before could not be committed.
+        In that mode, weights and moments are copied during the next forward and backward, and the optimizer's next step
+        waits for the copies. All other state is taken at once. Only one save is under way at a time, so this waits for
+        the one before. Raises CheckpointError on all ranks if this save (`sync`) or the one before was not committed.
         """
         started = time.monotonic()
         self.wait()
@@ -377,7 +382,7 @@ class CheckpointManager:
         self.newest_step = step
 
     def _save_model(self, step: int) -> None:
-        """Write the weights alone, unless an earlier start has done so in all places."""
+        """Write the weights alone, unless an earlier start has written them to all places."""
         self.wait()
         started = time.monotonic()
 
@@ -392,9 +397,9 @@ class CheckpointManager:
             self._start(lambda: self._follow_up(save, written))
 
     def check(self) -> None:
-        """Raise the failure of a background save that has ended, and of the first step's state, if it cannot be saved.
+        """Raise the failure of a background save that has ended, or of the first step's state if it cannot be saved.
 
-        Costs nothing; for every step.
+        Costs almost nothing; call it after every step.
         """
         if self.settings.enable and not self.state_checked:  # the first save may be hours away
             optimizer_tensors(self.model, self.optimizer)
@@ -403,23 +408,23 @@ class CheckpointManager:
             self.wait()
 
     def wait(self) -> None:
-        """Wait for what is under way. Raises its failure."""
+        """Wait for the background work. Raises its failure."""
         if self.under_way is not None:
             under_way, self.under_way = self.under_way, None
             under_way.result()
 
     def _prepare(self, name: str, step: int, state: State, started: float) -> Save:
-        """All that the save of `state` needs. The plan is made again only when names or shapes have changed."""
+        """Everything that the save of `state` needs. Replans only if names or shapes have changed."""
         shapes = tree_map(lambda tensor: tensor.shape, state)
         changed = self.ranks.gather(self.planned is None or self.planned[0] != shapes)
-        name, replan = self.ranks.broadcast((name, any(changed)))  # all or none: a pipeline's stages may differ
+        name, replan = self.ranks.broadcast((name, any(changed)))  # all ranks or none: a pipeline's stages may differ
         if replan or self.planned is None:
             self.planned = shapes, plan_save(state, self.ranks)
         self.known.add(name)
         return Save(name, step, self.planned[1], self._facts(step), resolver(state), started)
 
     def _write(self, save: Save, before: Callable[[], None] = lambda: None) -> Written:
-        """Write and commit. Returns what this rank has written."""
+        """Write and commit a checkpoint. Returns what this rank has written. Collective."""
 
         def write() -> Written:
             before()
@@ -432,7 +437,7 @@ class CheckpointManager:
         try:
             written = self.ranks.together(write)
         except Exception:
-            if isinstance(self.store, LocalStore):  # files that others could finish would only fill the disk
+            if isinstance(self.store, LocalStore):  # files that other ranks finished would only fill the disk
                 with suppress(CheckpointError):
                     own = [file for file in self.store.sizes(save.name) if f"/{files_of(self.ranks.rank)}" in file]
                     self.store.remove(own)
@@ -440,23 +445,23 @@ class CheckpointManager:
             raise
         gathered = self.ranks.gather(written)
         self.ranks.from_rank_0(lambda: commit(self.store, save.name, save.plan, gathered, save.facts))
-        if step_of(save.name) is not None:  # a model alone is nothing to resume from
+        if step_of(save.name) is not None:  # a run cannot resume from a model alone
             if self.ranks.rank == 0:
-                with suppress(OSError):  # there may be no room; the checkpoint is safe all the same
+                with suppress(OSError):  # the disk may be full; the checkpoint is safe anyway
                     self.saved_file.write_text(join(self.store.url, save.name), encoding="utf-8")
             self.on_commit(save.step)
         logger.info(f"checkpoint {save.name} saved in {time.monotonic() - save.started:.1f} s")
         return written
 
     def _follow_up(self, save: Save, written: Written) -> None:
-        """What training need not wait for once `save` is committed."""
+        """Do the work after the commit of `save` that training need not wait for."""
         self._remove_superfluous(self.store, save.name)
         if self.upload_store:
             self._upload(self.upload_store, save.name, written, save.started)
 
     def _upload(self, store: Store, name: str, pieces: Written, started: float, is_newer: bool = True) -> None:
-        """Copy a checkpoint to the second place: every rank its own `pieces`, the manifest last."""
-        if isinstance(store, LocalStore):  # a disk does not write over what an upload that was cut has left
+        """Copy a checkpoint to the second place. Every rank copies its own `pieces`; the manifest comes last."""
+        if isinstance(store, LocalStore):  # a LocalStore does not overwrite the rest of an interrupted upload
             self.ranks.from_rank_0(lambda: remove_checkpoints(store, [name], store.sizes(name)))
         self.ranks.together(lambda: copy_pieces(self.store, store, name, pieces, self.on_progress))
 
@@ -471,7 +476,10 @@ class CheckpointManager:
         self._remove_superfluous(store, name, is_newer)
 
     def _make_up(self, store: Store, name: str, pieces: Callable[[], Written]) -> bool:
-        """Upload what an earlier start did not. Damage in what no rank has needed must not end each start anew."""
+        """Upload a checkpoint that an earlier start did not. Returns whether it was uploaded.
+
+        Damage in a part that no rank needed is only logged: otherwise it would end every new start.
+        """
         try:
             self._upload(store, name, pieces(), time.monotonic(), is_newer=False)
             return True
@@ -483,15 +491,15 @@ class CheckpointManager:
     def _remove_superfluous(self, store: Store, saved: str, is_newer: bool = True) -> None:
         """Remove from `store` what is not kept, now that `saved` is committed there.
 
-        What is damaged, or on the disks of other machines alone, ranks of other numbers or a person may yet make sense
-        of: that goes only where `saved` is newer.
+        Damaged checkpoints, and those only on other machines' disks, go only if `saved` is newer. Until then renumbered
+        ranks or a person may still recover them.
         """
         damaged = {name for url, name in self.damaged if url == store.url}
         spared = set[str]() if is_newer else damaged | self.stranded
         leftover_seconds = 2 * self.settings.timeout_seconds
 
         def remove() -> tuple[set[str], set[str], str]:
-            """As rank 0 sees the store: what goes, what stays, and why if that is more than it should be."""
+            """On rank 0: (what goes, what stays, why if more stays than should)."""
             try:
                 store.abort_uploads(leftover_seconds)
             except CheckpointError as error:
@@ -512,10 +520,10 @@ class CheckpointManager:
             remove_checkpoints(disk, here, [file for name in here for file in disk.sizes(name)])
             disk.remove_empty(here)
 
-        # That something old stays is no reason to stop a run; that it stays unnoticed would be.
+        # An old checkpoint that stays need not stop the run, but must not stay unnoticed.
         try:
             going, stay, trouble = self.ranks.from_rank_0(remove)
-            if isinstance(store, LocalStore):  # nodes' own disks after rank 0's, which alone has manifests
+            if isinstance(store, LocalStore):  # nodes' own disks after rank 0's, the only one with manifests
                 self.ranks.together(partial(remove_here, store))
             if trouble:
                 raise CheckpointError(trouble)
@@ -526,11 +534,11 @@ class CheckpointManager:
                 logger.warning(f"old checkpoints could not be removed: {error}")
 
     def _start(self, work: Callable[[], object]) -> None:
-        """Run `work` in the background. A daemon: a run that fails for another reason does not wait for it."""
+        """Run `work` in a daemon thread, so that a run that fails for another reason does not wait for it."""
         future: Future[None] = Future()
 
         def run() -> None:
-            # This thread and those it starts (a matter of threads on Linux): training has the cores first.
+            # Training gets the cores first. On Linux this affects only this thread and those it starts.
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
             try:
@@ -546,7 +554,7 @@ class CheckpointManager:
     # ------------------------------------------------------------ parts
 
     def _facts(self, step: int) -> Manifest:
-        """What the manifest says of this checkpoint beside its files."""
+        """The manifest's entries on this checkpoint other than its files."""
         return {
             "step": step,
             "world_size": self.ranks.size,
@@ -559,15 +567,16 @@ class CheckpointManager:
         }
 
     def _gather_model_bytes(self) -> dict[str, int]:
-        """Name → bytes of every whole tensor of the model, the parts of all ranks together. Collective."""
+        """Name → bytes of every whole tensor of the model, over the parts on all ranks. Collective."""
         own = {name: value.numel() * value.itemsize for name, value in model_tensors(self.model).items()}
         parts = self.ranks.gather(own)
         return self.ranks.broadcast({name: size for part in parts for name, size in part.items()})
 
     def _meet_neighbours(self) -> Neighbours:
-        """Which ranks share rank 0's disk, if the first place is one. Raises ConfigError if the last is not shared.
+        """Find which ranks share rank 0's disk, if the first place is a disk. Collective.
 
-        Collective. Each rank writes its part: without such a place no other arrangement of the ranks finds all of them.
+        Raises ConfigError if the last place is not shared: each rank writes its part, and ranks arranged differently
+        would not find all parts.
         """
         if not _writes(self.settings):
             return Neighbours("", {})
@@ -593,19 +602,19 @@ class CheckpointManager:
         return met[self.store] if isinstance(self.store, LocalStore) else Neighbours("", {})
 
     def _check_room(self, disk: str) -> bool:
-        """Where the first store is a disk: for weights, two moments and, of islands, the outer momentum.
+        """If the first store is a disk, check its room for weights, moments and, with islands, the outer momentum.
 
-        Returns whether an old checkpoint must go before the next is written.
+        Returns whether an old checkpoint must go before the next is written. Raises CheckpointError.
         """
         if isinstance(self.store, LocalStore):
-            moments = 1 if self.config.optimizer.state_dtype == "bfloat16" else 2  # of the weights' size
+            moments = 1 if self.config.optimizer.state_dtype == "bfloat16" else 2  # in sizes of the weights
             outer = 1 if self.config.parallelism.local_steps else 0
             rank_bytes = (1 + moments + outer) * sum(self.model_bytes.values()) // self.ranks.size
             return check_room(self.store, self.ranks, disk, rank_bytes, self.settings, self.stranded)
         return False
 
     def _agreed(self, find: Callable[[], list[tuple[Store, str]]]) -> list[tuple[Store, str]]:
-        """What rank 0 finds, on every rank."""
+        """What `find` returns on rank 0, on every rank. Collective."""
         agreed = self.ranks.from_rank_0(lambda: [(store.url, name) for store, name in find()])
         stores = {store.url: store for store in self.stores}
         stores |= {url: open_store(url, self.settings) for url in {url for url, _ in agreed} - stores.keys()}
@@ -617,11 +626,11 @@ def _writes(settings: Checkpoint) -> bool:
 
 
 def _open_stores(settings: Checkpoint, run_folder: Path) -> list[Store]:
-    """Where a run keeps its checkpoints: the first place, and the second if there is one."""
+    """The places of a run's checkpoints: the first, and the second if there is one."""
     places = [settings.folder or run_folder / "checkpoints", settings.upload]
     return [open_store(place, settings) for place in places if place]
 
 
 def _jsonable(value: dict[str, Any]) -> dict[str, Any]:
-    """`value` as it comes back from JSON: tuples are lists, keys are strings."""
+    """`value` after a round trip through JSON: tuples become lists, keys become strings."""
     return json.loads(json.dumps(value))
