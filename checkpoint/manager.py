@@ -195,7 +195,7 @@ class CheckpointManager:
         self.newest_step = opened.manifest["step"]
         if is_full:  # the start before was killed after a commit and before the removal that makes room
             self._remove_superfluous(self.store, opened.name, is_newer=False)
-        if self.upload_store and (self.upload_store, opened.name) not in candidates:  # a start ended before it
+        if self.upload_store and (self.upload_store, opened.name) not in candidates:  # an earlier start was cut off
             pieces = pieces_of(opened.index, self.ranks.rank, self.ranks.size)
             self._start(partial(self._make_up, self.upload_store, opened.name, lambda: pieces))
         return opened.manifest["step"]

@@ -1,4 +1,4 @@
-"""What commits a checkpoint and what vouches for it: the manifest, and DCP's index read without trusting it."""
+"""The manifest, which commits a checkpoint and vouches for it, and a safe reader of DCP's pickled index."""
 
 import gc
 import hashlib
@@ -24,11 +24,11 @@ T = TypeVar("T")
 
 
 class ChecksumError(DamagedError):
-    """Bytes that were read do not have the checksum they were written with."""
+    """Bytes read do not have the checksum that they were written with."""
 
 
 def checked_twice(read: Callable[[], T]) -> T:
-    """`read()`, once more if a checksum differs: a bit can flip on the way, too."""
+    """`read()`, tried again if a checksum differs: a bit can also flip on the way."""
     try:
         return read()
     except ChecksumError:
@@ -36,13 +36,13 @@ def checked_twice(read: Callable[[], T]) -> T:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The manifest as it is stored, with a checksum of itself: any other bytes are a damaged one."""
+    """The manifest as stored, with a checksum of itself. Any other bytes count as damaged."""
     body = json.dumps(manifest, indent=1, sort_keys=True)
     return json.dumps({"manifest": manifest, "sha256": sha256(body)}, indent=1, sort_keys=True).encode()
 
 
 def read_manifest(store: Store, name: str) -> Manifest:
-    """The manifest of checkpoint `name`. Raises DamagedError if it is missing or was altered in any byte."""
+    """Read the manifest of checkpoint `name`. Raises DamagedError if it is missing or any byte was altered."""
     path = f"{name}/{MANIFEST}".lstrip("/")
 
     def read() -> Manifest:
@@ -63,12 +63,12 @@ def read_manifest(store: Store, name: str) -> Manifest:
 
 
 def read_metadata(store: Store, name: str, manifest: Manifest | None) -> bytes:
-    """The pickled index of checkpoint `name`, as `manifest` vouches for it. Raises DamagedError."""
+    """Read the pickled index of checkpoint `name`. Raises DamagedError if it does not match `manifest`, if given."""
     return read_small(store, name, METADATA, None if manifest is None else manifest["metadata_sha256"])
 
 
 def read_small(store: Store, name: str, file: str, digest: str | None) -> bytes:
-    """A small file of checkpoint `name`, of the SHA-256 `digest`, if one is known. Raises DamagedError."""
+    """Read a small file of checkpoint `name`. Raises DamagedError if its SHA-256 is not `digest`, if given."""
     path = f"{name}/{file}".lstrip("/")
 
     def read() -> bytes:
@@ -81,7 +81,7 @@ def read_small(store: Store, name: str, file: str, digest: str | None) -> bytes:
 
 
 def unpickle_metadata(pickled: bytes) -> Metadata:
-    """DCP's index from its pickle. Raises DamagedError where that asks for any class an index is not made of."""
+    """Unpickle DCP's index. Raises DamagedError if the pickle asks for a class that no index contains."""
     try:
         with uncollected():
             metadata = _IndexUnpickler(io.BytesIO(pickled)).load()
@@ -96,7 +96,7 @@ def unpickle_metadata(pickled: bytes) -> Metadata:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Without garbage collections, which look through an index again and again while it grows: 3.5 times as long."""
+    """Turn off garbage collection, which would scan a growing index again and again: that takes 3.5 times as long."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -106,7 +106,7 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-# What is said of stock DCP's, which do not tell it, where they are loaded or do not fit.
+# For messages about stock DCP checkpoints, which do not say how their rotary weights are laid out.
 ROTARY = (
     "interleaved rotary weights, as torchtitan's and Meta's, must be permuted: go through Hugging Face "
     "(docs/huggingface.md)"
@@ -121,15 +121,15 @@ _INDEX_CLASSES = frozenset(
     {("torch.distributed.checkpoint.metadata", name) for name in _METADATA_CLASSES.split()}
     | {("torch.distributed.checkpoint.filesystem", "_StorageInfo")}
     | {("torch", "Size"), ("torch.serialization", "_get_layout")}
-    | {("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")}  # the checkpoint's own name, in stock ones
+    | {("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")}  # the checkpoint's own path, in stock ones
 )
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Builds nothing but the classes that an index is made of, so that no code hidden in a checkpoint runs."""
+    """Builds only the classes that an index is made of, so that no code hidden in a checkpoint runs."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):  # by which Python 3.11.0 to 3.11.3 pickle members of enums
+        if (module, name) == ("builtins", "getattr"):  # Python 3.11.0 to 3.11.3 pickle enum members so
             return _member
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if (module, name) not in _INDEX_CLASSES and not is_dtype:
@@ -138,12 +138,12 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def _member(kind: Any, name: str) -> Any:
-    """`getattr(kind, name)` of an enum; nothing else has a place in an index."""
+    """`getattr(kind, name)`, only for an enum: no index contains another. Raises DamagedError."""
     if not (isinstance(kind, type) and issubclass(kind, Enum)):
         raise DamagedError(f"{METADATA}: asks for {name!r} of {kind!r}, which no index contains: refused")
     return kind[name]
 
 
 def sha256(data: bytes | str) -> str:
-    """Its hexadecimal SHA-256."""
+    """The SHA-256 of `data`, in hex."""
     return hashlib.sha256(data.encode() if isinstance(data, str) else data).hexdigest()

@@ -1,4 +1,4 @@
-"""What checkpoints and their files are called."""
+"""Names of checkpoints and their files."""
 
 import re
 import secrets
@@ -6,18 +6,18 @@ import time
 
 
 def new_checkpoint_name(step: int, kind: str = "step") -> str:
-    """A folder name that no other save has: step, time and chance."""
+    """A folder name that no other save has, made of step, time and random digits."""
     return f"{kind}-{step:08d}-{int(time.time()):08x}{secrets.token_hex(2)}"
 
 
 def by_step(name: str) -> tuple[int, str]:
-    """What names are sorted by: their step, then their age; "" comes before all."""
-    rest = name.partition("-")[2]  # without the kind: a run's weights alone are no newer for their longer name
-    return len(rest), rest  # a step of nine digits, as text, would come before those of eight
+    """Sort key of names: by step, then by time. "" comes first."""
+    rest = name.partition("-")[2]  # without the kind, whose longer name would make `model-...` newer
+    return len(rest), rest  # length first: as text, nine-digit steps could sort before eight-digit ones
 
 
 def age_seconds(name: str) -> float:
-    """Time since `new_checkpoint_name` gave this name."""
+    """Seconds since `new_checkpoint_name` made this name."""
     return time.time() - int(name.rpartition("-")[2][:8], 16)
 
 
@@ -33,15 +33,15 @@ def step_of(name: str) -> int | None:
 
 
 def files_of(rank: int) -> str:
-    """How the names of the files begin that `rank` writes into a checkpoint."""
+    """The prefix of the files that `rank` writes into a checkpoint."""
     return f"__{rank}_"
 
 
 def file_of(rank: int, number: int) -> str:
-    """The name of one of them."""
+    """The name of one of the rank's files."""
     return f"{files_of(rank)}{number}.distcp"
 
 
 def rank_of(file: str) -> int:
-    """The rank that wrote a file of this name."""
+    """The rank that wrote a file with this name."""
     return int(file.split("_")[2])

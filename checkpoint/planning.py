@@ -1,7 +1,7 @@
-"""Who writes what: DCP's local plans, brought together by few and plain values.
+"""Decide which rank writes what, by gathering DCP's local plans as a few plain values.
 
-DCP's own way gathers its plan objects: with 512 ranks and 1,089 tensors rank 0 spends most of its time on building
-557,000 of them from their pickles, twice.
+DCP itself gathers plan objects. With 512 ranks and 1,089 tensors, rank 0 then spends most of its time on unpickling
+557,000 of them, twice.
 """
 
 from collections import defaultdict
@@ -28,23 +28,23 @@ from checkpoint.index import Template, build_template
 from checkpoint.names import file_of
 from checkpoint.ranks import Ranks
 
-FILES = 2  # of each rank, written at the same time
+FILES = 2  # per rank, written at the same time
 
 State = dict[str, Any]  # nested dicts of tensors, as DCP's planners take them
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Depends on names, shapes and placements only, so it serves every later save of a run."""
+    """Who writes what. Depends only on names, shapes and placements, so later saves of a run reuse it."""
 
     files: list[list[WriteItem]]  # what this rank writes into each of its files, in order
-    index: Template | None  # of all ranks' files, on rank 0
+    index: Template | None  # covers the files of all ranks; on rank 0 only
 
 
 class Piece(NamedTuple):
     """A box of a tensor that a rank could write."""
 
-    path: tuple[str, ...]  # in the nested state; joined by dots it is the tensor's name
+    path: tuple[str, ...]  # in the nested state; joined by dots, the tensor's name
     dtype: torch.dtype
     shape: tuple[int, ...]  # of the whole tensor
     offsets: tuple[int, ...]
@@ -52,7 +52,7 @@ class Piece(NamedTuple):
 
 
 def plan_save(state: State, ranks: Ranks) -> Plan:
-    """Agree on who writes what; a piece that several ranks have is written by one of them. Collective."""
+    """Agree on who writes what. One of the ranks that hold a piece writes it. Collective."""
     planner = DefaultSavePlanner()
     planner.set_up_planner(state, is_coordinator=ranks.rank == 0)
     local = planner.create_local_plan()
@@ -61,7 +61,7 @@ def plan_save(state: State, ranks: Ranks) -> Plan:
     index = None
 
     def choose() -> None:
-        nonlocal chosen, index  # which are large: each rank is sent its own part, and the index stays here
+        nonlocal chosen, index  # not returned, as they are large: each rank gets only its part, the index stays here
         all_pieces = [[Piece._make(piece) for piece in own] for own in pieces]
         chosen = _share_out(all_pieces)
         index = build_template(_describe(all_pieces, chosen))
@@ -71,7 +71,7 @@ def plan_save(state: State, ranks: Ranks) -> Plan:
 
 
 def split_rows(path: tuple[str, ...], dtype: torch.dtype, shape: Sequence[int], piece_bytes: int) -> list[Piece]:
-    """A tensor in pieces of whole rows, of about `piece_bytes` each."""
+    """Split a tensor into pieces of whole rows, about `piece_bytes` each."""
     rows, *rest = shape
     step = max(1, piece_bytes // (prod(rest) * dtype.itemsize))
     return [
@@ -81,7 +81,7 @@ def split_rows(path: tuple[str, ...], dtype: torch.dtype, shape: Sequence[int], 
 
 
 def plan_pieces(pieces: Sequence[Piece]) -> Plan:
-    """All `pieces` written by this process alone."""
+    """A plan in which this process alone writes all `pieces`."""
     files = _split_evenly(pieces, range(len(pieces)))
 
     def item(piece: Piece) -> WriteItem:
@@ -94,7 +94,7 @@ def plan_pieces(pieces: Sequence[Piece]) -> Plan:
 
 
 def resolver(state: State) -> Callable[[WriteItem], Tensor]:
-    """The function that gives a write item's tensor: this rank's part of it, on its device."""
+    """A function that returns the tensor of a write item: this rank's part, on its device."""
     planner = DefaultSavePlanner()
     planner.set_up_planner(state)
 
@@ -116,14 +116,14 @@ def _piece(item: WriteItem, paths: dict[str, tuple[str, ...]]) -> Piece:
 
 
 def _share_out(pieces: Sequence[Sequence[Piece]]) -> list[list[list[int]]]:
-    """Numbers of the pieces that each rank writes, by file: of those that have one, the rank with the fewest bytes."""
+    """Numbers of the pieces that each rank writes, by file. The rank with the fewest bytes writes a shared piece."""
     owners: dict[tuple[Any, ...], list[tuple[int, int]]] = defaultdict(list)
     for rank, own in enumerate(pieces):
         for number, piece in enumerate(own):
             owners[piece.path, piece.offsets].append((rank, number))
     chosen: list[list[int]] = [[] for _ in pieces]
     written = [0] * len(pieces)
-    for candidates in sorted(owners.values(), key=len):  # those without a choice first
+    for candidates in sorted(owners.values(), key=len):  # pieces without a choice first
         rank, number = min(candidates, key=lambda candidate: written[candidate[0]])
         chosen[rank].append(number)
         written[rank] += _bytes(pieces[rank][number])
@@ -131,7 +131,7 @@ def _share_out(pieces: Sequence[Sequence[Piece]]) -> list[list[list[int]]]:
 
 
 def _split_evenly(pieces: Sequence[Piece], numbers: Sequence[int]) -> list[list[int]]:
-    """`numbers` of pieces for at most FILES files of about the same number of bytes, none empty."""
+    """Divide the `numbers` of pieces among at most FILES files of about equal bytes, none empty."""
     files: list[list[int]] = [[] for _ in range(FILES)]
     sizes = [0] * FILES
     for number in sorted(numbers, key=lambda number: _bytes(pieces[number]), reverse=True):
@@ -146,11 +146,11 @@ def _bytes(piece: Piece) -> int:
 
 
 def _describe(pieces: Sequence[Sequence[Piece]], files: Sequence[Sequence[Sequence[int]]]) -> Metadata:
-    """DCP's index of the pieces that each rank writes, by file; places in the files are left open."""
+    """DCP's index of the pieces that each rank writes, by file. Leaves the places in the files open."""
     tensors: dict[str, TensorStorageMetadata] = {}
     paths: dict[str, tuple[str, ...]] = {}
     storage_data: dict[MetadataIndex, _StorageInfo] = {}
-    join, size = cache(".".join), cache(torch.Size)  # one object for all that are equal is pickled once
+    join, size = cache(".".join), cache(torch.Size)  # equal values share one object, which is pickled once
     in_order = (
         (file, own[item])
         for rank, own in enumerate(pieces)

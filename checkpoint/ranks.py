@@ -1,4 +1,4 @@
-"""The few collectives that checkpoints need, on objects, over a group of their own; and errors agreed by all ranks."""
+"""The collectives on objects that checkpoints need, over their own group, and errors on which all ranks agree."""
 
 import pickle
 from collections.abc import Callable, Sequence
@@ -47,9 +47,9 @@ class Ranks:
         return box[0]
 
     def together(self, step: Callable[[], T]) -> T:
-        """Run `step` on every rank. Where it fails on some, one and the same error is raised on all.
+        """Run `step` on every rank. If it fails on any, raise the same error on all.
 
-        Damage is the weakest reason, raised only where no rank failed for another one.
+        Prefers other errors to a DamagedError, which is raised only if no rank failed for another reason.
         """
         result, error = _tried(step)
         failed = [failure for failure in self.gather(_portable(error)) if failure is not None]
@@ -58,7 +58,7 @@ class Ranks:
         return result  # type: ignore[return-value]
 
     def from_rank_0(self, step: Callable[[], T]) -> T:
-        """What `step` returns on rank 0, on every rank; its error is raised on all."""
+        """Run `step` on rank 0 and return its result on every rank. Raises its error on all."""
         result, error = _tried(step) if self.rank == 0 else (None, None)
         result, verdict = self.broadcast((result, _portable(error)))
         _raise_agreed(verdict, error)
@@ -66,7 +66,7 @@ class Ranks:
 
 
 def _tried(step: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """What `step` returns, and what it raises."""
+    """(result of `step` or None, its error or None)."""
     try:
         return step(), None
     except Exception as error:
@@ -74,21 +74,21 @@ def _tried(step: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def _raise_agreed(verdict: Exception | None, own: Exception | None) -> None:
-    """Raise, if any, the error that all ranks raise; `own` led to it on this rank."""
+    """Raise `verdict`, the error that all ranks raise, if any, from this rank's `own`."""
     if verdict is None:
         return
     if isinstance(verdict, TitaniteError):
         verdict.agreed = True
     if verdict is own:
-        raise verdict  # which may have a cause already
+        raise verdict  # it may already have a cause
     raise verdict from own
 
 
 def build_ranks(timeout_seconds: int) -> Ranks:
-    """All ranks of the default process group over a gloo group of their own; alone if there is no process group.
+    """All ranks of the default process group, over their own gloo group; this process alone without one. Collective.
 
-    Collective. A group of its own keeps the objects off the accelerator and lets a background
-    save run while training uses the default group.
+    The separate group keeps the objects off the accelerator and lets a background save run while
+    training uses the default group.
     """
     if not dist.is_initialized():
         return Ranks()
@@ -97,7 +97,7 @@ def build_ranks(timeout_seconds: int) -> Ranks:
 
 
 def _portable(error: Exception | None) -> Exception | None:
-    """`error`, or its text where it cannot travel to another process."""
+    """`error`, or a RuntimeError with its text if it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

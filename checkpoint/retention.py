@@ -1,4 +1,4 @@
-"""Which checkpoints a store holds, which of them go, and whether the disk has room for them."""
+"""Which checkpoints a store holds, which to remove, and whether the disk has room for more."""
 
 import logging
 import socket
@@ -26,16 +26,16 @@ def committed(store: Store) -> list[str]:
 
 
 def by_age(stores: Sequence[Store]) -> list[tuple[Store, str]]:
-    """(store, name) of all committed checkpoints, newest first, of the same one the first store's before the others."""
+    """(store, name) of all committed checkpoints, newest first. Copies of one are in the order of `stores`."""
     found = [(store, name) for store in stores for name in committed(store)]
-    return sorted(found, key=lambda pair: by_step(pair[1]), reverse=True)  # leaves equal ones in their order
+    return sorted(found, key=lambda pair: by_step(pair[1]), reverse=True)  # stable: keeps the order of equal ones
 
 
 def superfluous(sizes: Collection[str], saved: str, settings: Checkpoint, damaged: Collection[str]) -> set[str]:
-    """What may go of a listing, now that `saved` is committed there.
+    """The checkpoints of a listing that may be removed, now that `saved` is committed there.
 
-    All but `saved`, the `keep` newest (0: all are kept) and those of every `keep_every`-th step; and the `damaged`.
-    After a model alone: what earlier starts have saved of the same one.
+    These are the `damaged`, and all others but `saved`, the `keep` newest (0: keep all) and those of every
+    `keep_every`-th step. If `saved` is a model alone: the models of the same step that earlier starts saved.
     """
     if step_of(saved) is None:
         kind = saved.rpartition("-")[0]
@@ -47,20 +47,20 @@ def superfluous(sizes: Collection[str], saved: str, settings: Checkpoint, damage
 
 
 def finished(sizes: Collection[str]) -> set[str]:
-    """The folders of a listing that have a manifest."""
+    """The folders in a listing that have a manifest."""
     return {file.removesuffix(f"/{MANIFEST}") for file in sizes if file.endswith(f"/{MANIFEST}")}
 
 
 def unfinished(sizes: Collection[str], seconds: float = 0) -> set[str]:
-    """The checkpoints of a listing that were begun more than `seconds` ago and never committed."""
+    """The checkpoints in a listing that were begun more than `seconds` ago and not committed."""
     folders = _folders(sizes) - finished(sizes)
     return {name for name in folders if is_checkpoint_name(name) and age_seconds(name) > seconds}
 
 
 def never_committed(store: Store, names: Collection[str]) -> set[str]:
-    """Those of `names` that have no manifest. Each is asked for by name: a listing may lag.
+    """Those of `names` that have no manifest. Requests each by name, since a listing may lag.
 
-    At the same time, as object storage is given some time to show each of them.
+    The requests run in parallel, since each waits some time for object storage to show the manifest.
     """
 
     def has_manifest(name: str) -> bool:
@@ -76,9 +76,9 @@ def never_committed(store: Store, names: Collection[str]) -> set[str]:
 
 
 def remove_checkpoints(store: Store, names: Collection[str], sizes: Collection[str]) -> None:
-    """Remove those of `names` that are in a listing, manifests first, so that no half ever passes for a whole.
+    """Remove those of `names` that are in a listing, each manifest first, so that no half passes for a whole.
 
-    All are tried. Raises CheckpointError if one could not be removed, or is still listed afterwards.
+    Tries all. Raises CheckpointError if one could not be removed or is still listed afterwards.
     """
     present = sorted(_folders(sizes) & set(names), key=by_step)
     failures = []
@@ -95,34 +95,35 @@ def remove_checkpoints(store: Store, names: Collection[str], sizes: Collection[s
 
 
 class Neighbours(NamedTuple):
-    """What the ranks' views of a disk tell."""
+    """Which ranks share a disk, and what the others hold."""
 
-    disk: str  # this rank's: "" where it sees what rank 0 writes, elsewhere the name of its machine
-    others: dict[str, str]  # on rank 0, of disks that are not its own: machine → the newest checkpoint there, or ""
+    disk: str  # of this rank: "" if it sees what rank 0 writes, else the name of its machine
+    others: dict[str, str]  # on rank 0, for disks other than its own: machine → the newest checkpoint there, or ""
 
 
 def meet_neighbours(store: LocalStore, ranks: Ranks, visibility_seconds: float = 0) -> Neighbours:
-    """Who shares rank 0's disk, waited for `visibility_seconds`, and what lies on the others. Collective."""
+    """Find who sees rank 0's disk within `visibility_seconds`, and what lies on other disks. Collective."""
     probe = ranks.broadcast(f".probe-{time.time_ns()}")
     ranks.from_rank_0(lambda: store.touch(probe))
 
     def look() -> tuple[str, str]:
         deadline = time.monotonic() + visibility_seconds
-        # Asked for by name, which a file system of the network does not answer from an old listing.
+        # By name: a network file system does not answer that from an old listing.
         while not (seen := store.has(probe)) and time.monotonic() < deadline:
             time.sleep(0.2)
         return ("", "") if seen else (socket.gethostname(), max(committed(store), key=by_step, default=""))
 
     disk, newest = ranks.together(look)
     others = {machine: held for machine, held in sorted(ranks.gather((disk, newest))) if machine}
-    ranks.from_rank_0(lambda: store.remove([probe, *store.probes()]))  # and of starts that were killed
+    ranks.from_rank_0(lambda: store.remove([probe, *store.probes()]))  # also probes of killed starts
     return Neighbours(disk, others)
 
 
 def stranded(stores: Sequence[Store], neighbours: Neighbours) -> dict[str, str]:
-    """Machine → the newest checkpoint on its disk, where that is newer than all that rank 0 sees in `stores`.
+    """Machine → the newest checkpoint on its disk, if newer than all that rank 0 sees in `stores`.
 
-    Such a machine was rank 0's when that was saved. It cannot be loaded now, as its parts lie where other ranks were.
+    Rank 0 was on that machine at that save. The checkpoint cannot be loaded now, as its parts lie on the disks of the
+    ranks of that time.
     """
     if not any(neighbours.others.values()):
         return {}
@@ -133,11 +134,11 @@ def stranded(stores: Sequence[Store], neighbours: Neighbours) -> dict[str, str]:
 def check_room(
     store: LocalStore, ranks: Ranks, disk: str, rank_bytes: int, settings: Checkpoint, spared: Collection[str] = ()
 ) -> bool:
-    """Refuse to start where the disk cannot hold what is kept and the next, `rank_bytes` each here. Collective.
+    """Refuse to start if the disk cannot hold the checkpoints to keep and the next one. Collective.
 
-    `disk`: as in Neighbours. Checkpoints that will go count as room; those begun and never committed are removed where
-    they are in the way, but for `spared`, by rank 0. Returns whether one must go before the next is written. Raises
-    CheckpointError.
+    `rank_bytes` is this rank's part of one checkpoint, `disk` as in Neighbours. Checkpoints that will be removed count
+    as room. If the room is short, removes those never committed, except rank 0's `spared`. Returns whether a checkpoint
+    must go before the next is written. Raises CheckpointError.
     """
     try:
         return _compare_room(store, ranks, disk, rank_bytes, settings)
@@ -154,12 +155,12 @@ def check_room(
 
 def _compare_room(store: LocalStore, ranks: Ranks, disk: str, rank_bytes: int, settings: Checkpoint) -> bool:
     copies = max(2, settings.keep + 1)
-    # Of a disk that all share rank 0 alone lists the files: there may be thousands of ranks, each with its own.
+    # Only rank 0 lists a shared disk: there may be thousands of ranks, each with its own files.
     lists = ranks.rank == 0 or disk != ""
     sizes, free_bytes = ranks.together(lambda: (store.sizes() if lists else {}, store.free_bytes()))
-    names = ranks.broadcast(_committed(sizes))  # as rank 0 sees it
+    names = ranks.broadcast(_committed(sizes))  # in rank 0's view
     going = {name for name in names if not _kept_for_ever(name, settings)}
-    going = {name for name in going if not (store.folder / name).is_symlink()}  # whose removal frees nothing
+    going = {name for name in going if not (store.folder / name).is_symlink()}  # removing a link frees nothing
     old_bytes = sum(size for file, size in sizes.items() if file.partition("/")[0] in going)
     reports = ranks.gather((disk, rank_bytes, free_bytes, old_bytes if lists else None))
 

@@ -1,4 +1,4 @@
-"""Folders of safetensors files, as Hugging Face lays them out: which file holds what; files written in place."""
+"""Folders of safetensors files in Hugging Face's layout: find tensors, and write files in place."""
 
 import json
 import os
@@ -16,12 +16,12 @@ from checkpoint.stores import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-# Names of types in a file's header. Others (float8, integers: quantized weights) are not read.
+# Type names in a file's header. Others (float8 and integers of quantized weights) are not read.
 DTYPES: Mapping[str, torch.dtype] = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises CheckpointError."""
+    """Read the JSON object in a file. Raises CheckpointError."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -34,9 +34,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def find_weights(folder: Path) -> dict[str, Path]:
-    """Name of each tensor → the file that holds it.
+    """Tensor name → the file that holds it.
 
-    Raises CheckpointError where there are none, or where the index names a file that is not in the folder.
+    Raises CheckpointError if there are none, or if the index names a file that is not in the folder.
     """
     if not (folder / INDEX).is_file():
         if (folder / SINGLE).is_file():
@@ -65,9 +65,9 @@ def open_file(path: Path) -> Any:
 
 
 def check_shapes(weights: Mapping[str, Path], shapes: Mapping[str, Sequence[int]]) -> dict[str, torch.dtype]:
-    """Type of each tensor named in `shapes`, from the files' headers alone.
+    """The data type of each tensor in `shapes`, from the files' headers alone.
 
-    Raises CheckpointError where one is missing, or is of another shape or of a type that is not read.
+    Raises CheckpointError if a tensor is missing, has another shape, or has a type not in DTYPES.
     """
     found = {}
     for path in sorted({weights[name] for name in shapes}):
@@ -89,10 +89,10 @@ def check_shapes(weights: Mapping[str, Path], shapes: Mapping[str, Sequence[int]
 def write_file(
     path: Path, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype, fill: Callable[[dict[str, Tensor]], None]
 ) -> None:
-    """A new file of tensors named as in `shapes`; `fill` puts the values into them, in the file's own memory.
+    """Write a new file of tensors with the names and `shapes`. `fill` sets their values, in the file's mapped memory.
 
     The format is 8 bytes for the length of a JSON header, the header, and the values
-    (https://github.com/huggingface/safetensors#format). Raises CheckpointError where there is no room for it.
+    (https://github.com/huggingface/safetensors#format). Raises CheckpointError if the file cannot be made.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     kind = next(name for name, known in DTYPES.items() if known == dtype)
@@ -105,7 +105,7 @@ def write_file(
     size = 8 + len(encoded) + end
     try:
         with open(path, "xb", buffering=0) as file:
-            os.posix_fallocate(file.fileno(), 0, size)  # a full disk would else end the process at a write to memory
+            os.posix_fallocate(file.fileno(), 0, size)  # else a full disk would kill the process as it writes to memory
             file.write(struct.pack("<Q", len(encoded)) + encoded)
     except OSError as error:
         raise CheckpointError(f"{path}: {size / 1e9:.2f} GB cannot be written: {error.strerror}") from None

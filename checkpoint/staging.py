@@ -1,4 +1,4 @@
-"""Host copies of what an async save writes, made while training goes on."""
+"""Host copies of the state for an async save, made while training goes on."""
 
 import threading
 from collections.abc import Callable
@@ -11,24 +11,24 @@ from checkpoint.stores import CheckpointError
 
 
 class Staging:
-    """Host memory for this rank's part of a checkpoint: pinned for an accelerator, used again by every save.
+    """Host memory for this rank's part of a checkpoint, pinned with an accelerator and reused by every save.
 
-    Weights and moments stay as they are during the forward and backward that follow a save, so they are copied
-    meanwhile; what changes them, the optimizer's step, must call `wait` before.
+    Forward and backward do not change weights and moments, so they are copied meanwhile. The optimizer's step, which
+    changes them, must first call `wait`.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.copies: dict[MetadataIndex, Tensor] = {}
         self.stream = torch.Stream(device) if device.type != "cpu" else None
-        self.queued = threading.Event()  # the host has given all copies to the stream; without one: has made them
+        self.queued = threading.Event()  # all copies are queued on the stream or, without one, made
         self.queued.set()
-        self.copied: torch.Event | None = None  # on the stream
+        self.copied: torch.Event | None = None  # on the stream, after the copies
 
     def prepare(self, sources: dict[MetadataIndex, Tensor]) -> Callable[[], None]:
-        """The function that copies `sources` as they are now; for another thread, which must call it and then end.
+        """Return a function that copies `sources` as they are now. Another thread must call it and then end.
 
-        It leaves that thread on the stream and its device. `with` would return to the device that a new thread has, the
-        first: torch 2.11 to 2.13 then makes a CUDA context there, of half a GiB, for each rank.
+        The function leaves its thread on the stream and its device. `with` would return to a new thread's default
+        device, the first: torch 2.11 to 2.13 then makes a CUDA context of half a GiB there for each rank.
         """
         self.queued, self.copied = threading.Event(), None
         if self.stream is not None:
@@ -48,7 +48,7 @@ class Staging:
         return copy
 
     def wait(self) -> None:
-        """Return when weights and moments may change: on an accelerator, by what is queued there from now on."""
+        """Return when weights and moments may change; on an accelerator, only by work queued there from here on."""
         self.queued.wait()
         if self.stream is not None and self.copied is not None:
             torch.accelerator.current_stream(self.stream.device).wait_event(self.copied)
@@ -60,7 +60,7 @@ class Staging:
             self.copies[index].copy_(tensor, non_blocking=True)
 
     def _allocate(self, tensor: Tensor) -> Tensor:
-        """Raises CheckpointError: CUDA's "out of memory" would be taken for the device's."""
+        """Raises CheckpointError, since CUDA's "out of memory" would be taken for the device's."""
         try:
             return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.stream is not None)
         except torch.AcceleratorError as error:

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint: model, optimizer and random state, under names that no wrapper or mesh changes."""
+"""The tensors of a checkpoint: model, optimizer and random state, under names independent of wrappers and meshes."""
 
 from collections.abc import Iterable, Sequence
 
@@ -26,7 +26,7 @@ def model_tensors(model_parts: Sequence[nn.Module]) -> dict[str, Tensor]:
 
 
 def parameters(model_parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
-    """Name → parameter as the optimizer holds it: of FSDP2 the sharded one. A tied weight appears once."""
+    """Name → parameter as the optimizer holds it, sharded with FSDP2. A tied weight appears once."""
     for part in model_parts:
         part.state_dict()  # its hooks bring FSDP2's sharded parameters back
     return {_clean(name): parameter for part in model_parts for name, parameter in part.named_parameters()}
@@ -35,8 +35,8 @@ def parameters(model_parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
 def optimizer_tensors(model_parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """`parameter name.state name` → tensor, sharing memory with the optimizer; empty before its first step.
 
-    Hyperparameters are not part of it: they come from the config, so that a resumed run may change them. Raises
-    CheckpointError for what could not be saved, or of which one rank's would be taken for that of all.
+    Leaves out hyperparameters: they come from the config, so that a resumed run may change them. Raises CheckpointError
+    for state that cannot be saved, or of which only one rank's would be saved for all.
     """
     names = {id(parameter): name for name, parameter in parameters(model_parts).items()}
     tensors = {}
@@ -60,9 +60,9 @@ def optimizer_tensors(model_parts: Sequence[nn.Module], optimizer: torch.optim.O
 
 
 def allocate_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make the state tensors of an optimizer that has not stepped yet, by a step without gradient, rate or decay.
+    """Make the state tensors of an optimizer that has not stepped yet, by a step with gradient, rate and decay of 0.
 
-    Changes no parameter (the way of torch.distributed.checkpoint.state_dict).
+    Changes no parameter. torch.distributed.checkpoint.state_dict does the same.
     """
     if optimizer.state:
         return
@@ -79,7 +79,7 @@ def allocate_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
-    """Copies of torch's random states, of the CPU and of `device`: bytes, one dim."""
+    """Copies of torch's random states of the CPU and of `device`, as 1-D tensors of bytes."""
     states = {"cpu": torch.get_rng_state()}
     if device.type != "cpu":
         states[device.type] = torch.get_device_module(device).get_rng_state()
@@ -87,7 +87,7 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_random_state(states: dict[str, Tensor]) -> None:
-    """Continue from what `random_state` gave."""
+    """Restore states from `random_state`."""
     for kind, value in states.items():
         if kind == "cpu":
             torch.set_rng_state(value)
@@ -96,7 +96,7 @@ def set_random_state(states: dict[str, Tensor]) -> None:
 
 
 def held_bytes(tensors: Iterable[Tensor]) -> int:
-    """What this rank holds of `tensors`."""
+    """Bytes of `tensors` that this rank holds."""
     return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)
 
 
@@ -107,7 +107,7 @@ def _clean(name: str) -> str:
 
 
 def _plain(name: str, tensor: Tensor) -> Tensor:
-    """`tensor` without a wrapper subclass around its values (float8 weights), on the same memory."""
+    """`tensor` without a wrapper subclass (float8 weights) around its values, sharing memory."""
     if isinstance(tensor, DTensor):
         local = tensor.to_local()
         values = _plain(name, local)

@@ -2,7 +2,7 @@
 
 python -m checkpoint.verify FOLDER_OR_S3_URL
 
-Exits with 1 if a committed one is damaged, or one is stock DCP's, which cannot be checked.
+Exits with 1 if a committed checkpoint is damaged, or if one is stock DCP's, which cannot be checked.
 """
 
 from tqdm import tqdm
@@ -16,7 +16,7 @@ from checkpoint.stores import DamagedError, Store
 
 
 def verify(store: Store, name: str, manifest: Manifest) -> int:
-    """Check all of checkpoint `name`, with a progress bar. Returns the number of its items. Raises DamagedError."""
+    """Check all of checkpoint `name`, with a progress bar. Returns its number of items. Raises DamagedError."""
     index = read_index(read_metadata(store, name, manifest))
     for file, digest in manifest.get("companions", {}).items():
         read_small(store, name, file, digest)
@@ -27,7 +27,7 @@ def verify(store: Store, name: str, manifest: Manifest) -> int:
 
 
 def verify_all(store: Store, names: list[str]) -> int:
-    """Print one line per checkpoint; 1 if one that was committed is damaged or has no checksums."""
+    """Print one line per checkpoint. Returns 1 if a committed one is damaged or has no checksums, else 0."""
     doubtful = 0
     for name in names:
         manifest, problem = look(store, name)
