@@ -1,10 +1,10 @@
-"""Models from and to Hugging Face, piece by piece, whatever their size:
+"""Convert models of any size from and to Hugging Face, piece by piece:
 
 python -m checkpoint.hf import HF_FOLDER CHECKPOINT        # to start from: checkpoint.initial_load=CHECKPOINT
 python -m checkpoint.hf export RUN_OR_CHECKPOINT HF_FOLDER
 
-A checkpoint is a folder or s3://bucket/prefix. Both end with a test of what was made: logits against transformers'
-where that is installed and both models fit in memory, every value against its origin elsewhere.
+A checkpoint is a folder or s3://bucket/prefix. Both commands end with a test of the result. It compares logits with
+transformers' if that is installed and both models fit in memory, else every value with its origin.
 """
 
 import argparse
@@ -42,8 +42,8 @@ from models import MODELS, HuggingFace, build_model, recorded_model
 from records import output_path
 
 MODEL_FILE = "model.json"
-PIECE_BYTES = 16 << 20  # of an imported tensor: so each rank reads little more than it needs
-# What is taken along, as it is.
+PIECE_BYTES = 16 << 20  # of an imported tensor, so that each rank reads little more than it needs
+# Files copied unchanged.
 COMPANIONS = (
     TOKENIZER,
     "tokenizer_config.json",
@@ -52,7 +52,7 @@ COMPANIONS = (
     "generation_config.json",
 )
 SAMPLE = "The quick brown fox jumps over the lazy dog. 0123456789 éß 中文"
-LOGITS_TOLERANCE = 1e-4  # of the largest logit: both compute in float32, in another order
+LOGITS_TOLERANCE = 1e-4  # of the largest logit: both compute in float32, but in different orders
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +65,8 @@ def export_model(
 ) -> None:
     """Write the newest intact checkpoint at `place` to the new folder `folder`, which appears once it is whole.
 
-    `dtype` is "bfloat16" or "float32"; `tokenizer` a tokenizer.json or the folder of one, None: the run's own;
-    `max_positions` 0: the length of the training's sequences. `check`: see `check_result`. Raises CheckpointError.
+    `dtype` is "bfloat16" or "float32". `tokenizer` is a tokenizer.json or its folder; None: the run's own.
+    `max_positions` 0: the training's sequence length. `check`: see `check_result`. Raises CheckpointError.
     """
     if folder.exists():
         raise CheckpointError(f"{folder}: exists; name a new folder")
@@ -85,7 +85,7 @@ def export_model(
         positions = max_positions or trained_positions(opened.manifest, "--max-positions")
         try:
             partial.mkdir(parents=True)
-        except OSError as error:  # nothing in there is ours to remove
+        except OSError as error:  # nothing there is ours, so nothing is removed
             raise CheckpointError(f"{partial}: cannot be made: {error.strerror}") from None
         try:
             write_companions(partial, companions, text, adapter.to_hf_config(flavor, positions, dtype))
@@ -110,7 +110,7 @@ def write_weights(
     dtype: torch.dtype,
     file_bytes: int,
 ) -> None:
-    """The checkpoint's weights as safetensors files of about `file_bytes`, and the index if they are several."""
+    """Write the checkpoint's weights as safetensors files of about `file_bytes`, with an index if there are several."""
     ours = {hf_name: name for name, hf_name in names.items()}
     sizes = {hf_name: shapes[name].numel() * dtype.itemsize for name, hf_name in names.items()}
     split = split_state_dict_into_shards_factory(
@@ -121,7 +121,7 @@ def write_weights(
 
             def fill(tensors: dict[str, Tensor]) -> None:
                 state = {"model": {ours[hf_name]: tensor for hf_name, tensor in tensors.items()}}
-                read_state(opened, state)  # converts, straight into the file's memory
+                read_state(opened, state)  # also converts the type, straight into the file's memory
 
             files.write_file(folder / file, {hf_name: shapes[ours[hf_name]] for hf_name in held}, dtype, fill)
             bar.update(sum(sizes[hf_name] for hf_name in held))
@@ -133,7 +133,7 @@ def write_weights(
 def write_companions(
     folder: Path, companions: Mapping[str, bytes], tokenizer: Tokenizer, config: dict[str, Any]
 ) -> None:
-    """config.json, generation_config.json and the tokenizer's files, with what AutoTokenizer asks for."""
+    """Write config.json, generation_config.json and the tokenizer's files, with the fields that AutoTokenizer needs."""
     for file, content in companions.items():
         (folder / file).write_bytes(content)
     tokens = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
@@ -157,9 +157,9 @@ def write_companions(
 
 
 def exported_model(manifest: Manifest) -> tuple[HuggingFace, nn.Module, Any]:
-    """How the model that a checkpoint holds crosses, itself (on the meta device) and its flavor.
+    """The adapter, model (on the meta device) and flavor of a checkpoint.
 
-    Raises TitaniteError if the checkpoint does not say so, or Hugging Face's format is not known for its family.
+    Raises TitaniteError if the checkpoint does not name its model, or if that family has no Hugging Face format.
     """
     identity = manifest.get("identity", {})
     spec, flavor = recorded_model(identity)
@@ -177,9 +177,9 @@ def shapes_of(model: nn.Module) -> dict[str, torch.Size]:
 
 
 def trained_positions(manifest: Manifest, option: str) -> int:
-    """Tokens of the sequences that the model was trained on, by this run or its exporter.
+    """The sequence length that the model was trained with: config.json's of an import, or the run's.
 
-    Raises CheckpointError, which advises to give `option`, where the checkpoint does not say.
+    Raises CheckpointError that advises to give `option` if the checkpoint does not say.
     """
     if "imported" in manifest:
         return manifest["imported"]["max_position_embeddings"]
@@ -189,10 +189,10 @@ def trained_positions(manifest: Manifest, option: str) -> int:
 
 
 def find_companions(opened: Opened, place: str, tokenizer: Path | None) -> tuple[str, dict[str, bytes]]:
-    """Where the tokenizer's files are, and what they hold.
+    """Find the tokenizer's files. Returns where they are, and name → content.
 
-    In `tokenizer`, a tokenizer.json or its folder. Without: in the checkpoint, or else in `place`, by which it was
-    found, or one of the two folders above it. Raises CheckpointError if there are none.
+    Looks in `tokenizer`, a tokenizer.json or its folder, if given. Else looks in the checkpoint, then in `place` (where
+    the checkpoint was found) and the two folders above. Raises CheckpointError if there are none.
     """
     if tokenizer:
         folders = [tokenizer.parent if tokenizer.name == TOKENIZER else tokenizer]
@@ -214,12 +214,12 @@ def find_companions(opened: Opened, place: str, tokenizer: Path | None) -> tuple
 
 
 def read_companions(folder: Path) -> dict[str, bytes]:
-    """What a folder holds of what is taken along: name → content."""
+    """Name → content of the COMPANIONS in a folder."""
     return {file: (folder / file).read_bytes() for file in COMPANIONS if (folder / file).is_file()}
 
 
 def check_companions(origin: str, companions: Mapping[str, bytes]) -> None:
-    """Raises CheckpointError for a *.json that holds no JSON object."""
+    """Raise CheckpointError for a *.json file without a JSON object."""
     for file, content in companions.items():
         try:
             damaged = "" if not file.endswith(".json") or isinstance(json.loads(content), dict) else "no JSON object"
@@ -230,7 +230,7 @@ def check_companions(origin: str, companions: Mapping[str, bytes]) -> None:
 
 
 def companion_tokenizer(origin: str, companions: Mapping[str, bytes], vocab_size: int) -> Tokenizer:
-    """The tokenizer that `find_companions` found, for a model of `vocab_size`. Raises TitaniteError."""
+    """The tokenizer that `find_companions` found. Raises TitaniteError if it is invalid or exceeds `vocab_size`."""
     declared = declared_eos(companions.get("tokenizer_config.json", b"{}"), origin)
     tokenizer = parse_tokenizer(companions[TOKENIZER], declared, origin, find_chat_template(companions, origin))
     if tokenizer.vocab_size > vocab_size:
@@ -245,9 +245,9 @@ def companion_tokenizer(origin: str, companions: Mapping[str, bytes], vocab_size
 
 
 def import_model(folder: Path, place: str, *, check: str) -> None:
-    """Write a Hugging Face model as a checkpoint of step 0 without moments, its values and types unchanged.
+    """Write a Hugging Face model as a checkpoint of step 0 without moments. Values and types stay the same.
 
-    The tokenizer's files go with it, if there are any. `check`: see `check_result`. Raises CheckpointError.
+    Also copies the tokenizer's files, if there are any. `check`: see `check_result`. Raises CheckpointError.
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder; `hf download OWNER/NAME --local-dir FOLDER` gets one")
@@ -295,7 +295,7 @@ def import_model(folder: Path, place: str, *, check: str) -> None:
     }
     if TOKENIZER not in companions:
         logger.info(f"{folder}: no {TOKENIZER}, so none is taken along")
-    if isinstance(store, LocalStore):  # whoever is first has it: another import may have begun meanwhile
+    if isinstance(store, LocalStore):  # claim the folder: another import may have begun meanwhile
         try:
             (store.folder / name).mkdir(parents=True, exist_ok=True)
             (store.folder / name / MODEL_FILE).touch(exist_ok=False)
@@ -316,7 +316,7 @@ def import_model(folder: Path, place: str, *, check: str) -> None:
 
 
 def imported_family(config: Mapping[str, Any]) -> tuple[str, HuggingFace]:
-    """The family of a config.json's model_type, and how it crosses. Raises ValueError if none has it."""
+    """The family with a config.json's model_type, and its adapter. Raises ValueError if there is none."""
     known = {spec.hf.MODEL_TYPE: (name, spec.hf) for name, spec in MODELS.items() if spec.hf}
     model_type = config.get("model_type")
     if model_type not in known:
@@ -325,11 +325,11 @@ def imported_family(config: Mapping[str, Any]) -> tuple[str, HuggingFace]:
 
 
 def _new_checkpoint(place: str) -> tuple[Store, str]:
-    """The store and the name of a checkpoint that is to be made. Raises CheckpointError if there is something."""
+    """The store and name of a checkpoint to be made at `place`. Raises CheckpointError if something is there."""
     if mistake := misread(place):
         raise CheckpointError(f"{place}: {mistake}")
     parent, _, name = place.rstrip("/").rpartition("/")
-    if name in ("", ".", "..") or ("://" in place and parent.endswith("/")):  # in a store // is not as good as /
+    if name in ("", ".", "..") or ("://" in place and parent.endswith("/")):  # in an object store, // is not /
         raise CheckpointError(f"{place}: name a new folder, or a prefix in a bucket after a single slash")
     store = open_store(parent or ("/" if place.startswith("/") else "."))
     if store.sizes(name):
@@ -338,7 +338,7 @@ def _new_checkpoint(place: str) -> tuple[Store, str]:
 
 
 def how_to_start(place: str, family: str, flavor: Any) -> str:
-    """What to tell train.py, for a run that begins with these weights."""
+    """The options for train.py to start a run from these weights."""
     chosen = "" if family == Model().name else f"--model.name={family} "
     for name, known in MODELS[family].flavors.items():
         if dataclasses.replace(known, vocab_size=flavor.vocab_size) == flavor:
@@ -358,11 +358,11 @@ def how_to_start(place: str, family: str, flavor: Any) -> str:
 
 
 def check_result(folder: Path, opened: Opened, model: nn.Module, names: Mapping[str, str], check: str) -> None:
-    """Compare the Hugging Face folder with the checkpoint. Raises CheckpointError where they differ.
+    """Compare the Hugging Face folder with the checkpoint. Raises CheckpointError if they differ.
 
-    `model` is on the meta device, `names` are its parameters' → Hugging Face's.
-    `check` "logits": with transformers, in float32; "tensors": every value, in bounded memory; "auto": logits
-    where transformers is there and both models fit in memory.
+    `model` is on the meta device. `names` maps its parameters' names to Hugging Face's. `check` "logits" compares with
+    transformers, in float32; "tensors" compares every value, in bounded memory; "auto" takes "logits" if transformers
+    is installed and both models fit in memory, else "tensors".
     """
     needed = 2 * 4 * sum(parameter.numel() for parameter in model.parameters())
     if check == "auto":
@@ -382,7 +382,7 @@ def check_result(folder: Path, opened: Opened, model: nn.Module, names: Mapping[
 
 
 def check_tensors(folder: Path, opened: Opened, shapes: Mapping[str, torch.Size], names: Mapping[str, str]) -> None:
-    """Read every tensor of both sides and compare them bit for bit, in the type of the files."""
+    """Compare every tensor of both sides bit for bit, in the files' type. Raises CheckpointError."""
     weights = files.find_weights(folder)
     for ours, hf_name in tqdm(names.items(), desc="compare", disable=None, leave=False):
         with files.open_file(weights[hf_name]) as file:
@@ -397,7 +397,10 @@ def check_tensors(folder: Path, opened: Opened, shapes: Mapping[str, torch.Size]
 
 
 def check_logits(folder: Path, opened: Opened, model: nn.Module) -> None:
-    """Logits of 64 tokens in both, float32; weights rounded as in the files. `model` gets its memory here."""
+    """Compare the logits of 64 tokens, in float32, with weights rounded as in the files. Raises CheckpointError.
+
+    Allocates the memory of `model`.
+    """
     from transformers import AutoModelForCausalLM
 
     theirs = AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -417,7 +420,7 @@ def check_logits(folder: Path, opened: Opened, model: nn.Module) -> None:
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Token ids of a sample by AutoTokenizer and by us."""
+    """Compare AutoTokenizer's token ids of a sample with ours. Raises CheckpointError."""
     from transformers import AutoTokenizer
 
     ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
@@ -430,7 +433,7 @@ def check_tokenizer(folder: Path) -> None:
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """Memory that can be had without swapping, by the system and by the control groups (v2) that this process is in."""
+    """Memory available without swapping, by the system and by this process's control groups (v2)."""
     found = re.search(r"MemAvailable:\s+(\d+) kB", (root / "proc/meminfo").read_text())
     assert found
     available = [int(found[1]) * 1024]
@@ -472,7 +475,7 @@ def main(argv: list[str]) -> None:
     if arguments.command == "import":
         import_model(arguments.folder, arguments.place, check=arguments.check)
         return
-    if not arguments.file_gb > 0 or arguments.max_positions < 0:  # nor is nan above 0
+    if not arguments.file_gb > 0 or arguments.max_positions < 0:  # `not >` also refuses nan
         parser.error("--file-gb must be above 0, --max-positions at least 0")
     export_model(
         arguments.place,
@@ -487,6 +490,6 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     logging.basicConfig(format="%(message)s", level=logging.INFO)
-    quiet_vain_warnings()  # those of torchao, which transformers imports
+    quiet_vain_warnings()  # from torchao, which transformers imports
     with command_line():
         main(sys.argv[1:])

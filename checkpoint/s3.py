@@ -1,11 +1,11 @@
 """Checkpoints on object storage with the S3 API.
 
-Nothing but what every such store keeps: an object is written once, whole, under a name of its own; there are
-no directories, renames, appends or tests for existence. Endpoint and credentials come from the environment, as
-for any AWS tool: AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL, AWS_REGION, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY.
+Uses only what every such store guarantees. An object is written once, whole, under its own name. There are no
+directories, renames, appends or tests for existence. Endpoint and credentials come from the environment, as for
+any AWS tool: AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL, AWS_REGION, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY.
 
-botocore (which s3fs brings along) is used as it is: a blocking client for several threads moves more bytes per
-core than s3fs's one event loop, and it leaves to us what is repeated and for how long.
+Calls botocore (a dependency of s3fs) directly: its blocking client on several threads moves more bytes per core
+than s3fs's one event loop, and lets us decide what to retry and for how long.
 """
 
 import io
@@ -45,27 +45,27 @@ from config import REQUEST_ATTEMPTS, Checkpoint
 T = TypeVar("T")
 
 PART_BYTES = 16 << 20
-PARTS_IN_FLIGHT = 2  # per file that is being written
-READ_BYTES = 32 << 20  # larger ranges are read in pieces, at the same time
+PARTS_IN_FLIGHT = 2  # per file being written
+READ_BYTES = 32 << 20  # larger ranges are read in pieces, in parallel
 READS_IN_FLIGHT = 4  # per such range
 CONNECT_SECONDS = 10
-# Codes of requests whose body came late, in part, or not as it was signed: sent again, it may. And of credentials that
-# somebody may have renewed.
+# Error codes that a retry may cure: the body came late, incomplete or not as signed, or the credentials expired and
+# somebody may have renewed them.
 PASSING = ("RequestTimeout", "SlowDown", "IncompleteBody", "BadDigest", "XAmzContentSHA256Mismatch", "ExpiredToken")
-PASSING_STATUS = (404, 408, 409, 429, 499)  # 409: another request on it is under way; 499: the body did not all arrive
+PASSING_STATUS = (404, 408, 409, 429, 499)  # 409: another request on the object is under way; 499: incomplete body
 PASSING_ERRORS = (
     ClientError,
     HTTPClientError,
     ConnectionError,
-    CredentialRetrievalError,  # of a command or server that renews them
+    CredentialRetrievalError,  # from a command or server that renews credentials
     IncompleteReadError,
     ResponseParserError,
-    ValueError,  # of botocore, where a bit of a number in an answer flipped
-    KeyError,  # ... or the service that gives credentials answers with a page of a proxy
-    HTTPError,  # of urllib3, where TLS finds one in a body
+    ValueError,  # from botocore, if a bit of a number in an answer flipped
+    KeyError,  # from botocore, if the credentials service answers with a proxy's page
+    HTTPError,  # from urllib3, if TLS finds a flipped bit in a body
 )
 PROBE = ".probe"
-# What the store says in each of these answers. A page without it, such as an empty one, is a proxy's.
+# The field that each of these answers must have. A page without it, such as an empty one, is a proxy's.
 SAID = {
     "put_object": "ETag",
     "get_object": "ETag",
@@ -80,8 +80,8 @@ SAID = {
 class S3Store:
     """The objects under `s3://bucket/prefix`.
 
-    A request that is not answered for `request_timeout_seconds` is repeated, REQUEST_ATTEMPTS times in all. An object
-    that must exist and is not seen is waited for, `visibility_seconds` long: some stores show a new object late.
+    A request without an answer for `request_timeout_seconds` is retried, up to REQUEST_ATTEMPTS tries in all. An object
+    that must exist but is not seen is waited for, up to `visibility_seconds`: some stores show new objects late.
     """
 
     read_threads = 8
@@ -94,21 +94,21 @@ class S3Store:
         self.client = self._connect()
 
     def _connect(self) -> Any:
-        """A client with the credentials that there are now."""
+        """Make a client with the current credentials. Raises CheckpointError."""
         config = Config(
             connect_timeout=CONNECT_SECONDS,
             read_timeout=self.request_timeout_seconds,
-            retries={"total_max_attempts": 1},  # repeated below, where what may be repeated is known
+            retries={"total_max_attempts": 1},  # `_repeated` retries, as it knows which requests may be
             max_pool_connections=64,
             request_checksum_calculation="when_required",  # not every S3 API knows the newer checksums
             response_checksum_validation="when_required",
         )
         try:
-            session = botocore.session.get_session()  # which does not know AWS_REGION
+            session = botocore.session.get_session()  # it does not know AWS_REGION
             region = os.environ.get("AWS_REGION") or session.get_config_variable("region") or "us-east-1"
             client = session.create_client("s3", region_name=region, config=config)
             said = (client.meta.config.s3 or {}).get("payload_signing_enabled")
-            if said is None and client.meta.endpoint_url.startswith("https:"):  # where TLS vouches for bodies
+            if said is None and client.meta.endpoint_url.startswith("https:"):  # TLS vouches for bodies
                 unsigned = config.merge(Config(s3={"payload_signing_enabled": False}))
                 client = session.create_client("s3", region_name=region, config=unsigned)
             return client
@@ -144,7 +144,7 @@ class S3Store:
                 part = f"bytes={first}-{last}"
                 answer = self._ask("get_object", Key=self._key(name), Range=part)
                 held = re.match(rf"bytes {first}-(\d+)/(\d+)", answer.get("ContentRange", ""))
-                # The whole object, say, or less than it has: its first bytes would pass for damaged ones.
+                # The answer may be the whole object, or less than it has. Its first bytes would pass for damaged ones.
                 if not held or int(held[1]) < min(last, int(held[2]) - 1):
                     raise CheckpointError(f"{join(self.url, name)}: asked for {part}, answered with other bytes")
                 return _receive(answer["Body"], int(held[1]) + 1 - first, piece)
@@ -176,13 +176,13 @@ class S3Store:
 
     def check_writable(self) -> None:
         self.put(PROBE, b"")
-        with suppress(CheckpointError):  # a bucket may be one that keeps all: the next start writes the same object
+        with suppress(CheckpointError):  # the bucket may forbid it; the next start overwrites the probe
             self.remove([PROBE])
 
     def remove(self, names: list[str]) -> None:
-        # One request each: DeleteObjects answers 200 even where it removed nothing.
+        # One request each: DeleteObjects answers 200 even if it removed nothing.
         def delete(name: str) -> None:
-            with suppress(_NotFoundError):  # where a store says so
+            with suppress(_NotFoundError):  # some stores report this
                 self._call("delete_object", name)
 
         for name in names[:1]:
@@ -201,9 +201,9 @@ class S3Store:
                         self._call("abort_multipart_upload", name, UploadId=upload["UploadId"])
 
     def _pages(self, method: str, folder: str, following: dict[str, str], **options: str) -> Iterator[dict[str, Any]]:
-        """All pages of a listing of `folder`, "" or with a slash at its end.
+        """Yield all pages of a listing of `folder`, which is "" or ends with a slash. Raises CheckpointError.
 
-        `following`: what asks for the next one → what the one before calls it.
+        `following`: argument that requests the next page → field of a page that holds its value.
         """
         more: dict[str, str] = {}
         while True:
@@ -216,25 +216,25 @@ class S3Store:
                 raise CheckpointError(f"{join(self.url, folder)}: its listing does not go on after a page of it")
 
     def _key(self, name: str) -> str:
-        """With a slash after the prefix also where `name` is "": without, `run` would reach into `run-2`."""
+        """The key of `name`. Has a slash after the prefix even for "": without it, `run` would also list `run-2`."""
         return f"{self.prefix}/{name}" if self.prefix else name
 
     def _name(self, key: str) -> str:
         return key.removeprefix(self._key(""))
 
     def _call(self, method: str, name: str, **arguments: Any) -> dict[str, Any]:
-        """One S3 request on the object `name`, repeated where that can help. Raises CheckpointError naming it."""
+        """Make an S3 request on the object `name`, and retry if that can help. Raises CheckpointError naming it."""
         return self._repeated(name, lambda: self._ask(method, Key=self._key(name), **arguments))
 
     def _ask(self, method: str, **arguments: Any) -> dict[str, Any]:
-        """One S3 request, once. Raises botocore's errors."""
+        """Make an S3 request once. Raises botocore's errors."""
         answer = getattr(self.client, method)(Bucket=self.bucket, **arguments)
         if method in SAID and SAID[method] not in answer:
             raise ResponseParserError(f"{method}: the answer has no {SAID[method]}")
         return cast(dict[str, Any], answer)
 
     def _visible(self, name: str, fetch: Callable[[], T]) -> T:
-        """`fetch()`, waited for while the object is not seen. Raises DamagedError if it stays so."""
+        """Try `fetch()` until the object is seen. Raises DamagedError after `visibility_seconds`."""
         deadline = time.monotonic() + self.visibility_seconds
         pause = 0.1
         while True:
@@ -255,14 +255,14 @@ class S3Store:
                 raise CheckpointError(f"{place}: {error}; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY") from None
             except (RecursionError, *PASSING_ERRORS) as error:
                 if isinstance(error, RecursionError) or isinstance(error.__context__, RecursionError):
-                    # Of botocore, which asks the same endpoint for the bucket's region.
+                    # From botocore, which asks the same endpoint for the bucket's region.
                     raise CheckpointError(
                         f"{place}: redirected to elsewhere; check AWS_ENDPOINT_URL_S3 (https?) and AWS_REGION"
                     ) from None
                 if isinstance(error, ClientError):
                     code = error.response["Error"]["Code"]
                     if code == "ExpiredToken" or (code == "InvalidAccessKeyId" and attempt == 1):
-                        self.client = self._connect()  # a file of credentials is read but once
+                        self.client = self._connect()  # a client reads its credentials file once
                     else:
                         _raise_if_final(place, error)
                 if attempt == REQUEST_ATTEMPTS:
@@ -274,10 +274,10 @@ class S3Store:
 
 
 def _receive(body: StreamingBody, length: int, view: memoryview) -> int:
-    """Read a body of `length` bytes into `view`; return how many there were for it. Raises HTTPClientError, and
-    IncompleteReadError of a body that was cut.
+    """Read a body of `length` bytes into `view` and return how many of them went there.
 
-    Straight from the connection: urllib3 would make new memory for each body and copy it, for a quarter of the time.
+    Reads straight from the connection: urllib3 would allocate memory for each body and copy it, a quarter of the time.
+    Raises HTTPClientError, or IncompleteReadError if the body is cut short.
     """
     response, done = body._raw_stream, 0
     try:
@@ -296,12 +296,12 @@ def _receive(body: StreamingBody, length: int, view: memoryview) -> int:
 
 
 def _raise_if_final(place: str, error: ClientError) -> None:
-    """Raise what the answer means, unless it is one that may be another one the next time."""
+    """Raise what the answer means, unless a retry may get another answer."""
     status, code = error.response["ResponseMetadata"]["HTTPStatusCode"], error.response["Error"]["Code"]
-    # Of the service that gives credentials: an identity provider that it does not reach, or a token just being renewed.
+    # AssumeRole: the credentials service cannot reach the identity provider, or a token is just being renewed.
     if code in PASSING or (status == 400 and error.operation_name.startswith("AssumeRole")):
         return
-    # A 404 of the store has a code, but for a HEAD; one without is of a proxy that does not find the store.
+    # A store's 404 has a code, except for a HEAD. One without comes from a proxy that does not find the store.
     if status == 404 and (code not in ("", "404") or error.operation_name == "HeadObject"):
         kind = CheckpointError if code == "NoSuchBucket" else _NotFoundError
         raise kind(f"{place}: {error}: no such object or bucket") from None
@@ -314,17 +314,17 @@ def _raise_if_final(place: str, error: ClientError) -> None:
 
 
 class _NotFoundError(CheckpointError):
-    """The store knows no such object, upload or bucket, or does not show it yet."""
+    """The store has no such object, upload or bucket, or does not show it yet."""
 
 
 class _MultipartStream(io.RawIOBase):
-    """An object being written in parts, a few of them under way; it exists only once it is complete."""
+    """An object being written in parts, a few at a time. It exists only once it is complete."""
 
     def __init__(self, store: S3Store, name: str, threads: ThreadPoolExecutor) -> None:
         self.store, self.name, self.threads = store, name, threads
         self.upload_id = ""
         self.parts: list[Future[dict[str, Any]]] = []
-        # Used again and again, since new memory costs more than the copy into it; one is filled while others are sent.
+        # Reused, since new memory costs more than the copy into it. One is filled while the others are sent.
         self.buffers = [bytearray() for _ in range(PARTS_IN_FLIGHT + 1)]
         self.filled = 0
         self.size = 0
@@ -336,7 +336,7 @@ class _MultipartStream(io.RawIOBase):
         while done < len(bytes_):
             buffer = self._buffer()
             taken = min(len(bytes_) - done, len(buffer) - self.filled)
-            # By numpy: a memoryview would keep all other threads waiting, the one that trains included.
+            # With numpy: a memoryview would block all other threads during the copy, including the one that trains.
             np.frombuffer(buffer, np.uint8)[self.filled : self.filled + taken] = bytes_[done : done + taken]
             self.filled += taken
             done += taken
@@ -345,7 +345,7 @@ class _MultipartStream(io.RawIOBase):
         return len(bytes_)
 
     def complete(self) -> None:
-        """The object as a whole, durable once this returns."""
+        """Complete the object. It is durable once this returns."""
         if not self.upload_id:
             self.store.put(self.name, bytes(memoryview(self._buffer())[: self.filled]))
             return
@@ -355,7 +355,7 @@ class _MultipartStream(io.RawIOBase):
         try:
             self._call("complete_multipart_upload", UploadId=self.upload_id, MultipartUpload={"Parts": tags})
         except _NotFoundError:
-            # No such upload: it was completed by an attempt whose answer got lost, or it was aborted by somebody.
+            # No such upload: an attempt whose answer got lost has completed it, or somebody aborted it.
             look = partial(self.store._ask, "head_object", Key=self.store._key(self.name))
             with suppress(DamagedError):
                 if self.store._visible(self.name, look)["ContentLength"] == self.size:
@@ -363,18 +363,18 @@ class _MultipartStream(io.RawIOBase):
             raise
 
     def abort(self) -> None:
-        """Leave nothing behind, as far as the store can still be reached."""
+        """Abort the upload and leave nothing behind, if the store can still be reached."""
         for part in self.parts:
             part.cancel()
-        wait(self.parts)  # one that arrives after the abort would stay
+        wait(self.parts)  # a part that arrives after the abort would stay
         if self.upload_id:
             with suppress(CheckpointError):
                 self._call("abort_multipart_upload", UploadId=self.upload_id)
 
     def _buffer(self) -> bytearray:
-        """The one of the part that is being filled, whose last user has been sent."""
+        """The buffer of the part being filled. The part that used it before has been sent."""
         place = len(self.parts) % len(self.buffers)
-        # An upload has at most 10,000 parts: they grow, so that no size is out of reach.
+        # An upload has at most 10,000 parts. They grow, so that any size fits.
         part_bytes = PART_BYTES << (len(self.parts) // 1000)
         if len(self.buffers[place]) != part_bytes:
             self.buffers[place] = bytearray(part_bytes)

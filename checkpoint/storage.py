@@ -1,13 +1,13 @@
 """One checkpoint in a store: DCP's layout, with a checksum per item and a manifest that commits it.
 
-A checkpoint is a folder `step-00000100-6920d3f2a41c` of its own, never written twice:
+Each checkpoint has its own folder `step-00000100-6920d3f2a41c`, which is never written twice:
 
     __0_0.distcp ...   the items of each rank, in torch.save's format, one after the other
     .metadata          DCP's pickled index: where each piece of each tensor lies, and its CRC-32
     MANIFEST.json      written last, the commit: sizes of all files, SHA-256 of .metadata, step, ...
 
-Stock readers (`torch.distributed.checkpoint.FileSystemReader`) read it, and stock checkpoints are read
-here, unchecked since they hold no checksums. Nothing is unpickled but the classes that DCP's index is made of.
+Stock readers (`torch.distributed.checkpoint.FileSystemReader`) read it. Stock checkpoints are read here too,
+but unchecked, since they hold no checksums. Only the classes that DCP's index is made of are unpickled.
 """
 
 import io
@@ -49,10 +49,10 @@ from checkpoint.names import file_of, rank_of
 from checkpoint.planning import FILES, Plan, State
 from checkpoint.stores import ALIGNMENT, CheckpointError, DamagedError, Store, join
 
-RANGE_BYTES = 16 << 20  # neighbouring items are read together up to this
-WINDOW_BYTES = 256 << 20  # read and not yet copied, at most, unless a single item is larger
+RANGE_BYTES = 16 << 20  # neighbouring items are read together up to this size
+WINDOW_BYTES = 256 << 20  # most bytes read and not yet copied, unless a single range is larger
 
-Item = tuple[_StorageInfo, Any]  # where it lies, and what it is wanted for
+Item = tuple[_StorageInfo, Any]  # its place, and what it is wanted for
 
 
 # ---------------------------------------------------------------- writing
@@ -69,15 +69,14 @@ def write_items(
     resolve: Callable[[WriteItem], Tensor],
     on_progress: Callable[[], None] = lambda: None,
 ) -> Written:
-    """Write this rank's `files`, of items, into the checkpoint folder `name`. Returns where each lies, and its CRC-32.
+    """Write this rank's `files`, lists of items, to the checkpoint folder `name`. Returns the items' places and CRC-32.
 
-    `on_progress` is called after each write, by several threads. Raises CheckpointError; then the file in question does
-    not exist.
+    Several threads call `on_progress`, after each write. Raises CheckpointError; the failed file then does not exist.
     """
     ended = threading.Event()
 
     def go_on() -> None:
-        if ended.is_set():  # by Ctrl-C, say: what is left may be gigabytes
+        if ended.is_set():  # for example by Ctrl-C: the rest may be gigabytes
             raise CheckpointError(f"{join(store.url, name)}: not written to its end")
         on_progress()
 
@@ -100,9 +99,9 @@ def commit(
     facts: Manifest,
     companions: Mapping[str, bytes] = MappingProxyType({}),
 ) -> None:
-    """Write the index, then the manifest: from then on the checkpoint exists. For rank 0, after all have written.
+    """Write the index, then the manifest, after which the checkpoint exists. For rank 0, after all ranks have written.
 
-    `written` is by rank; `facts` go into the manifest as they are, and `companions`, small files, beside it.
+    `written` has an entry per rank. `facts` go into the manifest unchanged, `companions` are small files beside it.
     """
     assert plan.index is not None
     pickled = fill(plan.index, (places for own in written for places in own.values()))
@@ -121,7 +120,7 @@ def commit(
 
 
 class _ChecksummedStream(io.RawIOBase):
-    """What torch.save writes to: passes bytes on, keeps count and CRC-32 of the item being written."""
+    """A stream for torch.save. Passes bytes on and keeps their count and the CRC-32 of the current item."""
 
     def __init__(self, stream: IO[bytes], on_progress: Callable[[], None]) -> None:
         self.stream, self.on_progress = stream, on_progress
@@ -144,27 +143,27 @@ def _write_file(
     on_progress: Callable[[], None],
 ) -> np.ndarray:
     places = np.empty((len(items), 3), np.int64)
-    # torch.save's own CRC-32 takes three times as long as ours, and nothing reads it.
+    # torch.save's own CRC-32 takes three times as long as ours, and nobody reads it.
     with store.create(file) as raw, serialization.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
         stream = _ChecksummedStream(raw, on_progress)
         for item, place in zip(items, places, strict=True):
             offset, stream.crc32 = stream.position, 0
             try:
                 torch.save(_compact(resolve(item)), cast(IO[bytes], stream))
-            except RuntimeError as error:  # of torch, which ends the archive though a write has failed: say why it did
+            except RuntimeError as error:  # torch ends the archive after a failed write: raise the write's error
                 raise error.__context__ or error from None
             place[:] = offset, stream.position - offset, stream.crc32
     return places
 
 
 def _compact(tensor: Tensor) -> Tensor:
-    """`tensor` in host memory, with no more storage than it needs: torch.save writes the whole storage."""
+    """`tensor` in host memory with just the storage it needs, since torch.save writes the whole storage."""
     tensor = tensor.cpu().contiguous()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def copy_pieces(source: Store, target: Store, name: str, pieces: Written, on_progress: Callable[[], None]) -> None:
-    """Copy the files of checkpoint `name` that hold `pieces`, each checked on the way. Raises DamagedError."""
+    """Copy the files of checkpoint `name` that hold `pieces` and check each piece. Raises DamagedError."""
     for file, places in pieces.items():
         checked_twice(partial(_copy_file, source, target, f"{name}/{file}", places.tolist(), on_progress))
 
@@ -184,7 +183,7 @@ def _copy_file(
 
 
 def pieces_of(index: Index, rank: int, ranks: int) -> Written:
-    """The pieces of a checkpoint in the files of `rank`; those of more ranks than there are now are shared out."""
+    """The pieces in the files of `rank`. Files of more ranks than there are now are shared among all."""
     in_order = index.places[index.places[:, 1].argsort()]
     return {
         file: in_order[in_order[:, 0] == number, 1:]
@@ -199,11 +198,9 @@ def pieces_of(index: Index, rank: int, ranks: int) -> Written:
 def read_state(opened: Opened, state: State, on_progress: Callable[[], None] = lambda: None, alone: str = "") -> None:
     """Fill the tensors of `state` (nested dicts; DTensors: this rank's part) from a checkpoint, in place.
 
-    Files that begin with `alone`, if any, are read by no other process.
-
-    Every item is checked against its CRC-32 before any of it is copied. Raises CheckpointError when a tensor
-    is not in the checkpoint or has another shape there, DamagedError naming file and tensor when bytes are wrong;
-    `state` may then be filled in part.
+    No other process reads the files whose names begin with `alone`, if given. Checks every item's CRC-32 before copying
+    any of it. Raises CheckpointError if the checkpoint lacks a tensor or has it in another shape, DamagedError naming
+    file and tensor if bytes are wrong; `state` may then be filled in part.
     """
     planner = DefaultLoadPlanner()
     planner.set_up_planner(state, Metadata(opened.index.tensors))
@@ -232,7 +229,7 @@ def read_state(opened: Opened, state: State, on_progress: Callable[[], None] = l
 
 
 def verify_items(opened: Opened, progress: Callable[[int], None]) -> None:
-    """Read and check every item of a checkpoint; `progress` gets the bytes of each. Raises DamagedError."""
+    """Read and check every item of a checkpoint. Calls `progress` with the bytes of each. Raises DamagedError."""
 
     def consume(info: _StorageInfo, data: memoryview, index: MetadataIndex) -> None:
         _check_item(opened, info, index, data)
@@ -273,7 +270,7 @@ def _check_item(opened: Opened, info: _StorageInfo, index: MetadataIndex, data: 
 
 
 def _decode(info: _StorageInfo, data: memoryview, metadata: Metadata, index: MetadataIndex) -> Tensor:
-    """The tensor of an item. One of our own is a view of `data`, which is found without unpickling anything."""
+    """The tensor of an item. For our own checkpoints, a view of `data`, found without unpickling."""
     if not hasattr(info, "crc32"):
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     stored = metadata.state_dict_metadata[index.fqn]
@@ -287,7 +284,7 @@ def _decode(info: _StorageInfo, data: memoryview, metadata: Metadata, index: Met
     name_bytes, extra_bytes = struct.unpack_from("<HH", data, record.header_offset + 26)
     start = record.header_offset + 30 + name_bytes + extra_bytes
     values = torch.frombuffer(data, dtype=torch.uint8, count=shape.numel() * dtype.itemsize, offset=start)
-    if dtype == torch.complex128:  # torch reads it as if it always lay at a multiple of 16 bytes, or crashes
+    if dtype == torch.complex128:  # torch assumes 16-byte alignment and may crash without
         values = values.clone()
     return values.view(dtype).view(shape)
 
@@ -298,19 +295,19 @@ def _read_ranges(
     consume: Callable[[_StorageInfo, memoryview, Any], None],
     alone: str = "",
 ) -> None:
-    """Read `items`, sorted by place, neighbours together, and hand each in order to `consume` with its bytes.
+    """Read `items`, sorted by place, with neighbours together. Hand each in order to `consume` with its bytes.
 
-    The next ranges are read by threads meanwhile, WINDOW_BYTES of them at most (or one range, if that is larger).
+    Threads read the next ranges meanwhile, at most WINDOW_BYTES (or one range, if that is larger).
     """
     store = opened.store
     prefix = f"{opened.name}/" if opened.name else ""
-    free: list[np.ndarray] = []  # buffers to use again: new memory costs more than the copy into it
+    free: list[np.ndarray] = []  # buffers to reuse, since new memory costs more than the copy into it
 
     def read(group: list[Item]) -> tuple[np.ndarray, memoryview]:
         offset, size = group[0][0].offset, _size(group)
         room = max(size, RANGE_BYTES) + ALIGNMENT
         buffer = free.pop() if free and size <= RANGE_BYTES else np.empty(room, np.uint8)
-        start = (offset - buffer.ctypes.data) % ALIGNMENT  # in memory as in the file, so that it can be read directly
+        start = (offset - buffer.ctypes.data) % ALIGNMENT  # aligned in memory as in the file, for direct reads
         data = buffer[start : start + size].data
         file = group[0][0].relative_path
         store.read_into(prefix + file, offset, data, bool(alone) and file.startswith(alone))
@@ -329,7 +326,7 @@ def _read_ranges(
         group, future = ahead.popleft()
         try:
             consume_all(group, *future.result())
-        except ChecksumError:  # a bit can flip on the way, too
+        except ChecksumError:  # a bit can also flip on the way
             consume_all(group, *read(group))
 
     with ThreadPoolExecutor(store.read_threads) as threads:
@@ -349,12 +346,12 @@ def _read_ranges(
 
 
 def _size(group: Sequence[Item]) -> int:
-    """Bytes from the first to the end of the last of some neighbours."""
+    """Bytes from the beginning of the first to the end of the last of some neighbours."""
     return group[-1][0].offset + group[-1][0].length - group[0][0].offset
 
 
 def _neighbours(items: Sequence[Item]) -> Iterator[list[Item]]:
-    """Runs of items that touch in one file, up to RANGE_BYTES."""
+    """Yield runs of items that touch in one file, up to RANGE_BYTES."""
     group: list[Item] = []
     for info, target in items:
         if group:

@@ -1,4 +1,4 @@
-"""Where the bytes of checkpoints live: a local folder or an object store, behind the same few operations.
+"""Stores for the bytes of checkpoints: a local folder or an object store, behind the same few operations.
 
 Names are relative to the store and use `/`. A name is written once and never overwritten.
 """
@@ -18,9 +18,9 @@ import numpy as np
 
 from config import Checkpoint, TitaniteError
 
-O_DIRECT = getattr(os, "O_DIRECT", 0)  # Linux's
-DIRECT_BYTES = 8 << 20  # written at a time
-ALIGNMENT = 4096  # of memory, place and size of what is read or written so
+O_DIRECT = getattr(os, "O_DIRECT", 0)  # Linux only
+DIRECT_BYTES = 8 << 20  # per write
+ALIGNMENT = 4096  # of memory, offset and size in direct reads and writes
 
 
 class CheckpointError(TitaniteError):
@@ -28,50 +28,50 @@ class CheckpointError(TitaniteError):
 
 
 class DamagedError(CheckpointError):
-    """Bytes of a checkpoint are missing or not those that were written."""
+    """Bytes of a checkpoint are missing or differ from those written."""
 
 
 class Store(Protocol):
-    """What checkpoints need of a place."""
+    """The operations that checkpoints need of a place."""
 
     url: str
-    read_threads: int  # as many reads at a time as it serves well
+    read_threads: int  # number of parallel reads that it serves well
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
-        """Name → bytes of everything under the folder `prefix`; empty if there is nothing."""
+        """Name → bytes of every file under the folder `prefix`; {} if there is none."""
 
     def folders(self) -> set[str]:
-        """Names of the folders at the top: far fewer than there are files."""
+        """Names of the top-level folders, which are far fewer than the files."""
 
     def read(self, name: str) -> bytes:
-        """All of a small file. Raises DamagedError if it does not exist."""
+        """Read all of a small file. Raises DamagedError if it does not exist."""
 
     def read_into(self, name: str, offset: int, view: memoryview, alone: bool = False) -> None:
-        """Fill `view` from `offset`. Raises DamagedError if the file is missing or ends before.
+        """Fill `view` from `offset`. Raises DamagedError if the file is missing or too short.
 
-        `alone`: no other process reads the same, so a disk need not keep it in the page cache.
+        `alone`: no other process reads the same bytes, so they need not enter the page cache.
         """
 
     def create(self, name: str) -> AbstractContextManager[IO[bytes]]:
-        """A stream to write; durable and visible once the context ends well, gone if it does not."""
+        """A stream to write. The file is durable and visible if the context ends well, and gone if it does not."""
 
     def put(self, name: str, data: bytes) -> None:
-        """Write a small file at once: it is seen whole or not at all, and lasts."""
+        """Write a small file atomically and durably."""
 
     def check_writable(self) -> None:
-        """Raises CheckpointError where nothing can be written. Leaves nothing."""
+        """Raise CheckpointError if nothing can be written. Leaves nothing behind."""
 
     def remove(self, names: list[str]) -> None:
-        """Remove files, the first before all others; those already gone are passed over."""
+        """Remove files, the first before all others. Ignores those already gone."""
 
     def abort_uploads(self, older_than_seconds: float) -> None:
-        """Drop what was begun and never finished, and can be seen by no other method."""
+        """Drop unfinished uploads, which no other method can see."""
 
 
 class LocalStore:
     """A folder of a file system."""
 
-    read_threads = 1  # in order, as a disk likes it: on that of a virtual machine two took longer
+    read_threads = 1  # in order, as disks prefer: on a virtual machine's disk two threads took longer
 
     def __init__(self, folder: str | Path) -> None:
         self.url = str(folder)
@@ -81,7 +81,7 @@ class LocalStore:
         sizes = {}
         with _reported(join(self.url, prefix)):
             for folder, folders, names in os.walk(self.folder / prefix, onerror=_raise_unless_gone, followlinks=True):
-                folders[:] = [name for name in folders if name != "lost+found"]  # root's own, on a disk of its own
+                folders[:] = [name for name in folders if name != "lost+found"]  # root's, at the top of a file system
                 for file in (Path(folder) / name for name in names):
                     with suppress(FileNotFoundError):  # removed since it was listed
                         sizes[file.relative_to(self.folder).as_posix()] = file.stat().st_size
@@ -92,7 +92,7 @@ class LocalStore:
             return (self.folder / name).read_bytes()
 
     def read_into(self, name: str, offset: int, view: memoryview, alone: bool = False) -> None:
-        start, end = -offset % ALIGNMENT, len(view) - (offset + len(view)) % ALIGNMENT  # of the whole blocks
+        start, end = -offset % ALIGNMENT, len(view) - (offset + len(view)) % ALIGNMENT  # bounds of the whole blocks
         if not alone or start >= end or (np.frombuffer(view, np.uint8).ctypes.data - offset) % ALIGNMENT:
             start = end = 0
         with _reported(f"{self.url}/{name}"), open(self.folder / name, "rb", buffering=0) as file:
@@ -135,7 +135,7 @@ class LocalStore:
             file.write(data)
         with _reported(f"{self.url}/{name}"):
             os.replace(self.folder / temporary, path)
-            for folder in (path.parent, path.parent.parent):  # the names, too, must survive a power cut
+            for folder in (path.parent, path.parent.parent):  # the names must survive a power cut, too
                 descriptor = os.open(folder, os.O_RDONLY)
                 os.fsync(descriptor)
                 os.close(descriptor)
@@ -154,7 +154,7 @@ class LocalStore:
 
     def remove(self, names: list[str]) -> None:
         parents = {(self.folder / name).parent for name in names} - {self.folder}
-        links = {parent for parent in parents if parent.is_symlink()}  # what they lead to is not ours to remove
+        links = {parent for parent in parents if parent.is_symlink()}  # their targets are not ours to remove
         for path in (self.folder / name for name in names):
             if path.parent not in links:
                 with _reported(str(path)):
@@ -163,12 +163,12 @@ class LocalStore:
             with _reported(str(parent)):
                 try:
                     parent.unlink() if parent in links else parent.rmdir()
-                except OSError as error:  # files are left in it, or another rank of the node was faster
+                except OSError as error:  # it still holds files, or another rank of the node was faster
                     if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
                         raise
 
     def abort_uploads(self, older_than_seconds: float) -> None:
-        pass  # unfinished files are files like others
+        pass  # here unfinished files are ordinary files
 
     def folders(self) -> set[str]:
         with _reported(self.url):
@@ -178,7 +178,7 @@ class LocalStore:
                 return set()
 
     def remove_empty(self, names: Collection[str]) -> None:
-        """Remove those of these folders that nothing is in: a save that was killed may leave one."""
+        """Remove those of these folders that are empty: a killed save may leave one."""
         for name in names:
             with suppress(OSError):
                 (self.folder / name).rmdir()
@@ -190,26 +190,26 @@ class LocalStore:
             (self.folder / name).touch()
 
     def has(self, name: str) -> bool:
-        """Whether there is such a file."""
+        """Whether a file exists."""
         return (self.folder / name).exists()
 
     def probes(self) -> list[str]:
-        """The files at the top that starts have made to see who shares the disk."""
+        """The top-level files that starts have made to see who shares the disk."""
         with _reported(self.url):
             return [name for name in os.listdir(self.folder) if name.startswith(".probe-")]
 
     def free_bytes(self) -> int:
-        """Room left on the disk."""
+        """Bytes free on the disk."""
         with _reported(self.url):
             self.folder.mkdir(parents=True, exist_ok=True)
             return shutil.disk_usage(self.folder).free
 
 
 class _DirectWriter(io.RawIOBase):
-    """Collects bytes and writes them past the page cache (O_DIRECT) where the file system can.
+    """Collects bytes and writes them past the page cache (O_DIRECT) if the file system can.
 
-    Gigabytes in the page cache push out the data that is being trained on and cost the kernel time, and a checkpoint is
-    rarely read soon.
+    Gigabytes in the page cache would push out the training data and cost the kernel time, though a checkpoint is rarely
+    read soon.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -232,7 +232,7 @@ class _DirectWriter(io.RawIOBase):
         return len(bytes_)
 
     def finish(self) -> None:
-        """Write the rest; all is durable once this returns."""
+        """Write the rest. Everything is durable once this returns."""
         self._write_out(direct=False)
         os.fsync(self.descriptor)
 
@@ -251,12 +251,15 @@ class _DirectWriter(io.RawIOBase):
 
 def _set_direct(descriptor: int, direct: bool) -> None:
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-    with suppress(OSError):  # a file system that cannot: through the page cache
+    with suppress(OSError):  # a file system without O_DIRECT goes through the page cache
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | O_DIRECT if direct else flags & ~O_DIRECT)
 
 
 def open_store(url: str | Path, settings: Checkpoint | None = None) -> Store:
-    """The store at a path or at `s3://bucket/prefix`, for which `settings`, or their defaults, say how long to wait."""
+    """The store at a path or at `s3://bucket/prefix`, whose waits are in `settings` (None: the defaults).
+
+    Raises CheckpointError.
+    """
     scheme, separator, _ = str(url).partition("://")
     if not separator:
         return LocalStore(url)
@@ -279,7 +282,7 @@ def _raise_unless_gone(error: OSError) -> None:
 
 @contextmanager
 def _reported(path: str) -> Iterator[None]:
-    """Errors of the operating system as errors of a checkpoint that name the file."""
+    """Turn an OSError into a CheckpointError that names the file; a missing file gives a DamagedError."""
     try:
         yield
     except FileNotFoundError:
