@@ -73,11 +73,11 @@ def command_line(mistake: int = 1) -> Iterator[None]:
         except KeyboardInterrupt:
             code = 130
         if sys.stdout:  # None if it was closed from the start
-            sys.stdout.flush()  # here, since an error while Python exits could not be caught
+            sys.stdout.flush()  # here: as Python exits, an error could not be caught
     except BrokenPipeError:
         poll = select.poll()
         poll.register(sys.stdout, 0)
-        if not poll.poll(0):  # stdout still has a reader, so another pipe broke
+        if not poll.poll(0):  # stdout has a reader: another pipe broke
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout again when it exits
         code = code or 1
@@ -146,7 +146,7 @@ Fraction = Annotated[float, Range(0.0, 1.0)]
 Decay = Annotated[float, Range(0.0, below=1.0)]
 
 REQUEST_ATTEMPTS = 5  # for each request to an object store for a checkpoint
-LONGEST_PAUSES_SECONDS = 15  # sum of the pauses between those attempts
+LONGEST_PAUSES_SECONDS = 15  # all pauses between them together
 LARGEST = 2**53  # for an integer setting without its own maximum; a float holds every integer up to it
 SLOWEST_BFLOAT16 = 0.98  # decay of a bfloat16 mean: it comes within 24 % of its input; at 0.999 it may never move
 PATIENCE = 0.8  # share of a collective's timeout after which the watchdog declares the job hung
@@ -177,7 +177,7 @@ class Model:
     vocab_size: Count = 0
     """Rows of the embedding. 0: the flavor's, or if it has none the tokenizer's rounded up to a multiple of 64."""
     n_layers: Count = 0
-    """Number of layers. 0: the flavor's. Use fewer to try a large model's shapes on few devices."""
+    """Number of layers. 0: the flavor's. Fewer try a large model's shapes on few devices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,7 +223,7 @@ class Training:
     max_norm: NonNegative = 1.0
     """Clip gradients to this norm. 0: no clipping, the norm is only reported."""
     param_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Data type in which blocks compute. The weights themselves and the optimizer's arithmetic stay in float32."""
+    """Data type in which blocks compute. The weights and the optimizer's arithmetic stay in float32."""
     reduce_dtype: Literal["bfloat16", "float32"] = "float32"
     """Data type in which gradients are summed over the ranks."""
     loss_chunks: Count = 1
@@ -245,7 +245,7 @@ class Optimizer:
     beta2: Decay = 0.95
     """Decay of the running mean of the squared gradient."""
     eps: Annotated[float, Range(above=0.0)] = 1e-8
-    """Added to the denominator of the update."""
+    """Added to AdamW's denominator."""
     weight_decay: NonNegative = 0.1
     """Decoupled weight decay."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -274,7 +274,7 @@ class Parallelism:
     dp_replicate: Positive = 1
     """Replicas of the model (DDP, or HSDP when `dp_shard` is above 1)."""
     dp_shard: Annotated[int, Range(-1)] = -1
-    """Ranks that share one copy of the model (FSDP2). -1: all that the other degrees leave."""
+    """Ranks that share one copy of the model (FSDP2). -1: all that are left."""
     cp: Positive = 1
     """Context parallelism: ranks that share each sequence. FSDP2 also shards the weights over them."""
     tp: Positive = 1
@@ -320,7 +320,7 @@ class ActivationCheckpoint:
     mode: Literal["none", "full", "selective", "budget"] = "none"
     """What to keep. `full`: a block's input. `selective`: also attention and every second matmul. `budget`: a share."""
     every_n_layers: Positive = 1
-    """With `full` and `selective`: recompute only every n-th block; the others keep everything."""
+    """With `full` and `selective`: recompute every n-th block. The others keep everything."""
     memory_budget: Fraction = 0.8
     """With `budget`: share of the activations, besides attention's, that the compiler may keep. Needs compile."""
 
@@ -344,13 +344,13 @@ class Float8:
     recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
     """torchao's recipe: one scale per tensor, per row, or per row with weight gradients in high precision."""
     fsdp_all_gather: Literal["auto", "on", "off"] = "auto"
-    """Let FSDP2 gather weights in float8, half the bytes of bfloat16. `auto`: with `tensorwise`, the weights whose rows
-    divide evenly over the ranks."""
+    """Gather weights in float8, half the bytes of bfloat16. `auto`: with `tensorwise`, those whose rows divide evenly
+    over the ranks."""
     tp_all_gather: Literal["auto", "on", "off"] = "auto"
-    """Let tensor parallelism gather activations in float8. `auto`: if the recipe allows it (`tensorwise`)."""
+    """Gather activations of tensor parallelism in float8. `auto`: with `tensorwise`."""
     precompute_scale: Literal["auto", "on", "off"] = "auto"
-    """Compute the scales of all gathered weights with one all-reduce a step instead of one each. `auto`: as
-    `fsdp_all_gather`, but not with `parallelism.cpu_offload`."""
+    """Compute the scales of all gathered weights by one all-reduce a step, not one each. `auto`: as `fsdp_all_gather`,
+    but not with `parallelism.cpu_offload`."""
     filter: Literal["auto", "all"] = "auto"
     """Layers to convert. `auto`: those that gain by torchao's thresholds. `all`: those whose sizes 16 divides."""
     skip: tuple[str, ...] = ("output",)
@@ -374,7 +374,7 @@ class Checkpoint:
     upload: str = ""
     """Second place, such as s3://bucket/prefix, to copy each checkpoint to in the background. Empty: none."""
     keep: Count = 2
-    """Number of newest checkpoints to keep. Older ones are removed after the next commit. 0: keep all."""
+    """Newest checkpoints to keep. Older ones are removed after the next commit. 0: keep all."""
     keep_every: Count = 0
     """Keep checkpoints whose step is a multiple of this for ever. 0: none."""
     save_initial: bool = False
@@ -540,7 +540,7 @@ def from_dict(values: dict[str, Any]) -> Config:
 
 
 def read_toml(path: Path, _children: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Read a TOML file as nested dicts, on top of the file that its top-level `base` names, if any.
+    """Read a TOML file as nested dicts, over the file that its top-level `base` names, if any.
 
     `base` is relative to the file that names it. Raises ConfigError.
     """
@@ -573,10 +573,9 @@ def read_toml(path: Path, _children: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 def read_recorded(text: bytes, place: object) -> dict[str, Any]:
-    """Return the settings that a run at `place` recorded as TOML, as nested dicts.
+    """The settings that a run at `place` recorded as TOML, perhaps with another version, as nested dicts.
 
-    Another version of this code may have written them. A warning names the settings that this version does not know;
-    they are left out. Raises ConfigError.
+    Leaves out settings that this version does not know and names them in a warning. Raises ConfigError.
     """
     try:
         recorded = tomllib.loads(text.decode())
@@ -725,7 +724,7 @@ def check_config(config: Config) -> None:
 
 
 def check_data(config: Config) -> None:
-    """Refuse datasets that cannot be told apart or mixed, and retries so long that they would count as a hang."""
+    """Refuse datasets that cannot be told apart or mixed, and retries that would count as a hang."""
     data, held_out = config.data, config.validation.datasets
     if not data.datasets:
         raise ConfigError("data.datasets = []: name at least one folder made by `python -m data.prepare`")
@@ -750,7 +749,7 @@ def check_data(config: Config) -> None:
 
 
 def check_steps(config: Config) -> None:
-    """Refuse schedules, traces and intervals that do not fit the steps of the run."""
+    """Refuse schedules and intervals that do not fit the steps of the run."""
     schedule, steps = config.lr_scheduler, config.training.steps
     if schedule.warmup_steps > steps:
         raise ConfigError(
@@ -779,7 +778,7 @@ def check_steps(config: Config) -> None:
 
 
 def check_training(config: Config) -> None:
-    """Refuse settings of how a step is judged, computed or recomputed that cannot work."""
+    """Refuse settings with which a step cannot be judged, computed or recomputed."""
     recompute = config.activation_checkpoint
     if 0 < config.failures.spike_factor <= 1:
         raise ConfigError(
@@ -804,7 +803,7 @@ def check_training(config: Config) -> None:
 
 
 def check_parallelism(config: Config) -> None:
-    """Refuse settings that do not work with a degree of parallelism, or have no effect with it."""
+    """Refuse settings that do not work, or do nothing, with some degree of parallelism."""
     parallelism, chunks = config.parallelism, config.training.loss_chunks
     # With pp, weights stay gathered. FSDP2's groups support neither tp's DTensors nor islands' ranks.
     for axis, none in (("pp", 1), ("tp", 1), ("local_steps", 0)):
@@ -962,7 +961,7 @@ def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
 
 
 def help_text() -> str:
-    """The text of `--help`: every field with its type, default and documentation."""
+    """The text of `--help`: every field with type, default and documentation."""
     lines = ["usage: train.py [--config=FILE.toml] [--section.field=value ...]", ""]
     for section, kind in SECTIONS.items():
         lines += ["", f"[{section}]  {inspect.getdoc(kind)}"]
@@ -974,7 +973,7 @@ def help_text() -> str:
 
 
 def field_docs(section: type) -> dict[str, str]:
-    """Map each field of `section` to the string literal under it in this file's source."""
+    """Field of `section` → the string literal under it in this file's source."""
     tree = ast.parse(Path(__file__).read_text(encoding="utf-8"))
     (found,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == section.__name__)
     return {

@@ -40,17 +40,14 @@ def write_atomically(path: Path, data: bytes | memoryview) -> None:
 
 
 def output_path(text: str) -> Path:
-    """The path that an `--output` names, as an argparse type. Raises argparse.ArgumentTypeError."""
+    """argparse type for an `--output`."""
     if mistake := misplaced(text):
         raise argparse.ArgumentTypeError(f"{text}: {mistake}")
     return Path(text)
 
 
 def output_file(text: str) -> Path:
-    """The file that an `--output` names, as an argparse type. Makes its folder and tries whether it can be written.
-
-    So argparse reports a bad path before the work, not after it. Raises argparse.ArgumentTypeError.
-    """
+    """argparse type for an `--output` file. Makes its folder, and finds before the work whether it can be written."""
     path = output_path(text)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -121,7 +121,7 @@ def write_weights(
 
             def fill(tensors: dict[str, Tensor]) -> None:
                 state = {"model": {ours[hf_name]: tensor for hf_name, tensor in tensors.items()}}
-                read_state(opened, state)  # also converts the type, straight into the file's memory
+                read_state(opened, state)  # converts types, straight into the file's memory
 
             files.write_file(folder / file, {hf_name: shapes[ours[hf_name]] for hf_name in held}, dtype, fill)
             bar.update(sum(sizes[hf_name] for hf_name in held))
@@ -133,7 +133,7 @@ def write_weights(
 def write_companions(
     folder: Path, companions: Mapping[str, bytes], tokenizer: Tokenizer, config: dict[str, Any]
 ) -> None:
-    """Write config.json, generation_config.json and the tokenizer's files, with the fields that AutoTokenizer needs."""
+    """Write config.json, generation_config.json and the tokenizer's files, with all that AutoTokenizer needs."""
     for file, content in companions.items():
         (folder / file).write_bytes(content)
     tokens = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
@@ -191,8 +191,8 @@ def trained_positions(manifest: Manifest, option: str) -> int:
 def find_companions(opened: Opened, place: str, tokenizer: Path | None) -> tuple[str, dict[str, bytes]]:
     """Find the tokenizer's files. Returns where they are, and name → content.
 
-    Looks in `tokenizer`, a tokenizer.json or its folder, if given. Else looks in the checkpoint, then in `place` (where
-    the checkpoint was found) and the two folders above. Raises CheckpointError if there are none.
+    Looks in `tokenizer`, a tokenizer.json or its folder, if given; else in the checkpoint, then in `place`, by which it
+    was found, and the two folders above. Raises CheckpointError if there are none.
     """
     if tokenizer:
         folders = [tokenizer.parent if tokenizer.name == TOKENIZER else tokenizer]
@@ -360,9 +360,9 @@ def how_to_start(place: str, family: str, flavor: Any) -> str:
 def check_result(folder: Path, opened: Opened, model: nn.Module, names: Mapping[str, str], check: str) -> None:
     """Compare the Hugging Face folder with the checkpoint. Raises CheckpointError if they differ.
 
-    `model` is on the meta device. `names` maps its parameters' names to Hugging Face's. `check` "logits" compares with
-    transformers, in float32; "tensors" compares every value, in bounded memory; "auto" takes "logits" if transformers
-    is installed and both models fit in memory, else "tensors".
+    `model` is on the meta device. `names`: its parameters' names → Hugging Face's. `check` "logits" compares with
+    transformers, in float32; "tensors" every value, in bounded memory; "auto" takes "logits" if transformers is
+    installed and both models fit in memory.
     """
     needed = 2 * 4 * sum(parameter.numel() for parameter in model.parameters())
     if check == "auto":
@@ -382,7 +382,7 @@ def check_result(folder: Path, opened: Opened, model: nn.Module, names: Mapping[
 
 
 def check_tensors(folder: Path, opened: Opened, shapes: Mapping[str, torch.Size], names: Mapping[str, str]) -> None:
-    """Compare every tensor of both sides bit for bit, in the files' type. Raises CheckpointError."""
+    """Compare every tensor of both sides bit for bit, in the files' type."""
     weights = files.find_weights(folder)
     for ours, hf_name in tqdm(names.items(), desc="compare", disable=None, leave=False):
         with files.open_file(weights[hf_name]) as file:
@@ -397,10 +397,7 @@ def check_tensors(folder: Path, opened: Opened, shapes: Mapping[str, torch.Size]
 
 
 def check_logits(folder: Path, opened: Opened, model: nn.Module) -> None:
-    """Compare the logits of 64 tokens, in float32, with weights rounded as in the files. Raises CheckpointError.
-
-    Allocates the memory of `model`.
-    """
+    """Compare logits of 64 tokens, in float32, with weights rounded as in the files. Allocates `model`'s memory."""
     from transformers import AutoModelForCausalLM
 
     theirs = AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -420,7 +417,7 @@ def check_logits(folder: Path, opened: Opened, model: nn.Module) -> None:
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Compare AutoTokenizer's token ids of a sample with ours. Raises CheckpointError."""
+    """Compare AutoTokenizer's token ids of a sample with ours."""
     from transformers import AutoTokenizer
 
     ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)

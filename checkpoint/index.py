@@ -70,7 +70,7 @@ def fill(template: Template, numbers: Iterable[np.ndarray]) -> bytes:
     """
     filled, start = bytearray(template.pickled), 0
     view = np.frombuffer(filled, np.uint8)
-    for part in numbers:  # one file at a time, so that other threads can run in between
+    for part in numbers:  # by file, so that other threads run in between
         places = template.places[start : start + len(part), :, None] + np.arange(8)
         view[places] = part.astype("<i8").view(np.uint8).reshape(places.shape)
         start += len(part)

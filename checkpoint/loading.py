@@ -66,9 +66,8 @@ def load_newest(
 ) -> tuple[Opened, set[tuple[str, str]]]:
     """Call `fill` with the first intact candidate, the same on all ranks. Collective.
 
-    A DamagedError of `fill` on any rank moves all ranks to the next candidate; any other error is raised on all.
-    Returns the loaded candidate, and (url, name) of the damaged ones before it. Raises CheckpointError with `advice` at
-    its end if none is intact.
+    If `fill` raises DamagedError on any rank, all try the next candidate. Other errors are raised on all. Returns the
+    candidate, and (url, name) of the damaged ones before it. Raises CheckpointError with `advice` if none is intact.
     """
     for number, (store, name) in enumerate(candidates):
         try:
@@ -128,7 +127,7 @@ def check_same_names(opened: Opened, names: Collection[str]) -> None:
 
 
 def open_one(store: Store, name: str) -> tuple[Manifest, Index]:
-    """Manifest and index of a checkpoint. A stock one has the manifest {}. Raises DamagedError, CheckpointError."""
+    """Manifest ({} for a stock one) and index of a checkpoint. Raises CheckpointError."""
     if name or MANIFEST in store.sizes():
         manifest = read_manifest(store, name)
         return manifest, read_index(read_metadata(store, name, manifest))

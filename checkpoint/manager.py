@@ -201,10 +201,10 @@ class CheckpointManager:
         return opened.manifest["step"]
 
     def _upload_newest(self, store: Store, candidates: list[tuple[Store, str]]) -> list[tuple[Store, str]]:
-        """Upload the newest candidate to `store` if it is not there yet: each rank copies its own files now.
+        """Upload the newest candidate to `store` if it is not there yet. Returns the candidates, that copy first.
 
-        If nodes have their own disks, no rank finds all that it reads there. The optimizer's step, for example, is
-        written by one rank for all. Returns the candidates, with an uploaded copy first.
+        Each rank copies its own files. On nodes' own disks no rank finds all that it reads: the optimizer's step, for
+        example, is written by one rank for all.
         """
         newest = candidates[0][1]
 
@@ -216,10 +216,7 @@ class CheckpointManager:
         return [(store, newest), *candidates] if is_new else candidates
 
     def _find(self, neighbours: Neighbours) -> list[tuple[Store, str]]:
-        """The checkpoints of this run, newest first. For rank 0.
-
-        Raises CheckpointError if the run has saved but no checkpoint is seen, ConfigError beyond training.steps.
-        """
+        """The checkpoints of this run, newest first. Raises CheckpointError if none is seen although one was saved."""
         known = last = ""
         if self.saved_file.is_file():  # its existence is enough: a kill may have cut its text
             last = self.saved_file.read_text(encoding="utf-8", errors="replace")
@@ -264,8 +261,7 @@ class CheckpointManager:
     def _check_alone(self, store: Store) -> None:
         """Refuse to save beside another run: each would resume from the other's checkpoints and remove them.
 
-        For rank 0. Raises ConfigError, since a restart cannot help, if another run has begun and committed a checkpoint
-        here since this start.
+        For rank 0. Raises ConfigError, as no restart helps, if another run began and committed one since this start.
         """
         others: list[str] = []
         with suppress(CheckpointError):  # a failed listing stops no run; the removal of old checkpoints will report it
@@ -318,8 +314,7 @@ class CheckpointManager:
             prefix = f"rng.{self.ranks.rank}."
             states = {kind: value for kind, value in states.items() if tensors_in(opened.index, f"{prefix}{kind}")}
             state["rng"] = {str(self.ranks.rank): states}
-        # A rank with its own share is the only reader of its files. Replicas read the same ones: the first to do so
-        # fills the page cache for the others.
+        # A rank with its own share is the only reader of its files. The first of several replicas fills the page cache.
         held = held_bytes(state["model"].values()) * self.ranks.size
         alone = same_size and held <= 1.1 * sum(self.model_bytes.values())
         read_state(opened, state, self.on_progress, files_of(self.ranks.rank) if alone else "")
@@ -360,9 +355,9 @@ class CheckpointManager:
     def save(self, step: int) -> None:
         """Write a checkpoint of `step`; in mode `async`, in the background.
 
-        In that mode, weights and moments are copied during the next forward and backward, and the optimizer's next step
-        waits for the copies. All other state is taken at once. Only one save is under way at a time, so this waits for
-        the one before. Raises CheckpointError on all ranks if this save (`sync`) or the one before was not committed.
+        There, weights and moments are copied during the next forward and backward, and the optimizer's next step waits
+        for that; all else is taken at once. Waits for the save before: only one is under way at a time. Raises
+        CheckpointError on all ranks if this save (`sync`) or the one before was not committed.
         """
         started = time.monotonic()
         self.wait()
@@ -454,7 +449,7 @@ class CheckpointManager:
         return written
 
     def _follow_up(self, save: Save, written: Written) -> None:
-        """Do the work after the commit of `save` that training need not wait for."""
+        """After the commit of `save`, do what training need not wait for."""
         self._remove_superfluous(self.store, save.name)
         if self.upload_store:
             self._upload(self.upload_store, save.name, written, save.started)
@@ -476,10 +471,7 @@ class CheckpointManager:
         self._remove_superfluous(store, name, is_newer)
 
     def _make_up(self, store: Store, name: str, pieces: Callable[[], Written]) -> bool:
-        """Upload a checkpoint that an earlier start did not. Returns whether it was uploaded.
-
-        Damage in a part that no rank needed is only logged: otherwise it would end every new start.
-        """
+        """Upload what an earlier start did not. Damage in parts that no rank needed must not end every start."""
         try:
             self._upload(store, name, pieces(), time.monotonic(), is_newer=False)
             return True
@@ -491,8 +483,8 @@ class CheckpointManager:
     def _remove_superfluous(self, store: Store, saved: str, is_newer: bool = True) -> None:
         """Remove from `store` what is not kept, now that `saved` is committed there.
 
-        Damaged checkpoints, and those only on other machines' disks, go only if `saved` is newer. Until then renumbered
-        ranks or a person may still recover them.
+        Damaged checkpoints, and those only on other machines' disks, go only if `saved` is newer: renumbered ranks or a
+        person may still recover them.
         """
         damaged = {name for url, name in self.damaged if url == store.url}
         spared = set[str]() if is_newer else damaged | self.stranded
@@ -575,8 +567,7 @@ class CheckpointManager:
     def _meet_neighbours(self) -> Neighbours:
         """Find which ranks share rank 0's disk, if the first place is a disk. Collective.
 
-        Raises ConfigError if the last place is not shared: each rank writes its part, and ranks arranged differently
-        would not find all parts.
+        Raises ConfigError if the last place is not shared: ranks arranged differently would not find all parts there.
         """
         if not _writes(self.settings):
             return Neighbours("", {})

@@ -63,7 +63,7 @@ def read_manifest(store: Store, name: str) -> Manifest:
 
 
 def read_metadata(store: Store, name: str, manifest: Manifest | None) -> bytes:
-    """Read the pickled index of checkpoint `name`. Raises DamagedError if it does not match `manifest`, if given."""
+    """Read the pickled index of checkpoint `name`. Raises DamagedError if it does not match `manifest`."""
     return read_small(store, name, METADATA, None if manifest is None else manifest["metadata_sha256"])
 
 
@@ -138,7 +138,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def _member(kind: Any, name: str) -> Any:
-    """`getattr(kind, name)`, only for an enum: no index contains another. Raises DamagedError."""
+    """`getattr(kind, name)` of an enum. An index contains no other."""
     if not (isinstance(kind, type) and issubclass(kind, Enum)):
         raise DamagedError(f"{METADATA}: asks for {name!r} of {kind!r}, which no index contains: refused")
     return kind[name]

@@ -6,7 +6,7 @@ import time
 
 
 def new_checkpoint_name(step: int, kind: str = "step") -> str:
-    """A folder name that no other save has, made of step, time and random digits."""
+    """A folder name that no other save has: step, time and random digits."""
     return f"{kind}-{step:08d}-{int(time.time()):08x}{secrets.token_hex(2)}"
 
 

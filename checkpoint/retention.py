@@ -32,10 +32,10 @@ def by_age(stores: Sequence[Store]) -> list[tuple[Store, str]]:
 
 
 def superfluous(sizes: Collection[str], saved: str, settings: Checkpoint, damaged: Collection[str]) -> set[str]:
-    """The checkpoints of a listing that may be removed, now that `saved` is committed there.
+    """The checkpoints of a listing to remove, now that `saved` is committed there.
 
-    These are the `damaged`, and all others but `saved`, the `keep` newest (0: keep all) and those of every
-    `keep_every`-th step. If `saved` is a model alone: the models of the same step that earlier starts saved.
+    These are the `damaged`, and all but `saved`, the `keep` newest (0: keep all) and every `keep_every`-th step's. If
+    `saved` is a model alone: earlier starts' saves of the same model.
     """
     if step_of(saved) is None:
         kind = saved.rpartition("-")[0]
@@ -60,7 +60,7 @@ def unfinished(sizes: Collection[str], seconds: float = 0) -> set[str]:
 def never_committed(store: Store, names: Collection[str]) -> set[str]:
     """Those of `names` that have no manifest. Requests each by name, since a listing may lag.
 
-    The requests run in parallel, since each waits some time for object storage to show the manifest.
+    In parallel, since each request gives object storage some time to show the manifest.
     """
 
     def has_manifest(name: str) -> bool:
@@ -136,9 +136,9 @@ def check_room(
 ) -> bool:
     """Refuse to start if the disk cannot hold the checkpoints to keep and the next one. Collective.
 
-    `rank_bytes` is this rank's part of one checkpoint, `disk` as in Neighbours. Checkpoints that will be removed count
-    as room. If the room is short, removes those never committed, except rank 0's `spared`. Returns whether a checkpoint
-    must go before the next is written. Raises CheckpointError.
+    `rank_bytes`: of one checkpoint, on this rank. `disk`: as in Neighbours. Checkpoints that will go count as room. If
+    it is short, removes those never committed, but for rank 0's `spared`. Returns whether one must go before the next
+    is written. Raises CheckpointError.
     """
     try:
         return _compare_room(store, ranks, disk, rank_bytes, settings)

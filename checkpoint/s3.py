@@ -94,7 +94,7 @@ class S3Store:
         self.client = self._connect()
 
     def _connect(self) -> Any:
-        """Make a client with the current credentials. Raises CheckpointError."""
+        """Make a client with the current credentials."""
         config = Config(
             connect_timeout=CONNECT_SECONDS,
             read_timeout=self.request_timeout_seconds,
@@ -144,7 +144,7 @@ class S3Store:
                 part = f"bytes={first}-{last}"
                 answer = self._ask("get_object", Key=self._key(name), Range=part)
                 held = re.match(rf"bytes {first}-(\d+)/(\d+)", answer.get("ContentRange", ""))
-                # The answer may be the whole object, or less than it has. Its first bytes would pass for damaged ones.
+                # The whole object, for example, or less than it has: its bytes would pass for damaged ones.
                 if not held or int(held[1]) < min(last, int(held[2]) - 1):
                     raise CheckpointError(f"{join(self.url, name)}: asked for {part}, answered with other bytes")
                 return _receive(answer["Body"], int(held[1]) + 1 - first, piece)
@@ -201,9 +201,9 @@ class S3Store:
                         self._call("abort_multipart_upload", name, UploadId=upload["UploadId"])
 
     def _pages(self, method: str, folder: str, following: dict[str, str], **options: str) -> Iterator[dict[str, Any]]:
-        """Yield all pages of a listing of `folder`, which is "" or ends with a slash. Raises CheckpointError.
+        """Yield all pages of a listing of `folder`, which is "" or ends with a slash.
 
-        `following`: argument that requests the next page → field of a page that holds its value.
+        `following`: argument that requests the next page → the field of a page with its value.
         """
         more: dict[str, str] = {}
         while True:
@@ -336,7 +336,7 @@ class _MultipartStream(io.RawIOBase):
         while done < len(bytes_):
             buffer = self._buffer()
             taken = min(len(bytes_) - done, len(buffer) - self.filled)
-            # With numpy: a memoryview would block all other threads during the copy, including the one that trains.
+            # With numpy: a memoryview would block all other threads, including the one that trains.
             np.frombuffer(buffer, np.uint8)[self.filled : self.filled + taken] = bytes_[done : done + taken]
             self.filled += taken
             done += taken
@@ -363,7 +363,7 @@ class _MultipartStream(io.RawIOBase):
             raise
 
     def abort(self) -> None:
-        """Abort the upload and leave nothing behind, if the store can still be reached."""
+        """Leave nothing behind, if the store can still be reached."""
         for part in self.parts:
             part.cancel()
         wait(self.parts)  # a part that arrives after the abort would stay

@@ -346,7 +346,7 @@ def _read_ranges(
 
 
 def _size(group: Sequence[Item]) -> int:
-    """Bytes from the beginning of the first to the end of the last of some neighbours."""
+    """Bytes from the start of the first neighbour to the end of the last."""
     return group[-1][0].offset + group[-1][0].length - group[0][0].offset
 
 

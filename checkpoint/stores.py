@@ -53,7 +53,7 @@ class Store(Protocol):
         """
 
     def create(self, name: str) -> AbstractContextManager[IO[bytes]]:
-        """A stream to write. The file is durable and visible if the context ends well, and gone if it does not."""
+        """A stream to write. The file is durable and visible once the context ends well, else gone."""
 
     def put(self, name: str, data: bytes) -> None:
         """Write a small file atomically and durably."""
@@ -256,10 +256,7 @@ def _set_direct(descriptor: int, direct: bool) -> None:
 
 
 def open_store(url: str | Path, settings: Checkpoint | None = None) -> Store:
-    """The store at a path or at `s3://bucket/prefix`, whose waits are in `settings` (None: the defaults).
-
-    Raises CheckpointError.
-    """
+    """The store at a path or `s3://bucket/prefix`, with the waits of `settings` (None: defaults)."""
     scheme, separator, _ = str(url).partition("://")
     if not separator:
         return LocalStore(url)
@@ -282,7 +279,7 @@ def _raise_unless_gone(error: OSError) -> None:
 
 @contextmanager
 def _reported(path: str) -> Iterator[None]:
-    """Turn an OSError into a CheckpointError that names the file; a missing file gives a DamagedError."""
+    """Turn an OSError into a CheckpointError that names the file, DamagedError if it is missing."""
     try:
         yield
     except FileNotFoundError:

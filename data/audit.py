@@ -33,7 +33,7 @@ from records import read_records
 
 
 class Part(NamedTuple):
-    """A part of a document that lies in a sample."""
+    """Part of a document in a sample."""
 
     sample: int  # its number in the step
     split: Split
@@ -58,7 +58,7 @@ class Auditor:
     def __init__(self, config: Config, steps: Sequence[Step]):
         urls = {name: step.urls.get(name, "") for step in steps for name in step.began.segment.datasets}
         self.datasets: list[Dataset] = [_find(name, url, config.data) for name, url in urls.items()]
-        order = steps[0].place  # not from the config, where a refused start may have left its own settings
+        order = steps[0].place  # not the config's: a refused start may have left its own there
         readers = ThreadPoolExecutor(8)
         self._streams = {  # they mask only the blocks that the ledger names
             dataset.hash: Stream(dataset.split("train"), dataset.hash, readers, order.seed, order.window_blocks)
@@ -219,8 +219,8 @@ def prove(run: Path, every: int = 1) -> list[str]:
 def _recorded(run: Path, steps: list[Step]) -> np.ndarray:
     """The checksums that each rank recorded for rank 0's steps, int64 [ranks, steps]; -1 where no record fits.
 
-    If starts from the same place recorded a step more than once, the last record counts: a resume made the earlier
-    ones void. Raises TitaniteError if the steps of a rank within one start do not follow each other.
+    If starts from the same place recorded a step repeatedly, the last record counts: a resume made the others void.
+    Raises TitaniteError if the steps of a rank within one start do not follow each other.
     """
     numbers = {_line_key(step): number for number, step in enumerate(steps)}
     found = np.full((max(step.shape.dp_size for step in steps), len(steps)), -1)
@@ -278,7 +278,7 @@ def _left_out(run: Path, until: int, saves: bool) -> list[str]:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """Sorted numbers as text, with consecutive ones joined: `12-15, 40`."""
+    """Sorted numbers, consecutive ones joined: `12-15, 40`."""
     rows: list[list[int]] = []
     for number in numbers:
         if rows and number == rows[-1][-1] + 1:

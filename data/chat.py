@@ -42,7 +42,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, tokenizer: Tokenizer):
-        """`source` is the template; "" takes the built-in one. Raises TitaniteError."""
+        """`source` "" takes the built-in template. Raises TitaniteError."""
         extensions = (loopcontrols, GenerationTag)
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         environment.globals["raise_exception"] = _raise

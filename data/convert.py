@@ -64,7 +64,7 @@ def nanogpt_documents(path: Path, eos_id: int) -> Iterator[np.ndarray]:
 
 
 def megatron_documents(path: Path, eos_id: int) -> Iterator[np.ndarray]:
-    """Yield the documents of PREFIX.bin, as the index PREFIX.idx beside it cuts them. Raises DataError."""
+    """Yield the documents of PREFIX.bin, cut by the index PREFIX.idx beside it. Raises DataError."""
     index_path = path.with_suffix(".idx")
     if not index_path.is_file():
         raise DataError(f"{path}: its index {index_path} is missing")
@@ -151,7 +151,7 @@ def convert(
             name if not name or name.endswith(".bin") else f"{name.removesuffix('.idx')}.bin" for name in sources
         ]
     paths = [Path(file.url) for file in list_files(sources, "name files of tokens, or globs of them")]
-    for path in paths:  # finds a bad input before anything is removed
+    for path in paths:  # finds bad input before anything is removed
         for ids in islice(_documents(path, format, chosen.eos_id), 1):
             list(_ended_once(ids, chosen, f"{path}, document 0"))
     with locked(folder):

@@ -1,9 +1,9 @@
 """The ledger: what each data-parallel rank was given, recorded for the proof of data.audit. Imports no torch.
 
-Each data-parallel rank has one file in the run folder, `data/rank-00000.jsonl` and so on. Every
-start, and every return to a checkpoint within a start, writes a line with the place it continues
-from and where its datasets are. Every step then writes a line with the number of samples of the
-segment consumed before it and a checksum of the rank's tokens.
+Each data-parallel rank has a file in the run folder, such as `data/rank-00000.jsonl`. Every start,
+and every return to a checkpoint within one, writes a line with the place it continues from and
+where its datasets are. Every step writes a line with the samples of the segment consumed before
+it and a checksum of the rank's tokens.
 """
 
 import json

@@ -267,7 +267,7 @@ def _load_job(folder: str) -> Job:
 
 
 def _tokenize_unit(folder: str, task: tuple[int, Unit]) -> int:
-    """Write the documents of a unit as parts, sorted by bucket. Returns the unit's number of tokens."""
+    """Write the documents of a unit as parts, sorted by bucket. Returns the number of tokens."""
     job, (number, unit) = _load_job(folder), task
     parts = job.folder / PARTS
     record = parts / f"unit-{number:06}.json"
@@ -322,7 +322,7 @@ def _batched(documents: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 
 def _tokenize(job: Job, batch: list[Piece], words: np.ndarray) -> pa.RecordBatch:
-    """A record batch with bucket, sort key and tokens of each document. Raises DataError."""
+    """A record batch with bucket, sort key and tokens of each document."""
     ids, plan = _encode(job, [piece.text for piece in batch]), job.plan
     if plan.seq_len:
         fits = [len(document) <= plan.seq_len for document in ids]
@@ -371,7 +371,7 @@ def _write_part(plan: Plan, batches: list[pa.RecordBatch], path: Path) -> None:
 
 
 def _write_bucket(folder: str, task: tuple[int, int]) -> int:
-    """Write the shards of a bucket and a record of their blocks. Returns the bucket's number of tokens."""
+    """Write the shards of a bucket and a record of their blocks. Returns the number of tokens."""
     job, (bucket, shards) = _load_job(folder), task
     plan, parts = job.plan, job.folder / PARTS
     record = parts / f"bucket-{bucket:06}.json"

@@ -273,7 +273,7 @@ def _shard_or_dict(entry: dict[str, Any]) -> Any:
 
 
 def _read(folder: Folder, name: str) -> bytes:
-    """Read a small file of a dataset. Raises DataError, StorageError."""
+    """Read a small file of a dataset."""
     try:
         return folder.read(name)
     except DamagedError as error:
@@ -286,7 +286,7 @@ def with_chat_template(datasets: Sequence[Dataset]) -> Dataset:
 
 
 def check_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
-    """Check manifests, file sizes, tokenizers and numbers of tokens, and refuse data that cannot be trained on.
+    """Refuse data that cannot be trained on. Checks manifests, file sizes, tokenizers and numbers of tokens.
 
     Returns data.datasets and validation.datasets. Reads no tokens and imports no torch, so that it can run first.
     Raises DataError, StorageError, TitaniteError.
@@ -329,7 +329,7 @@ def check_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
 
 
 def _open_to_train(url: str, data: Data) -> Dataset:
-    """Open a dataset that the config names. Raises DataError that also says how to make one, StorageError."""
+    """Open a dataset that the config names. Errors also say how to make one."""
     try:
         return open_dataset(url, data)
     except DataError as error:
@@ -347,7 +347,7 @@ def _check_same_tokenizer(key: str, dataset: Dataset, first: Dataset) -> None:
 
 
 def _check_packing(dataset: Dataset, config: Config) -> None:
-    """Refuse settings that would cut the examples of a packed dataset or let them see each other. Raises DataError."""
+    """Refuse settings that would cut the examples of a packed dataset or let them see each other."""
     packed = dataset.packed_seq_len
     if packed and config.training.seq_len != packed:
         raise DataError(
@@ -361,7 +361,7 @@ def _check_packing(dataset: Dataset, config: Config) -> None:
 
 
 def _check_sizes(dataset: Dataset, splits: Iterable[Split], config: Config) -> None:
-    """Compare all file sizes with the manifest, only on a mounted file system, where it is cheap. Raises DataError."""
+    """Compare all file sizes with the manifest, only on a mounted file system, where it is cheap."""
     if config.data.on_bad_block == "mask" or "://" in dataset.url:
         return
     for shard in chain.from_iterable(split.shards for split in splits):

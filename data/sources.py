@@ -85,7 +85,7 @@ def list_files(sources: Sequence[str], searched: str = SEARCHED) -> list[File]:
 
 
 def _is_read_from_folder(name: str) -> bool:
-    """Whether a folder's file is read, by suffix. Not plain .json: in a folder it holds settings as often as data."""
+    """Whether to read a folder's file. Not plain .json, which in a folder holds settings as often as data."""
     suffix, compression = _suffixes(name)
     return suffix in (*TEXT_SUFFIXES, *KINDS) and (suffix, compression) != (".json", "")
 
@@ -152,7 +152,7 @@ def _described(url: str, info: dict[str, Any]) -> File:
 def _details(system: fsspec.AbstractFileSystem, path: str) -> tuple[dict[str, dict[str, Any]], bool]:
     """File name → details of the files at a path or glob, and whether the path is a folder."""
     try:
-        found = system.info(path)  # `isdir` and `exists` would report a refused request as a missing file
+        found = system.info(path)  # `isdir` and `exists` would take a refusal for a missing file
     except FileNotFoundError:
         return (system.glob(path, detail=True) if has_magic(path) else {}), False
     is_folder = found["type"] == "directory"
@@ -256,7 +256,7 @@ def documents(unit: Unit, text_key: str, example_keys: tuple[str, ...] = ()) -> 
 
 
 def _check_unchanged(file: File, stream: Any) -> None:
-    """Refuse a file that changed since it was listed: units of both versions would mix silently. Raises DataError."""
+    """Refuse a file that changed since it was listed: units of both versions would mix silently."""
     if "://" in file.url:  # as opened; hashes only, since stores name and format times in several ways
         details = getattr(stream, "details", {})
         changed = file.version and any(str(details[key]) != file.version for key in HASHES if details.get(key))
@@ -281,7 +281,7 @@ def _texts(file: File, raw: Any, unit: Unit, text_key: str, example_keys: tuple[
     kind, compression = kind_of(file.url)
     stream = raw
     if compression:
-        if not file.size:  # even an empty text has a header when compressed
+        if not file.size:  # even an empty compressed text has a header
             raise DataError(f"{file.url}: is empty, so it is not compressed text")
         stream = pa.CompressedInputStream(pa.PythonFile(raw), compression)
     if compression or kind == "jsonl":
@@ -305,7 +305,7 @@ def _decode(file: File, data: bytes) -> str:
         if file.url.endswith(".py"):  # may declare an encoding
             encoding = tokenize.detect_encoding(io.BytesIO(data).readline)[0]
         text = data.decode(encoding)
-        text.encode()  # some encodings, such as unicode_escape, can give half a character
+        text.encode()  # unicode_escape, for example, can give half a character
         return text
     except UnicodeDecodeError as error:
         raise DataError(f"{file.url}: not {encoding} text: {error.reason} at byte {error.start}") from None

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class Window(NamedTuple):
-    """Blocks whose documents are shuffled together. The [documents] arrays are in the order of the stream."""
+    """Blocks shuffled together. The [documents] arrays are in the order of the stream."""
 
     blocks: np.ndarray  # [blocks] their numbers in the split
     values: list[np.ndarray]  # tokens of each block
@@ -64,8 +64,8 @@ class Stream:
     def read(self, start: int, count: int) -> tuple[np.ndarray, list[int], list[slice]]:
         """Read tokens [start, start + count) of the stream. Beyond its end they are zeros and masked.
 
-        Returns the tokens [count]; the length of each document's (or packed example's) part in them, in order; and the
-        slices that are masked, which must not be trained. Raises DataError, StorageError.
+        Returns the tokens [count], the length of each document's (or packed example's) part in order, and the masked
+        slices, which must not be trained. Raises DataError, StorageError.
         """
         there = count if self._seed is not None else min(count, self.epoch_tokens - start)
         parts: list[np.ndarray] = []

@@ -89,9 +89,9 @@ def _prompt_and_response(prompt: Any, response: Any) -> list[tuple[str, bool]]:
 def _split(parts: Sequence[tuple[str, bool]], template: ChatTemplate) -> Segments:
     """Encode a conversation's whole text and cut its tokens into the parts.
 
-    A part encoded alone may give other tokens, since Llama 2's tokenizer begins each text with a space. The parts are
-    still encoded alone if the text up to the end of some part does not encode to the beginning of the whole: generation
-    asks the model with just that text.
+    A part alone may give other tokens, since Llama 2's tokenizer begins each text with a space. Still, all parts are
+    encoded alone if the text up to the end of some part does not encode to the beginning of the whole: that text is
+    what the model is asked.
     """
     text = "".join(part for part, _ in parts)
     whole = template.raw.encode(text, add_special_tokens=False)

@@ -84,10 +84,7 @@ def _is_arrow_of_index(split: Split, number: int) -> bool:
 
 
 def _footer_places(footer: bytes, field: int) -> np.ndarray:
-    """The places of messages in a field of the flatbuffer `Footer` (Arrow's format/File.fbs).
-
-    Field 2 is for dictionaries, 3 for record batches.
-    """
+    """Places of messages in field 2 (dictionaries) or 3 (record batches) of a `Footer` (Arrow's format/File.fbs)."""
 
     def number(at: int, size: int = 4) -> int:
         return int.from_bytes(footer[at : at + size], "little", signed=True)
@@ -126,7 +123,7 @@ def _faults_of_block(dataset: Dataset, split: Split, block: int) -> Iterator[str
 
 
 def _wrong_packed_rows(split: Split, block: Block, eos_id: int) -> dict[str, np.ndarray]:
-    """Fault → which rows have it: a wrong length, or a beginning or end unlike packed rows'; bool [rows] each."""
+    """Fault → bool [rows]: which do not have the packed length, or do not begin and end as packed rows."""
     ends = block.values[block.offsets[1:] - 1]
     return {
         f"has not {split.packed_seq_len} tokens": np.diff(block.offsets) != split.packed_seq_len,
@@ -136,7 +133,7 @@ def _wrong_packed_rows(split: Split, block: Block, eos_id: int) -> dict[str, np.
 
 
 def _unended(block: Block, eos_id: int) -> dict[str, np.ndarray]:
-    """Fault → which documents lack their eos at the end or have another one; bool [documents]."""
+    """Fault → bool [documents]: which lack their final eos or have another one."""
     ends = np.flatnonzero(block.values == eos_id) + 1
     counts = np.diff(ends.searchsorted(block.offsets, side="right"))
     last = block.values[block.offsets[1:] - 1] == eos_id

@@ -83,7 +83,7 @@ def run_all(
 def _results(
     pool: ProcessPoolExecutor | None, function: Function, folder: str, tasks: list[Any]
 ) -> Iterator[tuple[int, int]]:
-    """Yield (number of the task, its result) as tasks finish, with at most IN_FLIGHT submitted at a time."""
+    """Yield (number of the task, its result) as tasks finish, with at most IN_FLIGHT under way."""
     if pool is None or len(tasks) <= 1:
         for number, task in enumerate(tasks):
             yield number, function(folder, task)

@@ -54,7 +54,7 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
 
 
 def say_ready(manifest: dict[str, Any], output: str, validation_fraction: float) -> None:
-    """Print the last line of a command that writes a dataset. Say so first if no document is held out as asked."""
+    """Print the last line of a command that writes a dataset, and first that nothing is held out, if asked for."""
     if validation_fraction and not any(shard["split"] == "validation" for shard in manifest["shards"]):
         print(
             f"nothing is held out: --validation-fraction {validation_fraction:g} is too little of so few documents; "
@@ -142,10 +142,7 @@ def write_shard(
 def _write_blocks(
     path: Path, documents: pa.ListArray, order: np.ndarray, offsets: np.ndarray, block_bytes: int
 ) -> list[dict[str, int]]:
-    """Write a record batch per block and return their rows of the index.
-
-    `offsets` [documents + 1]: the first token of each document in the order `order`.
-    """
+    """Write a record batch per block and return their rows of the index. `offsets` follow `order`."""
     dtype = str(documents.type.value_type)
     schema = token_schema(dtype)
     block_tokens = block_bytes // np.dtype(dtype).itemsize
