@@ -1,9 +1,9 @@
 """Every setting of a run: typed, documented, checked before anything starts.
 
-One TOML file describes a run. It may name a `base` file to start from, and the command
-line overrides it: field default < base < TOML < `--section.field=value`. Each section is
-a frozen dataclass, and `--help` prints the text under each field. This module does not
-import torch, so it reports a mistake at once:
+One TOML file describes a run. It may name a `base` to start from, and the command line
+overrides it: field default < base < TOML < `--section.field=value`. A section is a frozen
+dataclass; `--help` prints the text under each field. Nothing here imports torch, so a
+mistake is reported at once:
 
     python -m config --config train_configs/debug.toml --training.steps=100
 """
@@ -55,8 +55,8 @@ class ConfigError(TitaniteError):
 def command_line(mistake: int = 1) -> Iterator[None]:
     """Wrap the whole work of a command and set its exit code.
 
-    A TitaniteError is printed as one line without a traceback and exits with `mistake`. Ctrl-C exits with 130. A
-    closed output pipe, as after `| head`, exits with 1. Neither of these two prints anything.
+    A TitaniteError is printed in one line, without a traceback, and exits with `mistake`. Ctrl-C exits with 130 and a
+    closed output pipe, as after `| head`, with 1, both silently.
     """
     code: Any = 0
     try:
@@ -92,8 +92,8 @@ def command_line(mistake: int = 1) -> Iterator[None]:
 def file_errors(written: object = None) -> Iterator[None]:
     """Turn an OSError raised inside into a one-line TitaniteError.
 
-    With `written`, the file being written, this covers every OSError, such as a full disk. Without it, it covers only
-    errors that name a file, such as a folder without access; others pass unchanged.
+    With `written`, the file being written, covers every OSError, such as a full disk. Otherwise covers only errors that
+    name a file, such as a folder without access.
     """
     try:
         yield
@@ -106,7 +106,7 @@ def file_errors(written: object = None) -> Iterator[None]:
 
 
 def check_encoding(words: Sequence[str]) -> None:
-    """Raise ConfigError for command-line words that are not valid text, which cannot be tokenized or recorded."""
+    """Refuse words of a command line that are not valid text: they cannot be tokenized or recorded."""
     for word in words:
         try:
             word.encode()
@@ -197,7 +197,7 @@ class Data:
     prefetch_steps: Count = 2
     """Steps that a background thread reads ahead. 0: read each step when it is needed."""
     on_bad_block: Literal["stop", "mask"] = "stop"
-    """What to do about a missing or damaged block: `stop` the run and name it, or `mask` its tokens in place."""
+    """On a missing or damaged block: `stop` the run and name it, or `mask` its tokens in place."""
     mask_documents: bool = False
     """Restart positions and attention at every document, so that no token sees another document."""
     cache_folder: str = ""
@@ -205,7 +205,7 @@ class Data:
     cache_gb: NonNegative = 50.0
     """Size of that cache in 10^9 bytes. The least recently used blocks are removed first."""
     retry_seconds: Count = 180
-    """How long to retry a failing request for remote data before the run stops. Keep it well below comm's timeouts."""
+    """How long to retry a failing request for remote data before the run stops. Well below comm's timeouts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,8 +249,8 @@ class Optimizer:
     weight_decay: NonNegative = 0.1
     """Decoupled weight decay."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Data type in which the two running means are stored; they are computed in float32. bfloat16 halves their memory
-    and needs decays of at most 0.98: it would round away the smaller changes of slower means."""
+    """Data type in which the two running means are stored. They are computed in float32. bfloat16 halves their memory
+    and needs decays of at most 0.98: it would round away the changes of slower means."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,10 +285,10 @@ class Parallelism:
     """Free a block's gathered weights after its forward: less memory, one more all-gather in backward. No effect with
     pp. On a single rank: cast weights where they are used; false casts once a step and takes 2 bytes per weight."""
     reshard_group_size: Count = 0
-    """With reshard_after_forward: until backward, keep weights sharded over groups of this many ranks, say one node."""
+    """With reshard_after_forward: until backward, shard weights over groups of this size, say a node. 0: over all."""
     sync_every_microbatch: bool = True
-    """Sum gradients over the shards after each microbatch. False: keep them whole until the last one, with less traffic
-    and more memory, as a pipeline and a single rank always do."""
+    """Sum gradients over the shards after each microbatch. False: only after the last, with less traffic and more
+    memory, as always in a pipeline and on a single rank."""
     prefetch_layers: Count = 0
     """Blocks to gather ahead of the one that computes. 0: FSDP2's default, one block ahead, in backward only."""
     reduce_scatter: Literal["backend", "all_to_all"] = "backend"
@@ -318,7 +318,7 @@ class ActivationCheckpoint:
     """Recompute activations in backward instead of keeping them."""
 
     mode: Literal["none", "full", "selective", "budget"] = "none"
-    """What to keep. `full`: a block's input. `selective`: also attention and every second matmul. `budget`: a share."""
+    """What to keep. `full`: a block's input. `selective`: also attention, every second matmul. `budget`: a share."""
     every_n_layers: Positive = 1
     """With `full` and `selective`: recompute every n-th block. The others keep everything."""
     memory_budget: Fraction = 0.8
@@ -453,9 +453,9 @@ class Failures:
 
     on_bad_step: Literal["stop", "skip", "rollback"] = "stop"
     """On a spike or a loss that is not finite: `stop`, `skip` the update, or `rollback` to the last checkpoint and skip
-    the updates of all steps since."""
+    all updates since."""
     bad_step_budget: Positive = 10
-    """Bad steps that may be skipped or rolled back in the whole run. One more stops it."""
+    """Bad steps skipped or rolled back in the whole run. One more stops it."""
     spike_factor: NonNegative = 0.0
     """Also treat a loss above this multiple of the median of the 32 steps before as bad. 0: off."""
     restarts_without_progress: Count = 3
@@ -502,7 +502,7 @@ KINDS = types.MappingProxyType(  # dotted key → type of its value, with its Ra
 
 
 def load_config(argv: Sequence[str]) -> Config:
-    """Return the Config that `--config=FILE --section.field=value ...` describes.
+    """The Config that `--config=FILE --section.field=value ...` describes.
 
     Raises ConfigError naming the dotted key, its value, what is allowed and the nearest name.
     """
@@ -522,7 +522,7 @@ def load_config(argv: Sequence[str]) -> Config:
 
 
 def from_dict(values: dict[str, Any]) -> Config:
-    """Check each key and value of nested dicts and build a Config. Raises ConfigError."""
+    """Build a Config from nested dicts and check each key and value. Raises ConfigError."""
     sections: dict[str, Any] = {}
     for section, entries in values.items():
         if section not in SECTIONS:
@@ -621,7 +621,7 @@ def _parse_command_line(argv: Sequence[str]) -> tuple[str, dict[str, str]]:
 
 
 def _parse_value(text: str, kind: Any) -> Any:
-    """Return the value that `text` stands for: itself for a string, else parsed as TOML."""
+    """The value that `text` stands for: itself for a string, else parsed as TOML."""
     if kind is str or get_origin(kind) is Literal:
         return text
     if get_origin(kind) is tuple and not text.lstrip().startswith("["):
@@ -630,7 +630,7 @@ def _parse_value(text: str, kind: Any) -> Any:
         parsed = tomllib.loads(f"value = {text}")
         return parsed["value"] if len(parsed) == 1 else text  # further lines of the text could add more keys
     except ValueError:  # also a number of thousands of digits
-        if float in (kind, *get_args(kind)):  # people write .5 and 1., which TOML refuses
+        if float in (kind, *get_args(kind)):  # TOML refuses .5 and 1.
             with suppress(ValueError):
                 return float(text)
         return text  # the type check says what was expected
@@ -950,7 +950,7 @@ def to_toml(config: Config) -> str:
 
 
 def _toml_value(value: Any) -> str:
-    """`value` as JSON, which is valid TOML once surrogate pairs are avoided and DEL is escaped."""
+    """`value` as JSON. Without surrogate pairs and with DEL escaped, it is also TOML."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

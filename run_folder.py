@@ -50,7 +50,7 @@ def check_run_folder(config: Config, identity: dict[str, Any]) -> None:
 
 @contextmanager
 def _usable(config: Config) -> Iterator[None]:
-    """Turn an OSError at the run's folder into a one-line TitaniteError, or ConfigError if a retry cannot help."""
+    """Turn an OSError at the run's folder into a TitaniteError, or ConfigError if a retry cannot help."""
     try:
         yield
     except OSError as error:
@@ -62,7 +62,7 @@ def _usable(config: Config) -> Iterator[None]:
 def _check_model(folder: Path, identity: dict[str, Any], chosen: str, otherwise: str) -> None:
     """Refuse a folder with the run of another model. Raises ConfigError.
 
-    `chosen` begins the message and says who chose the folder. `otherwise` ends it and says what else the user can do.
+    `chosen` says who chose the folder, `otherwise` what else the user can do.
     """
     file = folder / "model.json"
     if not file.is_file():
@@ -97,10 +97,10 @@ def _left_by_ranks(folder: Path) -> bool:
 
 
 def choose_run_folder(config: Config, identity: dict[str, Any], job: str = "") -> Path:
-    """Return the folder that the config names, else that of the job's earlier starts, else a new one in `run.outputs`.
+    """The folder that the config names, else that of the job's earlier starts, else a new one in `run.outputs`.
 
-    A finished run of the job is chosen only if the config is unchanged. The start then has nothing to do. This happens
-    when a scheduler restarts a job that was asked to stop in its last moments.
+    A finished run of the job is chosen only if the config is unchanged. The start then has nothing to do: a scheduler
+    may restart a job that was asked to stop in its last moments.
 
     Call on rank 0 only: clocks and views of a shared folder differ between nodes. Raises ConfigError.
     """
@@ -135,9 +135,9 @@ def start_run(
 ) -> tuple[Path, dict[str, tuple[Any, Any]]]:
     """Choose, check and lock the run's folder and record this start. Rank 0 only.
 
-    Calls each of `checks` with the folder before writing there, and `save(folder)` last. This process holds the folder
-    until it ends. Returns the folder and the changed settings from `record_start`. Raises TitaniteError if a check
-    does, or if another process on this machine holds the folder.
+    Calls `checks` with the folder before writing there, and `save(folder)` last. Holds the folder until this process
+    ends. Returns it and what `record_start` returns. Raises TitaniteError, also if a check does or another process on
+    this machine holds the folder.
     """
     with _usable(config):
         folder = choose_run_folder(config, identity, job)
@@ -150,7 +150,7 @@ def start_run(
                     folder.rmdir()
             raise
         _take(folder)
-        # Again, for what a start that ended meanwhile has written, or a folder that the job chose and not the config.
+        # Again: a start that ended meanwhile may have written there, or the job may have chosen the folder.
         _check_model(folder, identity, str(folder), "name another run.folder")
         _check_optimizer(folder, config)
         changed = record_start(folder, config, identity, world_size, job)
@@ -162,9 +162,8 @@ def start_run(
 def _take(folder: Path) -> None:
     """Lock the folder until this process ends, however it ends.
 
-    Raises TitaniteError if another process on this machine holds the lock. Ignores a lock held by another machine,
-    since a lost machine may leave one. Two runs that share a folder after all end at their first checkpoint
-    (checkpoint.manager).
+    Raises TitaniteError if another process on this machine holds the lock. Ignores another machine's lock, which a lost
+    machine may leave. Two runs that still share a folder end at their first checkpoint (checkpoint.manager).
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = os.open(folder / RUNNING, os.O_RDWR | os.O_CREAT, 0o666)  # never closed: that would release the lock
@@ -215,7 +214,6 @@ def _changed(folder: Path, config: Config) -> dict[str, tuple[Any, Any]]:
 
 
 def _finished(folder: Path) -> bool:
-    """Whether the run has done all its steps."""
     ended = exits.read_exit(folder)
     return ended is not None and ended["kind"] == "finished"
 
@@ -249,13 +247,13 @@ def record_start(
     }
     with open_records(folder / STARTS) as file:
         file.write(json.dumps(start) + "\n")
-    for recorded in (PROGRESS, exits.FILE):  # last: if the disk is full, the writes above fail and both files stay
+    for recorded in (PROGRESS, exits.FILE):  # last: if the disk is full, both must stay
         (folder / recorded).unlink(missing_ok=True)
     return changed
 
 
 def record_config(folder: Path, config: Config) -> None:
-    """Write config.toml. On a resume, call it only after the checkpoint accepted `config`: a mistake can be undone."""
+    """Write config.toml. On a resume only after the checkpoint accepted `config`: a mistake can be undone."""
     write_atomically(folder / "config.toml", settings.to_toml(config).encode())
 
 

@@ -355,8 +355,8 @@ class CheckpointManager:
     def save(self, step: int) -> None:
         """Write a checkpoint of `step`; in mode `async`, in the background.
 
-        There, weights and moments are copied during the next forward and backward, and the optimizer's next step waits
-        for that; all else is taken at once. Waits for the save before: only one is under way at a time. Raises
+        In that mode, weights and moments are copied during the next forward and backward, and the optimizer's next step
+        waits for that; all else is taken at once. Waits for the save before: only one is under way at a time. Raises
         CheckpointError on all ranks if this save (`sync`) or the one before was not committed.
         """
         started = time.monotonic()
@@ -432,7 +432,7 @@ class CheckpointManager:
         try:
             written = self.ranks.together(write)
         except Exception:
-            if isinstance(self.store, LocalStore):  # files that other ranks finished would only fill the disk
+            if isinstance(self.store, LocalStore):  # finished files of a failed save would only fill the disk
                 with suppress(CheckpointError):
                     own = [file for file in self.store.sizes(save.name) if f"/{files_of(self.ranks.rank)}" in file]
                     self.store.remove(own)
@@ -456,7 +456,7 @@ class CheckpointManager:
 
     def _upload(self, store: Store, name: str, pieces: Written, started: float, is_newer: bool = True) -> None:
         """Copy a checkpoint to the second place. Every rank copies its own `pieces`; the manifest comes last."""
-        if isinstance(store, LocalStore):  # a LocalStore does not overwrite the rest of an interrupted upload
+        if isinstance(store, LocalStore):  # it does not overwrite leftovers of an interrupted upload
             self.ranks.from_rank_0(lambda: remove_checkpoints(store, [name], store.sizes(name)))
         self.ranks.together(lambda: copy_pieces(self.store, store, name, pieces, self.on_progress))
 

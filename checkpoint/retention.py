@@ -137,7 +137,7 @@ def check_room(
     """Refuse to start if the disk cannot hold the checkpoints to keep and the next one. Collective.
 
     `rank_bytes`: of one checkpoint, on this rank. `disk`: as in Neighbours. Checkpoints that will go count as room. If
-    it is short, removes those never committed, but for rank 0's `spared`. Returns whether one must go before the next
+    room is short, removes those never committed, but for rank 0's `spared`. Returns whether one must go before the next
     is written. Raises CheckpointError.
     """
     try:

@@ -37,8 +37,8 @@ class GenerationTag(Extension):
 class ChatTemplate:
     """A Jinja template for conversations, and the tokenizer of its text.
 
-    The template sees `messages`, `add_generation_prompt`, `bos_token` and `eos_token`. It sees no date, so a
-    conversation gives the same text every day.
+    The template sees `messages`, `add_generation_prompt`, `bos_token` and `eos_token`, but no date: a conversation is
+    the same text every day.
     """
 
     def __init__(self, source: str, tokenizer: Tokenizer):
@@ -58,16 +58,13 @@ class ChatTemplate:
         added = self.raw.get_added_tokens_decoder()
         self._special = {token.content: id for id, token in added.items() if token.special}
         # Tokens at which the tokenizer cuts a text before anything else, so the text after one encodes the same
-        # whatever precedes it. None if some token is for single words only: where it does not apply, it hides others.
+        # whatever precedes it. Empty if some token is for single words only: where it does not apply, it hides others.
         whole_words = any(token.single_word for token in added.values())
         self.cuts = {id: token.content for id, token in added.items() if not (token.normalized or whole_words)}
         self._bos = "" if tokenizer.bos_id is None else tokenizer.raw.id_to_token(tokenizer.bos_id)
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
-        """The conversation as text. Raises TitaniteError.
-
-        With `add_generation_prompt` the text ends where the assistant's next answer begins.
-        """
+        """The conversation as text, with a generation prompt up to where an answer begins. Raises TitaniteError."""
         try:
             return self._template.render(
                 messages=messages,
@@ -84,7 +81,7 @@ class ChatTemplate:
         return self.encode_text(self.render(messages, add_generation_prompt=add_generation_prompt))
 
     def encode_text(self, text: str) -> list[int]:
-        """The token ids of a rendered text. A special token that it spells out becomes that token."""
+        """The token ids of a rendered text, which may spell out special tokens."""
         return self.raw.encode(text, add_special_tokens=False).ids
 
     def segments(self, messages: Sequence[Message]) -> list[tuple[str, bool]]:

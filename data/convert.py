@@ -107,7 +107,7 @@ def megatron_documents(path: Path, eos_id: int) -> Iterator[np.ndarray]:
 
 
 def fms_documents(path: Path, eos_id: int) -> Iterator[np.ndarray]:
-    """Yield the documents of an Arrow file: one per record batch, or per row of a column of lists. Raises DataError."""
+    """Yield the documents of an Arrow file, one per record batch or row of lists. Raises DataError."""
     try:
         reader = pa.ipc.open_file(pa.memory_map(str(path)))
         for i in range(reader.num_record_batches):
@@ -138,7 +138,7 @@ def convert(
     shard_mb: float = 256,
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Convert a dataset and return its manifest. `--help` explains the parameters. Raises DataError, TitaniteError."""
+    """Convert tokens and return the manifest. `--help` explains the parameters. Raises DataError, TitaniteError."""
     folder = check_output(output, overwrite, validation_fraction, block_mb, shard_mb)
     chosen = load_tokenizer(tokenizer, eos_token)
     for source in sources:
@@ -190,7 +190,7 @@ def _ended_once(ids: np.ndarray, tokenizer: Tokenizer, where: str) -> Iterator[n
 
 
 def _gathered(documents: Iterable[tuple[str, np.ndarray]], shard_bytes: int) -> Iterator[tuple[str, list[np.ndarray]]]:
-    """Yield (split, documents) whenever a split has enough for a shard, and at the end what is left of each split."""
+    """Yield (split, documents) when a split has enough for a shard, and at the end what is left of each split."""
     waiting: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
     waiting_bytes = dict.fromkeys(SPLITS, 0)
     for split, document in documents:

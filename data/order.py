@@ -1,6 +1,6 @@
 """The order of the data, as pure functions of integers. Imports numpy only.
 
-An epoch of a dataset permutes its blocks. Each `window_blocks` consecutive blocks form a
+An epoch of a dataset permutes its blocks. Every `window_blocks` consecutive blocks form a
 window, whose documents are permuted. All documents laid end to end are one stream of
 tokens. Epochs follow each other, each in its own order. Sample j of a dataset is the
 tokens [j * seq_len, (j + 1) * seq_len], both ends included, of that endless stream. Its
@@ -68,9 +68,9 @@ class Epoch(NamedTuple):
 
 
 def build_epoch(block_tokens: np.ndarray, window_blocks: int, key: int | None) -> Epoch:
-    """The order of an epoch, given the number of tokens in each block. `key` None: as stored.
+    """The order of an epoch, from the tokens of each block. Sorts, so O(n log n) time and O(n) memory for n blocks.
 
-    Takes O(blocks log blocks) time and O(blocks) memory.
+    `key` None: as stored.
     """
     size = len(block_tokens)
     blocks = permutation(size, key).astype(np.uint32)

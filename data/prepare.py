@@ -53,7 +53,7 @@ from data.writer import (
     write_shard,
 )
 
-BATCH_BYTES = 2**20  # text per tokenizer call; its tokens are Python integers for a while, so few must fit the caches
+BATCH_BYTES = 2**20  # text per tokenizer call: its tokens are Python integers at first, and few fit the caches
 PART_TOKENS = 32 * 2**20  # tokens a process holds before it writes a part; a shard's worth if that is more
 VOCAB_SIZE = 4096  # default for a trained tokenizer
 LARGEST_VOCAB_SIZE = 10**6  # above any in use; the trainer allocates memory for all of it at once
@@ -200,7 +200,7 @@ def prepare(
 
 def _trained_tokenizer(units: list[Unit], text_key: str, vocab_size: int) -> Tokenizer:
     """Train a tokenizer on the beginnings of units spread evenly over the input."""
-    total = min(sum(unit.bytes for unit in units), len(units) * UNIT_BYTES)  # of few large units, some text of each
+    total = min(sum(unit.bytes for unit in units), len(units) * UNIT_BYTES)  # if units are few and large, some of each
     step = max(1, total // TOKENIZER_SAMPLE_BYTES)
     chosen = units[::step]
     each = max(TOKENIZER_SAMPLE_BYTES // max(len(chosen), 1), UNIT_BYTES)
@@ -300,7 +300,7 @@ class Piece(NamedTuple):
 
 
 def _pieces(plan: Plan, unit: Unit) -> Iterator[Piece]:
-    """Yield the future documents of a unit in order, without empty texts."""
+    """Yield the pieces of a unit in order, without empty texts."""
     for text in filter(None, documents(unit, plan.text_key, split_keys(plan.example_keys))):
         held_out = is_held_out(text.encode(), plan.validation_fraction)
         for piece in pieces(text, plan.max_characters):

@@ -182,7 +182,7 @@ class Dataset:
 
     @property
     def packed_seq_len(self) -> int:
-        """As in every split."""
+        """The same in every split."""
         return self.splits["train"].packed_seq_len
 
     def split(self, name: str) -> Split:

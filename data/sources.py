@@ -34,7 +34,7 @@ COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 UNIT_BYTES = 4 * 2**20
 MOST_UNITS = 10_000  # about; a larger input gets larger units
 ROWS = 64  # Parquet rows converted to Python at once: more cost less per row, fewer take less memory
-HASHES = ("ETag", "etag", "blob_id")  # under the names that stores use
+HASHES = ("ETag", "etag", "blob_id")  # of the content, by the stores' own names
 VERSIONS = (*HASHES, "mtime", "LastModified", "created")  # best first
 REQUEST_BYTES = 2 * 2**20  # read-ahead from a remote file; little, as a process may need only one unit
 

@@ -200,7 +200,6 @@ class Stream:
             return self.split.read_zeros(block)
 
     def _blocks(self, number: int, index: int) -> np.ndarray:
-        """The blocks of a window."""
         first = index * self._window_blocks
         return self._epoch(number).blocks[first : first + self._window_blocks]
 

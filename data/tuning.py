@@ -90,8 +90,8 @@ def _split(parts: Sequence[tuple[str, bool]], template: ChatTemplate) -> Segment
     """Encode a conversation's whole text and cut its tokens into the parts.
 
     A part alone may give other tokens, since Llama 2's tokenizer begins each text with a space. Still, all parts are
-    encoded alone if the text up to the end of some part does not encode to the beginning of the whole: that text is
-    what the model is asked.
+    encoded alone if the text up to the end of some part does not encode to the beginning of the whole: the model is
+    asked with that text.
     """
     text = "".join(part for part, _ in parts)
     whole = template.raw.encode(text, add_special_tokens=False)

@@ -54,7 +54,7 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
 
 
 def say_ready(manifest: dict[str, Any], output: str, validation_fraction: float) -> None:
-    """Print the last line of a command that writes a dataset, and first that nothing is held out, if asked for."""
+    """Print the last line of every command that writes a dataset, and before it if nothing is held out as asked."""
     if validation_fraction and not any(shard["split"] == "validation" for shard in manifest["shards"]):
         print(
             f"nothing is held out: --validation-fraction {validation_fraction:g} is too little of so few documents; "
@@ -86,7 +86,7 @@ def refuse_finished(folder: Path, overwrite: bool) -> None:
 
 
 def refuse_too_large(tokens: int, shard: int) -> None:
-    """Refuse a shard whose tokens do not fit the 32-bit offsets of Arrow's lists. Raises DataError."""
+    """Refuse more tokens than Arrow's 32-bit list offsets can hold. Raises DataError."""
     if tokens >= 2**31:
         raise DataError(f"shard {shard} would hold {tokens:,} tokens, 2^31 or more; give a smaller --shard-mb")
 
@@ -116,8 +116,8 @@ def write_shard(
 ) -> WrittenShard:
     """Write documents (list<uint16 | uint32>) as one shard, in blocks of at most about `block_bytes`.
 
-    `order` gives the documents' numbers in the order to write them; None: as they stand. Writes nothing if there are no
-    documents. The files appear whole or not at all.
+    `order`: the documents' numbers in the order to write; None: as they stand. Writes nothing without documents. The
+    files appear whole or not at all.
     """
     path = folder / f"{split}-{number:05}.arrow"
     order = np.arange(len(documents)) if order is None else order
@@ -142,7 +142,7 @@ def write_shard(
 def _write_blocks(
     path: Path, documents: pa.ListArray, order: np.ndarray, offsets: np.ndarray, block_bytes: int
 ) -> list[dict[str, int]]:
-    """Write a record batch per block and return their rows of the index. `offsets` follow `order`."""
+    """Write a record batch per block and return their rows of the index. `offsets` are the tokens' in `order`."""
     dtype = str(documents.type.value_type)
     schema = token_schema(dtype)
     block_tokens = block_bytes // np.dtype(dtype).itemsize
