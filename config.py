@@ -21,6 +21,7 @@ import os
 import re
 import select
 import sys
+import textwrap
 import types
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -968,7 +969,8 @@ def help_text() -> str:
         docs = field_docs(kind)
         for item in dataclasses.fields(kind):
             key, default = f"{section}.{item.name}", json.dumps(item.default)
-            lines += [f"  --{key}=...  {_kind_name(KINDS[key])}; default {default}", f"      {docs[item.name]}"]
+            lines += [f"  --{key}=...  {_kind_name(KINDS[key])}; default {default}"]
+            lines += [textwrap.indent(docs[item.name], " " * 6)]
     return "\n".join(lines)
 
 

@@ -361,7 +361,7 @@ def validation_batches(
     for dataset in datasets:
         if hashes and dataset.hash != hashes[dataset.url]:
             raise DataError(
-                f"{dataset.url}: holds dataset {dataset.hash} by now, and {hashes[dataset.url]} when this run began; "
+                f"{dataset.url}: holds dataset {dataset.hash} by now, and {hashes[dataset.url]} when training started; "
                 "put that back, or go on from the last checkpoint with what is there"
             )
     splits = [dataset.split("validation") for dataset in datasets]

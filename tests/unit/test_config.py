@@ -214,7 +214,7 @@ def test_every_field_is_documented_and_help_prints_it() -> None:
         docs = settings.field_docs(kind)
         for item in dataclasses.fields(kind):
             assert f"--{section}.{item.name}=" in text
-            assert docs[item.name] in text
+            assert "\n      ".join(["", *docs[item.name].splitlines()]) in text
             assert docs[item.name].endswith(".")
 
 
