@@ -23,10 +23,10 @@ from models.llama.model import KVCache
 from parallel.comm import device_type
 from trained import Trained, add_place_arguments, load_from_arguments
 
-PREFILL_TOKENS = 512  # of a prompt, in one forward: bounds the memory of logits that nobody looks at
-CACHE_STEP = 256  # room for keys and values is a multiple of this, so that few lengths are compiled
-COLDEST = 1e-30  # a temperature below it is 0: logits might overflow, and only the likeliest would be drawn anyway
-COMPILED_ROOMS = 256  # torch._dynamo gives up beyond its limit of graphs for one function, 8 if nothing is said
+PREFILL_TOKENS = 512  # of a prompt per forward: limits the memory of its logits, of which few are used
+CACHE_STEP = 256  # the cache's length is a multiple of this, so that few lengths are compiled
+COLDEST = 1e-30  # lower temperatures count as 0: logits might overflow, and only the likeliest token would be drawn
+COMPILED_ROOMS = 256  # graphs per function; beyond its limit, by default 8, torch._dynamo stops compiling
 
 
 # ---------------------------------------------------------------- token by token
@@ -34,7 +34,7 @@ COMPILED_ROOMS = 256  # torch._dynamo gives up beyond its limit of graphs for on
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How a token is drawn. Temperature 0 takes the likeliest; `top_k` 0 and `top_p` 1 leave none out."""
+    """How a token is drawn. Temperature 0 takes the likeliest token; `top_k` 0 and `top_p` 1 exclude none."""
 
     temperature: float = 0.8
     top_k: int = 50
@@ -46,10 +46,10 @@ class Sampling:
 def generate(
     model: nn.Module, prompts: Sequence[Sequence[int]], max_tokens: int, device: torch.device, sampling: Sampling
 ) -> Iterator[list[int]]:
-    """Yield the next token of every prompt, `max_tokens` times, one forward each, with a KV cache.
+    """Yield the next token of every prompt, `max_tokens` times. Each takes one forward with a KV cache.
 
-    Prompts may differ in length. A row gets what it would get alone: it has its own positions, and a random
-    generator seeded by `sampling.seed` plus its number.
+    Prompts may differ in length. A row gets the same tokens as alone: it has its own positions, and its own random
+    generator with the seed `sampling.seed` + row.
     """
     generators = [torch.Generator(device).manual_seed(sampling.seed + row) for row in range(len(prompts))]
     room = -(-(max(map(len, prompts)) + max_tokens) // CACHE_STEP) * CACHE_STEP
@@ -66,16 +66,16 @@ def generate(
 
 
 def _prefill(model: nn.Module, prompts: Sequence[Sequence[int]], caches: list[KVCache], device: torch.device) -> Tensor:
-    """Fill the caches; the logits [B, V] after each prompt's last token.
+    """Fill the caches with the prompts. Returns the logits [B, V] after the last token of each.
 
-    Shorter prompts are padded at the end: what padding stores is overwritten before it is ever seen.
+    Shorter prompts are padded at the end. Keys and values of the padding are overwritten before any token sees them.
     """
     tokens_BS = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True).to(device)
     last: dict[int, Tensor] = {}
     for start in range(0, tokens_BS.shape[1], PREFILL_TOKENS):
         piece_BS = tokens_BS[:, start : start + PREFILL_TOKENS]
         positions_1S = torch.arange(start, start + piece_BS.shape[1], device=device)[None]
-        with torch.compiler.set_stance("force_eager"):  # lengths change with every prompt: not worth compiling
+        with torch.compiler.set_stance("force_eager"):  # the length changes with each prompt: not worth compiling
             logits_BSV = model(piece_BS, positions_1S, caches)
         for row, prompt in enumerate(prompts):
             if start < len(prompt) <= start + PREFILL_TOKENS:
@@ -84,9 +84,9 @@ def _prefill(model: nn.Module, prompts: Sequence[Sequence[int]], caches: list[KV
 
 
 def sample(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
-    """One token id drawn from softmax(logits / temperature), cut to the `top_k` likeliest, then to `top_p`.
+    """Draw a token id from softmax(logits / temperature), limited to the `top_k` likeliest, then by `top_p`.
 
-    Top-p (Holtzman et al. 2020) keeps the likeliest tokens up to the one with which their sum reaches `top_p`.
+    Top-p (Holtzman et al. 2020) keeps the fewest likeliest tokens whose probabilities add up to `top_p`.
     """
     if sampling.temperature < COLDEST:
         return logits_V.argmax()
@@ -98,14 +98,14 @@ def sample(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> 
     if sampling.top_p < 1:
         sorted_V, order_V = probabilities_V.sort(descending=True)
         beyond_V = sorted_V.cumsum(-1) - sorted_V >= sampling.top_p
-        beyond_V[0] = False  # a top_p such as 1e-300 is 0 to the comparison
+        beyond_V[0] = False  # in the comparison, a top_p such as 1e-300 is 0
         sorted_V = sorted_V.masked_fill(beyond_V, 0.0)
         probabilities_V = torch.zeros_like(sorted_V).scatter(0, order_V, sorted_V)
     return torch.multinomial(probabilities_V, 1, generator=generator)[0]
 
 
 def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "inductor") -> None:
-    """Compile the forward of one token; once for each room of the cache that comes, which are many in a long chat."""
+    """Compile the forward of one token. It compiles again for each new length of the cache: often, in a long chat."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, COMPILED_ROOMS)
     for block in model.layers.values():  # type: ignore[operator]
         block.compile(fullgraph=True, dynamic=False, backend=backend)
@@ -115,21 +115,21 @@ def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "induct
 
 
 class TextStream:
-    """The text of one row as its tokens come; ends at a stop token, or before a stop string."""
+    """Turns the tokens of one row into text as they come. Ends at a stop token, or before a stop string."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop_ids: frozenset[int], stops: Sequence[str]):
         self.tokenizer, self.stop_ids, self.stops = tokenizer, stop_ids, stops
         self.without_text = special_ids(tokenizer)
-        # Tokens whose text is out: what follows may depend on it. They must not begin within a character, as the last
-        # few of a prompt may: a decoder that makes characters from bytes would then make none of the whole run.
+        # Tokens whose text is out; the next text may depend on them. They start with the whole prompt, since its last
+        # few might begin in the middle of a character: a decoder of bytes then finds no character in the whole run.
         self.shown = list(prompt)
-        self.pending: list[int] = []  # tokens that end within a character
+        self.pending: list[int] = []  # tokens that end in the middle of a character
         self.held = ""  # text that may be the beginning of a stop string
         self.n_tokens = 0
         self.done = False
 
     def push(self, token: int) -> str:
-        """One more token; the text that is now certain."""
+        """Add a token. Returns the text that has become certain."""
         self.n_tokens += 1
         if token in self.stop_ids:
             return self.finish()
@@ -140,7 +140,7 @@ class TextStream:
         return "" if text.endswith("\ufffd") else self._release(text)
 
     def finish(self) -> str:
-        """No more tokens; the text that was still held back."""
+        """End the text. Returns what was still held back."""
         text = self._release(self._decode_pending())
         if not self.done:
             text, self.held, self.done = text + self.held, "", True
@@ -151,8 +151,8 @@ class TextStream:
         return after[len(before) :]
 
     def _release(self, text: str) -> str:
-        """What of `text`, which follows all before, is no part of a stop string and cannot become one."""
-        if self.pending:  # special tokens, which have no text, are not what the next word follows
+        """The beginning of the held text and `text` that neither is nor can become part of a stop string."""
+        if self.pending:  # those without text (special tokens) join `shown`: the next word follows what came before
             self.shown, self.pending = self.pending if text else self.shown + self.pending, []
         text = self.held + text
         ends = [text.index(stop) for stop in self.stops if stop in text]
@@ -167,12 +167,12 @@ class TextStream:
 
 @dataclass
 class Timing:
-    """Tokens and seconds of what was generated."""
+    """Tokens and seconds of a generation."""
 
     prompt_tokens: int = 0
     prompt_seconds: float = 0.0  # until the first token of every row is there
-    tokens: int = 0  # those after the first of each row
-    seconds: float = 0.0  # and their time
+    tokens: int = 0  # after the first of each row
+    seconds: float = 0.0  # for these
 
     def __str__(self) -> str:
         rate = self.tokens / self.seconds if self.seconds else 0.0
@@ -184,15 +184,15 @@ class Timing:
 
 @dataclass(frozen=True, kw_only=True)
 class Request(Sampling):
-    """What is asked of the model for each prompt: how tokens are drawn, how many, and what ends them before."""
+    """What to generate for each prompt: how tokens are drawn, how many at most, and what ends them earlier."""
 
     max_tokens: int = 128
     stop_ids: frozenset[int] = frozenset()
-    stops: tuple[str, ...] = ()  # texts, or special tokens by their text
+    stops: tuple[str, ...] = ()  # texts; a special token is named by its text
 
 
 def special_ids(tokenizer: Tokenizer, texts: Sequence[str] | None = None) -> frozenset[int]:
-    """The ids of special tokens, which no decoded text ever shows: of all, or of those among `texts`."""
+    """The ids of all special tokens, or of those among `texts`. Decoded text never shows them."""
     added = tokenizer.raw.get_added_tokens_decoder().items()
     return frozenset(id for id, token in added if token.special and (texts is None or token.content in texts))
 
@@ -200,7 +200,7 @@ def special_ids(tokenizer: Tokenizer, texts: Sequence[str] | None = None) -> fro
 def stream_texts(
     trained: Trained, prompts: Sequence[Sequence[int]], request: Request, device: torch.device, timing: Timing
 ) -> Iterator[tuple[int, str, bool]]:
-    """Yield (row, further text, whether the row is finished) as tokens come, until all rows are finished."""
+    """Yield (row, its next text, whether the row is finished) as tokens come, until all rows are finished."""
     stop_ids = request.stop_ids | special_ids(trained.tokenizer, request.stops)
     streams = [TextStream(trained.tokenizer, prompt, stop_ids, request.stops) for prompt in prompts]
     timing.prompt_tokens += sum(map(len, prompts))
@@ -227,7 +227,7 @@ def stream_texts(
 
 
 def continue_one(trained: Trained, prompt: str, request: Request, device: torch.device, timing: Timing) -> None:
-    """Print the prompt, and its continuation as it comes."""
+    """Print the prompt, then its continuation as it comes."""
     print(prompt, end="", flush=True)
     for _, text, _ in stream_texts(trained, [trained.tokenizer.encode(prompt)], request, device, timing):
         print(text, end="", flush=True)
@@ -237,7 +237,7 @@ def continue_one(trained: Trained, prompt: str, request: Request, device: torch.
 def continue_many(
     trained: Trained, prompts: Sequence[str], request: Request, device: torch.device, timing: Timing, batch_size: int
 ) -> None:
-    """Print a JSON line for each prompt, in their order, each as soon as those before it are there."""
+    """Print a JSON line for each prompt, in their order, as soon as it and all before it are finished."""
     for first in range(0, len(prompts), batch_size):
         batch = prompts[first : first + batch_size]
         ids = [trained.tokenizer.encode(prompt) for prompt in batch]
@@ -253,12 +253,12 @@ def continue_many(
 
 
 def chat(trained: Trained, system: str, request: Request, device: torch.device) -> None:
-    """Answer what is typed, line by line, until the end of input. The tokens/s of each answer go to stderr."""
+    """Answer each line that is typed, until the end of input. The tokens/s of each answer go to stderr."""
     messages = [{"role": "system", "content": system}] if system else []
     while True:
         try:
             line = input("> ")
-            line.encode()  # in some locales bytes that are not UTF-8 come as halves of characters
+            line.encode()  # raises: in some locales bytes that are not UTF-8 arrive as surrogates
         except EOFError:
             return
         except UnicodeError as error:
@@ -280,7 +280,7 @@ def chat(trained: Trained, system: str, request: Request, device: torch.device) 
 
 
 def read_prompts(file: Path) -> list[str]:
-    """The `prompt` of every line of a jsonl file. Raises ConfigError naming the line."""
+    """The `prompt` of every line of a jsonl file. Raises ConfigError that names the line."""
     try:
         lines = file.read_text(encoding="utf-8").removesuffix("\n").split("\n")  # JSON may hold other line ends
     except (OSError, UnicodeDecodeError) as error:

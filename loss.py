@@ -14,18 +14,19 @@ from parallel.context import local_indices
 from parallel.mesh import Mesh
 from parallel.tensor import vocab_parallel_cross_entropy
 
-IGNORED = -100  # label of a token that is not trained
+IGNORED = -100  # label of a token that is not trained on
 
 
 def cross_entropy(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
-    """Cross-entropy summed over the tokens whose label is not IGNORED, in float32; nats."""
+    """Sum of the cross-entropy, in nats and float32, over all tokens whose label is not IGNORED."""
     return F.cross_entropy(logits_BSV.flatten(0, 1).float(), labels_BS.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 def build_loss(compile: settings.Compile, mesh: Mesh | None = None) -> Callable[[Tensor, Tensor], Tensor]:
-    """The summed loss of (logits, labels), compiled where the model is: float32 logits are then only in the kernel.
+    """Build the function (logits [B, S, V], labels [B, S]) → summed loss.
 
-    With a `mesh`, logits are this rank's part: of the vocabulary over tp, of the sequence over cp. Labels are whole.
+    It is compiled if the model is: float32 logits then exist only inside the kernel. With a `mesh`, logits are this
+    rank's part: tp splits the vocabulary, cp the sequence. Labels are always whole.
     """
     summed = cross_entropy
     if mesh and mesh.tp.size() > 1:
@@ -40,10 +41,11 @@ def build_loss(compile: settings.Compile, mesh: Mesh | None = None) -> Callable[
 def build_chunked_loss(
     compile: settings.Compile, mesh: Mesh, chunks: int
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """The summed loss of (hidden [B, S, D], output weight [V, D], labels [B, S]), a chunk of the tokens at a time.
+    """Build the function (hidden [B, S, D], output weight [V, D], labels [B, S]) → summed loss, for less memory.
 
-    Only one chunk's logits exist at a time, in the forward too: its gradients are computed at once, and backward only
-    scales them, so nothing is computed twice (the idea of Liger-Kernel's fused linear cross-entropy, Hsu et al. 2024).
+    It takes the tokens in `chunks` parts, so only one chunk's logits exist at a time. The forward computes each chunk's
+    gradients at once and backward only scales them. So nothing is computed twice, as in Liger-Kernel's fused linear
+    cross-entropy (Hsu et al. 2024).
     """
 
     def head(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -67,7 +69,7 @@ class _ChunkedHead(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, summed: Callable[..., Tensor], chunks: int
     ) -> Tensor:
-        of_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)  # it is filled through a view
+        of_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)  # filled through a view
         of_weight: Tensor | None = None
         low = weight.detach().to(hidden.dtype)  # once, not for each chunk
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -79,7 +81,7 @@ class _ChunkedHead(torch.autograd.Function):
                 grad_h, grad_w = torch.autograd.grad(loss, (h, w))
             total += loss.detach()
             grad_part.copy_(grad_h)
-            # A sum of many chunks, and so in float32.
+            # In float32, since it sums many chunks.
             of_weight = grad_w.float() if of_weight is None else of_weight.add_(grad_w)
         assert of_weight is not None
         ctx.save_for_backward(of_hidden, of_weight.to(weight.dtype))

@@ -1,4 +1,4 @@
-"""What a run reports: metrics.jsonl, TensorBoard and one readable line per log step; and runs compared.
+"""What a run reports: metrics.jsonl, TensorBoard and a readable line per log step. Also compares runs.
 
 python -m metrics compare outputs/A outputs/B --output compare.html
 """
@@ -56,22 +56,22 @@ FIELDS = (
 )
 
 
-# Loggers that warn of what is meant so, most of them on every rank: that a gradient's norm over two axes takes two
-# messages, that a checkpointed region must not change anything in place, that torchao makes a call which some later
-# torch will refuse, and that parts of it are not there which nothing here uses.
+# Loggers whose warnings are of no use here. Most warn on every rank: that a gradient norm over two axes takes two
+# messages, that a checkpointed region must not change anything in place, that a later torch will refuse a call torchao
+# makes, and that parts of torchao are missing, which nothing here uses.
 WARN_IN_VAIN = (
     "torch.distributed.tensor._redistribute",
     "torch._higher_order_ops.wrap",
     "torch.utils._pytree",
     "torchao",
     "torchao.kernel.intmm",
-    "aiobotocore.credentials",  # with a traceback, of what is asked for again
+    "aiobotocore.credentials",  # a traceback for a request that is tried again
     "botocore.credentials",
 )
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Dense bf16 FLOP/s of the device, None where it is not known: never a guess."""
+    """Dense bf16 FLOP/s of the device; None if unknown, never a guess."""
     if device.type == "cpu":
         return None
     name = torch.cuda.get_device_name(device)
@@ -79,24 +79,24 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Most memory held so far: reserved by the allocator on an accelerator, resident on CPU. GiB."""
+    """Peak memory so far, GiB: on an accelerator what the allocator reserved, on CPU the resident memory."""
     if device.type != "cpu":
         return torch.cuda.max_memory_reserved(device) / 2**30
     file = Path("/proc/self/status")
     status = file.read_text() if file.exists() else ""
-    if "VmHWM:" in status:  # ru_maxrss would begin with the peak of the process that started this one
+    if "VmHWM:" in status:  # ru_maxrss would include the peak of the process that started this one
         return int(status.split("VmHWM:")[1].split()[0]) / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def check_log_ranks(log_ranks: tuple[int, ...], world_size: int) -> None:
-    """Raises ConfigError if there is none of them; some may be on a machine that the job goes on without."""
+    """Raises ConfigError if none of `log_ranks` exists. Some may be missing: a job can go on with fewer machines."""
     if log_ranks and min(log_ranks) >= world_size:
         raise ConfigError(f"metrics.log_ranks: rank {min(log_ranks)} is not one of this run's, 0 to {world_size - 1}")
 
 
 def configure_logging(log_ranks: tuple[int, ...], rank: int, world_size: int) -> None:
-    """Progress from the chosen ranks; with several, each line names its rank. Raises as `check_log_ranks` does."""
+    """Log progress on the chosen ranks; if several log, each line names its rank. Raises as `check_log_ranks` does."""
     check_log_ranks(log_ranks, world_size)
     prefix = f"[rank {rank}] " if len(log_ranks) > 1 else ""
     logging.basicConfig(
@@ -109,7 +109,7 @@ def configure_logging(log_ranks: tuple[int, ...], rank: int, world_size: int) ->
 
 
 def quiet_vain_warnings() -> None:
-    """Only errors of the loggers WARN_IN_VAIN, by a filter, which leaves those below them as they are."""
+    """Let only errors pass from the loggers WARN_IN_VAIN. A filter, unlike a level, spares the loggers below them."""
     for name in WARN_IN_VAIN:
         logging.getLogger(name).addFilter(_is_error)
 
@@ -119,7 +119,7 @@ def _is_error(record: logging.LogRecord) -> bool:
 
 
 def find_hook(name: str) -> Callable[[dict[str, Any]], object] | None:
-    """The function that `metrics.hook` names, None for "". Raises ConfigError."""
+    """Import the function that `metrics.hook` names; None for "". Raises ConfigError."""
     if not name:
         return None
     module, _, function = name.partition(":")
@@ -156,7 +156,7 @@ class MetricsLogger:
         self.resume(first_step)
 
     def resume(self, step: int) -> None:
-        """Go on from the checkpoint of `step`: TensorBoard drops what it was told of later steps."""
+        """Go on from the checkpoint of `step`. TensorBoard drops what it has of later steps."""
         if self.board_folder:
             # Imported here: TensorBoard takes a second to load.
             from torch.utils.tensorboard import SummaryWriter
@@ -168,19 +168,19 @@ class MetricsLogger:
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        """Begin a new interval: what came before, such as a validation, is in no step's time."""
+        """Begin a new interval, so that the time of a validation, say, counts for no step."""
         self.since = time.perf_counter()
         self.interval_steps = 0
         self.interval_tokens = self.data_wait_seconds = 0.0
 
     def count_step(self, tokens_per_device: float, data_wait_seconds: float) -> None:
-        """One more step in this interval, with the seconds it waited for data."""
+        """Count a step of this interval: its tokens per device and the seconds it waited for data."""
         self.interval_steps += 1
         self.interval_tokens += tokens_per_device
         self.data_wait_seconds += data_wait_seconds
 
     def log_step(self, step: int, *, loss: float, grad_norm: float, lr: float, tokens: int) -> None:
-        """A row and a line for `step`, with the rates since the last one."""
+        """Write a row and a log line for `step`, with the rates of this interval. Begins the next one."""
         seconds = time.perf_counter() - self.since
         tps = self.interval_tokens / seconds
         flops = self.flops_per_token * tps
@@ -210,14 +210,14 @@ class MetricsLogger:
         self.restart_clock()
 
     def log_validation(self, step: int, losses: Mapping[str, float], tokens: int) -> None:
-        """A row and a line for the held-out sets: name → loss; the name of the training data's own is empty."""
+        """Write a row and a log line for the held-out sets, `losses` by name; that of the training data is named ""."""
         named = {f"validation_loss/{name}" if name else "validation_loss": loss for name, loss in losses.items()}
         shown = "  ".join(f"{name.replace('_', ' ')} {loss:.4f}" for name, loss in named.items())
         logger.info(f"step {step:>{len(str(self.steps))}}/{self.steps}  {shown}")
         self._write({"step": step, **named, "tokens": tokens})
 
     def log_skipped(self, step: int, tokens: int) -> None:
-        """A row for a step whose update was left out, see parallel.failures."""
+        """Write a row for a step whose update was left out, see parallel.failures."""
         self._write({"step": step, "skipped": 1, "tokens": tokens})
 
     def _write(self, row: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Runs side by side: one HTML page that holds its data, opens without a server and loads nothing."""
+"""Compare runs on one HTML page, which holds its own data: it needs no server and loads nothing."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from typing import Any
 from config import TitaniteError, tomllib
 from records import read_records, write_output
 
-MAX_POINTS = 4000  # of a curve: longer ones are thinned to every n-th row
+MAX_POINTS = 4000  # per curve: longer ones keep every n-th row
 TITLES = {
     "loss": "loss",
     "validation_loss": "validation loss",
@@ -30,9 +30,9 @@ AXES = ("step", "tokens", "hours")
 
 
 def write_page(runs: Sequence[Path], output: Path) -> list[Path]:
-    """Write the page that compares these runs, but for those that logged no step; returns those compared.
+    """Write the page that compares these runs, and return those on it: all that have logged a step.
 
-    Raises TitaniteError.
+    Raises TitaniteError if there are none, or a run's files cannot be read.
     """
     names = dict(zip(runs, _names(runs), strict=True))
     logged = {run: tables for run in runs if (tables := read_charts(run))}
@@ -60,9 +60,10 @@ def write_page(runs: Sequence[Path], output: Path) -> list[Path]:
 
 
 def read_charts(folder: Path) -> dict[str, dict[str, list[Any]]]:
-    """Chart → columns step, tokens, hours and value. Of steps that were trained again or left out, the last row counts.
+    """Chart → columns step, tokens, hours and value. Hours are the sum of the step times.
 
-    Hours are the step times added up. Empty for a run that ended before its first step. Raises TitaniteError.
+    If a step was trained again or left out later, its last row counts. Empty for a run that ended before its first
+    step. Raises TitaniteError.
     """
     file = folder / "metrics.jsonl"
     if (folder / "model.json").is_file() and not file.exists():
@@ -72,7 +73,7 @@ def read_charts(folder: Path) -> dict[str, dict[str, list[Any]]]:
 
 
 def _charts(file: Path, lines: Sequence[str]) -> dict[str, dict[str, list[Any]]]:
-    """`read_charts` of these lines of `file`. Raises KeyError or TypeError where another program wrote them."""
+    """As `read_charts`, of the lines of `file`. Raises KeyError or TypeError if another program wrote them."""
     rows: list[dict[str, Any]] = []
     last = 0
     for number, line in enumerate(lines, start=1):
@@ -83,7 +84,7 @@ def _charts(file: Path, lines: Sequence[str]) -> dict[str, dict[str, list[Any]]]
                 break  # cut off by a crash
             raise TitaniteError(f"{file}, line {number}: not JSON: {error}") from None
         if not _is_validation(row):
-            if row["step"] <= last:  # a new start, or a rollback, goes on from an earlier step
+            if row["step"] <= last:  # a new start or a rollback went back to an earlier step
                 rows = [kept for kept in rows if kept["step"] < row["step"]]
             last = row["step"]
         rows.append(row)
@@ -111,22 +112,23 @@ def _is_validation(row: Mapping[str, Any]) -> bool:
 
 
 def _interval_hours(steps: Mapping[int, Mapping[str, Any]], skipped: set[int]) -> Iterator[float]:
-    """For each row the hours since the row before.
+    """Yield for each row the hours since the row before.
 
-    A row times `interval_steps` steps. Others before it, up to a validation, a checkpoint or the end of their start,
-    count as the faster of the two rows, since the first of a start may hold a compilation.
+    A row times only its last `interval_steps` steps. Steps before those, up to a validation, a checkpoint or the end of
+    a start, were not timed: they count at the speed of the faster of the two rows, since the first row of a start may
+    include compilation.
     """
     before, usual = 0, math.inf
     for step, row in steps.items():
         seconds = row["step_seconds"]
         trained = step - before - sum(before < left_out < step for left_out in skipped)
-        timed = row.get("interval_steps") or trained  # unknown in runs of earlier versions
+        timed = row.get("interval_steps") or trained  # runs of earlier versions do not say
         yield (timed * seconds + (trained - timed) * min(seconds, usual)) / 3600
         before, usual = step, seconds
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """Dotted key → value of the run's config, of its model, and of its last start."""
+    """Dotted key → value, of the run's config and of its last start. Raises TitaniteError."""
     file = folder / "config.toml"
     with _readable(file):
         sections = tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
@@ -137,7 +139,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def differing_settings(runs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """A row for each setting that is not the same in all runs: its key, then its value in each."""
+    """A row for each setting that differs between the runs: its key, then its value in each run."""
     keys = dict.fromkeys(key for run in runs for key in run if key != "run.folder")
     shown = {key: [json.dumps(run[key]) if key in run else "–" for run in runs] for key in keys}
     return [[key, *values] for key, values in shown.items() if len(set(values)) > 1]
@@ -146,7 +148,7 @@ def differing_settings(runs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 def _summary(
     folder: Path, tables: Mapping[str, Mapping[str, list[Any]]], found: Sequence[str]
 ) -> list[tuple[str, float | None]]:
-    """(column, value) of a run, the validation losses among the charts `found` last; None where it has none."""
+    """(column, value) of a run; the validation losses among the charts `found` come last. A missing value is None."""
 
     def last(chart: str, name: str = "value") -> float | None:
         return tables[chart][name][-1] if chart in tables else None
@@ -178,7 +180,7 @@ def _last_start(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def _readable(file: Path) -> Iterator[None]:
-    """A file of a run that is not there, or damaged, in one line. Raises TitaniteError."""
+    """Raises TitaniteError, in one line, if a run's file is missing or damaged."""
     try:
         yield
     except OSError as error:
@@ -190,14 +192,14 @@ def _readable(file: Path) -> Iterator[None]:
 
 
 def _thinned(table: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-    """At most about MAX_POINTS rows, evenly spread, the last one among them."""
+    """At most MAX_POINTS rows of the table, evenly spaced, always with the last one."""
     n = len(table["value"])
     stride = -(-n // MAX_POINTS)
     return {name: values[(n - 1) % stride :: stride] for name, values in table.items()}
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """The folders' last names, or their whole paths where two have the same one. Raises TitaniteError."""
+    """Each folder's last name, or all paths as given if two share one. Raises TitaniteError for a run named twice."""
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise TitaniteError(f"{', '.join(map(str, folders))}: a run is named twice")
     names = [folder.resolve().name for folder in folders]

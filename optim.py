@@ -18,9 +18,10 @@ from config import ConfigError
 def build_optimizer(
     parts: list[nn.Module], optimizer: settings.Optimizer, compile: settings.Compile | None = None
 ) -> torch.optim.Optimizer:
-    """AdamW (Loshchilov and Hutter 2019), one fused kernel per step; norms and biases are not decayed.
+    """AdamW (Loshchilov and Hutter 2019), without weight decay for norms and biases.
 
-    With states in bfloat16, which torch's kernel refuses, our own, compiled where the model is.
+    It is torch's, one fused kernel per step. That kernel refuses bfloat16 states: for them it is SmallStateAdamW,
+    compiled if the model is. Raises ConfigError for an unknown name.
     """
     if optimizer.name != "adamw":
         raise ConfigError(f"optimizer.name = {optimizer.name!r}: has no branch in build_optimizer")
@@ -39,10 +40,10 @@ def build_optimizer(
 
 
 class SmallStateAdamW(torch.optim.Optimizer):
-    """AdamW whose running means are stored in bfloat16. State names are those of torch's AdamW.
+    """AdamW that stores its running means in bfloat16, under the state names of torch's AdamW.
 
-    Both means are read, updated in float32 and rounded to nearest: with beta2 0.95 a mean follows its input until it
-    is within 8 % of it, below which a step is less than half of bfloat16's last bit.
+    Both means are updated in float32 and rounded to nearest. With beta2 0.95 a mean follows its input to within 8 %:
+    any closer, an update is less than half of bfloat16's last bit and rounds away.
     """
 
     def __init__(
@@ -60,8 +61,8 @@ class SmallStateAdamW(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
-            # What depends on the step is computed here, on the host, and as tensors: numbers would be compiled for anew
-            # whenever they change.
+            # Values that change with the step are computed on the host, as tensors: for a Python number the update
+            # would be compiled again whenever it changes.
             shrink = torch.tensor(1 - group["lr"] * group["weight_decay"], dtype=torch.float32)
             for parameter in group["params"]:
                 if parameter.grad is None:
@@ -81,11 +82,11 @@ class SmallStateAdamW(torch.optim.Optimizer):
 class OuterOptimizer:
     """Lets islands train alone and meet now and then (DiLoCo, Douillard et al. 2023, algorithm 1).
 
-    At a meeting the islands' mean way since the last one is the gradient of SGD with Nesterov momentum, whose result
-    all go on from. Other than in the paper, what the optimizer keeps of each weight, AdamW's running means, is
-    averaged, too: then islands that have met are the same in everything, one checkpoint holds them all, and their
-    number may change. That is three times the bytes, still once in many steps. Its momentum is part of the
-    state of `optimizer`, and so of checkpoints.
+    At a meeting, how far the weights have moved since the last one, averaged over the islands, is the gradient of SGD
+    with Nesterov momentum. All islands go on from its result. Unlike the paper, a meeting also averages AdamW's running
+    means. After it all islands are equal: one checkpoint holds them all, and their number may change. This costs three
+    times the bytes, but only once in many steps. The momentum is part of the state of `optimizer`, so checkpoints hold
+    it.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, islands: DeviceMesh, parallelism: settings.Parallelism):
@@ -99,19 +100,19 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Begin anew from the weights as they are, which are the same on all islands."""
+        """Start from the present weights, which must be the same on all islands."""
         self.steps_alone = 0
         for anchor, parameter in zip(self.anchors, self.parameters, strict=True):
             anchor.copy_(_local(parameter))
 
     def mean(self, value: Tensor) -> Tensor:
-        """The mean over the islands, in place; on all of them not finite if it is on one."""
+        """Average `value` over the islands, in place. If one island's is not finite, no island's result is."""
         dist.all_reduce(value, group=self.islands.get_group())
         return value.div_(self.islands.size())
 
     @torch.no_grad()
     def meet(self) -> None:
-        """Make the islands one, unless they have not trained since they were. Collective."""
+        """Bring the islands to the same weights, unless they have not trained since they last met. Collective."""
         if not self.steps_alone:
             return
         for anchor, parameter in zip(self.anchors, self.parameters, strict=True):
@@ -138,10 +139,10 @@ class OuterOptimizer:
 
 
 def _local(x: Tensor) -> Tensor:
-    """This rank's plain values, sharing memory: without DTensor, and without torchao's float8 wrapper of weights."""
+    """This rank's values as a plain tensor that shares memory: no DTensor, no float8 wrapper of torchao."""
     x = x.to_local() if isinstance(x, DTensor) else x
     if is_traceable_wrapper_subclass(x):
-        return x._tensor  # its __tensor_flatten__ also names the scale, and waits for the device to see whether it is 0
+        return x._tensor  # __tensor_flatten__ would wait for the device, to see whether the scale is 0
     return x
 
 
@@ -157,10 +158,10 @@ def _adamw_update(
     beta2: float,
     eps: float,
 ) -> None:
-    """One step in place (Loshchilov and Hutter 2019, algorithm 2).
+    """One AdamW step, in place (Loshchilov and Hutter 2019, algorithm 2).
 
-    `shrink`: the weight decay's factor; `rate`: the learning rate, corrected as the mean is; `correction`: of the
-    square's mean. Numbers on the host.
+    Three single numbers on the host: `shrink` is the factor of weight decay, `rate` the learning rate with the bias
+    correction of the mean, `correction` the bias correction of the mean square.
     """
     mean = torch.lerp(exp_avg.float(), grad.float(), 1 - beta1)
     square = torch.lerp(exp_avg_sq.float(), grad.float().square(), 1 - beta2)
@@ -170,11 +171,11 @@ def _adamw_update(
 
 
 def learning_rate(step: int, steps: int, peak: float, schedule: settings.LRScheduler) -> float:
-    """The learning rate of a step, the first being 1.
+    """The learning rate of a step; the first step is 1.
 
-    A pure function of the step, so that a checkpoint need not hold a schedule. Linear warm-up, then
-    `wsd`: the peak, and a linear decay over the last `decay_fraction` of all steps (Hu et al. 2024, MiniCPM);
-    `cosine`: half a cosine from the end of the warm-up to the last step (Loshchilov and Hutter 2017).
+    A pure function of the step, so a checkpoint holds no schedule. After a linear warm-up
+    `wsd` holds the peak, then decays linearly over the last `decay_fraction` of all steps (Hu et al. 2024, MiniCPM);
+    `cosine` follows half a cosine from the end of the warm-up to the last step (Loshchilov and Hutter 2017).
     """
     if schedule.schedule == "wsd":
         decay_steps = round(schedule.decay_fraction * steps)
@@ -190,16 +191,16 @@ def learning_rate(step: int, steps: int, peak: float, schedule: settings.LRSched
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """The same rate for every group."""
+    """Set the same rate in every group."""
     for group in optimizer.param_groups:
         group["lr"] = lr
 
 
 def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, pp: DeviceMesh | None = None) -> Tensor:
-    """Scale gradients in place to a total norm of at most `max_norm` (0: leave them); return the norm before.
+    """Scale gradients in place to a total norm of at most `max_norm` (0: leave them). Returns the norm before.
 
-    The norm is over all ranks, those of the pipeline `pp` included, and stays on the device. A norm that is not
-    finite spreads into every gradient, on every rank alike, for the loop to find.
+    The norm is over all ranks, including those of the pipeline `pp`, and stays on the device. If it is not finite, it
+    makes every gradient on every rank so too, for the loop to find.
     """
     parameters = [p for p in parameters if p.grad is not None]
     norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])

@@ -1,4 +1,4 @@
-"""Traces by torch's profiler and CUDA memory snapshots, by config."""
+"""Traces by torch's profiler and snapshots of CUDA memory, as the config asks for."""
 
 import contextlib
 import logging
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_profiling(profiling: settings.Profiling) -> None:
-    """Refuse a snapshot of memory that is not there. Raises ConfigError."""
+    """Raises ConfigError for a snapshot of CUDA memory on a machine without CUDA."""
     if profiling.memory_snapshot and not torch.cuda.is_available():
         raise ConfigError("profiling.memory_snapshot = true: needs CUDA, whose allocations it records")
 
@@ -23,11 +23,11 @@ def check_profiling(profiling: settings.Profiling) -> None:
 def profile(
     profiling: settings.Profiling, folder: Path, rank: int, steps_done: int
 ) -> Iterator[torch.profiler.profile | None]:
-    """A profiler whose `.step()` the loop calls after each step, or None where no trace is wanted.
+    """A profiler whose `.step()` the loop must call after each step; None if no trace is wanted.
 
-    Steps are counted from the start of the run; `steps_done` of them were done before. A trace whose first step
-    has passed begins as soon as it can: with the second step, the first warms the profiler up. Files are named by
-    their first step: a later start leaves its own.
+    Steps are counted from the start of the run; earlier starts did `steps_done` of them. A trace whose first step is
+    among those begins as soon as it can: with the second step of this start, since the first warms the profiler up.
+    Files are named after their first step, so a later start does not overwrite them.
     """
     if profiling.memory_snapshot:
         torch.cuda.memory._record_memory_history(max_entries=200_000)

@@ -51,8 +51,8 @@ logger = logging.getLogger(__name__)
 
 
 def train(config: Config, after_step: Callable[[int], None] = lambda step: None) -> None:
-    """Run `config` to its last step; `after_step(step)` is called at the end of each, for benchmarks and tests."""
-    # -- what can go wrong is found here, before any process group starts and any byte is written
+    """Run `config` to its last step. Calls `after_step(step)` after each trained step, for benchmarks and tests."""
+    # -- find mistakes, before any process group starts and any byte is written
     environment = launch_environment()
     rank, world_size, training, comm = environment.rank, environment.world_size, config.training, config.comm
     configure_logging(config.metrics.log_ranks, rank, world_size)
@@ -75,7 +75,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
     # -- processes and the run's folder
     torch.manual_seed(config.run.seed)
     if config.run.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses to be deterministic
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it to be deterministic
     torch.use_deterministic_algorithms(config.run.deterministic)
     device = init_distributed(environment, comm)
     dataloader.check_ranks()
@@ -160,14 +160,14 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         metrics.log_validation(step, losses, dataloader.tokens_seen)
 
     def due(interval: int) -> bool:
-        """Whether a multiple of `interval` has come since the last update; steps between may have been left out."""
+        """Whether a multiple of `interval` has come since the last update, at this step or at one that was left out."""
         return step // interval > updated // interval or step == training.steps
 
     # -- the loop
-    gc.disable()  # a collection on one rank holds up all the others: they collect together
-    starting = True  # till a step has been trained
-    updated = step  # the last step that the weights have seen
-    unchecked: dict[int, Tensor] = {}  # step → loss and gradient norm, since the host last looked
+    gc.disable()  # a collection on one rank stalls all the others, so all collect at the same steps
+    starting = True  # until this start has trained a step
+    updated = step  # the last step whose update is in the weights
+    unchecked: dict[int, Tensor] = {}  # step → loss and gradient norm that the host has not fetched yet
     with (
         StopRequest(folder, environment, comm.init_timeout_seconds) as stop,
         watchdog,
@@ -184,12 +184,12 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
             island_tokens[dims.island(rank)] = sum((batch.labels != IGNORED).sum() for batch in microbatches)
             dist.all_reduce(island_tokens)
             n_tokens = island_tokens[dims.island(rank)] // dims.copies
-            n_tokens.clamp_(min=1)  # all may be masked: a step of loss 0, not of 0 / 0
+            n_tokens.clamp_(min=1)  # if all tokens are masked, the loss is 0 instead of 0 / 0
 
             losses = forward_backward(microbatches, n_tokens)
             if config.failures.replay_interval and step % config.failures.replay_interval == 0:
                 check_replay(step, parameters, losses, partial(forward_backward, microbatches, n_tokens))
-            loss = torch.stack(losses).sum() / dims.tp / dims.islands  # the ranks of tp have all computed the same
+            loss = torch.stack(losses).sum() / dims.tp / dims.islands  # all ranks of tp computed the same loss
             dist.all_reduce(loss)
 
             grad_norm = clip_grad_norm_(parameters, training.max_norm, mesh.pp).to(device)
@@ -213,7 +213,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
             refresh_weights()
             optimizer.zero_grad()
 
-            # The host waits for the device only in what follows, when something is due.
+            # From here on the host waits for the device, but only when something is due.
             unchecked[step] = torch.stack((loss, grad_norm))
             metrics.count_step(tokens_per_step / world_size, dataloader.wait_seconds)
             log_due = due(config.metrics.log_interval) or starting
@@ -231,14 +231,14 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
                 checkpoint.save(step)
             if stragglers and step % config.failures.straggler_interval == 0:
                 stragglers.check(step, dataloader.wait_seconds)
-            checkpoint.check()  # a background save that failed is no news for later
+            checkpoint.check()  # raise a background save's error at once
             if starting:  # everything is compiled and connected by now
                 starting = False
                 gc.collect()
-                gc.freeze()  # all that stays is there: what is collected from now on is little
+                gc.freeze()  # all long-lived objects exist: later collections leave them out
                 watchdog.enter("start")
-                dist.barrier()  # so that none is bound by the new limit while another still compiles
-                set_timeout(comm.train_timeout_seconds, apart=checkpoint.ranks.group)  # which has its own
+                dist.barrier()  # the shorter limit must not run while a rank still compiles
+                set_timeout(comm.train_timeout_seconds, apart=checkpoint.ranks.group)  # has its own limit
                 watchdog.limit_seconds = comm.train_timeout_seconds
             if step % training.gc_interval == 0:
                 gc.collect()
@@ -253,12 +253,12 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         watchdog.enter("end", step)
         fetch_finite(unchecked)
         if outer:
-            outer.meet()  # asked to stop between two meetings
+            outer.meet()  # the run may have stopped between two meetings
             refresh_weights()
         if config.validation.enable and step == training.steps and step in bad_steps.skipped:
-            measure_validation()  # the last step was left out, and with it what was due after it
+            measure_validation()  # the last step was left out, and its validation with it
             watchdog.enter("end")
-        checkpoint.finish(step)  # when stopped in between, or when the last step was left out
+        checkpoint.finish(step)  # saves if the run stopped between two saves or left out the last step
         if step < training.steps:
             logger.info(f"stopped after step {step}: {stop.asked_by or 'another rank was asked'}")
         elif config.validation.sample_tokens:
@@ -270,28 +270,28 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
     watchdog.close(step, training.steps, stop.asked_by)
     logger.info(f"done: {step} of {training.steps} steps, run folder {folder}")
     if step < training.steps:
-        dist.barrier()  # rank 0 has recorded the end, before torchrun ends it since another rank beside it left with 75
+        dist.barrier()  # when a rank leaves with 75, torchrun ends the others: let rank 0 record the end first
         if stop.elsewhere:
             sys.exit(AGAIN)  # torchrun starts us again, with the nodes that remain
 
 
 @record
 def main() -> None:
-    """Train as the command line says; a mistake is explained in one line and ends with exit code 2."""
+    """Train as the command line says. A mistake is explained in one line and ends with exit code 2."""
     environment = launch_environment()
     try:
         train(load_config(sys.argv[1:]))
     except TitaniteError as error:
         running = dist.is_initialized()
         if environment.local_rank > 0 and (error.agreed or not running):
-            # Local rank 0 says the same. torchrun ends us once it has; if we went first, it would be ended unheard.
+            # Local rank 0 prints the same. If we left first, torchrun would end it unheard. Once it leaves, so do we.
             time.sleep(SPEAKER_TIMEOUT_SECONDS)
         where = f" (rank {environment.rank})" if running and not error.agreed else ""
         print(f"error{where}: {error}", file=sys.stderr, flush=True)
         in_vain = not running or isinstance(error, (ConfigError, CrashLoopError))
         if environment.local_rank == 0 and environment.restarts_left and in_vain:
             end_launcher()
-        os._exit(2)  # not through Python's end, which would wait for ranks that are still in a collective
+        os._exit(2)  # a normal exit would wait for ranks that are still in a collective
     shut_down()
 
 

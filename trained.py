@@ -1,4 +1,4 @@
-"""A trained model in one process: from a run, a folder of checkpoints or a URL, with its tokenizer."""
+"""Load a trained model and its tokenizer into one process, from a run, a folder of checkpoints or a URL."""
 
 import argparse
 import json
@@ -22,12 +22,12 @@ from models import build_model, recorded_model
 
 @dataclass(frozen=True)
 class Trained:
-    """A model with the weights of a checkpoint, in one process, and what belongs to it."""
+    """A model with the weights of a checkpoint, whole in this process, with its tokenizer and manifest."""
 
     model: nn.Module
     tokenizer: Tokenizer
     manifest: Manifest
-    place: str  # the checkpoint
+    place: str  # of the checkpoint
 
     @cached_property
     def chat(self) -> ChatTemplate:
@@ -36,9 +36,9 @@ class Trained:
 
 
 def load_trained(place: str, *, device: torch.device, dtype: torch.dtype, tokenizer: str = "") -> Trained:
-    """The newest intact checkpoint of a run, of a folder of checkpoints or at a URL.
+    """Load the newest intact checkpoint of a run, a folder of checkpoints or a URL.
 
-    `tokenizer`: a tokenizer.json or the folder of one; "": the run's own. Raises TitaniteError.
+    `tokenizer` is a tokenizer.json or its folder, "" the run's own. Raises TitaniteError.
     """
 
     def fill(opened: Opened) -> Trained:
@@ -55,13 +55,13 @@ def load_trained(place: str, *, device: torch.device, dtype: torch.dtype, tokeni
 
 
 def _stock_manifest(place: str) -> Manifest:
-    """What a checkpoint of stock DCP does not say of its model: the run's own record of it."""
+    """The run's own record of the model, in place of the manifest that a checkpoint of stock DCP lacks."""
     file = Path(place) / "model.json"
     return {"identity": json.loads(file.read_text(encoding="utf-8"))} if file.is_file() else {}
 
 
 def add_place_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of every command that loads a trained model."""
+    """Add the arguments that all commands on a trained model share."""
     parser.add_argument("place", metavar="RUN_OR_CHECKPOINT", help="run, checkpoints or one checkpoint; folder or URL")
     parser.add_argument("--tokenizer", default="", help="tokenizer.json or its folder; default: the run's own")
     parser.add_argument(
@@ -70,6 +70,6 @@ def add_place_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def load_from_arguments(arguments: argparse.Namespace, device: torch.device) -> Trained:
-    """What `add_place_arguments` describe."""
+    """Load the model that the arguments of `add_place_arguments` name. Raises TitaniteError."""
     dtype = arguments.dtype or ("float32" if device.type == "cpu" else "bfloat16")
     return load_trained(arguments.place, device=device, dtype=getattr(torch, dtype), tokenizer=arguments.tokenizer)

@@ -1,4 +1,4 @@
-"""Loss on held-out documents, and a sample of what the model writes: in a run, or of a trained model.
+"""Loss on held-out documents, in a run or of a trained model, and a run's sample of what its model writes.
 
 python validate.py outputs/NAME --datasets datasets/web datasets/code
 """
@@ -30,9 +30,10 @@ from trained import Trained, add_place_arguments, load_from_arguments
 
 
 def validation_sets(config: Config) -> dict[str, Config]:
-    """What is measured: name → the config under which its batches are read. The training data has an empty name.
+    """Name of each held-out set → the config that reads its batches.
 
-    Sets are named by their last folders, in full where two share one.
+    Without `validation.datasets` there is one, of the training data, named "". Others are named by their last folder,
+    or all by their whole URLs if two have the same one.
     """
     urls = config.validation.datasets
     if not urls:
@@ -53,9 +54,9 @@ def validate(
     device: torch.device,
     stopped: Callable[[], bool],
 ) -> float | None:
-    """Mean loss per token over the batches of all ranks, nats; None if `stopped` before the last one.
+    """Mean loss per token, in nats, over the batches of all ranks; None if `stopped()` became true before the last one.
 
-    Every rank must have as many batches; `stopped` is asked before each, and must say the same on all ranks.
+    All ranks must have the same number of batches. `stopped` is called before each and must agree on all ranks.
     """
     total = torch.zeros(2, dtype=torch.float64, device=device)  # summed loss, tokens
     with _no_training(parts):
@@ -71,7 +72,7 @@ def validate(
 
 @contextmanager
 def _no_training(parts: list[nn.Module]) -> Iterator[None]:
-    """Without what is for training only, as dropout; after it the parameters are the shards again."""
+    """Switch off what is for training only, such as dropout. At the end the parameters are shards again."""
     trained = [module for part in parts for module in part.modules() if module.training]
     for part in parts:
         part.eval()
@@ -96,12 +97,12 @@ def sample_text(
     mesh: Mesh,
     device: torch.device,
 ) -> Iterator[str]:
-    """The sample `config.validation` asks for, a piece for each token. All ranks take part, and take all pieces."""
+    """Yield the sample that `config.validation` asks for, a piece per token. All ranks must take all the pieces."""
     prompt, max_tokens = config.validation.sample_prompt, config.validation.sample_tokens
     tokens, sampling = tokenizer.encode(prompt), Sampling(seed=config.run.seed)
     drawn: Iterator[int]
     if dims.copies == 1:
-        stance = "force_eager"  # its lengths change at each token: not worth compiling
+        stance = "force_eager"  # the length changes with each token: not worth compiling
         drawn = (token for (token,) in generate(parts[0], [tokens], max_tokens, device, sampling))
     else:
         stance = "default"
@@ -126,7 +127,7 @@ def _generate_in_parts(
     mesh: Mesh,
     device: torch.device,
 ) -> Iterator[int]:
-    """As `generate`, for a model whose layers, matmuls or sequences are shared out: a whole forward for each token."""
+    """As `generate`, for a model split by tp, cp or pp: without a cache, a whole forward for each token."""
     generator = torch.Generator(device).manual_seed(sampling.seed)
     for _ in range(max_tokens):
         tokens = tokens[-training.seq_len :]
@@ -139,7 +140,7 @@ def _generate_in_parts(
 
 
 def _logits_at(logits: Tensor | None, place: int, seq_len: int, dims: ParallelDims, mesh: Mesh) -> Tensor:
-    """The logits [V] of the first row's token at `place`, on every rank, from the parts that the ranks hold."""
+    """Collect the logits [V] of the first row's token at `place` from the ranks that hold them, on every rank."""
     device = torch.device(mesh.tp.device_type)
     columns = torch.tensor(0 if logits is None else logits.shape[-1], device=device)
     dist.all_reduce(columns, op=dist.ReduceOp.MAX)
@@ -159,7 +160,7 @@ def _logits_at(logits: Tensor | None, place: int, seq_len: int, dims: ParallelDi
 def measure(trained: Trained, config: Config, device: torch.device) -> tuple[float, int]:
     """(mean loss per token in nats, tokens) of a trained model on the held-out documents of `config.data`.
 
-    Raises DataError where they were made with another tokenizer than the model's.
+    Raises DataError for data that was made with another tokenizer than the model's.
     """
     for url in config.data.datasets:
         made_by = open_dataset(url, config.data).tokenizer_fingerprint
@@ -174,10 +175,11 @@ def measure(trained: Trained, config: Config, device: torch.device) -> tuple[flo
 
 
 def as_packed(config: Config, seq_len: int | None, recorded: bool) -> Config:
-    """`config` as a packed dataset needs it, whose examples would else be cut or see each other.
+    """`config` with the length of a packed dataset's rows and documents masked, if its dataset is packed.
 
-    `seq_len` is what was asked for, if anything; `recorded`: the config holds a run's. Raises ConfigError where the
-    rows have another length, or nothing says which.
+    Otherwise examples would be cut or would see each other. `seq_len` is what the user asked for, if anything;
+    `recorded` says that `config` holds a run's `seq_len`. Raises ConfigError if the rows have another length than asked
+    for, or if the data is not packed and nothing says how long its sequences are.
     """
     (url,) = config.data.datasets
     packed = open_dataset(url, config.data).split("validation").packed_seq_len

@@ -1,4 +1,4 @@
-"""The models that train.py knows. A new one is a folder beside `llama` and one line in MODELS."""
+"""The models that train.py knows. To add one, add a folder beside `llama` and a line to MODELS."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
@@ -18,18 +18,18 @@ from models.llama.parallelize import apply_parallelism, check_parallelism
 
 
 class HuggingFace(Protocol):
-    """What checkpoint.hf needs of a family: its module hf.py, as models/llama/hf.py is. Values cross unchanged."""
+    """The module hf.py of a model family, used by checkpoint.hf, such as models/llama/hf.py. Values cross unchanged."""
 
-    MODEL_TYPE: str  # of its config.json
+    MODEL_TYPE: str  # `model_type` in config.json
 
     def hf_names(self, flavor: Any, /) -> Mapping[str, str]:
-        """Our name of every parameter → Hugging Face's."""
+        """Our name → Hugging Face's name, for every parameter."""
 
     def check_hf_names(self, found: Collection[str], flavor: Any, /) -> None:
-        """Raises ValueError naming what is missing or left over among the names of a folder's weights."""
+        """Raises ValueError that says which of a folder's weight names are missing or left over."""
 
     def from_hf_config(self, hf: dict[str, Any], /) -> Any:
-        """The flavor that a config.json describes. Raises ValueError, KeyError or TypeError for what cannot be run."""
+        """The flavor that a config.json describes. Raises ValueError, KeyError or TypeError for one we cannot run."""
 
     def to_hf_config(self, flavor: Any, max_positions: int, dtype: str, /) -> dict[str, Any]:
         """The config.json of a flavor."""
@@ -39,10 +39,10 @@ class HuggingFace(Protocol):
 class ModelSpec:
     """What train.py needs of a model family.
 
-    `model(flavor)` builds a module with `init_std(name)` and `flops_per_token(seq_len)`; flavors are dataclasses
-    with `vocab_size`, `dim` and `n_layers`, and `recorded_flavor(fields)` makes one of its own `asdict`.
-    `check_parallelism(flavor, config)` raises ConfigError where they do not fit; `apply_parallelism(model, mesh,
-    config)` shards the model and returns the parts this rank holds. `hf`, if any, takes it to and from Hugging Face.
+    `model(flavor)` builds a module with `init_std(name)` and `flops_per_token(seq_len)`. Flavors are dataclasses with
+    `vocab_size`, `dim` and `n_layers`; `recorded_flavor(fields)` builds one from its `asdict`.
+    `check_parallelism(flavor, config)` raises ConfigError if the two do not fit. `apply_parallelism(model, mesh,
+    config)` shards the model and returns the parts this rank holds. `hf`, if given, converts to and from Hugging Face.
     """
 
     model: Callable[[Any], nn.Module]
@@ -59,7 +59,10 @@ MODELS = MappingProxyType(
 
 
 def find_model(model: settings.Model, data_vocab_size: int) -> tuple[ModelSpec, Any]:
-    """The model family and its flavor, with the layers asked for and room for the data's words. Raises ConfigError."""
+    """The model family and flavor that the config names, with its number of layers and a vocabulary for the data.
+
+    Raises ConfigError.
+    """
     if model.name not in MODELS:
         raise _unknown("model.name", model.name, MODELS)
     spec = MODELS[model.name]
@@ -80,7 +83,7 @@ def find_model(model: settings.Model, data_vocab_size: int) -> tuple[ModelSpec, 
 
 
 def recorded_model(identity: Mapping[str, Any]) -> tuple[ModelSpec, Any]:
-    """The model family and the flavor that a run recorded, with its checkpoints. Raises ConfigError."""
+    """The model family and flavor that a run recorded in its checkpoints. Raises ConfigError."""
     fields = dict(identity)
     name = fields.pop("name", None)
     if name not in MODELS:
@@ -92,7 +95,7 @@ def recorded_model(identity: Mapping[str, Any]) -> tuple[ModelSpec, Any]:
 
 
 def build_model(spec: ModelSpec, flavor: Any) -> nn.Module:
-    """The model on the meta device: shapes, no memory. Raises ConfigError for a buffer, or a weight of two names."""
+    """Build the model on the meta device, without memory. Raises ConfigError for a buffer or a weight of two names."""
     with torch.device("meta"):
         model = spec.model(flavor)
     if buffers := [name for name, _ in model.named_buffers()]:

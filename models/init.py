@@ -12,12 +12,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 def init_weights(
     model: nn.Module, device: torch.device, seed: int, on_progress: Callable[[], None] = lambda: None
 ) -> None:
-    """Give a model on the meta device memory on `device`, and its initial weights.
+    """Allocate a model that is on the meta device on `device`, and fill it with initial weights.
 
-    Every parameter has a generator of its own, seeded by `seed` and its name, draws its full value and
-    keeps its shard: so the weights are the same for any world size and mesh (on one type of device).
-    `model.init_std(name)` gives the standard deviation, of a normal cut at three of them, or None for ones.
-    `on_progress` is called for each: on the host a large model takes many minutes.
+    Each parameter has its own generator, seeded by `seed` and the parameter's name. Every rank draws the full value and
+    keeps its shard, so the weights are the same for any world size and mesh (on one type of device).
+    `model.init_std(name)` is the standard deviation of a normal cut off at three of them, or None for ones.
+    `on_progress` is called after each parameter: on the host a large model takes many minutes.
     """
     init_std: Callable[[str], float | None] = model.init_std  # type: ignore[assignment]
     model.to_empty(device=device)
@@ -40,5 +40,5 @@ def _seed_of(name: str, seed: int) -> int:
 def _shard_like(full: Tensor, parameter: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return full
-    # src_data_rank=None: every rank has the same full tensor, so nothing is sent.
+    # src_data_rank=None: send nothing, since every rank has the same full tensor.
     return distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)

@@ -1,4 +1,4 @@
-"""Log-likelihood of token sequences: what multiple-choice benchmarks and perplexity are made of."""
+"""Log-likelihoods of token sequences, from which multiple-choice benchmarks and perplexity are computed."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,7 +8,7 @@ from torch import nn
 
 
 class Pair(NamedTuple):
-    """Tokens that are scored, `continuation`, after tokens that are given, `context`; neither is empty."""
+    """The tokens `continuation` are scored after the given tokens `context`. Neither is empty."""
 
     context: Sequence[int]
     continuation: Sequence[int]
@@ -16,18 +16,18 @@ class Pair(NamedTuple):
 
 class Score(NamedTuple):
     log_likelihood: float  # of the whole continuation, nats
-    greedy: bool  # whether each of its tokens is the likeliest
+    greedy: bool  # whether every token of it is the likeliest
 
 
 @torch.no_grad()
 def log_likelihoods(
     model: nn.Module, pairs: Sequence[Pair], *, batch_size: int, max_seq_len: int, device: torch.device
 ) -> list[Score]:
-    """The score of each pair, in their order.
+    """The score of each pair, in the order of `pairs`.
 
-    The model is given the last `max_seq_len` tokens before the last one, so a context that is too long loses its
-    beginning. The longest pairs come first: if memory does not suffice, it shows at once. Raises ValueError for a
-    continuation longer than that.
+    The model reads the last `max_seq_len` tokens before a pair's last token, so a context that is too long loses its
+    beginning. Raises ValueError for a continuation of more than `max_seq_len` tokens. The longest pairs run first, so
+    that too little memory shows at once.
     """
     scores: dict[int, Score] = {}
     order = sorted(range(len(pairs)), key=lambda i: -len(pairs[i].context) - len(pairs[i].continuation))
@@ -35,7 +35,7 @@ def log_likelihoods(
         batch = order[first : first + batch_size]
         rows = [[*pairs[i].context, *pairs[i].continuation][-(max_seq_len + 1) :] for i in batch]
         tokens_BS = torch.zeros(len(rows), max(map(len, rows)) - 1, dtype=torch.int64)
-        for row, tokens in enumerate(rows):  # padded at the end, which nothing before it sees
+        for row, tokens in enumerate(rows):  # padded at the end, where no token sees it
             tokens_BS[row, : len(tokens) - 1] = torch.tensor(tokens[:-1])
         logits_BSV = model(tokens_BS.to(device))
         for row, (i, tokens) in enumerate(zip(batch, rows, strict=True)):

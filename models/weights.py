@@ -1,4 +1,4 @@
-"""What must be brought up to date whenever the weights have changed."""
+"""Copies and scales of the weights, which must be refreshed whenever the weights have changed."""
 
 from collections.abc import Callable
 
@@ -12,10 +12,10 @@ from parallel.fsdp import keeps_copies
 
 
 def build_refresh(parts: list[nn.Module], config: Config) -> Callable[[], None]:
-    """A function to call whenever the weights have changed: after a load, an optimizer step, a meeting of islands.
+    """Build the function to call whenever the weights have changed: after a load, an optimizer step, a meeting.
 
-    FSDP2 casts weights to float8 by the scales that it last found, and a rank alone computes with the copies that it
-    last made: neither looks at the weights again.
+    Without it FSDP2 casts weights to float8 by old scales, and a rank that trains alone computes with old copies of its
+    weights: neither looks at the weights again.
     """
     cast = build_cast(getattr(torch, config.training.param_dtype), config.compile)
 
@@ -30,10 +30,11 @@ def build_refresh(parts: list[nn.Module], config: Config) -> Callable[[], None]:
 
 @torch.no_grad()
 def refresh_copies(model: nn.Module, cast: Callable[[Tensor], Tensor]) -> None:
-    """Let every linear layer of `model` compute with `cast(weight)`, till the next call.
+    """Let every linear layer of `model` compute with `cast(weight)` until the next call.
 
-    So a weight is cast once for all microbatches of a step, as FSDP2 does it for ranks that share weights, but without
-    FSDP2's copies of gradients: that of the copy, in its type, is added to the weight's own as soon as it is there.
+    So each weight is cast once for all microbatches of a step, as FSDP2 does where ranks share weights. Unlike FSDP2
+    this keeps no copies of gradients: backward adds the gradient of the cast copy, in the copy's type, to the weight's
+    own as soon as it is computed.
     """
     for layer in model.modules():
         if isinstance(layer, nn.Linear):
@@ -42,7 +43,7 @@ def refresh_copies(model: nn.Module, cast: Callable[[Tensor], Tensor]) -> None:
             copy = cast(weight).requires_grad_(weight.requires_grad)
             if weight.requires_grad:
                 copy.register_post_accumulate_grad_hook(_hand_over(weight))
-            # Found as `layer.weight` before the parameter, which keeps its name for optimizer and checkpoints.
+            # `layer.weight` finds this copy first. The parameter keeps its name for the optimizer and checkpoints.
             layer.__dict__["weight"] = copy
 
 

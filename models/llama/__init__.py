@@ -1,4 +1,4 @@
-"""The Llama family: its sizes. Shapes as published with the models, but for those marked as ours."""
+"""The sizes of the Llama family. Shapes are as published with the models, except those marked as ours."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -9,7 +9,7 @@ from models.llama.model import LlamaConfig, RopeScaling
 
 
 def recorded_flavor(fields: Mapping[str, Any]) -> LlamaConfig:
-    """The flavor whose `dataclasses.asdict` is `fields`."""
+    """Build the flavor whose `dataclasses.asdict` is `fields`."""
     scaling = fields.get("rope_scaling")
     return LlamaConfig(**{**fields, "rope_scaling": RopeScaling(**scaling) if scaling else None})
 
@@ -21,7 +21,7 @@ llama3_2 = partial(llama3, rope_scaling=RopeScaling(factor=32.0), tie_embeddings
 
 FLAVORS: Mapping[str, LlamaConfig] = MappingProxyType(
     {
-        # Ours, to try things out: a step takes milliseconds.
+        # Ours, for trying things out: a step takes milliseconds.
         "tiny": LlamaConfig(dim=64, n_layers=4, n_heads=4, n_kv_heads=2, hidden_dim=192),
         # Ours: learns Python in minutes on a laptop.
         "debug": LlamaConfig(dim=256, n_layers=6, n_heads=8, n_kv_heads=4, hidden_dim=768),
@@ -38,7 +38,7 @@ FLAVORS: Mapping[str, LlamaConfig] = MappingProxyType(
         "llama2_13B": llama2(dim=5120, n_layers=40, n_heads=40, n_kv_heads=40, hidden_dim=13824),
         # Granite 7B has the shape of Llama 2.
         "granite_7B": llama2(dim=4096, n_layers=32, n_heads=32, n_kv_heads=32, hidden_dim=11008),
-        # Ours, at the size of the checkpoint study: the 8B's layers, half as many again.
+        # Ours, of the size in the checkpoint study: layers as the 8B's, half as many again.
         "11B": llama2(dim=4096, n_layers=48, n_heads=32, n_kv_heads=8, hidden_dim=14336),
     }
 )

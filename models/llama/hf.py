@@ -1,4 +1,4 @@
-"""Llama to and from Hugging Face: names of weights and fields of config.json. Values cross unchanged."""
+"""Llama to and from Hugging Face: names of weights and fields of config.json. Values of weights cross unchanged."""
 
 from collections.abc import Collection
 from types import MappingProxyType
@@ -24,7 +24,7 @@ BLOCK_NAMES = {
     "feed_forward.w3.weight": "mlp.up_proj.weight",
 }
 
-# Fields of LlamaConfig → keys of config.json, all required; those that need more are below.
+# Fields of LlamaConfig → keys of config.json, all required. from_hf_config handles the other fields.
 CONFIG_KEYS = {
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",
@@ -39,13 +39,13 @@ ROPE_KEYS = {
     "high_freq_factor": "high_freq_factor",
     "original_seq_len": "original_max_position_embeddings",
 }
-# What a config.json may ask for and our model has not: key → the only value that can be run.
+# Keys of config.json that our model supports with one value only: key → that value.
 ONLY = MappingProxyType({"hidden_act": "silu", "attention_bias": False, "mlp_bias": False})
 NEVER = ("sliding_window", "quantization_config")
 
 
 def to_hf_name(name: str) -> str:
-    """Hugging Face's name of one of our parameters. Raises KeyError for a name that is not Llama's."""
+    """Hugging Face's name of one of our parameters. Raises KeyError for a name that no Llama has."""
     if not name.startswith("layers."):
         return TOP_NAMES[name]
     _, layer, rest = name.split(".", 2)
@@ -53,7 +53,7 @@ def to_hf_name(name: str) -> str:
 
 
 def hf_names(config: LlamaConfig) -> dict[str, str]:
-    """Our name of every parameter, in the model's order → Hugging Face's. Tied, the embedding is also the output."""
+    """Our name → Hugging Face's for every parameter, in the model's order. Tied embeddings have no output.weight."""
     names = ["tok_embeddings.weight"]
     names += [f"layers.{i}.{rest}" for i in range(config.n_layers) for rest in BLOCK_NAMES]
     names += ["norm.weight"] + ([] if config.tie_embeddings else ["output.weight"])
@@ -61,9 +61,9 @@ def hf_names(config: LlamaConfig) -> dict[str, str]:
 
 
 def check_hf_names(found: Collection[str], config: LlamaConfig) -> None:
-    """Raises ValueError naming what is missing or left over among the names of a Hugging Face Llama's weights.
+    """Raises ValueError that says which of a Hugging Face Llama's weight names are missing or left over.
 
-    Neither a tied lm_head, which is the embedding, nor the rotary frequencies of old files are left over.
+    Two may be there without being left over: a tied lm_head, which is the embedding, and old files' rotary frequencies.
     """
     names = set(hf_names(config).values())
     missing = names - set(found)
@@ -74,7 +74,7 @@ def check_hf_names(found: Collection[str], config: LlamaConfig) -> None:
 
 
 def from_hf_config(hf: dict[str, Any]) -> LlamaConfig:
-    """The shape that a config.json of MODEL_TYPE describes. Raises ValueError for what we cannot run."""
+    """The shape that a config.json of MODEL_TYPE describes. Raises ValueError for one we cannot run."""
     missing = [key for key in CONFIG_KEYS.values() if key not in hf]
     if missing:
         raise ValueError(f"has no {', '.join(missing)}")
@@ -84,7 +84,7 @@ def from_hf_config(hf: dict[str, Any]) -> LlamaConfig:
     for key in NEVER:
         if hf.get(key):
             raise ValueError(f"{key} = {hf[key]!r}: cannot be run")
-    # transformers 5 holds the rotary settings in one dict; files written before it spread them over two fields.
+    # transformers 5 keeps the rotary settings in one dict; older files spread them over two fields.
     rope = hf.get("rope_parameters") or {"rope_theta": hf.get("rope_theta", 10_000.0), **(hf.get("rope_scaling") or {})}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type not in ("default", "llama3"):
@@ -106,9 +106,9 @@ def from_hf_config(hf: dict[str, Any]) -> LlamaConfig:
 
 
 def to_hf_config(config: LlamaConfig, max_positions: int, dtype: str) -> dict[str, Any]:
-    """config.json of the model, its weights in `dtype`, made for up to `max_positions` tokens.
+    """The config.json of a model with weights in `dtype`, for up to `max_positions` tokens.
 
-    In the fields that came before transformers 5, which reads them too, as vLLM does.
+    It uses the fields from before transformers 5, which transformers 5 and vLLM read too.
     """
     scaling = config.rope_scaling
     return {

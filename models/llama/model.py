@@ -1,10 +1,10 @@
 """Llama 2, 3, 3.1 and 3.2 in plain torch.
 
-Weights have the layout of Hugging Face's checkpoints: rotary embeddings turn the two
-halves of a head, so nothing is permuted on the way in or out.
+Weights have the layout of Hugging Face's checkpoints: rotary embeddings rotate the two halves of a head, so nothing is
+permuted when loading or exporting.
 
 Shapes are written with these letters:
-    B batch   S sequence   T keys (S, or the room of the cache)   D dim   F hidden_dim
+    B batch   S sequence   T keys (S, or the length of the cache)   D dim   F hidden_dim
     N query heads   K key/value heads   H head_dim   V vocabulary
 """
 
@@ -17,15 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-# Only CUDA uses it; and to ask for it imports the compiler, which takes a second.
+# Only on CUDA, where it is used: torch.compile imports the compiler, which takes a second.
 compiled_flex_attention = torch.compile(flex_attention) if torch.cuda.is_available() else flex_attention
-# Else it would make the whole boolean [B, S, T], several times.
+# Uncompiled it would make the whole boolean [B, S, T], several times.
 compiled_block_mask = torch.compile(create_block_mask) if torch.cuda.is_available() else create_block_mask
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Llama 3.1's stretching of the low rotary frequencies (Grattafiori et al. 2024, and its reference code)."""
+    """How Llama 3.1 stretches the low rotary frequencies (Grattafiori et al. 2024, and its reference code)."""
 
     factor: float = 8.0
     low_freq_factor: float = 1.0
@@ -35,7 +35,7 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
-    """Shape of a Llama. `vocab_size` 0 means: as many rows as the tokenizer asks for."""
+    """Shape of a Llama. With `vocab_size` 0 the tokenizer decides. Raises ValueError for heads that do not fit."""
 
     dim: int
     n_layers: int
@@ -57,9 +57,9 @@ class LlamaConfig:
 
 
 class KVCache:
-    """Keys and values of one layer, for rows of up to `max_seq_len` tokens, each kept at its token's position.
+    """Keys and values of one layer, for rows of up to `max_seq_len` tokens, stored at their tokens' positions.
 
-    Rows may stand at different positions; what is stored beyond a row's own is never seen.
+    Rows may be at different positions. No token sees what is stored beyond its row's position.
     """
 
     def __init__(self, max_seq_len: int):
@@ -70,7 +70,7 @@ class KVCache:
     def store(self, k_BKSH: Tensor, v_BKSH: Tensor, positions_BS: Tensor) -> tuple[Tensor, Tensor]:
         """Store keys and values at `positions_BS`; return the whole cache, [B, K, T, H] with T = max_seq_len."""
         B, K, _, H = k_BKSH.shape
-        if self.k is None or self.v is None:  # zeros: a place without weight must not hold NaN
+        if self.k is None or self.v is None:  # zeros, since even a masked position must not hold NaN
             self.k, self.v = (x.new_zeros(B, K, self.max_seq_len, H) for x in (k_BKSH, v_BKSH))
         rows_B1 = torch.arange(B, device=k_BKSH.device)[:, None]
         self.k[rows_B1, :, positions_BS] = k_BKSH.transpose(1, 2)
@@ -79,7 +79,7 @@ class KVCache:
 
 
 def rope_frequencies(config: LlamaConfig, device: torch.device) -> Tensor:
-    """Angle per position of each pair of a head, [H / 2], float32 (Su et al. 2021)."""
+    """Rotation per position of each pair of a head's values: angles [H / 2], float32 (Su et al. 2021)."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
     frequencies = 1.0 / config.rope_theta**exponents
     scaling = config.rope_scaling
@@ -92,24 +92,25 @@ def rope_frequencies(config: LlamaConfig, device: torch.device) -> Tensor:
 
 
 def rope_cos_sin(config: LlamaConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every position's angles, each [B or 1, S, 1, H], float32."""
+    """Cosine and sine of the angles at every position, each [B or 1, S, 1, H], float32."""
     angles = positions[..., None].float() * rope_frequencies(config, positions.device)
     angles = torch.cat((angles, angles), dim=-1).unsqueeze(-2)
     return angles.cos(), angles.sin()
 
 
 def apply_rope(x_BSNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn every head by its position's angles, in float32."""
+    """Rotate every head by the angles of its position, in float32."""
     x = x_BSNH.float()
     first, second = x.chunk(2, dim=-1)
     return (x * cos + torch.cat((-second, first), dim=-1) * sin).type_as(x_BSNH)
 
 
 def causal_mask(positions_BT: Tensor, queries_S: Tensor) -> Tensor | BlockMask:
-    """What the tokens at the places `queries_S` of the sequence see: what is not after them, in their document.
+    """The mask for the tokens at `queries_S` of the sequence: each sees itself and what is before it in its document.
 
-    Documents start where `positions_BT` is 0. Flex attention's block mask on CUDA, a boolean [B, 1, S, T] elsewhere:
-    with one, cuDNN's backward on an H100 may give NaN (torch 2.11 to 2.13, github.com/pytorch/pytorch/issues/196678).
+    Documents start where `positions_BT` is 0. On CUDA it is flex attention's block mask, since with a boolean one
+    cuDNN's backward on an H100 may give NaN (torch 2.11 to 2.13, github.com/pytorch/pytorch/issues/196678). Elsewhere
+    it is a boolean [B, 1, S, T].
     """
     documents_BT = (positions_BT == 0).cumsum(dim=1)
     (B, T), S = documents_BT.shape, queries_S.shape[0]
@@ -124,7 +125,7 @@ def causal_mask(positions_BT: Tensor, queries_S: Tensor) -> Tensor | BlockMask:
 
 
 def attention(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
-    """Softmax attention, [B, N, S, H]; causal where no mask is given."""
+    """Softmax attention, [B, N, S, H]; causal if `mask` is None."""
     grouped = q_BNSH.shape[1] != k_BKTH.shape[1]
     if isinstance(mask, BlockMask):
         return compiled_flex_attention(q_BNSH, k_BKTH, v_BKTH, block_mask=mask, enable_gqa=grouped)
@@ -134,21 +135,21 @@ def attention(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, mask: Tensor | Blo
 
 
 class Linear(nn.Linear):
-    """Computes in the type of its input, whatever wider type its weight is stored in."""
+    """Computes in the type of its input, even if its weight is stored in a wider one."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
 
 class Output(Linear):
-    """The last matmul; given a loss, it hands it the hidden states and the weight, for a loss that needs no logits."""
+    """The last matmul. With `loss` it returns `loss(hidden states, weight)`, for a loss that makes its own logits."""
 
     def forward(self, x: Tensor, loss: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
         return super().forward(x) if loss is None else loss(x, self.weight)
 
 
 class RMSNorm(nn.RMSNorm):
-    """Computes in the type of its input, whatever wider type its weight is stored in."""
+    """Computes in the type of its input, even if its weight is stored in a wider one."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
@@ -175,7 +176,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         B, S, _ = x_BSD.shape
         q, k, v = (w(x_BSD).view(B, S, -1, self.head_dim) for w in (self.wq, self.wk, self.wv))
-        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)  # as they lie: turned around, they would be copied
+        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)  # before the transpose: after it, they would be copied
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         if cache is not None and positions_BS is not None:
             k, v = cache.store(k, v, positions_BS)
@@ -222,10 +223,10 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """Build it on the meta device, shard it, then fill it by `models.init.init_weights` or from a checkpoint.
 
-    `compute_dtype`: type of the residual stream, which decides the type of all that is computed; the weights' own
-    if None. `local_indices(S)`: where context parallelism shares out sequences, the places of the tokens this rank
-    holds, and `local_mask`: whether attention needs to be told of them. `seq_len`: tokens of all sequences, in a
-    pipeline stage whose input, hidden states, does not tell.
+    `compute_dtype` is the type of the residual stream, in which everything is computed; None: the weights' own.
+    With context parallelism `local_indices(S)` gives the places of the tokens that this rank holds, and `local_mask`
+    says whether attention needs a mask for them. `seq_len` is the whole sequence's length for a later pipeline stage,
+    whose input does not show it; 0 elsewhere.
     """
 
     compute_dtype: torch.dtype | None = None
@@ -236,9 +237,9 @@ class Llama(nn.Module):
     def __init__(self, config: LlamaConfig):
         super().__init__()
         self.config = config
-        # Pipeline stages hold only some of these: the embedding is the first's, norm and output are the last's.
+        # A pipeline gives the embedding to the first stage, norm and output to the last; others have None.
         self.tok_embeddings: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim)
-        # Keyed by number, so that a parameter keeps its name when a pipeline stage holds only some layers.
+        # Keyed by number, so that parameters keep their names when a pipeline stage holds only some layers.
         self.layers = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})
         self.norm: RMSNorm | None = RMSNorm(config.dim, config.norm_eps)
         # Tied embeddings have no second parameter: one weight, one name, one shard.
@@ -251,14 +252,14 @@ class Llama(nn.Module):
         caches: Sequence[KVCache] | None = None,
         loss: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """Logits [B, S, V] of tokens [B, S]; of and to hidden states [B, S, D] where a pipeline cuts the model.
+        """Logits [B, S, V] of tokens [B, S]. Between pipeline stages, input or result is hidden states [B, S, D].
 
-        With `loss`, a function of the last hidden states and the output's weight: what it returns.
+        With `loss`, a function of the last hidden states and the output's weight, the result is what it returns.
 
-        `positions_BS`: places of the tokens in their documents; they restart at 0 with each document, and a
-        token then sees only its own. None: one document per row. With `caches` (one for each layer) positions
-        do not restart: a token sees all that its row has stored up to its own. With context parallelism tokens
-        and positions are whole sequences, hidden states and logits are this rank's part of them.
+        `positions_BS` are the tokens' places in their documents: they restart at 0 with each document, and a token
+        sees only its own document. None: one document per row. With `caches` (one per layer) positions do not restart:
+        a token sees all that its row has stored up to its position. With context parallelism tokens and positions are
+        whole sequences, hidden states and logits only this rank's part.
         """
         S, device = self.seq_len or x.shape[1], x.device
         positions = torch.arange(S, device=device)[None] if positions_BS is None else positions_BS
@@ -288,9 +289,9 @@ class Llama(nn.Module):
         return F.linear(h, weight.to(h.dtype)) if loss is None else loss(h, weight)
 
     def init_std(self, name: str) -> float | None:
-        """Standard deviation of the initial values of the parameter `name`; None for norms, which start at 1.
+        """Standard deviation of the initial values of parameter `name`; None for norms, which start at 1.
 
-        As in GPT-2, what adds to the residual stream (wo, w2) is scaled by 1 / sqrt(2 n_layers).
+        As in GPT-2, layers that add to the residual stream (wo, w2) are scaled by 1 / sqrt(2 n_layers).
         """
         if "norm" in name:
             return None
@@ -298,13 +299,13 @@ class Llama(nn.Module):
         return 0.02 / math.sqrt(2 * self.config.n_layers) if into_residual else 0.02
 
     def flops_per_token(self, seq_len: int) -> int:
-        """Floating-point operations per trained token, forward and backward, nothing recomputed.
+        """Floating-point operations per trained token in forward and backward, without recomputation.
 
-        6 per weight of a matmul, and 12 * n_layers * n_heads * head_dim * seq_len for attention, the causal
-        half not taken off: the definition of PaLM's appendix B that torchtitan uses, for figures that compare.
+        6 per weight of a matmul, plus 12 * n_layers * n_heads * head_dim * seq_len for attention, as if it were not
+        causal. This is the definition of PaLM's appendix B, as in torchtitan, so that figures compare.
         """
         matmul_weights = sum(p.numel() for p in self.parameters())
         if self.output is not None and self.tok_embeddings is not None:
-            matmul_weights -= self.tok_embeddings.weight.numel()  # a look-up, unless it is also the output
+            matmul_weights -= self.tok_embeddings.weight.numel()  # a look-up, no matmul, unless it is also the output
         config = self.config
         return 6 * matmul_weights + 12 * config.n_layers * config.n_heads * config.head_dim * seq_len

@@ -1,4 +1,4 @@
-"""How a Llama is split, checkpointed, compiled and sharded: one recipe, in the order that matters."""
+"""How a Llama is split, checkpointed, compiled and sharded: one recipe, whose order matters."""
 
 import copy
 from collections.abc import Mapping
@@ -34,8 +34,8 @@ def apply_parallelism(
 ) -> list[nn.Module]:
     """Split and change `model` (on the meta device): PP → TP → CP → activation checkpointing → compile → FSDP2.
 
-    `block_plan`, by default BLOCK_PLAN, says how TP splits a block: for blocks that have more in them than Llama's.
-    Returns the parts this rank holds: the model itself, changed in place, unless a pipeline cuts it.
+    Returns the parts this rank holds: its pipeline stages, or without a pipeline `model` itself, changed in place.
+    `block_plan` says how TP splits a block, by default BLOCK_PLAN; pass one for blocks with more layers than Llama's.
     """
     parts = split_stages(model, mesh, config) if mesh.pp.size() > 1 else [model]
     for part in parts:
@@ -52,7 +52,7 @@ def apply_parallelism(
 
 
 def check_parallelism(flavor: LlamaConfig, config: Config) -> None:
-    """Raises ConfigError where this Llama cannot be shared out as `config` asks."""
+    """Raises ConfigError if this Llama cannot be split as `config` asks."""
     settings, seq_len = config.parallelism, config.training.seq_len
     sizes = {
         "n_heads": flavor.n_heads,
@@ -94,8 +94,8 @@ def check_parallelism(flavor: LlamaConfig, config: Config) -> None:
     check_pipeline(config, flavor.n_layers)
 
 
-# The matmuls of a block come in pairs, the first split by columns and the second by rows (Megatron-LM): only
-# before and after a pair the ranks talk. Between pairs each holds a part of the sequence.
+# The matmuls of a block come in pairs, the first split by columns, the second by rows (Megatron-LM). So ranks
+# communicate only before and after a pair. Between pairs each holds a part of the sequence.
 BLOCK_PLAN: dict[str, ParallelStyle] = {
     "attention_norm": SequenceParallel(),
     "attention": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
@@ -115,7 +115,7 @@ WHOLE_SEQUENCE = PrepareModuleOutput(
 
 
 def tensor_plan(part: Llama) -> dict[str, ParallelStyle]:
-    """How what is outside the blocks is split: embedding and output by vocabulary, so that the loss is, too."""
+    """How TP splits the layers outside the blocks: embedding and output by vocabulary, and with them the loss."""
     plan: dict[str, ParallelStyle] = {}
     if part.tok_embeddings is not None:
         plan["tok_embeddings"] = VocabParallelEmbedding()
@@ -127,16 +127,16 @@ def tensor_plan(part: Llama) -> dict[str, ParallelStyle]:
 
 
 def apply_tensor_plans(part: Llama, block_plan: Mapping[str, ParallelStyle], mesh: Mesh, config: Config) -> None:
-    """Share out the matmuls of the blocks and of both ends. Raises ConfigError for a weight that is in no plan."""
+    """Split the blocks and the layers outside them over tp. Raises ConfigError for a weight that is in no plan."""
     frozen = {name for name, weight in part.named_parameters() if not weight.requires_grad}
     parallelize_module(part, mesh.tp, tensor_plan(part))
-    if part.config.tie_embeddings:  # the embedding's rows are the output's columns, for all of the sequence
+    if part.config.tie_embeddings:  # the embedding is also the output, which needs the whole sequence
         parallelize_module(part, mesh.tp, {"norm": WHOLE_SEQUENCE})
     in_float8 = gathers_activations(config.float8)
-    for block in part.layers.values():  # each with its own plan: not all need have been converted
+    for block in part.layers.values():  # a plan per block, since float8 may have converted only some
         plan = float8_plan(block, block_plan, mesh.tp.device_type) if in_float8 else block_plan
         parallelize_module(block, mesh.tp, dict(plan))
-    for name, weight in part.named_parameters():  # new ones, of which torch lets all be trained
+    for name, weight in part.named_parameters():  # torch has made new parameters, all of them trainable
         weight.requires_grad_(name not in frozen)
     if missed := [name for name, weight in part.named_parameters() if not isinstance(weight, DTensor)]:
         raise ConfigError(
@@ -148,7 +148,7 @@ def apply_tensor_plans(part: Llama, block_plan: Mapping[str, ParallelStyle], mes
 
 
 def apply_context_parallel(part: Llama, mesh: Mesh, method: str) -> None:
-    """Give each rank its part of every sequence, and attention the keys and values of the others."""
+    """Give each rank its part of every sequence, and its attention the keys and values of the other ranks."""
     device = torch.device(mesh.cp.device_type)
     part.local_indices = lambda seq_len: local_indices(seq_len, mesh.cp, device)
     part.local_mask = method == "allgather"
@@ -164,10 +164,10 @@ def apply_context_parallel(part: Llama, mesh: Mesh, method: str) -> None:
 
 
 def checkpoint_and_compile(part: Llama, mesh: Mesh, config: Config) -> None:
-    """Activation checkpointing of every n-th block, and compilation of each as one graph."""
+    """Apply activation checkpointing to every n-th block, and compile each block as one graph."""
     checkpointing, compile = config.activation_checkpoint, config.compile
-    # With TP and `full` the compiled graph goes inside the checkpoint: torch 2.13 fails to keep a mesh for the backward
-    # of the other way round, where the compiler sees the recomputation and fuses it.
+    # Normally the checkpoint goes inside the compiled graph, so that the compiler fuses the recomputation. With TP and
+    # `full` it goes outside, since torch 2.13 would fail to keep a mesh for the backward.
     compile_first = compile.enable and mesh.tp.size() > 1 and checkpointing.mode == "full"
     for i, block in part.layers.items():
         if compile_first:
@@ -175,14 +175,14 @@ def checkpoint_and_compile(part: Llama, mesh: Mesh, config: Config) -> None:
         if int(i) % checkpointing.every_n_layers == 0:
             apply_activation_checkpoint(block, checkpointing)
         if compile.enable and not compile_first:
-            # Per block: all layers share one compiled graph, and FSDP's hooks stay between the graphs.
+            # Per block, so that all layers share one compiled graph and FSDP's hooks stay between the graphs.
             block.compile(backend=compile.backend, fullgraph=True)
 
 
 def fsdp_groups(part: Llama) -> list[list[nn.Module]]:
-    """What FSDP2 gathers together, in order of use; the root has the rest."""
+    """The groups of modules that FSDP2 gathers together, in order of use. The root gathers the rest."""
     groups: list[list[nn.Module]] = [[block] for block in part.layers.values()]
-    if part.config.tie_embeddings:  # the weight at both ends is the root's, gathered for the whole step
+    if part.config.tie_embeddings:  # the shared weight belongs to the root, gathered for the whole step
         return groups
     if part.tok_embeddings is not None:
         groups.insert(0, [part.tok_embeddings])
@@ -192,9 +192,9 @@ def fsdp_groups(part: Llama) -> list[list[nn.Module]]:
 
 
 def split_stages(model: Llama, mesh: Mesh, config: Config) -> list[Llama]:
-    """The pipeline stages of this rank: copies of `model` (on the meta device) that keep some of the layers.
+    """The pipeline stages of this rank: copies of `model` (on the meta device), each with some of the layers.
 
-    Raises ConfigError for a weight that more than one of them would train.
+    Raises ConfigError for a weight that more than one stage would train.
     """
     settings = config.parallelism
     dealt = ("tok_embeddings.", "layers.", "norm.", "output.")
