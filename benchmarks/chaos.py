@@ -1,9 +1,9 @@
-"""Real torchrun jobs of a tiny model on CPU, with faults from a seeded schedule.
+"""Run real torchrun jobs of a tiny model on CPU, with faults from a seeded schedule.
 
     python -m benchmarks.chaos [--quick] [--check] [--seed=0] [--json=benchmarks/results/chaos.json]
 
-Each job trains the same 200 steps, is hit by faults, and must end with the weights of an undisturbed run, bit for bit,
-with a ledger that `data.audit --prove` accepts, and with verdicts of the watchdog that name the rank that was stopped.
+Each job trains the same 200 steps while faults hit it. It must end with the weights of an undisturbed run, bit for bit,
+and with a ledger that `data.audit --prove` accepts. The watchdog's verdicts must name the rank that was stopped.
 """
 
 import contextlib
@@ -37,8 +37,8 @@ from tests.s3.server import create_bucket, s3_environment, s3_server
 ROOT = Path(__file__).parents[1]
 RANKS = 2
 STEPS = 200
-TIMEOUT_SECONDS = 10  # of a collective, so that a hang is noticed after 8
-PATIENCE_SECONDS = 180  # for anything to happen at all
+TIMEOUT_SECONDS = 10  # for a collective, so that a hang is noticed after 8
+PATIENCE_SECONDS = 180  # for any awaited event
 OUTAGE_SECONDS = 6.0
 ARGUMENTS = (
     "--training.seq_len=16",
@@ -57,7 +57,7 @@ ARGUMENTS = (
     f"--comm.train_timeout_seconds={TIMEOUT_SECONDS}",
     "--failures.restarts_without_progress=50",
 )
-# Moves the clock of odd ranks forward and of even ranks back by five minutes; what is not a rank keeps its own.
+# Moves the clocks of odd ranks five minutes forward and of even ranks five minutes back; other processes keep theirs.
 SKEW_SOURCE = r"""
 #define _GNU_SOURCE
 #include <stdlib.h>
@@ -85,7 +85,7 @@ int gettimeofday(struct timeval *tv, void *zone) {
 
 
 class Fault(NamedTuple):
-    """Something that is to happen once the job has trained `step`."""
+    """A fault that must happen once the job has trained `step`."""
 
     kind: str
     step: int
@@ -115,11 +115,11 @@ class Job:
         self.launch()
 
     def launch(self, **environment: str) -> None:
-        """Start torchrun, as a scheduler does after every end of it: the same job, no folder named."""
+        """Start torchrun, as a scheduler does whenever it has ended: the same job, no run folder named."""
         self.process = self.start_agent(*self.agents, **environment)
 
     def start_agent(self, *arguments: str, **environment: str) -> subprocess.Popen[bytes]:
-        """The torchrun of one node."""
+        """Start the torchrun of one node."""
         command = [sys.executable, "-m", "launch.torchrun", *arguments, "--rdzv-backend=c10d", f"--rdzv-id={self.name}"]
         command += ["--max-restarts=1000", "--monitor-interval=0.1", "-m", "benchmarks.chaos_rank", *self.arguments]
         environment = self.environment | environment
@@ -127,16 +127,16 @@ class Job:
 
     @property
     def run(self) -> Path:
-        """The folder that the job has made for itself."""
+        """The run folder that the job has made."""
         return next(iter(sorted((self.folder / "out").glob("*/starts.jsonl")))).parent
 
     def rows(self) -> list[int]:
-        """The steps that were logged so far, over all starts."""
+        """The steps logged so far, over all starts."""
         files = (self.folder / "out").glob("*/metrics.jsonl")
         return [row["step"] for file in files for row in read_records(file)]
 
     def pids(self) -> dict[int, int]:
-        """Rank → process."""
+        """Rank → process id."""
         found = {}
         for pid in _children(self.process.pid):
             with contextlib.suppress(OSError, StopIteration):
@@ -145,7 +145,7 @@ class Job:
         return found
 
     def wait(self, ready: Callable[[], bool], what: str) -> None:
-        """Until `ready`; a job that has ended is started again, as a scheduler would."""
+        """Wait until `ready`. Starts the job again if it has ended, as a scheduler would."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not ready():
             if self.process.poll() is not None and self.process.returncode != 0:
@@ -161,7 +161,7 @@ class Job:
 
 
 def kill_machine(agent: subprocess.Popen[bytes]) -> None:
-    """The machine is gone: SIGKILL of its torchrun and all its ranks."""
+    """Act as if a machine were gone: SIGKILL its torchrun and all its ranks."""
     for pid in (agent.pid, *_children(agent.pid)):
         _signal(pid, signal.SIGKILL)
     agent.wait()
@@ -178,7 +178,7 @@ def _children(pid: int) -> list[int]:
 
 
 def strike(job: Job, fault: Fault, skew: Path | None) -> None:
-    """Let a fault happen; returns as soon as it has."""
+    """Make a fault happen, and return as soon as it has."""
     if fault.kind == "SIGKILL in a save":
         saves = job.run / "checkpoints"
         known = set(os.listdir(saves)) if saves.exists() else set()
@@ -225,11 +225,11 @@ def _signal(pid: int | None, number: signal.Signals) -> None:
 
 
 def suffer(job: Job, faults: list[Fault], skew: Path | None, rows: list[dict[str, Any]]) -> None:
-    """Every fault in its turn, each after the job trains again; then to the end of the run. Adds a row for each."""
+    """Make the faults happen in turn, each once the job trains again, then await the end. Adds a row per fault."""
     for fault in faults:
         job.wait(lambda at=fault.step: max(job.rows(), default=0) >= at, f"step {fault.step}")  # type: ignore[misc]
         if job.process.poll() == 0:
-            break  # it was done first
+            break  # the run has ended first
         strike(job, fault, skew)
         saves = sorted((job.run / "checkpoints").glob("step-*"), key=lambda save: save.stat().st_mtime)
         amid = bool(saves) and not (saves[-1] / "MANIFEST.json").exists()
@@ -247,7 +247,7 @@ def suffer(job: Job, faults: list[Fault], skew: Path | None, rows: list[dict[str
 
 
 def schedule(rng: random.Random, counts: dict[str, int], per_job: int, steps: int = STEPS) -> list[list[Fault]]:
-    """The faults of each job of `steps`, at random steps of it, of random ranks."""
+    """The faults of each job of `steps` steps, at random steps and on random ranks."""
     kinds = [kind for kind, count in counts.items() for _ in range(count)]
     rng.shuffle(kinds)
     jobs = [kinds[i : i + per_job] for i in range(0, len(kinds), per_job)]
@@ -264,7 +264,7 @@ def schedule(rng: random.Random, counts: dict[str, int], per_job: int, steps: in
 
 
 def weights(run: Path, scratch: Path) -> dict[str, torch.Tensor]:
-    """Everything in the newest checkpoint but the random states, read by torch's own tool."""
+    """Everything in the newest checkpoint except random states, read by torch's own tool."""
     newest = max((run / "checkpoints").glob("*/MANIFEST.json")).parent
     dcp_to_torch_save(newest, scratch / "all.pt")
     return dict(_flat(torch.load(scratch / "all.pt", weights_only=True)))
@@ -283,7 +283,7 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
 
 
 def wrong_verdicts(job: Job) -> int:
-    """Verdicts of the watchdog that name another rank than the one that was stopped."""
+    """How many of the watchdog's verdicts name another rank than the one that was stopped."""
     exits = [start["after"] for start in read_starts(job.run) if start["after"]]
     named = [record["rank"] for record in exits if record["kind"] == "hung" and record["rank"] is not None]
     wrong, stopped = 0, list(job.hung)
@@ -298,7 +298,7 @@ def wrong_verdicts(job: Job) -> int:
 def judge_job(
     job: Job, reference: dict[str, torch.Tensor] | None, scratch: Path, place: Path | None = None
 ) -> dict[str, Any]:
-    """Ledger, weights and verdicts of a job that is done; no reference where the world size has changed."""
+    """Check ledger, weights and verdicts of a job that is done. `reference` is None if its world size has changed."""
     try:
         prove(job.run)
         ledger = "exact"
@@ -317,7 +317,7 @@ def judge_job(
 
 
 def prepare_data(folder: Path) -> Path:
-    """Documents of random words."""
+    """Prepare a dataset of random words."""
     rng = random.Random(0)
     (folder / "text").mkdir(parents=True)
     for i in range(60):
@@ -328,7 +328,7 @@ def prepare_data(folder: Path) -> Path:
 
 
 def build_skew(folder: Path) -> Path | None:
-    """The library that moves clocks; None where there is no C compiler."""
+    """Compile the library that moves clocks; None without a C compiler."""
     compiler = shutil.which("cc")
     if compiler is None:
         return None
@@ -338,7 +338,7 @@ def build_skew(folder: Path) -> Path | None:
 
 
 def run_on_s3(folder: Path, dataset: Path, outages: int, rows: list[dict[str, Any]]) -> Job:
-    """Checkpoints on an S3 server that is out of reach for some seconds, again and again."""
+    """Run a job with checkpoints on an S3 server that repeatedly cannot be reached for some seconds."""
     with s3_server() as server, fault_proxy(server) as proxy:
         create_bucket(server, "chaos")
         arguments = ("--checkpoint.folder=s3://chaos/run", "--checkpoint.interval=10")
@@ -365,11 +365,11 @@ def run_on_s3(folder: Path, dataset: Path, outages: int, rows: list[dict[str, An
 
 
 def run_elastic(folder: Path, dataset: Path, times: int, rows: list[dict[str, Any]]) -> Job:
-    """Two nodes of one rank each; the second is lost and the job goes on without it, until it comes back."""
+    """Run a job on two nodes of one rank. The second is lost, and the job goes on without it until it is back."""
     common = ("--nnodes=1:2", "--nproc-per-node=1", f"--rdzv-endpoint=127.0.0.1:{free_port()}")
     conf = "--rdzv-conf=join_timeout=120,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3,is_host="
     first, node = (*common, conf + "true"), (*common, conf + "false")
-    # One rank alone would be done before the other is back: so it is slowed down.
+    # Slowed down, since one rank alone would finish before the other is back.
     with contextlib.closing(Job(folder, dataset, agents=first, environment={"CHAOS_PAUSE_SECONDS": "0.2"})) as job:
         second = job.start_agent(*node)
         try:
@@ -396,7 +396,7 @@ def run_elastic(folder: Path, dataset: Path, times: int, rows: list[dict[str, An
 
 
 def run_on_full_disk(folder: Path, dataset: Path, times: int, rows: list[dict[str, Any]]) -> Job | None:
-    """Checkpoints on a small disk that something else fills for some seconds. None without the right to mount."""
+    """Run a job with checkpoints on a small disk that something else fills at times. None without a right to mount."""
     disk = folder.parent / f"{folder.name}-disk"
     disk.mkdir(parents=True)
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", disk], capture_output=True).returncode:
@@ -426,13 +426,13 @@ def run_on_full_disk(folder: Path, dataset: Path, times: int, rows: list[dict[st
 def judge_full_disk(
     folder: Path, dataset: Path, reference: dict[str, torch.Tensor], rows: list[dict[str, Any]]
 ) -> dict[str, Any] | None:
-    """The job on a full disk and its verdicts, where such a disk can be had."""
+    """Run the job on a full disk and check it; None if such a disk cannot be mounted."""
     job = run_on_full_disk(folder, dataset, 2, rows)
     return judge_job(job, reference, folder, folder / "copy") if job else None
 
 
 def summarize(faults: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each kind of fault."""
+    """A row per kind of fault."""
     kinds = sorted({row["fault"] for row in faults})
     table = []
     for kind in kinds:
@@ -460,7 +460,7 @@ QUICK_COUNTS = {"SIGKILL": 1, "SIGKILL in a save": 1, "SIGSTOP": 1, "SIGTERM": 1
 
 
 def measure(arguments: Any, folder: Path) -> tuple[list[dict[str, Any]], list[tuple[str, bool]]]:
-    """Run all jobs; the rows of the report, and its bars."""
+    """Run all jobs. Returns the rows of the report and its bars."""
     dataset, skew = prepare_data(folder / "data"), build_skew(folder)
     with contextlib.closing(Job(folder / "undisturbed", dataset)) as job:
         job.wait(lambda: job.process.poll() == 0, "the end")

@@ -1,7 +1,7 @@
-"""One rank of a chaos run: train.py with a tiny model, and faults from inside, asked for by files.
+"""One rank of benchmarks.chaos: train.py with a tiny model, and with faults from inside that files ask for.
 
-A file `RANK-nan` in $CHAOS_FOLDER spoils one forward of that rank, `RANK-stall` makes it wait for ever between two
-steps. Of the ranks $CHAOS_WATCHERS watch. Run by benchmarks.chaos.
+A file `RANK-nan` in $CHAOS_FOLDER spoils one forward of that rank; `RANK-stall` makes it wait for ever between two
+steps. $CHAOS_WATCHERS of the ranks watch.
 """
 
 import dataclasses
@@ -21,13 +21,13 @@ from parallel.exits import run_and_leave
 
 
 def tiny_model(model: Model, data_vocab_size: int) -> tuple[Any, Any]:
-    """The debug flavor, cut down so that a step takes milliseconds."""
+    """The debug flavor, made smaller so that a step takes milliseconds."""
     spec, flavor = find_model(model, data_vocab_size)
     return spec, dataclasses.replace(flavor, dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=64)
 
 
 def asked_for(fault: str) -> bool:
-    """Whether the fault was asked for; once."""
+    """Whether the fault was asked for; true once per request."""
     file = Path(os.environ["CHAOS_FOLDER"], f"{os.environ['RANK']}-{fault}")
     if not file.exists():
         return False
@@ -36,7 +36,7 @@ def asked_for(fault: str) -> bool:
 
 
 def spoil(module: nn.Module, inputs: Any, output: Any) -> Any:
-    """A forward hook: one wrong result, as of a failing processor; or none."""
+    """A forward hook that makes one result wrong, as a failing processor would, if that was asked for."""
     if isinstance(module, nn.Embedding):
         time.sleep(float(os.environ.get("CHAOS_PAUSE_SECONDS", 0)))
     if isinstance(module, nn.Embedding) and asked_for("nan"):

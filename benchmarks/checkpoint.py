@@ -2,22 +2,21 @@
 
     python -m benchmarks.checkpoint [--quick] [--check] [--skip-s3]
 
-State: float32 weights and two AdamW moments, FSDP2 over two ranks. Every round measures each way once, in turn;
-a row is the median. `raw` writes and reads as many bytes in the plainest way there is: files, written in 16 MiB
-pieces and fsynced; boto3's multipart transfer. `stock` is dcp.save and dcp.load with FileSystemWriter/-Reader,
-and FsspecWriter/-Reader, as they come; `unsigned`, with AWS's own setting that leaves the bodies of requests
-unsigned. Reads start with the files out of the page cache, or when the S3 server's disk has caught up. `CPU s` is what
-the ranks took of the cores together, without the server; `read ratio`, the bytes read by all ranks over the bytes they
-need; `extra MB`, the highest resident memory of a rank beyond what it had before.
+State: float32 weights and two AdamW moments, FSDP2 over two ranks. Every round measures each way once, in turn; a row
+is the median. `raw` writes and reads as many bytes in the plainest way: files, written in 16 MiB pieces and fsynced, or
+boto3's multipart transfer. `stock` is dcp.save and dcp.load with FileSystemWriter/-Reader or FsspecWriter/-Reader, with
+their defaults. `unsigned` uses AWS's own setting that leaves the bodies of requests unsigned. Before a read the files
+leave the page cache, or the S3 server's disk catches up. `CPU s`: CPU time of all ranks, without the server. `read
+ratio`: bytes read by all ranks over the bytes they need. `extra MB`: a rank's peak resident memory beyond that before.
 
-`async` saves between the steps of a training loop. `blocking s` is the time until its save returns; `stall s`, how
-much longer than others the step is that follows it, up to where the optimizer may begin: the median of such steps
-less the median of the steps between them, during which nothing is written. As on an accelerator, a step is a wait
-that takes neither cores nor memory's bandwidth. In the rows of `cores train` it is a forward and backward of 64 tokens
-on each rank, one core busy: both cores with two ranks; with one rank copies and writing have the other. There `raw` is
-one thread beside the step that copies as many bytes and writes them to a file, 16 MiB at a time past the page cache:
-what this machine's memory and disk take from a step, whoever writes. The S3 server is started on this machine
-(tests/s3/server.py), so it shares its cores. `--quick` leaves out what is unsigned and where cores train.
+`async` saves between the steps of a training loop. `blocking s`: time until the save returns. `stall s`: how much
+longer the next step takes, up to where the optimizer may begin: the median of such steps less the median of the steps
+between them, during which nothing is written. A step is a wait that takes neither cores nor memory bandwidth, as on an
+accelerator. In the rows `cores train` it is a forward and backward of 64 tokens per rank, which keeps a core busy: two
+ranks use both cores, one rank leaves the other core to copies and writing. There `raw` is a thread beside the step that
+copies as many bytes and writes them to a file, 16 MiB at a time past the page cache: what any writer costs a step on
+this machine. The S3 server runs on this machine (tests/s3/server.py) and shares its cores. `--quick` leaves out the
+rows `unsigned` and `cores train`.
 """
 
 import ctypes
@@ -60,14 +59,14 @@ TRAINING = (ASYNC, BUSY, RAW_BUSY, ALONE, RAW_ALONE)
 UNSIGNED = ("stock-unsigned", "ours-unsigned")
 AWS_CONFIG = "aws-config"
 STEP_TOKENS = 64
-STEP_SECONDS = 0.4  # of an accelerator; about what the tokens take on a core
+STEP_SECONDS = 0.4  # of an accelerator's step; about what the tokens take on a core
 STEPS = 6  # with a save, and as many without
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 BUCKET = "benchmark"
 
 
 class Data:
-    """A data loader without a place."""
+    """A stand-in for the data loader, without a position."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -77,7 +76,7 @@ class Data:
 
 
 def build(layers: int, dim: int, url: str, **settings: Any) -> tuple[CheckpointManager, dict[str, Any], int]:
-    """(manager, its state as stock DCP takes it, bytes of this rank's part)."""
+    """Build (manager, its state as stock DCP takes it, bytes of this rank's part)."""
     model = nn.Sequential(*(nn.Linear(dim, dim) for _ in range(layers)))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
     for layer in model:
@@ -100,8 +99,8 @@ def build(layers: int, dim: int, url: str, **settings: Any) -> tuple[CheckpointM
 
 
 def measured(work: Callable[[], Any]) -> dict[str, float]:
-    """Seconds until all ranks are done; of this process: CPU seconds, bytes read, highest memory, and its growth."""
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again
+    """Seconds until all ranks are done; and this process's CPU seconds, bytes read, peak memory and its growth."""
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak of resident memory
     before, read = _status("VmRSS"), _bytes_read()
     dist.barrier()
     started, used = time.perf_counter(), time.process_time()
@@ -113,7 +112,7 @@ def measured(work: Callable[[], Any]) -> dict[str, float]:
 
 
 def save_and_load(layers: int, dim: int, folder: str, way: str, s3: bool) -> dict[str, Any]:
-    """One save and one load in one way, by this rank."""
+    """Measure one save and one load of this rank in one way."""
     url = f"s3://{BUCKET}/{Path(folder).name}-{way}" if s3 else f"{folder}/{way}"
     if way in UNSIGNED:
         os.environ["AWS_CONFIG_FILE"] = f"{folder}/{AWS_CONFIG}"
@@ -129,7 +128,7 @@ def save_and_load(layers: int, dim: int, folder: str, way: str, s3: bool) -> dic
     result: dict[str, Any] = {"size": size, "save": measured(save)}
     manager.wait()
     if s3:
-        os.sync()  # what the server has accepted and not written yet
+        os.sync()  # what the server has accepted but not yet written
     else:
         _forget(Path(url))
     result["load"] = measured(load)
@@ -137,8 +136,8 @@ def save_and_load(layers: int, dim: int, folder: str, way: str, s3: bool) -> dic
 
 
 def save_while_training(layers: int, dim: int, url: str, way: str) -> dict[str, Any]:
-    """Steps of a training loop in turn with and without a save in the background before them."""
-    # glibc gives memory back when it likes: its page faults would be up to a third of a step, and no doing of a save's.
+    """Measure steps of a training loop, in turn with and without a background save before them."""
+    # glibc must not return memory to the system: page faults would take up to a third of a step, whoever saves.
     libc = ctypes.CDLL(None)
     assert libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
     assert libc.mallopt(M_MMAP_THRESHOLD, 32 << 20)
@@ -166,7 +165,7 @@ def save_while_training(layers: int, dim: int, url: str, way: str) -> dict[str, 
         written()
 
     result: dict[str, Any] = {"size": size, "blocking": [], "with": [], "without": []}
-    step(with_save=False)  # for what is allocated once
+    step(with_save=False)  # allocates what is allocated once
     update()
 
     def whole(with_save: bool) -> None:
@@ -185,10 +184,10 @@ def save_while_training(layers: int, dim: int, url: str, way: str) -> dict[str, 
 
 
 def _raw_background(url: str, tensors: list[torch.Tensor]) -> tuple[Callable[[], Any], ...]:
-    """What a thread needs at least: (copy `tensors` and write the copy, wait for the copy, wait for all)."""
+    """The least that a thread must do: (copy `tensors` and write the copy, wait for the copy, wait for all)."""
     sources = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     size = sum(source.nbytes for source in sources)
-    memory = mmap.mmap(-1, size + -size % mmap.PAGESIZE)  # whole pages, as O_DIRECT asks
+    memory = mmap.mmap(-1, size + -size % mmap.PAGESIZE)  # whole pages, for O_DIRECT
     copies, place = [], 0
     for source in sorted(sources, key=lambda source: -source.nbytes):
         copies.append((source, torch.frombuffer(memory, dtype=source.dtype, count=source.numel(), offset=place)))
@@ -220,7 +219,7 @@ def _raw_background(url: str, tensors: list[torch.Tensor]) -> tuple[Callable[[],
 
 
 def load_elsewhere(layers: int, dim: int, url: str, way: str) -> dict[str, Any]:
-    """A load by another number of ranks than wrote."""
+    """Measure a load by another number of ranks than saved."""
     manager, state, size = build(layers, dim, url)
     load = manager.load if way == "ours" else _stock_file(url, state)[1]
     _forget(Path(url))
@@ -228,7 +227,7 @@ def load_elsewhere(layers: int, dim: int, url: str, way: str) -> dict[str, Any]:
 
 
 def load_through(endpoint: str, layers: int, dim: int, url: str, way: str) -> int:
-    """A load through a proxy that counts; returns the bytes of this rank's part."""
+    """Load through a proxy that counts bytes. Returns the bytes of this rank's part."""
     os.environ["AWS_ENDPOINT_URL_S3"] = endpoint
     manager, state, size = build(layers, dim, url)
     manager.load() if way == "ours" else _stock_s3(url, state)[1]()
@@ -243,7 +242,7 @@ def _stock_file(url: str, state: dict[str, Any]) -> tuple[Callable[[], Any], Cal
 def _stock_s3(url: str, state: dict[str, Any]) -> tuple[Callable[[], Any], Callable[[], Any]]:
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
-    # Without sync_files=False it calls os.sync(), which waits for the disk of the whole machine.
+    # By default it calls os.sync(), which waits for all disks of the machine.
     writer, reader = FsspecWriter(url, sync_files=False), FsspecReader(url)
     return lambda: dcp.save(state, storage_writer=writer), lambda: dcp.load(state, storage_reader=reader)
 
@@ -276,7 +275,7 @@ def _raw_s3(url: str, size: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
 
     def load() -> None:
         client.download_file(BUCKET, key, str(path))
-        path.unlink()  # memory that nobody else would give back
+        path.unlink()  # frees its memory, which nothing else does
 
     return lambda: client.upload_file(str(path), BUCKET, key), load
 
@@ -332,7 +331,7 @@ def row_of(place: str, way: str, results: list[list[dict[str, Any]]]) -> dict[st
 
 
 def main() -> int:
-    """Run all, print rows and the bars that were missed."""
+    """Run everything; print rows and missed bars. Returns the exit code."""
     parser = build_parser(str(__doc__).splitlines()[0])
     parser.add_argument("--skip-s3", action="store_true", help="local disk only")
     arguments = parser.parse_args()
@@ -366,7 +365,7 @@ def main() -> int:
                 if number:
                     shutil.rmtree(target)
                 done = [way for way in ways if number or way not in ("stock", "ours")]
-                for way in done if s3 else ():  # the server has room for a few rounds
+                for way in done if s3 else ():  # the server has room for only a few rounds
                     store = open_store(f"s3://{BUCKET}/{number}-{way}")
                     store.remove(list(store.sizes()))
             if not s3 and not arguments.quick:
@@ -377,7 +376,7 @@ def main() -> int:
                         results[way].append(run_ranks(1, save_while_training, layers, dim, f"{folder}/alone", way))
             for way in ways:
                 row = row_of(place, way, results[way])
-                if server and s3 and way in ("stock", "ours"):  # sockets are counted by a proxy
+                if server and s3 and way in ("stock", "ours"):  # a proxy counts what goes through sockets
                     with fault_proxy(server) as proxy:
                         url = f"s3://{BUCKET}/0-{way}"
                         sizes = run_ranks(2, load_through, proxy.endpoints[0], layers, dim, url, way)
@@ -391,11 +390,11 @@ def main() -> int:
 
 
 def bars(rows: list[dict[str, Any]]) -> list[tuple[str, bool]]:
-    """What is asked of `ours`, and whether it is so."""
+    """(bar for `ours`, whether it is met) for all bars."""
     by = {(row["place"], row["way"]): row for row in rows}
     disk, stock, background = (by["disk", way] for way in ("ours", "stock", ASYNC))
     resharded = by["disk, 2 to 3 ranks", "ours"]
-    copy = disk["MB"] / 2  # of one rank; alone it has both
+    copy = disk["MB"] / 2  # of one rank; a rank alone copies both halves
     stall = 0.05 * disk["save s"]
     asked = [
         ("save to disk at 0.9 of stock or faster", disk["save MB/s"] >= 0.9 * stock["save MB/s"]),

@@ -3,10 +3,10 @@
     pip install -r requirements-bench.txt          the other loaders; without them only ours is measured
     python -m benchmarks.data [PART ...] [--quick] [--check]
 
-Parts: loaders, mixture, growth, prepare, s3 (default: all). The corpus is 200 M random tokens in
-documents of log-normal length, mean 600. Each row comes from a process of its own; CPU seconds and
-memory include its worker processes. A batch is 16 sequences of 4,096 tokens, with input and label
-tensors in int64. `documents` says whether documents are shuffled and where they begin is delivered.
+Parts: loaders, mixture, growth, prepare, s3 (default: all). The corpus is 200 M random tokens in documents of
+log-normal length, mean 600. Each row comes from its own process; CPU seconds and memory include its workers. A batch is
+16 sequences of 4,096 tokens, as int64 tensors of inputs and labels. `documents` says whether a loader shuffles
+documents and tells where they begin.
 """
 
 import argparse
@@ -45,7 +45,7 @@ Bars = list[tuple[str, bool]]
 
 
 def corpus(tokens: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """(ids [tokens] uint16, offsets of the documents) with 0 at the end of each document."""
+    """(ids [tokens] uint16, offsets of the documents). Each document ends with id 0."""
     rng = np.random.default_rng(seed)
     lengths = rng.lognormal(math.log(MEAN_DOCUMENT) - 0.5, 1.0, tokens // MEAN_DOCUMENT * 2).astype(np.int64) + 2
     offsets = np.concatenate([[0], np.cumsum(lengths)])
@@ -56,7 +56,7 @@ def corpus(tokens: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def words_tokenizer() -> Tokenizer:
-    """A stand-in of the right size."""
+    """A stand-in tokenizer with VOCAB_SIZE words."""
     from tokenizers import Tokenizer as RawTokenizer
     from tokenizers import models, pre_tokenizers
 
@@ -66,7 +66,7 @@ def words_tokenizer() -> Tokenizer:
 
 
 def write_ours(folder: Path, ids: np.ndarray, offsets: np.ndarray, block_bytes: int = 8 * 2**20) -> None:
-    """The corpus as one of our datasets, in four shards."""
+    """Write the corpus as one of our datasets, in four shards."""
     folder.mkdir(parents=True)
     tokenizer = words_tokenizer()
     tokenizer.save(folder)
@@ -102,7 +102,7 @@ def open_ours(folders: list[Path], state: Any = None, **data: Any) -> Opened:
 
 
 def measure(name: str, open_loader: Callable[[Any], Opened], tokens: int) -> Row:
-    """Start-up, speed, state, resume and memory of one loader. The imports are not counted."""
+    """Measure start-up, speed, state, resume and memory of one loader, without its imports."""
     import torch
 
     torch.set_num_threads(1)
@@ -146,7 +146,7 @@ def measure(name: str, open_loader: Callable[[Any], Opened], tokens: int) -> Row
 
 
 def _family() -> list[int]:
-    """This process and all under it."""
+    """This process and all its descendants."""
     parents = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -168,7 +168,7 @@ def _cpu_seconds() -> float:
 
 
 def _memory_bytes() -> int:
-    """Proportional share of resident memory: pages shared by processes count once."""
+    """Resident memory by proportional share: pages that processes share count once."""
     total = 0
     for process in _family():
         lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
@@ -180,7 +180,7 @@ def _memory_bytes() -> int:
 
 
 def in_own_process(row: list[Any]) -> Row:
-    """`measure` in a fresh Python; an error becomes the row's note."""
+    """Run `measure` in a new Python process. An error becomes the row's note."""
     command = [sys.executable, "-m", "benchmarks.data", "--row", json.dumps(row)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
@@ -248,7 +248,7 @@ def _measure_all(rows: list[list[Any]]) -> list[Row]:
 
 
 def growth(root: Path, quick: bool) -> tuple[list[Row], Bars]:
-    """The cost of a dataset's size: an index of 10 T tokens in 2.5 M blocks, against one of 2,500."""
+    """Measure what size costs: an index of 10 T tokens in 2.5 M blocks, against one of 2,500 blocks."""
     rows = []
     for blocks in (2_500, 2_500_000):
         write_simulated(root / str(blocks), blocks, words_tokenizer())
@@ -267,10 +267,10 @@ def growth(root: Path, quick: bool) -> tuple[list[Row], Bars]:
 
 
 def walk(changes: int) -> Row:
-    """Steps through 2 T tokens of a mixture of 3, at random places, with changes of world size.
+    """Go through 2 T tokens of a mixture of 3 datasets, at random places, with changes of world size.
 
-    At each place some consecutive steps are laid out over ranks and microbatches; together they must be the
-    samples of that range, each once, and continue the datasets' own counts.
+    At each place some consecutive steps are laid out over ranks and microbatches. Together they must have each sample
+    of that range once, and continue the counts of each dataset.
     """
     from data.place import StepShape
 
@@ -304,9 +304,9 @@ def walk(changes: int) -> Row:
 
 
 def prepare(root: Path, quick: bool) -> tuple[list[Row], Bars]:
-    """The command `data.prepare`, from its start, against `encode_batch_fast` of the same text in a process that runs.
+    """Measure `data.prepare`, with its start-up, against `encode_batch_fast` of the same text in a running process.
 
-    Tokens/s on the same cores, medians of rounds.
+    Both in tokens/s on the same cores, as medians of rounds.
     """
     from data.sources import documents, list_files, plan_units
 
@@ -361,7 +361,7 @@ def _end_with_a_line(path: Path) -> None:
 
 
 def s3(root: Path, quick: bool) -> tuple[list[Row], Bars]:
-    """From a real S3 server at 180,000 tokens/s: a fifth of the requests answered 503, and an outage."""
+    """Read at 180,000 tokens/s from a real S3 server that answers a fifth of the requests with 503, with an outage."""
     from benchmarks.data_s3 import measure_s3
 
     if quick:
@@ -391,7 +391,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.row:
         print(json.dumps(run_row(*json.loads(arguments.row))), flush=True)
-        os._exit(0)  # some loaders leave threads that never end
+        os._exit(0)  # threads of some loaders never end
     unknown = set(arguments.part) - set(PARTS)
     if unknown:
         parser.error(f"unknown part {', '.join(unknown)}: one of {', '.join(PARTS)}")

@@ -1,6 +1,6 @@
-"""What the size of a dataset costs, on one of any size that has a manifest and an index but no tokens.
+"""What the size of a dataset costs, measured on a dataset with a manifest and an index but no tokens.
 
-python -m benchmarks.data_growth FOLDER          start on it, without torch; a JSON line
+python -m benchmarks.data_growth FOLDER          start on it, without torch; prints a JSON line
 """
 
 import argparse
@@ -21,7 +21,7 @@ SEQ_LEN, BATCH = 4096, 16
 
 
 def write_simulated(folder: Path, blocks: int, tokenizer: Tokenizer) -> None:
-    """manifest.json and blocks.arrow of a dataset with blocks of about 4 M uint16 tokens."""
+    """Write manifest.json and blocks.arrow of a dataset with blocks of about 4 M uint16 tokens."""
     folder.mkdir(parents=True)
     tokenizer.save(folder)
     rng = np.random.default_rng(0)
@@ -48,12 +48,12 @@ def write_simulated(folder: Path, blocks: int, tokenizer: Tokenizer) -> None:
 
 
 def start(folder: str) -> dict[str, float]:
-    """Open the dataset, lay out an epoch and find the samples and the window of batches all over it."""
+    """Open the dataset, lay out an epoch, and find the samples and the window of batches all over it."""
     begin = time.perf_counter()
     split = open_dataset(folder).split("train")
     epoch = build_epoch(split.tokens, 16, key=1)
     seconds = time.perf_counter() - begin
-    status = Path("/proc/self/status").read_text()  # ru_maxrss would count the process that started this one
+    status = Path("/proc/self/status").read_text()  # ru_maxrss would include the process that started this one
     memory = int(status.split("VmHWM:")[1].split()[0]) * 1024
     segment = Segment(("simulated",), (1.0,), (0,), SEQ_LEN)
     samples = np.random.default_rng(0).integers(0, split.total_tokens // SEQ_LEN - BATCH, 20_000).tolist()

@@ -1,7 +1,7 @@
 """Other loaders on the same tokens, each as its documentation recommends for fixed-length samples.
 
-All but ours cut the corpus into samples of seq_len + 1 tokens when it is written, so none of them shuffles
-documents or says where they begin.
+They cut the corpus into samples of seq_len + 1 tokens when they write it. So none of them shuffles documents or says
+where they begin.
 """
 
 import importlib.util
@@ -19,7 +19,7 @@ from benchmarks.data_growth import BATCH
 
 
 class Opened(NamedTuple):
-    """A loader at work."""
+    """An open loader."""
 
     batches: Iterator[Any]  # (tokens, labels, ...), int64 [BATCH, seq_len]
     state: Callable[[], Any]
@@ -27,7 +27,7 @@ class Opened(NamedTuple):
 
 
 class Peer(NamedTuple):
-    """How to write for, and to open, another loader."""
+    """How to write data for another loader, and how to open it."""
 
     module: str
     write: Callable[[Path, np.ndarray], None]
@@ -36,7 +36,7 @@ class Peer(NamedTuple):
 
 
 def write_peer(name: str, root: Path, ids: np.ndarray, seq_len: int) -> str:
-    """Write the samples for a peer; returns why not, or ""."""
+    """Write the samples for a peer. Returns why that is not possible, or ""."""
     if importlib.util.find_spec(PEERS[name].module) is None:
         return f"{PEERS[name].module} is not installed"
     samples = ids[: len(ids) // (seq_len + 1) * (seq_len + 1)].reshape(-1, seq_len + 1)
@@ -50,7 +50,7 @@ def _halves(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _opened(loader: Any, state: Any) -> Opened:
-    """A torch DataLoader with a state, epoch after epoch."""
+    """Open a torch DataLoader that has a state, for epoch after epoch."""
     if state is not None:
         loader.load_state_dict(state)
 
@@ -129,11 +129,11 @@ def open_grain(root: Path, state: Any, workers: int) -> Opened:
 
 
 def _let_streaming_import() -> None:
-    """It imports torchvision, which fails beside a torch of another build; tokens need none of it."""
+    """Replace torchvision, which streaming imports. It fails beside a torch of another build; tokens do not need it."""
     try:
         import torchvision  # noqa: F401
     except (ImportError, RuntimeError):
-        import transformers  # noqa: F401  looks for torchvision, too: before it is replaced
+        import transformers  # noqa: F401  looks for torchvision too, so must come before it is replaced
 
         for name in (
             "torchvision",

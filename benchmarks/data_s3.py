@@ -1,4 +1,4 @@
-"""Data from a real S3 server that misbehaves, at a given rate."""
+"""Read data at a given rate from a real S3 server that misbehaves."""
 
 import os
 import threading
@@ -19,7 +19,7 @@ WINDOW_BLOCKS = 2
 
 
 def measure_s3(dataset: Path, config: Callable[..., Config], seconds: float, outage_seconds: float) -> dict[str, Any]:
-    """Consume TOKENS_PER_SECOND for `seconds`; in the middle the server is gone for `outage_seconds`."""
+    """Consume TOKENS_PER_SECOND for `seconds`. In the middle the server is gone for `outage_seconds`."""
     with s3_server() as endpoint, fault_proxy(endpoint) as proxy:
         os.environ.update(s3_environment(endpoint))
         create_bucket(endpoint, "data")
@@ -65,7 +65,7 @@ def measure_s3(dataset: Path, config: Callable[..., Config], seconds: float, out
 
 
 def _fail_a_fifth(proxy: FaultProxy) -> int:
-    """From now on; ends what was failing before. Returns the requests that failed so far."""
+    """Fail a fifth of all requests from now on, instead of what failed before. Returns the failed requests so far."""
     counts = proxy.counts()
     proxy.reset()
     for i in range(1, 100):

@@ -1,9 +1,9 @@
-"""What each setting for slow networks costs and saves: two nodes as network namespaces, joined by a shaped link.
+"""What each setting for slow networks costs and saves, between two network namespaces joined by a shaped link.
 
     python -m benchmarks.ethernet [--quick] [--check] [--json=benchmarks/results/ethernet.json]
 
-train.py's own step; bytes are counted by the kernel at the link. Predicted are the bytes, by the planner's formulas,
-and the time: that of the unshaped link, and the bytes at the link's rate less headers. Needs root, `ip` and `tc`.
+It runs train.py's own step; the kernel counts bytes at the link. Bytes are predicted by the planner's formulas, time
+as that of the unshaped link plus the bytes at the link's rate less headers. Needs root, `ip` and `tc`.
 """
 
 import json
@@ -27,12 +27,12 @@ from parallel.plan_costs import sent_bytes, traffic
 ROOT = Path(__file__).parents[1]
 NODES = (("titanite-a", "ta", "10.77.7.1"), ("titanite-b", "tb", "10.77.7.2"))
 STEPS, SKIPPED = 4, 2  # the first steps connect
-LOCAL_STEPS = 10  # of islands: then from one meeting to the next
+LOCAL_STEPS = 10  # with islands, steps from one meeting to the next
 ACCUMULATION = 4
 VOCAB_SIZE = 320
 PAYLOAD = 1448 / 1514  # of an Ethernet frame: the rest is headers
 COMMON = (
-    "--training.seq_len=16",  # what travels is the weights; a CPU may be slow in bfloat16
+    "--training.seq_len=16",  # short: only weights travel, and a CPU may be slow in bfloat16
     "--training.local_batch_size=1",
     f"--model.vocab_size={VOCAB_SIZE}",
     "--lr_scheduler.warmup_steps=1",
@@ -50,19 +50,19 @@ BF16_SUM = ("--training.reduce_dtype=bfloat16",)
 
 
 class Setting(NamedTuple):
-    """Ranks on each node, and how they are to share the work."""
+    """How many ranks each node has, and how they share the work."""
 
     ranks_per_node: int
     words: tuple[str, ...]
 
     @property
     def steps(self) -> tuple[int, int]:
-        """The last step before those measured, and the last of them."""
+        """(last step before the measured ones, last measured step)."""
         local = any("local_steps" in word for word in self.words)
         return (LOCAL_STEPS, 2 * LOCAL_STEPS) if local else (SKIPPED, STEPS)
 
     def arguments(self) -> list[str]:
-        """Of train.py."""
+        """The arguments of train.py."""
         batch = len(NODES) * self.ranks_per_node * ACCUMULATION
         return [
             *COMMON,
@@ -91,14 +91,14 @@ RATES = {"unshaped": None, "1 Gbit/s": 1000, "200 Mbit/s": 200}  # Mbit/s
 
 
 def predict_bytes(setting: Setting) -> float:
-    """Bytes that a node sends in a step, by the planner's count of collectives and its rings."""
+    """Bytes that a node sends in a step, by the planner's count of collectives and its ring formulas."""
     config = load_config(setting.arguments())
     dims = ParallelDims.from_config(config.parallelism, len(NODES) * setting.ranks_per_node)
     total = 0.0
     for item in traffic(build_work(config, dims)):
         ranks, groups = {
             "world": (len(NODES) * setting.ranks_per_node, 1),
-            "dp_replicate": (dims.dp_replicate, setting.ranks_per_node),  # as many rings cross as a node has ranks
+            "dp_replicate": (dims.dp_replicate, setting.ranks_per_node),  # a ring crosses for each rank of a node
         }.get(item.axis, (1, 0))  # the other axes stay on a node
         total += groups * sent_bytes(item.kind, item.bytes, ranks, gloo=True)
     return total / max(1, config.parallelism.local_steps)
@@ -106,7 +106,7 @@ def predict_bytes(setting: Setting) -> float:
 
 @contextmanager
 def two_nodes() -> Iterator[None]:
-    """Two namespaces joined by a pair of virtual Ethernet devices. Raises CalledProcessError where that cannot be."""
+    """Two namespaces joined by a pair of virtual Ethernet devices. Raises CalledProcessError if that is impossible."""
     (left, left_link, _), (right, right_link, _) = NODES
     try:
         for name, _, _ in NODES:
@@ -127,7 +127,7 @@ def _ip(*words: str) -> None:
 
 
 def shape(mbits: int | None) -> None:
-    """Limit what each node sends."""
+    """Limit the rate at which each node sends, in Mbit/s; None: no limit."""
     for name, link, _ in NODES:
         tc = ["ip", "netns", "exec", name, "tc", "qdisc"]
         subprocess.run([*tc, "delete", "dev", link, "root"], capture_output=True)
@@ -137,7 +137,7 @@ def shape(mbits: int | None) -> None:
 
 
 def run_nodes(setting: Setting, arguments: list[str], port: int) -> dict[str, float]:
-    """Train on both nodes: seconds and sent bytes of a step."""
+    """Train on both nodes. Returns seconds and sent bytes of a step."""
     processes = []
     size = len(NODES) * setting.ranks_per_node
     for rank in range(size):
@@ -153,7 +153,7 @@ def run_nodes(setting: Setting, arguments: list[str], port: int) -> dict[str, fl
 
 
 def run_rank(arguments: list[str]) -> None:
-    """One rank; prints what it measured."""
+    """Run one rank, and print what it measured."""
     import torch
 
     from train import train
@@ -164,7 +164,7 @@ def run_rank(arguments: list[str]) -> None:
     train(load_config(arguments), lambda step: seen.append((time.perf_counter(), int(counter.read_text()))))
     times, sent = zip(*seen[int(os.environ["SKIPPED"]) - 1 :], strict=True)
     count = len(times) - 1
-    # In whole steps: the one after the last is not begun.
+    # Whole steps only: the step after the last has not begun.
     print(json.dumps({"seconds": (times[-1] - times[0]) / count, "bytes": (sent[-1] - sent[0]) / count}), flush=True)
     os._exit(0)
 

@@ -2,9 +2,9 @@
 
     python -m benchmarks.float8_gemm --config=train_configs/llama3_8b.toml [--quick] [--json FILE]
 
-For every kind of linear layer of the model: one compiled forward and backward with the config's tokens per microbatch,
-in bfloat16 and in each recipe, casts included. It needs a GPU with float8: the float8 matmuls of a CPU say nothing of
-a GPU's, so there it measures nothing, says so and ends with exit code 0 (1 with --check).
+For each kind of linear layer it times a compiled forward and backward with the config's tokens per microbatch, in
+bfloat16 and in each recipe, casts included. It needs a GPU with float8, since a CPU's float8 matmuls say nothing about
+a GPU's. Without one it says so and ends with exit code 0 (1 with --check).
 """
 
 import statistics
@@ -36,9 +36,9 @@ def layer_shapes(model: nn.Module) -> dict[tuple[int, int], list[str]]:
 
 
 def compiled(linear: nn.Module, backend: str | Callable[..., Any] = "inductor") -> Callable[..., torch.Tensor]:
-    """`linear`, compiled for its own shapes, however many were compiled before.
+    """Compile `linear` for its own shapes, however many were compiled before.
 
-    Float8 layers share one function, of which torch compiles eight versions and then, with a warning, no more.
+    Float8 layers share one function. torch compiles eight versions of it, then warns and compiles no more.
     """
     torch.compiler.reset()
     return torch.compile(linear, backend=backend)
@@ -55,7 +55,7 @@ def milliseconds(linear: nn.Module, x: torch.Tensor, dy: torch.Tensor, rounds: i
         begin.record()
         step(x).backward(dy)
         end.record()
-        spans.append((begin, end))  # waited for at the end: the device must never wait for the host
+        spans.append((begin, end))  # read at the end: the device must never wait for the host
     torch.cuda.synchronize()
     return statistics.median(begin.elapsed_time(end) for begin, end in spans[5:])  # the first compile and warm up
 

@@ -2,16 +2,15 @@
 
     python -m benchmarks.gpu [--rows NAME,...] [--budget-seconds 540] [--rehearse] [--check] [--json FILE]
 
-Rows come in the order of their importance and are written as soon as they are measured, so that a run cut short still
-leaves its first ones. Each is a process of its own; where memory runs out, another one tries half as many sequences at
-once, and the further rows of that model begin with as many as fitted, so that they compare. A training row runs
-train.py itself: some steps to compile and warm up, then some timed as one (the device is waited for only at their
-ends), then one under torch's profiler, for the shares of the step. `roofline` is tokens/s divided by what the measured
-matmul peaks would allow if nothing but matmuls and attention were computed (attention at the bfloat16 peak, its causal
-half).
+The most important rows come first. Each is written as soon as it is measured, so that a run cut short keeps its first
+rows. Each runs in its own process. If memory runs out, another process tries half as many sequences at once, and later
+rows of that model begin with as many as fitted, so that they compare. A training row runs train.py itself: some steps
+to compile and warm up, some timed together (waiting for the device only at their ends), one under torch's profiler for
+the shares of the step. `roofline` is tokens/s over what the measured matmul peaks allow if only matmuls and attention
+took time (attention at the bfloat16 peak, its causal half).
 
-`--rehearse` runs all of it on CPU with tiny shapes, so that the first minute on a GPU is not spent on a typo: its
-figures say nothing. The dataset is the one that ./run_llama_train.sh prepares.
+`--rehearse` runs everything on CPU with tiny shapes, to find typos before using a GPU: its figures say nothing. The
+dataset is the one that ./run_llama_train.sh prepares.
 """
 
 import dataclasses
@@ -52,20 +51,20 @@ WARMUP_STEPS = 3
 QUICK = ("peaks", "1.8B bf16 8192")
 DATASET, REHEARSAL = Path("datasets/stdlib"), Path("datasets/rehearsal")
 TENSORWISE, ROWWISE = ("--float8.enable",), ("--float8.enable", "--float8.recipe=rowwise")
-ONCE = ("--parallelism.reshard_after_forward=false",)  # weights are cast once a step, as they always are in float8
+ONCE = ("--parallelism.reshard_after_forward=false",)  # weights are cast once per step, as always in float8
 SMALL_STATES = ("--optimizer.state_dtype=bfloat16",)
 BUDGET = ("--activation_checkpoint.mode=budget", "--activation_checkpoint.memory_budget=0.8")
-# Fewer holes in the GPU's memory, for the peers, too.
+# Fewer holes in the GPU's memory, for the peers as well.
 ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 NO_ROOM = "no room"
-MEMORY = "device GiB"  # named as a row, it is all that is asked
+MEMORY = "device GiB"  # if named as a row, only this is measured
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A training row: flavor, tokens per sequence, sequences per microbatch and step, and further settings.
+    """A training row: flavor, tokens per sequence, sequences per microbatch and per step, and further settings.
 
-    `steps` are timed. With `instead_of` it is left out where the row of that name could be measured, or was itself.
+    `steps` steps are timed. A row `instead_of` another is left out if the other could be measured or was left out.
     """
 
     flavor: str
@@ -80,7 +79,7 @@ class Run:
 
 
 def runs() -> dict[str, Run]:
-    """The training rows by name, the most telling first."""
+    """The training rows by name, the most important first."""
     small, large = ("--training.loss_chunks=2", *ONCE), ("--training.loss_chunks=2", *SMALL_STATES, *BUDGET, *ONCE)
     full = ("--training.loss_chunks=4", *SMALL_STATES, "--activation_checkpoint.mode=full")
     fewer = ("--model.n_layers=12",)  # of 32, for a GPU of 80 GB
@@ -123,7 +122,7 @@ def runs() -> dict[str, Run]:
 
 def rehearsal(run: Run) -> Run:
     """The same row, small enough for a CPU."""
-    options = (*run.options, "--training.param_dtype=float32")  # what every CPU multiplies fast
+    options = (*run.options, "--training.param_dtype=float32")  # fast on every CPU
     options = (*options, "--float8.filter=all") if "--float8.enable" in run.options else options
     return dataclasses.replace(
         run, flavor="tiny", seq_len=64, local_batch_size=2, global_batch_size=4, options=options, dataset=REHEARSAL
@@ -136,7 +135,7 @@ def rehearsal(run: Run) -> Run:
 def peaks(device: torch.device, rehearse: bool) -> dict[str, float | None]:
     """TFLOP/s of bfloat16 and float8 matmuls at the 8B's shapes, and TB/s of a copy (read and written).
 
-    Float8's is that of a forward and its backward.
+    Float8's TFLOP/s are those of a forward and its backward.
     """
     tokens, dim, hidden = (64, 64, 128) if rehearse else (8192, 4096, 14336)
     x = torch.randn(tokens, dim, device=device, dtype=torch.bfloat16)
@@ -150,7 +149,7 @@ def peaks(device: torch.device, rehearse: bool) -> dict[str, float | None]:
         def matmul(fast: bool) -> torch.Tensor:
             return torch._scaled_mm(x8, weight8.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
-        # As torchao's recipes do: the forward's matmul sums fast, the backward's two do not.
+        # As in torchao's recipes, the forward's matmul uses fast accumulation, the backward's two do not.
         time_of = {fast: seconds(partial(matmul, fast), device) for fast in (True, False)}
         row["float8 TFLOP/s"] = 3 * flops / (time_of[True] + 2 * time_of[False]) / 1e12
     big = torch.empty(2**16 if rehearse else 2**30, dtype=torch.bfloat16, device=device)
@@ -160,7 +159,7 @@ def peaks(device: torch.device, rehearse: bool) -> dict[str, float | None]:
 
 
 def seconds(action: Callable[[], Any], device: torch.device, rounds: int = 20, at_once: int = 10) -> float:
-    """Median time of `action` on the device, `at_once` of them waited for together: a wait costs microseconds."""
+    """Median time of `action` on the device. Waits for `at_once` of them together: a wait costs microseconds."""
     times = []
     for i in range(rounds + 3):
         synchronize(device)
@@ -177,10 +176,10 @@ def seconds(action: Callable[[], Any], device: torch.device, rounds: int = 20, a
 
 
 def measure_training(run: Run, device: torch.device, started: float) -> dict[str, Any]:
-    """train.py's tokens/s, first step, memory, and shares of a profiled step."""
+    """Measure train.py's tokens/s, first step, memory, and shares of a profiled step."""
     marks: dict[str, float] = {}
     last = WARMUP_STEPS + run.steps
-    activity = torch.profiler.ProfilerActivity  # only the device's: to follow the host slows it down
+    activity = torch.profiler.ProfilerActivity  # only the device's: recording the host slows it down
     profiler = torch.profiler.profile(activities=[activity.CPU if device.type == "cpu" else activity.CUDA])
 
     def after_step(step: int) -> None:
@@ -205,7 +204,7 @@ def result(run: Run, device: torch.device, elapsed: float, first_step: float) ->
     flops, peak = planned(run).flops_per_token, metrics.peak_flops(device)
     return {
         "tokens/s": speed,
-        "MFU %": 100 * flops * speed / peak if peak else None,  # of the data sheet's peak, None where it is not known
+        "MFU %": 100 * flops * speed / peak if peak else None,  # of the data sheet's peak; None if unknown
         "peak GiB": metrics.peak_memory_gib(device),
         "first step s": first_step,
     }
@@ -238,10 +237,10 @@ def planned(run: Run) -> Work:
 
 
 def measure_transformers(run: Run, device: torch.device, started: float) -> dict[str, Any]:
-    """Hugging Face's Llama of the same shape, float32 weights under autocast, fused AdamW.
+    """Measure Hugging Face's Llama of the same shape, with float32 weights under autocast and fused AdamW.
 
-    Layers and loss are compiled, not all in one: where torch (2.11 to 2.13) compiles the mask as well, transformers
-    makes a whole one and attention loses its fused kernel.
+    Layers and loss are compiled separately: if torch (2.11 to 2.13) compiles the mask too, transformers makes a whole
+    mask and attention loses its fused kernel.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -273,11 +272,11 @@ def measure_transformers(run: Run, device: torch.device, started: float) -> dict
 
 
 def measure_torchtitan(run: Run, device: torch.device, started: float) -> dict[str, Any]:
-    """torchtitan 0.2.2 (requirements-bench.txt): its Llama, its recipe of compilation, its loss, clipping and AdamW.
+    """Measure torchtitan 0.2.2 (requirements-bench.txt): its Llama, compilation, loss, clipping and AdamW.
 
-    Its Trainer is left out, which needs CUDA to be built and its own data; the order of a step is the Trainer's.
+    Its Trainer is left out, since it needs CUDA to be built, and its own data. The order of a step is the Trainer's.
     """
-    if importlib.util.find_spec("triton") is None:  # what mixtures of experts need it for is not used here
+    if importlib.util.find_spec("triton") is None:  # only mixtures of experts need it
         sys.modules["torchtitan.models.moe.kernels"] = mock.Mock()
     from torchtitan.config import JobConfig
     from torchtitan.distributed import ParallelDims, utils
@@ -289,7 +288,7 @@ def measure_torchtitan(run: Run, device: torch.device, started: float) -> dict[s
     job, spec = JobConfig(), get_train_spec("llama3")
     job.training.seq_len, job.training.local_batch_size = run.seq_len, run.local_batch_size
     job.compile.enable, job.activation_checkpoint.mode = True, "none"
-    # Its hidden size is 2/3 of 4 dim, times a factor, rounded up.
+    # torchtitan's hidden size is 2/3 of 4 dim, times a factor, rounded up.
     shape = TransformerModelArgs(
         dim=flavor.dim,
         n_layers=flavor.n_layers,
@@ -331,7 +330,7 @@ def measure_torchtitan(run: Run, device: torch.device, started: float) -> dict[s
 
 
 def measure_loop(step: Callable[[], None], run: Run, device: torch.device, started: float) -> dict[str, Any]:
-    """A peer's tokens/s, first step and memory, by the steps that train.py's are measured by."""
+    """Measure a peer's tokens/s, first step and memory, over the same steps as train.py's."""
     step()
     synchronize(device)
     first = time.perf_counter() - started
@@ -345,13 +344,13 @@ def measure_loop(step: Callable[[], None], run: Run, device: torch.device, start
     return result(run, device, time.perf_counter() - begin, first)
 
 
-# The first pattern that matches the name of a kernel decides what it is counted as.
+# The first pattern that matches a kernel's name decides its kind.
 KERNELS = (
-    ("pointwise", r"lpnorm|binaryop"),  # clipping, which runs on lists of tensors as AdamW does
+    ("pointwise", r"lpnorm|binaryop"),  # clipping, on lists of tensors as in AdamW
     ("copy", r"memcpy|memset|nccl|chunk_cat|split_with_sizes"),  # the last two are FSDP's
     ("optimizer", r"adam|multi_tensor|foreach|triton.*lerp"),
     ("attention", r"triton_tem.*(flex|attention)"),
-    ("pointwise", r"^triton_(poi|red|per)_"),  # named after what they were fused from, such as attention's reshapes
+    ("pointwise", r"^triton_(poi|red|per)_"),  # named after what was fused, such as attention's reshapes
     ("attention", r"sdpa|flash|fmha|attention|flex|cudnn.*(dot_do_o|convert_dq)"),
     ("GEMM", r"gemm|nvjet|cutlass|xmma|scaled_mm|addmm|splitk|\bmm\b"),
     ("pointwise", r""),
@@ -359,11 +358,11 @@ KERNELS = (
 
 
 def shares(profiler: torch.profiler.profile, device: torch.device) -> dict[str, Any]:
-    """Per cent of the profiled step's span that the device spent in each kind of kernel, and idle; none on CPU."""
+    """Per cent of the profiled step that the device spent in each kind of kernel, and idle; empty on CPU."""
     if device.type == "cpu":
         return {}
     cuda = torch.autograd.DeviceType.CUDA
-    # Ranges that the compiler and the optimizer have named come as events of the device, too.
+    # Without the ranges that compiler and optimizer name, which also come as events of the device.
     kernels = [event for event in profiler.events() or [] if event.device_type == cuda and not event.is_user_annotation]
     if not kernels:
         return {}
@@ -381,7 +380,7 @@ def shares(profiler: torch.profiler.profile, device: torch.device) -> dict[str, 
 
 
 def merged(spans: Iterator[tuple[float, float]]) -> Iterator[tuple[float, float]]:
-    """Overlapping spans as one."""
+    """Merge overlapping spans."""
     begin = end = 0.0
     for start, stop in sorted(spans):
         if start > end:
@@ -392,7 +391,7 @@ def merged(spans: Iterator[tuple[float, float]]) -> Iterator[tuple[float, float]
 
 
 def attainable(run: Run, peak: dict[str, Any]) -> float:
-    """Tokens/s if nothing but matmuls and attention cost time, at the peaks measured in this run."""
+    """Tokens/s if only matmuls and attention took time, at the peaks measured in this run."""
     work = planned(run)
     flavor = work.shape
     weights = [weight for weight in block_weights(work) if weight.columns]
@@ -414,7 +413,7 @@ def find_run(name: str, rehearse: bool) -> Run:
 
 
 def measure_row(name: str, sequences: int, rehearse: bool, started: float) -> dict[str, Any]:
-    """One row, in this process, with so many sequences at once. Raises RuntimeError where memory runs out."""
+    """Measure one row in this process, with `sequences` at once. Raises RuntimeError if memory runs out."""
     device = torch.device("cpu" if rehearse else "cuda")
     if name in (MEMORY, "peaks"):
         room = {} if rehearse else {MEMORY: torch.cuda.mem_get_info()[0] / GIB}
@@ -425,9 +424,9 @@ def measure_row(name: str, sequences: int, rehearse: bool, started: float) -> di
 
 
 def least_gib(run: Run) -> float:
-    """What a run holds at least, by the plan; of a peer's nothing is known.
+    """The least GiB that a run holds, by the plan; nothing is known about a peer's.
 
-    The planner's peak was at most 4 % too high for these rows, with float8 or a memory budget 20 % (docs/plan.md).
+    For these rows the planner's peak was at most 4 % too high, with float8 or a memory budget 20 % (docs/plan.md).
     """
     if run.peer:
         return 0.0
@@ -439,9 +438,9 @@ def least_gib(run: Run) -> float:
 def run_fitting(
     name: str, run: Run, room_gib: float, rehearse: bool, timeout_seconds: float, log: Path
 ) -> dict[str, Any]:
-    """A row with the run's sequences at once, or half as many, and again half, where memory runs out.
+    """Measure a row with the run's sequences at once. As long as memory runs out, it tries half as many.
 
-    No process is started for what cannot fit in `room_gib`.
+    It starts no process for what cannot fit in `room_gib`.
     """
     deadline = time.perf_counter() + timeout_seconds
     sequences = run.local_batch_size
@@ -461,7 +460,7 @@ def no_room(sequences: int, why: str) -> dict[str, Any]:
 
 
 def run_row(name: str, sequences: int, rehearse: bool, timeout_seconds: float, log: Path) -> dict[str, Any]:
-    """One row, measured by a process of its own; what went wrong is part of the row, and all that it said in `log`."""
+    """Measure one row in its own process. An error becomes part of the row; all output goes to `log`."""
     command = [sys.executable, "-m", "benchmarks.gpu", "--alone", name, f"--sequences={sequences}"]
     command += ["--rehearse"] if rehearse else []
     with open(log, "a+", encoding="utf-8") as errors:
@@ -483,7 +482,7 @@ def run_row(name: str, sequences: int, rehearse: bool, timeout_seconds: float, l
         said = errors.read().splitlines()
     if result.returncode:
         lines = [line for line in said if "Error" in line or "error" in line]
-        if result.returncode < 0:  # for want of the machine's memory, or by a fault of a driver: it may have said why
+        if result.returncode < 0:  # out of host memory, or a driver's fault: the process may have said why
             said = [f"ended by {signal.Signals(-result.returncode).name}"]
         return {"failed": f"{(lines or said or ['no output'])[-1][:200]}, see {log}"}
     return json.loads(result.stdout.splitlines()[-1])
@@ -503,12 +502,12 @@ def main() -> int:
     if arguments.alone:
         try:
             alone = measure_row(arguments.alone, arguments.sequences, arguments.rehearse, started)
-        except RuntimeError as error:  # at the peak kernels and cuBLAS handles, too, find no room
+        except RuntimeError as error:  # kernels and cuBLAS handles can run out of memory too
             if not re.search("out of memory|ALLOC_FAILED", str(error)):
                 raise
             alone = no_room(arguments.sequences, str(error).splitlines()[0])
         print(json.dumps(alone), flush=True)
-        os._exit(0)  # the row is there: whatever goes wrong at Python's end does not matter
+        os._exit(0)  # the row is printed: errors in Python's exit do not matter
     unknown = set(filter(None, arguments.rows.split(","))) - {"peaks", *runs()}
     if unknown:
         parser.error(f"--rows: unknown {', '.join(sorted(unknown))}; known are peaks, {', '.join(runs())}")
@@ -517,18 +516,18 @@ def main() -> int:
         return int(arguments.check)
     source, dataset = ("docs", REHEARSAL) if arguments.rehearse else ("stdlib", DATASET)
     prepare_once(dataset, source)
-    metrics.quiet_vain_warnings()  # those of torchao, which a plan imports
+    metrics.quiet_vain_warnings()  # torchao's, which a plan imports
 
     wanted = arguments.rows.split(",") if arguments.rows else QUICK if arguments.quick else ["peaks", *runs()]
     chosen = [name for name in ("peaks", *runs()) if name in wanted]
     rows: list[dict[str, Any]] = []
     peak: dict[str, Any] = {}
-    room_gib = math.inf if arguments.rehearse else 0.0  # of the device; 0: not asked yet, which takes a process, too
-    longest: dict[str, float] = {}  # row of each flavor; those of another say nothing about it
+    room_gib = math.inf if arguments.rehearse else 0.0  # of the device; 0: not measured yet, which takes a process
+    longest: dict[str, float] = {}  # row of each flavor, which says nothing about other flavors
     log = arguments.json.with_suffix(".log") if arguments.json else Path(tempfile.gettempdir()) / "benchmarks-gpu.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     failed: dict[str, bool] = {}
-    tokens_at_once: dict[str, int] = {}  # of the first row of each flavor: what the others, peers too, begin with
+    tokens_at_once: dict[str, int] = {}  # of each flavor's first row: other rows, peers' too, begin with it
     for name in chosen:
         run = None if name == "peaks" else find_run(name, arguments.rehearse)
         if run and failed.get(run.instead_of) is False and not arguments.rehearse:
@@ -561,13 +560,13 @@ def main() -> int:
                 row |= {"roofline": row["tokens/s"] / attainable(run, peak)}
         rows.append(row)
         print_row(row)
-        if arguments.json:  # after each row: a run cut short leaves what it has
+        if arguments.json:  # after each row, for runs cut short
             arguments.json.write_text(json.dumps({"rows": rows}, indent=1) + "\n", encoding="utf-8")
     return finish(arguments, rows, [] if arguments.rehearse else list(bars(rows, chosen)))
 
 
 def bars(rows: list[dict[str, Any]], chosen: Sequence[str]) -> Iterator[tuple[str, bool]]:
-    """What is asked of an H200, of the rows that were `chosen`; one that was not measured has missed its bar."""
+    """The bars for an H200, of the `chosen` rows. A row that was not measured misses its bar."""
     measured = {row["row"]: row["tokens/s"] for row in rows if "tokens/s" in row}
     speed = {run.instead_of: measured[name] for name, run in runs().items() if name in measured} | measured
     for row in rows:

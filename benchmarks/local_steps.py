@@ -1,9 +1,9 @@
-"""What local steps (DiLoCo) cost in loss: the same tokens by two islands that meet now and then, or at every step.
+"""What local steps (DiLoCo) cost in loss: two islands train on the same tokens and meet now and then, or every step.
 
     python -m benchmarks.local_steps [--quick] [--check] [--json=benchmarks/results/local_steps.json]
 
-The debug model on the data of ./run_llama_train.sh, two ranks, one seed of weights and order. `bytes` is what a rank
-sends in a step on average, by the planner's formulas, as a share of what the synchronous run sends.
+The debug model on the data of ./run_llama_train.sh, two ranks, one seed for weights and order. `bytes` is what a rank
+sends per step on average, by the planner's formulas, as a share of what it sends in the synchronous run.
 """
 
 import subprocess
@@ -21,13 +21,13 @@ from records import read_records
 
 DATASET = Path("datasets/stdlib")
 RANKS, STEPS, QUICK_STEPS = 2, 200, 20
-AVERAGE, PAPER = (1.0, 0.0), (0.7, 0.9)  # outer rate and momentum: the islands' mean; as published, for long runs
+AVERAGE, PAPER = (1.0, 0.0), (0.7, 0.9)  # outer rate and momentum: for the islands' mean; as published, for long runs
 SETTINGS = ((0, AVERAGE), (10, AVERAGE), (50, AVERAGE), (10, PAPER), (50, PAPER))  # the first is synchronous
-ACCEPTED_NATS = 0.1  # that the least frequent meetings, as published, may cost
+ACCEPTED_NATS = 0.1  # the least frequent meetings, as published, may cost so much
 
 
 def arguments(local_steps: int, outer: tuple[float, float], steps: int, folder: str) -> list[str]:
-    """Of train.py; without local steps, replicas that sum their gradients."""
+    """The arguments of train.py. With 0 local steps, replicas sum their gradients."""
     return [
         "--config=train_configs/debug.toml",
         f"--data.datasets={DATASET}",
@@ -47,7 +47,7 @@ def arguments(local_steps: int, outer: tuple[float, float], steps: int, folder: 
 
 
 def train_and_validate(local_steps: int, outer: tuple[float, float], steps: int) -> float:
-    """The validation loss after the last step, nats."""
+    """Train, and return the validation loss after the last step, in nats."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "launch.torchrun", "--standalone", f"--nproc-per-node={RANKS}", "train.py"]
         run = Path(folder) / "run"
@@ -57,7 +57,7 @@ def train_and_validate(local_steps: int, outer: tuple[float, float], steps: int)
 
 
 def bytes_per_step(local_steps: int) -> float:
-    """Bytes that a rank sends in a step, the meetings spread over the steps between them."""
+    """Bytes that a rank sends per step, with meetings spread over the steps between them."""
     config = load_config(arguments(local_steps, AVERAGE, STEPS, ""))
     work = build_work(config, ParallelDims.from_config(config.parallelism, RANKS))
     sent = sum(sent_bytes(item.kind, item.bytes, RANKS) for item in traffic(work))
@@ -86,7 +86,7 @@ def main() -> int:
 
 
 def bars(rows: list[dict[str, Any]]) -> list[tuple[str, bool]]:
-    """What is asked, and whether it is so."""
+    """(bar, whether it is met) for all bars."""
     cost = rows[-1]["more than synchronous"]
     text = f"{rows[-1]['local steps']} local steps cost {cost:+.3f} nats, at most {ACCEPTED_NATS}"
     return [(text, cost <= ACCEPTED_NATS)]

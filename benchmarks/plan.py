@@ -1,10 +1,10 @@
-"""The planner's tokens per second and memory against published figures of others' runs, row by row.
+"""The planner's tokens per second and memory against published figures of other people's runs, row by row.
 
     python -m benchmarks.plan [--check]
 
-The device's shares of peak in parallel/devices.py, and the constants of parallel/plan_time.py and plan_memory.py, were
-fitted on the rows marked `fit`, a third of all; the bars are on the others. No row of the tables is left out.
-Settings are the sources', and where a source does not say, the row says what was assumed.
+The shares of peak in parallel/devices.py and the constants of parallel/plan_time.py and plan_memory.py were fitted on
+the rows marked `fit`, a third of all. The bars are on the other rows. No row of the tables is left out. Settings are
+the sources'; if a source does not give one, the row says what was assumed.
 """
 
 import dataclasses
@@ -23,20 +23,20 @@ from parallel.plan_costs import Work
 from parallel.plan_memory import memory, reserved
 from parallel.plan_time import Cluster, estimate
 
-# github.com/pytorch/torchtitan benchmarks/llama3_h100_202412_torchtitan.md: H100 of 96 GB and 500 W, 400 Gb/s per GPU;
-# its commit 9dec370 has the rest: sequences of 8,192, a loss that is not compiled, as many pipeline microbatches as
-# stages, two stages per rank when interleaved.
+# github.com/pytorch/torchtitan benchmarks/llama3_h100_202412_torchtitan.md: H100 of 96 GB and 500 W, 400 Gb/s per GPU.
+# The rest is from its commit 9dec370: sequences of 8,192, loss not compiled, as many pipeline microbatches as stages,
+# two stages per rank when interleaved.
 TITAN = "torchtitan 2024-12"
-# Same repository, benchmarks/llama3-8b_h200_202506_trainy-whitefiber.md: selective checkpointing and a compiled
-# loss by the code of its commit e7c0cae.
+# Same repository, benchmarks/llama3-8b_h200_202506_trainy-whitefiber.md: selective checkpointing, and a compiled loss
+# according to the code of its commit e7c0cae.
 TRAINY = "trainy 2025-06"
 # github.com/foundation-model-stack/fms-fsdp README.md: sequences of 4,096, gradients summed in bfloat16. The network is
-# a node's. "Selective AC" is a share of blocks, which the README does not give; its HFU / MFU does: 1/3 of 13B's, all
-# of 34B's and 70B's.
+# a node's. "Selective AC" is for a share of blocks that follows only from the README's HFU / MFU: 1/3 of 13B's, all of
+# 34B's and 70B's.
 FMS = "fms-fsdp"
-# pytorch.org/blog/training-using-float8-fsdp2 (2024-11): sequences of 8,192, the best batch size and checkpointing
-# found for each, which the planner has to find again. GPUs: 512 in its table 3; in table 1 not said per row, assumed
-# here: 128 up to 8B, 256 for 70B, 512 for 405B.
+# pytorch.org/blog/training-using-float8-fsdp2 (2024-11): sequences of 8,192, each with the best batch size and
+# checkpointing, which the planner has to find. GPUs: 512 in its table 3. Its table 1 does not say; assumed here are 128
+# up to 8B, 256 for 70B, 512 for 405B.
 FLOAT8 = "float8 study"
 
 LLAMA2_34B = LlamaConfig(dim=8192, n_layers=48, n_heads=64, n_kv_heads=8, hidden_dim=22016, vocab_size=32_000)
@@ -50,7 +50,7 @@ Settings = dict[str, Any]  # section.field → value
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """One published figure. `network`: bytes per second and GPU; `search`: try batch sizes and checkpointing modes."""
+    """One published figure. `network`: bytes per second per GPU. `search`: try batch sizes and checkpointing modes."""
 
     source: str
     name: str
@@ -162,7 +162,7 @@ def float8_rows() -> list[Row]:
 
 
 def predict(row: Row) -> tuple[float, float, str]:
-    """The planner's (tokens per second and device, GiB, settings it chose)."""
+    """The planner's (tokens per second per device, GiB, settings that it chose)."""
     device = DEVICES[row.device]
     cluster = Cluster(device, 8, row.network)
     choices: list[tuple[Settings, str]] = [({}, "")]

@@ -1,4 +1,4 @@
-"""What every benchmark prints: a JSON line per row as it is measured, then a table, then the bars that were missed."""
+"""What every benchmark prints: a JSON line per row once it is measured, then a table, then the missed bars."""
 
 import argparse
 import json
@@ -17,7 +17,7 @@ from run_folder import git_commit
 
 
 def build_parser(description: str) -> argparse.ArgumentParser:
-    """The options all benchmarks share."""
+    """A parser with the options that all benchmarks share."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="fewer rounds: done within a minute, and less certain")
     parser.add_argument("--check", action="store_true", help="exit 1 if a bar is missed, naming it last")
@@ -26,15 +26,15 @@ def build_parser(description: str) -> argparse.ArgumentParser:
 
 
 def require_cpu(parser: argparse.ArgumentParser) -> None:
-    """End with one line where train.py would take an accelerator, and all else that is measured a CPU."""
+    """End with one line if train.py would use an accelerator, while all it is compared with uses a CPU."""
     if (device := device_type()) != "cpu":
         parser.error(f"measures on CPU, and torch has found a device of type {device!r}: set CUDA_VISIBLE_DEVICES=")
 
 
 def prepare_once(dataset: Path, source: str = "stdlib") -> None:
-    """Prepare a dataset as ./run_llama_train.sh does, unless it is there.
+    """Prepare a dataset as ./run_llama_train.sh does, unless it exists.
 
-    By its own command: its workers import again what the process that starts them was started with, here torch.
+    It runs the command, since workers import again what the process that starts them has imported, here torch.
     """
     if not (dataset / "manifest.json").exists():
         words = [f"--source={source}", "--max-characters=4000", f"--output={dataset}"]
@@ -42,12 +42,12 @@ def prepare_once(dataset: Path, source: str = "stdlib") -> None:
 
 
 def print_row(row: Mapping[str, Any]) -> None:
-    """One measured row as a JSON line."""
+    """Print a measured row as a JSON line."""
     print(json.dumps(row), flush=True)
 
 
 def finish(arguments: argparse.Namespace, rows: list[dict[str, Any]], bars: Iterable[tuple[str, bool]]) -> int:
-    """Print the table and the missed bars, (what is asked, whether it is met); return the exit code."""
+    """Print the table and the missed ones of `bars`, (bar, whether it is met). Returns the exit code."""
     print("\n" + table(rows))
     missed = [text for text, met in bars if not met]
     if arguments.json:
@@ -61,7 +61,7 @@ def finish(arguments: argparse.Namespace, rows: list[dict[str, Any]], bars: Iter
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Rows as a Markdown table; the columns are the keys in order of appearance."""
+    """Rows as a Markdown table, whose columns are the keys in order of appearance."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     cells = [columns, *([_cell(row.get(column)) for column in columns] for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
@@ -72,7 +72,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """Where and with what the figures were measured."""
+    """The machine and software that the figures were measured with."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown")

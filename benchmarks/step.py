@@ -2,11 +2,11 @@
 
     python -m benchmarks.step [--quick] [--check]
 
-`bare` is a loop as nanoGPT's: the same Llama, batches drawn at random places of a memory-mapped file of tokens,
+`bare` is a loop like nanoGPT's: the same Llama, batches from random places of a memory-mapped file of tokens,
 cross-entropy, clipping and fused AdamW, with autocast for bfloat16. `transformers` is Hugging Face's Llama in that loop
 (./setup.sh test installs it). Each round is one step of train.py (documents shuffled, global token count, loss in
-chunks, finite check, log line) and one of each loop. Peak memory comes from a process of its own for each. The bars:
-train.py's tokens/s are at least those of either, and its memory is at most theirs. In bfloat16 only where the CPU has
+chunks, finite check, log line) and one of each loop. Each one's peak memory comes from its own process. The bars:
+train.py's tokens/s are at least those of either loop, its memory is at most theirs. bfloat16 only on a CPU with
 AVX-512.
 """
 
@@ -42,7 +42,7 @@ DATASET = Path("datasets/stdlib")
 
 
 def bare_llama() -> nn.Module:
-    """The same model, not sharded."""
+    """Build the same model, not sharded."""
     with torch.device("meta"):
         model = Llama(_flavor())
     init_weights(model, torch.device("cpu"), seed=0)
@@ -50,7 +50,7 @@ def bare_llama() -> nn.Module:
 
 
 def transformers_llama() -> nn.Module:
-    """Hugging Face's Llama of the same shape, with its default attention (SDPA)."""
+    """Build Hugging Face's Llama of the same shape, with its default attention (SDPA)."""
     from transformers import LlamaConfig as HFConfig
     from transformers import LlamaForCausalLM
 
@@ -59,7 +59,7 @@ def transformers_llama() -> nn.Module:
 
 
 def bare_loop(model: nn.Module, config: Config) -> Iterator[None]:
-    """One optimizer step for each `next`."""
+    """Train one optimizer step per `next`."""
     training = config.training
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     mixed = training.param_dtype == "bfloat16"
@@ -110,7 +110,7 @@ def measure(param_dtype: str, steps: int, outputs: Path) -> dict[str, list[float
 
 
 def run_alone(name: str, param_dtype: str) -> None:
-    """A few steps of one contender, for its peak memory; prints GiB."""
+    """Run a few steps of one contender, and print its peak memory in GiB."""
     with tempfile.TemporaryDirectory() as outputs:
         config = _config(param_dtype, 5, Path(outputs))
         if name == "train.py":

@@ -1,4 +1,4 @@
-"""Linear layers to float8, by torchao's dynamically scaled recipes.
+"""Convert linear layers to float8, by torchao's dynamically scaled recipes.
 
 torchao is imported where it is used: it takes seconds to load, and only float8 runs need it.
 """
@@ -18,10 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_float8(config: Config, here: bool = True) -> None:
-    """Refuse settings that contradict each other and, for a run `here`, a device that has no float8 matmul.
-
-    Raises ConfigError.
-    """
+    """Raises ConfigError for settings that contradict each other and, for a run `here`, a device without float8."""
     float8, training = config.float8, config.training
     if not float8.enable:
         return
@@ -59,7 +56,7 @@ def check_float8(config: Config, here: bool = True) -> None:
             f"{training.seq_len} / {parallelism.cp} = {tokens} tokens must be a multiple of 16, over which float8 "
             "matmuls of the weight gradients sum"
         )
-    # CPUs compute float8 matmuls for real, if not fast.
+    # CPUs need no check: they compute float8 matmuls for real, if not fast.
     if here and torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
         raise ConfigError(
             f"float8.enable = true: {torch.cuda.get_device_name()} has no float8 matmul (compute capability "
@@ -70,11 +67,10 @@ def check_float8(config: Config, here: bool = True) -> None:
 def convert_to_float8(
     model: nn.Module, float8: settings.Float8, tp: int = 1, shards: int = 1
 ) -> tuple[list[str], dict[str, str]]:
-    """Swap the linear layers of `model`, in place, before it is compiled or sharded, over `tp` x `shards` ranks each.
+    """Convert the linear layers of `model` in place. Call it before compiling and before sharding over `tp` x `shards`.
 
-    Returns the names of the converted layers, and name → reason of those that were not.
-    Raises ConfigError if none is converted, if `skip` names what is not there, or if weights must be gathered in float8
-    and cannot be.
+    Returns the names of the converted layers, and name → reason for the others. Raises ConfigError if none is
+    converted, if no layer matches a name in `skip`, or if weights must be gathered in float8 and cannot be.
     """
     from torchao.float8 import convert_to_float8_training
 
@@ -86,7 +82,7 @@ def convert_to_float8(
     converted = [name for name in linears if name not in skipped]
     ranks = tp * shards
     uneven = [name for name in converted if gathers_float8(float8) and linears[name].out_features % ranks]
-    if uneven:  # torchao does not fill up the rows of the rank that has fewer, and loses its scale: ranks would hang
+    if uneven:  # torchao does not pad the rank with fewer rows and loses its scale: ranks would hang
         rows = dict.fromkeys(f"{_kind(name)} ({linears[name].out_features})" for name in uneven)
         which = f"the rows of {', '.join(rows)} cannot be shared evenly by {ranks} ranks"
         if float8.fsdp_all_gather == "on":
@@ -111,8 +107,8 @@ def convert_to_float8(
 def build_linear_config(float8: settings.Float8) -> Any:
     """torchao's Float8LinearConfig for these settings.
 
-    `round_scales_to_power_of_2` is as the recipe has it, which is never together with the float8 all-gather:
-    there torchao (0.18) would ignore it.
+    `round_scales_to_power_of_2` is the recipe's. No recipe that sets it has the float8 all-gather, with which torchao
+    (0.18) would ignore it.
     """
     from torchao.float8 import Float8LinearConfig
 
@@ -121,20 +117,20 @@ def build_linear_config(float8: settings.Float8) -> Any:
 
 
 def summarize(converted: list[str], skipped: dict[str, str]) -> str:
-    """One line: how many layers of which kind are in float8, and which kinds are not, and why."""
+    """One line: how many layers of which kinds are in float8, which kinds are not, and why."""
     kinds = dict.fromkeys(_kind(name) for name in converted)
     reasons = dict.fromkeys(f"{_kind(name)} ({reason})" for name, reason in skipped.items())
     return f"{len(converted)} linear layers ({', '.join(kinds)}); not: {', '.join(reasons) or 'none'}"
 
 
 def _kind(name: str) -> str:
-    """`layers.3.attention.wq` → `attention.wq`: the same in every block."""
+    """`layers.3.attention.wq` → `attention.wq`, the same for every block."""
     return name.split(".", 2)[2] if name.startswith("layers.") else name
 
 
 def _check_skip(model: nn.Module, float8: settings.Float8) -> None:
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    for part in set(float8.skip) - set(settings.Float8().skip):  # the default names what some models do not have
+    for part in set(float8.skip) - set(settings.Float8().skip):  # the default may name what a model lacks
         if not any(part in name for name in names):
             kinds = dict.fromkeys(word for name in names for word in (_kind(name), name.split(".")[-1]))
             hint = close_match(part, kinds) or f"; known are {', '.join(map(_kind, names[:7]))}"
@@ -142,10 +138,10 @@ def _check_skip(model: nn.Module, float8: settings.Float8) -> None:
 
 
 def _gains(linear: nn.Linear, name: str, recipe: str) -> bool:
-    """Whether a layer gains from float8, by torchao's filter, found on H100 GPUs."""
+    """Whether a layer gains from float8, by torchao's filter, which was measured on H100 GPUs."""
     from torchao.float8 import _auto_filter_for_recipe
 
-    # It has none for rowwise_with_gw_hp, whose forward is that of rowwise.
+    # There is no filter for rowwise_with_gw_hp, whose forward is rowwise's.
     recipe = "rowwise" if recipe == "rowwise_with_gw_hp" else recipe
     return _auto_filter_for_recipe(recipe, filter_fqns=[])(linear, name)
 

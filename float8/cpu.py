@@ -1,8 +1,8 @@
 """Float8 matmuls on CPU, for trials and tests.
 
-torch's own take tensorwise scales only (2.11). And on a CPU with AMX (2.13) two factors in e4m3 are oneDNN's, which has
-nothing but its reference for them where the tiles take no float8: on Intel's Sapphire Rapids one of 512 x 512 x 1024
-took 22 s, and what torch does on other CPUs 0.01 s. That is done here, on all of them.
+torch's own take only tensorwise scales (2.11). On a CPU with AMX torch (2.13) gives two e4m3 factors to oneDNN, which
+has only slow reference code for them if the AMX tiles take no float8: 512 x 512 x 1024 took 22 s on Intel's Sapphire
+Rapids, and 0.01 s as torch computes it on other CPUs. `scaled_mm` computes it so on all CPUs.
 """
 
 import functools
@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.library import Library
 
 
-@functools.cache  # once in a process
+@functools.cache  # once per process
 def replace_matmul() -> Library:
-    """Have torch._scaled_mm of CPU tensors computed by `scaled_mm`, as long as the result lives: for good, cached."""
+    """Make torch._scaled_mm use `scaled_mm` on CPU while the returned library lives: for good, since it is cached."""
     library = Library("aten", "IMPL")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that a kernel is replaced is meant
+        warnings.simplefilter("ignore")  # torch warns that a kernel is replaced
         library.impl("_scaled_mm", scaled_mm, "CPU")
         library.impl("_scaled_mm.out", scaled_mm_out, "CPU")
     return library
@@ -34,7 +34,7 @@ def scaled_mm(
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
 ) -> Tensor:
-    """torch._scaled_mm, summed in float32: scales of one element, or (M, 1) and (1, N); returns (M, N).
+    """torch._scaled_mm, summed in float32. Scales have one element, or shapes (M, 1) and (1, N). Returns (M, N).
 
     Raises NotImplementedError for a `scale_result`, which only float8 results need.
     """

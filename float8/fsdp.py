@@ -1,4 +1,4 @@
-"""Weights in float8: their scales where FSDP2 gathers them, and the cast where one rank computes alone."""
+"""Weights in float8: their scales if FSDP2 gathers them, their cast if one rank trains alone."""
 
 from collections.abc import Callable
 
@@ -10,10 +10,10 @@ from config import Compile, Config, precomputes_scales
 
 
 def precompute_scales(parts: list[nn.Module], config: Config) -> None:
-    """Compute the scales of all float8 weights, by one all-reduce a part; nothing to do where none is used.
+    """Compute the scales of all float8 weights with one all-reduce per part, if the config uses such scales.
 
-    Call it whenever the weights have changed, which is after an optimizer step and after a load: FSDP2 casts by the
-    scales it last found, without looking at the weights again.
+    Call it whenever the weights have changed, after an optimizer step or a load: FSDP2 casts by the scales it last
+    found and does not look at the weights again.
     """
     if not precomputes_scales(config):
         return
@@ -24,9 +24,9 @@ def precompute_scales(parts: list[nn.Module], config: Config) -> None:
 
 
 def build_cast(dtype: torch.dtype, compile: Compile) -> Callable[[Tensor], Tensor]:
-    """What FSDP2 gathers of a weight: in float8 what torchao has wrapped for that, in `dtype` what it has not.
+    """Build FSDP2's cast of a weight before a gather: to float8 if torchao has wrapped it for that, else to `dtype`.
 
-    Compiled where the model is, or the whole weight would be read and written five times.
+    It is compiled if the model is: eager, it reads and writes the whole weight five times.
     """
 
     def quantize(weight: Tensor, low: torch.dtype) -> tuple[Tensor, Tensor]:

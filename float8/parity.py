@@ -2,10 +2,10 @@
 
     python -m float8.parity --config=train_configs/debug.toml --training.param_dtype=bfloat16 --float8.filter=all
 
-Trains the config in bfloat16 and in float8, from the same seeds on the same data, and writes to `--output` the loss
-curves (losses.png, report.json) and a verdict: the difference of the validation losses beside what another seed
-already changes. Equal losses of a small model prove little, so every converted layer of the trained bfloat16 model is
-also measured by itself: the noise that float8 adds to its output and gradients, on its own activations.
+Trains the config in bfloat16 and in float8, from the same seeds on the same data. Writes to `--output` the loss curves
+(losses.png, report.json) and a verdict: the difference of the validation losses, beside what another seed changes.
+Equal losses of a small model prove little. So each converted layer of the trained bfloat16 model is also measured by
+itself: the noise that float8 adds to its output and gradients, on its own activations.
 """
 
 import argparse
@@ -44,7 +44,10 @@ QUICK = (
 
 
 def train_once(config: Config, processes: int, folder: Path) -> dict[str, Any]:
-    """Train in processes of its own; the losses by step, the final validation loss and the median seconds of a step."""
+    """Train in processes of its own. Returns losses by step, the final validation loss and the median step seconds.
+
+    Raises TitaniteError with the end of the log if training fails.
+    """
     file = folder.with_suffix(".toml")
     file.write_text(to_toml(config), encoding="utf-8")
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
@@ -61,14 +64,14 @@ def train_once(config: Config, processes: int, folder: Path) -> dict[str, Any]:
         "steps": [row["step"] for row in trained],
         "losses": [row["loss"] for row in trained],
         "validation_loss": validation_loss,
-        "step_seconds": statistics.median(row["step_seconds"] for row in trained[1:]),  # the first one compiles
+        "step_seconds": statistics.median(row["step_seconds"] for row in trained[1:]),  # the first compiles
     }
 
 
 def measure_layers(model: nn.Module, names: list[str], config: Config, device: torch.device) -> list[dict[str, Any]]:
-    """SQNR in dB of y, dx and dw of every layer in `names` against float64, on one validation batch of `model`.
+    """SQNR in dB, against float64, of y, dx and dw of every layer in `names`, on one validation batch of `model`.
 
-    Each layer is measured on the bfloat16 model's own activations and gradients, apart from the others.
+    Each layer is measured alone, on the activations and gradients of the bfloat16 model.
     """
     from torchao.float8.float8_linear import Float8Linear
 
@@ -111,7 +114,7 @@ def sqnr(exact: Tensor, approximate: Tensor) -> float:
 
 
 def gathered_bytes(model: nn.Module, names: list[str], config: Config, ranks: int = 1) -> tuple[int, int]:
-    """Bytes of all weights, shared by `ranks`, as FSDP2 gathers them once, by type: (without float8, with it)."""
+    """Bytes that FSDP2 gathers to get all weights once, if `ranks` share them: (without float8, with it)."""
     itemsize = getattr(torch, config.training.param_dtype).itemsize
     numel = sum(p.numel() for p in model.parameters())
     weights = [model.get_parameter(f"{name}.weight") for name in names]
@@ -121,7 +124,7 @@ def gathered_bytes(model: nn.Module, names: list[str], config: Config, ranks: in
 
 
 def judge(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """The mean difference of the validation losses beside the spread of bfloat16 over its seeds, both in nats."""
+    """The mean difference of the validation losses, and their spread over bfloat16's seeds, both in nats."""
     bf16, float8 = ([run["validation_loss"] for run in runs[name]] for name in ("bf16", "float8"))
     difference = statistics.mean(b - a for a, b in zip(bf16, float8, strict=True))
     spread = max(bf16) - min(bf16)
@@ -157,7 +160,7 @@ def main(argv: list[str]) -> None:
         parser.error("--seeds must be at least 2, for their spread, and --processes at least 1")
     output: Path = arguments.output.resolve()
 
-    # -- what can go wrong is found before the first run
+    # -- find mistakes before the first run
     config = load_config([*rest, *(QUICK if arguments.quick else ())])
     if config.training.param_dtype != "bfloat16":
         raise ConfigError(
@@ -230,9 +233,9 @@ def main(argv: list[str]) -> None:
 
 
 def _prepared(config: Config) -> Config:
-    """The config with all that the report needs: every loss, one validation at the end, one checkpoint at the end.
+    """The config with what the report needs: every loss, and one validation and one checkpoint at the end.
 
-    Measured are the held-out documents of the training data, also where `validation.datasets` names others.
+    It always validates on the held-out documents of the training data, even if `validation.datasets` names others.
     """
     steps = config.training.steps
     return dataclasses.replace(

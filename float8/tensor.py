@@ -1,7 +1,7 @@
-"""Tensor parallelism whose activations are gathered in float8.
+"""Tensor parallelism that gathers activations in float8.
 
-torchao's parallel styles cast to float8 before they gather, so half the bytes travel and several matmuls share one
-cast. They need one scale for the whole tensor, so they are for the tensorwise recipe.
+torchao's parallel styles cast to float8 before they gather: half the bytes travel, and several matmuls share one cast.
+They need one scale for the whole tensor, so they are only for the tensorwise recipe.
 """
 
 from collections.abc import Mapping
@@ -19,10 +19,10 @@ from torch.distributed.tensor.parallel import (
 
 
 def float8_plan(module: nn.Module, plan: Mapping[str, ParallelStyle], device_type: str) -> dict[str, ParallelStyle]:
-    """`plan` with torchao's float8 styles wherever `module` was converted.
+    """`plan` with torchao's float8 styles for the converted layers of `module`.
 
-    A gathered input is cast once for all the layers that read it, so its readers must all be converted; where some
-    are not, or have a style of a model's own, which keeps it, the input stays in high precision.
+    A gathered input is cast once for all layers that read it. It stays in high precision unless all of them are
+    converted and have the plain style ColwiseParallel; a model's own styles are kept.
     """
     from torchao.float8.float8_linear import Float8Linear
     from torchao.float8.float8_tensor_parallel import (
@@ -56,7 +56,7 @@ def float8_plan(module: nn.Module, plan: Mapping[str, ParallelStyle], device_typ
 
 
 def _gather_as_bytes() -> None:
-    """Let gloo, which knows no float8, carry float8 as bytes: torchao's handlers of the two operators, replaced."""
+    """Send float8 as bytes, since gloo knows no float8. Replaces torchao's handlers of two operators."""
     from torchao.float8.float8_ops import FLOAT8_OPS_TABLE
     from torchao.float8.float8_training_tensor import Float8TrainingTensor
 

@@ -1,4 +1,4 @@
-"""How many processes a run is started with on this machine, where nobody says it.
+"""How many processes to start a run with on this machine, if the user does not say.
 
 python -m launch.processes --config=train_configs/debug.toml
 """
@@ -13,13 +13,13 @@ CPU_PROCESSES = 2  # where there is no accelerator
 
 
 def processes(config: Config, devices: int) -> int:
-    """The most processes, at most `devices`, among which the ranks of tp, cp and pp and the batch can be shared out.
+    """The most processes, up to `devices`, that tp, cp, pp and the batch can be divided among.
 
-    `devices` itself where none can: the run then says why.
+    If there is no such number, `devices`: the run then says why.
     """
     parallelism, training = config.parallelism, config.training
     model_ranks = parallelism.tp * parallelism.cp * parallelism.pp
-    batches = training.global_batch_size // training.local_batch_size  # 0: one for each rank, as many as there are
+    batches = training.global_batch_size // training.local_batch_size  # 0: one per rank, for any number of ranks
     copies = parallelism.dp_replicate * max(1, parallelism.dp_shard)
     most = copies if parallelism.dp_shard > 0 else devices
     numbers = range(copies, min(most, devices // model_ranks) + 1, copies)

@@ -35,22 +35,23 @@ from parallel.exits import HUNG, Exit, record_exit, run_and_leave
 
 
 def launch(argv: list[str]) -> int:
-    """Run torchrun; return the exit code for the shell."""
-    # Which rank failed is said below, in one line; so are signals, for which others may wait in vain.
+    """Run torchrun. Returns the exit code for the shell."""
+    # Failed ranks and signals are reported below, in one line. torch would also log a traceback when other torchruns
+    # have waited in vain for one that a signal ended.
     for name in ("multiprocessing.api", "agent.server.api"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     next_rendezvous = DynamicRendezvousHandler.next_rendezvous
 
     def next_with_a_new_store(handler: DynamicRendezvousHandler) -> RendezvousInfo:
-        # torch (2.11 to 2.13) keeps the ranks' store and its address from one round to the next, and then a node that
-        # comes later is never told of it: both wait for a minute and fail. So every round has a store of its own.
+        # torch (2.11 to 2.13) keeps the ranks' store from one round to the next and never tells its address to a node
+        # that comes later: both wait for a minute and fail. So every round gets a new store.
         handler._shared_tcp_store_server = handler._bootstrap_store_info = None
         return next_rendezvous(handler)
 
     create_store = c10d_rendezvous_backend._create_tcp_store
 
     def create_answering_store(parameters: RendezvousParameters) -> TCPStore:
-        # torch (2.13) limits the time to connect, but not the one in which whoever is there says a word.
+        # torch (2.13) limits the time to connect, but not the time to wait for an answer.
         waiting = threading.Timer(ANSWER_SECONDS, give_up, [parameters.endpoint])
         waiting.daemon = True
         waiting.start()
@@ -62,17 +63,17 @@ def launch(argv: list[str]) -> int:
     handle = api._terminate_process_handler
 
     def handle_once(number: int, frame: FrameType | None) -> None:
-        # Each would end a wait for the ranks to save: torch (2.13) has two. A second Ctrl-C is meant to.
+        # A further signal would end one of the two waits (torch 2.13) for the ranks to save. Only Ctrl-C should.
         if number != signal.SIGINT:
             for repeated in ASKING:
-                signal.signal(repeated, lambda *_: None)  # not SIG_IGN: Python complains where one is on its way
+                signal.signal(repeated, lambda *_: None)  # not SIG_IGN: Python complains if one is pending
         handle(number, frame)
 
     make_agent = partialmethod(LocalElasticAgent.__init__, exit_barrier_timeout=END_SECONDS)
-    handled = "SIGTERM,SIGINT,SIGQUIT,SIGUSR1"  # the last, Slurm's warning, would else kill torchrun, and so the ranks
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # torchrun would undo what nohup has done
+    handled = "SIGTERM,SIGINT,SIGQUIT,SIGUSR1"  # SIGUSR1 is Slurm's warning: unhandled, it kills torchrun and the ranks
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # torchrun must not undo nohup
         handled += ",SIGHUP"
-    # One machine: PET_NNODES may be set for others, and this one's name be known to nobody.
+    # One machine: PET_NNODES may be set for another job, and no name server may know this machine's name.
     alone = ["--nnodes=1", "--local-addr=127.0.0.1"] if "--standalone" in argv else []
     starting = name_launcher()
     try:
@@ -97,7 +98,7 @@ def launch(argv: list[str]) -> int:
         print(f"error: no place for the ranks to meet: {error.__cause__ or error}", file=sys.stderr)
         return 1
     except SignalException as error:
-        if error.sigval == signal.SIGQUIT:  # from a rank: what it has explained comes again in every restart
+        if error.sigval == signal.SIGQUIT:  # from a rank: it has explained what no restart can mend
             return USER_ERROR
         if folder := os.pread(starting, 10_000, 0):
             cause = f"stopped by {error.sigval.name}, before it trained"
@@ -110,7 +111,7 @@ def launch(argv: list[str]) -> int:
 
 
 def give_up(endpoint: str) -> None:
-    """End this torchrun, which has started no rank yet."""
+    """End this torchrun, before it has started any rank."""
     print(
         f"error: no place for the ranks to meet: what listens at {endpoint} is no torchrun, it has said nothing for "
         f"{ANSWER_SECONDS} s; name another port",
@@ -121,10 +122,10 @@ def give_up(endpoint: str) -> None:
 
 
 def _first_failure(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """The rank that the others followed.
+    """The rank whose failure made the others fail.
 
-    torch (2.13) takes the earliest, by whole seconds: but a rank that has lost another fails within a tenth of one, and
-    the watchdog kills the rank that hangs.
+    torch (2.13) takes the earliest, by whole seconds. But a rank that loses another fails within a tenth of a second,
+    and the watchdog kills the rank that hangs.
     """
     earliest = min(failure.timestamp for failure in failures.values())
 
@@ -137,14 +138,14 @@ def _first_failure(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFai
     return first, failures[first]
 
 
-ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # for an end, with a checkpoint
-ANSWER_SECONDS = 150  # for the store of the c10d rendezvous; connecting to it may take 60, twice
-END_SECONDS = 60  # that torchruns wait for the end of all, not torch's 300: one that a signal has ended does not come
-USER_ERROR = 2  # the exit code of train.py for a mistake that it has explained
-FOLLOWING = (1, -signal.SIGABRT)  # of a rank that lost another: an exception, or torch's own abort
-ENDED = (-signal.SIGTERM, 128 + signal.SIGTERM)  # of a rank that torchrun ended since another had failed: parallel.stop
-LATE_SECONDS = 10  # ... or had to kill, which it does after 30
+ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # they ask for an end with a checkpoint
+ANSWER_SECONDS = 150  # for the store of the c10d rendezvous to answer; connecting to it may take 60, twice
+END_SECONDS = 60  # torchruns wait so long for all to end, not torch's 300: one ended by a signal never comes
+USER_ERROR = 2  # train.py's exit code for a mistake that it has explained
+FOLLOWING = (1, -signal.SIGABRT)  # exit codes of a rank that lost another: an exception, or torch's own abort
+ENDED = (-signal.SIGTERM, 128 + signal.SIGTERM)  # of a rank that torchrun ended after another failed: parallel.stop
+LATE_SECONDS = 10  # ... or that it had to kill, which it does after 30
 
 if __name__ == "__main__":
-    # Python's end would take most of a second, in which one of torch's threads may complain it cannot wait for itself.
+    # A normal exit takes most of a second, in which a thread of torch may complain that it cannot wait for itself.
     run_and_leave(lambda: sys.exit(launch(sys.argv[1:])))

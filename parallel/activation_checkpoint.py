@@ -18,7 +18,7 @@ import parallel.context  # noqa: F401  (registers the ring's operator)
 from config import ActivationCheckpoint
 
 aten = torch.ops.aten
-# Dear to compute, cheap to keep. Names of attention on every device: the CPU's is its own op.
+# Expensive to compute, cheap to keep. Attention has another operator on each device.
 ATTENTION_OPS = frozenset(
     {
         aten._scaled_dot_product_flash_attention.default,
@@ -32,11 +32,11 @@ ATTENTION_OPS = frozenset(
 
 
 def apply_activation_checkpoint(block: nn.Module, settings: ActivationCheckpoint) -> None:
-    """Replace `block.forward`, in place, by one that recomputes; names of parameters stay as they are.
+    """Replace `block.forward` in place by one that recomputes. Names of parameters do not change.
 
-    In mode `budget` the compiler does it, by a setting for the whole process: it solves for the cheapest recomputation
-    that keeps the given share of the activations. It is told to keep attention, some of whose operators (cuDNN's, the
-    CPU's, the ring's) torch 2.11 to 2.13 would take for cheap.
+    In mode `budget` the compiler recomputes, by a setting for the whole process: it finds the cheapest recomputation
+    that keeps the given share of the activations. It is told to keep attention, since torch 2.11 to 2.13 take some of
+    its operators (cuDNN's, the CPU's, the ring's) for cheap.
     """
     if settings.mode == "none":
         return
@@ -48,7 +48,7 @@ def apply_activation_checkpoint(block: nn.Module, settings: ActivationCheckpoint
     options: dict[str, Any] = {}
     if settings.mode in contexts:
         options["context_fn"] = context_fn = contexts[settings.mode]
-        # By this the compiler's cache knows the policies below; without it a second start would compile all again.
+        # Tells the compiler's cache the policies below; without it a second start would compile everything again.
         context_fn.cache_hash = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()  # type: ignore[attr-defined]
     forward = block.forward
 
@@ -60,9 +60,9 @@ def apply_activation_checkpoint(block: nn.Module, settings: ActivationCheckpoint
 
 
 def exempt_from_budget(compiled: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`compiled`, but not bound by mode `budget`, which is for blocks.
+    """`compiled` without mode `budget`, which is for blocks.
 
-    The output layer's logits are nearly all that it keeps, so more than any share: they would be computed twice.
+    The logits are nearly all that the output layer keeps, so more than any share of it: they would be computed twice.
     """
 
     def call(*args: Tensor) -> Tensor:
@@ -92,9 +92,9 @@ def _selective_contexts() -> Any:
 
 
 def _budget_contexts() -> Any:
-    """Keep attention; the compiler chooses among the rest.
+    """Keep attention, never keep casts of weights to the compute type, and let the compiler choose among the rest.
 
-    Not among copies of weights in the compute type, which are no activations, however many the compiler would keep.
+    Such casts are no activations, but the compiler would keep them.
     """
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -1,4 +1,4 @@
-"""Processes: where this one stands, how they start, talk and stop."""
+"""Processes: this one's rank, and how they start, communicate and stop."""
 
 import ctypes
 import gc
@@ -22,24 +22,24 @@ from config import Comm, ConfigError, TitaniteError
 T = TypeVar("T")
 LAUNCHER, STARTING = "TITANITE_LAUNCHER", "TITANITE_STARTING"
 PR_SET_PDEATHSIG, MFD_CLOEXEC = 1, 1  # linux/prctl.h, linux/memfd.h
-FILES, FILES_OF_RANK = 50, 5  # open in a process at most, and for each rank of the job (3 measured)
+FILES, FILES_OF_RANK = 50, 5  # most open files of a process, and more per rank of the job (3 measured)
 
 
 class LaunchEnvironment(NamedTuple):
-    """What torchrun says of this process; one process alone without it."""
+    """What torchrun tells this process. The defaults are for a process alone, without torchrun."""
 
     rank: int
     local_rank: int
     world_size: int
-    job: str = ""  # the same in every restart of a job, and for no other job; empty without torchrun
-    restarts_left: int = 0  # that torchrun may still make
-    agent_store: tuple[str, int] | None = None  # host and port of a store that torchrun keeps over restarts
-    local_world_size: int = 1  # ranks of this torchrun, which follow each other
-    launcher: str = ""  # the process of launch.torchrun, by `identify`
+    job: str = ""  # identifies a job in all its restarts; empty without torchrun
+    restarts_left: int = 0  # torchrun may still make so many
+    agent_store: tuple[str, int] | None = None  # host and port of the store that torchrun keeps over restarts
+    local_world_size: int = 1  # ranks of this torchrun; their numbers are consecutive
+    launcher: str = ""  # the process of launch.torchrun, as `identify` names it
 
 
 def launch_environment() -> LaunchEnvironment:
-    """The only place where the environment's ranks, and the job they belong to, are read. Raises ConfigError."""
+    """Read ranks and job from the environment; nothing else reads them. Raises ConfigError."""
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     if tasks != "1" and "WORLD_SIZE" not in os.environ:
         raise ConfigError(
@@ -47,7 +47,7 @@ def launch_environment() -> LaunchEnvironment:
             "torchrun, one on each node, as launch/slurm.sh does"
         )
     job = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    if job == "none":  # torchrun was given no --rdzv-id: then the process that starts us is the job
+    if job == "none":  # no --rdzv-id: the torchrun process is the job
         job = f"{socket.gethostname()}-{identify(os.getppid())}"
     agent_store = None
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -73,22 +73,22 @@ def _number(name: str, default: int) -> int:
 
 
 def process_state(pid: int) -> tuple[str, str]:
-    """(state, when it started) of a process, as Linux writes them; empty if it is gone, or hidden as another user's."""
+    """(state, start time) of a process, as Linux writes them; empty if it is gone, or another user's and hidden."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError, PermissionError):  # the second: gone while it was read
+    except (FileNotFoundError, ProcessLookupError, PermissionError):  # the second: it ended while being read
         return "", ""
     return fields[0], fields[19]
 
 
 def identify(pid: int) -> str:
-    """A process by its pid and when it started, since a pid may come again; without the latter if it is gone."""
+    """Name a process by pid and start time, since pids are reused; without the time if it is gone."""
     return f"{pid}-{process_state(pid)[1]}"
 
 
 def name_launcher() -> int:
-    """Tell the ranks that this process starts, torchrun, who it is; the file for what `tell_launcher` says."""
-    # Not os.memfd_create: Python as uv and conda build it, for an old glibc, has none.
+    """Tell the ranks that this process, torchrun, will start who it is. Returns the file `tell_launcher` writes to."""
+    # Not os.memfd_create: uv and conda build Python for an old glibc, without it.
     file = ctypes.CDLL(None).memfd_create(STARTING.encode(), MFD_CLOEXEC)
     os.environ[LAUNCHER] = identify(os.getpid())
     os.environ[STARTING] = f"/proc/{os.getpid()}/fd/{file}"
@@ -96,9 +96,9 @@ def name_launcher() -> int:
 
 
 def tell_launcher(folder: Path | None) -> None:
-    """Tell launch.torchrun, if it started us, the folder of the run that begins its start-up; None: that is over.
+    """Tell launch.torchrun, if it started us, the folder of a run that starts up; None: its start-up is over.
 
-    A signal in between ends the ranks at once. That it was no crash is for torchrun to record.
+    In between a signal ends the ranks at once. torchrun then records that it was no crash.
     """
     if file := os.environ.get(STARTING):
         with suppress(OSError):  # torchrun is gone, or another user
@@ -111,46 +111,46 @@ def runs(process: str) -> bool:
 
 
 def end_with(launcher: str) -> None:
-    """Let the kernel end this rank when its torchrun has been killed: in its start-up no watchdog would notice."""
+    """Let the kernel kill this rank if its torchrun is killed: during start-up no watchdog would notice."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if not runs(launcher):  # already
+    if not runs(launcher):  # it was killed before
         os._exit(128 + signal.SIGKILL)
 
 
 def end_launcher() -> None:
-    """Tell torchrun to end, not to start this again: no restart can mend it. One rank of each node calls this."""
+    """Tell torchrun to end and not to restart what no restart can mend. One rank of each node calls this."""
     os.kill(os.getppid(), signal.SIGQUIT)
 
 
 def device_type() -> str:
-    """The accelerator torch found, such as "cuda", else "cpu"."""
+    """The type of accelerator that torch found, such as "cuda", else "cpu"."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator.type if accelerator else "cpu"
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all it was asked to; a CPU always has."""
+    """Wait until the device has finished all its work; a CPU always has."""
     if device.type != "cpu":
         torch.accelerator.synchronize()
 
 
 def bfloat16_is_slow(device: torch.device) -> bool:
-    """Whether torch multiplies bfloat16 a hundred times slower than float32 here: on a CPU without AVX-512."""
+    """Whether torch multiplies bfloat16 a hundred times slower than float32, as on a CPU without AVX-512."""
     return device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def init_distributed(environment: LaunchEnvironment, comm: Comm) -> torch.device:
-    """Start the process group (also of one process) and return this rank's device.
+    """Start the process group, even for one process, and return this rank's device.
 
-    Raises ConfigError where this node has too few devices, ranks have devices of different types or cannot reach each
-    other, or too few files may be open.
+    Raises ConfigError if this node has too few devices, if ranks have devices of different types or cannot reach each
+    other, or if too few files may be open.
     """
     if environment.launcher:
         end_with(environment.launcher)
     allow_open_files(environment.world_size)
     kind = device_type()
     devices = torch.accelerator.device_count()
-    # Where a rank sees one, it may be its own: torchrun --virtual-local-rank.
+    # A rank that sees one device may have it for itself: torchrun --virtual-local-rank.
     here = max(environment.local_world_size if devices > 1 else 1, environment.local_rank + 1)
     if kind != "cpu" and here > devices:
         raise ConfigError(
@@ -160,11 +160,11 @@ def init_distributed(environment: LaunchEnvironment, comm: Comm) -> torch.device
     device = torch.device(kind) if kind == "cpu" else torch.device(kind, environment.local_rank)
     if kind != "cpu":
         torch.accelerator.set_device_index(environment.local_rank)
-    # A gloo group beside the accelerator's carries small CPU objects and checkpoints.
+    # A gloo group beside the accelerator's is for small CPU objects and checkpoints.
     backend = "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
     timeout = timedelta(seconds=comm.init_timeout_seconds)
     rank, world_size = environment.rank, environment.world_size
-    store: dist.Store | None = None  # one of torch's own, where MASTER_ADDR and MASTER_PORT say
+    store: dist.Store | None = None  # None: torch makes one at MASTER_ADDR and MASTER_PORT
     if world_size == 1:
         store = dist.HashStore()
     elif environment.agent_store:
@@ -176,10 +176,9 @@ def init_distributed(environment: LaunchEnvironment, comm: Comm) -> torch.device
 
 
 def allow_open_files(world_size: int) -> None:
-    """Let this process have as many files open as it may. Raises ConfigError where that is too few for the job.
+    """Raise this process's limit of open files as far as allowed. Raises ConfigError if that is too few for the job.
 
-    Of gloo's groups of all ranks three have a connection to each other rank: the world's, that of the votes to stop and
-    the checkpoints'.
+    A rank has three connections to each other rank, by gloo's groups of the world, of votes to stop and of checkpoints.
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = FILES + FILES_OF_RANK * world_size
@@ -192,12 +191,12 @@ def allow_open_files(world_size: int) -> None:
 
 
 def check_devices(store: dist.Store, rank: int, world_size: int, kind: str) -> None:
-    """Raise ConfigError, on all ranks alike, where they found devices of different types, such as a GPU that is gone.
+    """Raises ConfigError, on all ranks, if they found devices of different types, as when a GPU is gone.
 
-    Also where a host, one of several, listens to itself only. `store` is of this start alone.
+    Also if one of several hosts listens to itself only. `store` must belong to this start alone.
     """
     store.set(f"device/{rank}", f"{kind} {socket.gethostname()} {'alone' if _listens_to_itself() else ''}")
-    if rank == 0:  # alone, for thousands of ranks that read what thousands wrote keep the store busy
+    if rank == 0:  # only rank 0 reads: thousands of readers of thousands of entries would keep the store busy
         hosts: dict[str, list[str]] = {}
         alone: dict[str, bool] = {}
         for found in sorted(set(store.multi_get([f"device/{other}" for other in range(world_size)]))):
@@ -221,14 +220,14 @@ def check_devices(store: dist.Store, rank: int, world_size: int, kind: str) -> N
 
 
 def _listens_to_itself() -> bool:
-    """Whether gloo takes a loopback address for this host's, which it does by the host's own name."""
+    """Whether gloo, which looks up the host's own name, gets a loopback address."""
     if os.environ.get("GLOO_SOCKET_IFNAME"):
         return False
     try:
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
-    except (socket.gaierror, UnicodeError):  # the second: a name that no name server could know
+    except (socket.gaierror, UnicodeError):  # the second: no valid name for a name server
         return True
-    for family, kind, protocol, _, address in found:  # the first that is of this host; of none: gloo takes 127.0.0.1
+    for family, kind, protocol, _, address in found:  # the first that is this host's; without one gloo takes 127.0.0.1
         with suppress(OSError), socket.socket(family, kind, protocol) as own:
             own.bind(address)
             return ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback
@@ -236,11 +235,11 @@ def _listens_to_itself() -> bool:
 
 
 def meet(store: dist.Store, rank: int, world_size: int, timeout_seconds: float) -> str:
-    """A name that all ranks of this start, and no rank of an earlier one, agree on.
+    """A name on which all ranks of this start agree, and no rank of an earlier one.
 
-    torchrun keeps its store over restarts, and what an earlier start left there, such as gloo's addresses, would be
-    taken for this one's (torch 2.11 to 2.13). Every rank says hello with a word of its own; rank 0 names a round with
-    the words it has seen; a round counts when all ranks have found their own words in it.
+    torchrun keeps its store over restarts, and ranks would take what an earlier start left in it, such as gloo's
+    addresses, for this start's (torch 2.11 to 2.13). So every rank writes a random word. Rank 0 names a round by the
+    words it has read. The round counts once every rank has found its own word in it. Raises TimeoutError.
     """
     deadline = time.monotonic() + timeout_seconds
     word, named, joined = os.urandom(8).hex(), "", ""
@@ -265,11 +264,11 @@ def meet(store: dist.Store, rank: int, world_size: int, timeout_seconds: float) 
 
 
 def set_timeout(seconds: int, apart: dist.ProcessGroup | None = None) -> None:
-    """Change the longest wait of every process group there is, but of the one `apart`; a new one waits for 30 minutes.
+    """Set the timeout of all process groups that exist, except `apart`. A new group has torch's, 30 minutes.
 
-    A mesh cannot be told how long its groups shall wait, nor can FSDP2, which makes more.
+    Neither a mesh nor FSDP2 takes a timeout for the groups it makes.
     """
-    # Public from torch 2.14 on, where the old name would say so on every rank.
+    # Public from torch 2.14 on, where the old name warns on every rank.
     set_of_group = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     for group in dist.distributed_c10d._world.pg_map:
         if group is not apart:
@@ -284,7 +283,7 @@ def broadcast_object(value: Any) -> Any:
 
 
 def from_rank_0(make: Callable[[], T]) -> T:
-    """What `make` returns on rank 0, on every rank; a TitaniteError of it is raised on all alike."""
+    """Call `make` on rank 0 and return its result on every rank. A TitaniteError that it raises is raised on all."""
     value: Any = None
     if dist.get_rank() == 0:
         try:
@@ -299,11 +298,11 @@ def from_rank_0(make: Callable[[], T]) -> T:
 
 
 def shut_down() -> None:
-    """Leave the process group. Drop the model and the optimizer before calling this.
+    """Leave the process group. Drop the model and the optimizer first.
 
-    gloo's threads abort the process if they drop the last reference to a tensor while Python exits:
-    so everything is collected first.
+    If a thread of gloo drops the last reference to a tensor while Python exits, it aborts the process. So all garbage
+    is collected first.
     """
-    gc.unfreeze()  # what a loop has put aside
+    gc.unfreeze()  # what the training loop has frozen
     gc.collect()
     dist.destroy_process_group()

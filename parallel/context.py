@@ -1,7 +1,7 @@
-"""Context parallelism: each sequence shared by ranks, which see each other's keys and values in attention.
+"""Context parallelism: ranks share each sequence, and see each other's keys and values in attention.
 
-A sequence is cut into 2 cp chunks; rank r holds chunks r and 2 cp - 1 - r, so that every rank has as much of the
-causal triangle to compute (Llama 3, Grattafiori et al. 2024, section 3.3.2; zigzag in the ring: Brandon et al. 2023).
+A sequence is cut into 2 cp chunks. Rank r holds chunks r and 2 cp - 1 - r, so that all ranks compute equally much of
+the causal triangle (Llama 3, Grattafiori et al. 2024, section 3.3.2; zigzag in the ring: Brandon et al. 2023).
 
 Shapes: B batch   N query heads   K key/value heads   S this rank's tokens   T all tokens   H head_dim
 """
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 def local_indices(seq_len: int, mesh: DeviceMesh, device: torch.device | None = None) -> Tensor:
-    """Places, in a sequence of `seq_len` tokens, of those this rank holds: [seq_len / cp], int64."""
+    """The places in a sequence of `seq_len` tokens of those that this rank holds: [seq_len / cp], int64."""
     rank, size = mesh.get_local_rank(), mesh.size()
     if size == 1:
         return torch.arange(seq_len, device=device)
@@ -28,16 +28,16 @@ def local_indices(seq_len: int, mesh: DeviceMesh, device: torch.device | None = 
 
 
 def build_gather(mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
-    """A function from this rank's [B, K, S, H] to all ranks' [B, K, T, H], in the order of the sequence.
+    """Build the function from this rank's [B, K, S, H] to all ranks' [B, K, T, H], in the order of the sequence.
 
     Its backward sums the gradients of all ranks and returns this rank's part.
     """
-    # Torch 2.13 has another name for it, and would say so on every rank.
+    # torch 2.13 has another name for it and warns on every rank.
     warnings.filterwarnings("ignore", message=".*all_gather_tensor_autograd. is deprecated")
     group, size = mesh.get_group(), mesh.size()
 
     def gather(x_BKSH: Tensor) -> Tensor:
-        # Along S torch would make a copy of its own, which the compiler of 2.12 cannot look into.
+        # Not along S: torch would add a copy that the compiler of torch 2.12 cannot trace.
         parts = all_gather_tensor_autograd(x_BKSH.contiguous(), gather_dim=0, group=group).chunk(size)
         chunks = [chunk for part in parts for chunk in part.chunk(2, dim=2)]  # rank 0's two, rank 1's two, ...
         return torch.cat(chunks[::2] + chunks[1::2][::-1], dim=2)
@@ -45,13 +45,13 @@ def build_gather(mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
     return gather
 
 
-# An operator of its own, because the compiler cannot look into the exchange: to it this is one kernel.
+# A custom operator, which is one kernel to the compiler: it cannot trace the exchange.
 @torch.library.custom_op("titanite::ring_attention", mutates_args=())
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
-    """Causal attention over the whole sequence, keys and values passed round from rank to rank (Liu et al. 2023).
+    """Causal attention over the whole sequence, with keys and values passed from rank to rank (Liu et al. 2023).
 
-    Takes this rank's q [B, N, S, H], k and v [B, K, S, H]; returns [B, N, S, H] and log-sum-exp [B, N, S] (float32).
-    Only one other rank's keys and values are held at a time.
+    Takes this rank's q [B, N, S, H], k and v [B, K, S, H]. Returns [B, N, S, H] and log-sum-exp [B, N, S] (float32).
+    It holds the keys and values of only one other rank at a time.
     """
     q = q.contiguous()
     out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
@@ -69,7 +69,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, group_name: str) -> tuple[Te
 def ring_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, group_name: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v. Those of k and v travel the ring with them, and arrive home after a full turn."""
+    """Gradients of q, k and v. Those of k and v travel the ring with them and are home after a full turn."""
     group = _group(group_name)
     dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     dkv = torch.zeros((2, *k.shape), dtype=torch.float32, device=q.device)
@@ -88,10 +88,10 @@ def ring_attention_backward(
 def _ring(
     k: Tensor, v: Tensor, n_heads: int, group: dist.ProcessGroup
 ) -> Iterator[tuple[slice, slice, tuple[Tensor, Tensor], bool]]:
-    """What a rank computes at each step of the ring, while the next keys and values are on their way to it.
+    """Yield what a rank has to compute at each step of the ring, while the next keys and values are on their way.
 
-    (Which of its queries, which of the keys that are there, these keys and their values for each of `n_heads` query
-    heads, whether causal.)
+    That is: which of its queries, which of the keys it has, those keys and values repeated for each of `n_heads` query
+    heads, whether causal.
     """
     size, kv = group.size(), torch.stack((k, v))
     for step in range(size):
@@ -105,11 +105,11 @@ def _ring(
 
 
 def _halves(step: int, rank: int, length: int) -> tuple[slice, slice]:
-    """Which of its queries a rank computes at a step of the ring, and for which of the keys that are there.
+    """Which queries a rank computes at a step of the ring, with which of the keys it has.
 
-    The keys are those of rank - step (mod size). Its own: all with all, causal. Of an earlier rank: its first
-    chunk is before all our queries, its second after. Of a later rank: only our second chunk comes after, but after
-    all of them.
+    The keys are those of rank - step (mod size). Own keys: all with all, causal. Keys of an earlier rank: their first
+    chunk is before all our queries, their second after all. Keys of a later rank: only our second chunk is after them,
+    and after all of them.
     """
     half = length // 2
     if step == 0:
@@ -120,7 +120,7 @@ def _halves(step: int, rank: int, length: int) -> tuple[slice, slice]:
 
 
 def _for_each_query_head(kv: Tensor, n_heads: int) -> tuple[Tensor, Tensor]:
-    """Keys and values [2, B, K, S, H], each head repeated for the query heads that share it: two of [B, N, S, H]."""
+    """Repeat each head of keys and values [2, B, K, S, H] for the query heads that share it: two of [B, N, S, H]."""
     k, v = kv.repeat_interleave(n_heads // kv.shape[2], dim=2)
     return k, v
 
@@ -130,7 +130,7 @@ def _group(name: str) -> dist.ProcessGroup:
 
 
 def _pass_on(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, list[dist.Work]]:
-    """Send `x` to the next rank and receive the previous one's; wait for the transfer before using either."""
+    """Start to send `x` to the next rank and receive the previous one's. Wait for the transfer before using either."""
     rank, size = group.rank(), group.size()
     received = torch.empty_like(x)
     operations = [
@@ -146,7 +146,7 @@ def _wait(transfer: list[dist.Work]) -> None:
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
-    """Flash attention with its log-sum-exp; only the operator's name differs by device."""
+    """Flash attention and its log-sum-exp. Only the operator's name differs by device."""
     if q.is_cpu:
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
     else:
@@ -157,7 +157,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Te
 def _flash_backward(
     of_queries: list[Tensor], of_keys: tuple[Tensor, Tensor], *, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, given (grad, q, out, lse), the last two over all keys and not only these, and (k, v)."""
+    """Gradients of q, k and v, from (grad, q, out, lse) and (k, v). `out` and `lse` are over all keys, not only `k`."""
     (grad, q, out, lse), (k, v) = of_queries, of_keys
     if q.is_cpu:
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal)

@@ -1,4 +1,4 @@
-"""Accelerators as the planner knows them: what their makers publish, and how much of it matmuls get."""
+"""The planner's accelerators: what their makers publish, and the share of it that matmuls reach."""
 
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -6,11 +6,11 @@ from types import MappingProxyType
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One accelerator and its links. Operations and bytes per second; network bytes per device and direction.
+    """One accelerator and its links. Rates are operations and bytes per second; links and network count one direction.
 
-    `memory_bytes` is all that torch finds: what the driver and communication take of it is not known here.
-    `matmul_share` is the share of the peak that large matmuls reach in training, in bfloat16 and in float8 alike;
-    `attention_share` that of flash attention.
+    `memory_bytes` is all that torch finds, including what the driver and communication take, which is not known here.
+    `matmul_share` is the share of the peak that large matmuls reach in training, in bfloat16 and in float8;
+    `attention_share` is that of flash attention.
     """
 
     flops: float
@@ -24,11 +24,11 @@ class Device:
 
 
 GIB = 2**30
-# Peaks and links: the makers' data sheets, dense, one direction. Memory: the "total capacity" that torch names where it
-# runs out, as users have posted it; data sheets say GB and mean GiB. h100-96gb's is as near to its sheet as h100's.
-# Shares are fitted on the rows that benchmarks/plan.py names; those of h200, b200 and mi300x are taken over from h100.
-# Only a100's attention is read: FlashAttention-2 reaches up to 225 of its 312 TFLOP/s (Dao 2023), less where sequences
-# are short.
+# Peaks and links are from the makers' data sheets, dense, one direction. Memory is the "total capacity" in torch's
+# out-of-memory errors, as users have posted them; data sheets say GB and mean GiB. h100-96gb's is set as near to its
+# sheet as h100's. Shares are fitted on the rows that benchmarks/plan.py names; h200, b200 and mi300x use those of h100.
+# Only a100's attention share is from a source: FlashAttention-2 reaches up to 225 of 312 TFLOP/s (Dao 2023), less for
+# short sequences.
 HOPPER = {"flops": 989e12, "float8_flops": 1979e12, "link_bandwidth": 450e9, "network_bandwidth": 50e9}
 HOPPER_SHARES = {"matmul_share": 0.56, "attention_share": 0.23}
 DEVICES = MappingProxyType(

@@ -1,4 +1,4 @@
-"""Why a start of a run ended: `exit.json` in the run's folder and one line, by whoever knows it first; and its end."""
+"""Why a start of a run ended: the first process that knows writes `exit.json` in the run's folder, and a line."""
 
 import errno
 import json
@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, NoReturn
 from config import TitaniteError
 
 FILE = "exit.json"
-NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP)  # of a file system that has none: FAT, some network disks
-AGAIN = 75  # exit code of ranks that are to be started again; sysexits.h: EX_TEMPFAIL
-HUNG = AGAIN  # of those of a job that hung
-SPEAKER_TIMEOUT_SECONDS = 20  # how long ranks wait to be ended while local rank 0 says what is wrong
+NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP)  # from file systems without links: FAT, some network disks
+AGAIN = 75  # exit code of ranks that torchrun must start again; sysexits.h: EX_TEMPFAIL
+HUNG = AGAIN  # of the ranks of a job that hung
+SPEAKER_TIMEOUT_SECONDS = 20  # other ranks wait at most so long to be ended, while local rank 0 says what is wrong
 
 
 class Exit(NamedTuple):
@@ -25,21 +25,21 @@ class Exit(NamedTuple):
 
     kind: str  # finished, stopped, error, failed, lost, hung
     cause: str
-    rank: int | None  # the one it began with; None where no single one can be named
-    section: str  # where in the step it was
-    step: int  # being trained then
-    last_checkpoint: int | None  # its step, of the newest that this start has read or written
+    rank: int | None  # where it began; None if that is not one rank
+    section: str  # where in the step that rank was
+    step: int  # that was being trained
+    last_checkpoint: int | None  # step of the newest that this start has read or written
     next_action: str
 
     @property
     def steps_repeated(self) -> int:
-        """Steps begun since the last checkpoint. Their tokens come again, in the same order: none is lost."""
+        """Steps begun since the last checkpoint. Their tokens come again in the same order, so none are lost."""
         return 0 if self.kind == "finished" else self.step - (self.last_checkpoint or 0)
 
     def line(self) -> str:
-        """All of it in one line."""
+        """Everything in one line."""
         who = "" if self.rank is None else f"rank {self.rank}, "
-        if self.step == 0:  # nobody has seen yet whether there is a checkpoint to resume from
+        if self.step == 0:  # not known yet whether there is a checkpoint to resume from
             return f"exit: {self.cause} ({who}{self.section}, before any step); next: {self.next_action}"
         last = "no checkpoint yet" if self.last_checkpoint is None else f"last checkpoint step {self.last_checkpoint}"
         return (
@@ -49,7 +49,7 @@ class Exit(NamedTuple):
 
 
 def record_exit(folder: Path, ended: Exit) -> bool:
-    """Write `exit.json` unless this start has one, whose writer knew the cause; whether it had none."""
+    """Write `exit.json`, unless this start has one: its writer knew the cause. Returns whether it had none."""
     record = ended._asdict() | {"steps_repeated": ended.steps_repeated, "tokens_lost": 0}
     record["time"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
 
@@ -57,28 +57,28 @@ def record_exit(folder: Path, ended: Exit) -> bool:
         with open(path, "x", encoding="utf-8") as file:
             file.write(json.dumps(record, indent=2) + "\n")
             file.flush()
-            os.fsync(file.fileno())  # a power cut must not leave the name of an empty file
+            os.fsync(file.fileno())  # a power cut must not leave an empty file
 
-    temporary = folder / f".exit-{os.urandom(8).hex()}"  # not tempfile's, which nobody else of a team could read
+    temporary = folder / f".exit-{os.urandom(8).hex()}"  # not tempfile's, which others of a team could not read
     try:
         try:
             write(temporary)
-            os.link(temporary, folder / FILE)  # whole, and by one alone
+            os.link(temporary, folder / FILE)  # the file is whole, and only one process succeeds
         except OSError as error:
             if error.errno not in NO_LINKS:
                 raise
-            write(folder / FILE)  # by one alone
+            write(folder / FILE)  # only one process succeeds
         finally:
             temporary.unlink(missing_ok=True)
     except FileExistsError:
         return False
-    except OSError as error:  # a full disk is no reason to say nothing
+    except OSError as error:  # on a full disk the caller must still print its line
         print(f"exit.json could not be written: {error}", file=sys.stderr, flush=True)
     return True
 
 
 def read_exit(folder: Path) -> dict[str, Any] | None:
-    """How the last start ended; None: nobody could say. Of a damaged `exit.json` the kind is "unknown"."""
+    """How the last start ended; None if no process could write it. For a damaged `exit.json` the kind is "unknown"."""
     path = folder / FILE
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -89,11 +89,11 @@ def read_exit(folder: Path) -> dict[str, Any] | None:
 
 
 def run_and_leave(main: Callable[[], None]) -> NoReturn:
-    """Run a program and end the process with what it has written, with Python's exit codes, 130 after Ctrl-C.
+    """Run a program, flush its output and end the process with Python's exit code for it; 130 after Ctrl-C.
 
-    A mistake of the user ends it with one line and exit code 2.
-    Not through Python's end. That takes most of a second, now and then one of torch's threads aborts in it, and after
-    an error it would wait for whatever threads still ask of a store that may be away.
+    A mistake of the user (TitaniteError) ends it with one line and exit code 2. Python's normal exit is skipped: it
+    takes most of a second, sometimes a thread of torch aborts in it, and after an error it would wait for threads that
+    still talk to a store that may be away.
     """
     code = 0
     try:
@@ -110,7 +110,7 @@ def run_and_leave(main: Callable[[], None]) -> NoReturn:
     except BaseException:
         traceback.print_exc()
         code = 1
-    for stream in filter(None, (sys.stdout, sys.stderr)):  # None: was closed from the start
-        with suppress(OSError):  # that nobody could read it does not change how it ended
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None: closed from the start
+        with suppress(OSError):  # a closed pipe must not change the exit code
             stream.flush()
     os._exit(code)

@@ -1,4 +1,4 @@
-"""Trouble inside a run that goes on: steps not to be trained on, ranks that are slow, results that are wrong."""
+"""Trouble in a run that goes on: steps that must be left out, slow ranks, wrong results."""
 
 import json
 import logging
@@ -25,10 +25,10 @@ logger = logging.getLogger(__name__)
 
 SKIPPED = "skipped.jsonl"
 SPIKE_WINDOW = 32  # good steps that a loss is compared with
-SLOW = 1.5  # times what the others need
-SLOW_SECONDS = 0.02  # and at least so much more: less is noise
+SLOW = 1.5  # a slow rank needs this many times what the others need
+SLOW_SECONDS = 0.02  # and at least this much more: less is noise
 PROBES = 5
-PROBE_SECONDS = 0.1  # of each: on a GPU one product takes a fraction of a millisecond
+PROBE_SECONDS = 0.1  # of each, many products: on a GPU one takes a fraction of a millisecond
 INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -36,16 +36,15 @@ INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int6
 
 
 class BadSteps:
-    """The steps whose update is left out, in `skipped.jsonl` of the run's folder; the same on all ranks.
+    """The steps whose update is left out, recorded in `skipped.jsonl` of the run's folder. The same on all ranks.
 
-    A record is the `first` and `last` step left out, and the cause at the last one; `spent` where that ended the
-    start, `unsaved` of a start without checkpoints.
-
-    Their data is consumed as usual, so no place of the order changes; and a resume leaves them out again.
+    A record holds the `first` and `last` step left out and the `cause`, which is about the last. It has `spent` if it
+    ended the start, `unsaved` if the start wrote no checkpoints. The data of these steps is consumed as usual, so the
+    order of the data does not change. A resume leaves the steps out again.
     """
 
     def __init__(self, failures: Failures, folder: Path, step: int, saves: bool):
-        """For a start that goes on from `step`, and whether checkpoints are saved by it, for others to go on from."""
+        """For a start that goes on from `step`; `saves`: whether it writes checkpoints. Collective."""
         self.settings, self.file = failures, folder / SKIPPED
         self.unsaved = {} if saves else {"unsaved": True}
         records = broadcast_object(_take_over(self.file, step, saves) if dist.get_rank() == 0 else None)
@@ -60,7 +59,7 @@ class BadSteps:
         self.active = failures.on_bad_step != "stop" or failures.spike_factor > 0
 
     def judge(self, step: int, loss: Tensor, grad_norm: Tensor) -> str:
-        """What is wrong with a step, on all ranks alike; empty: nothing. Waits for the device, if it has to judge."""
+        """What is wrong with a step, the same on all ranks; empty: nothing. Waits for the device if it has to judge."""
         if not self.active:
             return ""
         value, norm = torch.stack((loss, grad_norm)).tolist()
@@ -100,10 +99,10 @@ class BadSteps:
 
 
 def _take_over(file: Path, step: int, saves: bool) -> list[dict[str, Any]]:
-    """The records that hold for a start from `step`. What was left out by weights that are lost goes from the file."""
+    """The records that count for a start from `step`. Removes from the file what lost weights had left out."""
     before = read_records(file)
     records = [record for record in before if not record.get("unsaved")]
-    if saves and records and records[-1].get("spent"):  # by other settings its steps after `step` may well be sound
+    if saves and records and records[-1].get("spent"):  # with other settings its steps after `step` may be sound
         records = [record | {"last": min(record["last"], step)} for record in records if record["first"] <= step]
     if records != before:
         write_atomically(file, "".join(json.dumps(record) + "\n" for record in records).encode())
@@ -111,9 +110,10 @@ def _take_over(file: Path, step: int, saves: bool) -> list[dict[str, Any]]:
 
 
 def fetch_finite(unchecked: dict[int, Tensor]) -> list[list[float]]:
-    """The (loss, gradient norm, any further figures) of the steps in `unchecked`, from the device; empties it.
+    """Fetch (loss, gradient norm, any further figures) of the steps in `unchecked` from the device, and empty it.
 
-    Raises TitaniteError on all ranks alike, both being sums over all ranks. Comes before anything is written.
+    Raises TitaniteError for a loss or norm that is not finite, on all ranks, since both are sums over all ranks. Call
+    it before anything of these steps is written.
     """
     history = torch.stack(list(unchecked.values())).tolist() if unchecked else []
     for step, (loss, grad_norm, *_) in zip(unchecked, history, strict=True):
@@ -131,15 +131,15 @@ def fetch_finite(unchecked: dict[int, Tensor]) -> list[list[float]]:
 
 
 class Timing(NamedTuple):
-    """What a rank needed, alone, before it met any other."""
+    """Times of one rank, measured before it waits for any other."""
 
     host: str
-    compute_seconds: float  # for the probe's products, the best of several times
+    compute_seconds: float  # for the probe's products, the best of several tries
     data_seconds: float  # for the batch of this step
 
 
 class Stragglers:
-    """Names ranks that twice in a row needed much longer than the others for the same work. Made by all together."""
+    """Names ranks that twice in a row took much longer than the others for the same work. Collective."""
 
     def __init__(self, device: torch.device, timeout_seconds: int):
         self.device = device
@@ -147,14 +147,14 @@ class Stragglers:
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
         self.factor = torch.ones(size, size, dtype=dtype, device=device)
         timeout = timedelta(seconds=timeout_seconds)
-        self.group = dist.new_group(backend="gloo", timeout=timeout)  # not through the device's queue
+        self.group = dist.new_group(backend="gloo", timeout=timeout)  # gloo: not behind the device's queue
         fastest = torch.tensor(self._seconds(products=1))
         dist.all_reduce(fastest, dist.ReduceOp.MIN, group=self.group)
         self.products = math.ceil(PROBE_SECONDS / fastest.item())  # the same on all ranks
         self.suspects: set[tuple[int, str]] = set()
 
     def check(self, step: int, data_seconds: float) -> list[str]:
-        """Time the probe on all ranks and compare; a line for each slow rank, on all ranks alike. Collective."""
+        """Time the probe on all ranks and compare. Returns a line per slow rank, the same on all ranks. Collective."""
         timings: list[Any] = [None] * dist.get_world_size()
         own = Timing(socket.gethostname(), self._seconds(self.products), data_seconds)
         dist.all_gather_object(timings, own, group=self.group)
@@ -178,7 +178,7 @@ class Stragglers:
 
 
 def find_slow(timings: Sequence[Timing]) -> dict[tuple[int, str], str]:
-    """(rank, what it is slow at) → the evidence. The median of the ranks is the measure, the lower of two."""
+    """(rank, what it is slow at) → the evidence, by comparison with the median of the ranks, the lower of two."""
     slow = {}
     for field, work in (("compute_seconds", "the same matrix products"), ("data_seconds", "its batch")):
         values = [getattr(timing, field) for timing in timings]
@@ -198,10 +198,10 @@ def find_slow(timings: Sequence[Timing]) -> dict[tuple[int, str], str]:
 def check_replay(
     step: int, parameters: Sequence[Tensor], losses: list[Tensor], again: Callable[[], list[Tensor]]
 ) -> None:
-    """Compute the gradients of a step a second time, by `again`, and compare them bit for bit; they stay in place.
+    """Compute a step a second time, by `again`, and compare losses and gradients bit for bit. Gradients stay in place.
 
-    `losses` are this rank's own of the first time. A processor that computes wrongly now and then is found so
-    (Dixit et al. 2021, "Silent data corruptions at scale"). Raises TitaniteError on all ranks alike.
+    `losses` are this rank's own from the first time. This finds a processor that now and then computes wrongly
+    (Dixit et al. 2021, "Silent data corruptions at scale"). Raises TitaniteError on all ranks.
     """
     first = (_bits(losses), _bits(_gradients(parameters)))
     for parameter in parameters:
@@ -229,6 +229,6 @@ def _gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _bits(tensors: Sequence[Tensor]) -> list[int]:
-    """The sum of the bit patterns of each tensor: one wrong element changes it."""
+    """The sum of the bit patterns of each tensor, which one wrong element changes."""
     sums = [t.detach().contiguous().view(INTEGER_OF_SIZE[t.element_size()]).sum(dtype=torch.int64) for t in tensors]
     return torch.stack(sums).tolist() if sums else []

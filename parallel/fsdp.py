@@ -1,4 +1,4 @@
-"""Data parallelism by FSDP2: DDP, FSDP and HSDP are one function over three shapes of mesh."""
+"""Data parallelism by FSDP2: one function does DDP, FSDP and HSDP, over meshes of different shapes."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -19,43 +19,42 @@ from config import Config, Parallelism, gathers_float8
 
 
 def needs_fsdp(config: Config, ranks: int) -> bool:
-    """Whether a model is given to FSDP2, if so many ranks compute an update together.
+    """Whether to use FSDP2, if `ranks` ranks compute an update together.
 
-    To one rank alone it would only add copies of weights and gradients, but it can keep them on the host.
+    A rank alone needs it only to keep weights and gradients on the host: otherwise it just adds copies of them.
     """
     return ranks > 1 or config.parallelism.cpu_offload
 
 
 def keeps_copies(config: Config) -> bool:
-    """Whether a rank alone, without FSDP2, casts its weights once a step, not in each microbatch where it uses them."""
+    """Whether a rank alone, without FSDP2, casts its weights once per step, not at each use in each microbatch."""
     casts = config.training.param_dtype != "float32" or gathers_float8(config.float8)
     return casts and (config.float8.enable or not config.parallelism.reshard_after_forward)
 
 
 def apply_fsdp(model: nn.Module, groups: list[list[nn.Module]], mesh: DeviceMesh, config: Config) -> None:
-    """Shard `model` in place over `mesh`: of one axis, or of replicas of that axis.
+    """Shard `model` in place over `mesh`: (n) shards (FSDP), (n, 1) replicates (DDP), (m, n) does both (HSDP).
 
-    Each of `groups`, in order of use, is gathered and freed as one; what is in none belongs to the root,
-    which stays gathered from its forward to its backward, as does the last group, which backward needs first.
-    A mesh of (n, 1) replicates (DDP), (n) shards (FSDP), (m, n) does both (HSDP).
+    Each of `groups`, in order of use, is gathered and freed together. Weights in no group belong to the root. The root
+    stays gathered from forward to backward, and so does the last group, which backward needs first.
     """
     settings = config.parallelism
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, config.training.param_dtype),
         reduce_dtype=getattr(torch, config.training.reduce_dtype),
-        # Hidden states have the compute type already, and rotary angles must keep float32.
+        # Hidden states already have the compute type, and rotary angles must stay float32.
         cast_forward_inputs=False,
     )
-    # Pinning host memory needs the accelerator that it is pinned for.
+    # Pinning host memory needs an accelerator.
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if settings.cpu_offload else OffloadPolicy()
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
-    # A pipeline's microbatches would gather the weights again and again; and its split backward needs them in place.
+    # A pipeline does not reshard: each microbatch would gather the weights again, and split backward needs them there.
     reshard: bool | int = settings.reshard_after_forward and settings.pp == 1
     if reshard and settings.reshard_group_size:
         reshard = settings.reshard_group_size
-    # What tensor parallelism's modules return is a view; nothing here changes it in place.
+    # Modules under tensor parallelism return views; nothing changes them in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    # FSDP2 would make the groups of `reshard_group_size` ranks, with their connections, for each block anew.
+    # FSDP2 would make new groups of `reshard_group_size` ranks, with new connections, for each block.
     once = mock.patch.object(_fsdp_init, "DeviceMesh", _one_mesh()) if settings.reshard_group_size else nullcontext()
     with once:
         for group in groups:
@@ -65,17 +64,17 @@ def apply_fsdp(model: nn.Module, groups: list[list[nn.Module]], mesh: DeviceMesh
 
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            if mesh.size() > 1:  # alone, FSDP2 would divide every gradient by this 1
-                # The loss is divided by the step's tokens over all ranks, so gradients are summed, never averaged.
+            if mesh.size() > 1:  # one rank alone would divide every gradient by this 1
+                # Sum, never average: the loss is already divided by the tokens of all ranks in the step.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
             if settings.reduce_scatter == "all_to_all":
                 module.set_custom_reduce_scatter(AllToAllReduceScatter())
-    set_prefetch([group[0] for group in groups], settings)  # type: ignore[misc]  # a group has one state, in each
+    set_prefetch([group[0] for group in groups], settings)  # type: ignore[misc]  # a group's modules share one state
 
 
 def _one_mesh() -> Callable[[str, torch.Tensor], DeviceMesh]:
-    """A DeviceMesh that is the same whenever it is asked for, of the ranks named first."""
+    """Build a stand-in for DeviceMesh that always returns the mesh of its first call."""
     made: list[DeviceMesh] = []
 
     def mesh(device_type: str, ranks: torch.Tensor) -> DeviceMesh:
@@ -87,7 +86,7 @@ def _one_mesh() -> Callable[[str, torch.Tensor], DeviceMesh]:
 
 
 def set_prefetch(modules: list[FSDPModule], settings: Parallelism) -> None:
-    """Gather the weights of the next `prefetch_layers` groups while one computes, forward and backward."""
+    """Gather the weights of the next `prefetch_layers` groups while one computes, in forward and backward."""
     count = settings.prefetch_layers
     if count:
         for i, module in enumerate(modules):
@@ -96,10 +95,10 @@ def set_prefetch(modules: list[FSDPModule], settings: Parallelism) -> None:
 
 
 class AllToAllReduceScatter(ReduceScatter):
-    """Every rank sends each other its piece, and sums in float32 what it receives.
+    """Reduce-scatter by all-to-all: every rank sends each other rank its piece and sums in float32 what it receives.
 
-    gloo's own reduce-scatter is an all-reduce of which all but one piece is dropped: twice the bytes. Also more
-    exact than a sum in bfloat16, at the same traffic.
+    gloo's own is an all-reduce that drops all but one piece: twice the bytes. This is also more exact than a sum in
+    bfloat16, for the same traffic.
     """
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -121,22 +120,22 @@ class AllToAllReduceScatter(ReduceScatter):
 def set_last_microbatch(model: nn.Module, is_last: bool, mesh: DeviceMesh, settings: Parallelism) -> None:
     """Sum gradients over the replicas only after a step's last microbatch; if the settings say so, over all of `mesh`.
 
-    A rank alone puts nothing off: on an accelerator whole gradients and what becomes of them lie in memory of different
-    streams, which neither can use for the other. With `cpu_offload` it does, for each sum goes to the host.
+    A rank alone puts nothing off: on an accelerator its whole gradients and their sums are in the memory of different
+    streams, which cannot reuse each other's. With `cpu_offload` it does, since each sum goes to the host.
     """
     if isinstance(model, FSDPModule):
         model.set_requires_all_reduce(is_last)
         if not settings.sync_every_microbatch:
             model.set_requires_gradient_sync(is_last or (mesh.size() == 1 and not settings.cpu_offload))
-            if not settings.reshard_after_forward:  # then they need not be gathered again, either
+            if not settings.reshard_after_forward:  # then weights need no second gather, either
                 model.set_reshard_after_backward(is_last)
 
 
 def add_to_sums(part: nn.Module) -> None:
-    """Add the gradients that are there to their sums over microbatches, which have `reduce_dtype`.
+    """Add the present gradients to their sums over microbatches, which have `reduce_dtype`.
 
-    FSDP2 does so at the end of a backward that reaches a module's input. After others, gradients would be added up in
-    `param_dtype`. From torch 2.15 on they have `reduce_dtype` by themselves.
+    FSDP2 does this only at the end of a backward that reaches a module's input. After any other backward, gradients
+    would add up in `param_dtype`. From torch 2.15 on they always add up in `reduce_dtype`.
     """
     if not hasattr(FSDPParam, "accumulate_unsharded_grad_if_needed"):
         return
@@ -148,10 +147,10 @@ def add_to_sums(part: nn.Module) -> None:
 
 
 def reshard(parts: list[nn.Module]) -> None:
-    """Free what a forward without a backward left gathered, so that the parameters are the shards again."""
+    """Free the weights that a forward without backward left gathered, so that parameters are shards again."""
     for part in parts:
         for module in part.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
         if isinstance(part, FSDPModule) and hasattr(part, "reset_iter_state"):  # torch 2.13
-            part.reset_iter_state()  # else the next backward would end by gathering this forward's last weights again
+            part.reset_iter_state()  # else the next backward gathers this forward's last weights again at its end

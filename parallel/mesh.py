@@ -1,8 +1,8 @@
-"""The mesh of ranks: which axes there are and what they are called.
+"""The axes of the mesh of ranks.
 
-Axes, outermost first: pp (pipeline stages), dp_replicate (replicas of the model), dp_shard (ranks sharing one
-copy), cp (ranks sharing each sequence), tp (ranks sharing each matmul). Ranks of an inner axis are neighbours,
-so that the axes that talk most stay within a node.
+Outermost first: pp (pipeline stages), dp_replicate (replicas of the model), dp_shard (ranks that share one copy), cp
+(ranks that share each sequence), tp (ranks that share each matmul). Ranks of an inner axis are neighbours, so that the
+axes that communicate most stay within a node.
 """
 
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ from config import ConfigError, Parallelism
 
 
 class Mesh(NamedTuple):
-    """The axes as they are used; each is there when its size is 1, too."""
+    """A device mesh per use. Each exists even if its size is 1."""
 
     pp: DeviceMesh
-    fsdp: DeviceMesh  # dp_shard and cp as one axis, which share the weights; with dp_replicate around it if above 1
+    fsdp: DeviceMesh  # dp_shard and cp as one axis, which shares the weights; and dp_replicate, unless 1 or islands
     cp: DeviceMesh
     tp: DeviceMesh
-    islands: DeviceMesh  # dp_replicate, whose replicas are islands with parallelism.local_steps
+    islands: DeviceMesh  # dp_replicate, whose replicas are islands if parallelism.local_steps is set
 
     def size(self) -> int:
         """Ranks that compute an update together: all, or those of an island."""
@@ -29,18 +29,18 @@ class Mesh(NamedTuple):
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """Size of every axis."""
+    """The size of every axis."""
 
     dp_replicate: int
     dp_shard: int
     cp: int = 1
     tp: int = 1
     pp: int = 1
-    islands: int = 1  # replicas that do not sum their gradients: dp_replicate of them, or one of all
+    islands: int = 1  # groups that do not sum their gradients with each other: dp_replicate, or 1 for all ranks
 
     @classmethod
     def from_config(cls, parallelism: Parallelism, world_size: int) -> "ParallelDims":
-        """Fill in what is left to be found. Raises ConfigError, with every factor, if they do not multiply."""
+        """Fill in `dp_shard` if it is -1. Raises ConfigError, with all sizes, if they do not fit `world_size`."""
         dp_replicate, dp_shard = parallelism.dp_replicate, parallelism.dp_shard
         cp, tp, pp = parallelism.cp, parallelism.tp, parallelism.pp
         if dp_shard == 0:
@@ -82,24 +82,24 @@ class ParallelDims:
         return self.pp * self.cp * self.tp
 
     def dp_rank(self, rank: int) -> int:
-        """Place of a rank among the data-parallel ranks. Raises ConfigError if it is none of the run's."""
+        """Number of a rank among the data-parallel ranks. Raises ConfigError if the run has no such rank."""
         if not 0 <= rank < self.dp * self.copies:
             raise ConfigError(f"RANK = {rank}: must be below WORLD_SIZE = {self.dp * self.copies}; torchrun sets both")
         return rank // (self.cp * self.tp) % self.dp
 
     def island(self, rank: int) -> int:
-        """The island of a rank; 0 if there is but one."""
+        """The island of a rank; 0 if there is only one."""
         return self.dp_rank(rank) * self.islands // self.dp
 
     def is_first_copy(self, rank: int) -> bool:
-        """Whether a rank is the first of those that are given its samples."""
+        """Whether a rank is the first of those with the same samples."""
         return rank < self.dp * self.cp * self.tp and rank % (self.cp * self.tp) == 0
 
     def build_mesh(self, device_type: str) -> Mesh:
-        """The device meshes. Needs a process group."""
+        """Build the device meshes. Needs a process group."""
         axes = ("pp", "dp_replicate", "dp_shard_cp", "tp")
         ranks = init_device_mesh(device_type, (self.pp, self.dp_replicate, self.shards, self.tp), mesh_dim_names=axes)
-        # A second mesh for cp: a flattened axis cannot be sliced again together with another one.
+        # A second mesh for cp: a flattened axis cannot be sliced together with another one.
         split = init_device_mesh(
             device_type, (self.pp * self.dp, self.cp, self.tp), mesh_dim_names=("pp_dp", "cp", "tp")
         )

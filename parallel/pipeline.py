@@ -1,4 +1,4 @@
-"""Pipeline parallelism: consecutive layers on different ranks, microbatches in flight between them.
+"""Pipeline parallelism: consecutive layers on different ranks, with microbatches in flight between them.
 
 The schedules are torch's: 1F1B (Narayanan et al. 2021), its interleaved form, and zero-bubble (Qi et al. 2023).
 """
@@ -25,12 +25,12 @@ ChunkedLoss = Callable[[Tensor, Tensor, Tensor], Tensor]  # (hidden states, outp
 
 
 class Step(NamedTuple):
-    """What a rank does with one microbatch, given tokens [B, S], labels [B, S] and positions [B, S] or None.
+    """What a rank does with one microbatch of tokens [B, S], labels [B, S] and positions [B, S] or None.
 
-    forward_backward(tokens, labels, positions, n_tokens, is_last) adds to the gradients, which are those of all ranks
-    after the step's last microbatch, and returns the loss divided by `n_tokens`; forward(tokens, labels, positions)
-    returns the summed loss. On a rank without the last layer both losses are 0. logits(tokens) returns this rank's
-    part of the logits; None without the last layer.
+    forward_backward(tokens, labels, positions, n_tokens, is_last) adds to the gradients and returns the loss divided by
+    `n_tokens`. After the step's last microbatch the gradients are summed over all ranks. forward(tokens, labels,
+    positions) returns the summed loss. Both losses are 0 on a rank without the last layer. logits(tokens) returns this
+    rank's part of the logits, None without the last layer.
     """
 
     forward_backward: Callable[[Tensor, Tensor, Tensor | None, Tensor, bool], Tensor]
@@ -47,9 +47,9 @@ def build_step(
     config: Config,
     chunked_loss: ChunkedLoss | None = None,
 ) -> Step:
-    """The step of the whole model, or of the pipeline stages `parts` whose hidden states have size `dim`.
+    """Build the step of the whole model, or of the pipeline stages `parts`, whose hidden states have size `dim`.
 
-    With `chunked_loss`, the whole model computes it instead of logits.
+    With `chunked_loss` the whole model computes that instead of logits.
     """
     if mesh.pp.size() == 1:
         return _build_whole(parts[0], loss_fn, chunked_loss, mesh, config)
@@ -68,7 +68,7 @@ def _build_whole(
         tokens: Tensor, labels: Tensor, positions: Tensor | None, n_tokens: Tensor, is_last: bool
     ) -> Tensor:
         set_last_microbatch(model, is_last, mesh.fsdp, config.parallelism)
-        # Divided by the tokens of the whole step, so that the update does not depend on how they were split.
+        # Divided by the tokens of the whole step, so that the update does not depend on how they are split.
         loss = forward(tokens, labels, positions) / n_tokens
         loss.backward()
         return loss.detach()
@@ -90,7 +90,7 @@ def _build_pipeline(
     n_stages = mesh.pp.size() * len(parts)
     stage_ids = stages_of_rank(mesh.pp.get_local_rank(), settings)
     size, length = settings.pp_microbatch_size, training.seq_len // mesh.cp.size()
-    # Shapes are stated, or every first step would run an extra forward and backward to find them.
+    # Without given shapes the first step would run an extra forward and backward to find them.
     dtype = getattr(torch, training.param_dtype)
     tokens = torch.empty(size, training.seq_len, dtype=torch.int64, device="meta")
     hidden = torch.empty(size, length // mesh.tp.size(), dim, dtype=dtype, device="meta", requires_grad=True)
@@ -152,15 +152,15 @@ def _build_pipeline(
 
 
 class _Stage(PipelineStage):
-    """torch's, with gradients summed over ranks once a step, whatever batches it has; torch 2.15's does so by itself.
+    """torch's stage, with gradients summed over ranks once per step of several batches, as in torch 2.15.
 
-    Those of weights, which zero-bubble puts off, are found as well as by other schedules.
+    Gradients of weights, which zero-bubble puts off, are summed as in other schedules and recompute a block only once.
     """
 
     is_last_batch = True
 
     def forget_outputs(self) -> None:
-        """Drop the logits of a forward: the schedule would keep them to the end of a batch, where nobody reads them."""
+        """Drop a forward's logits. The schedule would keep them to the end of the batch, where nothing reads them."""
         if hasattr(self, "fwd_cache"):  # before torch 2.15
             self.fwd_cache.update(dict.fromkeys(self.fwd_cache, ((), [])))
         else:
@@ -168,26 +168,26 @@ class _Stage(PipelineStage):
                 state.live_outputs = [None] * len(state.live_outputs)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        # Over the shards and over the replicas. Till then gradients are whole, as they are within a batch.
+        # Sums over shards and replicas. Until then gradients stay whole, as within a batch.
         if self.is_last_batch:
             super().perform_reduce_grad(grad_scale_factor)
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
-        with GraphExecGroup():  # each is found by a backward of its own, which would compute a block again
+        with GraphExecGroup():  # each weight has its own backward, which would recompute the block again
             super().backward_weight_one_chunk(*args, **kwargs)
         add_to_sums(self.submod)
 
 
 def stages_of_rank(rank: int, settings: Parallelism) -> list[int]:
-    """Numbers of the stages that a rank of the pipeline holds; dealt round where there are more than ranks."""
+    """Numbers of the stages that a rank of the pipeline holds. If there are more than ranks, they are dealt in turn."""
     per_rank = 1 if settings.pp_schedule == "1F1B" else settings.pp_stages_per_rank
     return list(range(rank, settings.pp * per_rank, settings.pp))
 
 
 def layers_of_stages(n_layers: int, n_stages: int) -> list[range]:
-    """The layers of each stage, as even as can be; the ends, with the embedding and the output, get the fewer."""
+    """The layers of each stage, as evenly as possible. The ends, which have embedding and output, get the fewer."""
     least, more = divmod(n_layers, n_stages)
-    # The stages nearest to the middle take one layer more.
+    # The stages nearest to the middle get one layer more.
     middle = sorted(range(n_stages), key=lambda stage: abs(2 * stage - n_stages + 1))[:more]
     ends = [0]
     for stage in range(n_stages):
@@ -196,7 +196,7 @@ def layers_of_stages(n_layers: int, n_stages: int) -> list[range]:
 
 
 def check_pipeline(config: Config, n_layers: int) -> None:
-    """Raises ConfigError where the batch or the layers do not suit the pipeline, or the compiler the schedule."""
+    """Raises ConfigError if the batch or the layers do not fit the pipeline, or other settings its schedule."""
     settings, batch = config.parallelism, config.training.local_batch_size
     if settings.pp == 1:
         return
@@ -237,9 +237,9 @@ def check_pipeline(config: Config, n_layers: int) -> None:
 
 
 def keeps_functions() -> bool:
-    """Whether autograd's nodes of Functions written in Python, as float8's, outlive the results that were made of them.
+    """Whether autograd's node of a Python Function, such as float8's, outlives the results computed from it.
 
-    Zero-bubble begins backwards at such nodes; torch 2.11 has dropped them by then.
+    Zero-bubble starts backward at such nodes. torch 2.11 has dropped them by then.
     """
     result = checkpoint(torch.neg, torch.zeros(1, requires_grad=True), use_reentrant=True) + 1  # a Function, and a sum
     node = result.grad_fn.next_functions[0][0]

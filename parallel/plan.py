@@ -1,12 +1,12 @@
-"""What a run would need and give on any cluster, from a laptop: memory, traffic, speed, checkpoints, failures.
+"""Plan a run for any cluster on a laptop: its memory, traffic, speed, checkpoints and failures.
 
     python -m parallel.plan --config train_configs/llama3_8b.toml --world-size 64 --device h100
     python -m parallel.plan --config train_configs/llama3_70b.toml --world-size 256 --sweep
     python -m parallel.plan --config train_configs/llama3_8b.toml --world-size 64 --dry-run
 
-The model is built on the meta device and its weights are counted. The rest are formulas (docs/plan.md) which tests hold
-to counts of the real step, and Llama's. `--dry-run` makes that count for this very config, of any model: one step of
-train.py on fake ranks and fake tensors, with everything but data, checkpoints and kernels. Data need not be there.
+Weights are counted on the model, built on the meta device. The rest are formulas for Llamas (docs/plan.md), which tests
+compare with counts of the real step. `--dry-run` makes that count for a config of any model: it runs one step of
+train.py on fake ranks and fake tensors, with everything but data, checkpoints and kernels. No data is needed.
 """
 
 import argparse
@@ -44,7 +44,7 @@ MODES: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", 
 
 
 class Options(NamedTuple):
-    """What the planner asks beside the config."""
+    """The planner's settings beside the config."""
 
     world_size: int
     cluster: Cluster
@@ -54,12 +54,12 @@ class Options(NamedTuple):
 
 
 def plan(config: Config, options: Options) -> dict[str, Any]:
-    """Everything there is to say of a run, as plain values. Raises ConfigError for what cannot run."""
+    """The whole plan of a run, as plain values. Raises ConfigError for a run that is impossible, or no Llama's."""
     return plan_work(build_work(config, _check(config, options.world_size)), options)
 
 
 def build_work(config: Config, dims: ParallelDims) -> Work:
-    """The run for the formulas, with what the model itself is asked for. Raises ConfigError for what is no Llama."""
+    """The run as the formulas take it, with counts from the model itself. Raises ConfigError for other than a Llama."""
     spec, flavor = _find_model(config)
     model = build_model(spec, flavor)
     converted = convert_to_float8(model, config.float8, dims.tp, dims.shards)[0] if config.float8.enable else []
@@ -75,12 +75,12 @@ def build_work(config: Config, dims: ParallelDims) -> Work:
 
 
 def plan_work(work: Work, options: Options) -> dict[str, Any]:
-    """The plan by the formulas."""
+    """The plan by the formulas, as plain values."""
     config, dims = work.config, work.dims
     stages = [dataclasses.replace(work, stage=stage) for stage in range(dims.pp)]
     fullest = max(stages, key=lambda stage: memory(stage).peak)
     held, speed, device = memory(fullest), estimate(stages[-1], options.cluster), options.cluster.device
-    mfu = speed.tokens_per_second * work.flops_per_token / device.flops  # as metrics.py has it
+    mfu = speed.tokens_per_second * work.flops_per_token / device.flops  # as in metrics.py
     step_tokens = work.accumulation * config.training.local_batch_size * dims.dp * config.training.seq_len
     tokens = options.tokens or config.training.steps * step_tokens
     outer = 4 if dims.islands > 1 else 0  # the outer optimizer's momentum
@@ -105,7 +105,7 @@ def plan_work(work: Work, options: Options) -> dict[str, Any]:
 
 
 def _find_model(config: Config) -> tuple[ModelSpec, Any]:
-    """The model family and its flavor. Raises ConfigError for what is no Llama, whose formulas these are."""
+    """The model family and its flavor. Raises ConfigError for other than a Llama, which the formulas are for."""
     spec, flavor = find_model(config.model, 0)
     if config.model.name != "llama":
         raise ConfigError(
@@ -115,10 +115,10 @@ def _find_model(config: Config) -> tuple[ModelSpec, Any]:
 
 
 def _check(config: Config, world_size: int) -> ParallelDims:
-    """The layout, if train.py would take it. Raises ConfigError."""
+    """The layout. Raises ConfigError if train.py would refuse it."""
     spec, flavor = _find_model(config)
     dims = ParallelDims.from_config(config.parallelism, world_size)
-    # Overlapped tensor parallelism needs a GPU to run, not to be planned.
+    # async_tp needs a GPU to run, but not for a plan.
     parallelism = dataclasses.replace(config.parallelism, async_tp=False)
     spec.check_parallelism(flavor, dataclasses.replace(config, parallelism=parallelism))
     check_float8(config, here=False)
@@ -127,10 +127,10 @@ def _check(config: Config, world_size: int) -> ParallelDims:
 
 
 def _checkpoint(size: int, tokens: float, tokens_per_second: float, options: Options) -> dict[str, float]:
-    """Size and time of a checkpoint, failures of the run, and the interval that loses least to both.
+    """Size and time of a checkpoint, failures of the run, and the interval that loses least time to both.
 
-    Young 1974: sqrt(2 C M) for a checkpoint of C seconds and M seconds between failures. Daly 2006 corrects it by
-    terms of C / M. A run's mean time to failure is a node's over their number.
+    Young 1974: sqrt(2 C M) for a checkpoint of C seconds and M seconds between failures. Daly 2006 adds terms of C / M.
+    The run's mean time to failure is that of a node divided by the number of nodes.
     """
     seconds = size / options.storage_bandwidth
     nodes = math.ceil(options.world_size / options.cluster.gpus_per_node)
@@ -150,8 +150,7 @@ def _checkpoint(size: int, tokens: float, tokens_per_second: float, options: Opt
 def sweep(config: Config, options: Options) -> list[dict[str, Any]]:
     """Plans of all layouts, batch sizes and checkpointing modes that fit, the fastest first.
 
-    Replicas are as many as the config says, or one per node. The sequences of an optimizer step stay as they are where
-    the config names them.
+    The number of replicas is the config's, or one per node. A global batch size in the config stays as it is.
     """
     plans = []
     degrees = [2**i for i in range(6)]
@@ -174,9 +173,9 @@ def sweep(config: Config, options: Options) -> list[dict[str, Any]]:
             except ConfigError:
                 continue  # the world, the batch or the model does not divide so
             work = dataclasses.replace(base, config=changed, dims=dims)
-            held = {weight.name for group in groups(work) for weight in group}  # by this stage
+            held = {weight.name for group in groups(work) for weight in group}  # on this stage
             if config.float8.fsdp_all_gather == "on" and held & work.float8_layers - work.float8_gathered:
-                continue  # the shards do not divide the rows: see float8.convert
+                continue  # the rows cannot be shared evenly: see float8.convert
             found = plan_work(work, options)
             if found["fits"]:
                 plans.append({"mode": mode, "local_batch_size": batch, **found})
@@ -184,7 +183,7 @@ def sweep(config: Config, options: Options) -> list[dict[str, Any]]:
 
 
 def plan_text(found: dict[str, Any]) -> str:
-    """A plan for people."""
+    """A plan as text."""
     held, speed, saved = found["memory_gib"], found["speed"], found["checkpoint"]
     waits = ("matmul", "pointwise", "intra_node", "inter_node", "bubble")
     known = found["known_by"]
@@ -214,7 +213,7 @@ def plan_text(found: dict[str, Any]) -> str:
 
 
 def sweep_text(plans: list[dict[str, Any]]) -> str:
-    """The fastest layouts for people."""
+    """The fastest layouts as text."""
     lines = [f"{len(plans)} layouts fit; the fastest:"]
     for found in plans[:20]:
         rate, gib = found["speed"]["tokens_per_second"], found["memory_gib"]["reserved"]
@@ -228,8 +227,8 @@ def _traffic_lines(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def run_dry(config: Config, world_size: int, rank: int) -> dict[str, Any]:
-    """The count of one real step, as plain values."""
-    from parallel.plan_dry_run import dry_run  # loads train.py and all it needs
+    """Count one real step; the result as plain values."""
+    from parallel.plan_dry_run import dry_run  # here: it loads train.py and all that needs
 
     counted = dry_run(config, world_size, rank)
     return {
@@ -242,7 +241,7 @@ def run_dry(config: Config, world_size: int, rank: int) -> dict[str, Any]:
 
 
 def dry_text(counted: dict[str, Any]) -> str:
-    """A dry run for people."""
+    """A dry run as text."""
     head = f"one step of train.py ran as rank {counted['rank']}  [{counted['known_by']}]"
     held = "  " + ", ".join(f"{name} {value:.2f} GiB" for name, value in counted["memory_gib"].items())
     held += f"; {counted['matmul_tflop']:,.2f} TFLOP in matmuls, attention's apart"
@@ -250,7 +249,7 @@ def dry_text(counted: dict[str, Any]) -> str:
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Config, Options]:
-    """The planner's own options; what is left describes the config. Raises ConfigError."""
+    """Parse the planner's own options and, from all others, the config. Raises ConfigError."""
     parser = argparse.ArgumentParser(
         prog="python -m parallel.plan", description="plan a run for any cluster", allow_abbrev=False,
         epilog="other options are the config's: --config=FILE --section.field=value",
@@ -268,7 +267,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Config, Options]:
     modes.add_argument("--dry-run", action="store_true", help="run and count one real step on fake ranks")
     parser.add_argument("--rank", type=int, help="the rank that --dry-run is (0)")
     arguments, rest = parser.parse_known_args(argv)
-    # argparse gives no default to what is there already, so that what is not None was said.
+    # Which options were given: argparse keeps values that exist, here None, instead of its defaults.
     said, _ = parser.parse_known_args(argv, argparse.Namespace(**dict.fromkeys(OF_THE_FORMULAS)))
     for name in OF_THE_FORMULAS:
         if arguments.dry_run and (value := getattr(said, name)) is not None:
@@ -301,7 +300,7 @@ def _positive(text: str) -> float:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Print the plan, the layouts or the dry run."""
+    """Print the plan, the layouts or the dry run. Raises TitaniteError."""
     arguments, config, options = parse(argv)
     found: Any
     text: Callable[[Any], str]
@@ -315,10 +314,10 @@ def main(argv: Sequence[str]) -> None:
 
 
 def command() -> None:
-    """As the command line says; a reader who has enough, as `| head`, is no error."""
+    """Run as the command line says. A reader that stops early, such as `| head`, is no error."""
     with suppress(BrokenPipeError):
         main(sys.argv[1:])
 
 
 if __name__ == "__main__":
-    run_and_leave(command)  # fake ranks have no way to leave their process group
+    run_and_leave(command)  # fake ranks cannot leave their process group

@@ -1,9 +1,9 @@
-"""What a step of a Llama costs a rank: weights, floating-point operations, bytes sent. Formulas only.
+"""What a Llama's step costs a rank, by formulas only: weights, floating-point operations, bytes sent.
 
 docs/plan.md explains them; tests compare each with a count of the real step (parallel/plan_dry_run.py).
 
 Letters: T tokens of a microbatch on a rank   D dim   F hidden_dim   N query heads   K key/value heads   H head_dim
-V vocabulary   t = tp. A "tensor's bytes" are those of the whole tensor that a group works on, not a rank's part.
+V vocabulary   t = tp. The "bytes" of a tensor are those of the whole tensor that a group works on, not a rank's part.
 """
 
 import dataclasses
@@ -18,14 +18,14 @@ from parallel.fsdp import keeps_copies, needs_fsdp
 from parallel.mesh import ParallelDims
 from parallel.pipeline import layers_of_stages
 
-DEFAULT_VOCAB_SIZE = 4096  # of a flavor that takes its tokenizer's: the one that the default run trains
-# Float8 layers that tensor parallelism splits by columns, by the gathered input that they read, and by rows.
+DEFAULT_VOCAB_SIZE = 4096  # for a flavor that takes its tokenizer's: that of the default run
+# Layers that tensor parallelism splits by columns, grouped by the gathered input they read; and those split by rows.
 READERS = (frozenset({"wq", "wk", "wv"}), frozenset({"w1", "w3"}))
 BY_ROWS = frozenset({"wo", "w2"})
 
 
 class Traffic(NamedTuple):
-    """Collectives of one kind on one axis, in a step of one rank; `bytes` of the whole tensors."""
+    """Collectives of one kind on one axis, in one rank's step. `bytes` are those of the whole tensors."""
 
     axis: str
     kind: str
@@ -34,7 +34,7 @@ class Traffic(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """A weight as tensor parallelism leaves it to a rank, before FSDP2 shards its rows."""
+    """A rank's part of a weight after tensor parallelism, before FSDP2 shards its rows."""
 
     name: str
     rows: int
@@ -42,7 +42,7 @@ class Weight(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Numbers in it."""
+        """How many numbers it has."""
         return self.rows * max(1, self.columns)
 
 
@@ -50,10 +50,10 @@ class Weight(NamedTuple):
 class Work:
     """A run as the formulas see it, on the ranks of one stage of the pipeline.
 
-    `shape` is a flavor (dim, n_layers, ...); `float8_layers` names the linear layers that are converted.
-    `compiled_loss` is apart from config.compile because others compile the one and not the other.
-    `unfused_norm`: the device has no kernel for RMSNorm, as the CPU has not, so that autograd keeps its parts.
-    `parameters` and `flops_per_token` are the whole model's, by its own count.
+    `shape` is a flavor (dim, n_layers, ...). `float8_layers` names the converted linear layers. `compiled_loss` is
+    separate from config.compile because others compile only one of the two. `unfused_norm`: the device, like the CPU,
+    has no kernel for RMSNorm, so autograd keeps its parts. `parameters` and `flops_per_token` are the whole model's own
+    counts.
     """
 
     shape: Any
@@ -89,17 +89,17 @@ class Work:
 
     @property
     def param_bytes(self) -> int:
-        """Bytes of a number as blocks compute."""
+        """Bytes of a number in the type that blocks compute in."""
         return 2 if self.config.training.param_dtype == "bfloat16" else 4
 
     @property
     def reduce_bytes(self) -> int:
-        """Bytes of a gradient that is being summed."""
+        """Bytes of a number of gradients while they are summed."""
         return 2 if self.config.training.reduce_dtype == "bfloat16" else 4
 
     @property
     def moment_bytes(self) -> int:
-        """Bytes of each of AdamW's two moments of a weight."""
+        """Bytes of a number of each of AdamW's two moments."""
         return 2 if self.config.optimizer.state_dtype == "bfloat16" else 4
 
     @property
@@ -120,7 +120,7 @@ class Work:
 
     @functools.cached_property
     def blocks(self) -> list[int]:
-        """Numbers of the blocks on the rank, of all its pieces of the model."""
+        """Numbers of the rank's blocks, in all its pieces of the model."""
         return [block for piece in self.pieces[self.stage :: self.dims.pp] for block in piece]
 
     @property
@@ -135,33 +135,33 @@ class Work:
 
     @property
     def zero_bubble(self) -> bool:
-        """Whether backward finds the gradients of inputs first, and those of weights later."""
+        """Whether backward computes the gradients of inputs first and those of weights later."""
         return self.dims.pp > 1 and "ZeroBubble" in self.config.parallelism.pp_schedule
 
     def splits(self, block: int) -> bool:
-        """Whether its backward is done in these two parts; the model's first piece has no gradient of an input."""
+        """Whether zero bubble splits a block's backward so. The model's first piece has no gradient of an input."""
         return self.zero_bubble and block not in self.pieces[0]
 
     @functools.cached_property
     def recomputed_share(self) -> float:
-        """How often a block repeats its forward in backward, the mean of the model's; the compiler's choices apart."""
+        """How often a block repeats its forward in backward, as the model's mean, without the compiler's choices."""
         return sum(map(self.recomputes, range(self.shape.n_layers))) / self.shape.n_layers
 
     def recomputes(self, block: int) -> int:
-        """How often this block does."""
+        """How often this block repeats its forward."""
         checkpoint = self.config.activation_checkpoint
         if checkpoint.mode not in ("full", "selective") or block % checkpoint.every_n_layers:
             return 0
-        return 1 + self.splits(block)  # for the gradient of its input and for those of its weights
+        return 1 + self.splits(block)  # for its input's gradient, and again for its weights'
 
     @functools.cached_property
     def recomputed(self) -> int:
-        """How often the rank's blocks do, together."""
+        """How often all the rank's blocks together repeat their forward."""
         return sum(map(self.recomputes, self.blocks))
 
     @property
     def keys_go_again(self) -> bool:
-        """Whether a block that repeats its forward gets other ranks' keys again: not if the ring's result is kept."""
+        """Whether a block that repeats its forward gets other ranks' keys again: not if it keeps the ring's result."""
         return self.config.parallelism.cp_method != "ring" or self.config.activation_checkpoint.mode == "full"
 
     @property
@@ -171,31 +171,31 @@ class Work:
 
     @functools.cached_property
     def float8_gathered(self) -> frozenset[str]:
-        """Those of `float8_layers` whose weights FSDP2 gathers in float8, as float8.convert chooses them."""
+        """The `float8_layers` whose weights FSDP2 gathers in float8, as float8.convert chooses them."""
         rows = {w.name: w.rows * (1 if w.name in BY_ROWS else self.dims.tp) for group in groups(self) for w in group}
         even = {name for name, whole in rows.items() if whole % (self.dims.tp * self.shards) == 0}
         return self.float8_layers & even if gathers_float8(self.config.float8) else frozenset()
 
     @property
     def alone(self) -> bool:
-        """Whether FSDP2 is left out."""
+        """Whether a rank trains without FSDP2."""
         return not needs_fsdp(self.config, self.dims.dp * self.dims.copies // self.dims.islands)
 
     @property
     def keeps_copies(self) -> bool:
-        """Whether a rank alone casts its weights once a step."""
+        """Whether a rank alone casts its weights once per step."""
         return self.alone and keeps_copies(self.config)
 
     @property
     def batches(self) -> int:
-        """How often in a step weights are gathered: 1F1B keeps them to its end, other pipelines for a batch."""
+        """How often weights are gathered in a step: 1F1B keeps them to the step's end, other pipelines for a batch."""
         if self.dims.pp > 1:
             return 1 if self.config.parallelism.pp_schedule == "1F1B" else self.accumulation
         return self.microbatches
 
     @property
     def sums(self) -> int:
-        """How often in a step gradients are summed over the shards; a rank alone puts it off only for `cpu_offload`."""
+        """How often gradients are summed over shards in a step. A rank alone puts it off only with `cpu_offload`."""
         parallelism = self.config.parallelism
         alone = self.dims.dp * self.dims.cp == self.dims.islands and not parallelism.cpu_offload
         every = (parallelism.sync_every_microbatch or alone) and self.dims.pp == 1
@@ -206,7 +206,7 @@ class Work:
 
 
 def block_weights(work: Work) -> list[Weight]:
-    """The weights of a block on a rank."""
+    """The weights of one block, as one rank has them."""
     s, t = work.shape, work.dims.tp
     q, kv, f = s.n_heads * s.head_dim // t, s.n_kv_heads * s.head_dim // t, s.hidden_dim // t
     return [
@@ -223,7 +223,7 @@ def block_weights(work: Work) -> list[Weight]:
 
 
 def groups(work: Work) -> list[list[Weight]]:
-    """The weights that are gathered together on a rank, in order of use."""
+    """The rank's weights, by the groups that are gathered together, in order of use."""
     s = work.shape
     table = Weight("tok_embeddings", s.vocab_size // work.dims.tp, s.dim)
     output, norm = table._replace(name="output"), Weight("norm", s.dim, 0)
@@ -236,9 +236,9 @@ def groups(work: Work) -> list[list[Weight]]:
 
 
 def kept_whole(work: Work) -> set[int]:
-    """Which of the groups stay gathered from forward to backward: of a pipeline, all.
+    """Which groups stay gathered from forward to backward. In a pipeline these are all groups.
 
-    Else what is used last, being used first in backward, and the root, which holds tied weights.
+    Else they are the last, which backward uses first, and the root with its tied weights.
     """
     n_groups = len(groups(work))
     if work.dims.pp > 1 or not work.config.parallelism.reshard_after_forward:
@@ -247,7 +247,7 @@ def kept_whole(work: Work) -> set[int]:
 
 
 def gathers(work: Work, group: int) -> tuple[int, int]:
-    """How often in a step a group's weights are gathered: over all their shards, over those of a reshard group."""
+    """How often a group's weights are gathered in a step: (over all shards, over the shards of a reshard group)."""
     parallelism = work.config.parallelism
     if group in kept_whole(work):
         once = not parallelism.sync_every_microbatch and not parallelism.reshard_after_forward
@@ -257,18 +257,18 @@ def gathers(work: Work, group: int) -> tuple[int, int]:
 
 
 def padded(weight: Weight, ranks: int) -> int:
-    """Numbers in `weight` once its rows are filled up to a multiple of the ranks that share them."""
+    """Numbers in `weight` with its rows padded to a multiple of the ranks that share them."""
     return -(-weight.rows // ranks) * ranks * max(1, weight.columns)
 
 
 def gathered_bytes(work: Work, group: list[Weight]) -> int:
-    """Bytes of a group's weights as they are gathered."""
+    """Bytes of a group's weights in the types in which they are gathered."""
     in_float8 = work.float8_gathered
     return sum(padded(weight, work.shards) * (1 if weight.name in in_float8 else work.param_bytes) for weight in group)
 
 
 def local_parameters(work: Work) -> int:
-    """Numbers that a rank keeps between two steps; those filling up included."""
+    """Numbers of weights that a rank keeps between steps, with padding."""
     return sum(padded(weight, work.shards) // work.shards for group in groups(work) for weight in group)
 
 
@@ -279,9 +279,9 @@ Message = tuple[str, str, int, int]  # axis, kind, bytes of the whole tensor, ho
 
 
 def traffic(work: Work) -> list[Traffic]:
-    """All collectives of a step of one rank, and what it sends to others; of islands, a step after which they meet.
+    """All collectives and sends in one rank's step. With islands, in a step after which they meet.
 
-    Those of a few bytes, too, but for the votes to stop and of checkpoints, which are on the host.
+    Small ones are included, except those on the host: votes to stop, and checkpoints'.
     """
     dims = work.dims
     ranks = {"world": dims.dp * dims.copies, "dp_replicate": dims.dp_replicate, "dp_shard_cp": dims.shards}
@@ -321,14 +321,14 @@ def _fsdp_messages(work: Work) -> Iterator[Message]:
         n_scales += in_float8
     yield "dp_shard_cp", "all_reduce", 4 * n_weights, 1  # norms of the gradients
     yield "tp", "all_reduce", 4 * n_weights, 1
-    if n_scales and precomputes_scales(work.config):  # by one message for each piece of the model
+    if n_scales and precomputes_scales(work.config):  # one message per piece of the model
         for axis in ("dp_shard_cp", "tp"):
             yield axis, "all_reduce", 4 * n_scales, 1
             yield axis, "all_reduce", 0, work.stages_per_rank - 1
 
 
 def _island_messages(work: Work) -> Iterator[Message]:
-    """A meeting of islands: the way of each weight and its two moments, in as many messages; at each step the norm."""
+    """A meeting of islands: a message for each weight's change and each of its two moments. Each step: the norm."""
     if work.dims.islands == 1:
         return
     for weight in itertools.chain(*groups(work)):
@@ -339,10 +339,10 @@ def _island_messages(work: Work) -> Iterator[Message]:
 
 
 def _tensor_messages(work: Work) -> Iterator[Message]:
-    """Megatron-LM's with sequence parallel: attention and feed-forward each gather and scatter the hidden states."""
+    """Megatron-LM's with sequence parallelism: attention and feed-forward each gather and scatter hidden states."""
     m, hidden = work.microbatches, work.tokens * work.shape.dim * work.param_bytes
-    # A checkpointed block repeats its forward, up to the last result that backward needs: not the last scatter.
-    # But one graph, compiled inside the checkpoint, runs to its end.
+    # A checkpointed block repeats its forward only up to the last result that backward needs, without the last scatter.
+    # A graph compiled inside the checkpoint runs to its end.
     again = work.recomputed
     scatters = 2 if work.config.compile.enable and work.config.activation_checkpoint.mode == "full" else 1
     forward, backward = float8_gathers(work)
@@ -350,21 +350,21 @@ def _tensor_messages(work: Work) -> Iterator[Message]:
     yield "tp", "all_gather", hidden, m * (4 * work.layers + 2 * again + work.is_first + work.is_last - in_float8)
     yield "tp", "all_gather", hidden // work.param_bytes, m * in_float8
     yield "tp", "reduce_scatter", hidden, m * (4 * work.layers + scatters * again + work.is_first + work.is_last)
-    # Every rank has seen a part of the sequence, so the gradients of norms are summed.
+    # The gradients of norms are summed, since each rank has seen a part of the sequence.
     norms = 2 * work.layers + work.is_last
     calls, number_bytes = (1, work.reduce_bytes) if work.dims.pp > 1 else (m, work.param_bytes)
     yield "tp", "all_reduce", work.shape.dim * number_bytes, calls * norms
-    if work.is_last:  # the loss: the largest logit of each token, then the sum and the label's
+    if work.is_last:  # the loss: each token's largest logit, then its sum and the label's logit
         yield "tp", "all_reduce", 4 * work.tokens, m
         yield "tp", "all_reduce", 8 * work.tokens, m
-    yield "tp", "all_reduce", 8, m * forward * (work.layers + again)  # the scale of what is gathered in float8
+    yield "tp", "all_reduce", 8, m * forward * (work.layers + again)  # the scales of what is gathered in float8
     split = sum(map(work.splits, work.blocks))
     for name in work.float8_layers:
         layers, repeated, twice = work.layers, again, split
         if name == "output":
             layers, repeated, twice = work.is_last, 0, work.is_last and work.zero_bubble
         of_forward, of_gradient, of_backward = _maxima(work, name)
-        # torchao's backward finds both gradients, and its operands' scales, whichever is asked for.
+        # torchao's backward computes both gradients, with their operands' scales, whichever is asked for.
         by_times = ((layers + repeated, of_forward), (layers, of_gradient), (layers + twice, of_backward))
         for times, several in by_times:
             for numbers in several:
@@ -372,27 +372,27 @@ def _tensor_messages(work: Work) -> Iterator[Message]:
 
 
 def float8_gathers(work: Work) -> tuple[int, int]:
-    """How many of a block's two gathers over tp are in float8: of its forward, of its backward."""
+    """How many of a block's two gathers over tp are in float8: (in forward, in backward)."""
     if not gathers_activations(work.config.float8):
         return 0, 0
     return sum(readers <= work.float8_layers for readers in READERS), len(BY_ROWS & work.float8_layers)
 
 
 def _maxima(work: Work, name: str) -> tuple[list[int], list[int], list[int]]:
-    """How many largest values, in float64, each all-reduce over tp finds for a float8 layer.
+    """The all-reduces over tp for a float8 layer's scales: how many largest values, in float64, each of them finds.
 
-    (In its forward, of the gradient before its backward, in its backward.) An operand that tp splits has one scale for
-    all its parts. Eager; the compiler may merge or repeat some.
+    Returns those (in its forward, of the gradient before its backward, in its backward). All parts of an operand that
+    tp splits share a scale. This is for eager mode; the compiler may merge or repeat some.
     """
     recipe, by_rows = work.config.float8.recipe, name in BY_ROWS
     if recipe == "tensorwise":
         weight = [] if name in work.float8_gathered else [1]
         gathers = gathers_activations(work.config.float8)
-        if by_rows:  # its input; in backward the gradient to gather, or the input again
+        if by_rows:  # its input; in backward the gathered gradient, or the input again
             return [*weight, 1], [1] * gathers, weight if gathers else [*weight, 1]
         once = gathers and any(name in r and r <= work.float8_layers for r in READERS)
-        return weight, [1] * once, weight if once else [*weight, 1, 1]  # the gradient, if not once then for each matmul
-    # A scale per row, shared where tp splits what the matmul sums over; in backward one weight may have a single scale.
+        return weight, [1] * once, weight if once else [*weight, 1, 1]  # the gradient: once, or for each matmul
+    # A scale per row, shared if tp splits what the matmul sums over. In backward a recipe may use one scale per weight.
     single = recipe == "rowwise_with_gw_hp"
     if by_rows:
         return [work.tokens, work.shape.dim], [], [1] if single else []
@@ -400,20 +400,20 @@ def _maxima(work: Work, name: str) -> tuple[list[int], list[int], list[int]]:
 
 
 def _context_messages(work: Work) -> Iterator[Message]:
-    """Keys and values are gathered before attention, their gradients summed and scattered; or both go round a ring."""
+    """Keys and values are gathered, their gradients summed and scattered; or all of these are sent round a ring."""
     s, c, m = work.shape, work.dims.cp, work.microbatches
     numbers = work.tokens * s.n_kv_heads * s.head_dim // work.dims.tp  # of this rank's keys
     again = work.recomputed if work.keys_go_again else 0
     if work.config.parallelism.cp_method == "allgather":
         yield "cp", "all_gather", numbers * c * work.param_bytes, 2 * m * (work.layers + again)
         yield "cp", "reduce_scatter", numbers * c * work.param_bytes, 2 * m * work.layers
-    else:  # keys and values in one message; in backward the float32 gradients of both come along, and home
+    else:  # keys and values in one message; in backward their float32 gradients travel too, a full turn
         yield "cp", "send", 2 * numbers * work.param_bytes, (c - 1) * m * (2 * work.layers + again)
         yield "cp", "send", 2 * numbers * 4, c * m * work.layers
 
 
 def _pipeline_messages(work: Work) -> Iterator[Message]:
-    """Each piece sends hidden states to the next and gradients to the one before, which are on other ranks."""
+    """Each piece sends hidden states to the next piece and gradients to the one before, both on other ranks."""
     hidden = work.tokens * work.shape.dim * work.param_bytes // work.dims.tp
     sends = 2 * work.stages_per_rank - work.is_first - work.is_last
     yield "pp", "send", hidden, sends * work.microbatches
@@ -421,9 +421,9 @@ def _pipeline_messages(work: Work) -> Iterator[Message]:
 
 
 def sent_bytes(kind: str, size: float, ranks: int, gloo: bool = False) -> float:
-    """Bytes that one of `ranks` sends for a ring collective on a tensor of `size` bytes.
+    """Bytes that each of `ranks` ranks sends for a ring collective on a tensor of `size` bytes.
 
-    gloo's reduce-scatter is an all-reduce of which each rank keeps its piece.
+    gloo's reduce-scatter is an all-reduce, after which each rank keeps its piece.
     """
     twice = kind == "all_reduce" or (gloo and kind == "reduce_scatter")
     return size * (2 if twice else 1) * (ranks - 1) / ranks
@@ -433,7 +433,7 @@ def sent_bytes(kind: str, size: float, ranks: int, gloo: bool = False) -> float:
 
 
 class Flops(NamedTuple):
-    """Floating-point operations of a rank for one microbatch, forward and backward and what is recomputed."""
+    """Floating-point operations of a rank for one microbatch."""
 
     matmul: float  # in param_dtype
     float8: float
@@ -441,13 +441,13 @@ class Flops(NamedTuple):
 
 
 def block_flops(work: Work, share: float) -> tuple[Flops, Flops]:
-    """Of one block: (forward, backward with recomputation, which is done `share` times)."""
+    """Operations of one block: (forward, backward with recomputation). It recomputes `share` times."""
     s, t, tokens = work.shape, work.dims.tp, work.tokens
     matmuls = {weight.name: 2.0 * tokens * weight.size for weight in block_weights(work) if weight.columns}
     attention = 2.0 * tokens * work.config.training.seq_len * s.n_heads * s.head_dim / t
     mode = work.config.activation_checkpoint.mode
-    # Of a block that is computed again, `full` leaves out w2, whose result no backward reads; but not in one graph
-    # under tensor parallelism, which runs to its end, nor eager in float8, which keeps operands once w2 is done.
+    # In mode `full` recomputation leaves out w2, whose result no backward reads. There are two exceptions: a graph
+    # compiled with tensor parallelism runs to its end, and eager float8 keeps w2's operands only once w2 is done.
     to_its_end = t > 1 if work.config.compile.enable else "w2" in work.float8_layers
     unread = frozenset() if to_its_end else frozenset({"w2"})
     again = {"full": frozenset(matmuls) - unread, "selective": frozenset({"wk", "wo", "w3"})}.get(mode, frozenset())
@@ -458,13 +458,13 @@ def block_flops(work: Work, share: float) -> tuple[Flops, Flops]:
         float8 = sum(flops for name, flops in by.items() if name in in_float8)
         return Flops(sum(by.values()) - float8, float8, attentions * attention)
 
-    # torchao's backward finds both gradients whichever is asked for.
+    # torchao's backward computes both gradients, whichever is asked for.
     in_vain = 2 * sum(map(work.splits, work.blocks)) / work.layers
     backward = {name: 2 + in_vain * (name in work.float8_layers) + share * (name in again) for name in matmuls}
     return total(dict.fromkeys(matmuls, 1.0), 1), total(backward, 2.5 + share * (mode == "full"))
 
 
 def head_flops(work: Work) -> float:
-    """The output's matmul, forward and backward; in float8 the latter twice where gradients are found apart."""
+    """Operations of the output's matmul, forward and backward. In float8 zero bubble does the backward twice."""
     times = 3 + 2 * (work.zero_bubble and "output" in work.float8_layers)
     return times * 2.0 * work.tokens * work.shape.dim * work.shape.vocab_size / work.dims.tp

@@ -1,8 +1,8 @@
 """One real step of train.py for any number of ranks, on one CPU: fake ranks, fake tensors, the same code.
 
-What a step needs of the world outside is replaced: data, checkpoints, the other ranks. The model, its sharding and
-compilation, loss, clipping, optimizer and metrics are those of a run. Fake tensors have shapes and no memory, and
-torch's fake backend answers every collective at once. A mode counts what passes: bytes sent and bytes held.
+Only what is outside a step is replaced: data, checkpoints, the other ranks. The model, its sharding and compilation,
+loss, clipping, optimizer and metrics are those of a run. Fake tensors have shapes but no memory, and torch's fake
+backend answers every collective at once. A dispatch mode counts the bytes that are sent and held.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ from parallel.comm import LaunchEnvironment
 from parallel.context import ring_attention, ring_attention_backward
 from parallel.plan_costs import DEFAULT_VOCAB_SIZE, Traffic
 
-# Operator → (kind, which argument or result has the bytes that count: the whole tensor, not a rank's part).
+# Operator → (kind, which argument is the whole tensor, whose bytes count; -1: the result).
 COLLECTIVES = {
     "_allgather_base_": ("all_gather", 0),
     "_reduce_scatter_base_": ("reduce_scatter", 1),
@@ -50,7 +50,7 @@ COLLECTIVES = {
     "all_to_all_single": ("all_to_all", 0),
 }
 MATMULS = {"mm": 0, "bmm": 0, "addmm": 1, "_scaled_mm": 0}  # operator → the argument whose last dim is summed over
-UNNAMED_AXIS = "mesh_dim_1"  # of FSDP2's mesh for reshard_group_size, the only one whose axes we do not name
+UNNAMED_AXIS = "mesh_dim_1"  # of FSDP2's mesh for reshard_group_size, the only mesh whose axes we do not name
 # Operator → the function that it runs.
 RING = {
     torch.ops.titanite.ring_attention.default: ring_attention._init_fn,
@@ -59,19 +59,19 @@ RING = {
 
 
 class DryRun(NamedTuple):
-    """What one rank held and sent in a step. Bytes; with `cpu_offload` not those of weights and states on the host."""
+    """What one rank held and sent in a step, in bytes; without the weights and states on the host by `cpu_offload`."""
 
     traffic: list[Traffic]
-    matmul_flops: int  # of all matmuls, those computed again too; attention apart
+    matmul_flops: int  # of all matmuls, also recomputed ones, without attention
     weights: int
     optimizer: int
-    peak: int  # in a step when the optimizer's states are there
+    peak: int  # of a step that finds the optimizer's states allocated
 
 
 class Tally(TorchDispatchMode):
-    """Counts the bytes of every collective by axis, those of all storages made since it began, and matmuls.
+    """Counts the bytes of every collective by axis, the bytes of all storages made since it began, and matmuls.
 
-    An `infra` mode, which torch.compile does not refuse to run under.
+    It is an `infra` mode: torch.compile refuses to run under others.
     """
 
     supports_higher_order_operators = True
@@ -89,10 +89,10 @@ class Tally(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # a DTensor, say: the tensors it is made of come next
+            return NotImplemented  # a DTensor, say: its inner tensors come next
         name = func.name().partition("::")[2].partition(".")[0]
         if func in RING:
-            with self:  # to dispatch it is one operator, but what it sends and holds counts
+            with self:  # one operator, inside which sends and memory must be counted
                 result = RING[func](*args)
         else:
             result = func(*args, **(kwargs or {}))
@@ -135,7 +135,7 @@ class Tally(TorchDispatchMode):
         self.peak = max(self.peak, self.live)
 
     def begin_step(self) -> None:
-        """Count the collectives and matmuls of a step, not those before it."""
+        """Forget the collectives and matmuls before the step."""
         self.flops = 0
         self.calls.clear()
         self.bytes.clear()
@@ -146,7 +146,7 @@ class Tally(TorchDispatchMode):
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """Count inside; FSDP2 frees and regains gathered weights by resizing their storage, which is no operator."""
+        """Count inside, also resizes of storages, by which FSDP2 frees and regains gathered weights: no operators."""
         resize = torch.UntypedStorage.resize_
 
         def counted_resize(storage: torch.UntypedStorage, size: int) -> Any:
@@ -162,8 +162,8 @@ class Tally(TorchDispatchMode):
 def dry_run(config: Config, world_size: int, rank: int = 0) -> DryRun:
     """Run one step of train.py as `rank` of `world_size`, and count.
 
-    Starts a process group of fake ranks, so call it once in a process. Raises what a run with these settings would,
-    ConfigError above all. Blocks are compiled as one graph each if the config says so, but not to kernels.
+    It starts a process group of fake ranks, so call it once per process. Raises what a run with these settings raises,
+    above all ConfigError. If the config compiles, each block becomes one graph, but no kernels.
     """
     tally = Tally()
     weights = optimizer = early = before = others = 0
@@ -189,18 +189,18 @@ def dry_run(config: Config, world_size: int, rank: int = 0) -> DryRun:
 
     def no_checkpoints(*_: Any, **__: Any) -> Any:
         nonlocal early
-        early = tally.live - weights  # what is the optimizer's, as an outer one's, and there already
+        early = tally.live - weights  # optimizer state that already exists, such as an outer one's
         return _no_checkpoints()
 
     def remember_peak(stepping: torch.optim.Optimizer, *_: Any) -> None:
         nonlocal before, others
         before = tally.peak
         parameters = [p for group in stepping.param_groups for p in group["params"]]
-        others = tally.live - weights - early - _storage_bytes([p.grad for p in parameters])  # as a pipeline's buffers
+        others = tally.live - weights - early - _storage_bytes([p.grad for p in parameters])  # pipeline buffers, say
 
     def end_of_step(step: int) -> None:
         nonlocal optimizer
-        optimizer = tally.live - weights - others  # gradients are gone by now
+        optimizer = tally.live - weights - others  # gradients are freed by now
 
     init_weights, build_optimizer = train.init_weights, train.build_optimizer
     with contextlib.ExitStack() as stubs, contextlib.ExitStack() as modes, tempfile.TemporaryDirectory() as folder:
@@ -209,7 +209,7 @@ def dry_run(config: Config, world_size: int, rank: int = 0) -> DryRun:
         stubs.enter_context(_local_shapes_only())
         stubs.enter_context(mock.patch.object(dist, "new_group", return_value=None))
         stubs.enter_context(mock.patch.object(failures, "broadcast_object", return_value=[]))  # no steps to skip
-        # The stages of a pipeline vote on whether all of them know their shapes; ours do.
+        # The stages of a pipeline vote on whether all know their shapes; ours do.
         vote = mock.Mock(item=lambda: 1)
         stubs.enter_context(mock.patch.object(PipelineStage, "_warmup_forward_vote", create=True))
         stubs.enter_context(mock.patch.object(PipelineStage, "_warmup_backward_result", return_value=vote, create=True))
@@ -226,18 +226,18 @@ def dry_run(config: Config, world_size: int, rank: int = 0) -> DryRun:
                 CheckpointManager=no_checkpoints,
                 StopRequest=_no_stop,
                 Watchdog=mock.MagicMock(),
-                # As many figures as wait for each step: fake tensors have no values.
+                # Zeros for the figures of each step: fake tensors have no values.
                 fetch_finite=lambda waiting: [[0.0] * len(figures) for figures in waiting.values()],
             )
         )
         train.train(_one_step(config, Path(folder)), after_step=end_of_step)
-    if config.parallelism.cpu_offload:  # what the host holds, and where it steps
+    if config.parallelism.cpu_offload:  # the host holds weights and states, and runs the optimizer
         return DryRun(tally.traffic(), tally.flops, 0, 0, before - weights - early)
     return DryRun(tally.traffic(), tally.flops, weights, optimizer, max(before + optimizer - early, tally.peak))
 
 
 def _storage_bytes(tensors: list[Any]) -> int:
-    """Of a rank's parts, which may share memory."""
+    """Bytes of the rank's parts of `tensors`, which may share memory."""
     storages = [(x.to_local() if isinstance(x, DTensor) else x).untyped_storage() for x in tensors if x is not None]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
@@ -248,19 +248,19 @@ def _one_step(config: Config, folder: Path) -> Config:
         config,
         run=dataclasses.replace(config.run, folder="", outputs=str(folder)),
         training=dataclasses.replace(config.training, steps=1),
-        # inductor's kernels would touch the memory that fake tensors have not got
+        # inductor's kernels would touch memory, which fake tensors lack
         compile=dataclasses.replace(config.compile, backend="aot_eager"),
-        parallelism=dataclasses.replace(config.parallelism, async_tp=False),  # of the GPU's compiler, too
+        parallelism=dataclasses.replace(config.parallelism, async_tp=False),  # it needs the GPU's compiler
         checkpoint=dataclasses.replace(config.checkpoint, enable=False),
         validation=dataclasses.replace(config.validation, enable=False, sample_tokens=0),
         profiling=Profiling(),
-        failures=Failures(),  # nothing fails here, and fake tensors have no values to judge
+        failures=Failures(),  # fake tensors have no values to judge
         metrics=Metrics(log_ranks=(), tensorboard=False),
     )
 
 
 def _axis_of(args: tuple[Any, ...]) -> str:
-    """Mesh axis of the group among a collective's arguments; "world" if the group is all ranks."""
+    """The mesh axis of the group among a collective's arguments; "world" if it has all ranks."""
     groups: dict[str, Any] = {name: group for group, name in dist.distributed_c10d._world.pg_names.items()}
     for argument in args:
         group = None
@@ -279,7 +279,7 @@ def _axis_of(args: tuple[Any, ...]) -> str:
 
 @contextlib.contextmanager
 def _local_shapes_only() -> Iterator[None]:
-    """Hide DTensor's propagation of global shapes from the count: it is done on fake tensors that no rank holds."""
+    """Hide DTensor's propagation of global shapes from the count: it uses fake tensors that no rank holds."""
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def uncounted(self: ShardingPropagator, *args: Any, **kwargs: Any) -> Any:
@@ -291,7 +291,7 @@ def _local_shapes_only() -> Iterator[None]:
 
 
 def _zeros(before_step: Callable[[], None], config: Config, dp_rank: int, dp: int, **_: Any) -> Any:
-    """A loader of zeros."""
+    """A stand-in for the data loader that returns zeros."""
     shape = config.training.local_batch_size, config.training.seq_len
 
     def next_step() -> list[Batch]:
@@ -305,10 +305,10 @@ def _zeros(before_step: Callable[[], None], config: Config, dp_rank: int, dp: in
 
 
 def _no_checkpoints(*_: Any, **__: Any) -> Any:
-    """A manager that finds none, and for which there is nothing else to do."""
+    """A stand-in for CheckpointManager that finds no checkpoint and does nothing."""
     return mock.Mock(load=lambda: 0)
 
 
 def _no_stop(*_: Any) -> Any:
-    """A request that never comes."""
+    """A stand-in for StopRequest that is never asked to stop."""
     return contextlib.nullcontext(mock.Mock(agreed=lambda: False, asked_by=""))

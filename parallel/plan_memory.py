@@ -1,4 +1,4 @@
-"""What a rank holds of a Llama's training step, in bytes, by cause. Formulas only.
+"""The bytes that a rank holds in a Llama's training step, by cause. Formulas only.
 
 docs/plan.md explains them; tests compare them with a count of the real step (parallel/plan_dry_run.py).
 """
@@ -19,27 +19,27 @@ from parallel.plan_costs import (
     padded,
 )
 
-ALLOCATOR = 1.23  # reserved over allocated, fitted on rows of benchmarks/plan.py
+ALLOCATOR = 1.23  # reserved / allocated, fitted on rows of benchmarks/plan.py
 
 
 class Memory(NamedTuple):
-    """Bytes on one rank, by cause, when it holds most."""
+    """Bytes on one rank, by cause, at the moment when it holds most."""
 
     weights: int
     gradients: int
     optimizer: int
     activations: int  # kept for backward, by all blocks and microbatches in flight
     working: int  # the block being computed, or the logits and their loss
-    gathered: int  # whole weights, and gradients being summed; of a rank alone, weights cast
+    gathered: int  # whole weights, and gradients being summed; on a rank alone, cast weights
 
     @property
     def peak(self) -> int:
-        """Their sum."""
+        """The sum of all."""
         return sum(self)
 
 
 def kept_by_block(work: Work, block: int = 0) -> int:
-    """Bytes that a block keeps from its forward to its backward, for one microbatch, by its checkpointing mode."""
+    """Bytes that a block keeps from forward to backward for one microbatch, in the config's checkpointing mode."""
     mode, everything = work.config.activation_checkpoint.mode, _everything(work, work.config.compile.enable)
     if mode == "none" or block % work.config.activation_checkpoint.every_n_layers:
         return everything
@@ -47,7 +47,7 @@ def kept_by_block(work: Work, block: int = 0) -> int:
         share = work.config.activation_checkpoint.memory_budget
         if share == 0:
             return _block_input(work)
-        kept = _block_input(work) + _attention(work)  # which the budget does not include
+        kept = _block_input(work) + _attention(work)  # outside the budget
         return min(everything, round(kept + share * (everything - _block_input(work))))
     return _block_input(work) if mode == "full" else _selected(work)
 
@@ -63,53 +63,57 @@ def _block_input(work: Work) -> int:
 
 
 def _attention(work: Work) -> int:
-    """Attention's result and its log-sum-exp."""
+    """Bytes of attention's result and log-sum-exp."""
     s, t = work.shape, work.dims.tp
     return work.tokens * s.n_heads * (s.head_dim * work.param_bytes + 4) // t
 
 
 def _everything(work: Work, fused: bool) -> int:
-    """What autograd keeps of a block: inputs of the norms and of the matmuls, q, k, v, and of SwiGLU all parts."""
+    """Bytes that autograd keeps of a block: inputs of norms and matmuls, q, k, v, and all parts of SwiGLU."""
     s, t = work.shape, work.dims.tp
     heads, kv = s.n_heads * s.head_dim / t, 2 * s.n_kv_heads * s.head_dim / t
     if work.config.parallelism.cp_method == "allgather":
         kv *= work.dims.cp
-    # The norms' results, gathered for the matmuls under tensor parallel. The compiler recomputes one of SwiGLU's four.
+    # The norms' results are gathered for the matmuls with tensor parallelism. The compiler recomputes one of SwiGLU's
+    # four parts.
     elements = 2 * s.dim + 2 * heads + kv + (3 if work.config.compile.enable else 4) * s.hidden_dim / t
     return round(work.tokens * (work.param_bytes * elements + 2 * _norm(work, fused) / t + 4 * s.n_heads / t))
 
 
 def _norm(work: Work, fused: bool) -> int:
-    """Bytes that a norm keeps of a token: its input; unfused that and the quotient, in float32."""
+    """Bytes that a norm keeps per token: its input; unfused, input and quotient in float32."""
     return work.shape.dim * (8 if work.unfused_norm and not fused else work.param_bytes)
 
 
 def _selected(work: Work) -> int:
-    """Block input, attention with its log-sum-exp, and the matmuls wq, wv, w1, w2."""
+    """Bytes that mode `selective` keeps: block input, attention with log-sum-exp, and the matmuls wq, wv, w1, w2."""
     s, t = work.shape, work.dims.tp
     elements = s.dim / t + (2 * s.n_heads + s.n_kv_heads) * s.head_dim / t + s.hidden_dim / t
-    if not work.config.compile.enable:  # the compiler sees that nobody reads w2's
+    if not work.config.compile.enable:  # the compiler sees that nothing reads w2's result
         elements += s.dim
     return round(work.tokens * (work.param_bytes * elements + 4 * s.n_heads / t))
 
 
 def loss_bytes(work: Work) -> int:
-    """The most that the loss holds, per microbatch: logits in float32, their log-softmax and gradients, or 2 + 2."""
+    """The most bytes that the loss holds per microbatch.
+
+    Per logit: float32 logits, their log-softmax and gradients; compiled, only 2 + 2.
+    """
     per_logit = 4 if work.compiled_loss else (16 if work.dims.tp > 1 else 12)
     if work.dims.pp > 1:
-        per_logit += 2  # the schedule holds on to the stage's result
+        per_logit += 2  # the schedule keeps the stage's result
     chunks = loss_chunks(work.config)
-    # In chunks, gradients are made meanwhile: the output's summed up in float32, one chunk's added; the hidden states'.
+    # In chunks, gradients are ready at once: the output's sum in float32 and one chunk's, and the hidden states'.
     ready = work.shape.dim * (6 * work.shape.vocab_size + work.param_bytes * work.tokens) if chunks > 1 else 0
     return per_logit * work.tokens * work.shape.vocab_size // work.dims.tp // chunks + ready
 
 
 def in_flight(work: Work) -> float:
-    """Microbatches whose activations a rank keeps at once, each of all its layers."""
+    """How many microbatches' activations a rank keeps at once, counted in microbatches of all its layers."""
     p, v = work.dims.pp, work.stages_per_rank
     if p == 1:
         return 1
-    if work.zero_bubble:  # all that waits for the gradients of weights is kept, too
+    if work.zero_bubble:  # also what waits for the gradients of weights
         return p
     if v == 1:
         return min(p - work.stage, work.microbatches)
@@ -123,11 +127,11 @@ Moment = tuple[int, int, int, int]  # gradients, activations, working, gathered
 def memory(work: Work) -> Memory:
     """What a rank holds at the worst moment of a step.
 
-    Tried are the backward of the loss, the last two blocks, the first and the embedding, and of weights apart: in the
-    first microbatch, when most are in flight, and in a later one, which finds gradients.
+    It compares the backwards of the loss, the last two blocks, the first block, the embedding, and zero bubble's of the
+    weights. Each is taken in the first microbatch, when most are in flight, and in a later one, which finds gradients.
     """
     numbers = 0 if work.config.parallelism.cpu_offload else local_parameters(work)
-    # Islands: also the outer optimizer's momentum, and the weights of the last meeting.
+    # Islands also have the outer optimizer's momentum and the weights of the last meeting.
     optimizer = numbers * (2 * work.moment_bytes + (8 if work.dims.islands > 1 else 0))
     last, first = work.layers - 1, work.layers - work.layers // work.stages_per_rank
     tried: list[Moment] = []
@@ -141,51 +145,51 @@ def memory(work: Work) -> Memory:
 
 
 def _in_loss(work: Work, later: bool) -> Moment:
-    """The backward of the loss: its own bytes, and the last norm's input and result."""
+    """The backward of the loss, which holds its own bytes and the last norm's input and result."""
     every = groups(work)
     working = loss_bytes(work) + work.tokens * (
         _norm(work, fused=False) // work.dims.tp + work.shape.dim * work.param_bytes
     )
     gathered = _gathered(work, None)
-    if loss_chunks(work.config) > 1 and work.shards > 1:  # part of the forward, which holds on to its last message
+    if loss_chunks(work.config) > 1 and work.shards > 1:  # part of the forward, which keeps its last message
         gathered += gathered_bytes(work, every[-1])
     activations = _activations(work, later) + work.stage * _waiting(work)
     return _gradients(work, every) if later else 0, activations, working, gathered
 
 
 def _in_block(work: Work, i: int, later: bool) -> Moment:
-    """The backward of the rank's block number `i`, computed again if need be."""
+    """The backward of the rank's block number `i`, recomputed if the config says so."""
     every, tied, s, t = groups(work), work.shape.tie_embeddings, work.shape, work.dims.tp
     place = i + (tied or work.is_first)
     gradients = _gradients(work, every if later else every[place + 1 :])
-    if tied:  # the output's part of their gradient waits for the embedding's
+    if tied:  # the gradient from the output waits for that from the embedding
         gradients += every[0][0].size * (4 if work.alone else work.param_bytes)
     done = 0 if work.zero_bubble else _kept(work, work.blocks[i + 1 :])
-    # The compiler makes one graph of a backward and the block that it repeats, but not under tensor parallelism.
+    # Without tensor parallelism the compiler makes one graph of a backward and the forward that it repeats.
     one_graph = work.config.activation_checkpoint.mode == "full" and work.recomputes(work.blocks[i]) and t == 1
     fused = work.config.compile.enable and not one_graph
     again = _everything(work, fused) - kept_by_block(work, work.blocks[i])
-    # Gradients of its result, of w2, and two as wide as SwiGLU. The schedule holds on to the last stage's result.
+    # Gradients of the block's result, of w2, and two as wide as SwiGLU. The schedule keeps the last stage's result.
     numbers = work.tokens * (s.dim + 2 * s.hidden_dim) + s.dim * s.hidden_dim
     if work.dims.pp > 1 and work.is_last:
         numbers += work.tokens * s.vocab_size
     working = again + work.param_bytes * numbers // t
     if work.zero_bubble and work.is_last:
-        working += 4 * work.tokens * s.vocab_size // t  # the log-softmax: no graph is freed yet
+        working += 4 * work.tokens * s.vocab_size // t  # the log-softmax, whose graph is not freed yet
     activations = _activations(work, later) + (work.stage + 1) * _waiting(work) - done
     return gradients, activations, working, _gathered(work, place)
 
 
 def _in_weights(work: Work, later: bool) -> Moment:
-    """Zero bubble's gradients of weights, of the rank's last piece of the model: its blocks are computed again.
+    """Zero bubble's gradients of weights, for the rank's last piece of the model, whose blocks are recomputed.
 
-    What backward then does not need of a block stays to the end: all but the inputs of its matmuls.
+    This backward uses only the inputs of a block's matmuls. All else of the block stays to the end.
     """
     every, s = groups(work), work.shape
     gradients = _gradients(work, every) if later else 0
     used = work.tokens * work.param_bytes * (2 * s.dim + (s.n_heads * s.head_dim + s.hidden_dim) // work.dims.tp)
     again = [_everything(work, False) - kept_by_block(work, i) for i in _last_piece(work) if work.recomputes(i)]
-    mine = every[-len(_last_piece(work)) - work.is_last :]  # their gradients are added to the sums when all are there
+    mine = every[-len(_last_piece(work)) - work.is_last :]  # added to the sums once all are there
     made = work.param_bytes * sum(weight.size for group in mine for weight in group)
     working = max(made, sum(again) - used * max(0, len(again) - 1))
     activations = _activations(work, later) + (work.stage + 1) * _waiting(work)
@@ -193,9 +197,10 @@ def _in_weights(work: Work, later: bool) -> Moment:
 
 
 def _waiting(work: Work) -> int:
-    """Bytes that wait for the gradients of weights, of a microbatch in the rank's last piece of the model.
+    """Bytes that zero bubble keeps for the gradients of weights, per microbatch in the rank's last piece of the model.
 
-    The gradients of what matmuls and norms returned, and of its input; what the last norm and the output keep.
+    These are the gradients of the results of matmuls and norms and of the piece's input, and what the last norm and the
+    output keep.
     """
     if not work.zero_bubble:
         return 0
@@ -207,12 +212,12 @@ def _waiting(work: Work) -> int:
 
 
 def _last_piece(work: Work) -> range:
-    """The blocks of the last of the pieces of the model that the rank holds."""
+    """The blocks of the rank's last piece of the model."""
     return work.pieces[work.stage :: work.dims.pp][-1]
 
 
 def _in_embedding(work: Work, later: bool) -> Moment:
-    """The backward of the embedding: its gradient, then summed; if tied, the output's, too, and what both make."""
+    """The backward of the embedding: its gradient, then the sum; if tied, also the output's gradient and their sum."""
     every, late = groups(work), _sums_late(work)
     one = 4 if work.alone else work.param_bytes
     per_number = 3 * one if work.shape.tie_embeddings else one
@@ -224,17 +229,17 @@ def _in_embedding(work: Work, later: bool) -> Moment:
 
 
 def _activations(work: Work, later: bool) -> int:
-    """Bytes that microbatches in flight keep, and in a pipeline the buffers of all transfers of a batch."""
+    """Bytes that the microbatches in flight keep and, in a pipeline, the buffers of all transfers of a batch."""
     flying = min(in_flight(work), max(1, work.microbatches - 1)) if later else in_flight(work)
     kept, hidden = _kept(work, work.blocks), _block_input(work)
-    # A stage's input is in such a buffer, and its result is kept, too.
+    # A stage's input is in such a buffer. Its result is kept as well.
     kept += hidden * (work.is_first - work.is_last)
     buffers = 2 * work.stages_per_rank - work.is_first - work.is_last
     return round(flying * kept) + buffers * hidden * (work.microbatches // work.accumulation)
 
 
 def _sums_late(work: Work) -> bool:
-    """Whether gradients are whole till a step's last microbatch, and summed over ranks then; in a pipeline always."""
+    """Whether gradients stay whole until a step's last microbatch and are summed over ranks then."""
     return work.sums < work.microbatches
 
 
@@ -248,15 +253,15 @@ def _gradients(work: Work, some: list[list[Weight]]) -> int:
 
 
 def _sum(size: Callable[[list[Weight]], int], some: list[list[Weight]]) -> int:
-    """The sum of `size` over groups; it is asked once of the same group, as blocks are."""
+    """The sum of `size` over groups. It is computed once for groups that are the same object, such as blocks."""
     sizes = {key: size(group) for key, group in {id(group): group for group in some}.items()}
     return sum(sizes[id(group)] for group in some)
 
 
 def _gathered(work: Work, place: int | None) -> int:
-    """Bytes of whole weights and of gradients being summed, in the backward of the group at `place`; None: the loss."""
+    """Bytes of whole weights and of gradients being summed, in the backward of group `place`; None: of the loss."""
     every, parallelism = groups(work), work.config.parallelism
-    if work.alone:  # nothing is gathered, but weights that matmuls cast wait for their backward, unless recomputed
+    if work.alone:  # nothing is gathered, but cast weights wait for their backward unless their block is recomputed
         head = every[0 if work.shape.tie_embeddings else -1]
         if work.keeps_copies:
             tied = _cast_bytes(work, head) if work.shape.tie_embeddings and place is None else 0
@@ -264,16 +269,16 @@ def _gathered(work: Work, place: int | None) -> int:
         waiting, now = (work.blocks, head) if place is None else (work.blocks[: max(0, place - 1)], every[place])
         one, used = _cast_bytes(work, block_weights(work)), _cast_bytes(work, now) if place != 0 else 0
         return one * sum(not work.recomputes(block) for block in waiting) + used
-    # In the loss the last group is there, and none is gathered ahead, as is in the backward of a block.
+    # In the loss the last group is there. Only in the backward of a block are groups gathered ahead.
     ahead = max(1, parallelism.prefetch_layers) if place is not None else 0
     place = len(every) - 1 if place is None else place
-    # FSDP2 keeps some groups whole, the others while in use.
+    # FSDP2 keeps some groups whole, the others only while in use.
     kept = kept_whole(work)
     whole = {place, *(group for group in kept if group < place or work.dims.pp > 1)}
     whole |= set(range(max(0, place - ahead), place))
     gathered = partial(gathered_bytes, work)
     held = _sum(gathered, [every[group] for group in whole])
-    if parallelism.reshard_group_size:  # what waits for its backward is freed down to a group's share
+    if parallelism.reshard_group_size:  # before its backward a group is kept as a reshard group's shards
         others = [every[group] for group in range(place) if group not in kept]
         held += _sum(gathered, others) // parallelism.reshard_group_size
     summed = [] if _sums_late(work) else every[place + 1 : place + 2]
@@ -288,10 +293,10 @@ def _copied_bytes(work: Work, group: list[Weight]) -> int:
 
 
 def _cast_bytes(work: Work, group: list[Weight]) -> int:
-    """Bytes of a group's weights once they are cast to `param_dtype`, if they are."""
+    """Bytes of a group's weights cast to `param_dtype`; 0 if no cast is needed."""
     return work.param_bytes * sum(weight.size for weight in group) if work.param_bytes < 4 else 0
 
 
 def reserved(memory: Memory) -> float:
-    """Bytes that the allocator holds for `memory`, of which it leaves a part unused; what nvidia-smi shows is more."""
+    """Bytes that the allocator reserves for `memory`, partly unused. nvidia-smi shows still more."""
     return ALLOCATOR * memory.peak

@@ -1,8 +1,8 @@
-"""How long a Llama's training step takes, from what it costs (plan_costs) and what a device gives (devices).
+"""How long a Llama's training step takes, from its costs (plan_costs) and the device's rates (devices).
 
-A plain model: a block's kernels run one after the other, those of matmuls at a share of the peak, the others at the
-memory's speed. FSDP2's communication runs beside them, and what is longer counts; tensor and context parallelism's
-stands between them and counts in full. docs/plan.md has the formulas, benchmarks/plan.py the errors.
+A simple model: a block's kernels run one after another, matmuls at a share of the peak, the others at the memory's
+speed. FSDP2's communication runs beside them, and the longer of the two counts. Tensor and context parallelism's runs
+between them and counts in full. docs/plan.md has the formulas, benchmarks/plan.py the errors.
 """
 
 import math
@@ -22,14 +22,14 @@ from parallel.plan_costs import (
     sent_bytes,
 )
 
-MEMORY_SHARE = 0.8  # of the memory's bandwidth that a pointwise kernel gets
-NETWORK_SHARE = 0.8  # of a link's or the network's that a collective gets
-CONTENTION = 0.16  # of a collective's time that kernels beside it lose: it takes some of their cores and bandwidth
-ASYNC_TP_SHOWS = 0.5  # of tensor parallelism's communication, when the compiler overlaps it
+MEMORY_SHARE = 0.8  # of the memory's bandwidth, for a pointwise kernel
+NETWORK_SHARE = 0.8  # of a link's or the network's bandwidth, for a collective
+CONTENTION = 0.16  # of a collective's time, lost by kernels beside it: it takes some of their cores and bandwidth
+ASYNC_TP_SHOWS = 0.5  # of tensor parallelism's communication, not hidden when the compiler overlaps it
 
 
 class Cluster(NamedTuple):
-    """What runs the step. `bandwidth`: of the network, bytes per second, device and direction."""
+    """The machines. `bandwidth` is the network's, in bytes per second, per device and direction."""
 
     device: Device
     gpus_per_node: int
@@ -37,7 +37,7 @@ class Cluster(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """Seconds of a step, by what a rank waits for; with tokens per second and device."""
+    """Seconds of a step, by what a rank waits for, and tokens per second and device."""
 
     step_seconds: float
     matmul: float  # attention included
@@ -49,7 +49,7 @@ class Estimate(NamedTuple):
 
     @property
     def bound(self) -> str:
-        """What takes most of the step."""
+        """What takes the most time of the step."""
         parts = {
             "compute": self.matmul,
             "memory": self.pointwise,
@@ -61,7 +61,7 @@ class Estimate(NamedTuple):
 
 
 class _Link(NamedTuple):
-    """How a group of ranks is connected. Bytes per second for a rank's share; crosses: whether beyond a node."""
+    """How a group of ranks is connected: bytes per second for a rank's share, and whether it crosses nodes."""
 
     ranks: int
     bandwidth: float
@@ -73,7 +73,7 @@ class _Link(NamedTuple):
 
 
 def _link(cluster: Cluster, ranks: int, stride: int) -> _Link:
-    """Of `ranks` that lie `stride` apart. Those of a group on one node share its way out; other groups have theirs."""
+    """The link of `ranks` ranks, `stride` apart. Those on one node pool their network bandwidth."""
     if ranks * stride <= cluster.gpus_per_node:
         return _Link(ranks, cluster.device.link_bandwidth, False)
     on_node = max(1, cluster.gpus_per_node // stride)
@@ -81,10 +81,10 @@ def _link(cluster: Cluster, ranks: int, stride: int) -> _Link:
 
 
 def estimate(work: Work, cluster: Cluster) -> Estimate:
-    """The step of the slowest stage, which is the last."""
+    """Estimate the step of the last stage, which is the slowest."""
     dims, device, m = work.dims, cluster.device, work.microbatches
     memory_rate = device.memory_bandwidth * MEMORY_SHARE
-    # Of a block and microbatch, each its forward and its backward:
+    # For a block and microbatch, as pairs (forward, backward):
     kernels = zip(block_flops(work, work.recomputed_share), _pointwise_bytes(work), strict=True)
     communication = zip(_beside_kernels(work, cluster), _between_kernels(work, cluster), strict=True)
     matmul = pointwise = shown = standing = 0.0
@@ -103,10 +103,10 @@ def estimate(work: Work, cluster: Cluster) -> Estimate:
     pointwise = m * (layers * pointwise + loss) + optimizer
 
     shards, replicas = _shard_link(work, cluster), _replica_link(work, cluster)
-    # The first gather and the last reduce-scatter have nothing to hide behind: embedding and output are the largest.
+    # Nothing hides the first gather and the last reduce-scatter, of embedding and output, which are the largest.
     ends = shards.seconds("reduce_scatter", work.reduce_bytes * work.shape.vocab_size * work.shape.dim / dims.tp)
     by_link = {True: 0.0, False: 0.0}  # whether it crosses nodes → seconds
-    crosses = shards.crosses or (replicas.crosses and dims.islands == 1)  # islands meet apart from the step
+    crosses = shards.crosses or (replicas.crosses and dims.islands == 1)  # meetings of islands are added below
     by_link[crosses] += m * layers * shown + work.sums * ends
     by_link[_link(cluster, dims.cp * dims.tp, 1).crosses] += m * layers * standing
     if dims.islands > 1:  # they stand still while they meet
@@ -135,9 +135,9 @@ def _replica_link(work: Work, cluster: Cluster) -> _Link:
 
 
 def _beside_kernels(work: Work, cluster: Cluster) -> tuple[float, float]:
-    """Seconds of FSDP2's communication for a block: (forward, backward), of a microbatch.
+    """Seconds of FSDP2's communication for a block and microbatch: (forward, backward).
 
-    One gather in forward; in backward a gather, a reduce-scatter, an all-reduce.
+    That is a gather in forward, and a gather, a reduce-scatter and an all-reduce in backward.
     """
     shards, block = _shard_link(work, cluster), block_weights(work)
     gathered, summed = gathered_bytes(work, block), work.reduce_bytes * sum(weight.size for weight in block)
@@ -162,8 +162,8 @@ def _matmul_seconds(flops: Flops, device: Device) -> float:
 def _pointwise_bytes(work: Work) -> tuple[float, float]:
     """Bytes that a block's other kernels read and write: (forward, backward with recomputation).
 
-    Eager: every operation of norms, residuals, rotary embedding and SwiGLU reads and writes; compiled they are
-    fused to a pass each. Float8 reads its inputs for the scale, then again to cast them.
+    Eager, every operation of norms, residuals, rotary embedding and SwiGLU reads and writes. Compiled, each of these
+    is fused to one pass. Float8 reads its inputs for the scale, then again to cast them.
     """
     s, t = work.shape, work.dims.tp
     heads = (s.n_heads + s.n_kv_heads) * s.head_dim / t
@@ -181,15 +181,15 @@ def _pointwise_bytes(work: Work) -> tuple[float, float]:
 
 
 def _loss_bytes_moved(work: Work) -> float:
-    """Logits written and read: 10 bytes for each if fused, else each step of the float32 softmax and its backward."""
+    """Bytes to write and read logits: 10 per logit if fused, else all operations of float32 softmax and backward."""
     per_logit = 10 if work.compiled_loss else (60 if work.dims.tp > 1 else 38)
     return per_logit * work.tokens * work.shape.vocab_size / work.dims.tp
 
 
 def _optimizer_bytes(work: Work) -> int:
-    """Bytes that clipping and AdamW read and write per number: gradient thrice and once written, weight, two moments.
+    """Bytes that clipping and AdamW move per number: gradient read thrice and written once, weight, two moments.
 
-    The moments in bfloat16 are those of the compiled step; eager, it makes several passes.
+    For moments in bfloat16 this is the compiled step; the eager one makes several passes.
     """
     return 4 * (3 + 1) + 2 * 4 + 2 * 2 * work.moment_bytes
 
@@ -200,7 +200,7 @@ def _between_kernels(work: Work, cluster: Cluster) -> tuple[float, float]:
     again = work.recomputed_share
     tensor = _link(cluster, dims.tp, 1).seconds("all_gather", work.tokens * s.dim * work.param_bytes)
     tensor *= ASYNC_TP_SHOWS if work.config.parallelism.async_tp else 1.0
-    # A gather in float8 saves all but a byte per number.
+    # A gather in float8 sends only one byte per number.
     saved_forward, saved_backward = ((1 - 1 / work.param_bytes) * count for count in float8_gathers(work))
     keys = work.tokens * dims.cp * s.n_kv_heads * s.head_dim * work.param_bytes / dims.tp
     context = 2 * _link(cluster, dims.cp, dims.tp).seconds("all_gather", keys)

@@ -1,10 +1,10 @@
-"""Is this cluster fit to train on? In a minute, and with the name of the rank that is not.
+"""Test in a minute whether a cluster is fit to train on, and name the ranks that are not.
 
     torchrun --nnodes=2 --nproc-per-node=8 ... -m parallel.preflight --storage=s3://bucket/preflight --expect-gbits=100
 
-Run as the job will be run. Compares the software of all ranks, their clocks, their disks; writes to and reads from the
-storage; times a matrix product on every device and checks it bit for bit; times transfers between pairs of ranks and
-an all-reduce. Exits with 1 and a line for each fault; under a torchrun with restarts left, ends that as well.
+Run it as the job will be run. It compares all ranks' software, clocks and disks, writes to and reads from the storage,
+times a matrix product on every device and checks it bit for bit, and times transfers between pairs of ranks and an
+all-reduce. Exits with 1 and a line per fault. It also ends a torchrun that has restarts left.
 """
 
 import argparse
@@ -32,17 +32,17 @@ from config import Comm, command_line
 from parallel.comm import end_launcher, init_distributed, launch_environment, shut_down, synchronize
 
 PACKAGES = ("torch", "torchao", "numpy", "pyarrow", "tokenizers", "s3fs")
-CLOCK_SECONDS = 2.0  # apart at most; S3 refuses requests 900 s off
+CLOCK_SECONDS = 2.0  # clocks may differ by this; S3 refuses requests 900 s off
 FREE_GB = 20.0
 STORAGE_BYTES = 8 * 2**20
-STORAGE_SECONDS = 30.0  # for the storage to answer, half the time the other ranks would wait
+STORAGE_SECONDS = 30.0  # limit for the storage to answer: half the time that other ranks would wait
 TRANSFER_BYTES = 16 * 2**20
-SLOW = 1.5  # times the usual, for compute and transfers
+SLOW = 1.5  # times the usual time, for compute and transfers
 REPEATS = 5
 
 
 class Report(NamedTuple):
-    """What a rank found out alone."""
+    """What a rank found out by itself."""
 
     host: str
     versions: dict[str, str]
@@ -55,14 +55,14 @@ class Report(NamedTuple):
 
 
 def look_around(device: torch.device, folder: str, storage: str, rank: int) -> Report:
-    """This rank's own report."""
+    """Make this rank's report."""
     seconds: float | None = None
     free_gb, errors = math.nan, list[str]()
     if storage:
         try:
             url = f"{storage.rstrip('/')}/preflight-{rank}-{os.urandom(4).hex()}"
             seconds = within(STORAGE_SECONDS, lambda: time_storage(url))
-        except Exception as failure:  # whatever a store may raise is a finding, not our failure
+        except Exception as failure:  # whatever a store raises is a finding, not a failure of this test
             errors.append(f"storage: {type(failure).__name__}: {failure}")
     try:
         free_gb = shutil.disk_usage(folder).free / 1e9
@@ -82,7 +82,7 @@ def look_around(device: torch.device, folder: str, storage: str, rank: int) -> R
 
 
 def within(seconds: float, work: Callable[[], float]) -> float:
-    """What `work` returns or raises. Raises TimeoutError where it takes longer, since the other ranks wait for us."""
+    """What `work` returns or raises. Raises TimeoutError if it takes longer, since the other ranks wait for this."""
     outcome: Future[float] = Future()
 
     def run() -> None:
@@ -98,7 +98,7 @@ def within(seconds: float, work: Callable[[], float]) -> float:
 
 
 def time_storage(url: str) -> float:
-    """Seconds to write an object, read it back and remove it. Raises OSError where it is not the same."""
+    """Seconds to write an object and read it back; also removes it. Raises OSError if it comes back changed."""
     filesystem, path = fsspec.core.url_to_fs(url)
     content, begin = os.urandom(STORAGE_BYTES), time.perf_counter()
     with fsspec.open(url, "wb") as file:
@@ -108,7 +108,7 @@ def time_storage(url: str) -> float:
             if file.read() != content:
                 raise OSError(f"{url}: what was read is not what was written")
     except BaseException:
-        with suppress(Exception):  # what is wrong has been found
+        with suppress(Exception):  # the first error is the finding
             filesystem.rm(path)
         raise
     seconds = time.perf_counter() - begin
@@ -117,7 +117,7 @@ def time_storage(url: str) -> float:
 
 
 def time_gemm(device: torch.device) -> tuple[float, int]:
-    """(seconds, sum of the bits) of a product of whole numbers, which is exact in whatever order it is summed."""
+    """(seconds, sum of the bits) of a product of whole numbers, which is exact in any order of summation."""
     size, dtype = (512, torch.float32) if device.type == "cpu" else (8192, torch.bfloat16)
     generator = torch.Generator().manual_seed(0)
     left, right = (torch.randint(-2, 3, (size, size), generator=generator).to(device, dtype) for _ in range(2))
@@ -132,7 +132,7 @@ def time_gemm(device: torch.device) -> tuple[float, int]:
 
 
 def time_transfers(device: torch.device) -> tuple[dict[tuple[int, int], float], float]:
-    """Bytes per second of every rank to the one half the ranks away and to its neighbour, and of an all-reduce."""
+    """Bytes per second from every rank to its neighbour and to the rank half of all away, and of an all-reduce."""
     rank, size = dist.get_rank(), dist.get_world_size()
     own: dict[tuple[int, int], float] = {}
     buffer = torch.ones(TRANSFER_BYTES // 4, device=device)
@@ -140,7 +140,7 @@ def time_transfers(device: torch.device) -> tuple[dict[tuple[int, int], float], 
         target, source = (rank + shift) % size, (rank - shift) % size
         received = torch.empty_like(buffer)
         times = []
-        for _ in range(1 + REPEATS):  # the first one connects
+        for _ in range(1 + REPEATS):  # the first connects
             dist.barrier()
             begin = time.perf_counter()
             operations = [dist.P2POp(dist.isend, buffer, target), dist.P2POp(dist.irecv, received, source)]
@@ -148,7 +148,7 @@ def time_transfers(device: torch.device) -> tuple[dict[tuple[int, int], float], 
                 work.wait()
             synchronize(device)
             times.append(time.perf_counter() - begin)
-        # The best: ranks leave a barrier one after the other, and GPUs need a fraction of a millisecond for a transfer.
+        # The best time: ranks leave a barrier one after another, and GPUs transfer in a fraction of a millisecond.
         own[source, rank] = TRANSFER_BYTES / min(times[1:])
     gathered: list[Any] = [None] * size
     dist.all_gather_object(gathered, own)
@@ -162,7 +162,7 @@ def time_transfers(device: torch.device) -> tuple[dict[tuple[int, int], float], 
 
 
 def find_faults(reports: Sequence[Report], pairs: dict[tuple[int, int], float], expect_gbits: float) -> list[str]:
-    """A line for each thing that is wrong, with the rank it is wrong on. What most ranks have is right."""
+    """A line per fault, with its rank. What most ranks have counts as right."""
     faults = []
 
     def odd_ones(what: str, values: Sequence[Any]) -> None:
@@ -207,7 +207,7 @@ def _version(package: str) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command line; the exit code."""
+    """The command line. Returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m parallel.preflight", description="Is this cluster fit to train on?"
     )
@@ -223,7 +223,7 @@ def main(argv: Sequence[str]) -> int:
     logging.disable(logging.WARNING)
     device = init_distributed(environment, Comm(init_timeout_seconds=60))
     own = look_around(device, arguments.folder, arguments.storage, environment.rank)
-    dist.barrier()  # so that clocks are read together
+    dist.barrier()  # read all clocks together
     own = own._replace(clock_seconds=time.time())
     reports: list[Any] = [None] * environment.world_size
     dist.all_gather_object(reports, own)
@@ -246,9 +246,9 @@ def main(argv: Sequence[str]) -> int:
         for fault in faults:
             print(f"fault: {fault}")
         print(f"{len(faults)} faults found in {time.monotonic() - begin:.1f} s")
-    dist.barrier()  # till that is said
+    dist.barrier()  # until rank 0 has printed
     if faults and environment.restarts_left and environment.local_rank == 0:
-        end_launcher()  # which would only look again
+        end_launcher()  # a restart would only test again
     shut_down()
     return int(bool(faults))
 

@@ -1,4 +1,4 @@
-"""Stopping between two steps, on all ranks at the same one."""
+"""Stopping between two steps, on all ranks after the same step."""
 
 import os
 import signal
@@ -13,24 +13,23 @@ from config import TitaniteError
 from parallel.comm import LaunchEnvironment, tell_launcher
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-OF_A_NODE = ("SIGTERM", "SIGHUP")  # which is taken from the run; the others are a person's word to the whole run
+OF_A_NODE = ("SIGTERM", "SIGHUP")  # they take a node from the run; by the others a person stops the whole run
 
 
 class StopRequest:
-    """SIGTERM, Ctrl-C, a terminal that is closed, SIGUSR1 (Slurm's warning) or a file `stop` in the run's folder.
+    """SIGTERM, Ctrl-C, a closed terminal, SIGUSR1 (Slurm's warning) or a file `stop` in the run's folder.
 
-    All ranks agree on it. Afterwards `elsewhere` says that only other nodes are taken from the run, which is to go on.
+    All ranks agree on it. Afterwards `elsewhere` says that only other nodes were taken, so that the run should go on.
 
-    Each step casts a vote and reads the one cast a step before, on the host and in a gloo group of its own: so
-    nobody waits, neither for the device nor for a slower rank, and all ranks stop at the same step.
-    Signals are caught inside `with`; what was ignored before, as SIGHUP is under nohup, stays so. A second Ctrl-C
-    raises KeyboardInterrupt.
+    Each step casts a vote and reads that of the step before, on the host in a gloo group of its own. So no rank waits
+    for the device or for a slower rank, and all stop after the same step. Signals are caught inside `with`, except
+    those that were ignored before, as SIGHUP is under nohup. A second Ctrl-C raises KeyboardInterrupt.
     """
 
     def __init__(self, run_folder: Path, environment: LaunchEnvironment, timeout_seconds: int):
         self.file = run_folder / "stop"
         self.asked_by, self.elsewhere = "", False
-        self.node = environment.rank - environment.local_rank  # by its first rank
+        self.node = environment.rank - environment.local_rank  # named by its first rank
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         self.vote = torch.zeros(1, dtype=torch.int32)
         self.under_way: dist.Work | None = None
@@ -39,11 +38,11 @@ class StopRequest:
         name = signal.Signals(number).name
         if name == self.asked_by == "SIGINT":
             raise KeyboardInterrupt
-        if not self.asked_by or name not in OF_A_NODE:  # what a person asked of the whole run stays asked
+        if not self.asked_by or name not in OF_A_NODE:  # a node's signal does not replace a person's
             self.asked_by = name
 
     def agreed(self) -> bool:
-        """Whether any rank had been asked to stop by the step before; the same on all ranks. Collective."""
+        """Whether any rank had been asked to stop by the previous call; the same on all ranks. Collective."""
         if self.under_way is not None:
             self.under_way.wait()
         stop = bool(self.vote.item())
@@ -62,15 +61,15 @@ class StopRequest:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Leave signals as they were; remove the `stop` file, which has been obeyed."""
+        """Restore the signals, set `elsewhere`, and remove the obeyed `stop` file."""
         if isinstance(error, Exception) and not isinstance(error, TitaniteError) and self.asked_by == "SIGTERM":
-            # torchrun ends all ranks by SIGTERM when one has failed, and a collective with that one fails in turn.
-            # Why is for the other to say: a second traceback would bury it.
+            # When a rank has failed, torchrun ends the others by SIGTERM, and their collectives fail in turn. Only the
+            # first failure should be seen: a second traceback would bury it.
             os._exit(128 + signal.SIGTERM)
         if error is None:
             if self.under_way is not None:
                 self.under_way.wait()
-            asked = torch.zeros(dist.get_world_size() + 1, dtype=torch.int32)  # each node by its first rank; the run
+            asked = torch.zeros(dist.get_world_size() + 1, dtype=torch.int32)  # by a node's first rank; -1: the run
             if self.asked_by:
                 asked[self.node if self.asked_by in OF_A_NODE else -1] = 1
             dist.all_reduce(asked, dist.ReduceOp.MAX, group=self.group)

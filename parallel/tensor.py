@@ -1,6 +1,6 @@
-"""Tensor parallelism: the matmuls of a block shared by ranks, with the sequence split in between.
+"""Tensor parallelism: ranks share the matmuls of a block, and split the sequence in between.
 
-After Megatron-LM (Shoeybi et al. 2019; Korthikanti et al. 2022 for the sequence), by torch's DTensor.
+As in Megatron-LM (Shoeybi et al. 2019; Korthikanti et al. 2022 for the sequence), by torch's DTensor.
 
 Shapes: B batch   S sequence   V vocabulary
 """
@@ -21,23 +21,23 @@ from config import ConfigError
 
 
 def check_divides(tp: int, sizes: Mapping[str, int]) -> None:
-    """Raise ConfigError naming the first of `sizes` (what it is → how many) that `tp` ranks cannot share evenly."""
+    """Raises ConfigError that names the first of `sizes` (name → size) that `tp` ranks cannot share evenly."""
     for name, size in sizes.items():
         if size % tp:
             raise ConfigError(f"parallelism.tp = {tp}: must divide {name} = {size}")
 
 
 def _own_part(ids: Tensor, size: int, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
-    """Places of token ids among this rank's `size` of the vocabulary, 0 for those of other ranks; which are its own."""
+    """(places of token ids in this rank's `size` of the vocabulary, 0 for other ranks' ids; which ids are its own)."""
     place = ids - mesh.get_local_rank() * size
     own = (place >= 0) & (place < size)
     return torch.where(own, place, 0), own
 
 
 class VocabParallelEmbedding(ParallelStyle):
-    """Rows of an embedding [V, D] shared by the ranks (Megatron-LM, section 3): of tokens [B, S] a rank's part of S.
+    """Shares the rows of an embedding [V, D] (Megatron-LM, section 3). Embeds tokens [B, S] to this rank's part of S.
 
-    torch's RowwiseParallel sends the same, but makes the gradient of all V rows on each rank, where it stays until the
+    torch's RowwiseParallel sends as much, but makes the gradient of all V rows on each rank. It stays there until the
     step's end if gradients are summed late: 2 GB in float32 for the 8B, 8 GB for the 405B.
     """
 
@@ -49,33 +49,32 @@ class VocabParallelEmbedding(ParallelStyle):
 
 
 def _look_up(module: nn.Embedding, mesh: DeviceMesh, tokens_BS: Tensor) -> Tensor:
-    """This rank's part of the sequence of the embedded tokens."""
+    """Embed all tokens together with the other ranks, and return this rank's part of the sequence."""
     assert isinstance(module.weight, DTensor)
     weight = module.weight.to_local()
     row, own = _own_part(tokens_BS, len(weight), mesh)
     found_BSD = F.embedding(row, weight) * own[..., None]
     part = DTensor.from_local(found_BSD, mesh, [Partial()]).redistribute(placements=[Shard(1)]).to_local()
-    # A compiled block that is handed an embedding still on its way from other ranks silently loses the embedding's
-    # gradient under FSDP2; a copy has arrived.
+    # The copy waits for the transfer. Without it a compiled block under FSDP2 silently loses the embedding's gradient.
     return part.clone()
 
 
 def enable_async_tensor_parallel(mesh: DeviceMesh) -> None:
-    """Let the compiler overlap tensor parallelism's collectives with the matmuls beside them, through symmetric memory.
+    """Let the compiler overlap tensor parallelism's collectives with matmuls, by symmetric memory. Needs CUDA.
 
-    Changes a setting of the compiler for the whole process. Needs CUDA.
+    Changes a setting of the compiler for the whole process.
     """
     import torch._inductor.config as inductor
     import torch.distributed._symmetric_memory as symmetric_memory
 
     inductor._micro_pipeline_tp = True
     enable = getattr(symmetric_memory, "enable_symm_mem_for_group", None)
-    if enable and not hasattr(enable, "__deprecated__"):  # from torch 2.13 on there is no need, it says on every rank
+    if enable and not hasattr(enable, "__deprecated__"):  # not needed from torch 2.13 on, which warns on every rank
         enable(mesh.get_group().group_name)
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Sum of what the ranks hold, of which all then compute the same: so each part's gradient is the sum's."""
+    """Sum over the ranks. All compute the same from it, so the gradient of each rank's part is that of the sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -87,10 +86,10 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 def vocab_parallel_cross_entropy(logits_BSV: Tensor, labels_BS: Tensor, mesh: DeviceMesh, ignored: int) -> Tensor:
-    """Cross-entropy summed over tokens, in float32, of logits whose vocabulary is split over the ranks of `mesh`.
+    """Cross-entropy summed over tokens, in float32 and nats, of logits whose vocabulary is split over `mesh`.
 
-    `logits_BSV` holds this rank's V / tp columns; `labels_BS` are global token ids, `ignored` where nothing is
-    trained. Each token costs three numbers of communication instead of V (Megatron-LM, section 3).
+    `logits_BSV` holds this rank's V / tp columns. `labels_BS` are global token ids, `ignored` for tokens not trained
+    on. A token costs three numbers of communication instead of V (Megatron-LM, section 3).
     """
     local = logits_BSV.to_local() if isinstance(logits_BSV, DTensor) else logits_BSV
     logits = local.flatten(0, 1).float()

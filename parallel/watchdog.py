@@ -1,8 +1,8 @@
 """A thread on every rank that notices when the job hangs, says where, and ends it so that torchrun starts it again.
 
-Each rank's thread publishes a beat in the job's store every second or so: which section of which step the rank is in,
-for how long, and its Python stack. Nothing in the step waits for it. When a rank that watches has made no progress for
-most of the time that a collective may take, its thread reads the beats of all, and the first verdict is every rank's.
+About once a second each rank's thread publishes a beat in the job's store: the section and step the rank is in, for how
+long, and its Python stack. Nothing in the step waits for it. If a watching rank has made no progress for much of the
+time it may take, its thread reads all ranks' beats. All ranks obey the first verdict.
 """
 
 import contextlib
@@ -29,14 +29,14 @@ from parallel.exits import FILE, HUNG, Exit, record_exit
 
 T = TypeVar("T")
 
-SILENT = 0.3  # of the limit: a rank whose thread has said nothing for so long does not run
-SAYING_SECONDS = 10.0  # after which a rank ends without: the run's folder may be what hangs
-LATE_SECONDS = 1.0  # that the thread of a process that runs may oversleep
-LOST_SECONDS = 3.0  # in which a rank that lost its connection finds out to whom
-WATCHERS = 16  # ranks, spread over all, that read all beats: in a large job all of them would ask too much of the store
+SILENT = 0.3  # share of the limit: a rank whose thread has been silent for longer does not run
+SAYING_SECONDS = 10.0  # a rank reports a hang for at most so long, then ends: the run's folder may be what hangs
+LATE_SECONDS = 1.0  # a running process's thread may oversleep so long
+LOST_SECONDS = 3.0  # a rank that lost a connection looks for so long for the rank it lost
+WATCHERS = 16  # only so many ranks, spread over all, read all beats: in a large job more would overload the store
 FRAMES = 10
 CHECKPOINTING = ("checkpoint", "load", "end")  # sections that may last checkpoint.timeout_seconds
-QUEUEING = ("forward/backward", "optimizer", "validation")  # in which an accelerator is given kernels
+QUEUEING = ("forward/backward", "optimizer", "validation")  # sections that queue kernels on an accelerator
 LESS_MEMORY = (
     "a smaller training.local_batch_size or activation_checkpoint.mode = selective, full or budget needs less;"
     " python -m parallel.plan says how much"
@@ -44,17 +44,17 @@ LESS_MEMORY = (
 
 
 class Beat(NamedTuple):
-    """What a rank last said of itself. Seconds are by its own clock, so clocks need not agree."""
+    """What a rank last said about itself. Seconds are measured by its own clock, so clocks need not agree."""
 
-    number: int  # of the beat
+    number: int  # of this beat
     host: str
     pid: int
-    ticks: int  # sections entered so far: the same on all ranks at the same place
+    ticks: int  # sections entered so far: equal for ranks at the same place
     section: str
     step: int
-    idle_seconds: float  # since it entered the section, or something has moved there
-    limit_seconds: float  # that it may stay there
-    waiting: bool  # in a collective, for others, or maybe so: an accelerator's full queue holds its host up anywhere
+    idle_seconds: float  # since it entered the section or last made progress in it
+    limit_seconds: float  # it may be idle for so long
+    waiting: bool  # in a collective, or maybe: an accelerator's full queue holds its host up anywhere
     stack: list[str]  # innermost last
 
 
@@ -68,11 +68,11 @@ class Verdict(NamedTuple):
 
 
 def judge(beats: Sequence[Beat], silent: set[int], gone: bool = False) -> Verdict | None:
-    """Who holds up the job, by the beats of all ranks; None as long as anyone moves or may take longer.
+    """Who holds up the job, by the beats of all ranks; None while any rank moves or may take longer.
 
-    `silent` are the ranks whose beats have ceased; `gone`: for so long that it matters not what the others do.
-    In this order: a rank that does not run at all, one that has not come as far as others, one that is not waiting in a
-    collective while others are, the only one.
+    `silent` are the ranks whose beats have stopped; with `gone`, for so long that moving ranks do not matter. Blamed
+    are, in this order: ranks that do not run, ranks behind the others, ranks that are in no collective while others
+    are, the only rank.
     """
     moving = [b for rank, b in enumerate(beats) if rank not in silent and b.idle_seconds < PATIENCE * b.limit_seconds]
     if moving and not gone:
@@ -103,9 +103,9 @@ def _path(beat: Beat) -> str:
 
 
 class Watchdog:
-    """Knows where this rank is, and what to say when the run ends. Made by all ranks together.
+    """Knows where this rank is, and what to say when the run ends. All ranks must build it together.
 
-    Verdicts are given only under torchrun, which starts the job again. As a context (also several times) it
+    It gives verdicts only under torchrun, which starts the job again. As a context, entered any number of times, it
     explains the exception that ends the run.
     """
 
@@ -118,13 +118,13 @@ class Watchdog:
         self._main, self._host = threading.get_ident(), socket.gethostname()
         self._queueing = QUEUEING if device_type() != "cpu" else ()
         self._closed = threading.Event()
-        self._last_seen: dict[int, tuple[int, float]] = {}  # rank → its count, when it changed
+        self._last_seen: dict[int, tuple[int, float]] = {}  # rank → number of its last beat, when that came
         self._watches = environment.rank % math.ceil(environment.world_size / WATCHERS) == 0
         first = environment.rank - environment.local_rank
         self._neighbours = range(first, first + environment.local_world_size)
         self._thread: threading.Thread | None = None
         if environment.job:
-            # A client of its own: in the default one a thread would wait behind whatever the main thread waits for.
+            # Its own client: on the default one the thread would queue behind what the main thread waits for.
             self._store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
             self._publish()
             dist.barrier()
@@ -134,35 +134,35 @@ class Watchdog:
     # ------------------------------------------------------------ what train.py says
 
     def enter(self, section: str, step: int | None = None) -> None:
-        """This rank begins a section of the step: data, forward/backward, optimizer, validation, checkpoint."""
+        """Say that this rank begins a section, such as data, forward/backward, optimizer, validation or checkpoint."""
         self.section, self.step = section, self.step if step is None else step
         self._ticks += 1
         self._entered = time.monotonic()
 
     def alive(self) -> None:
-        """Bytes of a checkpoint have moved, by any thread, or a weight has its initial values.
+        """Say that checkpoint bytes have moved, in any thread, or a weight got its initial values.
 
-        Progress of a rank that does so or waits for that.
+        It counts as progress while this rank does this or waits for it.
         """
         if self.section in (*CHECKPOINTING, "init"):
             self._entered = time.monotonic()
 
     def follow(self, items: Iterable[T], section: str) -> Iterator[T]:
-        """`items`; fetching each one is progress within the section."""
+        """Yield `items`; each one is progress in the section."""
         for item in items:
             self.enter(section)
             yield item
 
     def resumed(self, step: int) -> None:
-        """The run goes on after `step`; 0: it begins."""
+        """Say that the run goes on after `step`; 0: it begins."""
         self.step, self.last_checkpoint = step, step or None
 
     def saved(self, step: int) -> None:
-        """A checkpoint of `step` is whole and safe."""
+        """Say that the checkpoint of `step` is committed."""
         self.last_checkpoint = step
 
     def close(self, step: int, steps: int, stopped_by: str) -> None:
-        """The run has ended as it should: record it, and watch no more."""
+        """Record that the run has ended as it should, and stop watching."""
         self._closed.set()
         if self._thread:
             self._thread.join()
@@ -186,7 +186,7 @@ class Watchdog:
         said = next(iter(str(error).splitlines()), type(error).__name__)
         if isinstance(error, TitaniteError):
             what, cause, rank = "error", str(error), None if error.agreed else rank
-        elif isinstance(error, torch.OutOfMemoryError):  # also inside a collective: nobody else is to blame
+        elif isinstance(error, torch.OutOfMemoryError):  # even in a collective: no other rank is to blame
             what, cause = "failed", f"{said}; {LESS_MEMORY}"
         elif isinstance(error, RuntimeError) and _in_collective(traceback.extract_tb(trace)[-FRAMES:]):
             lost = self._find_lost()
@@ -194,7 +194,7 @@ class Watchdog:
             if lost:
                 names = ", ".join(map(str, lost))
                 cause = f"rank {names} was lost (killed, stopped, out of memory, or its machine gone)"
-            # Much of torch.distributed computes: of what it raises, only some tells of a connection.
+            # Much of torch.distributed only computes: not all its errors mean a lost connection.
             disconnected = lost or isinstance(error, dist.DistError) or "gloo" in str(error)
             what, rank = ("lost", lost[0] if lost else None) if disconnected else ("failed", rank)
         else:
@@ -202,24 +202,24 @@ class Watchdog:
         self._announce(what, cause, rank, self.section, self.step)
 
     def _announce(self, kind: str, cause: str, rank: int | None, section: str, step: int) -> None:
-        if not self.folder.is_dir():  # nothing was written yet, or the folder is another node's
+        if not self.folder.is_dir():  # nothing is written yet, or the folder is on another node
             return
         again = self.environment.restarts_left > 0
         action = "torchrun starts the job again" if again else f"start again with --run.folder={self.folder}"
         ended = Exit(kind, cause, rank, section, step, self.last_checkpoint, action)
-        if record_exit(self.folder, ended) and kind != "error":  # which train.py's main prints
+        if record_exit(self.folder, ended) and kind != "error":  # train.py's main prints errors
             print(ended.line(), file=sys.stderr, flush=True)
 
     def _find_lost(self) -> list[int]:
         """The ranks that do not run: on this machine by their process, on others by their silence.
 
-        A process that is only stopped is killed: it would not hear that the job ends. In a large job most ranks look at
-        their own machine only, unless nobody else has said by then what was lost.
+        A process that is only stopped is killed, since it would not notice the end of the job. In a large job most
+        ranks look only at their own machine, unless by then no rank has said what was lost.
         """
         if self._thread is None:
             return []
         try:
-            if not self._watches:  # those that do look first, at all, and say why; if none has come here, this one does
+            if not self._watches:  # watching ranks look at all first and say why; this one does if none of them did
                 lost = self._wait_for_dead(self._read_beats(self._neighbours), 2 * LOST_SECONDS)
                 if lost or (self.folder / FILE).exists():
                     return lost
@@ -231,7 +231,7 @@ class Watchdog:
         return dead or [r for r, beat in before.items() if beat.host != self._host and beat == after[r]]
 
     def _wait_for_dead(self, beats: dict[int, Beat], seconds: float) -> list[int]:
-        """Those of the ranks that do not run on this machine, as soon as there are some; killed, if only stopped."""
+        """Wait up to `seconds` for ranks on this machine that do not run, and return them; kills those only stopped."""
         deadline = time.monotonic() + seconds
         dead: list[int] = []
         while not dead and time.monotonic() < deadline:
@@ -245,11 +245,11 @@ class Watchdog:
     # ------------------------------------------------------------ the thread
 
     def _run(self) -> None:
-        # Before this thread began torchrun may have been gone already: then the parent is another.
+        # torchrun may have ended before this thread began: then the parent is another process, so ask for it by name.
         parent, launcher = os.getppid(), self.environment.launcher
         while not self._wait():
             if os.getppid() != parent or (launcher and not runs(launcher)):
-                # Without its torchrun a rank would train on beside the job that takes its place.
+                # A rank without its torchrun would train on beside the job that replaces it.
                 print(f"rank {self.environment.rank}: torchrun is gone, so this rank ends", file=sys.stderr, flush=True)
                 os._exit(HUNG)
             try:
@@ -261,10 +261,10 @@ class Watchdog:
                 elif self._watches:
                     self._watch()
             except RuntimeError:
-                continue  # the store is with torchrun's first agent: if that is gone, ours will end us
+                continue  # the store is in the first torchrun: if that is gone, ours ends us
 
     def _wait(self) -> bool:
-        """Wait for the next beat; whether the run has ended. Time in which the process was frozen is no hang."""
+        """Wait for the next beat. Returns whether the run has ended. Time while the process was frozen is no hang."""
         before, pause = time.monotonic(), min(1.0, self._limit() / 10)
         closed = self._closed.wait(pause)
         if (late := time.monotonic() - before - pause) > LATE_SECONDS:
@@ -294,18 +294,18 @@ class Watchdog:
         self._store.set(f"watchdog/{self.environment.rank}", json.dumps(beat))
 
     def _read_beats(self, ranks: Sequence[int]) -> dict[int, Beat]:
-        # A request for no key at all breaks the connection.
+        # A request without keys breaks the connection.
         texts = self._store.multi_get([f"watchdog/{rank}" for rank in ranks]) if ranks else []
         return {rank: Beat(*json.loads(text)) for rank, text in zip(ranks, texts, strict=True)}
 
     def _watch(self) -> None:
-        """Look at all ranks; give the verdict if there is one."""
+        """Look at all ranks, and give and obey a verdict if there is one."""
         now, beats = time.monotonic(), self._read_beats(range(self.environment.world_size))
         for rank, beat in beats.items():
             if self._last_seen.get(rank, (0, 0.0))[0] != beat.number:
                 self._last_seen[rank] = beat.number, now
         quiet = {rank: now - at for rank, (_, at) in self._last_seen.items()}
-        # A save may take long, but never does a thread that has nothing else to do keep silent for long.
+        # A save may take long, but this thread does nothing else and is never silent for long.
         gone = {rank for rank, seconds in quiet.items() if seconds > PATIENCE * self.limit_seconds}
         silent = gone or {rank for rank, seconds in quiet.items() if seconds > SILENT * self._limit()}
         verdict = judge(list(beats.values()), silent, bool(gone))
@@ -315,9 +315,9 @@ class Watchdog:
         self._obey(Verdict(*json.loads(first)))
 
     def _obey(self, verdict: Verdict) -> None:
-        """Say why, end the ranks beside this one that are stuck, which may not hear a signal, and this one.
+        """Say why, kill the stuck ranks on this machine, which may not react to a signal, and end this rank.
 
-        All do, since the run's folder may be on the disk of one machine: where it is, the first one writes it.
+        Every rank tries to write it down, since the run's folder may be on one machine's disk; the first there does.
         """
         stuck = verdict.ranks[0] if verdict.ranks else None
         said = ("hung", verdict.text, stuck, verdict.section, verdict.step)
@@ -340,7 +340,7 @@ class Watchdog:
 def _stack_of(thread: int) -> list[traceback.FrameSummary]:
     """The innermost frames of a thread, innermost last, or those of the backward that it waits for.
 
-    An accelerator's backward has a thread of torch's own, whose stack does not begin in Python's `threading`.
+    An accelerator's backward runs in a thread of torch, whose stack does not begin in Python's `threading`.
     """
     others = sys._current_frames()
     stack = list(traceback.walk_stack(others.pop(thread)))
@@ -355,7 +355,7 @@ def _stack_of(thread: int) -> list[traceback.FrameSummary]:
 
 
 def _in_collective(frames: Iterable[traceback.FrameSummary]) -> bool:
-    """Whether a stack leads into torch's collectives, the vote of parallel.stop or the ring of parallel.context."""
+    """Whether a stack is in torch's collectives, the vote of parallel.stop or the ring of parallel.context."""
     files = [frame.filename for frame in frames]
     return any(
         ("/torch/distributed/" in file and "/elastic/" not in file)
@@ -369,5 +369,5 @@ def _short(frame: traceback.FrameSummary) -> str:
 
 
 def _is_running(pid: int) -> bool:
-    """Whether a process exists and has neither ended (a zombie has) nor been stopped."""
+    """Whether a process exists and is neither a zombie nor stopped."""
     return process_state(pid)[0] not in ("", "Z", "T")
