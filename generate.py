@@ -68,7 +68,7 @@ def generate(
 def _prefill(model: nn.Module, prompts: Sequence[Sequence[int]], caches: list[KVCache], device: torch.device) -> Tensor:
     """Fill the caches with the prompts. Returns the logits [B, V] after the last token of each.
 
-    Shorter prompts are padded at the end. Keys and values of the padding are overwritten before any token sees them.
+    Shorter prompts are padded at the end. What padding stores is overwritten before any token sees it.
     """
     tokens_BS = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True).to(device)
     last: dict[int, Tensor] = {}
@@ -105,7 +105,7 @@ def sample(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> 
 
 
 def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "inductor") -> None:
-    """Compile the forward of one token. It compiles again for each new length of the cache: often, in a long chat."""
+    """Compile the forward of one token, anew for each new length of the cache: often, in a long chat."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, COMPILED_ROOMS)
     for block in model.layers.values():  # type: ignore[operator]
         block.compile(fullgraph=True, dynamic=False, backend=backend)
@@ -120,10 +120,10 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop_ids: frozenset[int], stops: Sequence[str]):
         self.tokenizer, self.stop_ids, self.stops = tokenizer, stop_ids, stops
         self.without_text = special_ids(tokenizer)
-        # Tokens whose text is out; the next text may depend on them. They start with the whole prompt, since its last
-        # few might begin in the middle of a character: a decoder of bytes then finds no character in the whole run.
+        # Tokens whose text is out, on which the next text may depend. All of the prompt, since its last few may begin
+        # in the middle of a character: a decoder of bytes would then decode none of the whole run.
         self.shown = list(prompt)
-        self.pending: list[int] = []  # tokens that end in the middle of a character
+        self.pending: list[int] = []  # tokens that end within a character
         self.held = ""  # text that may be the beginning of a stop string
         self.n_tokens = 0
         self.done = False
@@ -184,7 +184,7 @@ class Timing:
 
 @dataclass(frozen=True, kw_only=True)
 class Request(Sampling):
-    """What to generate for each prompt: how tokens are drawn, how many at most, and what ends them earlier."""
+    """What to generate for each prompt: how to draw tokens, how many at most, and what ends them earlier."""
 
     max_tokens: int = 128
     stop_ids: frozenset[int] = frozenset()
@@ -258,7 +258,7 @@ def chat(trained: Trained, system: str, request: Request, device: torch.device) 
     while True:
         try:
             line = input("> ")
-            line.encode()  # raises: in some locales bytes that are not UTF-8 arrive as surrogates
+            line.encode()  # raises for surrogates: in some locales bytes that are not UTF-8 become such
         except EOFError:
             return
         except UnicodeError as error:

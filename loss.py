@@ -41,11 +41,11 @@ def build_loss(compile: settings.Compile, mesh: Mesh | None = None) -> Callable[
 def build_chunked_loss(
     compile: settings.Compile, mesh: Mesh, chunks: int
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Build the function (hidden [B, S, D], output weight [V, D], labels [B, S]) → summed loss, for less memory.
+    """Build the function (hidden [B, S, D], output weight [V, D], labels [B, S]) → summed loss.
 
-    It takes the tokens in `chunks` parts, so only one chunk's logits exist at a time. The forward computes each chunk's
-    gradients at once and backward only scales them. So nothing is computed twice, as in Liger-Kernel's fused linear
-    cross-entropy (Hsu et al. 2024).
+    Only one of `chunks` chunks of the tokens has logits at a time. The forward computes its gradients at once, and
+    backward only scales them, so nothing is computed twice (as in Liger-Kernel's fused linear cross-entropy, Hsu et
+    al. 2024).
     """
 
     def head(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:

@@ -90,13 +90,13 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 def check_log_ranks(log_ranks: tuple[int, ...], world_size: int) -> None:
-    """Raises ConfigError if none of `log_ranks` exists. Some may be missing: a job can go on with fewer machines."""
+    """Raises ConfigError if none of `log_ranks` exists. Some may not: a job can go on with fewer machines."""
     if log_ranks and min(log_ranks) >= world_size:
         raise ConfigError(f"metrics.log_ranks: rank {min(log_ranks)} is not one of this run's, 0 to {world_size - 1}")
 
 
 def configure_logging(log_ranks: tuple[int, ...], rank: int, world_size: int) -> None:
-    """Log progress on the chosen ranks; if several log, each line names its rank. Raises as `check_log_ranks` does."""
+    """Log progress on the chosen ranks; if several, each line names its rank. Raises as `check_log_ranks` does."""
     check_log_ranks(log_ranks, world_size)
     prefix = f"[rank {rank}] " if len(log_ranks) > 1 else ""
     logging.basicConfig(
@@ -174,13 +174,13 @@ class MetricsLogger:
         self.interval_tokens = self.data_wait_seconds = 0.0
 
     def count_step(self, tokens_per_device: float, data_wait_seconds: float) -> None:
-        """Count a step of this interval: its tokens per device and the seconds it waited for data."""
+        """Add a step to this interval, with its tokens and the seconds it waited for data."""
         self.interval_steps += 1
         self.interval_tokens += tokens_per_device
         self.data_wait_seconds += data_wait_seconds
 
     def log_step(self, step: int, *, loss: float, grad_norm: float, lr: float, tokens: int) -> None:
-        """Write a row and a log line for `step`, with the rates of this interval. Begins the next one."""
+        """Write a row and a log line for `step`, with the rates of this interval, and begin the next."""
         seconds = time.perf_counter() - self.since
         tps = self.interval_tokens / seconds
         flops = self.flops_per_token * tps
@@ -210,7 +210,7 @@ class MetricsLogger:
         self.restart_clock()
 
     def log_validation(self, step: int, losses: Mapping[str, float], tokens: int) -> None:
-        """Write a row and a log line for the held-out sets, `losses` by name; that of the training data is named ""."""
+        """Write a row and a log line for the held-out sets' losses by name; the training data's own set is named ""."""
         named = {f"validation_loss/{name}" if name else "validation_loss": loss for name, loss in losses.items()}
         shown = "  ".join(f"{name.replace('_', ' ')} {loss:.4f}" for name, loss in named.items())
         logger.info(f"step {step:>{len(str(self.steps))}}/{self.steps}  {shown}")

@@ -30,9 +30,9 @@ AXES = ("step", "tokens", "hours")
 
 
 def write_page(runs: Sequence[Path], output: Path) -> list[Path]:
-    """Write the page that compares these runs, and return those on it: all that have logged a step.
+    """Write the page that compares these runs, and return those on it, all that have logged a step.
 
-    Raises TitaniteError if there are none, or a run's files cannot be read.
+    Raises TitaniteError.
     """
     names = dict(zip(runs, _names(runs), strict=True))
     logged = {run: tables for run in runs if (tables := read_charts(run))}
@@ -114,9 +114,8 @@ def _is_validation(row: Mapping[str, Any]) -> bool:
 def _interval_hours(steps: Mapping[int, Mapping[str, Any]], skipped: set[int]) -> Iterator[float]:
     """Yield for each row the hours since the row before.
 
-    A row times only its last `interval_steps` steps. Steps before those, up to a validation, a checkpoint or the end of
-    a start, were not timed: they count at the speed of the faster of the two rows, since the first row of a start may
-    include compilation.
+    A row times its last `interval_steps` steps. Those before, up to a validation, a checkpoint or the end of a start,
+    were not timed. They count as the faster of the two rows, since a start's first row may include compilation.
     """
     before, usual = 0, math.inf
     for step, row in steps.items():
@@ -148,7 +147,7 @@ def differing_settings(runs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 def _summary(
     folder: Path, tables: Mapping[str, Mapping[str, list[Any]]], found: Sequence[str]
 ) -> list[tuple[str, float | None]]:
-    """(column, value) of a run; the validation losses among the charts `found` come last. A missing value is None."""
+    """(column, value) of a run, with the validation losses among the charts `found` last. None: it has no value."""
 
     def last(chart: str, name: str = "value") -> float | None:
         return tables[chart][name][-1] if chart in tables else None
@@ -192,14 +191,14 @@ def _readable(file: Path) -> Iterator[None]:
 
 
 def _thinned(table: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-    """At most MAX_POINTS rows of the table, evenly spaced, always with the last one."""
+    """At most MAX_POINTS rows, evenly spaced, with the last one."""
     n = len(table["value"])
     stride = -(-n // MAX_POINTS)
     return {name: values[(n - 1) % stride :: stride] for name, values in table.items()}
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """Each folder's last name, or all paths as given if two share one. Raises TitaniteError for a run named twice."""
+    """The folders' last names, or their paths if two share one. Raises TitaniteError for a run named twice."""
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise TitaniteError(f"{', '.join(map(str, folders))}: a run is named twice")
     names = [folder.resolve().name for folder in folders]

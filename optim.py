@@ -20,8 +20,7 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """AdamW (Loshchilov and Hutter 2019), without weight decay for norms and biases.
 
-    It is torch's, one fused kernel per step. That kernel refuses bfloat16 states: for them it is SmallStateAdamW,
-    compiled if the model is. Raises ConfigError for an unknown name.
+    It is torch's fused kernel. That refuses bfloat16 states, for which it is our own, compiled if the model is.
     """
     if optimizer.name != "adamw":
         raise ConfigError(f"optimizer.name = {optimizer.name!r}: has no branch in build_optimizer")
@@ -61,8 +60,8 @@ class SmallStateAdamW(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
-            # Values that change with the step are computed on the host, as tensors: for a Python number the update
-            # would be compiled again whenever it changes.
+            # What changes with the step is computed on the host, as tensors: a Python number that changes would cause
+            # another compilation.
             shrink = torch.tensor(1 - group["lr"] * group["weight_decay"], dtype=torch.float32)
             for parameter in group["params"]:
                 if parameter.grad is None:
@@ -82,11 +81,10 @@ class SmallStateAdamW(torch.optim.Optimizer):
 class OuterOptimizer:
     """Lets islands train alone and meet now and then (DiLoCo, Douillard et al. 2023, algorithm 1).
 
-    At a meeting, how far the weights have moved since the last one, averaged over the islands, is the gradient of SGD
-    with Nesterov momentum. All islands go on from its result. Unlike the paper, a meeting also averages AdamW's running
-    means. After it all islands are equal: one checkpoint holds them all, and their number may change. This costs three
-    times the bytes, but only once in many steps. The momentum is part of the state of `optimizer`, so checkpoints hold
-    it.
+    At a meeting the islands' mean change of the weights since the last one is the gradient of SGD with Nesterov
+    momentum. All go on from its result. Unlike in the paper, AdamW's running means are averaged too. So islands that
+    have met are equal, one checkpoint holds them all, and their number may change. This costs three times the bytes,
+    but only once in many steps. The momentum is part of the state of `optimizer`, and so of checkpoints.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, islands: DeviceMesh, parallelism: settings.Parallelism):
@@ -100,7 +98,7 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Start from the present weights, which must be the same on all islands."""
+        """Start from the present weights, which are the same on all islands."""
         self.steps_alone = 0
         for anchor, parameter in zip(self.anchors, self.parameters, strict=True):
             anchor.copy_(_local(parameter))
@@ -160,8 +158,8 @@ def _adamw_update(
 ) -> None:
     """One AdamW step, in place (Loshchilov and Hutter 2019, algorithm 2).
 
-    Three single numbers on the host: `shrink` is the factor of weight decay, `rate` the learning rate with the bias
-    correction of the mean, `correction` the bias correction of the mean square.
+    Numbers on the host: `shrink` is the factor of weight decay, `rate` the learning rate with the mean's bias
+    correction, `correction` that of the mean square.
     """
     mean = torch.lerp(exp_avg.float(), grad.float(), 1 - beta1)
     square = torch.lerp(exp_avg_sq.float(), grad.float().square(), 1 - beta2)

@@ -1,4 +1,4 @@
-"""Traces by torch's profiler and snapshots of CUDA memory, as the config asks for."""
+"""Traces by torch's profiler and snapshots of CUDA memory."""
 
 import contextlib
 import logging
@@ -25,9 +25,9 @@ def profile(
 ) -> Iterator[torch.profiler.profile | None]:
     """A profiler whose `.step()` the loop must call after each step; None if no trace is wanted.
 
-    Steps are counted from the start of the run; earlier starts did `steps_done` of them. A trace whose first step is
-    among those begins as soon as it can: with the second step of this start, since the first warms the profiler up.
-    Files are named after their first step, so a later start does not overwrite them.
+    Steps are counted from the start of the run, which has done `steps_done` of them. A trace whose first step has
+    passed begins as soon as it can: with this start's second step, since the first warms the profiler up. Files are
+    named after their first step, so a later start does not overwrite them.
     """
     if profiling.memory_snapshot:
         torch.cuda.memory._record_memory_history(max_entries=200_000)

@@ -22,7 +22,7 @@ from models import build_model, recorded_model
 
 @dataclass(frozen=True)
 class Trained:
-    """A model with the weights of a checkpoint, whole in this process, with its tokenizer and manifest."""
+    """A model in one process with the weights of a checkpoint, and what belongs to it."""
 
     model: nn.Module
     tokenizer: Tokenizer
@@ -55,7 +55,7 @@ def load_trained(place: str, *, device: torch.device, dtype: torch.dtype, tokeni
 
 
 def _stock_manifest(place: str) -> Manifest:
-    """The run's own record of the model, in place of the manifest that a checkpoint of stock DCP lacks."""
+    """The run's own record of the model, for a checkpoint of stock DCP, which has no manifest."""
     file = Path(place) / "model.json"
     return {"identity": json.loads(file.read_text(encoding="utf-8"))} if file.is_file() else {}
 
@@ -70,6 +70,6 @@ def add_place_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def load_from_arguments(arguments: argparse.Namespace, device: torch.device) -> Trained:
-    """Load the model that the arguments of `add_place_arguments` name. Raises TitaniteError."""
+    """Load the model that these arguments name. Raises TitaniteError."""
     dtype = arguments.dtype or ("float32" if device.type == "cpu" else "bfloat16")
     return load_trained(arguments.place, device=device, dtype=getattr(torch, dtype), tokenizer=arguments.tokenizer)

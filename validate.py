@@ -1,4 +1,4 @@
-"""Loss on held-out documents, in a run or of a trained model, and a run's sample of what its model writes.
+"""Loss on held-out documents, in a run or of a trained model, and a sample of what a run's model writes.
 
 python validate.py outputs/NAME --datasets datasets/web datasets/code
 """
@@ -30,10 +30,9 @@ from trained import Trained, add_place_arguments, load_from_arguments
 
 
 def validation_sets(config: Config) -> dict[str, Config]:
-    """Name of each held-out set → the config that reads its batches.
+    """Name → config that reads the batches, of every held-out set. The training data's own set is named "".
 
-    Without `validation.datasets` there is one, of the training data, named "". Others are named by their last folder,
-    or all by their whole URLs if two have the same one.
+    Others are named by their last folders, or by their whole URLs if two share one.
     """
     urls = config.validation.datasets
     if not urls:
@@ -54,9 +53,9 @@ def validate(
     device: torch.device,
     stopped: Callable[[], bool],
 ) -> float | None:
-    """Mean loss per token, in nats, over the batches of all ranks; None if `stopped()` became true before the last one.
+    """Mean loss per token, in nats, over the batches of all ranks; None if `stopped` before the last one.
 
-    All ranks must have the same number of batches. `stopped` is called before each and must agree on all ranks.
+    All ranks must have the same number of batches. `stopped` is asked before each and must agree on all ranks.
     """
     total = torch.zeros(2, dtype=torch.float64, device=device)  # summed loss, tokens
     with _no_training(parts):
@@ -97,7 +96,7 @@ def sample_text(
     mesh: Mesh,
     device: torch.device,
 ) -> Iterator[str]:
-    """Yield the sample that `config.validation` asks for, a piece per token. All ranks must take all the pieces."""
+    """Yield the sample that `config.validation` asks for, a piece per token. All ranks must take all pieces."""
     prompt, max_tokens = config.validation.sample_prompt, config.validation.sample_tokens
     tokens, sampling = tokenizer.encode(prompt), Sampling(seed=config.run.seed)
     drawn: Iterator[int]
@@ -127,7 +126,7 @@ def _generate_in_parts(
     mesh: Mesh,
     device: torch.device,
 ) -> Iterator[int]:
-    """As `generate`, for a model split by tp, cp or pp: without a cache, a whole forward for each token."""
+    """As `generate`, for a model split by tp, cp or pp: a whole forward for each token."""
     generator = torch.Generator(device).manual_seed(sampling.seed)
     for _ in range(max_tokens):
         tokens = tokens[-training.seq_len :]
@@ -140,7 +139,7 @@ def _generate_in_parts(
 
 
 def _logits_at(logits: Tensor | None, place: int, seq_len: int, dims: ParallelDims, mesh: Mesh) -> Tensor:
-    """Collect the logits [V] of the first row's token at `place` from the ranks that hold them, on every rank."""
+    """The logits [V] of the first row's token at `place`, collected on every rank from those that hold them."""
     device = torch.device(mesh.tp.device_type)
     columns = torch.tensor(0 if logits is None else logits.shape[-1], device=device)
     dist.all_reduce(columns, op=dist.ReduceOp.MAX)
@@ -175,11 +174,10 @@ def measure(trained: Trained, config: Config, device: torch.device) -> tuple[flo
 
 
 def as_packed(config: Config, seq_len: int | None, recorded: bool) -> Config:
-    """`config` with the length of a packed dataset's rows and documents masked, if its dataset is packed.
+    """`config` with what a packed dataset needs: otherwise examples would be cut or see each other.
 
-    Otherwise examples would be cut or would see each other. `seq_len` is what the user asked for, if anything;
-    `recorded` says that `config` holds a run's `seq_len`. Raises ConfigError if the rows have another length than asked
-    for, or if the data is not packed and nothing says how long its sequences are.
+    `seq_len` is what was asked for, if anything; `recorded`: `config` holds a run's. Raises ConfigError if packed rows
+    have another length, or if nothing says how long the sequences of other data are.
     """
     (url,) = config.data.datasets
     packed = open_dataset(url, config.data).split("validation").packed_seq_len

@@ -225,7 +225,7 @@ def _signal(pid: int | None, number: signal.Signals) -> None:
 
 
 def suffer(job: Job, faults: list[Fault], skew: Path | None, rows: list[dict[str, Any]]) -> None:
-    """Make the faults happen in turn, each once the job trains again, then await the end. Adds a row per fault."""
+    """Make each fault happen once the job trains again, then await the end of the run. Adds a row per fault."""
     for fault in faults:
         job.wait(lambda at=fault.step: max(job.rows(), default=0) >= at, f"step {fault.step}")  # type: ignore[misc]
         if job.process.poll() == 0:
@@ -298,7 +298,7 @@ def wrong_verdicts(job: Job) -> int:
 def judge_job(
     job: Job, reference: dict[str, torch.Tensor] | None, scratch: Path, place: Path | None = None
 ) -> dict[str, Any]:
-    """Check ledger, weights and verdicts of a job that is done. `reference` is None if its world size has changed."""
+    """Check ledger, weights and verdicts of a job that is done. No reference if its world size has changed."""
     try:
         prove(job.run)
         ledger = "exact"

@@ -36,8 +36,8 @@ from parallel.exits import HUNG, Exit, record_exit, run_and_leave
 
 def launch(argv: list[str]) -> int:
     """Run torchrun. Returns the exit code for the shell."""
-    # Failed ranks and signals are reported below, in one line. torch would also log a traceback when other torchruns
-    # have waited in vain for one that a signal ended.
+    # Failed ranks and signals are reported below, in one line. torch would log tracebacks, also where other torchruns
+    # wait in vain for one that a signal ended.
     for name in ("multiprocessing.api", "agent.server.api"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     next_rendezvous = DynamicRendezvousHandler.next_rendezvous

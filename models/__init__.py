@@ -59,10 +59,7 @@ MODELS = MappingProxyType(
 
 
 def find_model(model: settings.Model, data_vocab_size: int) -> tuple[ModelSpec, Any]:
-    """The model family and flavor that the config names, with its number of layers and a vocabulary for the data.
-
-    Raises ConfigError.
-    """
+    """The model family and flavor that `model` names, with its layers and room for the data. Raises ConfigError."""
     if model.name not in MODELS:
         raise _unknown("model.name", model.name, MODELS)
     spec = MODELS[model.name]

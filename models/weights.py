@@ -12,10 +12,10 @@ from parallel.fsdp import keeps_copies
 
 
 def build_refresh(parts: list[nn.Module], config: Config) -> Callable[[], None]:
-    """Build the function to call whenever the weights have changed: after a load, an optimizer step, a meeting.
+    """Build a function to call whenever the weights have changed: after a load, an optimizer step, a meeting.
 
-    Without it FSDP2 casts weights to float8 by old scales, and a rank that trains alone computes with old copies of its
-    weights: neither looks at the weights again.
+    Else FSDP2 casts weights to float8 by old scales, and a rank alone computes with old copies: neither looks at the
+    weights again.
     """
     cast = build_cast(getattr(torch, config.training.param_dtype), config.compile)
 
@@ -32,9 +32,8 @@ def build_refresh(parts: list[nn.Module], config: Config) -> Callable[[], None]:
 def refresh_copies(model: nn.Module, cast: Callable[[Tensor], Tensor]) -> None:
     """Let every linear layer of `model` compute with `cast(weight)` until the next call.
 
-    So each weight is cast once for all microbatches of a step, as FSDP2 does where ranks share weights. Unlike FSDP2
-    this keeps no copies of gradients: backward adds the gradient of the cast copy, in the copy's type, to the weight's
-    own as soon as it is computed.
+    So a weight is cast once for all microbatches of a step, as by FSDP2 for ranks that share weights. Unlike FSDP2 it
+    keeps no copies of gradients: the copy's gradient, in its type, is added to the weight's as soon as it is there.
     """
     for layer in model.modules():
         if isinstance(layer, nn.Linear):

@@ -1,4 +1,4 @@
-"""Why a start of a run ended: the first process that knows writes `exit.json` in the run's folder, and a line."""
+"""Why a start of a run ended: the first rank that knows writes `exit.json` in the run's folder, and a line."""
 
 import errno
 import json
@@ -17,7 +17,7 @@ FILE = "exit.json"
 NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP)  # from file systems without links: FAT, some network disks
 AGAIN = 75  # exit code of ranks that torchrun must start again; sysexits.h: EX_TEMPFAIL
 HUNG = AGAIN  # of the ranks of a job that hung
-SPEAKER_TIMEOUT_SECONDS = 20  # other ranks wait at most so long to be ended, while local rank 0 says what is wrong
+SPEAKER_TIMEOUT_SECONDS = 20  # ranks wait so long to be ended, while local rank 0 says what is wrong
 
 
 class Exit(NamedTuple):
@@ -89,11 +89,11 @@ def read_exit(folder: Path) -> dict[str, Any] | None:
 
 
 def run_and_leave(main: Callable[[], None]) -> NoReturn:
-    """Run a program, flush its output and end the process with Python's exit code for it; 130 after Ctrl-C.
+    """Run a program, flush its output and end the process with Python's exit codes, 130 after Ctrl-C.
 
-    A mistake of the user (TitaniteError) ends it with one line and exit code 2. Python's normal exit is skipped: it
-    takes most of a second, sometimes a thread of torch aborts in it, and after an error it would wait for threads that
-    still talk to a store that may be away.
+    A mistake of the user ends it with one line and exit code 2. It skips Python's normal exit, which takes most of a
+    second, in which now and then a thread of torch aborts, and after an error waits for threads that still ask a store
+    that may be away.
     """
     code = 0
     try:

@@ -36,11 +36,11 @@ INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int6
 
 
 class BadSteps:
-    """The steps whose update is left out, recorded in `skipped.jsonl` of the run's folder. The same on all ranks.
+    """The steps whose update is left out, in `skipped.jsonl` of the run's folder. The same on all ranks.
 
-    A record holds the `first` and `last` step left out and the `cause`, which is about the last. It has `spent` if it
-    ended the start, `unsaved` if the start wrote no checkpoints. The data of these steps is consumed as usual, so the
-    order of the data does not change. A resume leaves the steps out again.
+    A record has the `first` and `last` step left out and the `cause`, found at the last; `spent` if it ended the start,
+    `unsaved` if the start wrote no checkpoints. The data of these steps is consumed as usual, so the order of the data
+    does not change. A resume leaves the steps out again.
     """
 
     def __init__(self, failures: Failures, folder: Path, step: int, saves: bool):
@@ -112,8 +112,8 @@ def _take_over(file: Path, step: int, saves: bool) -> list[dict[str, Any]]:
 def fetch_finite(unchecked: dict[int, Tensor]) -> list[list[float]]:
     """Fetch (loss, gradient norm, any further figures) of the steps in `unchecked` from the device, and empty it.
 
-    Raises TitaniteError for a loss or norm that is not finite, on all ranks, since both are sums over all ranks. Call
-    it before anything of these steps is written.
+    Raises TitaniteError for a loss or norm that is not finite, on all ranks, since both are sums over them. Call it
+    before writing anything.
     """
     history = torch.stack(list(unchecked.values())).tolist() if unchecked else []
     for step, (loss, grad_norm, *_) in zip(unchecked, history, strict=True):
@@ -154,7 +154,7 @@ class Stragglers:
         self.suspects: set[tuple[int, str]] = set()
 
     def check(self, step: int, data_seconds: float) -> list[str]:
-        """Time the probe on all ranks and compare. Returns a line per slow rank, the same on all ranks. Collective."""
+        """Time the probe on all ranks. Returns a line per slow rank, the same on all ranks. Collective."""
         timings: list[Any] = [None] * dist.get_world_size()
         own = Timing(socket.gethostname(), self._seconds(self.products), data_seconds)
         dist.all_gather_object(timings, own, group=self.group)

@@ -51,9 +51,8 @@ class Work:
     """A run as the formulas see it, on the ranks of one stage of the pipeline.
 
     `shape` is a flavor (dim, n_layers, ...). `float8_layers` names the converted linear layers. `compiled_loss` is
-    separate from config.compile because others compile only one of the two. `unfused_norm`: the device, like the CPU,
-    has no kernel for RMSNorm, so autograd keeps its parts. `parameters` and `flops_per_token` are the whole model's own
-    counts.
+    separate from config.compile since others compile only one of the two. `unfused_norm`: the device has no kernel for
+    RMSNorm, as the CPU, so autograd keeps its parts. `parameters` and `flops_per_token` are the whole model's counts.
     """
 
     shape: Any
@@ -379,10 +378,10 @@ def float8_gathers(work: Work) -> tuple[int, int]:
 
 
 def _maxima(work: Work, name: str) -> tuple[list[int], list[int], list[int]]:
-    """The all-reduces over tp for a float8 layer's scales: how many largest values, in float64, each of them finds.
+    """How many largest values, in float64, each all-reduce over tp finds for a float8 layer.
 
-    Returns those (in its forward, of the gradient before its backward, in its backward). All parts of an operand that
-    tp splits share a scale. This is for eager mode; the compiler may merge or repeat some.
+    Lists of these: (in its forward, of the gradient before its backward, in its backward). The parts of an operand that
+    tp splits share a scale. For eager mode; the compiler may merge or repeat some.
     """
     recipe, by_rows = work.config.float8.recipe, name in BY_ROWS
     if recipe == "tensorwise":
@@ -446,8 +445,8 @@ def block_flops(work: Work, share: float) -> tuple[Flops, Flops]:
     matmuls = {weight.name: 2.0 * tokens * weight.size for weight in block_weights(work) if weight.columns}
     attention = 2.0 * tokens * work.config.training.seq_len * s.n_heads * s.head_dim / t
     mode = work.config.activation_checkpoint.mode
-    # In mode `full` recomputation leaves out w2, whose result no backward reads. There are two exceptions: a graph
-    # compiled with tensor parallelism runs to its end, and eager float8 keeps w2's operands only once w2 is done.
+    # Recomputation in mode `full` leaves out w2, whose result no backward reads. Exceptions: a graph compiled with
+    # tensor parallelism runs to its end, and eager float8 keeps w2's operands only once w2 is done.
     to_its_end = t > 1 if work.config.compile.enable else "w2" in work.float8_layers
     unread = frozenset() if to_its_end else frozenset({"w2"})
     again = {"full": frozenset(matmuls) - unread, "selective": frozenset({"wk", "wo", "w3"})}.get(mode, frozenset())

@@ -95,10 +95,7 @@ def _selected(work: Work) -> int:
 
 
 def loss_bytes(work: Work) -> int:
-    """The most bytes that the loss holds per microbatch.
-
-    Per logit: float32 logits, their log-softmax and gradients; compiled, only 2 + 2.
-    """
+    """The most bytes that the loss holds per microbatch: float32 logits, log-softmax and gradients; compiled, 2 + 2."""
     per_logit = 4 if work.compiled_loss else (16 if work.dims.tp > 1 else 12)
     if work.dims.pp > 1:
         per_logit += 2  # the schedule keeps the stage's result
@@ -127,8 +124,8 @@ Moment = tuple[int, int, int, int]  # gradients, activations, working, gathered
 def memory(work: Work) -> Memory:
     """What a rank holds at the worst moment of a step.
 
-    It compares the backwards of the loss, the last two blocks, the first block, the embedding, and zero bubble's of the
-    weights. Each is taken in the first microbatch, when most are in flight, and in a later one, which finds gradients.
+    Candidates are the backwards of the loss, the last two blocks, the first, the embedding, and zero bubble's of
+    weights; in the first microbatch, when most are in flight, and in a later one, which finds gradients.
     """
     numbers = 0 if work.config.parallelism.cpu_offload else local_parameters(work)
     # Islands also have the outer optimizer's momentum and the weights of the last meeting.
@@ -199,8 +196,7 @@ def _in_weights(work: Work, later: bool) -> Moment:
 def _waiting(work: Work) -> int:
     """Bytes that zero bubble keeps for the gradients of weights, per microbatch in the rank's last piece of the model.
 
-    These are the gradients of the results of matmuls and norms and of the piece's input, and what the last norm and the
-    output keep.
+    The gradients of what matmuls and norms returned and of the piece's input; what the last norm and the output keep.
     """
     if not work.zero_bubble:
         return 0

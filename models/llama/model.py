@@ -35,7 +35,7 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
-    """Shape of a Llama. With `vocab_size` 0 the tokenizer decides. Raises ValueError for heads that do not fit."""
+    """Shape of a Llama. With `vocab_size` 0 the tokenizer decides."""
 
     dim: int
     n_layers: int
@@ -79,7 +79,7 @@ class KVCache:
 
 
 def rope_frequencies(config: LlamaConfig, device: torch.device) -> Tensor:
-    """Rotation per position of each pair of a head's values: angles [H / 2], float32 (Su et al. 2021)."""
+    """Angle per position by which each pair of a head is rotated, [H / 2], float32 (Su et al. 2021)."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
     frequencies = 1.0 / config.rope_theta**exponents
     scaling = config.rope_scaling
@@ -106,11 +106,11 @@ def apply_rope(x_BSNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def causal_mask(positions_BT: Tensor, queries_S: Tensor) -> Tensor | BlockMask:
-    """The mask for the tokens at `queries_S` of the sequence: each sees itself and what is before it in its document.
+    """The mask for the tokens at the places `queries_S`: they see what is not after them in their document.
 
-    Documents start where `positions_BT` is 0. On CUDA it is flex attention's block mask, since with a boolean one
-    cuDNN's backward on an H100 may give NaN (torch 2.11 to 2.13, github.com/pytorch/pytorch/issues/196678). Elsewhere
-    it is a boolean [B, 1, S, T].
+    Documents start where `positions_BT` is 0. A boolean [B, 1, S, T], but on CUDA flex attention's block mask, since
+    with a boolean cuDNN's backward on an H100 may give NaN (torch 2.11 to 2.13,
+    github.com/pytorch/pytorch/issues/196678).
     """
     documents_BT = (positions_BT == 0).cumsum(dim=1)
     (B, T), S = documents_BT.shape, queries_S.shape[0]
@@ -223,10 +223,10 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """Build it on the meta device, shard it, then fill it by `models.init.init_weights` or from a checkpoint.
 
-    `compute_dtype` is the type of the residual stream, in which everything is computed; None: the weights' own.
-    With context parallelism `local_indices(S)` gives the places of the tokens that this rank holds, and `local_mask`
-    says whether attention needs a mask for them. `seq_len` is the whole sequence's length for a later pipeline stage,
-    whose input does not show it; 0 elsewhere.
+    `compute_dtype` is the type of the residual stream and so of all computation; None: the weights' own. With context
+    parallelism `local_indices(S)` gives the places of the tokens this rank holds, and `local_mask` says whether
+    attention needs a mask for them. `seq_len` is the length of whole sequences in a pipeline stage whose input, hidden
+    states, does not tell it.
     """
 
     compute_dtype: torch.dtype | None = None
@@ -252,9 +252,9 @@ class Llama(nn.Module):
         caches: Sequence[KVCache] | None = None,
         loss: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """Logits [B, S, V] of tokens [B, S]. Between pipeline stages, input or result is hidden states [B, S, D].
+        """Logits [B, S, V] of tokens [B, S]. Between pipeline stages input or result are hidden states [B, S, D].
 
-        With `loss`, a function of the last hidden states and the output's weight, the result is what it returns.
+        With `loss`, a function of the last hidden states and the output's weight: what that returns.
 
         `positions_BS` are the tokens' places in their documents: they restart at 0 with each document, and a token
         sees only its own document. None: one document per row. With `caches` (one per layer) positions do not restart:

@@ -34,8 +34,8 @@ def apply_parallelism(
 ) -> list[nn.Module]:
     """Split and change `model` (on the meta device): PP → TP → CP → activation checkpointing → compile → FSDP2.
 
-    Returns the parts this rank holds: its pipeline stages, or without a pipeline `model` itself, changed in place.
-    `block_plan` says how TP splits a block, by default BLOCK_PLAN; pass one for blocks with more layers than Llama's.
+    Returns the parts this rank holds: its pipeline stages, or without a pipeline `model` itself. `block_plan` says how
+    TP splits a block, by default BLOCK_PLAN: for blocks with more in them than Llama's.
     """
     parts = split_stages(model, mesh, config) if mesh.pp.size() > 1 else [model]
     for part in parts:
@@ -148,7 +148,7 @@ def apply_tensor_plans(part: Llama, block_plan: Mapping[str, ParallelStyle], mes
 
 
 def apply_context_parallel(part: Llama, mesh: Mesh, method: str) -> None:
-    """Give each rank its part of every sequence, and its attention the keys and values of the other ranks."""
+    """Give this rank its part of every sequence, and its attention the keys and values of the others."""
     device = torch.device(mesh.cp.device_type)
     part.local_indices = lambda seq_len: local_indices(seq_len, mesh.cp, device)
     part.local_mask = method == "allgather"
@@ -166,8 +166,8 @@ def apply_context_parallel(part: Llama, mesh: Mesh, method: str) -> None:
 def checkpoint_and_compile(part: Llama, mesh: Mesh, config: Config) -> None:
     """Apply activation checkpointing to every n-th block, and compile each block as one graph."""
     checkpointing, compile = config.activation_checkpoint, config.compile
-    # Normally the checkpoint goes inside the compiled graph, so that the compiler fuses the recomputation. With TP and
-    # `full` it goes outside, since torch 2.13 would fail to keep a mesh for the backward.
+    # The checkpoint goes inside the compiled graph, so that the compiler fuses the recomputation. But with TP and
+    # `full` it goes outside: torch 2.13 fails to keep a mesh for the backward.
     compile_first = compile.enable and mesh.tp.size() > 1 and checkpointing.mode == "full"
     for i, block in part.layers.items():
         if compile_first:
