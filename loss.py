@@ -18,7 +18,7 @@ IGNORED = -100  # label of a token that is not trained on
 
 
 def cross_entropy(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
-    """Sum of the cross-entropy, in nats and float32, over all tokens whose label is not IGNORED."""
+    """Cross-entropy, in nats and float32, summed over the tokens whose label is not IGNORED."""
     return F.cross_entropy(logits_BSV.flatten(0, 1).float(), labels_BS.flatten(), ignore_index=IGNORED, reduction="sum")
 
 

@@ -56,9 +56,9 @@ FIELDS = (
 )
 
 
-# Loggers whose warnings are of no use here. Most warn on every rank: that a gradient norm over two axes takes two
-# messages, that a checkpointed region must not change anything in place, that a later torch will refuse a call torchao
-# makes, and that parts of torchao are missing, which nothing here uses.
+# Loggers whose warnings are of no use here, most on every rank: that a gradient norm over two axes takes two messages,
+# that a checkpointed region must not change anything in place, that a later torch will refuse one of torchao's calls,
+# that parts of torchao are missing, which nothing here uses.
 WARN_IN_VAIN = (
     "torch.distributed.tensor._redistribute",
     "torch._higher_order_ops.wrap",
@@ -109,7 +109,7 @@ def configure_logging(log_ranks: tuple[int, ...], rank: int, world_size: int) ->
 
 
 def quiet_vain_warnings() -> None:
-    """Let only errors pass from the loggers WARN_IN_VAIN. A filter, unlike a level, spares the loggers below them."""
+    """Let only errors of the loggers WARN_IN_VAIN pass. A filter, unlike a level, spares the loggers below them."""
     for name in WARN_IN_VAIN:
         logging.getLogger(name).addFilter(_is_error)
 
@@ -210,7 +210,7 @@ class MetricsLogger:
         self.restart_clock()
 
     def log_validation(self, step: int, losses: Mapping[str, float], tokens: int) -> None:
-        """Write a row and a log line for the held-out sets' losses by name; the training data's own set is named ""."""
+        """Write a row and a log line for the held-out sets: name → loss; the training data's own set is named ""."""
         named = {f"validation_loss/{name}" if name else "validation_loss": loss for name, loss in losses.items()}
         shown = "  ".join(f"{name.replace('_', ' ')} {loss:.4f}" for name, loss in named.items())
         logger.info(f"step {step:>{len(str(self.steps))}}/{self.steps}  {shown}")

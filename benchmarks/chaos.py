@@ -57,7 +57,7 @@ ARGUMENTS = (
     f"--comm.train_timeout_seconds={TIMEOUT_SECONDS}",
     "--failures.restarts_without_progress=50",
 )
-# Moves the clocks of odd ranks five minutes forward and of even ranks five minutes back; other processes keep theirs.
+# Moves the clocks of odd ranks five minutes forward, of even ranks five minutes back, and of no other process.
 SKEW_SOURCE = r"""
 #define _GNU_SOURCE
 #include <stdlib.h>
@@ -365,7 +365,7 @@ def run_on_s3(folder: Path, dataset: Path, outages: int, rows: list[dict[str, An
 
 
 def run_elastic(folder: Path, dataset: Path, times: int, rows: list[dict[str, Any]]) -> Job:
-    """Run a job on two nodes of one rank. The second is lost, and the job goes on without it until it is back."""
+    """Run a job on two nodes of one rank. The second is lost; the job goes on without it until it is back."""
     common = ("--nnodes=1:2", "--nproc-per-node=1", f"--rdzv-endpoint=127.0.0.1:{free_port()}")
     conf = "--rdzv-conf=join_timeout=120,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3,is_host="
     first, node = (*common, conf + "true"), (*common, conf + "false")

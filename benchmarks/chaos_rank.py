@@ -1,4 +1,4 @@
-"""One rank of benchmarks.chaos: train.py with a tiny model, and with faults from inside that files ask for.
+"""One rank of benchmarks.chaos: train.py with a tiny model, and faults from inside that files ask for.
 
 A file `RANK-nan` in $CHAOS_FOLDER spoils one forward of that rank; `RANK-stall` makes it wait for ever between two
 steps. $CHAOS_WATCHERS of the ranks watch.
@@ -36,7 +36,7 @@ def asked_for(fault: str) -> bool:
 
 
 def spoil(module: nn.Module, inputs: Any, output: Any) -> Any:
-    """A forward hook that makes one result wrong, as a failing processor would, if that was asked for."""
+    """A forward hook that spoils one result, as a failing processor would, if asked for."""
     if isinstance(module, nn.Embedding):
         time.sleep(float(os.environ.get("CHAOS_PAUSE_SECONDS", 0)))
     if isinstance(module, nn.Embedding) and asked_for("nan"):

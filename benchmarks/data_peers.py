@@ -1,7 +1,6 @@
 """Other loaders on the same tokens, each as its documentation recommends for fixed-length samples.
 
-They cut the corpus into samples of seq_len + 1 tokens when they write it. So none of them shuffles documents or says
-where they begin.
+They write the corpus as samples of seq_len + 1 tokens, so none of them shuffles documents or says where they begin.
 """
 
 import importlib.util
@@ -129,7 +128,7 @@ def open_grain(root: Path, state: Any, workers: int) -> Opened:
 
 
 def _let_streaming_import() -> None:
-    """Replace torchvision, which streaming imports. It fails beside a torch of another build; tokens do not need it."""
+    """Replace torchvision, which streaming imports: it fails beside a torch of another build, and tokens need none."""
     try:
         import torchvision  # noqa: F401
     except (ImportError, RuntimeError):

@@ -65,7 +65,7 @@ def measure_s3(dataset: Path, config: Callable[..., Config], seconds: float, out
 
 
 def _fail_a_fifth(proxy: FaultProxy) -> int:
-    """Fail a fifth of all requests from now on, instead of what failed before. Returns the failed requests so far."""
+    """Fail a fifth of all requests from now on, and end earlier faults. Returns the failed requests so far."""
     counts = proxy.counts()
     proxy.reset()
     for i in range(1, 100):

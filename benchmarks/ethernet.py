@@ -1,9 +1,9 @@
-"""What each setting for slow networks costs and saves, between two network namespaces joined by a shaped link.
+"""What each setting for slow networks costs and saves, on two network namespaces joined by a shaped link.
 
     python -m benchmarks.ethernet [--quick] [--check] [--json=benchmarks/results/ethernet.json]
 
-It runs train.py's own step; the kernel counts bytes at the link. Bytes are predicted by the planner's formulas, time
-as that of the unshaped link plus the bytes at the link's rate less headers. Needs root, `ip` and `tc`.
+It runs train.py's own step; the kernel counts bytes at the link. Predicted bytes are the planner's, predicted time is
+that of the unshaped link plus the bytes at the link's rate less headers. Needs root, `ip` and `tc`.
 """
 
 import json
@@ -32,7 +32,7 @@ ACCUMULATION = 4
 VOCAB_SIZE = 320
 PAYLOAD = 1448 / 1514  # of an Ethernet frame: the rest is headers
 COMMON = (
-    "--training.seq_len=16",  # short: only weights travel, and a CPU may be slow in bfloat16
+    "--training.seq_len=16",  # only weights travel; a CPU may be slow in bfloat16
     "--training.local_batch_size=1",
     f"--model.vocab_size={VOCAB_SIZE}",
     "--lr_scheduler.warmup_steps=1",
@@ -62,7 +62,7 @@ class Setting(NamedTuple):
         return (LOCAL_STEPS, 2 * LOCAL_STEPS) if local else (SKIPPED, STEPS)
 
     def arguments(self) -> list[str]:
-        """The arguments of train.py."""
+        """Arguments of train.py."""
         batch = len(NODES) * self.ranks_per_node * ACCUMULATION
         return [
             *COMMON,
@@ -127,7 +127,7 @@ def _ip(*words: str) -> None:
 
 
 def shape(mbits: int | None) -> None:
-    """Limit the rate at which each node sends, in Mbit/s; None: no limit."""
+    """Limit what each node sends; None: no limit."""
     for name, link, _ in NODES:
         tc = ["ip", "netns", "exec", name, "tc", "qdisc"]
         subprocess.run([*tc, "delete", "dev", link, "root"], capture_output=True)

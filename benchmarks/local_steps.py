@@ -1,9 +1,9 @@
-"""What local steps (DiLoCo) cost in loss: two islands train on the same tokens and meet now and then, or every step.
+"""What local steps (DiLoCo) cost in loss: two islands train on the same tokens and meet at times, or at every step.
 
     python -m benchmarks.local_steps [--quick] [--check] [--json=benchmarks/results/local_steps.json]
 
 The debug model on the data of ./run_llama_train.sh, two ranks, one seed for weights and order. `bytes` is what a rank
-sends per step on average, by the planner's formulas, as a share of what it sends in the synchronous run.
+sends per step on average, by the planner's formulas, as a share of the synchronous run's.
 """
 
 import subprocess
@@ -23,7 +23,7 @@ DATASET = Path("datasets/stdlib")
 RANKS, STEPS, QUICK_STEPS = 2, 200, 20
 AVERAGE, PAPER = (1.0, 0.0), (0.7, 0.9)  # outer rate and momentum: for the islands' mean; as published, for long runs
 SETTINGS = ((0, AVERAGE), (10, AVERAGE), (50, AVERAGE), (10, PAPER), (50, PAPER))  # the first is synchronous
-ACCEPTED_NATS = 0.1  # the least frequent meetings, as published, may cost so much
+ACCEPTED_NATS = 0.1  # most that the least frequent meetings, as published, may cost
 
 
 def arguments(local_steps: int, outer: tuple[float, float], steps: int, folder: str) -> list[str]:

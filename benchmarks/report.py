@@ -26,7 +26,7 @@ def build_parser(description: str) -> argparse.ArgumentParser:
 
 
 def require_cpu(parser: argparse.ArgumentParser) -> None:
-    """End with one line if train.py would use an accelerator, while all it is compared with uses a CPU."""
+    """End with one line if train.py would use an accelerator: all it is compared with uses a CPU."""
     if (device := device_type()) != "cpu":
         parser.error(f"measures on CPU, and torch has found a device of type {device!r}: set CUDA_VISIBLE_DEVICES=")
 

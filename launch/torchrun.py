@@ -36,8 +36,8 @@ from parallel.exits import HUNG, Exit, record_exit, run_and_leave
 
 def launch(argv: list[str]) -> int:
     """Run torchrun. Returns the exit code for the shell."""
-    # Failed ranks and signals are reported below, in one line. torch would log tracebacks, also where other torchruns
-    # wait in vain for one that a signal ended.
+    # A failed rank or a signal is reported below, in one line. torch would log tracebacks, also where other torchruns
+    # wait in vain.
     for name in ("multiprocessing.api", "agent.server.api"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     next_rendezvous = DynamicRendezvousHandler.next_rendezvous
@@ -70,10 +70,10 @@ def launch(argv: list[str]) -> int:
         handle(number, frame)
 
     make_agent = partialmethod(LocalElasticAgent.__init__, exit_barrier_timeout=END_SECONDS)
-    handled = "SIGTERM,SIGINT,SIGQUIT,SIGUSR1"  # SIGUSR1 is Slurm's warning: unhandled, it kills torchrun and the ranks
+    handled = "SIGTERM,SIGINT,SIGQUIT,SIGUSR1"  # the last is Slurm's warning, which would kill torchrun and the ranks
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # torchrun must not undo nohup
         handled += ",SIGHUP"
-    # One machine: PET_NNODES may be set for another job, and no name server may know this machine's name.
+    # One machine: PET_NNODES may be meant for others, and nobody may know this machine's name.
     alone = ["--nnodes=1", "--local-addr=127.0.0.1"] if "--standalone" in argv else []
     starting = name_launcher()
     try:

@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 def init_weights(
     model: nn.Module, device: torch.device, seed: int, on_progress: Callable[[], None] = lambda: None
 ) -> None:
-    """Allocate a model that is on the meta device on `device`, and fill it with initial weights.
+    """Move a model from the meta device to `device`, and fill it with initial weights.
 
-    Each parameter has its own generator, seeded by `seed` and the parameter's name. Every rank draws the full value and
-    keeps its shard, so the weights are the same for any world size and mesh (on one type of device).
+    Each parameter has its own generator, seeded by `seed` and its name. Every rank draws the full value and keeps its
+    shard, so the weights are the same for any world size and mesh (on one type of device).
     `model.init_std(name)` is the standard deviation of a normal cut off at three of them, or None for ones.
     `on_progress` is called after each parameter: on the host a large model takes many minutes.
     """

@@ -1,4 +1,4 @@
-"""Why a start of a run ended: the first rank that knows writes `exit.json` in the run's folder, and a line."""
+"""Why a start of a run ended: whoever knows first writes `exit.json` in the run's folder, and a line."""
 
 import errno
 import json

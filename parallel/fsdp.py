@@ -64,7 +64,7 @@ def apply_fsdp(model: nn.Module, groups: list[list[nn.Module]], mesh: DeviceMesh
 
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            if mesh.size() > 1:  # one rank alone would divide every gradient by this 1
+            if mesh.size() > 1:  # alone, FSDP2 would still divide every gradient by 1
                 # Sum, never average: the loss is already divided by the tokens of all ranks in the step.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)

@@ -106,7 +106,7 @@ def loss_bytes(work: Work) -> int:
 
 
 def in_flight(work: Work) -> float:
-    """How many microbatches' activations a rank keeps at once, counted in microbatches of all its layers."""
+    """How many microbatches' activations a rank keeps at once, each of all its layers."""
     p, v = work.dims.pp, work.stages_per_rank
     if p == 1:
         return 1
@@ -249,7 +249,7 @@ def _gradients(work: Work, some: list[list[Weight]]) -> int:
 
 
 def _sum(size: Callable[[list[Weight]], int], some: list[list[Weight]]) -> int:
-    """The sum of `size` over groups. It is computed once for groups that are the same object, such as blocks."""
+    """The sum of `size` over groups, computed once for the same object, as blocks are."""
     sizes = {key: size(group) for key, group in {id(group): group for group in some}.items()}
     return sum(sizes[id(group)] for group in some)
 
