@@ -137,7 +137,7 @@ class OuterOptimizer:
 
 
 def _local(x: Tensor) -> Tensor:
-    """This rank's values as a plain tensor that shares memory: no DTensor, no float8 wrapper of torchao."""
+    """This rank's values as a plain tensor that shares memory: no DTensor, no float8 wrapper."""
     x = x.to_local() if isinstance(x, DTensor) else x
     if is_traceable_wrapper_subclass(x):
         return x._tensor  # __tensor_flatten__ would wait for the device, to see whether the scale is 0

@@ -63,7 +63,7 @@ def launch(argv: list[str]) -> int:
     handle = api._terminate_process_handler
 
     def handle_once(number: int, frame: FrameType | None) -> None:
-        # A further signal would end one of the two waits (torch 2.13) for the ranks to save. Only Ctrl-C should.
+        # Each would end one of torch's (2.13) two waits for the ranks to save. Only a second Ctrl-C should.
         if number != signal.SIGINT:
             for repeated in ASKING:
                 signal.signal(repeated, lambda *_: None)  # not SIG_IGN: Python complains if one is pending

@@ -87,7 +87,7 @@ def identify(pid: int) -> str:
 
 
 def name_launcher() -> int:
-    """Tell the ranks that this process, torchrun, will start who it is. Returns the file `tell_launcher` writes to."""
+    """Name this process, torchrun, to the ranks it will start. Returns the file that `tell_launcher` writes to."""
     # Not os.memfd_create: uv and conda build Python for an old glibc, without it.
     file = ctypes.CDLL(None).memfd_create(STARTING.encode(), MFD_CLOEXEC)
     os.environ[LAUNCHER] = identify(os.getpid())
@@ -238,8 +238,8 @@ def meet(store: dist.Store, rank: int, world_size: int, timeout_seconds: float) 
     """A name on which all ranks of this start agree, and no rank of an earlier one.
 
     torchrun keeps its store over restarts, and ranks would take what an earlier start left in it, such as gloo's
-    addresses, for this start's (torch 2.11 to 2.13). So every rank writes a random word. Rank 0 names a round by the
-    words it has read. The round counts once every rank has found its own word in it. Raises TimeoutError.
+    addresses, for this start's (torch 2.11 to 2.13). So every rank writes a random word. Rank 0 announces a
+    round with the words it has read. The round counts once every rank has found its word in it. Raises TimeoutError.
     """
     deadline = time.monotonic() + timeout_seconds
     word, named, joined = os.urandom(8).hex(), "", ""

@@ -8,7 +8,7 @@ from types import MappingProxyType
 class Device:
     """One accelerator and its links. Rates are operations and bytes per second; links and network count one direction.
 
-    `memory_bytes` is all that torch finds, including what the driver and communication take, which is not known here.
+    `memory_bytes` is all that torch finds. What the driver and communication take of it is not known here.
     `matmul_share` is the share of the peak that large matmuls reach in training, in bfloat16 and in float8;
     `attention_share` is that of flash attention.
     """

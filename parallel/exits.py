@@ -17,7 +17,7 @@ FILE = "exit.json"
 NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP)  # from file systems without links: FAT, some network disks
 AGAIN = 75  # exit code of ranks that torchrun must start again; sysexits.h: EX_TEMPFAIL
 HUNG = AGAIN  # of the ranks of a job that hung
-SPEAKER_TIMEOUT_SECONDS = 20  # ranks wait so long to be ended, while local rank 0 says what is wrong
+SPEAKER_TIMEOUT_SECONDS = 20  # ranks wait so long to be ended while local rank 0 says what is wrong
 
 
 class Exit(NamedTuple):

@@ -63,7 +63,7 @@ def hf_names(config: LlamaConfig) -> dict[str, str]:
 def check_hf_names(found: Collection[str], config: LlamaConfig) -> None:
     """Raises ValueError that says which of a Hugging Face Llama's weight names are missing or left over.
 
-    Two may be there without being left over: a tied lm_head, which is the embedding, and old files' rotary frequencies.
+    Not left over are a tied lm_head, which is the embedding, and the rotary frequencies of old files.
     """
     names = set(hf_names(config).values())
     missing = names - set(found)
