@@ -74,8 +74,7 @@ def _everything(work: Work, fused: bool) -> int:
     heads, kv = s.n_heads * s.head_dim / t, 2 * s.n_kv_heads * s.head_dim / t
     if work.config.parallelism.cp_method == "allgather":
         kv *= work.dims.cp
-    # The norms' results are gathered for the matmuls with tensor parallelism. The compiler recomputes one of SwiGLU's
-    # four parts.
+    # The norms' results are gathered for the matmuls under TP. The compiler recomputes one of SwiGLU's four parts.
     elements = 2 * s.dim + 2 * heads + kv + (3 if work.config.compile.enable else 4) * s.hidden_dim / t
     return round(work.tokens * (work.param_bytes * elements + 2 * _norm(work, fused) / t + 4 * s.n_heads / t))
 
@@ -235,7 +234,7 @@ def _activations(work: Work, later: bool) -> int:
 
 
 def _sums_late(work: Work) -> bool:
-    """Whether gradients stay whole until a step's last microbatch and are summed over ranks then."""
+    """Whether gradients stay whole until a step's last microbatch and are summed then, as always in a pipeline."""
     return work.sums < work.microbatches
 
 

@@ -32,7 +32,7 @@ T = TypeVar("T")
 SILENT = 0.3  # share of the limit: a rank whose thread has been silent for longer does not run
 SAYING_SECONDS = 10.0  # a rank reports a hang for at most so long, then ends: the run's folder may be what hangs
 LATE_SECONDS = 1.0  # a running process's thread may oversleep so long
-LOST_SECONDS = 3.0  # a rank that lost a connection looks for so long for the rank it lost
+LOST_SECONDS = 3.0  # a rank that lost a connection looks so long for the rank it lost
 WATCHERS = 16  # only so many ranks, spread over all, read all beats: in a large job more would overload the store
 FRAMES = 10
 CHECKPOINTING = ("checkpoint", "load", "end")  # sections that may last checkpoint.timeout_seconds
@@ -245,7 +245,7 @@ class Watchdog:
     # ------------------------------------------------------------ the thread
 
     def _run(self) -> None:
-        # torchrun may have ended before this thread began: then the parent is another process, so ask for it by name.
+        # torchrun may have ended before this thread began: then the parent is another process.
         parent, launcher = os.getppid(), self.environment.launcher
         while not self._wait():
             if os.getppid() != parent or (launcher and not runs(launcher)):
