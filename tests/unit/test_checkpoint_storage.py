@@ -306,7 +306,7 @@ def test_no_step_is_saved_twice(tmp_path):
 
 def test_a_rollback_that_sees_no_checkpoint_is_an_error(tmp_path, monkeypatch):
     """The weights that the run has are those it wanted to leave."""
-    run = Run(tmp_path, interval=1)
+    run = Run(tmp_path, interval=1, visibility_seconds=0.1)
     run.train(0, 1)
     monkeypatch.setattr(LocalStore, "sizes", lambda self, prefix="": {})
     with pytest.raises(CheckpointError, match=r"is seen there, but .* step 1"):
