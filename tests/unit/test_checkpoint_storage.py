@@ -315,18 +315,23 @@ def test_a_rollback_that_sees_no_checkpoint_is_an_error(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTALE])
 def test_a_folder_that_cannot_be_listed_is_an_error_never_a_fresh_start(tmp_path, run, monkeypatch, caplog, number):
-    real = os.scandir
-
-    def refuse(path="."):
-        if "step-" in str(path):
-            raise OSError(number, os.strerror(number), str(path))
-        return real(path)
-
-    monkeypatch.setattr(os, "scandir", refuse)
+    refuse_listing(monkeypatch, "step-", number)
     with pytest.raises(CheckpointError, match=rf"step-.*{os.strerror(number)}"):
         Run(tmp_path).checkpoint.load()
     run.train(2, 3)  # a run that goes on is not stopped
     assert f"old checkpoints could not be removed: {tmp_path}/step-" in caplog.text
+
+
+def refuse_listing(monkeypatch, part, number):
+    """From now on no folder can be listed that has `part` in its path."""
+    real = os.scandir
+
+    def refuse(path="."):
+        if part in str(path):
+            raise OSError(number, os.strerror(number), str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
 
 
 def test_a_file_that_cannot_be_looked_at_does_not_stop_the_run(tmp_path, run, monkeypatch, caplog):
@@ -342,9 +347,11 @@ def test_a_file_that_cannot_be_looked_at_does_not_stop_the_run(tmp_path, run, mo
     assert "Stale file handle" in caplog.text
 
 
-def test_a_linked_checkpoint_is_loaded_and_only_the_link_is_ever_removed(tmp_path, run):
+def test_a_linked_checkpoint_is_loaded_and_only_the_link_is_ever_removed(tmp_path, run, monkeypatch):
+    """Beside what a disk of its own has, and only root may list."""
     linked = newest(tmp_path)
     (tmp_path / "other" / "lost+found").mkdir(parents=True)
+    refuse_listing(monkeypatch, "lost+found", errno.EACCES)
     (tmp_path / "other" / linked.name).symlink_to(linked)
     other = Run(tmp_path / "other", interval=1, keep=1)
     assert other.checkpoint.load() == 2
