@@ -509,6 +509,29 @@ def test_falling_back_to_step_0_leaves_no_moments_of_the_damaged_one(tmp_path):
     assert not again.optimizer.state
 
 
+def test_a_commit_outlasts_a_power_cut(tmp_path, monkeypatch):
+    """What the manifest vouches for is on the disk before it has its name, and the names of all before it is told."""
+    done, fsync, replace = [], os.fsync, os.replace
+
+    def watch_fsync(descriptor):
+        done.append(("durable", Path(os.readlink(f"/proc/self/fd/{descriptor}"))))
+        fsync(descriptor)
+
+    def watch_replace(source, target):
+        done.append(("named", target))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", watch_fsync)
+    monkeypatch.setattr(os, "replace", watch_replace)
+    Run(tmp_path).train(0, 1)
+    folder = newest(tmp_path)
+    *before, named, in_folder, folder_itself = done
+    written = {file.name for file in folder.glob("*.distcp")} | {".metadata.tmp", "MANIFEST.json.tmp"}
+    assert {("durable", folder / name) for name in written} < set(before)
+    assert named == ("named", folder / "MANIFEST.json")
+    assert [in_folder, folder_itself] == [("durable", folder), ("durable", tmp_path)]
+
+
 @pytest.mark.parametrize("support", ["as it is", "flag refused", "write refused"])
 def test_a_file_is_what_was_written_whatever_the_file_system_can(tmp_path, monkeypatch, support):
     """Pieces of all sizes, more than one buffer of them, with O_DIRECT and without."""
