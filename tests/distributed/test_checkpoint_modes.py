@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from checkpoint import manager, retention
 from checkpoint.retention import committed
 from checkpoint.stores import CheckpointError, DamagedError, LocalStore, open_store
-from config import PATIENCE, Checkpoint, ConfigError
+from config import PATIENCE, Checkpoint, ConfigError, Optimizer, Parallelism
 from parallel.comm import LaunchEnvironment
 from parallel.watchdog import Watchdog
 from tests.distributed.checkpoint_runs import IDENTITY, Run, Tower, flip_bit, load_model, load_run, same, train_run
@@ -610,6 +611,14 @@ def test_a_thread_whose_priority_may_not_be_lowered_does_its_work(tmp_path, monk
     run.checkpoint.under_way.result(timeout=20)
 
 
+def test_what_is_done_in_the_background_leaves_the_cores_to_training(tmp_path):
+    run, own, seen = Run(tmp_path), os.getpriority(os.PRIO_PROCESS, 0), []
+    run.checkpoint._start(lambda: seen.append(os.getpriority(os.PRIO_PROCESS, 0)))  # on Linux: this thread's
+    run.checkpoint.wait()
+    assert seen == [19]
+    assert os.getpriority(os.PRIO_PROCESS, 0) == own
+
+
 @pytest.mark.parametrize("lost", ["near", "far", ""])
 def test_model_alone_is_made_up_for_and_uploaded(tmp_path, lost):
     """By a start that finds the run done: not asked for before, or ended before it was written."""
@@ -647,9 +656,21 @@ def test_starts_that_only_fail_to_upload_the_model_are_no_progress_and_leave_one
 
 
 @pytest.mark.parametrize("room", [2.9, 3.2])
-def test_a_disk_with_no_room_for_what_is_kept_is_refused_before_the_first_step(tmp_path, monkeypatch, room):
+@pytest.mark.parametrize(
+    ("tensors", "changed"),
+    [
+        (3, {}),
+        (2, {"optimizer": Optimizer(state_dtype="bfloat16")}),
+        (4, {"parallelism": Parallelism(local_steps=2)}),  # with the outer momentum
+    ],
+)
+def test_a_disk_with_no_room_for_what_is_kept_is_refused_before_the_first_step(
+    tmp_path, monkeypatch, tensors, changed, room
+):
+    """Of each weight a checkpoint holds `tensors` of its size, with its moments."""
     run = Run(tmp_path, keep=2)
-    one = 3 * sum(parameter.nbytes for parameter in run.model.parameters())
+    run.checkpoint.config = replace(run.checkpoint.config, **changed)
+    one = tensors * sum(parameter.nbytes for parameter in run.model.parameters())
     monkeypatch.setattr(LocalStore, "free_bytes", lambda self: int(room * one))
     (tmp_path / ".probe-1").touch()  # of a start that was killed
     if room < 3:
