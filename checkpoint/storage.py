@@ -277,8 +277,6 @@ def _decode(info: _StorageInfo, data: memoryview, metadata: Metadata, index: Met
     assert isinstance(stored, TensorStorageMetadata)
     assert index.index is not None  # DCP's planner numbers the chunks
     shape, dtype = stored.chunks[index.index].sizes, stored.properties.dtype
-    if not shape.numel():
-        return torch.empty(shape, dtype=dtype)
     with zipfile.ZipFile(pa.BufferReader(data)) as archive:  # what torch.save writes
         record = next(entry for entry in archive.infolist() if entry.filename.endswith("/data/0"))
     name_bytes, extra_bytes = struct.unpack_from("<HH", data, record.header_offset + 26)

@@ -14,7 +14,7 @@ import os
 import pickle
 import threading
 import zlib
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path, PosixPath
 from unittest import mock
 
@@ -637,14 +637,52 @@ def test_a_write_that_is_interrupted_ends_in_all_its_files(tmp_path, monkeypatch
 @pytest.mark.parametrize("dtype", [torch.complex128, torch.float64, torch.bfloat16])
 def test_values_come_back_wherever_they_lie_in_a_file(tmp_path, dtype):
     """Records of odd lengths before them: torch crashed where it takes memory to be aligned."""
-    store, values = LocalStore(tmp_path), {f"{i}": torch.randn(2 * i + 1).to(dtype) for i in range(8)}
-    plan = plan_save({"model": values}, Ranks())
-    written = write_items(store, "one", 0, plan.files, resolver({"model": values}))
-    commit(store, "one", plan, [written], {})
+    values = {f"{i}": torch.randn(2 * i + 1).to(dtype) for i in range(8)} | {"none": torch.zeros(0, 3, dtype=dtype)}
+    opened = written_alone(LocalStore(tmp_path), values)
     read = {name: torch.zeros_like(value) for name, value in values.items()}
-    index = read_index((tmp_path / "one" / ".metadata").read_bytes())
-    read_state(Opened(store, "one", {}, index), {"model": read})
+    read_state(opened, {"model": {"none": read["none"]}})  # as on a rank that has no part of what is loaded
+    read_state(opened, {"model": read})
     assert_same(read, values)
+
+
+def written_alone(store, values):
+    """A checkpoint of tensors, by this process."""
+    plan = plan_save({"model": values}, Ranks())
+    commit(store, "one", plan, [write_items(store, "one", 0, plan.files, resolver({"model": values}))], {})
+    return Opened(store, "one", {}, read_index(store.read("one/.metadata")))
+
+
+class AtOnce(ThreadPoolExecutor):
+    """Reads ahead as early as can be."""
+
+    def submit(self, work, *arguments):
+        future = Future()
+        future.set_result(work(*arguments))
+        return future
+
+
+@pytest.mark.parametrize(("together", "ahead"), [(4, 10), (1, 2), (0, 0)])  # 0: an item is larger than what it is to be
+def test_neighbours_are_read_together_and_ahead_up_to_a_window(tmp_path, monkeypatch, together, ahead):
+    """However many reads at a time the store serves well."""
+    store, values = LocalStore(tmp_path), {f"{i}": torch.full((5,), i) for i in range(40)}
+    opened, read = written_alone(store, values), store.read_into
+    (size,) = set(opened.index.places[:, 2].tolist())
+    items, held = [], []
+
+    def watch(name, offset, view, alone):
+        items.append(len(view) / size)
+        held.append(sum(items) - len(copied))
+        read(name, offset, view, alone)
+
+    store.read_threads, store.read_into = 8, watch
+    monkeypatch.setattr(storage, "ThreadPoolExecutor", AtOnce)
+    monkeypatch.setattr(storage, "RANGE_BYTES", int((together + 0.5) * size))
+    monkeypatch.setattr(storage, "WINDOW_BYTES", int((ahead + 0.5) * size))
+    state, copied = {name: torch.zeros_like(value) for name, value in values.items()}, []
+    read_state(opened, {"model": state}, lambda: copied.append(1))
+    assert_same(state, values)
+    assert (max(items), sum(items)) == (max(together, 1), 40)
+    assert max(held) == max(ahead // max(together, 1) * together, 1)
 
 
 def cached_pages(path):
