@@ -259,6 +259,13 @@ def test_another_model_is_refused_with_the_keys_that_differ(tmp_path, run):
     assert other.checkpoint.load() == 2
 
 
+def test_a_checkpoint_of_a_later_version_is_refused_not_passed_over(tmp_path, run):
+    manifest = read_manifest(open_store(tmp_path), newest(tmp_path).name)
+    (newest(tmp_path) / "MANIFEST.json").write_bytes(encode_manifest(manifest | {"format": 2}))
+    with pytest.raises(CheckpointError, match="format 2; this version reads 1"):
+        Run(tmp_path).checkpoint.load()
+
+
 def test_initial_load_is_checked_before_anything_is_written(tmp_path, run):
     def check(place, identity=IDENTITY, **settings):
         check_initial_load(Checkpoint(initial_load=str(place), **settings), identity, tmp_path / "new run")
@@ -408,6 +415,8 @@ def test_a_stock_index_whose_pieces_leave_a_gap_is_damage(tmp_path):
     (tmp_path / "stock" / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match=r"the pieces of model.head.weight hold \d+ values of \d+"):
         load_model(tmp_path / "stock", Tower())
+    with pytest.raises(ValueError, match="x: its pieces have 39 values of 40"):  # nor is one ever written
+        plan_pieces(split_rows(("x",), torch.float32, (40,), 4)[1:])
 
 
 def pickled_by(monkeypatch, function):
