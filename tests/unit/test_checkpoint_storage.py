@@ -603,6 +603,25 @@ def test_what_is_read_is_what_is_there_wherever_it_lies(tmp_path, monkeypatch, s
             store.read_into("file", 0, room[-room.ctypes.data % 4096 :][:size].data, alone=True)
 
 
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_read_that_fails_is_no_damage(tmp_path, monkeypatch, alone):
+    """But a disk that is away: the checkpoint may be whole."""
+    failures = iter([OSError(errno.EIO, "Input/output error")])
+
+    class FailingFile(io.FileIO):
+        def readinto(self, buffer):
+            for error in failures:
+                raise error
+            return super().readinto(buffer)
+
+    (tmp_path / "file").write_bytes(bytes(8192))
+    monkeypatch.setattr(stores, "open", lambda path, mode, buffering: FailingFile(path, mode), raising=False)
+    room = np.zeros(3 * 4096, np.uint8)
+    with pytest.raises(CheckpointError, match="file: Input/output error") as caught:
+        LocalStore(tmp_path).read_into("file", 0, room[-room.ctypes.data % 4096 :][:8192].data, alone)
+    assert not isinstance(caught.value, DamagedError)
+
+
 def test_a_write_that_fails_is_told_as_such_wherever_it_was(tmp_path, monkeypatch):
     """torch ends its archive also after a write that failed, and then complains of that end alone."""
     run, real = Run(tmp_path), stores._DirectWriter.write
