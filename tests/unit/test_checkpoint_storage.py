@@ -564,6 +564,8 @@ def test_a_file_is_what_was_written_whatever_the_file_system_can(tmp_path, monke
     with LocalStore(tmp_path).create("file") as stream:
         for start, end in itertools.pairwise((0, 1, 5000, 9 << 20, (16 << 20) + 7, len(content))):
             assert stream.write(memoryview(content)[start:end]) == end - start
+    with pytest.raises(CheckpointError, match="File exists"), LocalStore(tmp_path).create("file"):
+        pass
     assert (tmp_path / "file").read_bytes() == content
 
 
