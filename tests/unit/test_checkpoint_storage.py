@@ -236,6 +236,10 @@ def test_an_error_that_all_ranks_raise_still_says_its_cause(way):
     with pytest.raises(RuntimeError, match="outer") as caught:
         way(Ranks(), fail)
     assert isinstance(caught.value.__cause__, ValueError)
+    refusal = CheckpointError("full")
+    with pytest.raises(CheckpointError, match="full"):
+        way(Ranks(), mock.Mock(side_effect=refusal))
+    assert refusal.agreed, "one rank speaks for all"
 
 
 def test_nothing_intact_is_an_error_never_a_fresh_start(tmp_path, run):
