@@ -240,6 +240,15 @@ def test_an_error_that_all_ranks_raise_still_says_its_cause(way):
     with pytest.raises(CheckpointError, match="full"):
         way(Ranks(), mock.Mock(side_effect=refusal))
     assert refusal.agreed, "one rank speaks for all"
+    with pytest.raises(RuntimeError, match="^OfTwoWords: no room$"):
+        way(Ranks(), mock.Mock(side_effect=OfTwoWords("no", "room")))
+
+
+class OfTwoWords(Exception):
+    """Does not come back from its pickle, which would leave other ranks waiting."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} {second}")
 
 
 def test_nothing_intact_is_an_error_never_a_fresh_start(tmp_path, run):
