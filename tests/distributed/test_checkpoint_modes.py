@@ -116,12 +116,13 @@ def _fail_in_the_background(folder, failing_rank):
     return str(caught.value), safe
 
 
-def test_check_raises_once_the_background_has_failed(tmp_path):
+@pytest.mark.parametrize("method", ["check", "save", "load", "finish"])
+def test_what_comes_next_raises_once_the_background_has_failed(tmp_path, method):
     run = Run(tmp_path, interval=1, mode="async")
     run.checkpoint._start(lambda: (_ for _ in ()).throw(CheckpointError("lost")))
     concurrent.futures.wait([run.checkpoint.under_way])
     with pytest.raises(CheckpointError, match="lost"):
-        run.checkpoint.check()
+        getattr(run.checkpoint, method)(*([1] if method in ("save", "finish") else []))
     run.checkpoint.wait()
 
 

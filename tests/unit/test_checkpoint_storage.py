@@ -240,7 +240,7 @@ def test_an_error_that_all_ranks_raise_still_says_its_cause(way):
     with pytest.raises(CheckpointError, match="full"):
         way(Ranks(), mock.Mock(side_effect=refusal))
     assert refusal.agreed, "one rank speaks for all"
-    with pytest.raises(RuntimeError, match="^OfTwoWords: no room$"):
+    with pytest.raises(RuntimeError, match=r"^OfTwoWords: no room$"):
         way(Ranks(), mock.Mock(side_effect=OfTwoWords("no", "room")))
 
 
@@ -400,6 +400,8 @@ def test_payload_in_the_index_never_runs(tmp_path, run):
     with pytest.raises(CheckpointError, match="refused"):
         load_model(stock, Tower())
     assert not marker.exists()
+    with pytest.raises(DamagedError, match=r"asks for this\.float32, .*refused"):  # a name of torch's, elsewhere
+        unpickle_metadata(b"cthis\nfloat32\n.")
 
 
 @pytest.mark.parametrize(
@@ -491,6 +493,9 @@ def test_manifest_says_what_is_inside(tmp_path, run):
     manifest = json.loads((folder / "MANIFEST.json").read_text())["manifest"]
     assert manifest["files"] == {f.name: f.stat().st_size for f in folder.iterdir() if f.name != "MANIFEST.json"}
     assert (manifest["step"], manifest["world_size"], manifest["dataloader"]) == (2, 1, {"samples": 8})
+    sha256 = b"949e6da778a466d932d4580bf59c4a8376957d39d69bb36dd9cf9a66cc3ccff3"  # of {, ` "format": 1` and }, in lines
+    written = b'{\n "manifest": {\n  "format": 1\n },\n "sha256": "' + sha256 + b'"\n}'
+    assert encode_manifest({"format": 1}) == written, "by these bytes those of earlier versions are known"
 
 
 @pytest.mark.parametrize("victim", ["rng.0.cpu", "model.head.weight", "optimizer.head.weight.exp_avg"])
