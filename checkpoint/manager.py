@@ -345,7 +345,6 @@ class CheckpointManager:
 
     def finish(self, step: int) -> None:
         """Save the last `step` of this start unless that is done; after the run's last step, the model too if asked."""
-        self.check()
         if self.settings.enable and step != self.newest_step:
             self.save(step)
         if self.settings.save_model and step == self.config.training.steps:
