@@ -627,6 +627,7 @@ def test_model_alone_is_made_up_for_and_uploaded(tmp_path, lost):
     """By a start that finds the run done: not asked for before, or ended before it was written."""
     settings = {"interval": 100, "steps": 2, "upload": str(tmp_path / "far")}
     Run(tmp_path / "near", **settings, save_model=lost != "").train(0, 2)
+    assert len(list(tmp_path.glob("*/model-*"))) == (2 if lost else 0)
     for folder in (tmp_path / (lost or "none")).glob("model-*"):
         (folder / "MANIFEST.json").unlink()
     for _ in range(2):
