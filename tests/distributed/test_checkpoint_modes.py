@@ -53,6 +53,7 @@ def _train_past_a_save(folder, settings):
     run.step()
     assert run.checkpoint.staging.queued.is_set()
     run.step()
+    run.checkpoint.check()  # waits for nothing
     assert not run.checkpoint.under_way.done()
     gate.set()
     for _ in range(20):
@@ -372,19 +373,20 @@ def test_two_runs_never_upload_to_one_place(tmp_path):
     assert steps_in(tmp_path / "far") == [1]
 
 
-def test_a_failed_save_leaves_none_of_its_pieces(tmp_path):
-    """The rank that fails has written one file before, the other one both of its own."""
-    run_ranks(2, _fail_one_file, str(tmp_path))
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_failed_save_leaves_none_of_its_pieces(tmp_path, ranks):
+    """The rank that fails, the last one, has written one file before, another one both of its own."""
+    run_ranks(ranks, _fail_one_file, str(tmp_path), ranks)
     assert [folder.name.split("-")[1] for folder in tmp_path.iterdir()] == ["00000001"]
 
 
-def _fail_one_file(folder):
-    run = Run(folder, (2,), interval=1)
+def _fail_one_file(folder, ranks):
+    run = Run(folder, (ranks,), interval=1)
     run.train(0, 1)
     create = LocalStore.create
 
     def fail(store, name):
-        if name.endswith("__1_1.distcp"):
+        if name.endswith(f"__{ranks - 1}_1.distcp"):
             raise CheckpointError("no room, on purpose")
         return create(store, name)
 
