@@ -735,6 +735,8 @@ def test_a_place_that_cannot_be_written_to_is_found_before_anything_is_written(t
     places[key] = str(tmp_path / ("a" * 300))
     with pytest.raises(CheckpointError, match=f"checkpoint.{key} = '.*': cannot be written to: .*File name too long"):
         manager.check_places(Checkpoint(**places), tmp_path / "run")
+    with pytest.raises(CheckpointError, match="cannot be written to"):  # by the last step
+        manager.check_places(Checkpoint(**places, enable=False, save_model=True), tmp_path / "run")
     manager.check_places(Checkpoint(**places, enable=False), tmp_path / "run")
     assert os.listdir(tmp_path) == ["file"]
 
