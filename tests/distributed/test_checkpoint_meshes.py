@@ -316,7 +316,7 @@ def test_a_weight_with_part_of_its_state_is_refused(tmp_path):
 
 @pytest.mark.parametrize("saves", [False, True])
 def test_state_that_differs_between_ranks_is_refused_before_anything_is_written(tmp_path, saves):
-    """A sum over own rows, plain or still to be added up; by the first step, if no save is sooner."""
+    """A sum over own rows, plain or still to be added up, or no tensor; by the first step, if no save is sooner."""
     run_ranks(2, keep_own_rows, str(tmp_path), saves)
     assert list(tmp_path.iterdir()) == []
 
@@ -329,6 +329,7 @@ def keep_own_rows(folder, saves):
     for name, value, said in (
         ("exp_avg_row", mean.to_local().sum(1), "is a plain tensor, of a weight"),
         ("exp_avg_column", mean.sum(0), "has the placements .*: each rank has a part"),
+        ("count", 1, "is a int: only tensors can be saved"),
     ):
         state[name] = value
         with pytest.raises(CheckpointError, match=rf"state blocks\.0\.1\.weight\.{name} {said}"):
