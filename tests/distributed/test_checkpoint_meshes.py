@@ -19,6 +19,7 @@ from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from checkpoint.manager import CheckpointManager
 from checkpoint.manifest import read_metadata, unpickle_metadata
+from checkpoint.names import rank_of
 from checkpoint.retention import committed
 from checkpoint.state import allocate_optimizer_state, model_tensors, optimizer_tensors
 from checkpoint.stores import CheckpointError, LocalStore, open_store
@@ -197,6 +198,10 @@ def test_replicas_are_written_once(tmp_path):
     pieces = Counter(index.fqn for index in metadata.storage_data if not index.fqn.startswith("rng."))
     assert pieces["model.head.weight"] == pieces["optimizer.head.weight.exp_avg"] == 2
     assert max(pieces.values()) == 2
+    values = [0] * 4  # by rank
+    for index, info in metadata.storage_data.items():
+        values[rank_of(info.relative_path)] += metadata.state_dict_metadata[index.fqn].chunks[index.index].sizes.numel()
+    assert max(values) < 1.1 * min(values), "nor are all by one"
 
 
 def tied(model: Tower) -> list[nn.Module]:
