@@ -252,6 +252,16 @@ class OfTwoWords(Exception):
         super().__init__(f"{first} {second}")
 
 
+def test_a_store_that_is_away_for_one_rank_makes_the_damage_that_another_finds_no_reason(monkeypatch):
+    """By which all would pass over a checkpoint that may be whole."""
+    damage, away = DamagedError("missing"), CheckpointError("away")
+    for own, other in ((damage, away), (away, damage)):
+        monkeypatch.setattr(Ranks, "gather", lambda _, value, other=other: [value, other])
+        with pytest.raises(CheckpointError) as caught:
+            Ranks().together(mock.Mock(side_effect=own))
+        assert caught.value is away
+
+
 def test_nothing_intact_is_an_error_never_a_fresh_start(tmp_path, run):
     for name in committed(open_store(tmp_path)):
         (tmp_path / name / ".metadata").unlink()
