@@ -401,7 +401,7 @@ class Validation:
     interval: Positive = 100
     """Steps between two validations."""
     max_samples: Count = 256
-    """Sequences to measure in each dataset, always the same ones. 0: all."""
+    """Sequences to measure, always the same: in each of `datasets`, or if empty in all training data. 0: all."""
     datasets: tuple[str, ...] = ()
     """Prepared datasets whose held-out documents to measure, reported by folder name. Empty: `data.datasets`."""
     sample_prompt: str = ""
@@ -453,8 +453,8 @@ class Failures:
     """What a run does when something goes wrong."""
 
     on_bad_step: Literal["stop", "skip", "rollback"] = "stop"
-    """On a spike or a loss that is not finite: `stop`, `skip` the update, or `rollback` to the last checkpoint and skip
-    all updates since."""
+    """On a loss that spikes, or a loss or gradient norm that is not finite: `stop`, `skip` the update, or `rollback` to
+    the last checkpoint and skip all updates since."""
     bad_step_budget: Positive = 10
     """Bad steps skipped or rolled back in the whole run. One more stops it."""
     spike_factor: NonNegative = 0.0
