@@ -240,8 +240,14 @@ def test_whole_files_are_on_the_disk_before_they_have_their_names(
         real = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *arguments: done.append(name) or real(*arguments))
 
-    for owner, name in ((os, "fsync"), (Path, "replace"), (os, "link")):
+    def fsync(descriptor: int) -> None:
+        done.append("fsync" if os.fstat(descriptor).st_size else "fsync of what is still in this process")
+        real_fsync(descriptor)
+
+    for owner, name in ((Path, "replace"), (os, "link")):
         watch(owner, name)
+    real_fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", fsync)
     record_start(tmp_path, Config(), {}, 1)
     record_exit(tmp_path, Exit("failed", "x", 0, "data", 1, None, "y"))
     assert done == [*2 * ["fsync", "replace"], "fsync", "link"]  # model.json, config.toml; exit.json
