@@ -570,6 +570,19 @@ def test_a_role_that_is_not_given_once_is_asked_for_again(monkeypatch, profile, 
     assert next(answers, None) is None
 
 
+PASSING_CODES = ("RequestTimeout", "IncompleteBody", "BadDigest", "XAmzContentSHA256Mismatch", "SlowDown")
+
+
+@pytest.mark.parametrize(
+    ("status", "code"), [*((400, code) for code in PASSING_CODES), *((status, "") for status in (408, 409, 429, 499))]
+)
+def test_a_request_that_is_refused_once_may_be_taken_the_next_time(stubbed, quick, status, code):
+    """Its body came late, in part or changed, or the store was asked for too much at a time."""
+    put = mock.Mock(side_effect=[error(code, status), {"ETag": "e"}])
+    stubbed(put_object=put).put("x", b"")
+    assert put.call_count == 2
+
+
 @pytest.mark.parametrize("page", [b"404 page not found", b"<html><body>not found</body></html>"])
 def test_a_proxy_that_does_not_find_the_store_is_no_damage(monkeypatch, stubbed, quick, page):
     with answering(lambda request: (404, {}, page)) as endpoint:
