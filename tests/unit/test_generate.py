@@ -1,5 +1,6 @@
 """Generation: transformers' greedy tokens for prompts of unequal lengths, its sampling, stops, streams and chat."""
 
+import argparse
 import dataclasses
 import json
 import random
@@ -25,6 +26,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+import trained
 from checkpoint.hf import main as checkpoint_hf
 from checkpoint.storage import read_state
 from config import TitaniteError
@@ -400,3 +402,18 @@ def test_the_built_in_template_is_used_where_there_is_none(imported: Path, tmp_p
         "<|user|>\na\n<|assistant|>\n"
     )
     assert next(trained.model.parameters()).dtype == torch.bfloat16
+
+
+def test_weights_are_of_the_type_that_is_asked_for_or_fits_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    parser, load = argparse.ArgumentParser(), mock.Mock()
+    monkeypatch.setattr(trained, "load_trained", load)
+    trained.add_place_arguments(parser)
+    for words, device, dtype in (
+        ([], "cpu", torch.float32),
+        ([], "cuda", torch.bfloat16),
+        (["--dtype=bfloat16"], "cpu", torch.bfloat16),
+    ):
+        trained.load_from_arguments(parser.parse_args(["place", *words]), torch.device(device))
+        assert load.call_args.kwargs["dtype"] == dtype
+    with pytest.raises(SystemExit):
+        parser.parse_args(["place", "--dtype=int8"])

@@ -78,6 +78,8 @@ def test_new_runs_get_names_of_their_own(tmp_path: Path) -> None:
     assert len(set(folders)) == 32
     assert {folder.parent for folder in folders} == {tmp_path}
     assert choose_run_folder(Config(run=Run(folder="x/y")), {}) == Path("x/y")
+    named = tmp_path / "of mine" / "run"
+    assert start_run(Config(run=Run(folder=str(named))), {}, 1, "", [], anything)[0] == named
 
 
 def test_a_place_where_no_folder_can_be_made_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
