@@ -343,14 +343,25 @@ def test_the_first_who_knows_the_cause_writes_it(
         assert part in line
 
 
-@pytest.mark.parametrize(("last", "repeated"), [(37, 0), (None, 37)])
-def test_a_run_that_stops_repeats_what_it_has_not_saved(tmp_path: Path, last: int | None, repeated: int) -> None:
+@pytest.mark.parametrize(("last", "steps", "repeated"), [(37, 100, 0), (None, 100, 37), (None, 37, 0)])
+def test_a_run_that_stops_repeats_what_it_has_not_saved(
+    tmp_path: Path, last: int | None, steps: int, repeated: int
+) -> None:
     watchdog = Watchdog(tmp_path, LaunchEnvironment(rank=0, local_rank=0, world_size=1), Config())
     watchdog.resumed(last or 0)
-    watchdog.close(37, 100, "SIGTERM")
+    watchdog.close(37, steps, "SIGTERM")
     record = read_exit(tmp_path)
     assert record is not None
-    assert (record["kind"], record["steps_repeated"]) == ("stopped", repeated)
+    assert (record["kind"], record["steps_repeated"]) == ("finished" if steps == 37 else "stopped", repeated)
+
+
+def test_a_full_disk_leaves_no_half_written_exit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("os.fsync", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    assert record_exit(tmp_path, exit_of("lost")), "its line must still be printed"
+    assert not list(tmp_path.iterdir())
+    assert "No space left" in capsys.readouterr().err
 
 
 def test_the_end_of_a_run_can_be_read_by_those_who_can_read_its_other_files(tmp_path: Path) -> None:
