@@ -640,6 +640,34 @@ def test_nodes_that_remain_go_on_without_those_that_are_taken(
     assert run_ranks(4, goes_on, tmp_path, asked) == expected
 
 
+def leave_by(error: Exception, folder: Path, asked_by: signal.Signals) -> str:
+    """Leave the context by an error on rank 1 alone, which was asked to stop; the others wait for it elsewhere."""
+    rank = dist.get_rank()
+    stop = StopRequest(folder, LaunchEnvironment(rank, rank, 2), timeout_seconds=5)
+    said = ""
+    try:
+        if rank == 1:
+            with stop:
+                os.kill(os.getpid(), asked_by)
+                raise error
+    except Exception as raised:
+        said = str(raised)
+    dist.barrier()
+    return said
+
+
+@pytest.mark.parametrize(
+    ("error", "asked_by"), [(RuntimeError("broken"), signal.SIGUSR1), (ConfigError("wrong"), signal.SIGTERM)]
+)
+def test_a_rank_that_fails_waits_for_no_other(error: Exception, asked_by: signal.Signals, tmp_path: Path) -> None:
+    assert run_ranks(2, leave_by, error, tmp_path, asked_by) == ["", str(error)]
+
+
+def test_a_rank_that_torchrun_ends_since_another_failed_says_nothing(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"rank 1 ended with 143\n\(ended before it could say why\)"):
+        run_ranks(2, leave_by, RuntimeError("Connection closed by peer"), tmp_path, signal.SIGTERM)
+
+
 def test_under_nohup_a_closed_terminal_stops_nothing(tmp_path: Path) -> None:
     assert run_ranks(1, ignored, tmp_path) == [([False, False], "")]
     script = tmp_path / "rank.py"

@@ -302,6 +302,7 @@ def test_a_process_ends_with_its_exit_code_and_waits_for_no_thread(
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == code
     error = capfd.readouterr().err
     assert error.endswith(said)
+    assert bool(error) == bool(said)
     assert ("Traceback" in error) == isinstance(ended, RuntimeError)
 
 
