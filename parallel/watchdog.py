@@ -256,9 +256,8 @@ class Watchdog:
                 self._publish()
                 if self._store.check(["watchdog/verdict"]):
                     self._obey(Verdict(*json.loads(self._store.get("watchdog/verdict"))))
-                if time.monotonic() - self._entered <= PATIENCE / 2 * min(self._limit(), self.limit_seconds):
-                    self._last_seen.clear()
-                elif self._watches:
+                idle_seconds = time.monotonic() - self._entered
+                if self._watches and idle_seconds > PATIENCE / 2 * min(self._limit(), self.limit_seconds):
                     self._watch()
             except RuntimeError:
                 continue  # the store is in the first torchrun: if that is gone, ours ends us
@@ -269,6 +268,7 @@ class Watchdog:
         closed = self._closed.wait(pause)
         if (late := time.monotonic() - before - pause) > LATE_SECONDS:
             self._entered = min(self._entered + late, time.monotonic())
+            self._last_seen.clear()  # the others may have been frozen as well
         return closed
 
     def _limit(self) -> float:

@@ -181,8 +181,12 @@ def test_the_budget_ends_the_run_on_all_ranks_and_what_is_lost_by_that_binds_no_
 
 def judge_losses(folder: Path) -> list[str]:
     bad_steps = BadSteps(Failures(on_bad_step="skip", spike_factor=1.5), folder, step=0, saves=True)
-    losses = [2.0] * (SPIKE_WINDOW - 1) + [2.9, 3.1, 2.9, 3.1]
-    return [bad_steps.judge(step, torch.tensor(loss), torch.tensor(1.0)) for step, loss in enumerate(losses)]
+    losses = [2.0, 3.1] + [2.0] * (SPIKE_WINDOW - 3) + [2.9, 3.1, 2.9, 3.1]
+    verdicts = [bad_steps.judge(step, torch.tensor(loss), torch.tensor(1.0)) for step, loss in enumerate(losses)]
+    one_sided = torch.tensor(torch.inf if dist.get_rank() == 1 else 1.0)
+    assert bad_steps.judge(len(losses), one_sided, torch.tensor(1.0))
+    assert bad_steps.judge(len(losses), torch.tensor(2.0), one_sided)
+    return verdicts
 
 
 def test_spikes_are_measured_by_the_steps_before(tmp_path: Path) -> None:
@@ -197,10 +201,10 @@ def test_spikes_are_measured_by_the_steps_before(tmp_path: Path) -> None:
 
 def replay(wrong: str) -> str:
     """Two computations of a gradient; on rank 1 the second one has a wrong bit in the loss or a gradient."""
-    weight = nn.Parameter(torch.arange(8.0))
+    other, weight = nn.Parameter(torch.ones(2)), nn.Parameter(torch.arange(8.0))
 
     def compute() -> list[Tensor]:
-        loss = (weight * torch.arange(8.0)).square().sum()
+        loss = (weight * torch.arange(8.0)).square().sum() + other.sum()
         loss.backward()
         return [loss.detach()]
 
@@ -213,7 +217,7 @@ def replay(wrong: str) -> str:
         return losses
 
     try:
-        check_replay(10, [weight], compute(), again)
+        check_replay(10, [other, weight], compute(), again)
     except TitaniteError as error:
         return str(error)
     assert weight.grad is not None
@@ -318,14 +322,17 @@ def find_stragglers(slow_rank: int) -> list[list[str]]:
     product = 0.0004 if dist.get_rank() == slow_rank else 0.0002  # seconds, as a GPU may take
     with mock.patch.object(Stragglers, "_seconds", lambda _, products: products * product):
         stragglers = Stragglers(torch.device("cpu"), timeout_seconds=60)
-        return [stragglers.check(step, 0.0) for step in (10, 20)]
+        waits = ((10, 0.5), (20, 0.0), (30, 0.5))  # for data: never twice in a row
+        return [stragglers.check(step, wait if product > 0.0003 else 0.0) for step, wait in waits]
 
 
 def test_a_slow_rank_is_named_the_second_time() -> None:
-    for first, second in run_ranks(2, find_stragglers, 1):
+    for first, *later in run_ranks(2, find_stragglers, 1):
         assert not first
-        assert len(second) == 1
-        assert second[0].startswith("rank 1 (")
+        for lines in later:
+            assert len(lines) == 1
+            assert lines[0].startswith("rank 1 (")
+            assert "matrix products" in lines[0]
 
 
 # ---------------------------------------------------------------- chaos

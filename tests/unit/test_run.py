@@ -608,15 +608,15 @@ def test_a_signal_asks_for_a_stop_after_the_step(name: str, tmp_path: Path) -> N
     assert run_ranks(1, stopped_by, tmp_path, signal.Signals[name]) == [([False, True], name)]
 
 
-def goes_on(folder: Path, asked: dict[int, signal.Signals | str]) -> bool:
-    """Of two ranks on each of two nodes: whether this one is to go on, once ranks were asked by a signal or a file."""
+def goes_on(folder: Path, asked: dict[int, tuple[signal.Signals | str, ...]]) -> bool:
+    """Of two ranks on each of two nodes: whether this one is to go on, once ranks were asked by signals or a file."""
     rank = dist.get_rank()
     with StopRequest(folder, LaunchEnvironment(rank, rank % 2, 4), timeout_seconds=60) as stop:
-        how = asked.get(rank)
-        if isinstance(how, str):
-            (folder / how).touch()
-        elif how:
-            os.kill(os.getpid(), how)
+        for how in asked.get(rank, ()):
+            if isinstance(how, str):
+                (folder / how).touch()
+            else:
+                os.kill(os.getpid(), how)
         votes = [stop.agreed(), stop.agreed()]
     assert votes == [False, bool(asked)]
     return stop.elsewhere
@@ -625,17 +625,19 @@ def goes_on(folder: Path, asked: dict[int, signal.Signals | str]) -> bool:
 @pytest.mark.parametrize(
     ("asked", "expected"),
     [
-        ({2: signal.SIGTERM, 3: signal.SIGTERM}, [True, True, False, False]),
-        ({1: signal.SIGHUP}, [False, False, True, True]),
-        ({1: signal.SIGTERM, 3: signal.SIGTERM}, [False] * 4),
-        ({3: signal.SIGUSR1}, [False] * 4),
-        ({3: signal.SIGINT, 2: signal.SIGTERM}, [False] * 4),
-        ({0: "stop", 3: signal.SIGTERM}, [False] * 4),
+        ({2: (signal.SIGTERM,), 3: (signal.SIGTERM,)}, [True, True, False, False]),
+        ({1: (signal.SIGHUP,)}, [False, False, True, True]),
+        ({1: (signal.SIGTERM,), 3: (signal.SIGTERM,)}, [False] * 4),
+        ({3: (signal.SIGUSR1,)}, [False] * 4),
+        ({3: (signal.SIGINT,), 2: (signal.SIGTERM,)}, [False] * 4),
+        ({3: (signal.SIGINT, signal.SIGTERM)}, [False] * 4),
+        ({3: (signal.SIGTERM, signal.SIGINT)}, [False] * 4),
+        ({0: ("stop",), 3: (signal.SIGTERM,)}, [False] * 4),
         ({}, [False] * 4),
     ],
 )
 def test_nodes_that_remain_go_on_without_those_that_are_taken(
-    asked: dict[int, signal.Signals | str], expected: list[bool], tmp_path: Path
+    asked: dict[int, tuple[signal.Signals | str, ...]], expected: list[bool], tmp_path: Path
 ) -> None:
     assert run_ranks(4, goes_on, tmp_path, asked) == expected
 

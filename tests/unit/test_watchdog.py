@@ -5,20 +5,21 @@ import dataclasses
 import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import parallel.watchdog
-from config import Config, ConfigError, Failures, Run, Training, check_config, from_dict
+from config import Config, ConfigError, Failures, Run, TitaniteError, Training, check_config, from_dict
 from parallel.comm import LaunchEnvironment, identify, launch_environment
 from parallel.exits import HUNG, Exit, read_exit, record_exit, run_and_leave
 from parallel.failures import Timing, find_slow
@@ -116,7 +117,8 @@ def test_whose_accelerators_queue_is_full_may_wait_for_others_wherever_it_is(
     watchdog._store = dist.HashStore()
     watchdog.enter(section)
     watchdog._publish()
-    assert Beat(*json.loads(watchdog._store.get("watchdog/0"))).waiting == waiting
+    beat = Beat(*json.loads(watchdog._store.get("watchdog/0")))
+    assert (beat.ticks, beat.section, beat.waiting) == (1, section, waiting)
 
 
 def test_the_stack_of_a_backward_in_torchs_own_thread_is_shown() -> None:
@@ -208,7 +210,9 @@ def test_every_rank_says_the_verdict_and_ends_also_where_the_folder_hangs(
             if folder_hangs:
                 parallel.watchdog.SAYING_SECONDS = 0.1
                 parallel.watchdog.record_exit = lambda *_: threading.Event().wait()
-            watchdog._obey(Verdict([], "hung: all ranks wait", "data", 7))
+            watchdog._store.set("watchdog/verdict", json.dumps(Verdict([], "hung: all ranks wait", "data", 7)))
+            with patch.multiple(watchdog, _publish=Mock(), _wait=Mock(return_value=False)):
+                watchdog._run()
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == HUNG
@@ -217,6 +221,89 @@ def test_every_rank_says_the_verdict_and_ends_also_where_the_folder_hangs(
         record = read_exit(tmp_path)
         assert record is not None
         assert (record["kind"], record["rank"], record["section"], record["step"]) == ("hung", None, "data", 7)
+
+
+def test_of_the_stuck_ranks_those_on_this_machine_are_killed(tmp_path: Path) -> None:
+    here, elsewhere = (subprocess.Popen(["cat"], stdin=subprocess.PIPE) for _ in range(2))
+    place = LaunchEnvironment(rank=1, local_rank=1, world_size=4, local_world_size=2)
+    pid = os.fork()
+    if not pid:
+        try:
+            watchdog = Watchdog(tmp_path, place, Config())
+            watchdog._store = dist.TCPStore("127.0.0.1", 0, None, True)
+            for rank, stuck in enumerate((here.pid, os.getpid(), elsewhere.pid)):
+                watchdog._store.set(f"watchdog/{rank}", json.dumps(WAITING._replace(pid=stuck)))
+            watchdog._obey(Verdict([0, 1, 2], "hung: rank 0, 1, 2", "data", 7))
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == HUNG
+    assert here.wait() == -signal.SIGKILL
+    assert elsewhere.poll() is None
+    elsewhere.kill()
+    elsewhere.wait()
+
+
+@pytest.mark.parametrize(
+    ("rank", "section", "idle", "looks"),
+    [
+        (0, "data", 0.3, False),
+        (0, "data", 0.5, True),
+        (0, "checkpoint", 0.5, True),  # which itself may last longer
+        (1, "data", 0.5, False),
+    ],
+)
+def test_a_watching_rank_without_progress_looks_at_the_others(
+    rank: int, section: str, idle: float, looks: bool, tmp_path: Path
+) -> None:
+    watchdog = Watchdog(tmp_path, LaunchEnvironment(rank=rank, local_rank=0, world_size=17), Config())
+    watchdog.enter(section)
+    watchdog._entered -= idle * watchdog.limit_seconds
+    watchdog._store, watch = dist.HashStore(), Mock()
+    publish = Mock(side_effect=[RuntimeError("the store is away"), None])
+    with patch.multiple(watchdog, _watch=watch, _publish=publish, _wait=Mock(side_effect=[False, False, True])):
+        watchdog._run()
+    assert watch.called == looks
+
+
+@pytest.mark.parametrize(
+    ("section", "silent", "frozen", "named"),
+    [
+        ("data", 0.2, False, None),
+        ("data", 0.4, False, [1]),
+        ("data", 0.4, True, None),
+        ("checkpoint", 0.4, False, None),
+        ("checkpoint", 0.9, False, [1]),  # while rank 0 is allowed more time
+    ],
+)
+def test_a_rank_whose_beats_have_stopped_is_named(
+    section: str, silent: float, frozen: bool, named: list[int] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a time in which the whole job was frozen, rank 0 may look before rank 1 has published another beat."""
+    now = [100.0]
+    monkeypatch.setattr("parallel.watchdog.time.monotonic", lambda: now[0])
+    watchdog = Watchdog(tmp_path, LaunchEnvironment(rank=0, local_rank=0, world_size=2), Config())
+    watchdog._store, obey = dist.HashStore(), Mock()
+    monkeypatch.setattr(watchdog, "_obey", obey)
+    watchdog.enter(section)
+    own = WAITING._replace(idle_seconds=watchdog.limit_seconds, limit_seconds=watchdog._limit())
+    watchdog._store.set("watchdog/0", json.dumps(own))
+    watchdog._store.set("watchdog/1", json.dumps(WAITING._replace(idle_seconds=0.0)))
+
+    def wait(_: float) -> bool:
+        now[0] += silent * watchdog.limit_seconds
+        watchdog._store.set("watchdog/0", json.dumps(own._replace(number=10)))
+        return False
+
+    monkeypatch.setattr(watchdog._closed, "wait", wait)
+    watchdog._watch()
+    watchdog._wait() if frozen else wait(1.0)
+    watchdog._watch()
+    assert [call.args[0].ranks for call in obey.mock_calls] == ([] if named is None else [named])
+    if named:  # and if another rank was faster
+        first = Verdict([], "hung: all ranks wait", "data", 7)
+        watchdog._store.set("watchdog/verdict", json.dumps(first))
+        watchdog._watch()
+        obey.assert_called_with(first)
 
 
 @pytest.mark.parametrize("gone", [False, True])
@@ -388,19 +475,24 @@ def raise_in_collective(error: Exception) -> None:
     scope["fail"](error)
 
 
-def test_only_what_tells_of_a_connection_counts_as_a_lost_rank(tmp_path: Path) -> None:
+def test_only_what_tells_of_a_connection_counts_as_a_lost_rank(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     alone = LaunchEnvironment(rank=3, local_rank=3, world_size=4)
-    errors = {
-        "failed": RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"),
-        "lost": RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:544] Connection closed by peer"),
-    }
-    for kind, error in errors.items():
-        with pytest.raises(RuntimeError), Watchdog(tmp_path, alone, Config()):
+    closed = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:544] Connection closed by peer"
+    for error, kind, rank in (
+        (RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"), "failed", 3),
+        (RuntimeError(closed), "lost", None),
+        (TitaniteError("a shard is damaged"), "error", 3),
+        (TitaniteError("loss nan", agreed=True), "error", None),
+    ):
+        with pytest.raises(type(error)), Watchdog(tmp_path, alone, Config()):
             raise_in_collective(error)
         record = read_exit(tmp_path)
         (tmp_path / "exit.json").unlink()
         assert record is not None
-        assert (record["kind"], record["rank"]) == (kind, 3 if kind == "failed" else None)
+        assert (record["kind"], record["rank"]) == (kind, rank)
+        assert ("exit: " in capsys.readouterr().err) == (kind != "error"), "train.py's main prints errors"
 
 
 def test_memory_that_runs_out_is_blamed_on_nobody_else(tmp_path: Path) -> None:
