@@ -24,10 +24,10 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from torch.distributed.device_mesh import init_device_mesh
 
 from config import Config
-from loss import build_loss
+from loss import IGNORED, build_loss, cross_entropy
 from models.llama.model import Block
 from parallel.pipeline import layers_of_stages
-from parallel.tensor import enable_async_tensor_parallel
+from parallel.tensor import enable_async_tensor_parallel, vocab_parallel_cross_entropy
 from tests.harness import run_ranks
 from tests.parity import GLOBAL_BATCH, close, config_for, our_run, plain_run
 from tests.parity_ranks import FULL_STEPS, compare
@@ -201,6 +201,26 @@ def test_a_pipeline_of_shards_accumulates(schedule: str) -> None:
     """Over two batches, after the last of which alone ranks sum; 1F1B keeps the weights gathered to that."""
     config = config_for(1, 2, pp=2, pp_schedule=schedule, local_batch_size=GLOBAL_BATCH // 4)
     compare_forked(config, plain_run(STEPS, n_layers=DEEP), accumulation=2, n_layers=DEEP)
+
+
+def loss_of_split_logits() -> None:
+    """In bfloat16, and so large that exp() overflows, as in a loss that has spiked."""
+    mesh = init_device_mesh("cpu", (2,))
+    generator = torch.Generator().manual_seed(0)
+    logits = (200 * torch.randn(2, 8, 64, generator=generator)).bfloat16()
+    labels = torch.randint(0, 64, (2, 8), generator=generator)
+    labels[0, :3] = IGNORED
+    whole, own = logits.clone().requires_grad_(), logits.chunk(2, dim=-1)[mesh.get_local_rank()].requires_grad_()
+    expected, loss = cross_entropy(whole, labels), vocab_parallel_cross_entropy(own, labels, mesh, IGNORED)
+    torch.testing.assert_close(loss, expected)
+    expected.backward()
+    loss.backward()
+    assert whole.grad is not None
+    torch.testing.assert_close(own.grad, whole.grad.chunk(2, dim=-1)[mesh.get_local_rank()])
+
+
+def test_the_loss_of_logits_split_by_vocabulary() -> None:
+    run_ranks(2, loss_of_split_logits)
 
 
 def test_tied_embeddings_split_by_vocabulary() -> None:

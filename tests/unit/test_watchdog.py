@@ -211,7 +211,7 @@ def test_every_rank_says_the_verdict_and_ends_also_where_the_folder_hangs(
                 parallel.watchdog.SAYING_SECONDS = 0.1
                 parallel.watchdog.record_exit = lambda *_: threading.Event().wait()
             watchdog._store.set("watchdog/verdict", json.dumps(Verdict([], "hung: all ranks wait", "data", 7)))
-            with patch.multiple(watchdog, _publish=Mock(), _wait=Mock(return_value=False)):
+            with patch.multiple(watchdog, _publish=Mock(), _wait=Mock(side_effect=[False, True])):
                 watchdog._run()
         finally:
             os._exit(1)
@@ -237,7 +237,7 @@ def test_of_the_stuck_ranks_those_on_this_machine_are_killed(tmp_path: Path) -> 
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == HUNG
-    assert here.wait() == -signal.SIGKILL
+    assert here.wait(timeout=60) == -signal.SIGKILL
     assert elsewhere.poll() is None
     elsewhere.kill()
     elsewhere.wait()
