@@ -729,7 +729,7 @@ def check_data(config: Config) -> None:
     data, held_out = config.data, config.validation.datasets
     if not data.datasets:
         raise ConfigError("data.datasets = []: name at least one folder made by `python -m data.prepare`")
-    if len(set(data.datasets)) < len(data.datasets):
+    if len(set(map(Path, data.datasets))) < len(data.datasets):  # a/b and a/b/ are one
         raise ConfigError(f"data.datasets = {list(data.datasets)}: a dataset is named twice")
     if data.weights and len(data.weights) != len(data.datasets):
         raise ConfigError(

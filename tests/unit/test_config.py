@@ -123,6 +123,7 @@ def test_command_line_values(words, get, value) -> None:
         (["--config=train_configs/debgu.toml"], ["debgu.toml", "no such config", "debug.toml"]),
         (["--data.datasets="], ["data.datasets", "at least one"]),
         (["--data.datasets=a,a"], ["data.datasets", "twice"]),
+        (["--data.datasets=a/b,a/./b/"], ["data.datasets", "twice"]),
         (["--data.weights=1,2"], ["data.weights", "2 entries for 1"]),
         (["--data.weights=-1"], ["data.weights", "above 0"]),
         (["--lr_scheduler.warmup_steps=500"], ["lr_scheduler.warmup_steps = 500", "training.steps = 400"]),
@@ -143,9 +144,14 @@ def test_bad_input_is_named(words, said) -> None:
 
 def test_what_shapes_a_feature_may_stay_where_one_flag_switches_it_off() -> None:
     shapes = ["--parallelism.cp_method=ring", "--parallelism.pp_schedule=Interleaved1F1B", "--parallelism.outer_lr=1"]
-    load_config(
-        [*shapes, "--parallelism.pp_microbatch_size=2", "--float8.recipe=rowwise", "--profiling.trace_start=999"]
-    )
+    shapes += ["--parallelism.pp_microbatch_size=2", "--profiling.trace_start=999"]
+    load_config([*shapes, "--float8.recipe=rowwise", "--float8.skip=[]"])
+
+
+def test_limits_may_be_reached() -> None:
+    load_config(["--lr_scheduler.warmup_steps=20", "--lr_scheduler.decay_fraction=0.95", "--training.steps=400"])
+    load_config(["--lr_scheduler.warmup_steps=400", "--lr_scheduler.decay_fraction=0", "--training.steps=400"])
+    load_config(["--profiling.trace", "--profiling.trace_start=400", "--training.steps=400"])
 
 
 def test_bad_files_are_named(tmp_path: Path) -> None:
