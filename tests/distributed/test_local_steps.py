@@ -223,7 +223,15 @@ def meet_with_adagrad() -> tuple[list[float], list[float], float]:
     state = optimizer.state[weight]
     state["rows"] = torch.full((2,), float(rank))
     outer.meet()
-    return state["sum"].flatten().tolist(), state["rows"].tolist(), state["step"].item()
+    averaged = state["sum"].flatten().tolist(), state["rows"].tolist(), state["step"].item()
+    met = weight.detach().clone()
+    outer.meet()
+    weight.grad = None
+    optimizer.step()
+    outer.restart()  # as after a rollback
+    outer.meet()
+    assert torch.equal(weight, met), "islands that have not trained since they met have nothing to bring"
+    return averaged
 
 
 def test_whatever_an_optimizer_keeps_of_each_weight_is_averaged() -> None:

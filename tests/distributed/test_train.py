@@ -507,7 +507,10 @@ def test_killed_and_resumed_under_torchrun(dataset: Path, tmp_path: Path, capsys
 def test_layouts_change_from_start_to_start(
     single: Path, dataset: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """FSDP 2 x TP 2 x PP 2, then CP 2 x TP 2, then one process: the same tokens and losses, and the same sample."""
+    """FSDP 2 x TP 2 x PP 2, then CP 2 x TP 2, then one process: the same tokens and losses, and the same sample.
+
+    Each start ends with a validation loss that validate.py confirms.
+    """
     folder = tmp_path / "run"
 
     def start(world_size: int, *arguments: str) -> str:
@@ -515,7 +518,13 @@ def test_layouts_change_from_start_to_start(
         words += [f"--data.datasets={dataset}", f"--run.folder={folder}", *arguments]
         words += ["--validation.sample_prompt=ba", "--validation.sample_tokens=6"]
         run_ranks(world_size, run, words, start_group=False)
-        return capfd.readouterr().err.split("sample:\n")[-1].split("\n")[0]
+        said = capfd.readouterr().err
+        validate([str(folder)])
+        (measured,) = re.findall(r"  loss ([\d.]+)  ", capfd.readouterr().out)
+        lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+        *_, reported = (line["validation_loss"] for line in lines if line["validation_loss"])
+        assert float(measured) == pytest.approx(reported, abs=1e-4)
+        return said.split("sample:\n")[-1].split("\n")[0]
 
     def steps(last: int) -> list[str]:
         # The schedule is that of the whole run, which ends after 20 steps.

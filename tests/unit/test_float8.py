@@ -193,6 +193,7 @@ def test_the_tokens_of_a_microbatch_must_fit_the_weight_gradients_matmul() -> No
     training = Training(seq_len=20, local_batch_size=2)
     with pytest.raises(ConfigError, match="2 x 20 / 1 = 40 tokens must be a multiple of 16"):
         check_float8(Config(training=training, float8=Float8(enable=True)))
+    check_float8(Config(training=training, float8=Float8(enable=True, recipe="rowwise_with_gw_hp")))
     training = dataclasses.replace(training, seq_len=264)
     check_float8(Config(training=training, float8=Float8(enable=True)))
     for shared in (Parallelism(cp=2), Parallelism(pp=2)):
