@@ -270,6 +270,11 @@ REFUSED = [  # words, ranks, what is said: each would otherwise train wrongly, f
     ([TWO_STAGES, "--model.flavor=1B"], 2, "one weight as embedding and output"),
     ([TWO_STAGES, "--training.local_batch_size=3", "--parallelism.pp_microbatch_size=2"], 2, "must divide"),
     ([TWO_STAGES, "--training.local_batch_size=1"], 2, "needs at least parallelism.pp = 2"),
+    (
+        [TWO_STAGES, "--parallelism.pp_schedule=Interleaved1F1B", "--training.local_batch_size=3"],
+        2,
+        "needs a multiple of parallelism.pp = 2",
+    ),
     (["--parallelism.pp=8", "--training.local_batch_size=8"], 8, "8 stages .* for 6 layers"),
     ([TWO_STAGES, "--parallelism.sync_every_microbatch=false"], 2, "not with parallelism.pp"),
     ([TWO_STAGES, "--parallelism.reshard_group_size=2"], 2, "not with parallelism.pp"),
@@ -288,6 +293,9 @@ REFUSED = [  # words, ranks, what is said: each would otherwise train wrongly, f
     (["--parallelism.cp=2", "--parallelism.cp_method=ring", "--data.mask_documents"], 2, "knows no documents"),
     (["--parallelism.cp=2", "--training.seq_len=254"], 2, "must be a multiple of 4"),
     (["--parallelism.tp=3"], 3, "n_heads"),
+    (["--parallelism.tp=8"], 8, "must divide n_kv_heads = 4"),
+    (["--parallelism.tp=5", "--model.flavor=llama2_13B"], 5, "must divide hidden_dim = 13824"),
+    (["--parallelism.tp=2", "--training.seq_len=255"], 2, "must be a multiple of 2"),
     (["--activation_checkpoint.mode=budget"], 1, INDUCTOR),
     (["--activation_checkpoint.every_n_layers=2"], 1, "is for mode full or selective"),
     (["--parallelism.reshard_group_size=3"], 8, "the 8 ranks that share the weights into groups: 2, 4, or 0"),
@@ -320,6 +328,29 @@ def test_combinations_that_cannot_train_are_refused_before_anything_starts(
 
     with pytest.raises(ConfigError, match=said):
         check()
+
+
+@pytest.mark.parametrize(
+    ("device", "words", "said"),
+    [
+        ("cpu", [ASYNC, "--parallelism.tp=2", "--compile.enable"], "needs CUDA"),
+        (
+            "cuda",
+            ["--parallelism.cp=2", "--parallelism.cp_method=ring", "--training.param_dtype=float32"],
+            "on CUDA it takes bfloat16",
+        ),
+    ],
+)
+def test_what_a_device_cannot_compute_is_refused(
+    device: str, words: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from models import find_model
+
+    monkeypatch.setattr("models.llama.parallelize.device_type", lambda: device)
+    config = load_config(words)
+    spec, flavor = find_model(config.model, data_vocab_size=1024)
+    with pytest.raises(ConfigError, match=said):
+        spec.check_parallelism(flavor, config)
 
 
 def test_zero_bubble_with_float8_is_refused_where_autograd_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
