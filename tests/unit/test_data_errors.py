@@ -117,6 +117,8 @@ def test_combinations_that_do_not_fit(folder, tmp_path):
         check(folder, training__seq_len=400)
     with pytest.raises(DataError, match="has no validation documents"):
         check(other, validation__enable=True)
+    bare = write_dataset(tmp_path / "bare", DOCUMENTS[:1])
+    check(bare, validation__enable=True, validation__datasets=[str(folder)])
     with pytest.raises(DataError, match=r"data\.tokenizer = .*other.*but the data in .*dataset was made by"):
         check(folder, data__tokenizer=str(other))
     check(folder, data__tokenizer=str(folder / "tokenizer.json"))
@@ -173,11 +175,13 @@ def test_checking_imports_no_torch(folder):
     subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=True)
 
 
-def test_token_above_the_vocabulary_is_named(folder):
-    change_manifest(folder, vocab_size=395)  # ids go up to 399
+@pytest.mark.parametrize("vocab_size", [395, 399])
+def test_token_above_the_vocabulary_is_named(folder, vocab_size):
+    change_manifest(folder, vocab_size=vocab_size)  # ids go up to 399
     split = open_dataset(str(folder)).splits["train"]
     split.read(8)
-    with pytest.raises(DataError, match=r"train-00001\.arrow, block 4, row 3: token id 395 is not below .* size 395"):
+    message = rf"train-00001\.arrow, block 4, row 3: token id {vocab_size} is not below .* size {vocab_size}"
+    with pytest.raises(DataError, match=message):
         split.read(9)
 
 
@@ -419,10 +423,14 @@ def test_ranks_with_other_settings_or_datasets_do_not_start(folder, tmp_path):
     def names(*folders):
         return [str(folder) for folder in folders]
 
+    def of_node(copy, name):
+        places = {"data__cache_folder": name, "run__folder": name, "run__outputs": name}
+        places |= {"data__tokenizer": str(copy), "validation__datasets": names(copy)}
+        return places | {"data__cache_gb": 1 + int(name)}
+
     one, number = config(folder), "number of {}.datasets: {} on rank 1, {} on rank 0; every node needs the same"
     cases = [
-        ((one, config(copy)), ""),
-        ((one, config(folder, data__cache_gb=1, run__outputs="elsewhere", data__tokenizer=str(copy))), ""),
+        ((config(folder, **of_node(folder, "0")), config(copy, **of_node(copy, "1"))), ""),
         ((one, config(folder, data__mask_documents=True)), "data.mask_documents: true on rank 1, false on rank 0"),
         ((one, config(folder, data__on_bad_block="mask")), 'data.on_bad_block: "mask" on rank 1, "stop" on rank 0'),
         ((one, config(folder, validation__max_samples=7)), "validation.max_samples: 7 on rank 1, 256 on rank 0"),

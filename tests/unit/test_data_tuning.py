@@ -394,25 +394,27 @@ def test_parquet_gives_the_messages_that_json_lines_give(tmp_path: Path) -> None
 
 
 def test_a_mixture_has_the_template_of_its_conversations(tmp_path: Path) -> None:
-    text = {"plain": "hi so", "one": TEMPLATE, "other": TEMPLATE + "{# another #}"}
+    own = piecewise("▁▁", begin=False)
+    text = {"plain": own.chat_template, "bare": "", "one": TEMPLATE, "other": TEMPLATE + "{# another #}"}
     conversation = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "so"}]
-    piecewise("▁▁", begin=False).save(tmp_path)
     for name, template in text.items():
-        row = {"text": template} if name == "plain" else {"messages": conversation}
+        own.chat_template = template if name == "bare" else text["plain"]
+        own.save(tmp_path)
+        row = {"text": "hi so"} if name in ("plain", "bare") else {"messages": conversation}
         (tmp_path / f"{name}.jsonl").write_text((json.dumps(row) + "\n") * 30)
         (tmp_path / "template").write_text(template)
         command = ["--source", str(tmp_path / f"{name}.jsonl"), "--output", str(tmp_path / name), "--processes=1"]
         command += ["--validation-fraction=0", "--tokenizer", str(tmp_path)]
         chat = ["--format=chat", "--seq-len=32", "--chat-template", str(tmp_path / "template")]
-        prepare(command if name == "plain" else command + chat)
+        prepare(command if "text" in row else command + chat)
 
     def mixture(*names: str) -> Any:
         data = {"datasets": [str(tmp_path / name) for name in names], "mask_documents": True}
         return from_dict({"data": data, "training": {"seq_len": 32}, "validation": {"enable": False}})
 
-    for names in (("plain", "one"), ("other", "plain")):  # the plain set's own is its tokenizer's
+    for names in (("bare", "plain"), ("plain", "one"), ("other", "plain")):  # the plain set's own is its tokenizer's
         loader = DataLoader(mixture(*names), 0, 1)
-        assert loader.tokenizer.chat_template == text[max(names, key=["plain", "one", "other"].index)]
+        assert loader.tokenizer.chat_template == text[max(names, key=["bare", "plain", "one", "other"].index)]
         loader.close()
     with pytest.raises(TitaniteError, match=f"other was made with another chat template than {tmp_path / 'one'}"):
         DataLoader(mixture("plain", "one", "other"), 0, 1)
