@@ -119,6 +119,8 @@ def test_combinations_that_do_not_fit(folder, tmp_path):
         check(other, validation__enable=True)
     bare = write_dataset(tmp_path / "bare", DOCUMENTS[:1])
     check(bare, validation__enable=True, validation__datasets=[str(folder)])
+    with pytest.raises(DataError, match="has no validation documents"):
+        check(folder, validation__datasets=[str(bare)])
     with pytest.raises(DataError, match=r"data\.tokenizer = .*other.*but the data in .*dataset was made by"):
         check(folder, data__tokenizer=str(other))
     check(folder, data__tokenizer=str(folder / "tokenizer.json"))

@@ -26,6 +26,7 @@ from data.sources import documents, list_files, plan_units
 from data.tokenizer import Tokenizer
 from data.tuning import Segments, _split, encode_examples
 from data.verify import faults
+from tests.corpus import write_dataset
 
 WORDS = ("<eos>", "<|u|>", "<|a|>", "<|end|>", "two", "plus", "is", "four", "five", "what", "?", "so")
 EOS, USER, ASSISTANT, END, TWO, PLUS, IS, FOUR, FIVE, WHAT, ASK, SO = range(len(WORDS))
@@ -323,12 +324,14 @@ def test_a_run_that_shuffles_pieces_of_another_length_cuts_no_example(folder: Pa
     loader.close()
 
 
-def test_settings_that_would_cut_or_mix_examples_are_refused(folder: Path) -> None:
+@pytest.mark.parametrize("section", ["data", "validation"])
+def test_settings_that_would_cut_or_mix_examples_are_refused(folder: Path, tmp_path: Path, section: str) -> None:
+    plain = write_dataset(tmp_path / "plain", [[[1, 2, 0]] * 20])
+    values = {"data": {"datasets": [str(plain)]}} | {section: {"datasets": [str(folder / "set")]}}
     with pytest.raises(TitaniteError, match=r"training.seq_len = 16: must be 32, the --seq-len"):
-        DataLoader(settings(folder, seq_len=16), 0, 1)
-    config = from_dict({"data": {"datasets": [str(folder / "set")]}, "training": {"seq_len": 32}})
+        DataLoader(from_dict(values | {"training": {"seq_len": 16}}), 0, 1)
     with pytest.raises(TitaniteError, match=r"data.mask_documents = false: must be true"):
-        DataLoader(config, 0, 1)
+        DataLoader(from_dict(values | {"training": {"seq_len": 32}}), 0, 1)
 
 
 @pytest.mark.parametrize(
