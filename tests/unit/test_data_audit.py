@@ -13,9 +13,13 @@ from config import TitaniteError, to_toml
 from data import audit, verify
 from data.audit import prove
 from data.loader import DataLoader
-from data.shards import DataError, open_dataset
+from data.packing import HIDDEN, START
+from data.shards import DataError, open_dataset, token_type
 from data.stream import Stream
-from tests.corpus import data_config, stored_blocks, write_dataset
+from data.writer import WrittenShard, write_manifest, write_shard
+from tests.corpus import data_config, stored_blocks, word_tokenizer, write_dataset
+
+BEGIN = START + HIDDEN  # of an example
 
 
 @pytest.fixture(scope="module")
@@ -471,3 +475,41 @@ def test_verify_names_a_document_without_its_end(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "train-00000.arrow, block 0, row 1: does not end with its only token 0" in out
     assert "train-00001.arrow, block 0, row 0: does not end with its only token 0" in out
+
+
+@pytest.mark.parametrize(
+    ("row", "what"),
+    [
+        ([BEGIN + 5, 6, 0, BEGIN], ""),
+        ([BEGIN + 5, 6, 0], "has not 4 tokens"),
+        ([HIDDEN + 5, 6, 0, BEGIN], "does not begin with a hidden start"),
+        ([START + 5, 6, 0, BEGIN], "does not begin with a hidden start"),
+        ([BEGIN + 5, 6, 7, 8], "does not end with token 0"),
+    ],
+)
+def test_verify_names_rows_that_are_not_packed(tmp_path, row, what):
+    tokenizer = word_tokenizer(10)
+    tokenizer.save(tmp_path)
+    rows = pa.array([[BEGIN + 5, 0, BEGIN, HIDDEN], row], token_type("uint32"))
+    facts = {"dtype": "uint32", "packed_seq_len": 4}
+    write_manifest(tmp_path, tokenizer, [write_shard(tmp_path, "train", 0, rows, 1000)], facts)
+    expected = [f"{tmp_path}/train-00000.arrow, block 0, row 1: {what}"] if what else []
+    assert list(verify.faults(open_dataset(str(tmp_path)))) == expected
+
+
+@pytest.mark.parametrize(
+    ("shard", "block", "what"),
+    [
+        ({"documents": 1}, {}, ": blocks.arrow and manifest.json differ about its documents or tokens"),
+        ({"tokens": 4}, {}, ": blocks.arrow and manifest.json differ about its documents or tokens"),
+        ({"documents": 3}, {"documents": 3}, ", block 0: holds other documents than blocks.arrow says"),
+        ({"tokens": 6}, {"tokens": 6}, ", block 0: holds other documents than blocks.arrow says"),
+    ],
+)
+def test_verify_compares_what_is_said_about_a_shard_with_its_blocks(tmp_path, shard, block, what):
+    tokenizer = word_tokenizer(10)
+    tokenizer.save(tmp_path)
+    written = write_shard(tmp_path, "train", 0, pa.array([[1, 2, 0], [3, 0]], token_type("uint16")), 1000)
+    written = WrittenShard(written.shard._replace(**shard), [written.blocks[0] | block])
+    write_manifest(tmp_path, tokenizer, [written])
+    assert list(verify.faults(open_dataset(str(tmp_path)))) == [f"{tmp_path}/train-00000.arrow{what}"]
