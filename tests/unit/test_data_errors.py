@@ -302,9 +302,12 @@ def test_masked_blocks_stay_masked_after_a_resume(folder):
     strict.close()
 
 
-def test_a_block_found_bad_while_its_sound_copy_is_in_use_is_masked_there_too(folder, tmp_path):
-    """All is one window, and the next epoch is read ahead. What the state says is what is trained, and is proven."""
-    config = data_config(folder, training__seq_len=8, training__local_batch_size=5, data__on_bad_block="mask")
+@pytest.mark.parametrize("window_blocks", [16, 4])
+def test_a_block_found_bad_while_its_sound_copy_is_in_use_is_masked_there_too(folder, tmp_path, window_blocks):
+    """All is one window, and the next epoch is read ahead; or the next window, and more is found bad where the one in
+    use is read again. What the state says is what is trained, and is proven."""
+    sizes = {"training__seq_len": 8, "training__local_batch_size": 5, "data__window_blocks": window_blocks}
+    config = data_config(folder, data__on_bad_block="mask", **sizes)
     run, file = tmp_path / "run", folder / "train-00001.arrow"
     run.mkdir()
     (run / "config.toml").write_text(to_toml(config))
