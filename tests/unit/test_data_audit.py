@@ -79,6 +79,7 @@ def test_a_run_with_restarts_and_changes_is_proven(run, folders):
     assert (
         lines[1] == f"2 steps made void by a resume left out; {3 * 4 + 4 * 3 + 5 * 2} batches rebuilt and found equal"
     )
+    assert prove(folder, every=5)[1].endswith("; 7 batches rebuilt and found equal")  # of steps 5, 10 and the last, 12
     for dataset, line in zip(folders, lines[2:], strict=True):
         size = sum(len(document) for block in stored_blocks(dataset) for document in block)
         inputs = [t for batch in batches for row in batch for t in row]
@@ -365,14 +366,18 @@ def test_the_documents_of_a_step_are_those_of_its_batch(run, capsys):
     assert [listed[number] for number in range(1, 13)] == [[t for row in batch for t in row] for batch in batches]
 
 
-def test_text_and_planned_steps(run, folders, tmp_path, capsys):
-    folder, _ = run
-    config = tmp_path / "c.toml"
-    config.write_text((folder / "config.toml").read_text())
-    audit.main(["--config", str(config), "--steps", "2", "--text"])
-    out = capsys.readouterr().out
-    assert "step 2 sample 0" in out
-    assert re.search(r"^w\d+( w\d+)*$", out, re.MULTILINE)
+def test_text_and_planned_steps(folders, tmp_path, capsys):
+    """Planned on one rank, they are those of a run on two."""
+    run = tmp_path / "run"
+    run_phase(run, folders, None, 3, dp_size=2)
+    listed = []
+    for words in (["--run", str(run)], ["--config", str(run / "config.toml")]):
+        audit.main([*words, "--steps", "2:4", "--text"])
+        listed.append(capsys.readouterr().out)
+    assert listed[0] == listed[1]
+    assert "step 2 sample 0" in listed[0]
+    assert "step 3 sample 7" in listed[0]
+    assert re.search(r"^w\d+( w\d+)*$", listed[0], re.MULTILINE)
 
 
 def test_usage_errors(run, tmp_path, capsys):
