@@ -985,6 +985,33 @@ def test_which_token_ends_a_document(texts, tmp_path):
         load_tokenizer(folder, "<pad>")
 
 
+@pytest.mark.parametrize("command", [prepare, convert])
+def test_the_token_that_is_asked_for_ends_the_documents(texts, tmp_path, command):
+    folder = llama3_like(texts, tmp_path, "$A")
+    source, options = write_jsonl(tmp_path / "in.jsonl", texts), {"processes": 1}
+    if command is convert:
+        np.array([5, 6], "<u2").tofile(source := tmp_path / "in.bin")
+        options = {"format": "nanogpt"}
+    options |= {"tokenizer": str(folder), "eos_token": "<|endoftext|>", "validation_fraction": 0}
+    manifest = command([str(source)], str(tmp_path / "out"), **options)
+    asked = load_tokenizer(folder).raw.token_to_id("<|endoftext|>")
+    assert manifest["eos_id"] == asked
+    assert {document[-1] for block in stored_blocks(tmp_path / "out") for document in block} == {asked}
+
+
+def test_a_text_is_neither_cut_nor_padded_as_its_tokenizer_was_told(texts, tmp_path):
+    """As in the tokenizer.json of many models for search."""
+    raw = train_tokenizer(texts, 300).raw
+    raw.enable_truncation(4)
+    raw.enable_padding(length=9)
+    raw.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+    for text in ("a", texts[0] * 3):
+        (document,) = tokenizer.encode_documents([text])
+        assert document[:-1] == tokenizer.encode(text)
+        assert tokenizer.decode(document) == text
+
+
 def without_unknown(raw: RawTokenizer) -> RawTokenizer:
     raw.add_special_tokens([AddedToken("</s>", special=True)])
     return raw
@@ -1061,6 +1088,24 @@ def test_a_saved_tokenizer_has_no_template_but_its_own(tokenizer_folder, tmp_pat
         tokenizer.chat_template = template
         tokenizer.save(tmp_path)
         assert load_tokenizer(tmp_path).chat_template == template
+
+
+@pytest.mark.parametrize(
+    ("declared", "expected"),
+    [
+        ("one", "one"),
+        ([{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}], "plain"),
+        ([{"name": "tool_use", "template": "tools"}], ""),
+        (None, ""),
+    ],
+)
+def test_which_template_a_tokenizer_has(tokenizer_folder, tmp_path, declared, expected):
+    """A file of its own goes first, as in transformers."""
+    folder = shutil.copytree(tokenizer_folder, tmp_path / "tokenizer")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": None, "chat_template": declared}))
+    assert load_tokenizer(folder).chat_template == expected
+    (folder / "chat_template.jinja").write_text("file")
+    assert load_tokenizer(folder).chat_template == "file"
 
 
 # ---------------------------------------------------------------- other projects' tokens
