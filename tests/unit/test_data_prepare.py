@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from fsspec.spec import AbstractBufferedFile
-from tokenizers import AddedToken, models, pre_tokenizers
+from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers.processors import TemplateProcessing
 
@@ -1041,7 +1041,7 @@ def byte_level(texts, token: AddedToken, template: str = "$A") -> RawTokenizer:
     return raw
 
 
-@pytest.mark.parametrize("kind", ["not special", "Unigram", "WordLevel", "as a word"])
+@pytest.mark.parametrize("kind", ["not special", "Unigram", "WordLevel", "a", " ", "\n"])
 def test_a_token_that_a_text_can_spell_out_does_not_end_documents(texts, kind):
     if kind == "not special":
         raw = byte_level(texts, AddedToken("</s>", special=False))
@@ -1050,9 +1050,16 @@ def test_a_token_that_a_text_can_spell_out_does_not_end_documents(texts, kind):
         raw = without_unknown(RawTokenizer(models.Unigram(pieces, unk_id=0)))
     else:
         raw = without_unknown(RawTokenizer(models.WordLevel({"</s>": 0, "a": 1}, unk_token="a")))
-        raw.pre_tokenizer = pre_tokenizers.Split("</s>" if kind == "WordLevel" else " ", "isolated")
+        raw.pre_tokenizer = pre_tokenizers.Split("</s>", "isolated")
+        if kind != "WordLevel":  # finds it only between two of these
+            raw.normalizer, raw.pre_tokenizer = normalizers.Prepend("_"), pre_tokenizers.Split(kind, "isolated")
     with pytest.raises(TitaniteError, match=r"^mine: a text that spells out '</s>' would become that token"):
         Tokenizer(raw, "</s>", "mine")
+
+
+def test_ids_with_gaps_between_them_are_all_below_the_size_of_the_vocabulary():
+    raw = without_unknown(RawTokenizer(models.BPE({"</s>": 0, "a": 7}, [])))
+    assert Tokenizer(raw, "</s>").vocab_size == 8
 
 
 @pytest.mark.parametrize("model", [models.WordLevel({"</s>": 0, "A": 1}), models.BPE({"</s>": 0, "A": 1}, [])])
@@ -1398,6 +1405,9 @@ def test_every_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch)
     write_dataset(tmp_path / "set", [[[1, 2, 0]]], validation=[[5, 0]])
     assert len(named) == 8
     assert synced == named
+    names = [Path(name).name for name in named]  # a kill leaves no tokenizer without its eos, and no dataset half
+    assert names.index(".tokenizer_config.json.tmp") < names.index(".tokenizer.json.tmp")
+    assert names[-2:] == [".blocks.arrow.tmp", ".manifest.json.tmp"]
 
 
 def test_long_texts_are_cut_at_line_ends_and_nothing_is_lost() -> None:
