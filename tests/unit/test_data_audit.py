@@ -163,6 +163,15 @@ def test_tokens_trained_twice_or_never_are_found(folders, tmp_path, moved, messa
         assert len(set(trained)) == len(trained)
 
 
+def test_a_dataset_that_does_not_begin_at_its_first_token_is_found(folders, tmp_path):
+    run, names = tmp_path / "run", [open_dataset(str(folder)).hash for folder in folders]
+    state, _ = run_phase(run, folders[:1], None, 3)
+    there = [[names[0], 96, 0.5], [names[1], 16, 0.5]]
+    run_phase(run, folders, state | {"samples": 0, "datasets": there}, 2)
+    with pytest.raises(TitaniteError, match=f"16 tokens of dataset {names[1]} are missing between step 3 and the next"):
+        prove(run)
+
+
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_run_that_passed_over_its_newest_checkpoint_and_later_found_it_is_proven(folders, tmp_path, times):
     """As on a store whose listing is late: once, or twice in a row, it went on from an older one."""
