@@ -44,6 +44,8 @@ from data.writer import (
     write_shard,
 )
 
+IDS_AT_ONCE = 2**24  # of nanoGPT's, searched for ends of documents
+
 # From Megatron-LM's megatron/core/datasets/indexed_dataset.py.
 MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
@@ -54,10 +56,9 @@ def nanogpt_documents(path: Path, eos_id: int) -> Iterator[np.ndarray]:
     if not path.stat().st_size or path.stat().st_size % 2:
         raise DataError(f"{path}: {path.stat().st_size} bytes are not a file of uint16 ids")
     ids = np.memmap(path, "<u2", "r")
-    step = 2**24
     begin = 0
-    for first in range(0, len(ids), step):
-        for end in (np.flatnonzero(ids[first : first + step] == eos_id) + first + 1).tolist():
+    for first in range(0, len(ids), IDS_AT_ONCE):
+        for end in (np.flatnonzero(ids[first : first + IDS_AT_ONCE] == eos_id) + first + 1).tolist():
             yield ids[begin:end]
             begin = end
     yield ids[begin:]

@@ -1126,18 +1126,18 @@ def write_nanogpt(folder, documents, eos):
     np.array([token for document in documents for token in [*document, eos]], "<u2").tofile(folder / "a.bin")
 
 
-def write_megatron(folder, documents, eos):
+def write_megatron(folder, documents, eos, code=4, dtype="<i4"):
     """By the layout in Megatron-LM's indexed_dataset.py; every second document in two sequences."""
     sequences, bounds = [], [0]
     for i, document in enumerate(documents):
         parts = [document[:1], [*document[1:], eos]] if i % 2 else [[*document, eos, eos]]
         sequences += parts
         bounds.append(len(sequences))
-    np.array([token for sequence in sequences for token in sequence], "<i4").tofile(folder / "a.bin")
+    np.array([token for sequence in sequences for token in sequence], dtype).tofile(folder / "a.bin")
     sizes = np.array([len(sequence) for sequence in sequences], "<i4")
-    pointers = (np.cumsum([0, *sizes[:-1]]) * 4).astype("<i8")
+    pointers = (np.cumsum([0, *sizes[:-1]]) * np.dtype(dtype).itemsize).astype("<i8")
     counts = np.array([len(sequences), len(bounds)], "<u8").tobytes()
-    head = b"MMIDIDX\x00\x00" + np.array([1], "<u8").tobytes() + bytes([4]) + counts
+    head = b"MMIDIDX\x00\x00" + np.array([1], "<u8").tobytes() + bytes([code]) + counts
     (folder / "a.idx").write_bytes(head + sizes.tobytes() + pointers.tobytes() + np.array(bounds, "<i8").tobytes())
 
 
@@ -1145,6 +1145,12 @@ def set_bounds(index, *bounds):
     """The last numbers of a Megatron index: which sequence each document begins with."""
     content = index.read_bytes()
     index.write_bytes(content[: -8 * len(bounds)] + np.array(bounds, "<i8").tobytes())
+
+
+def set_byte(index, at, value):
+    content = bytearray(index.read_bytes())
+    content[at] = value
+    index.write_bytes(content)
 
 
 def set_sequence(index, sequence, size, pointer):
@@ -1198,6 +1204,24 @@ def test_megatron_files_are_known_by_their_prefix(tokenizer_folder, tmp_path, so
     assert [document for block in stored_blocks(tmp_path / "out") for document in block] == [[5, 6, eos], [7, eos]]
 
 
+@pytest.mark.parametrize(("code", "dtype"), [(1, "u1"), (2, "i1"), (3, "<i2"), (4, "<i4"), (5, "<i8"), (8, "<u2")])
+def test_megatron_files_of_every_type_of_integer_and_with_an_empty_document(tokenizer_folder, tmp_path, code, dtype):
+    eos = load_tokenizer(tokenizer_folder).eos_id
+    write_megatron(tmp_path, [[5, 6], [7]], eos, code, dtype)
+    set_bounds(tmp_path / "a.idx", 0, 0, 3)
+    output = tmp_path / "out"
+    convert([str(tmp_path / "a.bin")], str(output), "megatron", str(tokenizer_folder), validation_fraction=0)
+    assert [document for block in stored_blocks(output) for document in block] == [[5, 6, eos], [7, eos]]
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3, 100])
+def test_documents_of_nanogpt_are_found_piece_by_piece_and_the_last_needs_no_end(tmp_path, monkeypatch, at_once):
+    np.array([5, 6, 0, 7, 0, 0, 8, 9], "<u2").tofile(tmp_path / "a.bin")
+    monkeypatch.setattr(convert_module, "IDS_AT_ONCE", at_once)
+    found = [ids.tolist() for ids in convert_module.nanogpt_documents(tmp_path / "a.bin", 0)]
+    assert found == [[5, 6, 0], [7, 0], [0], [8, 9]]
+
+
 def test_tokens_that_are_not_there_are_no_text(tokenizer_folder, tmp_path):
     with pytest.raises(DataError, match=r"--source .*x\.bin: no files there; name files of tokens, or globs of them$"):
         convert([str(tmp_path / "x")], str(tmp_path / "out"), "megatron", str(tokenizer_folder))
@@ -1241,6 +1265,8 @@ def test_rows_of_lists_are_documents_and_nulls_are_refused(tokenizer_folder, tmp
     [
         (lambda data, index: index.unlink(), r"a\.bin: its index .*a\.idx is missing"),
         (lambda data, index: index.write_bytes(b"x" * 50), r"a\.idx: not a Megatron index"),
+        (lambda data, index: set_byte(index, 9, 2), r"a\.idx: version 2, type 4; integers of version 1 are read"),
+        (lambda data, index: set_byte(index, 17, 6), r"a\.idx: version 1, type 6; integers of version 1 are read"),
         (lambda data, index: index.write_bytes(index.read_bytes()[:-8]), r"a\.idx: is cut short"),
         (lambda data, index: data.write_bytes(data.read_bytes()[:-4]), r"a\.bin: is cut short, or .*a\.idx belongs to"),
         (lambda data, index: data.write_bytes(b""), r"a\.bin: is cut short"),

@@ -14,6 +14,7 @@ import pytest
 import torch
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as RawTokenizer
+from tokenizers.processors import TemplateProcessing
 
 from config import TitaniteError, from_dict
 from data.audit import Auditor, planned_steps
@@ -54,6 +55,10 @@ def test_only_responses_are_trained() -> None:
     assert [bool(token & START) for token in pair] == [True] + [False] * 5
     (bare,) = encode_examples([json.dumps(["", "is four"])], "sft", tokenizer())
     assert shown(bare) == [(IS, False), (FOUR, True), (EOS, True)], "nothing comes before the first token"
+    with_bos = tokenizer().raw
+    with_bos.post_processor = TemplateProcessing("<|u|> $A", special_tokens=[("<|u|>", USER)])
+    (begun,) = encode_examples([json.dumps(["two", "is"])], "sft", Tokenizer(with_bos, "<eos>"))
+    assert shown(begun) == [(USER, False), (TWO, False), (IS, True), (EOS, True)]
     conversation = [
         {"role": "user", "content": "what ?"},
         {"role": "assistant", "content": "four"},
@@ -168,6 +173,7 @@ def test_a_long_conversation_is_not_encoded_anew_for_each_turn() -> None:
     ("format", "values", "said"),
     [
         ("sft", ["two", 3], "must be strings"),
+        ("sft", [3, "two"], "must be strings"),
         ("chat", [[{"role": "user", "content": "two"}]], "no message of the assistant"),
         ("chat", ["two"], "must be a list of messages"),
         (
@@ -339,6 +345,7 @@ def test_settings_that_would_cut_or_mix_examples_are_refused(folder: Path, tmp_p
     [
         ([], "give the --tokenizer"),
         (["TOKENIZER"], "--seq-len 0 must be at least 2"),
+        (["TOKENIZER", "--seq-len=1"], "--seq-len 1 must be at least 2"),
         (["TOKENIZER", "--seq-len=5"], "is longer than --seq-len 5"),
         (["TOKENIZER", "--seq-len=32", "--example-keys=q"], "needs 2, such as prompt,response"),
         (["TOKENIZER", "--seq-len=32", "--example-keys=q,b"], "nothing under 'b'; it has q, a"),
