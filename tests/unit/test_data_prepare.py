@@ -495,9 +495,13 @@ def test_a_kill_while_parts_are_removed_loses_no_document(texts, tokenizer_folde
     assert Counter(decoded(tmp_path / "out", "train") + decoded(tmp_path / "out", "validation")) == Counter(texts)
 
 
-def test_the_files_of_others_in_the_folder_are_kept(texts, tokenizer_folder, tmp_path):
+@pytest.mark.parametrize("command", [prepare, convert])
+def test_the_files_of_others_in_the_folder_are_kept(texts, tokenizer_folder, tmp_path, command):
     """Also those that the Hugging Face Hub names much as we name shards."""
-    source, output = write_jsonl(tmp_path / "in.jsonl", texts), tmp_path / "out"
+    source, output, options = write_jsonl(tmp_path / "in.jsonl", texts), tmp_path / "out", {"processes": 1}
+    if command is convert:
+        write_nanogpt(tmp_path, [[5, 6]], 0)
+        source, options = tmp_path / "a.bin", {"format": "nanogpt"}
     output.mkdir()
     others = [
         "train-00000-of-00002.parquet",
@@ -508,7 +512,7 @@ def test_the_files_of_others_in_the_folder_are_kept(texts, tokenizer_folder, tmp
     shards = ["train-00099.arrow", "train-00099.lengths", "validation-00001.arrow.tmp", "train-100000.arrow"]
     for name in (*others, *shards):
         (output / name).write_bytes(b"old")
-    prepare([str(source)], str(output), tokenizer=str(tokenizer_folder), processes=1)
+    command([str(source)], str(output), tokenizer=str(tokenizer_folder), **options)
     assert all((output / name).read_bytes() == b"old" for name in others)
     assert not any((output / name).exists() for name in shards)
 
@@ -572,7 +576,7 @@ def test_a_finished_dataset_is_not_overwritten_by_accident(texts, tokenizer_fold
 @pytest.mark.parametrize(("fraction", "said"), [("1e-9", True), ("0", False), ("0.5", False)])
 def test_that_nothing_is_held_out_is_said_at_once(tokenizer_folder, tmp_path, capsys, command, words, fraction, said):
     """Training, which validates unless told otherwise, would be refused."""
-    tokens = np.array([[number, 0] for number in range(5, 65)], "<u2")
+    tokens = np.array([[5, number, 0] for number in range(5, 65)], "<u2")  # all begin alike, as with a bos
     source = write_jsonl(tmp_path / "in.jsonl", [f"text {number}" for number in range(60)])
     if command is convert_main:
         tokens.tofile(source := tmp_path / "in.bin")
@@ -582,6 +586,8 @@ def test_that_nothing_is_held_out_is_said_at_once(tokenizer_folder, tmp_path, ca
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == f"ready: {output}"
     assert lines[-2].startswith("nothing is held out: --validation-fraction 1e-09 ") is said
+    splits = {file.name.partition("-")[0] for file in Path(output).glob("*-*.arrow")}
+    assert splits == ({"train", "validation"} if fraction == "0.5" else {"train"})
 
 
 def test_a_dry_run_counts_and_writes_nothing(texts, tmp_path, capsys):
@@ -1176,9 +1182,14 @@ def test_other_formats_are_converted_with_one_eos_each(texts, tokenizer_folder, 
     documents = old_documents(tokenizer, texts)
     write(tmp_path, documents, tokenizer.eos_id)
     output = tmp_path / "out"
-    convert([str(tmp_path / "a.bin")], str(output), name, str(tokenizer_folder), validation_fraction=0.1, shard_mb=0.01)
-    found = decoded(output, "train") + decoded(output, "validation")
-    assert Counter(found) == Counter(texts)
+    options = {"validation_fraction": 0.1, "shard_mb": 0.01}
+    manifest = convert([str(tmp_path / "a.bin")], str(output), name, str(tokenizer_folder), **options)
+    train, held_out = decoded(output, "train"), decoded(output, "validation")
+    assert Counter(train + held_out) == Counter(texts)
+    assert 15 < len(held_out) < 75
+    sizes = [shard["tokens"] * 2 / 2**20 for shard in manifest["shards"] if shard["split"] == "train"]
+    assert len(sizes) > 1
+    assert all(0.01 <= size < 0.012 for size in sizes[:-1])
     verify.main([str(output)])
 
 
@@ -1227,11 +1238,19 @@ def test_tokens_that_are_not_there_are_no_text(tokenizer_folder, tmp_path):
         convert([str(tmp_path / "x")], str(tmp_path / "out"), "megatron", str(tokenizer_folder))
 
 
-def test_tokens_of_another_vocabulary_are_refused(tokenizer_folder, tmp_path):
-    np.array([1, 2, 0, 5000, 0], "<u2").tofile(tmp_path / "a.bin")
+@pytest.mark.parametrize("token", [400, 5000, -3])
+def test_tokens_of_another_vocabulary_are_refused(tokenizer_folder, tmp_path, token):
+    write_megatron(tmp_path, [[1, 2], [token, 3]], 0)
     with pytest.raises(
-        DataError, match=r"a\.bin, document 1: token id 5000 is not in the tokenizer's vocabulary of 400"
+        DataError, match=rf"a\.bin, document 1: token id {token} is not in the tokenizer's vocabulary of 400"
     ):
+        convert([str(tmp_path / "a.bin")], str(tmp_path / "out"), "megatron", str(tokenizer_folder))
+
+
+def test_nothing_is_converted_into_a_folder_that_is_written_to(tokenizer_folder, tmp_path, monkeypatch):
+    write_nanogpt(tmp_path, [[5, 6]], 0)
+    monkeypatch.setattr("data.workers.LOCK_SECONDS", 0)
+    with locked(tmp_path / "out"), pytest.raises(DataError, match="/out: another process is writing there"):
         convert([str(tmp_path / "a.bin")], str(tmp_path / "out"), "nanogpt", str(tokenizer_folder))
 
 
