@@ -75,9 +75,10 @@ def write_jsonl(path: Path, texts, key="text") -> Path:
 
 
 def decoded(folder: Path, split: str) -> list[str]:
-    """The documents of a split, each checked to end with its only eos."""
+    """The documents of a split, each checked to end with its only eos and to be as long as it is said to be."""
     tokenizer = load_tokenizer(folder)
-    found = []
+    found, lengths = [], [np.fromfile(file, "<u4").tolist() for file in sorted(folder.glob(f"{split}-*.lengths"))]
+    assert [len(document) for block in stored_blocks(folder, split) for document in block] == [*chain(*lengths)]
     for block in stored_blocks(folder, split):
         for document in block:
             assert document.count(tokenizer.eos_id) == 1
@@ -510,6 +511,7 @@ def test_the_files_of_others_in_the_folder_are_kept(texts, tokenizer_folder, tmp
         "train-0.arrow",
     ]
     shards = ["train-00099.arrow", "train-00099.lengths", "validation-00001.arrow.tmp", "train-100000.arrow"]
+    shards += [".train-00001.lengths.tmp"]
     for name in (*others, *shards):
         (output / name).write_bytes(b"old")
     command([str(source)], str(output), tokenizer=str(tokenizer_folder), **options)
@@ -1355,7 +1357,7 @@ def test_of_a_long_first_document_a_part_tells_as_much(tokenizer_folder, tmp_pat
 
 
 def test_tokens_of_another_kind_leave_the_dataset_that_they_were_to_replace(tokenizer_folder, tmp_path):
-    """Found in the first document of any file."""
+    """Found in the first document of any file; later it leaves no dataset."""
     for name, token in (("a", 1), ("b", 5000)):
         np.array([token, 0], "<u2").tofile(tmp_path / f"{name}.bin")
     out, (good, bad) = str(tmp_path / "out"), (str(tmp_path / f"{name}.bin") for name in "ab")
@@ -1364,6 +1366,10 @@ def test_tokens_of_another_kind_leave_the_dataset_that_they_were_to_replace(toke
     with pytest.raises(DataError, match=r"b\.bin, document 0: token id 5000"):
         convert([good, bad], out, "nanogpt", str(tokenizer_folder), validation_fraction=0, overwrite=True)
     assert contents(tmp_path / "out") == before
+    np.array([1, 0, 5000, 0], "<u2").tofile(good)
+    with pytest.raises(DataError, match=r"a\.bin, document 1: token id 5000"):
+        convert([good], out, "nanogpt", str(tokenizer_folder), validation_fraction=0, overwrite=True)
+    assert not (tmp_path / "out" / "manifest.json").exists()  # its shards are gone
 
 
 def test_files_to_convert_are_local(tokenizer_folder, tmp_path):
