@@ -4,6 +4,7 @@ import json
 import random
 import re
 import shutil
+import zlib
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,6 +13,7 @@ import pytest
 from config import TitaniteError, to_toml
 from data import audit, verify
 from data.audit import prove
+from data.ledger import read_ledger
 from data.loader import DataLoader
 from data.packing import HIDDEN, START
 from data.shards import DataError, open_dataset, token_type
@@ -118,6 +120,16 @@ def test_a_run_that_is_not_as_recorded_is_refused(run, tamper, message, rank):
     file.write_text("".join(line + "\n" for line in tamper(file.read_text().splitlines())))
     with pytest.raises(TitaniteError, match=message):
         prove(folder)
+
+
+def test_a_step_is_in_the_ledger_at_once_with_the_checksum_of_all_its_microbatches(folders, tmp_path):
+    sizes = {"training__seq_len": 8, "training__local_batch_size": 2, "training__global_batch_size": 6}
+    loader = DataLoader(data_config(*folders, **sizes), 0, 1)
+    loader.open_ledger(tmp_path)
+    content = b"".join(batch.tokens.numpy().astype("<i8").tobytes() for batch in loader.next_step())
+    assert len(content) == 6 * 8 * 8
+    assert [step.crc32 for step in read_ledger(tmp_path / "data" / "rank-00000.jsonl").steps] == [zlib.crc32(content)]
+    loader.close()
 
 
 def test_a_proof_opens_each_window_once_whatever_the_number_of_ranks(folders, tmp_path, monkeypatch):
