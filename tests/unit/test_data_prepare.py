@@ -579,7 +579,7 @@ def test_a_finished_dataset_is_not_overwritten_by_accident(texts, tokenizer_fold
 def test_that_nothing_is_held_out_is_said_at_once(tokenizer_folder, tmp_path, capsys, command, words, fraction, said):
     """Training, which validates unless told otherwise, would be refused."""
     tokens = np.array([[5, number, 0] for number in range(5, 65)], "<u2")  # all begin alike, as with a bos
-    source = write_jsonl(tmp_path / "in.jsonl", [f"text {number}" for number in range(60)])
+    source = write_jsonl(tmp_path / "in.jsonl", [f"{'same ' * 50} {number}" for number in range(60)])
     if command is convert_main:
         tokens.tofile(source := tmp_path / "in.bin")
     output = str(tmp_path / "out")
