@@ -19,12 +19,13 @@ from data.shards import DataError, open_dataset
 from models import build_model, find_model
 from models.init import init_weights
 from models.llama.model import FeedForward
+from parallel.mesh import ParallelDims
 from tests.corpus import stored_blocks, write_dataset
 from tests.harness import run_ranks
 from tests.unit.test_data_tuning import folder as tuning  # noqa: F401
 from train import train
 from trained import Trained, load_trained
-from validate import _no_training, as_packed, measure
+from validate import _logits_at, _no_training, as_packed, measure
 from validate import main as validate
 
 SEQ_LEN = 16
@@ -73,6 +74,16 @@ def test_what_a_model_holds_out_of_training_stays_so_after_a_validation() -> Non
     with _no_training([model]):
         assert not model[1].training
     assert (model[0].training, model[1].training) == (False, True)
+
+
+def logits_of_a_token() -> list[float]:
+    dims = ParallelDims(dp_replicate=1, dp_shard=2)
+    logits = torch.arange(12.0).view(1, 4, 3)  # [B, S, V], the same on all data-parallel ranks
+    return _logits_at(logits, 2, 4, dims, dims.build_mesh("cpu")).tolist()
+
+
+def test_a_sample_is_drawn_from_the_logits_of_one_replica() -> None:
+    assert run_ranks(2, logits_of_a_token) == [[6.0, 7.0, 8.0]] * 2
 
 
 def test_named_sets_are_measured_in_a_run_and_afterwards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
