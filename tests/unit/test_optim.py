@@ -47,7 +47,7 @@ def test_small_states_follow_torchs_adamw_up_to_their_rounding(compile: bool) ->
     torch.manual_seed(0)
     ours, torchs = (nn.Linear(32, 16) for _ in range(2))
     torchs.load_state_dict(ours.state_dict())
-    settings = Optimizer(lr=0.01, weight_decay=0.1, state_dtype="bfloat16")
+    settings = Optimizer(lr=0.01, weight_decay=0.1, eps=1.0, state_dtype="bfloat16")
     small = build_optimizer([ours], settings, Compile(enable=compile, backend="aot_eager"))
     large = build_optimizer([torchs], dataclasses.replace(settings, state_dtype="float32"))
     expected = {n: p.detach().double().clone() for n, p in ours.named_parameters()}
@@ -62,7 +62,7 @@ def test_small_states_follow_torchs_adamw_up_to_their_rounding(compile: bool) ->
             grad, decay = p.grad.double(), 0.1 if p.ndim > 1 else 0.0
             new_m, new_v = 0.9 * m[name] + 0.1 * grad, 0.95 * v[name] + 0.05 * grad**2
             m[name], v[name] = new_m.bfloat16().double(), new_v.bfloat16().double()
-            update = (new_m / (1 - 0.9**step)) / ((new_v / (1 - 0.95**step)).sqrt() + 1e-8)
+            update = (new_m / (1 - 0.9**step)) / ((new_v / (1 - 0.95**step)).sqrt() + 1.0)
             expected[name] = expected[name] * (1 - 0.01 / step * decay) - 0.01 / step * update
         for optimizer in (small, large):
             optimizer.step()
