@@ -28,7 +28,7 @@ class Staging:
         """Return a function that copies `sources` as they are now. Another thread must call it and then end.
 
         The function leaves its thread on the stream and its device. `with` would return to a new thread's default
-        device, the first: torch 2.11 to 2.13 then makes a CUDA context of half a GiB there for each rank.
+        device, the first, where torch 2.11 to 2.13 then makes a CUDA context for each rank, in that GPU's memory.
         """
         self.queued, self.copied = threading.Event(), None
         if self.stream is not None:
