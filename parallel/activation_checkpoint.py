@@ -65,15 +65,7 @@ def exempt_from_budget(compiled: Callable[..., Tensor]) -> Callable[..., Tensor]
     The logits are nearly all that the output layer keeps, so more than any share of it: they would be computed twice.
     """
 
-    def call(*args: Tensor) -> Tensor:
-        budget = compiler.activation_memory_budget
-        compiler.activation_memory_budget = 1.0  # read when a call compiles
-        try:
-            return compiled(*args)
-        finally:
-            compiler.activation_memory_budget = budget
-
-    return call
+    return compiler.patch("activation_memory_budget", 1.0)(compiled)  # read when a call compiles
 
 
 def _selective_contexts() -> Any:
