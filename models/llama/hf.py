@@ -7,11 +7,6 @@ from typing import Any
 from models.llama.model import LlamaConfig, RopeScaling
 
 MODEL_TYPE = "llama"
-TOP_NAMES = {
-    "tok_embeddings.weight": "model.embed_tokens.weight",
-    "norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
 BLOCK_NAMES = {
     "attention_norm.weight": "input_layernorm.weight",
     "attention.wq.weight": "self_attn.q_proj.weight",
@@ -44,20 +39,15 @@ ONLY = MappingProxyType({"hidden_act": "silu", "attention_bias": False, "mlp_bia
 NEVER = ("sliding_window", "quantization_config")
 
 
-def to_hf_name(name: str) -> str:
-    """Hugging Face's name of one of our parameters. Raises KeyError for a name that no Llama has."""
-    if not name.startswith("layers."):
-        return TOP_NAMES[name]
-    _, layer, rest = name.split(".", 2)
-    return f"model.layers.{layer}.{BLOCK_NAMES[rest]}"
-
-
 def hf_names(config: LlamaConfig) -> dict[str, str]:
     """Our name → Hugging Face's for every parameter, in the model's order. Tied embeddings have no output.weight."""
-    names = ["tok_embeddings.weight"]
-    names += [f"layers.{i}.{rest}" for i in range(config.n_layers) for rest in BLOCK_NAMES]
-    names += ["norm.weight"] + ([] if config.tie_embeddings else ["output.weight"])
-    return {name: to_hf_name(name) for name in names}
+    names = {"tok_embeddings.weight": "model.embed_tokens.weight"}
+    for i in range(config.n_layers):
+        names |= {f"layers.{i}.{ours}": f"model.layers.{i}.{theirs}" for ours, theirs in BLOCK_NAMES.items()}
+    names["norm.weight"] = "model.norm.weight"
+    if not config.tie_embeddings:
+        names["output.weight"] = "lm_head.weight"
+    return names
 
 
 def check_hf_names(found: Collection[str], config: LlamaConfig) -> None:
