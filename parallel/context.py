@@ -56,8 +56,8 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, group_name: str) -> tuple[Te
     q = q.contiguous()
     out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device=q.device)
-    for queries, _, (k_part, v_part), causal in _ring(k, v, q.shape[1], _group(group_name)):
-        part, part_lse = _flash(q[:, :, queries], k_part, v_part, causal=causal)
+    for queries, _, of_keys, causal in _ring(k, v, q.shape[1], _group(group_name)):
+        part, part_lse = _flash(q[:, :, queries], *of_keys, causal=causal)
         merged = torch.logaddexp(lse[:, :, queries], part_lse)
         out[:, :, queries] *= (lse[:, :, queries] - merged).exp()[..., None]
         out[:, :, queries] += part.float() * (part_lse - merged).exp()[..., None]
@@ -85,20 +85,18 @@ def ring_attention_backward(
     return dq.to(q.dtype), dk, dv.clone()
 
 
-def _ring(
-    k: Tensor, v: Tensor, n_heads: int, group: dist.ProcessGroup
-) -> Iterator[tuple[slice, slice, tuple[Tensor, Tensor], bool]]:
+def _ring(k: Tensor, v: Tensor, n_heads: int, group: dist.ProcessGroup) -> Iterator[tuple[slice, slice, Tensor, bool]]:
     """Yield what a rank has to compute at each step of the ring, while the next keys and values are on their way.
 
-    That is: which of its queries, which of the keys it has, those keys and values repeated for each of `n_heads` query
-    heads, whether causal.
+    That is: which of its queries, which of the keys it has, those keys and values [2, B, N, S, H], repeated for the
+    `n_heads` query heads that share them, whether causal.
     """
     size, kv = group.size(), torch.stack((k, v))
     for step in range(size):
         if step < size - 1:
             kv_next, transfer = _pass_on(kv, group)
         queries, keys = _halves(step, group.rank(), k.shape[2])
-        yield queries, keys, _for_each_query_head(kv[:, :, :, keys], n_heads), step == 0
+        yield queries, keys, kv[:, :, :, keys].repeat_interleave(n_heads // k.shape[1], dim=2), step == 0
         if step < size - 1:
             _wait(transfer)
             kv = kv_next
@@ -117,12 +115,6 @@ def _halves(step: int, rank: int, length: int) -> tuple[slice, slice]:
     if step <= rank:
         return slice(None), slice(0, half)
     return slice(half, None), slice(None)
-
-
-def _for_each_query_head(kv: Tensor, n_heads: int) -> tuple[Tensor, Tensor]:
-    """Repeat each head of keys and values [2, B, K, S, H] for the query heads that share it: two of [B, N, S, H]."""
-    k, v = kv.repeat_interleave(n_heads // kv.shape[2], dim=2)
-    return k, v
 
 
 def _group(name: str) -> dist.ProcessGroup:
@@ -154,9 +146,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Te
     return out, lse
 
 
-def _flash_backward(
-    of_queries: list[Tensor], of_keys: tuple[Tensor, Tensor], *, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _flash_backward(of_queries: list[Tensor], of_keys: Tensor, *, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, from (grad, q, out, lse) and (k, v). `out` and `lse` are over all keys, not only `k`."""
     (grad, q, out, lse), (k, v) = of_queries, of_keys
     if q.is_cpu:

@@ -131,7 +131,7 @@ def check_ring_kernels(device: str) -> None:
     lse = torch.logaddexp(*lses)
     out = sum(out.float() * (own - lse).exp()[..., None] for out, own in zip(outs, lses, strict=True)).bfloat16()
     of_queries = [x.contiguous() for x in (grad[:, :, 256:], half, out, lse)]
-    found = [_flash_backward(of_queries, (k[:, :, keys], v[:, :, keys]), causal=causal) for keys, causal in parts]
+    found = [_flash_backward(of_queries, torch.stack((k, v))[:, :, :, keys], causal=causal) for keys, causal in parts]
     (dq, *first), (dq_own, *own) = found
     ours = out, dq + dq_own, *(torch.cat(both, dim=2) for both in zip(first, own, strict=True))
 
