@@ -23,7 +23,7 @@ import select
 import sys
 import textwrap
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -120,7 +120,7 @@ def check_encoding(words: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class Range:
-    """Allowed numbers. `min` and `max` are included, `above` and `below` are not."""
+    """Allowed numbers, all of them finite. `min` and `max` are included, `above` and `below` are not."""
 
     min: float = -math.inf
     max: float = math.inf
@@ -639,9 +639,7 @@ def _parse_value(text: str, kind: Any) -> Any:
 
 def _check_value(key: str, value: Any, kind: Any) -> Any:
     """Return `value` as `kind`. Raises a ConfigError that says what is allowed."""
-    base, allowed = kind, None
-    if get_origin(kind) is Annotated:
-        base, allowed = get_args(kind)
+    base, allowed = get_args(kind) if get_origin(kind) is Annotated else (kind, Range())
     if get_origin(base) is Literal:
         choices = get_args(base)
         if value not in choices:
@@ -654,11 +652,9 @@ def _check_value(key: str, value: Any, kind: Any) -> Any:
     if base is float and isinstance(value, int) and not isinstance(value, bool):
         with suppress(OverflowError):
             value = float(value)
-    if type(value) is not base or (base is float and not math.isfinite(value)):
+    if type(value) is not base or (base in (int, float) and value not in allowed):
         raise _bad_value(key, value, _kind_name(kind))
-    if allowed and value not in allowed:
-        raise _bad_value(key, value, _kind_name(kind))
-    if base is int and value > LARGEST and not (allowed and allowed.max < math.inf):
+    if base is int and value > LARGEST and allowed.max == math.inf:
         raise _bad_value(key, value, "at most 2**53")
     if base is str and re.search("[\ud800-\udfff]", value):
         raise _bad_value(key, value, "valid text, in UTF-8")
@@ -694,14 +690,13 @@ def _unknown_key(key: str) -> ConfigError:
     return ConfigError(f"{key}: unknown key{_nearest(key, KINDS)}")
 
 
-def _nearest(name: str, names: Iterable[str]) -> str:
-    known = list(names)
-    return close_match(name, known) or f"; known are {', '.join(known[:20])}"
+def _nearest(name: str, names: Collection[str]) -> str:
+    return close_match(name, names) or f"; known are {', '.join(itertools.islice(names, 20))}"
 
 
 def close_match(name: str, names: Iterable[str]) -> str:
     """A hint to end an error with: the nearest of `names`, or "" if none is near."""
-    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else ""
 
 
@@ -942,11 +937,8 @@ def grad_accum_steps(training: Training, dp: int) -> int:
 def to_toml(config: Config) -> str:
     """The resolved config as TOML with every field. Reading it gives the same Config."""
     lines = []
-    for section in SECTIONS:
-        lines.append(f"[{section}]")
-        for name, value in dataclasses.asdict(getattr(config, section)).items():
-            lines.append(f"{name} = {_toml_value(value)}")
-        lines.append("")
+    for section, fields in dataclasses.asdict(config).items():
+        lines += [f"[{section}]", *(f"{name} = {_toml_value(value)}" for name, value in fields.items()), ""]
     return "\n".join(lines)
 
 
