@@ -1,7 +1,7 @@
 """The optimizer, the learning rate and gradient clipping."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -194,13 +194,12 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, pp: DeviceMesh | None = None) -> Tensor:
+def clip_grad_norm_(parameters: Sequence[Tensor], max_norm: float, pp: DeviceMesh | None = None) -> Tensor:
     """Scale gradients in place to a total norm of at most `max_norm` (0: leave them). Returns the norm before.
 
     The norm is over all ranks, including those of the pipeline `pp`, and stays on the device. If it is not finite, it
     makes every gradient on every rank so too, for the loop to find.
     """
-    parameters = [p for p in parameters if p.grad is not None]
     norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()

@@ -97,7 +97,7 @@ class Run:
             loss.backward()
             total += loss.detach()
         dist.all_reduce(total)
-        clip_grad_norm_(self.model.parameters(), 1.0)
+        clip_grad_norm_(list(self.model.parameters()), 1.0)
         self.optimizer.step()
         if precompute:
             self.refresh_weights()
