@@ -275,22 +275,16 @@ def set_timeout(seconds: int, apart: dist.ProcessGroup | None = None) -> None:
             set_of_group(timedelta(seconds=seconds), group)
 
 
-def broadcast_object(value: Any) -> Any:
-    """Rank 0's `value`, on every rank."""
-    holder = [value]
-    dist.broadcast_object_list(holder, src=0)
-    return holder[0]
-
-
 def from_rank_0(make: Callable[[], T]) -> T:
     """Call `make` on rank 0 and return its result on every rank. A TitaniteError that it raises is raised on all."""
-    value: Any = None
+    box: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            value = make()
+            box[0] = make()
         except TitaniteError as error:
-            value = error
-    value = broadcast_object(value)
+            box[0] = error
+    dist.broadcast_object_list(box, src=0)
+    (value,) = box
     if isinstance(value, TitaniteError):
         value.agreed = True
         raise value

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from config import Failures, TitaniteError
-from parallel.comm import broadcast_object, synchronize
+from parallel.comm import from_rank_0, synchronize
 from records import open_records, read_records, write_atomically
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class BadSteps:
         """For a start that goes on from `step`; `saves`: whether it writes checkpoints. Collective."""
         self.settings, self.file = failures, folder / SKIPPED
         self.unsaved = {} if saves else {"unsaved": True}
-        records = broadcast_object(_take_over(self.file, step, saves) if dist.get_rank() == 0 else None)
+        records = from_rank_0(lambda: _take_over(self.file, step, saves))
         self.skipped = {step for record in records for step in range(record["first"], record["last"] + 1)}
         self.incidents = {record["last"] for record in records}
         if to_come := sorted(left_out for left_out in self.skipped if left_out > step):

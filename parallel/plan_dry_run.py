@@ -208,7 +208,7 @@ def dry_run(config: Config, world_size: int, rank: int = 0) -> DryRun:
         warnings.simplefilter("ignore")
         stubs.enter_context(_local_shapes_only())
         stubs.enter_context(mock.patch.object(dist, "new_group", return_value=None))
-        stubs.enter_context(mock.patch.object(failures, "broadcast_object", return_value=[]))  # no steps to skip
+        stubs.enter_context(mock.patch.object(failures, "from_rank_0", return_value=[]))  # no steps to skip
         # The stages of a pipeline vote on whether all know their shapes; ours do.
         vote = mock.Mock(item=lambda: 1)
         stubs.enter_context(mock.patch.object(PipelineStage, "_warmup_forward_vote", create=True))
