@@ -199,11 +199,12 @@ class MetricsLogger:
             "step_seconds": step_seconds,
             "interval_steps": self.interval_steps,
         }
+        mfu = f"{100 * row['mfu']:.1f}%" if row["mfu"] is not None else "unknown"
         left = round(step_seconds * (self.steps - step))
         eta = timedelta(seconds=left) if left < timedelta.max.total_seconds() else "unknown"
         logger.info(
             f"step {step:>{len(str(self.steps))}}/{self.steps}  loss {loss:.4f}  grad norm {grad_norm:.3f}  "
-            f"lr {lr:.2e}  {tps:,.0f} tokens/s/device  MFU {_percent(row['mfu'])}  "
+            f"lr {lr:.2e}  {tps:,.0f} tokens/s/device  MFU {mfu}  "
             f"memory {row['memory_gib']:.2f} GiB  data wait {row['data_wait_pct']:.1f}%  ETA {eta}"
         )
         self._write(row)
@@ -242,10 +243,6 @@ class MetricsLogger:
             self.file.close()
         if self.board:
             self.board.close()
-
-
-def _percent(share: float | None) -> str:
-    return "unknown" if share is None else f"{100 * share:.1f}%"
 
 
 def main(argv: list[str]) -> None:
