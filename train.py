@@ -232,7 +232,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
             if stragglers and step % config.failures.straggler_interval == 0:
                 stragglers.check(step, dataloader.wait_seconds)
             checkpoint.check()  # raise a background save's error at once
-            if starting:  # everything is compiled and connected by now
+            if starting:  # everything has been compiled and connected
                 starting = False
                 gc.collect()
                 gc.freeze()  # all long-lived objects exist: later collections leave them out
@@ -288,8 +288,8 @@ def main() -> None:
             time.sleep(SPEAKER_TIMEOUT_SECONDS)
         where = f" (rank {environment.rank})" if running and not error.agreed else ""
         print(f"error{where}: {error}", file=sys.stderr, flush=True)
-        in_vain = not running or isinstance(error, (ConfigError, CrashLoopError))
-        if environment.local_rank == 0 and environment.restarts_left and in_vain:
+        would_recur = not running or isinstance(error, (ConfigError, CrashLoopError))
+        if environment.local_rank == 0 and environment.restarts_left and would_recur:
             end_launcher()
         os._exit(2)  # a normal exit would wait for ranks that are still in a collective
     shut_down()
