@@ -5,6 +5,7 @@ torchao is imported where it is used: it takes seconds to load, and only float8 
 
 import dataclasses
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -75,8 +76,8 @@ def convert_to_float8(
     from torchao.float8 import convert_to_float8_training
 
     replace_matmul()
-    _check_skip(model, float8)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    _check_skip(list(linears), float8)
     reasons_to_skip = {name: _reason_to_skip(linear, name, float8, tp) for name, linear in linears.items()}
     skipped = {name: reason for name, reason in reasons_to_skip.items() if reason}
     converted = [name for name in linears if name not in skipped]
@@ -128,8 +129,7 @@ def _kind(name: str) -> str:
     return name.split(".", 2)[2] if name.startswith("layers.") else name
 
 
-def _check_skip(model: nn.Module, float8: settings.Float8) -> None:
-    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+def _check_skip(names: Sequence[str], float8: settings.Float8) -> None:
     for part in set(float8.skip) - set(settings.Float8().skip):  # the default may name what a model lacks
         if not any(part in name for name in names):
             kinds = dict.fromkeys(word for name in names for word in (_kind(name), name.split(".")[-1]))

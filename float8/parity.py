@@ -75,7 +75,7 @@ def measure_layers(model: nn.Module, names: list[str], config: Config, device: t
     """
     from torchao.float8.float8_linear import Float8Linear
 
-    settings = build_linear_config(dataclasses.replace(config.float8, fsdp_all_gather="off", precompute_scale="auto"))
+    settings = build_linear_config(dataclasses.replace(config.float8, fsdp_all_gather="off"))
     rows: list[dict[str, Any]] = []
 
     def measure(name: str, linear: nn.Module, x: Tensor, dy: Tensor) -> None:
@@ -190,8 +190,8 @@ def main(argv: list[str]) -> None:
                 run=dataclasses.replace(config.run, seed=seed),
                 float8=dataclasses.replace(config.float8, enable=name == "float8"),
             )
-            members.append(train_once(changed, arguments.processes, output / f"{name}-seed{seed}"))
-            run = members[-1]
+            run = train_once(changed, arguments.processes, output / f"{name}-seed{seed}")
+            members.append(run)
             print(
                 f"{name:<7} seed {seed}: validation loss {run['validation_loss']:.4f}, "
                 f"{run['step_seconds']:.3f} s per step",
