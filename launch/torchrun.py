@@ -10,6 +10,8 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partialmethod
 from pathlib import Path
 from types import FrameType
@@ -36,10 +38,48 @@ from parallel.exits import HUNG, Exit, record_exit, run_and_leave
 
 def launch(argv: list[str]) -> int:
     """Run torchrun. Returns the exit code for the shell."""
-    # A failed rank or a signal is reported below, in one line. torch would log tracebacks, also where other torchruns
-    # wait in vain.
+    # A failed rank or a signal is reported below, in one line. torch would log tracebacks, also in the torchruns
+    # that then wait for one that has ended.
     for name in ("multiprocessing.api", "agent.server.api"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
+    handled = "SIGTERM,SIGINT,SIGQUIT,SIGUSR1"  # the last is Slurm's warning, which would kill torchrun and the ranks
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # torchrun must not undo nohup
+        handled += ",SIGHUP"
+    # One machine: PET_NNODES may be meant for others, and nobody may know this machine's name.
+    alone = ["--nnodes=1", "--local-addr=127.0.0.1"] if "--standalone" in argv else []
+    starting = name_launcher()
+    try:
+        with patched_torchrun():
+            main([f"--signals-to-handle={handled}", *alone, *argv])
+    except ChildFailedError as error:
+        rank, failure = _first_failure(error.failures)
+        if failure.exitcode < 0:
+            print(f"error: rank {rank} was killed by signal {-failure.exitcode}", file=sys.stderr)
+        elif failure.exitcode != USER_ERROR:
+            print(f"error: rank {rank} failed with exit code {failure.exitcode}, see above", file=sys.stderr)
+        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    except RendezvousTimeoutError:
+        print("error: fewer nodes than --nnodes says came within --rdzv-conf=join_timeout, of 600 s", file=sys.stderr)
+        return 1
+    except (DistError, RendezvousConnectionError) as error:
+        print(f"error: no place for the ranks to meet: {error.__cause__ or error}", file=sys.stderr)
+        return 1
+    except SignalException as error:
+        if error.sigval == signal.SIGQUIT:  # from a rank: it has explained what no restart can mend
+            return USER_ERROR
+        if folder := os.pread(starting, 10_000, 0):
+            cause = f"stopped by {error.sigval.name}, before it trained"
+            action = f"start again with --run.folder={os.fsdecode(folder)}"
+            record_exit(Path(os.fsdecode(folder)), Exit("stopped", cause, None, "start", 0, None, action))
+        passed_on = "the ranks got it too; one that trains ends after its step, with a checkpoint"
+        print(f"torchrun: ended by {error.sigval.name}; {passed_on}", file=sys.stderr)
+        return 128 + error.sigval
+    return 0
+
+
+@contextmanager
+def patched_torchrun() -> Iterator[None]:
+    """Inside this context four faults of torchrun are patched."""
     next_rendezvous = DynamicRendezvousHandler.next_rendezvous
 
     def next_with_a_new_store(handler: DynamicRendezvousHandler) -> RendezvousInfo:
@@ -70,44 +110,13 @@ def launch(argv: list[str]) -> int:
         handle(number, frame)
 
     make_agent = partialmethod(LocalElasticAgent.__init__, exit_barrier_timeout=END_SECONDS)
-    handled = "SIGTERM,SIGINT,SIGQUIT,SIGUSR1"  # the last is Slurm's warning, which would kill torchrun and the ranks
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # torchrun must not undo nohup
-        handled += ",SIGHUP"
-    # One machine: PET_NNODES may be meant for others, and nobody may know this machine's name.
-    alone = ["--nnodes=1", "--local-addr=127.0.0.1"] if "--standalone" in argv else []
-    starting = name_launcher()
-    try:
-        with (
-            mock.patch.object(DynamicRendezvousHandler, "next_rendezvous", next_with_a_new_store),
-            mock.patch.object(c10d_rendezvous_backend, "_create_tcp_store", create_answering_store),
-            mock.patch.object(LocalElasticAgent, "__init__", make_agent),
-            mock.patch.object(api, "_terminate_process_handler", handle_once),
-        ):
-            main([f"--signals-to-handle={handled}", *alone, *argv])
-    except ChildFailedError as error:
-        rank, failure = _first_failure(error.failures)
-        if failure.exitcode < 0:
-            print(f"error: rank {rank} was killed by signal {-failure.exitcode}", file=sys.stderr)
-        elif failure.exitcode != USER_ERROR:
-            print(f"error: rank {rank} failed with exit code {failure.exitcode}, see above", file=sys.stderr)
-        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-    except RendezvousTimeoutError:
-        print("error: fewer nodes than --nnodes says came within --rdzv-conf=join_timeout, of 600 s", file=sys.stderr)
-        return 1
-    except (DistError, RendezvousConnectionError) as error:
-        print(f"error: no place for the ranks to meet: {error.__cause__ or error}", file=sys.stderr)
-        return 1
-    except SignalException as error:
-        if error.sigval == signal.SIGQUIT:  # from a rank: it has explained what no restart can mend
-            return USER_ERROR
-        if folder := os.pread(starting, 10_000, 0):
-            cause = f"stopped by {error.sigval.name}, before it trained"
-            action = f"start again with --run.folder={os.fsdecode(folder)}"
-            record_exit(Path(os.fsdecode(folder)), Exit("stopped", cause, None, "start", 0, None, action))
-        passed_on = "the ranks got it too; one that trains ends after its step, with a checkpoint"
-        print(f"torchrun: ended by {error.sigval.name}; {passed_on}", file=sys.stderr)
-        return 128 + error.sigval
-    return 0
+    with (
+        mock.patch.object(DynamicRendezvousHandler, "next_rendezvous", next_with_a_new_store),
+        mock.patch.object(c10d_rendezvous_backend, "_create_tcp_store", create_answering_store),
+        mock.patch.object(LocalElasticAgent, "__init__", make_agent),
+        mock.patch.object(api, "_terminate_process_handler", handle_once),
+    ):
+        yield
 
 
 def give_up(endpoint: str) -> None:
