@@ -5,7 +5,6 @@ As in Megatron-LM (Shoeybi et al. 2019; Korthikanti et al. 2022 for the sequence
 Shapes: B batch   S sequence   V vocabulary
 """
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -16,15 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
-
-from config import ConfigError
-
-
-def check_divides(tp: int, sizes: Mapping[str, int]) -> None:
-    """Raises ConfigError that names the first of `sizes` (name → size) that `tp` ranks cannot share evenly."""
-    for name, size in sizes.items():
-        if size % tp:
-            raise ConfigError(f"parallelism.tp = {tp}: must divide {name} = {size}")
 
 
 def _own_part(ids: Tensor, size: int, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:

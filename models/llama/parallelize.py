@@ -26,7 +26,7 @@ from parallel.context import build_gather, local_indices, ring_attention
 from parallel.fsdp import apply_fsdp, needs_fsdp
 from parallel.mesh import Mesh
 from parallel.pipeline import check_pipeline, layers_of_stages, stages_of_rank
-from parallel.tensor import VocabParallelEmbedding, check_divides, enable_async_tensor_parallel
+from parallel.tensor import VocabParallelEmbedding, enable_async_tensor_parallel
 
 
 def apply_parallelism(
@@ -54,13 +54,9 @@ def apply_parallelism(
 def check_parallelism(flavor: LlamaConfig, config: Config) -> None:
     """Raises ConfigError if this Llama cannot be split as `config` asks."""
     settings, seq_len = config.parallelism, config.training.seq_len
-    sizes = {
-        "n_heads": flavor.n_heads,
-        "n_kv_heads": flavor.n_kv_heads,
-        "hidden_dim": flavor.hidden_dim,
-        "vocab_size": flavor.vocab_size,
-    }
-    check_divides(settings.tp, sizes)
+    for name in ("n_heads", "n_kv_heads", "hidden_dim", "vocab_size"):
+        if getattr(flavor, name) % settings.tp:
+            raise ConfigError(f"parallelism.tp = {settings.tp}: must divide {name} = {getattr(flavor, name)}")
     if settings.async_tp and device_type() != "cuda":
         raise ConfigError(f"parallelism.async_tp = true: needs CUDA, the device is {device_type()}")
     pieces = settings.tp * (2 * settings.cp if settings.cp > 1 else 1)
