@@ -64,10 +64,8 @@ class BadSteps:
             return ""
         value, norm = torch.stack((loss, grad_norm)).tolist()
         limit = self.settings.spike_factor * median(self.recent) if len(self.recent) == SPIKE_WINDOW else 0.0
-        spike = bool(limit) and value > limit
-        verdict = torch.tensor(
-            [float(not (math.isfinite(value) and math.isfinite(norm))), float(spike)], device=loss.device
-        )
+        bad = [not (math.isfinite(value) and math.isfinite(norm)), 0 < limit < value]
+        verdict = torch.tensor(bad, dtype=torch.float32, device=loss.device)
         dist.all_reduce(verdict, dist.ReduceOp.MAX)
         not_finite, spikes = verdict.tolist()
         if not_finite:
