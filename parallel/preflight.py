@@ -136,7 +136,7 @@ def time_transfers(device: torch.device) -> tuple[dict[tuple[int, int], float], 
     rank, size = dist.get_rank(), dist.get_world_size()
     own: dict[tuple[int, int], float] = {}
     buffer = torch.ones(TRANSFER_BYTES // 4, device=device)
-    for shift in sorted({1, size // 2} - {0} if size > 1 else ()):
+    for shift in sorted({1, size // 2} if size > 1 else ()):
         target, source = (rank + shift) % size, (rank - shift) % size
         received = torch.empty_like(buffer)
         times = []
