@@ -35,6 +35,14 @@ from torch.distributed.run import main
 from parallel.comm import name_launcher
 from parallel.exits import HUNG, Exit, record_exit, run_and_leave
 
+ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # they ask for an end with a checkpoint
+ANSWER_SECONDS = 150  # for the store of the c10d rendezvous to answer; connecting to it may take 60, twice
+END_SECONDS = 60  # for torchruns to wait until all end, not torch's 300: one ended by a signal never comes
+USER_ERROR = 2  # train.py's exit code for a mistake that it has explained
+FOLLOWING = (1, -signal.SIGABRT)  # exit codes of a rank that lost another: an exception, or torch's own abort
+ENDED = (-signal.SIGTERM, 128 + signal.SIGTERM)  # of a rank that torchrun ended after another failed: parallel.stop
+LATE_SECONDS = 10  # ... or that it had to kill, which it does after 30
+
 
 def launch(argv: list[str]) -> int:
     """Run torchrun. Returns the exit code for the shell."""
@@ -59,13 +67,16 @@ def launch(argv: list[str]) -> int:
             print(f"error: rank {rank} failed with exit code {failure.exitcode}, see above", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     except RendezvousTimeoutError:
-        print("error: fewer nodes than --nnodes says came within --rdzv-conf=join_timeout, of 600 s", file=sys.stderr)
+        print(
+            "error: fewer nodes than --nnodes asks for joined within --rdzv-conf=join_timeout (600 s by default)",
+            file=sys.stderr,
+        )
         return 1
     except (DistError, RendezvousConnectionError) as error:
-        print(f"error: no place for the ranks to meet: {error.__cause__ or error}", file=sys.stderr)
+        print(f"error: rendezvous failed: {error.__cause__ or error}", file=sys.stderr)
         return 1
     except SignalException as error:
-        if error.sigval == signal.SIGQUIT:  # from a rank: it has explained what no restart can mend
+        if error.sigval == signal.SIGQUIT:  # from a rank, which has explained what a restart would not fix
             return USER_ERROR
         if folder := os.pread(starting, 10_000, 0):
             cause = f"stopped by {error.sigval.name}, before it trained"
@@ -122,8 +133,8 @@ def patched_torchrun() -> Iterator[None]:
 def give_up(endpoint: str) -> None:
     """End this torchrun, before it has started any rank."""
     print(
-        f"error: no place for the ranks to meet: what listens at {endpoint} is no torchrun, it has said nothing for "
-        f"{ANSWER_SECONDS} s; name another port",
+        f"error: rendezvous failed: what listens at {endpoint} is not a torchrun, it has not answered for "
+        f"{ANSWER_SECONDS} s; choose another port",
         file=sys.stderr,
         flush=True,
     )
@@ -146,14 +157,6 @@ def _first_failure(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFai
     first = min(failures, key=order)
     return first, failures[first]
 
-
-ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # they ask for an end with a checkpoint
-ANSWER_SECONDS = 150  # for the store of the c10d rendezvous to answer; connecting to it may take 60, twice
-END_SECONDS = 60  # torchruns wait so long for all to end, not torch's 300: one ended by a signal never comes
-USER_ERROR = 2  # train.py's exit code for a mistake that it has explained
-FOLLOWING = (1, -signal.SIGABRT)  # exit codes of a rank that lost another: an exception, or torch's own abort
-ENDED = (-signal.SIGTERM, 128 + signal.SIGTERM)  # of a rank that torchrun ended after another failed: parallel.stop
-LATE_SECONDS = 10  # ... or that it had to kill, which it does after 30
 
 if __name__ == "__main__":
     # A normal exit takes most of a second, in which a thread of torch may complain that it cannot wait for itself.

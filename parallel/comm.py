@@ -32,7 +32,7 @@ class LaunchEnvironment(NamedTuple):
     local_rank: int
     world_size: int
     job: str = ""  # identifies a job in all its restarts; empty without torchrun
-    restarts_left: int = 0  # torchrun may still make so many
+    restarts_left: int = 0  # that torchrun may still make
     agent_store: tuple[str, int] | None = None  # host and port of the store that torchrun keeps over restarts
     local_world_size: int = 1  # ranks of this torchrun; their numbers are consecutive
     launcher: str = ""  # the process of launch.torchrun, as `identify` names it
@@ -43,8 +43,8 @@ def launch_environment() -> LaunchEnvironment:
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     if tasks != "1" and "WORLD_SIZE" not in os.environ:
         raise ConfigError(
-            f"SLURM_STEP_NUM_TASKS = {tasks}: srun has started so many, of which each would train alone; it must start "
-            "torchrun, one on each node, as launch/slurm.sh does"
+            f"SLURM_STEP_NUM_TASKS = {tasks}: srun has started that many processes, and each would train alone; "
+            "let it start one torchrun per node, as launch/slurm.sh does"
         )
     job = os.environ.get("TORCHELASTIC_RUN_ID", "")
     if job == "none":  # no --rdzv-id: the torchrun process is the job
@@ -118,7 +118,7 @@ def end_with(launcher: str) -> None:
 
 
 def end_launcher() -> None:
-    """Tell torchrun to end and not to restart what no restart can mend. One rank of each node calls this."""
+    """Tell torchrun to end without a restart, since it would fail again. One rank of each node calls this."""
     os.kill(os.getppid(), signal.SIGQUIT)
 
 
@@ -154,8 +154,8 @@ def init_distributed(environment: LaunchEnvironment, comm: Comm) -> torch.device
     here = max(environment.local_world_size if devices > 1 else 1, environment.local_rank + 1)
     if kind != "cpu" and here > devices:
         raise ConfigError(
-            f"{socket.gethostname()}: {here} ranks and {devices} {kind} devices that they see: each needs its own; see "
-            "torchrun's --nproc-per-node, and srun's --gpus-per-task"
+            f"{socket.gethostname()}: {here} ranks, but they see only {devices} {kind} devices, and each needs its "
+            "own; see torchrun's --nproc-per-node, and srun's --gpus-per-task"
         )
     device = torch.device(kind) if kind == "cpu" else torch.device(kind, environment.local_rank)
     if kind != "cpu":
@@ -184,8 +184,8 @@ def allow_open_files(world_size: int) -> None:
     needed = FILES + FILES_OF_RANK * world_size
     if most != resource.RLIM_INFINITY and needed > most:
         raise ConfigError(
-            f"{socket.gethostname()}: a process may have {most} files open, {world_size} ranks need {needed}, mostly "
-            "for connections to each other: raise the hard limit, ulimit -Hn, and then ulimit -n"
+            f"{socket.gethostname()}: a process may open {most} files, but with {world_size} ranks each needs "
+            f"{needed}, mostly for connections to the others: raise the hard limit, ulimit -Hn, and then ulimit -n"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
@@ -193,7 +193,7 @@ def allow_open_files(world_size: int) -> None:
 def check_devices(store: dist.Store, rank: int, world_size: int, kind: str) -> None:
     """Raises ConfigError, on all ranks, if they found devices of different types, as when a GPU is gone.
 
-    Also if one of several hosts listens to itself only. `store` must belong to this start alone.
+    Also if other hosts could not connect to one of several. `store` must belong to this start alone.
     """
     store.set(f"device/{rank}", f"{kind} {socket.gethostname()} {'alone' if _listens_to_itself() else ''}")
     if rank == 0:  # only rank 0 reads: thousands of readers of thousands of entries would keep the store busy
@@ -210,9 +210,9 @@ def check_devices(store: dist.Store, rank: int, world_size: int, kind: str) -> N
         elif len(alone) > 1 and any(alone.values()):
             names = ", ".join(host for host in alone if alone[host])
             wrong = (
-                f"{names}: there the host's own name is of a loopback address, such as 127.0.1.1, or of none, and gloo "
-                "would listen where no other host reaches it: set GLOO_SOCKET_IFNAME to the interface of its network "
-                "(ip -br addr)"
+                f"{names}: the host's own name resolves to a loopback address, such as 127.0.1.1, or not at all, so "
+                "gloo would listen where no other host can reach it: set GLOO_SOCKET_IFNAME to the interface of the "
+                "hosts' network (ip -br addr lists them)"
             )
         store.set("devices", wrong)
     if wrong := store.get("devices").decode():

@@ -568,7 +568,7 @@ def test_a_port_that_another_program_has_is_one_line(tmp_path: Path, capfd: pyte
         assert launch([*arguments, str(tmp_path / "script.py")]) == 1
     output = capfd.readouterr().err
     assert "Traceback" not in output
-    assert "error: no place for the ranks to meet: " in output
+    assert "error: rendezvous failed: " in output
     assert f"{port}" in output.splitlines()[-1]
 
 
@@ -581,7 +581,7 @@ def test_a_port_where_nobody_answers_is_one_line(tmp_path: Path) -> None:
         done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1, done.stderr
     assert done.stderr.splitlines()[-1].startswith(
-        f"error: no place for the ranks to meet: what listens at {endpoint} is no torchrun"
+        f"error: rendezvous failed: what listens at {endpoint} is not a torchrun"
     )
 
 
@@ -759,7 +759,7 @@ def test_hosts_that_no_other_reaches_do_not_start(address: str, monkeypatch: pyt
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
     monkeypatch.setattr(socket, "gethostname", lambda: "a")
     monkeypatch.setattr(socket, "socket", mock.MagicMock(**{"return_value.__enter__.return_value.bind": bind}))
-    with pytest.raises(ConfigError, match=r"^a: there the host's own name .* set GLOO_SOCKET_IFNAME"):
+    with pytest.raises(ConfigError, match=r"^a: the host's own name .* set GLOO_SOCKET_IFNAME"):
         check("b")
     check("a")
     address = "10.0.0.1"
@@ -774,7 +774,7 @@ def test_a_node_with_fewer_devices_than_ranks_is_refused(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
     for local_rank, ranks in ((0, 8), (7, 8), (4, 1)):  # the last: without torchrun
         with pytest.raises(
-            ConfigError, match=f"{ranks if ranks > 1 else 5} ranks and 4 cuda devices.*--nproc-per-node"
+            ConfigError, match=f"{ranks if ranks > 1 else 5} ranks, but they see only 4 cuda devices.*--nproc-per-node"
         ):
             init_distributed(LaunchEnvironment(local_rank, local_rank, 8, local_world_size=ranks), Comm())
 
@@ -788,7 +788,7 @@ def test_a_rank_that_sees_its_own_device_alone_goes_on(monkeypatch: pytest.Monke
     with pytest.raises(InterruptedError):
         init_distributed(LaunchEnvironment(3, 0, 8, local_world_size=8), Comm())
     taken.assert_called_once_with(0)
-    with pytest.raises(ConfigError, match="2 ranks and 1 cuda devices"):
+    with pytest.raises(ConfigError, match="2 ranks, but they see only 1 cuda devices"):
         init_distributed(LaunchEnvironment(1, 1, 2, local_world_size=2), Comm())
 
 
@@ -797,7 +797,7 @@ def test_files_that_may_be_open(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = [(1024, 4096)]
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda _, pair: limits.append(pair))
-    with pytest.raises(ConfigError, match=r"may have 4096 files open, 1000 ranks need 5050.*ulimit -n"):
+    with pytest.raises(ConfigError, match=r"may open 4096 files, but with 1000 ranks each needs 5050.*ulimit -n"):
         init_distributed(LaunchEnvironment(0, 0, 1000), Comm())
     allow_open_files(800)
     assert limits[1:] == [(4096, 4096)]
