@@ -113,8 +113,8 @@ def check_encoding(words: Sequence[str]) -> None:
             word.encode()
         except UnicodeEncodeError:
             raise ConfigError(
-                f"{_redact(ascii(word))}: has bytes that are no text in this locale, {sys.getfilesystemencoding()}; "
-                "write UTF-8, and set LC_ALL=C.UTF-8"
+                f"{_redact(ascii(word))}: is not valid text in this locale, {sys.getfilesystemencoding()}; write "
+                "UTF-8, and set LC_ALL=C.UTF-8"
             ) from None
 
 
@@ -740,7 +740,7 @@ def check_data(config: Config) -> None:
     if any("://" in url for url in (*data.datasets, *held_out)) and data.retry_seconds >= patience:
         raise ConfigError(
             f"data.retry_seconds = {data.retry_seconds}: must be below {patience}, {PATIENCE:g} x "
-            f"comm.{shortest}, when ranks that wait so long for their data count as hung"
+            f"comm.{shortest}: a rank that waits longer for its data counts as hung"
         )
 
 
@@ -778,7 +778,8 @@ def check_training(config: Config) -> None:
     recompute = config.activation_checkpoint
     if 0 < config.failures.spike_factor <= 1:
         raise ConfigError(
-            f"failures.spike_factor = {config.failures.spike_factor}: must be above 1, times the usual loss, or 0"
+            f"failures.spike_factor = {config.failures.spike_factor}: must be above 1, a multiple of the usual "
+            "loss, or 0 for off"
         )
     slow = max(("beta1", "beta2"), key=lambda name: getattr(config.optimizer, name))
     if config.optimizer.state_dtype == "bfloat16" and getattr(config.optimizer, slow) > SLOWEST_BFLOAT16:
@@ -789,7 +790,7 @@ def check_training(config: Config) -> None:
         )
     if recompute.every_n_layers > 1 and recompute.mode not in ("full", "selective"):
         raise ConfigError(
-            f"activation_checkpoint.every_n_layers = {recompute.every_n_layers}: is for mode full or selective, "
+            f"activation_checkpoint.every_n_layers = {recompute.every_n_layers}: needs mode full or selective, "
             f"not {recompute.mode}"
         )
     if loss_chunks(config) > 1 and config.float8.enable and not any(part in "output" for part in config.float8.skip):
@@ -805,18 +806,18 @@ def check_parallelism(config: Config) -> None:
     for axis, none in (("pp", 1), ("tp", 1), ("local_steps", 0)):
         if parallelism.reshard_group_size and getattr(parallelism, axis) > none:
             raise ConfigError(
-                f"parallelism.reshard_group_size = {parallelism.reshard_group_size}: not with parallelism.{axis} = "
-                f"{getattr(parallelism, axis)}"
+                f"parallelism.reshard_group_size = {parallelism.reshard_group_size}: cannot be used with "
+                f"parallelism.{axis} = {getattr(parallelism, axis)}; set it to 0"
             )
     if not parallelism.sync_every_microbatch and parallelism.pp > 1:
         raise ConfigError(
-            f"parallelism.sync_every_microbatch = false: not with parallelism.pp = {parallelism.pp}, whose gradients "
-            "are summed once a step in any case"
+            f"parallelism.sync_every_microbatch = false: has no effect with parallelism.pp = {parallelism.pp}, whose "
+            "gradients are always summed once a step; set it to true"
         )
     if chunks > 1 and (parallelism.tp > 1 or parallelism.pp > 1):
         raise ConfigError(
             f"training.loss_chunks = {chunks}: must be 0 or 1 with parallelism.tp = {parallelism.tp} and pp = "
-            f"{parallelism.pp}; tp splits the logits, pp cuts the batch already"
+            f"{parallelism.pp}: tp already splits the logits, and pp the batch"
         )
 
 
@@ -836,7 +837,7 @@ def check_needs(config: Config) -> None:
         ("parallelism.async_tp", parallelism.tp > 1, "parallelism.tp above 1"),
         ("parallelism.reshard_group_size", parallelism.reshard_after_forward, "reshard_after_forward = true"),
         ("parallelism.local_steps", parallelism.dp_replicate > 1, "parallelism.dp_replicate above 1, the islands"),
-        ("validation.sample_tokens", config.validation.sample_prompt, "validation.sample_prompt, the text to go on"),
+        ("validation.sample_tokens", config.validation.sample_prompt, "validation.sample_prompt, the text to continue"),
     ):
         key, _, choice = key.partition("=")
         value = _get(config, key)

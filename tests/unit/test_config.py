@@ -276,13 +276,13 @@ REFUSED = [  # words, ranks, what is said: each would otherwise train wrongly, f
         "needs a multiple of parallelism.pp = 2",
     ),
     (["--parallelism.pp=8", "--training.local_batch_size=8"], 8, "8 stages .* for 6 layers"),
-    ([TWO_STAGES, "--parallelism.sync_every_microbatch=false"], 2, "not with parallelism.pp"),
-    ([TWO_STAGES, "--parallelism.reshard_group_size=2"], 2, "not with parallelism.pp"),
-    (["--parallelism.tp=2", "--parallelism.reshard_group_size=2"], 8, "not with parallelism.tp"),
+    ([TWO_STAGES, "--parallelism.sync_every_microbatch=false"], 2, "no effect with parallelism.pp = 2"),
+    ([TWO_STAGES, "--parallelism.reshard_group_size=2"], 2, "cannot be used with parallelism.pp = 2"),
+    (["--parallelism.tp=2", "--parallelism.reshard_group_size=2"], 8, "cannot be used with parallelism.tp = 2"),
     (
         ["--parallelism.local_steps=50", "--parallelism.dp_replicate=2", "--parallelism.reshard_group_size=2"],
         8,
-        "not with parallelism.local_steps",
+        "cannot be used with parallelism.local_steps = 50",
     ),
     (["--float8.enable", "--parallelism.reshard_group_size=2"], 4, "gathers no float8 weights"),
     ([TWO_STAGES, ZERO_BUBBLE, "--activation_checkpoint.mode=selective"], 2, "recomputes twice"),
@@ -290,14 +290,14 @@ REFUSED = [  # words, ranks, what is said: each would otherwise train wrongly, f
     ([TWO_STAGES, "--training.loss_chunks=4"], 2, "must be 0 or 1"),
     (["--parallelism.tp=2", "--training.loss_chunks=4"], 2, "must be 0 or 1"),
     (["--float8.enable", "--float8.skip=[]", "--training.loss_chunks=4"], 1, 'unless float8.skip names "output"'),
-    (["--parallelism.cp=2", "--parallelism.cp_method=ring", "--data.mask_documents"], 2, "knows no documents"),
+    (["--parallelism.cp=2", "--parallelism.cp_method=ring", "--data.mask_documents"], 2, "cannot tell documents apart"),
     (["--parallelism.cp=2", "--training.seq_len=254"], 2, "must be a multiple of 4"),
     (["--parallelism.tp=3"], 3, "n_heads"),
     (["--parallelism.tp=8"], 8, "must divide n_kv_heads = 4"),
     (["--parallelism.tp=5", "--model.flavor=llama2_13B"], 5, "must divide hidden_dim = 13824"),
     (["--parallelism.tp=2", "--training.seq_len=255"], 2, "must be a multiple of 2"),
     (["--activation_checkpoint.mode=budget"], 1, INDUCTOR),
-    (["--activation_checkpoint.every_n_layers=2"], 1, "is for mode full or selective"),
+    (["--activation_checkpoint.every_n_layers=2"], 1, "needs mode full or selective, not none"),
     (["--parallelism.reshard_group_size=3"], 8, "the 8 ranks that share the weights into groups: 2, 4, or 0"),
     (["--parallelism.reshard_group_size=2"], 3, "the 3 ranks that share the weights into groups: none can"),
     (["--parallelism.reshard_group_size=2", "--parallelism.reshard_after_forward=false"], 8, "needs reshard_after"),
@@ -337,7 +337,7 @@ def test_combinations_that_cannot_train_are_refused_before_anything_starts(
         (
             "cuda",
             ["--parallelism.cp=2", "--parallelism.cp_method=ring", "--training.param_dtype=float32"],
-            "on CUDA it takes bfloat16",
+            "on CUDA the ring needs bfloat16",
         ),
     ],
 )
@@ -420,7 +420,7 @@ def test_words_that_are_no_text_end_a_command() -> None:
     command = [os.fsencode(sys.executable), b"-c", COMMAND.format("print('ran')").encode(), b"--prompt=\xff"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "PYTHONUTF8": "1"})
     assert (ended.returncode, ended.stdout) == (1, "")
-    assert ended.stderr.startswith("error: '--prompt=\\udcff': has bytes that are no text in this locale, utf-8")
+    assert ended.stderr.startswith("error: '--prompt=\\udcff': is not valid text in this locale, utf-8")
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
