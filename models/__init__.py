@@ -84,28 +84,28 @@ def recorded_model(identity: Mapping[str, Any]) -> tuple[ModelSpec, Any]:
     fields = dict(identity)
     name = fields.pop("name", None)
     if name not in MODELS:
-        raise ConfigError(f"the checkpoint is of model {name!r}: must be one of {', '.join(MODELS)}")
+        raise ConfigError(f"the checkpoint holds a model {name!r}: must be one of {', '.join(MODELS)}")
     try:
         return MODELS[name], MODELS[name].recorded_flavor(fields)
     except TypeError as error:
-        raise ConfigError(f"the checkpoint is of another version of model {name!r}: {error}") from None
+        raise ConfigError(f"the checkpoint holds a model {name!r} of another version of this code: {error}") from None
 
 
 def build_model(spec: ModelSpec, flavor: Any) -> nn.Module:
-    """Build the model on the meta device, without memory. Raises ConfigError for a buffer or a weight of two names."""
+    """Build the model on the meta device, without memory. Raises ConfigError for buffers and weights with two names."""
     with torch.device("meta"):
         model = spec.model(flavor)
     if buffers := [name for name, _ in model.named_buffers()]:
         raise ConfigError(
-            f"{type(model).__name__} has a buffer, {buffers[0]}: nothing would fill it, only parameters get initial "
-            "values; compute it in forward, or make it a parameter"
+            f"{type(model).__name__} has a buffer, {buffers[0]}: it would stay empty, since only parameters get "
+            "initial values; compute it in forward, or make it a parameter"
         )
     names = {name for name, _ in model.named_parameters()}
     if others := [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in names]:
         raise ConfigError(
-            f"{type(model).__name__} has {others[0]}, a weight that has another name, too: where its memory is made or "
-            "shared out each name gets a weight of its own; let forward use one module in both places, as Llama does "
-            "its tied embeddings"
+            f"{type(model).__name__} has {others[0]}, a weight that also has another name: when the model is moved "
+            "to a device or sharded, each name gets a weight of its own; let forward use one module in both places, as "
+            "Llama does for tied embeddings"
         )
     return model
 

@@ -290,7 +290,7 @@ def test_a_model_that_was_added_is_trained_and_used(
     with pytest.raises(CheckpointError, match="of model 'toy', which has no `hf` in its ModelSpec; llama has"):
         exported_model({"identity": json.loads((folder / "model.json").read_text())})
     monkeypatch.undo()
-    with pytest.raises(ConfigError, match="of model 'toy': must be one of llama"):
+    with pytest.raises(ConfigError, match="holds a model 'toy': must be one of llama"):
         generate([str(folder), "--prompt=ba"])
 
 

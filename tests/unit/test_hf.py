@@ -472,7 +472,7 @@ def test_an_export_that_was_overtaken_leaves_the_other_its_folder(tmp_path, toke
 
 def test_a_model_of_another_version_is_named_in_one_line():
     identity = {"name": "llama", **dataclasses.asdict(FLAVORS["tiny"]), "new_field": 1}
-    with pytest.raises(TitaniteError, match=r"is of another version of model 'llama': .*new_field"):
+    with pytest.raises(TitaniteError, match=r"holds a model 'llama' of another version of this code: .*new_field"):
         exported_model({"identity": identity})
 
 

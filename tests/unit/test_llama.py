@@ -184,7 +184,7 @@ class SharedLayer(Llama):
 def test_a_weight_of_two_names_is_refused(model: type[Llama], name: str) -> None:
     """Where it gets its memory each name would get a weight of its own, and one process trains both without a word."""
     spec = dataclasses.replace(MODELS["llama"], model=model)
-    with pytest.raises(ConfigError, match=f"{model.__name__} has {name}, a weight that has another name"):
+    with pytest.raises(ConfigError, match=f"{model.__name__} has {name}, a weight that also has another name"):
         build_model(spec, dataclasses.replace(FLAVORS["tiny"], vocab_size=64))
 
 
