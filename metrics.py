@@ -59,7 +59,7 @@ FIELDS = (
 # Loggers whose warnings are of no use here, most on every rank: that a gradient norm over two axes takes two messages,
 # that a checkpointed region must not change anything in place, that a later torch will refuse one of torchao's calls,
 # that parts of torchao are missing, which nothing here uses.
-WARN_IN_VAIN = (
+NOISY_LOGGERS = (
     "torch.distributed.tensor._redistribute",
     "torch._higher_order_ops.wrap",
     "torch.utils._pytree",
@@ -105,12 +105,12 @@ def configure_logging(log_ranks: tuple[int, ...], rank: int, world_size: int) ->
         datefmt="%H:%M:%S",
         force=True,
     )
-    quiet_vain_warnings()
+    quiet_noisy_loggers()
 
 
-def quiet_vain_warnings() -> None:
-    """Let only errors of the loggers WARN_IN_VAIN pass. A filter, unlike a level, spares the loggers below them."""
-    for name in WARN_IN_VAIN:
+def quiet_noisy_loggers() -> None:
+    """Let only errors of NOISY_LOGGERS pass. A filter, unlike a level, spares the loggers below them."""
+    for name in NOISY_LOGGERS:
         logging.getLogger(name).addFilter(_is_error)
 
 

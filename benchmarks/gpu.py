@@ -516,7 +516,7 @@ def main() -> int:
         return int(arguments.check)
     source, dataset = ("docs", REHEARSAL) if arguments.rehearse else ("stdlib", DATASET)
     prepare_once(dataset, source)
-    metrics.quiet_vain_warnings()  # torchao's, which a plan imports
+    metrics.quiet_noisy_loggers()  # torchao's, which a plan imports
 
     wanted = arguments.rows.split(",") if arguments.rows else QUICK if arguments.quick else ["peaks", *runs()]
     chosen = [name for name in ("peaks", *runs()) if name in wanted]

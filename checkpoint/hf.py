@@ -37,7 +37,7 @@ from checkpoint.storage import commit, read_state, write_items
 from checkpoint.stores import CheckpointError, LocalStore, Store, open_store
 from config import Model, command_line, misread, tomllib
 from data.tokenizer import TOKENIZER, Tokenizer, declared_eos, find_chat_template, load_tokenizer, parse_tokenizer
-from metrics import quiet_vain_warnings
+from metrics import quiet_noisy_loggers
 from models import MODELS, HuggingFace, build_model, recorded_model
 from records import output_path
 
@@ -487,6 +487,6 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     logging.basicConfig(format="%(message)s", level=logging.INFO)
-    quiet_vain_warnings()  # from torchao, which transformers imports
+    quiet_noisy_loggers()  # from torchao, which transformers imports
     with command_line():
         main(sys.argv[1:])
