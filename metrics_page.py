@@ -187,7 +187,7 @@ def _readable(file: Path) -> Iterator[None]:
     except ValueError as error:
         raise TitaniteError(f"{file}: is damaged: {error}") from None
     except (KeyError, TypeError, AttributeError) as error:
-        raise TitaniteError(f"{file}: holds what no run has written: {type(error).__name__}: {error}") from None
+        raise TitaniteError(f"{file}: is not as a run writes it: {type(error).__name__}: {error}") from None
 
 
 def _thinned(table: Mapping[str, list[Any]]) -> dict[str, list[Any]]:

@@ -36,7 +36,7 @@ PACKAGES = ("torchao", "triton", "numpy", "pyarrow", "tokenizers", "s3fs")
 
 
 def check_run_folder(config: Config, identity: dict[str, Any]) -> None:
-    """Refuse to resume what is no run, or has another model or optimizer. Raises ConfigError, TitaniteError."""
+    """Refuse to resume what is not a run, or has another model or optimizer. Raises ConfigError, TitaniteError."""
     folder = Path(config.run.folder)
     with _usable(config):
         if not config.run.folder or not folder.exists():
@@ -60,7 +60,7 @@ def _usable(config: Config) -> Iterator[None]:
 
 
 def _check_model(folder: Path, identity: dict[str, Any], chosen: str, otherwise: str) -> None:
-    """Refuse a folder with the run of another model. Raises ConfigError.
+    """Refuse a folder that holds a run with another model. Raises ConfigError.
 
     `chosen` says who chose the folder, `otherwise` what else the user can do.
     """
@@ -73,7 +73,7 @@ def _check_model(folder: Path, identity: dict[str, Any], chosen: str, otherwise:
         raise ConfigError(f"{file}: is damaged ({error}); start again in a new folder") from None
     if different := differences(saved, identity):
         raise ConfigError(
-            f"{chosen} holds the run of another model: {different}. Resume with the run's own model, or {otherwise}"
+            f"{chosen} holds a run with another model: {different}. Resume with the run's own model, or {otherwise}"
         )
 
 
@@ -85,8 +85,8 @@ def _check_optimizer(folder: Path, config: Config) -> None:
             theirs = tomllib.loads(file.read_text(encoding="utf-8"))["optimizer"]["name"]
     if theirs != config.optimizer.name:
         raise ConfigError(
-            f"optimizer.name = {config.optimizer.name!r}: the run in {folder} has {theirs!r}, whose state is another. "
-            f"Resume with that, or begin a new run with checkpoint.initial_load = {str(folder)!r}"
+            f"optimizer.name = {config.optimizer.name!r}: the run in {folder} was trained with {theirs!r}, whose state "
+            f"does not fit. Resume with that, or begin a new run with checkpoint.initial_load = {str(folder)!r}"
         )
 
 
@@ -280,7 +280,7 @@ def _count_without_progress(folder: Path, job: str, world_size: int, allowed: in
         cause = ended["cause"] if ended else "unknown, it was killed"
         raise CrashLoopError(
             f"{folder}: {count - 1} starts of this job in a row ended without a new checkpoint, "
-            f"failures.restarts_without_progress = {allowed}; the last one: {cause}. Mend that, then start a new job "
+            f"failures.restarts_without_progress = {allowed}; the last one: {cause}. Fix that, then start a new job "
             f"with --run.folder={folder}"
         )
     return count

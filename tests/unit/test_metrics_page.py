@@ -169,7 +169,7 @@ def test_mistakes_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture[st
             main(["compare", str(damaged)])
     for line in ('{"step": 1, "train_loss": 2}', "[1]", '{"step": "a", "loss": 1}', row(2, loss=1.0)):
         other = write_run(tmp_path / "other", [line], Config())
-        with pytest.raises(TitaniteError, match=r"other/metrics\.jsonl: holds what no run has written: \w+Error: "):
+        with pytest.raises(TitaniteError, match=r"other/metrics\.jsonl: is not as a run writes it: \w+Error: "):
             main(["compare", str(other)])
     (tmp_path / "file").touch()
     for output, said in (

@@ -328,7 +328,7 @@ def test_another_optimizers_run_is_not_resumed(tmp_path: Path) -> None:
         file.write_text(same)
         check_run_folder(config, {})
     file.write_text(recorded.replace('"adamw"', '"lion"'))
-    refused = rf"optimizer\.name = 'adamw': .* has 'lion', .*new run with checkpoint\.initial_load = '{folder}'"
+    refused = rf"optimizer\.name = 'adamw': .* with 'lion', .*new run with checkpoint\.initial_load = '{folder}'"
     with pytest.raises(ConfigError, match=refused):
         check_run_folder(config, {})
     with pytest.raises(ConfigError, match=refused):
