@@ -17,7 +17,7 @@ FILE = "exit.json"
 NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP)  # from file systems without links: FAT, some network disks
 AGAIN = 75  # exit code of ranks that torchrun must start again; sysexits.h: EX_TEMPFAIL
 HUNG = AGAIN  # of the ranks of a job that hung
-SPEAKER_TIMEOUT_SECONDS = 20  # ranks wait so long to be ended while local rank 0 says what is wrong
+SPEAKER_TIMEOUT_SECONDS = 20  # for ranks to wait until they are ended, while local rank 0 says what is wrong
 
 
 class Exit(NamedTuple):
@@ -92,8 +92,8 @@ def run_and_leave(main: Callable[[], None]) -> NoReturn:
     """Run a program, flush its output and end the process with Python's exit codes, 130 after Ctrl-C.
 
     A mistake of the user ends it with one line and exit code 2. It skips Python's normal exit, which takes most of a
-    second, in which now and then a thread of torch aborts, and after an error waits for threads that still ask a store
-    that may be away.
+    second, sometimes aborts in a thread of torch, and after an error waits for threads that query a store that may be
+    gone.
     """
     code = 0
     try:

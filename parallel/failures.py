@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 
 SKIPPED = "skipped.jsonl"
 SPIKE_WINDOW = 32  # good steps that a loss is compared with
-SLOW = 1.5  # a slow rank needs so many times what the others need,
-SLOW_SECONDS = 0.02  # and at least so much more: less is noise
+SLOW = 1.5  # a slow rank takes this many times as long as the others,
+SLOW_SECONDS = 0.02  # and at least this much longer: less is noise
 PROBES = 5
 PROBE_SECONDS = 0.1  # of each, many products: on a GPU one takes a fraction of a millisecond
 INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

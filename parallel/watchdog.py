@@ -30,10 +30,10 @@ from parallel.exits import FILE, HUNG, Exit, record_exit
 T = TypeVar("T")
 
 SILENT = 0.3  # share of the limit: a rank whose thread has been silent for longer does not run
-SAYING_SECONDS = 10.0  # a rank reports a hang for at most so long, then ends: the run's folder may be what hangs
-LATE_SECONDS = 1.0  # a running process's thread may oversleep so long
-LOST_SECONDS = 3.0  # a rank that lost a connection looks so long for the rank it lost
-WATCHERS = 16  # only so many ranks, spread over all, read all beats: in a large job more would overload the store
+SAYING_SECONDS = 10.0  # most time to report a hang before a rank ends: the run's folder may be what hangs
+LATE_SECONDS = 1.0  # by which the thread of a running process may oversleep
+LOST_SECONDS = 3.0  # for a rank that lost a connection to look for the rank it lost
+WATCHERS = 16  # ranks, spread over all, that read all beats: in a large job more would overload the store
 FRAMES = 10
 CHECKPOINTING = ("checkpoint", "load", "end")  # sections that may last checkpoint.timeout_seconds
 QUEUEING = ("forward/backward", "optimizer", "validation")  # sections that queue kernels on an accelerator
@@ -53,7 +53,7 @@ class Beat(NamedTuple):
     section: str
     step: int
     idle_seconds: float  # since it entered the section or last made progress in it
-    limit_seconds: float  # it may be idle for so long
+    limit_seconds: float  # it may be idle for this long
     waiting: bool  # in a collective, or maybe: an accelerator's full queue holds its host up anywhere
     stack: list[str]  # innermost last
 
@@ -89,7 +89,9 @@ def judge(beats: Sequence[Beat], silent: set[int], gone: bool = False) -> Verdic
     elif len(beats) == 1:
         ranks, why = [0], "is stuck"
     else:
-        doing = f"are busy in {beats[0].section}, nearly as long as they may" if busy else "wait: the network?"
+        doing = (
+            f"are busy in {beats[0].section}, nearly as long as they may" if busy else "wait, perhaps for the network"
+        )
         text = f"hung: all ranks {doing}; none stands out; the stack of rank 0: {_path(beats[0])}"
         return Verdict([], text, beats[0].section, beats[0].step)
     beat = beats[ranks[0]]

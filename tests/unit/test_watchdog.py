@@ -40,7 +40,12 @@ def beats(*changes: dict[str, object]) -> list[Beat]:
         ([{}, {}, {"waiting": False}], set(), [2], "while the others wait in a collective"),
         ([{}, {}, {}], {1}, [1], "does not run"),
         ([{}, {"ticks": 49}, {}], {2}, [2], "does not run"),
-        ([{}, {}, {}], set(), [], "all ranks wait: the network?; none stands out; the stack of rank 0: all_reduce"),
+        (
+            [{}, {}, {}],
+            set(),
+            [],
+            "all ranks wait, perhaps for the network; none stands out; the stack of rank 0: all_reduce",
+        ),
         ([{"waiting": False}] * 3, set(), [], "busy in forward/backward, nearly as long as they may; none"),
         ([{"waiting": False}], set(), [0], "rank 0 (a) is stuck; its stack: all_reduce"),
     ],
