@@ -80,8 +80,11 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
     device = init_distributed(environment, comm)
     dataloader.check_ranks()
     mesh = dims.build_mesh(device.type)
-    initial, places = partial(check_initial_load, config.checkpoint, identity), partial(check_places, config.checkpoint)
-    checks = (dataloader.check_run, initial, places)
+    checks = (
+        dataloader.check_run,
+        partial(check_initial_load, config.checkpoint, identity),
+        partial(check_places, config.checkpoint),
+    )
     start = partial(start_run, config, identity, world_size, environment.job, checks, dataloader.tokenizer.save)
     folder, changed = from_rank_0(start)
     for key, (old, new) in changed.items():
@@ -284,7 +287,7 @@ def main() -> None:
     except TitaniteError as error:
         running = dist.is_initialized()
         if environment.local_rank > 0 and (error.agreed or not running):
-            # Local rank 0 prints the same. If we left first, torchrun would end it unheard. Once it leaves, so do we.
+            # Local rank 0 prints the same. If we left first, torchrun would end it before that.
             time.sleep(SPEAKER_TIMEOUT_SECONDS)
         where = f" (rank {environment.rank})" if running and not error.agreed else ""
         print(f"error{where}: {error}", file=sys.stderr, flush=True)
