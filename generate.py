@@ -23,7 +23,7 @@ from models.llama.model import KVCache
 from parallel.comm import device_type
 from trained import Trained, add_place_arguments, load_from_arguments
 
-PREFILL_TOKENS = 512  # of a prompt per forward: limits the memory of its logits, of which few are used
+PREFILL_TOKENS = 512  # of a prompt per forward: limits the memory of the logits, most of which go unused
 CACHE_STEP = 256  # the cache's length is a multiple of this, so that few lengths are compiled
 COLDEST = 1e-30  # lower temperatures count as 0: logits might overflow, and only the likeliest token would be drawn
 COMPILED_ROOMS = 256  # graphs per function; beyond its limit, by default 8, torch._dynamo stops compiling
@@ -262,7 +262,7 @@ def chat(trained: Trained, system: str, request: Request, device: torch.device) 
         except EOFError:
             return
         except UnicodeError as error:
-            print(f"error: what was typed is no text: {error}", file=sys.stderr, flush=True)
+            print(f"error: what was typed is not valid text: {error}", file=sys.stderr, flush=True)
             continue
         turn = [*messages, {"role": "user", "content": line}]
         try:
@@ -297,7 +297,7 @@ def read_prompts(file: Path) -> list[str]:
         if not isinstance(prompt, str):
             raise ConfigError(f'{file}, line {number}: must be an object with a string "prompt"')
         if re.search("[\ud800-\udfff]", prompt):
-            raise ConfigError(f"{file}, line {number}: holds half of a character, which is not Unicode")
+            raise ConfigError(f"{file}, line {number}: holds a lone surrogate, which is not valid text")
         prompts.append(prompt)
     return prompts
 

@@ -181,8 +181,9 @@ def main(argv: list[str]) -> None:
         )
     except OSError as error:  # also what the Hub's libraries raise where there is no network, or no such dataset
         raise TitaniteError(
-            f"--tasks {arguments.tasks}: data cannot be had: {error}. Without network: give HF_HOME, a folder that the "
-            "same command has filled on a machine with one, and HF_HUB_OFFLINE=1, or tasks over local files (--include)"
+            f"--tasks {arguments.tasks}: data cannot be loaded: {error}. Without network: set HF_HUB_OFFLINE=1, and "
+            "HF_HOME to a folder that this command filled on a machine with network; or use tasks over local files "
+            "(--include)"
         ) from None
     print(table(results["results"]))
     if arguments.output:

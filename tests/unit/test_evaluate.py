@@ -173,7 +173,7 @@ def test_data_that_cannot_be_had_are_named_in_one_line(
     else:
         (tasks / "sayings.jsonl").unlink()
     command = [str(imported), "--tasks=sayings", "--include", str(tasks), "--max-seq-len=100"]
-    with pytest.raises(TitaniteError, match=r"^--tasks sayings: data cannot be had: .*(x/y|sayings).*HF_HOME"):
+    with pytest.raises(TitaniteError, match=r"^--tasks sayings: data cannot be loaded: .*(x/y|sayings).*HF_HOME"):
         main(command)
 
 

@@ -345,7 +345,7 @@ def test_a_chat_goes_on_from_what_was_said(
     main([str(imported), "--chat", "--system=Be kind.", "--temperature=0", "--max-tokens=12"])
     out, err = capsys.readouterr()
     assert "spells out '<|im_end|>'" in err
-    assert "error: what was typed is no text" in err
+    assert "error: what was typed is not valid text" in err
     assert [message["role"] for message in asked[-1]] == ["system", "user", "assistant", "user"]
     answer = asked[-1][2]["content"]
     assert answer
@@ -367,7 +367,7 @@ def test_mistakes_are_explained(imported: Path, tmp_path: Path, capsys: pytest.C
         main([str(imported), "--prompt=a", "--system=b"])
     assert "--system is for --chat" in capsys.readouterr().err
     (tmp_path / "half.jsonl").write_text('{"prompt": "\\ud800 a"}\n')
-    with pytest.raises(TitaniteError, match=r"half.jsonl, line 1: holds half of a character"):
+    with pytest.raises(TitaniteError, match=r"half.jsonl, line 1: holds a lone surrogate"):
         main([str(imported), "--prompts-file", str(tmp_path / "half.jsonl")])
     (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"text": "b"}\n')
     with pytest.raises(TitaniteError, match=r'bad.jsonl, line 2: must be an object with a string "prompt"'):
