@@ -20,7 +20,6 @@ from torch.nn.utils.rnn import pad_sequence
 from config import ConfigError, TitaniteError, command_line
 from data.tokenizer import Tokenizer
 from models.llama.model import KVCache
-from parallel.comm import device_type
 from trained import Trained, add_place_arguments, load_from_arguments
 
 PREFILL_TOKENS = 512  # of a prompt per forward: limits the memory of the logits, most of which go unused
@@ -198,14 +197,14 @@ def special_ids(tokenizer: Tokenizer, texts: Sequence[str] | None = None) -> fro
 
 
 def stream_texts(
-    trained: Trained, prompts: Sequence[Sequence[int]], request: Request, device: torch.device, timing: Timing
+    trained: Trained, prompts: Sequence[Sequence[int]], request: Request, timing: Timing
 ) -> Iterator[tuple[int, str, bool]]:
     """Yield (row, its next text, whether the row is finished) as tokens come, until all rows are finished."""
     stop_ids = request.stop_ids | special_ids(trained.tokenizer, request.stops)
     streams = [TextStream(trained.tokenizer, prompt, stop_ids, request.stops) for prompt in prompts]
     timing.prompt_tokens += sum(map(len, prompts))
     begin = time.perf_counter()
-    steps = generate(trained.model, prompts, request.max_tokens, device, request)
+    steps = generate(trained.model, prompts, request.max_tokens, trained.device, request)
     for number, tokens in enumerate(steps, start=1):
         if number == 1:
             timing.prompt_seconds += (first := time.perf_counter()) - begin
@@ -226,24 +225,22 @@ def stream_texts(
 # ---------------------------------------------------------------- command line
 
 
-def continue_one(trained: Trained, prompt: str, request: Request, device: torch.device, timing: Timing) -> None:
+def continue_one(trained: Trained, prompt: str, request: Request, timing: Timing) -> None:
     """Print the prompt, then its continuation as it comes."""
     print(prompt, end="", flush=True)
-    for _, text, _ in stream_texts(trained, [trained.tokenizer.encode(prompt)], request, device, timing):
+    for _, text, _ in stream_texts(trained, [trained.tokenizer.encode(prompt)], request, timing):
         print(text, end="", flush=True)
     print(flush=True)
 
 
-def continue_many(
-    trained: Trained, prompts: Sequence[str], request: Request, device: torch.device, timing: Timing, batch_size: int
-) -> None:
+def continue_many(trained: Trained, prompts: Sequence[str], request: Request, timing: Timing, batch_size: int) -> None:
     """Print a JSON line for each prompt, in their order, as soon as it and all before it are finished."""
     for first in range(0, len(prompts), batch_size):
         batch = prompts[first : first + batch_size]
         ids = [trained.tokenizer.encode(prompt) for prompt in batch]
         texts, finished, printed = [""] * len(batch), [False] * len(batch), 0
         seeded = replace(request, seed=request.seed + first)
-        for row, text, done in stream_texts(trained, ids, seeded, device, timing):
+        for row, text, done in stream_texts(trained, ids, seeded, timing):
             texts[row] += text
             finished[row] = done
             while printed < len(batch) and finished[printed]:
@@ -252,7 +249,7 @@ def continue_many(
                 printed += 1
 
 
-def chat(trained: Trained, system: str, request: Request, device: torch.device) -> None:
+def chat(trained: Trained, system: str, request: Request) -> None:
     """Answer each line that is typed, until the end of input. The tokens/s of each answer go to stderr."""
     messages = [{"role": "system", "content": system}] if system else []
     while True:
@@ -271,7 +268,7 @@ def chat(trained: Trained, system: str, request: Request, device: torch.device) 
             print(f"error: {error}", file=sys.stderr, flush=True)
             continue
         answer, timing = "", Timing()
-        for _, text, _ in stream_texts(trained, [prompt], request, device, timing):
+        for _, text, _ in stream_texts(trained, [prompt], request, timing):
             answer += text
             print(text, end="", flush=True)
         print(flush=True)
@@ -337,8 +334,7 @@ def main(argv: list[str]) -> None:
         parser.error("--system is for --chat")
     prompts = read_prompts(arguments.prompts_file) if arguments.prompts_file else arguments.prompt
 
-    device = torch.device(device_type())
-    trained = load_from_arguments(arguments, device)
+    trained = load_from_arguments(arguments)
     if prompts and not all(map(trained.tokenizer.encode, prompts)):
         raise ConfigError("a prompt is empty, and the tokenizer begins a text with no token of its own")
     if arguments.compile:
@@ -353,13 +349,13 @@ def main(argv: list[str]) -> None:
         stops=tuple(arguments.stop),
     )
     if arguments.chat:
-        chat(trained, arguments.system, request, device)
+        chat(trained, arguments.system, request)
         return
     timing = Timing()
     if arguments.prompts_file or len(prompts) > 1:
-        continue_many(trained, prompts, request, device, timing, arguments.batch_size)
+        continue_many(trained, prompts, request, timing, arguments.batch_size)
     else:
-        continue_one(trained, prompts[0], request, device, timing)
+        continue_one(trained, prompts[0], request, timing)
     print(timing, file=sys.stderr)
 
 

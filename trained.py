@@ -18,6 +18,7 @@ from checkpoint.storage import read_state
 from data.chat import ChatTemplate
 from data.tokenizer import Tokenizer
 from models import build_model, recorded_model
+from parallel.comm import device_type
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Trained:
     tokenizer: Tokenizer
     manifest: Manifest
     place: str  # of the checkpoint
+    device: torch.device
 
     @cached_property
     def chat(self) -> ChatTemplate:
@@ -49,7 +51,7 @@ def load_trained(place: str, *, device: torch.device, dtype: torch.dtype, tokeni
         tensors = model_tensors([model])
         check_same_names(opened, tensors)
         read_state(opened, {"model": tensors})
-        return Trained(model, text, opened.manifest, opened.url)
+        return Trained(model, text, opened.manifest, opened.url, device)
 
     return load_place(place, fill)
 
@@ -69,7 +71,8 @@ def add_place_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def load_from_arguments(arguments: argparse.Namespace, device: torch.device) -> Trained:
-    """Load the model that these arguments name. Raises TitaniteError."""
+def load_from_arguments(arguments: argparse.Namespace) -> Trained:
+    """Load the model that these arguments name to this machine's device. Raises TitaniteError."""
+    device = torch.device(device_type())
     dtype = arguments.dtype or ("float32" if device.type == "cpu" else "bfloat16")
     return load_trained(arguments.place, device=device, dtype=getattr(torch, dtype), tokenizer=arguments.tokenizer)

@@ -21,7 +21,6 @@ from data.shards import DataError, open_dataset
 from data.tokenizer import Tokenizer
 from generate import Sampling, TextStream, generate, sample
 from loss import IGNORED, cross_entropy
-from parallel.comm import device_type
 from parallel.context import local_indices
 from parallel.fsdp import reshard
 from parallel.mesh import Mesh, ParallelDims
@@ -156,7 +155,7 @@ def _logits_at(logits: Tensor | None, place: int, seq_len: int, dims: ParallelDi
 
 
 @torch.no_grad()
-def measure(trained: Trained, config: Config, device: torch.device) -> tuple[float, int]:
+def measure(trained: Trained, config: Config) -> tuple[float, int]:
     """(mean loss per token in nats, tokens) of a trained model on the held-out documents of `config.data`.
 
     Raises DataError for data that was made with another tokenizer than the model's.
@@ -165,9 +164,9 @@ def measure(trained: Trained, config: Config, device: torch.device) -> tuple[flo
         made_by = open_dataset(url, config.data).tokenizer_fingerprint
         if made_by != trained.tokenizer.fingerprint:
             raise DataError(f"{url}: was made with tokenizer {made_by}, the model's is {trained.tokenizer.fingerprint}")
-    summed, count = torch.zeros((), dtype=torch.float64, device=device), 0
+    summed, count = torch.zeros((), dtype=torch.float64, device=trained.device), 0
     for batch in validation_batches(config, 0, 1):
-        tokens, labels, positions = batch.to(device)
+        tokens, labels, positions = batch.to(trained.device)
         summed += cross_entropy(trained.model(tokens, positions), labels)
         count += int(labels.ne(IGNORED).sum())
     return _mean(float(summed), count), count
@@ -200,8 +199,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--seq-len", type=int, help="tokens of a sequence; default: as the run")
     parser.add_argument("--batch-size", type=int, help="sequences in a forward; default: as the run")
     arguments = parser.parse_args(argv)
-    device = torch.device(device_type())
-    trained = load_from_arguments(arguments, device)
+    trained = load_from_arguments(arguments)
     values = settings.read_recorded(trained.manifest.get("config", "").encode(), trained.place)
     recorded = "seq_len" in values.get("training", {})
     given = {
@@ -216,7 +214,7 @@ def main(argv: list[str]) -> None:
         raise ConfigError(f"{arguments.place}: no run says which datasets to measure; name them with --datasets")
     config = replace(config, validation=replace(config.validation, datasets=tuple(datasets)))
     for name, held_out in validation_sets(config).items():
-        loss, tokens = measure(trained, as_packed(held_out, arguments.seq_len, recorded), device)
+        loss, tokens = measure(trained, as_packed(held_out, arguments.seq_len, recorded))
         print(f"{name}  loss {loss:.4f}  perplexity {math.exp(loss):.3f}  {tokens:,} tokens", flush=True)
 
 

@@ -14,13 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from checkpoint.hf import trained_positions
 from config import ConfigError, TitaniteError, close_match, command_line
 from generate import Request, Timing, stream_texts
 from models.scoring import Pair, log_likelihoods
-from parallel.comm import device_type
 from records import output_file, write_output
 from trained import Trained, add_place_arguments, load_from_arguments
 
@@ -40,10 +37,10 @@ TASKS = "mmlu,arc_easy,arc_challenge,hellaswag,sciq,openbookqa,piqa,winogrande"
 class HarnessModel(TemplateLM):
     """A trained model as lm-evaluation-harness asks it: tokens as its HFLM encodes them, scores by `models.scoring`."""
 
-    def __init__(self, trained: Trained, *, batch_size: int, max_seq_len: int, device: torch.device):
+    def __init__(self, trained: Trained, *, batch_size: int, max_seq_len: int):
         super().__init__()
         self.trained, self.batch_size, self.max_seq_len = trained, batch_size, max_seq_len
-        self._device = device
+        self._device = trained.device
 
     @property
     def eot_token_id(self) -> int:
@@ -103,7 +100,7 @@ class HarnessModel(TemplateLM):
                 texts = [""] * len(batch)
                 # Repeats of a question differ: each has a seed of its own.
                 seeded = replace(asked, seed=first)
-                for row, piece, _ in stream_texts(self.trained, prompts, seeded, self.device, Timing()):
+                for row, piece, _ in stream_texts(self.trained, prompts, seeded, Timing()):
                     texts[row] += piece
                 answers.update(zip(batch, texts, strict=True))
         return [answers[i] for i in range(len(requests))]
@@ -166,10 +163,9 @@ def main(argv: list[str]) -> None:
     manager = TaskManager(include_path=str(arguments.include) if arguments.include else None)
     tasks = arguments.tasks.split(",")
     check_tasks(tasks, manager)
-    device = torch.device(device_type())
-    trained = load_from_arguments(arguments, device)
+    trained = load_from_arguments(arguments)
     max_seq_len = arguments.max_seq_len or trained_positions(trained.manifest, "--max-seq-len")
-    model = HarnessModel(trained, batch_size=arguments.batch_size, max_seq_len=max_seq_len, device=device)
+    model = HarnessModel(trained, batch_size=arguments.batch_size, max_seq_len=max_seq_len)
     try:
         results = simple_evaluate(
             model=model,

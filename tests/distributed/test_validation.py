@@ -197,7 +197,7 @@ def test_packed_examples_are_measured_whole_and_apart(tuning: Path) -> None:  # 
                 logits = model(tokens[None, part])[0].detach().double()
                 summed += F.cross_entropy(logits, labels[part], ignore_index=IGNORED, reduction="sum").item()
                 count += int(labels[part].ne(IGNORED).sum())
-    trained = Trained(model, open_dataset(url).tokenizer(), {}, "")
-    loss, tokens = measure(trained, packed, torch.device("cpu"))
+    trained = Trained(model, open_dataset(url).tokenizer(), {}, "", torch.device("cpu"))
+    loss, tokens = measure(trained, packed)
     assert tokens == count
     assert loss == pytest.approx(summed / count, abs=1e-5)

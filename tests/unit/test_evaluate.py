@@ -73,7 +73,7 @@ def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def both_models(place: Path) -> tuple[HarnessModel, HFLM]:
     trained = load_trained(str(place), device=CPU, dtype=torch.float32)
-    ours = HarnessModel(trained, batch_size=4, max_seq_len=100, device=CPU)
+    ours = HarnessModel(trained, batch_size=4, max_seq_len=100)
     hf = place.parent / "hf"
     tokenizer = AutoTokenizer.from_pretrained(hf)
     model = AutoModelForCausalLM.from_pretrained(hf)

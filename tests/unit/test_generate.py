@@ -198,9 +198,9 @@ def test_a_stream_goes_on_from_a_prompt_of_bytes() -> None:
 
 def test_a_special_token_is_a_stop_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("generate.generate", lambda *_: iter([[3], [5], [3]]))
-    trained, timing = SimpleNamespace(tokenizer=metaspace_tokenizer(), model=None), Timing()
+    trained, timing = SimpleNamespace(tokenizer=metaspace_tokenizer(), model=None, device=CPU), Timing()
     for stops, expected in (("<|tool|>",), " world"), (("<|other|>",), " world world"):
-        pieces = stream_texts(trained, [[2]], Request(max_tokens=3, stops=stops), CPU, timing)  # type: ignore[arg-type]
+        pieces = stream_texts(trained, [[2]], Request(max_tokens=3, stops=stops), timing)  # type: ignore[arg-type]
         assert "".join(text for _, text, _ in pieces) == expected
 
 
@@ -420,7 +420,8 @@ def test_weights_are_of_the_type_that_is_asked_for_or_fits_the_device(monkeypatc
         ([], "cuda", torch.bfloat16),
         (["--dtype=bfloat16"], "cpu", torch.bfloat16),
     ):
-        trained.load_from_arguments(parser.parse_args(["place", *words]), torch.device(device))
+        monkeypatch.setattr(trained, "device_type", lambda device=device: device)
+        trained.load_from_arguments(parser.parse_args(["place", *words]))
         assert load.call_args.kwargs["dtype"] == dtype
     with pytest.raises(SystemExit):
         parser.parse_args(["place", "--dtype=int8"])
