@@ -82,7 +82,9 @@ def _no_training(parts: list[nn.Module]) -> Iterator[None]:
 
 def _mean(summed: float, count: float) -> float:
     if not count:
-        raise DataError("data.on_bad_block = mask: no held-out token is left to measure; mend the data")
+        raise DataError(
+            "data.on_bad_block = mask: every held-out token is masked, so none is measured; repair the data"
+        )
     return summed / count
 
 

@@ -56,7 +56,7 @@ def float8_plan(module: nn.Module, plan: Mapping[str, ParallelStyle], device_typ
 
 
 def _gather_as_bytes() -> None:
-    """Send float8 as bytes, since gloo knows no float8. Replaces torchao's handlers of two operators."""
+    """Send float8 as bytes, since gloo cannot send float8. Replaces torchao's handlers of two operators."""
     from torchao.float8.float8_ops import FLOAT8_OPS_TABLE
     from torchao.float8.float8_training_tensor import Float8TrainingTensor
 

@@ -119,4 +119,5 @@ def to_hf_config(config: LlamaConfig, max_positions: int, dtype: str) -> dict[st
 
 def _some(names: Collection[str]) -> str:
     listed = sorted(names)
-    return ", ".join(listed[:3]) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "") if listed else "nothing"
+    more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
+    return (", ".join(listed[:3]) or "nothing") + more
