@@ -8,11 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._functorch import config as compiler
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import parallel.context  # noqa: F401  (registers the ring's operator)
 from config import ActivationCheckpoint
