@@ -83,32 +83,10 @@ def _build_whole(
 def _build_pipeline(
     parts: list[nn.Module], loss_fn: LossFn, dim: int, vocab_size: int, mesh: Mesh, config: Config
 ) -> Step:
-    settings, training = config.parallelism, config.training
-    device = torch.device(mesh.pp.device_type)
-    if device.type != "cpu":
-        device = torch.device(device.type, torch.accelerator.current_device_index())
-    n_stages = mesh.pp.size() * len(parts)
-    stage_ids = stages_of_rank(mesh.pp.get_local_rank(), settings)
-    size, length = settings.pp_microbatch_size, training.seq_len // mesh.cp.size()
-    # Without given shapes the first step would run an extra forward and backward to find them.
-    dtype = getattr(torch, training.param_dtype)
-    tokens = torch.empty(size, training.seq_len, dtype=torch.int64, device="meta")
-    hidden = torch.empty(size, length // mesh.tp.size(), dim, dtype=dtype, device="meta", requires_grad=True)
-    scores = torch.empty(size, length, vocab_size // mesh.tp.size(), dtype=dtype, device="meta", requires_grad=True)
-    stages = [
-        _Stage(
-            part,
-            i,
-            n_stages,
-            device,
-            input_args=tokens if i == 0 else hidden,
-            output_args=scores if i == n_stages - 1 else hidden,
-            group=mesh.pp.get_group(),
-        )
-        for part, i in zip(parts, stage_ids, strict=True)
-    ]
+    stages = _build_stages(parts, dim, vocab_size, mesh, config)
+    first, last, device = stages[0].is_first, stages[-1].is_last, stages[0].device
     divisor = torch.ones((), device=device)  # read by the loss, which the schedule calls with two arguments
-    kind = get_schedule_class(settings.pp_schedule)
+    kind = get_schedule_class(config.parallelism.pp_schedule)
 
     def mean_loss(output: Tensor, labels: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
@@ -117,12 +95,11 @@ def _build_pipeline(
 
     schedule = kind(
         stages[0] if issubclass(kind, PipelineScheduleSingle) else stages,
-        training.local_batch_size // size,
+        config.training.local_batch_size // config.parallelism.pp_microbatch_size,
         loss_fn=mean_loss,
         scale_grads=False,
     )
     told_to_reduce = "finalize_gradients" in inspect.signature(schedule.step).parameters  # torch 2.15
-    first, last = 0 in stage_ids, n_stages - 1 in stage_ids
 
     def run(action: Callable[..., object], tokens: Tensor, labels: Tensor, positions: Tensor | None) -> Tensor:
         losses: list[Tensor] = []
@@ -149,6 +126,32 @@ def _build_pipeline(
         return schedule.eval(*inputs, target=target, losses=[] if last else None)
 
     return Step(forward_backward, forward, logits)
+
+
+def _build_stages(parts: list[nn.Module], dim: int, vocab_size: int, mesh: Mesh, config: Config) -> list["_Stage"]:
+    """This rank's stages and their shapes, which the first step would else find by an extra forward and backward."""
+    settings, training = config.parallelism, config.training
+    device = torch.device(mesh.pp.device_type)
+    if device.type != "cpu":
+        device = torch.device(device.type, torch.accelerator.current_device_index())
+    size, length = settings.pp_microbatch_size, training.seq_len // mesh.cp.size()
+    dtype = getattr(torch, training.param_dtype)
+    tokens = torch.empty(size, training.seq_len, dtype=torch.int64, device="meta")
+    hidden = torch.empty(size, length // mesh.tp.size(), dim, dtype=dtype, device="meta", requires_grad=True)
+    scores = torch.empty(size, length, vocab_size // mesh.tp.size(), dtype=dtype, device="meta", requires_grad=True)
+    n_stages = mesh.pp.size() * len(parts)
+    return [
+        _Stage(
+            part,
+            i,
+            n_stages,
+            device,
+            input_args=tokens if i == 0 else hidden,
+            output_args=scores if i == n_stages - 1 else hidden,
+            group=mesh.pp.get_group(),
+        )
+        for part, i in zip(parts, stages_of_rank(mesh.pp.get_local_rank(), settings), strict=True)
+    ]
 
 
 class _Stage(PipelineStage):
