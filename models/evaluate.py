@@ -81,7 +81,7 @@ class HarnessModel(TemplateLM):
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Greedy or drawn continuations, one batch for each set of options.
 
-        Raises ConfigError where what is to be generated leaves no room for a prompt.
+        Raises ConfigError if a task generates no token, or so many that there is no room for a prompt.
         """
         answers: dict[int, str] = {}
         by_options: dict[str, list[int]] = {}
@@ -90,6 +90,8 @@ class HarnessModel(TemplateLM):
         for text, members in by_options.items():
             asked = self._request(json.loads(text))
             room = self.max_seq_len - asked.max_tokens
+            if asked.max_tokens < 1:
+                raise ConfigError(f"a task sets max_gen_toks = {asked.max_tokens}: must be at least 1")
             if room < 1:
                 raise ConfigError(
                     f"--max-seq-len {self.max_seq_len}: must exceed the {asked.max_tokens} tokens that a task generates"

@@ -108,6 +108,8 @@ def test_options_mean_what_the_harness_means_by_them(imported: Path) -> None:  #
     assert len(set(ours.generate_until(repeats))) > 7, "in batches of 4"
     with pytest.raises(ConfigError, match="--max-seq-len 100: must exceed the 100 tokens"):
         ours.generate_until([Instance("generate_until", {}, ("Hello", {"max_gen_toks": 100}), 0)])
+    with pytest.raises(ConfigError, match="max_gen_toks = 0"):
+        ours.generate_until([Instance("generate_until", {}, ("Hello", {"max_gen_toks": 0}), 0)])
 
 
 def test_until_may_be_a_special_token(imported: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
