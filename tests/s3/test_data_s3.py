@@ -223,15 +223,12 @@ def test_a_loader_can_be_closed_during_an_outage(remote, tmp_path, proxy):
     for path in (tmp_path / "cache").glob("*.range"):
         path.unlink()
     loader.load_state_dict(loader.state_dict() | {"samples": 200})  # blocks that are not here yet
-    with ThreadPoolExecutor(1) as thread:
-        trying = thread.submit(loader.next_step)
-        while loader._upcoming is None:  # till next_step has begun; the read-ahead asks for blocks as well
-            pass
-        while proxy.counts().get("fault:503", 0) < 2:
-            pass
-        loader.close()  # does not wait for the end of the retries
-        with pytest.raises(StorageError, match="cannot be read"):
-            trying.result()
+    step = loader._prefetcher.submit(next, loader._steps())  # as next_step does; the read-ahead asks for blocks as well
+    while not step.running() or proxy.counts().get("fault:503", 0) < 2:
+        pass
+    loader.close()  # does not wait for the end of the retries
+    with pytest.raises(StorageError, match="cannot be read"):
+        step.result()
 
 
 def test_a_block_that_is_damaged_on_the_server(local, remote, tmp_path, proxy):

@@ -223,9 +223,11 @@ def test_what_says_nothing_about_the_data_is_no_bad_block(folder, kind):
             resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
         else:
             message += "Too many levels of symbolic links$"  # unlike permissions, this refuses root, too
-            for file in folder.glob("train-*.arrow"):
+            for file in (*folder.glob("train-*.arrow"), folder / "manifest.json"):
                 file.unlink()
                 file.symlink_to(file)
+            with pytest.raises(StorageError, match=r"manifest\.json: cannot be read: Too many levels"):
+                open_dataset(str(folder))
         with pytest.raises(StorageError, match=message):
             loader.next_step()
     finally:
