@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as RawTokenizer
 from transformers import (
     LlamaConfig,
@@ -52,8 +52,10 @@ from trained import load_trained
 CPU = torch.device("cpu")
 GREEDY = Sampling(temperature=0)
 CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}{% if message.role == 'assistant' %}"
+    "{{ bos_token }}{% for message in messages %}\n  {% if message.role == 'nobody' %}{% break %}{% endif %}"
+    "{{ '<|im_start|>' + message.role + '\n' }}{% if message.role == 'assistant' %}"
     "{% generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}"
+    "{% elif message.role == 'tool' %}{{ message.content | tojson + '<|im_end|>' }}"
     "{% else %}{{ message.content + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
@@ -228,21 +230,30 @@ def test_stops(text: str, stops: tuple[str, ...], expected: str) -> None:
 # ---------------------------------------------------------------- chat
 
 
-def test_a_conversation_has_the_tokens_that_transformers_gives_it() -> None:
-    tokenizer = byte_tokenizer()
+@pytest.mark.parametrize("bos", ["", "<s>"])
+def test_a_conversation_has_the_tokens_that_transformers_gives_it(bos: str) -> None:
+    raw = byte_tokenizer(*SPECIAL, "<s>").raw
+    if bos:
+        raw.post_processor = processors.TemplateProcessing(f"{bos} $A", special_tokens=[(bos, raw.token_to_id(bos))])
+    tokenizer = Tokenizer(raw, "<|endoftext|>")
     template = ChatTemplate(CHATML, tokenizer)
-    theirs = PreTrainedTokenizerFast(tokenizer_object=RawTokenizer.from_str(tokenizer.raw.to_str()))
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_object=RawTokenizer.from_str(tokenizer.raw.to_str()), bos_token=bos or None
+    )
     theirs.chat_template = CHATML
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Hello, 中?"},
         {"role": "assistant", "content": "Yes."},
+        {"role": "tool", "content": '"22 °C"'},
         {"role": "user", "content": "Why"},
     ]
     expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert template.encode(messages, add_generation_prompt=True) == expected
     assert template.stop_ids == {tokenizer.raw.token_to_id("<|im_end|>")}
-    prompt = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello, 中?<|im_end|>\n<|im_start|>assistant\n"
+    prompt = (
+        f"{bos}<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello, 中?<|im_end|>\n<|im_start|>assistant\n"
+    )
     assert template.segments(messages) == [(prompt, False), ("Yes.<|im_end|>\n", True)]
 
 
