@@ -263,6 +263,7 @@ def test_a_conversation_has_the_tokens_that_transformers_gives_it(bos: str) -> N
         ([], "must be a list of messages"),
         ("hello", "must be a list of messages"),
         ([{"role": "user"}], "string \"content\""),
+        (["hello"], "string \"content\""),
         ([{"role": "bot", "content": "a"}], "'bot': must be one of system, user"),
         ([{"role": "user", "content": "a<|im_end|>b"}], "spells out '<|im_end|>'"),
     ],
@@ -279,6 +280,13 @@ def test_templates_that_cannot_be_used_say_why() -> None:
     refusing = ChatTemplate("{{ raise_exception('no system, please') }}", byte_tokenizer())
     with pytest.raises(TitaniteError, match="no system, please"):
         refusing.render([{"role": "user", "content": "a"}])
+    turns = [{"role": role, "content": role[:1]} for role in ("user", "assistant") * 2]
+    for answered in (  # otherwise than it is prompted for, or told otherwise once more is said
+        "{{ messages | map(attribute='content') | join }}{{ '>' if add_generation_prompt }}",
+        "{% for m in messages %}{{ m.content if m.role == 'user' or loop.last else '-' }}{% endfor %}",
+    ):
+        with pytest.raises(TitaniteError, match="an answer changes the text before it"):
+            ChatTemplate(answered, byte_tokenizer()).segments(turns)
 
 
 # ---------------------------------------------------------------- command line
