@@ -214,13 +214,15 @@ def _last_piece(work: Work) -> range:
 def _in_embedding(work: Work, later: bool) -> Moment:
     """The backward of the embedding: its gradient, then the sum; if tied, also the output's gradient and their sum."""
     every, late = groups(work), _sums_late(work)
-    one = 4 if work.alone else work.param_bytes
-    per_number = 3 * one if work.shape.tie_embeddings else one
-    if not late and not work.alone:
-        per_number = max(per_number, one + work.reduce_bytes)
-    gradients = _gradients(work, every if later or late else every[1:])
-    done = _kept(work, work.blocks[: work.layers // work.stages_per_rank])
-    return gradients, _activations(work, later) - done, per_number * every[0][0].size, _gathered(work, 0)
+    size = every[0][0].size
+    one = (4 if work.alone else work.param_bytes) * size
+    made = 3 * one if work.shape.tie_embeddings else one
+    kept = _activations(work, later) - _kept(work, work.blocks[: work.layers // work.stages_per_rank])
+    in_backward = _gradients(work, every if later or late else every[1:]), kept, made, _gathered(work, 0)
+    if late or work.alone:
+        return in_backward
+    in_sum = _gradients(work, every), kept, one + work.reduce_bytes * size, 0  # for which FSDP2 frees all whole weights
+    return max(in_backward, in_sum, key=sum)
 
 
 def _activations(work: Work, later: bool) -> int:

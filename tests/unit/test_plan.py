@@ -301,7 +301,7 @@ KEPT = "--parallelism.reshard_after_forward=false"
 EAGER, FULL = "--compile.enable=false", "--activation_checkpoint.mode=full"
 SELECTIVE = "--activation_checkpoint.mode=selective"
 ONCE_IN_BFLOAT16 = (*ONCE, "--training.reduce_dtype=bfloat16")
-IN_8 = "--training.loss_chunks=8"
+IN_8, FEW_TOKENS = "--training.loss_chunks=8", "--training.seq_len=256"
 # Vocabularies by which, in 4 layers, the peak is in a block, in the loss, in the embedding or a chunk of the loss.
 BLOCK, LOSS, HEAD, UNCUT = 4096, 128_256 // 4, 128_256, 0
 MEMORY = {
@@ -313,14 +313,15 @@ MEMORY = {
     "one rank, weights cast once, full, tied": (1, BLOCK, [FULL, KEPT, ALONE], 0.03),
     "islands of one rank": (2, LOSS, ["--parallelism.dp_replicate=2", "--parallelism.local_steps=100"], 0.03),
     "none": (16, UNCUT, [], 0.03),
-    "full, moments in bfloat16": (16, BLOCK, [FULL, "--optimizer.state_dtype=bfloat16"], 0.03),
+    "embedding, moments in bfloat16": (16, HEAD, [UNTIED, FULL, FEW_TOKENS, "--optimizer.state_dtype=bfloat16"], 0.03),
     "selective": (16, BLOCK, [SELECTIVE], 0.03),
-    "selective, eager": (16, BLOCK, [SELECTIVE, EAGER], 0.03),
+    "selective, TP 2, eager": (16, BLOCK, [UNTIED, SELECTIVE, EAGER, "--parallelism.tp=2"], 0.05),
     "every second": (16, BLOCK, [FULL, "--activation_checkpoint.every_n_layers=2"], 0.03),
     "weights not tied, in 8 chunks": (16, HEAD, [UNTIED, FULL, IN_8], 0.03),
     "TP 4, eager": (16, LOSS, ["--parallelism.tp=4", EAGER], 0.05),
     "TP 4, full": (16, BLOCK, [FULL, "--parallelism.tp=4"], 0.03),
     "CP 4, eager": (16, BLOCK, ["--parallelism.cp=4", EAGER], 0.03),
+    "CP 4, ring, eager": (16, BLOCK, [UNTIED, "--parallelism.cp=4", RING, EAGER], 0.03),
     "kept gathered": (16, BLOCK, [FULL, KEPT], 0.03),
     "2 layers ahead": (16, BLOCK, [FULL, "--parallelism.prefetch_layers=2"], 0.03),
     "resharded in groups of 4": (16, BLOCK, [FULL, "--parallelism.reshard_group_size=4"], 0.03),
@@ -356,12 +357,25 @@ MEMORY = {
     ),
     "PP 2, zero bubble": (
         16,
-        BLOCK,
+        HEAD,
         [
             UNTIED,
             EAGER,
             "--parallelism.pp=2",
             "--training.local_batch_size=4",
+            "--parallelism.pp_schedule=InterleavedZeroBubble",
+        ],
+        0.05,
+    ),
+    "PP 2, zero bubble, gradients of weights": (
+        16,
+        LOSS,
+        [
+            UNTIED,
+            EAGER,
+            FEW_TOKENS,
+            "--parallelism.pp=2",
+            "--training.local_batch_size=8",
             "--parallelism.pp_schedule=InterleavedZeroBubble",
         ],
         0.05,
