@@ -125,6 +125,15 @@ def test_a_layer_that_is_split_in_its_own_way_stays_so(own: ColwiseParallel) -> 
         assert plan[name] is (BLOCK_PLAN | kept)[name], "its readers would have float8, which not all of them know"
 
 
+def test_a_layer_that_is_not_converted_is_split_as_without_float8() -> None:
+    """Neither wq and wv, which read what wk does, nor w2 would know what to do with float8."""
+    model = Llama(LlamaConfig(dim=64, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=64, vocab_size=64))
+    convert_to_float8(model, Float8(enable=True, filter="all", skip=("output", "wk", "w2")), tp=2)
+    plan = float8_plan(model.layers["0"], BLOCK_PLAN, "cpu")
+    changed = {name for name, style in plan.items() if style is not BLOCK_PLAN[name]}
+    assert changed == {"attention.wo", "feed_forward", "feed_forward.w1", "feed_forward.w3"}
+
+
 def test_nothing_to_convert_is_an_error() -> None:
     with pytest.raises(ConfigError, match="no linear layer can be converted"):
         convert_to_float8(build(), Float8(enable=True, skip=("layers", "output")))
@@ -177,6 +186,7 @@ def test_contradictions_are_refused(float8: dict[str, Any], message: str) -> Non
     with pytest.raises(ConfigError, match=message):
         check_float8(Config(float8=Float8(enable=True, **float8)))
     check_float8(Config(float8=Float8(**float8)))  # not enabled
+    check_float8(Config(float8=Float8(enable=True, fsdp_all_gather="on", tp_all_gather="on", precompute_scale="on")))
 
 
 def test_scales_are_not_computed_ahead_of_weights_on_the_host() -> None:
