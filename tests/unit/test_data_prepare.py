@@ -576,6 +576,20 @@ def test_a_finished_dataset_is_not_overwritten_by_accident(texts, tokenizer_fold
     assert contents(tmp_path / "out") == before
 
 
+@pytest.mark.parametrize("module", [prepare_module, convert_module])
+def test_nothing_reads_a_dataset_that_is_replaced_in_part(texts, tokenizer_folder, tmp_path, monkeypatch, module):
+    source, command, options = write_jsonl(tmp_path / "in.jsonl", texts), prepare, {"processes": 1}
+    if module is convert_module:
+        write_nanogpt(tmp_path, [[5, 6]], 0)
+        source, command, options = tmp_path / "a.bin", convert, {"format": "nanogpt"}
+    arguments = [str(source)], str(tmp_path / "out")
+    command(*arguments, tokenizer=str(tokenizer_folder), **options)
+    monkeypatch.setattr(module, "write_manifest", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        command(*arguments, tokenizer=str(tokenizer_folder), overwrite=True, **options)
+    assert not (tmp_path / "out" / "manifest.json").exists()
+
+
 @pytest.mark.parametrize(("command", "words"), [(main, ["--processes=1"]), (convert_main, ["--format=nanogpt"])])
 @pytest.mark.parametrize(("fraction", "said"), [("1e-9", True), ("0", False), ("0.5", False)])
 def test_that_nothing_is_held_out_is_said_at_once(tokenizer_folder, tmp_path, capsys, command, words, fraction, said):
@@ -1238,6 +1252,9 @@ def test_documents_of_nanogpt_are_found_piece_by_piece_and_the_last_needs_no_end
 
 
 def test_tokens_that_are_not_there_are_no_text(tokenizer_folder, tmp_path):
+    write_nanogpt(tmp_path, [[]], 0)
+    with pytest.raises(DataError, match="no documents, so there is no dataset"):
+        convert([str(tmp_path / "a.bin")], str(tmp_path / "out"), "nanogpt", str(tokenizer_folder))
     with pytest.raises(DataError, match=r"--source .*x\.bin: no files there; name files of tokens, or globs of them$"):
         convert([str(tmp_path / "x")], str(tmp_path / "out"), "megatron", str(tokenizer_folder))
 
