@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -165,6 +166,22 @@ def test_a_variable_of_torchrun_that_is_no_number_is_named(name: str, monkeypatc
     monkeypatch.setenv(name, "abc")
     with pytest.raises(ConfigError, match=f"{name} = 'abc': must be a whole number"):
         launch_environment()
+
+
+def test_what_torchrun_says_of_a_rank_and_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "a job"}
+    said |= {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_RESTART_COUNT": "1", "MASTER_ADDR": "host"}
+    said |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": "29500", "TITANITE_LAUNCHER": "7-8"}
+    for name in said:
+        monkeypatch.delenv(name, raising=False)
+    assert launch_environment() == LaunchEnvironment(0, 0, 1)
+    for name, value in said.items():
+        monkeypatch.setenv(name, value)
+    assert launch_environment() == LaunchEnvironment(3, 1, 4, "a job", 2, ("host", 29500), 2, "7-8")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "4")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    job = f"{socket.gethostname()}-{identify(os.getppid())}"
+    assert launch_environment()[3:5] == (job, 0)
 
 
 def test_srun_must_start_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
