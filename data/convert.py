@@ -17,7 +17,7 @@ document is held out.
 import argparse
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, islice, pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -152,9 +152,10 @@ def convert(
             name if not name or name.endswith(".bin") else f"{name.removesuffix('.idx')}.bin" for name in sources
         ]
     paths = [Path(file.url) for file in list_files(sources, "name files of tokens, or globs of them")]
-    for path in paths:  # finds bad input before anything is removed
-        for ids in islice(_documents(path, format, chosen.eos_id), 1):
-            list(_ended_once(ids, chosen, f"{path}, document 0"))
+    # Of each file, even if the first has some: bad input is found before anything is removed.
+    has_documents = [next(_documents(path, format, chosen), None) is not None for path in paths]
+    if not any(has_documents):
+        raise DataError(f"--source {' '.join(sources)}: holds no documents, nothing to convert")
     with locked(folder):
         refuse_finished(folder, overwrite)
         remove_dataset(folder)
@@ -162,8 +163,7 @@ def convert(
         documents = (
             (SPLITS[is_held_out(document.astype("<u4").tobytes(), validation_fraction)], document)
             for path in tqdm(paths, desc="convert", unit=" files")
-            for row, ids in enumerate(_documents(path, format, chosen.eos_id))
-            for document in _ended_once(ids, chosen, f"{path}, document {row}")
+            for document in _documents(path, format, chosen)
         )
         written: dict[str, list[WrittenShard]] = {split: [] for split in SPLITS}
         for split, enough in _gathered(documents, int(shard_mb * 2**20)):
@@ -172,9 +172,11 @@ def convert(
         return write_manifest(folder, chosen, list(chain.from_iterable(written.values())))
 
 
-def _documents(path: Path, format: str, eos_id: int) -> Iterator[np.ndarray]:
+def _documents(path: Path, format: str, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+    """Yield the documents of a file, each with one eos at its end. Raises DataError."""
     with failures_of(f"{path}: cannot be read"):
-        yield from FORMATS[format](path, eos_id)
+        for row, ids in enumerate(FORMATS[format](path, tokenizer.eos_id)):
+            yield from _ended_once(ids, tokenizer, f"{path}, document {row}")
 
 
 def _ended_once(ids: np.ndarray, tokenizer: Tokenizer, where: str) -> Iterator[np.ndarray]:

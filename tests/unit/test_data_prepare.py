@@ -1253,7 +1253,7 @@ def test_documents_of_nanogpt_are_found_piece_by_piece_and_the_last_needs_no_end
 
 def test_tokens_that_are_not_there_are_no_text(tokenizer_folder, tmp_path):
     write_nanogpt(tmp_path, [[]], 0)
-    with pytest.raises(DataError, match="no documents, so there is no dataset"):
+    with pytest.raises(DataError, match=r"--source .*a\.bin: holds no documents"):
         convert([str(tmp_path / "a.bin")], str(tmp_path / "out"), "nanogpt", str(tokenizer_folder))
     with pytest.raises(DataError, match=r"--source .*x\.bin: no files there; name files of tokens, or globs of them$"):
         convert([str(tmp_path / "x")], str(tmp_path / "out"), "megatron", str(tokenizer_folder))
@@ -1377,13 +1377,15 @@ def test_of_a_long_first_document_a_part_tells_as_much(tokenizer_folder, tmp_pat
 
 def test_tokens_of_another_kind_leave_the_dataset_that_they_were_to_replace(tokenizer_folder, tmp_path):
     """Found in the first document of any file; later it leaves no dataset."""
-    for name, token in (("a", 1), ("b", 5000)):
-        np.array([token, 0], "<u2").tofile(tmp_path / f"{name}.bin")
-    out, (good, bad) = str(tmp_path / "out"), (str(tmp_path / f"{name}.bin") for name in "ab")
+    for name, tokens in (("a", [1, 0]), ("b", [5000, 0]), ("c", [0])):
+        np.array(tokens, "<u2").tofile(tmp_path / f"{name}.bin")
+    out, (good, bad, empty) = str(tmp_path / "out"), (str(tmp_path / f"{name}.bin") for name in "abc")
     convert([good], out, "nanogpt", str(tokenizer_folder), validation_fraction=0)
     before = contents(tmp_path / "out")
     with pytest.raises(DataError, match=r"b\.bin, document 0: token id 5000"):
         convert([good, bad], out, "nanogpt", str(tokenizer_folder), validation_fraction=0, overwrite=True)
+    with pytest.raises(DataError, match=r"c\.bin: holds no documents"):
+        convert([empty], out, "nanogpt", str(tokenizer_folder), validation_fraction=0, overwrite=True)
     assert contents(tmp_path / "out") == before
     np.array([1, 0, 5000, 0], "<u2").tofile(good)
     with pytest.raises(DataError, match=r"a\.bin, document 1: token id 5000"):
