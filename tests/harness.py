@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import torch
 import torch._inductor.compile_fx  # about a second, which no rank that compiles has to spend itself
 import torch.distributed as dist
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from tests.ports import free_port
 
 GROUP_TIMEOUT_SECONDS = 120
+pyarrow.array([0]).to_numpy()  # imports pandas, where it is installed: a quarter of a second for each rank
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, start_group: bool = True) -> list[Any]:
