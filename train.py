@@ -169,7 +169,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
     # -- the loop
     gc.disable()  # a collection on one rank stalls all the others, so all collect at the same steps
     starting = True  # until this start has trained a step
-    updated = step  # the last step whose update is in the weights
+    updated = bad_steps.last_trained(step)  # the last step whose update is in the weights
     unchecked: dict[int, Tensor] = {}  # step → loss and gradient norm that the host has not fetched yet
     with (
         StopRequest(folder, environment, comm.init_timeout_seconds) as stop,
@@ -205,7 +205,8 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
                 metrics.log_skipped(step, dataloader.tokens_seen)
                 optimizer.zero_grad()
                 if saved is not None:
-                    step = updated = load()
+                    step = load()
+                    updated = bad_steps.last_trained(step)
                     metrics.resume(step)
                 continue
             lr = learning_rate(step, training.steps, config.optimizer.lr, config.lr_scheduler)

@@ -58,6 +58,12 @@ class BadSteps:
         self.recent: deque[float] = deque(maxlen=SPIKE_WINDOW)
         self.active = failures.on_bad_step != "stop" or failures.spike_factor > 0
 
+    def last_trained(self, step: int) -> int:
+        """The last step up to `step` that was not left out: a run may have been stopped, and saved, after some were."""
+        while step in self.skipped:
+            step -= 1
+        return step
+
     def judge(self, step: int, loss: Tensor, grad_norm: Tensor) -> str:
         """What is wrong with a step, the same on all ranks; empty: nothing. Waits for the device if it has to judge."""
         if not self.active:

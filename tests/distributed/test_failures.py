@@ -59,9 +59,12 @@ def test_further_figures_wait_beside_the_loss_and_end_no_run() -> None:
         fetch_finite({5: torch.tensor([1.0, torch.inf, 7.0])})
 
 
-def run(arguments: list[str], bad_steps: tuple[int, ...] = (), stop_after: int = 0) -> str:
-    """Train; rank 1's n-th forward is NaN for n in `bad_steps`; the error that ended it, or "crash" if cut off."""
-    forwards = [0]
+def run(arguments: list[str], bad_steps: tuple[int, ...] = (), stop_after: int = 0, ask_after: int = 0) -> str:
+    """Train; rank 1's n-th forward is NaN for n in `bad_steps`; the error that ended it, or "crash" if cut off.
+
+    After step `ask_after` the run is asked to stop: it does so after one more.
+    """
+    config, forwards = load_config(arguments), [0]
 
     def spoil(module: nn.Module, inputs: Any, output: Any) -> Any:
         if not isinstance(module, nn.Embedding):
@@ -72,10 +75,12 @@ def run(arguments: list[str], bad_steps: tuple[int, ...] = (), stop_after: int =
     def after_step(step: int) -> None:
         if step == stop_after:
             raise KeyboardInterrupt
+        if step == ask_after:
+            (Path(config.run.folder) / "stop").touch()
 
     nn.modules.module.register_module_forward_hook(spoil)
     try:
-        train(load_config(arguments), after_step)
+        train(config, after_step)
     except (TitaniteError, KeyboardInterrupt) as error:
         return str(error) or "crash"
     return ""
@@ -141,6 +146,16 @@ def test_a_bad_step_rolls_back_to_the_checkpoint_and_leaves_out_all_since(datase
     proof = prove(tmp_path / "rolled")
     assert proof[0].startswith("12 steps")
     assert proof[-1] == "5 steps consumed their tokens without an update: 6-10"
+
+
+def test_what_was_due_at_a_step_left_out_comes_after_a_stop_right_there(dataset: Path, tmp_path: Path) -> None:
+    arguments = [*SMALL, "--failures.on_bad_step=skip", f"--data.datasets={dataset}", f"--run.folder={tmp_path}"]
+    assert run_ranks(2, run, arguments, (10,), 0, 9, start_group=False) == ["", ""]
+    saved = {path.name.split("-")[1] for path in (tmp_path / "checkpoints").glob("step-*")}
+    assert saved == {"00000005", "00000010"}
+    assert run_ranks(2, run, arguments, start_group=False) == ["", ""]
+    since = {path.name.split("-")[1] for path in (tmp_path / "checkpoints").glob("step-*")} - saved
+    assert since == {"00000011", "00000012"}
 
 
 def test_a_loss_that_is_not_finite_names_its_step_also_behind_one_left_out(dataset: Path, tmp_path: Path) -> None:
