@@ -45,7 +45,7 @@ from parallel.stop import StopRequest
 from parallel.watchdog import Watchdog
 from profiling import check_profiling, profile
 from run_folder import CrashLoopError, check_run_folder, record_config, record_progress, start_run
-from validate import sample_text, validate, validation_sets
+from validate import check_prompt, sample_text, validate, validation_sets
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +64,8 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
     check_profiling(config.profiling)
     with file_errors():
         dataloader = DataLoader(config, dp_rank, dims.dp, pin_memory=device_type() != "cpu")
+        if config.validation.sample_tokens:
+            check_prompt(config.validation.sample_prompt, dataloader.tokenizer)
     spec, flavor = find_model(config.model, dataloader.vocab_size)
     spec.check_parallelism(flavor, config)
     identity = {"name": config.model.name, **dataclasses.asdict(flavor)}

@@ -88,6 +88,15 @@ def _mean(summed: float, count: float) -> float:
     return summed / count
 
 
+def check_prompt(prompt: str, tokenizer: Tokenizer) -> None:
+    """Raises ConfigError for a prompt without a token to go on from."""
+    if not tokenizer.encode(prompt):
+        raise ConfigError(
+            f"validation.sample_prompt = {prompt!r}: has no token, and the data's tokenizer begins a text with none of "
+            "its own"
+        )
+
+
 def sample_text(
     parts: list[nn.Module],
     step: Step,

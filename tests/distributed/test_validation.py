@@ -121,6 +121,15 @@ def test_named_sets_are_measured_in_a_run_and_afterwards(tmp_path: Path, capsys:
         load_config(["--validation.datasets=a/web,b/web/"])
 
 
+def test_a_sample_that_no_token_begins_is_refused_before_the_run(tmp_path: Path) -> None:
+    """As a text of spaces where the tokenizer drops them: the trained run would end in an error."""
+    data = write_dataset(tmp_path / "data", [documents(random.Random(5), 60)])
+    words = [*arguments(tmp_path / "run", data), "--validation.enable=false", "--validation.sample_tokens=2"]
+    with pytest.raises(ConfigError, match=r"validation.sample_prompt = '  ': has no token"):
+        train(load_config([*words, "--validation.sample_prompt=  "]))
+    assert not (tmp_path / "run").exists()
+
+
 def refusal_after_a_set_was_made_anew(words: list[str], folder: Path) -> str:
     try:
         train(load_config(words), lambda step: write_dataset(folder, [[[1, 0]]], [[2, 3, 0]] * step) and None)
