@@ -41,11 +41,17 @@ def check_run_folder(config: Config, identity: dict[str, Any]) -> None:
     with _usable(config):
         if not config.run.folder or not folder.exists():
             return
-        hold = [path for path in folder.iterdir() if not path.name.startswith(".")] if folder.is_dir() else [folder]
+        hold = _visible(folder) if folder.is_dir() else [folder]
+        if hold == [folder / "checkpoints"] and hold[0].is_dir() and not _visible(hold[0]):
+            return  # of a start that was killed early or, on a node with its own disk, before its first checkpoint
         if hold and not (folder / "model.json").is_file() and not _left_by_ranks(folder):
             raise ConfigError(f"run.folder = {config.run.folder!r}: exists, but is not the folder of a run")
         _check_model(folder, identity, f"run.folder = {config.run.folder!r}", "leave run.folder empty for a new run")
         _check_optimizer(folder, config)
+
+
+def _visible(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if not path.name.startswith(".")]
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 import run_folder
+from checkpoint.stores import LocalStore, open_store
 from config import (
     Comm,
     Config,
@@ -116,6 +117,19 @@ def test_a_node_with_a_disk_of_its_own_starts_again(tmp_path: Path, file: str) -
     path.touch()
     check_run_folder(config, {})
     path.rename(tmp_path / "something else")
+    with pytest.raises(ConfigError, match="is not the folder of a run"):
+        check_run_folder(config, {})
+
+
+def test_a_node_with_a_disk_of_its_own_starts_again_after_a_kill_before_the_first_checkpoint(tmp_path: Path) -> None:
+    """Where none of its ranks has a ledger, as with a pipeline over nodes, only the check for room has been there."""
+    store = open_store(tmp_path / "checkpoints")
+    assert isinstance(store, LocalStore)
+    assert store.free_bytes() > 0
+    (tmp_path / "checkpoints" / ".probe-1").touch()
+    config = Config(run=Run(folder=str(tmp_path)))
+    check_run_folder(config, {})
+    (tmp_path / "checkpoints" / "model.pt").touch()
     with pytest.raises(ConfigError, match="is not the folder of a run"):
         check_run_folder(config, {})
 
