@@ -346,6 +346,7 @@ def _stack_of(thread: int) -> list[traceback.FrameSummary]:
     """
     others = sys._current_frames()
     stack = list(traceback.walk_stack(others.pop(thread)))
+    others.pop(threading.get_ident(), None)  # its own frame holds `others`: a cycle would keep all stacks' tensors
     if stack[0][0].f_code.co_name == "_engine_run_backward":
         stacks = (list(traceback.walk_stack(frame)) for frame in others.values())
         backward = (other for other in stacks if other[-1][0].f_code.co_filename != threading.__file__)

@@ -3,6 +3,7 @@
 import _thread
 import dataclasses
 import errno
+import gc
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import weakref
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -159,6 +161,31 @@ def test_the_stack_of_a_backward_in_torchs_own_thread_is_shown() -> None:
         "_engine_run_backward",
         "post_backward_hook",
     ]
+
+
+@pytest.mark.parametrize("name", ["forward", "_engine_run_backward"])
+def test_a_look_at_a_stack_keeps_nothing_of_it_alive(name: str) -> None:
+    """Frames hold their locals, such as activations, and `train.py` seldom collects what only a cycle holds."""
+
+    main, seen = threading.get_ident(), _thread.allocate_lock()
+    seen.acquire()
+
+    def watch() -> None:
+        parallel.watchdog._stack_of(main)
+        seen.release()
+
+    def compute() -> weakref.ref[torch.Tensor]:
+        activation = torch.zeros(1)
+        _thread.start_new_thread(watch, ())
+        seen.acquire()
+        return weakref.ref(activation)
+
+    compute.__code__ = compute.__code__.replace(co_name=name)
+    gc.disable()
+    try:
+        assert compute()() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("name", ["RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_MAX_RESTARTS"])
