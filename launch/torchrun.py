@@ -12,9 +12,9 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partialmethod
 from pathlib import Path
 from types import FrameType
+from typing import Any
 from unittest import mock
 
 from torch.distributed import DistError, TCPStore
@@ -57,7 +57,7 @@ def launch(argv: list[str]) -> int:
     alone = ["--nnodes=1", "--local-addr=127.0.0.1"] if "--standalone" in argv else []
     starting = name_launcher()
     try:
-        with patched_torchrun():
+        with patched_torchrun() as agents:
             main([f"--signals-to-handle={handled}", *alone, *argv])
     except ChildFailedError as error:
         rank, failure = _first_failure(error.failures)
@@ -85,12 +85,18 @@ def launch(argv: list[str]) -> int:
         passed_on = "the ranks got it too; one that trains ends after its step, with a checkpoint"
         print(f"torchrun: ended by {error.sigval.name}; {passed_on}", file=sys.stderr)
         return 128 + error.sigval
+    except (ValueError, RuntimeError, AssertionError) as error:
+        if agents:
+            raise
+        # No rank was begun: torch (2.13) has only now read what its parser of arguments had let pass.
+        print(f"error: an argument of torchrun: {str(error) or '--nproc-per-node must be at least 1'}", file=sys.stderr)
+        return USER_ERROR
     return 0
 
 
 @contextmanager
-def patched_torchrun() -> Iterator[None]:
-    """Inside this context four faults of torchrun are patched."""
+def patched_torchrun() -> Iterator[list[LocalElasticAgent]]:
+    """Inside this context four faults of torchrun are patched. Yields a list that gets each agent that it makes."""
     next_rendezvous = DynamicRendezvousHandler.next_rendezvous
 
     def next_with_a_new_store(handler: DynamicRendezvousHandler) -> RendezvousInfo:
@@ -120,14 +126,19 @@ def patched_torchrun() -> Iterator[None]:
                 signal.signal(repeated, lambda *_: None)  # not SIG_IGN: Python complains if one is pending
         handle(number, frame)
 
-    make_agent = partialmethod(LocalElasticAgent.__init__, exit_barrier_timeout=END_SECONDS)
+    initialise, agents = LocalElasticAgent.__init__, list[LocalElasticAgent]()
+
+    def make_agent(agent: LocalElasticAgent, *arguments: Any, **options: Any) -> None:
+        agents.append(agent)
+        initialise(agent, *arguments, **options | {"exit_barrier_timeout": END_SECONDS})
+
     with (
         mock.patch.object(DynamicRendezvousHandler, "next_rendezvous", next_with_a_new_store),
         mock.patch.object(c10d_rendezvous_backend, "_create_tcp_store", create_answering_store),
         mock.patch.object(LocalElasticAgent, "__init__", make_agent),
         mock.patch.object(api, "_terminate_process_handler", handle_once),
     ):
-        yield
+        yield agents
 
 
 def give_up(endpoint: str) -> None:

@@ -888,6 +888,23 @@ def test_nodes_that_do_not_come_are_one_line(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--nproc-per-node=two", "Unsupported nproc_per_node value: two"),
+        ("--nproc-per-node=0", "--nproc-per-node must be at least 1"),
+        ("--nnodes=1:2:3", 'nnodes=1:2:3 is not in "MIN:MAX" format'),
+        ("--nnodes=2:1", "min_nodes must be > 0"),
+        ("--rdzv-backend=nope", "The rendezvous backend 'nope' is not registered"),
+    ],
+)
+def test_an_argument_of_torchrun_that_it_does_not_take_is_one_line(
+    words: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch([words, "train.py"]) == 2
+    assert capsys.readouterr().err.startswith(f"error: an argument of torchrun: {said}")
+
+
 @pytest.mark.parametrize("trains", [False, True])
 def test_a_start_that_is_asked_to_stop_before_it_trains_is_no_crash(trains: bool, tmp_path: Path) -> None:
     folder, script = tmp_path / "run", tmp_path / "rank.py"
