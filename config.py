@@ -807,12 +807,12 @@ def check_parallelism(config: Config) -> None:
         if parallelism.reshard_group_size and getattr(parallelism, axis) > none:
             raise ConfigError(
                 f"parallelism.reshard_group_size = {parallelism.reshard_group_size}: cannot be used with "
-                f"parallelism.{axis} = {getattr(parallelism, axis)}; set it to 0"
+                f"parallelism.{axis} = {getattr(parallelism, axis)}; set reshard_group_size = 0"
             )
     if not parallelism.sync_every_microbatch and parallelism.pp > 1:
         raise ConfigError(
             f"parallelism.sync_every_microbatch = false: has no effect with parallelism.pp = {parallelism.pp}, whose "
-            "gradients are always summed once a step; set it to true"
+            "gradients are always summed once a step; set sync_every_microbatch = true"
         )
     if chunks > 1 and (parallelism.tp > 1 or parallelism.pp > 1):
         raise ConfigError(

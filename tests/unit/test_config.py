@@ -277,8 +277,12 @@ REFUSED = [  # words, ranks, what is said: each would otherwise train wrongly, f
     ),
     (["--parallelism.pp=8", "--training.local_batch_size=8"], 8, "8 stages .* for 6 layers"),
     ([TWO_STAGES, "--parallelism.sync_every_microbatch=false"], 2, "no effect with parallelism.pp = 2"),
-    ([TWO_STAGES, "--parallelism.reshard_group_size=2"], 2, "cannot be used with parallelism.pp = 2"),
-    (["--parallelism.tp=2", "--parallelism.reshard_group_size=2"], 8, "cannot be used with parallelism.tp = 2"),
+    ([TWO_STAGES, "--parallelism.reshard_group_size=2"], 2, "parallelism.pp = 2; set reshard_group_size = 0"),
+    (
+        ["--parallelism.tp=2", "--parallelism.reshard_group_size=2"],
+        8,
+        "cannot be used with parallelism.tp = 2; set reshard",
+    ),
     (
         ["--parallelism.local_steps=50", "--parallelism.dp_replicate=2", "--parallelism.reshard_group_size=2"],
         8,
