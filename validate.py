@@ -92,8 +92,8 @@ def check_prompt(prompt: str, tokenizer: Tokenizer) -> None:
     """Raises ConfigError for a prompt without a token to go on from."""
     if not tokenizer.encode(prompt):
         raise ConfigError(
-            f"validation.sample_prompt = {prompt!r}: has no token, and the data's tokenizer begins a text with none of "
-            "its own"
+            f"validation.sample_prompt = {prompt!r}: the data's tokenizer makes no token of it, so there is nothing to "
+            "continue; write another text"
         )
 
 
