@@ -72,7 +72,7 @@ def export_model(
         raise CheckpointError(f"{folder}: exists; name a new folder")
     partial = folder.with_name(f"{folder.name}.partial")
     if partial.exists():
-        raise CheckpointError(f"{partial}: left behind by another export, or being written; remove it")
+        raise CheckpointError(f"{partial}: exists; remove it, unless an export is still writing it")
 
     def fill(opened: Opened) -> None:
         adapter, model, flavor = exported_model(opened.manifest)
@@ -166,7 +166,7 @@ def exported_model(manifest: Manifest) -> tuple[HuggingFace, nn.Module, Any]:
     if spec.hf is None:
         known = ", ".join(name for name, other in MODELS.items() if other.hf)
         raise CheckpointError(
-            f"the checkpoint is of model {identity['name']!r}, which has no `hf` in its ModelSpec; {known} has"
+            f"the checkpoint holds a model {identity['name']!r}, whose ModelSpec has no `hf`: must be one of {known}"
         )
     return spec.hf, build_model(spec, flavor), flavor
 
@@ -184,7 +184,7 @@ def trained_positions(manifest: Manifest, option: str) -> int:
     if "imported" in manifest:
         return manifest["imported"]["max_position_embeddings"]
     if "config" not in manifest:
-        raise CheckpointError(f"this checkpoint does not say for how many tokens: give {option}")
+        raise CheckpointError(f"the checkpoint does not record its model's context length: give {option}")
     return tomllib.loads(manifest["config"])["training"]["seq_len"]
 
 
@@ -204,13 +204,13 @@ def find_companions(opened: Opened, place: str, tokenizer: Path | None) -> tuple
             try:
                 return opened.url, {file: read_small(opened.store, opened.name, file, digest) for file, digest in own}
             except ChecksumError as error:
-                raise ChecksumError(f"{error}; one that was changed on purpose is named by --tokenizer") from None
+                raise ChecksumError(f"{error}; if it was changed on purpose, name it with --tokenizer") from None
         folders = [] if "://" in place else [Path(place), *Path(place).absolute().parents[:2]]
     for folder in folders:
         if (folder / TOKENIZER).is_file():
             return str(folder), read_companions(folder)
     wanted = tokenizer or place
-    raise CheckpointError(f"{wanted}: no {TOKENIZER} in it or in the run it is of; name one with --tokenizer")
+    raise CheckpointError(f"{wanted}: no {TOKENIZER} in it or in its run; name one with --tokenizer")
 
 
 def read_companions(folder: Path) -> dict[str, bytes]:
@@ -222,7 +222,7 @@ def check_companions(origin: str, companions: Mapping[str, bytes]) -> None:
     """Raise CheckpointError for a *.json file without a JSON object."""
     for file, content in companions.items():
         try:
-            damaged = "" if not file.endswith(".json") or isinstance(json.loads(content), dict) else "no JSON object"
+            damaged = "" if not file.endswith(".json") or isinstance(json.loads(content), dict) else "not a JSON object"
         except ValueError as error:
             damaged = f"not JSON: {error}"
         if damaged:
@@ -236,7 +236,7 @@ def companion_tokenizer(origin: str, companions: Mapping[str, bytes], vocab_size
     if tokenizer.vocab_size > vocab_size:
         raise CheckpointError(
             f"{origin}: its tokenizer has ids up to {tokenizer.vocab_size - 1}, the model only {vocab_size} rows of "
-            "embedding; name the one it was trained with by --tokenizer"
+            "embedding; name the tokenizer it was trained with by --tokenizer"
         )
     return tokenizer
 
@@ -294,7 +294,7 @@ def import_model(folder: Path, place: str, *, check: str) -> None:
         "torch": torch.__version__,
     }
     if TOKENIZER not in companions:
-        logger.info(f"{folder}: no {TOKENIZER}, so none is taken along")
+        logger.info(f"{folder}: no {TOKENIZER}, so the checkpoint gets none")
     if isinstance(store, LocalStore):  # claim the folder: another import may have begun meanwhile
         try:
             (store.folder / name).mkdir(parents=True, exist_ok=True)
@@ -310,7 +310,7 @@ def import_model(folder: Path, place: str, *, check: str) -> None:
         try:
             store.remove([f"{name}/{MANIFEST}", *store.sizes(name)])
         except CheckpointError as error:  # the first error says more
-            logger.warning(f"{place}: what was written of it could not be removed: {error}")
+            logger.warning(f"{place}: the unfinished checkpoint could not be removed: {error}")
         raise
     logger.info(f"{place}: {total / 1e9:.2f} GB\n{how_to_start(place, family, flavor)}")
 
@@ -368,10 +368,10 @@ def check_result(folder: Path, opened: Opened, model: nn.Module, names: Mapping[
     if check == "auto":
         check = "logits"
         if find_spec("transformers") is None:
-            logger.info("transformers is absent: values are compared instead of logits")
+            logger.info("transformers is not installed: comparing tensors instead of logits")
             check = "tensors"
         elif needed > 0.8 * available_bytes():
-            logger.info(f"both models need {needed / 1e9:.1f} GB: values are compared instead of logits")
+            logger.info(f"both models need {needed / 1e9:.1f} GB, too much here: comparing tensors instead of logits")
             check = "tensors"
     if check == "tensors":
         check_tensors(folder, opened, shapes_of(model), names)
@@ -392,7 +392,7 @@ def check_tensors(folder: Path, opened: Opened, shapes: Mapping[str, torch.Size]
             step = max(1, PIECE_BYTES // expected[0].nbytes)
             for start in range(0, len(expected), step):
                 if not torch.equal(theirs[start : start + step], expected[start : start + step]):
-                    raise CheckpointError(f"{weights[hf_name]}: {hf_name} is not what {opened.url} holds")
+                    raise CheckpointError(f"{weights[hf_name]}: {hf_name} differs from that in {opened.url}")
     logger.info(f"{len(names)} tensors compared bit for bit")
 
 
@@ -412,7 +412,10 @@ def check_logits(folder: Path, opened: Opened, model: nn.Module) -> None:
         logits, expected = ours(tokens), theirs(tokens).logits
     difference, largest = (logits - expected).abs().max().item(), expected.abs().max().item()
     if not difference <= LOGITS_TOLERANCE * largest:
-        raise CheckpointError(f"{folder}: logits differ from transformers' by {difference:.2e}, the largest: {largest}")
+        raise CheckpointError(
+            f"{folder}: logits differ from transformers' by {difference:.2e}, allowed are {LOGITS_TOLERANCE} of the "
+            f"largest, {largest}"
+        )
     logger.info(f"logits equal transformers' within {difference:.1e}, the largest being {largest:.3g}")
 
 
@@ -426,7 +429,9 @@ def check_tokenizer(folder: Path) -> None:
         theirs(SAMPLE, add_special_tokens=False, verbose=False)["input_ids"],
     )
     if ids != expected or ours.eos_id != theirs.eos_token_id:
-        raise CheckpointError(f"{folder}: AutoTokenizer gives {expected}, eos {theirs.eos_token_id}; here {ids}")
+        raise CheckpointError(
+            f"{folder}: AutoTokenizer gives {expected}, eos {theirs.eos_token_id}; ours {ids}, eos {ours.eos_id}"
+        )
 
 
 def available_bytes(root: Path = Path("/")) -> int:
@@ -455,7 +460,7 @@ def main(argv: list[str]) -> None:
     out.add_argument("folder", type=output_path, metavar="HF_FOLDER", help="new folder")
     out.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="default %(default)s")
     out.add_argument(
-        "--file-gb", type=float, default=5.0, help="10^9 bytes per file, about; inf: one file (default %(default)s)"
+        "--file-gb", type=float, default=5.0, help="about 10^9 bytes per file; inf: one file (default %(default)s)"
     )
     out.add_argument("--tokenizer", type=Path, help="tokenizer.json or its folder; default: the run's own")
     out.add_argument("--max-positions", type=int, default=0, help="longest context; default: the training's seq_len")
@@ -464,7 +469,7 @@ def main(argv: list[str]) -> None:
     back.add_argument("place", metavar="CHECKPOINT", help="new folder or s3://bucket/prefix")
     for command in (out, back):
         command.add_argument(
-            "--check", choices=["auto", "logits", "tensors"], default="auto", help="test of the result"
+            "--check", choices=["auto", "logits", "tensors"], default="auto", help="how to check the result"
         )
     arguments = parser.parse_args(argv)
     if arguments.check == "logits" and find_spec("transformers") is None:

@@ -53,8 +53,8 @@ def build_template(metadata: Metadata) -> Template:
         unpickle_metadata(pickle.dumps(dataclasses.replace(index, state_dict_metadata=tensors, storage_data=items)))
     except DamagedError as error:
         raise CheckpointError(
-            f"no checkpoint is written, since it could not be loaded here (Python {platform.python_version()}, torch "
-            f"{torch.__version__}): {error}"
+            f"checkpoint not saved, since Python {platform.python_version()} and torch {torch.__version__} could not "
+            f"load it: {error}"
         ) from None
     pickled, place = _pickle(index), 0
     places = np.empty(3 * len(index.storage_data), np.int64)
@@ -129,7 +129,7 @@ def _compact(metadata: Metadata) -> Index:
     tensors, rows, files = dict(metadata.state_dict_metadata), dict[str, slice](), dict[str, int]()
     dims = max((len(getattr(tensor, "size", ())) for tensor in tensors.values()), default=0)
     if dims > DIMENSIONS:
-        raise ValueError(f"a tensor of {dims} dimensions")
+        raise ValueError(f"a tensor has {dims} dimensions, at most {DIMENSIONS} are allowed")
     infos = {(key.fqn, key.offset): info for key, info in metadata.storage_data.items()}  # DCP's key is slow to hash
     boxes, places, begin = [np.empty((0, 2, dims), np.int64)], [np.empty((0, 4), np.int64)], 0
     for name, tensor in metadata.state_dict_metadata.items():
@@ -144,14 +144,14 @@ def _compact(metadata: Metadata) -> Index:
         box[:, 0, : len(size)] = np.reshape([chunk.offsets for chunk in tensor.chunks], (pieces, len(size)))
         box[:, 1, : len(size)] = np.reshape([chunk.sizes for chunk in tensor.chunks], (pieces, len(size)))
         if (held := int(box[:, 1].prod(1).sum())) < size.numel():
-            raise ValueError(f"the pieces of {name} hold {held} values of {size.numel()}")
+            raise ValueError(f"the pieces of {name} hold only {held} of {size.numel()} values")
         boxes.append(box)
         places.append(np.reshape(np.array(place, np.int64), (pieces, 4)))
         rows[name] = slice(begin, begin := begin + pieces)
         whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
         tensors[name] = dataclasses.replace(tensor, chunks=[whole])
     if not all(isinstance(name, str) for name in (*tensors, *files)):
-        raise TypeError("the name of a tensor or a file is no text")
+        raise TypeError("the name of a tensor or a file is not a string")
     every = np.concatenate(boxes)
     smallest = np.min_scalar_type(every.max(initial=0))
     return Index(tensors, rows, every.astype(smallest), np.concatenate(places), list(files))

@@ -39,7 +39,7 @@ def look(store: Store, name: str) -> tuple[Manifest, str]:
     except DamagedError as error:
         return {}, str(error)
     wrong = [
-        f"{file} has {sizes.get(file, 'no')} bytes, not {size}"
+        f"{file} has {sizes[file]} bytes, not {size}" if file in sizes else f"{file} is missing"
         for file, size in manifest["files"].items()
         if sizes.get(file) != size
     ]
@@ -83,4 +83,4 @@ def run(command: str, description: str, work: Callable[[Store, list[str]], int])
 
 
 if __name__ == "__main__":
-    run("list", "What checkpoints there are, without reading their data.", print_table)
+    run("list", "List checkpoints without reading their data.", print_table)

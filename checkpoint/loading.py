@@ -77,9 +77,9 @@ def load_newest(
         except DamagedError as error:
             reason = error
             if ranks.rank == 0:
-                logger.warning(f"checkpoint damaged, passed over: {error}")
+                logger.warning(f"damaged checkpoint skipped: {error}")
     names = ", ".join(join(store.url, name) for store, name in candidates)
-    said = f"no checkpoint is intact, of {len(candidates)}: {names}; the last one: {reason}{advice}"
+    said = f"no checkpoint is intact ({len(candidates)} tried): {names}; the last one: {reason}{advice}"
     raise CheckpointError(said, agreed=True)
 
 
@@ -104,7 +104,7 @@ def load_place(place: str | Path, fill: Callable[[Opened], T]) -> T:
 def check_identity(manifest: Manifest, identity: dict[str, Any]) -> None:
     """Raise CheckpointError naming the differences if a checkpoint is of another model."""
     if different := differences(manifest.get("identity", identity), identity):
-        raise CheckpointError(f"the checkpoint of step {manifest['step']} is of another model: {different}")
+        raise CheckpointError(f"the checkpoint of step {manifest['step']} holds another model: {different}")
 
 
 def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
@@ -121,9 +121,7 @@ def check_same_names(opened: Opened, names: Collection[str]) -> None:
     extra = sorted(tensors_in(opened.index, "model.") - {f"model.{name}" for name in names})
     if extra:
         hint = "" if opened.manifest else f"; {ROTARY}"
-        raise CheckpointError(
-            f"{opened.url}: has {len(extra)} tensors that the model has not, such as {extra[0]}{hint}"
-        )
+        raise CheckpointError(f"{opened.url}: has {len(extra)} tensors that the model lacks, such as {extra[0]}{hint}")
 
 
 def open_one(store: Store, name: str) -> tuple[Manifest, Index]:

@@ -187,7 +187,7 @@ class CheckpointManager:
             return 0
         if self.upload_store and self.ranks.broadcast(bool(neighbours.others)):
             candidates = self._upload_newest(self.upload_store, candidates)
-        advice = ". Nothing is started anew: to do so, name another run.folder"
+        advice = ". To start a new run instead, set another run.folder"
         fill = partial(self._fill, random_state(self.device))
         opened, self.damaged = load_newest(candidates, self.ranks, fill, advice)
         self.dataloader.load_state_dict(opened.manifest["dataloader"])
@@ -222,13 +222,13 @@ class CheckpointManager:
             last = self.saved_file.read_text(encoding="utf-8", errors="replace")
             known = f"saved {last}"
         if self.newest_step is not None:
-            known = f"saved or loaded that of step {self.newest_step}"
+            known = f"saved or loaded one of step {self.newest_step}"
         deadline = time.monotonic() + self.settings.visibility_seconds
         while not (found := by_age(self.stores)) and known:
             if time.monotonic() > deadline:
                 raise CheckpointError(
-                    f"{self.store.url}: no checkpoint is seen there, but this run has {known}; nothing is started "
-                    "anew: name the folder where it is as checkpoint.folder, or another run.folder for a new run"
+                    f"{self.store.url}: no checkpoint found, but this run has {known}; set checkpoint.folder to where "
+                    "it is now, or another run.folder for a new run"
                 )
             time.sleep(0.2)
         elsewhere = stranded(self.stores, neighbours)
@@ -236,20 +236,20 @@ class CheckpointManager:
         for machine, name in elsewhere.items():
             if not found:
                 raise CheckpointError(
-                    f"{self.store.url}: rank 0 on {socket.gethostname()} sees no checkpoint there, but {machine} has "
-                    f"{name}, written when rank 0 was on {machine} and not uploaded to its end; nothing is started "
-                    f"anew: start with rank 0 on {machine}, or name another run.folder for a new run"
+                    f"{self.store.url}: rank 0 on {socket.gethostname()} finds no checkpoint, but {machine} has "
+                    f"{name}, written when rank 0 was on {machine} and not completely uploaded; start with rank 0 on "
+                    f"{machine}, or set another run.folder for a new run"
                 )
-            logger.warning(f"passed over: {name}, written when rank 0 was on {machine} and not uploaded to its end")
+            logger.warning(f"skipped: {name}, written when rank 0 was on {machine} and not completely uploaded")
         name = last.rpartition("/")[2]
         if found and step_of(name) is not None and by_step(name) > by_step(found[0][1]):
             places = ", ".join(store.url for store in self.stores)
-            logger.warning(f"passed over: {last}, the last that this run has saved, is not seen in {places}")
+            logger.warning(f"skipped: {last}, the last checkpoint that this run saved, is not in {places}")
         steps = self.config.training.steps
         if found and (newest := step_of(found[0][1]) or 0) > steps:
             raise ConfigError(
-                f"training.steps = {steps}: this run has come to step {newest}, {join(found[0][0].url, found[0][1])}; "
-                f"allowed are {newest} and more, or another run.folder"
+                f"training.steps = {steps}: this run has reached step {newest}, {join(found[0][0].url, found[0][1])}: "
+                f"set {newest} or more, or another run.folder"
             )
         if self.newest_step is None:
             self.known.update(name for _, name in found)
@@ -274,8 +274,8 @@ class CheckpointManager:
                 whose = read_manifest(store, others[0]).get("run", whose)
             raise ConfigError(
                 f"{join(store.url, others[0])} was saved by {whose} while this run was training. Two runs must not "
-                "save in one place: each would resume from the other's checkpoints and remove them. This one ends, and "
-                "nothing was removed; go on with the other, or with this one in a folder of its own"
+                "save to the same place: each would resume from the other's checkpoints and remove them. This one "
+                "ends, and nothing was removed; continue the other, or this one in a folder of its own"
             )
 
     def _load_initial(self) -> None:
@@ -290,7 +290,7 @@ class CheckpointManager:
         opened, _ = load_newest(self._agreed(lambda: locate(place, self.settings)), self.ranks, fill)
         logger.info(f"model weights loaded from {opened.url}")
         if not opened.manifest:
-            logger.info(f"they are stock DCP's, taken for rotating halves of a head, as ours do; {ROTARY}")
+            logger.info(f"they are stock DCP's, assumed to rotate halves of a head, as ours do; {ROTARY}")
 
     def _check_fits(self, opened: Opened) -> None:
         check_identity(opened.manifest, self.identity)
@@ -330,12 +330,12 @@ class CheckpointManager:
 
         idle = [weight for weight in weights if not has_state(weight)]  # without state at the time of the save
         if not any(map(has_state, self.model_bytes)):
-            raise CheckpointError(f"{opened.url}: its optimizer state is of other weights: {min(saved)}")
+            raise CheckpointError(f"{opened.url}: its optimizer state belongs to other weights, such as {min(saved)}")
         for weight in idle:
             self.optimizer.state.pop(weights[weight], None)
         if idle:
-            lacking = f"no optimizer state of {len(idle)} weights, as of {min(idle)}"
-            logger.info(f"{opened.name}: {lacking}: theirs starts anew")
+            lacking = f"has no optimizer state for {len(idle)} weights, such as {min(idle)}"
+            logger.info(f"{opened.name}: {lacking}; theirs starts empty")
         tensors = optimizer_tensors(self.model, self.optimizer)
         for new in [key for key in tensors if key.endswith(OUTER) and f"optimizer.{key}" not in saved]:
             tensors.pop(new).zero_()  # of the islands: parallelism.local_steps was turned on after the save
@@ -476,7 +476,7 @@ class CheckpointManager:
             return True
         except DamagedError as error:
             if self.ranks.rank == 0:
-                logger.warning(f"not uploaded to {store.url}, as the next checkpoint will be: {error}")
+                logger.warning(f"{name} was not uploaded to {store.url}, but the next checkpoint will be: {error}")
             return False
 
     def _remove_superfluous(self, store: Store, saved: str, is_newer: bool = True) -> None:
@@ -494,7 +494,7 @@ class CheckpointManager:
             try:
                 store.abort_uploads(leftover_seconds)
             except CheckpointError as error:
-                logger.warning(f"uploads that were begun and never finished could not be removed: {error}")
+                logger.warning(f"unfinished uploads could not be removed: {error}")
             listed = store.sizes()
             begun = unfinished(listed, leftover_seconds)
             going = (superfluous(listed, saved, self.settings, damaged) | never_committed(store, begun)) - spared
@@ -583,9 +583,9 @@ class CheckpointManager:
                 key = "upload" if self.upload_store else "folder"
                 raise ConfigError(
                     f"checkpoint.{key} = {last.url!r}: {socket.gethostname()}, where rank 0 is, and "
-                    f"{', '.join(sorted(others))} have disks of their own there, so that each checkpoint would lie in "
-                    "parts, and be lost when ranks are numbered anew; name a folder that all machines share, or give "
-                    "such a one, or s3://bucket/prefix, as checkpoint.upload"
+                    f"{', '.join(sorted(others))} have disks of their own there, so each would hold a part of every "
+                    "checkpoint, which would be lost when ranks are renumbered; set it to a folder that all machines "
+                    "share, or set checkpoint.upload to such a folder or to s3://bucket/prefix"
                 )
 
         self.ranks.from_rank_0(check)

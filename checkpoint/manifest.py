@@ -108,7 +108,7 @@ def uncollected() -> Iterator[None]:
 
 # For messages about stock DCP checkpoints, which do not say how their rotary weights are laid out.
 ROTARY = (
-    "interleaved rotary weights, as torchtitan's and Meta's, must be permuted: go through Hugging Face "
+    "interleaved rotary weights, such as torchtitan's and Meta's, must be permuted: import them through Hugging Face "
     "(docs/huggingface.md)"
 )
 
@@ -133,14 +133,14 @@ class _IndexUnpickler(pickle.Unpickler):
             return _member
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if (module, name) not in _INDEX_CLASSES and not is_dtype:
-            raise DamagedError(f"{METADATA}: asks for {module}.{name}, which no index contains: refused")
+            raise DamagedError(f"{METADATA}: refused, since it refers to {module}.{name}, which no index needs")
         return super().find_class(module, name)
 
 
 def _member(kind: Any, name: str) -> Any:
     """`getattr(kind, name)` of an enum. An index contains no other."""
     if not (isinstance(kind, type) and issubclass(kind, Enum)):
-        raise DamagedError(f"{METADATA}: asks for {name!r} of {kind!r}, which no index contains: refused")
+        raise DamagedError(f"{METADATA}: refused, since it refers to {name!r} of {kind!r}, which no index needs")
     return kind[name]
 
 

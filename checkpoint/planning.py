@@ -168,5 +168,5 @@ def _describe(pieces: Sequence[Sequence[Piece]], files: Sequence[Sequence[Sequen
     for name, tensor in tensors.items():
         held = sum(chunk.sizes.numel() for chunk in tensor.chunks)
         if held != tensor.size.numel():
-            raise ValueError(f"{name}: its pieces have {held} values of {tensor.size.numel()}")
+            raise ValueError(f"{name}: its pieces hold {held} values, must hold {tensor.size.numel()}")
     return Metadata(dict(tensors), paths, storage_data)

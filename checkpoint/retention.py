@@ -149,7 +149,7 @@ def check_room(
         begun = ranks.from_rank_0(lambda: never_committed(store, set().union(*everywhere) - set(spared)))
         ranks.together(lambda: remove_checkpoints(store, begun, store.sizes()) if lists else None)
         if begun and ranks.rank == 0:
-            logger.warning(f"{store.url}: removed to make room: {', '.join(sorted(begun))}, never committed")
+            logger.warning(f"{store.url}: removed to make room, since never committed: {', '.join(sorted(begun))}")
         return _compare_room(store, ranks, disk, rank_bytes, settings)
 
 
@@ -174,7 +174,7 @@ def _compare_room(store: LocalStore, ranks: Ranks, disk: str, rank_bytes: int, s
                 raise _NoRoomError(
                     f"{store.url}: has room for {room / 1e9:.2f} GB, but {copies} checkpoints of "
                     f"{one / 1e9:.2f} GB must fit (checkpoint.keep and the one being written); free some "
-                    "space, lower checkpoint.keep, or move the checkpoints and name checkpoint.folder after them"
+                    "space, lower checkpoint.keep, or move the checkpoints and set checkpoint.folder to their new place"
                 )
             is_full |= free < one
         return is_full

@@ -146,12 +146,12 @@ class S3Store:
                 held = re.match(rf"bytes {first}-(\d+)/(\d+)", answer.get("ContentRange", ""))
                 # The whole object, for example, or less than it has: its bytes would pass for damaged ones.
                 if not held or int(held[1]) < min(last, int(held[2]) - 1):
-                    raise CheckpointError(f"{join(self.url, name)}: asked for {part}, answered with other bytes")
+                    raise CheckpointError(f"{join(self.url, name)}: asked for {part}, but the server sent other bytes")
                 return _receive(answer["Body"], int(held[1]) + 1 - first, piece)
 
             done = self._visible(name, get)
             if done != len(piece):
-                raise DamagedError(f"{join(self.url, name)}: ends at byte {first + done}, more should be there")
+                raise DamagedError(f"{join(self.url, name)}: ends at byte {first + done}, the rest is missing")
 
         starts = range(0, len(view), READ_BYTES)
         if len(starts) == 1:
@@ -213,7 +213,7 @@ class S3Store:
                 return
             before, more = more, {argument: page.get(field, "") for argument, field in following.items()}
             if more == before or not any(more.values()):
-                raise CheckpointError(f"{join(self.url, folder)}: its listing does not go on after a page of it")
+                raise CheckpointError(f"{join(self.url, folder)}: its listing breaks off after a page")
 
     def _key(self, name: str) -> str:
         """The key of `name`. Has a slash after the prefix even for "": without it, `run` would also list `run-2`."""
@@ -257,7 +257,7 @@ class S3Store:
                 if isinstance(error, RecursionError) or isinstance(error.__context__, RecursionError):
                     # From botocore, which asks the same endpoint for the bucket's region.
                     raise CheckpointError(
-                        f"{place}: redirected to elsewhere; check AWS_ENDPOINT_URL_S3 (https?) and AWS_REGION"
+                        f"{place}: redirected elsewhere; check AWS_ENDPOINT_URL_S3 (https?) and AWS_REGION"
                     ) from None
                 if isinstance(error, ClientError):
                     code = error.response["Error"]["Code"]
@@ -308,7 +308,7 @@ def _raise_if_final(place: str, error: ClientError) -> None:
     if status in (401, 403):
         raise CheckpointError(f"{place}: not allowed: {error}; check the credentials and what they permit") from None
     if status == 416:
-        raise DamagedError(f"{place}: ends before the bytes that should be there") from None
+        raise DamagedError(f"{place}: is cut short: ends before the bytes to be read") from None
     if 300 <= status < 500 and status not in PASSING_STATUS:
         raise CheckpointError(f"{place}: refused: {error}") from None
 

@@ -27,9 +27,9 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise CheckpointError(f"{path}: missing") from None
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: not a JSON file that can be read: {error}") from None
+        raise CheckpointError(f"{path}: not a readable JSON file: {error}") from None
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: holds no JSON object")
+        raise CheckpointError(f"{path}: not a JSON object")
     return value
 
 
@@ -61,7 +61,7 @@ def open_file(path: Path) -> Any:
     try:
         return safe_open(path, "pt")
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path}: not a safetensors file that can be read: {error}") from None
+        raise CheckpointError(f"{path}: not a readable safetensors file: {error}") from None
 
 
 def check_shapes(weights: Mapping[str, Path], shapes: Mapping[str, Sequence[int]]) -> dict[str, torch.dtype]:
@@ -75,11 +75,11 @@ def check_shapes(weights: Mapping[str, Path], shapes: Mapping[str, Sequence[int]
             held = set(file.keys())
             for name in (name for name in shapes if weights[name] == path):
                 if name not in held:
-                    raise CheckpointError(f"{path}: has no {name}, which the index says it has")
+                    raise CheckpointError(f"{path}: has no {name}, though {INDEX} lists it there")
                 part = file.get_slice(name)
                 kind, shape, expected = part.get_dtype(), tuple(part.get_shape()), tuple(shapes[name])
                 if shape != expected:
-                    raise CheckpointError(f"{path}: {name} is of shape {shape}, by config.json it must be {expected}")
+                    raise CheckpointError(f"{path}: {name} has shape {shape}, but config.json requires {expected}")
                 if kind not in DTYPES:
                     raise CheckpointError(f"{path}: {name} is of type {kind}, must be one of {', '.join(DTYPES)}")
                 found[name] = DTYPES[kind]

@@ -66,6 +66,6 @@ class Staging:
         except torch.AcceleratorError as error:
             held, more = (sum(copy.nbytes for copy in copies) / 1e9 for copies in (self.copies.values(), [tensor]))
             raise CheckpointError(
-                f'checkpoint.mode = "async" copies to pinned memory of the host, of which it got {held:.2f} GB and no '
+                f'checkpoint.mode = "async" copies to pinned memory of the host: after {held:.2f} GB it could not get '
                 f'{more:.2f} GB more ({str(error).splitlines()[0]}); mode = "sync" needs none'
             ) from None

@@ -47,13 +47,13 @@ def optimizer_tensors(model_parts: Sequence[nn.Module], optimizer: torch.optim.O
                 raise CheckpointError(f"optimizer state {name} is a {type(value).__name__}: only tensors can be saved")
             if isinstance(parameter, DTensor) and value.ndim and not isinstance(value, DTensor):
                 raise CheckpointError(
-                    f"optimizer state {name} is a plain tensor, of a weight that is sharded: only one rank's would be "
-                    "saved; make it a DTensor, as torch.zeros_like(weight) is, or DTensor.from_local"
+                    f"optimizer state {name} is a plain tensor, but its weight is sharded: only one rank's part would "
+                    "be saved; make it a DTensor, by torch.zeros_like(weight) or DTensor.from_local"
                 )
             if isinstance(value, DTensor) and any(placement.is_partial() for placement in value.placements):
                 raise CheckpointError(
-                    f"optimizer state {name} has the placements {value.placements}: each rank has a part of a sum that "
-                    "cannot be saved; make the sum by redistribute, to Replicate()"
+                    f"optimizer state {name} has placements {value.placements}: partial sums cannot be saved; "
+                    "redistribute it to Replicate()"
                 )
             tensors[name] = _plain(name, value)
     return tensors

@@ -77,7 +77,7 @@ def write_items(
 
     def go_on() -> None:
         if ended.is_set():  # for example by Ctrl-C: the rest may be gigabytes
-            raise CheckpointError(f"{join(store.url, name)}: not written to its end")
+            raise CheckpointError(f"{join(store.url, name)}: not completely written")
         on_progress()
 
     with ThreadPoolExecutor(FILES) as threads:
@@ -215,7 +215,7 @@ def read_state(opened: Opened, state: State, on_progress: Callable[[], None] = l
             tensor = _decode(info, data, metadata, index)
         except Exception as error:
             where = f"{opened.url}/{info.relative_path}"
-            raise DamagedError(f"{where}: {index.fqn} is not a tensor that can be read: {error}") from None
+            raise DamagedError(f"{where}: {index.fqn} is not a readable tensor: {error}") from None
         for item in wanted:
             target = planner.resolve_tensor(item).detach()
             target.copy_(narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths))

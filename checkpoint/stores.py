@@ -108,7 +108,7 @@ class LocalStore:
                         _set_direct(file.fileno(), direct := False)
                         continue
                     if not count:
-                        missing = f"ends at byte {offset + first}, {len(view) - first} missing"
+                        missing = f"ends at byte {offset + first}, {len(view) - first} bytes missing"
                         raise DamagedError(f"{self.url}/{name}: {missing}")
                     first += count
 
@@ -261,7 +261,7 @@ def open_store(url: str | Path, settings: Checkpoint | None = None) -> Store:
     if not separator:
         return LocalStore(url)
     if scheme != "s3":
-        raise CheckpointError(f"{url}: checkpoints are kept in a folder or under s3://bucket/prefix")
+        raise CheckpointError(f"{url}: must be a folder or s3://bucket/prefix")
     from checkpoint.s3 import S3Store  # here, since it costs a second to import
 
     return S3Store(str(url), settings or Checkpoint())
@@ -285,7 +285,7 @@ def _reported(path: str) -> Iterator[None]:
     except FileNotFoundError:
         raise DamagedError(f"{path}: missing") from None
     except OSError as error:
-        full = "; free some space, or move the checkpoints and name checkpoint.folder after them"
+        full = "; free some space, or move the checkpoints and set checkpoint.folder to their new place"
         hint = full if error.errno == errno.ENOSPC else ""
         where = error.filename or path
         raise CheckpointError(f"{where}: {error.strerror or error}{hint}") from error

@@ -45,7 +45,7 @@ def verify_all(store: Store, names: list[str]) -> int:
             print(f"{place}: intact, step {manifest['step']}, {verify(store, name, manifest)} items")
         except DamagedError as error:
             if name and never_committed(store, [name]) and f"{name}/{MANIFEST}" not in store.sizes(name):
-                print(f"{place}: removed meanwhile, as a run that trains removes its older ones")
+                print(f"{place}: removed during this check, as a run in training removes its older ones")
                 continue
             doubtful += 1
             print(f"{place}: DAMAGED: {error}")

@@ -294,7 +294,7 @@ def test_state_of_other_weights_is_refused(tmp_path):
     run = Run(tmp_path)
     with mock.patch("checkpoint.manager.optimizer_tensors", renamed):
         run.train(0, 2)
-    with pytest.raises(CheckpointError, match="its optimizer state is of other weights: "):
+    with pytest.raises(CheckpointError, match="its optimizer state belongs to other weights, such as "):
         Run(tmp_path, seed=2).checkpoint.load()
 
 
@@ -332,8 +332,8 @@ def keep_own_rows(folder, saves):
     state = run.optimizer.state[run.model.blocks["0"][1].weight]
     mean = state["exp_avg"]
     for name, value, said in (
-        ("exp_avg_row", mean.to_local().sum(1), "is a plain tensor, of a weight"),
-        ("exp_avg_column", mean.sum(0), "has the placements .*: each rank has a part"),
+        ("exp_avg_row", mean.to_local().sum(1), "is a plain tensor, but its weight is sharded"),
+        ("exp_avg_column", mean.sum(0), "has placements .*: partial sums cannot be saved"),
         ("count", 1, "is a int: only tensors can be saved"),
     ):
         state[name] = value

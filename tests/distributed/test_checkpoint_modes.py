@@ -334,10 +334,10 @@ def test_the_last_that_was_saved_is_named_where_a_run_goes_on_from_an_older_one(
     assert moved.checkpoint.load() == 1
     moved.train(1, 2)
     assert Run(new, run_folder=tmp_path).checkpoint.load() == 2
-    assert "passed over" not in caplog.text
+    assert "skipped: " not in caplog.text
     assert Run(old, run_folder=tmp_path).checkpoint.load() == 1
     (last,) = new.glob("step-00000002-*")
-    assert f"passed over: {last}, the last that this run has saved, is not seen in {old}" in caplog.text
+    assert f"skipped: {last}, the last checkpoint that this run saved, is not in {old}" in caplog.text
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -455,7 +455,7 @@ def test_a_run_is_not_begun_anew_when_its_only_checkpoint_is_of_another_rank_0(t
     assert message == "the second place is away"
     before = sorted(tmp_path.rglob("*"))
     for message in run_ranks(2, _start_on_own_disks, str(tmp_path), (1, 0), "far", full):
-        assert "nothing is started anew: start with rank 0 on" in message
+        assert "not completely uploaded; start with rank 0 on" in message
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -719,7 +719,7 @@ def _raise_full(writer):
 def test_a_run_that_has_come_further_than_it_is_to_go_is_refused(tmp_path):
     """Its weights are those of another schedule's middle, and what is due at the last step would be left out."""
     Run(tmp_path).train(0, 4)
-    with pytest.raises(ConfigError, match=r"training.steps = 3: this run has come to step 4.*allowed are 4 and more"):
+    with pytest.raises(ConfigError, match=r"training.steps = 3: this run has reached step 4.*set 4 or more"):
         Run(tmp_path, steps=3).checkpoint.load()
     assert Run(tmp_path, steps=4).checkpoint.load() == 4
 

@@ -287,7 +287,7 @@ def test_a_model_that_was_added_is_trained_and_used(
     generate([str(folder), "--prompt=ba", "--max-tokens=4"])
     validate([str(folder)])
     assert f"{dataset.name}  loss " in capsys.readouterr().out
-    with pytest.raises(CheckpointError, match="of model 'toy', which has no `hf` in its ModelSpec; llama has"):
+    with pytest.raises(CheckpointError, match="a model 'toy', whose ModelSpec has no `hf`: must be one of llama"):
         exported_model({"identity": json.loads((folder / "model.json").read_text())})
     monkeypatch.undo()
     with pytest.raises(ConfigError, match="holds a model 'toy': must be one of llama"):

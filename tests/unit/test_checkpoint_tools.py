@@ -88,7 +88,7 @@ def test_what_a_run_removes_while_it_is_verified_is_not_damaged(folder, tool, mo
     monkeypatch.setattr("checkpoint.verify.verify_items", remove_first)
     code, text = tool("verify", folder)
     assert code == 0
-    assert f"{oldest.name}: removed meanwhile" in text
+    assert f"{oldest.name}: removed during this check" in text
     assert text.count("intact") == 1
 
 

@@ -208,11 +208,11 @@ def test_a_model_without_a_tokenizer_is_said_to_have_none(tmp_path, tokenizer_fo
     hf_folder(tmp_path / "hf", "llama3", tokenizer_folder)
     (tmp_path / "hf" / "tokenizer.json").unlink()
     import_model(tmp_path / "hf", str(tmp_path / "ours"), check=check)
-    assert caplog.text.count("hf: no tokenizer.json, so none is taken along") == 1
+    assert caplog.text.count("hf: no tokenizer.json, so the checkpoint gets none") == 1
     shutil.copytree(tokenizer_folder, tmp_path / "ours" / "export")  # no part of the checkpoint
     ((store, name),) = locate(tmp_path / "ours")
     opened = Opened(store, name, read_manifest(store, name), read_index(read_metadata(store, name, None)))
-    with pytest.raises(CheckpointError, match=r"ours: no tokenizer\.json in it or in the run it is of"):
+    with pytest.raises(CheckpointError, match=r"ours: no tokenizer\.json in it or in its run"):
         find_companions(opened, str(tmp_path / "ours"), None)
 
 
@@ -281,7 +281,7 @@ def test_why_an_import_failed_is_said_where_it_cannot_be_removed_either(
     monkeypatch.setattr(LocalStore, "remove", mock.Mock(side_effect=CheckpointError("not allowed")))
     with pytest.raises(CheckpointError, match="logits differ"):
         import_model(tmp_path / "hf", str(tmp_path / "ours"), check="tensors")
-    assert "ours: what was written of it could not be removed: not allowed" in caplog.text
+    assert "ours: the unfinished checkpoint could not be removed: not allowed" in caplog.text
 
 
 def test_who_was_not_told_the_length_says_so(tmp_path, tokenizer_folder, monkeypatch):
@@ -336,7 +336,7 @@ def edit(path: Path, **changes) -> None:
         ({"num_hidden_layers": 2}, "left over model.layers.2.input_layernorm.weight"),
         (
             {"tie_word_embeddings": True, "vocab_size": 321},
-            "shape (320, 64), by config.json it must be (321, 64)",
+            "shape (320, 64), but config.json requires (321, 64)",
         ),
     ],
 )
@@ -378,7 +378,7 @@ def test_a_truncated_file_and_pickled_weights_are_refused(tmp_path, tokenizer_fo
     hf_folder(tmp_path / "hf", "llama3", tokenizer_folder)
     file = sorted((tmp_path / "hf").glob("*.safetensors"))[0]
     file.write_bytes(file.read_bytes()[:-10])
-    with pytest.raises(CheckpointError, match=f"{file.name}: not a safetensors file"):
+    with pytest.raises(CheckpointError, match=f"{file.name}: not a readable safetensors file"):
         import_model(tmp_path / "hf", str(tmp_path / "ours"), check="auto")
     (tmp_path / "hf" / "model.safetensors.index.json").unlink()
     (tmp_path / "hf" / "pytorch_model.bin").write_bytes(b"pickle")
@@ -409,7 +409,7 @@ def test_a_wrong_result_is_found_and_leaves_nothing(tmp_path, tokenizer_folder, 
     manifest = read_manifest(store, "ours")
     opened = Opened(store, "ours", manifest, read_index(read_metadata(store, "ours", manifest)))
     adapter, model, flavor = exported_model(manifest)
-    with pytest.raises(CheckpointError, match="is not what"):
+    with pytest.raises(CheckpointError, match="differs from that in"):
         hf.check_tensors(tmp_path / "back", opened, shapes_of(model), adapter.hf_names(flavor))
 
 
