@@ -133,7 +133,7 @@ def trained_steps(run: Path) -> tuple[list[Step], int]:
     recorded, last_began = _read_rank(run, 0)
     kept = _lineage(recorded, last_began) if recorded and last_began else []
     if not kept:
-        otherwise = f"all {len(recorded):,} were made void by a resume" if recorded else "is it the folder of a run?"
+        otherwise = f"all {len(recorded):,} were made void by a resume" if recorded else "is it a run folder?"
         raise TitaniteError(f"{run}: no step of data-parallel rank 0 is recorded; {otherwise}")
     before = None
     for number, step in enumerate(kept):
@@ -168,12 +168,12 @@ def _check_follows(run: Path, number: int, before: Step | None, step: Step) -> N
         ended = last.consumed
         if last[:3] != place[:3]:
             raise TitaniteError(
-                f"{run}: step {number} is of another order than the next (seed, window_blocks, piece_tokens): "
+                f"{run}: step {number} has another data order than the next (seed, window_blocks, piece_tokens): "
                 f"{last[:3]}, {place[:3]}"
             )
     for name in sorted(begins.keys() | ended.keys()):
         if gap := begins.get(name, 0) - ended.get(name, 0):
-            what = f"{abs(gap):,} tokens of dataset {name} {'are missing' if gap > 0 else 'come again'}"
+            what = f"{abs(gap):,} tokens of dataset {name} {'are missing' if gap > 0 else 'are repeated'}"
             raise TitaniteError(f"{run}: {what} between step {number} and the next")
 
 
@@ -207,7 +207,7 @@ def prove(run: Path, every: int = 1) -> list[str]:
             wrong = own != auditor.checksums(step)
             if wrong.any():
                 raise TitaniteError(
-                    f"{run}: step {number}: rank {wrong.argmax()} was given other tokens than the data holds there"
+                    f"{run}: step {number}: rank {wrong.argmax()} was given other tokens than the dataset has there"
                 )
             checked += len(own)
     lines = _conclusions(auditor, steps, void, checked)
@@ -230,8 +230,8 @@ def _recorded(run: Path, steps: list[Step]) -> np.ndarray:
         for own in _read_rank(run, rank).steps:
             if before and own.began is before.began and own.first != before.first + before.shape.samples:
                 raise TitaniteError(
-                    f"{run}: rank {rank}: samples from {own.first:,} on of a start come after those from "
-                    f"{before.first:,} on, by {before.shape.samples:,} a step"
+                    f"{run}: rank {rank}: the step from sample {own.first:,} on follows the one from "
+                    f"{before.first:,} on, but a step has {before.shape.samples:,} samples"
                 )
             before = own
             number = numbers.get(_line_key(own))
@@ -291,7 +291,7 @@ def _ranges(numbers: list[int]) -> str:
 def run_config(run: Path) -> Config:
     """The config in a run folder. Raises TitaniteError."""
     if not (run / "config.toml").is_file():
-        raise TitaniteError(f"{run}: no config.toml there; is it the folder of a run?")
+        raise TitaniteError(f"{run}: no config.toml there; is it a run folder?")
     file = run / "config.toml"
     return from_dict(read_recorded(file.read_bytes(), file))
 
@@ -305,13 +305,13 @@ def planned_steps(config: Config, numbers: range) -> list[Step]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m data.audit", description="Which documents a run was trained on.")
+    parser = argparse.ArgumentParser(prog="python -m data.audit", description="Show which documents a run trained on.")
     parser.add_argument("--run", type=Path, help="folder of a run")
     parser.add_argument("--config", help="config of a run that is not started yet")
     parser.add_argument(
         "--steps", default="", help="N or FIRST:STOP, counted from 1: list the documents of these steps"
     )
-    parser.add_argument("--text", action="store_true", help="with the text of each document's part")
+    parser.add_argument("--text", action="store_true", help="print the text of each document's part")
     parser.add_argument("--prove", action="store_true", help="prove that each sample was trained once")
     parser.add_argument("--every", type=int, default=1, help="rebuild the tokens of every Nth step only")
     options = parser.parse_args(argv)

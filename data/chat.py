@@ -99,7 +99,7 @@ class ChatTemplate:
             prompt = self.render(messages[:i], add_generation_prompt=True)
             through = self.render(messages[: i + 1])
             if not (prompt.startswith(done) and through.startswith(prompt)):
-                raise TitaniteError("chat template: an answer changes the text before it, so it cannot be told apart")
+                raise TitaniteError("chat template: an answer changes the text before it, so they cannot be separated")
             found += [(prompt[len(done) :], False), (through[len(prompt) :], True)]
             done = through
         return found

@@ -54,7 +54,7 @@ MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 def nanogpt_documents(path: Path, eos_id: int) -> Iterator[np.ndarray]:
     """Yield the documents of a file of uint16 ids, each with its eos. Raises DataError."""
     if not path.stat().st_size or path.stat().st_size % 2:
-        raise DataError(f"{path}: {path.stat().st_size} bytes are not a file of uint16 ids")
+        raise DataError(f"{path}: has {path.stat().st_size} bytes, which cannot be uint16 ids")
     ids = np.memmap(path, "<u2", "r")
     begin = 0
     for first in range(0, len(ids), IDS_AT_ONCE):
@@ -74,7 +74,7 @@ def megatron_documents(path: Path, eos_id: int) -> Iterator[np.ndarray]:
         raise DataError(f"{index_path}: not a Megatron index")
     version, sequences, documents = (int(np.frombuffer(index, "<u8", 1, at)[0]) for at in (9, 18, 26))
     if version != 1 or index[17] not in MEGATRON_DTYPES:
-        raise DataError(f"{index_path}: version {version}, type {index[17]}; integers of version 1 are read")
+        raise DataError(f"{index_path}: version {version}, type {index[17]}; must be version 1 with integers")
     if len(index) < 34 + 12 * sequences + 8 * documents:
         raise DataError(f"{index_path}: is cut short")
     sizes = np.frombuffer(index, "<i4", sequences, 34).astype(np.int64)
@@ -86,16 +86,16 @@ def megatron_documents(path: Path, eos_id: int) -> Iterator[np.ndarray]:
         at, tokens, begin = wrong[0], sizes[wrong[0]], pointers[wrong[0]]
         raise DataError(
             f"{index_path}: sequence {at}, of {tokens} tokens from byte {begin} on, does not begin where the one "
-            "before it ends, as all do that Megatron-LM writes"
+            "before it ends, as in every index that Megatron-LM writes"
         )
     size, end = path.stat().st_size, int(ends[-1]) if len(ends) else 0
     if not size or end != size:
         raise DataError(
-            f"{path}: is cut short, or {index_path} belongs to another file: the tokens it knows of end at byte {end} "
+            f"{path}: is cut short, or {index_path} belongs to another file: the tokens it lists end at byte {end} "
             f"of {size}"
         )
     if not len(bounds) or bounds[0] != 0 or bounds[-1] != sequences or (np.diff(bounds) < 0).any():
-        raise DataError(f"{index_path}: its {documents} bounds of documents do not share out {sequences} sequences")
+        raise DataError(f"{index_path}: its {documents} document bounds do not fit its {sequences} sequences")
     content = np.memmap(path, "u1", "r")
     for first, stop in pairwise(bounds):
         yield np.concatenate(
@@ -115,7 +115,7 @@ def fms_documents(path: Path, eos_id: int) -> Iterator[np.ndarray]:
             column = reader.get_batch(i).column("tokens")
             for row in [row.values for row in column] if isinstance(column, pa.ListArray) else [column]:
                 if row is None or row.null_count:
-                    raise DataError(f"{path}, record batch {i}: holds a null, which is no token")
+                    raise DataError(f"{path}, record batch {i}: holds a null, which is not a token")
                 yield row.to_numpy()
     except (pa.ArrowException, KeyError) as error:
         raise DataError(f"{path}: not an Arrow file with a column `tokens`: {error}") from None

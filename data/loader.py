@@ -103,7 +103,7 @@ class DataLoader:
         # Both, since another version of tokenizers may write the same tokenizer differently.
         if began != data.tokenizer_fingerprint and began != self.tokenizer.fingerprint:
             raise ConfigError(
-                f"{folder}: this run began with tokenizer {began}, but the data in {data.url} was made by "
+                f"{folder}: this run began with tokenizer {began}, but the data in {data.url} was made with "
                 f"{data.tokenizer_fingerprint}; prepare that data with --tokenizer {folder}, or begin a new run"
             )
 
@@ -176,23 +176,23 @@ class DataLoader:
         if state["masked"] and not self._bad_blocks:
             raise DataError(
                 f"data.on_bad_block = stop: the checkpoint was trained with masked blocks, {state['masked']}; "
-                "resume with mask, or start a new run on sound data"
+                "resume with mask, or start a new run on undamaged data"
             )
         for dataset in self._datasets:
             packed = dataset.packed_seq_len
             if packed and place.piece_tokens % packed:
                 raise DataError(
                     f"data.shuffle_samples = true: this run began with training.seq_len = {place.piece_tokens}, and "
-                    f"pieces of that length would cut the rows of {dataset.url}, packed by --seq-len {packed}; "
-                    "start a new run, with checkpoint.initial_load if its weights are to stay"
+                    f"pieces of that length would cut the rows of {dataset.url}, packed with --seq-len {packed}; "
+                    "start a new run, with checkpoint.initial_load to keep its weights"
                 )
         for name in sorted(place.earlier.keys() - saved.earlier.keys()):
-            log.warning(f"data: dataset {name} is left after {place.earlier[name]:,} tokens: not in data.datasets")
+            log.warning(f"data: dataset {name} is dropped after {place.earlier[name]:,} tokens: not in data.datasets")
         for dataset in self._datasets:
             if dataset.hash not in saved.consumed:
                 log.warning(
                     f"data: {dataset.url} (dataset {dataset.hash}) is new to this run and begins at its first token, "
-                    "also if it was prepared anew from what the run has read before"
+                    "even if it was prepared again from what the run has already read"
                 )
         self._stop_prefetch()
         self._place = place
@@ -309,7 +309,7 @@ class _BadBlocks:
 def _check_not_too_many(bad_blocks: int) -> None:
     if bad_blocks > MAX_BAD_BLOCKS:
         raise DataError(
-            f"data.on_bad_block = mask: {bad_blocks} blocks are bad, more than {MAX_BAD_BLOCKS}; mend the data"
+            f"data.on_bad_block = mask: {bad_blocks} blocks are bad, more than {MAX_BAD_BLOCKS}; repair the data"
         )
 
 
@@ -361,8 +361,8 @@ def validation_batches(
     for dataset in datasets:
         if hashes and dataset.hash != hashes[dataset.url]:
             raise DataError(
-                f"{dataset.url}: holds dataset {dataset.hash} by now, and {hashes[dataset.url]} when training started; "
-                "put that back, or go on from the last checkpoint with what is there"
+                f"{dataset.url}: holds dataset {dataset.hash}, but held {hashes[dataset.url]} when training started; "
+                "put the old one back, or resume from the last checkpoint to use the new one"
             )
     splits = [dataset.split("validation") for dataset in datasets]
     seq_len, size = config.training.seq_len, config.training.local_batch_size

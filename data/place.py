@@ -114,9 +114,9 @@ def saved_place(state: Mapping[str, Any]) -> Place:
     """The place that `Place.state` recorded. Raises DataError for another version of the state."""
     if state.get("version") != STATE_VERSION:
         raise DataError(
-            f"data state: version {state.get('version')}; this code reads version {STATE_VERSION}; go on with the code "
-            "that began it, the first git_commit in the run's starts.jsonl, or start a new run, with "
-            "checkpoint.initial_load if its weights are to stay"
+            f"data state: version {state.get('version')}; this code reads version {STATE_VERSION}; resume with the "
+            "code that began the run, the first git_commit in its starts.jsonl, or start a new run, with "
+            "checkpoint.initial_load to keep its weights"
         )
     names, starts, weights = zip(*state["datasets"], strict=True)
     segment = Segment(names, weights, starts, state["seq_len"])

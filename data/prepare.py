@@ -130,9 +130,9 @@ def prepare(
     # -- check the options
     folder = check_output(output, overwrite, validation_fraction, block_mb, shard_mb)
     if tokenizer and vocab_size:
-        raise DataError(f"--vocab-size {vocab_size}: is for a tokenizer that is trained, without --tokenizer")
+        raise DataError(f"--vocab-size {vocab_size}: cannot be used with --tokenizer, only to train one")
     if eos_token and not tokenizer:
-        raise DataError(f"--eos-token {eos_token}: is for --tokenizer; one that is trained has its own")
+        raise DataError(f"--eos-token {eos_token}: needs --tokenizer; a newly trained one has its own")
     vocab_size = vocab_size or VOCAB_SIZE
     if not 257 <= vocab_size <= LARGEST_VOCAB_SIZE:
         raise DataError(
@@ -249,7 +249,7 @@ def _start_or_go_on(folder: Path, plan: Plan, tokenizer: Tokenizer) -> None:
     begun = plan_file.read_text(encoding="utf-8") if plan_file.is_file() else ""
     if begun != record:
         if begun:
-            log.warning("%s: begun with another input or other options, or another version: anew", folder)
+            log.warning("%s: starting over, since the input, the options or the version changed", folder)
         remove_dataset(folder)
         plan_file.parent.mkdir()
         write_atomically(plan_file, record.encode())
@@ -347,7 +347,7 @@ def _encode(job: Job, texts: list[str]) -> Sequence[Sequence[int] | np.ndarray]:
         for text, ids in zip(texts, found, strict=True):
             if len(ids) == nothing and text.strip():
                 raise DataError(
-                    f"the tokenizer makes no token of a text, and has none for what it does not know: {text[:100]}"
+                    f"the tokenizer has no tokens for a text, and none for unknown characters: {text[:100]}"
                 )
         return found
     return encode_examples(texts, job.plan.format, job.tokenizer)
@@ -429,16 +429,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     add_output_options(parser)
     add("--tokenizer", default="", help="tokenizer.json, or a folder with one; default: train one on the text")
-    add("--vocab-size", type=int, default=0, help=f"tokens of a trained tokenizer (default {VOCAB_SIZE})")
+    add("--vocab-size", type=int, default=0, help=f"size of the vocabulary to train (default {VOCAB_SIZE})")
     add(
         "--format",
         choices=["text", *KEYS],
         default="text",
-        help="text; or for fine-tuning: sft, prompts with responses, and chat, messages (default %(default)s)",
+        help="text; for fine-tuning: sft (prompts with responses) or chat (messages) (default %(default)s)",
     )
     defaults = "; ".join(f"{name}: {keys}" for name, keys in KEYS.items())
-    add("--example-keys", default="", help=f"keys of an example, by commas (default {defaults})")
-    add("--seq-len", type=int, default=0, help="tokens of a row of packed examples: the training's seq_len")
+    add("--example-keys", default="", help=f"keys of an example, comma-separated (default {defaults})")
+    add("--seq-len", type=int, default=0, help="tokens per row of packed examples: the training's seq_len")
     add("--drop-long", action="store_true", help="leave out examples longer than that; they are counted")
     add("--chat-template", default="", help="Jinja file; default: the tokenizer's own, else a built-in one")
     add("--text-key", default="text", help="key or column of the text in JSON lines and Parquet (default %(default)s)")
@@ -449,7 +449,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--processes",
         type=int,
         default=0,
-        help="processes; 0 (default): one for each core that this one may use, and for a few MB one alone",
+        help="processes; 0 (default): one per available core, or a single one for a few MB",
     )
     add("--dry-run", action="store_true", help="read everything, count it and write nothing")
     arguments = vars(parser.parse_args(argv))

@@ -205,7 +205,7 @@ class Dataset:
         found = fingerprint(content, eos_token)
         if found != self.tokenizer_fingerprint:
             raise DataError(
-                f"{self.url}/tokenizer.json: fingerprint {found}, but the data was made by "
+                f"{self.url}/tokenizer.json: fingerprint {found}, but the data was made with "
                 f"{self.tokenizer_fingerprint}; put the right file back or prepare the data again"
             )
         template = _read(self.folder, CHAT_TEMPLATE) if self.chat_template else b""
@@ -323,7 +323,7 @@ def check_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
         if tokenizer.fingerprint != datasets[0].tokenizer_fingerprint:
             raise DataError(
                 f"data.tokenizer = {config.data.tokenizer!r}: fingerprint {tokenizer.fingerprint}, but the data in "
-                f"{datasets[0].url} was made by {datasets[0].tokenizer_fingerprint}"
+                f"{datasets[0].url} was made with {datasets[0].tokenizer_fingerprint}"
             )
     return datasets, held_out
 
@@ -351,7 +351,7 @@ def _check_packing(dataset: Dataset, config: Config) -> None:
     packed = dataset.packed_seq_len
     if packed and config.training.seq_len != packed:
         raise DataError(
-            f"training.seq_len = {config.training.seq_len}: must be {packed}, the --seq-len by which "
+            f"training.seq_len = {config.training.seq_len}: must be {packed}, the --seq-len with which "
             f"{dataset.url} was packed"
         )
     if packed and not config.data.mask_documents:

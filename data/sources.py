@@ -115,9 +115,9 @@ def _expand(source: str) -> list[File]:
         looked_into = details if is_folder else _linked_folders(system, path)
     for name, info in looked_into.items():
         if info.get("islink") and info["type"] != "file":
-            what = "no file"
+            what = "neither a file nor a folder"
             if info["type"] == "directory":
-                what = "a folder, which is not looked into: name each folder as a source of its own"
+                what = "a folder, which is not followed: name each folder as its own source"
             raise DataError(f"--source {source}: {name} is a link to {what}")
     for info in details.values():
         if info["type"] == "file" and info["size"] is None:
@@ -139,7 +139,7 @@ def _expand(source: str) -> list[File]:
     marks = () if is_local else ("::", "?versionId=") if "s3" in system.protocol else ("::",)
     if odd := [name for name in read if any(mark in name for mark in marks)]:
         raise DataError(
-            f"--source {source}: {odd[0]}: cannot be named by a URL, where {' and '.join(marks)} have a meaning"
+            f"--source {source}: {odd[0]}: cannot be named by a URL, where {' and '.join(marks)} have a special meaning"
         )
     urls = [name if is_local else system.unstrip_protocol(name) for name in read]
     return [_described(url, details[name]) for url, name in zip(urls, read, strict=True)]
@@ -264,7 +264,7 @@ def _check_unchanged(file: File, stream: Any) -> None:
         system, path = file_system(file.url)
         changed = _described(file.url, system.info(path)) != file
     if changed:
-        raise DataError(f"{file.url}: was changed while it was read; let nothing write there, and start again")
+        raise DataError(f"{file.url}: was changed while it was read; stop what writes to it, and start again")
 
 
 def pieces(text: str, max_characters: int) -> Iterator[str]:
@@ -343,7 +343,7 @@ def _json_text(place: str, line: bytes, text_key: str, example_keys: tuple[str, 
         text.encode()
     except UnicodeEncodeError as error:
         half = ascii(text[error.start])[1:-1]
-        raise DataError(f"{place}: holds {half}, half of a character, which is not Unicode") from None
+        raise DataError(f"{place}: holds {half}, a lone surrogate, which is not valid text") from None
     return text
 
 
@@ -355,7 +355,7 @@ def _example(record: dict[str, Any], keys: tuple[str, ...], place: str) -> str:
     try:
         return json.dumps([record[key] for key in keys], ensure_ascii=False)
     except TypeError as error:
-        raise DataError(f"{place}: not what JSON can hold: {error}") from None
+        raise DataError(f"{place}: cannot be written as JSON: {error}") from None
 
 
 def _parquet_texts(file: File, stream: Any, unit: Unit, text_key: str, example_keys: tuple[str, ...]) -> Iterator[str]:

@@ -188,7 +188,7 @@ class RemoteFolder:
                 info = self._system.info(path)
                 # A partial answer, or a proxy's empty page. Not damage, which could be masked.
                 if info.get("ETag") == "" or (info["size"] or 0) >= offset + size:
-                    raise OSError(errno.EIO, "the server answers with less than the range it is asked for")
+                    raise OSError(errno.EIO, "the server sent less than the range asked for")
             return content
 
         return self._repeated(name, fetch)
@@ -200,9 +200,7 @@ class RemoteFolder:
             for attempt in range(CHECKSUM_ATTEMPTS):
                 content = self.read(name, offset, size)
                 if len(content) > size:  # not damage, which could be masked
-                    raise StorageError(
-                        f"{self.url}/{name}: the server answers with more than the range it is asked for"
-                    )
+                    raise StorageError(f"{self.url}/{name}: the server sent more than the range asked for")
                 try:
                     _checked(memoryview(content), size, crc32)
                     break
@@ -246,7 +244,7 @@ class RemoteFolder:
                     self._give_up(name, error, f" for {waited:.0f} s")
                 if waited > 2 and not told:
                     told = True
-                    log.warning("%s/%s: %s; trying for up to %s s", self.url, name, error, self._retry_seconds)
+                    log.warning("%s/%s: %s; retrying for up to %s s", self.url, name, error, self._retry_seconds)
             if denied:
                 self._renew(system)
                 renewed = True
@@ -256,7 +254,7 @@ class RemoteFolder:
     def _give_up(self, name: str, error: Exception, duration: str = "") -> NoReturn:
         said = f"{type(error).__name__}: {error}"
         if isinstance(error, RecursionError):
-            said = "redirected to elsewhere; check AWS_ENDPOINT_URL_S3 (https?) and AWS_REGION"
+            said = "redirected elsewhere; check AWS_ENDPOINT_URL_S3 (https?) and AWS_REGION"
         raise StorageError(f"{self.url}/{name}: cannot be read{duration}: {said}") from None
 
 
@@ -320,7 +318,7 @@ class Cache:
             temporary.replace(self.folder / f"{key}.range")
             return mapped
         except DamagedError:
-            raise StorageError(f"data.cache_folder = {self.folder}: gives back other bytes than were written") from None
+            raise StorageError(f"data.cache_folder = {self.folder}: returns other bytes than were written") from None
         finally:
             temporary.unlink(missing_ok=True)
 

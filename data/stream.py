@@ -207,7 +207,7 @@ class Stream:
         try:
             return self._readers.submit(self._read_block, int(block))
         except RuntimeError as error:  # the pool is shut down, or has no threads
-            raise self._closed(f", or has no thread: {error}") from None
+            raise self._closed(f", or cannot start a thread: {error}") from None
 
     def _closed(self, otherwise: str = "") -> StorageError:
         """The error to raise after another thread has closed the loader."""

@@ -51,7 +51,7 @@ class Tokenizer:
         if eos_id in spelt_out:
             raise TitaniteError(
                 f"{name}: a text that spells out {eos_token!r} would become that token and end a document; "
-                "take a token that is marked as special and that the model does not find in text"
+                "choose a token that is marked as special and that the model does not find in text"
             )
         # What the tokenizer's template puts before a text, such as Llama 3's <|begin_of_text|>. Never an eos.
         self.prefix: list[int] = [token for token in template.ids[:text_begins] if token != eos_id]
@@ -121,7 +121,7 @@ def find_chat_template(files: Mapping[str, bytes], folder: str) -> str:
             return found
         return next((entry["template"] for entry in found if entry["name"] == "default"), "")  # named templates
     except (UnicodeDecodeError, KeyError, TypeError) as error:
-        raise TitaniteError(f"{folder}: its chat template is not one: {type(error).__name__} {error}") from None
+        raise TitaniteError(f"{folder}: not a valid chat template: {type(error).__name__} {error}") from None
 
 
 def declared_eos(content: bytes, name: str) -> str:
@@ -153,7 +153,7 @@ def _known_eos(raw: RawTokenizer, name: str) -> str:
         if raw.token_to_id(token) is not None:
             return token
     raise TitaniteError(
-        f"{name}: which token ends a document? None of {', '.join(KNOWN_EOS)} is in it; "
+        f"{name}: has no known token that ends a document, such as {', '.join(KNOWN_EOS)}; "
         f"its special tokens are {_special_tokens(raw)}"
     )
 

@@ -36,7 +36,7 @@ def encode_examples(texts: Sequence[str], format: str, tokenizer: Tokenizer) -> 
             values = json.loads(text)
             segments.append(_prompt_and_response(*values) if format == "sft" else template.segments(*values))
             if not any(trained for _, trained in segments[-1]):
-                raise DataError("no message of the assistant, so nothing to train")
+                raise DataError("no message from the assistant, so nothing to train")
         except TitaniteError as error:
             raise DataError(f"{error}; in the example {text[:100]}") from None
     if format == "sft":
@@ -57,9 +57,9 @@ def _chat_template(source: str, tokenizer: Tokenizer) -> ChatTemplate:
 def check_examples(tokenizer: str, seq_len: int, max_characters: int, keys: str, format: str) -> None:
     """Refuse options of data.prepare that do not suit examples. Raises DataError."""
     if not tokenizer:
-        raise DataError(f"--format {format}: give the --tokenizer of the model that is to be tuned")
+        raise DataError(f"--format {format}: give the --tokenizer of the model to be tuned")
     if seq_len < 2:
-        raise DataError(f"--format {format}: --seq-len {seq_len} must be at least 2, the training.seq_len to come")
+        raise DataError(f"--format {format}: --seq-len {seq_len} must be at least 2, the later training.seq_len")
     if max_characters:
         raise DataError("--max-characters: examples are never cut")
     wanted = KEYS[format].count(",") + 1

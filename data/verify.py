@@ -43,7 +43,7 @@ def _shard_faults(dataset: Dataset, split: Split) -> Iterator[str]:
     for number, shard in enumerate(split.shards):
         own = split.blocks_of(number)
         if (split.documents[own].sum(), split.tokens[own].sum()) != (shard.documents, shard.tokens):
-            yield f"{dataset.url}/{shard.file}: blocks.arrow and manifest.json differ about its documents or tokens"
+            yield f"{dataset.url}/{shard.file}: blocks.arrow and manifest.json differ in its documents or tokens"
         size = dataset.folder.size(shard.file)
         if size != shard.bytes:
             yield f"{dataset.url}/{shard.file}: has {size} bytes, the manifest says {shard.bytes}"
@@ -126,7 +126,7 @@ def _wrong_packed_rows(split: Split, block: Block, eos_id: int) -> dict[str, np.
     """Fault → bool [rows]: which do not have the packed length, or do not begin and end as packed rows."""
     ends = block.values[block.offsets[1:] - 1]
     return {
-        f"has not {split.packed_seq_len} tokens": np.diff(block.offsets) != split.packed_seq_len,
+        f"does not have {split.packed_seq_len} tokens": np.diff(block.offsets) != split.packed_seq_len,
         "does not begin with a hidden start": block.values[block.offsets[:-1]] < START + HIDDEN,
         f"does not end with token {eos_id}": split.ids(ends) != eos_id,
     }
@@ -137,7 +137,7 @@ def _unended(block: Block, eos_id: int) -> dict[str, np.ndarray]:
     ends = np.flatnonzero(block.values == eos_id) + 1
     counts = np.diff(ends.searchsorted(block.offsets, side="right"))
     last = block.values[block.offsets[1:] - 1] == eos_id
-    return {f"does not end with its only token {eos_id}": (counts != 1) | ~last}
+    return {f"must have token {eos_id} once, at its end": (counts != 1) | ~last}
 
 
 def _report(dataset: Dataset) -> int:
@@ -153,7 +153,7 @@ def _report(dataset: Dataset) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m data.verify", description="Check datasets, every token.")
+    parser = argparse.ArgumentParser(prog="python -m data.verify", description="Check every token of datasets.")
     parser.add_argument("dataset", nargs="+", help="folder or URL of a prepared dataset")
     wrong = 0
     with command_line():
@@ -161,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             with tempfile.TemporaryDirectory() as cache:  # a run's own cache would hide faults of the dataset
                 wrong += _report(open_dataset(url, Data(cache_folder=cache, cache_gb=1)))
         if not wrong:
-            print("all as it was made")
+            print("no faults")
     if wrong:
         sys.exit(f"{wrong} faults")
 

@@ -49,7 +49,7 @@ def locked(folder: Path) -> Iterator[Connection]:
             except OSError as error:
                 if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
                     raise DataError(f"{folder / LOCK}: cannot be locked: {error.strerror}") from None
-                log.warning("%s: on a file system without locks; see that nobody else writes there", folder)
+                log.warning("%s: on a file system without locks; make sure that nothing else writes there", folder)
                 break
         yield lock
 
@@ -100,8 +100,8 @@ def _results(
                 yield running.pop(future), future.result()
     except BrokenProcessPool:
         raise DataError(
-            f"{folder}: the system killed a worker, most often for want of memory; "
-            "the same command goes on from there, best with fewer --processes or a smaller --shard-mb"
+            f"{folder}: the system killed a worker, most often for lack of memory; run the same command again to "
+            "continue, best with fewer --processes, or start over with a smaller --shard-mb"
         ) from None
 
 

@@ -49,7 +49,7 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
     add("--eos-token", default="", help="token that ends a document; default: the tokenizer's own")
     add("--validation-fraction", type=float, default=0.02, help="share of documents held out (default %(default)s)")
     add("--block-mb", type=float, default=8, help="MiB of tokens shuffled and read as one block (default %(default)s)")
-    add("--shard-mb", type=float, default=256, help="MiB of tokens in a file, about (default %(default)s)")
+    add("--shard-mb", type=float, default=256, help="approximate MiB of tokens in a file (default %(default)s)")
     add("--overwrite", action="store_true", help="replace a finished dataset")
 
 
@@ -57,8 +57,8 @@ def say_ready(manifest: dict[str, Any], output: str, validation_fraction: float)
     """Print the last line of every command that writes a dataset, and before it if nothing is held out as asked."""
     if validation_fraction and not any(shard["split"] == "validation" for shard in manifest["shards"]):
         print(
-            f"nothing is held out: --validation-fraction {validation_fraction:g} is too little of so few documents; "
-            "give more, or train with --validation.enable=false"
+            f"nothing is held out: --validation-fraction {validation_fraction:g} is too small for so few documents; "
+            "raise it, or train with --validation.enable=false"
         )
     print(f"ready: {output}")
 

@@ -96,7 +96,7 @@ def test_a_run_with_restarts_and_changes_is_proven(run, folders):
 @pytest.mark.parametrize(
     ("tamper", "message"),
     [
-        (lambda lines: lines[:2] + lines[3:], r"are missing between step 1 and|rank 1: samples from 32 on"),
+        (lambda lines: lines[:2] + lines[3:], r"are missing between step 1 and|rank 1: the step from sample 32 on"),
         (
             lambda lines: [re.sub(r'"crc32": \d+', '"crc32": 1', line) for line in lines],
             "given other tokens than the data",
@@ -149,7 +149,7 @@ def test_a_proof_opens_each_window_once_whatever_the_number_of_ranks(folders, tm
     ("moved", "message"),
     [
         ((0, 0), ""),
-        ((-32, 0), "16 tokens of dataset ({a} come again|{b} are missing) between step 2 and the next"),
+        ((-32, 0), "16 tokens of dataset ({a} are repeated|{b} are missing) between step 2 and the next"),
         ((0, 32), "32 tokens of dataset {b} are missing between step 3 and the next"),
         ((-32, 32), "32 tokens of dataset .* between step 3 and the next"),  # in all, none is missing
         ((-48, -16), "16 tokens of dataset .* between step 1 and the next"),
@@ -206,9 +206,9 @@ def test_steps_given_twice_without_a_resume_are_found(folders, tmp_path, repeate
         file = run / "data" / f"rank-{rank:05}.jsonl"
         lines = file.read_text().splitlines(keepends=True)
         file.write_text("".join(lines[: repeated.stop] + lines[repeated] + lines[repeated.stop :]))
-    what = r"tokens of dataset \w+ come again between step 3 and the next"
+    what = r"tokens of dataset \w+ are repeated between step 3 and the next"
     with pytest.raises(
-        TitaniteError, match=what if 0 in ranks else "rank 1: samples from .* come after those from 16 on"
+        TitaniteError, match=what if 0 in ranks else "rank 1: the step from sample .* follows the one from 16 on"
     ):
         prove(run)
 
@@ -235,7 +235,7 @@ def test_a_change_of_the_order_is_found(folders, tmp_path):
     run, shuffled = tmp_path / "run", {"data__shuffle_samples": True}
     state, _ = run_phase(run, folders, None, 3, **shuffled)
     run_phase(run, folders, state | {"piece_tokens": 16}, 4, **shuffled)
-    with pytest.raises(TitaniteError, match=r"step 3 is of another order .*: \(0, 3, 8\), \(0, 3, 16\)"):
+    with pytest.raises(TitaniteError, match=r"step 3 has another data order .*: \(0, 3, 8\), \(0, 3, 16\)"):
         prove(run)
 
 
@@ -405,7 +405,7 @@ def test_usage_errors(run, tmp_path, capsys):
     folder, _ = run
     with pytest.raises(SystemExit, match="error: --steps 99: the run has steps 1 to 12"):
         audit.main(["--run", str(folder), "--steps", "99"])
-    with pytest.raises(SystemExit, match="is it the folder of a run"):
+    with pytest.raises(SystemExit, match="is it a run folder"):
         audit.main(["--run", str(tmp_path), "--prove"])
     file = tmp_path / "c.toml"
     file.write_text("[training]\nsteps = 60\n")
@@ -436,7 +436,7 @@ def test_usage_errors(run, tmp_path, capsys):
 
 def test_sound_datasets_verify(folders, capsys):
     verify.main([str(folder) for folder in folders])
-    assert capsys.readouterr().out.endswith("all as it was made\n")
+    assert capsys.readouterr().out.endswith("no faults\n")
 
 
 def test_verify_finds_any_flipped_bit(folders, tmp_path, capsys):
@@ -499,15 +499,15 @@ def test_verify_names_a_document_without_its_end(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2 faults"):
         verify.main([str(folder)])
     out = capsys.readouterr().out
-    assert "train-00000.arrow, block 0, row 1: does not end with its only token 0" in out
-    assert "train-00001.arrow, block 0, row 0: does not end with its only token 0" in out
+    assert "train-00000.arrow, block 0, row 1: must have token 0 once, at its end" in out
+    assert "train-00001.arrow, block 0, row 0: must have token 0 once, at its end" in out
 
 
 @pytest.mark.parametrize(
     ("row", "what"),
     [
         ([BEGIN + 5, 6, 0, BEGIN], ""),
-        ([BEGIN + 5, 6, 0], "has not 4 tokens"),
+        ([BEGIN + 5, 6, 0], "does not have 4 tokens"),
         ([HIDDEN + 5, 6, 0, BEGIN], "does not begin with a hidden start"),
         ([START + 5, 6, 0, BEGIN], "does not begin with a hidden start"),
         ([BEGIN + 5, 6, 7, 8], "does not end with token 0"),
@@ -526,8 +526,8 @@ def test_verify_names_rows_that_are_not_packed(tmp_path, row, what):
 @pytest.mark.parametrize(
     ("shard", "block", "what"),
     [
-        ({"documents": 1}, {}, ": blocks.arrow and manifest.json differ about its documents or tokens"),
-        ({"tokens": 4}, {}, ": blocks.arrow and manifest.json differ about its documents or tokens"),
+        ({"documents": 1}, {}, ": blocks.arrow and manifest.json differ in its documents or tokens"),
+        ({"tokens": 4}, {}, ": blocks.arrow and manifest.json differ in its documents or tokens"),
         ({"documents": 3}, {"documents": 3}, ", block 0: holds other documents than blocks.arrow says"),
         ({"tokens": 6}, {"tokens": 6}, ", block 0: holds other documents than blocks.arrow says"),
     ],

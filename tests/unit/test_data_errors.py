@@ -77,7 +77,7 @@ def test_sound_data_passes(folder):
         (lambda d: (d / "train-00000.arrow").write_bytes(b"x"), r"train-00000\.arrow: has 1 bytes, the manifest says"),
         (lambda d: damage(d / "blocks.arrow", 200), r"blocks\.arrow: is damaged, its checksum does not match"),
         (lambda d: (d / "blocks.arrow").unlink(), r"blocks\.arrow: cannot be read: No such file"),
-        (lambda d: word_tokenizer(999).save(d), r"tokenizer\.json: fingerprint \w+, but the data was made by \w+"),
+        (lambda d: word_tokenizer(999).save(d), r"tokenizer\.json: fingerprint \w+, but the data was made with \w+"),
         (lambda d: (d / "tokenizer.json").unlink(), r"tokenizer\.json: is missing"),
     ],
 )
@@ -121,7 +121,7 @@ def test_combinations_that_do_not_fit(folder, tmp_path):
     check(bare, validation__enable=True, validation__datasets=[str(folder)])
     with pytest.raises(DataError, match="has no validation documents"):
         check(folder, validation__datasets=[str(bare)])
-    with pytest.raises(DataError, match=r"data\.tokenizer = .*other.*but the data in .*dataset was made by"):
+    with pytest.raises(DataError, match=r"data\.tokenizer = .*other.*but the data in .*dataset was made with"):
         check(folder, data__tokenizer=str(other))
     check(folder, data__tokenizer=str(folder / "tokenizer.json"))
     with pytest.raises(TitaniteError, match="no such tokenizer file"):
@@ -517,7 +517,7 @@ def test_a_server_that_knows_no_ranges_is_named_and_nothing_is_masked(folder, tm
     monkeypatch.setattr(type(system), "cat_file", lambda self, path, start=None, end=None: original(self, path))
     settings = {"data__cache_folder": str(tmp_path / "cache"), "data__on_bad_block": "mask", "training__seq_len": 8}
     loader = DataLoader(data_config("memory://ranges", **settings), 0, 1)
-    with pytest.raises(StorageError, match=r"memory://ranges/train-0000\d\.arrow: the server answers with more than"):
+    with pytest.raises(StorageError, match=r"memory://ranges/train-0000\d\.arrow: the server sent more than"):
         loader.next_step()
     assert not loader.state_dict()["masked"]
     loader.close()
@@ -548,6 +548,6 @@ def test_more_bad_blocks_than_an_accident_makes_stop_the_run(folder, monkeypatch
     monkeypatch.setattr("data.loader.MAX_BAD_BLOCKS", 1)
     loader = DataLoader(data_config(folder, training__seq_len=8, data__on_bad_block="mask"), 0, 1)
     (folder / "train-00001.arrow").unlink()
-    with pytest.raises(DataError, match=r"\d+ blocks are bad, more than 1; mend the data"):
+    with pytest.raises(DataError, match=r"\d+ blocks are bad, more than 1; repair the data"):
         all(loader.next_step() for _ in range(60))
     loader.close()

@@ -231,7 +231,7 @@ def test_a_run_goes_on_with_the_shares_that_it_began_with(folders):
 
 def test_a_resume_names_the_datasets_that_begin_and_those_that_are_left(folders, caplog):
     a, b = (open_dataset(str(folder)).hash for folder in folders[:2])
-    left = f"dataset {a} is left after 64 tokens"
+    left = f"dataset {a} is dropped after 64 tokens"
     begins = f"{folders[1]} (dataset {b}) is new to this run and begins at its first token"
     state = None
     for chosen, expected in (([0], []), ([0], []), ([1], [left, begins]), ([1, 0], []), ([1, 0], [])):
@@ -398,7 +398,7 @@ def test_state_counts_what_was_consumed_not_what_was_read_ahead(folders):
 def test_another_order_is_refused(folders):
     loader = DataLoader(config_of(folders[:1], training__seq_len=4), 0, 1)
     state = loader.state_dict()
-    with pytest.raises(DataError, match=r"data state: version 2; this code reads version 3; go on with .* git_commit"):
+    with pytest.raises(DataError, match=r"data state: version 2; this code reads version 3; resume with .* git_commit"):
         loader.load_state_dict(state | {"version": 2})
     with pytest.raises(DataError, match=r"run\.seed = 3: the checkpoint was trained with 4"):
         loader.load_state_dict(state | {"seed": 4})
@@ -616,7 +616,7 @@ def test_validation_measures_what_the_run_began_with_or_nothing(folders, tmp_pat
     shutil.rmtree(held_out)
     shutil.copytree(folders[2], held_out)
     with pytest.raises(
-        DataError, match=rf"{held_out}: holds dataset \w+ by now, and {loader.hashes[str(held_out)]} when"
+        DataError, match=rf"{held_out}: holds dataset \w+, but held {loader.hashes[str(held_out)]} when"
     ):
         next(validation_batches(config, 0, 1, loader.hashes))
     loader.close()

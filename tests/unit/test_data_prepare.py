@@ -625,7 +625,7 @@ def test_a_dry_run_counts_and_writes_nothing(texts, tmp_path, capsys):
         (
             "a.jsonl",
             b'{"text": "a"}\n{"text": "cut \\ud83d here"}\n',
-            r"line at byte 14: holds \\ud83d, half of a char",
+            r"line at byte 14: holds \\ud83d, a lone surrogate",
         ),
         ("a.jsonl", b"\n", "holds no text: nothing to prepare"),
         ("a.jsonl", b"", "holds no text: nothing to prepare"),
@@ -652,7 +652,7 @@ def test_bad_input_is_named(tmp_path, name, content, message, capsys):
     ("column", "keys", "message"),
     [
         (pa.array([b"a", b"b\xff"]).view(pa.string()), (), "not utf-8 text: invalid start byte at byte 1"),
-        (pa.array([[datetime(2026, 1, 1)]]), ("text",), "not what JSON can hold: .* datetime"),
+        (pa.array([[datetime(2026, 1, 1)]]), ("text",), "cannot be written as JSON: .* datetime"),
         (pa.array([None]), ("text",), "nothing under 'text'; it has text; choose with --example-keys"),
     ],
 )
@@ -854,7 +854,7 @@ def test_links_are_followed_and_never_left_out(tmp_path):
         found = sources.list_files([str(tmp_path / source)])
         assert [(file.url, file.size) for file in found] == list(zip(names, (5, 1), strict=True))
     (tmp_path / "snapshot" / "more").symlink_to("../blobs")
-    with pytest.raises(DataError, match="more is a link to a folder, which is not looked into: name each"):
+    with pytest.raises(DataError, match="more is a link to a folder, which is not followed: name each"):
         sources.list_files([str(tmp_path / "snapshot")])
     (tmp_path / "snapshot" / "more").unlink()
     (tmp_path / "snapshot" / "c.txt").symlink_to("../nowhere")
@@ -883,7 +883,7 @@ def test_a_glob_that_would_pass_by_a_linked_folder_is_refused(tmp_path, pattern)
     (tmp_path / "top" / "real" / "c.txt").symlink_to("deep/b.txt")
     link = tmp_path / "top" / ("real/linked" if "linked" in pattern else "linked")
     link.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(DataError, match=f"{link} is a link to a folder, which is not looked into"):
+    with pytest.raises(DataError, match=f"{link} is a link to a folder, which is not followed"):
         sources.list_files([f"{tmp_path}/top/{pattern}"])
     assert [file.size for file in sources.list_files([f"{link}/*/*.txt"])] == [1]
     link.unlink()
@@ -1053,7 +1053,7 @@ def test_a_text_of_which_a_tokenizer_leaves_nothing_is_refused(tmp_path):
         [2, 0],
     ]
     write_jsonl(tmp_path / "in.jsonl", ["ab", "東京 é", "b"])
-    with pytest.raises(DataError, match=r"the tokenizer makes no token of a text, .*: 東京 é"):
+    with pytest.raises(DataError, match=r"the tokenizer has no tokens for a text, .*: 東京 é"):
         prepare([source], str(tmp_path / "out"), **options, overwrite=True)
 
 
@@ -1305,19 +1305,19 @@ def test_rows_of_lists_are_documents_and_nulls_are_refused(tokenizer_folder, tmp
     [
         (lambda data, index: index.unlink(), r"a\.bin: its index .*a\.idx is missing"),
         (lambda data, index: index.write_bytes(b"x" * 50), r"a\.idx: not a Megatron index"),
-        (lambda data, index: set_byte(index, 9, 2), r"a\.idx: version 2, type 4; integers of version 1 are read"),
-        (lambda data, index: set_byte(index, 17, 6), r"a\.idx: version 1, type 6; integers of version 1 are read"),
+        (lambda data, index: set_byte(index, 9, 2), r"a\.idx: version 2, type 4; must be version 1 with integers"),
+        (lambda data, index: set_byte(index, 17, 6), r"a\.idx: version 1, type 6; must be version 1 with integers"),
         (lambda data, index: index.write_bytes(index.read_bytes()[:-8]), r"a\.idx: is cut short"),
         (lambda data, index: data.write_bytes(data.read_bytes()[:-4]), r"a\.bin: is cut short, or .*a\.idx belongs to"),
         (lambda data, index: data.write_bytes(b""), r"a\.bin: is cut short"),
         (
             lambda data, index: data.write_bytes(data.read_bytes() + b"\1\0\0\0"),
-            "tokens it knows of end at byte 32 of 36",
+            "tokens it lists end at byte 32 of 36",
         ),
-        (lambda data, index: set_bounds(index, 1, 1, 3), r"a\.idx: its 3 bounds of documents do not share out 3 seq"),
-        (lambda data, index: set_bounds(index, 0, 1, 2), r"a\.idx: its 3 bounds of documents do not share out 3 seq"),
-        (lambda data, index: set_bounds(index, 0, 1, 9), r"a\.idx: its 3 bounds of documents do not share out 3 seq"),
-        (lambda data, index: set_bounds(index, 0, 4, 3), r"a\.idx: its 3 bounds of documents do not share out 3 seq"),
+        (lambda data, index: set_bounds(index, 1, 1, 3), r"a\.idx: its 3 document bounds do not fit its 3 seq"),
+        (lambda data, index: set_bounds(index, 0, 1, 2), r"a\.idx: its 3 document bounds do not fit its 3 seq"),
+        (lambda data, index: set_bounds(index, 0, 1, 9), r"a\.idx: its 3 document bounds do not fit its 3 seq"),
+        (lambda data, index: set_bounds(index, 0, 4, 3), r"a\.idx: its 3 document bounds do not fit its 3 seq"),
         *(
             (
                 lambda data, index, change=change: set_sequence(index, *change),
@@ -1449,8 +1449,8 @@ def test_a_tokenizer_that_may_not_be_read_is_named(tokenizer_folder, tmp_path, m
             "tokenizer_config.json: eos_token = 5: must be the token's text",
         ),
         ("tokenizer_config.json", b'{"eos_token": {"id": 5}}', r"tokenizer_config\.json: eos_token = .*\"id\": 5"),
-        ("tokenizer_config.json", b'{"chat_template": [5]}', "its chat template is not one"),
-        ("chat_template.jinja", b"\xff", "its chat template is not one: .*utf-8"),
+        ("tokenizer_config.json", b'{"chat_template": [5]}', "not a valid chat template"),
+        ("chat_template.jinja", b"\xff", "not a valid chat template: .*utf-8"),
     ],
 )
 @pytest.mark.parametrize("eos_token", ["", "<|endoftext|>"])

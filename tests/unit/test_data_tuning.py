@@ -174,7 +174,7 @@ def test_a_long_conversation_is_not_encoded_anew_for_each_turn() -> None:
     [
         ("sft", ["two", 3], "must be strings"),
         ("sft", [3, "two"], "must be strings"),
-        ("chat", [[{"role": "user", "content": "two"}]], "no message of the assistant"),
+        ("chat", [[{"role": "user", "content": "two"}]], "no message from the assistant"),
         ("chat", ["two"], "must be a list of messages"),
         (
             "chat",
