@@ -33,8 +33,8 @@ from parallel.plan_time import Cluster, estimate
 # Errors against published runs and against counts, from benchmarks/results/plan.json and tests/unit/test_plan.py.
 KNOWN_BY = {
     "parameters": "counted on the real module",
-    "memory": "modelled; within 5 % of a count of the real step, but for what docs/plan.md names; reserved, too",
-    "traffic": "modelled; equal to a count of the real step but for what docs/plan.md names",
+    "memory": "modelled, reserved too; within 5 % of a count of the real step, except as docs/plan.md says",
+    "traffic": "modelled; equal to a count of the real step, except as docs/plan.md says",
     "speed": "modelled; errors against published runs in docs/plan.md",
     "checkpoint": "size exact; times from --storage-bandwidth",
     "failures": "Young's and Daly's formulas, from --mttf-hours",
@@ -109,7 +109,7 @@ def _find_model(config: Config) -> tuple[ModelSpec, Any]:
     spec, flavor = find_model(config.model, 0)
     if config.model.name != "llama":
         raise ConfigError(
-            f"model.name = {config.model.name!r}: the formulas are Llama's; add --dry-run to count its step"
+            f"model.name = {config.model.name!r}: the formulas are for Llama only; add --dry-run to count its step"
         )
     return spec, flavor if flavor.vocab_size else dataclasses.replace(flavor, vocab_size=DEFAULT_VOCAB_SIZE)
 
@@ -244,7 +244,7 @@ def dry_text(counted: dict[str, Any]) -> str:
     """A dry run as text."""
     head = f"one step of train.py ran as rank {counted['rank']}  [{counted['known_by']}]"
     held = "  " + ", ".join(f"{name} {value:.2f} GiB" for name, value in counted["memory_gib"].items())
-    held += f"; {counted['matmul_tflop']:,.2f} TFLOP in matmuls, attention's apart"
+    held += f"; {counted['matmul_tflop']:,.2f} TFLOP in matmuls, without attention's"
     return "\n".join([head, held, *_traffic_lines(counted["traffic"])])
 
 
@@ -265,15 +265,15 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Config, Options]:
     modes = parser.add_mutually_exclusive_group()
     modes.add_argument("--sweep", action="store_true", help="rank the layouts that fit")
     modes.add_argument("--dry-run", action="store_true", help="run and count one real step on fake ranks")
-    parser.add_argument("--rank", type=int, help="the rank that --dry-run is (0)")
+    parser.add_argument("--rank", type=int, help="the rank to count with --dry-run (default 0)")
     arguments, rest = parser.parse_known_args(argv)
     # Which options were given: argparse keeps values that exist, here None, instead of its defaults.
     said, _ = parser.parse_known_args(argv, argparse.Namespace(**dict.fromkeys(OF_THE_FORMULAS)))
     for name in OF_THE_FORMULAS:
         if arguments.dry_run and (value := getattr(said, name)) is not None:
-            raise ConfigError(f"--{name.replace('_', '-')} = {value}: is for the formulas, --dry-run counts a step")
+            raise ConfigError(f"--{name.replace('_', '-')} = {value}: is for the formulas, not for --dry-run")
     if arguments.rank is not None and not arguments.dry_run:
-        raise ConfigError(f"--rank = {arguments.rank}: is for --dry-run, the formulas take the rank that holds most")
+        raise ConfigError(f"--rank = {arguments.rank}: is for --dry-run; the formulas take the fullest rank")
     for name in ("world_size", "gpus_per_node"):
         if getattr(arguments, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} = {getattr(arguments, name)}: must be at least 1")

@@ -30,7 +30,7 @@ class Memory(NamedTuple):
     optimizer: int
     activations: int  # kept for backward, by all blocks and microbatches in flight
     working: int  # the block being computed, or the logits and their loss
-    gathered: int  # whole weights, and gradients being summed; on a rank alone, cast weights
+    gathered: int  # whole weights, and gradients being summed; on a single rank, cast weights
 
     @property
     def peak(self) -> int:

@@ -622,7 +622,7 @@ def test_mistakes_are_named(arguments: list[str], message: str) -> None:
 @pytest.mark.parametrize("estimate", [plan, sweep])
 def test_another_model_is_not_taken_for_a_llama(monkeypatch: pytest.MonkeyPatch, estimate: Any) -> None:
     monkeypatch.setattr(models, "MODELS", {**models.MODELS, "other": models.MODELS["llama"]})
-    with pytest.raises(ConfigError, match=r"model\.name = 'other': the formulas are Llama's; add --dry-run to count"):
+    with pytest.raises(ConfigError, match=r"model\.name = 'other': the formulas are for Llama only; add --dry-run"):
         estimate(*options("--model.name=other"))
 
 
