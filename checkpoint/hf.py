@@ -210,7 +210,7 @@ def find_companions(opened: Opened, place: str, tokenizer: Path | None) -> tuple
         if (folder / TOKENIZER).is_file():
             return str(folder), read_companions(folder)
     wanted = tokenizer or place
-    raise CheckpointError(f"{wanted}: no {TOKENIZER} in it or in its run; name one with --tokenizer")
+    raise CheckpointError(f"{wanted}: no {TOKENIZER} found there; name one with --tokenizer")
 
 
 def read_companions(folder: Path) -> dict[str, bytes]:

@@ -212,7 +212,7 @@ def test_a_model_without_a_tokenizer_is_said_to_have_none(tmp_path, tokenizer_fo
     shutil.copytree(tokenizer_folder, tmp_path / "ours" / "export")  # no part of the checkpoint
     ((store, name),) = locate(tmp_path / "ours")
     opened = Opened(store, name, read_manifest(store, name), read_index(read_metadata(store, name, None)))
-    with pytest.raises(CheckpointError, match=r"ours: no tokenizer\.json in it or in its run"):
+    with pytest.raises(CheckpointError, match=r"ours: no tokenizer\.json found there; name one with --tokenizer"):
         find_companions(opened, str(tmp_path / "ours"), None)
 
 
@@ -493,7 +493,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path, tokenizer_folder
         export_model(str(tmp_path / "ours"), tmp_path / "back", **{**export, "tokenizer": tmp_path})
     with pytest.raises(CheckpointError, match="has ids up to 320, the model only 320 rows of embedding"):
         load_trained(str(tmp_path / "ours"), device=CPU, dtype=torch.float32, tokenizer=str(tmp_path))
-    with pytest.raises(CheckpointError, match=f"{tmp_path / 'hf2'}: no tokenizer.json in it"):  # not that above it
+    with pytest.raises(CheckpointError, match=f"{tmp_path / 'hf2'}: no tokenizer.json found"):  # not that above it
         export_model(str(tmp_path / "ours"), tmp_path / "back", **{**export, "tokenizer": tmp_path / "hf2"})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "ours", "tokenizer.json", "tokenizer_config.json"]
 
