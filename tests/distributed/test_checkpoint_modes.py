@@ -318,7 +318,7 @@ def test_a_run_that_has_saved_never_begins_anew(tmp_path):
     assert Run(saved, run_folder=run).checkpoint.load() == 0
     assert Run(other, run_folder=run, interval=1).checkpoint.load() == 0, "nothing was saved yet"
     Run(saved, run_folder=run, interval=1).train(0, 2)
-    with pytest.raises(CheckpointError, match=f"{other}: no checkpoint .* has saved {saved}/step-00000002-.* anew"):
+    with pytest.raises(CheckpointError, match=f"{other}: no checkpoint .* has saved {saved}/step-00000002-.*; set"):
         Run(other, run_folder=run, visibility_seconds=0.1).checkpoint.load()
     other.rmdir()
     saved.rename(other)
