@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gc
 import gzip
 import json
 import os
@@ -11,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,7 +33,7 @@ from data.shards import open_dataset
 from generate import main as generate
 from models import MODELS
 from parallel.failures import BadSteps
-from parallel.watchdog import Watchdog
+from parallel.watchdog import Watchdog, _stack_of
 from tests.harness import run_ranks
 from train import main, train
 from validate import main as validate
@@ -419,6 +421,36 @@ def test_each_token_of_the_sample_is_progress_to_the_watchdog(layout: list[str],
     arguments += ["--validation.sample_prompt=ba", "--validation.sample_tokens=8"]
     for entered in run_ranks(2, run_and_watch, arguments, start_group=False):
         assert entered.count("end") >= 8
+
+
+def count_tensors(arguments: list[str]) -> list[int]:
+    """How many tensors there are after each step, while a thread looks at the stack as the watchdog's does."""
+    main, ended, counts = threading.get_ident(), threading.Event(), []
+
+    def watch() -> None:
+        while not ended.wait(0.001):
+            _stack_of(main)
+
+    def after_step(step: int) -> None:
+        counts.append(sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        train(load_config(arguments), after_step)
+    finally:
+        ended.set()
+        thread.join()
+    return counts
+
+
+@pytest.mark.parametrize("options", [[], ["--compile.enable", "--compile.backend=aot_eager"]])
+def test_no_step_leaves_tensors_behind(options: list[str], dataset: Path, tmp_path: Path) -> None:
+    """The collector runs once in many steps: what waits for it in a cycle would fill the memory until then."""
+    arguments = [*SMALL, "--validation.enable=false", "--checkpoint.enable=false", *options]
+    arguments += [f"--data.datasets={dataset}", f"--run.folder={tmp_path / 'run'}"]
+    for counts in run_ranks(2, count_tensors, arguments, start_group=False):
+        assert counts[-1] < 2 * counts[4]  # the other thread may hold a few just now
 
 
 def run_without_the_last_step(arguments: list[str]) -> None:
