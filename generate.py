@@ -225,6 +225,15 @@ def stream_texts(
 # ---------------------------------------------------------------- command line
 
 
+def check_prompt(name: str, prompt: str, tokenizer: Tokenizer) -> None:
+    """Raises ConfigError for a prompt without a token to go on from."""
+    if not tokenizer.encode(prompt):
+        raise ConfigError(
+            f"{name} = {prompt!r}: the tokenizer makes no token of it, so there is nothing to continue; write another "
+            "text"
+        )
+
+
 def continue_one(trained: Trained, prompt: str, request: Request, timing: Timing) -> None:
     """Print the prompt, then its continuation as it comes."""
     print(prompt, end="", flush=True)
@@ -335,8 +344,8 @@ def main(argv: list[str]) -> None:
     prompts = read_prompts(arguments.prompts_file) if arguments.prompts_file else arguments.prompt
 
     trained = load_from_arguments(arguments)
-    if prompts and not all(map(trained.tokenizer.encode, prompts)):
-        raise ConfigError("a prompt is empty, and the tokenizer begins a text with no token of its own")
+    for prompt in prompts or ():
+        check_prompt("prompt", prompt, trained.tokenizer)
     if arguments.compile:
         compile_blocks(trained.model)
     request = Request(

@@ -21,6 +21,7 @@ from checkpoint.manager import CheckpointManager, check_initial_load, check_plac
 from config import Config, ConfigError, TitaniteError, file_errors, grad_accum_steps, load_config, loss_chunks
 from data.loader import Batch, DataLoader, validation_batches
 from float8.convert import check_float8, convert_to_float8, summarize
+from generate import check_prompt
 from loss import IGNORED, build_chunked_loss, build_loss
 from metrics import MetricsLogger, configure_logging, find_hook
 from models import build_model, find_model
@@ -45,7 +46,7 @@ from parallel.stop import StopRequest
 from parallel.watchdog import Watchdog
 from profiling import check_profiling, profile
 from run_folder import CrashLoopError, check_run_folder, record_config, record_progress, start_run
-from validate import check_prompt, sample_text, validate, validation_sets
+from validate import sample_text, validate, validation_sets
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
     with file_errors():
         dataloader = DataLoader(config, dp_rank, dims.dp, pin_memory=device_type() != "cpu")
         if config.validation.sample_tokens:
-            check_prompt(config.validation.sample_prompt, dataloader.tokenizer)
+            check_prompt("validation.sample_prompt", config.validation.sample_prompt, dataloader.tokenizer)
     spec, flavor = find_model(config.model, dataloader.vocab_size)
     spec.check_parallelism(flavor, config)
     identity = {"name": config.model.name, **dataclasses.asdict(flavor)}

@@ -88,15 +88,6 @@ def _mean(summed: float, count: float) -> float:
     return summed / count
 
 
-def check_prompt(prompt: str, tokenizer: Tokenizer) -> None:
-    """Raises ConfigError for a prompt without a token to go on from."""
-    if not tokenizer.encode(prompt):
-        raise ConfigError(
-            f"validation.sample_prompt = {prompt!r}: the data's tokenizer makes no token of it, so there is nothing to "
-            "continue; write another text"
-        )
-
-
 def sample_text(
     parts: list[nn.Module],
     step: Step,

@@ -603,7 +603,7 @@ def test_that_nothing_is_held_out_is_said_at_once(tokenizer_folder, tmp_path, ca
     command([*words, f"--validation-fraction={fraction}"])
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == f"ready: {output}"
-    assert lines[-2].startswith("nothing is held out: --validation-fraction ") is said
+    assert lines[-2].startswith(f"nothing is held out: --validation-fraction {float(fraction):g} ") is said
     splits = {file.name.partition("-")[0] for file in Path(output).glob("*-*.arrow")}
     assert splits == ({"train", "validation"} if fraction == "0.5" else {"train"})
 

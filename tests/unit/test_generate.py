@@ -394,7 +394,7 @@ def test_mistakes_are_explained(imported: Path, tmp_path: Path, capsys: pytest.C
     (tmp_path / "empty.jsonl").touch()
     with pytest.raises(TitaniteError, match=r"--prompts-file .*empty\.jsonl: is empty"):
         main([str(imported), "--prompts-file", str(tmp_path / "empty.jsonl")])
-    with pytest.raises(TitaniteError, match="a prompt is empty"):
+    with pytest.raises(TitaniteError, match="prompt = '': the tokenizer makes no token of it"):
         main([str(imported), "--prompt", ""])
     with pytest.raises(TitaniteError, match="no checkpoint here"):
         main([str(tmp_path), "--prompt", "a"])
