@@ -243,6 +243,28 @@ def test_recomputed_activations_change_nothing() -> None:
         assert run_ranks(2, losses, config_for((1, 2), mode=mode)) == kept
 
 
+def kept_weights(mode: str) -> set[tuple[int, ...]]:
+    """Shapes of whole float8 weights of compiled blocks that a forward leaves in memory for the backward."""
+    run = Run(config_for((1, 2), mode=mode, compile="aot_eager"))
+    shapes = {tuple(weight.shape) for weight in run.model.parameters() if weight.ndim == 2}
+    kept: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.dtype is torch.float8_e4m3fn and {tuple(tensor.shape), tuple(tensor.shape[::-1])} & shapes:
+            kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        run.model(step_data(0)[0][:1])  # fewer tokens than any weight has rows
+    assert len(kept) >= LAYERS * 3  # nearly all of them FSDP2's own, which it has freed
+    return {tuple(tensor.shape) for tensor in kept if tensor.untyped_storage().nbytes()}
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_no_whole_weight_waits_for_the_backward(mode: str) -> None:
+    assert run_ranks(2, kept_weights, mode) == [set()] * 2
+
+
 def gather_a_lone_weight() -> str:
     """What becomes of an FSDP2 group that is one float8 weight and nothing else.
 
