@@ -94,9 +94,13 @@ def _selected(work: Work) -> int:
 
 
 def loss_bytes(work: Work) -> int:
-    """The most bytes that the loss holds per microbatch: float32 logits, log-softmax and gradients; compiled, 2 + 2."""
-    per_logit = 4 if work.compiled_loss else (16 if work.dims.tp > 1 else 12)
-    if work.dims.pp > 1:
+    """The most bytes that the loss holds per microbatch: float32 logits, log-softmax and gradients; compiled, 2 + 2.
+
+    With tp also logits as they came, but no log-softmax.
+    """
+    split = work.dims.tp > 1 and not work.compiled_loss
+    per_logit = 4 if work.compiled_loss else (8 if split else 12)
+    if work.dims.pp > 1 and not split:
         per_logit += 2  # the schedule keeps the stage's result
     chunks = loss_chunks(work.config)
     # In chunks, gradients are ready at once: the output's sum in float32 and one chunk's, and the hidden states'.

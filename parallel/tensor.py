@@ -2,7 +2,7 @@
 
 As in Megatron-LM (Shoeybi et al. 2019; Korthikanti et al. 2022 for the sequence), by torch's DTensor.
 
-Shapes: B batch   S sequence   V vocabulary
+Shapes: B batch   S sequence   T tokens, B * S   V vocabulary, or this rank's part of it
 """
 
 from functools import partial
@@ -63,32 +63,36 @@ def enable_async_tensor_parallel(mesh: DeviceMesh) -> None:
         enable(mesh.get_group().group_name)
 
 
-class _SumOverRanks(torch.autograd.Function):
-    """Sum over the ranks. All compute the same from it, so the gradient of each rank's part is that of the sum."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
-        return funcol.wait_tensor(funcol.all_reduce(x, "sum", mesh))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
 def vocab_parallel_cross_entropy(logits_BSV: Tensor, labels_BS: Tensor, mesh: DeviceMesh, ignored: int) -> Tensor:
     """Cross-entropy summed over tokens, in float32 and nats, of logits whose vocabulary is split over `mesh`.
 
     `logits_BSV` holds this rank's V / tp columns. `labels_BS` are global token ids, `ignored` for tokens not trained
-    on. A token costs three numbers of communication instead of V (Megatron-LM, section 3).
+    on. A token costs three numbers of communication instead of V (Megatron-LM, section 3). Only the logits are kept for
+    the backward: they make the probabilities again.
     """
     local = logits_BSV.to_local() if isinstance(logits_BSV, DTensor) else logits_BSV
-    logits = local.flatten(0, 1).float()
-    labels = labels_BS.flatten()
-    trained = labels != ignored
-    largest = funcol.wait_tensor(funcol.all_reduce(logits.detach().amax(-1), "max", mesh))
-    logits = logits - largest[:, None]
-    column, own = _own_part(torch.where(trained, labels, 0), logits.shape[-1], mesh)
-    picked = logits.gather(-1, column[:, None]).squeeze(-1)
-    of_label = torch.where(own, picked, 0.0)
-    sums = _SumOverRanks.apply(torch.stack((logits.exp().sum(-1), of_label)), mesh)
-    return torch.where(trained, sums[0].log() - sums[1], 0.0).sum()
+    return _VocabParallelCrossEntropy.apply(local.flatten(0, 1), labels_BS.flatten(), mesh, ignored)
+
+
+class _VocabParallelCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_TV: Tensor, labels_T: Tensor, mesh: DeviceMesh, ignored: int) -> Tensor:
+        trained_T = labels_T != ignored
+        column_T, own_T = _own_part(torch.where(trained_T, labels_T, 0), logits_TV.shape[1], mesh)
+        of_label_T = logits_TV.gather(1, column_T[:, None])[:, 0].float()
+        own_largest_T = logits_TV.amax(1).float()
+        own_sum_T = (logits_TV - own_largest_T[:, None]).exp_().sum(1)
+        largest_T = funcol.wait_tensor(funcol.all_reduce(own_largest_T, "max", mesh))
+        parts = torch.stack((own_sum_T * (own_largest_T - largest_T).exp(), torch.where(own_T, of_label_T, 0.0)))
+        sum_T, label_T = funcol.wait_tensor(funcol.all_reduce(parts, "sum", mesh))
+        log_sum_T = largest_T + sum_T.log()
+        ctx.save_for_backward(logits_TV, log_sum_T, torch.where(own_T, column_T, -1), trained_T)
+        return torch.where(trained_T, log_sum_T - label_T, 0.0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        logits_TV, log_sum_T, column_T, trained_T = ctx.saved_tensors
+        columns_V = torch.arange(logits_TV.shape[1], device=logits_TV.device)
+        of_logits_TV = (logits_TV - log_sum_T[:, None]).exp_().add_(columns_V == column_T[:, None], alpha=-1)
+        of_logits_TV *= (grad * trained_T)[:, None]
+        return of_logits_TV.to(logits_TV.dtype), None, None, None
