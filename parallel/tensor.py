@@ -5,6 +5,7 @@ As in Megatron-LM (Shoeybi et al. 2019; Korthikanti et al. 2022 for the sequence
 Shapes: B batch   S sequence   T tokens, B * S   V vocabulary, or this rank's part of it
 """
 
+import warnings
 from functools import partial
 from typing import Any
 
@@ -58,9 +59,11 @@ def enable_async_tensor_parallel(mesh: DeviceMesh) -> None:
     import torch.distributed._symmetric_memory as symmetric_memory
 
     inductor._micro_pipeline_tp = True
-    enable = getattr(symmetric_memory, "enable_symm_mem_for_group", None)
-    if enable and not hasattr(enable, "__deprecated__"):  # not needed from torch 2.13 on, which warns on every rank
-        enable(mesh.get_group().group_name)
+    group = mesh.get_group().group_name
+    if not symmetric_memory.is_symm_mem_enabled_for_group(group):
+        with warnings.catch_warnings():  # torch 2.11 to 2.13 say that it is not needed, but the compiler asks for it
+            warnings.simplefilter("ignore", FutureWarning)
+            symmetric_memory.enable_symm_mem_for_group(group)
 
 
 def vocab_parallel_cross_entropy(logits_BSV: Tensor, labels_BS: Tensor, mesh: DeviceMesh, ignored: int) -> Tensor:

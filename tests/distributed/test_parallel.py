@@ -278,11 +278,18 @@ def test_compiled_by_inductor() -> None:
         close(result, expected, loss_tolerance=1e-5)
 
 
-def test_async_tp_asks_for_nothing_that_torch_deprecates() -> None:
+def async_tp_is_on() -> bool:
+    mesh = init_device_mesh("cpu", (1,))
+    enable_async_tensor_parallel(mesh)
+    return symmetric_memory.is_symm_mem_enabled_for_group(mesh.get_group().group_name)
+
+
+def test_async_tp_is_on_for_the_compiler() -> None:
+    """Which leaves collectives as they are, and says nothing, if the group has no symmetric memory."""
     with mock.patch.object(inductor, "_micro_pipeline_tp", False), warnings.catch_warnings():
         warnings.simplefilter("error")
-        with mock.patch.object(symmetric_memory._SymmetricMemory, "set_group_info"):  # before torch 2.13
-            run_ranks(1, lambda: enable_async_tensor_parallel(init_device_mesh("cpu", (1,))))
+        with mock.patch.object(symmetric_memory._SymmetricMemory, "set_group_info"):
+            assert run_ranks(1, async_tp_is_on) == [True]
 
 
 def test_offloaded_to_the_host(plain: dict[str, Any]) -> None:
