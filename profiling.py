@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -20,26 +20,23 @@ def check_profiling(profiling: settings.Profiling) -> None:
 
 
 @contextlib.contextmanager
-def profile(
-    profiling: settings.Profiling, folder: Path, rank: int, steps_done: int
-) -> Iterator[torch.profiler.profile | None]:
-    """A profiler whose `.step()` the loop must call after each step; None if no trace is wanted.
+def profile(profiling: settings.Profiling, folder: Path, rank: int, steps_done: int) -> Iterator[Callable[[int], None]]:
+    """A function that the loop must call with the number of each step before it, and after the last step.
 
-    Steps are counted from the start of the run, which has done `steps_done` of them. A trace whose first step has
-    passed begins as soon as it can: with this start's second step, since the first warms the profiler up. Files are
-    named after their first step, so a later start does not overwrite them.
+    Steps are counted from the start of the run, which has done `steps_done` of them; those left out count too. A trace
+    whose first step has passed begins as soon as it can: with this start's second step, since the first warms the
+    profiler up. Files are named after their first step, so a later start does not overwrite them.
     """
     if profiling.memory_snapshot:
         torch.cuda.memory._record_memory_history(max_entries=200_000)
     try:
         if not profiling.trace:
-            yield None
+            yield lambda step: None
             return
         first = max(profiling.trace_start, steps_done + 2)
-        wait = first - steps_done - 2
 
         def write(trace: torch.profiler.profile) -> None:
-            if trace.step_num > wait + 1:
+            if steps_done + trace.step_num > first:
                 path = folder / f"trace-step{first}-rank{rank}.json.gz"
                 with file_errors(path):
                     path.parent.mkdir(parents=True, exist_ok=True)
@@ -47,12 +44,19 @@ def profile(
                 logger.info(f"profile: wrote {path}")
 
         with torch.profiler.profile(
-            schedule=torch.profiler.schedule(wait=wait, warmup=1, active=profiling.trace_steps, repeat=1),
+            schedule=torch.profiler.schedule(
+                wait=first - steps_done - 1, warmup=1, active=profiling.trace_steps, repeat=1
+            ),
             on_trace_ready=write,
             record_shapes=True,
         ) as profiler:
-            yield profiler
-        if profiler.step_num <= wait + 1:
+
+            def enter_step(step: int) -> None:
+                if steps_done + profiler.step_num < step:  # after a rollback steps come again, and are left out
+                    profiler.step()
+
+            yield enter_step
+        if steps_done + profiler.step_num <= first:
             logger.info(f"profile: no trace: it was to begin with step {first}, which this start did not take")
     finally:
         if profiling.memory_snapshot:

@@ -177,10 +177,11 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
     with (
         StopRequest(folder, environment, comm.init_timeout_seconds) as stop,
         watchdog,
-        profile(config.profiling, folder / "profile", rank, step) as profiler,
+        profile(config.profiling, folder / "profile", rank, step) as enter_step,
     ):
         while step < training.steps and not stop.agreed():
             step += 1
+            enter_step(step)
             watchdog.enter("data", step)
             microbatches = [batch.to(device) for batch in dataloader.next_step()]
             if step in bad_steps.skipped:
@@ -249,14 +250,13 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
                 watchdog.limit_seconds = comm.train_timeout_seconds
             if step % training.gc_interval == 0:
                 gc.collect()
-            if profiler:
-                profiler.step()
             if validation_due or save_due:
                 metrics.restart_clock()
             updated = step
             after_step(step)
 
         # -- the end
+        enter_step(step + 1)
         watchdog.enter("end", step)
         fetch_finite(unchecked)
         if outer:

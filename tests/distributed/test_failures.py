@@ -1,6 +1,7 @@
 """Bad steps left out, results that differ between two computations, slow ranks; and a short chaos under torchrun."""
 
 import contextlib
+import gzip
 import json
 import os
 import random
@@ -70,6 +71,8 @@ def run(arguments: list[str], bad_steps: tuple[int, ...] = (), stop_after: int =
         if not isinstance(module, nn.Embedding):
             return output
         forwards[0] += 1
+        with torch.profiler.record_function(f"forward {forwards[0]}"):  # for a trace
+            pass
         return output * float("nan") if dist.get_rank() == 1 and forwards[0] in bad_steps else output
 
     def after_step(step: int) -> None:
@@ -90,6 +93,14 @@ def read(folder: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
+def traced(folder: Path, first: int) -> list[str]:
+    """The forwards in the trace of rank 0 that begins with step `first`."""
+    with gzip.open(folder / "profile" / f"trace-step{first}-rank0.json.gz") as file:
+        return sorted(
+            {event["name"] for event in json.load(file)["traceEvents"] if event["name"].startswith("forward ")}
+        )
+
+
 def same_weights(left: Path, right: Path, scratch: Path) -> bool:
     a, b = weights(left, scratch), weights(right, scratch)
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
@@ -106,7 +117,9 @@ def test_a_bad_step_is_skipped_on_all_ranks_and_again_after_a_crash(
             f"--run.folder={tmp_path / name}",
         ]
 
-    assert run_ranks(2, run, arguments("whole"), (7,), start_group=False) == ["", ""]
+    trace = ["--profiling.trace=true", "--profiling.trace_start=9", "--profiling.trace_steps=2"]
+    assert run_ranks(2, run, [*arguments("whole"), *trace], (7,), start_group=False) == ["", ""]
+    assert traced(tmp_path / "whole", 9) == ["forward 10", "forward 9"]
     (record,) = read(tmp_path / "whole", "skipped.jsonl")
     assert (record["first"], record["last"]) == (7, 7)
     rows = {row["step"]: row for row in read(tmp_path / "whole", "metrics.jsonl")}
@@ -130,7 +143,9 @@ def test_a_bad_step_rolls_back_to_the_checkpoint_and_leaves_out_all_since(datase
         folder = tmp_path / name
         return [*SMALL, "--failures.on_bad_step=rollback", f"--data.datasets={dataset}", f"--run.folder={folder}"]
 
-    assert run_ranks(2, run, arguments("rolled"), (10,), start_group=False) == ["", ""]
+    trace = ["--profiling.trace=true", "--profiling.trace_start=12", "--profiling.trace_steps=1"]
+    assert run_ranks(2, run, [*arguments("rolled"), *trace], (10,), start_group=False) == ["", ""]
+    assert traced(tmp_path / "rolled", 12) == ["forward 12"]
     (record,) = read(tmp_path / "rolled", "skipped.jsonl")
     assert (record["first"], record["last"]) == (6, 10)
     rows = {row["step"]: row for row in read(tmp_path / "rolled", "metrics.jsonl")}

@@ -355,10 +355,9 @@ def test_each_start_leaves_a_trace_of_its_own_or_says_that_it_has_none(
 ) -> None:
     caplog.set_level("INFO")
     for steps_done, steps in ((0, 4), (5, 4), (9, 1), (9, 0), (0, 0), (0, 1)):  # four end before theirs could begin
-        with profile(Profiling(trace=True, trace_start=3, trace_steps=1), tmp_path, 0, steps_done) as profiler:
-            for _ in range(steps):
-                assert profiler is not None
-                profiler.step()
+        with profile(Profiling(trace=True, trace_start=3, trace_steps=1), tmp_path, 0, steps_done) as enter_step:
+            for step in range(steps + 1):
+                enter_step(steps_done + step + 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "trace-step3-rank0.json.gz",
         "trace-step7-rank0.json.gz",
@@ -452,11 +451,12 @@ def report(run: Path) -> None:
     """Two steps, of which the second is traced."""
     ledger = Ledger(run, 0, StepShape(1, 1, 1), {"version": 3}, {})
     metrics = MetricsLogger(Config(), run, 0, torch.device("cpu"), first_step=0, flops_per_token=1)
-    with profile(Profiling(trace=True, trace_start=2, trace_steps=1), run / "profile", 0, 0) as profiler:
+    with profile(Profiling(trace=True, trace_start=2, trace_steps=1), run / "profile", 0, 0) as enter_step:
         for step in (1, 2):
+            enter_step(step)
             ledger.step(step - 1, [], {})
             metrics.log_step(step, loss=1.0, grad_norm=1.0, lr=1e-3, tokens=8)
-            profiler.step()
+        enter_step(3)
     metrics.close()
     ledger.close()
 
