@@ -427,7 +427,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         required=True,
         help="stdlib, or folders, files, globs or URLs of text, JSON lines, Parquet",
     )
-    add_output_options(parser)
+    add_output_options(parser, required=False)  # a dry run needs none
     add("--tokenizer", default="", help="tokenizer.json, or a folder with one; default: train one on the text")
     add("--vocab-size", type=int, default=0, help=f"size of the vocabulary to train (default {VOCAB_SIZE})")
     add(
@@ -456,6 +456,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in ("max_characters", "processes"):
         if arguments[name] < 0:
             parser.error(f"--{name.replace('_', '-')} {arguments[name]}: must be at least 0")
+    if arguments["output"] is None and not arguments["dry_run"]:
+        parser.error("the following arguments are required: --output")
     arguments["sources"] = arguments.pop("source")
     with command_line():
         if arguments.pop("dry_run"):

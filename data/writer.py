@@ -42,10 +42,10 @@ def is_held_out(content: bytes, validation_fraction: float) -> bool:
     return int.from_bytes(digest, "little") < validation_fraction * 2**64
 
 
-def add_output_options(parser: argparse.ArgumentParser) -> None:
+def add_output_options(parser: argparse.ArgumentParser, required: bool = True) -> None:
     """The options of every command that writes a dataset."""
     add = parser.add_argument
-    add("--output", required=True, help="folder of the dataset")
+    add("--output", required=required, help="folder of the dataset")
     add("--eos-token", default="", help="token that ends a document; default: the tokenizer's own")
     add("--validation-fraction", type=float, default=0.02, help="share of documents held out (default %(default)s)")
     add("--block-mb", type=float, default=8, help="MiB of tokens shuffled and read as one block (default %(default)s)")

@@ -608,12 +608,20 @@ def test_that_nothing_is_held_out_is_said_at_once(tokenizer_folder, tmp_path, ca
     assert splits == ({"train", "validation"} if fraction == "0.5" else {"train"})
 
 
-def test_a_dry_run_counts_and_writes_nothing(texts, tmp_path, capsys):
-    file = write_jsonl(tmp_path / "in.jsonl", [*texts, ""])
-    main(["--source", str(file), "--output", str(tmp_path / "out"), "--dry-run"])
+@pytest.mark.parametrize("output", [[], ["--output=out"]])
+def test_a_dry_run_counts_and_writes_nothing(texts, tmp_path, monkeypatch, capsys, output):
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "in.jsonl", [*texts, ""])
+    main(["--source", "in.jsonl", *output, "--dry-run"])
     assert "documents: 400\nempty: 1\n" in capsys.readouterr().out
-    assert count([str(file)])["characters"] == sum(map(len, texts))
-    assert not (tmp_path / "out").exists()
+    assert count(["in.jsonl"])["characters"] == sum(map(len, texts))
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_only_a_dry_run_needs_no_output(capsys):
+    with pytest.raises(SystemExit):
+        main(["--source", "in.jsonl"])
+    assert "required: --output" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
