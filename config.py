@@ -728,7 +728,7 @@ def check_data(config: Config) -> None:
         raise ConfigError(f"data.datasets = {list(data.datasets)}: a dataset is named twice")
     if data.weights and len(data.weights) != len(data.datasets):
         raise ConfigError(
-            f"data.weights has {len(data.weights)} entries for {len(data.datasets)} data.datasets: give one each"
+            f"data.weights = {list(data.weights)}: must have an entry for each of data.datasets = {list(data.datasets)}"
         )
     if any(weight <= 0 for weight in data.weights):
         raise ConfigError(f"data.weights = {list(data.weights)}: every weight must be above 0")

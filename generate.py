@@ -176,7 +176,7 @@ class Timing:
     def __str__(self) -> str:
         rate = self.tokens / self.seconds if self.seconds else 0.0
         return (
-            f"{self.prompt_tokens} prompt tokens in {self.prompt_seconds:.2f} s, then {self.tokens} tokens in "
+            f"tokens: {self.prompt_tokens} of the prompt in {self.prompt_seconds:.2f} s, then {self.tokens} in "
             f"{self.seconds:.2f} s: {rate:,.1f} tokens/s"
         )
 

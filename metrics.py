@@ -258,7 +258,7 @@ def main(argv: list[str]) -> None:
     for run in arguments.runs:
         if run not in compared:
             print(f"{run}: left out, it has logged no step", file=sys.stderr)
-    print(f"{arguments.output}: {len(compared)} runs compared; open it in a browser")
+    print(f"{arguments.output}: open it in a browser; runs compared: {len(compared)}")
 
 
 if __name__ == "__main__":

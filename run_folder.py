@@ -285,7 +285,7 @@ def _count_without_progress(folder: Path, job: str, world_size: int, allowed: in
     if count > 1 + allowed:
         cause = ended["cause"] if ended else "unknown, it was killed"
         raise CrashLoopError(
-            f"{folder}: {count - 1} starts of this job in a row ended without a new checkpoint, "
+            f"{folder}: starts of this job in a row that ended without a new checkpoint: {count - 1}, "
             f"failures.restarts_without_progress = {allowed}; the last one: {cause}. Fix that, then start a new job "
             f"with --run.folder={folder}"
         )

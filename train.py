@@ -275,7 +275,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         dataloader.close()
         metrics.close()
     watchdog.close(step, training.steps, stop.asked_by)
-    logger.info(f"done: {step} of {training.steps} steps, run folder {folder}")
+    logger.info(f"done: step {step} of {training.steps}, run folder {folder}")
     if step < training.steps:
         dist.barrier()  # when a rank leaves with 75, torchrun ends the others: let rank 0 record the end first
         if stop.elsewhere:

@@ -121,7 +121,9 @@ def check_same_names(opened: Opened, names: Collection[str]) -> None:
     extra = sorted(tensors_in(opened.index, "model.") - {f"model.{name}" for name in names})
     if extra:
         hint = "" if opened.manifest else f"; {ROTARY}"
-        raise CheckpointError(f"{opened.url}: has {len(extra)} tensors that the model lacks, such as {extra[0]}{hint}")
+        raise CheckpointError(
+            f"{opened.url}: has tensors ({len(extra)}) that the model lacks, such as {extra[0]}{hint}"
+        )
 
 
 def open_one(store: Store, name: str) -> tuple[Manifest, Index]:

@@ -191,7 +191,7 @@ class CheckpointManager:
         fill = partial(self._fill, random_state(self.device))
         opened, self.damaged = load_newest(candidates, self.ranks, fill, advice)
         self.dataloader.load_state_dict(opened.manifest["dataloader"])
-        logger.info(f"resumed from {opened.url}, written by {opened.manifest['world_size']} ranks")
+        logger.info(f"resumed from {opened.url}, world size {opened.manifest['world_size']} then")
         self.newest_step = opened.manifest["step"]
         if is_full:  # the start before was killed after a commit and before the removal that makes room
             self._remove_superfluous(self.store, opened.name, is_newer=False)
@@ -334,7 +334,7 @@ class CheckpointManager:
         for weight in idle:
             self.optimizer.state.pop(weights[weight], None)
         if idle:
-            lacking = f"has no optimizer state for {len(idle)} weights, such as {min(idle)}"
+            lacking = f"has no optimizer state for some weights ({len(idle)}), such as {min(idle)}"
             logger.info(f"{opened.name}: {lacking}; theirs starts empty")
         tensors = optimizer_tensors(self.model, self.optimizer)
         for new in [key for key in tensors if key.endswith(OUTER) and f"optimizer.{key}" not in saved]:

@@ -250,12 +250,12 @@ def _conclusions(auditor: Auditor, steps: list[Step], void: int, checked: int) -
     end = steps[-1].end
     lines = [
         f"{len(steps):,} steps, {end.tokens:,} tokens, without gap or overlap, on {sizes} data-parallel ranks",
-        f"{void:,} steps made void by a resume left out; {checked:,} batches rebuilt and found equal",
+        f"steps made void by a resume, left out: {void:,}; batches rebuilt and found equal: {checked:,}",
     ]
     for dataset in auditor.datasets:
         size = dataset.split("train").total_tokens
         epochs, rest = divmod(end.consumed.get(dataset.hash, 0), size)
-        line = f"{dataset.url}: each of its {size:,} tokens {epochs} times, and {rest:,} of epoch {epochs + 1}"
+        line = f"{dataset.url}: each of its {size:,} tokens x {epochs}, and {rest:,} of epoch {epochs + 1}"
         lines.append(line + _masked(dataset, steps))
     return lines
 
@@ -267,14 +267,14 @@ def _masked(dataset: Dataset, steps: list[Step]) -> str:
         return ""
     named = "; ".join(dataset.split("train").location(block) for block in blocks[:3])
     more = f" and {len(blocks) - 3} more" if len(blocks) > 3 else ""
-    return f"; but {len(blocks)} blocks were masked, zeros in their place since they were found bad: {named}{more}"
+    return f"; but masked, with zeros in their place since they were found bad: {named}{more}"
 
 
 def _left_out(run: Path, until: int, saves: bool) -> list[str]:
     """A line that names the steps whose tokens were consumed without an update (parallel.failures), if any."""
     records = [r for r in read_records(run / "skipped.jsonl") if r.get("unsaved", False) != saves]
     steps = sorted({step for r in records for step in range(r["first"], min(r["last"], until) + 1)})
-    return [f"{len(steps):,} steps consumed their tokens without an update: {_ranges(steps)}"] if steps else []
+    return [f"steps that consumed their tokens without an update ({len(steps):,}): {_ranges(steps)}"] if steps else []
 
 
 def _ranges(numbers: list[int]) -> str:

@@ -473,9 +473,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         for split in ("train", "validation"):
             shards = [shard for shard in manifest["shards"] if shard["split"] == split]
             total, tokens = sum(shard["documents"] for shard in shards), sum(shard["tokens"] for shard in shards)
-            print(f"{split}: {total:,} documents, {tokens:,} tokens in {len(shards)} files")
+            print(f"{split}: documents {total:,}, tokens {tokens:,}, files {len(shards)}")
         if manifest.get("dropped"):
-            print(f"left out: {manifest['dropped']:,} examples longer than {manifest['packed_seq_len']} tokens")
+            print(f"examples longer than {manifest['packed_seq_len']} tokens, left out: {manifest['dropped']:,}")
         print(f"vocabulary {manifest['vocab_size']}, token {manifest['eos_id']} ends a document")
         say_ready(manifest, arguments["output"], arguments["validation_fraction"])
 

@@ -148,7 +148,7 @@ def _report(dataset: Dataset) -> int:
         print(message)
     for split in dataset.splits.values():
         documents = sum(shard.documents for shard in split.shards)
-        print(f"{dataset.url}: {split.name}: {documents:,} documents, {split.total_tokens:,} tokens")
+        print(f"{dataset.url}: {split.name}: documents {documents:,}, tokens {split.total_tokens:,}")
     return wrong
 
 
@@ -163,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if not wrong:
             print("no faults")
     if wrong:
-        sys.exit(f"{wrong} faults")
+        sys.exit(f"faults: {wrong}")
 
 
 if __name__ == "__main__":

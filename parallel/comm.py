@@ -154,8 +154,8 @@ def init_distributed(environment: LaunchEnvironment, comm: Comm) -> torch.device
     here = max(environment.local_world_size if devices > 1 else 1, environment.local_rank + 1)
     if kind != "cpu" and here > devices:
         raise ConfigError(
-            f"{socket.gethostname()}: {here} ranks, but they see only {devices} {kind} devices, and each needs its "
-            "own; see torchrun's --nproc-per-node, and srun's --gpus-per-task"
+            f"{socket.gethostname()}: each rank needs a {kind} device of its own, but {here} ranks see only {devices}; "
+            "see torchrun's --nproc-per-node, and srun's --gpus-per-task"
         )
     device = torch.device(kind) if kind == "cpu" else torch.device(kind, environment.local_rank)
     if kind != "cpu":

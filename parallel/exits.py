@@ -44,7 +44,7 @@ class Exit(NamedTuple):
         last = "no checkpoint yet" if self.last_checkpoint is None else f"last checkpoint step {self.last_checkpoint}"
         return (
             f"exit: {self.cause} ({who}{self.section} of step {self.step}); {last}, "
-            f"{self.steps_repeated} steps to repeat, no tokens lost; next: {self.next_action}"
+            f"steps to repeat: {self.steps_repeated}, no tokens lost; next: {self.next_action}"
         )
 
 

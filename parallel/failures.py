@@ -52,7 +52,7 @@ class BadSteps:
         self.incidents = {record["last"] for record in records}
         if to_come := sorted(left_out for left_out in self.skipped if left_out > step):
             logger.info(
-                f"{len(to_come)} steps from {to_come[0]} to {to_come[-1]} are left out again, as by a start before; to "
+                f"steps left out again, as by a start before ({len(to_come)}): {to_come[0]} to {to_come[-1]}; to "
                 f"train on them stop, and remove their lines from {self.file}"
             )
         self.recent: deque[float] = deque(maxlen=SPIKE_WINDOW)

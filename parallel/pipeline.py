@@ -206,7 +206,7 @@ def check_pipeline(config: Config, n_layers: int) -> None:
     n_stages = settings.pp * len(stages_of_rank(0, settings))
     if n_layers < n_stages:
         raise ConfigError(
-            f"parallelism.pp = {settings.pp}: {n_stages} stages ({settings.pp_schedule}) for {n_layers} layers; "
+            f"parallelism.pp = {settings.pp}: {n_stages} stages ({settings.pp_schedule}) for n_layers = {n_layers}; "
             "a stage needs at least one"
         )
     microbatches, rest = divmod(batch, settings.pp_microbatch_size)
@@ -218,8 +218,8 @@ def check_pipeline(config: Config, n_layers: int) -> None:
     if microbatches < settings.pp or (settings.pp_schedule != "1F1B" and microbatches % settings.pp):
         multiple = "at least" if settings.pp_schedule == "1F1B" else "a multiple of"
         raise ConfigError(
-            f"training.local_batch_size = {batch} makes {microbatches} microbatches of parallelism.pp_microbatch_size "
-            f"= {settings.pp_microbatch_size}: {settings.pp_schedule} needs {multiple} parallelism.pp = {settings.pp}"
+            f"training.local_batch_size / parallelism.pp_microbatch_size = {batch} / {settings.pp_microbatch_size} = "
+            f"{microbatches}: {settings.pp_schedule} needs {multiple} parallelism.pp = {settings.pp}"
         )
     zero_bubble = "ZeroBubble" in settings.pp_schedule
     if zero_bubble and config.activation_checkpoint.mode == "selective":

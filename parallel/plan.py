@@ -188,7 +188,7 @@ def plan_text(found: dict[str, Any]) -> str:
     waits = ("matmul", "pointwise", "intra_node", "inter_node", "bubble")
     known = found["known_by"]
     lines = [
-        f"{found['parameters']:,} parameters on {found['world_size']} ranks: {found['layout']}",
+        f"{found['parameters']:,} parameters, world size {found['world_size']}: {found['layout']}",
         f"{found['tokens_per_step']:,} tokens per step, {found['flops_per_token'] / 1e9:.1f} GFLOP per token",
         "",
         f"memory per rank, GiB  [{known['memory']}]",
@@ -214,7 +214,7 @@ def plan_text(found: dict[str, Any]) -> str:
 
 def sweep_text(plans: list[dict[str, Any]]) -> str:
     """The fastest layouts as text."""
-    lines = [f"{len(plans)} layouts fit; the fastest:"]
+    lines = [f"layouts that fit: {len(plans)}; the fastest:"]
     for found in plans[:20]:
         rate, gib = found["speed"]["tokens_per_second"], found["memory_gib"]["reserved"]
         settings = f"{found['layout']}, {found['mode']}, local_batch_size {found['local_batch_size']}"

@@ -232,7 +232,7 @@ def main(argv: Sequence[str]) -> int:
     if environment.rank == 0:
         gemm = sorted(report.gemm_seconds for report in reports)
         print(
-            f"{len(reports)} ranks on {len({report.host for report in reports})} hosts, {device.type}, {own.versions}"
+            f"ranks: {len(reports)}, hosts: {len({report.host for report in reports})}, {device.type}, {own.versions}"
         )
         print(f"matrix product {1e3 * gemm[0]:.2f} to {1e3 * gemm[-1]:.2f} ms")
         if pairs:
@@ -245,7 +245,7 @@ def main(argv: Sequence[str]) -> int:
             print(f"storage: {STORAGE_BYTES / 2**20:.0f} MiB there and back in at most {max(took, default=0):.2f} s")
         for fault in faults:
             print(f"fault: {fault}")
-        print(f"{len(faults)} faults found in {time.monotonic() - begin:.1f} s")
+        print(f"faults found: {len(faults)}, in {time.monotonic() - begin:.1f} s")
     dist.barrier()  # until rank 0 has printed
     if faults and environment.restarts_left and environment.local_rank == 0:
         end_launcher()  # a restart would only test again

@@ -62,8 +62,8 @@ def check_parallelism(flavor: LlamaConfig, config: Config) -> None:
     pieces = settings.tp * (2 * settings.cp if settings.cp > 1 else 1)
     if seq_len % pieces:
         raise ConfigError(
-            f"training.seq_len = {seq_len}: must be a multiple of {pieces}, for parallelism.tp = {settings.tp} ranks "
-            f"to split it and, if above 1, cp = {settings.cp} ranks to hold two pieces each"
+            f"training.seq_len = {seq_len}: must be a multiple of {pieces}, into which parallelism.tp = {settings.tp} "
+            f"and cp = {settings.cp} (twice, if above 1) cut it"
         )
     ring = settings.cp > 1 and settings.cp_method == "ring"
     if ring and config.data.mask_documents:

@@ -130,7 +130,7 @@ def test_a_bad_step_is_skipped_on_all_ranks_and_again_after_a_crash(
 
     run_ranks(2, run, arguments("cut"), (7,), 8, start_group=False)
     run_ranks(2, run, arguments("cut"), start_group=False)  # step 7 would be sound now, and is left out all the same
-    assert "1 steps from 7 to 7 are left out again, as by a start before" in capfd.readouterr().err
+    assert "steps left out again, as by a start before (1): 7 to 7" in capfd.readouterr().err
     assert same_weights(tmp_path / "cut", tmp_path / "whole", tmp_path)
     assert prove(tmp_path / "cut")[0].startswith("12 steps")
 
@@ -160,7 +160,7 @@ def test_a_bad_step_rolls_back_to_the_checkpoint_and_leaves_out_all_since(datase
     assert same_weights(tmp_path / "told", tmp_path / "rolled", tmp_path)
     proof = prove(tmp_path / "rolled")
     assert proof[0].startswith("12 steps")
-    assert proof[-1] == "5 steps consumed their tokens without an update: 6-10"
+    assert proof[-1] == "steps that consumed their tokens without an update (5): 6-10"
 
 
 def test_what_was_due_at_a_step_left_out_comes_after_a_stop_right_there(dataset: Path, tmp_path: Path) -> None:
@@ -199,14 +199,14 @@ def test_the_budget_ends_the_run_on_all_ranks_and_what_is_lost_by_that_binds_no_
     assert run_ranks(2, run, arguments, (4,), start_group=False) == ["", ""]
     assert "left out again" not in capfd.readouterr().err
     assert [record["last"] for record in read(folder, "skipped.jsonl")] == [3, 9]
-    assert prove(folder)[-1] == "2 steps consumed their tokens without an update: 3, 9"
+    assert prove(folder)[-1] == "steps that consumed their tokens without an update (2): 3, 9"
 
     # A start without checkpoints, from step 0: bound by nothing, and nothing of it is left.
     assert run_ranks(2, run, [*arguments, "--checkpoint.enable=false"], (2, 4), start_group=False) == ["", ""]
-    assert prove(folder)[-1] == "2 steps consumed their tokens without an update: 2, 4"
+    assert prove(folder)[-1] == "steps that consumed their tokens without an update (2): 2, 4"
     further = [word.replace("steps=12", "steps=13") for word in arguments]
     assert run_ranks(2, run, further, start_group=False) == ["", ""]
-    assert prove(folder)[-1] == "2 steps consumed their tokens without an update: 3, 9"
+    assert prove(folder)[-1] == "steps that consumed their tokens without an update (2): 3, 9"
 
 
 def judge_losses(folder: Path) -> list[str]:

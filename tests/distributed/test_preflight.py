@@ -125,8 +125,8 @@ def test_under_torchrun(tmp_path: Path) -> None:
     result = subprocess.run(
         [*command, f"--storage=file://{tmp_path}", "--expect-gbits=100000"], cwd=ROOT, capture_output=True, text=True
     )
-    assert "2 ranks on 1 hosts" in result.stdout, result.stderr
+    assert "ranks: 2, hosts: 1" in result.stdout, result.stderr
     assert "storage: 8 MiB there and back" in result.stdout
     assert "fault: rank 0 to 1" in result.stdout
-    assert result.stdout.count("faults found in") == 1, "a restart would only look again"
+    assert result.stdout.count("faults found:") == 1, "a restart would only look again"
     assert result.returncode == 2

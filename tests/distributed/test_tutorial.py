@@ -69,4 +69,4 @@ def check_run_script(folder: Path, environment: dict[str, str]) -> None:
     # The file named last is the one that counts, however it is named; and as many processes as share its batch.
     done = start("--config", "train_configs/tutorial.toml", *words, CONFIG_FILE="train_configs/no_such.toml", NGPU="")
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "done: 2 of 2 steps" in done.stderr
+    assert "done: step 2 of 2" in done.stderr

@@ -124,7 +124,7 @@ def test_command_line_values(words, get, value) -> None:
         (["--data.datasets="], ["data.datasets", "at least one"]),
         (["--data.datasets=a,a"], ["data.datasets", "twice"]),
         (["--data.datasets=a/b,a/./b/"], ["data.datasets", "twice"]),
-        (["--data.weights=1,2"], ["data.weights", "2 entries for 1"]),
+        (["--data.weights=1,2"], ["data.weights", "an entry for each of data.datasets"]),
         (["--data.weights=-1"], ["data.weights", "above 0"]),
         (["--lr_scheduler.warmup_steps=500"], ["lr_scheduler.warmup_steps = 500", "training.steps = 400"]),
         (["--lr_scheduler.decay_fraction=0.99"], ["decay_fraction = 0.99", "do not fit"]),
@@ -275,7 +275,7 @@ REFUSED = [  # words, ranks, what is said: each would otherwise train wrongly, f
         2,
         "needs a multiple of parallelism.pp = 2",
     ),
-    (["--parallelism.pp=8", "--training.local_batch_size=8"], 8, "8 stages .* for 6 layers"),
+    (["--parallelism.pp=8", "--training.local_batch_size=8"], 8, "8 stages .* for n_layers = 6"),
     ([TWO_STAGES, "--parallelism.sync_every_microbatch=false"], 2, "no effect with parallelism.pp = 2"),
     ([TWO_STAGES, "--parallelism.reshard_group_size=2"], 2, "parallelism.pp = 2; set reshard_group_size = 0"),
     (

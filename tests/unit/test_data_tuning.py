@@ -372,7 +372,7 @@ def test_long_examples_are_left_out_and_counted(
     prepare(command)
     lines = [json.loads(line) for line in (folder / "examples.jsonl").read_text().splitlines()]
     long = sum(len(f"{line['q']} {line['a']}".split()) + 1 > 12 for line in lines)
-    assert f"left out: {long} examples longer than 12 tokens" in capsys.readouterr().out
+    assert f"examples longer than 12 tokens, left out: {long}" in capsys.readouterr().out
 
 
 def test_a_chat_dataset_carries_its_template(tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def test_a_run_that_ended_before_its_first_step_is_left_out(tmp_path: Path, caps
     assert [run["name"] for run in data_of((tmp_path / "page.html").read_text())["runs"]] == ["c"]
     said = capsys.readouterr()
     assert said.err.splitlines() == [f"{run}: left out, it has logged no step" for run in runs[:2]]
-    assert "1 runs compared" in said.out
+    assert "runs compared: 1" in said.out
     with pytest.raises(TitaniteError, match="no step was logged yet"):
         main(["compare", *map(str, runs[:2]), *words])
 

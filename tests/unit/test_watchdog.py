@@ -476,7 +476,7 @@ def test_the_first_who_knows_the_cause_writes_it(
     assert [file.name for file in tmp_path.iterdir()] == ["exit.json"]
     assert capsys.readouterr().err == ""
     line = exit_of("lost").line()
-    for part in ("rank 1", "data of step 37", "checkpoint step 30", "7 steps to repeat", "torchrun starts"):
+    for part in ("rank 1", "data of step 37", "checkpoint step 30", "steps to repeat: 7", "torchrun starts"):
         assert part in line
 
 
@@ -595,7 +595,7 @@ def test_restarts_without_progress_are_refused(tmp_path: Path) -> None:
     for world_size in range(3, 9):  # nodes that join one after another
         record_start(folder, config, {}, world_size, "job-1")
     (folder / "exit.json").write_text('{"kind": "lost", "cause": "rank 1 was lost"}')
-    with pytest.raises(CrashLoopError, match=r"4 starts of this job in a row .* the last one: rank 1 was lost"):
+    with pytest.raises(CrashLoopError, match=r"starts of this job in a row .*: 4, .* the last one: rank 1 was lost"):
         start(config, "job-1")
     by_hand = dataclasses.replace(config, run=Run(folder=str(folder)))
     assert start(by_hand, "job-3") == folder, "a new job is a person's, who has mended it"
