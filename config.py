@@ -407,7 +407,7 @@ class Validation:
     sample_prompt: str = ""
     """Text that the model continues at the end of the run."""
     sample_tokens: Count = 0
-    """Tokens to generate for that sample. 0: no sample. Needs sample_prompt."""
+    """Tokens to generate for that sample, fewer if training.seq_len ends it. 0: no sample. Needs sample_prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)

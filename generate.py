@@ -5,6 +5,7 @@ python generate.py outputs/llama-debug-20260101-120000 --prompt "def main("
 
 import argparse
 import json
+import math
 import re
 import sys
 import time
@@ -225,9 +226,12 @@ def stream_texts(
 # ---------------------------------------------------------------- command line
 
 
-def check_prompt(name: str, prompt: str, tokenizer: Tokenizer) -> None:
-    """Raises ConfigError for a prompt without a token to go on from."""
-    if not tokenizer.encode(prompt):
+def check_prompt(name: str, prompt: str, tokenizer: Tokenizer, seq_len: float = math.inf) -> None:
+    """Raises ConfigError for a prompt without a token to go on from, or without room for one more in `seq_len`."""
+    tokens = len(tokenizer.encode(prompt))
+    if tokens >= seq_len:
+        raise ConfigError(f"{name}: has {tokens} tokens, must have fewer than training.seq_len = {seq_len}")
+    if not tokens:
         raise ConfigError(
             f"{name} = {prompt!r}: the tokenizer makes no token of it, so there is nothing to continue; write another "
             "text"

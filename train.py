@@ -66,7 +66,8 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
     with file_errors():
         dataloader = DataLoader(config, dp_rank, dims.dp, pin_memory=device_type() != "cpu")
         if config.validation.sample_tokens:
-            check_prompt("validation.sample_prompt", config.validation.sample_prompt, dataloader.tokenizer)
+            prompt = config.validation.sample_prompt
+            check_prompt("validation.sample_prompt", prompt, dataloader.tokenizer, training.seq_len)
     spec, flavor = find_model(config.model, dataloader.vocab_size)
     spec.check_parallelism(flavor, config)
     identity = {"name": config.model.name, **dataclasses.asdict(flavor)}

@@ -98,8 +98,9 @@ def sample_text(
     device: torch.device,
 ) -> Iterator[str]:
     """Yield the sample that `config.validation` asks for, a piece per token. All ranks must take all pieces."""
-    prompt, max_tokens = config.validation.sample_prompt, config.validation.sample_tokens
-    tokens, sampling = tokenizer.encode(prompt), Sampling(seed=config.run.seed)
+    prompt, sampling = config.validation.sample_prompt, Sampling(seed=config.run.seed)
+    tokens = tokenizer.encode(prompt)
+    max_tokens = min(config.validation.sample_tokens, config.training.seq_len - len(tokens))
     drawn: Iterator[int]
     if dims.copies == 1:
         stance = "force_eager"  # the length changes with each token: not worth compiling
@@ -130,7 +131,6 @@ def _generate_in_parts(
     """As `generate`, for a model split by tp, cp or pp: a whole forward for each token."""
     generator = torch.Generator(device).manual_seed(sampling.seed)
     for _ in range(max_tokens):
-        tokens = tokens[-training.seq_len :]
         padded = torch.zeros(training.local_batch_size, training.seq_len, dtype=torch.int64, device=device)
         padded[:, : len(tokens)] = torch.tensor(tokens, device=device)
         logits_V = _logits_at(step.logits(padded), len(tokens) - 1, training.seq_len, dims, mesh)

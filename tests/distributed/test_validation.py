@@ -121,12 +121,14 @@ def test_named_sets_are_measured_in_a_run_and_afterwards(tmp_path: Path, capsys:
         load_config(["--validation.datasets=a/web,b/web/"])
 
 
-def test_a_sample_that_no_token_begins_is_refused_before_the_run(tmp_path: Path) -> None:
-    """As a text of spaces where the tokenizer drops them: the trained run would end in an error."""
+def test_a_sample_that_cannot_be_continued_is_refused_before_the_run(tmp_path: Path) -> None:
+    """As of a text of spaces where the tokenizer drops them: the trained run would end in an error."""
     data = write_dataset(tmp_path / "data", [documents(random.Random(5), 60)])
     words = [*arguments(tmp_path / "run", data), "--validation.enable=false", "--validation.sample_tokens=2"]
     with pytest.raises(ConfigError, match=r"validation.sample_prompt = '  ': the tokenizer makes no token of it"):
         train(load_config([*words, "--validation.sample_prompt=  "]))
+    with pytest.raises(ConfigError, match=rf"validation.sample_prompt: has {SEQ_LEN} tokens, must have fewer than"):
+        train(load_config([*words, "--validation.sample_prompt=" + "w1 " * SEQ_LEN]))
     assert not (tmp_path / "run").exists()
 
 
