@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import config as settings
-from checkpoint.loading import differences
+from checkpoint.loading import model_differences
 from config import Config, ConfigError, TitaniteError, tomllib
 from parallel import exits
 from parallel.comm import tell_launcher
@@ -77,7 +77,7 @@ def _check_model(folder: Path, identity: dict[str, Any], chosen: str, otherwise:
         saved = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{file}: is damaged ({error}); start again in a new folder") from None
-    if different := differences(saved, identity):
+    if different := model_differences(saved, identity):
         raise ConfigError(
             f"{chosen} holds a run with another model: {different}. Resume with the run's own model, or {otherwise}"
         )

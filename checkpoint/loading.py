@@ -103,11 +103,11 @@ def load_place(place: str | Path, fill: Callable[[Opened], T]) -> T:
 
 def check_identity(manifest: Manifest, identity: dict[str, Any]) -> None:
     """Raise CheckpointError naming the differences if a checkpoint is of another model."""
-    if different := differences(manifest.get("identity", identity), identity):
+    if different := model_differences(manifest.get("identity", identity), identity):
         raise CheckpointError(f"the checkpoint of step {manifest['step']} holds another model: {different}")
 
 
-def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
+def model_differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
     """How two models differ, by their identities; "" if they do not."""
     return "; ".join(
         f"{key} is {theirs.get(key)!r} there and {ours.get(key)!r} here"
