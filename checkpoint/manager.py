@@ -196,21 +196,26 @@ class CheckpointManager:
         if is_full:  # the start before was killed after a commit and before the removal that makes room
             self._remove_superfluous(self.store, opened.name, is_newer=False)
         if self.upload_store and (self.upload_store, opened.name) not in candidates:  # an earlier start was cut off
-            pieces = pieces_of(opened.index, self.ranks.rank, self.ranks.size)
+            all_ranks = dict.fromkeys(opened.index.files, range(self.ranks.size))
+            pieces = pieces_of(opened.index, self.ranks.rank, all_ranks)
             self._start(partial(self._make_up, self.upload_store, opened.name, lambda: pieces))
         return opened.manifest["step"]
 
     def _upload_newest(self, store: Store, candidates: list[tuple[Store, str]]) -> list[tuple[Store, str]]:
         """Upload the newest candidate to `store` if it is not there yet. Returns the candidates, that copy first.
 
-        Each rank copies its own files. On nodes' own disks no rank finds all that it reads: the optimizer's step, for
-        example, is written by one rank for all.
+        Each rank copies files of its own disk. On nodes' own disks no rank finds all that it reads: the optimizer's
+        step, for example, is written by one rank for all.
         """
         newest = candidates[0][1]
 
         def pieces() -> Written:
             _, index = self.ranks.from_rank_0(lambda: open_one(self.store, newest))
-            return pieces_of(index, self.ranks.rank, self.ranks.size)
+            here = self.ranks.together(lambda: self.store.sizes(newest).keys())
+            seen = self.ranks.broadcast(self.ranks.gather(set(here)))
+            paths = {file: f"{newest}/{file}" for file in index.files}
+            holders = {file: [rank for rank, disk in enumerate(seen) if path in disk] for file, path in paths.items()}
+            return pieces_of(index, self.ranks.rank, {file: ranks or [0] for file, ranks in holders.items()})
 
         is_new = (store, newest) not in candidates and self._make_up(store, newest, pieces)
         return [(store, newest), *candidates] if is_new else candidates

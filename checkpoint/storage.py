@@ -182,13 +182,13 @@ def _copy_file(
                 raise ChecksumError(f"{join(source.url, file)}: checksum differs at byte {offset}; not copied")
 
 
-def pieces_of(index: Index, rank: int, ranks: int) -> Written:
-    """The pieces in the files of `rank`. Files of more ranks than there are now are shared among all."""
+def pieces_of(index: Index, rank: int, holders: Mapping[str, Sequence[int]]) -> Written:
+    """The pieces in the files that `rank` copies, which it shares with the other `holders` of each file."""
     in_order = index.places[index.places[:, 1].argsort()]
     return {
         file: in_order[in_order[:, 0] == number, 1:]
         for number, file in enumerate(index.files)
-        if rank_of(file) % ranks == rank
+        if holders[file][rank_of(file) % len(holders[file])] == rank
     }
 
 

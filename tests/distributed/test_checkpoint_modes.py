@@ -430,7 +430,8 @@ def _start_on_own_disks(folder, order, upload, full=False, first=""):
     LocalStore.free_bytes = lambda store: 0 if full and any(store.folders()) else free_bytes(store)
     manager.copy_pieces = fail
     upload = f"{folder}/{upload}" if upload else ""
-    run = Run(first or f"{folder}/near", (2,), interval=1, upload=upload, visibility_seconds=0.1)
+    size = dist.get_world_size()
+    run = Run(first or f"{folder}/near", (size,), interval=1, upload=upload, visibility_seconds=0.1)
     try:
         step = run.checkpoint.load()
         run.train(step, step + 1)
@@ -459,9 +460,10 @@ def test_a_run_is_not_begun_anew_when_its_only_checkpoint_is_of_another_rank_0(t
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_what_disks_of_nodes_hold_in_parts_is_uploaded_before_it_is_loaded(tmp_path):
-    """Rank 0 needs of it what rank 1 wrote for both; the upload had failed."""
-    (message, _) = run_ranks(2, _start_on_own_disks, str(tmp_path), (0, 1), "far")
+@pytest.mark.parametrize("machines", [(0, 1), (0, 0, 1, 1), (0, 1, 1)])
+def test_what_disks_of_nodes_hold_in_parts_is_uploaded_before_it_is_loaded(tmp_path, machines):
+    """Rank 0 needs of it what rank 1 wrote for both; the upload had failed. Also if machines have fewer ranks now."""
+    message, *_ = run_ranks(len(machines), _start_on_own_disks, str(tmp_path), machines, "far")
     assert message == "the second place is away"
     assert run_ranks(2, _train_on_own_disks, str(tmp_path), 1, 2, "") == [[2], [2]]
 

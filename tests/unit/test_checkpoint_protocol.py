@@ -608,7 +608,7 @@ class World:
         )
 
     def uploadable(self, place: Place) -> set[str]:
-        """The newest, where it lies on nodes' own disks only: all of it where the ranks are that wrote it."""
+        """The newest, where it lies on nodes' own disks only: all of it on those of the ranks there are now."""
         first, *others = self.places.values()
         name = max(set().union(*(each.committed() for each in self.places.values())), default="")
         apart = self.place_of(self.size - 1, place.url) is not self.place_of(0, place.url)
@@ -618,9 +618,10 @@ class World:
             return set()
 
         def has(file: str, data: bytes) -> bool:
-            rank, path = names.rank_of(file) if file.endswith("distcp") else 0, f"{name}/{file}"
-            disk = self.place_of(rank % self.size, place.url)
-            return path in disk.there() and disk.objects[path].data == data
+            path = f"{name}/{file}"
+            ranks = range(self.size if file.endswith("distcp") else 1)
+            disks = [self.place_of(rank, place.url) for rank in ranks]
+            return any(path in disk.there() and disk.objects[path].data == data for disk in disks)
 
         return {name} if all(has(file, data) for file, data in self.saves[name].files.items()) else set()
 
