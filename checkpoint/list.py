@@ -77,8 +77,11 @@ def run(command: str, description: str, work: Callable[[Store, list[str]], int])
     parser.add_argument("place", help="folder or s3:// URL of a run, of checkpoints, or of one checkpoint")
     place = parser.parse_args().place
     with command_line():
-        # Of a run's places, the one with the newest checkpoint; of equal ones the first.
-        exit_code = work(*max(find(place, begun), key=lambda pair: max(map(by_step, pair[1]))))
+        exit_code, found = 0, find(place, begun)
+        for store, names in found:
+            if len(found) > 1:  # of a run, whose second place may have others, or other copies
+                print(f"{store.url}:")
+            exit_code |= work(store, names)
     sys.exit(exit_code)
 
 

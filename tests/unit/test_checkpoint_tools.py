@@ -97,7 +97,9 @@ def test_a_manifest_that_is_listed_and_cannot_be_read_is_damage(folder, tool, mo
     manifest = folder / name / "MANIFEST.json"
     listed = {f"{name}/MANIFEST.json": manifest.stat().st_size}
     manifest.unlink()
-    monkeypatch.setattr(LocalStore, "sizes", lambda store, prefix="": sizes(store, prefix) | listed)
+    monkeypatch.setattr(
+        LocalStore, "sizes", lambda store, *at: sizes(store, *at) | (listed if store.folder == folder else {})
+    )
     code, text = tool("verify", folder)
     assert (code, text.count("DAMAGED")) == (1, 1)
 
@@ -152,12 +154,22 @@ def test_a_run_may_lose_its_first_place_or_have_newer_ones_in_the_second(folder,
     assert f"in {run / 'lost'}, its checkpoint.folder, nor in {run / 'nothing'}, its checkpoint.upload" in code + text
 
 
-def test_weights_alone_in_the_first_place_do_not_hide_newer_checkpoints_in_the_second(folder, tool, tmp_path_factory):
-    run, (newest, older) = tmp_path_factory.mktemp("run"), committed(open_store(folder))
+def test_both_places_of_a_run_are_looked_at(folder, tool, tmp_path_factory):
+    run, older = tmp_path_factory.mktemp("run"), committed(open_store(folder))[-1]
     (run / "config.toml").write_text(to_toml(from_dict({"checkpoint": {"upload": str(folder)}})))
-    shutil.copytree(folder / older, run / "checkpoints" / older)
-    shutil.copytree(folder / older, run / "checkpoints" / older.replace("step-", "model-"))
-    assert newest in tool("list", run)[1]
+    first = run / "checkpoints"
+    shutil.copytree(folder / older, first / older)
+    file = first / older / "__0_1.distcp"
+    flip_bit(file, file.stat().st_size // 2)
+    code, text = tool("list", run)
+    assert code == 1, "one was never committed"
+    _, here, there = text.split(":\n")
+    assert text.startswith(f"{first}:\n")
+    assert (here.count("committed"), there.count("committed")) == (1, 3)
+    assert here.endswith(str(folder))
+    code, text = tool("verify", run)
+    assert (code, text.count("DAMAGED"), text.count("intact")) == (1, 1, 2)
+    assert tool("verify", folder)[0] == 0
 
 
 def test_nothing_there_is_an_error_in_one_line(tmp_path):
