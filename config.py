@@ -691,7 +691,8 @@ def _unknown_key(key: str) -> ConfigError:
 
 
 def _nearest(name: str, names: Collection[str]) -> str:
-    return close_match(name, names) or f"; known are {', '.join(itertools.islice(names, 20))}"
+    known = ", ".join(itertools.islice(names, 20))
+    return close_match(name, names) or (f"; known are {known}" if known else "")
 
 
 def close_match(name: str, names: Iterable[str]) -> str:

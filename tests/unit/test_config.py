@@ -171,6 +171,14 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
     assert "base = 'a\\x00b': must be the path" in error_of('base = "a\\u0000b"\n')
 
 
+def test_a_missing_config_file_has_no_list_of_others_where_there_are_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"^x\.toml: no such config file$"):
+        load_config(["--config=x.toml"])
+
+
 def test_missing_base_is_named(tmp_path: Path) -> None:
     (tmp_path / "x.toml").write_text('base = "y.toml"\n')
     with pytest.raises(ConfigError, match=r"y\.toml: no such config file"):
