@@ -111,6 +111,9 @@ def _expand(source: str) -> list[File]:
             folder, name = (path, "") if os.path.isdir(path) else os.path.split(path)
             path = str(Path(os.path.realpath(folder), name))
         details, is_folder = _details(system, path)
+        if is_local and is_folder:
+            for _ in os.walk(path, onerror=_raise):  # fsspec takes a folder that may not be read for an empty one
+                pass
         details = {name: system.info(name) if info.get("islink") else info for name, info in details.items()}
         looked_into = details if is_folder else _linked_folders(system, path)
     for name, info in looked_into.items():
@@ -130,12 +133,12 @@ def _expand(source: str) -> list[File]:
     if is_folder and len(read) < len(details):
         suffixes = Counter("".join(_suffixes(name)) or "no suffix" for name in details.keys() - set(read))
         common = ", ".join(f"{number:,} with {suffix}" for suffix, number in suffixes.most_common(5))
-        log.warning("--source %s: %s files are left out (%s)", source, f"{suffixes.total():,}", common)
+        log.warning("--source %s: files left out: %s (%s)", source, f"{suffixes.total():,}", common)
     if folders := [name for name, info in sorted(details.items()) if info["type"] == "directory"]:  # from a glob
         reached = {str(folder) for name in read for folder in PurePosixPath(name).parents}
         unread = [name for name in folders if name.rstrip("/") not in reached]
         if unread:
-            log.warning("--source %s: %s folders are left out, such as %s", source, f"{len(unread):,}", unread[0])
+            log.warning("--source %s: folders left out: %s, such as %s", source, f"{len(unread):,}", unread[0])
     marks = () if is_local else ("::", "?versionId=") if "s3" in system.protocol else ("::",)
     if odd := [name for name in read if any(mark in name for mark in marks)]:
         raise DataError(
@@ -147,6 +150,10 @@ def _expand(source: str) -> list[File]:
 
 def _described(url: str, info: dict[str, Any]) -> File:
     return File(url, info["size"], next((str(info[key]) for key in VERSIONS if info.get(key)), ""))
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def _details(system: fsspec.AbstractFileSystem, path: str) -> tuple[dict[str, dict[str, Any]], bool]:

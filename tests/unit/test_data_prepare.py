@@ -735,7 +735,7 @@ def test_what_is_left_out_of_a_folder_is_said(tmp_path, caplog):
     for name in (*read, *left_out):
         (tmp_path / name).write_bytes(b"x")
     assert [Path(file.url).name for file in sources.list_files([str(tmp_path)])] == read
-    assert f"--source {tmp_path}: 5 files are left out (2 with .png, " in caplog.text
+    assert f"--source {tmp_path}: files left out: 5 (2 with .png, " in caplog.text
     assert all(f"1 with {what}" in caplog.text for what in (".json", ".csv.gz", "no suffix"))
     caplog.clear()
     sources.list_files([str(tmp_path / "*.json"), str(tmp_path / "e.jsonl")])
@@ -817,13 +817,29 @@ def test_failures_of_a_store_are_named(store, monkeypatch, name, fault, message)
         count([f"store://{name}"])
 
 
+def test_a_folder_that_may_not_be_read_is_not_taken_for_an_empty_one(tmp_path, monkeypatch):
+    """Its text would be missing from the dataset."""
+    scandir, locked = os.scandir, tmp_path / "locked"
+    locked.mkdir()
+    (tmp_path / "a.txt").write_text("x")
+
+    def refuse(path):
+        if str(path) == str(locked):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(DataError, match=f"^--source {tmp_path}: cannot be listed: .*Permission denied: '{locked}'"):
+        sources.list_files([str(tmp_path)])
+
+
 def test_folders_that_match_a_glob_are_said_to_be_left_out(tmp_path, caplog):
     """Unless the pattern finds what is in them, too."""
     for name in ("a.txt", "more/b.txt", "more/deep/c.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("x")
     assert len(sources.list_files([f"{tmp_path}/*"])) == 1
-    assert f"--source {tmp_path}/*: 1 folders are left out, such as {tmp_path}/more" in caplog.text
+    assert f"--source {tmp_path}/*: folders left out: 1, such as {tmp_path}/more" in caplog.text
     caplog.clear()
     assert len(sources.list_files([f"{tmp_path}/**"])) == 3
     assert not caplog.text
