@@ -122,7 +122,7 @@ def check_same_names(opened: Opened, names: Collection[str]) -> None:
     if extra:
         hint = "" if opened.manifest else f"; {ROTARY}"
         raise CheckpointError(
-            f"{opened.url}: has tensors ({len(extra)}) that the model lacks, such as {extra[0]}{hint}"
+            f"{opened.url}: has tensors that the model lacks ({len(extra)}), such as {extra[0]}{hint}"
         )
 
 
