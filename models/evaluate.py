@@ -52,10 +52,6 @@ class HarnessModel(TemplateLM):
         bos = self.trained.tokenizer.bos_id
         return self.eot_token_id if bos is None else bos
 
-    @property
-    def tokenizer_name(self) -> str:
-        return self.trained.tokenizer.fingerprint
-
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         tokenizer = self.trained.tokenizer
         if add_special_tokens is False:

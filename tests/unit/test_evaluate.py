@@ -17,11 +17,12 @@ from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenizers import processors
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from config import ConfigError, TitaniteError
 from models.evaluate import TASKS, HarnessModel, check_tasks, main
-from tests.unit.test_generate import imported  # noqa: F401
+from tests.unit.test_generate import SPECIAL, byte_tokenizer, imported  # noqa: F401
 from trained import load_trained
 
 CHOICES_TASK = """
@@ -71,17 +72,26 @@ def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def both_models(place: Path) -> tuple[HarnessModel, HFLM]:
-    trained = load_trained(str(place), device=CPU, dtype=torch.float32)
-    ours = HarnessModel(trained, batch_size=4, max_seq_len=100)
+def both_models(place: Path, tokenizer_folder: Path | None = None) -> tuple[HarnessModel, HFLM]:
     hf = place.parent / "hf"
-    tokenizer = AutoTokenizer.from_pretrained(hf)
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder or hf)
+    trained = load_trained(str(place), device=CPU, dtype=torch.float32, tokenizer=str(tokenizer_folder or ""))
+    ours = HarnessModel(trained, batch_size=4, max_seq_len=100)
     model = AutoModelForCausalLM.from_pretrained(hf)
     return ours, HFLM(pretrained=model, tokenizer=tokenizer, batch_size=4, max_length=100, device="cpu")
 
 
-def test_every_answer_is_what_the_harness_gives_for_transformers(imported: Path) -> None:  # noqa: F811
-    ours, theirs = both_models(imported)
+@pytest.mark.parametrize("bos", ["", "<s>"])
+def test_every_answer_is_what_the_harness_gives_for_transformers(
+    imported: Path,  # noqa: F811
+    tmp_path: Path,
+    bos: str,
+) -> None:
+    if bos:
+        raw = byte_tokenizer(*SPECIAL, bos).raw
+        raw.post_processor = processors.TemplateProcessing(f"{bos} $A", special_tokens=[(bos, raw.token_to_id(bos))])
+        PreTrainedTokenizerFast(tokenizer_object=raw, bos_token=bos, eos_token=SPECIAL[0]).save_pretrained(tmp_path)
+    ours, theirs = both_models(imported, tmp_path if bos else None)
     pairs = [("Question: a\nAnswer:", " red"), ("x ", "y z"), ("long " * 40, "end"), ("", "no context")]
     requests = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)]
     for (value, greedy), (expected, expected_greedy) in zip(
@@ -106,6 +116,8 @@ def test_options_mean_what_the_harness_means_by_them(imported: Path) -> None:  #
     drawn = {"temperature": 2.0, "do_sample": True, "max_gen_toks": 12}
     repeats = [Instance("generate_until", {}, ("Hello", drawn), 0) for _ in range(10)]
     assert len(set(ours.generate_until(repeats))) > 7, "in batches of 4"
+    for fewest_or_most in (1, 99):
+        ours.generate_until([Instance("generate_until", {}, ("Hello", {"max_gen_toks": fewest_or_most}), 0)])
     with pytest.raises(ConfigError, match="--max-seq-len 100: must exceed the 100 tokens"):
         ours.generate_until([Instance("generate_until", {}, ("Hello", {"max_gen_toks": 100}), 0)])
     with pytest.raises(ConfigError, match="max_gen_toks = 0"):
@@ -146,15 +158,21 @@ def test_a_task_of_our_own_has_the_scores_of_the_harness(
     monkeypatch.setattr("models.evaluate.TaskManager", index)
     names = "colours,sayings"
     command = [str(imported), "--tasks", names, "--include", str(tasks), "--batch-size=5", "--max-seq-len=100"]
-    main([*command, "--output", str(tasks / "made" / "results.json")])
-    assert "acc_norm" in capsys.readouterr().out
-    ours = json.loads((tasks / "made" / "results.json").read_text())["results"]
+    main([*command, "--num-fewshot=1", "--limit=7", "--output", str(tasks / "made" / "results.json")])
+    _, *printed = (line.split() for line in capsys.readouterr().out.splitlines())
+    facts = json.loads((tasks / "made" / "results.json").read_text())
+    assert (facts["max_seq_len"], facts["limit"], facts["n-shot"]["colours"]) == (100, 7, 1)
+    ours = facts["results"]
     _, hf = both_models(imported)
     only_these = TaskManager(include_path=str(tasks), include_defaults=False)
-    theirs = simple_evaluate(model=hf, tasks=names.split(","), task_manager=only_these)
+    theirs = simple_evaluate(model=hf, tasks=names.split(","), task_manager=only_these, num_fewshot=1, limit=7)
+    expected = []
     for task, metrics in (("colours", ("acc", "acc_norm")), ("sayings", ("word_perplexity",))):
         for metric in metrics:
-            assert ours[task][f"{metric},none"] == pytest.approx(theirs["results"][task][f"{metric},none"], rel=1e-5)
+            score, error = (ours[task][f"{name},none"] for name in (metric, f"{metric}_stderr"))
+            assert score == pytest.approx(theirs["results"][task][f"{metric},none"], rel=1e-5)
+            expected.append([task, metric, f"{score:.4f}", "-" if task == "sayings" else f"{error:.4f}"])
+    assert printed == expected
 
     check_tasks(TASKS.split(","), managers[0])
     with pytest.raises(ConfigError, match="did you mean hellaswag"):
