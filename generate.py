@@ -133,7 +133,7 @@ class TextStream:
         self.n_tokens += 1
         if token in self.stop_ids:
             return self.finish()
-        if token in self.without_text and not self.pending:
+        if token in self.without_text:
             return ""
         self.pending.append(token)
         text = self._decode_pending()

@@ -7,6 +7,7 @@ import random
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,6 +40,7 @@ from generate import (
     TextStream,
     Timing,
     compile_blocks,
+    continue_many,
     generate,
     main,
     read_prompts,
@@ -155,6 +157,7 @@ def metaspace_tokenizer() -> Tokenizer:
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     raw.add_special_tokens(["</s>", "<|tool|>"])
+    raw.add_tokens(["!"])  # as any text
     return Tokenizer(raw, "</s>")
 
 
@@ -179,9 +182,10 @@ def test_a_stream_keeps_the_space_of_the_first_word() -> None:
     assert feed(stream, [3, 4, 3]) == [" world", "!", " world", ""]
 
 
-def test_a_stream_keeps_the_space_after_special_tokens() -> None:
+def test_a_stream_keeps_the_space_after_tokens_without_text() -> None:
+    """Special ones, and 999, by which a model may have more than its tokenizer."""
     stream = TextStream(metaspace_tokenizer(), [2], frozenset(), ())
-    assert feed(stream, [5, 3, 5, 5, 3]) == ["", " world", "", "", " world", ""]
+    assert feed(stream, [5, 3, 999, 5, 3]) == ["", " world", "", "", " world", ""]
 
 
 def test_special_tokens_decode_nothing() -> None:
@@ -198,12 +202,37 @@ def test_a_stream_goes_on_from_a_prompt_of_bytes() -> None:
     assert feed(stream, text) == ["", "", "ን", "", "", "", "🙂", ""]
 
 
-def test_a_special_token_is_a_stop_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("generate.generate", lambda *_: iter([[3], [5], [3]]))
-    trained, timing = SimpleNamespace(tokenizer=metaspace_tokenizer(), model=None, device=CPU), Timing()
-    for stops, expected in (("<|tool|>",), " world"), (("<|other|>",), " world world"):
-        pieces = stream_texts(trained, [[2]], Request(max_tokens=3, stops=stops), timing)  # type: ignore[arg-type]
-        assert "".join(text for _, text, _ in pieces) == expected
+def test_a_special_token_is_a_stop_too_and_each_row_has_its_own_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained, steps = SimpleNamespace(tokenizer=metaspace_tokenizer(), model=None, device=CPU), [[3, 5], [5, 3], [3, 3]]
+    apart = [(0, " world", False), (1, "", True), (0, "", True)]
+    together = [(0, " world", False), (1, " world", False), (0, " world", True), (1, " world", True)]
+    for stops, expected, unmade, tokens in ((("<|tool|>",), apart, [[3, 3]], 1), (("<|other|>",), together, [], 4)):
+        made, timing = iter(steps), Timing()
+        monkeypatch.setattr("generate.generate", lambda *_, made=made: made)
+        request = Request(max_tokens=3, stops=stops)
+        pieces = stream_texts(trained, [[2, 4], [2]], request, timing)  # type: ignore[arg-type]
+        assert list(pieces) == expected
+        assert list(made) == unmade, "once all rows have ended"
+        assert (timing.prompt_tokens, timing.tokens) == (3, tokens), "the first of each row comes with its prompt"
+    assert str(Timing(3, 1.5, 30, 2.0)).endswith("then 30 tokens in 2.00 s: 15.0 tokens/s")
+
+
+def test_prompts_are_printed_in_order_though_they_end_apart(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    batches, seeds = iter([[[5, 3, 5]] * 3, [[5]]]), []
+
+    def steps(*asked: Any) -> Iterator[list[int]]:
+        seeds.append(asked[-1].seed)
+        return iter(next(batches))
+
+    monkeypatch.setattr("generate.generate", steps)
+    trained = SimpleNamespace(tokenizer=metaspace_tokenizer(), model=None, device=CPU)
+    request = Request(seed=7, max_tokens=3, stops=("<|tool|>",))
+    continue_many(trained, ["▁Hello"] * 4, request, Timing(), 3)  # type: ignore[arg-type]
+    completions = [json.loads(line)["completion"] for line in capsys.readouterr().out.splitlines()]
+    assert completions == ["", " world world world", "", ""]
+    assert seeds == [7, 10], "a prompt's seed goes by its place among all"
 
 
 @pytest.mark.parametrize(
