@@ -374,7 +374,7 @@ def test_a_chat_goes_on_from_what_was_said(
     imported: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     typed = iter(["Hi", "not <|im_end|> this", "caf\udce9", "Go on"])
-    asked = []
+    asked, prompts = [], []
 
     def read_line(prompt: str) -> str:
         try:
@@ -387,7 +387,8 @@ def test_a_chat_goes_on_from_what_was_said(
 
     def encode(self: ChatTemplate, messages: list[dict[str, str]], **options: bool) -> list[int]:
         asked.append([dict(message) for message in messages])
-        return original(self, messages, **options)
+        prompts.append(original(self, messages, **options))
+        return prompts[-1]
 
     monkeypatch.setattr(ChatTemplate, "encode", encode)
     main([str(imported), "--chat", "--system=Be kind.", "--temperature=0", "--max-tokens=12"])
@@ -398,6 +399,7 @@ def test_a_chat_goes_on_from_what_was_said(
     answer = asked[-1][2]["content"]
     assert answer
     assert out.startswith(f"{answer}\n")
+    assert byte_tokenizer().decode(prompts[-1]).endswith("Go on\nassistant\n")
 
 
 def test_a_prompt_may_hold_any_line_end(tmp_path: Path) -> None:
