@@ -351,7 +351,10 @@ def test_a_checkpoint_that_its_run_removes_while_it_is_read_is_no_damage(
     assert found.place == str(new)
 
 
-def test_one_prompt_and_many_prompts(imported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_prompt_and_many_prompts(
+    imported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("generate.compile_blocks", compiled := mock.Mock())
     prompts = ["Hello", "A somewhat longer prompt", "x"]
     alone = []
     for prompt in prompts:
@@ -362,12 +365,17 @@ def test_one_prompt_and_many_prompts(imported: Path, tmp_path: Path, capsys: pyt
         alone.append(out.removeprefix(prompt)[:-1])
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
     several = [argument for prompt in prompts for argument in ("--prompt", prompt)]
-    several += ["--temperature=0"]
-    likeliest = ["--top-k=0", "--top-p=1e-9"]
-    for source in (several, ["--prompts-file", str(tmp_path / "prompts.jsonl"), "--batch-size=2", *likeliest]):
+    file = ["--prompts-file", str(tmp_path / "prompts.jsonl"), "--batch-size=2"]
+    assert not compiled.called
+    for source in (
+        [*several, "--temperature=0"],
+        [*several, "--top-k=1", "--compile"],
+        [*file, "--top-k=0", "--top-p=1e-9"],
+    ):
         main([str(imported), *source, "--max-tokens=20"])
         lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
         assert lines == [{"prompt": p, "completion": c} for p, c in zip(prompts, alone, strict=True)]
+    assert compiled.call_count == 1
 
 
 def test_a_chat_goes_on_from_what_was_said(
@@ -410,9 +418,10 @@ def test_a_prompt_may_hold_any_line_end(tmp_path: Path) -> None:
 
 
 def test_mistakes_are_explained(imported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main([str(imported), "--prompt=a", f"--seed={2**63}"])
-    assert f"--seed {2**63}: must fit in 64 bits" in capsys.readouterr().err
+    for seed in (2**63, -(2**63) - 1):
+        with pytest.raises(SystemExit):
+            main([str(imported), "--prompt=a", f"--seed={seed}"])
+        assert f"--seed {seed}: must fit in 64 bits" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main([str(imported), "--prompt=a", "--system=b"])
     assert "--system is for --chat" in capsys.readouterr().err
@@ -425,6 +434,8 @@ def test_mistakes_are_explained(imported: Path, tmp_path: Path, capsys: pytest.C
     (tmp_path / "empty.jsonl").touch()
     with pytest.raises(TitaniteError, match=r"--prompts-file .*empty\.jsonl: is empty"):
         main([str(imported), "--prompts-file", str(tmp_path / "empty.jsonl")])
+    with pytest.raises(TitaniteError, match=r"--prompts-file .*none\.jsonl: cannot be read: .*No such file"):
+        main([str(imported), "--prompts-file", str(tmp_path / "none.jsonl")])
     with pytest.raises(TitaniteError, match="prompt = '': the tokenizer makes no token of it"):
         main([str(imported), "--prompt", ""])
     with pytest.raises(TitaniteError, match="no checkpoint here"):
