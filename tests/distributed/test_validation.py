@@ -12,6 +12,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from config import Config, ConfigError, Data, Model, TitaniteError, Training, load_config
 from data.loader import IGNORED, validation_batches
@@ -74,6 +77,20 @@ def test_what_a_model_holds_out_of_training_stays_so_after_a_validation() -> Non
     with _no_training([model]):
         assert not model[1].training
     assert (model[0].training, model[1].training) == (False, True)
+
+
+def is_sharded_after_a_forward() -> list[bool]:
+    model = nn.Linear(4, 4)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)), reshard_after_forward=False)
+    with _no_training([model]), torch.no_grad():
+        model(torch.ones(1, 4))
+        inside = isinstance(model.weight, DTensor)
+    return [inside, isinstance(model.weight, DTensor)]
+
+
+def test_a_validation_leaves_no_weights_gathered() -> None:
+    """They would fill the memory until the next backward."""
+    assert run_ranks(2, is_sharded_after_a_forward) == [[False, True]] * 2
 
 
 def logits_of_a_token() -> list[float]:
@@ -200,6 +217,7 @@ def test_packed_examples_are_measured_whole_and_apart(tuning: Path) -> None:  # 
     with pytest.raises(ConfigError, match="--seq-len 20: must be 32"):
         as_packed(config, 20, True)
     packed = as_packed(config, None, False)
+    assert packed.training.seq_len == 32, "rows are not cut"
     summed, count = 0.0, 0
     for batch in validation_batches(packed, 0, 1):
         for tokens, labels, positions in zip(*batch, strict=True):
