@@ -505,8 +505,11 @@ def options(*arguments: str) -> Any:
     return parse(["--world-size=64", "--config=train_configs/llama3_8b.toml", *arguments])[1:]
 
 
-def test_a_plan_is_consistent() -> None:
-    found = plan(*options("--tokens=1e12"))
+@pytest.mark.parametrize(
+    "layout", [[], ["--parallelism.tp=2", "--parallelism.cp=2", "--parallelism.pp=2", "--training.local_batch_size=2"]]
+)
+def test_a_plan_is_consistent(layout: list[str]) -> None:
+    found = plan(*options("--tokens=1e12", *layout))
     held, speed = found["memory_gib"], found["speed"]
     causes = ("weights", "gradients", "optimizer", "activations", "working", "gathered")
     assert sum(held[cause] for cause in causes) == pytest.approx(held["allocated"])
@@ -525,6 +528,68 @@ def test_a_slow_network_and_a_pipeline_bound_the_step() -> None:
     assert slow["tokens_per_second"] < 0.2 * plan(*options())["speed"]["tokens_per_second"]
     pipeline = plan(*options("--parallelism.pp=8", "--training.local_batch_size=8"))["speed"]
     assert pipeline["bubble"] == pytest.approx(7 / 15 * pipeline["step_seconds"], rel=0.02)
+
+
+ISLANDS = ["--parallelism.dp_replicate=4", "--parallelism.local_steps=9"]
+ISLANDS += ["--checkpoint.interval=9", "--validation.interval=9"]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        [f"{BATCH}=128"],
+        [f"{BATCH}=128", *ONCE],
+        [f"{BATCH}=128", "--parallelism.reshard_group_size=8"],
+        ["--parallelism.dp_replicate=4"],
+        ISLANDS,
+        ["--world-size=4", "--parallelism.tp=4"],
+        ["--world-size=4", "--parallelism.tp=4", *FLOAT8],
+        ["--parallelism.cp=4"],
+        ["--parallelism.cp=4", RING],
+        ["--parallelism.pp=4", "--training.local_batch_size=8"],
+        ["--parallelism.pp=4", "--training.local_batch_size=8", f"{BATCH}=256", INTERLEAVED],
+    ],
+)
+def test_on_a_slow_network_a_step_takes_as_long_as_its_traffic(layout: list[str]) -> None:
+    """With nodes of one GPU all of it crosses, and next to nothing is hidden. The rest are small messages."""
+    words = ["--model.flavor=70B", "--activation_checkpoint.mode=full", "--compile.enable=false", *layout]
+    config, settings = options(*words, "--gpus-per-node=1", "--bandwidth=0.01")
+    found, p = plan(config, settings), config.parallelism
+    ranks = {"world": settings.world_size, "dp_replicate": p.dp_replicate, "tp": p.tp, "cp": p.cp, "pp": p.pp}
+    ranks |= {"dp_shard_cp": settings.world_size // (p.dp_replicate * p.tp * p.pp), "reshard_group": 8}
+    sent = 0.0
+    for axis, kind, _, size in (message.values() for message in found["traffic"]):
+        ring = 1.0 if kind == "send" else (2 if kind == "all_reduce" else 1) * (ranks[axis] - 1) / ranks[axis]
+        sent += ring * size / (p.local_steps if layout == ISLANDS and axis == "dp_replicate" else 1)
+    assert found["speed"]["inter_node"] == pytest.approx(sent / (0.01e9 * 0.8), rel=0.05)
+    assert found["speed"]["intra_node"] == 0
+
+
+@pytest.mark.parametrize(
+    ("more", "microbatches", "bubble"),
+    [
+        ([], 8, 7 / 8),
+        ([f"{BATCH}=16"], 16, 7 / 8),
+        ([INTERLEAVED], 8, 7 / 16),
+        (["--parallelism.pp_schedule=InterleavedZeroBubble"], 8, 7 / 48),
+    ],
+)
+def test_the_last_stage_of_a_pipeline_computes_its_blocks_and_the_head(
+    more: list[str], microbatches: int, bubble: float
+) -> None:
+    """Of ranks on one node, without shards: the network has only what stages send."""
+    words = ["--activation_checkpoint.mode=none", "--compile.enable=false"]
+    pipeline = ["--world-size=8", "--parallelism.pp=8", "--training.local_batch_size=8", *more]
+    speed = plan(*options(*words, *pipeline))["speed"]
+    config, settings = options(*words, "--world-size=1", "--training.local_batch_size=1")
+    device, tokens = settings.cluster.device, config.training.seq_len
+    head = 6 * tokens * 4096 * 128_256 / (device.flops * device.matmul_share)
+    blocks = plan(config, settings)["speed"]["matmul"] - head  # 32
+    assert speed["matmul"] == pytest.approx(microbatches * (blocks / 8 + head))
+    pieces = 2 if more and "pp_schedule" in more[0] else 1
+    sent = 2 * microbatches * pieces * tokens * 4096 * 2
+    assert speed["intra_node"] == pytest.approx(sent / (device.link_bandwidth * 0.8))
+    assert speed["bubble"] == pytest.approx(bubble * (speed["step_seconds"] - speed["bubble"]), rel=0.02)
 
 
 def test_smaller_moments_are_read_and_written_faster() -> None:
