@@ -157,6 +157,8 @@ def test_a_page_that_cannot_be_replaced_is_written_over(tmp_path: Path, monkeypa
 
 
 def test_mistakes_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([])
     with pytest.raises(TitaniteError, match=r"nowhere/metrics.jsonl: cannot be read"):
         main(["compare", str(tmp_path / "nowhere")])
     run = write_run(tmp_path / "run", ["{", row(2, loss=1.0)], Config())

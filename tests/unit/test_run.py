@@ -6,6 +6,7 @@ import errno
 import importlib
 import inspect
 import json
+import logging
 import os
 import resource
 import shutil
@@ -44,7 +45,7 @@ from data.order import Segment
 from data.place import Place, StepShape
 from launch.processes import processes
 from launch.torchrun import launch
-from metrics import MetricsLogger, find_hook, peak_flops, peak_memory_gib
+from metrics import MetricsLogger, configure_logging, find_hook, peak_flops, peak_memory_gib
 from models import build_model, find_model
 from parallel.comm import (
     LaunchEnvironment,
@@ -390,6 +391,26 @@ def test_a_memory_snapshot_needs_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         check_profiling(Profiling(memory_snapshot=True))
 
 
+def log_on(log_ranks: tuple[int, ...]) -> None:
+    rank = dist.get_rank()
+    configure_logging(log_ranks, rank, 2)
+    for name in ("ours", "botocore.credentials"):
+        logging.getLogger(name).warning(f"{name} goes on")
+        logging.getLogger(name).error(f"{name} fails")
+
+
+@pytest.mark.parametrize(("log_ranks", "prefixes"), [((1,), ("", "")), ((0, 1), ("[rank 0] ", "[rank 1] "))])
+def test_progress_is_logged_by_the_chosen_ranks_and_errors_by_all(
+    log_ranks: tuple[int, ...], prefixes: tuple[str, str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_ranks(2, log_on, log_ranks)
+    expected = []
+    for rank, prefix in enumerate(prefixes):
+        said = ["ours goes on"] * (rank in log_ranks) + ["ours fails", "botocore.credentials fails"]
+        expected += [prefix + line for line in said]
+    assert sorted(line.partition(" ")[2] for line in capfd.readouterr().err.splitlines()) == sorted(expected)
+
+
 def test_metrics_rows_hold_the_rates_of_the_interval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("metrics.time.perf_counter", lambda: now[0])
@@ -408,6 +429,7 @@ def test_metrics_rows_hold_the_rates_of_the_interval(tmp_path: Path, monkeypatch
     row, validation, named = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert row["tps"] == 2000 / 8
     assert row["mfu"] == pytest.approx(50 * 250 / 1e6)
+    assert row["tflops"] == pytest.approx(50 * 250 / 1e12)
     assert row["data_wait_pct"] == 25
     assert (row["step_seconds"], row["interval_steps"]) == (4, 2)
     assert (row["loss"], row["validation_loss"], row["tokens"]) == (3.5, None, 4000)
@@ -709,6 +731,7 @@ def test_a_hook_is_given_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     written = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert importlib.import_module("my_tracker").rows == written
     assert len(written) == 2
+    assert not (tmp_path / "tensorboard").exists()
     for name, said in {
         "my_tracker": "package.module:function",
         ".my_tracker:log": "package.module:function",
