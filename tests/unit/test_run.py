@@ -678,6 +678,11 @@ def test_nodes_that_remain_go_on_without_those_that_are_taken(
     assert run_ranks(4, goes_on, tmp_path, asked) == expected
 
 
+def test_the_file_stop_ends_a_run_of_one_process_and_is_then_gone(tmp_path: Path) -> None:
+    assert run_ranks(1, goes_on, tmp_path, {0: ("stop",)}) == [False]
+    assert not list(tmp_path.iterdir())
+
+
 def leave_by(error: Exception, folder: Path, asked_by: signal.Signals) -> str:
     """Leave the context by an error on rank 1 alone, which was asked to stop; the others wait for it elsewhere."""
     rank = dist.get_rank()
