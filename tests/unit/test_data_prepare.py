@@ -1538,9 +1538,9 @@ def test_file_systems_without_locks(number, said, tmp_path, monkeypatch, caplog)
         assert said in caplog.text
 
 
-def test_the_lock_is_no_program(tmp_path):
-    with locked(tmp_path / "out"):
-        assert not (tmp_path / "out" / ".lock").stat().st_mode & 0o111
+def test_the_lock_is_no_program_in_a_folder_that_may_be_new(tmp_path):
+    with locked(tmp_path / "datasets" / "out"):
+        assert not (tmp_path / "datasets" / "out" / ".lock").stat().st_mode & 0o111
 
 
 @pytest.mark.parametrize(
