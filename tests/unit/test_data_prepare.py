@@ -37,7 +37,7 @@ from data.convert import main as convert_main
 from data.prepare import count, main, prepare
 from data.shards import DataError
 from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
-from data.workers import locked
+from data.workers import locked, worker_pool
 from tests.corpus import stored_blocks, write_dataset
 
 ROOT = Path(__file__).parents[2]
@@ -1536,6 +1536,13 @@ def test_file_systems_without_locks(number, said, tmp_path, monkeypatch, caplog)
     refused = number == errno.EBADF
     with pytest.raises(DataError, match=said) if refused else nullcontext(), locked(tmp_path / "out"):
         assert said in caplog.text
+
+
+def test_an_error_ends_the_workers_without_the_tasks_that_wait(tmp_path):
+    with locked(tmp_path) as lock, suppress(DataError), worker_pool(2, lock) as pool:
+        tasks = [pool.submit(os.getpid) for _ in range(50)]
+        raise DataError("a damaged file")
+    assert tasks[-1].cancelled()
 
 
 def test_the_lock_is_no_program_in_a_folder_that_may_be_new(tmp_path):
