@@ -193,6 +193,8 @@ def test_data_that_cannot_be_had_are_named_in_one_line(
     else:
         (tasks / "sayings.jsonl").unlink()
     command = [str(imported), "--tasks=sayings", "--include", str(tasks), "--max-seq-len=100"]
+    with pytest.raises(ConfigError, match=r"^--tasks saying: no such task.*sayings"):  # before a model is looked for
+        main(["nowhere", "--tasks=saying", *command[2:]])
     with pytest.raises(TitaniteError, match=r"^--tasks sayings: data cannot be loaded: .*(x/y|sayings).*HF_HOME"):
         main(command)
 
