@@ -546,22 +546,29 @@ ISLANDS += ["--checkpoint.interval=9", "--validation.interval=9"]
         ["--world-size=4", "--parallelism.tp=4", *FLOAT8],
         ["--parallelism.cp=4"],
         ["--parallelism.cp=4", RING],
+        ["--parallelism.cp=4", "--training.seq_len=16777216"],
         ["--parallelism.pp=4", "--training.local_batch_size=8"],
         ["--parallelism.pp=4", "--training.local_batch_size=8", f"{BATCH}=256", INTERLEAVED],
     ],
 )
 def test_on_a_slow_network_a_step_takes_as_long_as_its_traffic(layout: list[str]) -> None:
-    """With nodes of one GPU all of it crosses, and next to nothing is hidden. The rest are small messages."""
+    """With nodes of one GPU all of it crosses. FSDP2's is hidden by that of tp and cp, or the other way round.
+
+    The rest are small messages.
+    """
     words = ["--model.flavor=70B", "--activation_checkpoint.mode=full", "--compile.enable=false", *layout]
     config, settings = options(*words, "--gpus-per-node=1", "--bandwidth=0.01")
     found, p = plan(config, settings), config.parallelism
     ranks = {"world": settings.world_size, "dp_replicate": p.dp_replicate, "tp": p.tp, "cp": p.cp, "pp": p.pp}
     ranks |= {"dp_shard_cp": settings.world_size // (p.dp_replicate * p.tp * p.pp), "reshard_group": 8}
-    sent = 0.0
+    between, beside = 0.0, 0.0
     for axis, kind, _, size in (message.values() for message in found["traffic"]):
         ring = 1.0 if kind == "send" else (2 if kind == "all_reduce" else 1) * (ranks[axis] - 1) / ranks[axis]
-        sent += ring * size / (p.local_steps if layout == ISLANDS and axis == "dp_replicate" else 1)
-    assert found["speed"]["inter_node"] == pytest.approx(sent / (0.01e9 * 0.8), rel=0.05)
+        if axis in ("tp", "cp") or (axis == "world" and p.tp > 1):
+            between += ring * size
+        else:
+            beside += ring * size / (p.local_steps if layout == ISLANDS and axis == "dp_replicate" else 1)
+    assert found["speed"]["inter_node"] == pytest.approx(max(between, beside) / (0.01e9 * 0.8), rel=0.05)
     assert found["speed"]["intra_node"] == 0
 
 
