@@ -524,7 +524,7 @@ def test_killed_and_resumed_under_torchrun(dataset: Path, tmp_path: Path, capsys
         with gzip.open(folder / "profile" / f"trace-step14-rank{rank}.json.gz") as file:
             names = {event["name"] for event in json.load(file)["traceEvents"]}
         # Counted from this start, which resumed after step 5 or 10.
-        expected = {f"ProfilerStep#{step - resumed - 1}" for step in (14, 15)}
+        expected = {f"ProfilerStep#{step - resumed}" for step in (14, 15)}
         assert {name for name in names if name.startswith("ProfilerStep")} == expected
 
     texts = []
