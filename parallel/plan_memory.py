@@ -96,7 +96,7 @@ def _selected(work: Work) -> int:
 def loss_bytes(work: Work) -> int:
     """The most bytes that the loss holds per microbatch: float32 logits, log-softmax and gradients; compiled, 2 + 2.
 
-    With tp also logits as they came, but no log-softmax.
+    With tp: the logits as they came, float32 probabilities and gradients, 2 + 4 + 2.
     """
     split = work.dims.tp > 1 and not work.compiled_loss
     per_logit = 4 if work.compiled_loss else (8 if split else 12)

@@ -218,7 +218,7 @@ def loss_of_split_logits() -> None:
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):  # type: ignore[func-returns-value]
         loss = vocab_parallel_cross_entropy(own, labels, mesh, IGNORED)
-    assert all(x.dtype is torch.bfloat16 for x in kept if x.numel() >= own.numel())
+    assert {x.dtype for x in kept if x.numel() >= own.numel()} == {torch.bfloat16}
     expected = cross_entropy(whole, labels)
     torch.testing.assert_close(loss, expected)
     expected.backward()

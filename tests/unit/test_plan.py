@@ -318,7 +318,7 @@ MEMORY = {
     "selective, TP 2, eager": (16, BLOCK, [UNTIED, SELECTIVE, EAGER, "--parallelism.tp=2"], 0.05),
     "every second": (16, BLOCK, [FULL, "--activation_checkpoint.every_n_layers=2"], 0.03),
     "weights not tied, in 8 chunks": (16, HEAD, [UNTIED, FULL, IN_8], 0.03),
-    "TP 4, eager": (16, LOSS, ["--parallelism.tp=4", EAGER], 0.05),
+    "TP 4, eager": (16, LOSS, ["--parallelism.tp=4", EAGER], 0.01),
     "TP 4, full": (16, BLOCK, [FULL, "--parallelism.tp=4"], 0.03),
     "CP 4, eager": (16, BLOCK, ["--parallelism.cp=4", EAGER], 0.03),
     "CP 4, ring, eager": (16, BLOCK, [UNTIED, "--parallelism.cp=4", RING, EAGER], 0.03),
