@@ -137,8 +137,10 @@ def _build_stages(parts: list[nn.Module], dim: int, vocab_size: int, mesh: Mesh,
     size, length = settings.pp_microbatch_size, training.seq_len // mesh.cp.size()
     dtype = getattr(torch, training.param_dtype)
     tokens = torch.empty(size, training.seq_len, dtype=torch.int64, device="meta")
-    hidden = torch.empty(size, length // mesh.tp.size(), dim, dtype=dtype, device="meta", requires_grad=True)
-    scores = torch.empty(size, length, vocab_size // mesh.tp.size(), dtype=dtype, device="meta", requires_grad=True)
+    tp = mesh.tp.size()
+    own = (size, length) if tp == 1 else (size * length // tp,)  # tp cuts the tokens of all sequences, in one row
+    hidden = torch.empty(*own, dim, dtype=dtype, device="meta", requires_grad=True)
+    scores = torch.empty(size, length, vocab_size // tp, dtype=dtype, device="meta", requires_grad=True)
     n_stages = mesh.pp.size() * len(parts)
     return [
         _Stage(

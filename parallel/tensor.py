@@ -1,8 +1,8 @@
-"""Tensor parallelism: ranks share the matmuls of a block, and split the sequence in between.
+"""Tensor parallelism: ranks share the matmuls of a block, and split the tokens in between.
 
 As in Megatron-LM (Shoeybi et al. 2019; Korthikanti et al. 2022 for the sequence), by torch's DTensor.
 
-Shapes: B batch   S sequence   T tokens, B * S   V vocabulary, or this rank's part of it
+Shapes: B batch   S sequence   T tokens, B * S   D dim   V vocabulary, or this rank's part of it
 """
 
 import warnings
@@ -26,7 +26,7 @@ def _own_part(ids: Tensor, size: int, mesh: DeviceMesh) -> tuple[Tensor, Tensor]
 
 
 class VocabParallelEmbedding(ParallelStyle):
-    """Shares the rows of an embedding [V, D] (Megatron-LM, section 3). Embeds tokens [B, S] to this rank's part of S.
+    """Shares the rows of an embedding [V, D] (Megatron-LM, section 3). Embeds tokens [B, S] to this rank's [T / tp, D].
 
     torch's RowwiseParallel sends as much, but makes the gradient of all V rows on each rank. It stays there until the
     step's end if gradients are summed late: 2 GB in float32 for the 8B, 8 GB for the 405B.
@@ -40,12 +40,12 @@ class VocabParallelEmbedding(ParallelStyle):
 
 
 def _look_up(module: nn.Embedding, mesh: DeviceMesh, tokens_BS: Tensor) -> Tensor:
-    """Embed all tokens together with the other ranks, and return this rank's part of the sequence."""
+    """Embed all tokens together with the other ranks, and return this rank's part of them, [T / tp, D]."""
     assert isinstance(module.weight, DTensor)
     weight = module.weight.to_local()
     row, own = _own_part(tokens_BS, len(weight), mesh)
-    found_BSD = F.embedding(row, weight) * own[..., None]
-    part = DTensor.from_local(found_BSD, mesh, [Partial()]).redistribute(placements=[Shard(1)]).to_local()
+    found_TD = (F.embedding(row, weight) * own[..., None]).flatten(0, 1)
+    part = DTensor.from_local(found_TD, mesh, [Partial()]).redistribute(placements=[Shard(0)]).to_local()
     # The copy waits for the transfer. Without it a compiled block under FSDP2 silently loses the embedding's gradient.
     return part.clone()
 

@@ -6,6 +6,8 @@ permuted when loading or exporting.
 Shapes are written with these letters:
     B batch   S sequence   T keys (S, or the length of the cache)   D dim   F hidden_dim
     N query heads   K key/value heads   H head_dim   V vocabulary
+Tensor parallelism makes one dimension of B and S in hidden states, [B * S, D], and nothing here may tell them apart but
+attention.
 """
 
 import math
@@ -174,14 +176,15 @@ class Attention(nn.Module):
         cache: KVCache | None,
         positions_BS: Tensor | None,
     ) -> Tensor:
-        B, S, _ = x_BSD.shape
+        S = cos.shape[1]
+        B = x_BSD.shape[:-1].numel() // S
         q, k, v = (w(x_BSD).view(B, S, -1, self.head_dim) for w in (self.wq, self.wk, self.wv))
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)  # before the transpose: after it, they would be copied
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         if cache is not None and positions_BS is not None:
             k, v = cache.store(k, v, positions_BS)
         out = self.attend(q, k, v, mask)
-        return self.wo(out.transpose(1, 2).reshape(B, S, -1))
+        return self.wo(out.transpose(1, 2).reshape(*x_BSD.shape[:-1], -1))
 
 
 class FeedForward(nn.Module):
@@ -252,7 +255,7 @@ class Llama(nn.Module):
         caches: Sequence[KVCache] | None = None,
         loss: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """Logits [B, S, V] of tokens [B, S]. Between pipeline stages input or result are hidden states [B, S, D].
+        """Logits [B, S, V] of tokens [B, S]. Between pipeline stages input or result are hidden states.
 
         With `loss`, a function of the last hidden states and the output's weight: what that returns.
 
@@ -283,10 +286,12 @@ class Llama(nn.Module):
             return h
         h = self.norm(h)
         if self.output is not None:
-            return self.output(h) if loss is None else self.output(h, loss)
-        assert self.tok_embeddings is not None, "tied: one weight at both ends"
-        weight = self.tok_embeddings.weight
-        return F.linear(h, weight.to(h.dtype)) if loss is None else loss(h, weight)
+            result = self.output(h) if loss is None else self.output(h, loss)
+        else:
+            assert self.tok_embeddings is not None, "tied: one weight at both ends"
+            weight = self.tok_embeddings.weight
+            result = F.linear(h, weight.to(h.dtype)) if loss is None else loss(h, weight)
+        return result.view(-1, positions.shape[1], result.shape[-1]) if loss is None else result
 
     def init_std(self, name: str) -> float | None:
         """Standard deviation of the initial values of parameter `name`; None for norms, which start at 1.

@@ -91,22 +91,23 @@ def check_parallelism(flavor: LlamaConfig, config: Config) -> None:
 
 
 # The matmuls of a block come in pairs, the first split by columns, the second by rows (Megatron-LM). So ranks
-# communicate only before and after a pair. Between pairs each holds a part of the sequence.
+# communicate only before and after a pair. Between pairs each holds a part of the tokens of all sequences, [B * S, D]:
+# a collective along the first dimension needs no copy.
 BLOCK_PLAN: dict[str, ParallelStyle] = {
-    "attention_norm": SequenceParallel(),
-    "attention": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+    "attention_norm": SequenceParallel(sequence_dim=0),
+    "attention": PrepareModuleInput(input_layouts=(Shard(0),), desired_input_layouts=(Replicate(),)),
     "attention.wq": ColwiseParallel(),
     "attention.wk": ColwiseParallel(),
     "attention.wv": ColwiseParallel(),
-    "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
-    "ffn_norm": SequenceParallel(),
-    "feed_forward": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+    "attention.wo": RowwiseParallel(output_layouts=Shard(0)),
+    "ffn_norm": SequenceParallel(sequence_dim=0),
+    "feed_forward": PrepareModuleInput(input_layouts=(Shard(0),), desired_input_layouts=(Replicate(),)),
     "feed_forward.w1": ColwiseParallel(),
     "feed_forward.w3": ColwiseParallel(),
-    "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
+    "feed_forward.w2": RowwiseParallel(output_layouts=Shard(0)),
 }
 WHOLE_SEQUENCE = PrepareModuleOutput(
-    output_layouts=Shard(1), desired_output_layouts=Replicate(), use_local_output=False
+    output_layouts=Shard(0), desired_output_layouts=Replicate(), use_local_output=False
 )
 
 
@@ -116,9 +117,9 @@ def tensor_plan(part: Llama) -> dict[str, ParallelStyle]:
     if part.tok_embeddings is not None:
         plan["tok_embeddings"] = VocabParallelEmbedding()
     if part.norm is not None:
-        plan["norm"] = SequenceParallel()
+        plan["norm"] = SequenceParallel(sequence_dim=0)
         if part.output is not None:
-            plan["output"] = ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1))
+            plan["output"] = ColwiseParallel(input_layouts=Shard(0), output_layouts=Shard(-1))
     return plan
 
 

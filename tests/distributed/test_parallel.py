@@ -25,15 +25,16 @@ import torch.distributed._symmetric_memory as symmetric_memory
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from config import Config
 from loss import IGNORED, build_loss, cross_entropy
 from models.llama.model import Block
 from parallel.context import local_indices, ring_attention
-from parallel.pipeline import layers_of_stages
+from parallel.pipeline import Step, build_step, layers_of_stages
 from parallel.tensor import enable_async_tensor_parallel, vocab_parallel_cross_entropy
 from tests.harness import run_ranks
-from tests.parity import GLOBAL_BATCH, close, config_for, our_run, plain_run
+from tests.parity import FLAVOR, GLOBAL_BATCH, close, config_for, our_run, plain_run
 from tests.parity_ranks import FULL_STEPS, compare
 
 ROOT = Path(__file__).parents[2]
@@ -276,6 +277,42 @@ def test_compiled_by_inductor() -> None:
     config = config_for(1, 1, "inductor", tp=2, local_batch_size=GLOBAL_BATCH)
     for result in run_ranks(2, our_run, config, STEPS, 1):
         close(result, expected, loss_tolerance=1e-5)
+
+
+class Joins(TorchDispatchMode):
+    """Notes the shapes of hidden states that are put together from pieces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.cat.default and result.dim() < 4 and result.shape[-1] == FLAVOR.dim:
+            self.shapes.append(tuple(result.shape))
+        return result
+
+
+def hidden_states_joined(config: Config) -> list[tuple[int, ...]]:
+    joins = Joins()
+
+    def build_watched_step(*args: Any) -> Step:
+        step = build_step(*args)
+
+        def forward_backward(*batch: Any) -> Tensor:
+            with joins:
+                return step.forward_backward(*batch)
+
+        return step._replace(forward_backward=forward_backward)
+
+    with mock.patch("tests.parity.build_step", build_watched_step):
+        our_run(config, 1, 1)
+    return joins.shapes
+
+
+def test_tensor_parallelism_communicates_without_copies() -> None:
+    """A collective along any dimension but the first copies all that it sends, or all that it gets."""
+    assert run_ranks(2, hidden_states_joined, config_for(1, 1, tp=2)) == [[], []]
 
 
 def async_tp_is_on() -> bool:
