@@ -14,7 +14,6 @@ from torch import nn
 import config as settings
 from config import ONE_SCALE, Config, ConfigError, close_match, gathers_float8
 from float8.cpu import replace_matmul
-from float8.fsdp import keep_no_copies
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +76,6 @@ def convert_to_float8(
     from torchao.float8 import convert_to_float8_training
 
     replace_matmul()
-    keep_no_copies()
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     _check_skip(list(linears), float8)
     reasons_to_skip = {name: _reason_to_skip(linear, name, float8, tp) for name, linear in linears.items()}

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._functorch import config as compiler
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -53,6 +53,35 @@ def apply_activation_checkpoint(block: nn.Module, settings: ActivationCheckpoint
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options)
 
     block.forward = checkpointed_forward
+
+
+def guide_compiler() -> None:
+    """Overrule two choices of the compiler, for the whole process, of what a forward keeps for its backward.
+
+    Between attention and feed-forward it would keep the result of the matmul, not its sum with the residual stream,
+    which takes as much memory and is what the backward needs. To sum again costs a fifth of what a block's own kernels
+    read and write in the backward: each norm's kernel then reads tensors of both (torch 2.13, code for an H100).
+
+    The matmul for an input's gradient reads the weight by columns, so a float8 one is copied for it. The compiler would
+    do that in the forward and keep the copies of all layers, whole, for the backward, though FSDP2 frees the weights:
+    56 GB for the feed-forwards of the 70B. It knows that weights cost nothing to keep, but looks for them at the wrong
+    places once torchao's are taken apart into data and scale (torch 2.11 to 2.13).
+    """
+    compiler.joint_custom_pass = _overrule
+
+
+def _overrule(joint: fx.GraphModule, _: Any) -> fx.GraphModule:
+    for total in joint.graph.find_nodes(op="call_function", target=aten.add.Tensor):
+        for term in total.all_input_nodes:
+            if term.target is aten.add.Tensor and term.meta.get("partitioner_tag") == "is_forward":
+                term.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)  # a checkpoint's own choice stays
+    for copy in joint.graph.find_nodes(op="call_function", target=aten.clone.default):
+        source = copy.args[0]
+        while source.op != "placeholder" and len(source.all_input_nodes) == 1:  # a transposed weight, say
+            (source,) = source.all_input_nodes
+        if source.op == "placeholder" and source.meta["val"].dtype in (torch.float8_e4m3fn, torch.float8_e4m3fnuz):
+            copy.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    return joint
 
 
 def exempt_from_budget(compiled: Callable[..., Tensor]) -> Callable[..., Tensor]:

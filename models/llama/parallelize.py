@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from config import Config, ConfigError, gathers_activations
 from float8.tensor import float8_plan
 from models.llama.model import Llama, LlamaConfig, attention
-from parallel.activation_checkpoint import apply_activation_checkpoint
+from parallel.activation_checkpoint import apply_activation_checkpoint, guide_compiler
 from parallel.comm import device_type
 from parallel.context import build_gather, local_indices, ring_attention
 from parallel.fsdp import apply_fsdp, needs_fsdp
@@ -163,6 +163,7 @@ def apply_context_parallel(part: Llama, mesh: Mesh, method: str) -> None:
 def checkpoint_and_compile(part: Llama, mesh: Mesh, config: Config) -> None:
     """Apply activation checkpointing to every n-th block, and compile each block as one graph."""
     checkpointing, compile = config.activation_checkpoint, config.compile
+    guide_compiler()
     # The checkpoint goes inside the compiled graph, so that the compiler fuses the recomputation. But with TP and
     # `full` it goes outside: torch 2.13 fails to keep a mesh for the backward.
     compile_first = compile.enable and mesh.tp.size() > 1 and checkpointing.mode == "full"

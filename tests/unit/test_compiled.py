@@ -15,7 +15,7 @@ from float8.convert import convert_to_float8
 from loss import build_chunked_loss
 from models.init import init_weights
 from models.llama.model import Llama, LlamaConfig, rope_cos_sin
-from parallel.activation_checkpoint import apply_activation_checkpoint
+from parallel.activation_checkpoint import apply_activation_checkpoint, guide_compiler
 from parallel.mesh import ParallelDims
 from tests.harness import run_ranks
 
@@ -94,6 +94,33 @@ def test_activations_kept_for_the_backward() -> None:
 
 
 KEEP_ALL = ActivationCheckpoint(mode="none")
+
+
+def keeps_the_residual_stream() -> tuple[bool, bool]:
+    """Whether a compiled block keeps for its backward the sum after attention, and what was added there."""
+    model = Llama(FLAVOR)
+    init_weights(model, torch.device("cpu"), seed=0)
+    block = model.layers["0"]
+    cos, sin = rope_cos_sin(FLAVOR, torch.arange(32)[None])
+    x = torch.randn(2, 32, FLAVOR.dim, requires_grad=True)
+    added = block.attention(block.attention_norm(x), cos, sin, None, None, None).detach()
+    kept: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.append(tensor.detach().clone())
+        return tensor
+
+    guide_compiler()
+    block.compile(backend="aot_eager_decomp_partition", fullgraph=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        block(x, cos, sin, None)
+    alike = [tensor.reshape(x.shape) for tensor in kept if tensor.numel() == x.numel()]
+    found = (any(torch.allclose(tensor, wanted, atol=1e-5) for tensor in alike) for wanted in (x + added, added))
+    return next(found), next(found)
+
+
+def test_a_block_keeps_the_sum_not_what_was_added() -> None:
+    assert run_ranks(1, keeps_the_residual_stream) == [(True, False)]
 
 
 def test_a_memory_budget_is_a_share_of_the_activations_alone() -> None:
