@@ -71,10 +71,12 @@ def guide_compiler() -> None:
 
 
 def _overrule(joint: fx.GraphModule, _: Any) -> fx.GraphModule:
-    for total in joint.graph.find_nodes(op="call_function", target=aten.add.Tensor):
-        for term in total.all_input_nodes:
-            if term.target is aten.add.Tensor and term.meta.get("partitioner_tag") == "is_forward":
-                term.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)  # a checkpoint's own choice stays
+    sums = set(joint.graph.find_nodes(op="call_function", target=aten.add.Tensor))
+    for term in {term for total in sums for term in total.all_input_nodes if term in sums}:
+        undecided = term.meta.get("recompute") in (None, CheckpointPolicy.PREFER_SAVE)
+        # A budget as small as to compute the matmul again would be exceeded; one of 0.6 keeps all matmuls' results.
+        if undecided and term.meta.get("partitioner_tag") == "is_forward" and compiler.activation_memory_budget >= 0.6:
+            term.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     for copy in joint.graph.find_nodes(op="call_function", target=aten.clone.default):
         source = copy.args[0]
         while source.op != "placeholder" and len(source.all_input_nodes) == 1:  # a transposed weight, say

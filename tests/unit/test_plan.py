@@ -25,7 +25,7 @@ from config import ConfigError, load_config
 from float8.convert import check_float8
 from models import build_model, find_model
 from models.llama.model import Block, LlamaConfig, rope_cos_sin
-from parallel.activation_checkpoint import apply_activation_checkpoint
+from parallel.activation_checkpoint import apply_activation_checkpoint, guide_compiler
 from parallel.devices import GIB
 from parallel.mesh import ParallelDims
 from parallel.pipeline import keeps_functions
@@ -471,6 +471,7 @@ def kept_when_compiled(memory_budget: float) -> tuple[int, int]:
         ]
     )
     block = Block(SMALL).to(torch.bfloat16)
+    guide_compiler()
     apply_activation_checkpoint(block, config.activation_checkpoint)
     block.compile(backend="inductor", fullgraph=True)
     x = torch.randn(batch, seq_len, SMALL.dim, dtype=torch.bfloat16, requires_grad=True)
