@@ -27,8 +27,8 @@ def local_indices(seq_len: int, mesh: DeviceMesh, device: torch.device | None = 
     return torch.cat((chunks[rank], chunks[2 * size - 1 - rank]))
 
 
-def build_gather(mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
-    """Build the function from this rank's [B, K, S, H] to all ranks' [B, K, T, H], in the order of the sequence.
+def build_gather(mesh: DeviceMesh) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Build the function from this rank's keys and values [B, K, S, H] to all ranks' [B, K, T, H], in sequence order.
 
     Its backward sums the gradients of all ranks and returns this rank's part.
     """
@@ -36,11 +36,12 @@ def build_gather(mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
     warnings.filterwarnings("ignore", message=".*all_gather_tensor_autograd. is deprecated")
     group, size = mesh.get_group(), mesh.size()
 
-    def gather(x_BKSH: Tensor) -> Tensor:
+    def gather(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         # Not along S: torch would add a copy that the compiler of torch 2.12 cannot trace.
-        parts = all_gather_tensor_autograd(x_BKSH.contiguous(), gather_dim=0, group=group).chunk(size)
-        chunks = [chunk for part in parts for chunk in part.chunk(2, dim=2)]  # rank 0's two, rank 1's two, ...
-        return torch.cat(chunks[::2] + chunks[1::2][::-1], dim=2)
+        parts = all_gather_tensor_autograd(torch.stack((k, v)), gather_dim=0, group=group).chunk(size)
+        chunks = [chunk for part in parts for chunk in part.chunk(2, dim=-2)]  # rank 0's two, rank 1's two, ...
+        k, v = torch.cat(chunks[::2] + chunks[1::2][::-1], dim=-2)
+        return k, v
 
     return gather
 

@@ -399,14 +399,14 @@ def _maxima(work: Work, name: str) -> tuple[list[int], list[int], list[int]]:
 
 
 def _context_messages(work: Work) -> Iterator[Message]:
-    """Keys and values are gathered, their gradients summed and scattered; or all of these are sent round a ring."""
+    """Keys and values, in one message, are gathered, their gradients summed and scattered; or sent round a ring."""
     s, c, m = work.shape, work.dims.cp, work.microbatches
     numbers = work.tokens * s.n_kv_heads * s.head_dim // work.dims.tp  # of this rank's keys
     again = work.recomputed if work.keys_go_again else 0
     if work.config.parallelism.cp_method == "allgather":
-        yield "cp", "all_gather", numbers * c * work.param_bytes, 2 * m * (work.layers + again)
-        yield "cp", "reduce_scatter", numbers * c * work.param_bytes, 2 * m * work.layers
-    else:  # keys and values in one message; in backward their float32 gradients travel too, a full turn
+        yield "cp", "all_gather", 2 * numbers * c * work.param_bytes, m * (work.layers + again)
+        yield "cp", "reduce_scatter", 2 * numbers * c * work.param_bytes, m * work.layers
+    else:  # in backward their float32 gradients travel too, a full turn
         yield "cp", "send", 2 * numbers * work.param_bytes, (c - 1) * m * (2 * work.layers + again)
         yield "cp", "send", 2 * numbers * 4, c * m * work.layers
 

@@ -202,7 +202,7 @@ def _between_kernels(work: Work, cluster: Cluster) -> tuple[float, float]:
     tensor *= ASYNC_TP_SHOWS if work.config.parallelism.async_tp else 1.0
     # A gather in float8 sends only one byte per number.
     saved_forward, saved_backward = ((1 - 1 / work.param_bytes) * count for count in float8_gathers(work))
-    keys = work.tokens * dims.cp * s.n_kv_heads * s.head_dim * work.param_bytes / dims.tp
-    context = 2 * _link(cluster, dims.cp, dims.tp).seconds("all_gather", keys)
+    keys_and_values = 2 * work.tokens * dims.cp * s.n_kv_heads * s.head_dim * work.param_bytes / dims.tp
+    context = _link(cluster, dims.cp, dims.tp).seconds("all_gather", keys_and_values)
     backward = (4 - saved_backward + (3 - saved_forward) * again) * tensor + (1 + again * work.keys_go_again) * context
     return (4 - saved_forward) * tensor + context, backward

@@ -154,7 +154,7 @@ def apply_context_parallel(part: Llama, mesh: Mesh, method: str) -> None:
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
         if method == "ring":
             return ring_attention(q, k, v, group_name)[0]
-        return attention(q, gather(k), gather(v), mask)
+        return attention(q, *gather(k, v), mask)
 
     for block in part.layers.values():
         block.attention.attend = attend  # type: ignore[union-attr]
