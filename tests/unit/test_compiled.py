@@ -28,6 +28,7 @@ def count(mode: str) -> tuple[int, int]:
     init_weights(model, torch.device("cpu"), seed=0)
     model.compute_dtype = torch.bfloat16
     counter = CompileCounterWithBackend("inductor")
+    guide_compiler()
     metrics.reset()
     for block in model.layers.values():
         apply_activation_checkpoint(block, ActivationCheckpoint(mode=mode))
