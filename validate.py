@@ -25,7 +25,7 @@ from parallel.context import local_indices
 from parallel.fsdp import reshard
 from parallel.mesh import Mesh, ParallelDims
 from parallel.pipeline import Step
-from trained import Trained, add_place_arguments, load_from_arguments
+from trained import Trained, add_place_arguments, check_least, load_from_arguments
 
 
 def validation_sets(config: Config) -> dict[str, Config]:
@@ -201,6 +201,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--seq-len", type=int, help="tokens of a sequence; default: as the run")
     parser.add_argument("--batch-size", type=int, help="sequences in a forward; default: as the run")
     arguments = parser.parse_args(argv)
+    check_least(parser, arguments, max_samples=0, seq_len=1, batch_size=1)
     trained = load_from_arguments(arguments)
     values = settings.read_recorded(trained.manifest.get("config", "").encode(), trained.place)
     recorded = "seq_len" in values.get("training", {})

@@ -258,10 +258,10 @@ def _set_direct(descriptor: int, direct: bool) -> None:
 def open_store(url: str | Path, settings: Checkpoint | None = None) -> Store:
     """The store at a path or `s3://bucket/prefix`, with the waits of `settings` (None: defaults)."""
     scheme, separator, _ = str(url).partition("://")
+    if not scheme or (separator and scheme != "s3"):
+        raise CheckpointError(f"{str(url)!r}: must be a folder or s3://bucket/prefix")
     if not separator:
         return LocalStore(url)
-    if scheme != "s3":
-        raise CheckpointError(f"{url}: must be a folder or s3://bucket/prefix")
     from checkpoint.s3 import S3Store  # here, since it costs a second to import
 
     return S3Store(str(url), settings or Checkpoint())

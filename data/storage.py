@@ -49,6 +49,8 @@ class DamagedError(Exception):
 
 def open_folder(url: str, data: Data) -> "Folder":
     """The files at a path or a URL. Raises StorageError."""
+    if not url:
+        raise StorageError("'': must be a folder or a URL")
     url = url.rstrip("/")
     if "://" not in url:
         return LocalFolder(url)

@@ -19,7 +19,7 @@ from config import ConfigError, TitaniteError, close_match, command_line
 from generate import Request, Timing, stream_texts
 from models.scoring import Pair, log_likelihoods
 from records import output_file, write_output
-from trained import Trained, add_place_arguments, load_from_arguments
+from trained import Trained, add_place_arguments, check_least, load_from_arguments
 
 try:
     from lm_eval import simple_evaluate
@@ -153,9 +153,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--max-seq-len", type=int, default=0, help="longest context; default: the training's seq_len")
     parser.add_argument("--output", type=output_file, help="JSON file for the results and all that they depend on")
     arguments = parser.parse_args(argv)
-    for name, least in (("batch_size", 1), ("limit", 1), ("num_fewshot", 0), ("max_seq_len", 0)):
-        if (value := getattr(arguments, name)) is not None and value < least:
-            parser.error(f"--{name.replace('_', '-')} {value}: must be at least {least}")
+    check_least(parser, arguments, batch_size=1, limit=1, num_fewshot=0, max_seq_len=0)
     if arguments.include and not arguments.include.is_dir():  # the harness would pass over it
         parser.error(f"--include {arguments.include}: no such folder")
     manager = TaskManager(include_path=str(arguments.include) if arguments.include else None)

@@ -157,6 +157,14 @@ def refusal_after_a_set_was_made_anew(words: list[str], folder: Path) -> str:
     return ""
 
 
+@pytest.mark.parametrize("word", ["--batch-size=0", "--seq-len=0", "--max-samples=-1"])
+def test_numbers_that_mean_nothing_are_refused(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        validate(["nowhere", word])
+    name, _, value = word.partition("=")
+    assert f"{name} {value}: must be at least" in capsys.readouterr().err
+
+
 def test_a_set_that_is_made_anew_during_a_run_stops_it(tmp_path: Path) -> None:
     numbers = random.Random(3)
     data = write_dataset(tmp_path / "data", [documents(numbers, 60)], documents(numbers, 3))

@@ -318,6 +318,8 @@ def test_no_checkpoint_is_step_0_and_an_error_for_load_model(tmp_path):
     assert Run(tmp_path / "nothing").checkpoint.load() == 0
     with pytest.raises(CheckpointError, match="no checkpoint here"):
         load_model(tmp_path, Tower())
+    with pytest.raises(CheckpointError, match="'': must be a folder or s3"):  # as of a variable that is not set
+        open_store("")
 
 
 def test_initial_load_takes_weights_only(tmp_path, run):

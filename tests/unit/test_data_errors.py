@@ -492,6 +492,11 @@ def test_a_file_that_is_missing_or_cut_is_found_before_the_start(folder, tmp_pat
             check(folder, **named)
 
 
+def test_no_place_is_not_the_root():
+    with pytest.raises(StorageError, match="'': must be a folder or a URL"):
+        open_dataset("", data_config().data)
+
+
 def test_the_start_asks_once_for_the_size_of_a_shard(folder, monkeypatch):
     """Every rank does, of tens of thousands of files."""
     asked, ask = [], Path.stat
