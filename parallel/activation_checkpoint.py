@@ -56,34 +56,59 @@ def apply_activation_checkpoint(block: nn.Module, settings: ActivationCheckpoint
 
 
 def guide_compiler() -> None:
-    """Overrule two choices of the compiler, for the whole process, of what a forward keeps for its backward.
+    """Overrule two choices of the compiler, for the whole process, of what a forward keeps for its backward."""
 
-    Between attention and feed-forward it would keep the result of the matmul, not its sum with the residual stream,
-    which takes as much memory and is what the backward needs. To sum again costs a fifth of what a block's own kernels
-    read and write in the backward: each norm's kernel then reads tensors of both (torch 2.13, code for an H100).
+    def overrule(joint: fx.GraphModule, _: Any) -> fx.GraphModule:
+        _keep_sums(joint.graph)
+        _copy_in_backward(joint.graph)
+        return joint
+
+    compiler.joint_custom_pass = overrule
+
+
+def _keep_sums(graph: fx.Graph) -> None:
+    """Keep the sums along the residual stream, not what was added there.
+
+    Between attention and feed-forward the compiler would keep the result of the matmul, and `selective` does. The sum
+    takes as much memory, or less with tensor parallelism, and is what the backward needs. To sum again costs a fifth of
+    what a block's own kernels read and write there: each norm's then read the tensors of both (torch 2.13, code for an
+    H100).
+    """
+    sums = set(graph.find_nodes(op="call_function", target=aten.add.Tensor))
+    for term in {term for total in sums for term in total.all_input_nodes if term in sums}:
+        if term.meta.get("partitioner_tag") != "is_forward":
+            continue
+        added = [_source(node) for node in term.all_input_nodes if len(node.users) == 1]
+        instead = [node for node in added if node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE]
+        undecided = term.meta.get("recompute") in (None, CheckpointPolicy.PREFER_SAVE)
+        # A budget as small as to compute the matmul again would be exceeded; one of 0.6 keeps all matmuls' results.
+        if instead or (undecided and compiler.activation_memory_budget >= 0.6):
+            term.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        for node in instead:
+            node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """What `node` is made of by views and collectives, as far as it is for `node` alone."""
+    while len(node.all_input_nodes) == 1 and len(node.all_input_nodes[0].users) == 1:
+        (node,) = node.all_input_nodes
+    return node
+
+
+def _copy_in_backward(graph: fx.Graph) -> None:
+    """Copy float8 weights in the backward, not in the forward.
 
     The matmul for an input's gradient reads the weight by columns, so a float8 one is copied for it. The compiler would
     do that in the forward and keep the copies of all layers, whole, for the backward, though FSDP2 frees the weights:
     56 GB for the feed-forwards of the 70B. It knows that weights cost nothing to keep, but looks for them at the wrong
     places once torchao's are taken apart into data and scale (torch 2.11 to 2.13).
     """
-    compiler.joint_custom_pass = _overrule
-
-
-def _overrule(joint: fx.GraphModule, _: Any) -> fx.GraphModule:
-    sums = set(joint.graph.find_nodes(op="call_function", target=aten.add.Tensor))
-    for term in {term for total in sums for term in total.all_input_nodes if term in sums}:
-        undecided = term.meta.get("recompute") in (None, CheckpointPolicy.PREFER_SAVE)
-        # A budget as small as to compute the matmul again would be exceeded; one of 0.6 keeps all matmuls' results.
-        if undecided and term.meta.get("partitioner_tag") == "is_forward" and compiler.activation_memory_budget >= 0.6:
-            term.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-    for copy in joint.graph.find_nodes(op="call_function", target=aten.clone.default):
+    for copy in graph.find_nodes(op="call_function", target=aten.clone.default):
         source = copy.args[0]
         while source.op != "placeholder" and len(source.all_input_nodes) == 1:  # a transposed weight, say
             (source,) = source.all_input_nodes
         if source.op == "placeholder" and source.meta["val"].dtype in (torch.float8_e4m3fn, torch.float8_e4m3fnuz):
             copy.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-    return joint
 
 
 def exempt_from_budget(compiled: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -96,7 +121,10 @@ def exempt_from_budget(compiled: Callable[..., Tensor]) -> Callable[..., Tensor]
 
 
 def _selective_contexts() -> Any:
-    """Keep attention and every second matmul, as torchtitan's selective mode does; recompute the rest."""
+    """Keep attention and every second matmul, as torchtitan's selective mode does; recompute the rest.
+
+    Of Llama's wk, wo and w3. To begin with wq would end with w2, whose result no backward needs.
+    """
     matmuls = {"forward": 0, "recompute": 0}
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -104,7 +132,7 @@ def _selective_contexts() -> Any:
         if op in (aten.mm.default, aten.addmm.default, aten._scaled_mm.default):
             mode = "recompute" if context.is_recompute else "forward"
             matmuls[mode] += 1
-            keep = matmuls[mode] % 2 == 1
+            keep = matmuls[mode] % 2 == 0
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)

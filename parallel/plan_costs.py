@@ -341,9 +341,9 @@ def _tensor_messages(work: Work) -> Iterator[Message]:
     """Megatron-LM's with sequence parallelism: attention and feed-forward each gather and scatter hidden states."""
     m, hidden = work.microbatches, work.tokens * work.shape.dim * work.param_bytes
     # A checkpointed block repeats its forward only up to the last result that backward needs, without the last scatter.
-    # A graph compiled inside the checkpoint runs to its end.
-    again = work.recomputed
-    scatters = 2 if work.config.compile.enable and work.config.activation_checkpoint.mode == "full" else 1
+    # A graph compiled inside the checkpoint runs to its end. One that keeps the sum after attention scatters nothing.
+    again, compiled = work.recomputed, work.config.compile.enable
+    scatters = {"full": 2, "selective": 0}.get(work.config.activation_checkpoint.mode, 1) if compiled else 1
     forward, backward = float8_gathers(work)
     in_float8 = forward * (work.layers + again) + backward * work.layers
     yield "tp", "all_gather", hidden, m * (4 * work.layers + 2 * again + work.is_first + work.is_last - in_float8)
@@ -449,7 +449,9 @@ def block_flops(work: Work, share: float) -> tuple[Flops, Flops]:
     # tensor parallelism runs to its end, and eager float8 keeps w2's operands only once w2 is done.
     to_its_end = t > 1 if work.config.compile.enable else "w2" in work.float8_layers
     unread = frozenset() if to_its_end else frozenset({"w2"})
-    again = {"full": frozenset(matmuls) - unread, "selective": frozenset({"wk", "wo", "w3"})}.get(mode, frozenset())
+    eager = frozenset() if work.config.compile.enable else work.float8_layers
+    recomputed = {"full": frozenset(matmuls) - unread, "selective": frozenset({"wq", "wv", "w1"}) | ({"w2"} & eager)}
+    again = recomputed.get(mode, frozenset())
     in_float8 = frozenset() if work.config.float8.emulate else work.float8_layers
 
     def total(times: dict[str, float], attentions: float) -> Flops:

@@ -213,7 +213,7 @@ def test_activation_checkpointing_keeps_less_recomputes_what_it_says_and_changes
     assert full[1] < 0.5 * none[1]
     matmuls = 6 * FLAVOR.n_layers  # of the blocks' forward; w2, the seventh and last, no backward needs again
     assert full[2] - none[2] == matmuls
-    assert 0.3 * matmuls < selective[2] - none[2] < 0.7 * matmuls
+    assert selective[2] - none[2] == matmuls / 2
     assert full[3] - none[3] == FLAVOR.n_layers
     assert selective[3] == none[3], "selective keeps attention"
 

@@ -97,7 +97,7 @@ def test_activations_kept_for_the_backward() -> None:
 KEEP_ALL = ActivationCheckpoint(mode="none")
 
 
-def keeps_the_residual_stream() -> tuple[bool, bool]:
+def keeps_the_residual_stream(mode: str) -> tuple[bool, bool]:
     """Whether a compiled block keeps for its backward the sum after attention, and what was added there."""
     model = Llama(FLAVOR)
     init_weights(model, torch.device("cpu"), seed=0)
@@ -112,6 +112,7 @@ def keeps_the_residual_stream() -> tuple[bool, bool]:
         return tensor
 
     guide_compiler()
+    apply_activation_checkpoint(block, ActivationCheckpoint(mode=mode))
     block.compile(backend="aot_eager_decomp_partition", fullgraph=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         block(x, cos, sin, None)
@@ -120,8 +121,9 @@ def keeps_the_residual_stream() -> tuple[bool, bool]:
     return next(found), next(found)
 
 
-def test_a_block_keeps_the_sum_not_what_was_added() -> None:
-    assert run_ranks(1, keeps_the_residual_stream) == [(True, False)]
+@pytest.mark.parametrize("mode", ["none", "selective"])
+def test_a_block_keeps_the_sum_not_what_was_added(mode: str) -> None:
+    assert run_ranks(1, keeps_the_residual_stream, mode) == [(True, False)]
 
 
 def test_a_memory_budget_is_a_share_of_the_activations_alone() -> None:

@@ -137,6 +137,10 @@ TRAFFIC = {
     ),
     "HSDP 2 x 2, TP 4": (16, [f"{BATCH}=64", "--parallelism.tp=4", "--parallelism.dp_replicate=2"]),
     "TP 2, selective": (4, ["--parallelism.tp=2", "--activation_checkpoint.mode=selective"]),
+    "TP 2, selective, compiled": (
+        2,
+        ["--parallelism.tp=2", "--activation_checkpoint.mode=selective", "--compile.enable=true"],
+    ),
     "CP 2": (4, ["--parallelism.cp=2", "--activation_checkpoint.mode=selective"]),
     "CP 2 x TP 2": (8, ["--parallelism.cp=2", "--parallelism.tp=2", "--activation_checkpoint.mode=full"]),
     "CP 4, ring": (4, ["--parallelism.cp=4", RING]),
