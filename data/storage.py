@@ -51,7 +51,7 @@ def open_folder(url: str, data: Data) -> "Folder":
     """The files at a path or a URL. Raises StorageError."""
     if not url:
         raise StorageError("'': must be a folder or a URL")
-    url = url.rstrip("/")
+    url = url.rstrip("/") or "/"
     if "://" not in url:
         return LocalFolder(url)
     own = Path(tempfile.gettempdir()) / f"titanite-data-{os.getuid()}"

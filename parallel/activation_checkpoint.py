@@ -45,7 +45,7 @@ def apply_activation_checkpoint(block: nn.Module, settings: ActivationCheckpoint
     if settings.mode in contexts:
         options["context_fn"] = context_fn = contexts[settings.mode]
         # Tells the compiler's cache the policies below; without it a second start would compile everything again.
-        context_fn.cache_hash = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()  # type: ignore[attr-defined]
+        context_fn.cache_hash = _own_hash()  # type: ignore[attr-defined]
     forward = block.forward
 
     # A function, not a partial: torch.compile has to find the checkpoint inside a frame.
@@ -53,6 +53,10 @@ def apply_activation_checkpoint(block: nn.Module, settings: ActivationCheckpoint
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options)
 
     block.forward = checkpointed_forward
+
+
+def _own_hash() -> str:
+    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
 
 def guide_compiler() -> None:
@@ -64,6 +68,9 @@ def guide_compiler() -> None:
         return joint
 
     compiler.joint_custom_pass = overrule
+    # The compiler's cache does not look at the pass, and would return graphs made without it, or by another.
+    if (tag := _own_hash()) not in torch.compiler.config.cache_key_tag:
+        torch.compiler.config.cache_key_tag += tag
 
 
 def _keep_sums(graph: fx.Graph) -> None:
@@ -74,6 +81,9 @@ def _keep_sums(graph: fx.Graph) -> None:
     what a block's own kernels read and write there: each norm's then read the tensors of both (torch 2.13, code for an
     H100).
     """
+    # A budget that does without the matmul's result would be exceeded. In bfloat16 one of 0.7 keeps all matmuls'.
+    float8 = graph.find_nodes(op="call_function", target=aten._scaled_mm.default)
+    ample = compiler.activation_memory_budget >= (1 if float8 else 0.7)
     sums = set(graph.find_nodes(op="call_function", target=aten.add.Tensor))
     for term in {term for total in sums for term in total.all_input_nodes if term in sums}:
         if term.meta.get("partitioner_tag") != "is_forward":
@@ -81,8 +91,7 @@ def _keep_sums(graph: fx.Graph) -> None:
         added = [_source(node) for node in term.all_input_nodes if len(node.users) == 1]
         instead = [node for node in added if node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE]
         undecided = term.meta.get("recompute") in (None, CheckpointPolicy.PREFER_SAVE)
-        # A budget as small as to compute the matmul again would be exceeded; one of 0.6 keeps all matmuls' results.
-        if instead or (undecided and compiler.activation_memory_budget >= 0.6):
+        if instead or (undecided and ample):
             term.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         for node in instead:
             node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
@@ -107,7 +116,8 @@ def _copy_in_backward(graph: fx.Graph) -> None:
         source = copy.args[0]
         while source.op != "placeholder" and len(source.all_input_nodes) == 1:  # a transposed weight, say
             (source,) = source.all_input_nodes
-        if source.op == "placeholder" and source.meta["val"].dtype in (torch.float8_e4m3fn, torch.float8_e4m3fnuz):
+        dtype = getattr(source.meta.get("val"), "dtype", None)  # a size has none
+        if source.op == "placeholder" and dtype in (torch.float8_e4m3fn, torch.float8_e4m3fnuz):
             copy.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
 
 

@@ -349,7 +349,7 @@ def _tensor_messages(work: Work) -> Iterator[Message]:
     yield "tp", "all_gather", hidden, m * (4 * work.layers + 2 * again + work.is_first + work.is_last - in_float8)
     yield "tp", "all_gather", hidden // work.param_bytes, m * in_float8
     yield "tp", "reduce_scatter", hidden, m * (4 * work.layers + scatters * again + work.is_first + work.is_last)
-    # The gradients of norms are summed, since each rank has seen a part of the sequence.
+    # The gradients of norms are summed, since each rank has seen a part of the tokens.
     norms = 2 * work.layers + work.is_last
     calls, number_bytes = (1, work.reduce_bytes) if work.dims.pp > 1 else (m, work.param_bytes)
     yield "tp", "all_reduce", work.shape.dim * number_bytes, calls * norms

@@ -176,9 +176,8 @@ class Attention(nn.Module):
         cache: KVCache | None,
         positions_BS: Tensor | None,
     ) -> Tensor:
-        S = cos.shape[1]
-        B = x_BSD.shape[:-1].numel() // S
-        q, k, v = (w(x_BSD).view(B, S, -1, self.head_dim) for w in (self.wq, self.wk, self.wv))
+        q, k, v = (w(x_BSD).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        q, k, v = (x.view(-1, cos.shape[1], *x.shape[-2:]) for x in (q, k, v))
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)  # before the transpose: after it, they would be copied
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         if cache is not None and positions_BS is not None:

@@ -106,9 +106,7 @@ BLOCK_PLAN: dict[str, ParallelStyle] = {
     "feed_forward.w3": ColwiseParallel(),
     "feed_forward.w2": RowwiseParallel(output_layouts=Shard(0)),
 }
-WHOLE_SEQUENCE = PrepareModuleOutput(
-    output_layouts=Shard(0), desired_output_layouts=Replicate(), use_local_output=False
-)
+ALL_TOKENS = PrepareModuleOutput(output_layouts=Shard(0), desired_output_layouts=Replicate(), use_local_output=False)
 
 
 def tensor_plan(part: Llama) -> dict[str, ParallelStyle]:
@@ -127,8 +125,8 @@ def apply_tensor_plans(part: Llama, block_plan: Mapping[str, ParallelStyle], mes
     """Split the blocks and the layers outside them over tp. Raises ConfigError for a weight that is in no plan."""
     frozen = {name for name, weight in part.named_parameters() if not weight.requires_grad}
     parallelize_module(part, mesh.tp, tensor_plan(part))
-    if part.config.tie_embeddings:  # the embedding is also the output, which needs the whole sequence
-        parallelize_module(part, mesh.tp, {"norm": WHOLE_SEQUENCE})
+    if part.config.tie_embeddings:  # the embedding is also the output, which needs all tokens
+        parallelize_module(part, mesh.tp, {"norm": ALL_TOKENS})
     in_float8 = gathers_activations(config.float8)
     for block in part.layers.values():  # a plan per block, since float8 may have converted only some
         plan = float8_plan(block, block_plan, mesh.tp.device_type) if in_float8 else block_plan

@@ -1,7 +1,9 @@
 """What the compiler makes of a block: one graph for all layers, and no more kernels than it takes."""
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -57,6 +59,7 @@ def kept_bytes(float8: Float8, checkpointing: ActivationCheckpoint, S: int) -> f
         convert_to_float8(model, float8)
     init_weights(model, torch.device("cpu"), seed=0)
     block = model.layers["0"]
+    guide_compiler()
     apply_activation_checkpoint(block, checkpointing)
     # Partitions as inductor does, builds no kernels.
     block.compile(backend="aot_eager_decomp_partition", fullgraph=True)
@@ -140,6 +143,7 @@ def forwards_of_attention(memory_budget: float) -> int:
     model = Llama(LlamaConfig(dim=D, n_layers=1, n_heads=8, n_kv_heads=2, hidden_dim=7 * D // 2, vocab_size=8))
     init_weights(model, torch.device("cpu"), seed=0)
     block = model.layers["0"]
+    guide_compiler()
     apply_activation_checkpoint(block, ActivationCheckpoint(mode="budget", memory_budget=memory_budget))
     block.compile(backend="aot_eager_decomp_partition", fullgraph=True)
     cos, sin = rope_cos_sin(model.config, torch.arange(S)[None])
@@ -176,11 +180,12 @@ def test_no_memory_budget_recomputes_the_logits(memory_budget: float) -> None:
     assert run_ranks(1, matmuls_of_the_head, memory_budget, chunks) == [3 * chunks]
 
 
-def compile_with_cache(folder: Path) -> tuple[int, int]:
+def compile_with_cache(folder: Path, mode: str = "budget", guided: bool = True) -> tuple[int, int]:
     """Graphs found in the compiler's cache, and graphs compiled."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
     counters.clear()
-    count("budget")
+    with nullcontext() if guided else mock.patch(f"{__name__}.guide_compiler"):
+        count(mode)
     cache = counters["aot_autograd"]
     return cache["autograd_cache_hit"], cache["autograd_cache_miss"]
 
@@ -189,3 +194,22 @@ def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:
     ((_, compiled),) = run_ranks(1, compile_with_cache, tmp_path)
     assert compiled
     assert run_ranks(1, compile_with_cache, tmp_path) == [(compiled, 0)]
+
+
+def test_graphs_made_without_the_guide_are_not_taken(tmp_path: Path) -> None:
+    (before,) = run_ranks(1, compile_with_cache, tmp_path, "none", False)
+    assert run_ranks(1, compile_with_cache, tmp_path, "none") == [before] == [(0, 1)]
+
+
+def clone_in_a_graph_of_any_size() -> Tensor:
+    guide_compiler()
+
+    def scaled(x: Tensor, weight: Tensor) -> Tensor:
+        return x @ weight * torch.ones(x.shape[0]).clone()[:, None]
+
+    compiled = torch.compile(scaled, backend="aot_eager_decomp_partition", fullgraph=True, dynamic=True)
+    return compiled(torch.ones(5, 8), torch.ones(8, 8, requires_grad=True)).sum().detach()
+
+
+def test_a_size_is_not_taken_for_a_weight() -> None:
+    assert run_ranks(1, clone_in_a_graph_of_any_size) == [torch.tensor(5 * 8 * 8.0)]

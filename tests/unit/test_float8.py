@@ -118,7 +118,7 @@ def test_a_layer_that_is_split_in_its_own_way_stays_so(own: ColwiseParallel) -> 
     assert type(plan["attention.wq"]) is not ColwiseParallel, "the others are gathered in float8"
     kept = {
         "feed_forward.w3": Router(),
-        "attention": Prepare(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+        "attention": Prepare(input_layouts=Shard(0), desired_input_layouts=Replicate()),
     }
     plan = float8_plan(model.layers["0"], BLOCK_PLAN | kept, "cpu")
     for name in (*kept, "feed_forward", "attention.wq"):
