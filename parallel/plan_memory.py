@@ -88,7 +88,7 @@ def _selected(work: Work) -> int:
     """Bytes that mode `selective` keeps: block input, attention with log-sum-exp, and the matmuls wk, wo, w3."""
     s, t = work.shape, work.dims.tp
     elements = s.dim / t + (s.n_heads + s.n_kv_heads) * s.head_dim / t + s.hidden_dim / t
-    elements += s.dim / t if work.config.compile.enable else s.dim  # the sum that wo's result is added to, or that
+    elements += s.dim / t if work.config.compile.enable else s.dim  # compiled, the sum after attention, not wo's result
     return round(work.tokens * (work.param_bytes * elements + 4 * s.n_heads / t))
 
 

@@ -161,7 +161,8 @@ def apply_context_parallel(part: Llama, mesh: Mesh, method: str) -> None:
 def checkpoint_and_compile(part: Llama, mesh: Mesh, config: Config) -> None:
     """Apply activation checkpointing to every n-th block, and compile each block as one graph."""
     checkpointing, compile = config.activation_checkpoint, config.compile
-    guide_compiler()
+    if compile.enable:
+        guide_compiler()
     # The checkpoint goes inside the compiled graph, so that the compiler fuses the recomputation. But with TP and
     # `full` it goes outside: torch 2.13 fails to keep a mesh for the backward.
     compile_first = compile.enable and mesh.tp.size() > 1 and checkpointing.mode == "full"

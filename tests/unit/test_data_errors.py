@@ -22,7 +22,7 @@ from data import place
 from data.audit import prove
 from data.loader import IGNORED, DataLoader, validation_batches
 from data.shards import BadBlockError, DataError, check_datasets, open_dataset, seal
-from data.storage import Cache, LocalFolder, StorageError
+from data.storage import Cache, LocalFolder, StorageError, open_folder
 from data.tokenizer import END_OF_TEXT, fingerprint, load_tokenizer
 from tests.corpus import data_config, expected_stream, stored_blocks, word_tokenizer, write_dataset
 from tests.harness import run_ranks
@@ -492,9 +492,10 @@ def test_a_file_that_is_missing_or_cut_is_found_before_the_start(folder, tmp_pat
             check(folder, **named)
 
 
-def test_no_place_is_not_the_root():
+def test_no_place_is_refused_and_the_root_is_the_root():
     with pytest.raises(StorageError, match="'': must be a folder or a URL"):
         open_dataset("", data_config().data)
+    assert open_folder("/", data_config().data).url == "/"
 
 
 def test_the_start_asks_once_for_the_size_of_a_shard(folder, monkeypatch):

@@ -495,9 +495,8 @@ def kept_when_compiled(memory_budget: float) -> tuple[int, int]:
     return sum(kept.values()), kept_by_block(work)
 
 
-@pytest.mark.parametrize(
-    ("memory_budget", "error"), [(0.7, 0.16), (0.6, 0.02), (0.2, 0.25)]
-)  # seen: 0.149, 0.012, 0.204
+# Seen: 0.149, 0.012, 0.003, 0.156.
+@pytest.mark.parametrize(("memory_budget", "error"), [(0.7, 0.16), (0.6, 0.02), (0.5, 0.02), (0.2, 0.25)])
 def test_a_compiled_block_keeps_no_more_than_its_budget(memory_budget: float, error: float) -> None:
     ((kept, planned),) = run_ranks(1, kept_when_compiled, memory_budget)
     assert kept <= planned <= (1 + error) * kept
