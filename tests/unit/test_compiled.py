@@ -187,25 +187,22 @@ def test_no_memory_budget_recomputes_the_logits(memory_budget: float) -> None:
     assert run_ranks(1, matmuls_of_the_head, memory_budget, chunks) == [3 * chunks]
 
 
-def compile_with_cache(folder: Path, mode: str = "budget", guided: bool = True) -> tuple[int, int]:
+def compile_with_cache(folder: Path, guided: bool = True) -> tuple[int, int]:
     """Graphs found in the compiler's cache, and graphs compiled."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
     counters.clear()
     with nullcontext() if guided else mock.patch(f"{__name__}.guide_compiler"):
-        count(mode)
+        count("budget")
     cache = counters["aot_autograd"]
     return cache["autograd_cache_hit"], cache["autograd_cache_miss"]
 
 
 def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:
-    ((_, compiled),) = run_ranks(1, compile_with_cache, tmp_path)
-    assert compiled
-    assert run_ranks(1, compile_with_cache, tmp_path) == [(compiled, 0)]
-
-
-def test_graphs_made_without_the_guide_are_not_taken(tmp_path: Path) -> None:
-    (before,) = run_ranks(1, compile_with_cache, tmp_path, "none", False)
-    assert run_ranks(1, compile_with_cache, tmp_path, "none") == [before] == [(0, 1)]
+    """But does not take graphs that were made without the guide."""
+    (unguided,) = run_ranks(1, compile_with_cache, tmp_path, False)
+    (first,) = run_ranks(1, compile_with_cache, tmp_path)
+    assert unguided == first == (0, 1)
+    assert run_ranks(1, compile_with_cache, tmp_path) == [(1, 0)]
 
 
 def clone_in_a_graph_of_any_size() -> Tensor:

@@ -329,9 +329,9 @@ MEMORY = {
     "kept gathered": (16, BLOCK, [FULL, KEPT], 0.03),
     "2 layers ahead": (16, BLOCK, [FULL, "--parallelism.prefetch_layers=2"], 0.03),
     "resharded in groups of 4": (16, BLOCK, [FULL, "--parallelism.reshard_group_size=4"], 0.03),
-    "summed once, in bfloat16": (16, BLOCK, [FULL, *ONCE_IN_BFLOAT16, "--training.global_batch_size=128"], 0.03),
+    "summed once, in bfloat16": (16, BLOCK, [FULL, *ONCE_IN_BFLOAT16, "--training.global_batch_size=64"], 0.03),
     "weights on the host": (16, BLOCK, [FULL, "--parallelism.cpu_offload=true"], 0.03),
-    "PP 4": (16, UNCUT, [UNTIED, "--parallelism.pp=4", "--training.local_batch_size=4"], 0.05),
+    "PP 4": (16, LOSS, [UNTIED, "--parallelism.pp=4", "--training.local_batch_size=4"], 0.05),
     "PP 4, full": (16, BLOCK, [UNTIED, FULL, "--parallelism.pp=4", "--training.local_batch_size=4"], 0.05),
     "PP 2, interleaved": (
         16,
@@ -342,7 +342,7 @@ MEMORY = {
     "PP 2, full, accumulation": (
         8,
         BLOCK,
-        [UNTIED, FULL, "--parallelism.pp=2", "--training.local_batch_size=4", "--training.global_batch_size=64"],
+        [UNTIED, FULL, "--parallelism.pp=2", "--training.local_batch_size=4", "--training.global_batch_size=32"],
         0.03,
     ),
     "PP 2 x TP 2, zero bubble, full": (
