@@ -445,7 +445,10 @@ def run_fitting(
     deadline = time.perf_counter() + timeout_seconds
     sequences = run.local_batch_size
     while True:
-        needed_gib = least_gib(dataclasses.replace(run, local_batch_size=sequences))
+        try:
+            needed_gib = least_gib(dataclasses.replace(run, local_batch_size=sequences))
+        except ImportError as error:  # torchao's, which plans float8; the other rows need none
+            return {"failed": f"{type(error).__name__}: {error}"}
         if needed_gib <= room_gib:
             row = run_row(name, sequences, rehearse, deadline - time.perf_counter(), log)
         else:

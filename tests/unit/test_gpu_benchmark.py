@@ -107,6 +107,16 @@ def test_another_failure_is_not_tried_again(monkeypatch: pytest.MonkeyPatch, tmp
     assert tried == [4]
 
 
+def test_without_torchao_only_the_rows_that_need_it_fail(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
+    run_main(monkeypatch, tmp_path, ["1.8B tensorwise 8192", "1.8B transformers 8192"], lambda *_: {"tokens/s": 1.0})
+    first, second = map(json.loads, capsys.readouterr().out.splitlines()[:2])
+    assert "torchao.float8" in first["failed"]
+    assert second["tokens/s"] == 1
+
+
 @pytest.mark.parametrize(
     "error",
     [
