@@ -2,13 +2,14 @@
 
 import os
 
-# Before torch is imported: forked ranks must inherit neither OpenMP threads nor compiler workers.
+# Before torch is imported: forked ranks must inherit neither OpenMP threads nor compiler workers. Tests on a GPU fork
+# none, and compile as a run does, on all cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")
 if os.environ.get("TEST_GPU") != "1":  # several ranks of a test would share a GPU, and forked ones could not use it
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 from hypothesis import settings
 

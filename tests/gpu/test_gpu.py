@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from config import load_config
 from data.prepare import main as prepare
 from models.llama.model import attention, causal_mask
+from parallel.comm import shut_down
 from parallel.context import _flash, _flash_backward
 from tests.unit.test_checkpoint_staging import check_copies
 from train import train
@@ -52,6 +53,7 @@ def run(dataset: Path, outputs: Path, *options: str) -> list[str]:
         arguments = [f"--data.datasets={dataset}", f"--run.outputs={outputs}", "--training.steps=10", *options]
         arguments += ["--metrics.log_interval=100", "--validation.enable=false", "--checkpoint.enable=false"]
         train(load_config([*arguments, "--lr_scheduler.warmup_steps=1"]), after_step)
+    shut_down()
     return [wait for wait in waits if "called a synchronizing" in wait]  # torch also says that the mode is a prototype
 
 
@@ -92,6 +94,46 @@ def test_attention_without_documents_takes_a_fused_kernel() -> None:
     assert "cudnn" in names or "flash" in names or "fmha" in names
 
 
+NOISE = 2e-2  # of bfloat16; on CPU 0.002 in the result and 0.007 in the gradients of keys and values
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_causal_attention_and_its_gradients_are_those_in_float32(head_dim: int) -> None:
+    check_causal("cuda", head_dim)
+
+
+def check_causal(device: str, head_dim: int) -> None:
+    """In bfloat16, heads and tokens as a block has them: [B, S, N, H], transposed."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 512, heads, head_dim, device=device).bfloat16().requires_grad_() for heads in (8, 2, 2))
+    grad = torch.randn(2, 8, 512, head_dim, device=device).bfloat16()
+    out = attention(*(x.transpose(1, 2) for x in (q, k, v)), None)
+    found = out, *torch.autograd.grad(out, (q, k, v), grad)
+
+    inputs = [x.detach().cpu().float().requires_grad_() for x in (q, k, v)]
+    out = attention(*(x.transpose(1, 2) for x in inputs), None)
+    wanted = out, *torch.autograd.grad(out, inputs, grad.cpu().float())
+    for ours, expected in zip(found, wanted, strict=True):
+        assert (ours.cpu().float() - expected).norm() < NOISE * expected.norm()
+
+
+@pytest.mark.parametrize("tokens", [1, 37])
+def test_attention_to_a_cache_is_that_in_float32(tokens: int) -> None:
+    check_cache("cuda", tokens)
+
+
+def check_cache(device: str, tokens: int) -> None:
+    """As `generate` computes it: a boolean mask, rows at positions of their own."""
+    torch.manual_seed(0)
+    q = torch.randn(2, 8, tokens, 64, device=device).bfloat16()
+    k, v = torch.randn(2, 2, 2, 256, 64, device=device).bfloat16()
+    positions = torch.tensor([[7], [200]], device=device) + torch.arange(tokens, device=device)
+    mask = torch.arange(256, device=device) <= positions[:, None, :, None]
+    out = attention(q, k, v, mask)
+    expected = attention(q.cpu().float(), k.cpu().float(), v.cpu().float(), mask.cpu())
+    assert (out.cpu().float() - expected).norm() < NOISE * expected.norm()
+
+
 def test_an_async_save_copies_what_was_there_before_the_next_step() -> None:
     check_copies("cuda")
 
@@ -101,6 +143,7 @@ def save(dataset: Path, folder: Path, mode: str) -> None:
     arguments = [f"--data.datasets={dataset}", f"--run.folder={folder}", "--training.steps=6", "--run.deterministic"]
     arguments += ["--checkpoint.interval=1", "--checkpoint.keep=0", f"--checkpoint.mode={mode}"]
     train(load_config([*arguments, "--lr_scheduler.warmup_steps=1", "--validation.enable=false"]))
+    shut_down()
 
 
 def test_async_saves_hold_the_values_of_sync_ones(dataset: Path, tmp_path: Path) -> None:
