@@ -131,9 +131,12 @@ def attention(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, mask: Tensor | Blo
     grouped = q_BNSH.shape[1] != k_BKTH.shape[1]
     if isinstance(mask, BlockMask):
         return compiled_flex_attention(q_BNSH, k_BKTH, v_BKTH, block_mask=mask, enable_gqa=grouped)
-    return F.scaled_dot_product_attention(
-        q_BNSH, k_BKTH, v_BKTH, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
-    )
+    k, v = k_BKTH, v_BKTH
+    if grouped and q_BNSH.dtype == torch.float32 and q_BNSH.device.type == "cuda":
+        # No fused kernel there takes both float32 and groups (torch 2.11 to 2.13): all of [B, N, S, T] would be made.
+        k, v = (x.repeat_interleave(q_BNSH.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        grouped = False
+    return F.scaled_dot_product_attention(q_BNSH, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
 
 
 class Linear(nn.Linear):
