@@ -5,13 +5,16 @@ TEST_GPU=1 python -m pytest tests/gpu
 
 import multiprocessing
 import warnings
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.nn.attention.flex_attention import BlockMask
 
 from config import load_config
 from data.prepare import main as prepare
@@ -71,50 +74,42 @@ def test_no_step_waits_for_the_device(options: list[str], dataset: Path, tmp_pat
         assert pool.submit(run, dataset, tmp_path, *options).result() == []
 
 
-def test_attention_within_documents_is_that_of_a_boolean_mask() -> None:
-    torch.manual_seed(0)
-    B, N, K, S, H = 2, 4, 2, 256, 64
-    q, k, v = (torch.randn(B, heads, S, H, device="cuda", requires_grad=True) for heads in (N, K, K))
-    positions = torch.cat([torch.arange(n) for n in (100, 28, 128)])[None].expand(B, -1)
-    queries = torch.arange(S)
-    results = []
-    for mask in (causal_mask(positions.cuda(), queries.cuda()), causal_mask(positions, queries).cuda()):
-        out = attention(q, k, v, mask)
-        results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
-    for ours, expected in zip(*results, strict=True):
-        torch.testing.assert_close(ours, expected, rtol=2e-2, atol=2e-2)
-
-
-def test_attention_without_documents_takes_a_fused_kernel() -> None:
-    q, k, v = (torch.randn(1, heads, 512, 64, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2))
-    with torch.profiler.profile() as profiler:
-        attention(q, k, v, None)
-        torch.cuda.synchronize()
-    names = " ".join(event.name for event in profiler.events() or []).lower()
-    assert "cudnn" in names or "flash" in names or "fmha" in names
-
-
 NOISE = 2e-2  # of bfloat16; on CPU 0.002 in the result and 0.007 in the gradients of keys and values
 
 
+def heads(n: int, tokens: int, head_dim: int, device: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Random values [B, n, S, H] as a block has them: transposed."""
+    return torch.randn(2, tokens, n, head_dim, device=device, dtype=dtype).transpose(1, 2)
+
+
+def with_gradients(inputs: Sequence[Tensor], mask: Tensor | BlockMask | None, grad: Tensor) -> tuple[Tensor, ...]:
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    out = attention(*inputs, mask)
+    return out.detach(), *torch.autograd.grad(out, inputs, grad)
+
+
+def check(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    for ours, wanted in zip(found, expected, strict=True):
+        assert (ours.cpu().float() - wanted).norm() < NOISE * wanted.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_causal_attention_and_its_gradients_are_those_in_float32(head_dim: int) -> None:
-    check_causal("cuda", head_dim)
+def test_attention_is_that_in_float32(head_dim: int, dtype: torch.dtype) -> None:
+    check_attention("cuda", head_dim, dtype)
 
 
-def check_causal(device: str, head_dim: int) -> None:
-    """In bfloat16, heads and tokens as a block has them: [B, S, N, H], transposed."""
+def check_attention(device: str, head_dim: int, dtype: torch.dtype) -> None:
+    """With its gradients, and heads that share keys; without documents, and within them."""
+    torch.compiler.reset()  # for shapes that change it would compile other kernels than a run has
     torch.manual_seed(0)
-    q, k, v = (torch.randn(2, 512, heads, head_dim, device=device).bfloat16().requires_grad_() for heads in (8, 2, 2))
-    grad = torch.randn(2, 8, 512, head_dim, device=device).bfloat16()
-    out = attention(*(x.transpose(1, 2) for x in (q, k, v)), None)
-    found = out, *torch.autograd.grad(out, (q, k, v), grad)
-
-    inputs = [x.detach().cpu().float().requires_grad_() for x in (q, k, v)]
-    out = attention(*(x.transpose(1, 2) for x in inputs), None)
-    wanted = out, *torch.autograd.grad(out, inputs, grad.cpu().float())
-    for ours, expected in zip(found, wanted, strict=True):
-        assert (ours.cpu().float() - expected).norm() < NOISE * expected.norm()
+    q, k, v, grad = (heads(n, 512, head_dim, device, dtype) for n in (8, 2, 2, 8))
+    positions = torch.cat([torch.arange(n) for n in (100, 28, 384)])[None].expand(2, -1)
+    queries = torch.arange(512)
+    of_device, of_cpu = causal_mask(positions.to(device), queries.to(device)), causal_mask(positions, queries)
+    plain = [x.cpu().float() for x in (q, k, v)]
+    for mask, boolean in ((None, None), (of_device, of_cpu)):
+        check(with_gradients((q, k, v), mask, grad), with_gradients(plain, boolean, grad.cpu().float()))
 
 
 @pytest.mark.parametrize("tokens", [1, 37])
@@ -125,13 +120,20 @@ def test_attention_to_a_cache_is_that_in_float32(tokens: int) -> None:
 def check_cache(device: str, tokens: int) -> None:
     """As `generate` computes it: a boolean mask, rows at positions of their own."""
     torch.manual_seed(0)
-    q = torch.randn(2, 8, tokens, 64, device=device).bfloat16()
-    k, v = torch.randn(2, 2, 2, 256, 64, device=device).bfloat16()
-    positions = torch.tensor([[7], [200]], device=device) + torch.arange(tokens, device=device)
-    mask = torch.arange(256, device=device) <= positions[:, None, :, None]
-    out = attention(q, k, v, mask)
-    expected = attention(q.cpu().float(), k.cpu().float(), v.cpu().float(), mask.cpu())
-    assert (out.cpu().float() - expected).norm() < NOISE * expected.norm()
+    q, k, v = heads(8, tokens, 64, device), *(heads(2, 256, 64, device).contiguous() for _ in range(2))
+    positions = torch.tensor([[7], [200]]) + torch.arange(tokens)
+    mask = torch.arange(256) <= positions[:, None, :, None]
+    out = attention(q, k, v, mask.to(device))
+    check([out], [attention(q.cpu().float(), k.cpu().float(), v.cpu().float(), mask)])
+
+
+def test_attention_without_documents_takes_a_fused_kernel() -> None:
+    q, k, v = (torch.randn(1, heads, 512, 64, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2))
+    with torch.profiler.profile() as profiler:
+        attention(q, k, v, None)
+        torch.cuda.synchronize()
+    names = " ".join(event.name for event in profiler.events() or []).lower()
+    assert "cudnn" in names or "flash" in names or "fmha" in names
 
 
 def test_an_async_save_copies_what_was_there_before_the_next_step() -> None:
