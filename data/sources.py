@@ -343,9 +343,7 @@ def _json_text(place: str, line: bytes, text_key: str, example_keys: tuple[str, 
         raise DataError(f"{place}: not JSON, one object on each line: {error}") from None
     if not isinstance(record, dict):
         raise DataError(f"{place}: not a JSON object, but {type(record).__name__}")
-    text = _example(record, example_keys, place) if example_keys else record.get(text_key)
-    if not isinstance(text, str):
-        raise DataError(f"{place}: no text under {text_key!r}; it has {', '.join(record)}; choose with --text-key")
+    text = _example(record, example_keys, place) if example_keys else _text(record, text_key, place)
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -354,13 +352,28 @@ def _json_text(place: str, line: bytes, text_key: str, example_keys: tuple[str, 
     return text
 
 
+def _value(record: dict[str, Any], key: str, option: str, place: str) -> Any:
+    """What a record holds under `key`, never None. Raises DataError."""
+    if key not in record:
+        names = ", ".join(record) or "no keys"
+        raise DataError(f"{place}: nothing under {key!r}; it has {names}; choose with {option}")
+    if record[key] is None:
+        raise DataError(f"{place}: {key!r} is null; leave such records out")
+    return record[key]
+
+
+def _text(record: dict[str, Any], key: str, place: str) -> str:
+    value = _value(record, key, "--text-key", place)
+    if not isinstance(value, str):
+        raise DataError(f"{place}: {key!r} holds {repr(value)[:100]}, which is no text")
+    return value
+
+
 def _example(record: dict[str, Any], keys: tuple[str, ...], place: str) -> str:
     """The JSON list of a record's values under `keys`."""
-    for key in keys:
-        if record.get(key) is None:
-            raise DataError(f"{place}: nothing under {key!r}; it has {', '.join(record)}; choose with --example-keys")
+    values = [_value(record, key, "--example-keys", place) for key in keys]
     try:
-        return json.dumps([record[key] for key in keys], ensure_ascii=False)
+        return json.dumps(values, ensure_ascii=False)
     except TypeError as error:
         raise DataError(f"{place}: cannot be written as JSON: {error}") from None
 
@@ -381,10 +394,8 @@ def _parquet_texts(file: File, stream: Any, unit: Unit, text_key: str, example_k
             if example_keys:
                 example = {key: _without_nulls(value) for key, value in record.items()}
                 yield _example(example, example_keys, f"{file.url}, row {number}")
-            elif isinstance(record[text_key], str):
-                yield record[text_key]
             else:
-                raise DataError(f"{file.url}, row {number}: {text_key!r} holds {repr(record[text_key])[:100]}")
+                yield _text(record, text_key, f"{file.url}, row {number}")
         first += len(batch)
 
 

@@ -68,8 +68,8 @@ def check_output(output: str, overwrite: bool, validation_fraction: float, block
     for name, value in (("block-mb", block_mb), ("shard-mb", shard_mb)):
         if not 1e-6 <= value < math.inf:
             raise DataError(f"--{name} {value}: must be above 0 and finite")
-    if not 0 <= validation_fraction < 1:
-        raise DataError(f"--validation-fraction {validation_fraction}: must be at least 0 and below 1")
+    if not 0 <= validation_fraction <= 1:
+        raise DataError(f"--validation-fraction {validation_fraction}: must be from 0 to 1")
     if mistake := misplaced(output):
         raise DataError(f"--output {output}: {mistake}")
     try:

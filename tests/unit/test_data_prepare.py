@@ -35,7 +35,7 @@ from data import sources, verify
 from data.convert import convert
 from data.convert import main as convert_main
 from data.prepare import count, main, prepare
-from data.shards import DataError
+from data.shards import DataError, open_dataset
 from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from data.workers import locked, worker_pool
 from tests.corpus import stored_blocks, write_dataset
@@ -591,7 +591,7 @@ def test_nothing_reads_a_dataset_that_is_replaced_in_part(texts, tokenizer_folde
 
 
 @pytest.mark.parametrize(("command", "words"), [(main, ["--processes=1"]), (convert_main, ["--format=nanogpt"])])
-@pytest.mark.parametrize(("fraction", "said"), [("1e-9", True), ("0", False), ("0.5", False)])
+@pytest.mark.parametrize(("fraction", "said"), [("1e-9", True), ("0", False), ("0.5", False), ("1", False)])
 def test_that_nothing_is_held_out_is_said_at_once(tokenizer_folder, tmp_path, capsys, command, words, fraction, said):
     """Training, which validates unless told otherwise, would be refused."""
     tokens = np.array([[5, number, 0] for number in range(5, 65)], "<u2")  # all begin alike, as with a bos
@@ -605,7 +605,8 @@ def test_that_nothing_is_held_out_is_said_at_once(tokenizer_folder, tmp_path, ca
     assert lines[-1] == f"ready: {output}"
     assert lines[-2].startswith(f"nothing is held out: --validation-fraction {float(fraction):g} ") is said
     splits = {file.name.partition("-")[0] for file in Path(output).glob("*-*.arrow")}
-    assert splits == ({"train", "validation"} if fraction == "0.5" else {"train"})
+    assert splits == {"0.5": {"train", "validation"}, "1": {"validation"}}.get(fraction, {"train"})
+    assert not list(verify.faults(open_dataset(output)))
 
 
 @pytest.mark.parametrize("output", [[], ["--output=out"]])
@@ -628,8 +629,10 @@ def test_only_a_dry_run_needs_no_output(capsys):
     ("name", "content", "message"),
     [
         ("a.jsonl", b'{"text": "x"}\n{"text": \n', r"a\.jsonl, line at byte 14: not JSON"),
-        ("a.jsonl", b'{"body": "x"}\n', r"no text under 'text'; it has body; choose with --text-key"),
-        ("a.jsonl", b'{"text": 3}\n', r"no text under 'text'"),
+        ("a.jsonl", b'{"body": "x"}\n', r"nothing under 'text'; it has body; choose with --text-key"),
+        ("a.jsonl", b"{}\n", r"nothing under 'text'; it has no keys; choose with --text-key"),
+        ("a.jsonl", b'{"text": 3}\n', r"line at byte 0: 'text' holds 3, which is no text"),
+        ("a.jsonl", b'{"text": null}\n', r"line at byte 0: 'text' is null"),
         (
             "a.jsonl",
             b'{"text": "a"}\n{"text": "cut \\ud83d here"}\n',
@@ -661,7 +664,8 @@ def test_bad_input_is_named(tmp_path, name, content, message, capsys):
     [
         (pa.array([b"a", b"b\xff"]).view(pa.string()), (), "not utf-8 text: invalid start byte at byte 1"),
         (pa.array([[datetime(2026, 1, 1)]]), ("text",), "cannot be written as JSON: .* datetime"),
-        (pa.array([None]), ("text",), "nothing under 'text'; it has text; choose with --example-keys"),
+        (pa.array([None]), ("text",), "'text' is null"),
+        (pa.array(["a", None]), (), "'text' is null"),
     ],
 )
 def test_bad_rows_of_parquet_are_named(tmp_path, column, keys, message):
@@ -948,7 +952,7 @@ def test_the_tokenizer_is_learnt_from_all_kinds_of_a_few_large_units(monkeypatch
     assert sampled == units
 
 
-TO_BOTH = ["--shard-mb=0.0", "--block-mb=-1.0", "--block-mb=inf", "--validation-fraction=1.0"]
+TO_BOTH = ["--shard-mb=0.0", "--block-mb=-1.0", "--block-mb=inf", "--validation-fraction=1.1"]
 TO_BOTH += [
     "--validation-fraction=-0.1",
     "--validation-fraction=nan",
@@ -1367,7 +1371,7 @@ def test_damaged_megatron_files_are_named(tokenizer_folder, tmp_path, change, me
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"text_key": "body"}, "no text under 'body'"),
+        ({"text_key": "body"}, "nothing under 'body'"),
         ({"format": "sft", "seq_len": 8}, "nothing under 'prompt'"),
         ({"format": "sft", "seq_len": 2, "example_keys": "text,text"}, "longer than --seq-len 2"),
         ({"format": "chat", "seq_len": 8, "example_keys": "text"}, "must be a list of messages"),
