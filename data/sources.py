@@ -315,7 +315,9 @@ def _decode(file: File, data: bytes) -> str:
         text.encode()  # unicode_escape, for example, can give half a character
         return text
     except UnicodeDecodeError as error:
-        raise DataError(f"{file.url}: not {encoding} text: {error.reason} at byte {error.start}") from None
+        known = _suffixes(file.url)[0] in TEXT_SUFFIXES
+        hint = "" if known else f"; all but {' '.join(KINDS)}, also compressed as .gz or .zst, is read as text"
+        raise DataError(f"{file.url}: not {encoding} text: {error.reason} at byte {error.start}{hint}") from None
     except (SyntaxError, LookupError, UnicodeError) as error:  # unknown encoding, or not one of text
         raise DataError(f"{file.url}: {error}") from None
 
