@@ -190,6 +190,8 @@ def prepare(
             tokens = run_all(pool, _tokenize_unit, str(folder), list(enumerate(units)), "tokenise", units_bytes)
             tasks = [(bucket, plan.shards(bucket >= plan.train_buckets, tokens)) for bucket in buckets]
             run_all(pool, _write_bucket, str(folder), tasks, "write", [1] * len(buckets))
+        for part in (folder / PARTS).glob("unit-*.arrow"):  # before the manifest, after which no start takes them up
+            part.unlink()
         records = [json.loads(file.read_text(encoding="utf-8")) for file in (folder / PARTS).glob("unit-*.json")]
         dropped = sum(record["dropped"] for record in records)  # examples that are too long
         facts = {"dtype": dtype, "packed_seq_len": seq_len, "dropped": dropped} if format != "text" else {}

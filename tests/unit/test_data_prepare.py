@@ -470,7 +470,7 @@ def finish_first(other):
     return load
 
 
-@pytest.mark.parametrize("cut", ["at the end", "at another start"])
+@pytest.mark.parametrize("cut", ["before the manifest", "at the end", "at another start"])
 def test_a_kill_while_parts_are_removed_loses_no_document(texts, tokenizer_folder, tmp_path, monkeypatch, cut):
     source, output = [str(write_jsonl(tmp_path / "in.jsonl", texts))], str(tmp_path / "out")
     arguments = {"tokenizer": str(tokenizer_folder), "processes": 1}
@@ -491,10 +491,12 @@ def test_a_kill_while_parts_are_removed_loses_no_document(texts, tokenizer_folde
 
     if cut == "at the end":
         interrupted({}, shutil, "rmtree")
+        assert not list(Path(output).glob(".parts/*.arrow")), "the same command is refused, so they would stay"
     else:
         interrupted({}, prepare_module, "write_manifest", Mock(side_effect=KeyboardInterrupt))
+    if cut == "at another start":
         interrupted({"max_characters": 40}, shutil, "rmtree")
-    prepare(source, output, **arguments, overwrite=True)
+    prepare(source, output, **arguments, overwrite=cut == "at the end")
     assert Counter(decoded(tmp_path / "out", "train") + decoded(tmp_path / "out", "validation")) == Counter(texts)
 
 
