@@ -342,7 +342,8 @@ def _check_same_tokenizer(key: str, dataset: Dataset, first: Dataset) -> None:
     if dataset.tokenizer_fingerprint != first.tokenizer_fingerprint:
         raise DataError(
             f"{key}: {dataset.url} was made with another tokenizer than {first.url} "
-            f"({dataset.tokenizer_fingerprint}, {first.tokenizer_fingerprint})"
+            f"({dataset.tokenizer_fingerprint}, {first.tokenizer_fingerprint}); prepare one of them again with the "
+            "other's folder as --tokenizer"
         )
 
 
