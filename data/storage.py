@@ -186,11 +186,12 @@ class RemoteFolder:
 
         def fetch() -> bytes:
             content = self._system.cat_file(path, **part)
-            if size and len(content) < size:
+            least = size or 1
+            if len(content) < least:
                 info = self._system.info(path)
                 # A partial answer, or a proxy's empty page. Not damage, which could be masked.
-                if info.get("ETag") == "" or (info["size"] or 0) >= offset + size:
-                    raise OSError(errno.EIO, "the server sent less than the range asked for")
+                if info.get("ETag") == "" or (info["size"] or 0) >= offset + least:
+                    raise OSError(errno.EIO, "the server sent less than was asked for")
             return content
 
         return self._repeated(name, fetch)

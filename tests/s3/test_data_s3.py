@@ -188,6 +188,13 @@ def test_a_fifth_of_the_requests_fail(local, remote, tmp_path, proxy, fault):
     assert proxy.counts()[f"fault:{fault}"] >= 3
 
 
+@pytest.mark.parametrize("file", ["manifest.json", "tokenizer.json", "tokenizer_config.json"])
+def test_a_small_file_that_a_proxy_answers_with_an_empty_page_is_asked_for_again(remote, tmp_path, proxy, file):
+    proxy.fault("empty", operation="get", key=file, times=1)
+    DataLoader(config_of(remote, tmp_path), 0, 1).close()
+    assert proxy.counts()["fault:empty"] == 1
+
+
 def test_an_outage_is_waited_for(local, remote, tmp_path, proxy):
     loader = DataLoader(config_of(remote, tmp_path), 0, 1)
     batches = [loader.next_step()[0].tokens.flatten().tolist()]
