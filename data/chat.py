@@ -107,7 +107,7 @@ class ChatTemplate:
     def check_messages(self, messages: Sequence[Message]) -> None:
         """Raise TitaniteError for messages that are no conversation or spell out a special token."""
         if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-            raise TitaniteError(f"messages = {_short(messages)}: must be a list of messages")
+            raise TitaniteError(f"messages = {_short(messages)}: must be a list of messages, at least one")
         for message in messages:
             if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
                 raise TitaniteError(f'message {_short(message)}: must have a "role" and a string "content"')

@@ -188,6 +188,8 @@ def prepare(
         workers = processes or (len(os.sched_getaffinity(0)) if sum(units_bytes) >= 2 * UNIT_BYTES else 1)
         with worker_pool(min(workers, max(len(units), len(buckets))), lock) as pool:
             tokens = run_all(pool, _tokenize_unit, str(folder), list(enumerate(units)), "tokenise", units_bytes)
+            if not tokens:  # of other input, `_check_first` found a document
+                raise DataError(f"--seq-len {seq_len}: every example is longer; give a larger one")
             tasks = [(bucket, plan.shards(bucket >= plan.train_buckets, tokens)) for bucket in buckets]
             run_all(pool, _write_bucket, str(folder), tasks, "write", [1] * len(buckets))
         for part in (folder / PARTS).glob("unit-*.arrow"):  # before the manifest, after which no start takes them up

@@ -943,7 +943,7 @@ def test_small_row_groups_share_units(tmp_path, monkeypatch, share, units):
     assert [row for unit in planned for row in range(unit.start, unit.stop)] == list(range(10 * (share < 1)))
     read = chain.from_iterable(sources.documents(unit, "text") for unit in planned)
     assert list(islice(read, 37)) == texts[:37]
-    with pytest.raises(DataError, match=r"a\.parquet, row 37: 'text' holds None"):
+    with pytest.raises(DataError, match=r"a\.parquet, row 37: 'text' is null"):
         next(read)
 
 

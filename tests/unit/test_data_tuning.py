@@ -373,6 +373,8 @@ def test_long_examples_are_left_out_and_counted(
     lines = [json.loads(line) for line in (folder / "examples.jsonl").read_text().splitlines()]
     long = sum(len(f"{line['q']} {line['a']}".split()) + 1 > 12 for line in lines)
     assert f"examples longer than 12 tokens, left out: {long}" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="--seq-len 2: every example is longer"):
+        prepare([*command, "--seq-len=2", "--overwrite"])
 
 
 def test_a_chat_dataset_carries_its_template(tmp_path: Path) -> None:

@@ -289,7 +289,7 @@ def test_a_conversation_has_the_tokens_that_transformers_gives_it(bos: str) -> N
 @pytest.mark.parametrize(
     ("messages", "said"),
     [
-        ([], "must be a list of messages"),
+        ([], "must be a list of messages, at least one"),
         ("hello", "must be a list of messages"),
         ([{"role": "user"}], "string \"content\""),
         (["hello"], "string \"content\""),
