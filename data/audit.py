@@ -7,11 +7,13 @@
 The proof uses the ledger that every rank keeps (data.ledger). It drops the steps that a
 resume from an earlier checkpoint made void. It checks that the other steps follow each other
 without gap or overlap, alike on every rank, and that the tokens that each rank recorded are
-those of the dataset at that place in the order. It follows that each token was an input
+those of the dataset at that place in the order, and that no step is missing at the end, as far
+as exit.json tells. It follows that each token was an input
 exactly once per consumed epoch, except those of masked blocks, which the proof names.
 """
 
 import argparse
+import json
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -197,6 +199,10 @@ def prove(run: Path, every: int = 1) -> list[str]:
     begun = [steps.pop()] if (recorded[: steps[-1].shape.dp_size, -1] < 0).any() else []  # killed before all began it
     if not steps:
         raise TitaniteError(f"{run}: no step is recorded on all of its {begun[0].shape.dp_size} data-parallel ranks")
+    if len(steps) < (reached := _reached(run)):
+        raise TitaniteError(
+            f"{run}: step {reached:,} was trained, as exit.json says, but the ledgers end with step {len(steps):,}"
+        )
     auditor = Auditor(config, steps)
     checked = 0
     for number, step in enumerate(tqdm(steps, desc="prove", unit=" steps"), start=1):
@@ -214,6 +220,15 @@ def prove(run: Path, every: int = 1) -> list[str]:
     if begun:
         lines.append(f"step {len(steps) + 1} left out: some ranks had not begun it when the run ended")
     return lines + _left_out(run, len(steps), config.checkpoint.enable)
+
+
+def _reached(run: Path) -> int:
+    """A step that the run has certainly come to, by the record of its last start's end (parallel.exits)."""
+    try:
+        ended = json.loads((run / "exit.json").read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):  # no process could write it, or not to its end
+        return 0
+    return ended["step"] if ended["kind"] in ("finished", "stopped") else ended["last_checkpoint"] or 0
 
 
 def _recorded(run: Path, steps: list[Step]) -> np.ndarray:
