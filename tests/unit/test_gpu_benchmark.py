@@ -68,6 +68,7 @@ def run_main(
     monkeypatch.setattr(gpu, "DATASET", folder)
     (folder / "manifest.json").touch()  # the dataset need not be prepared
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(sys, "argv", ["gpu", f"--rows={','.join(rows)}"])
     assert gpu.main() == 0
 
@@ -250,9 +251,11 @@ def test_the_bar_is_met_by_the_row_that_could_be_measured() -> None:
         {"row": "8B bf16 8192", "failed": "no room"},
         {"row": "8B bf16 8192 saving memory", "tokens/s": 10_600.0},
     ]
-    assert list(bars(rows, [row["row"] for row in rows])) == [("8B bf16 8192: 10,600 tokens/s, at least 10,500", True)]
+    chosen = [row["row"] for row in rows]
+    assert list(bars(rows, chosen, "NVIDIA H200")) == [("8B bf16 8192: 10,600 tokens/s, at least 10,500", True)]
+    assert list(bars(rows, chosen, "NVIDIA H100 80GB HBM3")) == []
     rows = [{"row": "1.8B bf16 8192", "tokens/s": 1.0, "attention by": "flash"}]
-    assert ("1.8B bf16 8192: attention by flash, cudnn is asked for", False) in list(bars(rows, []))
+    assert ("1.8B bf16 8192: attention by flash, cudnn is asked for", False) in list(bars(rows, [], "NVIDIA H200"))
 
 
 def test_what_is_attainable_follows_from_the_operations_of_a_token() -> None:
