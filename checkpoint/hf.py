@@ -35,7 +35,8 @@ from checkpoint.ranks import Ranks
 from checkpoint.state import model_tensors
 from checkpoint.storage import commit, read_state, write_items
 from checkpoint.stores import CheckpointError, LocalStore, Store, open_store
-from config import Model, command_line, misread, tomllib
+from config import Model, TitaniteError, command_line, misread, tomllib
+from data.chat import ChatTemplate
 from data.tokenizer import TOKENIZER, Tokenizer, declared_eos, find_chat_template, load_tokenizer, parse_tokenizer
 from metrics import quiet_noisy_loggers
 from models import MODELS, HuggingFace, build_model, recorded_model
@@ -136,7 +137,7 @@ def write_companions(
     """Write config.json, generation_config.json and the tokenizer's files, with all that AutoTokenizer needs."""
     for file, content in companions.items():
         (folder / file).write_bytes(content)
-    tokens = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+    tokens = {"bos_token_id": tokenizer.bos_id, "eos_token_id": end_ids(tokenizer)}
     ids = {key: value for key, value in tokens.items() if value is not None}
     declared = json.loads(companions.get("tokenizer_config.json", b"{}"))
     defaults = {
@@ -154,6 +155,17 @@ def write_companions(
     }
     for file, values in made.items():
         (folder / file).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def end_ids(tokenizer: Tokenizer) -> int | list[int]:
+    """The ids at which generation ends: eos, and with a chat template the special token that ends its answers."""
+    stops: frozenset[int] = frozenset()
+    if tokenizer.chat_template:
+        try:
+            stops = ChatTemplate(tokenizer.chat_template, tokenizer).stop_ids - {tokenizer.eos_id}
+        except TitaniteError as error:  # the model need not be one for chats
+            logger.info(f"{error}; so generation ends at {tokenizer.eos_token} alone")
+    return [tokenizer.eos_id, *stops] if stops else tokenizer.eos_id
 
 
 def exported_model(manifest: Manifest) -> tuple[HuggingFace, nn.Module, Any]:

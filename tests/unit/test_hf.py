@@ -186,6 +186,27 @@ def test_tokenizer_and_generation_config_load_in_transformers(tmp_path, tokenize
     assert model.generation_config.eos_token_id == ours.eos_id == model.config.eos_token_id
 
 
+@pytest.mark.parametrize(
+    ("template", "ends"),
+    [
+        ("{% for m in messages %}{{ m.content }}<|eot|>{% endfor %}", ["<|endoftext|>", "<|eot|>"]),
+        ("{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}", "<|endoftext|>"),
+        ("{{ raise_exception('not for chats') }}", "<|endoftext|>"),
+    ],
+)
+def test_an_exported_chat_model_stops_where_its_answers_end(tmp_path, tokenizer_folder, template, ends):
+    hf_folder(tmp_path / "hf", "llama3", tokenizer_folder)
+    raw = load_tokenizer(tokenizer_folder).raw
+    raw.add_special_tokens(["<|eot|>"])
+    Tokenizer(raw, "<|endoftext|>", chat_template=template).save(tmp_path / "hf")
+    (tmp_path / "hf" / "generation_config.json").unlink()
+    import_model(tmp_path / "hf", str(tmp_path / "ours"), check="tensors")
+    export_model(str(tmp_path / "ours"), tmp_path / "back", **EXPORT)
+    expected = raw.token_to_id(ends) if isinstance(ends, str) else [raw.token_to_id(token) for token in ends]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    assert model.generation_config.eos_token_id == expected == model.config.eos_token_id
+
+
 @pytest.mark.parametrize("content", ["{", "[]"])
 @pytest.mark.parametrize("file", ["generation_config.json", "special_tokens_map.json"])
 def test_a_damaged_companion_is_found_before_anything_is_written(tmp_path, tokenizer_folder, file, content):
