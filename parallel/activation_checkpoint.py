@@ -50,7 +50,7 @@ def apply_activation_checkpoint(block: nn.Module, settings: ActivationCheckpoint
 
     # A function, not a partial: torch.compile has to find the checkpoint inside a frame.
     def checkpointed_forward(*args: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options)
+        return checkpoint(forward, *args, use_reentrant=False, **options)
 
     block.forward = checkpointed_forward
 

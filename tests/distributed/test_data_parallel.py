@@ -18,6 +18,7 @@ from config import ActivationCheckpoint, Config, Training
 from models import build_model, find_model
 from models.init import init_weights
 from models.llama.model import Llama
+from parallel.activation_checkpoint import apply_activation_checkpoint
 from parallel.fsdp import apply_fsdp, reshard, set_last_microbatch
 from parallel.mesh import ParallelDims
 from tests.harness import run_ranks
@@ -216,6 +217,19 @@ def test_activation_checkpointing_keeps_less_recomputes_what_it_says_and_changes
     assert selective[2] - none[2] == matmuls / 2
     assert full[3] - none[3] == FLAVOR.n_layers
     assert selective[3] == none[3], "selective keeps attention"
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_dropout_is_the_same_when_it_is_recomputed(mode: str) -> None:
+    """A model of one's own may have it. Expected: what no recomputation gives."""
+    gradients = []
+    for settings in (ActivationCheckpoint(), ActivationCheckpoint(mode=mode)):
+        torch.manual_seed(0)
+        block = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 8))
+        apply_activation_checkpoint(block, settings)
+        block(torch.ones(4, 8)).square().sum().backward()
+        gradients.append(block[0].weight.grad)
+    assert torch.equal(*gradients)
 
 
 def gathers_around_a_validation() -> list[int]:
