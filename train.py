@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from checkpoint.hf import check_vocabulary
 from checkpoint.manager import CheckpointManager, check_initial_load, check_places
 from config import Config, ConfigError, TitaniteError, file_errors, grad_accum_steps, load_config, loss_chunks
 from data.loader import Batch, DataLoader, validation_batches
@@ -84,9 +85,10 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
     device = init_distributed(environment, comm)
     dataloader.check_ranks()
     mesh = dims.build_mesh(device.type)
+    fits_data = partial(check_vocabulary, dataloader.tokenizer, config.checkpoint.initial_load)
     checks = (
         dataloader.check_run,
-        partial(check_initial_load, config.checkpoint, identity),
+        partial(check_initial_load, config.checkpoint, identity, check=fits_data),
         partial(check_places, config.checkpoint),
     )
     start = partial(start_run, config, identity, world_size, environment.job, checks, dataloader.tokenizer.save)

@@ -37,7 +37,15 @@ from checkpoint.storage import commit, read_state, write_items
 from checkpoint.stores import CheckpointError, LocalStore, Store, open_store
 from config import Model, TitaniteError, command_line, misread, tomllib
 from data.chat import ChatTemplate
-from data.tokenizer import TOKENIZER, Tokenizer, declared_eos, find_chat_template, load_tokenizer, parse_tokenizer
+from data.tokenizer import (
+    TOKENIZER,
+    Tokenizer,
+    declared_eos,
+    find_chat_template,
+    load_tokenizer,
+    parse_raw,
+    parse_tokenizer,
+)
 from metrics import quiet_noisy_loggers
 from models import MODELS, HuggingFace, build_model, recorded_model
 from records import output_path
@@ -251,6 +259,28 @@ def companion_tokenizer(origin: str, companions: Mapping[str, bytes], vocab_size
             "embedding; name the tokenizer it was trained with by --tokenizer"
         )
     return tokenizer
+
+
+def check_vocabulary(tokenizer: Tokenizer, place: str, opened: Opened) -> None:
+    """Refuse data whose token ids are other tokens to the weights of `opened`, which was found by `place`.
+
+    A tenth may differ, such as reserved tokens that were given a use. Weights without a tokenizer pass. Raises
+    CheckpointError.
+    """
+    try:
+        origin, companions = find_companions(opened, place, None)
+    except ChecksumError:
+        raise
+    except CheckpointError:
+        return
+    theirs = {id: token for token, id in parse_raw(companions[TOKENIZER], origin).get_vocab().items()}
+    ours = tokenizer.raw.get_vocab()
+    others = sum(theirs.get(id, token) != token for token, id in ours.items())
+    if others > len(ours) / 10:
+        raise CheckpointError(
+            f"{origin}: {others:,} of the {len(ours):,} token ids in the data are other tokens in its tokenizer; "
+            "prepare the data with that tokenizer (--tokenizer)"
+        )
 
 
 # ---------------------------------------------------------------- import

@@ -77,10 +77,16 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None: ...
 
 
-def check_initial_load(settings: Checkpoint, identity: dict[str, Any], run_folder: Path) -> None:
-    """Refuse a new run whose `initial_load` has no checkpoint, or one of another model. Raises CheckpointError.
+def check_initial_load(
+    settings: Checkpoint,
+    identity: dict[str, Any],
+    run_folder: Path,
+    check: Callable[[Opened], object] = lambda opened: None,
+) -> None:
+    """Refuse a new run whose `initial_load` has no checkpoint, one of another model, or one that `check` refuses.
 
-    For rank 0, before anything is written. A run with checkpoints of its own no longer uses `initial_load`.
+    For rank 0, before anything is written. A run with checkpoints of its own no longer uses `initial_load`. Raises
+    CheckpointError.
     """
     if not settings.initial_load:
         return
@@ -89,7 +95,9 @@ def check_initial_load(settings: Checkpoint, identity: dict[str, Any], run_folde
     try:
         for store, name in locate(settings.initial_load, settings):
             with suppress(DamagedError):  # the load will pass it over and log that
-                check_identity(open_one(store, name)[0], _jsonable(identity))
+                opened = Opened(store, name, *open_one(store, name))
+                check_identity(opened.manifest, _jsonable(identity))
+                check(opened)
                 return
     except CheckpointError as error:
         raise CheckpointError(f"checkpoint.initial_load: {error}") from None

@@ -104,11 +104,16 @@ def load_tokenizer(path: str | Path, eos_token: str = "") -> Tokenizer:
 
 def parse_tokenizer(content: bytes, eos_token: str, name: str, chat_template: str) -> Tokenizer:
     """Make a tokenizer from the content of a tokenizer.json; see load_tokenizer. Raises TitaniteError."""
+    raw = parse_raw(content, name)
+    return Tokenizer(raw, eos_token or _known_eos(raw, name), name, chat_template)
+
+
+def parse_raw(content: bytes, name: str) -> RawTokenizer:
+    """The `tokenizers` tokenizer of a tokenizer.json's content. Raises TitaniteError."""
     try:
-        raw = RawTokenizer.from_str(content.decode())
+        return RawTokenizer.from_str(content.decode())
     except Exception as error:  # tokenizers raises bare Exception
         raise TitaniteError(f"{name}: not a tokenizer.json: {error}") from None
-    return Tokenizer(raw, eos_token or _known_eos(raw, name), name, chat_template)
 
 
 def find_chat_template(files: Mapping[str, bytes], folder: str) -> str:

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
@@ -15,6 +16,7 @@ from data.prepare import main as prepare
 from data.tokenizer import Tokenizer
 from generate import Sampling, generate
 from models.llama import FLAVORS
+from tests.corpus import write_dataset
 from tests.harness import run_ranks
 from train import train
 from trained import load_trained
@@ -60,6 +62,9 @@ def test_an_imported_model_learns_to_answer(tmp_path: Path) -> None:
     arguments += ["--training.param_dtype=float32"]
     arguments += ["--lr_scheduler.warmup_steps=2", "--lr_scheduler.decay_fraction=0", "--optimizer.lr=1e-3"]
     arguments += ["--validation.enable=false", "--metrics.tensorboard=false", "--metrics.log_interval=1"]
+    other = f"--data.datasets={write_dataset(tmp_path / 'other', [[[1] * 40 + [0]] * 40], vocab_size=VOCAB)}"
+    with pytest.raises(AssertionError, match=r"imported: \d+ of the 64 token ids in the data are other tokens"):
+        run_ranks(1, train_as, [*arguments[2:], other, "--training.steps=15"], start_group=False)
     run_ranks(2, train_as, [*arguments, "--training.steps=15"], start_group=False)
     run_ranks(1, train_as, [*arguments, "--training.steps=30"], start_group=False)  # goes on at another world size
 

@@ -23,11 +23,11 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from checkpoint import hf
-from checkpoint.hf import export_model, exported_model, find_companions, import_model, shapes_of
+from checkpoint.hf import check_vocabulary, export_model, exported_model, find_companions, import_model, shapes_of
 from checkpoint.index import Opened, read_index
 from checkpoint.list import look
 from checkpoint.loading import locate
-from checkpoint.manager import CheckpointManager
+from checkpoint.manager import CheckpointManager, check_initial_load
 from checkpoint.manifest import read_manifest, read_metadata
 from checkpoint.planning import plan_pieces, split_rows
 from checkpoint.state import model_tensors
@@ -40,6 +40,7 @@ from models import MODELS
 from models.llama import FLAVORS
 from models.llama import hf as llama_hf
 from models.llama.model import Llama, LlamaConfig, RopeScaling
+from tests.corpus import word_tokenizer
 from tests.distributed.checkpoint_runs import Counter, flip_bit
 from tests.harness import run_ranks
 from tests.unit.test_llama import FAMILIES, SMALL, hf_model
@@ -221,6 +222,26 @@ def test_a_damaged_companion_is_found_before_anything_is_written(tmp_path, token
         with written, pytest.raises(CheckpointError, match=f"hf/{file}: no"):
             make()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "ours"]
+
+
+def test_weights_are_not_trained_on_the_tokens_of_another_tokenizer(tmp_path, tokenizer_folder):
+    hf_folder(tmp_path / "hf", "llama3", tokenizer_folder)
+    import_model(tmp_path / "hf", str(tmp_path / "ours"), check="tensors")
+    place = str(tmp_path / "ours")
+    identity = json.loads((tmp_path / "ours" / "model.json").read_text())
+
+    def check(tokenizer: Tokenizer) -> None:
+        fits = partial(check_vocabulary, tokenizer, place)
+        check_initial_load(Checkpoint(initial_load=place), identity, tmp_path / "run", fits)
+
+    same = load_tokenizer(tokenizer_folder)
+    check(same)
+    same.raw.add_special_tokens(["<|eot|>"])
+    check(Tokenizer(same.raw, "<|eot|>"))  # more tokens, another eos
+    with pytest.raises(
+        CheckpointError, match=r"^checkpoint.initial_load: .*ours: 271 of the 300 token ids in the data"
+    ):
+        check(word_tokenizer(300))
 
 
 @pytest.mark.parametrize("check", ["logits", "tensors"])
