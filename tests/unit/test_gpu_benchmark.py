@@ -195,6 +195,7 @@ def test_data_are_prepared_by_a_command_of_its_own(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(subprocess, "run", lambda command, **_: commands.append(command))
     monkeypatch.setattr(gpu, "DATASET", tmp_path / "set")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(gpu, "run_row", lambda *_: {})
     monkeypatch.setattr(sys, "argv", ["gpu", "--rows=peaks"])
     gpu.main()
