@@ -150,6 +150,7 @@ REQUEST_ATTEMPTS = 5  # for each request to an object store for a checkpoint
 LONGEST_PAUSES_SECONDS = 15  # all pauses between them together
 LARGEST = 2**53  # for an integer setting without its own maximum; a float holds every integer up to it
 SLOWEST_BFLOAT16 = 0.98  # decay of a bfloat16 mean: it comes within 24 % of its input; at 0.999 it may never move
+SMALLEST_SHARE = 1e-9  # of a dataset in a mixture: what is left out of a billion samples is no part of it
 PATIENCE = 0.8  # share of a collective's timeout after which the watchdog declares the job hung
 
 
@@ -731,8 +732,11 @@ def check_data(config: Config) -> None:
         raise ConfigError(
             f"data.weights = {list(data.weights)}: must have an entry for each of data.datasets = {list(data.datasets)}"
         )
-    if any(weight <= 0 for weight in data.weights):
-        raise ConfigError(f"data.weights = {list(data.weights)}: every weight must be above 0")
+    if any(weight <= 0 or weight < SMALLEST_SHARE * sum(data.weights) for weight in data.weights):
+        raise ConfigError(
+            f"data.weights = {list(data.weights)}: every weight must be above 0, and at least {SMALLEST_SHARE} of "
+            "their sum"
+        )
     names = [url.rstrip("/").rpartition("/")[2] for url in held_out]
     if len(set(names)) < len(names):
         raise ConfigError(f"validation.datasets = {list(held_out)}: two have the same last name")

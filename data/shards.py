@@ -188,9 +188,10 @@ class Dataset:
     def split(self, name: str) -> Split:
         """One split. Raises DataError if it is empty."""
         if not self.splits[name].shards:
-            otherwise = "; or set validation.datasets, or validation.enable = false" if name == "validation" else ""
+            otherwise = "; or set validation.datasets (validate.py: --datasets), or validation.enable = false"
             raise DataError(
-                f"{self.url}: has no {name} documents; prepare it with another --validation-fraction{otherwise}"
+                f"{self.url}: has no {name} documents; prepare it with another --validation-fraction"
+                f"{otherwise if name == 'validation' else ''}"
             )
         return self.splits[name]
 

@@ -126,6 +126,8 @@ def test_command_line_values(words, get, value) -> None:
         (["--data.datasets=a/b,a/./b/"], ["data.datasets", "twice"]),
         (["--data.weights=1,2"], ["data.weights", "an entry for each of data.datasets"]),
         (["--data.weights=-1"], ["data.weights", "above 0"]),
+        (["--data.datasets=a,b", "--data.weights=1e308,1e308"], ["data.weights", "at least 1e-09 of their sum"]),
+        (["--data.datasets=a,b", "--data.weights=1,1e-300"], ["data.weights", "at least 1e-09 of their sum"]),
         (["--lr_scheduler.warmup_steps=500"], ["lr_scheduler.warmup_steps = 500", "training.steps = 400"]),
         (["--lr_scheduler.decay_fraction=0.99"], ["decay_fraction = 0.99", "do not fit"]),
         (["--validation.sample_tokens=5"], ["validation.sample_tokens = 5", "needs validation.sample_prompt"]),
