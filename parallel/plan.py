@@ -30,7 +30,7 @@ from parallel.plan_costs import DEFAULT_VOCAB_SIZE, Work, groups, traffic
 from parallel.plan_memory import Memory, memory, reserved
 from parallel.plan_time import Cluster, estimate
 
-# Errors against published runs and against counts, from benchmarks/results/plan.json and tests/unit/test_plan.py.
+# Errors against published runs and against counts, from benchmarks/results/plan.json and plan_counts.json.
 KNOWN_BY = {
     "parameters": "counted on the real module",
     "memory": "modelled, reserved too; within 5 % of a count of the real step, except as docs/plan.md says",
