@@ -27,7 +27,7 @@ import numpy as np
 import pyarrow as pa
 from tqdm import tqdm
 
-from config import command_line
+from config import TitaniteError, command_line
 from data.chat import BUILT_IN
 from data.order import derive_key, random_words
 from data.packing import pack
@@ -282,7 +282,10 @@ def _tokenize_unit(folder: str, task: tuple[int, Unit]) -> int:
     batches: list[pa.RecordBatch] = []
     for batch in _batched(_pieces(job.plan, unit)):
         words = random_words(len(batch), key, first=seen)
-        batches.append(_tokenize(job, batch, words))
+        try:
+            batches.append(_tokenize(job, batch, words))
+        except TitaniteError as error:  # quotes the text, by which to find it there
+            raise DataError(f"{unit.name}: {error}") from None
         seen += len(batch)
         dropped += len(batch) - batches[-1].num_rows
         size = len(batches[-1].column("tokens").values)

@@ -61,6 +61,12 @@ class Unit(NamedTuple):
     stop: int = 0
     bytes: int = 0
 
+    @property
+    def name(self) -> str:
+        """Where it is, for an error."""
+        first, others = self.files[0].url, len(self.files) - 1
+        return f"{first} or one of the {others} files after it" if others else first
+
 
 SEARCHED = (
     f"a folder is searched for {' '.join((*TEXT_SUFFIXES, *KINDS))}, also compressed as .gz or .zst, but not for plain "

@@ -364,6 +364,17 @@ def test_options_that_do_not_fit_are_explained(
     assert said in str(error.value)
 
 
+def test_the_file_of_an_example_that_does_not_fit_is_named(folder: Path, tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("a.jsonl", "b.jsonl")]
+    for file in files:
+        file.write_text('{"q": "1", "a": "2"}\n{"q": "1", "a": "%s"}\n' % ("2 3 " * 9 if file == files[1] else "2"))
+    command = [f"--tokenizer={folder / 'tokenizer'}", "--format=sft", "--example-keys=q,a", "--seq-len=12"]
+    for sources, named in ((files[1:], str(files[1])), (files, f"{files[0]} or one of the 1 files after it")):
+        with pytest.raises(SystemExit) as error:
+            prepare(["--source", *map(str, sources), *command, "--output", str(tmp_path / "out")])
+        assert f"error: {named}: an example of" in str(error.value)
+
+
 def test_long_examples_are_left_out_and_counted(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
