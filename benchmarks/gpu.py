@@ -85,6 +85,8 @@ def runs() -> dict[str, Run]:
     fewer = ("--model.n_layers=12",)  # of 32, for a GPU of 80 GB
     return {
         "1.8B bf16 8192": Run("1.8B", 8192, 4, 8, small),
+        "1.8B torchtitan 8192": Run("1.8B", 8192, 4, 8, peer="torchtitan"),
+        "1.8B tensorwise 8192": Run("1.8B", 8192, 4, 8, (*small, *TENSORWISE)),
         "8B bf16 8192": Run("8B", 8192, 1, 8, large, 3),
         "8B bf16 8192 saving memory": Run("8B", 8192, 1, 8, full, 3, instead_of="8B bf16 8192"),
         "8B bf16 8192 of 12 layers": Run(
@@ -97,9 +99,7 @@ def runs() -> dict[str, Run]:
         "8B tensorwise 8192 of 12 layers": Run(
             "8B", 8192, 1, 8, (*large, *fewer, *TENSORWISE), 3, instead_of="8B tensorwise 8192 saving memory"
         ),
-        "1.8B tensorwise 8192": Run("1.8B", 8192, 4, 8, (*small, *TENSORWISE)),
         "1.8B transformers 8192": Run("1.8B", 8192, 4, 8, peer="transformers"),
-        "1.8B torchtitan 8192": Run("1.8B", 8192, 4, 8, peer="torchtitan"),
         "1.8B bf16 8192 weights cast each time": Run("1.8B", 8192, 4, 8, ("--training.loss_chunks=2",)),
         "1.8B bf16 8192 whole logits": Run("1.8B", 8192, 4, 8, ONCE),
         "1.8B rowwise 8192": Run("1.8B", 8192, 4, 8, (*small, *ROWWISE)),
