@@ -18,7 +18,7 @@ from run_folder import git_commit
 
 def build_parser(description: str) -> argparse.ArgumentParser:
     """A parser with the options that all benchmarks share."""
-    parser = argparse.ArgumentParser(description=description)
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer rounds: done within a minute, and less certain")
     parser.add_argument("--check", action="store_true", help="exit 1 if a bar is missed, naming it last")
     parser.add_argument("--json", type=Path, help="also write rows, machine and versions to this file")

@@ -14,6 +14,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import launch.torchrun
+from benchmarks.report import build_parser
 from parallel.exits import AGAIN, HUNG
 from tests.ports import free_port
 
@@ -78,6 +79,11 @@ def test_every_command_says_how_it_is_used(
     process.join()
     assert process.exitcode == 0
     assert capfd.readouterr().out.startswith("usage: ")
+
+
+def test_a_benchmarks_help_keeps_the_lines_of_its_text() -> None:
+    text = "What it measures.\n\n    python -m benchmarks.data [PART ...]\n\nParts: loaders."
+    assert text in build_parser(text).format_help()
 
 
 def write_program(path: Path, text: str) -> Path:
