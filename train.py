@@ -136,12 +136,12 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
             if outer:
                 outer.restart()
             refresh_weights()
+            watchdog.resumed(step)
             return step
 
         step = load()
         if rank == 0:
             record_config(folder, config)
-        watchdog.resumed(step)
         if dims.is_first_copy(rank):
             dataloader.open_ledger(folder)
         metrics = MetricsLogger(config, folder, rank, device, first_step=step, flops_per_token=flops_per_token)

@@ -60,10 +60,17 @@ def test_further_figures_wait_beside_the_loss_and_end_no_run() -> None:
         fetch_finite({5: torch.tensor([1.0, torch.inf, 7.0])})
 
 
-def run(arguments: list[str], bad_steps: tuple[int, ...] = (), stop_after: int = 0, ask_after: int = 0) -> str:
+def run(
+    arguments: list[str],
+    bad_steps: tuple[int, ...] = (),
+    stop_after: int = 0,
+    ask_after: int = 0,
+    damage_after: int = 0,
+) -> str:
     """Train; rank 1's n-th forward is NaN for n in `bad_steps`; the error that ended it, or "crash" if cut off.
 
-    After step `ask_after` the run is asked to stop: it does so after one more.
+    After step `ask_after` the run is asked to stop: it does so after one more. The checkpoint of step `damage_after` is
+    damaged once it is saved.
     """
     config, forwards = load_config(arguments), [0]
 
@@ -80,6 +87,9 @@ def run(arguments: list[str], bad_steps: tuple[int, ...] = (), stop_after: int =
             raise KeyboardInterrupt
         if step == ask_after:
             (Path(config.run.folder) / "stop").touch()
+        if step == damage_after and dist.get_rank() == 0:
+            (file,) = Path(config.run.folder).glob(f"checkpoints/step-{step:08}-*/__0_0.distcp")
+            file.write_bytes(bytes(file.stat().st_size))
 
     nn.modules.module.register_module_forward_hook(spoil)
     try:
@@ -161,6 +171,16 @@ def test_a_bad_step_rolls_back_to_the_checkpoint_and_leaves_out_all_since(datase
     proof = prove(tmp_path / "rolled")
     assert proof[0].startswith("12 steps")
     assert proof[-1] == "steps that consumed their tokens without an update (5): 6-10"
+
+
+def test_a_rollback_past_a_damaged_checkpoint_is_where_the_next_start_goes_on(dataset: Path, tmp_path: Path) -> None:
+    arguments = [*SMALL, "--failures.on_bad_step=rollback", "--failures.bad_step_budget=1"]
+    arguments += [f"--data.datasets={dataset}", f"--run.folder={tmp_path}"]
+    # Step 11 is bad, and the load passes step 10's checkpoint over for step 5's. Then step 7 spends the budget.
+    run_ranks(2, run, arguments, (11, 13), 0, 0, 10, start_group=False)
+    record = json.loads((tmp_path / "exit.json").read_text())
+    assert (record["step"], record["last_checkpoint"], record["steps_repeated"]) == (7, 5, 2)
+    assert prove(tmp_path)[0].startswith("7 steps")
 
 
 def test_what_was_due_at_a_step_left_out_comes_after_a_stop_right_there(dataset: Path, tmp_path: Path) -> None:
