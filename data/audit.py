@@ -195,14 +195,15 @@ def prove(run: Path, every: int = 1) -> list[str]:
     """
     config = run_config(run)
     steps, void = trained_steps(run)
-    recorded = _recorded(run, steps)
-    begun = [steps.pop()] if (recorded[: steps[-1].shape.dp_size, -1] < 0).any() else []  # killed before all began it
+    recorded, reached = _recorded(run, steps), _reached(run)
+    if len(steps) < reached:
+        raise TitaniteError(
+            f"{run}: step {reached:,} was trained, as exit.json says, but rank 0's ledger ends with step {len(steps):,}"
+        )
+    cut = len(steps) > reached and (recorded[: steps[-1].shape.dp_size, -1] < 0).any()  # killed before all began it
+    begun = [steps.pop()] if cut else []
     if not steps:
         raise TitaniteError(f"{run}: no step is recorded on all of its {begun[0].shape.dp_size} data-parallel ranks")
-    if len(steps) < (reached := _reached(run)):
-        raise TitaniteError(
-            f"{run}: step {reached:,} was trained, as exit.json says, but the ledgers end with step {len(steps):,}"
-        )
     auditor = Auditor(config, steps)
     checked = 0
     for number, step in enumerate(tqdm(steps, desc="prove", unit=" steps"), start=1):
