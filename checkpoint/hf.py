@@ -264,16 +264,15 @@ def companion_tokenizer(origin: str, companions: Mapping[str, bytes], vocab_size
 def check_vocabulary(tokenizer: Tokenizer, place: str, opened: Opened) -> None:
     """Refuse data whose token ids are other tokens to the weights of `opened`, which was found by `place`.
 
-    A tenth may differ, such as reserved tokens that were given a use. Weights without a tokenizer pass. Raises
-    CheckpointError.
+    A tenth may differ, such as reserved tokens that were given a use. Weights without a tokenizer pass, and those
+    beside one that was changed since. Raises TitaniteError.
     """
     try:
         origin, companions = find_companions(opened, place, None)
-    except ChecksumError:
-        raise
     except CheckpointError:
         return
-    theirs = {id: token for token, id in parse_raw(companions[TOKENIZER], origin).get_vocab().items()}
+    raw = parse_raw(companions[TOKENIZER], f"{origin}/{TOKENIZER}")
+    theirs = {id: token for token, id in raw.get_vocab().items()}
     ours = tokenizer.raw.get_vocab()
     others = sum(theirs.get(id, token) != token for token, id in ours.items())
     if others > len(ours) / 10:

@@ -60,7 +60,7 @@ from checkpoint.state import (
 )
 from checkpoint.storage import Written, commit, copy_pieces, pieces_of, read_state, tensors_in, write_items
 from checkpoint.stores import CheckpointError, DamagedError, LocalStore, Store, join, open_store
-from config import Checkpoint, Config, ConfigError, to_toml
+from config import Checkpoint, Config, ConfigError, TitaniteError, to_toml
 
 SAVED = ".saved"  # in the run's folder: names the last committed checkpoint
 OUTER = ".outer_momentum"
@@ -99,7 +99,7 @@ def check_initial_load(
                 check_identity(opened.manifest, _jsonable(identity))
                 check(opened)
                 return
-    except CheckpointError as error:
+    except TitaniteError as error:
         raise CheckpointError(f"checkpoint.initial_load: {error}") from None
 
 

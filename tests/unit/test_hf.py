@@ -242,6 +242,12 @@ def test_weights_are_not_trained_on_the_tokens_of_another_tokenizer(tmp_path, to
         CheckpointError, match=r"^checkpoint.initial_load: .*ours: 271 of the 300 token ids in the data"
     ):
         check(word_tokenizer(300))
+    (tmp_path / "hf" / "tokenizer.json").unlink()
+    import_model(tmp_path / "hf", place := str(tmp_path / "bare"), check="tensors")
+    check(word_tokenizer(300))
+    (tmp_path / "tokenizer.json").write_text("{")  # as if of a run, in whose folder the checkpoint is
+    with pytest.raises(CheckpointError, match=f"^checkpoint.initial_load: {tmp_path}/tokenizer.json: not a tokenizer"):
+        check(same)
 
 
 @pytest.mark.parametrize("check", ["logits", "tensors"])
