@@ -117,6 +117,19 @@ def check_places(settings: Checkpoint, run_folder: Path) -> None:
             raise CheckpointError(f"checkpoint.{key} = {store.url!r}: cannot be written to: {error}") from None
 
 
+def check_steps(config: Config, run_folder: Path) -> None:
+    """Refuse to resume a run that is beyond training.steps. Raises ConfigError.
+
+    For rank 0, before anything is written.
+    """
+    found = by_age(_open_stores(config.checkpoint, run_folder)) if config.checkpoint.enable else []
+    if found and (newest := step_of(found[0][1]) or 0) > config.training.steps:
+        raise ConfigError(
+            f"training.steps = {config.training.steps}: this run has reached step {newest}, "
+            f"{join(found[0][0].url, found[0][1])}: set {newest} or more, or another run.folder"
+        )
+
+
 @dataclass(frozen=True)
 class Save:
     """Everything needed to write one save, independent of what training does meanwhile."""
@@ -178,8 +191,8 @@ class CheckpointManager:
 
         Returns 0 if the run has no checkpoint. Restores model, optimizer and place in the data, and at the same world
         size the random states. If a checkpoint is damaged, logs it and takes the one before. Raises CheckpointError if
-        none is intact, if one is of another model, or if the disk has no room for those to come; ConfigError if the run
-        is beyond training.steps, or if machines have disks of their own and no place that they share.
+        none is intact, if one is of another model, or if the disk has no room for those to come; ConfigError if
+        machines have disks of their own and no place that they share.
         """
         self.wait()
         neighbours = self._meet_neighbours()
@@ -258,12 +271,6 @@ class CheckpointManager:
         if found and step_of(name) is not None and by_step(name) > by_step(found[0][1]):
             places = ", ".join(store.url for store in self.stores)
             logger.warning(f"skipped: {last}, the last checkpoint that this run saved, is not in {places}")
-        steps = self.config.training.steps
-        if found and (newest := step_of(found[0][1]) or 0) > steps:
-            raise ConfigError(
-                f"training.steps = {steps}: this run has reached step {newest}, {join(found[0][0].url, found[0][1])}: "
-                f"set {newest} or more, or another run.folder"
-            )
         if self.newest_step is None:
             self.known.update(name for _, name in found)
         else:  # returning to a checkpoint of this start, or to the one it began with

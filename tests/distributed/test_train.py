@@ -257,6 +257,11 @@ def test_steps_may_change_on_resume_and_the_change_is_recorded(dataset: Path, tm
     assert sorted(rows(tmp_path / "run")) == [1, 2, 3, 4, 5, 6]
     last = json.loads((tmp_path / "run" / "starts.jsonl").read_text().splitlines()[-1])
     assert last["changed"] == {"training.steps": [4, 6]}
+    files = ("starts.jsonl", "exit.json", "config.toml")
+    before = [(tmp_path / "run" / file).read_bytes() for file in files]
+    with pytest.raises(AssertionError, match=r"training.steps = 5: this run has reached step 6"):
+        run_ranks(1, run, [*base, "--training.steps=5"], start_group=False)
+    assert [(tmp_path / "run" / file).read_bytes() for file in files] == before
 
 
 def test_a_run_of_a_version_with_other_settings_is_used_and_resumed(
