@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from config import Failures, TitaniteError
+from config import Failures, TitaniteError, file_errors
 from parallel.comm import from_rank_0, synchronize
 from records import open_records, read_records, write_atomically
 
@@ -90,7 +90,7 @@ class BadSteps:
         self.incidents.add(last)
         spent = {"spent": True} if len(self.incidents) > budget else {}
         if dist.get_rank() == 0:
-            with open_records(self.file) as file:
+            with file_errors(self.file), open_records(self.file) as file:
                 file.write(json.dumps({"first": first, "last": last, "cause": cause} | spent | self.unsaved) + "\n")
         if spent:
             raise TitaniteError(
@@ -109,7 +109,8 @@ def _take_over(file: Path, step: int, saves: bool) -> list[dict[str, Any]]:
     if saves and records and records[-1].get("spent"):  # with other settings its steps after `step` may be sound
         records = [record | {"last": min(record["last"], step)} for record in records if record["first"] <= step]
     if records != before:
-        write_atomically(file, "".join(json.dumps(record) + "\n" for record in records).encode())
+        with file_errors(file):
+            write_atomically(file, "".join(json.dumps(record) + "\n" for record in records).encode())
     return records if saves else []
 
 

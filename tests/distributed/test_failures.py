@@ -173,6 +173,19 @@ def test_a_bad_step_rolls_back_to_the_checkpoint_and_leaves_out_all_since(datase
     assert proof[-1] == "steps that consumed their tokens without an update (5): 6-10"
 
 
+def leave_out_on_a_full_disk(folder: Path) -> str:
+    bad_steps = BadSteps(Failures(on_bad_step="skip"), folder, 0, saves=True)
+    (folder / "skipped.jsonl").symlink_to("/dev/full")
+    with pytest.raises(TitaniteError) as raised:
+        bad_steps.leave_out(1, 1, "not finite")
+    return str(raised.value)
+
+
+def test_a_full_disk_is_one_line_when_a_step_is_left_out(tmp_path: Path) -> None:
+    (said,) = run_ranks(1, leave_out_on_a_full_disk, tmp_path)
+    assert said == f"{tmp_path}/skipped.jsonl: cannot be written: No space left on device"
+
+
 def test_a_rollback_past_a_damaged_checkpoint_is_where_the_next_start_goes_on(dataset: Path, tmp_path: Path) -> None:
     arguments = [*SMALL, "--failures.on_bad_step=rollback", "--failures.bad_step_budget=1"]
     arguments += [f"--data.datasets={dataset}", f"--run.folder={tmp_path}"]
