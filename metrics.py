@@ -67,6 +67,7 @@ NOISY_LOGGERS = (
     "torchao.kernel.intmm",
     "aiobotocore.credentials",  # a traceback for a request that is tried again
     "botocore.credentials",
+    "botocore.configprovider",  # where it found each client's endpoint
 )
 
 

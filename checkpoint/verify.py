@@ -27,12 +27,16 @@ def verify(store: Store, name: str, manifest: Manifest) -> int:
 
 
 def verify_all(store: Store, names: list[str]) -> int:
-    """Print one line per checkpoint. Returns 1 if a committed one is damaged or has no checksums, else 0."""
+    """Print one line per checkpoint. Returns 1 if one is damaged or has no checksums, else 0.
+
+    Also 1 if the only one, which the user has named, was never committed: beside others it is a usual leftover.
+    """
     doubtful = 0
     for name in names:
         manifest, problem = look(store, name)
         place = name or store.url
         if problem == UNCOMMITTED:
+            doubtful += not name
             print(f"{place}: never committed, nothing will use it")
             continue
         if problem == STOCK:

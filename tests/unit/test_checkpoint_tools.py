@@ -118,7 +118,7 @@ def test_one_of_ours_without_its_manifest_was_never_committed(folder, tool):
     (newest / "MANIFEST.json").unlink()
     code, text = tool("list", newest)
     assert (code, "never committed" in text) == (1, True)
-    assert tool("verify", newest) == (0, f"{newest}: never committed, nothing will use it\n")
+    assert tool("verify", newest) == (1, f"{newest}: never committed, nothing will use it\n")
     with pytest.raises(CheckpointError, match=f"{newest}: was never committed, it has no MANIFEST.json"):
         Run(folder / "fresh", initial_load=str(newest)).checkpoint.load()
 
