@@ -48,7 +48,7 @@ def launch(argv: list[str]) -> int:
     """Run torchrun. Returns the exit code for the shell."""
     # A failed rank or a signal is reported below, in one line. torch would log tracebacks, also in the torchruns
     # that then wait for one that has ended.
-    for name in ("multiprocessing.api", "agent.server.api"):
+    for name in ("multiprocessing.api", "multiprocessing.errors.error_handler", "agent.server.api"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     handled = "SIGTERM,SIGINT,SIGQUIT,SIGUSR1"  # the last is Slurm's warning, which would kill torchrun and the ranks
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # torchrun must not undo nohup

@@ -296,6 +296,21 @@ def test_a_rank_that_torchrun_had_to_kill_is_not_the_first_failure(late: int) ->
     assert launch.torchrun._first_failure(failures) == (1, failures[1])
 
 
+def test_an_exception_of_a_rank_is_followed_by_one_line(tmp_path: Path) -> None:
+    """Of a recorded one torchrun has a file, which it cannot pass on to a torchrun of its own, and would say so."""
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "from torch.distributed.elastic.multiprocessing.errors import record\n"
+        "@record\n"
+        "def main():\n"
+        "    raise ValueError('spoilt')\n"
+        "main()\n"
+    )
+    code, said = run(ROOT, sys.executable, "-m", "launch.torchrun", "--standalone", "--nproc-per-node=1", str(script))
+    assert code == 1
+    assert said.endswith("ValueError: spoilt\nerror: rank 0 failed with exit code 1, see above\n")
+
+
 def test_slurms_warning_to_torchrun_reaches_the_ranks(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text(
