@@ -10,7 +10,7 @@ from checkpoint.index import Index, Opened, read_index
 from checkpoint.manifest import MANIFEST, METADATA, ROTARY, Manifest, read_manifest, read_metadata
 from checkpoint.names import by_step
 from checkpoint.ranks import Ranks
-from checkpoint.retention import committed
+from checkpoint.retention import committed, finished
 from checkpoint.storage import tensors_in
 from checkpoint.stores import CheckpointError, DamagedError, Store, join, open_store
 from config import Checkpoint, tomllib
@@ -35,19 +35,22 @@ def find(
     Raises CheckpointError if there is no checkpoint.
     """
     folder, upload = _places_of_run(Path(place) / "config.toml")
-    found = []
+    found, models = [], list[str]()
     first = [folder] if folder else [str(place), join(place, "checkpoints")]
     for url in [*first, upload] if upload else first:
         store = open_store(url, settings)
-        if {MANIFEST, METADATA} & store.sizes().keys():
+        sizes = store.sizes()
+        if {MANIFEST, METADATA} & sizes.keys():
             return [(store, [""])]
+        models += [join(url, name) for name in sorted(finished(sizes)) if name.startswith("model-")]
         if names := names_in(store):
             found.append((store, names))
     if found:
         return found
     searched = f"in {folder}, its checkpoint.folder" if folder else "here, nor in its folder `checkpoints`"
     uploaded = f", nor in {upload}, its checkpoint.upload" if upload else ""
-    raise CheckpointError(f"{place}: no checkpoint {searched}{uploaded}")
+    alone = f"; for the model alone name {models[-1]}" if models else ""
+    raise CheckpointError(f"{place}: no checkpoint {searched}{uploaded}{alone}")
 
 
 def _places_of_run(file: Path) -> list[str]:

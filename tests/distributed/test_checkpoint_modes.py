@@ -606,6 +606,10 @@ def test_model_alone_is_saved_at_the_last_step(tmp_path):
         file.stat().st_size for file in tmp_path.glob("step-*/*.distcp")
     )
     assert Run(tmp_path).checkpoint.load() == 3
+    for saved in tmp_path.glob("step-*"):
+        shutil.rmtree(saved)
+    with pytest.raises(CheckpointError, match=f"no checkpoint here.*; for the model alone name {folder}$"):
+        load_model(tmp_path, model)
 
 
 def test_a_thread_whose_priority_may_not_be_lowered_does_its_work(tmp_path, monkeypatch):
