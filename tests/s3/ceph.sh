@@ -53,8 +53,8 @@ ceph-mon --mkfs -i a --monmap "$folder/monmap"
 ceph-mon -i a
 osd_uuid=$(cat /proc/sys/kernel/random/uuid)
 ceph osd new "$osd_uuid" > /dev/null
-ceph-osd -i 0 --mkfs --osd-uuid "$osd_uuid" 2> /dev/null
-ceph osd crush add osd.0 1.0 host=localhost root=default > /dev/null 2>&1
+ceph-osd -i 0 --mkfs --osd-uuid "$osd_uuid"
+ceph osd crush add osd.0 1.0 host=localhost root=default > /dev/null
 ceph-osd -i 0 > /dev/null
 radosgw -n client.rgw
 radosgw-admin -n client.rgw user create --uid=test --display-name=test \

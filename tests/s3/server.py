@@ -64,11 +64,14 @@ def create_bucket(endpoint: str, name: str) -> None:
 def _ceph(folder: Path, port: int) -> Iterator[str]:
     script = Path(__file__).with_name("ceph.sh")
     try:
-        started = subprocess.run([script, folder, str(port)], stderr=subprocess.PIPE, timeout=START_SECONDS)
-        assert started.returncode == 0, started.stderr.decode()
+        started = subprocess.run([script, folder / "1", str(port)], stderr=subprocess.PIPE, timeout=START_SECONDS)
+        if started.returncode:  # seen once, without its reason
+            print(f"ceph.sh failed, again: {started.stderr.decode()}", file=sys.stderr)
+            port = free_port()
+            subprocess.run([script, folder / "2", str(port)], timeout=START_SECONDS, check=True)
         yield _answering(port)
     finally:
-        pids = [int(file.read_text()) for file in folder.glob("*.pid")]
+        pids = [int(file.read_text()) for file in folder.glob("*/*.pid")]
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
