@@ -358,7 +358,10 @@ KERNELS = (
 
 
 def shares(profiler: torch.profiler.profile, device: torch.device) -> dict[str, Any]:
-    """Per cent of the profiled step that the device spent in each kind of kernel, and idle; empty on CPU."""
+    """Per cent of the profiled step that the device spent in each kind of kernel, and idle; empty on CPU.
+
+    The kernels that took longest are written to stderr.
+    """
     if device.type == "cpu":
         return {}
     cuda = torch.autograd.DeviceType.CUDA
@@ -367,14 +370,18 @@ def shares(profiler: torch.profiler.profile, device: torch.device) -> dict[str, 
     if not kernels:
         return {}
     spent = dict.fromkeys([kind for kind, _ in KERNELS], 0.0)
+    times: dict[tuple[str, str], list[float]] = {}  # of each kernel, by kind and name
     backends = set()
     for event in kernels:
         kind = next(kind for kind, pattern in KERNELS if re.search(pattern, event.name, re.IGNORECASE))
         spent[kind] += event.time_range.elapsed_us()
+        times.setdefault((kind, event.name), []).append(event.time_range.elapsed_us())
         if kind == "attention":
             backends.add("cudnn" if "cudnn" in event.name else "flex" if "triton" in event.name else "flash")
     span = max(e.time_range.end for e in kernels) - min(e.time_range.start for e in kernels)
     busy = sum(end - begin for begin, end in merged((e.time_range.start, e.time_range.end) for e in kernels))
+    for (kind, name), each in sorted(times.items(), key=lambda item: -sum(item[1]))[:40]:
+        print(f"{sum(each) / 1e3:9.2f} ms {len(each):6} x {kind:9}  {name[:160]}", file=sys.stderr)  # into the log
     row = {f"{kind} %": 100 * time / span for kind, time in spent.items()}
     return {"attention by": "+".join(sorted(backends))} | row | {"idle %": 100 * (1 - busy / span)}
 
