@@ -11,6 +11,7 @@ from torch import Tensor
 import config as settings
 from parallel.activation_checkpoint import exempt_from_budget
 from parallel.context import local_indices
+from parallel.gradients import build_add
 from parallel.mesh import Mesh
 from parallel.tensor import vocab_parallel_cross_entropy
 
@@ -51,7 +52,13 @@ def build_chunked_loss(
     def head(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         return cross_entropy(F.linear(hidden, weight.to(hidden.dtype))[None], labels)
 
-    summed = exempt_from_budget(torch.compile(head, backend=compile.backend)) if compile.enable else head
+    def scale(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+        return (gradient.to(torch.promote_types(gradient.dtype, factor.dtype)) * factor).to(dtype)
+
+    summed, add = head, build_add(compile)
+    if compile.enable:
+        summed = exempt_from_budget(torch.compile(head, backend=compile.backend))
+        scale = torch.compile(scale, backend=compile.backend, dynamic=False)
 
     def chunked(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         if mesh.cp.size() > 1:
@@ -59,7 +66,7 @@ def build_chunked_loss(
         parts = hidden.flatten(0, 1).chunk(chunks), labels.flatten().chunk(chunks)
         if not torch.is_grad_enabled():
             return torch.stack([summed(h, weight, label) for h, label in zip(*parts, strict=True)]).sum()
-        return _ChunkedHead.apply(hidden, weight, labels, summed, chunks)
+        return _ChunkedHead.apply(hidden, weight, labels, chunks, summed, add, scale)
 
     return chunked
 
@@ -67,7 +74,14 @@ def build_chunked_loss(
 class _ChunkedHead(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, summed: Callable[..., Tensor], chunks: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        chunks: int,
+        summed: Callable[..., Tensor],
+        add: Callable[..., Tensor],
+        scale: Callable[..., Tensor],
     ) -> Tensor:
         of_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)  # filled through a view
         of_weight: Tensor | None = None
@@ -81,13 +95,14 @@ class _ChunkedHead(torch.autograd.Function):
                 grad_h, grad_w = torch.autograd.grad(loss, (h, w))
             total += loss.detach()
             grad_part.copy_(grad_h)
-            # In float32, since it sums many chunks.
-            of_weight = grad_w.float() if of_weight is None else of_weight.add_(grad_w)
+            of_weight = add(of_weight, grad_w, torch.float32)  # since it sums many chunks
         assert of_weight is not None
-        ctx.save_for_backward(of_hidden, of_weight.to(weight.dtype))
+        ctx.save_for_backward(of_hidden, of_weight)
+        ctx.scale, ctx.weight_dtype = scale, weight.dtype
         return total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         of_hidden, of_weight = ctx.saved_tensors
-        return of_hidden.mul_(grad), of_weight.mul_(grad), None, None, None
+        of_weight = ctx.scale(of_weight, grad, ctx.weight_dtype)
+        return ctx.scale(of_hidden, grad, of_hidden.dtype), of_weight, *[None] * 5

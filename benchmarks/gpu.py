@@ -211,6 +211,7 @@ def result(run: Run, device: torch.device, elapsed: float, first_step: float) ->
 
 
 def training_config(run: Run, steps: int, outputs: str) -> Config:
+    own = {option.split("=")[0] for option in run.options}
     options = [
         f"--model.flavor={run.flavor}",
         f"--data.datasets={run.dataset}",
@@ -226,9 +227,8 @@ def training_config(run: Run, steps: int, outputs: str) -> Config:
         "--metrics.tensorboard=false",
         "--validation.enable=false",
         "--checkpoint.enable=false",
-        *run.options,
     ]
-    return load_config(options)
+    return load_config([*(option for option in options if option.split("=")[0] not in own), *run.options])
 
 
 def planned(run: Run) -> Work:

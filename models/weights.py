@@ -9,6 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from config import Config
 from float8.fsdp import build_cast, precompute_scales
 from parallel.fsdp import keeps_copies
+from parallel.gradients import build_add
 
 
 def build_refresh(parts: list[nn.Module], config: Config) -> Callable[[], None]:
@@ -17,23 +18,23 @@ def build_refresh(parts: list[nn.Module], config: Config) -> Callable[[], None]:
     Else FSDP2 casts weights to float8 by old scales, and a rank alone computes with old copies: neither looks at the
     weights again.
     """
-    cast = build_cast(getattr(torch, config.training.param_dtype), config.compile)
+    cast, add = build_cast(getattr(torch, config.training.param_dtype), config.compile), build_add(config.compile)
 
     def refresh() -> None:
         precompute_scales(parts, config)
         for part in parts:
             if not isinstance(part, FSDPModule) and keeps_copies(config):
-                refresh_copies(part, cast)
+                refresh_copies(part, cast, add)
 
     return refresh
 
 
 @torch.no_grad()
-def refresh_copies(model: nn.Module, cast: Callable[[Tensor], Tensor]) -> None:
+def refresh_copies(model: nn.Module, cast: Callable[[Tensor], Tensor], add: Callable[..., Tensor]) -> None:
     """Let every linear layer of `model` compute with `cast(weight)` until the next call.
 
     So a weight is cast once for all microbatches of a step, as by FSDP2 for ranks that share weights. Unlike FSDP2 it
-    keeps no copies of gradients: the copy's gradient, in its type, is added to the weight's as soon as it is there.
+    keeps no copies of gradients: `add` adds the copy's gradient, in its type, to the weight's as soon as it is there.
     """
     for layer in model.modules():
         if isinstance(layer, nn.Linear):
@@ -41,15 +42,14 @@ def refresh_copies(model: nn.Module, cast: Callable[[Tensor], Tensor]) -> None:
             assert weight is not None
             copy = cast(weight).requires_grad_(weight.requires_grad)
             if weight.requires_grad:
-                copy.register_post_accumulate_grad_hook(_hand_over(weight))
+                copy.register_post_accumulate_grad_hook(_hand_over(weight, add))
             # `layer.weight` finds this copy first. The parameter keeps its name for the optimizer and checkpoints.
             layer.__dict__["weight"] = copy
 
 
-def _hand_over(weight: Tensor) -> Callable[[Tensor], None]:
-    def add(copy: Tensor) -> None:
+def _hand_over(weight: Tensor, add: Callable[..., Tensor]) -> Callable[[Tensor], None]:
+    def hand_over(copy: Tensor) -> None:
         gradient, copy.grad = copy.grad, None
-        assert gradient is not None
-        weight.grad = gradient.to(weight.dtype) if weight.grad is None else weight.grad.add_(gradient)
+        weight.grad = add(weight.grad, gradient, weight.dtype)
 
-    return add
+    return hand_over

@@ -55,19 +55,24 @@ def apply_activation_checkpoint(block: nn.Module, settings: ActivationCheckpoint
     block.forward = checkpointed_forward
 
 
+SHAPES = 64  # of weights, for each of which optimizer and sums are compiled anew; beyond 8 torch would run them eager
+
+
 def _own_hash() -> str:
     return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
 
 def guide_compiler() -> None:
-    """Overrule two choices of the compiler, for the whole process, of what a forward keeps for its backward."""
+    """Overrule choices of the compiler, for the whole process: what to keep, what to compute again, when to give up."""
 
     def overrule(joint: fx.GraphModule, _: Any) -> fx.GraphModule:
         _keep_sums(joint.graph)
         _copy_in_backward(joint.graph)
+        _settle_scales(joint.graph)
         return joint
 
     compiler.joint_custom_pass = overrule
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, SHAPES)
     # The compiler's cache does not look at the pass, and would return graphs made without it, or by another.
     if (tag := _own_hash()) not in torch.compiler.config.cache_key_tag:
         torch.compiler.config.cache_key_tag += tag
@@ -119,6 +124,30 @@ def _copy_in_backward(graph: fx.Graph) -> None:
         dtype = getattr(source.meta.get("val"), "dtype", None)  # a size has none
         if source.op == "placeholder" and dtype in (torch.float8_e4m3fn, torch.float8_e4m3fnuz):
             copy.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+
+
+def _settle_scales(graph: fx.Graph) -> None:
+    """Compute each scale of float8 once, where its maximum is found, not again in every thread that casts.
+
+    torchao divides in float64, and recipe `rowwise` rounds to a power of two. The compiler takes that for cheap.
+    """
+    rounding = (aten.log2.default, aten.floor.default, aten.exp2.default)
+    for scale in [node for node in graph.nodes if _is_cast(node, torch.float64, torch.float32)]:
+        while users := [user for user in scale.users if user.target in rounding]:
+            scale = users[0]
+        value = scale.meta["val"]
+        if not all(isinstance(n, int) for n in (*value.shape, *value.stride())):
+            continue
+        with graph.inserting_after(scale):
+            settled = graph.call_function(aten.as_strided.default, (scale, value.shape, value.stride()))
+        settled.meta |= scale.meta
+        scale.replace_all_uses_with(settled, delete_user_cb=lambda user, settled=settled: user is not settled)
+
+
+def _is_cast(node: fx.Node, source: torch.dtype, target: torch.dtype) -> bool:
+    if node.target not in (aten._to_copy.default, torch.ops.prims.convert_element_type.default):
+        return False
+    return (node.all_input_nodes[0].meta["val"].dtype, node.meta["val"].dtype) == (source, target)
 
 
 def exempt_from_budget(compiled: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -1,16 +1,21 @@
 """What the compiler makes of a block: one graph for all layers, and no more kernels than it takes."""
 
 import os
+import re
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
+from torch._functorch import config as compiler
+from torch._inductor import config as inductor
 from torch._inductor import metrics
+from torch._inductor.utils import run_and_get_code
 
 from config import ActivationCheckpoint, Compile, Float8
 from float8.convert import convert_to_float8
@@ -18,6 +23,7 @@ from loss import build_chunked_loss
 from models.init import init_weights
 from models.llama.model import Llama, LlamaConfig, rope_cos_sin
 from parallel.activation_checkpoint import apply_activation_checkpoint, guide_compiler
+from parallel.gradients import build_add
 from parallel.mesh import ParallelDims
 from tests.harness import run_ranks
 
@@ -129,6 +135,59 @@ def test_a_block_keeps_the_sum_not_what_was_added(mode: str) -> None:
     assert run_ranks(1, keeps_the_residual_stream, mode) == [(True, False)]
 
 
+def build_feed_forward(recipe: str, backend: str) -> Any:
+    model = Llama(LlamaConfig(dim=128, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=256, vocab_size=64))
+    convert_to_float8(model, Float8(enable=True, recipe=recipe, filter="all", fsdp_all_gather="off"))
+    init_weights(model, torch.device("cpu"), seed=0)
+    return torch.compile(model.layers["0"].feed_forward, backend=backend, fullgraph=True)
+
+
+def readers_of_scales(recipe: str) -> list[set[str]]:
+    """What reads each scale of float8 in the graph of forward and backward."""
+    joint: list[fx.Graph] = []
+    guide_compiler()
+    guide = compiler.joint_custom_pass
+
+    def look(module: fx.GraphModule, inputs: Any) -> fx.GraphModule:
+        module = guide(module, inputs)
+        joint.append(module.graph)
+        return module
+
+    feed_forward = build_feed_forward(recipe, "aot_eager_decomp_partition")
+    with mock.patch.object(compiler, "joint_custom_pass", look):
+        feed_forward(torch.randn(64, 128, dtype=torch.bfloat16, requires_grad=True))
+
+    def rounded(scale: fx.Node) -> fx.Node:
+        to_a_power = [user for user in scale.users if re.search("log2|floor|exp2", str(user.target))]
+        return rounded(to_a_power[0]) if to_a_power else scale
+
+    in_float64 = [node for node in joint[0].nodes if getattr(node.meta.get("val"), "dtype", None) == torch.float64]
+    scales = [rounded(user) for node in in_float64 for user in node.users if user not in in_float64]
+    return [{str(user.target) for user in scale.users} for scale in scales]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_a_scale_of_float8_is_kept_from_being_computed_again(recipe: str) -> None:
+    (readers,) = run_ranks(1, readers_of_scales, recipe)
+    assert len(readers) > 6
+    assert all(targets == {"aten.as_strided.default"} for targets in readers)
+
+
+def divisions(guided: bool) -> int:
+    """How often the compiled code of a feed-forward divides by a maximum."""
+    if guided:
+        guide_compiler()
+    feed_forward = build_feed_forward("tensorwise", "inductor")
+    x = torch.randn(64, 128, dtype=torch.bfloat16, requires_grad=True)
+    with inductor.patch(force_disable_caches=True):
+        _, code = run_and_get_code(lambda: feed_forward(x).sum().backward())
+    return "".join(code).count("1e-12")
+
+
+def test_compiled_casts_do_not_compute_their_scale() -> None:
+    assert run_ranks(1, divisions, True) < run_ranks(1, divisions, False)
+
+
 def test_a_memory_budget_is_a_share_of_the_activations_alone() -> None:
     """Few tokens: copies of the weights in bfloat16, which the compiler would keep as well, are larger than all that
     depends on the tokens. Down to 0.7 the budget is met by what is cheap to compute again."""
@@ -213,6 +272,18 @@ def clone_in_a_graph_of_any_size() -> Tensor:
 
     compiled = torch.compile(scaled, backend="aot_eager_decomp_partition", fullgraph=True, dynamic=True)
     return compiled(torch.ones(5, 8), torch.ones(8, 8, requires_grad=True)).sum().detach()
+
+
+def graphs_of_shapes(shapes: int) -> int:
+    guide_compiler()
+    add = build_add(Compile(enable=True, backend="aot_eager"))
+    for n in range(1, shapes + 1):
+        add(None, torch.ones(2, n, dtype=torch.bfloat16), torch.float32)
+    return counters["stats"]["unique_graphs"]
+
+
+def test_a_model_may_have_many_shapes_of_weights() -> None:
+    assert run_ranks(1, graphs_of_shapes, 20) == [20]
 
 
 def test_a_size_is_not_taken_for_a_weight() -> None:

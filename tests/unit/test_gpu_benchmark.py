@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks import chaos, ethernet, gpu, step
+from benchmarks import chaos, ethernet, gpu, gpu_settings, step
 from benchmarks.gpu import KERNELS, attainable, bars, merged, runs, shares
 from models.llama import FLAVORS
 from models.llama.model import Llama
@@ -33,6 +33,26 @@ def test_a_rehearsal_measures_its_rows(tmp_path: Path) -> None:
     assert not [row for row in rows.values() if "failed" in row]
     assert rows["peaks"]["bf16 TFLOP/s"] > 0
     assert all(row["tokens/s"] > 0 and row["peak GiB"] > 0 for row in list(rows.values())[1:])
+
+
+def test_settings_are_rehearsed(tmp_path: Path) -> None:
+    rows = f"{gpu_settings.BASE};the compiler unguided"
+    command = [sys.executable, "-m", "benchmarks.gpu_settings", "--rehearse", "--rows", rows]
+    result = subprocess.run(
+        [*command, f"--json={tmp_path / 'rows'}"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    first, second = json.loads((tmp_path / "rows").read_text())["rows"]
+    assert "failed" not in first | second
+    assert first["ratio"] == 1
+    assert second["ratio"] == second["tokens/s"] / first["tokens/s"]
+
+
+def test_settings_say_which_rows_there_are(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu_settings", "--rows=eager"])
+    with pytest.raises(SystemExit):
+        gpu_settings.main()
+    assert "--rows: unknown eager; known are as in the rows of the 8B; " in capsys.readouterr().err
 
 
 def attention_masks(step: Callable[[], None], *_: Any) -> dict[str, Any]:

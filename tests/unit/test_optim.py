@@ -11,10 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.utils import counters
 
 from config import SLOWEST_BFLOAT16, Compile, ConfigError, LRScheduler, Optimizer
 from loss import IGNORED, build_chunked_loss, build_loss, cross_entropy
 from optim import build_optimizer, clip_grad_norm_, learning_rate, set_learning_rate
+from parallel.gradients import build_add
 
 
 def test_adamw_follows_its_formula_and_spares_norms_and_biases() -> None:
@@ -185,3 +187,39 @@ def test_the_chunked_loss_takes_hidden_states_however_they_lie() -> None:
         loss(hidden, weight.requires_grad_(), labels).backward()
         grads.append(hidden.grad)
     torch.testing.assert_close(grads[0], grads[1])
+
+
+def test_the_chunked_loss_scales_in_float32() -> None:
+    """bfloat16 would take 1 / 3 for 0.334, and all gradients of the output layer with it."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(1, 64, 16).bfloat16(), torch.randn(32, 16).bfloat16().requires_grad_()
+    labels = torch.randint(0, 32, (1, 64))
+    loss = build_chunked_loss(Compile(), mock.Mock(cp=mock.Mock(size=lambda: 1)), chunks=2)
+    whole, third = (
+        torch.autograd.grad(loss(hidden.requires_grad_(), weight, labels) * torch.tensor(factor), (hidden, weight))
+        for factor in (1.0, 1 / 3)
+    )
+    for of_whole, of_third in zip(whole, third, strict=True):
+        ratio = (of_third.double() / of_whole.double()).mean().item()  # roundings of either value cancel out
+        assert ratio == pytest.approx(1 / 3, rel=3e-4)
+
+
+def test_gradients_of_two_types_add_up_as_in_float32() -> None:
+    torch.manual_seed(0)
+    gradients = [torch.randn(4, 6).bfloat16() for _ in range(3)]
+    found = []
+    counters.clear()
+    for compile in (Compile(), Compile(enable=True, backend="aot_eager")):
+        torch.compiler.reset()
+        add = build_add(compile)
+        total = add(None, gradients[0], torch.float32)
+        first = total
+        with torch.no_grad():  # as in the chunked loss
+            total = add(total, gradients[1], torch.float32)
+        total = add(total, gradients[2], torch.float32)
+        assert total is first
+        found.append(total)
+    assert counters["stats"]["unique_graphs"] == 2  # the first gradient and the others, for all callers
+    for total in found:
+        assert torch.equal(total, sum(gradient.float() for gradient in gradients))
+    assert add(None, gradients[0], torch.bfloat16) is gradients[0]

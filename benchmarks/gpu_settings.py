@@ -1,0 +1,153 @@
+"""What each setting brings on one GPU: train.py with four layers of the 8B, and one thing changed at a time.
+
+    python -m benchmarks.gpu_settings [--rows "NAME;..."] [--budget-seconds 300] [--rehearse] [--json FILE]
+
+All rows are measured in one process, 8,192 tokens at once and four times that per step, as benchmarks.gpu does. `ratio`
+is tokens/s over the first row's. The first row is measured again at the end: how far it is from 1 is how far to trust
+the others. The output layer has a third of all matmuls here, one part in twelve in the whole 8B.
+
+`--rehearse` runs everything on CPU with tiny shapes, to find typos before using a GPU: its figures say nothing.
+"""
+
+import contextlib
+import dataclasses
+import gc
+import json
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch._functorch import config as functorch
+from torch._inductor import config as inductor
+
+import metrics
+from benchmarks.gpu import (
+    BUDGET,
+    DATASET,
+    ONCE,
+    REHEARSAL,
+    ROWWISE,
+    SMALL_STATES,
+    TENSORWISE,
+    Run,
+    measure_training,
+    rehearsal,
+)
+from benchmarks.report import build_parser, finish, prepare_once, print_row
+from models.llama import parallelize
+from parallel.comm import shut_down
+
+CHUNKS = ("--training.loss_chunks=2",)
+BASE = "as in the rows of the 8B"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """Options of train.py, and what holds while they are measured."""
+
+    options: tuple[str, ...]
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+def rows() -> dict[str, Row]:
+    base = (*CHUNKS, *SMALL_STATES, *BUDGET, *ONCE)
+
+    def without(options: tuple[str, ...], *others: str) -> tuple[str, ...]:
+        return (*(option for option in base if option not in options), *others)
+
+    return {
+        BASE: Row(base),
+        "flash attention, not cuDNN's": Row(base, _without_cudnn),
+        "the compiler unguided": Row(base, _unguided),
+        "softmax in two passes, not online": Row(base, partial(inductor.patch, online_softmax=False)),
+        "weights cast in each microbatch": Row(without(ONCE)),
+        "logits whole": Row(without(CHUNKS)),
+        "optimizer's means in float32": Row(without(SMALL_STATES)),
+        "nothing recomputed": Row(without(BUDGET)),
+        "activation_checkpoint.mode = full": Row(without(BUDGET, "--activation_checkpoint.mode=full")),
+        "not compiled": Row(without(BUDGET, "--compile.enable=false")),
+        "float8, tensorwise": Row((*base, *TENSORWISE)),
+        "float8, tensorwise, the compiler unguided": Row((*base, *TENSORWISE), _unguided),
+        "float8, rowwise": Row((*base, *ROWWISE)),
+        "float8, rowwise, the compiler unguided": Row((*base, *ROWWISE), _unguided),
+        f"{BASE}, again": Row(base),
+    }
+
+
+@contextlib.contextmanager
+def _without_cudnn() -> Any:
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        with inductor.patch(force_disable_caches=True):  # its cache does not look at this switch
+            yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+@contextlib.contextmanager
+def _unguided() -> Any:
+    """The compiler without the choices of parallel/activation_checkpoint.py. Its cache would return others' graphs."""
+    nothing = mock.patch.object(parallelize, "guide_compiler")
+    with nothing, functorch.patch(joint_custom_pass=None), inductor.patch(force_disable_caches=True):
+        yield
+
+
+def measure(row: Row, device: torch.device, rehearse: bool) -> dict[str, Any]:
+    """Measure a row, compiled anew. An error becomes part of it."""
+    torch.compiler.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    layers = 1 if rehearse else 4
+    run = Run("8B", 8192, 1, 4, (*row.options, f"--model.n_layers={layers}"), 4)
+    run = rehearsal(run) if rehearse else run
+    try:
+        with row.context():
+            return measure_training(run, device, time.perf_counter())
+    except Exception as error:
+        return {"failed": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+    finally:
+        if dist.is_initialized():
+            shut_down()
+
+
+def main() -> int:
+    started = time.perf_counter()
+    parser = build_parser(__doc__ or "")
+    parser.add_argument("--rows", default="", help="names of rows, with ; between them (default: all)")
+    parser.add_argument("--budget-seconds", type=float, default=300.0, help="start no row after this")
+    parser.add_argument("--rehearse", action="store_true", help="on CPU, with tiny shapes; the figures say nothing")
+    arguments = parser.parse_args()
+    names = [name.strip() for name in arguments.rows.split(";") if name.strip()] or list(rows())
+    if unknown := set(names) - set(rows()):
+        parser.error(f"--rows: unknown {'; '.join(sorted(unknown))}; known are {'; '.join(rows())}")
+    if not arguments.rehearse and not torch.cuda.is_available():
+        print("no GPU here: nothing measured; --rehearse tries the command on CPU")
+        return int(arguments.check)
+    prepare_once(*((REHEARSAL, "docs") if arguments.rehearse else (DATASET,)))
+    metrics.quiet_noisy_loggers()
+    device = torch.device("cpu" if arguments.rehearse else "cuda")
+    measured: list[dict[str, Any]] = []
+    for name in names:
+        if time.perf_counter() - started > arguments.budget_seconds:
+            print(f"{name}: left out, the budget is spent", flush=True)
+            continue
+        row = {"row": name} | measure(rows()[name], device, arguments.rehearse)
+        if "tokens/s" in row and "tokens/s" in (measured or [row])[0]:
+            row["ratio"] = row["tokens/s"] / (measured or [row])[0]["tokens/s"]
+        measured.append(row)
+        print_row(row)
+        if arguments.json:
+            arguments.json.write_text(json.dumps({"rows": measured}, indent=1) + "\n", encoding="utf-8")
+    return finish(arguments, measured, [])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
