@@ -11,7 +11,7 @@ from torch import Tensor
 import config as settings
 from parallel.activation_checkpoint import exempt_from_budget
 from parallel.context import local_indices
-from parallel.gradients import build_add
+from parallel.gradients import build_add, compile_each_shape
 from parallel.mesh import Mesh
 from parallel.tensor import vocab_parallel_cross_entropy
 
@@ -53,12 +53,10 @@ def build_chunked_loss(
         return cross_entropy(F.linear(hidden, weight.to(hidden.dtype))[None], labels)
 
     def scale(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-        return (gradient.to(torch.promote_types(gradient.dtype, factor.dtype)) * factor).to(dtype)
+        return (gradient * factor[None]).to(dtype)  # of one dimension, lest it be rounded to the gradient's type
 
-    summed, add = head, build_add(compile)
-    if compile.enable:
-        summed = exempt_from_budget(torch.compile(head, backend=compile.backend))
-        scale = torch.compile(scale, backend=compile.backend, dynamic=False)
+    summed = exempt_from_budget(torch.compile(head, backend=compile.backend)) if compile.enable else head
+    tools = summed, build_add(compile), compile_each_shape(scale, compile)
 
     def chunked(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         if mesh.cp.size() > 1:
@@ -66,7 +64,7 @@ def build_chunked_loss(
         parts = hidden.flatten(0, 1).chunk(chunks), labels.flatten().chunk(chunks)
         if not torch.is_grad_enabled():
             return torch.stack([summed(h, weight, label) for h, label in zip(*parts, strict=True)]).sum()
-        return _ChunkedHead.apply(hidden, weight, labels, chunks, summed, add, scale)
+        return _ChunkedHead.apply(hidden, weight, labels, chunks, *tools)
 
     return chunked
 

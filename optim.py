@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import config as settings
 from config import ConfigError
+from parallel.gradients import compile_each_shape
 
 
 def build_optimizer(
@@ -31,9 +32,7 @@ def build_optimizer(
     ]
     betas = (optimizer.beta1, optimizer.beta2)
     if optimizer.state_dtype == "bfloat16":
-        update = _adamw_update
-        if compile is not None and compile.enable:
-            update = torch.compile(update, backend=compile.backend, dynamic=False)
+        update = compile_each_shape(_adamw_update, compile) if compile else _adamw_update
         return SmallStateAdamW(groups, optimizer.lr, betas, optimizer.eps, update)
     return torch.optim.AdamW(groups, lr=optimizer.lr, betas=betas, eps=optimizer.eps, fused=True)
 

@@ -55,15 +55,12 @@ def apply_activation_checkpoint(block: nn.Module, settings: ActivationCheckpoint
     block.forward = checkpointed_forward
 
 
-SHAPES = 64  # of weights, for each of which optimizer and sums are compiled anew; beyond 8 torch would run them eager
-
-
 def _own_hash() -> str:
     return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
 
 def guide_compiler() -> None:
-    """Overrule choices of the compiler, for the whole process: what to keep, what to compute again, when to give up."""
+    """Overrule choices of the compiler, for the whole process: what to keep and what to compute again."""
 
     def overrule(joint: fx.GraphModule, _: Any) -> fx.GraphModule:
         _keep_sums(joint.graph)
@@ -72,7 +69,6 @@ def guide_compiler() -> None:
         return joint
 
     compiler.joint_custom_pass = overrule
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, SHAPES)
     # The compiler's cache does not look at the pass, and would return graphs made without it, or by another.
     if (tag := _own_hash()) not in torch.compiler.config.cache_key_tag:
         torch.compiler.config.cache_key_tag += tag

@@ -1,11 +1,23 @@
 """Sums of gradients over microbatches."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from config import Compile
+
+SHAPES = 64  # of weights; torch by itself would compile a function for 8 of them and run it eager for the others
+
+
+def compile_each_shape(function: Callable[..., Any], compile: Compile) -> Callable[..., Any]:
+    """`function`, compiled for each shape that it is called with, if the model is compiled."""
+    if not compile.enable:
+        return function
+    compiled = torch.compile(function, backend=compile.backend, dynamic=False)
+    # At each call, since the threads of a backward do not see what another thread has set (torch 2.13).
+    return torch._dynamo.config.patch(recompile_limit=SHAPES)(compiled)
 
 
 def build_add(compile: Compile) -> Callable[[Tensor | None, Tensor, torch.dtype], Tensor]:
@@ -20,14 +32,12 @@ def build_add(compile: Compile) -> Callable[[Tensor | None, Tensor, torch.dtype]
     def add_(total: Tensor, gradient: Tensor) -> Tensor:
         return total.add_(gradient)
 
-    if compile.enable:
-        widen = torch.compile(widen, backend=compile.backend, dynamic=False)
-        add_ = torch.compile(add_, backend=compile.backend, dynamic=False)
+    quick_widen, quick_add = compile_each_shape(widen, compile), compile_each_shape(add_, compile)
 
     @torch.no_grad()  # for all callers alike, so that nothing is compiled twice
     def add(total: Tensor | None, gradient: Tensor, dtype: torch.dtype) -> Tensor:
         if total is not None:
-            return add_(total, gradient)
-        return gradient if gradient.dtype == dtype else widen(gradient, dtype)
+            return quick_add(total, gradient)
+        return gradient if gradient.dtype == dtype else quick_widen(gradient, dtype)
 
     return add

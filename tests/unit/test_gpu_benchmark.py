@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch._functorch import config as functorch
 
 from benchmarks import chaos, ethernet, gpu, gpu_settings, step
 from benchmarks.gpu import KERNELS, attainable, bars, merged, runs, shares
@@ -46,6 +47,18 @@ def test_settings_are_rehearsed(tmp_path: Path) -> None:
     assert "failed" not in first | second
     assert first["ratio"] == 1
     assert second["ratio"] == second["tokens/s"] / first["tokens/s"]
+
+
+def test_a_setting_starts_without_the_last_ones_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    def budget(*_: Any) -> dict[str, Any]:
+        found = functorch.activation_memory_budget
+        functorch.activation_memory_budget = 0.8  # as a run with a budget leaves it
+        return {"budget": found}
+
+    monkeypatch.setattr(gpu_settings, "measure_training", budget)
+    row = gpu_settings.rows()["nothing recomputed"]
+    for _ in range(2):
+        assert gpu_settings.measure(row, torch.device("cpu"), rehearse=True) == {"budget": 1.0}
 
 
 def test_settings_say_which_rows_there_are(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "data": {"config", "records"},
     "checkpoint": {"config"},
     "loss": {"config", "parallel"},
-    "optim": {"config"},
+    "optim": {"config", "parallel"},
     "metrics": {"config", "metrics_page", "records"},
     "metrics_page": {"config", "records"},
     "profiling": {"config"},

@@ -189,12 +189,14 @@ def test_the_chunked_loss_takes_hidden_states_however_they_lie() -> None:
     torch.testing.assert_close(grads[0], grads[1])
 
 
-def test_the_chunked_loss_scales_in_float32() -> None:
+@pytest.mark.parametrize("compile", [False, True])
+def test_the_chunked_loss_scales_in_float32(compile: bool) -> None:
     """bfloat16 would take 1 / 3 for 0.334, and all gradients of the output layer with it."""
     torch.manual_seed(0)
     hidden, weight = torch.randn(1, 64, 16).bfloat16(), torch.randn(32, 16).bfloat16().requires_grad_()
     labels = torch.randint(0, 32, (1, 64))
-    loss = build_chunked_loss(Compile(), mock.Mock(cp=mock.Mock(size=lambda: 1)), chunks=2)
+    settings = Compile(enable=compile, backend="aot_eager")
+    loss = build_chunked_loss(settings, mock.Mock(cp=mock.Mock(size=lambda: 1)), chunks=2)
     whole, third = (
         torch.autograd.grad(loss(hidden.requires_grad_(), weight, labels) * torch.tensor(factor), (hidden, weight))
         for factor in (1.0, 1 / 3)
