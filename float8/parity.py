@@ -161,7 +161,9 @@ def main(argv: list[str]) -> None:
     output: Path = arguments.output.resolve()
 
     # -- find mistakes before the first run
-    config = load_config([*rest, *(QUICK if arguments.quick else ())])
+    own = {option.split("=")[0] for option in rest}
+    quick = [option for option in QUICK if arguments.quick and option.split("=")[0] not in own]
+    config = load_config([*rest, *quick])
     if config.training.param_dtype != "bfloat16":
         raise ConfigError(
             f'training.param_dtype = "{config.training.param_dtype}": must be "bfloat16", which float8 is compared with'

@@ -85,6 +85,12 @@ def test_without_matplotlib(dataset: Path, tmp_path: Path, monkeypatch: pytest.M
     assert not (tmp_path / "out").exists()
 
 
+def test_quick_leaves_alone_what_is_given(dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # the next thing that is asked for
+    with pytest.raises(ConfigError, match="matplotlib"):
+        main([f"--output={tmp_path / 'out'}", f"--data.datasets={dataset}", "--quick", "--training.steps=5"])
+
+
 def test_float32_is_not_what_float8_is_compared_with(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r'training\.param_dtype = "float32": must be "bfloat16"'):
         main([f"--output={tmp_path / 'out'}", "--training.param_dtype=float32"])
