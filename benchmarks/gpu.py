@@ -51,6 +51,7 @@ WARMUP_STEPS = 3
 QUICK = ("peaks", "1.8B bf16 8192")
 DATASET, REHEARSAL = Path("datasets/stdlib"), Path("datasets/rehearsal")
 TENSORWISE, ROWWISE = ("--float8.enable",), ("--float8.enable", "--float8.recipe=rowwise")
+EVERY_LAYER = "--float8.filter=all"
 ONCE = ("--parallelism.reshard_after_forward=false",)  # weights are cast once per step, as always in float8
 SMALL_STATES = ("--optimizer.state_dtype=bfloat16",)
 BUDGET = ("--activation_checkpoint.mode=budget", "--activation_checkpoint.memory_budget=0.8")
@@ -123,7 +124,8 @@ def runs() -> dict[str, Run]:
 def rehearsal(run: Run) -> Run:
     """The same row, small enough for a CPU."""
     options = (*run.options, "--training.param_dtype=float32")  # fast on every CPU
-    options = (*options, "--float8.filter=all") if "--float8.enable" in run.options else options
+    if "--float8.enable" in options and EVERY_LAYER not in options:
+        options = (*options, EVERY_LAYER)
     return dataclasses.replace(
         run, flavor="tiny", seq_len=64, local_batch_size=2, global_batch_size=4, options=options, dataset=REHEARSAL
     )
