@@ -229,14 +229,14 @@ class MetricsLogger:
         with file_errors(self.file.name):
             self.file.write(json.dumps(row) + "\n")
             self.file.flush()
-        if self.hook:
-            self.hook(row)
         if self.board:
             with file_errors(self.board_folder):
                 for name, value in row.items():
                     if value is not None and name not in ("step", "interval_steps", "time"):
                         self.board.add_scalar(name, value, row["step"])
                 self.board.flush()
+        if self.hook:  # last: it may take the row apart, such as by row.pop("step")
+            self.hook(row)
 
     def close(self) -> None:
         """Flush and close the files."""

@@ -73,7 +73,9 @@ def launch(argv: list[str]) -> int:
         )
         return 1
     except (DistError, RendezvousConnectionError) as error:
-        print(f"error: rendezvous failed: {error.__cause__ or error}", file=sys.stderr)
+        met = agents and agents[0].get_worker_group().store
+        lost = "; the node that keeps it is lost: start the job again on all nodes, with its --rdzv-id or --run.folder"
+        print(f"error: rendezvous failed: {error.__cause__ or error}{lost if met else ''}", file=sys.stderr)
         return 1
     except SignalException as error:
         if error.sigval == signal.SIGQUIT:  # from a rank, which has explained what a restart would not fix

@@ -143,7 +143,7 @@ def init_distributed(environment: LaunchEnvironment, comm: Comm) -> torch.device
     """Start the process group, even for one process, and return this rank's device.
 
     Raises ConfigError if this node has too few devices, if ranks have devices of different types or cannot reach each
-    other, or if too few files may be open.
+    other, if too few files may be open, or if nobody says where rank 0 is.
     """
     if environment.launcher:
         end_with(environment.launcher)
@@ -171,6 +171,8 @@ def init_distributed(environment: LaunchEnvironment, comm: Comm) -> torch.device
         kept = dist.TCPStore(*environment.agent_store, is_master=False, timeout=timeout)
         store = dist.PrefixStore(meet(kept, rank, world_size, comm.init_timeout_seconds), kept)
         check_devices(store, rank, world_size, kind)
+    elif missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+        raise ConfigError(f"WORLD_SIZE = {world_size}: needs {' and '.join(missing)}, too; torchrun sets them all")
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
     return device
 

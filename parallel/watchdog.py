@@ -228,8 +228,8 @@ class Watchdog:
             before = self._read_beats(range(self.environment.world_size))
             dead = self._wait_for_dead(before, LOST_SECONDS)
             after = self._read_beats(range(self.environment.world_size))
-        except RuntimeError:  # the store is gone as well
-            return []
+        except RuntimeError:  # the store is gone as well, with the torchrun of rank 0 and so with its ranks
+            return [0]
         return dead or [r for r, beat in before.items() if beat.host != self._host and beat == after[r]]
 
     def _wait_for_dead(self, beats: dict[int, Beat], seconds: float) -> list[int]:

@@ -737,6 +737,11 @@ def test_a_hook_is_given_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert importlib.import_module("my_tracker").rows == written
     assert len(written) == 2
     assert not (tmp_path / "tensorboard").exists()
+    (tmp_path / "popping.py").write_text("def log(row):\n    row.pop('step')\n")
+    hooked = Config(metrics=Metrics(hook="popping:log"))
+    metrics = MetricsLogger(hooked, tmp_path, 0, torch.device("cpu"), first_step=0, flops_per_token=1)
+    metrics.log_step(2, loss=3.5, grad_norm=0.5, lr=1e-3, tokens=40)
+    metrics.close()
     for name, said in {
         "my_tracker": "package.module:function",
         ".my_tracker:log": "package.module:function",
@@ -845,6 +850,13 @@ def test_files_that_may_be_open(monkeypatch: pytest.MonkeyPatch) -> None:
     allow_open_files(1_000_000)
 
 
+def test_ranks_that_torchrun_did_not_start_need_a_place_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    with pytest.raises(ConfigError, match="WORLD_SIZE = 2: needs MASTER_PORT, too; torchrun sets them all"):
+        init_distributed(LaunchEnvironment(0, 0, 2), Comm())
+
+
 def test_what_no_restart_can_mend_ends_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text(
@@ -912,6 +924,30 @@ def test_nodes_that_do_not_come_are_one_line(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (done.stderr.splitlines()[-1].partition(":")[0], done.returncode) == ("error", 1)
     assert "Traceback" not in done.stderr
+
+
+def test_nodes_whose_place_to_meet_is_lost_are_told_so_in_one_line(tmp_path: Path) -> None:
+    script, killed = tmp_path / "rank.py", tmp_path / "killed"
+    script.write_text(
+        "import os, signal, sys\n"
+        "from pathlib import Path\n"
+        f"killed = Path({str(killed)!r})\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    os.kill(os.getppid(), signal.SIGKILL)\n"
+        "    killed.touch()\n"
+        "while not killed.exists(): pass\n"
+        "sys.exit(1)\n"
+    )
+    command = [sys.executable, "-m", "launch.torchrun", "--nnodes=2", "--max-restarts=1", "--master-addr=127.0.0.1"]
+    command += [f"--master-port={free_port()}"]
+    nodes = [
+        subprocess.Popen([*command, f"--node-rank={rank}", str(script)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        for rank in (0, 1)
+    ]
+    said = [node.communicate(timeout=120)[1] for node in nodes][1]
+    assert nodes[1].returncode == 1
+    assert said.splitlines()[-1].endswith("start the job again on all nodes, with its --rdzv-id or --run.folder"), said
+    assert "Traceback" not in said
 
 
 @pytest.mark.parametrize(

@@ -412,6 +412,18 @@ def test_a_dead_neighbour_is_found_by_a_rank_that_does_not_watch(tmp_path: Path)
     dead.wait()
 
 
+def test_if_the_store_is_lost_so_is_rank_0(tmp_path: Path) -> None:
+    """The torchrun of its node kept the store."""
+    watchdog = Watchdog(tmp_path, LaunchEnvironment(rank=1, local_rank=0, world_size=2), Config())
+    watchdog._thread = threading.current_thread()
+    kept = dist.TCPStore("127.0.0.1", 0, None, True)
+    watchdog._store = dist.TCPStore("127.0.0.1", kept.port)
+    for rank in (0, 1):
+        kept.set(f"watchdog/{rank}", json.dumps(WAITING))
+    del kept
+    assert watchdog._find_lost() == [0]
+
+
 @pytest.mark.parametrize(
     ("ended", "code", "said"),
     [
