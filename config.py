@@ -523,6 +523,12 @@ def load_config(argv: Sequence[str]) -> Config:
     return config
 
 
+def with_defaults(defaults: Sequence[str], options: Sequence[str]) -> list[str]:
+    """`options`, after those of `defaults` whose key they do not set; each is `--section.field=value`."""
+    given = {option.partition("=")[0] for option in options}
+    return [*(default for default in defaults if default.partition("=")[0] not in given), *options]
+
+
 def from_dict(values: dict[str, Any]) -> Config:
     """Build a Config from nested dicts and check each key and value. Raises ConfigError."""
     sections: dict[str, Any] = {}

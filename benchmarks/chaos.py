@@ -25,7 +25,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from benchmarks.report import build_parser, finish, print_row, require_cpu
-from config import TitaniteError
+from config import TitaniteError, with_defaults
 from data.audit import prove
 from data.prepare import main as prepare
 from records import read_records
@@ -106,9 +106,8 @@ class Job:
     ):
         folder.mkdir(parents=True)
         self.folder, self.name, self.agents = folder, folder.name, agents
-        changed = {word.partition("=")[0] for word in extra}
-        common = [word for word in ARGUMENTS if word.partition("=")[0] not in changed]
-        self.arguments = [*common, f"--data.datasets={dataset}", f"--run.outputs={folder / 'out'}", *extra]
+        places = (f"--data.datasets={dataset}", f"--run.outputs={folder / 'out'}")
+        self.arguments = with_defaults((*ARGUMENTS, *places), extra)
         self.environment = os.environ | {"OMP_NUM_THREADS": "1", "CHAOS_FOLDER": str(folder)} | (environment or {})
         self.log = open(folder / "log", "ab")  # noqa: SIM115
         self.hung: list[int] = []  # ranks that were stopped, in order

@@ -37,7 +37,7 @@ from torch import nn
 
 import metrics
 from benchmarks.report import build_parser, finish, prepare_once, print_row
-from config import Config, load_config
+from config import Config, load_config, with_defaults
 from models.llama.hf import to_hf_config
 from parallel.comm import synchronize
 from parallel.devices import GIB
@@ -213,7 +213,6 @@ def result(run: Run, device: torch.device, elapsed: float, first_step: float) ->
 
 
 def training_config(run: Run, steps: int, outputs: str) -> Config:
-    own = {option.split("=")[0] for option in run.options}
     options = [
         f"--model.flavor={run.flavor}",
         f"--data.datasets={run.dataset}",
@@ -230,7 +229,7 @@ def training_config(run: Run, steps: int, outputs: str) -> Config:
         "--validation.enable=false",
         "--checkpoint.enable=false",
     ]
-    return load_config([*(option for option in options if option.split("=")[0] not in own), *run.options])
+    return load_config(with_defaults(options, run.options))
 
 
 def planned(run: Run) -> Work:
@@ -371,12 +370,10 @@ def shares(profiler: torch.profiler.profile, device: torch.device) -> dict[str, 
     kernels = [event for event in profiler.events() or [] if event.device_type == cuda and not event.is_user_annotation]
     if not kernels:
         return {}
-    spent = dict.fromkeys([kind for kind, _ in KERNELS], 0.0)
     times: dict[tuple[str, str], list[float]] = {}  # of each kernel, by kind and name
     backends = set()
     for event in kernels:
         kind = next(kind for kind, pattern in KERNELS if re.search(pattern, event.name, re.IGNORECASE))
-        spent[kind] += event.time_range.elapsed_us()
         times.setdefault((kind, event.name), []).append(event.time_range.elapsed_us())
         if kind == "attention":
             backends.add("cudnn" if "cudnn" in event.name else "flex" if "triton" in event.name else "flash")
@@ -384,7 +381,9 @@ def shares(profiler: torch.profiler.profile, device: torch.device) -> dict[str, 
     busy = sum(end - begin for begin, end in merged((e.time_range.start, e.time_range.end) for e in kernels))
     for (kind, name), each in sorted(times.items(), key=lambda item: -sum(item[1]))[:40]:
         print(f"{sum(each) / 1e3:9.2f} ms {len(each):6} x {kind:9}  {name[:160]}", file=sys.stderr)  # into the log
-    row = {f"{kind} %": 100 * time / span for kind, time in spent.items()}
+    row = dict.fromkeys([f"{kind} %" for kind, _ in KERNELS], 0.0)
+    for (kind, _), each in times.items():
+        row[f"{kind} %"] += 100 * sum(each) / span
     return {"attention by": "+".join(sorted(backends))} | row | {"idle %": 100 * (1 - busy / span)}
 
 

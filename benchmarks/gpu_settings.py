@@ -48,6 +48,7 @@ from parallel.comm import shut_down
 
 CHUNKS = ("--training.loss_chunks=2",)
 BASE = "as in the rows of the 8B"
+QUICK = (BASE, "weights cast in each microbatch")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,9 +131,11 @@ def main() -> int:
     parser.add_argument("--budget-seconds", type=float, default=300.0, help="start no row after this")
     parser.add_argument("--rehearse", action="store_true", help="on CPU, with tiny shapes; the figures say nothing")
     arguments = parser.parse_args()
-    names = [name.strip() for name in arguments.rows.split(";") if name.strip()] or list(rows())
-    if unknown := set(names) - set(rows()):
-        parser.error(f"--rows: unknown {'; '.join(sorted(unknown))}; known are {'; '.join(rows())}")
+    known = rows()
+    names = [name.strip() for name in arguments.rows.split(";") if name.strip()]
+    names = names or list(QUICK if arguments.quick else known)
+    if unknown := set(names) - set(known):
+        parser.error(f"--rows: unknown {'; '.join(sorted(unknown))}; known are {'; '.join(known)}")
     if not arguments.rehearse and not torch.cuda.is_available():
         print("no GPU here: nothing measured; --rehearse tries the command on CPU")
         return int(arguments.check)
@@ -146,14 +149,16 @@ def main() -> int:
         if time.perf_counter() - started > arguments.budget_seconds:
             print(f"{name}: left out, the budget is spent", flush=True)
             continue
-        row = {"row": name} | measure(rows()[name], device, arguments.rehearse)
+        row = {"row": name} | measure(known[name], device, arguments.rehearse)
         if "tokens/s" in row and "tokens/s" in (measured or [row])[0]:
             row["ratio"] = row["tokens/s"] / (measured or [row])[0]["tokens/s"]
         measured.append(row)
         print_row(row)
         if arguments.json:
             arguments.json.write_text(json.dumps({"rows": measured}, indent=1) + "\n", encoding="utf-8")
-    return finish(arguments, measured, [])
+    return finish(
+        arguments, measured, [(f"{row['row']}: {row['failed']}", False) for row in measured if "failed" in row]
+    )
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from config import Config, ConfigError, TitaniteError, command_line, gathers_float8, load_config, to_toml
+from config import Config, ConfigError, TitaniteError, command_line, gathers_float8, load_config, to_toml, with_defaults
 from data.loader import validation_batches
 from data.shards import check_datasets
 from float8.convert import build_linear_config, check_float8, convert_to_float8, summarize
@@ -161,9 +161,7 @@ def main(argv: list[str]) -> None:
     output: Path = arguments.output.resolve()
 
     # -- find mistakes before the first run
-    own = {option.split("=")[0] for option in rest}
-    quick = [option for option in QUICK if arguments.quick and option.split("=")[0] not in own]
-    config = load_config([*rest, *quick])
+    config = load_config(with_defaults(QUICK if arguments.quick else (), rest))
     if config.training.param_dtype != "bfloat16":
         raise ConfigError(
             f'training.param_dtype = "{config.training.param_dtype}": must be "bfloat16", which float8 is compared with'

@@ -229,7 +229,7 @@ class Watchdog:
             dead = self._wait_for_dead(before, LOST_SECONDS)
             after = self._read_beats(range(self.environment.world_size))
         except RuntimeError:  # the store is gone as well, with the torchrun of rank 0 and so with its ranks
-            return [0]
+            return [0] if self.environment.rank else []
         return dead or [r for r, beat in before.items() if beat.host != self._host and beat == after[r]]
 
     def _wait_for_dead(self, beats: dict[int, Beat], seconds: float) -> list[int]:

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from checkpoint.hf import exported_model
 from checkpoint.stores import CheckpointError
-from config import ConfigError, load_config, to_toml
+from config import ConfigError, load_config, to_toml, with_defaults
 from data.audit import prove
 from data.loader import Batch, validation_batches
 from data.prepare import main as prepare
@@ -134,8 +134,7 @@ def single(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_world_size_does_not_matter(layout: str, single: Path, dataset: Path, tmp_path: Path) -> None:
     world_size, steps, overrides = LAYOUTS[layout]
-    words = [word for word in SMALL if word.split("=")[0] not in {o.split("=")[0] for o in overrides}]
-    arguments = [*words, *overrides, f"--data.datasets={dataset}", f"--run.folder={tmp_path / 'run'}"]
+    arguments = [*with_defaults(SMALL, overrides), f"--data.datasets={dataset}", f"--run.folder={tmp_path / 'run'}"]
     run_ranks(world_size, run, arguments, 0 if steps == STEPS else steps, start_group=False)
     tokens = [256 * step for step in range(1, steps + 1)]
     assert column(tmp_path / "run", "tokens") == column(single, "tokens")[:steps] == tokens

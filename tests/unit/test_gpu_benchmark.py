@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -59,6 +60,22 @@ def test_a_setting_starts_without_the_last_ones_budget(monkeypatch: pytest.Monke
     row = gpu_settings.rows()["nothing recomputed"]
     for _ in range(2):
         assert gpu_settings.measure(row, torch.device("cpu"), rehearse=True) == {"budget": 1.0}
+
+
+def test_a_setting_that_failed_misses_the_check(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def fail(*_: Any) -> dict[str, Any]:
+        raise RuntimeError("out of memory")
+
+    (tmp_path / "manifest.json").touch()  # the dataset need not be prepared
+    monkeypatch.setattr(gpu_settings, "REHEARSAL", tmp_path)
+    monkeypatch.setattr(gpu_settings, "measure_training", fail)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(sys, "argv", ["gpu_settings", "--rehearse", "--quick", "--check"])
+    assert gpu_settings.main() == 1
+    missed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("missed: ")]
+    assert missed == [f"missed: {row}: RuntimeError: out of memory" for row in gpu_settings.QUICK]
 
 
 def test_settings_say_which_rows_there_are(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -414,14 +414,16 @@ def test_a_dead_neighbour_is_found_by_a_rank_that_does_not_watch(tmp_path: Path)
 
 def test_if_the_store_is_lost_so_is_rank_0(tmp_path: Path) -> None:
     """The torchrun of its node kept the store."""
-    watchdog = Watchdog(tmp_path, LaunchEnvironment(rank=1, local_rank=0, world_size=2), Config())
-    watchdog._thread = threading.current_thread()
     kept = dist.TCPStore("127.0.0.1", 0, None, True)
-    watchdog._store = dist.TCPStore("127.0.0.1", kept.port)
+    watchdogs = []
     for rank in (0, 1):
         kept.set(f"watchdog/{rank}", json.dumps(WAITING))
+        watchdogs.append(Watchdog(tmp_path, LaunchEnvironment(rank, local_rank=0, world_size=2), Config()))
+        watchdogs[rank]._thread = threading.current_thread()
+        watchdogs[rank]._store = dist.TCPStore("127.0.0.1", kept.port)
     del kept
-    assert watchdog._find_lost() == [0]
+    assert watchdogs[1]._find_lost() == [0]
+    assert watchdogs[0]._find_lost() == []  # it runs, whatever became of its torchrun
 
 
 @pytest.mark.parametrize(
