@@ -201,7 +201,7 @@ def test_a_memory_budget_of_float8_is_not_exceeded_by_the_sum() -> None:
     """Which would be kept although the result of the matmul before it is computed again: 2 bytes more."""
     float8 = Float8(enable=True, filter="all", fsdp_all_gather="off")
     (kept,) = run_ranks(1, kept_bytes, float8, ActivationCheckpoint(mode="budget", memory_budget=0.8), 64)
-    assert kept < 21.5  # torch 2.11 keeps 21.125
+    assert kept < (21.5 if torch.__version__.startswith("2.11.") else 21)  # torch 2.11 keeps 21.125
 
 
 def forwards_of_attention(memory_budget: float) -> int:
