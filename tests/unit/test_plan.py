@@ -399,6 +399,8 @@ def test_peak_memory_is_that_of_the_real_step(name: str, monkeypatch: pytest.Mon
     """Each case is for a few formulas, which the vocabulary lets decide."""
     world_size, vocabulary, settings, tolerance = MEMORY[name]
     skip_where_torch_2_15_differs(settings, "pp")
+    if name == "embedding, moments in bfloat16" and torch.__version__.startswith("2.12."):
+        pytest.skip("torch 2.12 frees a reduce-scatter's input later, see docs/plan.md")
     arguments = settings if settings[:1] == [UNTIED] else [*MODEL, *settings]
     if vocabulary:
         keep_layers(monkeypatch, 4, vocab_size=vocabulary)
