@@ -407,6 +407,8 @@ def test_a_chat_goes_on_from_what_was_said(
     answer = asked[-1][2]["content"]
     assert answer
     assert out.startswith(f"{answer}\n")
+    assert "tokens/s" in err
+    assert "tokens/s" not in out
     assert byte_tokenizer().decode(prompts[-1]).endswith("Go on\nassistant\n")
 
 
@@ -422,6 +424,10 @@ def test_mistakes_are_explained(imported: Path, tmp_path: Path, capsys: pytest.C
         with pytest.raises(SystemExit):
             main([str(imported), "--prompt=a", f"--seed={seed}"])
         assert f"--seed {seed}: must fit in 64 bits" in capsys.readouterr().err
+    for too_low in ("--max-tokens=0", "--batch-size=0", "--temperature=-1", "--temperature=nan", "--top-k=-1"):
+        with pytest.raises(SystemExit):
+            main([str(imported), "--prompt=a", too_low])
+        assert "must be at least 1, --temperature and --top-k at least 0" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main([str(imported), "--prompt=a", "--system=b"])
     assert "--system is for --chat" in capsys.readouterr().err

@@ -36,8 +36,8 @@ def test_curves_tables_and_settings(tmp_path: Path) -> None:
     first = write_run(
         tmp_path / "<b>first",
         [
-            row(1, loss=5.0, tps=90.0, step_seconds=36.0, grad_norm=1.0),
-            row(10, loss=4.0, tps=110.0, step_seconds=18.0, grad_norm=2.0),
+            row(1, loss=5.0, tps=90.0, step_seconds=36.0, grad_norm=1.0, memory_gib=2.5),
+            row(10, loss=4.0, tps=110.0, step_seconds=18.0, grad_norm=2.0, memory_gib=2.0),
             row(10, **{"validation_loss": 4.5, "validation_loss/code": 3.5}),
             row(20, loss=9.0, tps=1.0, step_seconds=1.0, grad_norm=2.0),  # lost in a crash
             row(20, validation_loss=9.5),
@@ -64,7 +64,8 @@ def test_curves_tables_and_settings(tmp_path: Path) -> None:
     }
     assert charts["validation_loss"]["value"] == [4.5]
     assert charts["validation_loss/code"]["hours"] == pytest.approx([0.055])
-    assert data["charts"] == ["loss", "validation_loss", "validation_loss/code", "tps", "step_seconds", "grad_norm"]
+    losses = ["loss", "validation_loss", "validation_loss/code"]
+    assert data["charts"] == [*losses, "tps", "step_seconds", "grad_norm", "memory_gib"]
     settings = {line[0]: line[1:] for line in data["settings"]}
     assert settings == {
         "training.seq_len": ["256", "128"],
@@ -74,6 +75,7 @@ def test_curves_tables_and_settings(tmp_path: Path) -> None:
     summary = [dict(zip(["run", *data["summary"]["columns"]], line, strict=True)) for line in data["summary"]["rows"]]
     assert (summary[0]["loss"], summary[0]["validation loss"], summary[0]["tokens/s"]) == (3.9, 4.5, 200.0)
     assert [line["validation loss/code"] for line in summary] == [3.5, None]
+    assert [line["memory GiB"] for line in summary] == [2.5, None]
     assert (summary[1]["devices"], summary[1]["tokens/s"], summary[1]["MFU"]) == (4, 200.0, None)
     assert "<b>first" not in page, "names cannot become markup"
     assert not re.search(r"""(src|href)=|url\(|@import|fetch\(|https?://(?!www\.w3\.org/2000/svg)""", page)
