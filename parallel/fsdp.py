@@ -70,7 +70,11 @@ def apply_fsdp(model: nn.Module, groups: list[list[nn.Module]], mesh: DeviceMesh
                 module.set_force_sum_reduction_for_comms(True)
             if settings.reduce_scatter == "all_to_all":
                 module.set_custom_reduce_scatter(AllToAllReduceScatter())
-    set_prefetch([group[0] for group in groups], settings)  # type: ignore[misc]  # a group's modules share one state
+    modules: list[Any] = [group[0] for group in groups]  # a group's modules share one state
+    count = settings.prefetch_layers  # 0: FSDP2's own choice
+    for i, module in enumerate(modules):
+        module.set_modules_to_forward_prefetch(modules[i + 1 : i + 1 + count])
+        module.set_modules_to_backward_prefetch(modules[max(0, i - count) : i][::-1])
 
 
 def _one_mesh() -> Callable[[str, torch.Tensor], DeviceMesh]:
@@ -83,15 +87,6 @@ def _one_mesh() -> Callable[[str, torch.Tensor], DeviceMesh]:
         return made[0]
 
     return mesh
-
-
-def set_prefetch(modules: list[FSDPModule], settings: Parallelism) -> None:
-    """Gather the weights of the next `prefetch_layers` groups while one computes, in forward and backward."""
-    count = settings.prefetch_layers
-    if count:
-        for i, module in enumerate(modules):
-            module.set_modules_to_forward_prefetch(modules[i + 1 : i + 1 + count])
-            module.set_modules_to_backward_prefetch(modules[max(0, i - count) : i][::-1])
 
 
 class AllToAllReduceScatter(ReduceScatter):

@@ -310,14 +310,9 @@ def main(argv: Sequence[str]) -> None:
         found, text = run_dry(config, arguments.world_size, arguments.rank or 0), dry_text
     else:
         found, text = plan(config, options), plan_text
-    print(json.dumps(found, indent=1) if arguments.json else text(found))
-
-
-def command() -> None:
-    """Run as the command line says. A reader that stops early, such as `| head`, is no error."""
-    with suppress(BrokenPipeError):
-        main(sys.argv[1:])
+    with suppress(BrokenPipeError):  # a reader that stops early, such as `| head`
+        print(json.dumps(found, indent=1) if arguments.json else text(found))
 
 
 if __name__ == "__main__":
-    run_and_leave(command)  # fake ranks cannot leave their process group
+    run_and_leave(lambda: main(sys.argv[1:]))  # fake ranks cannot leave their process group

@@ -123,16 +123,16 @@ class Tally(TorchDispatchMode):
         key = storage._cdata
         if key not in self.sizes:
             self.sizes[key] = 0
-            weakref.finalize(storage, self._resize, key, None)
+            weakref.finalize(storage, self._free, key)
         self._resize(key, storage.nbytes())
 
-    def _resize(self, key: int, size: int | None) -> None:
-        self.live += (size or 0) - self.sizes.get(key, 0)
-        if size is None:
-            self.sizes.pop(key, None)
-        else:
-            self.sizes[key] = size
+    def _resize(self, key: int, size: int) -> None:
+        self.live += size - self.sizes[key]
+        self.sizes[key] = size
         self.peak = max(self.peak, self.live)
+
+    def _free(self, key: int) -> None:
+        self.live -= self.sizes.pop(key)
 
     def begin_step(self) -> None:
         """Forget the collectives and matmuls before the step."""
@@ -206,7 +206,9 @@ def dry_run(config: Config, world_size: int, rank: int = 0) -> DryRun:
     with contextlib.ExitStack() as stubs, contextlib.ExitStack() as modes, tempfile.TemporaryDirectory() as folder:
         stubs.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        stubs.enter_context(_local_shapes_only())
+        # DTensor propagates global shapes by fake tensors that no rank holds: not to be counted.
+        propagate = _disable_current_modes()(ShardingPropagator._propagate_tensor_meta_non_cached)
+        stubs.enter_context(mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate))
         stubs.enter_context(mock.patch.object(dist, "new_group", return_value=None))
         stubs.enter_context(mock.patch.object(failures, "from_rank_0", return_value=[]))  # no steps to skip
         # The stages of a pipeline vote on whether all know their shapes; ours do.
@@ -261,33 +263,11 @@ def _one_step(config: Config, folder: Path) -> Config:
 
 def _axis_of(args: tuple[Any, ...]) -> str:
     """The mesh axis of the group among a collective's arguments; "world" if it has all ranks."""
-    groups: dict[str, Any] = {name: group for group, name in dist.distributed_c10d._world.pg_names.items()}
-    for argument in args:
-        group = None
-        if isinstance(argument, torch.ScriptObject):
-            with contextlib.suppress(RuntimeError, TypeError):
-                group = dist.ProcessGroup.unbox(argument)
-        elif isinstance(argument, str) and argument in groups:
-            group = groups[argument]
-        if group is not None:
-            description = group.group_desc
-            if description == UNNAMED_AXIS:
-                return "reshard_group"
-            return description.removeprefix("mesh_") if description.startswith("mesh_") else "world"
-    raise AssertionError(f"no process group among {args}")
-
-
-@contextlib.contextmanager
-def _local_shapes_only() -> Iterator[None]:
-    """Hide DTensor's propagation of global shapes from the count: it uses fake tensors that no rank holds."""
-    propagate = ShardingPropagator._propagate_tensor_meta_non_cached
-
-    def uncounted(self: ShardingPropagator, *args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():
-            return propagate(self, *args, **kwargs)
-
-    with mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", uncounted):
-        yield
+    boxed = [argument for argument in args if isinstance(argument, torch.ScriptObject)]  # the group, then an operation
+    group = dist.ProcessGroup.unbox(boxed[0]) if boxed else dist.distributed_c10d._resolve_process_group(args[-1])
+    if group.group_desc == UNNAMED_AXIS:
+        return "reshard_group"
+    return group.group_desc.removeprefix("mesh_") if group.group_desc.startswith("mesh_") else "world"
 
 
 def _zeros(before_step: Callable[[], None], config: Config, dp_rank: int, dp: int, **_: Any) -> Any:
