@@ -1,8 +1,8 @@
 """Data parallelism by FSDP2: one function does DDP, FSDP and HSDP, over meshes of different shapes."""
 
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -50,13 +50,15 @@ def apply_fsdp(model: nn.Module, groups: list[list[nn.Module]], mesh: DeviceMesh
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
     # A pipeline does not reshard: each microbatch would gather the weights again, and split backward needs them there.
     reshard: bool | int = settings.reshard_after_forward and settings.pp == 1
-    if reshard and settings.reshard_group_size:
+    meshes: AbstractContextManager[object] = nullcontext()
+    if settings.reshard_group_size:
         reshard = settings.reshard_group_size
+        # FSDP2 would make groups of that many ranks, with new connections, for each block.
+        shared = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, reshard))
+        meshes = mock.patch.object(_fsdp_init, "DeviceMesh", return_value=shared)
     # Modules under tensor parallelism return views; nothing changes them in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    # FSDP2 would make new groups of `reshard_group_size` ranks, with new connections, for each block.
-    once = mock.patch.object(_fsdp_init, "DeviceMesh", _one_mesh()) if settings.reshard_group_size else nullcontext()
-    with once:
+    with meshes:
         for group in groups:
             is_last = group is groups[-1]
             fully_shard(group, reshard_after_forward=False if is_last else reshard, **options)
@@ -75,18 +77,6 @@ def apply_fsdp(model: nn.Module, groups: list[list[nn.Module]], mesh: DeviceMesh
     for i, module in enumerate(modules):
         module.set_modules_to_forward_prefetch(modules[i + 1 : i + 1 + count])
         module.set_modules_to_backward_prefetch(modules[max(0, i - count) : i][::-1])
-
-
-def _one_mesh() -> Callable[[str, torch.Tensor], DeviceMesh]:
-    """Build a stand-in for DeviceMesh that always returns the mesh of its first call."""
-    made: list[DeviceMesh] = []
-
-    def mesh(device_type: str, ranks: torch.Tensor) -> DeviceMesh:
-        if not made:
-            made.append(DeviceMesh(device_type, ranks))
-        return made[0]
-
-    return mesh
 
 
 class AllToAllReduceScatter(ReduceScatter):
