@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import hashlib
 import ipaddress
 import os
 import resource
@@ -199,20 +200,16 @@ def check_devices(store: dist.Store, rank: int, world_size: int, kind: str) -> N
     """
     store.set(f"device/{rank}", f"{kind} {socket.gethostname()} {'alone' if _listens_to_itself() else ''}")
     if rank == 0:  # only rank 0 reads: thousands of readers of thousands of entries would keep the store busy
-        hosts: dict[str, list[str]] = {}
-        alone: dict[str, bool] = {}
-        for found in sorted(set(store.multi_get([f"device/{other}" for other in range(world_size)]))):
-            name, host, *deaf = found.decode().split()
-            hosts.setdefault(name, []).append(host)
-            alone[host] = bool(deaf)
+        found = set(store.multi_get([f"device/{other}" for other in range(world_size)]))
+        places = [entry.decode().split(" ") for entry in sorted(found)]
+        deaf = ", ".join(host for _, host, alone in places if alone)
         wrong = ""
-        if len(hosts) > 1:
-            mixed = "; ".join(f"{name} on {', '.join(on)}" for name, on in hosts.items())
+        if len({name for name, _, _ in places}) > 1:
+            mixed = "; ".join(f"{name} on {host}" for name, host, _ in places)
             wrong = f"ranks have devices of different types: {mixed}; is a GPU or its driver gone?"
-        elif len(alone) > 1 and any(alone.values()):
-            names = ", ".join(host for host in alone if alone[host])
+        elif deaf and len({host for _, host, _ in places}) > 1:
             wrong = (
-                f"{names}: the host's own name resolves to a loopback address, such as 127.0.1.1, or not at all, so "
+                f"{deaf}: the host's own name resolves to a loopback address, such as 127.0.1.1, or not at all, so "
                 "gloo would listen where no other host can reach it: set GLOO_SOCKET_IFNAME to the interface of the "
                 "hosts' network (ip -br addr lists them)"
             )
@@ -240,22 +237,20 @@ def meet(store: dist.Store, rank: int, world_size: int, timeout_seconds: float) 
     """A name on which all ranks of this start agree, and no rank of an earlier one.
 
     torchrun keeps its store over restarts, and ranks would take what an earlier start left in it, such as gloo's
-    addresses, for this start's (torch 2.11 to 2.13). So every rank writes a random word. Rank 0 announces a
-    round with the words it has read. The round counts once every rank has found its word in it. Raises TimeoutError.
+    addresses, for this start's (torch 2.11 to 2.13). So every rank writes a random word. Rank 0 announces the words
+    it has read, a round. The round counts once every rank has found its word in it. Raises TimeoutError.
     """
     deadline = time.monotonic() + timeout_seconds
-    word, named, joined = os.urandom(8).hex(), "", ""
+    word, joined = os.urandom(8).hex(), ""
     store.set(f"hello/{rank}", word)
     hellos = [f"hello/{other}" for other in range(world_size)]
     while time.monotonic() < deadline:
         if rank == 0 and store.check(hellos):
-            words = b",".join(store.multi_get(hellos)).decode()
-            if words != named:
-                named = words
-                store.set("round", f"{os.urandom(8).hex()}:{words}")
+            store.set("round", b",".join(store.multi_get(hellos)).decode())
         if store.check(["round"]):
-            name, _, words = store.get("round").decode().partition(":")
+            words = store.get("round").decode()
             if words.split(",")[rank : rank + 1] == [word]:
+                name = hashlib.sha256(words.encode()).hexdigest()
                 if name != joined:
                     joined = name
                     store.add(f"joined/{name}", 1)
