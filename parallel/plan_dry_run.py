@@ -203,35 +203,36 @@ def dry_run(config: Config, world_size: int, rank: int = 0) -> DryRun:
         optimizer = tally.live - weights - others  # gradients are freed by now
 
     init_weights, build_optimizer = train.init_weights, train.build_optimizer
-    with contextlib.ExitStack() as stubs, contextlib.ExitStack() as modes, tempfile.TemporaryDirectory() as folder:
-        stubs.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
-        # DTensor propagates global shapes by fake tensors that no rank holds: not to be counted.
-        propagate = _disable_current_modes()(ShardingPropagator._propagate_tensor_meta_non_cached)
-        stubs.enter_context(mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate))
-        stubs.enter_context(mock.patch.object(dist, "new_group", return_value=None))
-        stubs.enter_context(mock.patch.object(failures, "from_rank_0", return_value=[]))  # no steps to skip
+    # DTensor propagates global shapes by fake tensors that no rank holds: not to be counted.
+    propagate = _disable_current_modes()(ShardingPropagator._propagate_tensor_meta_non_cached)
+    vote = mock.Mock(item=lambda: 1)
+    with (
+        warnings.catch_warnings(),
+        mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate),
+        mock.patch.object(dist, "new_group", return_value=None),
+        mock.patch.object(failures, "from_rank_0", return_value=[]),  # no steps to skip
         # The stages of a pipeline vote on whether all know their shapes; ours do.
-        vote = mock.Mock(item=lambda: 1)
-        stubs.enter_context(mock.patch.object(PipelineStage, "_warmup_forward_vote", create=True))
-        stubs.enter_context(mock.patch.object(PipelineStage, "_warmup_backward_result", return_value=vote, create=True))
-        stubs.enter_context(
-            mock.patch.multiple(
-                train,
-                launch_environment=lambda: LaunchEnvironment(rank, 0, world_size),
-                check_float8=partial(check_float8, here=False),
-                init_distributed=start_fake_ranks,
-                from_rank_0=lambda start: (Path(folder), {}),  # a name, and no settings changed
-                init_weights=begin_fake_tensors,
-                build_optimizer=begin_count,
-                DataLoader=partial(_zeros, tally.begin_step),
-                CheckpointManager=no_checkpoints,
-                StopRequest=_no_stop,
-                Watchdog=mock.MagicMock(),
-                # Zeros for the figures of each step: fake tensors have no values.
-                fetch_finite=lambda waiting: [[0.0] * len(figures) for figures in waiting.values()],
-            )
-        )
+        mock.patch.object(PipelineStage, "_warmup_forward_vote", create=True),
+        mock.patch.object(PipelineStage, "_warmup_backward_result", return_value=vote, create=True),
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.multiple(
+            train,
+            launch_environment=lambda: LaunchEnvironment(rank, 0, world_size),
+            check_float8=partial(check_float8, here=False),
+            init_distributed=start_fake_ranks,
+            from_rank_0=lambda start: (Path(folder), {}),  # a name, and no settings changed
+            init_weights=begin_fake_tensors,
+            build_optimizer=begin_count,
+            DataLoader=partial(_zeros, tally.begin_step),
+            CheckpointManager=no_checkpoints,
+            StopRequest=_no_stop,
+            Watchdog=mock.MagicMock(),
+            # Zeros for the figures of each step: fake tensors have no values.
+            fetch_finite=lambda waiting: [[0.0] * len(figures) for figures in waiting.values()],
+        ),
+        contextlib.ExitStack() as modes,
+    ):
+        warnings.simplefilter("ignore")
         train.train(_one_step(config, Path(folder)), after_step=end_of_step)
     if config.parallelism.cpu_offload:  # the host holds weights and states, and runs the optimizer
         return DryRun(tally.traffic(), tally.flops, 0, 0, before - weights - early)
