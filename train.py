@@ -123,7 +123,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         refresh_weights = build_refresh(parts, config)
 
         def note(step: int) -> None:
-            watchdog.saved(step)
+            watchdog.last_checkpoint = step
             if rank == 0:
                 record_progress(folder)
 

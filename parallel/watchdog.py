@@ -114,7 +114,7 @@ class Watchdog:
     def __init__(self, folder: Path, environment: LaunchEnvironment, config: Config):
         self.folder, self.environment, self.config = folder, environment, config
         self.section, self.step = "start", 0
-        self.last_checkpoint: int | None = None
+        self.last_checkpoint: int | None = None  # that this start has read or committed
         self.limit_seconds: float = config.comm.init_timeout_seconds
         self._ticks, self._entered, self._count = 0, time.monotonic(), 0
         self._main, self._host = threading.get_ident(), socket.gethostname()
@@ -158,10 +158,6 @@ class Watchdog:
     def resumed(self, step: int) -> None:
         """Say that the run goes on after `step`; 0: it begins."""
         self.step, self.last_checkpoint = step, step or None
-
-    def saved(self, step: int) -> None:
-        """Say that the checkpoint of `step` is committed."""
-        self.last_checkpoint = step
 
     def close(self, step: int, steps: int, stopped_by: str) -> None:
         """Record that the run has ended as it should, and stop watching."""
