@@ -4,7 +4,6 @@ import json
 import logging
 import math
 import socket
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -18,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from config import Failures, TitaniteError, file_errors
-from parallel.comm import from_rank_0, synchronize
+from parallel.comm import best_seconds, from_rank_0
 from records import open_records, read_records, write_atomically
 
 logger = logging.getLogger(__name__)
@@ -171,15 +170,11 @@ class Stragglers:
         return lines
 
     def _seconds(self, products: int) -> float:
-        times = []
-        for _ in range(PROBES):
-            synchronize(self.device)
-            begin = time.perf_counter()
+        def multiply() -> None:
             for _ in range(products):
                 self.factor @ self.factor
-            synchronize(self.device)
-            times.append(time.perf_counter() - begin)
-        return min(times)
+
+        return best_seconds(multiply, self.device, PROBES)
 
 
 def find_slow(timings: Sequence[Timing]) -> dict[tuple[int, str], str]:

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from config import Comm, command_line
-from parallel.comm import end_launcher, init_distributed, launch_environment, shut_down, synchronize
+from parallel.comm import best_seconds, end_launcher, init_distributed, launch_environment, shut_down, synchronize
 
 PACKAGES = ("torch", "torchao", "numpy", "pyarrow", "tokenizers", "s3fs")
 CLOCK_SECONDS = 2.0  # clocks may differ by this; S3 refuses requests 900 s off
@@ -121,14 +121,9 @@ def time_gemm(device: torch.device) -> tuple[float, int]:
     size, dtype = (512, torch.float32) if device.type == "cpu" else (8192, torch.bfloat16)
     generator = torch.Generator().manual_seed(0)
     left, right = (torch.randint(-2, 3, (size, size), generator=generator).to(device, dtype) for _ in range(2))
-    times = []
-    for _ in range(REPEATS):
-        synchronize(device)
-        begin = time.perf_counter()
-        product = (left @ right).to(torch.float32)
-        synchronize(device)
-        times.append(time.perf_counter() - begin)
-    return min(times), int(product.view(torch.int32).sum(dtype=torch.int64))
+    seconds = best_seconds(lambda: left @ right, device, REPEATS)
+    product = (left @ right).to(torch.float32)
+    return seconds, int(product.view(torch.int32).sum(dtype=torch.int64))
 
 
 def time_transfers(device: torch.device) -> tuple[dict[tuple[int, int], float], float]:
