@@ -147,12 +147,7 @@ def time_transfers(device: torch.device) -> tuple[dict[tuple[int, int], float], 
         own[source, rank] = TRANSFER_BYTES / min(times[1:])
     gathered: list[Any] = [None] * size
     dist.all_gather_object(gathered, own)
-    for _ in range(2):
-        dist.barrier()
-        begin = time.perf_counter()
-        dist.all_reduce(buffer)
-        synchronize(device)
-        seconds = time.perf_counter() - begin
+    seconds = best_seconds(lambda: dist.all_reduce(buffer), device, REPEATS)
     return {pair: rate for rates in gathered for pair, rate in rates.items()}, TRANSFER_BYTES / seconds
 
 

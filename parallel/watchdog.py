@@ -55,7 +55,7 @@ class Beat(NamedTuple):
     idle_seconds: float  # since it entered the section or last made progress in it
     limit_seconds: float  # it may be idle for this long
     waiting: bool  # in a collective, or maybe: an accelerator's full queue holds its host up anywhere
-    stack: list[str]  # innermost last
+    stack: str  # innermost last
 
 
 class Verdict(NamedTuple):
@@ -92,16 +92,12 @@ def judge(beats: Sequence[Beat], silent: set[int], gone: bool = False) -> Verdic
         doing = (
             f"are busy in {beats[0].section}, nearly as long as they may" if busy else "wait, perhaps for the network"
         )
-        text = f"hung: all ranks {doing}; none stands out; the stack of rank 0: {_path(beats[0])}"
+        text = f"hung: all ranks {doing}; none stands out; the stack of rank 0: {beats[0].stack}"
         return Verdict([], text, beats[0].section, beats[0].step)
     beat = beats[ranks[0]]
     names = ", ".join(map(str, ranks))
-    text = f"hung: rank {names} ({beat.host}) {why}; its stack: {_path(beat)}"
+    text = f"hung: rank {names} ({beat.host}) {why}; its stack: {beat.stack}"
     return Verdict(ranks, text, beat.section, beat.step)
-
-
-def _path(beat: Beat) -> str:
-    return " > ".join(beat.stack)
 
 
 class Watchdog:
@@ -234,7 +230,8 @@ class Watchdog:
         dead: list[int] = []
         while not dead and time.monotonic() < deadline:
             time.sleep(0.05)
-            dead = [rank for rank, beat in beats.items() if beat.host == self._host and not _is_running(beat.pid)]
+            states = {rank: process_state(beat.pid)[0] for rank, beat in beats.items() if beat.host == self._host}
+            dead = [rank for rank, state in states.items() if state in ("", "Z", "T")]  # gone, a zombie, stopped
         for rank in dead:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(beats[rank].pid, signal.SIGKILL)
@@ -287,7 +284,7 @@ class Watchdog:
             idle_seconds=time.monotonic() - self._entered,
             limit_seconds=self._limit(),
             waiting=self.section in self._queueing or _in_collective(stack),
-            stack=[_short(frame) for frame in stack],
+            stack=" > ".join(map(_short, stack)),
         )
         self._store.set(f"watchdog/{self.environment.rank}", json.dumps(beat))
 
@@ -365,8 +362,3 @@ def _in_collective(frames: Iterable[traceback.FrameSummary]) -> bool:
 
 def _short(frame: traceback.FrameSummary) -> str:
     return f"{'/'.join(Path(frame.filename).parts[-2:])}:{frame.lineno} {frame.name}"
-
-
-def _is_running(pid: int) -> bool:
-    """Whether a process exists and is neither a zombie nor stopped."""
-    return process_state(pid)[0] not in ("", "Z", "T")

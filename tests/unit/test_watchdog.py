@@ -29,7 +29,7 @@ from parallel.failures import Timing, find_slow
 from parallel.watchdog import Beat, Verdict, Watchdog, judge
 from run_folder import CrashLoopError, choose_run_folder, read_starts, record_progress, record_start
 
-WAITING = Beat(9, "a", 1, 50, "forward/backward", 7, 100.0, 60.0, True, ["all_reduce"])
+WAITING = Beat(9, "a", 1, 50, "forward/backward", 7, 100.0, 60.0, True, "all_reduce")
 
 
 def beats(*changes: dict[str, object]) -> list[Beat]:
