@@ -147,11 +147,10 @@ class Stragglers:
 
     def __init__(self, device: torch.device, timeout_seconds: int):
         self.device = device
-        size = 512 if device.type == "cpu" else 4096
-        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        size, dtype = (512, torch.float32) if device.type == "cpu" else (4096, torch.bfloat16)
         self.factor = torch.ones(size, size, dtype=dtype, device=device)
-        timeout = timedelta(seconds=timeout_seconds)
-        self.group = dist.new_group(backend="gloo", timeout=timeout)  # gloo: not behind the device's queue
+        # gloo: not behind the device's queue
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         fastest = torch.tensor(self._seconds(products=1))
         dist.all_reduce(fastest, dist.ReduceOp.MIN, group=self.group)
         self.products = math.ceil(PROBE_SECONDS / fastest.item())  # the same on all ranks

@@ -54,7 +54,8 @@ def apply_fsdp(model: nn.Module, groups: list[list[nn.Module]], mesh: DeviceMesh
     if settings.reshard_group_size:
         reshard = settings.reshard_group_size
         # FSDP2 would make groups of that many ranks, with new connections, for each block.
-        shared = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, reshard))
+        axes = ("reshard_groups", "reshard_group")
+        shared = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, reshard), mesh_dim_names=axes)
         meshes = mock.patch.object(_fsdp_init, "DeviceMesh", return_value=shared)
     # Modules under tensor parallelism return views; nothing changes them in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")

@@ -50,7 +50,6 @@ COLLECTIVES = {
     "all_to_all_single": ("all_to_all", 0),
 }
 MATMULS = {"mm": 0, "bmm": 0, "addmm": 1, "_scaled_mm": 0}  # operator → the argument whose last dim is summed over
-UNNAMED_AXIS = "mesh_dim_1"  # of FSDP2's mesh for reshard_group_size, the only mesh whose axes we do not name
 # Operator → the function that it runs.
 RING = {
     torch.ops.titanite.ring_attention.default: ring_attention._init_fn,
@@ -266,8 +265,6 @@ def _axis_of(args: tuple[Any, ...]) -> str:
     """The mesh axis of the group among a collective's arguments; "world" if it has all ranks."""
     boxed = [argument for argument in args if isinstance(argument, torch.ScriptObject)]  # the group, then an operation
     group = dist.ProcessGroup.unbox(boxed[0]) if boxed else dist.distributed_c10d._resolve_process_group(args[-1])
-    if group.group_desc == UNNAMED_AXIS:
-        return "reshard_group"
     return group.group_desc.removeprefix("mesh_") if group.group_desc.startswith("mesh_") else "world"
 
 
