@@ -12,12 +12,11 @@ import dataclasses
 import json
 import logging
 import re
-import shutil
 import sys
 from collections.abc import Mapping
-from datetime import datetime, timezone
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ from checkpoint.planning import plan_pieces, split_rows
 from checkpoint.ranks import Ranks
 from checkpoint.state import model_tensors
 from checkpoint.storage import commit, read_state, write_items
-from checkpoint.stores import CheckpointError, LocalStore, Store, open_store
+from checkpoint.stores import CheckpointError, Store, open_store
 from config import Model, TitaniteError, command_line, misread, tomllib
 from data.chat import ChatTemplate
 from data.tokenizer import (
@@ -42,6 +41,7 @@ from data.tokenizer import (
     Tokenizer,
     declared_eos,
     find_chat_template,
+    json_object,
     load_tokenizer,
     parse_raw,
     parse_tokenizer,
@@ -79,9 +79,6 @@ def export_model(
     """
     if folder.exists():
         raise CheckpointError(f"{folder}: exists; name a new folder")
-    partial = folder.with_name(f"{folder.name}.partial")
-    if partial.exists():
-        raise CheckpointError(f"{partial}: exists; remove it, unless an export is still writing it")
 
     def fill(opened: Opened) -> None:
         adapter, model, flavor = exported_model(opened.manifest)
@@ -93,19 +90,16 @@ def export_model(
         logger.info(f"tokenizer from {origin}")
         positions = max_positions or trained_positions(opened.manifest, "--max-positions")
         try:
-            partial.mkdir(parents=True)
-        except OSError as error:  # nothing there is ours, so nothing is removed
-            raise CheckpointError(f"{partial}: cannot be made: {error.strerror}") from None
-        try:
-            write_companions(partial, companions, text, adapter.to_hf_config(flavor, positions, dtype))
-            write_weights(opened, shapes_of(model), names, partial, getattr(torch, dtype), file_bytes)
-            check_result(partial, opened, model, names, check)
-            partial.rename(folder)
-        except BaseException as error:
-            shutil.rmtree(partial, ignore_errors=True)
-            if isinstance(error, OSError):
-                raise CheckpointError(f"{folder}: not exported: {error}") from error
-            raise
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.partial-") as temporary:
+                partial = Path(temporary, folder.name)
+                partial.mkdir()
+                write_companions(partial, companions, text, adapter.to_hf_config(flavor, positions, dtype))
+                write_weights(opened, shapes_of(model), names, partial, getattr(torch, dtype), file_bytes)
+                check_result(partial, opened, model, names, check)
+                partial.rename(folder)
+        except OSError as error:
+            raise CheckpointError(f"{folder}: not exported: {error}") from error
         logger.info(f"{folder}: step {opened.manifest['step']} of {opened.url}, {dtype}")
 
     load_place(place, fill)
@@ -127,13 +121,11 @@ def write_weights(
     )
     with tqdm(total=sum(sizes.values()), unit="B", unit_scale=True, desc="export", disable=None, leave=False) as bar:
         for file, held in split.filename_to_tensors.items():
-
-            def fill(tensors: dict[str, Tensor]) -> None:
-                state = {"model": {ours[hf_name]: tensor for hf_name, tensor in tensors.items()}}
-                read_state(opened, state)  # converts types, straight into the file's memory
-
-            files.write_file(folder / file, {hf_name: shapes[ours[hf_name]] for hf_name in held}, dtype, fill)
+            tensors = {hf_name: torch.empty(shapes[ours[hf_name]], dtype=dtype) for hf_name in held}
+            read_state(opened, {"model": {ours[hf_name]: tensor for hf_name, tensor in tensors.items()}})
+            files.write_file(folder / file, tensors)
             bar.update(sum(sizes[hf_name] for hf_name in held))
+            del tensors  # before the next file's are made
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / files.INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
@@ -239,14 +231,10 @@ def read_companions(folder: Path) -> dict[str, bytes]:
 
 
 def check_companions(origin: str, companions: Mapping[str, bytes]) -> None:
-    """Raise CheckpointError for a *.json file without a JSON object."""
+    """Raise TitaniteError for a *.json file without a JSON object."""
     for file, content in companions.items():
-        try:
-            damaged = "" if not file.endswith(".json") or isinstance(json.loads(content), dict) else "not a JSON object"
-        except ValueError as error:
-            damaged = f"not JSON: {error}"
-        if damaged:
-            raise CheckpointError(f"{origin}/{file}: {damaged}")
+        if file.endswith(".json"):
+            json_object(content, f"{origin}/{file}")
 
 
 def companion_tokenizer(origin: str, companions: Mapping[str, bytes], vocab_size: int) -> Tokenizer:
@@ -328,20 +316,14 @@ def import_model(folder: Path, place: str, *, check: str) -> None:
     facts = {
         "step": 0,
         "world_size": 1,
-        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "identity": identity,
         "dataloader": {},
         "imported": raw | {"max_position_embeddings": raw.get("max_position_embeddings", 2048)},
-        "torch": torch.__version__,
     }
     if TOKENIZER not in companions:
         logger.info(f"{folder}: no {TOKENIZER}, so the checkpoint gets none")
-    if isinstance(store, LocalStore):  # claim the folder: another import may have begun meanwhile
-        try:
-            (store.folder / name).mkdir(parents=True, exist_ok=True)
-            (store.folder / name / MODEL_FILE).touch(exist_ok=False)
-        except OSError as error:
-            raise CheckpointError(f"{place}: cannot be made: {error.strerror}") from None
+    with store.create(f"{name}/{MODEL_FILE}") as file:  # on a disk refused if another import has begun meanwhile
+        file.write(companions[MODEL_FILE])
     try:
         with tqdm(total=total, unit="B", unit_scale=True, desc="import", disable=None, leave=False) as bar:
             written = write_items(store, name, 0, plan.files, read)

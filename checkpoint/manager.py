@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -569,12 +568,10 @@ class CheckpointManager:
         return {
             "step": step,
             "world_size": self.ranks.size,
-            "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "run": self.run,
             "identity": self.identity,
             "dataloader": _jsonable(self.dataloader.state_dict()),
             "config": to_toml(self.config),
-            "torch": torch.__version__,
         }
 
     def _gather_model_bytes(self) -> dict[str, int]:

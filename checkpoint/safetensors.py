@@ -1,15 +1,13 @@
-"""Folders of safetensors files in Hugging Face's layout: find tensors, and write files in place."""
+"""Folders of safetensors files in Hugging Face's layout."""
 
 import json
-import os
-import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from checkpoint.stores import CheckpointError
@@ -86,33 +84,10 @@ def check_shapes(weights: Mapping[str, Path], shapes: Mapping[str, Sequence[int]
     return found
 
 
-def write_file(
-    path: Path, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype, fill: Callable[[dict[str, Tensor]], None]
-) -> None:
-    """Write a new file of tensors with the names and `shapes`. `fill` sets their values, in the file's mapped memory.
-
-    The format is 8 bytes for the length of a JSON header, the header, and the values
-    (https://github.com/huggingface/safetensors#format). Raises CheckpointError if the file cannot be made.
-    """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    kind = next(name for name, known in DTYPES.items() if known == dtype)
-    end = 0
-    for name, shape in shapes.items():
-        start, end = end, end + int(np.prod(shape)) * dtype.itemsize
-        header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [start, end]}
-    encoded = json.dumps(header).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    size = 8 + len(encoded) + end
+def write_file(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write a new file of `tensors`, as transformers does. Raises CheckpointError if that fails."""
     try:
-        with open(path, "xb", buffering=0) as file:
-            os.posix_fallocate(file.fileno(), 0, size)  # else a full disk would kill the process as it writes to memory
-            file.write(struct.pack("<Q", len(encoded)) + encoded)
-    except OSError as error:
-        raise CheckpointError(f"{path}: {size / 1e9:.2f} GB cannot be written: {error.strerror}") from None
-    memory = np.memmap(path, np.uint8, "r+", offset=0)
-    tensors = {}
-    for name, shape in shapes.items():
-        start, stop = (8 + len(encoded) + offset for offset in header[name]["data_offsets"])
-        tensors[name] = torch.from_numpy(memory[start:stop]).view(dtype).view(*shape)
-    fill(tensors)
-    memory.flush()
+        save_file(tensors, path, {"format": "pt"})
+    except (SafetensorError, OSError) as error:
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        raise CheckpointError(f"{path}: {size / 1e9:.2f} GB cannot be written: {error}") from None

@@ -17,6 +17,7 @@ import zipfile
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import datetime, timezone
 from functools import partial
 from types import MappingProxyType
 from typing import IO, Any, cast
@@ -112,6 +113,8 @@ def commit(
         "files": dict(sorted(sizes.items())),
         "metadata_sha256": sha256(pickled),
         "companions": {file: sha256(content) for file, content in companions.items()},
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "torch": torch.__version__,
         **facts,
     }
     for file, content in {**companions, METADATA: pickled}.items():

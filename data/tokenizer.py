@@ -118,7 +118,7 @@ def parse_raw(content: bytes, name: str) -> RawTokenizer:
 
 def find_chat_template(files: Mapping[str, bytes], folder: str) -> str:
     """The chat template among a tokenizer's files in `folder` (name → content), or "". Raises TitaniteError."""
-    found = _json_object(files.get(CONFIG, b"{}"), f"{folder}/{CONFIG}").get("chat_template") or ""
+    found = json_object(files.get(CONFIG, b"{}"), f"{folder}/{CONFIG}").get("chat_template") or ""
     try:
         if CHAT_TEMPLATE in files:
             return files[CHAT_TEMPLATE].decode()
@@ -131,14 +131,15 @@ def find_chat_template(files: Mapping[str, bytes], folder: str) -> str:
 
 def declared_eos(content: bytes, name: str) -> str:
     """The eos token that the content of a tokenizer_config.json names, or "". Raises TitaniteError."""
-    declared = _json_object(content, name).get("eos_token") or ""
+    declared = json_object(content, name).get("eos_token") or ""
     eos = declared.get("content") if isinstance(declared, dict) else declared
     if not isinstance(eos, str):
         raise TitaniteError(f"{name}: eos_token = {json.dumps(declared)}: must be the token's text")
     return eos
 
 
-def _json_object(content: bytes, name: str) -> dict[str, Any]:
+def json_object(content: bytes, name: str) -> dict[str, Any]:
+    """The JSON object in the content of the file `name`. Raises TitaniteError."""
     try:
         found = json.loads(content)
     except ValueError as error:
