@@ -8,7 +8,7 @@ import fcntl
 import io
 import os
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -98,15 +98,8 @@ class LocalStore:
         with _reported(f"{self.url}/{name}"), open(self.folder / name, "rb", buffering=0) as file:
             for first, last, direct in ((0, start, False), (start, end, True), (end, len(view), False)):
                 file.seek(offset + first)
-                _set_direct(file.fileno(), direct)
                 while first < last:
-                    try:
-                        count = file.readinto(view[first:last])
-                    except OSError as error:
-                        if error.errno != errno.EINVAL or not direct:
-                            raise
-                        _set_direct(file.fileno(), direct := False)
-                        continue
+                    count = _transfer(file.fileno(), direct, file.readinto, view[first:last])
                     if not count:
                         missing = f"ends at byte {offset + first}, {len(view) - first} bytes missing"
                         raise DamagedError(f"{self.url}/{name}: {missing}")
@@ -142,15 +135,9 @@ class LocalStore:
 
     def check_writable(self) -> None:
         with _reported(self.url):
-            made = [folder for folder in (self.folder, *self.folder.parents) if not folder.exists()]
-            try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                with NamedTemporaryFile(dir=self.folder, prefix=".probe-"):
-                    pass
-            finally:
-                for folder in made:
-                    with suppress(OSError):
-                        folder.rmdir()
+            for folder in (self.folder, *self.folder.parents):  # in the first that exists
+                with suppress(FileNotFoundError), NamedTemporaryFile(dir=folder, prefix=".probe-"):
+                    return
 
     def remove(self, names: list[str]) -> None:
         parents = {(self.folder / name).parent for name in names} - {self.folder}
@@ -238,15 +225,21 @@ class _DirectWriter(io.RawIOBase):
 
     def _write_out(self, direct: bool) -> None:
         rest = self.buffer[: self.filled].data
-        _set_direct(self.descriptor, direct)
         while rest:
-            try:
-                rest = rest[os.write(self.descriptor, rest) :]
-            except OSError as error:
-                if error.errno != errno.EINVAL or not direct:
-                    raise
-                _set_direct(self.descriptor, direct := False)
+            rest = rest[_transfer(self.descriptor, direct, os.write, self.descriptor, rest) :]
         self.filled = 0
+
+
+def _transfer(descriptor: int, direct: bool, move: Callable[..., int], *arguments: Any) -> int:
+    """The bytes that `move` reads or writes, past the page cache if `direct` and the file system can."""
+    _set_direct(descriptor, direct)
+    try:
+        return move(*arguments)
+    except OSError as error:
+        if error.errno != errno.EINVAL or not direct:
+            raise
+        _set_direct(descriptor, False)
+        return move(*arguments)
 
 
 def _set_direct(descriptor: int, direct: bool) -> None:
