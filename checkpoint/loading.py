@@ -65,18 +65,19 @@ def _places_of_run(file: Path) -> list[str]:
 
 
 def load_newest(
-    candidates: Sequence[tuple[Store, str]], ranks: Ranks, fill: Callable[[Opened], object], advice: str = ""
-) -> tuple[Opened, set[tuple[str, str]]]:
+    candidates: Sequence[tuple[Store, str]], ranks: Ranks, fill: Callable[[Opened], T], advice: str = ""
+) -> tuple[Opened, T, set[tuple[str, str]]]:
     """Call `fill` with the first intact candidate, the same on all ranks. Collective.
 
     If `fill` raises DamagedError on any rank, all try the next candidate. Other errors are raised on all. Returns the
-    candidate, and (url, name) of the damaged ones before it. Raises CheckpointError with `advice` if none is intact.
+    candidate, what `fill` returned, and (url, name) of the damaged ones before. Raises CheckpointError with `advice` if
+    none is intact.
     """
     for number, (store, name) in enumerate(candidates):
         try:
             opened = Opened(store, name, *ranks.from_rank_0(partial(open_one, store, name)))
-            ranks.together(partial(fill, opened))
-            return opened, {(store.url, name) for store, name in candidates[:number]}
+            filled = ranks.together(partial(fill, opened))
+            return opened, filled, {(store.url, name) for store, name in candidates[:number]}
         except DamagedError as error:
             reason = error
             if ranks.rank == 0:
@@ -93,11 +94,9 @@ def load_place(place: str | Path, fill: Callable[[Opened], T]) -> T:
     CheckpointError.
     """
     candidates = locate(place)
-    made: list[T] = []
     while True:
         try:
-            load_newest(candidates, Ranks(), lambda opened: made.append(fill(opened)))
-            return made[-1]
+            return load_newest(candidates, Ranks(), fill)[1]
         except CheckpointError:
             before, candidates = candidates, locate(place)
             if candidates[0][1] == before[0][1]:

@@ -33,7 +33,7 @@ from checkpoint.manifest import (
 )
 from checkpoint.names import age_seconds, by_step, files_of, new_checkpoint_name, step_of
 from checkpoint.planning import Plan, State, plan_save, resolver
-from checkpoint.ranks import build_ranks
+from checkpoint.ranks import Ranks, build_ranks
 from checkpoint.retention import (
     Neighbours,
     by_age,
@@ -43,7 +43,6 @@ from checkpoint.retention import (
     meet_neighbours,
     never_committed,
     remove_checkpoints,
-    stranded,
     superfluous,
     unfinished,
 )
@@ -91,13 +90,13 @@ def check_initial_load(
         return
     if settings.enable and any(map(committed, _open_stores(settings, run_folder))):
         return
+
+    def fits(opened: Opened) -> None:
+        check_identity(opened.manifest, _jsonable(identity))
+        check(opened)
+
     try:
-        for store, name in locate(settings.initial_load, settings):
-            with suppress(DamagedError):  # the load will pass it over and log that
-                opened = Opened(store, name, *open_one(store, name))
-                check_identity(opened.manifest, _jsonable(identity))
-                check(opened)
-                return
+        load_newest(locate(settings.initial_load, settings), Ranks(), fits)
     except TitaniteError as error:
         raise CheckpointError(f"checkpoint.initial_load: {error}") from None
 
@@ -209,7 +208,7 @@ class CheckpointManager:
             candidates = self._upload_newest(self.upload_store, candidates)
         advice = ". To start a new run instead, set another run.folder"
         fill = partial(self._fill, random_state(self.device))
-        opened, self.damaged = load_newest(candidates, self.ranks, fill, advice)
+        opened, _, self.damaged = load_newest(candidates, self.ranks, fill, advice)
         self.dataloader.load_state_dict(opened.manifest["dataloader"])
         logger.info(f"resumed from {opened.url}, world size {opened.manifest['world_size']} then")
         self.newest_step = opened.manifest["step"]
@@ -256,7 +255,9 @@ class CheckpointManager:
                     "it is now, or another run.folder for a new run"
                 )
             time.sleep(0.2)
-        elsewhere = stranded(self.stores, neighbours)
+        # Rank 0 was on these machines then. Such checkpoints cannot be loaded, as the disks of other ranks have parts.
+        newest = found[0][1] if found else ""
+        elsewhere = {machine: name for machine, name in neighbours.others.items() if by_step(name) > by_step(newest)}
         self.stranded = set(elsewhere.values())
         for machine, name in elsewhere.items():
             if not found:
@@ -267,7 +268,7 @@ class CheckpointManager:
                 )
             logger.warning(f"skipped: {name}, written when rank 0 was on {machine} and not completely uploaded")
         name = last.rpartition("/")[2]
-        if found and step_of(name) is not None and by_step(name) > by_step(found[0][1]):
+        if found and step_of(name) is not None and by_step(name) > by_step(newest):
             places = ", ".join(store.url for store in self.stores)
             logger.warning(f"skipped: {last}, the last checkpoint that this run saved, is not in {places}")
         if self.newest_step is None:
@@ -306,7 +307,7 @@ class CheckpointManager:
             self._check_fits(opened)
             read_state(opened, {"model": model_tensors(self.model)}, self.on_progress)
 
-        opened, _ = load_newest(self._agreed(lambda: locate(place, self.settings)), self.ranks, fill)
+        opened, *_ = load_newest(self._agreed(lambda: locate(place, self.settings)), self.ranks, fill)
         logger.info(f"model weights loaded from {opened.url}")
         if not opened.manifest:
             logger.info(f"they are stock DCP's, assumed to rotate halves of a head, as ours do; {ROTARY}")

@@ -119,18 +119,6 @@ def meet_neighbours(store: LocalStore, ranks: Ranks, visibility_seconds: float =
     return Neighbours(disk, others)
 
 
-def stranded(stores: Sequence[Store], neighbours: Neighbours) -> dict[str, str]:
-    """Machine → the newest checkpoint on its disk, if newer than all that rank 0 sees in `stores`.
-
-    Rank 0 was on that machine at that save. The checkpoint cannot be loaded now, as its parts lie on the disks of the
-    ranks of that time.
-    """
-    if not any(neighbours.others.values()):
-        return {}
-    newest = max((name for _, name in by_age(stores)), key=by_step, default="")
-    return {machine: name for machine, name in neighbours.others.items() if by_step(name) > by_step(newest)}
-
-
 def check_room(
     store: LocalStore, ranks: Ranks, disk: str, rank_bytes: int, settings: Checkpoint, spared: Collection[str] = ()
 ) -> bool:

@@ -10,7 +10,6 @@ from tqdm import tqdm
 from checkpoint.index import Opened, read_index
 from checkpoint.list import STOCK, UNCOMMITTED, look, run
 from checkpoint.manifest import MANIFEST, Manifest, read_metadata, read_small
-from checkpoint.retention import never_committed
 from checkpoint.storage import verify_items
 from checkpoint.stores import DamagedError, Store
 
@@ -26,34 +25,34 @@ def verify(store: Store, name: str, manifest: Manifest) -> int:
     return len(index.places)
 
 
-def verify_all(store: Store, names: list[str]) -> int:
-    """Print one line per checkpoint. Returns 1 if one is damaged or has no checksums, else 0.
+def judge(store: Store, name: str) -> tuple[str, bool]:
+    """What to say of checkpoint `name`, and whether it is damaged or has no checksums.
 
-    Also 1 if the only one, which the user has named, was never committed: beside others it is a usual leftover.
+    Also doubtful is one, named by the user, that was never committed: beside others it is a usual leftover.
     """
-    doubtful = 0
+    manifest, problem = look(store, name)
+    if problem == UNCOMMITTED:
+        return f"{UNCOMMITTED}, nothing will use it", not name
+    if problem == STOCK:
+        return f"{STOCK}: it can be loaded, but not verified", True
+    try:
+        if problem:
+            raise DamagedError(problem)
+        return f"intact, step {manifest['step']}, {verify(store, name, manifest)} items", False
+    except DamagedError as error:
+        if name and f"{name}/{MANIFEST}" not in store.sizes(name):
+            return "removed during this check, as a run in training removes its older ones", False
+        return f"DAMAGED: {error}", True
+
+
+def verify_all(store: Store, names: list[str]) -> int:
+    """Print one line per checkpoint. Returns 1 if one is doubtful, else 0."""
+    exit_code = 0
     for name in names:
-        manifest, problem = look(store, name)
-        place = name or store.url
-        if problem == UNCOMMITTED:
-            doubtful += not name
-            print(f"{place}: never committed, nothing will use it")
-            continue
-        if problem == STOCK:
-            doubtful += 1
-            print(f"{place}: {STOCK}: it can be loaded, but not verified")
-            continue
-        try:
-            if problem:
-                raise DamagedError(problem)
-            print(f"{place}: intact, step {manifest['step']}, {verify(store, name, manifest)} items")
-        except DamagedError as error:
-            if name and never_committed(store, [name]) and f"{name}/{MANIFEST}" not in store.sizes(name):
-                print(f"{place}: removed during this check, as a run in training removes its older ones")
-                continue
-            doubtful += 1
-            print(f"{place}: DAMAGED: {error}")
-    return min(doubtful, 1)
+        said, is_doubtful = judge(store, name)
+        print(f"{name or store.url}: {said}")
+        exit_code |= is_doubtful
+    return exit_code
 
 
 if __name__ == "__main__":

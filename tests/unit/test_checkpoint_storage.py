@@ -38,10 +38,10 @@ from checkpoint.index import Opened, cut_out, fill, read_index
 from checkpoint.list import begun
 from checkpoint.manager import check_initial_load
 from checkpoint.manifest import encode_manifest, read_manifest, unpickle_metadata
-from checkpoint.names import new_checkpoint_name, step_of
+from checkpoint.names import step_of
 from checkpoint.planning import plan_pieces, plan_save, resolver, split_rows
 from checkpoint.ranks import Ranks
-from checkpoint.retention import Neighbours, by_age, committed, stranded
+from checkpoint.retention import by_age, committed
 from checkpoint.storage import commit, read_state, write_items
 from checkpoint.stores import CheckpointError, DamagedError, LocalStore, open_store
 from config import Checkpoint
@@ -177,8 +177,6 @@ def test_step_one_hundred_million_is_newer_than_the_one_before(tmp_path):
     assert [step_of(name) for name in committed(store)] == [100_000_000, 99_999_999]
     assert [step_of(name) for _, name in by_age([store, store])] == [100_000_000] * 2 + [99_999_999] * 2
     assert [step_of(name) for name in begun(store)] == [99_999_999, 100_000_000]
-    names = {str(step): new_checkpoint_name(step) for step in (99_999_999, 100_000_001)}
-    assert stranded([store], Neighbours("", names)).keys() == {"100000001"}
 
 
 def test_every_flipped_byte_of_every_file_is_found(tmp_path, run):
