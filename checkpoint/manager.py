@@ -13,11 +13,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils._pytree import tree_map
 
 from checkpoint.index import Opened
@@ -65,14 +66,6 @@ OUTER = ".outer_momentum"
 LOWEST_PRIORITY = 19  # a `nice` value
 
 logger = logging.getLogger(__name__)
-
-
-class Stateful(Protocol):
-    """An object that knows its place in the data: a small JSON-able dict, the same on all ranks."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> None: ...
 
 
 def check_initial_load(
@@ -133,7 +126,6 @@ class Save:
     """Everything needed to write one save, independent of what training does meanwhile."""
 
     name: str
-    step: int
     plan: Plan
     facts: Manifest
     resolve: Callable[[WriteItem], Tensor]
@@ -156,6 +148,8 @@ class CheckpointManager:
         on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         """`identity` (JSON-able) says what the model is. A checkpoint with another identity is refused.
+
+        `dataloader` knows its place in the data: a small JSON-able dict, the same on all ranks.
 
         `on_commit` is called on every rank with the step of each committed checkpoint; in mode `async` the background
         thread calls it. Any thread calls `on_progress` as bytes are written, read or uploaded.
@@ -344,12 +338,9 @@ class CheckpointManager:
         """The optimizer's tensors to fill from those in a checkpoint, `saved`. Drops state that it lacks."""
         allocate_optimizer_state(self.optimizer)
         weights = {name: weight for name, weight in parameters(self.model).items() if weight.requires_grad}
-
-        def has_state(weight: str) -> bool:
-            return any(key.startswith(f"optimizer.{weight}.") for key in saved)
-
-        idle = [weight for weight in weights if not has_state(weight)]  # without state at the time of the save
-        if not any(map(has_state, self.model_bytes)):
+        stateful = {key.removeprefix("optimizer.").rpartition(".")[0] for key in saved}
+        idle = [weight for weight in weights if weight not in stateful]  # without state at the time of the save
+        if not stateful & self.model_bytes.keys():
             raise CheckpointError(f"{opened.url}: its optimizer state belongs to other weights, such as {min(saved)}")
         for weight in idle:
             self.optimizer.state.pop(weights[weight], None)
@@ -435,7 +426,7 @@ class CheckpointManager:
         if replan or self.planned is None:
             self.planned = shapes, plan_save(state, self.ranks)
         self.known.add(name)
-        return Save(name, step, self.planned[1], self._facts(step), resolver(state), started)
+        return Save(name, self.planned[1], self._facts(step), resolver(state), started)
 
     def _write(self, save: Save, before: Callable[[], None] = lambda: None) -> Written:
         """Write and commit a checkpoint. Returns what this rank has written. Collective."""
@@ -463,7 +454,7 @@ class CheckpointManager:
             if self.ranks.rank == 0:
                 with suppress(OSError):  # the disk may be full; the checkpoint is safe anyway
                     self.saved_file.write_text(join(self.store.url, save.name), encoding="utf-8")
-            self.on_commit(save.step)
+            self.on_commit(save.facts["step"])
         logger.info(f"checkpoint {save.name} saved in {time.monotonic() - save.started:.1f} s")
         return written
 
@@ -589,12 +580,8 @@ class CheckpointManager:
         if not _writes(self.settings):
             return Neighbours("", {})
         last, wait = self.stores[-1], self.settings.visibility_seconds
-        met = {
-            store: meet_neighbours(store, self.ranks, wait if store is last else 0)
-            for store in self.stores
-            if isinstance(store, LocalStore)
-        }
-        others = met[last].others if isinstance(last, LocalStore) else {}
+        met = [meet_neighbours(store, self.ranks, wait if store is last else 0) for store in self.stores]
+        others = met[-1].others
 
         def check() -> None:
             if others:
@@ -607,7 +594,7 @@ class CheckpointManager:
                 )
 
         self.ranks.from_rank_0(check)
-        return met[self.store] if isinstance(self.store, LocalStore) else Neighbours("", {})
+        return met[0]
 
     def _check_room(self, disk: str) -> bool:
         """If the first store is a disk, check its room for weights, moments and, with islands, the outer momentum.

@@ -101,8 +101,13 @@ class Neighbours(NamedTuple):
     others: dict[str, str]  # on rank 0, for disks other than its own: machine → the newest checkpoint there, or ""
 
 
-def meet_neighbours(store: LocalStore, ranks: Ranks, visibility_seconds: float = 0) -> Neighbours:
-    """Find who sees rank 0's disk within `visibility_seconds`, and what lies on other disks. Collective."""
+def meet_neighbours(store: Store, ranks: Ranks, visibility_seconds: float = 0) -> Neighbours:
+    """Find who sees rank 0's disk within `visibility_seconds`, and what lies on other disks. Collective.
+
+    All ranks see the same object storage.
+    """
+    if not isinstance(store, LocalStore):
+        return Neighbours("", {})
     probe = ranks.broadcast(f".probe-{time.time_ns()}")
     ranks.from_rank_0(lambda: store.touch(probe))
 

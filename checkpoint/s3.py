@@ -65,6 +65,9 @@ PASSING_ERRORS = (
     HTTPError,  # from urllib3, if TLS finds a flipped bit in a body
 )
 PROBE = ".probe"
+# Argument that requests the next page of a listing → the field of a page with its value.
+OBJECTS = {"ContinuationToken": "NextContinuationToken"}
+UPLOADS = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
 # The field that each of these answers must have. A page without it, such as an empty one, is a proxy's.
 SAID = {
     "put_object": "ETag",
@@ -119,21 +122,16 @@ class S3Store:
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
         sizes: dict[str, int] = {}
-        following = {"ContinuationToken": "NextContinuationToken"}
-        for page in self._pages("list_objects_v2", f"{prefix}/" if prefix else "", following):
+        for page in self._pages("list_objects_v2", f"{prefix}/" if prefix else "", OBJECTS):
             sizes |= {self._name(entry["Key"]): entry["Size"] for entry in page.get("Contents", ())}
         return sizes
 
     def folders(self) -> set[str]:
-        following = {"ContinuationToken": "NextContinuationToken"}
-        pages = self._pages("list_objects_v2", "", following, Delimiter="/")
+        pages = self._pages("list_objects_v2", "", OBJECTS, Delimiter="/")
         return {self._name(entry["Prefix"]).rstrip("/") for page in pages for entry in page.get("CommonPrefixes", ())}
 
     def read(self, name: str) -> bytes:
-        def fetch() -> bytes:
-            return self._ask("get_object", Key=self._key(name))["Body"].read()
-
-        return self._visible(name, fetch)
+        return self._visible(name, lambda: self._ask("get_object", Key=self._key(name))["Body"].read())
 
     def read_into(self, name: str, offset: int, view: memoryview, alone: bool = False) -> None:
         def fetch(start: int) -> None:
@@ -153,12 +151,8 @@ class S3Store:
             if done != len(piece):
                 raise DamagedError(f"{join(self.url, name)}: ends at byte {first + done}, the rest is missing")
 
-        starts = range(0, len(view), READ_BYTES)
-        if len(starts) == 1:
-            fetch(0)
-        else:
-            with ThreadPoolExecutor(READS_IN_FLIGHT) as threads:
-                list(threads.map(fetch, starts))
+        with ThreadPoolExecutor(READS_IN_FLIGHT) as threads:
+            list(threads.map(fetch, range(0, len(view), READ_BYTES)))
 
     @contextmanager
     def create(self, name: str) -> Iterator[IO[bytes]]:
@@ -191,8 +185,7 @@ class S3Store:
             list(threads.map(delete, names[1:]))
 
     def abort_uploads(self, older_than_seconds: float) -> None:
-        following = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
-        for page in self._pages("list_multipart_uploads", "", following):
+        for page in self._pages("list_multipart_uploads", "", UPLOADS):
             for upload in page.get("Uploads", ()):
                 name = self._name(upload["Key"])
                 old = time.time() - upload["Initiated"].timestamp() > older_than_seconds
@@ -201,10 +194,7 @@ class S3Store:
                         self._call("abort_multipart_upload", name, UploadId=upload["UploadId"])
 
     def _pages(self, method: str, folder: str, following: dict[str, str], **options: str) -> Iterator[dict[str, Any]]:
-        """Yield all pages of a listing of `folder`, which is "" or ends with a slash.
-
-        `following`: argument that requests the next page → the field of a page with its value.
-        """
+        """Yield all pages of a listing of `folder`, which is "" or ends with a slash."""
         more: dict[str, str] = {}
         while True:
             page = self._repeated(folder, partial(self._ask, method, Prefix=self._key(folder), **options, **more))

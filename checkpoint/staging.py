@@ -38,7 +38,10 @@ class Staging:
             try:
                 if self.stream is not None:
                     torch.accelerator.set_stream(self.stream)
-                self._copy(sources)
+                for index, tensor in sources.items():
+                    if index not in self.copies:
+                        self.copies[index] = self._allocate(tensor)
+                    self.copies[index].copy_(tensor, non_blocking=True)
                 copied = self.copied = self.stream.record_event() if self.stream else None
             finally:
                 self.queued.set()
@@ -52,12 +55,6 @@ class Staging:
         self.queued.wait()
         if self.stream is not None and self.copied is not None:
             torch.accelerator.current_stream(self.stream.device).wait_event(self.copied)
-
-    def _copy(self, sources: dict[MetadataIndex, Tensor]) -> None:
-        for index, tensor in sources.items():
-            if index not in self.copies:
-                self.copies[index] = self._allocate(tensor)
-            self.copies[index].copy_(tensor, non_blocking=True)
 
     def _allocate(self, tensor: Tensor) -> Tensor:
         """Raises CheckpointError, since CUDA's "out of memory" would be taken for the device's."""

@@ -110,16 +110,14 @@ class LocalStore:
         path = self.folder / name
         with _reported(f"{self.url}/{name}"):
             path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                with open(path, "xb", buffering=0) as file:
+            with open(path, "xb", buffering=0) as file:
+                try:
                     writer = _DirectWriter(file.fileno())
                     yield cast(IO[bytes], writer)
                     writer.finish()
-            except FileExistsError:
-                raise
-            except BaseException:
-                path.unlink(missing_ok=True)
-                raise
+                except BaseException:
+                    path.unlink(missing_ok=True)
+                    raise
 
     def put(self, name: str, data: bytes) -> None:
         path = self.folder / name
@@ -147,12 +145,8 @@ class LocalStore:
                 with _reported(str(path)):
                     path.unlink(missing_ok=True)
         for parent in parents:
-            with _reported(str(parent)):
-                try:
-                    parent.unlink() if parent in links else parent.rmdir()
-                except OSError as error:  # it still holds files, or another rank of the node was faster
-                    if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
-                        raise
+            with suppress(OSError):  # it still holds files, or another rank of the node was faster
+                parent.unlink() if parent in links else parent.rmdir()
 
     def abort_uploads(self, older_than_seconds: float) -> None:
         pass  # here unfinished files are ordinary files
