@@ -14,7 +14,7 @@ import pyarrow as pa
 from data.order import Segment, build_epoch
 from data.shards import INDEX_SCHEMA, Shard, open_dataset
 from data.tokenizer import Tokenizer
-from data.writer import write_index
+from data.writer import WrittenShard, write_manifest
 
 BLOCKS_PER_SHARD = 32
 SEQ_LEN, BATCH = 4096, 16
@@ -32,8 +32,10 @@ def write_simulated(folder: Path, blocks: int, tokenizer: Tokenizer) -> None:
     )
     columns = {"offset": offset, "size": size, "documents": np.full(blocks, 6700), "tokens": tokens, "crc32": tokens}
     table = pa.table([columns[field.name].astype(field.type.to_pandas_dtype()) for field in INDEX_SCHEMA], INDEX_SCHEMA)
-    shards = [
-        Shard(
+    written = []
+    for number, first in enumerate(range(0, blocks, BLOCKS_PER_SHARD)):
+        part = slice(first, first + BLOCKS_PER_SHARD)
+        shard = Shard(
             file=f"train-{number:05}.arrow",
             split="train",
             bytes=int(size[part].sum()),
@@ -42,9 +44,8 @@ def write_simulated(folder: Path, blocks: int, tokenizer: Tokenizer) -> None:
             tokens=int(tokens[part].sum()),
             lengths_crc32=0,
         )
-        for number, part in enumerate(slice(i, i + BLOCKS_PER_SHARD) for i in range(0, blocks, BLOCKS_PER_SHARD))
-    ]
-    write_index(folder, tokenizer, shards, table)
+        written.append(WrittenShard(shard, table[part]))
+    write_manifest(folder, tokenizer, written)
 
 
 def start(folder: str) -> dict[str, float]:

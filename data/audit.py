@@ -295,12 +295,8 @@ def _left_out(run: Path, until: int, saves: bool) -> list[str]:
 
 def _ranges(numbers: list[int]) -> str:
     """Sorted numbers, consecutive ones joined: `12-15, 40`."""
-    rows: list[list[int]] = []
-    for number in numbers:
-        if rows and number == rows[-1][-1] + 1:
-            rows[-1].append(number)
-        else:
-            rows.append([number])
+    pairs = groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
+    rows = [[number for _, number in row] for _, row in pairs]
     return ", ".join(f"{row[0]}-{row[-1]}" if len(row) > 1 else str(row[0]) for row in rows)
 
 

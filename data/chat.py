@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
@@ -107,10 +107,10 @@ class ChatTemplate:
     def check_messages(self, messages: Sequence[Message]) -> None:
         """Raise TitaniteError for messages that are no conversation or spell out a special token."""
         if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-            raise TitaniteError(f"messages = {_short(messages)}: must be a list of messages, at least one")
+            raise TitaniteError(f"messages = {repr(messages)[:80]}: must be a list of messages, at least one")
         for message in messages:
             if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
-                raise TitaniteError(f'message {_short(message)}: must have a "role" and a string "content"')
+                raise TitaniteError(f'message {repr(message)[:80]}: must have a "role" and a string "content"')
             if message.get("role") not in ROLES:
                 raise TitaniteError(f"role {message.get('role')!r}: must be one of {', '.join(ROLES)}")
             for token in self._special:
@@ -128,8 +128,3 @@ class ChatTemplate:
 
 def _raise(message: str) -> NoReturn:
     raise TemplateError(message)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

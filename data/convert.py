@@ -17,6 +17,7 @@ document is held out.
 import argparse
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from glob import glob
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from tqdm import tqdm
 
 from config import command_line
 from data.shards import SPLITS, DataError, token_type
-from data.sources import STDLIB, failures_of, list_files
+from data.sources import failures_of
 from data.tokenizer import Tokenizer, load_tokenizer
 from data.workers import locked
 from data.writer import (
@@ -77,34 +78,22 @@ def megatron_documents(path: Path, eos_id: int) -> Iterator[np.ndarray]:
         raise DataError(f"{index_path}: version {version}, type {index[17]}; must be version 1 with integers")
     if len(index) < 34 + 12 * sequences + 8 * documents:
         raise DataError(f"{index_path}: is cut short")
-    sizes = np.frombuffer(index, "<i4", sequences, 34).astype(np.int64)
+    sizes = np.frombuffer(index, "<i4", sequences, 34)
     pointers = np.frombuffer(index, "<i8", sequences, 34 + 4 * sequences)
     bounds = np.frombuffer(index, "<i8", documents, 34 + 12 * sequences)
     dtype = np.dtype(MEGATRON_DTYPES[index[17]])
-    ends = np.cumsum(sizes * dtype.itemsize)
-    if (wrong := np.flatnonzero((sizes < 0) | (pointers != ends - sizes * dtype.itemsize))).size:
-        at, tokens, begin = wrong[0], sizes[wrong[0]], pointers[wrong[0]]
+    starts = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))  # of the sequences, in tokens, and their end
+    begins, size = starts * dtype.itemsize, path.stat().st_size
+    if not size or begins[-1] != size or (sizes < 0).any() or not np.array_equal(pointers, begins[:-1]):
         raise DataError(
-            f"{index_path}: sequence {at}, of {tokens} tokens from byte {begin} on, does not begin where the one "
-            "before it ends, as in every index that Megatron-LM writes"
-        )
-    size, end = path.stat().st_size, int(ends[-1]) if len(ends) else 0
-    if not size or end != size:
-        raise DataError(
-            f"{path}: is cut short, or {index_path} belongs to another file: the tokens it lists end at byte {end} "
-            f"of {size}"
+            f"{index_path}: its sequences do not follow each other from the beginning of {path} to its end, as in "
+            "every index that Megatron-LM writes: one of them is cut short, or belongs to another file"
         )
     if not len(bounds) or bounds[0] != 0 or bounds[-1] != sequences or (np.diff(bounds) < 0).any():
         raise DataError(f"{index_path}: its {documents} document bounds do not fit its {sequences} sequences")
-    content = np.memmap(path, "u1", "r")
-    for first, stop in pairwise(bounds):
-        yield np.concatenate(
-            [
-                content[at : at + size * dtype.itemsize].view(dtype)
-                for at, size in zip(pointers[first:stop], sizes[first:stop], strict=True)
-            ]
-            or [np.empty(0, dtype)]
-        )
+    ids = np.memmap(path, dtype, "r")
+    for first, stop in pairwise(starts[bounds].tolist()):
+        yield ids[first:stop]
 
 
 def fms_documents(path: Path, eos_id: int) -> Iterator[np.ndarray]:
@@ -142,16 +131,7 @@ def convert(
     """Convert tokens and return the manifest. `--help` explains the parameters. Raises DataError, TitaniteError."""
     folder = check_output(output, overwrite, validation_fraction, block_mb, shard_mb)
     chosen = load_tokenizer(tokenizer, eos_token)
-    for source in sources:
-        if "://" in source:
-            raise DataError(f"--source {source}: must be on this machine")
-        if source == STDLIB or os.path.isdir(source):  # their text would be read as tokens
-            raise DataError(f"--source {source}: must be files of tokens; name them, as in 'FOLDER/*.bin'")
-    if format == "megatron":  # Megatron-LM names both files by their prefix
-        sources = [
-            name if not name or name.endswith(".bin") else f"{name.removesuffix('.idx')}.bin" for name in sources
-        ]
-    paths = [Path(file.url) for file in list_files(sources, "name files of tokens, or globs of them")]
+    paths = list(dict.fromkeys(path for source in sources for path in _files(source, format)))
     # Of each file, even if the first has some: bad input is found before anything is removed.
     has_documents = [next(_documents(path, format, chosen), None) is not None for path in paths]
     if not any(has_documents):
@@ -170,6 +150,17 @@ def convert(
             written[split].append(_write(folder, split, len(written[split]), enough, int(block_mb * 2**20)))
             del enough  # frees the memory before the next shard is gathered
         return write_manifest(folder, chosen, list(chain.from_iterable(written.values())))
+
+
+def _files(source: str, format: str) -> list[Path]:
+    """The files that a name or glob stands for. Raises DataError if there are none."""
+    if format == "megatron":  # Megatron-LM names both files by their prefix
+        source = f"{source.removesuffix('.idx').removesuffix('.bin')}.bin"
+    named = [source] if os.path.isfile(source) else sorted(glob(source, recursive=True))
+    found = [Path(os.path.abspath(name)) for name in named if os.path.isfile(name)]
+    if not found:
+        raise DataError(f"--source {source}: names no file; give files of tokens on this machine, or globs of them")
+    return found
 
 
 def _documents(path: Path, format: str, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
@@ -218,12 +209,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         prog="python -m data.convert", description="Turn other projects' tokens into a dataset."
     )
     add = parser.add_argument
-    add("--source", nargs="+", required=True, help="local files or globs (Megatron: prefixes or .bin files)")
+    add("--source", dest="sources", nargs="+", required=True, help="local files or globs (Megatron: also prefixes)")
     add("--format", choices=FORMATS, required=True, help="what the files are")
     add("--tokenizer", required=True, help="the tokenizer.json that made the tokens, or a folder with it")
     add_output_options(parser)
     arguments = vars(parser.parse_args(argv))
-    arguments["sources"] = arguments.pop("source")
     with command_line():
         try:
             manifest = convert(**arguments)

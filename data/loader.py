@@ -51,8 +51,7 @@ class Batch(NamedTuple):
 
     def to(self, device: torch.device) -> "Batch":
         """The batch on `device`. A copy from pinned memory does not make the host wait."""
-        tokens, labels = (x.to(device, non_blocking=True) for x in self[:2])
-        return Batch(tokens, labels, None if self.positions is None else self.positions.to(device, non_blocking=True))
+        return Batch._make(None if x is None else x.to(device, non_blocking=True) for x in self)
 
 
 class DataLoader:

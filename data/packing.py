@@ -39,9 +39,7 @@ def pack(examples: pa.ListArray, seq_len: int, eos_id: int) -> pa.ListArray:
         if len(whole) < seq_len:
             out[len(whole)] |= START  # the padding begins here
     bounds = np.arange(0, packed.size + 1, seq_len, dtype=np.int32)
-    return pa.ListArray.from_arrays(
-        bounds, packed.ravel(), type=pa.list_(pa.field("item", pa.uint32(), nullable=False))
-    )
+    return pa.ListArray.from_arrays(bounds, packed.ravel(), type=examples.type)
 
 
 def unpack(values: np.ndarray) -> tuple[list[int], list[slice]]:

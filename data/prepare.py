@@ -18,7 +18,7 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain, compress, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,14 +27,14 @@ import numpy as np
 import pyarrow as pa
 from tqdm import tqdm
 
-from config import TitaniteError, command_line
+from config import TitaniteError, command_line, file_errors
 from data.chat import BUILT_IN
 from data.order import derive_key, random_words
 from data.packing import pack
-from data.shards import DataError, Shard, token_type
-from data.sources import UNIT_BYTES, Unit, documents, list_files, pieces, plan_units, text_bytes
-from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
-from data.tuning import KEYS, check_examples, encode_examples, read_template, split_keys
+from data.shards import INDEX_SCHEMA, DataError, Shard, token_type
+from data.sources import UNIT_BYTES, Keys, Unit, documents, list_files, pieces, plan_units, text_bytes
+from data.tokenizer import CHAT_TEMPLATE, Tokenizer, find_chat_template, load_tokenizer, train_tokenizer
+from data.tuning import KEYS, check_examples, encode_examples
 from data.workers import locked, run_all, worker_pool
 from data.writer import (
     PARTS,
@@ -64,44 +64,26 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Everything that decides the bytes of the dataset and its parts. Any change makes finished parts useless."""
+    """Everything that decides the bytes of the dataset. Any change makes finished parts useless."""
 
-    input: str  # hash of the units: names, sizes and versions of the files, and how they are cut
-    text_key: str
-    example_keys: str
+    input: str  # hash of the units (names, sizes and versions of the files, and how they are cut) and the tokenizer
+    keys: Keys
     format: str
     seq_len: int
     drop_long: bool
     max_characters: int
-    tokenizer: str  # fingerprint
-    chat_template: str
     dtype: str
     validation_fraction: float
     block_bytes: int
     train_buckets: int
     validation_buckets: int
     shard_tokens: int  # per shard, about
-    part_tokens: int  # per part: about a shard's, since each shard reads a piece of every part
-
-    def bucket(self, held_out: bool, word: int) -> int:
-        """The bucket of a document. Validation's buckets follow train's."""
-        if held_out:
-            return self.train_buckets + word % self.validation_buckets
-        return word % self.train_buckets
 
     def shards(self, held_out: bool, tokens: int) -> int:
         """Shards to cut each bucket into: several if the input has more `tokens` than estimated."""
         share = self.validation_fraction if held_out else 1 - self.validation_fraction
         buckets = self.validation_buckets if held_out else self.train_buckets
         return max(1, round(tokens * share / buckets / self.shard_tokens))
-
-
-class Job(NamedTuple):
-    """What a worker process needs to know."""
-
-    plan: Plan
-    tokenizer: Tokenizer
-    folder: Path
 
 
 def prepare(
@@ -141,108 +123,109 @@ def prepare(
         )
     if format != "text" and text_key != "text":
         raise DataError(f"--text-key {text_key}: is for --format text; give --example-keys")
-    example_keys = example_keys or KEYS.get(format, "")
+    keys = _keys(format, text_key, example_keys)
     if format != "text":
-        check_examples(tokenizer, seq_len, max_characters, example_keys, format)
+        check_examples(tokenizer, seq_len, max_characters, keys, format)
     elif example_keys or seq_len or drop_long or chat_template:
         raise DataError("--example-keys, --seq-len, --drop-long and --chat-template are for --format sft and chat")
 
     # -- the input, its tokenizer and what decides the bytes to write
     files = list_files(sources)
     units = plan_units(files)
-    chosen = load_tokenizer(tokenizer, eos_token) if tokenizer else _trained_tokenizer(units, text_key, vocab_size)
+    chosen = load_tokenizer(tokenizer, eos_token) if tokenizer else _trained_tokenizer(units, keys, vocab_size)
     if chat_template:
-        chosen.chat_template = read_template(Path(chat_template))
+        with file_errors():
+            template = {CHAT_TEMPLATE: Path(chat_template).read_bytes()}
+        chosen.chat_template = find_chat_template(template, chat_template)
     elif format == "chat":
         chosen.chat_template = chosen.chat_template or BUILT_IN
     dtype = token_dtype(chosen.vocab_size) if format == "text" else "uint32"
     shard_tokens = shard_mb * 2**20 / np.dtype(dtype).itemsize
     shards = sum(map(text_bytes, files)) / 4 / shard_tokens  # a token is about four bytes of text
+    inputs = json.dumps([units, chosen.fingerprint, chosen.chat_template])
     plan = Plan(
-        input=hashlib.sha256(json.dumps(units).encode()).hexdigest(),
-        text_key=text_key,
-        example_keys=example_keys,
+        input=hashlib.sha256(inputs.encode()).hexdigest(),
+        keys=keys,
         format=format,
         seq_len=seq_len,
         drop_long=drop_long,
         max_characters=max_characters,
-        tokenizer=chosen.fingerprint,
-        chat_template=chosen.chat_template,
         dtype=dtype,
         validation_fraction=validation_fraction,
         block_bytes=int(block_mb * 2**20),
         train_buckets=max(1, round(shards * (1 - validation_fraction))),
         validation_buckets=max(1, round(shards * validation_fraction)),
         shard_tokens=max(1, int(shard_tokens)),
-        part_tokens=int(min(max(PART_TOKENS, shard_tokens), 2**30)),  # Arrow lists have 32-bit offsets
     )
-    _check_first(Job(plan, chosen, folder), units)
+    _check_first(plan, chosen, units)
 
     # -- both passes, continuing an interrupted preparation by the same plan
     with locked(folder) as lock:
         refuse_finished(folder, overwrite)  # another process may have finished it meanwhile
         _start_or_go_on(folder, plan, chosen)
-        _load_job.cache_clear()  # the folder may have held another plan
         units_bytes, buckets = [unit.bytes for unit in units], range(plan.train_buckets + plan.validation_buckets)
         # Starting a process takes most of a second, in which it could tokenise a few MB.
         workers = processes or (len(os.sched_getaffinity(0)) if sum(units_bytes) >= 2 * UNIT_BYTES else 1)
         with worker_pool(min(workers, max(len(units), len(buckets))), lock) as pool:
-            tokens = run_all(pool, _tokenize_unit, str(folder), list(enumerate(units)), "tokenise", units_bytes)
+            tokenize, write = partial(_tokenize_unit, folder, plan), partial(_write_bucket, folder, plan)
+            tokens = run_all(pool, tokenize, list(enumerate(units)), "tokenise", units_bytes)
             if not tokens:  # of other input, `_check_first` found a document
                 raise DataError(f"--seq-len {seq_len}: every example is longer; give a larger one")
             tasks = [(bucket, plan.shards(bucket >= plan.train_buckets, tokens)) for bucket in buckets]
-            run_all(pool, _write_bucket, str(folder), tasks, "write", [1] * len(buckets))
+            run_all(pool, write, tasks, "write", [1] * len(buckets))
         for part in (folder / PARTS).glob("unit-*.arrow"):  # before the manifest, after which no start takes them up
             part.unlink()
         records = [json.loads(file.read_text(encoding="utf-8")) for file in (folder / PARTS).glob("unit-*.json")]
         dropped = sum(record["dropped"] for record in records)  # examples that are too long
         facts = {"dtype": dtype, "packed_seq_len": seq_len, "dropped": dropped} if format != "text" else {}
-        manifest = write_manifest(folder, chosen, _written(folder, len(buckets)), facts)
+        written = [shard for bucket in buckets for shard in _read_record(folder, bucket)]
+        manifest = write_manifest(folder, chosen, written, facts)
         remove_parts(folder)
         return manifest
 
 
-def _trained_tokenizer(units: list[Unit], text_key: str, vocab_size: int) -> Tokenizer:
+def _keys(format: str, text_key: str, example_keys: str) -> Keys:
+    return text_key if format == "text" else tuple((example_keys or KEYS[format]).split(","))
+
+
+def _trained_tokenizer(units: list[Unit], keys: Keys, vocab_size: int) -> Tokenizer:
     """Train a tokenizer on the beginnings of units spread evenly over the input."""
     total = min(sum(unit.bytes for unit in units), len(units) * UNIT_BYTES)  # if units are few and large, some of each
     step = max(1, total // TOKENIZER_SAMPLE_BYTES)
     chosen = units[::step]
     each = max(TOKENIZER_SAMPLE_BYTES // max(len(chosen), 1), UNIT_BYTES)
-    return train_tokenizer(chain.from_iterable(_beginning(unit, text_key, each) for unit in chosen), vocab_size)
+    return train_tokenizer(chain.from_iterable(_beginning(unit, keys, each) for unit in chosen), vocab_size)
 
 
-def _beginning(unit: Unit, text_key: str, characters: int) -> Iterator[str]:
+def _beginning(unit: Unit, keys: Keys, characters: int) -> Iterator[str]:
     """Yield the first documents of a unit until they have this many characters."""
-    for text in documents(unit, text_key):
+    for text in documents(unit, keys):
         yield text
         characters -= len(text)
         if characters <= 0:
             return
 
 
-def count(
-    sources: Sequence[str], text_key: str = "text", max_characters: int = 0, example_keys: str = ""
-) -> dict[str, int]:
+def count(sources: Sequence[str], keys: Keys = "text", max_characters: int = 0) -> dict[str, int]:
     """Count what `prepare` would read. Writes nothing. Raises DataError."""
     files = list_files(sources)
     size = sum(file.size for file in files)
     counts = {"files": len(files), "bytes": size, "documents": 0, "empty": 0, "characters": 0}
     for unit in tqdm(plan_units(files), desc="count", unit=" units"):
-        texts = documents(unit, text_key, split_keys(example_keys))
-        for text in chain.from_iterable(pieces(text, max_characters) for text in texts):
+        for text in chain.from_iterable(pieces(text, max_characters) for text in documents(unit, keys)):
             counts["documents" if text else "empty"] += 1
             counts["characters"] += len(text)
     return counts
 
 
-def _check_first(job: Job, units: list[Unit]) -> None:
+def _check_first(plan: Plan, tokenizer: Tokenizer, units: list[Unit]) -> None:
     """Tokenise the first document, to find a wrong option before anything is removed. Raises DataError."""
-    first = next(chain.from_iterable(_pieces(job.plan, unit) for unit in units), None)
+    first = next(chain.from_iterable(_pieces(plan, unit) for unit in units), None)
     if first is None:
         raise DataError("the input holds no text: nothing to prepare")
-    if job.plan.format == "text":  # a text may be gigabytes long
+    if plan.format == "text":  # a text may be gigabytes long
         first = first._replace(text=first.text[:1000])
-    _tokenize(job, [first], np.zeros(1, np.uint64))
+    _tokenize(plan, tokenizer, [first], np.zeros(1, np.uint64))
 
 
 def _start_or_go_on(folder: Path, plan: Plan, tokenizer: Tokenizer) -> None:
@@ -261,41 +244,41 @@ def _start_or_go_on(folder: Path, plan: Plan, tokenizer: Tokenizer) -> None:
 
 
 @lru_cache(maxsize=1)
-def _load_job(folder: str) -> Job:
-    """The job in a folder. Each worker process reads it once."""
-    record = json.loads((Path(folder) / PARTS / "plan.json").read_text(encoding="utf-8"))
-    return Job(Plan(**record), load_tokenizer(folder), Path(folder))
+def _stored_tokenizer(folder: Path, plan: Plan) -> Tokenizer:
+    """The tokenizer of the plan that a folder is prepared by. Each worker process reads it once."""
+    return load_tokenizer(folder)
 
 
 # ---------------------------------------------------------------- pass 1: tokenise
 
 
-def _tokenize_unit(folder: str, task: tuple[int, Unit]) -> int:
+def _tokenize_unit(folder: Path, plan: Plan, number: int, unit: Unit) -> int:
     """Write the documents of a unit as parts, sorted by bucket. Returns the number of tokens."""
-    job, (number, unit) = _load_job(folder), task
-    parts = job.folder / PARTS
+    parts = folder / PARTS
+    # About a shard's, since each shard reads a piece of every part; but Arrow lists have 32-bit offsets.
+    part_tokens = min(max(PART_TOKENS, plan.shard_tokens), 2**30)
     record = parts / f"unit-{number:06}.json"
     if record.exists():
         return json.loads(record.read_text(encoding="utf-8"))["tokens"]
     key = derive_key("document", number)
     seen = written = tokens = held = dropped = 0
     batches: list[pa.RecordBatch] = []
-    for batch in _batched(_pieces(job.plan, unit)):
+    for batch in _batched(_pieces(plan, unit)):
         words = random_words(len(batch), key, first=seen)
         try:
-            batches.append(_tokenize(job, batch, words))
+            batches.append(_tokenize(plan, _stored_tokenizer(folder, plan), batch, words))
         except TitaniteError as error:  # quotes the text, by which to find it there
             raise DataError(f"{unit.name}: {error}") from None
         seen += len(batch)
         dropped += len(batch) - batches[-1].num_rows
         size = len(batches[-1].column("tokens").values)
         tokens, held = tokens + size, held + size
-        if held >= job.plan.part_tokens:
-            _write_part(job.plan, batches, parts / f"unit-{number:06}-{written:04}.arrow")
+        if held >= part_tokens:
+            _write_part(plan, batches, parts / f"unit-{number:06}-{written:04}.arrow")
             held, written, batches = 0, written + 1, []
     if batches:
-        _write_part(job.plan, batches, parts / f"unit-{number:06}-{written:04}.arrow")
-    write_atomically(record, json.dumps({"tokens": tokens, "documents": seen, "dropped": dropped}).encode())
+        _write_part(plan, batches, parts / f"unit-{number:06}-{written:04}.arrow")
+    write_atomically(record, json.dumps({"tokens": tokens, "dropped": dropped}).encode())
     return tokens
 
 
@@ -308,7 +291,7 @@ class Piece(NamedTuple):
 
 def _pieces(plan: Plan, unit: Unit) -> Iterator[Piece]:
     """Yield the pieces of a unit in order, without empty texts."""
-    for text in filter(None, documents(unit, plan.text_key, split_keys(plan.example_keys))):
+    for text in filter(None, documents(unit, plan.keys)):
         held_out = is_held_out(text.encode(), plan.validation_fraction)
         for piece in pieces(text, plan.max_characters):
             yield Piece(piece, held_out)
@@ -328,9 +311,9 @@ def _batched(documents: Iterable[Piece]) -> Iterator[list[Piece]]:
         yield batch
 
 
-def _tokenize(job: Job, batch: list[Piece], words: np.ndarray) -> pa.RecordBatch:
-    """A record batch with bucket, sort key and tokens of each document."""
-    ids, plan = _encode(job, [piece.text for piece in batch]), job.plan
+def _tokenize(plan: Plan, tokenizer: Tokenizer, batch: list[Piece], words: np.ndarray) -> pa.RecordBatch:
+    """A record batch with bucket, sort key and tokens of each document. Validation's buckets follow train's."""
+    ids = _encode(plan.format, tokenizer, [piece.text for piece in batch])
     if plan.seq_len:
         fits = [len(document) <= plan.seq_len for document in ids]
         if not all(fits) and not plan.drop_long:
@@ -343,21 +326,20 @@ def _tokenize(job: Job, batch: list[Piece], words: np.ndarray) -> pa.RecordBatch
     lengths = [len(document) for document in ids]
     values = np.fromiter(chain.from_iterable(ids), plan.dtype, sum(lengths))
     offsets = np.cumsum([0, *lengths], dtype=np.int32)
-    buckets = [plan.bucket(piece.held_out, int(word)) for piece, word in zip(batch, words, strict=True)]
+    held_out = plan.train_buckets + words % plan.validation_buckets
+    buckets = np.where([piece.held_out for piece in batch], held_out, words % plan.train_buckets)
     tokens = pa.ListArray.from_arrays(offsets, values, type=token_type(plan.dtype))
-    return pa.record_batch({"bucket": pa.array(buckets, pa.uint32()), "word": words, "tokens": tokens})
+    return pa.record_batch({"bucket": buckets.astype(np.uint32), "word": words, "tokens": tokens})
 
 
-def _encode(job: Job, texts: list[str]) -> Sequence[Sequence[int] | np.ndarray]:
-    if job.plan.format == "text":
-        found, nothing = job.tokenizer.encode_documents(texts), len(job.tokenizer.prefix) + 1
-        for text, ids in zip(texts, found, strict=True):
-            if len(ids) == nothing and text.strip():
-                raise DataError(
-                    f"the tokenizer has no tokens for a text, and none for unknown characters: {text[:100]}"
-                )
-        return found
-    return encode_examples(texts, job.plan.format, job.tokenizer)
+def _encode(format: str, tokenizer: Tokenizer, texts: list[str]) -> Sequence[Sequence[int] | np.ndarray]:
+    if format != "text":
+        return encode_examples(texts, format, tokenizer)
+    found, nothing = tokenizer.encode_documents(texts), len(tokenizer.prefix) + 1
+    for text, ids in zip(texts, found, strict=True):
+        if len(ids) == nothing and text.strip():
+            raise DataError(f"the tokenizer has no tokens for a text, and none for unknown characters: {text[:100]}")
+    return found
 
 
 def _write_part(plan: Plan, batches: list[pa.RecordBatch], path: Path) -> None:
@@ -377,25 +359,23 @@ def _write_part(plan: Plan, batches: list[pa.RecordBatch], path: Path) -> None:
 # ---------------------------------------------------------------- pass 2: shuffle and write
 
 
-def _write_bucket(folder: str, task: tuple[int, int]) -> int:
+def _write_bucket(folder: Path, plan: Plan, bucket: int, shards: int) -> int:
     """Write the shards of a bucket and a record of their blocks. Returns the number of tokens."""
-    job, (bucket, shards) = _load_job(folder), task
-    plan, parts = job.plan, job.folder / PARTS
-    record = parts / f"bucket-{bucket:06}.json"
+    record = _record(folder, bucket)
     if not record.exists():
         is_train = bucket < plan.train_buckets
         split, first = ("train", bucket) if is_train else ("validation", bucket - plan.train_buckets)
         written = []
         for shard in range(shards):
-            documents, order = _documents_and_order(parts, bucket, shard, shards)
+            documents, order = _documents_and_order(folder / PARTS, bucket, shard, shards)
             if plan.seq_len:
-                documents = pack(documents.take(pa.array(order)), plan.seq_len, job.tokenizer.eos_id)
+                documents = pack(documents.take(pa.array(order)), plan.seq_len, _stored_tokenizer(folder, plan).eos_id)
                 order = np.arange(len(documents))
             number = first + shard * (plan.train_buckets if is_train else plan.validation_buckets)
-            written.append(write_shard(job.folder, split, number, documents, plan.block_bytes, order))
-        content = [{"shard": shard._asdict(), "blocks": blocks} for shard, blocks in written]
+            written.append(write_shard(folder, split, number, documents, plan.block_bytes, order))
+        content = [(shard, blocks.to_pylist()) for shard, blocks in written]
         write_atomically(record, json.dumps(content).encode())
-    return sum(shard.tokens for shard, _ in _read_record(record))
+    return sum(shard.tokens for shard, _ in _read_record(folder, bucket))
 
 
 def _documents_and_order(parts: Path, bucket: int, shard: int, shards: int) -> tuple[pa.ListArray, np.ndarray]:
@@ -412,28 +392,24 @@ def _documents_and_order(parts: Path, bucket: int, shard: int, shards: int) -> t
     return table.column("tokens").combine_chunks(), order
 
 
-def _read_record(record: Path) -> list[WrittenShard]:
-    content = json.loads(record.read_text(encoding="utf-8"))
-    return [WrittenShard(Shard(**written["shard"]), written["blocks"]) for written in content]
+def _record(folder: Path, bucket: int) -> Path:
+    return folder / PARTS / f"bucket-{bucket:06}.json"
 
 
-def _written(folder: Path, buckets: int) -> list[WrittenShard]:
-    records = (folder / PARTS / f"bucket-{bucket:06}.json" for bucket in range(buckets))
-    return [shard for record in records for shard in _read_record(record)]
+def _read_record(folder: Path, bucket: int) -> list[WrittenShard]:
+    content = json.loads(_record(folder, bucket).read_text(encoding="utf-8"))
+    return [WrittenShard(Shard(*shard), pa.Table.from_pylist(blocks, INDEX_SCHEMA)) for shard, blocks in content]
 
 
 # ---------------------------------------------------------------- command line
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m data.prepare", description="Turn text into a dataset.")
-    add = parser.add_argument
-    add(
-        "--source",
-        nargs="+",
-        required=True,
-        help="stdlib, or folders, files, globs or URLs of text, JSON lines, Parquet",
+    parser = argparse.ArgumentParser(
+        prog="python -m data.prepare", description="Turn text, JSON lines and Parquet into a dataset."
     )
+    add = parser.add_argument
+    add("--source", dest="sources", nargs="+", required=True, help="stdlib, or folders, files, globs or URLs")
     add_output_options(parser, required=False)  # a dry run needs none
     add("--tokenizer", default="", help="tokenizer.json, or a folder with one; default: train one on the text")
     add("--vocab-size", type=int, default=0, help=f"size of the vocabulary to train (default {VOCAB_SIZE})")
@@ -449,15 +425,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--drop-long", action="store_true", help="leave out examples longer than that; they are counted")
     add("--chat-template", default="", help="Jinja file; default: the tokenizer's own, else a built-in one")
     add("--text-key", default="text", help="key or column of the text in JSON lines and Parquet (default %(default)s)")
-    add(
-        "--max-characters", type=int, default=0, help="cut longer texts at line ends into documents; 0: never (default)"
-    )
-    add(
-        "--processes",
-        type=int,
-        default=0,
-        help="processes; 0 (default): one per available core, or a single one for a few MB",
-    )
+    add("--max-characters", type=int, default=0, help="cut longer texts at line ends; 0 (default): never")
+    add("--processes", type=int, default=0, help="0 (default): one per available core, or one for a few MB")
     add("--dry-run", action="store_true", help="read everything, count it and write nothing")
     arguments = vars(parser.parse_args(argv))
     for name in ("max_characters", "processes"):
@@ -465,11 +434,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             parser.error(f"--{name.replace('_', '-')} {arguments[name]}: must be at least 0")
     if arguments["output"] is None and not arguments["dry_run"]:
         parser.error("the following arguments are required: --output")
-    arguments["sources"] = arguments.pop("source")
     with command_line():
         if arguments.pop("dry_run"):
-            keys = arguments["example_keys"] or KEYS.get(arguments["format"], "")
-            counts = count(arguments["sources"], arguments["text_key"], arguments["max_characters"], keys)
+            keys = _keys(arguments["format"], arguments["text_key"], arguments["example_keys"])
+            counts = count(arguments["sources"], keys, arguments["max_characters"])
             for name, number in counts.items():
                 print(f"{name}: {number:,}")
             return

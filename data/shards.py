@@ -295,7 +295,7 @@ def check_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
     datasets = [_open_to_train(url, config.data) for url in config.data.datasets]
     chat = with_chat_template(datasets)
     for dataset in datasets:
-        _check_same_tokenizer("data.datasets", dataset, datasets[0])
+        _check_fits("data.datasets", dataset, dataset.splits.values(), datasets[0], config)
         tokens, needed = dataset.split("train").total_tokens, config.training.seq_len + 1
         if tokens < needed:
             raise DataError(
@@ -304,8 +304,6 @@ def check_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
             )
         if config.validation.enable and not config.validation.datasets:
             dataset.split("validation")
-        _check_packing(dataset, config)
-        _check_sizes(dataset, dataset.splits.values(), config)
         dataset.check_tokenizer()
         if dataset.packed_seq_len and dataset.chat_template not in ("", chat.chat_template):
             raise DataError(
@@ -314,9 +312,7 @@ def check_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
             )
     held_out = [_open_to_train(url, config.data) for url in config.validation.datasets]
     for dataset in held_out:
-        _check_sizes(dataset, [dataset.split("validation")], config)
-        _check_packing(dataset, config)
-        _check_same_tokenizer("validation.datasets", dataset, datasets[0])
+        _check_fits("validation.datasets", dataset, [dataset.split("validation")], datasets[0], config)
     if len({dataset.hash for dataset in datasets}) < len(datasets):
         raise DataError(f"data.datasets = {list(config.data.datasets)}: two folders hold the same dataset")
     if config.data.tokenizer:
@@ -339,32 +335,25 @@ def _open_to_train(url: str, data: Data) -> Dataset:
         raise DataError(f"{error}. {advice}") from None
 
 
-def _check_same_tokenizer(key: str, dataset: Dataset, first: Dataset) -> None:
+def _check_fits(key: str, dataset: Dataset, splits: Iterable[Split], first: Dataset, config: Config) -> None:
+    """Refuse settings that do not suit packed rows, a tokenizer other than the `first`'s, and files of a wrong size."""
+    packed = dataset.packed_seq_len
+    if packed and config.training.seq_len != packed:  # would cut examples
+        raise DataError(
+            f"training.seq_len = {config.training.seq_len}: must be {packed}, the --seq-len with which "
+            f"{dataset.url} was packed"
+        )
+    if packed and not config.data.mask_documents:  # would let them see each other
+        raise DataError(
+            f"data.mask_documents = false: must be true for {dataset.url}, whose rows hold several examples"
+        )
     if dataset.tokenizer_fingerprint != first.tokenizer_fingerprint:
         raise DataError(
             f"{key}: {dataset.url} was made with another tokenizer than {first.url} "
             f"({dataset.tokenizer_fingerprint}, {first.tokenizer_fingerprint}); prepare one of them again with the "
             "other's folder as --tokenizer"
         )
-
-
-def _check_packing(dataset: Dataset, config: Config) -> None:
-    """Refuse settings that would cut the examples of a packed dataset or let them see each other."""
-    packed = dataset.packed_seq_len
-    if packed and config.training.seq_len != packed:
-        raise DataError(
-            f"training.seq_len = {config.training.seq_len}: must be {packed}, the --seq-len with which "
-            f"{dataset.url} was packed"
-        )
-    if packed and not config.data.mask_documents:
-        raise DataError(
-            f"data.mask_documents = false: must be true for {dataset.url}, whose rows hold several examples"
-        )
-
-
-def _check_sizes(dataset: Dataset, splits: Iterable[Split], config: Config) -> None:
-    """Compare all file sizes with the manifest, only on a mounted file system, where it is cheap."""
-    if config.data.on_bad_block == "mask" or "://" in dataset.url:
+    if config.data.on_bad_block == "mask" or "://" in dataset.url:  # there it is not cheap
         return
     for shard in chain.from_iterable(split.shards for split in splits):
         size = dataset.folder.size(shard.file)

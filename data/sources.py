@@ -36,6 +36,7 @@ MOST_UNITS = 10_000  # about; a larger input gets larger units
 ROWS = 64  # Parquet rows converted to Python at once: more cost less per row, fewer take less memory
 HASHES = ("ETag", "etag", "blob_id")  # of the content, by the stores' own names
 VERSIONS = (*HASHES, "mtime", "LastModified", "created")  # best first
+Keys = str | tuple[str, ...]  # under which a record holds a text, or the values of an example
 REQUEST_BYTES = 2 * 2**20  # read-ahead from a remote file; little, as a process may need only one unit
 
 log = logging.getLogger(__name__)
@@ -74,10 +75,10 @@ SEARCHED = (
 )
 
 
-def list_files(sources: Sequence[str], searched: str = SEARCHED) -> list[File]:
+def list_files(sources: Sequence[str]) -> list[File]:
     """The files that the sources (stdlib, folders, files, globs, URLs) name, in a fixed order.
 
-    Raises DataError naming a source without files and what is `searched` for.
+    Raises DataError naming a source without files and what is searched for.
     """
     files: dict[str, File] = {}
     for source in sources:
@@ -85,7 +86,7 @@ def list_files(sources: Sequence[str], searched: str = SEARCHED) -> list[File]:
             raise DataError("--source : must not be empty")
         found = _stdlib_files() if source == STDLIB else _expand(source)
         if not found:
-            raise DataError(f"--source {source}: no files there; {searched}")
+            raise DataError(f"--source {source}: no files there; {SEARCHED}")
         files.update((file.url, file) for file in found)
     return list(files.values())
 
@@ -150,8 +151,7 @@ def _expand(source: str) -> list[File]:
         raise DataError(
             f"--source {source}: {odd[0]}: cannot be named by a URL, where {' and '.join(marks)} have a special meaning"
         )
-    urls = [name if is_local else system.unstrip_protocol(name) for name in read]
-    return [_described(url, details[name]) for url, name in zip(urls, read, strict=True)]
+    return [_described(name if is_local else system.unstrip_protocol(name), details[name]) for name in read]
 
 
 def _described(url: str, info: dict[str, Any]) -> File:
@@ -243,28 +243,21 @@ def _open(file: File) -> Any:
 
 def _row_group_units(file: File, unit_bytes: int) -> list[Unit]:
     with failures_of(f"{file.url}: cannot be read"), _open(file) as stream:
-        groups = _parquet(file, stream).num_row_groups
+        groups = pq.ParquetFile(stream).num_row_groups
     per_unit = max(1, unit_bytes * groups // max(1, file.size))  # some writers make groups of a few megabytes
     starts = range(0, groups, per_unit)
     stops = [min(start + per_unit, groups) for start in starts]
     return [Unit((file,), a, b, file.size * (b - a) // groups) for a, b in zip(starts, stops, strict=True)]
 
 
-def _parquet(file: File, stream: Any) -> pq.ParquetFile:
-    try:
-        return pq.ParquetFile(stream, page_checksum_verification=True)
-    except pa.ArrowException as error:
-        raise DataError(f"{file.url}: not a Parquet file: {error}") from None
-
-
-def documents(unit: Unit, text_key: str, example_keys: tuple[str, ...] = ()) -> Iterator[str]:
-    """Yield the texts of a unit in order. With `example_keys`, yield the JSON list of the values under them instead.
+def documents(unit: Unit, keys: Keys) -> Iterator[str]:
+    """Yield the texts of a unit in order, or of each example the JSON list of the values under its keys.
 
     Raises DataError naming file and place.
     """
     for file in unit.files:
         with failures_of(f"{file.url}: cannot be read"), _open(file) as stream:
-            yield from _texts(file, stream, unit, text_key, example_keys)
+            yield from _texts(file, stream, unit, keys)
             _check_unchanged(file, stream)
 
 
@@ -290,7 +283,7 @@ def pieces(text: str, max_characters: int) -> Iterator[str]:
     yield text[start:]
 
 
-def _texts(file: File, raw: Any, unit: Unit, text_key: str, example_keys: tuple[str, ...]) -> Iterator[str]:
+def _texts(file: File, raw: Any, unit: Unit, keys: Keys) -> Iterator[str]:
     kind, compression = kind_of(file.url)
     stream = raw
     if compression:
@@ -300,10 +293,10 @@ def _texts(file: File, raw: Any, unit: Unit, text_key: str, example_keys: tuple[
     if compression or kind == "jsonl":
         stream = io.BufferedReader(stream, 2**20)  # a remote file's own readline copies its whole read-ahead
     if kind == "parquet":
-        yield from _parquet_texts(file, stream, unit, text_key, example_keys)
+        yield from _parquet_texts(file, stream, unit, keys)
     elif kind == "jsonl":
-        yield from _json_texts(file, stream, unit, text_key, example_keys)
-    elif example_keys:
+        yield from _json_texts(file, stream, unit, keys)
+    elif not isinstance(keys, str):
         raise DataError(f"{file.url}: examples are read from JSON lines and Parquet only")
     else:
         yield _decode(file, stream.read())
@@ -328,7 +321,7 @@ def _decode(file: File, data: bytes) -> str:
         raise DataError(f"{file.url}: {error}") from None
 
 
-def _json_texts(file: File, stream: Any, unit: Unit, text_key: str, example_keys: tuple[str, ...]) -> Iterator[str]:
+def _json_texts(file: File, stream: Any, unit: Unit, keys: Keys) -> Iterator[str]:
     position = unit.start
     if position:
         stream.seek(position - 1)
@@ -338,11 +331,11 @@ def _json_texts(file: File, stream: Any, unit: Unit, text_key: str, example_keys
         if not line:
             return
         if line.strip():
-            yield _json_text(f"{file.url}, line at byte {position}", line, text_key, example_keys)
+            yield _json_text(f"{file.url}, line at byte {position}", line, keys)
         position += len(line)
 
 
-def _json_text(place: str, line: bytes, text_key: str, example_keys: tuple[str, ...]) -> str:
+def _json_text(place: str, line: bytes, keys: Keys) -> str:
     if line.lstrip().startswith(b"["):
         raise DataError(f"{place}: a JSON array; make it one object on each line, as `jq -c '.[]'` does")
     try:
@@ -351,7 +344,7 @@ def _json_text(place: str, line: bytes, text_key: str, example_keys: tuple[str, 
         raise DataError(f"{place}: not JSON, one object on each line: {error}") from None
     if not isinstance(record, dict):
         raise DataError(f"{place}: not a JSON object, but {type(record).__name__}")
-    text = _example(record, example_keys, place) if example_keys else _text(record, text_key, place)
+    text = _text(record, keys, place)
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -360,36 +353,34 @@ def _json_text(place: str, line: bytes, text_key: str, example_keys: tuple[str, 
     return text
 
 
-def _value(record: dict[str, Any], key: str, option: str, place: str) -> Any:
-    """What a record holds under `key`, never None. Raises DataError."""
-    if key not in record:
-        names = ", ".join(record) or "no keys"
-        raise DataError(f"{place}: nothing under {key!r}; it has {names}; choose with {option}")
-    if record[key] is None:
-        raise DataError(f"{place}: {key!r} is null; leave such records out")
-    return record[key]
+def _text(record: dict[str, Any], keys: Keys, place: str) -> str:
+    """A record's text, or the JSON list of an example's values. Raises DataError."""
+    wanted, option = _wanted(keys)
+    for key in wanted:
+        if key not in record:
+            names = ", ".join(record) or "no keys"
+            raise DataError(f"{place}: nothing under {key!r}; it has {names}; choose with {option}")
+        if record[key] is None:
+            raise DataError(f"{place}: {key!r} is null; leave such records out")
+    if not isinstance(keys, str):
+        try:
+            return json.dumps([record[key] for key in keys], ensure_ascii=False)
+        except TypeError as error:
+            raise DataError(f"{place}: cannot be written as JSON: {error}") from None
+    if not isinstance(record[keys], str):
+        raise DataError(f"{place}: {keys!r} holds {repr(record[keys])[:100]}, which is no text")
+    return record[keys]
 
 
-def _text(record: dict[str, Any], key: str, place: str) -> str:
-    value = _value(record, key, "--text-key", place)
-    if not isinstance(value, str):
-        raise DataError(f"{place}: {key!r} holds {repr(value)[:100]}, which is no text")
-    return value
+def _wanted(keys: Keys) -> tuple[tuple[str, ...], str]:
+    """The keys as a tuple, and the option that chooses them."""
+    return ((keys,), "--text-key") if isinstance(keys, str) else (keys, "--example-keys")
 
 
-def _example(record: dict[str, Any], keys: tuple[str, ...], place: str) -> str:
-    """The JSON list of a record's values under `keys`."""
-    values = [_value(record, key, "--example-keys", place) for key in keys]
-    try:
-        return json.dumps(values, ensure_ascii=False)
-    except TypeError as error:
-        raise DataError(f"{place}: cannot be written as JSON: {error}") from None
-
-
-def _parquet_texts(file: File, stream: Any, unit: Unit, text_key: str, example_keys: tuple[str, ...]) -> Iterator[str]:
-    table = _parquet(file, stream)
+def _parquet_texts(file: File, stream: Any, unit: Unit, keys: Keys) -> Iterator[str]:
+    table = pq.ParquetFile(stream, page_checksum_verification=True)
     names = table.schema_arrow.names
-    wanted, option = (example_keys, "--example-keys") if example_keys else ((text_key,), "--text-key")
+    wanted, option = _wanted(keys)
     for key in wanted:
         if key not in names:
             raise DataError(f"{file.url}: no column {key!r}; it has {', '.join(names)}; choose with {option}")
@@ -398,12 +389,9 @@ def _parquet_texts(file: File, stream: Any, unit: Unit, text_key: str, example_k
     first = sum(table.metadata.row_group(i).num_rows for i in range(unit.start))
     groups = list(range(unit.start, unit.stop or table.num_row_groups))
     for batch in table.iter_batches(ROWS, row_groups=groups, columns=list(wanted)):
-        for number, record in enumerate(_records(batch, file, first), start=first):
-            if example_keys:
-                example = {key: _without_nulls(value) for key, value in record.items()}
-                yield _example(example, example_keys, f"{file.url}, row {number}")
-            else:
-                yield _text(record, text_key, f"{file.url}, row {number}")
+        for number, row in enumerate(_records(batch, file, first), start=first):
+            record = {key: _without_nulls(value) for key, value in row.items()}
+            yield _text(record, keys, f"{file.url}, row {number}")
         first += len(batch)
 
 

@@ -81,23 +81,14 @@ class LocalFolder:
 
     def read(self, name: str, offset: int = 0, size: int | None = None) -> bytes:
         """Read a file or a range of it, without a check. Raises DamagedError, StorageError."""
-        try:
-            with (Path(self.url) / name).open("rb") as file:
-                file.seek(offset)
-                return file.read(size)
-        except FileNotFoundError:
-            raise DamagedError("is missing") from None
-        except OSError as error:
-            raise self._refusal(name, error) from None
+        with self._errors(name), (Path(self.url) / name).open("rb") as file:
+            file.seek(offset)
+            return file.read(size)
 
     def map(self, name: str, offset: int, size: int, crc32: int) -> memoryview:
         """Map a range of a file and check it. Raises DamagedError, StorageError."""
-        try:
+        with self._errors(name):
             return _checked(_map(Path(self.url) / name, offset, size), size, crc32)
-        except FileNotFoundError as error:
-            raise DamagedError(f"cannot be read: {error.strerror}") from None
-        except OSError as error:
-            raise self._refusal(name, error) from None
 
     def size(self, name: str) -> int | None:
         """Bytes of a file, None if it is missing or no regular file."""
@@ -110,9 +101,15 @@ class LocalFolder:
     def close(self) -> None:
         """Do nothing: nothing is open."""
 
-    def _refusal(self, name: str, error: OSError) -> StorageError:
-        hint = "; raise the limit with `ulimit -n`" if error.errno == errno.EMFILE else ""
-        return StorageError(f"{self.url}/{name}: cannot be read: {error.strerror}{hint}")
+    @contextmanager
+    def _errors(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError:
+            raise DamagedError("is missing") from None
+        except OSError as error:
+            hint = "; raise the limit with `ulimit -n`" if error.errno == errno.EMFILE else ""
+            raise StorageError(f"{self.url}/{name}: cannot be read: {error.strerror}{hint}") from None
 
 
 def _map(path: Path, offset: int, size: int) -> memoryview:
@@ -200,16 +197,14 @@ class RemoteFolder:
         key = hashlib.sha256(f"{self.url}/{name}:{offset}:{size}:{crc32}".encode()).hexdigest()[:24]
 
         def fetch() -> bytes:
-            for attempt in range(CHECKSUM_ATTEMPTS):
+            for _ in range(CHECKSUM_ATTEMPTS):
                 content = self.read(name, offset, size)
                 if len(content) > size:  # not damage, which could be masked
                     raise StorageError(f"{self.url}/{name}: the server sent more than the range asked for")
-                try:
-                    _checked(memoryview(content), size, crc32)
+                if isal_zlib.crc32(content) == crc32:
                     break
-                except DamagedError:
-                    if attempt + 1 == CHECKSUM_ATTEMPTS:
-                        raise
+            else:
+                _checked(memoryview(content), size, crc32)  # says what is wrong
             return content
 
         return self._cache.map(key, fetch, size, crc32)

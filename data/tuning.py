@@ -5,7 +5,6 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import chain, pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -54,7 +53,7 @@ def _chat_template(source: str, tokenizer: Tokenizer) -> ChatTemplate:
     return ChatTemplate(source, tokenizer)
 
 
-def check_examples(tokenizer: str, seq_len: int, max_characters: int, keys: str, format: str) -> None:
+def check_examples(tokenizer: str, seq_len: int, max_characters: int, keys: Sequence[str], format: str) -> None:
     """Refuse options of data.prepare that do not suit examples. Raises DataError."""
     if not tokenizer:
         raise DataError(f"--format {format}: give the --tokenizer of the model to be tuned")
@@ -63,21 +62,8 @@ def check_examples(tokenizer: str, seq_len: int, max_characters: int, keys: str,
     if max_characters:
         raise DataError("--max-characters: examples are never cut")
     wanted = KEYS[format].count(",") + 1
-    if len(split_keys(keys)) != wanted:
-        raise DataError(f"--example-keys {keys}: --format {format} needs {wanted}, such as {KEYS[format]}")
-
-
-def split_keys(keys: str) -> tuple[str, ...]:
-    """The names in a comma-separated list; () for an empty one."""
-    return tuple(keys.split(",")) if keys else ()
-
-
-def read_template(file: Path) -> str:
-    """Read a chat template. Raises DataError."""
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"--chat-template {file}: cannot be read: {error}") from None
+    if len(keys) != wanted:
+        raise DataError(f"--example-keys {','.join(keys)}: --format {format} needs {wanted}, such as {KEYS[format]}")
 
 
 def _prompt_and_response(prompt: Any, response: Any) -> list[tuple[str, bool]]:

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from config import Data, command_line
 from data.packing import HIDDEN, START
-from data.shards import Block, DataError, Dataset, Split, open_dataset, token_schema
+from data.shards import DataError, Dataset, Split, open_dataset, token_schema
 from data.storage import DamagedError
 
 THREADS = 8
@@ -112,32 +112,20 @@ def _faults_of_block(dataset: Dataset, split: Split, block: int) -> Iterator[str
     except DataError as error:
         yield str(error)
         return
-    wrong = (
-        _wrong_packed_rows(split, content, dataset.eos_id)
-        if split.packed_seq_len
-        else _unended(content, dataset.eos_id)
-    )
+    values, ids, offsets = content.values, split.ids(content.values), content.offsets
+    ended = ids[offsets[1:] - 1] == dataset.eos_id
+    if split.packed_seq_len:
+        wrong = {
+            f"does not have {split.packed_seq_len} tokens": np.diff(offsets) != split.packed_seq_len,
+            "does not begin with a hidden start": values[offsets[:-1]] < START + HIDDEN,
+            f"does not end with token {dataset.eos_id}": ~ended,
+        }
+    else:
+        counts = np.diff(np.flatnonzero(ids == dataset.eos_id).searchsorted(offsets))  # of eos in each document
+        wrong = {f"must have token {dataset.eos_id} once, at its end": ~ended | (counts != 1)}
     for what, rows in wrong.items():
         if rows.any():
             yield f"{split.location(block)}, row {int(np.argmax(rows))}: {what}"
-
-
-def _wrong_packed_rows(split: Split, block: Block, eos_id: int) -> dict[str, np.ndarray]:
-    """Fault → bool [rows]: which do not have the packed length, or do not begin and end as packed rows."""
-    ends = block.values[block.offsets[1:] - 1]
-    return {
-        f"does not have {split.packed_seq_len} tokens": np.diff(block.offsets) != split.packed_seq_len,
-        "does not begin with a hidden start": block.values[block.offsets[:-1]] < START + HIDDEN,
-        f"does not end with token {eos_id}": split.ids(ends) != eos_id,
-    }
-
-
-def _unended(block: Block, eos_id: int) -> dict[str, np.ndarray]:
-    """Fault → bool [documents]: which lack their final eos or have another one."""
-    ends = np.flatnonzero(block.values == eos_id) + 1
-    counts = np.diff(ends.searchsorted(block.offsets, side="right"))
-    last = block.values[block.offsets[1:] - 1] == eos_id
-    return {f"must have token {eos_id} once, at its end": (counts != 1) | ~last}
 
 
 def _report(dataset: Dataset) -> int:

@@ -23,7 +23,7 @@ from data.shards import DataError
 LOCK = ".lock"
 IN_FLIGHT = 1000  # tasks: more than processes, but so few that submitting them never blocks (cpython 105829)
 LOCK_SECONDS = 10.0  # within which the workers of a killed process end
-Function = Callable[[str, Any], int]
+Function = Callable[..., int]
 
 log = logging.getLogger(__name__)
 
@@ -68,12 +68,12 @@ def worker_pool(count: int, lock: Connection) -> Iterator[ProcessPoolExecutor | 
 
 
 def run_all(
-    pool: ProcessPoolExecutor | None, function: Function, folder: str, tasks: list[Any], title: str, weights: list[int]
+    pool: ProcessPoolExecutor | None, function: Function, tasks: list[tuple[Any, ...]], title: str, weights: list[int]
 ) -> int:
-    """Run `function(folder, task)` for every task and return the sum of its results, tokens. The bar shows tokens/s."""
+    """Run `function(*task)` for every task and return the sum of its results, tokens. The bar shows tokens/s."""
     tokens, begin = 0, time.monotonic()
     with tqdm(total=sum(weights), desc=title, unit="B" if title == "tokenise" else " shards", unit_scale=True) as bar:
-        for number, result in _results(pool, function, folder, tasks):
+        for number, result in _results(pool, function, tasks):
             tokens += result
             bar.set_postfix_str(f"{tokens / max(time.monotonic() - begin, 1e-9):,.0f} tokens/s", refresh=False)
             bar.update(weights[number])
@@ -81,26 +81,26 @@ def run_all(
 
 
 def _results(
-    pool: ProcessPoolExecutor | None, function: Function, folder: str, tasks: list[Any]
+    pool: ProcessPoolExecutor | None, function: Function, tasks: list[tuple[Any, ...]]
 ) -> Iterator[tuple[int, int]]:
     """Yield (number of the task, its result) as tasks finish, with at most IN_FLIGHT under way."""
     if pool is None or len(tasks) <= 1:
         for number, task in enumerate(tasks):
-            yield number, function(folder, task)
+            yield number, function(*task)
         return
     running: dict[Future[int], int] = {}
     waiting = iter(enumerate(tasks))
     try:
         while True:
             for number, task in islice(waiting, IN_FLIGHT - len(running)):
-                running[pool.submit(function, folder, task)] = number
+                running[pool.submit(function, *task)] = number
             if not running:
                 return
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 yield running.pop(future), future.result()
     except BrokenProcessPool:
         raise DataError(
-            f"{folder}: the system killed a worker, most often for lack of memory; run the same command again to "
+            "the system killed a worker, most often for lack of memory; run the same command again to "
             "continue, best with fewer --processes, or start over with a smaller --shard-mb"
         ) from None
 

@@ -28,7 +28,7 @@ class WrittenShard(NamedTuple):
     """A shard and its rows in blocks.arrow."""
 
     shard: Shard
-    blocks: list[dict[str, int]]
+    blocks: pa.Table  # INDEX_SCHEMA
 
 
 def token_dtype(vocab_size: int) -> str:
@@ -123,7 +123,9 @@ def write_shard(
     order = np.arange(len(documents)) if order is None else order
     sizes = np.diff(documents.offsets.to_numpy())[order]
     offsets = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
-    blocks = _write_blocks(path, documents, order, offsets, block_bytes) if len(documents) else []
+    blocks = (
+        _write_blocks(path, documents, order, offsets, block_bytes) if len(documents) else INDEX_SCHEMA.empty_table()
+    )
     lengths = sizes.astype("<u4").tobytes()
     if blocks:
         write_atomically(path.with_suffix(".lengths"), lengths)
@@ -141,7 +143,7 @@ def write_shard(
 
 def _write_blocks(
     path: Path, documents: pa.ListArray, order: np.ndarray, offsets: np.ndarray, block_bytes: int
-) -> list[dict[str, int]]:
+) -> pa.Table:
     """Write a record batch per block and return their rows of the index. `offsets` are the tokens' in `order`."""
     dtype = str(documents.type.value_type)
     schema = token_schema(dtype)
@@ -170,7 +172,7 @@ def _write_blocks(
         sink.flush()
         os.fsync(sink.fileno())
     temporary.replace(path)
-    return blocks
+    return pa.Table.from_pylist(blocks, INDEX_SCHEMA)
 
 
 def write_manifest(
@@ -183,18 +185,7 @@ def write_manifest(
     shards = [shard for shard, _ in written if shard.blocks]
     if not shards:
         raise DataError(f"{folder}: no documents, so there is no dataset")
-    rows = [row for _, blocks in written for row in blocks]
-    return write_index(folder, tokenizer, shards, pa.Table.from_pylist(rows, schema=INDEX_SCHEMA), facts)
-
-
-def write_index(
-    folder: Path,
-    tokenizer: Tokenizer,
-    shards: Sequence[Shard],
-    blocks: pa.Table,
-    facts: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Write `blocks` (a row per block, INDEX_SCHEMA) as blocks.arrow, then manifest.json. Returns the manifest."""
+    blocks = pa.concat_tables([blocks for _, blocks in written])
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, INDEX_SCHEMA) as writer:
         writer.write_table(blocks.combine_chunks())

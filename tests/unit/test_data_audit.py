@@ -16,7 +16,7 @@ from data.audit import prove
 from data.ledger import read_ledger
 from data.loader import DataLoader
 from data.packing import HIDDEN, START
-from data.shards import DataError, open_dataset, token_type
+from data.shards import INDEX_SCHEMA, DataError, open_dataset, token_type
 from data.stream import Stream
 from data.writer import WrittenShard, write_manifest, write_shard
 from tests.corpus import data_config, stored_blocks, word_tokenizer, write_dataset
@@ -563,6 +563,7 @@ def test_verify_compares_what_is_said_about_a_shard_with_its_blocks(tmp_path, sh
     tokenizer = word_tokenizer(10)
     tokenizer.save(tmp_path)
     written = write_shard(tmp_path, "train", 0, pa.array([[1, 2, 0], [3, 0]], token_type("uint16")), 1000)
-    written = WrittenShard(written.shard._replace(**shard), [written.blocks[0] | block])
+    blocks = pa.Table.from_pylist([written.blocks.to_pylist()[0] | block], INDEX_SCHEMA)
+    written = WrittenShard(written.shard._replace(**shard), blocks)
     write_manifest(tmp_path, tokenizer, [written])
     assert list(verify.faults(open_dataset(str(tmp_path)))) == [f"{tmp_path}/train-00000.arrow{what}"]

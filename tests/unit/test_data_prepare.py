@@ -335,11 +335,11 @@ def test_a_file_that_is_changed_while_it_is_read_is_named(texts, tokenizer_folde
     file, original = write_jsonl(tmp_path / "in.jsonl", texts), prepare_module._tokenize_unit
     options = {"tokenizer": str(tokenizer_folder), "processes": 1}
 
-    def change_then_tokenize(folder, task):
-        if task[0] == 1:
+    def change_then_tokenize(folder, plan, number, unit):
+        if number == 1:
             write_jsonl(file, texts[::-1])
             os.utime(file, ns=(0, 1))
-        return original(folder, task)
+        return original(folder, plan, number, unit)
 
     with monkeypatch.context() as other:
         other.setattr(prepare_module, "_tokenize_unit", change_then_tokenize)
@@ -547,7 +547,7 @@ def test_a_worker_that_the_system_kills_is_one_line(texts, tokenizer_folder, tmp
     command = [sys.executable, str(tmp_path / "killed.py")]
     result = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert result.returncode == 1
-    assert f"error: {tmp_path / 'out'}: the system killed a worker" in result.stderr
+    assert "error: the system killed a worker" in result.stderr
     assert "Traceback" not in result.stderr
 
 
@@ -647,7 +647,7 @@ def test_only_a_dry_run_needs_no_output(capsys):
         ("a.py", b"# coding: rot13\n", r"a\.py: 'rot13' is not a text encoding"),
         ("a.py", b"# coding: undefined\n", r"a\.py: .*undefined encoding"),
         ("a.py", b"# coding: unicode_escape\n'\\ud800'\n", r"a\.py: .*surrogates not allowed"),
-        ("a.parquet", b"PAR1", r"a\.parquet: not a Parquet file"),
+        ("a.parquet", b"PAR1", r"a\.parquet: cannot be read: Parquet file size is 4 bytes"),
         ("a.txt", b"abc\xff", r"a\.txt: not utf-8 text: invalid start byte at byte 3$"),
         ("a.arrow", b"\xff", r"at byte 0; all but \.jsonl \.ndjson \.json \.parquet, also compressed"),
         ("a.jsonl.gz", b"not gzip", r"a\.jsonl\.gz"),
@@ -675,7 +675,7 @@ def test_bad_rows_of_parquet_are_named(tmp_path, column, keys, message):
     pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
     (unit,) = sources.plan_units(sources.list_files([str(tmp_path / "a.parquet")]))
     with pytest.raises(DataError, match=rf"a\.parquet, row {int(not keys)}: {message}"):
-        list(sources.documents(unit, "text", keys))
+        list(sources.documents(unit, keys or "text"))
 
 
 @pytest.mark.parametrize("compression", ["none", "zstd"])
@@ -861,7 +861,7 @@ def test_missing_sources_are_named(tmp_path):
     with pytest.raises(DataError, match=r"a\.parquet: no column 'text'; it has body; choose with --text-key"):
         list(sources.documents(unit, "text"))
     with pytest.raises(DataError, match=r"a\.parquet: no column 'q'; it has body; choose with --example-keys"):
-        list(sources.documents(unit, "text", ("body", "q")))
+        list(sources.documents(unit, ("body", "q")))
 
 
 @pytest.mark.parametrize("keys", [(), ("text",)])
@@ -870,7 +870,7 @@ def test_two_columns_of_one_name_are_refused(tmp_path, keys):
     pq.write_table(table, tmp_path / "a.parquet")
     (unit,) = sources.plan_units(sources.list_files([str(tmp_path / "a.parquet")]))
     with pytest.raises(DataError, match=r"a\.parquet: has 2 columns 'text'; rename all but one"):
-        list(sources.documents(unit, "text", keys))
+        list(sources.documents(unit, keys or "text"))
 
 
 def test_links_are_followed_and_never_left_out(tmp_path):
@@ -1260,7 +1260,8 @@ def test_megatron_files_are_known_by_their_prefix(tokenizer_folder, tmp_path, so
     eos = load_tokenizer(tokenizer_folder).eos_id
     write_megatron(tmp_path, [[5, 6], [7]], eos)
     source, output = str(tmp_path / source), str(tmp_path / "out")
-    convert([source], output, "megatron", str(tokenizer_folder), validation_fraction=0)
+    both = [source, f"{tmp_path}/../{tmp_path.name}/a"]  # one file, named in two ways, is read once
+    convert(both, output, "megatron", str(tokenizer_folder), validation_fraction=0)
     assert [document for block in stored_blocks(tmp_path / "out") for document in block] == [[5, 6, eos], [7, eos]]
 
 
@@ -1286,7 +1287,7 @@ def test_tokens_that_are_not_there_are_no_text(tokenizer_folder, tmp_path):
     write_nanogpt(tmp_path, [[]], 0)
     with pytest.raises(DataError, match=r"--source .*a\.bin: holds no documents"):
         convert([str(tmp_path / "a.bin")], str(tmp_path / "out"), "nanogpt", str(tokenizer_folder))
-    with pytest.raises(DataError, match=r"--source .*x\.bin: no files there; name files of tokens, or globs of them$"):
+    with pytest.raises(DataError, match=r"--source .*x\.bin: names no file; give files of tokens on"):
         convert([str(tmp_path / "x")], str(tmp_path / "out"), "megatron", str(tokenizer_folder))
 
 
@@ -1331,6 +1332,9 @@ def test_rows_of_lists_are_documents_and_nulls_are_refused(tokenizer_folder, tmp
             assert stored == [[8, 9, eos], [5, 6, eos], [7, eos]]
 
 
+OTHER_PLACES = r"a\.idx: its sequences do not follow each other from the beginning of .*a\.bin to its end"
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -1339,27 +1343,21 @@ def test_rows_of_lists_are_documents_and_nulls_are_refused(tokenizer_folder, tmp
         (lambda data, index: set_byte(index, 9, 2), r"a\.idx: version 2, type 4; must be version 1 with integers"),
         (lambda data, index: set_byte(index, 17, 6), r"a\.idx: version 1, type 6; must be version 1 with integers"),
         (lambda data, index: index.write_bytes(index.read_bytes()[:-8]), r"a\.idx: is cut short"),
-        (lambda data, index: data.write_bytes(data.read_bytes()[:-4]), r"a\.bin: is cut short, or .*a\.idx belongs to"),
-        (lambda data, index: data.write_bytes(b""), r"a\.bin: is cut short"),
-        (
-            lambda data, index: data.write_bytes(data.read_bytes() + b"\1\0\0\0"),
-            "tokens it lists end at byte 32 of 36",
-        ),
+        (lambda data, index: data.write_bytes(data.read_bytes()[:-4]), OTHER_PLACES),
+        (lambda data, index: data.write_bytes(b""), OTHER_PLACES),
+        (lambda data, index: data.write_bytes(data.read_bytes() + b"\1\0\0\0"), OTHER_PLACES),
         (lambda data, index: set_bounds(index, 1, 1, 3), r"a\.idx: its 3 document bounds do not fit its 3 seq"),
         (lambda data, index: set_bounds(index, 0, 1, 2), r"a\.idx: its 3 document bounds do not fit its 3 seq"),
         (lambda data, index: set_bounds(index, 0, 1, 9), r"a\.idx: its 3 document bounds do not fit its 3 seq"),
         (lambda data, index: set_bounds(index, 0, 4, 3), r"a\.idx: its 3 document bounds do not fit its 3 seq"),
         *(
-            (
-                lambda data, index, change=change: set_sequence(index, *change),
-                rf"a\.idx: sequence {place} from byte {at}",
-            )
-            for change, place, at in [
-                ((1, 1, 20), "1, of 1 tokens", 20),  # a token is left out
-                ((1, 1, 12), "1, of 1 tokens", 12),  # one comes twice
-                ((1, 0, 16), "2, of 3 tokens", 20),
-                ((1, -1, 16), "1, of -1 tokens", 16),
-                ((1, 1, -16), "1, of 1 tokens", -16),
+            (lambda data, index, change=change: set_sequence(index, *change), OTHER_PLACES)
+            for change in [
+                (1, 1, 20),  # a token is left out
+                (1, 1, 12),  # one comes twice
+                (1, 0, 16),
+                (1, -1, 16),
+                (1, 1, -16),
             ]
         ),
     ],
@@ -1397,9 +1395,9 @@ def test_of_a_long_first_document_a_part_tells_as_much(tokenizer_folder, tmp_pat
     source, encoded = write_jsonl(tmp_path / "in.jsonl", ["some text " * 9999]), []
     tokenize = prepare_module._tokenize
 
-    def watch(job, batch, keys):
+    def watch(plan, tokenizer, batch, words):
         encoded.append(len(batch[0].text))
-        return tokenize(job, batch, keys)
+        return tokenize(plan, tokenizer, batch, words)
 
     monkeypatch.setattr(prepare_module, "_tokenize", watch)
     prepare([str(source)], str(tmp_path / "out"), str(tokenizer_folder), processes=1, validation_fraction=0)
@@ -1424,20 +1422,13 @@ def test_tokens_of_another_kind_leave_the_dataset_that_they_were_to_replace(toke
     assert not (tmp_path / "out" / "manifest.json").exists()  # its shards are gone
 
 
-def test_files_to_convert_are_local(tokenizer_folder, tmp_path):
-    with pytest.raises(DataError, match=r"--source s3://bucket/a\.bin: must be on this machine"):
-        convert(["s3://bucket/a.bin"], str(tmp_path / "out"), "nanogpt", str(tokenizer_folder))
-
-
-@pytest.mark.parametrize("source", ["FOLDER", "stdlib"])
+@pytest.mark.parametrize("source", ["FOLDER", "stdlib", "s3://bucket/a.bin"])
 def test_text_is_not_taken_for_tokens(tokenizer_folder, tmp_path, source):
     """As the readme beside the tokens, which is text, would be where a folder is named."""
     np.array([1, 2, 0], "<u2").tofile(tmp_path / "a.bin")
     (tmp_path / "readme.md").write_text("\x01\0" * 20)
     source = source.replace("FOLDER", str(tmp_path))
-    with pytest.raises(
-        DataError, match=rf"--source {source}: must be files of tokens; name them, as in 'FOLDER/\*\.bin'"
-    ):
+    with pytest.raises(DataError, match=rf"--source {source}: names no file; give files of tokens on this machine"):
         convert([source], str(tmp_path / "out"), "nanogpt", str(tokenizer_folder))
     assert not (tmp_path / "out").exists()
 

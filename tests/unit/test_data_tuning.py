@@ -412,7 +412,7 @@ def test_parquet_gives_the_messages_that_json_lines_give(tmp_path: Path) -> None
     read = {}
     for kind in ("jsonl", "parquet"):
         units = plan_units(list_files([str(tmp_path / f"a.{kind}")]))
-        read[kind] = [json.loads(text) for unit in units for text in documents(unit, "", ("messages",))]
+        read[kind] = [json.loads(text) for unit in units for text in documents(unit, ("messages",))]
     assert read["parquet"] == read["jsonl"] == [[turns] for turns in conversations]
 
 
