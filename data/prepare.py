@@ -16,7 +16,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from itertools import chain, compress, pairwise
@@ -220,9 +220,10 @@ def count(sources: Sequence[str], keys: Keys = "text", max_characters: int = 0) 
 
 def _check_first(plan: Plan, tokenizer: Tokenizer, units: list[Unit]) -> None:
     """Tokenise the first document, to find a wrong option before anything is removed. Raises DataError."""
-    first = next(chain.from_iterable(_pieces(plan, unit) for unit in units), None)
-    if first is None:
+    batch = next(chain.from_iterable(_batches(plan, unit) for unit in units), None)
+    if not batch:
         raise DataError("the input holds no text: nothing to prepare")
+    first = batch[0]
     if plan.format == "text":  # a text may be gigabytes long
         first = first._replace(text=first.text[:1000])
     _tokenize(plan, tokenizer, [first], np.zeros(1, np.uint64))
@@ -263,7 +264,7 @@ def _tokenize_unit(folder: Path, plan: Plan, number: int, unit: Unit) -> int:
     key = derive_key("document", number)
     seen = written = tokens = held = dropped = 0
     batches: list[pa.RecordBatch] = []
-    for batch in _batched(_pieces(plan, unit)):
+    for batch in _batches(plan, unit):
         words = random_words(len(batch), key, first=seen)
         try:
             batches.append(_tokenize(plan, _stored_tokenizer(folder, plan), batch, words))
@@ -289,24 +290,18 @@ class Piece(NamedTuple):
     held_out: bool
 
 
-def _pieces(plan: Plan, unit: Unit) -> Iterator[Piece]:
-    """Yield the pieces of a unit in order, without empty texts."""
+def _batches(plan: Plan, unit: Unit) -> Iterator[list[Piece]]:
+    """Yield the pieces of a unit in order, without empty texts, in lists of about BATCH_BYTES."""
+    batch: list[Piece] = []
+    size = 0
     for text in filter(None, documents(unit, plan.keys)):
         held_out = is_held_out(text.encode(), plan.validation_fraction)
         for piece in pieces(text, plan.max_characters):
-            yield Piece(piece, held_out)
-
-
-def _batched(documents: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Group documents into lists of about BATCH_BYTES."""
-    batch: list[Piece] = []
-    size = 0
-    for document in documents:
-        batch.append(document)
-        size += len(document.text)
-        if size >= BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
+            batch.append(Piece(piece, held_out))
+            size += len(piece)
+            if size >= BATCH_BYTES:
+                yield batch
+                batch, size = [], 0
     if batch:
         yield batch
 

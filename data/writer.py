@@ -123,11 +123,9 @@ def write_shard(
     order = np.arange(len(documents)) if order is None else order
     sizes = np.diff(documents.offsets.to_numpy())[order]
     offsets = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
-    blocks = (
-        _write_blocks(path, documents, order, offsets, block_bytes) if len(documents) else INDEX_SCHEMA.empty_table()
-    )
-    lengths = sizes.astype("<u4").tobytes()
-    if blocks:
+    blocks, lengths = INDEX_SCHEMA.empty_table(), sizes.astype("<u4").tobytes()
+    if len(documents):
+        blocks = _write_blocks(path, documents, order, offsets, block_bytes)
         write_atomically(path.with_suffix(".lengths"), lengths)
     shard = Shard(
         file=path.name,
