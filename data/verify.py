@@ -128,18 +128,6 @@ def _faults_of_block(dataset: Dataset, split: Split, block: int) -> Iterator[str
             yield f"{split.location(block)}, row {int(np.argmax(rows))}: {what}"
 
 
-def _report(dataset: Dataset) -> int:
-    """Print the faults and the contents of a dataset. Returns the number of faults."""
-    wrong = 0
-    for message in faults(dataset):
-        wrong += 1
-        print(message)
-    for split in dataset.splits.values():
-        documents = sum(shard.documents for shard in split.shards)
-        print(f"{dataset.url}: {split.name}: documents {documents:,}, tokens {split.total_tokens:,}")
-    return wrong
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m data.verify", description="Check every token of datasets.")
     parser.add_argument("dataset", nargs="+", help="folder or URL of a prepared dataset")
@@ -147,7 +135,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     with command_line():
         for url in parser.parse_args(argv).dataset:
             with tempfile.TemporaryDirectory() as cache:  # a run's own cache would hide faults of the dataset
-                wrong += _report(open_dataset(url, Data(cache_folder=cache, cache_gb=1)))
+                dataset = open_dataset(url, Data(cache_folder=cache, cache_gb=1))
+                for message in faults(dataset):
+                    wrong += 1
+                    print(message)
+            for split in dataset.splits.values():
+                documents = sum(shard.documents for shard in split.shards)
+                print(f"{dataset.url}: {split.name}: documents {documents:,}, tokens {split.total_tokens:,}")
         if not wrong:
             print("no faults")
     if wrong:
