@@ -75,7 +75,7 @@ def export_model(
     """Write the newest intact checkpoint at `place` to the new folder `folder`, which appears once it is whole.
 
     `dtype` is "bfloat16" or "float32". `tokenizer` is a tokenizer.json or its folder; None: the run's own.
-    `max_positions` 0: the training's sequence length. `check`: see `check_result`. Raises CheckpointError.
+    `max_positions` 0: the training's sequence length. `check`: see `check_result`. Raises TitaniteError.
     """
     if folder.exists():
         raise CheckpointError(f"{folder}: exists; name a new folder")
@@ -397,25 +397,23 @@ def check_result(folder: Path, opened: Opened, model: nn.Module, names: Mapping[
             logger.info(f"both models need {needed / 1e9:.1f} GB, too much here: comparing tensors instead of logits")
             check = "tensors"
     if check == "tensors":
-        check_tensors(folder, opened, shapes_of(model), names)
+        check_tensors(folder, opened, names)
     else:
         check_logits(folder, opened, model)
         if (folder / TOKENIZER).is_file():
             check_tokenizer(folder)
 
 
-def check_tensors(folder: Path, opened: Opened, shapes: Mapping[str, torch.Size], names: Mapping[str, str]) -> None:
+def check_tensors(folder: Path, opened: Opened, names: Mapping[str, str]) -> None:
     """Compare every tensor of both sides bit for bit, in the files' type."""
     weights = files.find_weights(folder)
     for ours, hf_name in tqdm(names.items(), desc="compare", disable=None, leave=False):
         with files.open_file(weights[hf_name]) as file:
-            theirs = file.get_slice(hf_name)
-            expected = torch.empty(shapes[ours], dtype=files.DTYPES[theirs.get_dtype()])
-            read_state(opened, {"model": {ours: expected}})
-            step = max(1, PIECE_BYTES // expected[0].nbytes)
-            for start in range(0, len(expected), step):
-                if not torch.equal(theirs[start : start + step], expected[start : start + step]):
-                    raise CheckpointError(f"{weights[hf_name]}: {hf_name} differs from that in {opened.url}")
+            theirs = file.get_tensor(hf_name)
+        expected = torch.empty_like(theirs)
+        read_state(opened, {"model": {ours: expected}})
+        if not torch.equal(theirs, expected):
+            raise CheckpointError(f"{weights[hf_name]}: {hf_name} differs from that in {opened.url}")
     logger.info(f"{len(names)} tensors compared bit for bit")
 
 
