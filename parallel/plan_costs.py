@@ -163,11 +163,16 @@ class Work:
         """Whether a block that repeats its forward gets other ranks' keys again: not if it keeps the ring's result."""
         return self.config.parallelism.cp_method != "ring" or self.config.activation_checkpoint.mode == "full"
 
+    @property
+    def shards(self) -> int:
+        """Ranks over which weights are sharded."""
+        return self.dims.shards
+
     @functools.cached_property
     def float8_gathered(self) -> frozenset[str]:
         """The `float8_layers` whose weights FSDP2 gathers in float8, as float8.convert chooses them."""
         rows = {w.name: w.rows * (1 if w.name in BY_ROWS else self.dims.tp) for group in groups(self) for w in group}
-        even = {name for name, whole in rows.items() if whole % (self.dims.tp * self.dims.shards) == 0}
+        even = {name for name, whole in rows.items() if whole % (self.dims.tp * self.shards) == 0}
         return self.float8_layers & even if gathers_float8(self.config.float8) else frozenset()
 
     @property
@@ -258,14 +263,12 @@ def padded(weight: Weight, ranks: int) -> int:
 def gathered_bytes(work: Work, group: list[Weight]) -> int:
     """Bytes of a group's weights in the types in which they are gathered."""
     in_float8 = work.float8_gathered
-    return sum(
-        padded(weight, work.dims.shards) * (1 if weight.name in in_float8 else work.param_bytes) for weight in group
-    )
+    return sum(padded(weight, work.shards) * (1 if weight.name in in_float8 else work.param_bytes) for weight in group)
 
 
 def local_parameters(work: Work) -> int:
     """Numbers of weights that a rank keeps between steps, with padding."""
-    return sum(padded(weight, work.dims.shards) // work.dims.shards for group in groups(work) for weight in group)
+    return sum(padded(weight, work.shards) // work.shards for group in groups(work) for weight in group)
 
 
 # ---------------------------------------------------------------- traffic
@@ -300,7 +303,7 @@ def _loss_messages(work: Work) -> Iterator[Message]:
 
 
 def _fsdp_messages(work: Work) -> Iterator[Message]:
-    all_groups, ranks, reduce_bytes = groups(work), work.dims.shards, work.reduce_bytes
+    all_groups, ranks, reduce_bytes = groups(work), work.shards, work.reduce_bytes
     summing = "all_to_all" if work.config.parallelism.reduce_scatter == "all_to_all" else "reduce_scatter"
     n_weights, n_scales = sum(map(len, all_groups)), 0
     for i, group in enumerate(all_groups):
@@ -328,7 +331,7 @@ def _island_messages(work: Work) -> Iterator[Message]:
     if work.dims.islands == 1:
         return
     for weight in itertools.chain(*groups(work)):
-        numbers = padded(weight, work.dims.shards) // work.dims.shards
+        numbers = padded(weight, work.shards) // work.shards
         yield "dp_replicate", "all_reduce", 4 * numbers, 1
         yield "dp_replicate", "all_reduce", work.moment_bytes * numbers, 2
     yield "dp_replicate", "all_reduce", 4, 1

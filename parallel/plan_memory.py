@@ -150,7 +150,7 @@ def _in_loss(work: Work, later: bool) -> Moment:
         _norm(work, fused=False) // work.dims.tp + work.shape.dim * work.param_bytes
     )
     gathered = _gathered(work, None)
-    if loss_chunks(work.config) > 1 and work.dims.shards > 1:  # part of the forward, which keeps its last message
+    if loss_chunks(work.config) > 1 and work.shards > 1:  # part of the forward, which keeps its last message
         gathered += gathered_bytes(work, every[-1])
     activations = _activations(work, later) + work.stage * _waiting(work)
     return _gradients(work, every) if later else 0, activations, working, gathered
@@ -249,7 +249,7 @@ def _gradients(work: Work, some: list[list[Weight]]) -> int:
         return work.reduce_bytes * _sum(lambda group: sum(w.size for w in group), some)
     if work.config.parallelism.cpu_offload:
         return 0
-    return 4 * _sum(lambda group: sum(padded(w, work.dims.shards) for w in group) // work.dims.shards, some)
+    return 4 * _sum(lambda group: sum(padded(w, work.shards) for w in group) // work.shards, some)
 
 
 def _sum(size: Callable[[list[Weight]], int], some: list[list[Weight]]) -> int:

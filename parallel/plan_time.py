@@ -127,11 +127,11 @@ def estimate(work: Work, cluster: Cluster) -> Estimate:
 
 
 def _shard_link(work: Work, cluster: Cluster) -> _Link:
-    return _link(cluster, work.dims.shards, work.dims.tp)
+    return _link(cluster, work.shards, work.dims.tp)
 
 
 def _replica_link(work: Work, cluster: Cluster) -> _Link:
-    return _link(cluster, work.dims.dp_replicate, work.dims.tp * work.dims.shards)
+    return _link(cluster, work.dims.dp_replicate, work.dims.tp * work.shards)
 
 
 def _beside_kernels(work: Work, cluster: Cluster) -> tuple[float, float]:
@@ -147,9 +147,7 @@ def _beside_kernels(work: Work, cluster: Cluster) -> tuple[float, float]:
     near = _link(cluster, max(1, work.config.parallelism.reshard_group_size), work.dims.tp)
     again = (everywhere - ahead) * gather + within * near.seconds("all_gather", gathered)
     scatter = work.sums * shards.seconds("reduce_scatter", summed)
-    last = (
-        _replica_link(work, cluster).seconds("all_reduce", summed / work.dims.shards) if work.dims.islands == 1 else 0.0
-    )
+    last = _replica_link(work, cluster).seconds("all_reduce", summed / work.shards) if work.dims.islands == 1 else 0.0
     return ahead * gather / work.microbatches, (again + scatter + last) / work.microbatches
 
 
