@@ -1,4 +1,4 @@
-"""The house: imports point down, and no module keeps mutable globals or reads the environment by itself."""
+"""The house: imports point down, no module keeps mutable globals or reads the environment, docs have short lines."""
 
 import ast
 import re
@@ -77,3 +77,10 @@ def test_the_environment_is_read_in_few_places() -> None:
     found = {str(path.relative_to(ROOT)) for path in sources() if "os.environ" in path.read_text()}
     assert found <= ENVIRONMENT
     assert not [path for path in sources() if "getenv" in path.read_text()]
+
+
+def test_lines_of_the_docs_are_short() -> None:
+    """Tables and what is to be copied, as it is, may be wider."""
+    for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")):
+        text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+        assert [line for line in text.splitlines() if len(line) > 120 and not line.startswith("|")] == [], path.name
