@@ -134,8 +134,12 @@ class LocalStore:
     def check_writable(self) -> None:
         with _reported(self.url):
             for folder in (self.folder, *self.folder.parents):  # in the first that exists
-                with suppress(FileNotFoundError), NamedTemporaryFile(dir=folder, prefix=".probe-"):
-                    return
+                try:
+                    with NamedTemporaryFile(dir=folder, prefix=".probe-"):
+                        return
+                except FileNotFoundError:
+                    if folder.is_symlink():  # no folder can be made there
+                        raise
 
     def remove(self, names: list[str]) -> None:
         parents = {(self.folder / name).parent for name in names} - {self.folder}

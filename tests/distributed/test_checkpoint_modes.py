@@ -746,7 +746,11 @@ def test_a_place_that_cannot_be_written_to_is_found_before_anything_is_written(t
     with pytest.raises(CheckpointError, match="cannot be written to"):  # by the last step
         manager.check_places(Checkpoint(**places, enable=False, save_model=True), tmp_path / "run")
     manager.check_places(Checkpoint(**places, enable=False), tmp_path / "run")
-    assert os.listdir(tmp_path) == ["file"]
+    (tmp_path / "link").symlink_to("nowhere")  # as to a disk that is not mounted
+    places[key] = str(tmp_path / "link" / "folder")
+    with pytest.raises(CheckpointError, match=f"checkpoint.{key} = '.*/link/folder': cannot be written to: .*missing"):
+        manager.check_places(Checkpoint(**places), tmp_path / "run")
+    assert sorted(os.listdir(tmp_path)) == ["file", "link"]
 
 
 def test_room_is_counted_per_disk(tmp_path):
