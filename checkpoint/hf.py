@@ -91,7 +91,9 @@ def export_model(
         positions = max_positions or trained_positions(opened.manifest, "--max-positions")
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
-            with TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.partial-") as temporary:
+            prefix = f"{folder.name}.partial-"
+            # Not even a failed removal hides the first error.
+            with TemporaryDirectory(dir=folder.parent, prefix=prefix, ignore_cleanup_errors=True) as temporary:
                 partial = Path(temporary, folder.name)
                 partial.mkdir()
                 write_companions(partial, companions, text, adapter.to_hf_config(flavor, positions, dtype))

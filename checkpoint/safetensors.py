@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,8 @@ def write_file(path: Path, tensors: dict[str, Tensor]) -> None:
     """Write a new file of `tensors`, as transformers does. Raises CheckpointError if that fails."""
     try:
         save_file(tensors, path, {"format": "pt"})
+        with suppress(OSError):  # a file system that allows no change
+            path.chmod(path.parent.stat().st_mode & 0o666)  # by the umask; safetensors 0.8 lets only the owner read
     except (SafetensorError, OSError) as error:
         size = sum(tensor.nbytes for tensor in tensors.values())
         raise CheckpointError(f"{path}: {size / 1e9:.2f} GB cannot be written: {error}") from None

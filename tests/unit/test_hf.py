@@ -1,8 +1,10 @@
 """Hugging Face folders to checkpoints and back, through the command line's functions."""
 
 import dataclasses
+import errno
 import json
 import logging
+import os
 import re
 import shutil
 import subprocess
@@ -88,6 +90,7 @@ def test_to_a_checkpoint_and_back_bit_for_bit(tmp_path, tokenizer_folder, family
     for key in ("rope_parameters", "tie_word_embeddings", "num_key_value_heads", "max_position_embeddings", "head_dim"):
         assert getattr(back.config, key) == getattr(model.config, key), key
     assert len(list((tmp_path / "back").glob("*.safetensors"))) > 1
+    assert len({path.stat().st_mode for path in (tmp_path / "back").iterdir()}) == 1
     tokens = torch.arange(40)[None]
     first = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")  # not `model`: rounded rotary frequencies, too
     torch.testing.assert_close(back.float()(tokens).logits, first.float()(tokens).logits, rtol=1e-5, atol=1e-5)
@@ -517,6 +520,16 @@ def test_an_export_that_was_overtaken_leaves_the_other_its_folder(tmp_path, toke
         export_model(str(tmp_path / "ours"), tmp_path / "out", **EXPORT)
     assert other.exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "ours", "out"]
+
+
+def test_what_an_export_cannot_remove_does_not_hide_why_it_failed(tmp_path, tokenizer_folder, monkeypatch):
+    """NFS keeps a file that is removed while it is open, under another name."""
+    hf_folder(tmp_path / "hf", "llama3", tokenizer_folder)
+    import_model(tmp_path / "hf", str(tmp_path / "ours"), check="tensors")
+    monkeypatch.setattr(hf, "check_result", mock.Mock(side_effect=CheckpointError("differs")))
+    monkeypatch.setattr(os, "rmdir", mock.Mock(side_effect=OSError(errno.ENOTEMPTY, "Directory not empty")))
+    with pytest.raises(CheckpointError, match=r"^differs$"):
+        export_model(str(tmp_path / "ours"), tmp_path / "out", **EXPORT)
 
 
 def test_a_model_of_another_version_is_named_in_one_line():
