@@ -185,7 +185,8 @@ def prepare(
 
 
 def _keys(format: str, text_key: str, example_keys: str) -> Keys:
-    return text_key if format == "text" else tuple((example_keys or KEYS[format]).split(","))
+    names = example_keys or KEYS.get(format, "")
+    return tuple(names.split(",")) if names else text_key
 
 
 def _trained_tokenizer(units: list[Unit], keys: Keys, vocab_size: int) -> Tokenizer:

@@ -621,6 +621,12 @@ def test_a_dry_run_counts_and_writes_nothing(texts, tmp_path, monkeypatch, capsy
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
+def test_a_dry_run_reads_the_keys_it_is_given(tmp_path):
+    source = write_jsonl(tmp_path / "in.jsonl", ["text"])
+    with pytest.raises(SystemExit, match="nothing under 'question'; it has id, text; choose with --example-keys"):
+        main(["--source", str(source), "--dry-run", "--example-keys", "question"])
+
+
 def test_only_a_dry_run_needs_no_output(capsys):
     with pytest.raises(SystemExit):
         main(["--source", "in.jsonl"])
