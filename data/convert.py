@@ -15,6 +15,7 @@ document is held out.
 """
 
 import argparse
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from glob import glob
@@ -44,6 +45,8 @@ from data.writer import (
     write_manifest,
     write_shard,
 )
+
+log = logging.getLogger(__name__)
 
 IDS_AT_ONCE = 2**24  # of nanoGPT's, searched for ends of documents
 
@@ -91,8 +94,8 @@ def megatron_documents(path: Path, eos_id: int) -> Iterator[np.ndarray]:
         )
     if not len(bounds) or bounds[0] != 0 or bounds[-1] != sequences or (np.diff(bounds) < 0).any():
         raise DataError(f"{index_path}: its {documents} document bounds do not fit its {sequences} sequences")
-    ids = np.memmap(path, dtype, "r")
-    for first, stop in pairwise(starts[bounds].tolist()):
+    ids = np.asarray(np.memmap(path, dtype, "r"))  # views of a memmap cost microseconds each
+    for first, stop in pairwise(starts[bounds]):
         yield ids[first:stop]
 
 
@@ -153,13 +156,21 @@ def convert(
 
 
 def _files(source: str, format: str) -> list[Path]:
-    """The files that a name or glob stands for. Raises DataError if there are none."""
-    if format == "megatron":  # Megatron-LM names both files by their prefix
-        source = f"{source.removesuffix('.idx').removesuffix('.bin')}.bin"
+    """The files that a name or glob stands for. Raises DataError if there are none, or if a link leads nowhere."""
+    if format == "megatron" and not source.endswith(".bin"):  # Megatron-LM names both files by their prefix
+        source = f"{source.removesuffix('.idx')}.bin"
     named = [source] if os.path.isfile(source) else sorted(glob(source, recursive=True))
-    found = [Path(os.path.abspath(name)) for name in named if os.path.isfile(name)]
+    if lost := [name for name in named if not os.path.exists(name)]:
+        raise DataError(f"--source {source}: {lost[0]} is a link that leads nowhere")
+    # Links to folders are resolved, so a file named in two ways is one; a link to a file stays its own.
+    found = [
+        Path(os.path.realpath(os.path.dirname(name)), os.path.basename(name)) for name in named if os.path.isfile(name)
+    ]
     if not found:
         raise DataError(f"--source {source}: names no file; give files of tokens on this machine, or globs of them")
+    folders = [name for name in named if os.path.isdir(name)]
+    if folders and "**" not in source:
+        log.warning("--source %s: folders left out: %s, such as %s", source, len(folders), folders[0])
     return found
 
 

@@ -1271,6 +1271,27 @@ def test_megatron_files_are_known_by_their_prefix(tokenizer_folder, tmp_path, so
     assert [document for block in stored_blocks(tmp_path / "out") for document in block] == [[5, 6, eos], [7, eos]]
 
 
+def test_tokens_reached_in_two_ways_are_read_once_and_none_is_left_out_without_a_word(tmp_path, caplog):
+    """A link to a file is a file of its own, as its index is beside it."""
+    (tmp_path / "real" / "sub.bin").mkdir(parents=True)
+    (tmp_path / "real" / "a.bin").write_bytes(b"1234")
+    (tmp_path / "real" / "b.bin").symlink_to("a.bin")
+    (tmp_path / "link").symlink_to("real")
+    files = [tmp_path / "real" / "a.bin", tmp_path / "real" / "b.bin"]
+    for source in ("real/*.bin", "link/*.bin", "*/*.bin", "**/*.bin"):
+        assert list(dict.fromkeys(convert_module._files(f"{tmp_path}/{source}", "nanogpt"))) == files
+    assert "real/*.bin: folders left out: 1, such as" in caplog.text
+    (tmp_path / "real" / "c.bin").symlink_to("../nowhere")
+    with pytest.raises(DataError, match=r"real/c\.bin is a link that leads nowhere"):
+        convert_module._files(f"{tmp_path}/real/*.bin", "nanogpt")
+
+
+def test_the_prefix_of_megatron_files_may_end_as_a_file_of_theirs(tmp_path):
+    for name in ("a.bin", "a.bin.bin"):
+        (tmp_path / name).touch()
+    assert convert_module._files(f"{tmp_path}/a.bin.idx", "megatron") == [tmp_path / "a.bin.bin"]
+
+
 @pytest.mark.parametrize(("code", "dtype"), [(1, "u1"), (2, "i1"), (3, "<i2"), (4, "<i4"), (5, "<i8"), (8, "<u2")])
 def test_megatron_files_of_every_type_of_integer_and_with_an_empty_document(tokenizer_folder, tmp_path, code, dtype):
     eos = load_tokenizer(tokenizer_folder).eos_id
@@ -1279,6 +1300,8 @@ def test_megatron_files_of_every_type_of_integer_and_with_an_empty_document(toke
     output = tmp_path / "out"
     convert([str(tmp_path / "a.bin")], str(output), "megatron", str(tokenizer_folder), validation_fraction=0)
     assert [document for block in stored_blocks(output) for document in block] == [[5, 6, eos], [7, eos]]
+    found = convert_module.megatron_documents(tmp_path / "a.bin", eos)
+    assert {type(ids) for ids in found} == {np.ndarray}  # not np.memmap, which is slow to cut
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 3, 100])
