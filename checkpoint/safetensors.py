@@ -1,6 +1,7 @@
 """Folders of safetensors files in Hugging Face's layout."""
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -89,6 +90,8 @@ def write_file(path: Path, tensors: dict[str, Tensor]) -> None:
     """Write a new file of `tensors`, as transformers does. Raises CheckpointError if that fails."""
     try:
         save_file(tensors, path, {"format": "pt"})
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())  # a power cut must not leave a whole folder with half a file
         with suppress(OSError):  # a file system that allows no change
             path.chmod(path.parent.stat().st_mode & 0o666)  # by the umask; safetensors 0.8 lets only the owner read
     except (SafetensorError, OSError) as error:

@@ -15,10 +15,8 @@ document is held out.
 """
 
 import argparse
-import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from glob import glob
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,7 @@ from tqdm import tqdm
 
 from config import command_line
 from data.shards import SPLITS, DataError, token_type
-from data.sources import failures_of
+from data.sources import STDLIB, failures_of, list_files
 from data.tokenizer import Tokenizer, load_tokenizer
 from data.workers import locked
 from data.writer import (
@@ -45,8 +43,6 @@ from data.writer import (
     write_manifest,
     write_shard,
 )
-
-log = logging.getLogger(__name__)
 
 IDS_AT_ONCE = 2**24  # of nanoGPT's, searched for ends of documents
 
@@ -134,7 +130,16 @@ def convert(
     """Convert tokens and return the manifest. `--help` explains the parameters. Raises DataError, TitaniteError."""
     folder = check_output(output, overwrite, validation_fraction, block_mb, shard_mb)
     chosen = load_tokenizer(tokenizer, eos_token)
-    paths = list(dict.fromkeys(path for source in sources for path in _files(source, format)))
+    for source in sources:
+        if "://" in source:
+            raise DataError(f"--source {source}: must be on this machine")
+        if source == STDLIB or os.path.isdir(source):  # their text would be read as tokens
+            raise DataError(f"--source {source}: must be files of tokens; name them, as in 'FOLDER/*.bin'")
+    if format == "megatron":  # Megatron-LM names both files by their prefix
+        sources = [
+            name if not name or name.endswith(".bin") else f"{name.removesuffix('.idx')}.bin" for name in sources
+        ]
+    paths = [Path(file.url) for file in list_files(sources, "name files of tokens, or globs of them")]
     # Of each file, even if the first has some: bad input is found before anything is removed.
     has_documents = [next(_documents(path, format, chosen), None) is not None for path in paths]
     if not any(has_documents):
@@ -153,25 +158,6 @@ def convert(
             written[split].append(_write(folder, split, len(written[split]), enough, int(block_mb * 2**20)))
             del enough  # frees the memory before the next shard is gathered
         return write_manifest(folder, chosen, list(chain.from_iterable(written.values())))
-
-
-def _files(source: str, format: str) -> list[Path]:
-    """The files that a name or glob stands for. Raises DataError if there are none, or if a link leads nowhere."""
-    if format == "megatron" and not source.endswith(".bin"):  # Megatron-LM names both files by their prefix
-        source = f"{source.removesuffix('.idx')}.bin"
-    named = [source] if os.path.isfile(source) else sorted(glob(source, recursive=True))
-    if lost := [name for name in named if not os.path.exists(name)]:
-        raise DataError(f"--source {source}: {lost[0]} is a link that leads nowhere")
-    # Links to folders are resolved, so a file named in two ways is one; a link to a file stays its own.
-    found = [
-        Path(os.path.realpath(os.path.dirname(name)), os.path.basename(name)) for name in named if os.path.isfile(name)
-    ]
-    if not found:
-        raise DataError(f"--source {source}: names no file; give files of tokens on this machine, or globs of them")
-    folders = [name for name in named if os.path.isdir(name)]
-    if folders and "**" not in source:
-        log.warning("--source %s: folders left out: %s, such as %s", source, len(folders), folders[0])
-    return found
 
 
 def _documents(path: Path, format: str, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
@@ -220,7 +206,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         prog="python -m data.convert", description="Turn other projects' tokens into a dataset."
     )
     add = parser.add_argument
-    add("--source", dest="sources", nargs="+", required=True, help="local files or globs (Megatron: also prefixes)")
+    add(
+        "--source",
+        dest="sources",
+        nargs="+",
+        required=True,
+        help="local files or globs (Megatron: prefixes or .bin files)",
+    )
     add("--format", choices=FORMATS, required=True, help="what the files are")
     add("--tokenizer", required=True, help="the tokenizer.json that made the tokens, or a folder with it")
     add_output_options(parser)

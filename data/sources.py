@@ -75,10 +75,10 @@ SEARCHED = (
 )
 
 
-def list_files(sources: Sequence[str]) -> list[File]:
+def list_files(sources: Sequence[str], searched: str = SEARCHED) -> list[File]:
     """The files that the sources (stdlib, folders, files, globs, URLs) name, in a fixed order.
 
-    Raises DataError naming a source without files and what is searched for.
+    Raises DataError naming a source without files and what is `searched` for.
     """
     files: dict[str, File] = {}
     for source in sources:
@@ -86,7 +86,7 @@ def list_files(sources: Sequence[str]) -> list[File]:
             raise DataError("--source : must not be empty")
         found = _stdlib_files() if source == STDLIB else _expand(source)
         if not found:
-            raise DataError(f"--source {source}: no files there; {SEARCHED}")
+            raise DataError(f"--source {source}: no files there; {searched}")
         files.update((file.url, file) for file in found)
     return list(files.values())
 

@@ -1266,30 +1266,8 @@ def test_megatron_files_are_known_by_their_prefix(tokenizer_folder, tmp_path, so
     eos = load_tokenizer(tokenizer_folder).eos_id
     write_megatron(tmp_path, [[5, 6], [7]], eos)
     source, output = str(tmp_path / source), str(tmp_path / "out")
-    both = [source, f"{tmp_path}/../{tmp_path.name}/a"]  # one file, named in two ways, is read once
-    convert(both, output, "megatron", str(tokenizer_folder), validation_fraction=0)
+    convert([source], output, "megatron", str(tokenizer_folder), validation_fraction=0)
     assert [document for block in stored_blocks(tmp_path / "out") for document in block] == [[5, 6, eos], [7, eos]]
-
-
-def test_tokens_reached_in_two_ways_are_read_once_and_none_is_left_out_without_a_word(tmp_path, caplog):
-    """A link to a file is a file of its own, as its index is beside it."""
-    (tmp_path / "real" / "sub.bin").mkdir(parents=True)
-    (tmp_path / "real" / "a.bin").write_bytes(b"1234")
-    (tmp_path / "real" / "b.bin").symlink_to("a.bin")
-    (tmp_path / "link").symlink_to("real")
-    files = [tmp_path / "real" / "a.bin", tmp_path / "real" / "b.bin"]
-    for source in ("real/*.bin", "link/*.bin", "*/*.bin", "**/*.bin"):
-        assert list(dict.fromkeys(convert_module._files(f"{tmp_path}/{source}", "nanogpt"))) == files
-    assert "real/*.bin: folders left out: 1, such as" in caplog.text
-    (tmp_path / "real" / "c.bin").symlink_to("../nowhere")
-    with pytest.raises(DataError, match=r"real/c\.bin is a link that leads nowhere"):
-        convert_module._files(f"{tmp_path}/real/*.bin", "nanogpt")
-
-
-def test_the_prefix_of_megatron_files_may_end_as_a_file_of_theirs(tmp_path):
-    for name in ("a.bin", "a.bin.bin"):
-        (tmp_path / name).touch()
-    assert convert_module._files(f"{tmp_path}/a.bin.idx", "megatron") == [tmp_path / "a.bin.bin"]
 
 
 @pytest.mark.parametrize(("code", "dtype"), [(1, "u1"), (2, "i1"), (3, "<i2"), (4, "<i4"), (5, "<i8"), (8, "<u2")])
@@ -1316,7 +1294,7 @@ def test_tokens_that_are_not_there_are_no_text(tokenizer_folder, tmp_path):
     write_nanogpt(tmp_path, [[]], 0)
     with pytest.raises(DataError, match=r"--source .*a\.bin: holds no documents"):
         convert([str(tmp_path / "a.bin")], str(tmp_path / "out"), "nanogpt", str(tokenizer_folder))
-    with pytest.raises(DataError, match=r"--source .*x\.bin: names no file; give files of tokens on"):
+    with pytest.raises(DataError, match=r"--source .*x\.bin: no files there; name files of tokens, or globs of them$"):
         convert([str(tmp_path / "x")], str(tmp_path / "out"), "megatron", str(tokenizer_folder))
 
 
@@ -1451,13 +1429,20 @@ def test_tokens_of_another_kind_leave_the_dataset_that_they_were_to_replace(toke
     assert not (tmp_path / "out" / "manifest.json").exists()  # its shards are gone
 
 
-@pytest.mark.parametrize("source", ["FOLDER", "stdlib", "s3://bucket/a.bin"])
+def test_files_to_convert_are_local(tokenizer_folder, tmp_path):
+    with pytest.raises(DataError, match=r"--source s3://bucket/a\.bin: must be on this machine"):
+        convert(["s3://bucket/a.bin"], str(tmp_path / "out"), "nanogpt", str(tokenizer_folder))
+
+
+@pytest.mark.parametrize("source", ["FOLDER", "stdlib"])
 def test_text_is_not_taken_for_tokens(tokenizer_folder, tmp_path, source):
     """As the readme beside the tokens, which is text, would be where a folder is named."""
     np.array([1, 2, 0], "<u2").tofile(tmp_path / "a.bin")
     (tmp_path / "readme.md").write_text("\x01\0" * 20)
     source = source.replace("FOLDER", str(tmp_path))
-    with pytest.raises(DataError, match=rf"--source {source}: names no file; give files of tokens on this machine"):
+    with pytest.raises(
+        DataError, match=rf"--source {source}: must be files of tokens; name them, as in 'FOLDER/\*\.bin'"
+    ):
         convert([source], str(tmp_path / "out"), "nanogpt", str(tokenizer_folder))
     assert not (tmp_path / "out").exists()
 
