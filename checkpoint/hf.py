@@ -483,7 +483,10 @@ def main(argv: list[str]) -> None:
     out.add_argument("folder", type=output_path, metavar="HF_FOLDER", help="new folder")
     out.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="default %(default)s")
     out.add_argument(
-        "--file-gb", type=float, default=5.0, help="about 10^9 bytes per file; inf: one file (default %(default)s)"
+        "--file-gb",
+        type=float,
+        default=5.0,
+        help="10^9 bytes per file, about, held in memory; inf: one file (default %(default)s)",
     )
     out.add_argument("--tokenizer", type=Path, help="tokenizer.json or its folder; default: the run's own")
     out.add_argument("--max-positions", type=int, default=0, help="longest context; default: the training's seq_len")

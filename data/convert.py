@@ -82,11 +82,18 @@ def megatron_documents(path: Path, eos_id: int) -> Iterator[np.ndarray]:
     bounds = np.frombuffer(index, "<i8", documents, 34 + 12 * sequences)
     dtype = np.dtype(MEGATRON_DTYPES[index[17]])
     starts = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))  # of the sequences, in tokens, and their end
-    begins, size = starts * dtype.itemsize, path.stat().st_size
-    if not size or begins[-1] != size or (sizes < 0).any() or not np.array_equal(pointers, begins[:-1]):
+    begins = starts * dtype.itemsize
+    if (wrong := np.flatnonzero((sizes < 0) | (pointers != begins[:-1]))).size:
+        at = wrong[0]
         raise DataError(
-            f"{index_path}: its sequences do not follow each other from the beginning of {path} to its end, as in "
-            "every index that Megatron-LM writes: one of them is cut short, or belongs to another file"
+            f"{index_path}: sequence {at}, of {sizes[at]} tokens from byte {pointers[at]} on, does not begin where the "
+            "one before it ends, as in every index that Megatron-LM writes"
+        )
+    size, end = path.stat().st_size, begins[-1]
+    if not size or end != size:
+        raise DataError(
+            f"{path}: is cut short, or {index_path} belongs to another file: the tokens it lists end at byte {end} "
+            f"of {size}"
         )
     if not len(bounds) or bounds[0] != 0 or bounds[-1] != sequences or (np.diff(bounds) < 0).any():
         raise DataError(f"{index_path}: its {documents} document bounds do not fit its {sequences} sequences")
@@ -206,17 +213,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         prog="python -m data.convert", description="Turn other projects' tokens into a dataset."
     )
     add = parser.add_argument
-    add(
-        "--source",
-        dest="sources",
-        nargs="+",
-        required=True,
-        help="local files or globs (Megatron: prefixes or .bin files)",
-    )
+    add("--source", nargs="+", required=True, help="local files or globs (Megatron: prefixes or .bin files)")
     add("--format", choices=FORMATS, required=True, help="what the files are")
     add("--tokenizer", required=True, help="the tokenizer.json that made the tokens, or a folder with it")
     add_output_options(parser)
     arguments = vars(parser.parse_args(argv))
+    arguments["sources"] = arguments.pop("source")
     with command_line():
         try:
             manifest = convert(**arguments)
