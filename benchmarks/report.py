@@ -1,6 +1,7 @@
 """What every benchmark prints: a JSON line per row once it is measured, then a table, then the missed bars."""
 
 import argparse
+import importlib.metadata
 import json
 import platform
 import subprocess
@@ -83,8 +84,17 @@ def machine() -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "python": platform.python_version(),
         "torch": torch.__version__,
+        **{name: _version(name) for name in ("torchao", "triton", "transformers", "torchtitan")},
+        "cudnn": torch.backends.cudnn.version(),
         "commit": git_commit(),
     }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _cell(value: Any) -> str:
