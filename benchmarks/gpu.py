@@ -45,6 +45,7 @@ from parallel.mesh import ParallelDims
 from parallel.plan import build_work
 from parallel.plan_costs import Work, block_weights
 from parallel.plan_memory import memory
+from records import read_records
 from train import train
 
 WARMUP_STEPS = 3
@@ -178,7 +179,7 @@ def seconds(action: Callable[[], Any], device: torch.device, rounds: int = 20, a
 
 
 def measure_training(run: Run, device: torch.device, started: float) -> dict[str, Any]:
-    """Measure train.py's tokens/s, first step, memory, and shares of a profiled step."""
+    """Measure train.py's tokens/s, first step, memory, the loss after all steps, and shares of a profiled step."""
     marks: dict[str, float] = {}
     last = WARMUP_STEPS + run.steps
     activity = torch.profiler.ProfilerActivity  # only the device's: recording the host slows it down
@@ -196,8 +197,10 @@ def measure_training(run: Run, device: torch.device, started: float) -> dict[str
 
     with tempfile.TemporaryDirectory() as outputs:
         train(training_config(run, last + 1, outputs), after_step)
+        [records] = Path(outputs).glob("*/metrics.jsonl")
+        loss = read_records(records)[-1]["loss"]
     elapsed = marks[str(last)] - marks[str(WARMUP_STEPS)]
-    return result(run, device, elapsed, marks["1"] - started) | shares(profiler, device)
+    return result(run, device, elapsed, marks["1"] - started) | {"loss": loss} | shares(profiler, device)
 
 
 def result(run: Run, device: torch.device, elapsed: float, first_step: float) -> dict[str, Any]:
@@ -222,7 +225,7 @@ def training_config(run: Run, steps: int, outputs: str) -> Config:
         f"--training.steps={steps}",
         f"--run.outputs={outputs}",
         "--compile.enable",
-        "--lr_scheduler.warmup_steps=1",
+        f"--lr_scheduler.warmup_steps={steps}",  # a first step at full rate throws losses about: none would compare
         "--lr_scheduler.decay_fraction=0",
         "--metrics.log_interval=1000",
         "--metrics.tensorboard=false",

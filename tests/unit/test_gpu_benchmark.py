@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_a_rehearsal_measures_its_rows(tmp_path: Path) -> None:
-    kinds = "peaks,8B tensorwise 8192"
+    kinds = "peaks,8B bf16 8192,8B tensorwise 8192"
     command = [sys.executable, "-m", "benchmarks.gpu", "--rehearse", f"--rows={kinds}", f"--json={tmp_path / 'rows'}"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
@@ -35,6 +35,8 @@ def test_a_rehearsal_measures_its_rows(tmp_path: Path) -> None:
     assert not [row for row in rows.values() if "failed" in row]
     assert rows["peaks"]["bf16 TFLOP/s"] > 0
     assert all(row["tokens/s"] > 0 and row["peak GiB"] > 0 for row in list(rows.values())[1:])
+    losses = [rows[name]["loss"] for name in kinds.split(",")[1:]]
+    assert losses[0] != losses[1] == pytest.approx(losses[0], rel=0.01)
 
 
 def test_settings_are_rehearsed(tmp_path: Path) -> None:
