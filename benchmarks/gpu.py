@@ -6,8 +6,8 @@ The most important rows come first. Each is written as soon as it is measured, s
 rows. Each runs in its own process. If memory runs out, another process tries half as many sequences at once, and later
 rows of that model begin with as many as fitted, so that they compare. A training row runs train.py itself: some steps
 to compile and warm up, some timed together (waiting for the device only at their ends), one under torch's profiler for
-the shares of the step. `roofline` is tokens/s over what the measured matmul peaks allow if only matmuls and attention
-took time (attention at the bfloat16 peak, its causal half).
+the shares of the step. Peers do the same steps. `roofline` is tokens/s over what the measured matmul peaks allow if
+only matmuls and attention took time (attention at the bfloat16 peak, its causal half).
 
 `--rehearse` runs everything on CPU with tiny shapes, to find typos before using a GPU: its figures say nothing. The
 dataset is the one that ./run_llama_train.sh prepares.
@@ -182,8 +182,7 @@ def measure_training(run: Run, device: torch.device, started: float) -> dict[str
     """Measure train.py's tokens/s, first step, memory, the loss after all steps, and shares of a profiled step."""
     marks: dict[str, float] = {}
     last = WARMUP_STEPS + run.steps
-    activity = torch.profiler.ProfilerActivity  # only the device's: recording the host slows it down
-    profiler = torch.profiler.profile(activities=[activity.CPU if device.type == "cpu" else activity.CUDA])
+    profiler = build_profiler(device)
 
     def after_step(step: int) -> None:
         if step in (1, WARMUP_STEPS, last):
@@ -334,7 +333,7 @@ def measure_torchtitan(run: Run, device: torch.device, started: float) -> dict[s
 
 
 def measure_loop(step: Callable[[], None], run: Run, device: torch.device, started: float) -> dict[str, Any]:
-    """Measure a peer's tokens/s, first step and memory, over the same steps as train.py's."""
+    """Measure a peer's tokens/s, first step, memory and shares, over the same steps as train.py's."""
     step()
     synchronize(device)
     first = time.perf_counter() - started
@@ -345,7 +344,16 @@ def measure_loop(step: Callable[[], None], run: Run, device: torch.device, start
     for _ in range(run.steps):
         step()
     synchronize(device)
-    return result(run, device, time.perf_counter() - begin, first)
+    elapsed = time.perf_counter() - begin
+    with build_profiler(device) as profiler:
+        step()
+        synchronize(device)
+    return result(run, device, elapsed, first) | shares(profiler, device)
+
+
+def build_profiler(device: torch.device) -> torch.profiler.profile:
+    activity = torch.profiler.ProfilerActivity  # only the device's: recording the host slows it down
+    return torch.profiler.profile(activities=[activity.CPU if device.type == "cpu" else activity.CUDA])
 
 
 # The first pattern that matches a kernel's name decides its kind.
@@ -584,7 +592,7 @@ def bars(rows: list[dict[str, Any]], chosen: Sequence[str], gpu: str) -> Iterato
     measured = {row["row"]: row["tokens/s"] for row in rows if "tokens/s" in row}
     speed = {run.instead_of: measured[name] for name, run in runs().items() if name in measured} | measured
     for row in rows:
-        if "attention by" in row:
+        if "attention by" in row and not runs()[row["row"]].peer:
             by = row["attention by"]
             yield f"{row['row']}: attention by {by}, cudnn is asked for", by == "cudnn"
     targets = {
