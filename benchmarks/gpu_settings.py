@@ -61,6 +61,7 @@ class Row:
 
 def rows() -> dict[str, Row]:
     base = (*CHUNKS, *SMALL_STATES, *BUDGET, *ONCE)
+    fast_math = partial(inductor.patch, use_fast_math=True)  # exponentials in fewer instructions
 
     def without(options: tuple[str, ...], *others: str) -> tuple[str, ...]:
         return (*(option for option in base if option not in options), *others)
@@ -78,9 +79,11 @@ def rows() -> dict[str, Row]:
         "not compiled": Row(without(BUDGET, "--compile.enable=false")),
         "float8, tensorwise": Row((*base, *TENSORWISE)),
         "float8, tensorwise, the compiler unguided": Row((*base, *TENSORWISE), _unguided),
+        "float8, tensorwise, fast math": Row((*base, *TENSORWISE), fast_math),
         "float8, tensorwise, wk and wv too": Row((*base, *TENSORWISE, EVERY_LAYER)),
         "float8, rowwise": Row((*base, *ROWWISE)),
         "float8, rowwise, the compiler unguided": Row((*base, *ROWWISE), _unguided),
+        "float8, rowwise, fast math": Row((*base, *ROWWISE), fast_math),
         f"{BASE}, again": Row(base),
     }
 
