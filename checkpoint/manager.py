@@ -157,7 +157,6 @@ class CheckpointManager:
         self.config, self.settings = config, config.checkpoint
         self.model, self.optimizer, self.dataloader = model, optimizer, dataloader
         self.identity, self.on_commit, self.on_progress = _jsonable(identity), on_commit, on_progress
-        self.device = next(model[0].parameters()).device
         self.ranks = build_ranks(self.settings.timeout_seconds)
         self.stores = _open_stores(self.settings, run_folder)
         self.store = self.stores[0]
@@ -171,7 +170,7 @@ class CheckpointManager:
         self.stranded: set[str] = set()  # on rank 0: checkpoints on other machines' disks, newer than those it sees
         self.under_way: Future[None] | None = None
         self.state_checked = False
-        self.staging = Staging(self.device)
+        self.staging = Staging(next(model[0].parameters()).device)
         if self.settings.mode == "async":
             optimizer.register_step_pre_hook(lambda *_: self.staging.wait())
         self.planned: tuple[Any, Plan] | None = None
@@ -201,7 +200,7 @@ class CheckpointManager:
         if self.upload_store and self.ranks.broadcast(bool(neighbours.others)):
             candidates = self._upload_newest(self.upload_store, candidates)
         advice = ". To start a new run instead, set another run.folder"
-        fill = partial(self._fill, random_state(self.device))
+        fill = partial(self._fill, random_state())
         opened, _, self.damaged = load_newest(candidates, self.ranks, fill, advice)
         self.dataloader.load_state_dict(opened.manifest["dataloader"])
         logger.info(f"resumed from {opened.url}, world size {opened.manifest['world_size']} then")
@@ -374,7 +373,7 @@ class CheckpointManager:
         state: State = {
             "model": model_tensors(self.model),
             "optimizer": optimizer_tensors(self.model, self.optimizer),
-            "rng": {str(self.ranks.rank): random_state(self.device)},
+            "rng": {str(self.ranks.rank): random_state()},
         }
         save = self._prepare(new_checkpoint_name(step), step, state, started)
         if self.settings.mode == "async":

@@ -78,10 +78,10 @@ def allocate_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
         group.update(values)
 
 
-def random_state(device: torch.device) -> dict[str, Tensor]:
-    """Copies of torch's random states of the CPU and of `device`, as 1-D tensors of bytes."""
+def random_state() -> dict[str, Tensor]:
+    """Copies of torch's random states of the CPU and of this rank's accelerator, as 1-D tensors of bytes."""
     states = {"cpu": torch.get_rng_state()}
-    if device.type != "cpu":
+    if device := torch.accelerator.current_accelerator(check_available=True):  # also if the weights are on the host
         states[device.type] = torch.get_device_module(device).get_rng_state()
     return states
 

@@ -1,8 +1,11 @@
 """Resume: the same bits at the same world size, the same state at any other."""
 
-import pytest
+from types import SimpleNamespace
 
-from tests.distributed.checkpoint_runs import load_run, same, train_run
+import pytest
+import torch
+
+from tests.distributed.checkpoint_runs import Run, load_run, same, train_run
 from tests.harness import run_ranks
 
 MESHES = [((), 1), ((2,), 2), ((3,), 3), ((2, 2), 4)]
@@ -31,3 +34,16 @@ def test_any_mesh_loads_what_any_mesh_wrote(tmp_path, mesh, world_size):
                 )
                 == []
             )
+
+
+def test_an_accelerators_random_state_is_kept_where_the_weights_are_on_the_host(tmp_path, monkeypatch):
+    """As with parallelism.cpu_offload; a generator of the host stands for the accelerator's."""
+    run, generator = Run(tmp_path), torch.Generator()
+    device = SimpleNamespace(get_rng_state=generator.get_state, set_rng_state=generator.set_state)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: device)
+    run.checkpoint.load()
+    run.checkpoint.save(1)
+    expected = torch.rand(4, generator=generator)
+    assert run.checkpoint.load() == 1
+    assert torch.equal(torch.rand(4, generator=generator), expected)

@@ -510,7 +510,7 @@ class World:
     def build_ranks(self, timeout_seconds: int) -> Ranks:
         return Member(self.turns.running, self.size, None, self) if self.size > 1 else Ranks()
 
-    def random_state(self, device: Any) -> dict[str, torch.Tensor]:
+    def random_state(self) -> dict[str, torch.Tensor]:
         return {"cpu": torch.tensor([self.processes[self.turns.running].random_state])}
 
     def set_random_state(self, states: dict[str, torch.Tensor]) -> None:
