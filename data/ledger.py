@@ -24,8 +24,9 @@ class Ledger:
 
     def __init__(self, folder: Path, dp_rank: int, shape: StepShape, state: Mapping[str, Any], urls: Mapping[str, str]):
         path = folder / "data" / f"rank-{dp_rank:05}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open_records(path)
+        with file_errors(path):  # on nodes other than rank 0's this is the first that is written
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open_records(path)
         self._begins = {"shape": shape._asdict(), "urls": dict(urls)}
         self.start(state)
 

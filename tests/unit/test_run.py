@@ -315,6 +315,12 @@ def test_a_ledger_cut_by_a_kill_goes_on(tmp_path: Path) -> None:
     assert [step.first for step in read_ledger(tmp_path / "data" / "rank-00000.jsonl").steps] == [0, 0]
 
 
+def test_a_node_that_cannot_write_to_the_runs_folder_says_so_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "data").touch()
+    with pytest.raises(TitaniteError, match=r"/data/rank-00000\.jsonl: cannot be written: File exists"):
+        Ledger(tmp_path, 0, StepShape(1, 1, 1), {}, {})
+
+
 def test_a_folder_that_cannot_be_looked_at_is_named() -> None:
     with pytest.raises(ConfigError, match=r"run\.folder = 'a+': cannot be used: .*File name too long"):
         check_run_folder(Config(run=Run(folder=300 * "a")), {})
