@@ -196,8 +196,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 def clip_grad_norm_(parameters: Sequence[Tensor], max_norm: float, pp: DeviceMesh | None = None) -> Tensor:
     """Scale gradients in place to a total norm of at most `max_norm` (0: leave them). Returns the norm before.
 
-    The norm is over all ranks, including those of the pipeline `pp`, and stays on the device. If it is not finite, it
-    makes every gradient on every rank so too, for the loop to find.
+    The norm is over all ranks, including those of the pipeline `pp`, and stays on the device. If it is not finite,
+    gradients may be NaN or 0 afterwards, and the loop must find it.
     """
     norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     if isinstance(norm, DTensor):
