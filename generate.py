@@ -265,7 +265,7 @@ def continue_many(trained: Trained, prompts: Sequence[str], request: Request, ti
 def chat(trained: Trained, system: str, request: Request) -> None:
     """Answer each line that is typed, until the end of input. The tokens/s of each answer go to stderr."""
     messages = [{"role": "system", "content": system}] if system else []
-    while True:
+    while sys.stdin:  # None if it was closed from the start
         try:
             line = input("> ")
             line.encode()  # raises for surrogates: in some locales bytes that are not UTF-8 become such

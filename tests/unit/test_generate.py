@@ -412,6 +412,14 @@ def test_a_chat_goes_on_from_what_was_said(
     assert byte_tokenizer().decode(prompts[-1]).endswith("Go on\nassistant\n")
 
 
+def test_a_chat_without_an_input_ends(
+    imported: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", None)  # as Python has it after `<&-`
+    main([str(imported), "--chat"])
+    assert capsys.readouterr().out == ""
+
+
 def test_a_prompt_may_hold_any_line_end(tmp_path: Path) -> None:
     prompts = ["a\u2028b", "c\u0085d", "e\r\nf"]
     text = "".join(json.dumps({"prompt": prompt}, ensure_ascii=False) + "\n" for prompt in prompts)
