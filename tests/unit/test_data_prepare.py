@@ -655,7 +655,7 @@ def test_only_a_dry_run_needs_no_output(capsys):
         ("a.py", b"# coding: unicode_escape\n'\\ud800'\n", r"a\.py: .*surrogates not allowed"),
         ("a.parquet", b"PAR1", r"a\.parquet: cannot be read: Parquet file size is 4 bytes"),
         ("a.txt", b"abc\xff", r"a\.txt: not utf-8 text: invalid start byte at byte 3$"),
-        ("a.arrow", b"\xff", r"at byte 0; all but \.jsonl \.ndjson \.json \.parquet, also compressed"),
+        ("a.arrow", b"\xff", r"at byte 0; all but \.jsonl \.ndjson \.json \.parquet.*, also compressed"),
         ("a.jsonl.gz", b"not gzip", r"a\.jsonl\.gz"),
         ("a.jsonl.gz", b"", r"a\.jsonl\.gz: is empty, so it is not compressed text"),
         pytest.param("a.jsonl", b'{"text": "x"}\n{"n": ' + b"[" * 10**6, "line at byte 14: not JSON", id="nested"),
