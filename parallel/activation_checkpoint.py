@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._dynamo import config as dynamo
 from torch._functorch import config as compiler
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -14,6 +15,7 @@ import parallel.context  # noqa: F401  (registers the ring's operator)
 from config import ActivationCheckpoint
 
 aten = torch.ops.aten
+GRAPHS_OF_BLOCKS = 64
 # Expensive to compute, cheap to keep. Attention has another operator on each device.
 ATTENTION_OPS = frozenset(
     {
@@ -60,7 +62,7 @@ def _own_hash() -> str:
 
 
 def guide_compiler() -> None:
-    """Overrule choices of the compiler, for the whole process: what to keep and what to compute again."""
+    """Overrule choices of the compiler, for the whole process: what to keep, what to compute again, how many graphs."""
 
     def overrule(joint: fx.GraphModule, _: Any) -> fx.GraphModule:
         _keep_sums(joint.graph)
@@ -69,6 +71,9 @@ def guide_compiler() -> None:
         return joint
 
     compiler.joint_custom_pass = overrule
+    # A run would end at torch's limit of 8 where blocks differ, as by float8.skip: each kind has a graph for training,
+    # one for validation and one for samples.
+    dynamo.recompile_limit = max(dynamo.recompile_limit, GRAPHS_OF_BLOCKS)
     # The compiler's cache does not look at the pass, and would return graphs made without it, or by another.
     if (tag := _own_hash()) not in torch.compiler.config.cache_key_tag:
         torch.compiler.config.cache_key_tag += tag
