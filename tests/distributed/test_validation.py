@@ -194,6 +194,11 @@ def test_training_sets_of_one_name_are_measured_apart(
     pooled = sum(loss * tokens for loss, tokens in measured) / sum(tokens for _, tokens in measured)
     assert last_validation(run, "validation_loss")["validation_loss"] == pytest.approx(pooled, abs=1e-5)
 
+    folders[1].rename(tmp_path / "moved")
+    with pytest.raises(DataError, match=r"b/train/manifest.json: is missing; .* name its place now with --datasets"):
+        validate([str(run)])
+    assert not capsys.readouterr().out
+
 
 def test_a_checkpoint_that_names_no_length_is_measured_at_a_given_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
