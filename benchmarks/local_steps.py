@@ -20,7 +20,7 @@ from parallel.plan_costs import sent_bytes, traffic
 from records import read_records
 
 DATASET = Path("datasets/stdlib")
-RANKS, STEPS, QUICK_STEPS = 2, 200, 20
+RANKS, STEPS, QUICK_STEPS = 2, 200, 30
 AVERAGE, PAPER = (1.0, 0.0), (0.7, 0.9)  # outer rate and momentum: for the islands' mean; as published, for long runs
 SETTINGS = ((0, AVERAGE), (10, AVERAGE), (50, AVERAGE), (10, PAPER), (50, PAPER))  # the first is synchronous
 ACCEPTED_NATS = 0.1  # most that the least frequent meetings, as published, may cost
@@ -51,7 +51,10 @@ def train_and_validate(local_steps: int, outer: tuple[float, float], steps: int)
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "launch.torchrun", "--standalone", f"--nproc-per-node={RANKS}", "train.py"]
         run = Path(folder) / "run"
-        subprocess.run([*command, *arguments(local_steps, outer, steps, str(run))], check=True, capture_output=True)
+        command += arguments(local_steps, outer, steps, str(run))
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        if result.returncode:
+            sys.exit(f"{' '.join(command)} failed:\n{result.stderr}")
         rows = read_records(run / "metrics.jsonl")
         return next(row["validation_loss"] for row in reversed(rows) if row["validation_loss"] is not None)
 

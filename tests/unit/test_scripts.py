@@ -14,7 +14,9 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import launch.torchrun
+from benchmarks import local_steps
 from benchmarks.report import build_parser
+from config import load_config
 from parallel.exits import AGAIN, HUNG
 from tests.ports import free_port
 
@@ -371,3 +373,8 @@ def test_a_torchrun_that_a_signal_ended_is_not_long_awaited_by_the_others(tmp_pa
     codes = [node.returncode for node in nodes]
     assert sorted(codes) == [0, 128 + signal.SIGTERM], said
     assert "Traceback" not in said[codes.index(0)]
+
+
+@pytest.mark.parametrize("steps", [local_steps.STEPS, local_steps.QUICK_STEPS])
+def test_the_steps_of_local_steps_have_room_for_its_schedule(steps: int) -> None:
+    load_config(local_steps.arguments(10, local_steps.AVERAGE, steps, "run"))
