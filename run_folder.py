@@ -249,7 +249,7 @@ def record_start(
         "git_commit": git_commit(),
         "python": sys.version.split()[0],
         "packages": {"torch": torch.__version__}
-        | {name: _version(name) for name in PACKAGES},  # torch's version also names CUDA's
+        | {name: package_version(name) for name in PACKAGES},  # torch's version also names CUDA's
     }
     with open_records(folder / STARTS) as file:
         file.write(json.dumps(start) + "\n")
@@ -301,7 +301,8 @@ def git_commit() -> str | None:
         return None
 
 
-def _version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
+    """The version of an installed package, None if there is none."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -1,7 +1,6 @@
 """What every benchmark prints: a JSON line per row once it is measured, then a table, then the missed bars."""
 
 import argparse
-import importlib.metadata
 import json
 import platform
 import subprocess
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 
 from parallel.comm import device_type
-from run_folder import git_commit
+from run_folder import git_commit, package_version
 
 
 def build_parser(description: str) -> argparse.ArgumentParser:
@@ -84,17 +83,10 @@ def machine() -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        **{name: _version(name) for name in ("torchao", "triton", "transformers", "torchtitan")},
+        **{name: package_version(name) for name in ("torchao", "triton", "transformers", "torchtitan")},
         "cudnn": torch.backends.cudnn.version(),
         "commit": git_commit(),
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _cell(value: Any) -> str:
