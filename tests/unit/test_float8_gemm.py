@@ -5,7 +5,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torchao.float8.float8_linear import Float8Linear
 
-from benchmarks.float8_gemm import RECIPES, compiled
+from benchmarks.float8_gemm import RECIPES, SCALINGS, compiled, to_float8
 from config import Float8
 from float8.convert import build_linear_config
 from tests.harness import run_ranks
@@ -28,3 +28,15 @@ def graphs_of_layers() -> list[int]:
 
 def test_every_layer_is_compiled_however_many_were_before() -> None:
     assert run_ranks(1, graphs_of_layers) == [[1] * len(SHAPES) * len(RECIPES)]
+
+
+def test_values_survive_every_scaling() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(256, 384) * torch.logspace(-3, 3, 384)  # each tile needs a scale of its own
+    for tile in {tile for tiles in SCALINGS.values() for tile in tiles}:
+        x8, scales, rounded = to_float8(x, tile)
+        rows, columns = tile[0] or 256, tile[1] or 384
+        by_hand = x8.float() * scales.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+        assert torch.equal(rounded, by_hand)
+        assert (rounded - x).norm() < 0.04 * x.norm()
+        assert scales.t().is_contiguous() if rows == 1 else scales.is_contiguous()
