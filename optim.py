@@ -8,12 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import config as settings
 from config import ConfigError
 from parallel.gradients import compile_each_shape
+
+PIECE = 1024  # numbers whose squares are added up in float32
 
 
 def build_optimizer(
@@ -199,7 +201,7 @@ def clip_grad_norm_(parameters: Sequence[Tensor], max_norm: float, pp: DeviceMes
     The norm is over all ranks, including those of the pipeline `pp`, and stays on the device. If it is not finite,
     gradients may be NaN or 0 afterwards, and the loop must find it.
     """
-    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    norm = nn.utils.get_total_norm([_with_same_norm(p.grad) for p in parameters if p.grad is not None])
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
     if pp is not None and pp.size() > 1:
@@ -209,3 +211,20 @@ def clip_grad_norm_(parameters: Sequence[Tensor], max_norm: float, pp: DeviceMes
     if max_norm > 0:
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
+
+
+def _with_same_norm(grad: Tensor) -> Tensor:
+    """`grad` itself or, in place of one on the host, its norm.
+
+    On CPU torch adds up the squares of a tensor in a few float32 numbers (2.11 to 2.13): the norm of [128256, 4096]
+    normal values comes out 9 % too low. Over PIECE numbers the error is below 1e-6.
+    """
+    if grad.device.type != "cpu":
+        return grad
+    if isinstance(grad, DTensor):
+        places = [Replicate() if place.is_replicate() else Shard(0) for place in grad.placements]
+        return DTensor.from_local(_with_same_norm(grad.to_local()), grad.device_mesh, places)
+    flat = grad.reshape(-1)
+    pieces = flat[: len(flat) // PIECE * PIECE].view(-1, PIECE)
+    norms = torch.cat((torch.linalg.vector_norm(pieces, dim=1), flat[pieces.numel() :].norm()[None]))
+    return norms.double().norm()[None].to(grad.dtype)

@@ -10,14 +10,18 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from config import ActivationCheckpoint, Config, Training
 from models import build_model, find_model
 from models.init import init_weights
 from models.llama.model import Llama
+from optim import clip_grad_norm_
 from parallel.activation_checkpoint import apply_activation_checkpoint
 from parallel.fsdp import apply_fsdp, reshard, set_last_microbatch
 from parallel.mesh import ParallelDims
@@ -142,6 +146,35 @@ def test_tied_embeddings_with_the_loss_in_chunks() -> None:
     expected = plain_run(5, tie_embeddings=True)
     for result in run_ranks(2, partial(our_run, tie_embeddings=True), config_for(1, 2, loss_chunks=4), 5, 2):
         close(result, expected, loss_tolerance=1e-6)
+
+
+def norms_of_layouts(max_norm: float) -> list[tuple[float, float, float]]:
+    """(the norm, that in float64, that in float64 of the clipped gradients) of large gradients in several layouts."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stages", "shards"))
+    flat = init_device_mesh("cpu", (2, 2))
+    whole = 1e-3 * torch.randn(2049, 4096, generator=torch.Generator().manual_seed(0))  # uneven over the ranks
+    layouts: list[tuple[DeviceMesh, list[Placement], DeviceMesh | None]] = [
+        (flat, [Shard(0), Shard(1)], None),
+        (flat, [Replicate(), Shard(0)], None),
+        (flat, [Shard(1), Replicate()], None),
+        (mesh["shards"], [Shard(0)], mesh["stages"]),  # each stage of a pipeline has such a weight
+    ]
+    found = []
+    for sharded_by, placements, pp in layouts:
+        parameter = torch.nn.Parameter(distribute_tensor(whole, sharded_by, placements, src_data_rank=None))
+        parameter.grad = parameter.detach().clone()
+        stages = pp.size() if pp else 1
+        norm = clip_grad_norm_([parameter], max_norm, pp).item()
+        clipped = parameter.grad.full_tensor().double().norm()
+        found.append((norm, whole.double().norm().item() * stages**0.5, clipped.item() * stages**0.5))
+    return found
+
+
+def test_the_gradient_norm_is_right_to_a_millionth_in_every_layout() -> None:
+    for found in run_ranks(4, norms_of_layouts, 0.25):
+        for norm, exact, clipped in found:
+            assert norm == pytest.approx(exact, rel=1e-6)
+            assert clipped == pytest.approx(0.25, rel=5e-6)  # torch divides by norm + 1e-6
 
 
 class LargestLogits(TorchDispatchMode):

@@ -152,6 +152,15 @@ def test_clipping(max_norm: float) -> None:
     torch.testing.assert_close(after, before * scale, rtol=1e-5, atol=1e-6)
 
 
+def test_the_norm_of_a_large_gradient_is_right_to_a_millionth() -> None:
+    """Of constants, whose rounding errors all point the same way, and of normal values; clipped, it is `max_norm`."""
+    for gradient in (torch.full((2048, 4097), 1.1e-3), 1e-3 * torch.randn(4096, 4096)):
+        parameter = nn.Parameter(torch.zeros_like(gradient))
+        parameter.grad, exact = gradient, gradient.double().norm().item()
+        assert clip_grad_norm_([parameter], 1.0).item() == pytest.approx(exact, rel=1e-6)
+        assert gradient.double().norm().item() == pytest.approx(1.0, rel=2e-6)  # torch divides by norm + 1e-6
+
+
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_a_gradient_that_is_not_finite_shows_in_the_norm(bad: float) -> None:
     parameter = nn.Parameter(torch.zeros(3))
