@@ -1,28 +1,55 @@
-"""Training in this process by torch alone, and the same by train.py's parts on many ranks: for parity tests."""
+"""A run of train.py on the batches made here, and the same training by torch alone: for parity tests."""
 
+import copy
 import dataclasses
+import gc
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
-from config import ActivationCheckpoint, Compile, Config, Data, Optimizer, Parallelism, Training
-from float8.convert import convert_to_float8
-from loss import IGNORED, build_chunked_loss, build_loss
-from models import build_model, find_model
+import metrics
+import train
+from checkpoint.manager import CheckpointManager
+from config import (
+    ActivationCheckpoint,
+    Checkpoint,
+    Compile,
+    Config,
+    Data,
+    LRScheduler,
+    Metrics,
+    Optimizer,
+    Parallelism,
+    Training,
+    Validation,
+)
+from data.loader import Batch
+from loss import IGNORED
+from models import find_model
 from models.init import init_weights
 from models.llama.model import Llama, LlamaConfig
-from models.weights import build_refresh
 from optim import build_optimizer, clip_grad_norm_
+from parallel.comm import from_rank_0
 from parallel.fsdp import reshard
-from parallel.mesh import ParallelDims
-from parallel.pipeline import build_step
 
 VOCAB, SEQ_LEN, GLOBAL_BATCH = 256, 32, 16
 FLAVOR = LlamaConfig(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, hidden_dim=112, vocab_size=VOCAB)
-LR, MAX_NORM = 3e-3, 0.5
+LR, MAX_NORM, SEED = 3e-3, 0.5, 7
+LOG_INTERVAL, VALIDATION_INTERVAL, HELD_OUT = 2, 3, 1000  # the last: the first step whose data is held out
+# By the clock of `our_run`: of each step, and the part of it that is spent waiting for data; of what no rate may count.
+STEP_SECONDS, WAIT_SECONDS, VALIDATION_SECONDS, SAVE_SECONDS = 1.25, 0.25, 100.0, 1000.0
+PEAK_FLOPS = 1e9
 
 
 def step_data(step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,30 +70,66 @@ def step_positions(step: int) -> torch.Tensor:
     return places - first
 
 
-def plain_run(steps: int, documents: bool = False, **model_options: Any) -> dict[str, Any]:
-    """The same training by torch alone: no sharding, no accumulation, no fused kernels."""
+def plain_run(
+    steps: int,
+    documents: bool = False,
+    dtype: torch.dtype = torch.float32,
+    pieces: int = 1,
+    sum_dtype: torch.dtype = torch.float32,
+    left_out: range = range(0),
+    **model_options: Any,
+) -> dict[str, Any]:
+    """The same training by torch alone: no sharding, no fused kernels, weights in float32.
+
+    Forward and backward are in `dtype`, of one of `pieces` of the batch at a time, whose gradients are summed in
+    `sum_dtype`. Steps `left_out` change nothing. Losses and norms are by step, as a run counts them.
+    """
     model = Llama(dataclasses.replace(FLAVOR, **model_options))
-    init_weights(model, torch.device("cpu"), seed=0)
-    init = {n: p.detach().clone() for n, p in model.named_parameters()}
+    init_weights(model, torch.device("cpu"), seed=SEED)
+    weights = dict(model.named_parameters())
+    init = {n: p.detach().clone() for n, p in weights.items()}
     decayed = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim <= 1]
     optimizer = torch.optim.AdamW(
         [{"params": decayed}, {"params": others, "weight_decay": 0.0}],
         lr=LR, betas=(0.9, 0.95), weight_decay=0.1, foreach=False, fused=False,
     )  # fmt: skip
-    result: dict[str, Any] = {"init": init, "losses": [], "norms": []}
-    for step in range(steps):
+
+    def summed_loss(low: Llama, step: int, rows: slice = slice(None)) -> torch.Tensor:
         tokens, labels = step_data(step)
-        logits = model(tokens, step_positions(step) if documents else None)
-        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
-        loss.backward()
-        if step == 0:
-            result["grads"] = {n: p.grad.clone() for n, p in model.named_parameters()}
-        result["norms"].append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
+        logits = low(tokens[rows], step_positions(step)[rows] if documents else None)
+        return F.cross_entropy(logits.flatten(0, 1).float(), labels[rows].flatten(), reduction="sum")
+
+    looked_up = 0 if model.config.tie_embeddings else weights["tok_embeddings.weight"].numel()
+    result: dict[str, Any] = {"init": init, "losses": {}, "norms": {}, "validation_losses": {}}
+    result["flops_per_token"] = 6 * (sum(p.numel() for p in model.parameters()) - looked_up)
+    result["flops_per_token"] += 12 * model.config.n_layers * FLAVOR.n_heads * FLAVOR.head_dim * SEQ_LEN
+    for step in (step for step in range(1, steps + 1) if step not in left_out):
+        n_tokens = (step_data(step)[1] != IGNORED).sum()
+        loss = torch.zeros(())
+        for rows in torch.arange(GLOBAL_BATCH).chunk(pieces):
+            low = copy.deepcopy(model).to(dtype)
+            piece = summed_loss(low, step, slice(int(rows[0]), int(rows[-1]) + 1)) / n_tokens
+            piece.backward()
+            loss += piece.detach()
+            for name, copied in low.named_parameters():
+                assert copied.grad is not None
+                total = copied.grad.to(sum_dtype)
+                if weights[name].grad is not None:
+                    total += weights[name].grad.to(sum_dtype)
+                weights[name].grad = total.float()
+        if step == 1:
+            result["grads"] = {n: p.grad.clone() for n, p in weights.items()}
+        norm = torch.cat([p.grad.double().flatten() for p in weights.values()]).norm().item()
+        for p in weights.values():
+            p.grad *= min(1.0, MAX_NORM / norm)
+        result["losses"][step], result["norms"][step] = loss.item(), norm
         optimizer.step()
         optimizer.zero_grad()
-        result["losses"].append(loss.item())
-    result["weights"] = {n: p.detach() for n, p in model.named_parameters()}
+        with torch.no_grad():
+            loss = summed_loss(copy.deepcopy(model).to(dtype), HELD_OUT) / (step_data(HELD_OUT)[1] != IGNORED).sum()
+        result["validation_losses"][step] = loss.item()
+    result["weights"] = {n: p.detach() for n, p in weights.items()}
     return result
 
 
@@ -74,53 +137,120 @@ def whole(x: torch.Tensor) -> torch.Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def our_run(config: Config, steps: int, accumulation: int, **model_options: Any) -> dict[str, Any]:
-    """The step of train.py on this rank."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    dims = ParallelDims.from_config(config.parallelism, world_size)
-    spec, _ = find_model(config.model, VOCAB)
-    flavor = dataclasses.replace(FLAVOR, **model_options)
-    spec.check_parallelism(flavor, config)
-    mesh = dims.build_mesh("cpu")
-    model = build_model(spec, flavor)
-    if config.float8.enable:
-        convert_to_float8(model, config.float8, dims.tp, dims.shards)
-    parts = spec.apply_parallelism(model, mesh, config)
-    for part in parts:
-        init_weights(part, torch.device("cpu"), seed=0)
-    result: dict[str, Any] = {"init": {n: whole(p).detach().clone() for n, p in named_parameters(parts)}}
-    refresh_weights = build_refresh(parts, config)
-    refresh_weights()
-    optimizer = build_optimizer(parts, config.optimizer, config.compile)
-    chunks = config.training.loss_chunks
-    chunked = build_chunked_loss(config.compile, mesh, chunks) if chunks > 1 else None
-    compute = build_step(parts, build_loss(config.compile, mesh), FLAVOR.dim, VOCAB, mesh, config, chunked)
-    result |= {"losses": [], "norms": []}
-    local = GLOBAL_BATCH // accumulation // dims.dp
-    for step in range(steps):
-        tokens, labels = step_data(step)
-        positions = step_positions(step) if config.data.mask_documents else None
-        n_tokens = (labels != IGNORED).sum()
-        total = torch.zeros(())
-        for i in range(accumulation):
-            first = (i * dims.dp + dims.dp_rank(rank)) * local
-            batch = [None if x is None else x[first : first + local] for x in (tokens, labels, positions)]
-            total += compute.forward_backward(*batch, n_tokens, i == accumulation - 1) / dims.tp
-        dist.all_reduce(total)
-        if step == 0:
+class Batches:
+    """Stands in for the data loader of train.py: `step_data`, whatever the ranks and microbatches.
+
+    `clock` goes on by STEP_SECONDS a step, of which the loader says that it waited WAIT_SECONDS.
+    """
+
+    wait_seconds = WAIT_SECONDS
+    vocab_size = VOCAB
+    hashes: dict[str, str] = {}  # noqa: RUF012
+
+    def __init__(self, clock: list[float], config: Config, dp_rank: int, dp_size: int, pin_memory: bool = False):
+        self.clock, self.config, self.dp_rank, self.dp_size, self.step = clock, config, dp_rank, dp_size, 0
+        self.tokenizer = self.check_ranks = self.check_run = self.open_ledger = self.close = mock.Mock()
+
+    def rows_of(self, step: int) -> Iterator[Batch]:
+        size, training = self.config.training.local_batch_size, self.config.training
+        documents = step_positions(step) if self.config.data.mask_documents else None
+        for first in range(self.dp_rank * size, training.global_batch_size, self.dp_size * size):
+            own = [None if x is None else x[first : first + size] for x in (*step_data(step), documents)]
+            yield Batch._make(own)
+
+    def next_step(self) -> list[Batch]:
+        self.step += 1
+        self.clock[0] += STEP_SECONDS
+        return list(self.rows_of(self.step))
+
+    @property
+    def tokens_seen(self) -> int:
+        return self.step * self.config.training.global_batch_size * SEQ_LEN
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.step = state["step"]
+
+
+def our_run(
+    config: Config, steps: int, accumulation: int, folder: Path | None = None, bad_step: int = 0, **model_options: Any
+) -> dict[str, Any]:
+    """`steps` steps of train.py on this rank of a process group, and what it wrote into its metrics.
+
+    Only what is outside the training is replaced: the data, the clock of the metrics, the model's shape. Beside the
+    metrics: the weights at the start and the end, and the first step's gradients, before they are clipped. The gradient
+    of `bad_step` is not a number, the first time. The run's folder is `run` in `folder`, which stays if it is given.
+    """
+    clock = [0.0]
+    dp_size = train.ParallelDims.from_config(config.parallelism, dist.get_world_size()).dp
+    local = GLOBAL_BATCH // accumulation // dp_size
+    batch = {"local_batch_size": local, "global_batch_size": local * dp_size * accumulation}
+    outputs = folder or Path(from_rank_0(tempfile.mkdtemp))
+    config = dataclasses.replace(
+        config,
+        run=dataclasses.replace(config.run, folder=str(outputs / "run"), seed=SEED),
+        training=dataclasses.replace(config.training, steps=steps, max_norm=MAX_NORM, **batch),
+    )
+    parts: list[torch.nn.Module] = []
+    result: dict[str, Any] = {}
+
+    def build_watched_optimizer(built: list[torch.nn.Module], *args: Any) -> torch.optim.Optimizer:
+        parts.extend(built)
+        result["init"] = {n: whole(p).detach().clone() for n, p in named_parameters(parts)}
+        return build_optimizer(built, *args)
+
+    clipped = 0
+
+    def clip_watched(*args: Any) -> torch.Tensor:
+        nonlocal clipped
+        clipped += 1
+        if clipped == 1:
             result["grads"] = {n: whole(p.grad).clone() for n, p in named_parameters(parts)}
-        parameters = [p for _, p in named_parameters(parts)]
-        result["norms"].append(clip_grad_norm_(parameters, MAX_NORM, mesh.pp).item())
-        optimizer.step()
-        refresh_weights()
-        optimizer.zero_grad()
-        result["losses"].append(total.item())
-    with torch.no_grad():  # as validation does: a forward without a backward
-        tokens, labels = step_data(0)
-        compute.forward(tokens[:local], labels[:local], None)
+        norm = clip_grad_norm_(*args)
+        return norm * torch.nan if clipped == bad_step else norm
+
+    save = CheckpointManager.save
+
+    def save_slowly(manager: CheckpointManager, step: int) -> None:
+        clock[0] += SAVE_SECONDS
+        save(manager, step)
+
+    def held_out(config: Config, dp_rank: int, dp_size: int, *_: Any) -> Iterator[Batch]:
+        clock[0] += VALIDATION_SECONDS
+        return Batches(clock, config, dp_rank, dp_size).rows_of(HELD_OUT)
+
+    with (
+        mock.patch.multiple(
+            train,
+            init_distributed=lambda *_: torch.device("cpu"),
+            DataLoader=lambda *args, **options: Batches(clock, *args, **options),
+            validation_batches=held_out,
+            find_model=lambda model, _: (find_model(model, VOCAB)[0], dataclasses.replace(FLAVOR, **model_options)),
+            build_optimizer=build_watched_optimizer,
+            clip_grad_norm_=clip_watched,
+        ),
+        mock.patch.object(CheckpointManager, "save", save_slowly),
+        mock.patch.object(metrics, "time", SimpleNamespace(perf_counter=lambda: clock[0], time=time.time)),
+        mock.patch.object(metrics, "peak_flops", return_value=PEAK_FLOPS),
+    ):
+        try:
+            train.train(config)
+        finally:
+            gc.enable()
     reshard(parts)
     result["weights"] = {n: whole(p).detach().clone() for n, p in named_parameters(parts)}
-    return result
+    dist.barrier()  # rank 0 writes the metrics
+    rows = [json.loads(line) for line in (outputs / "run" / "metrics.jsonl").read_text().splitlines()]
+    dist.barrier()
+    if dist.get_rank() == 0 and folder is None:
+        shutil.rmtree(outputs)
+    result["rows"] = [row for row in rows if row["loss"] is not None]
+    result["losses"] = {row["step"]: row["loss"] for row in result["rows"]}
+    result["norms"] = {row["step"]: row["grad_norm"] for row in result["rows"]}
+    held = {row["step"]: row["validation_loss"] for row in rows if row["validation_loss"] is not None}
+    return result | {"validation_losses": held, "world_size": dist.get_world_size(), "batch": batch}
 
 
 def named_parameters(parts: list[torch.nn.Module]) -> list[tuple[str, torch.nn.Parameter]]:
@@ -135,12 +265,17 @@ def config_for(
     local_batch_size: int = 8,
     documents: bool = False,
     loss_chunks: int = 1,
+    param_dtype: str = "float32",
     **parallelism: Any,
 ) -> Config:
     return Config(
         data=Data(mask_documents=documents),
+        metrics=Metrics(log_interval=LOG_INTERVAL, log_ranks=(), tensorboard=False),
+        validation=Validation(interval=VALIDATION_INTERVAL),
+        checkpoint=Checkpoint(enable=False),
+        lr_scheduler=LRScheduler(warmup_steps=0, decay_fraction=0.0),
         training=Training(
-            param_dtype="float32", seq_len=SEQ_LEN, local_batch_size=local_batch_size, loss_chunks=loss_chunks
+            param_dtype=param_dtype, seq_len=SEQ_LEN, local_batch_size=local_batch_size, loss_chunks=loss_chunks
         ),
         optimizer=Optimizer(lr=LR),
         parallelism=Parallelism(dp_replicate=dp_replicate, dp_shard=dp_shard, **parallelism),
@@ -149,9 +284,25 @@ def config_for(
     )
 
 
-def close(actual: dict[str, Any], expected: dict[str, Any], loss_tolerance: float) -> None:
-    torch.testing.assert_close(actual["losses"], expected["losses"], rtol=loss_tolerance, atol=0)
-    torch.testing.assert_close(actual["norms"], expected["norms"], rtol=100 * loss_tolerance, atol=0)
+def close(
+    actual: dict[str, Any], expected: dict[str, Any], loss_tolerance: float, grad_tolerance: float | None = None
+) -> None:
+    """What a run wrote into its metrics, and the gradients of its first step, against `plain_run`."""
+    for key, tolerance in (("losses", 1), ("validation_losses", 1), ("norms", 100)):
+        plain = {step: expected[key][step] for step in actual[key]}
+        for step, value in actual[key].items():
+            assert abs(value - plain[step]) <= tolerance * loss_tolerance * plain[step], (key, actual[key], plain)
+    check_rates(actual, expected["flops_per_token"])
     for name, grad in actual["grads"].items():
-        scale = expected["grads"][name].abs().max().item()
-        torch.testing.assert_close(grad, expected["grads"][name], rtol=0, atol=10 * loss_tolerance * scale, msg=name)
+        atol = (grad_tolerance or 10 * loss_tolerance) * expected["grads"][name].abs().max().item()
+        torch.testing.assert_close(grad, expected["grads"][name], rtol=0, atol=atol, msg=name)
+
+
+def check_rates(actual: dict[str, Any], flops_per_token: int) -> None:
+    """Tokens, rates and waits of every logged step: each step took as long as the others, by the run's clock."""
+    for row in actual["rows"]:
+        assert row["tokens"] == row["step"] * actual["batch"]["global_batch_size"] * SEQ_LEN
+        tokens_per_second = actual["batch"]["global_batch_size"] * SEQ_LEN / STEP_SECONDS / actual["world_size"]
+        found = [row[key] for key in ("tps", "mfu", "step_seconds", "data_wait_pct")]
+        wanted = [tokens_per_second, flops_per_token * tokens_per_second / PEAK_FLOPS, STEP_SECONDS]
+        torch.testing.assert_close(found, [*wanted, 100 * WAIT_SECONDS / STEP_SECONDS], rtol=1e-9, atol=0)

@@ -4,6 +4,7 @@ import dataclasses
 from collections import Counter
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -17,7 +18,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from config import ActivationCheckpoint, Config, Training
+from config import ActivationCheckpoint, Checkpoint, Config, Failures, Metrics, Training
 from models import build_model, find_model
 from models.init import init_weights
 from models.llama.model import Llama
@@ -26,7 +27,7 @@ from parallel.activation_checkpoint import apply_activation_checkpoint
 from parallel.fsdp import apply_fsdp, reshard, set_last_microbatch
 from parallel.mesh import ParallelDims
 from tests.harness import run_ranks
-from tests.parity import FLAVOR, GLOBAL_BATCH, SEQ_LEN, VOCAB, close, config_for, our_run, plain_run
+from tests.parity import FLAVOR, GLOBAL_BATCH, SEED, SEQ_LEN, VOCAB, check_rates, close, config_for, our_run, plain_run
 
 STEPS, FEW = 20, 5
 CASES = {
@@ -70,6 +71,84 @@ def test_equals_a_plain_loop(name: str, plain: dict[int, dict[str, Any]]) -> Non
         for parameter, value in plain[steps]["weights"].items():
             # As a whole: AdamW turns the rounding of a gradient near zero into a step of its own.
             assert (result["weights"][parameter] - value).norm() < 1e-3 * value.norm(), parameter
+
+
+BFLOAT16: dict[str, tuple[Config, int, int, torch.dtype]] = {
+    name: (config_for(*mesh, param_dtype="bfloat16", **options), accumulation, pieces, torch.float32)
+    for name, mesh, options, accumulation, pieces in (
+        ("one process", (1, 1), {}, 4, 4),
+        ("one process, weights cast once", (1, 1), {"reshard_after_forward": False}, 4, 4),
+        ("FSDP 2", (1, 2), {}, 1, 2),
+        ("FSDP 2, compiled", (1, 2), {"compile": "aot_eager"}, 1, 2),
+        ("FSDP 2, accumulation", (1, 2), {}, 2, 4),
+        ("FSDP 2, summed once", (1, 2), {"sync_every_microbatch": False}, 2, 4),
+        ("FSDP 2, own reduce-scatter", (1, 2), {"reduce_scatter": "all_to_all"}, 1, 2),
+        ("DDP 2", (2, 1), {}, 1, 2),
+        ("HSDP 2 x 2", (2, 2), {}, 1, 4),
+    )
+}
+IN_LOW = config_for(1, 2, param_dtype="bfloat16")
+IN_LOW = dataclasses.replace(IN_LOW, training=dataclasses.replace(IN_LOW.training, reduce_dtype="bfloat16"))
+BFLOAT16["FSDP 2, summed in bfloat16"] = IN_LOW, 1, 2, torch.bfloat16
+
+
+@pytest.mark.parametrize("name", BFLOAT16)
+def test_gradients_in_bfloat16_are_summed_in_the_type_that_is_asked_for(name: str) -> None:
+    config, accumulation, pieces, sum_dtype = BFLOAT16[name]
+    world_size = config.parallelism.dp_replicate * config.parallelism.dp_shard
+    expected = plain_run(FEW, dtype=torch.bfloat16, pieces=pieces, sum_dtype=sum_dtype)
+    for result in run_ranks(world_size, our_run, config, FEW, accumulation):
+        if world_size == 1:  # which adds up the rows of its embedding in float32
+            rows = "tok_embeddings.weight"
+            assert (result["grads"][rows] - expected["grads"][rows]).norm() < 2**-8 * expected["grads"][rows].norm()
+            result["grads"].pop(rows)
+        close(result, expected, loss_tolerance=3e-5, grad_tolerance=1e-7)
+
+
+ROLLBACK = Failures(on_bad_step="rollback")
+SAVES = Checkpoint(interval=3, keep=0)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [(1, {}), (1, {"reshard_after_forward": False}), (2, {})],
+    ids=["alone", "copies", "FSDP 2"],
+)
+def test_a_rollback_goes_on_with_the_weights_of_the_checkpoint(
+    world_size: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """In bfloat16. The fifth step is bad, the checkpoint is of the third: the two updates after it are left out."""
+    config = config_for(1, world_size, param_dtype="bfloat16", **options)
+    config = dataclasses.replace(config, failures=ROLLBACK, checkpoint=SAVES)
+    before, expected = (
+        plain_run(8, dtype=torch.bfloat16, pieces=2, left_out=left_out) for left_out in (range(0), range(4, 6))
+    )
+    accumulation = 2 // world_size
+    for result in run_ranks(world_size, partial(our_run, folder=tmp_path, bad_step=5), config, 8, accumulation):
+        assert sorted(result["losses"]) == [1, 2, 4, 6, 8]
+        assert result["losses"].pop(4) == pytest.approx(before["losses"][4], rel=3e-5), "trained, then taken back"
+        result["norms"].pop(4)
+        result["rows"] = []  # the sixth step's rate counts the time of those left out
+        result["grads"].pop("tok_embeddings.weight")
+        close(result, expected, loss_tolerance=3e-5, grad_tolerance=1e-7)
+
+
+def test_nothing_is_saved_after_a_loss_that_is_not_finite(tmp_path: Path) -> None:
+    """Also where the next log line is far away."""
+    config = dataclasses.replace(
+        config_for(1, 1), checkpoint=SAVES, metrics=Metrics(log_interval=100, tensorboard=False)
+    )
+    with pytest.raises(AssertionError, match=r"step 2: loss .*, gradient norm nan: not finite"):
+        run_ranks(1, partial(our_run, folder=tmp_path, bad_step=2), config, 8, 1)
+    assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
+
+
+def test_rates_do_not_count_the_time_of_saves(tmp_path: Path) -> None:
+    """Nor that of validations, at other steps; by the clock of `our_run`."""
+    config = dataclasses.replace(config_for(1, 2), checkpoint=dataclasses.replace(SAVES, interval=5))
+    for result in run_ranks(2, partial(our_run, folder=tmp_path), config, 11, 2):
+        assert sorted(result["losses"]) == [1, 2, 4, 6, 8, 10, 11]
+        check_rates(result, plain_run(0)["flops_per_token"])
 
 
 def prefetched(config: Config) -> dict[str, dict[str, list[str]]]:
@@ -204,9 +283,9 @@ def test_only_a_chunk_of_the_logits_exists_at_a_time() -> None:
 
 def test_initial_weights_do_not_depend_on_the_sharding() -> None:
     model = Llama(FLAVOR)
-    init_weights(model, torch.device("cpu"), seed=0)
+    init_weights(model, torch.device("cpu"), seed=SEED)
     for mesh in ((1, 1), (1, 2), (2, 1), (1, 3), (2, 2)):
-        for result in run_ranks(mesh[0] * mesh[1], our_run, config_for(*mesh), 0 if mesh[1] == 3 else 1, 1):
+        for result in run_ranks(mesh[0] * mesh[1], our_run, config_for(*mesh), 1, 1):
             for name, parameter in model.named_parameters():
                 assert torch.equal(result["init"][name], parameter), (mesh, name)
 
@@ -238,7 +317,7 @@ def run_counted(mode: str, compile: str = "", **options: Any) -> tuple[float, in
     with nullcontext() if compile else ops, torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         losses = our_run(config, 1, 1)["losses"]
     attention = sum(n for name, n in ops.counts.items() if "attention" in name and "backward" not in name)
-    return losses[0], sum(kept.values()), ops.counts["mm"], attention
+    return losses[1], sum(kept.values()), ops.counts["mm"], attention
 
 
 def test_activation_checkpointing_keeps_less_recomputes_what_it_says_and_changes_nothing() -> None:

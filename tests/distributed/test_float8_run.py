@@ -1,15 +1,18 @@
 """Whole float8 runs of train.py: on by one line, resumed bit for bit, to and from bfloat16."""
 
 import json
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torchao.float8  # noqa: F401  (once, not in every forked rank)
 
-from config import ConfigError, load_config
+from config import Checkpoint, ConfigError, Failures, Float8, load_config
 from tests.corpus import write_dataset
 from tests.harness import run_ranks
+from tests.parity import config_for, our_run
 from train import train
 
 SMALL = (
@@ -69,6 +72,22 @@ def straight(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> list[fl
 def test_resumed_bit_for_bit(straight: list[float], dataset: Path, tmp_path: Path) -> None:
     launch(2, tmp_path / "run", dataset, *FLOAT8, stop_after=3)
     assert launch(2, tmp_path / "run", dataset, *FLOAT8, "--float8.precompute_scale=off") == straight
+
+
+def test_scales_computed_ahead_are_those_of_the_weights_after_a_rollback(tmp_path: Path) -> None:
+    """Those that torchao computes with each weight's gather give the same bits. The fifth step is bad, once."""
+    found = []
+    for precompute in ("on", "off"):
+        config = replace(
+            config_for(1, 2),
+            float8=Float8(enable=True, filter="all", precompute_scale=precompute),  # type: ignore[arg-type]
+            failures=Failures(on_bad_step="rollback"),
+            checkpoint=Checkpoint(interval=3),
+        )
+        ranks = run_ranks(2, partial(our_run, folder=tmp_path / precompute, bad_step=5), config, 8, 1)
+        found.append([rank["losses"] for rank in ranks])
+    assert sorted(found[0][0]) == [1, 2, 4, 6, 8]
+    assert found[0] == found[1]
 
 
 def test_from_bf16_to_float8_and_back(straight: list[float], dataset: Path, tmp_path: Path) -> None:

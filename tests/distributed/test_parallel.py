@@ -57,6 +57,7 @@ NAMED: dict[str, dict[str, Any]] = {
 }
 OTHERS: dict[str, dict[str, Any]] = {
     "CP 4, ring": {"cp": 4, "cp_method": "ring"},
+    "CP 2, loss in chunks": {"cp": 2, "loss_chunks": 5},
     "CP 2 x TP 2": {"cp": 2, "tp": 2},
     "HSDP 2 x 2 x TP 2": {"dp_replicate": 2, "dp_shard": 2, "tp": 2},
     "HSDP 2 x 2 x CP 2, ring": {"dp_replicate": 2, "dp_shard": 2, "cp": 2, "cp_method": "ring"},
@@ -143,13 +144,31 @@ def test_equals_a_plain_loop(name: str, plain: dict[str, Any], outcomes: Callabl
     assert seen == plain["grads"].keys(), "every parameter has a gradient on some rank"
 
 
-def compare_forked(config: Config, expected: dict[str, Any], accumulation: int = 1, **model: Any) -> None:
-    """The same for a model or a batch of its own, without torchrun."""
+def compare_forked(
+    config: Config,
+    expected: dict[str, Any],
+    accumulation: int = 1,
+    tolerances: tuple[float, float] = (1e-6, 1e-5),
+    **model: Any,
+) -> None:
+    """The same for a model or a batch of its own, without torchrun. `tolerances`: of losses and of gradients."""
     seen: set[str] = set()
     for result in run_ranks(world_size(config), partial(our_run, **model), config, STEPS, accumulation):
-        compare(result, expected, STEPS)
+        compare(result, expected, STEPS, *tolerances)
         seen |= result["grads"].keys()
     assert seen == expected["grads"].keys()
+
+
+@pytest.mark.parametrize("layout", ["TP 2", "CP 2", "CP 2, ring", "FSDP 2 x TP 2", "FSDP 2 x CP 2"])
+def test_in_bfloat16(layout: str) -> None:
+    """Ranks that share a sequence or a matmul round in other places than a process alone."""
+    config = build_config(param_dtype="bfloat16", **NAMED[layout])
+    compare_forked(config, plain_run(STEPS, dtype=torch.bfloat16), tolerances=(1.5e-4, 0.02))
+
+
+def test_a_pipeline_in_bfloat16_sums_the_gradients_of_its_microbatches_in_float32() -> None:
+    config = build_config(param_dtype="bfloat16", **NAMED["PP 2"])
+    compare_forked(config, plain_run(STEPS, dtype=torch.bfloat16, pieces=8), tolerances=(3e-5, 1e-7))
 
 
 @pytest.mark.parametrize("microbatch_size", [1, 4])
@@ -308,7 +327,7 @@ def hidden_states_joined(config: Config) -> list[tuple[int, ...]]:
 
         return step._replace(forward_backward=forward_backward)
 
-    with mock.patch("tests.parity.build_step", build_watched_step):
+    with mock.patch("train.build_step", build_watched_step):
         our_run(config, 1, 1)
     return joins.shapes
 
@@ -380,7 +399,7 @@ def most_logits_alive(config: Config) -> int:
 
         return loss
 
-    with mock.patch("tests.parity.build_loss", build_counting_loss):
+    with mock.patch("train.build_loss", build_counting_loss):
         our_run(config, 1, 1, n_layers=DEEP)
     return max(alive)
 

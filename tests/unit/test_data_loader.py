@@ -208,6 +208,16 @@ def test_a_mixture_goes_on_where_it_stood_whatever_order_its_datasets_have(folde
             loader.close()
 
 
+def test_without_weights_datasets_are_drawn_in_proportion_to_their_tokens(tmp_path):
+    """900 tokens and 300: of 80 samples of 10 tokens, 60 and 20."""
+    large = write_dataset(tmp_path / "large", [[[1] * 29 + [0]] * 30])
+    small = write_dataset(tmp_path / "small", [[[2] * 29 + [0]] * 10])
+    loader = DataLoader(config_of([small, large], training__seq_len=10, training__local_batch_size=1), 0, 1)
+    rows = [row for _ in range(80) for batch in loader.next_step() for row in batch.tokens.tolist()]
+    loader.close()
+    assert (sum(1 in row for row in rows), sum(2 in row for row in rows)) == (60, 20)
+
+
 def test_shares_are_the_same_on_every_python(folders):
     """`sum` of (0.7, 0.2, 0.1) is 0.9999999999999999 up to 3.11 and 1.0 from 3.12 on, and ties would fall otherwise."""
     weights = (0.7, 0.2, 0.1)

@@ -215,6 +215,24 @@ def test_the_chunked_loss_scales_in_float32(compile: bool) -> None:
         assert ratio == pytest.approx(1 / 3, rel=3e-4)
 
 
+@pytest.mark.parametrize("compile", [False, True])
+def test_the_chunked_loss_sums_the_weights_gradients_in_float32(compile: bool) -> None:
+    """Those of each chunk are in bfloat16, as are the matmuls."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(1, 64, 16).bfloat16(), torch.randn(32, 16).requires_grad_()
+    labels = torch.randint(0, 32, (1, 64))
+    settings = Compile(enable=compile, backend="aot_eager")
+    loss = build_chunked_loss(settings, mock.Mock(cp=mock.Mock(size=lambda: 1)), chunks=8)
+    loss(hidden, weight, labels).backward()
+    expected = torch.zeros(32, 16)
+    for piece, label in zip(hidden[0].split(8), labels[0].split(8), strict=True):
+        low = weight.detach().bfloat16().requires_grad_()
+        F.cross_entropy(F.linear(piece, low).float(), label, reduction="sum").backward()
+        assert low.grad is not None
+        expected += low.grad
+    assert torch.equal(weight.grad, expected)  # type: ignore[arg-type]
+
+
 def test_gradients_of_two_types_add_up_as_in_float32() -> None:
     torch.manual_seed(0)
     gradients = [torch.randn(4, 6).bfloat16() for _ in range(3)]
