@@ -1,9 +1,23 @@
 #!/usr/bin/env bash
 # Sets up and runs everything that must pass: formatting, lint, types, tests. Arguments go to pytest.
+#   ./run_tests.sh         all of it
+#   ./run_tests.sh quick   within a minute on two cores: did an edit break anything basic?
 set -euo pipefail
 cd "$(dirname "$(readlink -f "$0")")"
 
 case $PWD in *" "*) echo "error: $PWD: has a space in it, and torch compiles nothing for CPUs there: move it" >&2; exit 2 ;; esac
+# A plain loop's numbers, resume, the order of the data, config, imports, a run's recorded losses.
+quick=(
+  tests/unit/{test_house.py,test_data_order.py,test_optim.py}
+  tests/unit/test_config.py::test_{bad_input_is_named,every_config_loads_and_names_a_flavor}
+  tests/unit/test_data_loader.py::test_{order_survives_every_change_between_two_steps,every_token_is_an_input_once_per_epoch}
+  tests/unit/test_llama.py::test_{logits_and_gradients_equal_transformers,cached_decoding_gives_the_same_logits}
+  "tests/distributed/test_data_parallel.py::test_equals_a_plain_loop["{"one process, accumulation","FSDP 2, loss in chunks"}"]"
+  "tests/distributed/test_data_parallel.py::test_gradients_in_bfloat16_are_summed_in_the_type_that_is_asked_for[FSDP 2]"
+  tests/distributed/test_train.py::test_a_resumed_run_has_the_same_bits[{1-float32-stops0,2-bfloat16-stops2}]
+  tests/distributed/test_train.py::test_resume_at_another_world_size_sees_the_same_tokens
+)
+
 ./setup.sh test
 workers=$(($(nproc) + 1))  # some wait for processes; before the next line, which nproc would obey
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false TORCHAO_FORCE_SKIP_LOADING_SO_FILES=1
@@ -16,6 +30,9 @@ export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$PWD/.cache/inductor}
 export S3_TEST_SERVER=${S3_TEST_SERVER:-$(command -v radosgw >/dev/null && echo ceph || echo moto)}
 echo "tests/s3 use $S3_TEST_SERVER"
 
+if [ "${1:-}" = quick ]; then
+  exec .venv/bin/python -m pytest -n "$workers" --dist=worksteal "${quick[@]}" "${@:2}"
+fi
 .venv/bin/pre-commit validate-config
 .venv/bin/ruff format --check .
 .venv/bin/ruff check .

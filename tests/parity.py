@@ -47,8 +47,9 @@ VOCAB, SEQ_LEN, GLOBAL_BATCH = 256, 32, 16
 FLAVOR = LlamaConfig(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, hidden_dim=112, vocab_size=VOCAB)
 LR, MAX_NORM, SEED = 3e-3, 0.5, 7
 LOG_INTERVAL, VALIDATION_INTERVAL, HELD_OUT = 2, 3, 1000  # the last: the first step whose data is held out
-# By the clock of `our_run`: of each step, and the part of it that is spent waiting for data; of what no rate may count.
-STEP_SECONDS, WAIT_SECONDS, VALIDATION_SECONDS, SAVE_SECONDS = 1.25, 0.25, 100.0, 1000.0
+CPU = torch.device("cpu")
+# By the clock of `our_run`: a wait for data in each step, and what no rate may count.
+WAIT_SECONDS, VALIDATION_SECONDS, SAVE_SECONDS = 0.25, 100.0, 1000.0
 PEAK_FLOPS = 1e9
 
 
@@ -77,6 +78,7 @@ def plain_run(
     pieces: int = 1,
     sum_dtype: torch.dtype = torch.float32,
     left_out: range = range(0),
+    device: str = "cpu",
     **model_options: Any,
 ) -> dict[str, Any]:
     """The same training by torch alone: no sharding, no fused kernels, weights in float32.
@@ -85,7 +87,7 @@ def plain_run(
     `sum_dtype`. Steps `left_out` change nothing. Losses and norms are by step, as a run counts them.
     """
     model = Llama(dataclasses.replace(FLAVOR, **model_options))
-    init_weights(model, torch.device("cpu"), seed=SEED)
+    init_weights(model, torch.device(device), seed=SEED)
     weights = dict(model.named_parameters())
     init = {n: p.detach().clone() for n, p in weights.items()}
     decayed = [p for p in model.parameters() if p.ndim > 1]
@@ -96,9 +98,9 @@ def plain_run(
     )  # fmt: skip
 
     def summed_loss(low: Llama, step: int, rows: slice = slice(None)) -> torch.Tensor:
-        tokens, labels = step_data(step)
-        logits = low(tokens[rows], step_positions(step)[rows] if documents else None)
-        return F.cross_entropy(logits.flatten(0, 1).float(), labels[rows].flatten(), reduction="sum")
+        tokens, labels, positions = (x[rows].to(device) for x in (*step_data(step), step_positions(step)))
+        logits = low(tokens, positions if documents else None)
+        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
 
     looked_up = 0 if model.config.tie_embeddings else weights["tok_embeddings.weight"].numel()
     result: dict[str, Any] = {"init": init, "losses": {}, "norms": {}, "validation_losses": {}}
@@ -106,7 +108,7 @@ def plain_run(
     result["flops_per_token"] += 12 * model.config.n_layers * FLAVOR.n_heads * FLAVOR.head_dim * SEQ_LEN
     for step in (step for step in range(1, steps + 1) if step not in left_out):
         n_tokens = (step_data(step)[1] != IGNORED).sum()
-        loss = torch.zeros(())
+        loss = torch.zeros((), device=device)
         for rows in torch.arange(GLOBAL_BATCH).chunk(pieces):
             low = copy.deepcopy(model).to(dtype)
             piece = summed_loss(low, step, slice(int(rows[0]), int(rows[-1]) + 1)) / n_tokens
@@ -140,7 +142,7 @@ def whole(x: torch.Tensor) -> torch.Tensor:
 class Batches:
     """Stands in for the data loader of train.py: `step_data`, whatever the ranks and microbatches.
 
-    `clock` goes on by STEP_SECONDS a step, of which the loader says that it waited WAIT_SECONDS.
+    Each step of `clock` takes as many seconds as its number says, after a wait for data.
     """
 
     wait_seconds = WAIT_SECONDS
@@ -160,7 +162,7 @@ class Batches:
 
     def next_step(self) -> list[Batch]:
         self.step += 1
-        self.clock[0] += STEP_SECONDS
+        self.clock[0] += WAIT_SECONDS + self.step
         return list(self.rows_of(self.step))
 
     @property
@@ -175,7 +177,13 @@ class Batches:
 
 
 def our_run(
-    config: Config, steps: int, accumulation: int, folder: Path | None = None, bad_step: int = 0, **model_options: Any
+    config: Config,
+    steps: int,
+    accumulation: int,
+    folder: Path | None = None,
+    bad_step: int = 0,
+    device: torch.device = CPU,
+    **model_options: Any,
 ) -> dict[str, Any]:
     """`steps` steps of train.py on this rank of a process group, and what it wrote into its metrics.
 
@@ -224,7 +232,7 @@ def our_run(
     with (
         mock.patch.multiple(
             train,
-            init_distributed=lambda *_: torch.device("cpu"),
+            init_distributed=lambda *_: device,
             DataLoader=lambda *args, **options: Batches(clock, *args, **options),
             validation_batches=held_out,
             find_model=lambda model, _: (find_model(model, VOCAB)[0], dataclasses.replace(FLAVOR, **model_options)),
@@ -299,10 +307,20 @@ def close(
 
 
 def check_rates(actual: dict[str, Any], flops_per_token: int) -> None:
-    """Tokens, rates and waits of every logged step: each step took as long as the others, by the run's clock."""
+    """Tokens, rates and waits of every logged step, by the run's clock. No step counts in two rows."""
+    per_step, before = actual["batch"]["global_batch_size"] * SEQ_LEN, 0
     for row in actual["rows"]:
-        assert row["tokens"] == row["step"] * actual["batch"]["global_batch_size"] * SEQ_LEN
-        tokens_per_second = actual["batch"]["global_batch_size"] * SEQ_LEN / STEP_SECONDS / actual["world_size"]
-        found = [row[key] for key in ("tps", "mfu", "step_seconds", "data_wait_pct")]
-        wanted = [tokens_per_second, flops_per_token * tokens_per_second / PEAK_FLOPS, STEP_SECONDS]
-        torch.testing.assert_close(found, [*wanted, 100 * WAIT_SECONDS / STEP_SECONDS], rtol=1e-9, atol=0)
+        step, n = row["step"], row["interval_steps"]
+        assert 1 <= n <= step - before
+        before = step
+        seconds = sum(WAIT_SECONDS + passed for passed in range(step - n + 1, step + 1))
+        rate = n * per_step / seconds / actual["world_size"]
+        wanted = [
+            step * per_step,
+            rate,
+            flops_per_token * rate / PEAK_FLOPS,
+            seconds / n,
+            100 * n * WAIT_SECONDS / seconds,
+        ]
+        found = [row[key] for key in ("tokens", "tps", "mfu", "step_seconds", "data_wait_pct")]
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=0)

@@ -38,7 +38,7 @@ from parallel.pipeline import Step, build_step, layers_of_stages
 from parallel.tensor import enable_async_tensor_parallel, vocab_parallel_cross_entropy
 from tests.harness import run_ranks
 from tests.parity import FLAVOR, GLOBAL_BATCH, close, config_for, our_run, plain_run
-from tests.parity_ranks import FULL_STEPS, compare
+from tests.parity_ranks import FULL_STEPS, Case, compare
 
 ROOT = Path(__file__).parents[2]
 STEPS = FULL_STEPS
@@ -87,10 +87,10 @@ def world_size(config: Config) -> int:
 
 
 CASES = {
-    name: (build_config(**layout), 2 if name.startswith("HSDP 2 x 2 x") else STEPS)
+    name: Case(build_config(**layout), 2 if name.startswith("HSDP 2 x 2 x") else STEPS)
     for name, layout in (NAMED | OTHERS).items()
 } | {
-    f"{name}, {compile or 'eager'}, {mode}": (build_config(compile=compile, mode=mode, **layout), 2)
+    f"{name}, {compile or 'eager'}, {mode}": Case(build_config(compile=compile, mode=mode, **layout), 2)
     for name, layout in NAMED.items()
     for compile, modes in (("", ("full", "selective")), ("aot_eager", COMPILED[name]))
     for mode in modes
@@ -119,8 +119,8 @@ def outcomes(plain: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) ->
 
     def start_ranks(size: int, folder: Path) -> None:
         folder.mkdir()
-        torch.save(plain, folder / "plain.pt")
-        cases = {name: case for name, case in CASES.items() if world_size(case[0]) == size}
+        torch.save({"": plain}, folder / "plain.pt")
+        cases = {name: case for name, case in CASES.items() if world_size(case.config) == size}
         (folder / "cases.pickle").write_bytes(pickle.dumps(cases))
         command = [sys.executable, "-m", "launch.torchrun", "--standalone", f"--nproc-per-node={size}"]
         done = subprocess.run(
@@ -138,7 +138,7 @@ def outcomes(plain: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.mark.parametrize("name", CASES)
 def test_equals_a_plain_loop(name: str, plain: dict[str, Any], outcomes: Callable[[int], list[dict[str, Any]]]) -> None:
     """Through torchrun: every layout, eager with every way of checkpointing activations, and compiled."""
-    ranks = [outcome[name] for outcome in outcomes(world_size(CASES[name][0]))]
+    ranks = [outcome[name] for outcome in outcomes(world_size(CASES[name].config))]
     assert not any(rank["error"] for rank in ranks), "\n".join(rank["error"] for rank in ranks)
     seen = {parameter for rank in ranks for parameter in rank["gradients"]}
     assert seen == plain["grads"].keys(), "every parameter has a gradient on some rank"
