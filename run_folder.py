@@ -20,6 +20,7 @@ import torch
 
 import config as settings
 from checkpoint.loading import model_differences
+from checkpoint.names import RUN_NAME, run_name
 from config import Config, ConfigError, TitaniteError, tomllib
 from parallel import exits
 from parallel.comm import tell_launcher
@@ -229,14 +230,16 @@ def record_start(
 ) -> dict[str, tuple[Any, Any]]:
     """Write model.json and a line of starts.jsonl, which also says how the start before ended. Rank 0 only.
 
-    Writes config.toml only if there is none; later `record_config` replaces it. Returns the settings that differ from
-    config.toml, dotted key → (old, new). Raises CrashLoopError.
+    Writes .run_name and config.toml only if there are none; later `record_config` replaces config.toml. Returns the
+    settings that differ from config.toml, dotted key → (old, new). Raises CrashLoopError.
     """
     folder.mkdir(parents=True, exist_ok=True)
     count = _count_without_progress(folder, job, world_size, config.failures.restarts_without_progress)
     changed = _changed(folder, config)
     model = json.dumps(identity, indent=2) + "\n"
     write_atomically(folder / "model.json", model.encode())  # first, since it marks the folder as a run's
+    if not (folder / RUN_NAME).exists():
+        write_atomically(folder / RUN_NAME, f"{run_name(folder)}\n".encode())
     if not (folder / "config.toml").exists():
         record_config(folder, config)
     start = {

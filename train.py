@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from checkpoint.hf import check_vocabulary
-from checkpoint.manager import CheckpointManager, check_initial_load, check_places, check_steps
+from checkpoint.manager import CheckpointManager, check_initial_load, check_owner, check_places, check_steps
 from config import Config, ConfigError, TitaniteError, file_errors, grad_accum_steps, load_config, loss_chunks
 from data.loader import Batch, DataLoader, validation_batches
 from float8.convert import check_float8, convert_to_float8, summarize
@@ -89,6 +89,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
     checks = (
         dataloader.check_run,
         partial(check_initial_load, config.checkpoint, identity, check=fits_data),
+        partial(check_owner, config.checkpoint),
         partial(check_places, config.checkpoint),
         partial(check_steps, config),
     )

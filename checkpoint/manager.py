@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -32,7 +32,16 @@ from checkpoint.manifest import (
     read_manifest,
     read_metadata,
 )
-from checkpoint.names import age_seconds, by_step, files_of, new_checkpoint_name, step_of
+from checkpoint.names import (
+    age_seconds,
+    by_step,
+    files_of,
+    is_same_run,
+    new_checkpoint_name,
+    rename_command,
+    run_name,
+    step_of,
+)
 from checkpoint.planning import Plan, State, plan_save, resolver
 from checkpoint.ranks import Ranks, build_ranks
 from checkpoint.retention import (
@@ -44,6 +53,7 @@ from checkpoint.retention import (
     meet_neighbours,
     never_committed,
     remove_checkpoints,
+    savers,
     superfluous,
     unfinished,
 )
@@ -108,6 +118,25 @@ def check_places(settings: Checkpoint, run_folder: Path) -> None:
             raise CheckpointError(f"checkpoint.{key} = {store.url!r}: cannot be written to: {error}") from None
 
 
+def check_owner(settings: Checkpoint, run_folder: Path) -> None:
+    """Refuse to save where the newest checkpoint whose manifest can be read is another run's. Raises ConfigError.
+
+    For rank 0, before anything is written.
+    """
+    stores = _open_stores(settings, run_folder) if _writes(settings) else []
+    for key, store in zip(("folder", "upload"), stores, strict=False):
+        names = [] if _is_default(store, run_folder) else finished(store.sizes())
+        asked = (savers(store, [name]) for name in sorted(names, key=by_step, reverse=True))
+        for name, other in next(filter(None, asked), {}).items():
+            if not is_same_run(other, run_name(run_folder)):
+                raise ConfigError(
+                    f"checkpoint.{key} = {store.url!r}: its newest checkpoint, {name}, was saved by another run, "
+                    f"{other}: set another checkpoint.{key}. To start from its weights, set also "
+                    f"checkpoint.initial_load = {store.url!r}. If this is that run, only moved or renamed, start it "
+                    f"with --run.folder={run_folder} after: {rename_command(run_folder, other)}"
+                )
+
+
 def check_steps(config: Config, run_folder: Path) -> None:
     """Refuse to resume a run that is beyond training.steps. Raises ConfigError.
 
@@ -162,8 +191,9 @@ class CheckpointManager:
         self.store = self.stores[0]
         self.upload_store = self.stores[1] if self.settings.upload else None
         self.model_bytes = self._gather_model_bytes()
-        self.saved_file = run_folder / SAVED
-        self.run = f"{socket.gethostname()}:{run_folder.absolute()}"
+        self.run_folder, self.saved_file = run_folder, run_folder / SAVED
+        self.run = self.ranks.from_rank_0(lambda: run_name(run_folder))
+        self.savers = dict[str, str]()  # on rank 0: checkpoint → its run, of those asked about and those saved since
         self.began, self.known = time.time(), set[str]()  # `known`: this run's checkpoints; both used on rank 0
         self.newest_step: int | None = None  # of the last save or load
         self.damaged: set[tuple[str, str]] = set()  # (url, name) found while loading; removed after the next commit
@@ -390,11 +420,11 @@ class CheckpointManager:
         self.wait()
         started = time.monotonic()
 
-        def saved() -> bool:
-            places = [finished(store.sizes()) for store in self.stores]
-            return all(any(name.startswith(f"model-{step:08d}-") for name in names) for names in places)
+        def saved(store: Store) -> bool:
+            models = {name for name in finished(store.sizes()) if name.startswith(f"model-{step:08d}-")}
+            return any(self._ownership(store, models).values())
 
-        if not self.ranks.from_rank_0(saved):
+        if not self.ranks.from_rank_0(lambda: all(map(saved, self.stores))):
             state: State = {"model": model_tensors(self.model)}
             save = self._prepare(new_checkpoint_name(step, "model"), step, state, started)
             written = self._write(save)
@@ -425,6 +455,7 @@ class CheckpointManager:
         if replan or self.planned is None:
             self.planned = shapes, plan_save(state, self.ranks)
         self.known.add(name)
+        self.savers[name] = self.run
         return Save(name, self.planned[1], self._facts(step), resolver(state), started)
 
     def _write(self, save: Save, before: Callable[[], None] = lambda: None) -> Written:
@@ -493,37 +524,45 @@ class CheckpointManager:
         """Remove from `store` what is not kept, now that `saved` is committed there.
 
         Damaged checkpoints, and those only on other machines' disks, go only if `saved` is newer: renumbered ranks or a
-        person may still recover them.
+        person may still recover them. Another run's stay, and beside them all that was never committed, as it may be
+        the other's; so do those whose run is unknown, but for the damaged.
         """
         damaged = {name for url, name in self.damaged if url == store.url}
         spared = set[str]() if is_newer else damaged | self.stranded
         leftover_seconds = 2 * self.settings.timeout_seconds
 
-        def remove() -> tuple[set[str], set[str], str]:
-            """On rank 0: (what goes, what stays, why if more stays than should)."""
+        def remove() -> tuple[set[str], set[str], bool, str]:
+            """On rank 0: (what goes, what stays, whether another run's are there, why if more stays than should)."""
+            listed = store.sizes()
+            there, begun = finished(listed), unfinished(listed, leftover_seconds)
+            leftovers = never_committed(store, begun)
+            may_go = leftovers | superfluous(listed, saved, self.settings, damaged)
+            owned = self._ownership(store, there if may_go else there & self.savers.keys())
+            is_shared = False in owned.values()
+            own = {name for name, is_own in owned.items() if is_own or (is_own is None and name in damaged)}
+            going = superfluous([f"{name}/{MANIFEST}" for name in own], saved, self.settings, damaged)
+            going = (going if is_shared else going | leftovers) - spared
+            stay = (there | begun | {saved}) - going | spared  # a listing may not show `saved` yet
             try:
-                store.abort_uploads(leftover_seconds)
+                if not is_shared:
+                    store.abort_uploads(leftover_seconds)
             except CheckpointError as error:
                 logger.warning(f"unfinished uploads could not be removed: {error}")
-            listed = store.sizes()
-            begun = unfinished(listed, leftover_seconds)
-            going = (superfluous(listed, saved, self.settings, damaged) | never_committed(store, begun)) - spared
-            stay = (finished(listed) | begun | {saved}) - going | spared  # a listing may not show `saved` yet
             try:
                 remove_checkpoints(store, going, listed)
             except CheckpointError as error:
-                return going, stay | finished(store.sizes()), str(error)
-            return going, stay, ""
+                return going, stay | finished(store.sizes()), is_shared, str(error)
+            return going, stay, is_shared, ""
 
         def remove_here(disk: LocalStore) -> None:
             here = disk.folders()
-            here &= (going | unfinished(here, leftover_seconds)) - stay
+            here &= (going if is_shared else going | unfinished(here, leftover_seconds)) - stay
             remove_checkpoints(disk, here, [file for name in here for file in disk.sizes(name)])
             disk.remove_empty(here)
 
         # An old checkpoint that stays need not stop the run, but must not stay unnoticed.
         try:
-            going, stay, trouble = self.ranks.from_rank_0(remove)
+            going, stay, is_shared, trouble = self.ranks.from_rank_0(remove)
             if isinstance(store, LocalStore):  # nodes' own disks after rank 0's, the only one with manifests
                 self.ranks.together(partial(remove_here, store))
             if trouble:
@@ -533,6 +572,17 @@ class CheckpointManager:
         except CheckpointError as error:
             if self.ranks.rank == 0:
                 logger.warning(f"old checkpoints could not be removed: {error}")
+
+    def _ownership(self, store: Store, names: Collection[str]) -> dict[str, bool | None]:
+        """Whether this run saved each of these committed checkpoints, None if that is unknown. For rank 0.
+
+        Reads each manifest but once, and none of this start's own saves.
+        """
+        if _is_default(store, self.run_folder):
+            return dict.fromkeys(names, True)
+        self.savers |= savers(store, set(names) - self.savers.keys())
+        known = {name: is_same_run(run, self.run) for name, run in self.savers.items()}
+        return {name: known.get(name) for name in names}
 
     def _start(self, work: Callable[[], object]) -> None:
         """Run `work` in a daemon thread, so that a run that fails for another reason does not wait for it."""
@@ -604,7 +654,8 @@ class CheckpointManager:
             moments = 1 if self.config.optimizer.state_dtype == "bfloat16" else 2  # in sizes of the weights
             outer = 1 if self.config.parallelism.local_steps else 0
             rank_bytes = (1 + moments + outer) * sum(self.model_bytes.values()) // self.ranks.size
-            return check_room(self.store, self.ranks, disk, rank_bytes, self.settings, self.stranded)
+            ownership = partial(self._ownership, self.store)
+            return check_room(self.store, self.ranks, disk, rank_bytes, self.settings, ownership, self.stranded)
         return False
 
     def _agreed(self, find: Callable[[], list[tuple[Store, str]]]) -> list[tuple[Store, str]]:
@@ -623,6 +674,11 @@ def _open_stores(settings: Checkpoint, run_folder: Path) -> list[Store]:
     """The places of a run's checkpoints: the first, and the second if there is one."""
     places = [settings.folder or run_folder / "checkpoints", settings.upload]
     return [open_store(place, settings) for place in places if place]
+
+
+def _is_default(store: Store, run_folder: Path) -> bool:
+    """Whether a place is the run's own folder for checkpoints. All there is its own, even if both were moved."""
+    return Path(store.url).absolute() == (run_folder / "checkpoints").absolute()
 
 
 def _jsonable(value: dict[str, Any]) -> dict[str, Any]:

@@ -3,15 +3,18 @@
 import logging
 import socket
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
-from checkpoint.manifest import MANIFEST
+from checkpoint.manifest import MANIFEST, read_manifest
 from checkpoint.names import age_seconds, by_step, is_checkpoint_name, step_of
 from checkpoint.ranks import Ranks
 from checkpoint.stores import CheckpointError, DamagedError, LocalStore, Store
 from config import Checkpoint
+
+Ownership = Callable[[Collection[str]], dict[str, bool | None]]  # name → whether this run saved it, None: unknown
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +50,9 @@ def superfluous(sizes: Collection[str], saved: str, settings: Checkpoint, damage
 
 
 def finished(sizes: Collection[str]) -> set[str]:
-    """The folders in a listing that have a manifest."""
-    return {file.removesuffix(f"/{MANIFEST}") for file in sizes if file.endswith(f"/{MANIFEST}")}
+    """The checkpoints in a listing that have a manifest."""
+    folders = {file.removesuffix(f"/{MANIFEST}") for file in sizes if file.endswith(f"/{MANIFEST}")}
+    return set(filter(is_checkpoint_name, folders))
 
 
 def unfinished(sizes: Collection[str], seconds: float = 0) -> set[str]:
@@ -73,6 +77,21 @@ def never_committed(store: Store, names: Collection[str]) -> set[str]:
     with ThreadPoolExecutor(32) as threads:
         asked = {name: threads.submit(has_manifest, name) for name in names}
     return {name for name, has in asked.items() if not has.result()}
+
+
+def savers(store: Store, names: Collection[str]) -> dict[str, str]:
+    """Name → the run that saved it, of those of these checkpoints whose manifest says so. In parallel, as above."""
+
+    def saver(name: str) -> str:
+        try:
+            return read_manifest(store, name).get("run", "")
+        except DamagedError as error:
+            logger.warning(f"which run saved {name} is unknown: {error}")
+            return ""
+
+    with ThreadPoolExecutor(32) as threads:
+        asked = {name: threads.submit(saver, name) for name in names}
+    return {name: run for name, answer in asked.items() if (run := answer.result())}
 
 
 def remove_checkpoints(store: Store, names: Collection[str], sizes: Collection[str]) -> None:
@@ -125,16 +144,23 @@ def meet_neighbours(store: Store, ranks: Ranks, visibility_seconds: float = 0) -
 
 
 def check_room(
-    store: LocalStore, ranks: Ranks, disk: str, rank_bytes: int, settings: Checkpoint, spared: Collection[str] = ()
+    store: LocalStore,
+    ranks: Ranks,
+    disk: str,
+    rank_bytes: int,
+    settings: Checkpoint,
+    ownership: Ownership,
+    spared: Collection[str] = (),
 ) -> bool:
     """Refuse to start if the disk cannot hold the checkpoints to keep and the next one. Collective.
 
-    `rank_bytes`: of one checkpoint, on this rank. `disk`: as in Neighbours. Checkpoints that will go count as room. If
-    room is short, removes those never committed, but for rank 0's `spared`. Returns whether one must go before the next
-    is written. Raises CheckpointError.
+    `rank_bytes`: of one checkpoint, on this rank. `disk`: as in Neighbours. Own checkpoints that will go count as room.
+    If room is short and no other run has checkpoints here, removes those never committed, but for rank 0's `spared`.
+    Returns whether one must go before the next is written. Raises CheckpointError.
     """
+    compare = partial(_compare_room, store, ranks, disk, rank_bytes, settings, ownership)
     try:
-        return _compare_room(store, ranks, disk, rank_bytes, settings)
+        return compare()
     except _NoRoomError:
         lists = ranks.rank == 0 or disk != ""
         here = ranks.together(lambda: set(filter(is_checkpoint_name, store.folders())) if lists else set())
@@ -143,16 +169,19 @@ def check_room(
         ranks.together(lambda: remove_checkpoints(store, begun, store.sizes()) if lists else None)
         if begun and ranks.rank == 0:
             logger.warning(f"{store.url}: removed to make room, since never committed: {', '.join(sorted(begun))}")
-        return _compare_room(store, ranks, disk, rank_bytes, settings)
+        return compare()
 
 
-def _compare_room(store: LocalStore, ranks: Ranks, disk: str, rank_bytes: int, settings: Checkpoint) -> bool:
+def _compare_room(
+    store: LocalStore, ranks: Ranks, disk: str, rank_bytes: int, settings: Checkpoint, ownership: Ownership
+) -> bool:
     copies = max(2, settings.keep + 1)
     # Only rank 0 lists a shared disk: there may be thousands of ranks, each with its own files.
     lists = ranks.rank == 0 or disk != ""
     sizes, free_bytes = ranks.together(lambda: (store.sizes() if lists else {}, store.free_bytes()))
-    names = ranks.broadcast(_committed(sizes))  # in rank 0's view
-    going = {name for name in names if not _kept_for_ever(name, settings)}
+    owned = ranks.from_rank_0(lambda: ownership(finished(sizes)))  # in rank 0's view
+    own = {name for name, is_own in owned.items() if is_own and step_of(name) is not None}
+    going = {name for name in own if not _kept_for_ever(name, settings)}
     going = {name for name in going if not (store.folder / name).is_symlink()}  # removing a link frees nothing
     old_bytes = sum(size for file, size in sizes.items() if file.partition("/")[0] in going)
     reports = ranks.gather((disk, rank_bytes, free_bytes, old_bytes if lists else None))
@@ -164,7 +193,7 @@ def _compare_room(store: LocalStore, ranks: Ranks, disk: str, rank_bytes: int, s
             free = min(free for other, _, free, _ in reports if other == disk)
             room = free + min(old for other, _, _, old in reports if other == disk and old is not None)
             if room < copies * one:
-                raise _NoRoomError(
+                raise (CheckpointError if False in owned.values() else _NoRoomError)(
                     f"{store.url}: has room for {room / 1e9:.2f} GB, but {copies} checkpoints of "
                     f"{one / 1e9:.2f} GB must fit (checkpoint.keep and the one being written); free some "
                     "space, lower checkpoint.keep, or move the checkpoints and set checkpoint.folder to their new place"

@@ -353,14 +353,14 @@ def test_two_runs_never_save_in_one_place(tmp_path, mode):
         runs[1].train(1, 2)
     with pytest.raises(ConfigError, match="while this run was training"):
         runs[1].checkpoint.load()  # as after a bad step
-    assert steps_in(tmp_path) == [2]
+    assert steps_in(tmp_path) == [2, 1], "1 is neither's"
     assert [file for file in tmp_path.glob("*/*") if file.parent.name not in runs[0].checkpoint.known] == []
     runs[0].train(2, 3)
     later = Run(tmp_path, interval=1, keep=1)
     assert later.checkpoint.load() == 3
     later.checkpoint.began -= 60
     later.train(3, 4)
-    assert steps_in(tmp_path) == [4]
+    assert steps_in(tmp_path) == [4, 3], "1 was its own, 3 is not"
 
 
 def test_two_runs_never_upload_to_one_place(tmp_path):
@@ -403,14 +403,22 @@ def test_disks_of_nodes_are_tidied_of_what_rank_0_does_not_know(tmp_path):
     assert run_ranks(2, _train_on_own_disks, str(tmp_path), 2, 4, "new") == [[4], [2, 4]]  # 2: not yet
 
 
-def _train_on_own_disks(folder, first, last, new):
+def test_disks_of_nodes_keep_what_was_begun_where_another_run_has_saved(tmp_path):
+    """It may be the other's, of which rank 0 does not know."""
+    assert run_ranks(2, _train_on_own_disks, str(tmp_path), 0, 2, "", "other") == [[2], [2]]
+    (tmp_path / "near1" / "step-00000001-000000010000").mkdir()
+    (tmp_path / "near1" / "step-00000001-000000010000" / "__1_0.distcp").touch()
+    assert run_ranks(2, _train_on_own_disks, str(tmp_path), 2, 4, "") == [[2, 4], [1, 2, 4]]
+
+
+def _train_on_own_disks(folder, first, last, new, name="unused"):
     rank, init = dist.get_rank(), LocalStore.__init__
 
     def on_own_disk(store, place):
         init(store, str(place).replace("near", f"near{rank}{new if rank == 0 else ''}"))
 
     LocalStore.__init__ = on_own_disk  # type: ignore[method-assign]
-    run = Run(f"{folder}/near", (2,), interval=1, keep=1, upload=f"{folder}/far")
+    run = Run(f"{folder}/near", (2,), interval=1, keep=1, upload=f"{folder}/far", run_folder=Path(name))
     assert run.checkpoint.load() == first
     run.train(first, last)
     return sorted(int(name.split("-")[1]) for name in run.checkpoint.store.folders())
@@ -817,7 +825,8 @@ def _room(folder, rank_bytes, keep_every=0, disk=0, hidden=""):
     try:
         settings = Checkpoint(keep=1, keep_every=keep_every)
         ranks = manager.build_ranks(60)
-        retention.check_room(store, ranks, retention.meet_neighbours(store, ranks).disk, rank_bytes, settings)
+        machine = retention.meet_neighbours(store, ranks).disk
+        retention.check_room(store, ranks, machine, rank_bytes, settings, lambda names: dict.fromkeys(names, True))
     except CheckpointError:
         return False
     return True

@@ -6,6 +6,7 @@ import io
 import itertools
 import os
 import random
+import shutil
 import sys
 import threading
 import time
@@ -31,8 +32,10 @@ from checkpoint.s3 import S3Store
 from checkpoint.stores import CheckpointError, DamagedError, LocalStore, open_store
 from config import Checkpoint
 from data.tokenizer import train_tokenizer
+from tests.corpus import write_dataset
 from tests.distributed.checkpoint_kills import survive_kills
 from tests.distributed.checkpoint_runs import Run, load_run, same, train_run
+from tests.distributed.test_train import call
 from tests.harness import run_ranks
 from tests.s3.server import s3_environment
 from tests.s3.stub import answering, only_for
@@ -856,6 +859,37 @@ def test_a_save_that_removes_one_lists_three_times(two_steps, proxy):
     assert steps_in(two_steps) == [3, 2]
     counts = proxy.counts()
     assert (counts["list"] - 1, counts["list_uploads"]) == (3, 1)  # one is the test's own
+
+
+def test_beside_another_runs_a_save_reads_once_whose_they_are_and_removes_only_its_own(two_steps, proxy):
+    store, run = store_at(two_steps), Run(two_steps, **WAITS, run_folder=Path("other"))
+    store.client.create_multipart_upload(Bucket=store.bucket, Key="step-00000001-0123456789ab/x")  # in 2010, by moto
+    run.train(2, 3)
+    assert proxy.counts()["get"] == 2  # two manifests
+    run.train(3, 5)
+    counts = proxy.counts()
+    assert (counts["get"], "list_uploads" in counts) == (2, False)
+    assert steps_in(two_steps) == [5, 4, 2, 1]
+
+
+def test_a_bucket_is_one_runs_which_may_be_lost_and_made_again(bucket, tmp_path, monkeypatch):
+    """Whole runs of train.py, as by SkyPilot: the run folder goes with the machine, the bucket stays."""
+    data = write_dataset(tmp_path / "data", [[[1 + i % 90] * 60 + [0] for i in range(60)]], vocab_size=100)
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--model.flavor=tiny", "--model.vocab_size=128", "--training.seq_len=32", "--validation.enable=false"]
+    arguments += ["--training.local_batch_size=2", "--training.param_dtype=float32", "--lr_scheduler.warmup_steps=1"]
+    arguments += ["--metrics.tensorboard=false", f"--data.datasets={data}", f"--checkpoint.folder={bucket}/run"]
+    assert call(tmp_path, *arguments, "--run.folder=a", "--training.steps=2").returncode == 0
+    before = store_at(bucket).sizes()
+    refused = call(tmp_path, *arguments, "--run.folder=b", "--training.steps=3")
+    assert (refused.returncode, store_at(bucket).sizes(), Path("b").exists()) == (2, before, False)
+    assert f"error: checkpoint.folder = '{bucket}/run': its newest checkpoint, step-00000002-" in refused.stderr
+    assert f"{Path('a').absolute()}: set another checkpoint.folder." in refused.stderr
+    assert f"checkpoint.initial_load = '{bucket}/run'" in refused.stderr
+    shutil.rmtree("a")
+    again = call(tmp_path, *arguments, "--run.folder=a", "--training.steps=3")
+    assert again.returncode == 0, again.stderr
+    assert f"resumed from {bucket}/run/step-00000002-" in again.stderr
 
 
 def test_removal_takes_the_manifest_first(two_steps, proxy):

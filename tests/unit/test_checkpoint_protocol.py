@@ -781,7 +781,7 @@ class World:
 
     def _check_saved(self, fault: Fault | None, save: Callable[[CheckpointManager], None]) -> None:
         before = {url: place.committed() for url, place in self.places.items()}
-        committed_before = set(self.saves)
+        committed_before, known = set(self.saves), set(self.processes[0].checkpoint.savers)
 
         def save_and_wait(rank: int) -> None:
             save(self.processes[rank].checkpoint)
@@ -797,27 +797,39 @@ class World:
         for place in self.places.values():
             assert new <= place.intact("")
             if not fault and self.is_calm:
-                self._check_kept(place, before[place.url], new)
+                self._check_kept(place, before[place.url], new, known)
 
     def _stuck_in(self, place: Place) -> set[str]:
         return {name.partition("/")[0] for disk in place.disks for name in disk.stuck & disk.there()}
 
-    def _check_kept(self, place: Place, before: set[str], new: set[str]) -> None:
-        """After a save without trouble, what is there is what the settings say."""
+    def _unclear(self, place: Place, names: set[str]) -> set[str]:
+        """Those whose manifest is damaged, so that it does not say that they are this run's."""
+        manifests = {name: place.objects[f"{name}/MANIFEST.json"].data for name in names}
+        return {name for name, data in manifests.items() if data != self.saves[name].files["MANIFEST.json"]}
+
+    def _check_kept(self, place: Place, before: set[str], new: set[str], known: set[str]) -> None:
+        """After a save without trouble, what is there is what the settings say.
+
+        `known`: whose run was known before. The other place may have told of more.
+        """
         steps = {name for name in new if name.startswith("step")}
         stuck, models = self._stuck_in(place), place.committed("model")
         if steps:
-            counted = [name for name in before | steps if (place.url, name) not in self.known_damaged]
-            stay = {name for name in counted if self._stays_for_ever(name)} | steps
-            stay |= set(sorted(counted, reverse=True)[: self.settings.keep])
-            assert place.committed() - stuck == stay - stuck
+            there = {name for name in before | steps if (place.url, name) not in self.known_damaged}
+            unclear, answers = self._unclear(place, before) & there, []
+            for told in (known, known | self.processes[0].checkpoint.savers.keys()):
+                counted = there - (unclear - told)
+                stay = {name for name in counted if self._stays_for_ever(name)} | steps | (unclear - told)
+                answers.append((stay | set(sorted(counted, reverse=True)[: self.settings.keep])) - stuck)
+            assert place.committed() - stuck in answers
         if new:
             for disk in {id(disk): disk for disk in (self.place_of(i, place.url) for i in range(self.size))}.values():
                 old = {name for name in disk.begun() if self.now - int(name[-12:-4], 16) > OLD_SECONDS + 10}
                 assert old <= stuck, f"left over in {place.url}, {disk.disks.index(disk)}: {old}"
         if new - steps:  # of each step one
             kinds = {name.rpartition("-")[0] for name in new}
-            assert {name for name in models - stuck if name.rpartition("-")[0] in kinds} == new - steps
+            clear = models - stuck - (self._unclear(place, models) - known)
+            assert {name for name in clear if name.rpartition("-")[0] in kinds} == new - steps
         assert models or self.step != self.config.training.steps or not self.settings.save_model
 
     def _load(self, fault: Fault | None) -> None:

@@ -149,6 +149,19 @@ def test_starts_are_recorded_with_what_changed(tmp_path: Path) -> None:
     assert starts[0]["git_commit"]
 
 
+def test_the_name_of_a_run_is_made_once(tmp_path: Path) -> None:
+    """A run folder that is moved brings it along; one of an older version has none."""
+    record_start(tmp_path / "run", Config(), {}, 1)
+    name = f"{socket.gethostname()}:{tmp_path}/run\n"
+    assert (tmp_path / "run" / ".run_name").read_text() == name
+    (tmp_path / "run").rename(tmp_path / "moved")
+    record_start(tmp_path / "moved", Config(), {}, 1)
+    assert (tmp_path / "moved" / ".run_name").read_text() == name
+    (tmp_path / "moved" / ".run_name").unlink()
+    record_start(tmp_path / "moved", Config(), {}, 1)
+    assert (tmp_path / "moved" / ".run_name").read_text() == f"{socket.gethostname()}:{tmp_path}/moved\n"
+
+
 def test_a_line_cut_by_a_kill_spoils_no_later_one(tmp_path: Path) -> None:
     for _ in range(3):
         record_start(tmp_path / "run", Config(), {}, world_size=2, job="job 1")
@@ -267,7 +280,7 @@ def test_whole_files_are_on_the_disk_before_they_have_their_names(
     monkeypatch.setattr(os, "fsync", fsync)
     record_start(tmp_path, Config(), {}, 1)
     record_exit(tmp_path, Exit("failed", "x", 0, "data", 1, None, "y"))
-    assert done == [*2 * ["fsync", "replace"], "fsync", "link"]  # model.json, config.toml; exit.json
+    assert done == [*3 * ["fsync", "replace"], "fsync", "link"]  # model.json, .run_name, config.toml; exit.json
 
 
 def test_a_start_cut_while_it_is_recorded_spoils_no_later_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,7 +290,7 @@ def test_a_start_cut_while_it_is_recorded_spoils_no_later_one(tmp_path: Path, mo
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    for owner, name in ((Path, "replace"), (os, "link")):  # of config.toml and model.json; of exit.json
+    for owner, name in ((Path, "replace"), (os, "link")):  # of config.toml and others; of exit.json
         with monkeypatch.context() as patched, contextlib.suppress(OSError):
             patched.setattr(owner, name, full)
             record_start(folder, config, identity, 1)
