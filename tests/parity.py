@@ -79,15 +79,18 @@ def plain_run(
     sum_dtype: torch.dtype = torch.float32,
     left_out: range = range(0),
     device: str = "cpu",
+    home: str = "",
     **model_options: Any,
 ) -> dict[str, Any]:
     """The same training by torch alone: no sharding, no fused kernels, weights in float32.
 
     Forward and backward are in `dtype`, of one of `pieces` of the batch at a time, whose gradients are summed in
-    `sum_dtype`. Steps `left_out` change nothing. Losses and norms are by step, as a run counts them.
+    `sum_dtype`. Steps `left_out` change nothing. The weights are drawn on `home`, by default on `device`. Losses and
+    norms are by step, as a run counts them.
     """
     model = Llama(dataclasses.replace(FLAVOR, **model_options))
-    init_weights(model, torch.device(device), seed=SEED)
+    init_weights(model, torch.device(home or device), seed=SEED)
+    model.to(device)
     weights = dict(model.named_parameters())
     init = {n: p.detach().clone() for n, p in weights.items()}
     decayed = [p for p in model.parameters() if p.ndim > 1]
@@ -136,7 +139,7 @@ def plain_run(
 
 
 def whole(x: torch.Tensor) -> torch.Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x
+    return (x.full_tensor() if isinstance(x, DTensor) else x).cpu()
 
 
 class Batches:

@@ -57,7 +57,7 @@ CASES = {
     "FSDP 2": float32(dp_shard=2),
     "FSDP 2, compiled": float32(dp_shard=2, compile="inductor"),
     "FSDP 2, own reduce-scatter": float32(dp_shard=2, reduce_scatter="all_to_all"),
-    "FSDP 2, weights on the host": float32(dp_shard=2, cpu_offload=True),
+    "FSDP 2, weights on the host": float32(dp_shard=2, cpu_offload=True, expected="host"),
     "FSDP 2, bfloat16": bfloat16(dp_shard=2, expected="bfloat16, halves"),
     "FSDP 2, float8": in_float8(bfloat16(FLOAT8, dp_shard=2)),
     "FSDP 2, float8, compiled": in_float8(bfloat16(FLOAT8, dp_shard=2, compile="inductor")),
@@ -106,6 +106,7 @@ def start_ranks(size: int, folder: Path) -> str:
 def plain() -> dict[str, dict[str, Any]]:
     runs = {
         "float32": plain_run(FULL_STEPS, device=DEVICE),
+        "host": plain_run(FULL_STEPS, device=DEVICE, home="cpu"),  # whose random numbers are others
         "documents": plain_run(FULL_STEPS, documents=True, device=DEVICE),
         "bfloat16": plain_run(FULL_STEPS, dtype=torch.bfloat16, device=DEVICE),
         "bfloat16, halves": plain_run(FULL_STEPS, dtype=torch.bfloat16, pieces=2, device=DEVICE),
