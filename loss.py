@@ -1,10 +1,11 @@
 """The training loss."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -12,7 +13,7 @@ import config as settings
 from parallel.activation_checkpoint import exempt_from_budget
 from parallel.context import local_indices
 from parallel.gradients import build_add, compile_each_shape
-from parallel.mesh import Mesh
+from parallel.mesh import Mesh, ParallelDims
 from parallel.tensor import vocab_parallel_cross_entropy
 
 IGNORED = -100  # label of a token that is not trained on
@@ -21,6 +22,26 @@ IGNORED = -100  # label of a token that is not trained on
 def cross_entropy(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
     """Cross-entropy, in nats and float32, summed over the tokens whose label is not IGNORED."""
     return F.cross_entropy(logits_BSV.flatten(0, 1).float(), labels_BS.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def count_trained(labels: Iterable[Tensor], dims: ParallelDims, device: torch.device) -> Tensor:
+    """Tokens with a label in a step, over all ranks that make an update together. Collective.
+
+    At least 1: if all tokens are masked, the loss is 0 instead of 0 / 0.
+    """
+    island = dims.island(dist.get_rank())
+    tokens = torch.zeros(dims.islands, dtype=torch.int64, device=device)
+    tokens[island] = sum((own != IGNORED).sum() for own in labels)
+    dist.all_reduce(tokens)
+    return (tokens[island] // dims.copies).clamp_(min=1)
+
+
+def sum_losses(losses: Sequence[Tensor], dims: ParallelDims, device: torch.device) -> Tensor:
+    """A step's loss: the sum over its microbatches and all ranks, and the mean of the islands. Collective."""
+    total = torch.stack(tuple(losses)).sum() if losses else torch.zeros((), device=device)
+    total = total / dims.tp / dims.islands  # all ranks of tp computed the same loss
+    dist.all_reduce(total)
+    return total
 
 
 def build_loss(compile: settings.Compile, mesh: Mesh | None = None) -> Callable[[Tensor, Tensor], Tensor]:
@@ -53,7 +74,9 @@ def build_chunked_loss(
         return cross_entropy(F.linear(hidden, weight.to(hidden.dtype))[None], labels)
 
     def scale(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-        return (gradient * factor[None]).to(dtype)  # of one dimension, lest it be rounded to the gradient's type
+        return (gradient * factor[None]).to(
+            dtype
+        )  # of one dimension: otherwise it would be rounded to the gradient's type
 
     summed = exempt_from_budget(torch.compile(head, backend=compile.backend)) if compile.enable else head
     tools = summed, build_add(compile), compile_each_shape(scale, compile)

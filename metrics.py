@@ -7,6 +7,7 @@ import argparse
 import importlib
 import json
 import logging
+import math
 import resource
 import sys
 import time
@@ -16,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from config import Config, ConfigError, command_line, file_errors
+from config import Config, ConfigError, TitaniteError, command_line, file_errors
 from metrics_page import write_page
 from records import open_records, output_file
 
@@ -135,6 +137,24 @@ def find_hook(name: str) -> Callable[[dict[str, Any]], object] | None:
     return hook
 
 
+def fetch_finite(waiting: dict[int, Tensor]) -> list[list[float]]:
+    """Fetch (loss, gradient norm, any further figures) of the steps in `waiting` from the device, and empty it.
+
+    Raises TitaniteError for a loss or norm that is not finite, on all ranks, since both are sums over them. Call it
+    before writing anything.
+    """
+    history = torch.stack(list(waiting.values())).tolist() if waiting else []
+    for step, (loss, grad_norm, *_) in zip(waiting, history, strict=True):
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            raise TitaniteError(
+                f"step {step}: loss {loss}, gradient norm {grad_norm}: not finite, so training stops and nothing "
+                "of it is saved; resume from the last checkpoint, with a lower optimizer.lr or another run.seed",
+                agreed=True,
+            )
+    waiting.clear()
+    return history
+
+
 class MetricsLogger:
     """Writes rows on rank 0 and measures the time between them."""
 
@@ -147,25 +167,24 @@ class MetricsLogger:
         *,
         first_step: int,
         flops_per_token: int,
+        tokens_per_step: float,
     ):
+        """`tokens_per_step`: of the whole run, divided by its ranks."""
         self.device, self.steps, self.flops_per_token = device, config.training.steps, flops_per_token
+        self.tokens_per_step = tokens_per_step
+        self.waiting: dict[int, Tensor] = {}  # step → loss and gradient norm that the host has not fetched yet
+        self.loss = self.grad_norm = self.lr = math.nan  # of the last step that was trained and fetched
         self.peak = peak_flops(device)
         self.file = open_records(run_folder / "metrics.jsonl") if rank == 0 else None
         self.hook = find_hook(config.metrics.hook) if rank == 0 else None
         self.board_folder = run_folder / "tensorboard" if rank == 0 and config.metrics.tensorboard else None
         self.board: Any = None
-        self.resume(first_step)
-
-    def resume(self, step: int) -> None:
-        """Go on from the checkpoint of `step`. TensorBoard drops what it has of later steps."""
         if self.board_folder:
             # Imported here: TensorBoard takes a second to load.
             from torch.utils.tensorboard import SummaryWriter
 
-            if self.board:
-                self.board.close()
             with file_errors(self.board_folder):
-                self.board = SummaryWriter(str(self.board_folder), purge_step=step + 1)
+                self.board = SummaryWriter(str(self.board_folder), purge_step=first_step + 1)
         self.restart_clock()
 
     def restart_clock(self) -> None:
@@ -174,18 +193,32 @@ class MetricsLogger:
         self.interval_steps = 0
         self.interval_tokens = self.data_wait_seconds = 0.0
 
-    def count_step(self, tokens_per_device: float, data_wait_seconds: float) -> None:
-        """Add a step to this interval, with its tokens and the seconds it waited for data."""
+    def add(self, step: int, loss: Tensor, grad_norm: Tensor, lr: float, data_wait_seconds: float) -> None:
+        """Count a trained step. Its figures stay on the device until something is due."""
+        self.waiting[step] = torch.stack((loss, grad_norm))
+        self.lr = lr
         self.interval_steps += 1
-        self.interval_tokens += tokens_per_device
+        self.interval_tokens += self.tokens_per_step
         self.data_wait_seconds += data_wait_seconds
 
-    def log_step(self, step: int, *, loss: float, grad_norm: float, lr: float, tokens: int) -> None:
-        """Write a row and a log line for `step`, with the rates of this interval, and begin the next."""
+    def check_finite(self) -> None:
+        """Fetch the figures of the steps since the last call. Raises TitaniteError as `fetch_finite` does."""
+        for loss, grad_norm in fetch_finite(self.waiting):
+            self.loss, self.grad_norm = loss, grad_norm
+
+    def log(self, step: int, tokens: int) -> None:
+        """Write a row and a log line, with the rates of this interval, and begin the next.
+
+        The figures are those of the last trained step. Nothing is written if all of the interval's were left out.
+        """
+        self.check_finite()
+        if not self.interval_steps:
+            return
+        loss, grad_norm, lr = self.loss, self.grad_norm, self.lr
         seconds = time.perf_counter() - self.since
         tps = self.interval_tokens / seconds
         flops = self.flops_per_token * tps
-        step_seconds = seconds / max(1, self.interval_steps)
+        step_seconds = seconds / self.interval_steps
         row: dict[str, float | None] = {
             "step": step,
             "loss": loss,
@@ -212,7 +245,13 @@ class MetricsLogger:
         self.restart_clock()
 
     def log_validation(self, step: int, losses: Mapping[str, float], tokens: int) -> None:
-        """Write a row and a log line for the held-out sets: name → loss; the training data's own set is named ""."""
+        """Write a row and a log line for the held-out sets: name → loss; the training data's own set is named "".
+
+        Begins a new interval.
+        """
+        self.restart_clock()
+        if not losses:
+            return
         named = {f"validation_loss/{name}" if name else "validation_loss": loss for name, loss in losses.items()}
         shown = "  ".join(f"{name.replace('_', ' ')} {loss:.4f}" for name, loss in named.items())
         logger.info(f"step {step:>{len(str(self.steps))}}/{self.steps}  {shown}")

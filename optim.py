@@ -88,8 +88,10 @@ class OuterOptimizer:
     but only once in many steps. The momentum is part of the state of `optimizer`, and so of checkpoints.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, islands: DeviceMesh, parallelism: settings.Parallelism):
-        self.optimizer, self.islands = optimizer, islands
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, islands: DeviceMesh, parallelism: settings.Parallelism, steps: int
+    ):
+        self.optimizer, self.islands, self.steps = optimizer, islands, steps
         self.lr, self.momentum = parallelism.outer_lr, parallelism.outer_momentum
         self.local_steps = parallelism.local_steps
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -105,14 +107,13 @@ class OuterOptimizer:
             anchor.copy_(_local(parameter))
 
     def mean(self, value: Tensor) -> Tensor:
-        """Average `value` over the islands, in place. If one island's is not finite, no island's result is."""
-        dist.all_reduce(value, group=self.islands.get_group())
-        return value.div_(self.islands.size())
+        """Average `value` over the islands, in place."""
+        return _mean_of_islands(value, self.islands)
 
     @torch.no_grad()
-    def meet(self) -> None:
-        """Bring the islands to the same weights, unless they have not trained since they last met. Collective."""
-        if not self.steps_alone:
+    def meet(self, step: int) -> None:
+        """Bring the islands to the same weights, if that is due and they have trained since they met. Collective."""
+        if not (self.steps_alone and due(step, self.local_steps, self.steps)):
             return
         for anchor, parameter in zip(self.anchors, self.parameters, strict=True):
             weights, state = _local(parameter), self.optimizer.state[parameter]
@@ -135,6 +136,12 @@ class OuterOptimizer:
                 )
             if "outer_momentum" not in state:
                 state["outer_momentum"] = torch.zeros_like(parameter)
+
+
+def _mean_of_islands(value: Tensor, islands: DeviceMesh) -> Tensor:
+    """Average `value` over the islands, in place. If one island's is not finite, no island's result is."""
+    dist.all_reduce(value, group=islands.get_group())
+    return value.div_(islands.size())
 
 
 def _local(x: Tensor) -> Tensor:
@@ -189,17 +196,28 @@ def learning_rate(step: int, steps: int, peak: float, schedule: settings.LRSched
     return peak * (schedule.min_lr_factor + (1 - schedule.min_lr_factor) * share)
 
 
+def due(step: int, interval: int, steps: int) -> bool:
+    """Whether what comes every `interval` steps, and after the last of all `steps`, comes after `step`."""
+    return step % interval == 0 or step == steps
+
+
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Set the same rate in every group."""
     for group in optimizer.param_groups:
         group["lr"] = lr
 
 
-def clip_grad_norm_(parameters: Sequence[Tensor], max_norm: float, pp: DeviceMesh | None = None) -> Tensor:
+def clip_grad_norm_(
+    parameters: Sequence[Tensor],
+    max_norm: float,
+    pp: DeviceMesh | None = None,
+    islands: DeviceMesh | None = None,
+) -> Tensor:
     """Scale gradients in place to a total norm of at most `max_norm` (0: leave them). Returns the norm before.
 
-    The norm is over all ranks, including those of the pipeline `pp`, and stays on the device. If it is not finite,
-    gradients may be NaN or 0 afterwards, and the loop must find it.
+    The norm is over all ranks, including those of the pipeline `pp`, and stays on the device. Each of the `islands`
+    clips by its own, and returns their mean. If it is not finite, gradients may be NaN or 0 afterwards, and the loop
+    must find it.
     """
     norm = nn.utils.get_total_norm([_with_same_norm(p.grad) for p in parameters if p.grad is not None])
     if isinstance(norm, DTensor):
@@ -210,7 +228,7 @@ def clip_grad_norm_(parameters: Sequence[Tensor], max_norm: float, pp: DeviceMes
         norm = squared.sqrt()
     if max_norm > 0:
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-    return norm
+    return _mean_of_islands(norm, islands) if islands else norm
 
 
 def _with_same_norm(grad: Tensor) -> Tensor:

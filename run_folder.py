@@ -278,12 +278,16 @@ def record_progress(folder: Path) -> None:
 def _count_without_progress(folder: Path, job: str, world_size: int, allowed: int) -> int:
     """Count the starts of this job in a row without a checkpoint, including this one.
 
-    Leaves out starts that were asked to stop, that finished all steps, or that ended during start-up without a record
-    to make room for more ranks. Raises CrashLoopError above 1 + `allowed`.
+    Leaves out starts that were asked to stop, that finished all steps, that rolled back, or that ended during start-up
+    without a record to make room for more ranks. Raises CrashLoopError above 1 + `allowed`.
     """
     last, ended = _last_start(folder), exits.read_exit(folder)
     before = last.get("starts_since_checkpoint", 0) if job and last.get("job") == job else 0
-    orderly = ended["kind"] in ("stopped", "finished") if ended else world_size > last.get("world_size", world_size)
+    orderly = (
+        ended["kind"] in ("stopped", "finished", "rolled back")
+        if ended
+        else world_size > last.get("world_size", world_size)
+    )
     count = 1 if (folder / PROGRESS).exists() else max(1, before + (not orderly))
     if count > 1 + allowed:
         cause = ended["cause"] if ended else "unknown, it was killed"

@@ -4,6 +4,7 @@ python validate.py outputs/NAME --datasets datasets/web datasets/code
 """
 
 import argparse
+import logging
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -25,7 +26,10 @@ from parallel.context import local_indices
 from parallel.fsdp import reshard
 from parallel.mesh import Mesh, ParallelDims
 from parallel.pipeline import Step
+from run.run import Run
 from trained import Trained, add_place_arguments, check_least, load_from_arguments
+
+logger = logging.getLogger(__name__)
 
 
 def validation_sets(config: Config) -> dict[str, Config]:
@@ -41,6 +45,21 @@ def validation_sets(config: Config) -> dict[str, Config]:
         name: replace(config, data=replace(config.data, datasets=(url,), weights=()))
         for name, url in zip(names if len(set(names)) == len(urls) else urls, urls, strict=True)
     }
+
+
+def validate_all(run: Run, parts: list[nn.Module], compute: Step, step: int) -> dict[str, float]:
+    """Name → loss of every held-out set after `step` of a run. None of them if the run is to stop before the end."""
+    losses = {}
+    for name, held_out in validation_sets(run.config).items():
+        dp_rank = run.dims.dp_rank(run.environment.rank)
+        batches = validation_batches(held_out, dp_rank, run.dims.dp, run.data.hashes)
+        batches = run.watchdog.follow(batches, "validation")
+        loss = validate(parts, compute, batches, run.dims, run.device, run.asked_to_stop)
+        if loss is None:
+            logger.info(f"step {step}: not validated to the end, since the run is to stop")
+            return {}
+        losses[name] = loss
+    return losses
 
 
 @torch.no_grad()

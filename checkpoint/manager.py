@@ -175,17 +175,20 @@ class CheckpointManager:
         *,
         on_commit: Callable[[int], None] = lambda step: None,
         on_progress: Callable[[], None] = lambda: None,
+        on_begin: Callable[[str], None] = lambda section: None,
     ) -> None:
         """`identity` (JSON-able) says what the model is. A checkpoint with another identity is refused.
 
         `dataloader` knows its place in the data: a small JSON-able dict, the same on all ranks.
 
         `on_commit` is called on every rank with the step of each committed checkpoint; in mode `async` the background
-        thread calls it. Any thread calls `on_progress` as bytes are written, read or uploaded.
+        thread calls it. Any thread calls `on_progress` as bytes are written, read or uploaded. `on_begin` is called
+        with "load" or "checkpoint" as one begins.
         """
         self.config, self.settings = config, config.checkpoint
         self.model, self.optimizer, self.dataloader = model, optimizer, dataloader
-        self.identity, self.on_commit, self.on_progress = _jsonable(identity), on_commit, on_progress
+        self.identity = _jsonable(identity)
+        self.on_commit, self.on_progress, self.on_begin = on_commit, on_progress, on_begin
         self.ranks = build_ranks(self.settings.timeout_seconds)
         self.stores = _open_stores(self.settings, run_folder)
         self.store = self.stores[0]
@@ -215,6 +218,7 @@ class CheckpointManager:
         none is intact, if one is of another model, or if the disk has no room for those to come; ConfigError if
         machines have disks of their own and no place that they share.
         """
+        self.on_begin("load")
         self.wait()
         neighbours = self._meet_neighbours()
         if not self.settings.enable:
@@ -399,6 +403,7 @@ class CheckpointManager:
         CheckpointError on all ranks if this save (`sync`) or the one before was not committed.
         """
         started = time.monotonic()
+        self.on_begin("checkpoint")
         self.wait()
         state: State = {
             "model": model_tensors(self.model),
@@ -429,6 +434,11 @@ class CheckpointManager:
             save = self._prepare(new_checkpoint_name(step, "model"), step, state, started)
             written = self._write(save)
             self._start(lambda: self._follow_up(save, written))
+
+    def last_saved(self) -> int | None:
+        """Wait for the save under way. Returns the step of the newest save or load, None if there was none."""
+        self.wait()
+        return self.newest_step
 
     def check(self) -> None:
         """Raise the failure of a background save that has ended, or of the first step's state if it cannot be saved.

@@ -12,15 +12,19 @@ from parallel.fsdp import keeps_copies
 from parallel.gradients import build_add
 
 
-def build_refresh(parts: list[nn.Module], config: Config) -> Callable[[], None]:
-    """Build a function to call whenever the weights have changed: after a load, an optimizer step, a meeting.
+def build_refresh(
+    parts: list[nn.Module], config: Config, meet: Callable[[int], None] = lambda step: None
+) -> Callable[[int], None]:
+    """Build a function to call after the update of a step, and after a load.
 
-    Else FSDP2 casts weights to float8 by old scales, and a rank alone computes with old copies: neither looks at the
+    First islands meet by `meet(step)`, if they are to. Then copies and scales are made again: otherwise FSDP2 would
+    cast weights to float8 by old scales, and a rank alone would compute with old copies, since neither looks at the
     weights again.
     """
     cast, add = build_cast(getattr(torch, config.training.param_dtype), config.compile), build_add(config.compile)
 
-    def refresh() -> None:
+    def refresh(step: int) -> None:
+        meet(step)
         precompute_scales(parts, config)
         for part in parts:
             if not isinstance(part, FSDPModule) and keeps_copies(config):

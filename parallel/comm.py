@@ -37,6 +37,7 @@ class LaunchEnvironment(NamedTuple):
     agent_store: tuple[str, int] | None = None  # host and port of the store that torchrun keeps over restarts
     local_world_size: int = 1  # ranks of this torchrun; their numbers are consecutive
     launcher: str = ""  # the process of launch.torchrun, as `identify` names it
+    max_restarts: int = 0  # that torchrun may make in all
 
 
 def launch_environment() -> LaunchEnvironment:
@@ -50,6 +51,7 @@ def launch_environment() -> LaunchEnvironment:
     job = os.environ.get("TORCHELASTIC_RUN_ID", "")
     if job == "none":  # no --rdzv-id: the torchrun process is the job
         job = f"{socket.gethostname()}-{identify(os.getppid())}"
+    max_restarts = _number("TORCHELASTIC_MAX_RESTARTS", 0)
     agent_store = None
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         agent_store = os.environ["MASTER_ADDR"], _number("MASTER_PORT", 0)
@@ -58,10 +60,11 @@ def launch_environment() -> LaunchEnvironment:
         local_rank=_number("LOCAL_RANK", 0),
         world_size=_number("WORLD_SIZE", 1),
         job=job,
-        restarts_left=max(_number("TORCHELASTIC_MAX_RESTARTS", 0) - _number("TORCHELASTIC_RESTART_COUNT", 0), 0),
+        restarts_left=max(max_restarts - _number("TORCHELASTIC_RESTART_COUNT", 0), 0),
         agent_store=agent_store,
         local_world_size=_number("LOCAL_WORLD_SIZE", 1),
         launcher=os.environ.get(LAUNCHER, ""),
+        max_restarts=max_restarts,
     )
 
 

@@ -23,7 +23,7 @@ SPEAKER_TIMEOUT_SECONDS = 20  # for ranks to wait until they are ended, while lo
 class Exit(NamedTuple):
     """The end of a start."""
 
-    kind: str  # finished, stopped, error, failed, lost, hung
+    kind: str  # finished, stopped, rolled back, error, failed, lost, hung
     cause: str
     rank: int | None  # where it began; None if that is not one rank
     section: str  # where in the step that rank was

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from config import Failures, TitaniteError, file_errors
-from parallel.comm import best_seconds, from_rank_0
+from config import ConfigError, Failures, TitaniteError, file_errors
+from parallel.comm import LaunchEnvironment, best_seconds, from_rank_0
 from records import open_records, read_records, write_atomically
 
 logger = logging.getLogger(__name__)
@@ -34,16 +34,40 @@ INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int6
 # ---------------------------------------------------------------- bad steps
 
 
+def check_rollback(failures: Failures, environment: LaunchEnvironment) -> None:
+    """Raises ConfigError if nobody would start this run again after it rolled back."""
+    if failures.on_bad_step == "rollback" and not environment.max_restarts:
+        raise ConfigError(
+            'failures.on_bad_step = "rollback": the run ends and is started again from its last checkpoint, but nobody '
+            'would: start it by torchrun with --max-restarts, at least failures.bad_step_budget, or set "skip"'
+        )
+
+
+class RolledBackError(TitaniteError):
+    """The run is to start again, from its last checkpoint and without the updates after it."""
+
+
 class BadSteps:
     """The steps whose update is left out, in `skipped.jsonl` of the run's folder. The same on all ranks.
 
     A record has the `first` and `last` step left out and the `cause`, found at the last; `spent` if it ended the start,
     `unsaved` if the start wrote no checkpoints. The data of these steps is consumed as usual, so the order of the data
-    does not change. A resume leaves the steps out again.
+    does not change. A resume leaves the steps out again, without computing them.
     """
 
-    def __init__(self, failures: Failures, folder: Path, step: int, saves: bool):
-        """For a start that goes on from `step`; `saves`: whether it writes checkpoints. Collective."""
+    def __init__(
+        self,
+        failures: Failures,
+        folder: Path,
+        step: int,
+        saves: bool,
+        last_saved: Callable[[], int | None] = lambda: None,
+    ):
+        """For a start that goes on from `step`; `saves`: whether it writes checkpoints. Collective.
+
+        `last_saved` waits for the save under way and returns the step of the newest, None if there is none.
+        """
+        self.last_saved = last_saved
         self.settings, self.file = failures, folder / SKIPPED
         self.unsaved = {} if saves else {"unsaved": True}
         records = from_rank_0(lambda: _take_over(self.file, step, saves))
@@ -57,11 +81,26 @@ class BadSteps:
         self.recent: deque[float] = deque(maxlen=SPIKE_WINDOW)
         self.active = failures.on_bad_step != "stop" or failures.spike_factor > 0
 
-    def last_trained(self, step: int) -> int:
-        """The last step up to `step` that was not left out: a run may have been stopped, and saved, after some were."""
-        while step in self.skipped:
-            step -= 1
-        return step
+    def accepts(self, step: int, loss: Tensor, grad_norm: Tensor) -> bool:
+        """Whether the update of a step is to be made; the same on all ranks. Waits for the device if it has to judge.
+
+        Raises TitaniteError if the run is to stop at a bad step or has spent its budget of them, RolledBackError if it
+        is to go on from its last checkpoint.
+        """
+        if step in self.skipped:
+            return False
+        if not (trouble := self.judge(step, loss, grad_norm)):
+            return True
+        saved = self.last_saved() if self.settings.on_bad_step == "rollback" else None
+        first = step if saved is None else saved + 1
+        self.leave_out(first, step, trouble)
+        if saved is not None:
+            raise RolledBackError(
+                f"step {step}: {trouble}, so the run goes on after step {saved}, without the updates of steps {first} "
+                f"to {step}; a start of it leaves them out",
+                agreed=True,
+            )
+        return False
 
     def judge(self, step: int, loss: Tensor, grad_norm: Tensor) -> str:
         """What is wrong with a step, the same on all ranks; empty: nothing. Waits for the device if it has to judge."""
@@ -111,24 +150,6 @@ def _take_over(file: Path, step: int, saves: bool) -> list[dict[str, Any]]:
         with file_errors(file):
             write_atomically(file, "".join(json.dumps(record) + "\n" for record in records).encode())
     return records if saves else []
-
-
-def fetch_finite(unchecked: dict[int, Tensor]) -> list[list[float]]:
-    """Fetch (loss, gradient norm, any further figures) of the steps in `unchecked` from the device, and empty it.
-
-    Raises TitaniteError for a loss or norm that is not finite, on all ranks, since both are sums over them. Call it
-    before writing anything.
-    """
-    history = torch.stack(list(unchecked.values())).tolist() if unchecked else []
-    for step, (loss, grad_norm, *_) in zip(unchecked, history, strict=True):
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            raise TitaniteError(
-                f"step {step}: loss {loss}, gradient norm {grad_norm}: not finite, so training stops and nothing "
-                "of it is saved; resume from the last checkpoint, with a lower optimizer.lr or another run.seed",
-                agreed=True,
-            )
-    unchecked.clear()
-    return history
 
 
 # ---------------------------------------------------------------- slow ranks

@@ -20,7 +20,7 @@ class Mesh(NamedTuple):
     fsdp: DeviceMesh  # dp_shard and cp as one axis, which shares the weights; and dp_replicate, unless 1 or islands
     cp: DeviceMesh
     tp: DeviceMesh
-    islands: DeviceMesh  # dp_replicate, whose replicas are islands if parallelism.local_steps is set
+    islands: DeviceMesh | None  # dp_replicate, if parallelism.local_steps makes islands of the replicas
 
     def size(self) -> int:
         """Ranks that compute an update together: all, or those of an island."""
@@ -105,4 +105,5 @@ class ParallelDims:
         )
         apart = self.dp_replicate == 1 or self.islands > 1
         fsdp = ranks["dp_shard_cp"] if apart else ranks["dp_replicate", "dp_shard_cp"]
-        return Mesh(pp=ranks["pp"], fsdp=fsdp, cp=split["cp"], tp=ranks["tp"], islands=ranks["dp_replicate"])
+        islands = ranks["dp_replicate"] if self.islands > 1 else None
+        return Mesh(pp=ranks["pp"], fsdp=fsdp, cp=split["cp"], tp=ranks["tp"], islands=islands)

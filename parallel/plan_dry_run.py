@@ -28,6 +28,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+import metrics
+import run.run
 import train
 from config import Config, Failures, Metrics, Profiling, grad_accum_steps
 from data.loader import Batch
@@ -218,17 +220,20 @@ def dry_run(config: Config, world_size: int, rank: int = 0) -> DryRun:
             train,
             launch_environment=lambda: LaunchEnvironment(rank, 0, world_size),
             check_float8=partial(check_float8, here=False),
-            init_distributed=start_fake_ranks,
-            from_rank_0=lambda start: (Path(folder), {}),  # a name, and no settings changed
             init_weights=begin_fake_tensors,
             build_optimizer=begin_count,
             DataLoader=partial(_zeros, tally.begin_step),
             CheckpointManager=no_checkpoints,
+        ),
+        mock.patch.multiple(
+            run.run,
+            init_distributed=start_fake_ranks,
+            from_rank_0=lambda start: (Path(folder), {}),  # a name, and no settings changed
             StopRequest=_no_stop,
             Watchdog=mock.MagicMock(),
-            # Zeros for the figures of each step: fake tensors have no values.
-            fetch_finite=lambda waiting: [[0.0] * len(figures) for figures in waiting.values()],
         ),
+        # Zeros for the figures of each step: fake tensors have no values.
+        mock.patch.object(metrics, "fetch_finite", lambda waiting: [[0.0] * len(x) for x in waiting.values()]),
         contextlib.ExitStack() as modes,
     ):
         warnings.simplefilter("ignore")

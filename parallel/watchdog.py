@@ -26,6 +26,7 @@ import torch.distributed as dist
 from config import PATIENCE, Config, TitaniteError
 from parallel.comm import LaunchEnvironment, device_type, process_state, runs
 from parallel.exits import FILE, HUNG, Exit, record_exit
+from parallel.failures import RolledBackError
 
 T = TypeVar("T")
 
@@ -178,7 +179,9 @@ class Watchdog:
             return
         rank: int | None = self.environment.rank
         said = next(iter(str(error).splitlines()), type(error).__name__)
-        if isinstance(error, TitaniteError):
+        if isinstance(error, RolledBackError):
+            what, cause, rank = "rolled back", str(error), None
+        elif isinstance(error, TitaniteError):
             what, cause, rank = "error", str(error), None if error.agreed else rank
         elif isinstance(error, torch.OutOfMemoryError):  # even in a collective: no other rank is to blame
             what, cause = "failed", f"{said}; {LESS_MEMORY}"

@@ -3,7 +3,6 @@
 All layers of a model being alike, two of them stand for more, but for 8B, whose step is whole.
 """
 
-import importlib.util
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -62,21 +61,6 @@ def test_every_config_takes_a_step(name: str, monkeypatch: pytest.MonkeyPatch) -
     assert counted.peak > counted.weights + counted.optimizer
     blocks = flavor.n_layers
     assert sum(item.calls for item in counted.traffic if item.kind == "reduce_scatter") in (blocks + 1, blocks + 2)
-
-
-def test_a_further_figure_waits_beside_the_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As CONTRIBUTING.md has it added to train.py."""
-    source, stack, unpack = (ROOT / "train.py").read_text(), "torch.stack((loss, grad_norm))", "norm_value = history"
-    assert (source.count(stack), source.count(unpack)) == (1, 1)
-    source = source.replace(stack, "torch.stack((loss, grad_norm, loss))").replace(unpack, "norm_value, _ = history")
-    (tmp_path / "train.py").write_text(source)
-    spec = importlib.util.spec_from_file_location("train", tmp_path / "train.py")
-    assert spec is not None
-    assert spec.loader is not None
-    edited = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(edited)
-    monkeypatch.setattr("parallel.plan_dry_run.train", edited)
-    assert run(1, f"--config={ROOT}/train_configs/debug.toml").weights > 0
 
 
 LAYOUTS = {

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from benchmarks.chaos import Job, judge_job, prepare_data, schedule, suffer, weights
 from config import Failures, TitaniteError, load_config
 from data.audit import prove
+from metrics import fetch_finite
 from metrics_page import read_charts
 from parallel.exits import AGAIN, record_exit
-from parallel.failures import SPIKE_WINDOW, BadSteps, Stragglers, check_replay, fetch_finite
+from parallel.failures import SPIKE_WINDOW, BadSteps, RolledBackError, Stragglers, check_replay
 from parallel.stop import StopRequest
 from parallel.watchdog import Watchdog
 from tests.corpus import write_dataset
@@ -48,7 +49,7 @@ SMALL = (
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rng = random.Random(0)
     documents = [[[rng.randrange(1, 90) for _ in range(rng.randrange(5, 60))] + [0] for _ in range(300)]]
-    return write_dataset(tmp_path_factory.mktemp("data") / "set", documents, vocab_size=100)
+    return write_dataset(tmp_path_factory.mktemp("data") / "set", documents, documents[0][:20], vocab_size=100)
 
 
 def test_further_figures_wait_beside_the_loss_and_end_no_run() -> None:
@@ -94,6 +95,8 @@ def run(
     nn.modules.module.register_module_forward_hook(spoil)
     try:
         train(config, after_step)
+    except RolledBackError:
+        return "rolled back"
     except (TitaniteError, KeyboardInterrupt) as error:
         return str(error) or "crash"
     return ""
@@ -148,21 +151,29 @@ def test_a_bad_step_is_skipped_on_all_ranks_and_again_after_a_crash(
     assert not same_weights(tmp_path / "sound", tmp_path / "whole", tmp_path), "the step matters"
 
 
-def test_a_bad_step_rolls_back_to_the_checkpoint_and_leaves_out_all_since(dataset: Path, tmp_path: Path) -> None:
+def test_a_bad_step_rolls_back_to_the_checkpoint_and_leaves_out_all_since(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def arguments(name: str) -> list[str]:
         folder = tmp_path / name
         return [*SMALL, "--failures.on_bad_step=rollback", f"--data.datasets={dataset}", f"--run.folder={folder}"]
 
-    trace = ["--profiling.trace=true", "--profiling.trace_start=12", "--profiling.trace_steps=1"]
-    assert run_ranks(2, run, [*arguments("rolled"), *trace], (10,), start_group=False) == ["", ""]
-    assert traced(tmp_path / "rolled", 12) == ["forward 12"]
+    for said in run_ranks(2, run_refused, arguments("refused"), start_group=False):
+        assert said.startswith('failures.on_bad_step = "rollback": the run ends and is started again')
+    assert not (tmp_path / "refused").exists()
+
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    assert run_ranks(2, run, arguments("rolled"), (10,), start_group=False) == ["rolled back"] * 2
+    ended = json.loads((tmp_path / "rolled" / "exit.json").read_text())
+    assert (ended["kind"], ended["step"], ended["last_checkpoint"]) == ("rolled back", 10, 5)
+    assert run_ranks(2, run, arguments("rolled"), start_group=False) == ["", ""]
     (record,) = read(tmp_path / "rolled", "skipped.jsonl")
     assert (record["first"], record["last"]) == (6, 10)
     rows = {row["step"]: row for row in read(tmp_path / "rolled", "metrics.jsonl")}
     assert [step for step, row in rows.items() if row["skipped"]] == [6, 7, 8, 9, 10]
     assert read_charts(tmp_path / "rolled")["loss"]["step"] == [1, 2, 3, 4, 5, 11, 12]
     saved = sorted(path.name.split("-")[1] for path in (tmp_path / "rolled" / "checkpoints").glob("step-*"))
-    assert saved == ["00000005", "00000011", "00000012"], "the save due at step 10 comes with the next update"
+    assert saved == ["00000005", "00000010", "00000012"], "what is due at a step comes at it"
     # The same, known beforehand: a run whose record has those steps from its first crash on.
     run_ranks(2, run, arguments("told"), (), 5, start_group=False)
     (tmp_path / "told" / "skipped.jsonl").write_text(json.dumps(record) + "\n")
@@ -171,6 +182,11 @@ def test_a_bad_step_rolls_back_to_the_checkpoint_and_leaves_out_all_since(datase
     proof = prove(tmp_path / "rolled")
     assert proof[0].startswith("12 steps")
     assert proof[-1] == "steps that consumed their tokens without an update (5): 6-10"
+
+
+def run_refused(arguments: list[str]) -> str:
+    os.environ.pop("TORCHELASTIC_MAX_RESTARTS", None)
+    return run(arguments)
 
 
 def leave_out_on_a_full_disk(folder: Path) -> str:
@@ -186,24 +202,29 @@ def test_a_full_disk_is_one_line_when_a_step_is_left_out(tmp_path: Path) -> None
     assert said == f"{tmp_path}/skipped.jsonl: cannot be written: No space left on device"
 
 
-def test_a_rollback_past_a_damaged_checkpoint_is_where_the_next_start_goes_on(dataset: Path, tmp_path: Path) -> None:
+def test_a_rollback_past_a_damaged_checkpoint_goes_on_with_the_one_before(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
     arguments = [*SMALL, "--failures.on_bad_step=rollback", "--failures.bad_step_budget=1"]
     arguments += [f"--data.datasets={dataset}", f"--run.folder={tmp_path}"]
-    # Step 11 is bad, and the load passes step 10's checkpoint over for step 5's. Then step 7 spends the budget.
-    run_ranks(2, run, arguments, (11, 13), 0, 0, 10, start_group=False)
+    # Step 11 is bad. The next start passes step 10's checkpoint over for step 5's; its step 7 spends the budget.
+    assert run_ranks(2, run, arguments, (11,), 0, 0, 10, start_group=False) == ["rolled back"] * 2
+    run_ranks(2, run, arguments, (2,), start_group=False)
     record = json.loads((tmp_path / "exit.json").read_text())
     assert (record["step"], record["last_checkpoint"], record["steps_repeated"]) == (7, 5, 2)
     assert prove(tmp_path)[0].startswith("7 steps")
 
 
-def test_what_was_due_at_a_step_left_out_comes_after_a_stop_right_there(dataset: Path, tmp_path: Path) -> None:
+def test_what_is_due_at_a_step_left_out_comes_at_it(dataset: Path, tmp_path: Path) -> None:
     arguments = [*SMALL, "--failures.on_bad_step=skip", f"--data.datasets={dataset}", f"--run.folder={tmp_path}"]
-    assert run_ranks(2, run, arguments, (10,), 0, 9, start_group=False) == ["", ""]
-    saved = {path.name.split("-")[1] for path in (tmp_path / "checkpoints").glob("step-*")}
-    assert saved == {"00000005", "00000010"}
-    assert run_ranks(2, run, arguments, start_group=False) == ["", ""]
-    since = {path.name.split("-")[1] for path in (tmp_path / "checkpoints").glob("step-*")} - saved
-    assert since == {"00000011", "00000012"}
+    arguments.remove("--validation.enable=false")
+    arguments += ["--validation.interval=5", "--validation.max_samples=4"]
+    assert run_ranks(2, run, arguments, (10,), start_group=False) == ["", ""]
+    saved = sorted(path.name.split("-")[1] for path in (tmp_path / "checkpoints").glob("step-*"))
+    assert saved == ["00000005", "00000010", "00000012"]
+    rows = [row for row in read(tmp_path, "metrics.jsonl") if row["validation_loss"] is not None]
+    assert [row["step"] for row in rows] == [5, 10, 12]
 
 
 def test_a_loss_that_is_not_finite_names_its_step_also_behind_one_left_out(dataset: Path, tmp_path: Path) -> None:

@@ -200,7 +200,7 @@ def test_what_cannot_be_is_refused(words: tuple[str, ...], message: str) -> None
 def step_with_an_unused_weight() -> str:
     used, unused = (torch.nn.Parameter(torch.ones(shape)) for shape in ((2, 3), (4, 5)))
     optimizer = torch.optim.AdamW([used, unused])
-    OuterOptimizer(optimizer, init_device_mesh("cpu", (2,)), Parallelism(local_steps=3))
+    OuterOptimizer(optimizer, init_device_mesh("cpu", (2,)), Parallelism(local_steps=3), steps=9)
     used.grad = torch.ones(2, 3)
     with pytest.raises(ConfigError) as raised:
         optimizer.step()
@@ -217,19 +217,19 @@ def meet_with_adagrad() -> tuple[list[float], list[float], float]:
     rank, weight = dist.get_rank(), torch.nn.Parameter(torch.ones(2, 3))
     optimizer = torch.optim.Adagrad([weight])
     islands = init_device_mesh("cpu", (2,))
-    outer = OuterOptimizer(optimizer, islands, Parallelism(local_steps=1))
+    outer = OuterOptimizer(optimizer, islands, Parallelism(local_steps=1), steps=9)
     weight.grad = torch.full((2, 3), float(rank))
     optimizer.step()
     state = optimizer.state[weight]
     state["rows"] = torch.full((2,), float(rank))
-    outer.meet()
+    outer.meet(1)
     averaged = state["sum"].flatten().tolist(), state["rows"].tolist(), state["step"].item()
     met = weight.detach().clone()
-    outer.meet()
+    outer.meet(1)
     weight.grad = None
     optimizer.step()
     outer.restart()  # as after a rollback
-    outer.meet()
+    outer.meet(1)
     assert torch.equal(weight, met), "islands that have not trained since they met have nothing to bring"
     return averaged
 

@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ from config import ConfigError, load_config, to_toml, with_defaults
 from data.audit import prove
 from data.loader import Batch, validation_batches
 from data.prepare import main as prepare
-from data.shards import open_dataset
+from data.shards import DataError, open_dataset
 from generate import main as generate
 from models import MODELS
 from parallel.failures import BadSteps
@@ -638,9 +639,26 @@ def asked_during_validation(arguments: list[str], asked: bool) -> int:
             yield batch
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("train.validation_batches", batches)
+        patch.setattr("validate.validation_batches", batches)
         run(arguments)
     return taken
+
+
+def run_without_held_out_data(arguments: list[str]) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("validate.validation_batches", mock.Mock(side_effect=DataError("held-out data is gone")))
+        try:
+            train(load_config(arguments))
+        except DataError as error:
+            return str(error)
+    return ""
+
+
+def test_a_validation_that_fails_costs_no_checkpoint(dataset: Path, tmp_path: Path) -> None:
+    arguments = [*SMALL, f"--data.datasets={dataset}", f"--run.folder={tmp_path / 'run'}"]
+    assert run_ranks(1, run_without_held_out_data, arguments, start_group=False) == ["held-out data is gone"]
+    saved = sorted(path.name.split("-")[1] for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
+    assert saved == ["00000005", "00000010"]
 
 
 def test_asked_to_stop_during_a_validation_it_saves_without_awaiting_its_end(

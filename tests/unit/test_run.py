@@ -17,6 +17,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -430,18 +431,28 @@ def test_progress_is_logged_by_the_chosen_ranks_and_errors_by_all(
     assert sorted(line.partition(" ")[2] for line in capfd.readouterr().err.splitlines()) == sorted(expected)
 
 
+def build_metrics(config: Config, folder: Path, rank: int = 0, first_step: int = 0, **options: Any) -> MetricsLogger:
+    options = {"flops_per_token": 1, "tokens_per_step": 1000} | options
+    return MetricsLogger(config, folder, rank, torch.device("cpu"), first_step=first_step, **options)
+
+
+def log(metrics: MetricsLogger, step: int, loss: float = 1.0) -> None:
+    """A trained step, and its row."""
+    metrics.add(step, torch.tensor(loss), torch.tensor(0.5), lr=1e-3, data_wait_seconds=0.0)
+    metrics.log(step, tokens=step)
+
+
 def test_metrics_rows_hold_the_rates_of_the_interval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("metrics.time.perf_counter", lambda: now[0])
-    device = torch.device("cpu")
-    metrics = MetricsLogger(Config(), tmp_path, 0, device, first_step=0, flops_per_token=50)
+    metrics = build_metrics(Config(), tmp_path, flops_per_token=50)
     metrics.peak = 1e6
     now[0] = 200.0
     metrics.restart_clock()
-    for _ in range(2):
+    for step in (1, 2):
         now[0] += 4.0
-        metrics.count_step(1000, data_wait_seconds=1.0)
-    metrics.log_step(2, loss=3.5, grad_norm=0.5, lr=1e-3, tokens=4000)
+        metrics.add(step, torch.tensor(1.5 + step), torch.tensor(0.5), lr=1e-3, data_wait_seconds=1.0)
+    metrics.log(2, tokens=4000)
     metrics.log_validation(2, {"": 3.25}, tokens=4000)
     metrics.log_validation(2, {"web": 3.0, "code": 2.0}, tokens=4000)
     metrics.close()
@@ -459,11 +470,10 @@ def test_metrics_rows_hold_the_rates_of_the_interval(tmp_path: Path, monkeypatch
 
 def test_a_run_too_long_for_a_date_logs_its_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = Config(training=Training(steps=2**53), metrics=Metrics(tensorboard=False))
-    metrics = MetricsLogger(config, tmp_path, 0, torch.device("cpu"), first_step=0, flops_per_token=50)
+    metrics = build_metrics(config, tmp_path, flops_per_token=50)
     metrics.since -= 1.0
-    metrics.count_step(1000, data_wait_seconds=0.0)
     with caplog.at_level("INFO"):
-        metrics.log_step(1, loss=3.5, grad_norm=0.5, lr=1e-3, tokens=1000)
+        log(metrics, 1, loss=3.5)
     metrics.close()
     assert caplog.text.rstrip().endswith("ETA unknown")
 
@@ -491,30 +501,29 @@ def report_until_files_are_full(folder: str) -> None:
 def report(run: Path) -> None:
     """Two steps, of which the second is traced."""
     ledger = Ledger(run, 0, StepShape(1, 1, 1), {"version": 3}, {})
-    metrics = MetricsLogger(Config(), run, 0, torch.device("cpu"), first_step=0, flops_per_token=1)
+    metrics = build_metrics(Config(), run)
     with profile(Profiling(trace=True, trace_start=2, trace_steps=1), run / "profile", 0, 0) as enter_step:
         for step in (1, 2):
             enter_step(step)
             ledger.step(step - 1, [], {})
-            metrics.log_step(step, loss=1.0, grad_norm=1.0, lr=1e-3, tokens=8)
+            log(metrics, step)
         enter_step(3)
     metrics.close()
     ledger.close()
 
 
-def test_tensorboard_shows_each_step_once_after_a_resume_and_a_rollback(tmp_path: Path) -> None:
-    for first_step, steps in ((0, (1, 2, 3, 4, 5, 6)), (3, (4, 5, 6, 7))):  # the first start crashed
-        metrics = MetricsLogger(Config(), tmp_path, 0, torch.device("cpu"), first_step=first_step, flops_per_token=1)
+def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path: Path) -> None:
+    for first_step, steps in ((0, (1, 2, 3, 4, 5, 6)), (3, (4, 5, 6, 7)), (5, (7,))):  # the first start crashed
+        metrics = build_metrics(Config(), tmp_path, first_step=first_step)
+        if first_step == 5:
+            metrics.log_skipped(6, tokens=6)
         for step in steps:
-            metrics.log_step(step, loss=first_step + step, grad_norm=0.5, lr=1e-3, tokens=step)
-    metrics.resume(5)
-    metrics.log_skipped(6, tokens=6)
-    metrics.log_step(7, loss=20.0, grad_norm=0.5, lr=1e-3, tokens=7)
-    metrics.close()
+            log(metrics, step, loss=first_step + step)
+        metrics.close()
     shown = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in shown.Scalars("loss")] == [
         *[(1, 1.0), (2, 2.0), (3, 3.0), (4, 7.0), (5, 8.0)],
-        (7, 20.0),
+        (7, 12.0),
     ]
     assert [event.step for event in shown.Scalars("skipped")] == [6]
 
@@ -748,8 +757,8 @@ def test_a_hook_is_given_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.syspath_prepend(tmp_path)
     hooked = Config(metrics=Metrics(hook="my_tracker:log", tensorboard=False))
     for rank in (0, 1):
-        metrics = MetricsLogger(hooked, tmp_path, rank, torch.device("cpu"), first_step=0, flops_per_token=1)
-        metrics.log_step(1, loss=3.5, grad_norm=0.5, lr=1e-3, tokens=40)
+        metrics = build_metrics(hooked, tmp_path, rank)
+        log(metrics, 1)
         metrics.log_validation(1, {"": 3.25}, tokens=40)
         metrics.close()
     written = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -758,8 +767,8 @@ def test_a_hook_is_given_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not (tmp_path / "tensorboard").exists()
     (tmp_path / "popping.py").write_text("def log(row):\n    row.pop('step')\n")
     hooked = Config(metrics=Metrics(hook="popping:log"))
-    metrics = MetricsLogger(hooked, tmp_path, 0, torch.device("cpu"), first_step=0, flops_per_token=1)
-    metrics.log_step(2, loss=3.5, grad_norm=0.5, lr=1e-3, tokens=40)
+    metrics = build_metrics(hooked, tmp_path)
+    log(metrics, 2)
     metrics.close()
     for name, said in {
         "my_tracker": "package.module:function",

@@ -204,7 +204,7 @@ def test_what_torchrun_says_of_a_rank_and_its_job(monkeypatch: pytest.MonkeyPatc
     assert launch_environment() == LaunchEnvironment(0, 0, 1)
     for name, value in said.items():
         monkeypatch.setenv(name, value)
-    assert launch_environment() == LaunchEnvironment(3, 1, 4, "a job", 2, ("host", 29500), 2, "7-8")
+    assert launch_environment() == LaunchEnvironment(3, 1, 4, "a job", 2, ("host", 29500), 2, "7-8", 3)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "4")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     job = f"{socket.gethostname()}-{identify(os.getppid())}"
