@@ -384,7 +384,7 @@ class Checkpoint:
     save_model: bool = False
     """At the last step, also write the model alone, as `model-STEP-...` beside the checkpoints."""
     initial_load: str = ""
-    """Checkpoint, or output of `checkpoint.hf import`, whose weights a new run starts from, with fresh moments."""
+    """Checkpoint, or output of `tools.hf import`, whose weights a new run starts from, with fresh moments."""
     timeout_seconds: Positive = 1800
     """Longest time a rank waits for the others while a checkpoint is written or read."""
     request_timeout_seconds: Positive = 60

@@ -217,7 +217,7 @@ def check_replay(
     if gradients_differ:
         raise TitaniteError(
             f"step {step}: computed twice, gradients differ on rank {gradients_differ} and no rank's own loss does: "
-            "the backward of one of them, or the network, is suspect; `python -m parallel.preflight` tests each device",
+            "the backward of one of them, or the network, is suspect; `python -m tools.preflight` tests each device",
             agreed=True,
         )
 

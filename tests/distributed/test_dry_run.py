@@ -16,8 +16,8 @@ import models
 import train
 from config import load_config
 from models import find_model
-from parallel.plan_dry_run import DryRun, dry_run
 from tests.harness import run_ranks
+from tools.dry_run import DryRun, dry_run
 
 ROOT = Path(__file__).parents[2]
 WHOLE = ("debug", "tutorial", "llama3_8b")
@@ -75,7 +75,7 @@ def test_a_further_figure_waits_beside_the_loss(tmp_path: Path, monkeypatch: pyt
     assert spec.loader is not None
     edited = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(edited)
-    monkeypatch.setattr("parallel.plan_dry_run.train", edited)
+    monkeypatch.setattr("tools.dry_run.train", edited)
     assert run(1, f"--config={ROOT}/train_configs/debug.toml").weights > 0
 
 

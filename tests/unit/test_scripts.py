@@ -72,7 +72,7 @@ def command_lines() -> list[str]:
 def test_every_command_says_how_it_is_used(
     module: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if module == "models.evaluate":
+    if module == "tools.evaluate":
         pytest.importorskip("lm_eval", reason="pip install -r requirements-eval.txt")
     monkeypatch.setattr(sys, "argv", [module, "--help"])
     target = partial(runpy.run_module, module, run_name="__main__")

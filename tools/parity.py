@@ -1,6 +1,6 @@
 """Does float8 train like bfloat16, for this model and these shapes?
 
-    python -m float8.parity --config=train_configs/debug.toml --training.param_dtype=bfloat16 --float8.filter=all
+    python -m tools.parity --config=train_configs/debug.toml --training.param_dtype=bfloat16 --float8.filter=all
 
 Trains the config in bfloat16 and in float8, from the same seeds on the same data. Writes to `--output` the loss curves
 (losses.png, report.json) and a verdict: the difference of the validation losses, beside what another seed changes.

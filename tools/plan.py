@@ -1,8 +1,8 @@
 """Plan a run for any cluster on a laptop: its memory, traffic, speed, checkpoints and failures.
 
-    python -m parallel.plan --config train_configs/llama3_8b.toml --world-size 64 --device h100
-    python -m parallel.plan --config train_configs/llama3_70b.toml --world-size 256 --sweep
-    python -m parallel.plan --config train_configs/llama3_8b.toml --world-size 64 --dry-run
+    python -m tools.plan --config train_configs/llama3_8b.toml --world-size 64 --device h100
+    python -m tools.plan --config train_configs/llama3_70b.toml --world-size 256 --sweep
+    python -m tools.plan --config train_configs/llama3_8b.toml --world-size 64 --dry-run
 
 Weights are counted on the model, built on the meta device. The rest are formulas for Llamas (docs/plan.md), which tests
 compare with counts of the real step. `--dry-run` makes that count for a config of any model: it runs one step of
@@ -23,12 +23,12 @@ from config import Config, ConfigError, check_config, grad_accum_steps, load_con
 from float8.convert import check_float8, convert_to_float8
 from metrics import check_log_ranks, find_hook
 from models import ModelSpec, build_model, find_model
-from parallel.devices import DEVICES, GIB
 from parallel.exits import run_and_leave
 from parallel.mesh import ParallelDims
-from parallel.plan_costs import DEFAULT_VOCAB_SIZE, Work, groups, traffic
-from parallel.plan_memory import Memory, memory, reserved
-from parallel.plan_time import Cluster, estimate
+from tools.devices import DEVICES, GIB
+from tools.plan_costs import DEFAULT_VOCAB_SIZE, Work, groups, traffic
+from tools.plan_memory import Memory, memory, reserved
+from tools.plan_time import Cluster, estimate
 
 # Errors against published runs and against counts, from benchmarks/results/plan.json and plan_counts.json.
 KNOWN_BY = {
@@ -228,7 +228,7 @@ def _traffic_lines(rows: list[dict[str, Any]]) -> list[str]:
 
 def run_dry(config: Config, world_size: int, rank: int) -> dict[str, Any]:
     """Count one real step; the result as plain values."""
-    from parallel.plan_dry_run import dry_run  # here: it loads train.py and all that needs
+    from tools.dry_run import dry_run  # here: it loads train.py and all that needs
 
     counted = dry_run(config, world_size, rank)
     return {
@@ -251,7 +251,7 @@ def dry_text(counted: dict[str, Any]) -> str:
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Config, Options]:
     """Parse the planner's own options and, from all others, the config. Raises ConfigError."""
     parser = argparse.ArgumentParser(
-        prog="python -m parallel.plan", description="plan a run for any cluster", allow_abbrev=False,
+        prog="python -m tools.plan", description="plan a run for any cluster", allow_abbrev=False,
         epilog="other options are the config's: --config=FILE --section.field=value",
     )  # fmt: skip
     parser.add_argument("--world-size", type=int, required=True, help="ranks")

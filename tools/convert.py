@@ -1,6 +1,6 @@
 """Turn tokens in another project's format into a dataset that training reads, without the text.
 
-    python -m data.convert --format nanogpt --source train.bin --tokenizer tokenizer.json --output datasets/old
+    python -m tools.convert --format nanogpt --source train.bin --tokenizer tokenizer.json --output datasets/old
 
 Formats, read file by file in bounded memory:
 
@@ -210,7 +210,7 @@ def _write(folder: Path, split: str, number: int, documents: list[np.ndarray], b
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m data.convert", description="Turn other projects' tokens into a dataset."
+        prog="python -m tools.convert", description="Turn other projects' tokens into a dataset."
     )
     add = parser.add_argument
     add("--source", nargs="+", required=True, help="local files or globs (Megatron: prefixes or .bin files)")

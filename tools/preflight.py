@@ -1,6 +1,6 @@
 """Test in a minute whether a cluster is fit to train on, and name the ranks that are not.
 
-    torchrun --nnodes=2 --nproc-per-node=8 ... -m parallel.preflight --storage=s3://bucket/preflight --expect-gbits=100
+    torchrun --nnodes=2 --nproc-per-node=8 ... -m tools.preflight --storage=s3://bucket/preflight --expect-gbits=100
 
 Run it as the job will be run. It compares all ranks' software, clocks and disks, writes to and reads from the storage,
 times a matrix product on every device and checks it bit for bit, and times transfers between pairs of ranks and an
@@ -198,9 +198,7 @@ def _version(package: str) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """The command line. Returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m parallel.preflight", description="Is this cluster fit to train on?"
-    )
+    parser = argparse.ArgumentParser(prog="python -m tools.preflight", description="Is this cluster fit to train on?")
     parser.add_argument("--storage", default="", help="folder or URL to write to and read from, such as s3://bucket/x")
     parser.add_argument("--folder", default=".", help="folder whose disk is looked at (default: this one)")
     parser.add_argument(

@@ -1,20 +1,19 @@
 """List checkpoints without reading their data:
 
-python -m checkpoint.list FOLDER_OR_S3_URL
+python -m tools.list_checkpoints FOLDER_OR_S3_URL
 
 Exits with 1 if sizes show that one is damaged, or if one was never committed.
 """
 
 import argparse
 import sys
-from collections.abc import Callable
-from typing import NoReturn
+from collections.abc import Iterator, Sequence
 
 from checkpoint.index import read_index
 from checkpoint.loading import find
 from checkpoint.manifest import MANIFEST, Manifest, read_manifest, read_metadata
 from checkpoint.names import by_step, is_checkpoint_name
-from checkpoint.stores import DamagedError, Store
+from checkpoint.stores import CheckpointError, DamagedError, Store
 from config import command_line
 
 STOCK = "stock DCP, no checksums"
@@ -71,19 +70,31 @@ def print_table(store: Store, names: list[str]) -> int:
     return min(problems, 1)
 
 
-def run(command: str, description: str, work: Callable[[Store, list[str]], int]) -> NoReturn:
-    """Run `python -m checkpoint.COMMAND PLACE` and exit with what `work` returns for the checkpoints there."""
-    parser = argparse.ArgumentParser(prog=f"python -m checkpoint.{command}", description=description)
+def find_begun(place: str, other: str = "") -> Iterator[tuple[Store, list[str]]]:
+    """Yield the stores of a place with the checkpoints there, after a line with the store's name if there are several.
+
+    Raises CheckpointError, which ends in `other`, if there are none.
+    """
+    try:
+        found = find(place, begun)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}{other}") from None
+    for store, names in found:
+        if len(found) > 1:  # of a run, whose second place may have others, or other copies
+            print(f"{store.url}:")
+        yield store, names
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.list_checkpoints", description="List checkpoints without reading their data."
+    )
     parser.add_argument("place", help="folder or s3:// URL of a run, of checkpoints, or of one checkpoint")
-    place = parser.parse_args().place
+    place = parser.parse_args(argv).place
     with command_line():
-        exit_code, found = 0, find(place, begun)
-        for store, names in found:
-            if len(found) > 1:  # of a run, whose second place may have others, or other copies
-                print(f"{store.url}:")
-            exit_code |= work(store, names)
+        exit_code = max([print_table(store, names) for store, names in find_begun(place)])
     sys.exit(exit_code)
 
 
 if __name__ == "__main__":
-    run("list", "List checkpoints without reading their data.", print_table)
+    main()

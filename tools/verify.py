@@ -1,8 +1,9 @@
-"""Check every token of prepared datasets against their manifests.
+"""Read datasets and checkpoints in full, and compare every byte with its checksum, every token with its manifest.
 
-    python -m data.verify datasets/stdlib s3://bucket/dataset
+    python -m tools.verify datasets/stdlib outputs/RUN s3://bucket/dataset
 
-Prints a line for each fault and exits with status 1 if there is any.
+Exits with 1 if a dataset has a fault, if a committed checkpoint is damaged, or if one is stock DCP's, which cannot be
+checked.
 """
 
 import argparse
@@ -16,13 +17,22 @@ import pyarrow as pa
 from isal import isal_zlib
 from tqdm import tqdm
 
+from checkpoint.index import Opened, read_index
+from checkpoint.manifest import MANIFEST, Manifest, read_metadata, read_small
+from checkpoint.storage import verify_items
+from checkpoint.stores import DamagedError as DamagedCheckpointError
+from checkpoint.stores import Store
 from config import Data, command_line
 from data.packing import HIDDEN, START
 from data.shards import DataError, Dataset, Split, open_dataset, token_schema
-from data.storage import DamagedError
+from data.storage import DamagedError, open_folder
+from tools.list_checkpoints import STOCK, UNCOMMITTED, find_begun, look
 
 THREADS = 8
 IN_FLIGHT = 32  # blocks held at a time
+
+
+# ---------------------------------------------------------------- datasets
 
 
 def faults(dataset: Dataset) -> Iterator[str]:
@@ -128,20 +138,80 @@ def _faults_of_block(dataset: Dataset, split: Split, block: int) -> Iterator[str
             yield f"{split.location(block)}, row {int(np.argmax(rows))}: {what}"
 
 
+def verify_dataset(url: str, data: Data) -> int:
+    """Print a line per fault, and the sizes of the splits. Returns the number of faults."""
+    dataset, wrong = open_dataset(url, data), 0
+    for message in faults(dataset):
+        wrong += 1
+        print(message)
+    for split in dataset.splits.values():
+        documents = sum(shard.documents for shard in split.shards)
+        print(f"{dataset.url}: {split.name}: documents {documents:,}, tokens {split.total_tokens:,}")
+    return wrong
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+def verify_checkpoint(store: Store, name: str, manifest: Manifest) -> int:
+    """Check all of a checkpoint, with a progress bar. Returns its number of items. Raises DamagedCheckpointError."""
+    index = read_index(read_metadata(store, name, manifest))
+    for file, digest in manifest.get("companions", {}).items():
+        read_small(store, name, file, digest)
+    total = int(index.places[:, 2].sum())
+    with tqdm(total=total, unit="B", unit_scale=True, desc=name[:13], disable=None, leave=False) as bar:
+        verify_items(Opened(store, name, manifest, index), bar.update)
+    return len(index.places)
+
+
+def judge(store: Store, name: str) -> tuple[str, bool]:
+    """What to say of checkpoint `name`, and whether it is damaged or has no checksums.
+
+    Also doubtful is one, named by the user, that was never committed: beside others it is a usual leftover.
+    """
+    manifest, problem = look(store, name)
+    if problem == UNCOMMITTED:
+        return f"{UNCOMMITTED}, nothing will use it", not name
+    if problem == STOCK:
+        return f"{STOCK}: it can be loaded, but not verified", True
+    try:
+        if problem:
+            raise DamagedCheckpointError(problem)
+        return f"intact, step {manifest['step']}, {verify_checkpoint(store, name, manifest)} items", False
+    except DamagedCheckpointError as error:
+        if name and f"{name}/{MANIFEST}" not in store.sizes(name):
+            return "removed during this check, as a run in training removes its older ones", False
+        return f"DAMAGED: {error}", True
+
+
+def verify_all(store: Store, names: list[str]) -> int:
+    """Print one line per checkpoint. Returns how many are doubtful."""
+    doubtful = 0
+    for name in names:
+        said, is_doubtful = judge(store, name)
+        print(f"{name or store.url}: {said}")
+        doubtful += is_doubtful
+    return doubtful
+
+
+def verify_place(place: str) -> int:
+    """Verify the dataset or the checkpoints at a folder or URL. Returns how many faults or doubtful checkpoints."""
+    with tempfile.TemporaryDirectory() as cache:  # a run's own cache would hide faults of the dataset
+        data = Data(cache_folder=cache, cache_gb=1)
+        if open_folder(place, data).size("manifest.json") is not None:
+            return verify_dataset(place, data)
+    wrong = 0
+    for store, names in find_begun(place, ", nor a dataset's manifest.json"):
+        wrong += verify_all(store, names)
+    return wrong
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m data.verify", description="Check every token of datasets.")
-    parser.add_argument("dataset", nargs="+", help="folder or URL of a prepared dataset")
+    parser = argparse.ArgumentParser(prog="python -m tools.verify", description="Read all of datasets and checkpoints.")
+    parser.add_argument("place", nargs="+", help="folder or URL of a dataset, a run, checkpoints or one checkpoint")
     wrong = 0
     with command_line():
-        for url in parser.parse_args(argv).dataset:
-            with tempfile.TemporaryDirectory() as cache:  # a run's own cache would hide faults of the dataset
-                dataset = open_dataset(url, Data(cache_folder=cache, cache_gb=1))
-                for message in faults(dataset):
-                    wrong += 1
-                    print(message)
-            for split in dataset.splits.values():
-                documents = sum(shard.documents for shard in split.shards)
-                print(f"{dataset.url}: {split.name}: documents {documents:,}, tokens {split.total_tokens:,}")
+        wrong = sum(verify_place(place) for place in parser.parse_args(argv).place)
         if not wrong:
             print("no faults")
     if wrong:

@@ -1,8 +1,8 @@
 """List the documents that a run was trained on, and prove that each sample came once.
 
-    python -m data.audit --run outputs/RUN --steps 100:103     the documents of steps 100 to 102
-    python -m data.audit --config FILE.toml --steps 1          the same for a run not yet started, on one rank
-    python -m data.audit --run outputs/RUN --prove             read back every step of a run
+    python -m tools.audit --run outputs/RUN --steps 100:103     the documents of steps 100 to 102
+    python -m tools.audit --config FILE.toml --steps 1          the same for a run not yet started, on one rank
+    python -m tools.audit --run outputs/RUN --prove             read back every step of a run
 
 The proof uses the ledger that every rank keeps (data.ledger). It drops the steps that a
 resume from an earlier checkpoint made void. It checks that the other steps follow each other
@@ -312,7 +312,7 @@ def planned_steps(config: Config, numbers: range) -> list[Step]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m data.audit", description="Show which documents a run trained on.")
+    parser = argparse.ArgumentParser(prog="python -m tools.audit", description="Show which documents a run trained on.")
     parser.add_argument("--run", type=Path, help="folder of a run")
     parser.add_argument("--config", help="config of a run that is not started yet")
     parser.add_argument(

@@ -1,6 +1,6 @@
 """Benchmarks on a trained model, by EleutherAI's lm-evaluation-harness, so that scores compare with published ones.
 
-    python -m models.evaluate outputs/NAME --tasks arc_easy,hellaswag
+    python -m tools.evaluate outputs/NAME --tasks arc_easy,hellaswag
 
 Needs `pip install -r requirements-eval.txt`. The harness downloads the tasks' data from Hugging Face; tasks of your
 own, in its YAML format, may read local files (`--include`).
@@ -14,11 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from checkpoint.hf import trained_positions
 from config import ConfigError, TitaniteError, close_match, command_line
 from generate import Request, Timing, stream_texts
-from models.scoring import Pair, log_likelihoods
 from records import output_file, write_output
+from tools.hf import trained_positions
+from tools.scoring import Pair, log_likelihoods
 from trained import Trained, add_place_arguments, check_least, load_from_arguments
 
 try:
@@ -35,7 +35,7 @@ TASKS = "mmlu,arc_easy,arc_challenge,hellaswag,sciq,openbookqa,piqa,winogrande"
 
 
 class HarnessModel(TemplateLM):
-    """A trained model as lm-evaluation-harness asks it: tokens as its HFLM encodes them, scores by `models.scoring`."""
+    """A trained model as lm-evaluation-harness asks it: tokens as its HFLM encodes them, scores by `tools.scoring`."""
 
     def __init__(self, trained: Trained, *, batch_size: int, max_seq_len: int):
         super().__init__()
@@ -143,7 +143,7 @@ def table(results: dict[str, dict[str, Any]]) -> str:
 
 def main(argv: list[str]) -> None:
     """The command line. Raises TitaniteError."""
-    parser = argparse.ArgumentParser(prog="python -m models.evaluate", description="Benchmarks on a trained model.")
+    parser = argparse.ArgumentParser(prog="python -m tools.evaluate", description="Benchmarks on a trained model.")
     add_place_arguments(parser)
     parser.add_argument("--tasks", default=TASKS, help="names of the harness's tasks, by commas (default %(default)s)")
     parser.add_argument("--include", type=Path, help="folder of further tasks, YAML files in the harness's format")

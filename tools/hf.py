@@ -1,7 +1,7 @@
 """Convert models of any size from and to Hugging Face, piece by piece:
 
-python -m checkpoint.hf import HF_FOLDER CHECKPOINT        # to start from: checkpoint.initial_load=CHECKPOINT
-python -m checkpoint.hf export RUN_OR_CHECKPOINT HF_FOLDER
+python -m tools.hf import HF_FOLDER CHECKPOINT        # to start from: checkpoint.initial_load=CHECKPOINT
+python -m tools.hf export RUN_OR_CHECKPOINT HF_FOLDER
 
 A checkpoint is a folder or s3://bucket/prefix. Both commands end with a test of the result. It compares logits with
 transformers' if that is installed and both models fit in memory, else every value with its origin.
@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.planner import WriteItem
 from tqdm import tqdm
 
-from checkpoint import safetensors as files
+from checkpoint.companions import companion_tokenizer, find_companions, read_companions
 from checkpoint.index import Opened
 from checkpoint.loading import check_same_names, load_newest, load_place
-from checkpoint.manifest import MANIFEST, ChecksumError, Manifest, read_small
+from checkpoint.manifest import MANIFEST, Manifest
 from checkpoint.planning import plan_pieces, split_rows
 from checkpoint.ranks import Ranks
 from checkpoint.state import model_tensors
@@ -36,30 +36,14 @@ from checkpoint.storage import commit, read_state, write_items
 from checkpoint.stores import CheckpointError, Store, open_store
 from config import Model, TitaniteError, command_line, misread, tomllib
 from data.chat import ChatTemplate
-from data.tokenizer import (
-    TOKENIZER,
-    Tokenizer,
-    declared_eos,
-    find_chat_template,
-    json_object,
-    load_tokenizer,
-    parse_raw,
-    parse_tokenizer,
-)
+from data.tokenizer import TOKENIZER, Tokenizer, json_object, load_tokenizer
 from metrics import quiet_noisy_loggers
 from models import MODELS, HuggingFace, build_model, recorded_model
 from records import output_path
+from tools import hf_files as files
 
 MODEL_FILE = "model.json"
 PIECE_BYTES = 16 << 20  # of an imported tensor, so that each rank reads little more than it needs
-# Files copied unchanged.
-COMPANIONS = (
-    TOKENIZER,
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "generation_config.json",
-)
 SAMPLE = "The quick brown fox jumps over the lazy dog. 0123456789 éß 中文"
 LOGITS_TOLERANCE = 1e-4  # of the largest logit: both compute in float32, but in different orders
 
@@ -202,74 +186,11 @@ def trained_positions(manifest: Manifest, option: str) -> int:
     return tomllib.loads(manifest["config"])["training"]["seq_len"]
 
 
-def find_companions(opened: Opened, place: str, tokenizer: Path | None) -> tuple[str, dict[str, bytes]]:
-    """Find the tokenizer's files. Returns where they are, and name → content.
-
-    Looks in `tokenizer`, a tokenizer.json or its folder, if given; else in the checkpoint, then in `place`, by which it
-    was found, and the two folders above. Raises CheckpointError if there are none.
-    """
-    if tokenizer:
-        folders = [tokenizer.parent if tokenizer.name == TOKENIZER else tokenizer]
-    else:
-        digests = opened.manifest.get("companions", {})
-        inside = {path.removeprefix(f"{opened.name}/") for path in opened.store.sizes(opened.name)} | digests.keys()
-        if TOKENIZER in inside:
-            own = [(file, digests.get(file)) for file in COMPANIONS if file in inside]
-            try:
-                return opened.url, {file: read_small(opened.store, opened.name, file, digest) for file, digest in own}
-            except ChecksumError as error:
-                raise ChecksumError(f"{error}; if it was changed on purpose, name it with --tokenizer") from None
-        folders = [] if "://" in place else [Path(place), *Path(place).absolute().parents[:2]]
-    for folder in folders:
-        if (folder / TOKENIZER).is_file():
-            return str(folder), read_companions(folder)
-    wanted = tokenizer or place
-    raise CheckpointError(f"{wanted}: no {TOKENIZER} found there; name one with --tokenizer")
-
-
-def read_companions(folder: Path) -> dict[str, bytes]:
-    """Name → content of the COMPANIONS in a folder."""
-    return {file: (folder / file).read_bytes() for file in COMPANIONS if (folder / file).is_file()}
-
-
 def check_companions(origin: str, companions: Mapping[str, bytes]) -> None:
     """Raise TitaniteError for a *.json file without a JSON object."""
     for file, content in companions.items():
         if file.endswith(".json"):
             json_object(content, f"{origin}/{file}")
-
-
-def companion_tokenizer(origin: str, companions: Mapping[str, bytes], vocab_size: int) -> Tokenizer:
-    """The tokenizer that `find_companions` found. Raises TitaniteError if it is invalid or exceeds `vocab_size`."""
-    declared = declared_eos(companions.get("tokenizer_config.json", b"{}"), origin)
-    tokenizer = parse_tokenizer(companions[TOKENIZER], declared, origin, find_chat_template(companions, origin))
-    if tokenizer.vocab_size > vocab_size:
-        raise CheckpointError(
-            f"{origin}: its tokenizer has ids up to {tokenizer.vocab_size - 1}, the model only {vocab_size} rows of "
-            "embedding; name the tokenizer it was trained with by --tokenizer"
-        )
-    return tokenizer
-
-
-def check_vocabulary(tokenizer: Tokenizer, place: str, opened: Opened) -> None:
-    """Refuse data whose token ids are other tokens to the weights of `opened`, which was found by `place`.
-
-    A tenth may differ, such as reserved tokens that were given a use. Weights without a tokenizer pass, and those
-    beside one that was changed since. Raises TitaniteError.
-    """
-    try:
-        origin, companions = find_companions(opened, place, None)
-    except CheckpointError:
-        return
-    raw = parse_raw(companions[TOKENIZER], f"{origin}/{TOKENIZER}")
-    theirs = {id: token for token, id in raw.get_vocab().items()}
-    ours = tokenizer.raw.get_vocab()
-    others = sum(theirs.get(id, token) != token for token, id in ours.items())
-    if others > len(ours) / 10:
-        raise CheckpointError(
-            f"{origin}: {others:,} of the {len(ours):,} token ids in the data are other tokens in its tokenizer; "
-            "prepare the data with that tokenizer (--tokenizer)"
-        )
 
 
 # ---------------------------------------------------------------- import
@@ -476,7 +397,7 @@ def available_bytes(root: Path = Path("/")) -> int:
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m checkpoint.hf", description="Models from and to Hugging Face.")
+    parser = argparse.ArgumentParser(prog="python -m tools.hf", description="Models from and to Hugging Face.")
     commands = parser.add_subparsers(dest="command", required=True)
     out = commands.add_parser("export", help="a checkpoint as a folder that transformers and vLLM load")
     out.add_argument("place", metavar="RUN_OR_CHECKPOINT", help="run, checkpoints or one checkpoint; folder or s3://")
