@@ -238,3 +238,7 @@ class MetricsLogger:
             self.file.close()
         if self.board:
             self.board.close()
+
+
+if __name__ == "__main__":
+    raise SystemExit("error: moved: python -m tools.compare, see docs/migration.md")

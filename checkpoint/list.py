@@ -1,0 +1,1 @@
+raise SystemExit("error: moved: python -m tools.list_checkpoints, see docs/migration.md")
