@@ -384,7 +384,7 @@ class Checkpoint:
     save_model: bool = False
     """At the last step, also write the model alone, as `model-STEP-...` beside the checkpoints."""
     initial_load: str = ""
-    """Checkpoint, or output of `checkpoint.hf import`, whose weights a new run starts from, with fresh moments."""
+    """Checkpoint, or output of `tools.hf import`, whose weights a new run starts from, with fresh moments."""
     timeout_seconds: Positive = 1800
     """Longest time a rank waits for the others while a checkpoint is written or read."""
     request_timeout_seconds: Positive = 60
@@ -454,8 +454,8 @@ class Failures:
     """What a run does when something goes wrong."""
 
     on_bad_step: Literal["stop", "skip", "rollback"] = "stop"
-    """On a loss that spikes, or a loss or gradient norm that is not finite: `stop`, `skip` the update, or `rollback` to
-    the last checkpoint and skip all updates since."""
+    """On a loss that spikes, or a loss or gradient norm that is not finite: `stop`, `skip` the update, or `rollback`:
+    start again from the last checkpoint and skip all updates since. That needs torchrun's --max-restarts."""
     bad_step_budget: Positive = 10
     """Bad steps skipped or rolled back in the whole run. One more stops it."""
     spike_factor: NonNegative = 0.0

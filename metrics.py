@@ -1,15 +1,10 @@
-"""What a run reports: metrics.jsonl, TensorBoard and a readable line per log step. Also compares runs.
+"""What a run reports: metrics.jsonl, TensorBoard and a readable line per log step."""
 
-python -m metrics compare outputs/A outputs/B --output compare.html
-"""
-
-import argparse
 import importlib
 import json
 import logging
 import math
 import resource
-import sys
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -19,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from config import Config, ConfigError, TitaniteError, command_line, file_errors
-from metrics_page import write_page
-from records import open_records, output_file
+from config import Config, ConfigError, TitaniteError, file_errors
+from records import open_records
 
 logger = logging.getLogger(__name__)
 
@@ -285,22 +279,5 @@ class MetricsLogger:
             self.board.close()
 
 
-def main(argv: list[str]) -> None:
-    """The command line. Raises TitaniteError."""
-    parser = argparse.ArgumentParser(prog="python -m metrics", description="What runs have reported.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    compare = commands.add_parser("compare", help="a page of curves, throughput and settings of several runs")
-    compare.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
-    page = Path("compare.html")
-    compare.add_argument("--output", type=output_file, default=page, help="the page (default %(default)s)")
-    arguments = parser.parse_args(argv)
-    compared = write_page(arguments.runs, arguments.output)
-    for run in arguments.runs:
-        if run not in compared:
-            print(f"{run}: left out, it has logged no step", file=sys.stderr)
-    print(f"{arguments.output}: open it in a browser; runs compared: {len(compared)}")
-
-
 if __name__ == "__main__":
-    with command_line():
-        main(sys.argv[1:])
+    raise SystemExit("error: moved: python -m tools.compare, see docs/migration.md")

@@ -11,6 +11,7 @@ cd "$(dirname "$(readlink -f "$0")")"
 
 CONFIG_FILE=${CONFIG_FILE:-train_configs/debug.toml}
 NGPU=${NGPU:-}           # processes; default: one for each GPU, as many as can share the batch, or 2 where there is none
+MAX_RESTARTS=${MAX_RESTARTS:-0}  # how often torchrun may start the run again, as after a rollback to a checkpoint
 LOG_RANK=${LOG_RANK:-}   # ranks that print progress, such as 0,1; default: 0
 
 case $NGPU in 0* | *[!0-9]*) echo "error: NGPU=$NGPU: must be a number of processes, at least 1" >&2; exit 2 ;; esac
@@ -42,4 +43,5 @@ if grep -q '^datasets = .*"datasets/stdlib"' <<<"$settings" && [ ! -e datasets/s
   ) 9>>datasets/.lock
 fi
 
-exec $python -m launch.torchrun --standalone --nproc-per-node="$NGPU" train.py "${overrides[@]}"
+exec $python -m launch.torchrun --standalone --nproc-per-node="$NGPU" --max-restarts="$MAX_RESTARTS" \
+  train.py "${overrides[@]}"

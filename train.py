@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from checkpoint.hf import check_vocabulary
+from checkpoint.companions import check_vocabulary
 from checkpoint.manager import CheckpointManager, check_initial_load, check_owner, check_places, check_steps
 from config import Config, ConfigError, TitaniteError, file_errors, grad_accum_steps, load_config, loss_chunks
 from data.loader import DataLoader

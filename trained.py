@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from checkpoint.hf import companion_tokenizer, find_companions
+from checkpoint.companions import companion_tokenizer, find_companions
 from checkpoint.index import Opened
 from checkpoint.loading import check_same_names, load_place
 from checkpoint.manifest import Manifest

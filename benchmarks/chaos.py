@@ -3,7 +3,7 @@
     python -m benchmarks.chaos [--quick] [--check] [--seed=0] [--json=benchmarks/results/chaos.json]
 
 Each job trains the same 200 steps while faults hit it. It must end with the weights of an undisturbed run, bit for bit,
-and with a ledger that `data.audit --prove` accepts. The watchdog's verdicts must name the rank that was stopped.
+and with a ledger that `tools.audit --prove` accepts. The watchdog's verdicts must name the rank that was stopped.
 """
 
 import contextlib
@@ -26,13 +26,13 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from benchmarks.report import build_parser, finish, print_row, require_cpu
 from config import TitaniteError, with_defaults
-from data.audit import prove
 from data.prepare import main as prepare
 from records import read_records
 from run_folder import read_starts
 from tests.ports import free_port
 from tests.s3.fault_proxy import fault_proxy
 from tests.s3.server import create_bucket, s3_environment, s3_server
+from tools.audit import prove
 
 ROOT = Path(__file__).parents[1]
 RANKS = 2

@@ -21,8 +21,8 @@ from benchmarks.chaos import prepare_data
 from benchmarks.report import build_parser, finish, print_row, require_cpu
 from config import load_config
 from parallel.mesh import ParallelDims
-from parallel.plan import build_work
-from parallel.plan_costs import sent_bytes, traffic
+from tools.plan import build_work
+from tools.plan_costs import sent_bytes, traffic
 
 ROOT = Path(__file__).parents[1]
 NODES = (("titanite-a", "ta", "10.77.7.1"), ("titanite-b", "tb", "10.77.7.2"))

@@ -40,12 +40,12 @@ from benchmarks.report import build_parser, finish, prepare_once, print_row
 from config import Config, load_config, with_defaults
 from models.llama.hf import to_hf_config
 from parallel.comm import synchronize
-from parallel.devices import GIB
 from parallel.mesh import ParallelDims
-from parallel.plan import build_work
-from parallel.plan_costs import Work, block_weights
-from parallel.plan_memory import memory
 from records import read_records
+from tools.devices import GIB
+from tools.plan import build_work
+from tools.plan_costs import Work, block_weights
+from tools.plan_memory import memory
 from train import train
 
 WARMUP_STEPS = 3

@@ -15,9 +15,9 @@ from typing import Any
 from benchmarks.report import build_parser, finish, prepare_once, print_row
 from config import load_config
 from parallel.mesh import ParallelDims
-from parallel.plan import build_work
-from parallel.plan_costs import sent_bytes, traffic
 from records import read_records
+from tools.plan import build_work
+from tools.plan_costs import sent_bytes, traffic
 
 DATASET = Path("datasets/stdlib")
 RANKS, STEPS, QUICK_STEPS = 2, 200, 30

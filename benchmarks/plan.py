@@ -2,7 +2,7 @@
 
     python -m benchmarks.plan [--check]
 
-The shares of peak in parallel/devices.py and the constants of parallel/plan_time.py and plan_memory.py were fitted on
+The shares of peak in tools/devices.py and the constants of tools/plan_time.py and plan_memory.py were fitted on
 the rows marked `fit`, a third of all. The bars are on the other rows. No row of the tables is left out. Settings are
 the sources'; if a source does not give one, the row says what was assumed.
 """
@@ -17,11 +17,11 @@ from benchmarks.report import build_parser, finish, print_row
 from config import Config, ConfigError, from_dict
 from models.llama import FLAVORS
 from models.llama.model import LlamaConfig
-from parallel.devices import DEVICES, GIB
 from parallel.mesh import ParallelDims
-from parallel.plan_costs import Work
-from parallel.plan_memory import memory, reserved
-from parallel.plan_time import Cluster, estimate
+from tools.devices import DEVICES, GIB
+from tools.plan_costs import Work
+from tools.plan_memory import memory, reserved
+from tools.plan_time import Cluster, estimate
 
 # github.com/pytorch/torchtitan benchmarks/llama3_h100_202412_torchtitan.md: H100 of 96 GB and 500 W, 400 Gb/s per GPU.
 # The rest is from its commit 9dec370: sequences of 8,192, loss not compiled, as many pipeline microbatches as stages,

@@ -24,11 +24,11 @@ import train
 from benchmarks.report import build_parser, finish, print_row, require_cpu
 from config import Compile, Config, from_dict
 from loss import build_loss
-from parallel.devices import GIB
 from parallel.mesh import ParallelDims
-from parallel.plan import build_work
-from parallel.plan_dry_run import dry_run
-from parallel.plan_memory import memory
+from tools.devices import GIB
+from tools.dry_run import dry_run
+from tools.plan import build_work
+from tools.plan_memory import memory
 
 MODES = ("none", "selective", "full")
 VOCABULARIES = (4096, 32_064, 128_256)

@@ -1,4 +1,4 @@
-"""The ledger: what each data-parallel rank was given, recorded for the proof of data.audit. Imports no torch.
+"""The ledger: what each data-parallel rank was given, recorded for the proof of tools.audit. Imports no torch.
 
 Each data-parallel rank has a file in the run folder, such as `data/rank-00000.jsonl`. Every start,
 and every return to a checkpoint within one, writes a line with the place it continues from and

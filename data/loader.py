@@ -201,7 +201,7 @@ class DataLoader:
             self._ledger.start(self.state_dict())
 
     def open_ledger(self, run_folder: Path) -> None:
-        """From here on, record in the run's folder what this rank is given, for `python -m data.audit --prove`.
+        """From here on, record in the run's folder what this rank is given, for `python -m tools.audit --prove`.
 
         Call it after loading the state, on one of the ranks that share a dp_rank.
         """

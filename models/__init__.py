@@ -18,7 +18,7 @@ from models.llama.parallelize import apply_parallelism, check_parallelism
 
 
 class HuggingFace(Protocol):
-    """The module hf.py of a model family, used by checkpoint.hf, such as models/llama/hf.py. Values cross unchanged."""
+    """The module hf.py of a model family, used by tools.hf, such as models/llama/hf.py. Values cross unchanged."""
 
     MODEL_TYPE: str  # `model_type` in config.json
 

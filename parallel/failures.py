@@ -39,7 +39,8 @@ def check_rollback(failures: Failures, environment: LaunchEnvironment) -> None:
     if failures.on_bad_step == "rollback" and not environment.max_restarts:
         raise ConfigError(
             'failures.on_bad_step = "rollback": the run ends and is started again from its last checkpoint, but nobody '
-            'would: start it by torchrun with --max-restarts, at least failures.bad_step_budget, or set "skip"'
+            "would: start it by torchrun with --max-restarts, at least failures.bad_step_budget (for "
+            'run_llama_train.sh set MAX_RESTARTS), or set "skip"'
         )
 
 
@@ -238,7 +239,7 @@ def check_replay(
     if gradients_differ:
         raise TitaniteError(
             f"step {step}: computed twice, gradients differ on rank {gradients_differ} and no rank's own loss does: "
-            "the backward of one of them, or the network, is suspect; `python -m parallel.preflight` tests each device",
+            "the backward of one of them, or the network, is suspect; `python -m tools.preflight` tests each device",
             agreed=True,
         )
 

@@ -40,7 +40,7 @@ CHECKPOINTING = ("checkpoint", "load", "end")  # sections that may last checkpoi
 QUEUEING = ("forward/backward", "optimizer", "validation")  # sections that queue kernels on an accelerator
 LESS_MEMORY = (
     "a smaller training.local_batch_size or activation_checkpoint.mode = selective, full or budget needs less;"
-    " python -m parallel.plan says how much"
+    " python -m tools.plan says how much"
 )
 
 

@@ -263,7 +263,7 @@ def our_run(
     result["losses"] = {row["step"]: row["loss"] for row in result["rows"]}
     result["norms"] = {row["step"]: row["grad_norm"] for row in result["rows"]}
     held = {row["step"]: row["validation_loss"] for row in rows if row["validation_loss"] is not None}
-    return result | {"validation_losses": held, "world_size": dist.get_world_size(), "batch": batch}
+    return result | {"validation_losses": held, "world_size": dist.get_world_size(), "batch": batch, "steps": steps}
 
 
 def named_parameters(parts: list[torch.nn.Module]) -> list[tuple[str, torch.nn.Parameter]]:
@@ -305,6 +305,10 @@ def close(
         plain = {step: expected[key][step] for step in actual[key]}
         for step, value in actual[key].items():
             assert abs(value - plain[step]) <= tolerance * loss_tolerance * plain[step], (key, actual[key], plain)
+    assert set(actual["validation_losses"]) == {
+        *range(VALIDATION_INTERVAL, actual["steps"], VALIDATION_INTERVAL),
+        actual["steps"],
+    }
     check_rates(actual, expected["flops_per_token"])
     for name, grad in actual["grads"].items():
         atol = (grad_tolerance or 10 * loss_tolerance) * expected["grads"][name].abs().max().item()
@@ -313,6 +317,8 @@ def close(
 
 def check_rates(actual: dict[str, Any], flops_per_token: int) -> None:
     """Tokens, rates and waits of every logged step, by the run's clock. No step counts in two rows."""
+    every = range(LOG_INTERVAL, actual["steps"], LOG_INTERVAL)
+    assert not actual["rows"] or [row["step"] for row in actual["rows"]] == sorted({1, *every, actual["steps"]})
     per_step, before = actual["batch"]["global_batch_size"] * SEQ_LEN, 0
     for row in actual["rows"]:
         step, n = row["step"], row["interval_steps"]

@@ -4,11 +4,11 @@ from collections import Counter
 from itertools import islice
 
 from config import to_toml
-from data.audit import prove
 from data.shards import open_dataset
 from tests.corpus import data_config, expected_stream, stored_blocks, write_dataset
 from tests.distributed.data_walk import walk
 from tests.harness import run_ranks
+from tools.audit import prove
 
 
 def test_each_token_once_over_jobs_of_4_2_3_and_8_processes(tmp_path):

@@ -15,8 +15,8 @@ import models
 import train
 from config import load_config
 from models import find_model
-from parallel.plan_dry_run import DryRun, dry_run
 from tests.harness import run_ranks
+from tools.dry_run import DryRun, dry_run
 
 ROOT = Path(__file__).parents[2]
 WHOLE = ("debug", "tutorial", "llama3_8b")

@@ -19,15 +19,15 @@ from torch import Tensor, nn
 
 from benchmarks.chaos import Job, judge_job, prepare_data, schedule, suffer, weights
 from config import Failures, TitaniteError, load_config
-from data.audit import prove
 from metrics import fetch_finite
-from metrics_page import read_charts
 from parallel.exits import AGAIN, record_exit
 from parallel.failures import SPIKE_WINDOW, BadSteps, RolledBackError, Stragglers, check_replay
 from parallel.stop import StopRequest
 from parallel.watchdog import Watchdog
 from tests.corpus import write_dataset
 from tests.harness import run_ranks
+from tools.audit import prove
+from tools.compare import read_charts
 from train import train
 
 SMALL = (

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from config import Config, ConfigError, Float8
-from float8.parity import gathered_bytes, judge, main, sqnr
 from tests.corpus import write_dataset
+from tools.parity import gathered_bytes, judge, main, sqnr
 
 
 def test_noise_in_decibels() -> None:

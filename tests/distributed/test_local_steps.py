@@ -62,7 +62,7 @@ def train_plainly(arguments: list[str]) -> dict[str, Any]:
         optimizers.append(torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.1, foreach=False, fused=False))
     common = [p.detach().clone().requires_grad_() for p in models[0].parameters()]
     outer = torch.optim.SGD(common, lr=0.7, momentum=0.9, nesterov=True)
-    losses = []
+    losses, norms = [], list[float]()
     for step in range(1, training.steps + 1):
         of_islands = []
         for loader, model, optimizer in zip(loaders, models, optimizers, strict=True):
@@ -74,7 +74,7 @@ def train_plainly(arguments: list[str]) -> dict[str, Any]:
                 loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum") / n_tokens
                 loss.backward()
                 total += loss.detach()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), training.max_norm)
+            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), training.max_norm).item())
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, training.steps, config.optimizer.lr, config.lr_scheduler)
             optimizer.step()
@@ -97,7 +97,8 @@ def train_plainly(arguments: list[str]) -> dict[str, Any]:
                     p.data.copy_(weight.detach())
     for loader in loaders:
         loader.close()
-    return {"losses": losses, "weights": dict(models[0].named_parameters())}
+    norms = [sum(norms[i : i + ISLANDS]) / ISLANDS for i in range(0, len(norms), ISLANDS)]
+    return {"losses": losses, "norms": norms, "weights": dict(models[0].named_parameters())}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -111,6 +112,8 @@ def test_islands_equal_a_plain_loop(layout: str, dataset: Path, tmp_path: Path) 
     run_ranks(world_size, run, [*arguments, *APART, *overrides], start_group=False)
     loss_tolerance, weight_tolerance = TOLERANCES.get(layout, (1e-5, 1e-4))
     torch.testing.assert_close(column(tmp_path / "run", "loss"), plain["losses"], rtol=loss_tolerance, atol=0)
+    norms = column(tmp_path / "run", "grad_norm")
+    torch.testing.assert_close(norms, plain["norms"], rtol=100 * loss_tolerance, atol=0)
     saved = flat(final_weights(tmp_path / "run", tmp_path)["model"])
     for name, expected in plain["weights"].items():
         error = (saved[f"/{name}"] - expected).norm() / expected.norm()

@@ -1,4 +1,4 @@
-"""python -m parallel.preflight: a sound cluster has no faults; what is wrong is named with its rank."""
+"""python -m tools.preflight: a sound cluster has no faults; what is wrong is named with its rank."""
 
 import io
 import subprocess
@@ -11,9 +11,9 @@ import fsspec
 import pytest
 import torch
 
-from parallel import preflight
-from parallel.preflight import Report, find_faults, look_around, main, time_storage, time_transfers, within
 from tests.harness import run_ranks
+from tools import preflight
+from tools.preflight import Report, find_faults, look_around, main, time_storage, time_transfers, within
 
 ROOT = Path(__file__).parents[2]
 SOUND = Report("a", {"torch": "2.13.0", "numpy": "2.0"}, 1000.0, 100.0, 0.5, 0.010, 77, [])
@@ -120,7 +120,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
         "--nproc-per-node=2",
         "--max-restarts=2",
         "-m",
-        "parallel.preflight",
+        "tools.preflight",
     ]
     result = subprocess.run(
         [*command, f"--storage=file://{tmp_path}", "--expect-gbits=100000"], cwd=ROOT, capture_output=True, text=True

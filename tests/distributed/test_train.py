@@ -24,10 +24,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from checkpoint.hf import exported_model
 from checkpoint.stores import CheckpointError
 from config import ConfigError, load_config, to_toml, with_defaults
-from data.audit import prove
 from data.loader import Batch, validation_batches
 from data.prepare import main as prepare
 from data.shards import DataError, open_dataset
@@ -36,6 +34,8 @@ from models import MODELS
 from parallel.failures import BadSteps
 from parallel.watchdog import Watchdog, _stack_of
 from tests.harness import run_ranks
+from tools.audit import prove
+from tools.hf import exported_model
 from train import main, train
 from validate import main as validate
 

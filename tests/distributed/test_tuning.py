@@ -9,15 +9,15 @@ from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from checkpoint.hf import main as checkpoint_hf
 from config import load_config
-from data.audit import prove
 from data.prepare import main as prepare
 from data.tokenizer import Tokenizer
 from generate import Sampling, generate
 from models.llama import FLAVORS
 from tests.corpus import write_dataset
 from tests.harness import run_ranks
+from tools.audit import prove
+from tools.hf import main as checkpoint_hf
 from train import train
 from trained import load_trained
 

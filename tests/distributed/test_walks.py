@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from checkpoint.stores import open_store
-from checkpoint.verify import verify_all
-from data.audit import prove
 from data.prepare import main as prepare
 from tests.distributed.test_train import column, final_weights, flat, run
 from tests.harness import run_ranks
+from tools.audit import prove
+from tools.verify import verify_all
 
 WALKS = int(os.environ.get("WALKS", "0"))  # 0: the same few each time
 FEW = (2, 3)  # between them DDP, FSDP, TP, CP and PP

@@ -25,7 +25,6 @@ from urllib3.exceptions import SSLError
 from urllib3.util import connection
 
 from checkpoint import s3
-from checkpoint.hf import export_model, import_model
 from checkpoint.manager import check_initial_load, check_places
 from checkpoint.retention import committed, remove_checkpoints
 from checkpoint.s3 import S3Store
@@ -40,6 +39,7 @@ from tests.harness import run_ranks
 from tests.s3.server import s3_environment
 from tests.s3.stub import answering, only_for
 from tests.unit.test_llama import hf_model
+from tools.hf import export_model, import_model
 
 # Short waits, so that what is never answered is soon given up.
 WAITS = {"request_timeout_seconds": 10, "visibility_seconds": 1.0, "interval": 1, "keep": 2}

@@ -19,7 +19,7 @@ import torch
 from s3fs import S3FileSystem
 
 from config import Config
-from data import sources, verify
+from data import sources
 from data.loader import DataLoader, validation_batches
 from data.prepare import prepare
 from data.shards import BadBlockError, DataError
@@ -27,6 +27,7 @@ from data.storage import Cache, DamagedError, RemoteFolder, StorageError, open_f
 from tests.corpus import data_config, write_dataset
 from tests.harness import run_ranks
 from tests.s3.stub import answering, only_for
+from tools import verify
 
 DOCUMENTS = [[[*range(20 * i + 1, 20 * i + 20), 0] for i in range(first, first + 24)] for first in (0, 24)]
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from checkpoint.hf import main as checkpoint_hf
 from config import TitaniteError
 from data.tokenizer import train_tokenizer
 from generate import main as generate
 from tests.corpus import write_dataset
 from tests.unit.test_llama import FAMILIES, SMALL
+from tools.hf import main as checkpoint_hf
 from validate import main as validate
 
 

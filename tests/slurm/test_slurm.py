@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from data.audit import prove
 from tests.corpus import write_dataset
 from tests.slurm.lab import missing, slurm
+from tools.audit import prove
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_SECONDS = 600

@@ -35,7 +35,6 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from checkpoint import storage, stores
 from checkpoint.index import Opened, cut_out, fill, read_index
-from checkpoint.list import begun
 from checkpoint.manager import check_initial_load
 from checkpoint.manifest import encode_manifest, read_manifest, unpickle_metadata
 from checkpoint.names import step_of
@@ -46,6 +45,7 @@ from checkpoint.storage import commit, read_state, write_items
 from checkpoint.stores import CheckpointError, DamagedError, LocalStore, open_store
 from config import Checkpoint
 from tests.distributed.checkpoint_runs import IDENTITY, Run, Tower, flip_bit, load_model
+from tools.list_checkpoints import begun
 
 
 @pytest.fixture

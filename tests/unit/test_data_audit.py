@@ -11,8 +11,6 @@ import pyarrow as pa
 import pytest
 
 from config import TitaniteError, to_toml
-from data import audit, verify
-from data.audit import prove
 from data.ledger import read_ledger
 from data.loader import DataLoader
 from data.packing import HIDDEN, START
@@ -20,6 +18,8 @@ from data.shards import INDEX_SCHEMA, DataError, open_dataset, token_type
 from data.stream import Stream
 from data.writer import WrittenShard, write_manifest, write_shard
 from tests.corpus import data_config, stored_blocks, word_tokenizer, write_dataset
+from tools import audit, verify
+from tools.audit import prove
 
 BEGIN = START + HIDDEN  # of an example
 

@@ -19,13 +19,13 @@ from isal import isal_zlib
 
 from config import ConfigError, TitaniteError, to_toml
 from data import place
-from data.audit import prove
 from data.loader import IGNORED, DataLoader, validation_batches
 from data.shards import BadBlockError, DataError, check_datasets, open_dataset, seal
 from data.storage import Cache, LocalFolder, StorageError, open_folder
 from data.tokenizer import END_OF_TEXT, fingerprint, load_tokenizer
 from tests.corpus import data_config, expected_stream, stored_blocks, word_tokenizer, write_dataset
 from tests.harness import run_ranks
+from tools.audit import prove
 
 DOCUMENTS = [
     [[*range(10 * i + 1, 10 * i + 10), 0] for i in range(20)],
@@ -172,7 +172,7 @@ def test_checking_imports_no_torch(folder):
     code = (
         "import sys; from data.shards import check_datasets; from config import from_dict;"
         f"check_datasets(from_dict({{'data': {{'datasets': [{str(folder)!r}]}}, 'training': {{'seq_len': 8}}}}));"
-        "import data.prepare, data.audit, data.verify; sys.exit('torch' in sys.modules)"
+        "import data.prepare, tools.audit; sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=True)
 

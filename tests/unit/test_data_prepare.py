@@ -29,16 +29,17 @@ from tokenizers.processors import TemplateProcessing
 
 from benchmarks import data as data_benchmark
 from config import TitaniteError
-from data import convert as convert_module
 from data import prepare as prepare_module
-from data import sources, verify
-from data.convert import convert
-from data.convert import main as convert_main
+from data import sources
 from data.prepare import count, main, prepare
 from data.shards import DataError, open_dataset
 from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from data.workers import locked, worker_pool
 from tests.corpus import stored_blocks, write_dataset
+from tools import convert as convert_module
+from tools import verify
+from tools.convert import convert
+from tools.convert import main as convert_main
 
 ROOT = Path(__file__).parents[2]
 WORDS = [

@@ -17,7 +17,6 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers.processors import TemplateProcessing
 
 from config import TitaniteError, from_dict
-from data.audit import Auditor, planned_steps
 from data.chat import ChatTemplate
 from data.loader import IGNORED, DataLoader, validation_batches
 from data.packing import HIDDEN, START, TOKEN_BITS, pack
@@ -26,8 +25,9 @@ from data.shards import open_dataset
 from data.sources import documents, list_files, plan_units
 from data.tokenizer import Tokenizer
 from data.tuning import Segments, _split, encode_examples
-from data.verify import faults
 from tests.corpus import write_dataset
+from tools.audit import Auditor, planned_steps
+from tools.verify import faults
 
 WORDS = ("<eos>", "<|u|>", "<|a|>", "<|end|>", "two", "plus", "is", "four", "five", "what", "?", "so")
 EOS, USER, ASSISTANT, END, TWO, PLUS, IS, FOUR, FIVE, WHAT, ASK, SO = range(len(WORDS))

@@ -21,8 +21,8 @@ from tokenizers import processors
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from config import ConfigError, TitaniteError
-from models.evaluate import TASKS, HarnessModel, check_tasks, main
 from tests.unit.test_generate import SPECIAL, byte_tokenizer, imported  # noqa: F401
+from tools.evaluate import TASKS, HarnessModel, check_tasks, main
 from trained import load_trained
 
 CHOICES_TASK = """
@@ -155,7 +155,7 @@ def test_a_task_of_our_own_has_the_scores_of_the_harness(
         managers.append(TaskManager(include_path=include_path))
         return managers[-1]
 
-    monkeypatch.setattr("models.evaluate.TaskManager", index)
+    monkeypatch.setattr("tools.evaluate.TaskManager", index)
     names = "colours,sayings"
     command = [str(imported), "--tasks", names, "--include", str(tasks), "--batch-size=5", "--max-seq-len=100"]
     main([*command, "--num-fewshot=1", "--limit=7", "--output", str(tasks / "made" / "results.json")])
@@ -187,7 +187,7 @@ def test_data_that_cannot_be_had_are_named_in_one_line(
     gone: Exception | str,
 ) -> None:
     only_these = partial(TaskManager, include_defaults=False)
-    monkeypatch.setattr("models.evaluate.TaskManager", only_these)
+    monkeypatch.setattr("tools.evaluate.TaskManager", only_these)
     if isinstance(gone, Exception):  # of a machine without network
         monkeypatch.setattr("datasets.load_dataset", mock.Mock(side_effect=gone))
     else:

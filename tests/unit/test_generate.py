@@ -28,7 +28,6 @@ from transformers import (
 )
 
 import trained
-from checkpoint.hf import main as checkpoint_hf
 from checkpoint.storage import read_state
 from config import TitaniteError
 from data.chat import ChatTemplate
@@ -49,6 +48,7 @@ from generate import (
 )
 from models.llama.model import Llama
 from tests.unit.test_llama import FAMILIES, SMALL, hf_model, ours_from
+from tools.hf import main as checkpoint_hf
 from trained import load_trained
 
 CPU = torch.device("cpu")

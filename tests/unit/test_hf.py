@@ -24,10 +24,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from checkpoint import hf
-from checkpoint.hf import check_vocabulary, export_model, exported_model, find_companions, import_model
+from checkpoint.companions import check_vocabulary, find_companions
 from checkpoint.index import Opened, read_index
-from checkpoint.list import look
 from checkpoint.loading import locate
 from checkpoint.manager import CheckpointManager, check_initial_load
 from checkpoint.manifest import read_manifest, read_metadata
@@ -35,7 +33,6 @@ from checkpoint.planning import plan_pieces, split_rows
 from checkpoint.state import model_tensors
 from checkpoint.storage import commit, write_items
 from checkpoint.stores import CheckpointError, DamagedError, LocalStore, open_store
-from checkpoint.verify import verify_all
 from config import Checkpoint, Config, TitaniteError, from_dict, to_toml
 from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from models import MODELS
@@ -46,6 +43,10 @@ from tests.corpus import word_tokenizer
 from tests.distributed.checkpoint_runs import Counter, flip_bit
 from tests.harness import run_ranks
 from tests.unit.test_llama import FAMILIES, SMALL, hf_model
+from tools import hf
+from tools.hf import export_model, exported_model, import_model
+from tools.list_checkpoints import look
+from tools.verify import verify_all
 from trained import load_trained
 
 CPU = torch.device("cpu")
@@ -154,7 +155,7 @@ def test_a_family_that_was_added_crosses_by_its_own_module(tmp_path, tokenizer_f
     twin = dataclasses.replace(
         MODELS["llama"], flavors={}, recorded_flavor=lambda fields: TwinConfig(**fields), hf=TWIN
     )
-    for module in ("models", "checkpoint.hf"):
+    for module in ("models", "tools.hf"):
         monkeypatch.setattr(f"{module}.MODELS", {**MODELS, "twin": twin})
     hf_folder(tmp_path / "hf", "llama3", tokenizer_folder)
     model = MistralForCausalLM(MistralConfig(**SMALL | FAMILIES["llama3"] | {"sliding_window": None}))
@@ -615,7 +616,7 @@ def test_memory_is_bounded_by_a_file_not_by_the_model(tmp_path, tokenizer_folder
 
     def peak_mb(*arguments):
         code = (  # not ru_maxrss, which a process inherits from the one that started it
-            "import re, sys; from checkpoint.hf import main; from pathlib import Path\n"
+            "import re, sys; from tools.hf import main; from pathlib import Path\n"
             "kb = lambda key: int(re.search(key + r':\\s+(\\d+)', Path('/proc/self/status').read_text())[1])\n"
             "before = kb('VmRSS'); main(sys.argv[1:]); print((kb('VmHWM') - before) // 1000)"
         )

@@ -9,11 +9,11 @@ from unittest.mock import Mock
 
 import pytest
 
-import metrics_page
 from config import Config, Optimizer, TitaniteError, Training
-from metrics import FIELDS, main
-from metrics_page import read_charts
+from metrics import FIELDS
 from run_folder import record_start
+from tools import compare
+from tools.compare import main, read_charts
 
 
 def row(step: int, **values: float) -> str:
@@ -51,7 +51,7 @@ def test_curves_tables_and_settings(tmp_path: Path) -> None:
         Config(training=Training(seq_len=128), optimizer=Optimizer(lr=0.5)),
         world_size=4,
     )
-    main(["compare", str(first), str(second), "--output", str(tmp_path / "made" / "page.html")])
+    main([str(first), str(second), "--output", str(tmp_path / "made" / "page.html")])
     page = (tmp_path / "made" / "page.html").read_text()
     data = data_of(page)
     assert [run["name"] for run in data["runs"]] == ["<b>first", "second"]
@@ -82,9 +82,9 @@ def test_curves_tables_and_settings(tmp_path: Path) -> None:
 
 
 def test_a_figure_may_have_a_slash_in_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_page, "TITLES", metrics_page.TITLES | {"norm/wq": "norm of wq"})
+    monkeypatch.setattr(compare, "TITLES", compare.TITLES | {"norm/wq": "norm of wq"})
     rows = [row(1, loss=5.0, tps=90.0, step_seconds=1.0, **{"norm/wq": 3.0})]
-    main(["compare", str(write_run(tmp_path / "run", rows, Config())), "--output", str(tmp_path / "page.html")])
+    main([str(write_run(tmp_path / "run", rows, Config())), "--output", str(tmp_path / "page.html")])
     data = data_of((tmp_path / "page.html").read_text())
     assert data["charts"] == ["loss", "tps", "step_seconds", "norm/wq"]
     assert data["runs"][0]["charts"]["norm/wq"]["value"] == [3.0]
@@ -113,10 +113,10 @@ def test_steps_left_out_after_a_rollback_are_in_no_curve(tmp_path: Path) -> None
 
 
 def test_long_curves_are_thinned_and_keep_their_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_page, "MAX_POINTS", 10)
+    monkeypatch.setattr(compare, "MAX_POINTS", 10)
     rows = [row(i, loss=float(i), tps=1.0, step_seconds=1.0) for i in range(1, 101)]
     run = write_run(tmp_path / "run", [*rows, '{"step": 101, "lo'], Config())  # cut off by a crash
-    main(["compare", str(run), "--output", str(tmp_path / "page.html")])
+    main([str(run), "--output", str(tmp_path / "page.html")])
     loss = data_of((tmp_path / "page.html").read_text())["runs"][0]["charts"]["loss"]
     assert loss["value"] == [float(i) for i in range(10, 101, 10)]
 
@@ -126,13 +126,13 @@ def test_a_run_that_ended_before_its_first_step_is_left_out(tmp_path: Path, caps
     (runs[0] / "metrics.jsonl").unlink()
     (runs[1] / "metrics.jsonl").write_text("")
     words = ["--output", str(tmp_path / "page.html")]
-    main(["compare", *map(str, runs), *words])
+    main([*map(str, runs), *words])
     assert [run["name"] for run in data_of((tmp_path / "page.html").read_text())["runs"]] == ["c"]
     said = capsys.readouterr()
     assert said.err.splitlines() == [f"{run}: left out, it has logged no step" for run in runs[:2]]
     assert "runs compared: 1" in said.out
     with pytest.raises(TitaniteError, match="no step was logged yet"):
-        main(["compare", *map(str, runs[:2]), *words])
+        main([*map(str, runs[:2]), *words])
 
 
 def test_a_full_disk_leaves_the_page_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,11 +140,11 @@ def test_a_full_disk_leaves_the_page_that_was_there(tmp_path: Path, monkeypatch:
     page.write_text("before")
     monkeypatch.setattr("os.fsync", Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(TitaniteError, match=r"page\.html: cannot be written: No space left on device"):
-        main(["compare", str(run), "--output", str(page)])
+        main([str(run), "--output", str(page)])
     assert page.read_text() == "before"
     assert not list(tmp_path.glob(".page*"))
     with pytest.raises(TitaniteError, match="/dev/full: cannot be written: No space left on device"):
-        main(["compare", str(run), "--output", "/dev/full"])
+        main([str(run), "--output", "/dev/full"])
     assert not Path("/dev/full").is_file(), "a device is not replaced by a file"
 
 
@@ -153,7 +153,7 @@ def test_a_page_that_cannot_be_replaced_is_written_over(tmp_path: Path, monkeypa
     run, page = write_run(tmp_path / "run", [row(5, loss=2.0, step_seconds=1.0)], Config()), tmp_path / "page.html"
     page.write_text("before")
     monkeypatch.setattr(Path, "replace", Mock(side_effect=OSError(errno.EBUSY, "Device or resource busy")))
-    main(["compare", str(run), "--output", str(page)])
+    main([str(run), "--output", str(page)])
     assert "<html" in page.read_text()
     assert not list(tmp_path.glob(".page*"))
 
@@ -162,7 +162,7 @@ def test_mistakes_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit):
         main([])
     with pytest.raises(TitaniteError, match=r"nowhere/metrics.jsonl: cannot be read"):
-        main(["compare", str(tmp_path / "nowhere")])
+        main([str(tmp_path / "nowhere")])
     run = write_run(tmp_path / "run", ["{", row(2, loss=1.0)], Config())
     with pytest.raises(TitaniteError, match="line 1: not JSON"):
         read_charts(run)
@@ -170,11 +170,11 @@ def test_mistakes_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture[st
         damaged = write_run(tmp_path / f"damaged {name}", [row(2, loss=1.0, step_seconds=1.0)], Config())
         (damaged / name).write_bytes(b"\xff\n")
         with pytest.raises(TitaniteError, match=f"{name}: is damaged"):
-            main(["compare", str(damaged)])
+            main([str(damaged)])
     for line in ('{"step": 1, "train_loss": 2}', "[1]", '{"step": "a", "loss": 1}', row(2, loss=1.0)):
         other = write_run(tmp_path / "other", [line], Config())
         with pytest.raises(TitaniteError, match=r"other/metrics\.jsonl: is not as a run writes it: \w+Error: "):
-            main(["compare", str(other)])
+            main([str(other)])
     (tmp_path / "file").touch()
     for output, said in (
         (tmp_path, "is a folder"),
@@ -187,7 +187,7 @@ def test_mistakes_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture[st
         ("", "must not be empty"),
     ):
         with pytest.raises(SystemExit):
-            main(["compare", str(run), "--output", str(output)])
+            main([str(run), "--output", str(output)])
         assert f"argument --output: {output}: {said}" in capsys.readouterr().err
     with pytest.raises(TitaniteError, match="named twice"):
-        main(["compare", str(run), f"{run}/."])
+        main([str(run), f"{run}/."])

@@ -27,15 +27,15 @@ from float8.convert import check_float8
 from models import build_model, find_model
 from models.llama.model import Block, LlamaConfig, rope_cos_sin
 from parallel.activation_checkpoint import apply_activation_checkpoint, guide_compiler
-from parallel.devices import GIB
 from parallel.mesh import ParallelDims
 from parallel.pipeline import keeps_functions
-from parallel.plan import _checkpoint, build_work, main, parse, plan, sweep
-from parallel.plan_costs import Traffic, Work, block_flops, head_flops, traffic
-from parallel.plan_dry_run import DryRun, Tally, _no_checkpoints, _no_stop, _one_step, _zeros, dry_run
-from parallel.plan_memory import kept_by_block, memory
 from tests.distributed.test_dry_run import keep_layers
 from tests.harness import run_ranks
+from tools.devices import GIB
+from tools.dry_run import DryRun, Tally, _no_checkpoints, _no_stop, _one_step, _zeros, dry_run
+from tools.plan import _checkpoint, build_work, main, parse, plan, sweep
+from tools.plan_costs import Traffic, Work, block_flops, head_flops, traffic
+from tools.plan_memory import kept_by_block, memory
 
 REAL_DEBUG = ["--config=train_configs/debug.toml", "--training.loss_chunks=1"]
 DEBUG = [*REAL_DEBUG, "--training.param_dtype=bfloat16"]
@@ -758,7 +758,7 @@ def test_text_says_how_each_number_is_known(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_the_command_ends_with_2_on_a_mistake_and_0_on_a_dry_run() -> None:
-    command = [sys.executable, "-m", "parallel.plan", *DEBUG, "--json"]
+    command = [sys.executable, "-m", "tools.plan", *DEBUG, "--json"]
     mistake = subprocess.run([*command, "--world-size=0"], capture_output=True, text=True)
     assert (mistake.returncode, mistake.stdout) == (2, "")
     assert mistake.stderr == "error: --world-size = 0: must be at least 1\n"
@@ -772,7 +772,7 @@ def test_the_command_ends_with_2_on_a_mistake_and_0_on_a_dry_run() -> None:
 
 
 def test_a_reader_who_has_enough_is_no_error() -> None:
-    command = [sys.executable, "-m", "parallel.plan", *DEBUG, "--world-size=8", "--sweep", "--json"]
+    command = [sys.executable, "-m", "tools.plan", *DEBUG, "--world-size=8", "--sweep", "--json"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     process.stdout.close()  # before anything is printed; and the layouts are more than a buffer holds

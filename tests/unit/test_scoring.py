@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
-from models.scoring import Pair, log_likelihoods
 from tests.unit.test_llama import FAMILIES, hf_model, ours_from
+from tools.scoring import Pair, log_likelihoods
 
 
 def random_pairs() -> list[Pair]:

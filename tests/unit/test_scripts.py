@@ -1,6 +1,7 @@
 """setup.sh, run_llama_train.sh and launch/, with stand-ins for the programs that they call."""
 
 import os
+import re
 import runpy
 import shutil
 import signal
@@ -61,18 +62,35 @@ grep -o -e "--rdzv-id=[^ ]*" <<<"$*" >> log; ended=($ENDED); exit ${ended[$SLURM
 """
 
 
+MOVED = "error: moved: python -m "
+
+
 def command_lines() -> list[str]:
     """The modules of the project that are programs."""
     files = [file for pattern in ("*.py", "*/*.py") for file in ROOT.glob(pattern) if not file.match("tests/*")]
-    programs = [file.relative_to(ROOT) for file in files if '__name__ == "__main__"' in file.read_text()]
-    return sorted(".".join(file.with_suffix("").parts) for file in programs)
+    return sorted(
+        ".".join(file.relative_to(ROOT).with_suffix("").parts)
+        for file in files
+        if '__name__ == "__main__"' in (text := file.read_text()) and MOVED not in text
+    )
+
+
+def test_an_old_name_of_a_command_says_the_new_one() -> None:
+    migration = (ROOT / "docs" / "migration.md").read_text()
+    files = [file for pattern in ("*.py", "*/*.py") for file in ROOT.glob(pattern) if not file.match("tests/*")]
+    moved = {file: file.read_text().split(MOVED)[1] for file in files if MOVED in file.read_text()}
+    assert len(moved) == 11
+    for file, rest in moved.items():
+        new, old = rest.split(",")[0], ".".join(file.relative_to(ROOT).with_suffix("").parts)
+        assert (ROOT / f"{new.replace('.', '/')}.py").is_file()
+        assert re.search(rf"^\| .*`python -m {old}\b.*\| `python -m {new}`", migration, re.MULTILINE), old
 
 
 @pytest.mark.parametrize("module", command_lines())
 def test_every_command_says_how_it_is_used(
     module: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if module == "models.evaluate":
+    if module == "tools.evaluate":
         pytest.importorskip("lm_eval", reason="pip install -r requirements-eval.txt")
     monkeypatch.setattr(sys, "argv", [module, "--help"])
     target = partial(runpy.run_module, module, run_name="__main__")

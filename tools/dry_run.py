@@ -37,7 +37,7 @@ from float8.convert import check_float8
 from parallel import failures
 from parallel.comm import LaunchEnvironment
 from parallel.context import ring_attention, ring_attention_backward
-from parallel.plan_costs import DEFAULT_VOCAB_SIZE, Traffic
+from tools.plan_costs import DEFAULT_VOCAB_SIZE, Traffic
 
 # Operator → (kind, which argument is the whole tensor, whose bytes count; -1: the result).
 COLLECTIVES = {

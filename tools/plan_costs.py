@@ -1,6 +1,6 @@
 """What a Llama's step costs a rank, by formulas only: weights, floating-point operations, bytes sent.
 
-docs/plan.md explains them; tests compare each with a count of the real step (parallel/plan_dry_run.py).
+docs/plan.md explains them; tests compare each with a count of the real step (tools/dry_run.py).
 
 Letters: T tokens of a microbatch on a rank   D dim   F hidden_dim   N query heads   K key/value heads   H head_dim
 V vocabulary   t = tp. The "bytes" of a tensor are those of the whole tensor that a group works on, not a rank's part.

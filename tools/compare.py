@@ -1,7 +1,12 @@
-"""Compare runs on one HTML page, which holds its own data: it needs no server and loads nothing."""
+"""Compare runs on one HTML page, which holds its own data: it needs no server and loads nothing.
 
+python -m tools.compare outputs/A outputs/B --output compare.html
+"""
+
+import argparse
 import json
 import math
+import sys
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,8 +15,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from config import TitaniteError, tomllib
-from records import read_records, write_output
+from config import TitaniteError, command_line, tomllib
+from records import output_file, read_records, write_output
 
 MAX_POINTS = 4000  # per curve: longer ones keep every n-th row
 TITLES = {
@@ -53,7 +58,7 @@ def write_page(runs: Sequence[Path], output: Path) -> list[Path]:
         },
         "settings": differing_settings([read_settings(run) for run in logged]),
     }
-    template = Path(__file__).with_name("metrics_page.html").read_text(encoding="utf-8")
+    template = Path(__file__).with_name("compare.html").read_text(encoding="utf-8")
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")  # cannot end the script
     write_output(output, template.replace('"DATA"', text))
     return list(logged)
@@ -207,3 +212,24 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 def _place(chart: str) -> tuple[int, str]:
     return list(TITLES).index(chart if chart in TITLES else chart.partition("/")[0]), chart
+
+
+def main(argv: Sequence[str]) -> None:
+    """The command line. Raises TitaniteError."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.compare", description="A page of curves, throughput and settings of several runs."
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
+    page = Path("compare.html")
+    parser.add_argument("--output", type=output_file, default=page, help="the page (default %(default)s)")
+    arguments = parser.parse_args(argv)
+    compared = write_page(arguments.runs, arguments.output)
+    for run in arguments.runs:
+        if run not in compared:
+            print(f"{run}: left out, it has logged no step", file=sys.stderr)
+    print(f"{arguments.output}: open it in a browser; runs compared: {len(compared)}")
+
+
+if __name__ == "__main__":
+    with command_line():
+        main(sys.argv[1:])

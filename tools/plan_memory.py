@@ -1,6 +1,6 @@
 """The bytes that a rank holds in a Llama's training step, by cause. Formulas only.
 
-docs/plan.md explains them; tests compare them with a count of the real step (parallel/plan_dry_run.py).
+docs/plan.md explains them; tests compare them with a count of the real step (tools/dry_run.py).
 """
 
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from functools import partial
 from typing import NamedTuple
 
 from config import loss_chunks
-from parallel.plan_costs import (
+from tools.plan_costs import (
     Weight,
     Work,
     block_weights,

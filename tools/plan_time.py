@@ -8,8 +8,8 @@ between them and counts in full. docs/plan.md has the formulas, benchmarks/plan.
 import math
 from typing import NamedTuple
 
-from parallel.devices import Device
-from parallel.plan_costs import (
+from tools.devices import Device
+from tools.plan_costs import (
     Flops,
     Work,
     block_flops,

@@ -1,0 +1,374 @@
+"""List the documents that a run was trained on, and prove that each sample came once.
+
+    python -m tools.audit --run outputs/RUN --steps 100:103     the documents of steps 100 to 102
+    python -m tools.audit --config FILE.toml --steps 1          the same for a run not yet started, on one rank
+    python -m tools.audit --run outputs/RUN --prove             read back every step of a run
+
+The proof uses the ledger that every rank keeps (data.ledger). It drops the steps that a
+resume from an earlier checkpoint made void. It checks that the other steps follow each other
+without gap or overlap, alike on every rank, and that the tokens that each rank recorded are
+those of the dataset at that place in the order, and that no step is missing at the end, as far
+as exit.json tells. It follows that each token was an input
+exactly once per consumed epoch, except those of masked blocks, which the proof names.
+"""
+
+import argparse
+import json
+import math
+import re
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, groupby
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from config import Config, Data, TitaniteError, command_line, from_dict, grad_accum_steps, load_config, read_recorded
+from data.ledger import Records, Step, checksum, read_ledger
+from data.place import Place, StepShape, first_place
+from data.shards import Dataset, Split, open_dataset
+from data.stream import Stream
+from data.tokenizer import Tokenizer
+from records import read_records
+
+
+class Part(NamedTuple):
+    """Part of a document in a sample."""
+
+    sample: int  # its number in the step
+    split: Split
+    block: int  # its number in the split
+    row: int  # in the block
+    first: int  # tokens [first, stop) of the document
+    stop: int
+    masked: bool  # the run got zeros in its place
+
+    def text(self, tokenizer: Tokenizer) -> str:
+        block = self.split.read(self.block)
+        start = int(block.offsets[self.row])
+        return tokenizer.decode(self.split.ids(block.values[start + self.first : start + self.stop]).tolist())
+
+
+class Auditor:
+    """Reads the datasets of `steps` at any place of their order.
+
+    Looks for each where the steps found it, then where `config` names it. Raises TitaniteError.
+    """
+
+    def __init__(self, config: Config, steps: Sequence[Step]):
+        urls = {name: step.urls.get(name, "") for step in steps for name in step.began.segment.datasets}
+        self.datasets: list[Dataset] = [_find(name, url, config.data) for name, url in urls.items()]
+        order = steps[0].place  # not the config's: a refused start may have left its own there
+        readers = ThreadPoolExecutor(8)
+        self._streams = {  # they mask only the blocks that the ledger names
+            dataset.hash: Stream(dataset.split("train"), dataset.hash, readers, order.seed, order.window_blocks)
+            for dataset in self.datasets
+        }
+
+    def samples(self, step: Step, first: int, count: int) -> Iterator[tuple[Stream, list[tuple[int, int]]]]:
+        """Yield (stream, runs of its tokens) for samples [first, first + count) of the step's segment."""
+        place = step.place
+        segment = place.segment
+        for dataset, start in zip(*segment.locate(first, count), strict=True):
+            stream = self._streams[segment.datasets[dataset]]
+            yield stream, stream.runs(int(start), segment.seq_len, place.piece_tokens)
+
+    def checksums(self, step: Step) -> list[int]:
+        """The checksum that each rank should have recorded for a step. Opens every window of the data once."""
+        self._mask(step)
+        shape, stop = step.shape, step.first + step.shape.samples
+        sums = [0] * shape.dp_size
+        for number, first in enumerate(range(step.first, stop, shape.local_batch_size)):
+            rank, samples = number % shape.dp_size, self.samples(step, first, shape.local_batch_size)
+            rows = [np.concatenate([stream.read(*run)[0] for run in runs]) for stream, runs in samples]
+            sums[rank] = checksum([np.stack(rows)], sums[rank])
+        return sums
+
+    def _mask(self, step: Step) -> None:
+        for name, stream in self._streams.items():
+            blocks = set(step.masked.get(name, ()))
+            if not blocks <= stream.masked:
+                stream.mask(blocks)
+
+    def documents(self, step: Step) -> Iterator[Part]:
+        """Yield the document parts of a step in the order of its samples, over all ranks and microbatches."""
+        self._mask(step)
+        for number, (stream, runs) in enumerate(self.samples(step, step.first, step.shape.samples)):
+            masked = step.masked.get(stream.name, ())
+            for block, row, first, stop in chain.from_iterable(stream.documents(*run) for run in runs):
+                yield Part(number, stream.split, block, row, first, stop, block in masked)
+
+
+def _find(name: str, url: str, data: Data) -> Dataset:
+    """Find the dataset with hash `name` at `url`, or else in data.datasets. Raises TitaniteError."""
+    found = []
+    places = [place.rstrip("/") for place in data.datasets]
+    for place in dict.fromkeys([url, *places] if url else places):
+        try:
+            dataset = open_dataset(place, data)
+        except TitaniteError as error:
+            found.append(str(error))
+            continue
+        if dataset.hash == name:
+            return dataset
+        if place == url or not url:
+            found.append(f"{place}: holds dataset {dataset.hash}")
+    at = url and f" at {url}"
+    raise TitaniteError(
+        f"{'; '.join(found)}; this run has read dataset {name}{at}: put it back, or name its new place in "
+        "data.datasets of the run's config.toml"
+    )
+
+
+def trained_steps(run: Path) -> tuple[list[Step], int]:
+    """The steps that led to the run's last weights, and the number of steps that resumes made void.
+
+    Reads the ledger of data-parallel rank 0. Raises TitaniteError if a step is missing or came twice.
+    """
+    recorded, last_began = _read_rank(run, 0)
+    kept = _lineage(recorded, last_began) if recorded and last_began else []
+    if not kept:
+        otherwise = f"all {len(recorded):,} were made void by a resume" if recorded else "is it a run folder?"
+        raise TitaniteError(f"{run}: no step of data-parallel rank 0 is recorded; {otherwise}")
+    before = None
+    for number, step in enumerate(kept):
+        _check_follows(run, number, before, step)
+        before = step
+    return kept, len(recorded) - len(kept)
+
+
+def _lineage(recorded: list[Step], last_began: Place) -> list[Step]:
+    """The steps that led to the last weights, in order."""
+    starts = [list(steps) for _, steps in groupby(recorded, key=lambda step: id(step.began))]
+    ends = [steps[-1].end.tokens for steps in starts]
+    until = math.inf if last_began is recorded[-1].began else last_began.tokens
+    pieces = []
+    while starts:
+        # The piece found before begins at `until`. Find the last earlier start whose steps reach that place. A start
+        # in between may not reach it, if it resumed from an older checkpoint because the newest was unreadable. If no
+        # start reaches it, steps are missing, and `_check_follows` reports that.
+        i = next((i for i in reversed(range(len(starts))) if ends[i] >= until), len(starts) - 1)
+        pieces.append([step for step in starts[i] if step.place.tokens < until])
+        until = min(until, starts[i][0].began.tokens)
+        del starts[i:]
+    return list(chain.from_iterable(reversed(pieces)))
+
+
+def _check_follows(run: Path, number: int, before: Step | None, step: Step) -> None:
+    """Raise TitaniteError unless `step` continues all datasets, in the same order, where `before` (`number`) ended."""
+    place = step.place
+    begins, ended = place.consumed, {}
+    if before:
+        last = before.end
+        ended = last.consumed
+        if last[:3] != place[:3]:
+            raise TitaniteError(
+                f"{run}: step {number} has another data order than the next (seed, window_blocks, piece_tokens): "
+                f"{last[:3]}, {place[:3]}"
+            )
+    for name in sorted(begins.keys() | ended.keys()):
+        if gap := begins.get(name, 0) - ended.get(name, 0):
+            what = f"{abs(gap):,} tokens of dataset {name} {'are missing' if gap > 0 else 'are repeated'}"
+            raise TitaniteError(f"{run}: {what} between step {number} and the next")
+
+
+def _read_rank(run: Path, rank: int) -> Records:
+    """The ledger of a data-parallel rank. Raises TitaniteError."""
+    try:
+        return read_ledger(run / "data" / f"rank-{rank:05}.jsonl")
+    except (ValueError, KeyError, TypeError) as error:
+        raise TitaniteError(f"{run}/data: not a ledger: {type(error).__name__} {error}") from None
+
+
+def prove(run: Path, every: int = 1) -> list[str]:
+    """Check a run as this module's docstring says and return the lines of the proof.
+
+    Rebuilds the tokens of every `every`-th step and of the last. Raises TitaniteError naming the first step and rank
+    that fails.
+    """
+    config = run_config(run)
+    steps, void = trained_steps(run)
+    recorded, reached = _recorded(run, steps), _reached(run)
+    if len(steps) < reached:
+        raise TitaniteError(
+            f"{run}: step {reached:,} was trained, as exit.json says, but rank 0's ledger ends with step {len(steps):,}"
+        )
+    cut = len(steps) > reached and (recorded[: steps[-1].shape.dp_size, -1] < 0).any()  # killed before all began it
+    begun = [steps.pop()] if cut else []
+    if not steps:
+        raise TitaniteError(f"{run}: no step is recorded on all of its {begun[0].shape.dp_size} data-parallel ranks")
+    auditor = Auditor(config, steps)
+    checked = 0
+    for number, step in enumerate(tqdm(steps, desc="prove", unit=" steps"), start=1):
+        own = recorded[: step.shape.dp_size, number - 1]
+        if (own < 0).any():
+            raise TitaniteError(f"{run}: rank {(own < 0).argmax()} has no record of step {number} that fits rank 0's")
+        if number % every == 0 or number == len(steps):
+            wrong = own != auditor.checksums(step)
+            if wrong.any():
+                raise TitaniteError(
+                    f"{run}: step {number}: rank {wrong.argmax()} was given other tokens than the dataset has there"
+                )
+            checked += len(own)
+    lines = _conclusions(auditor, steps, void, checked)
+    if begun:
+        lines.append(f"step {len(steps) + 1} left out: some ranks had not begun it when the run ended")
+    return lines + _left_out(run, len(steps), config.checkpoint.enable)
+
+
+def _reached(run: Path) -> int:
+    """A step that the run has certainly come to, by the record of its last start's end (parallel.exits)."""
+    try:
+        ended = json.loads((run / "exit.json").read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):  # no process could write it, or not to its end
+        return 0
+    return ended["step"] if ended["kind"] in ("finished", "stopped") else ended["last_checkpoint"] or 0
+
+
+def _recorded(run: Path, steps: list[Step]) -> np.ndarray:
+    """The checksums that each rank recorded for rank 0's steps, int64 [ranks, steps]; -1 where no record fits.
+
+    If starts from the same place recorded a step repeatedly, the last record counts: a resume made the others void.
+    Raises TitaniteError if the steps of a rank within one start do not follow each other.
+    """
+    numbers = {_line_key(step): number for number, step in enumerate(steps)}
+    found = np.full((max(step.shape.dp_size for step in steps), len(steps)), -1)
+    found[0] = [step.crc32 for step in steps]
+    for rank in range(1, len(found)):
+        before = None
+        for own in _read_rank(run, rank).steps:
+            if before and own.began is before.began and own.first != before.first + before.shape.samples:
+                raise TitaniteError(
+                    f"{run}: rank {rank}: the step from sample {own.first:,} on follows the one from "
+                    f"{before.first:,} on, but a step has {before.shape.samples:,} samples"
+                )
+            before = own
+            number = numbers.get(_line_key(own))
+            if number is not None:
+                fits = own._replace(urls=steps[number].urls, crc32=steps[number].crc32) == steps[number]
+                found[rank, number] = own.crc32 if fits else -1
+    return found
+
+
+def _line_key(step: Step) -> tuple[int, int, int]:
+    return step.place.tokens, step.began.tokens, step.began.segment.seq_len
+
+
+def _conclusions(auditor: Auditor, steps: list[Step], void: int, checked: int) -> list[str]:
+    sizes = sorted({step.shape.dp_size for step in steps})
+    end = steps[-1].end
+    lines = [
+        f"{len(steps):,} steps, {end.tokens:,} tokens, without gap or overlap, on {sizes} data-parallel ranks",
+        f"steps made void by a resume, left out: {void:,}; batches rebuilt and found equal: {checked:,}",
+    ]
+    for dataset in auditor.datasets:
+        size = dataset.split("train").total_tokens
+        epochs, rest = divmod(end.consumed.get(dataset.hash, 0), size)
+        line = f"{dataset.url}: each of its {size:,} tokens x {epochs}, and {rest:,} of epoch {epochs + 1}"
+        lines.append(line + _masked(dataset, steps))
+    return lines
+
+
+def _masked(dataset: Dataset, steps: list[Step]) -> str:
+    """The end of a conclusion that names the masked blocks; "" without any."""
+    blocks = sorted({block for step in steps for block in step.masked.get(dataset.hash, ())})
+    if not blocks:
+        return ""
+    named = "; ".join(dataset.split("train").location(block) for block in blocks[:3])
+    more = f" and {len(blocks) - 3} more" if len(blocks) > 3 else ""
+    return f"; but masked, with zeros in their place since they were found bad: {named}{more}"
+
+
+def _left_out(run: Path, until: int, saves: bool) -> list[str]:
+    """A line that names the steps whose tokens were consumed without an update (parallel.failures), if any."""
+    records = [r for r in read_records(run / "skipped.jsonl") if r.get("unsaved", False) != saves]
+    steps = sorted({step for r in records for step in range(r["first"], min(r["last"], until) + 1)})
+    return [f"steps that consumed their tokens without an update ({len(steps):,}): {_ranges(steps)}"] if steps else []
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Sorted numbers, consecutive ones joined: `12-15, 40`."""
+    pairs = groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
+    rows = [[number for _, number in row] for _, row in pairs]
+    return ", ".join(f"{row[0]}-{row[-1]}" if len(row) > 1 else str(row[0]) for row in rows)
+
+
+def run_config(run: Path) -> Config:
+    """The config in a run folder. Raises TitaniteError."""
+    if not (run / "config.toml").is_file():
+        raise TitaniteError(f"{run}: no config.toml there; is it a run folder?")
+    file = run / "config.toml"
+    return from_dict(read_recorded(file.read_bytes(), file))
+
+
+def planned_steps(config: Config, numbers: range) -> list[Step]:
+    """Steps `numbers` (from 1) of a new run with this config on one data-parallel rank."""
+    datasets = [open_dataset(url, config.data) for url in config.data.datasets]
+    began, urls = first_place(config, datasets), {dataset.hash: dataset.url for dataset in datasets}
+    shape = StepShape(1, config.training.local_batch_size, grad_accum_steps(config.training, 1))
+    return [Step(began, shape, urls, (n - 1) * shape.samples, 0, {}) for n in numbers]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m tools.audit", description="Show which documents a run trained on.")
+    parser.add_argument("--run", type=Path, help="folder of a run")
+    parser.add_argument("--config", help="config of a run that is not started yet")
+    parser.add_argument(
+        "--steps", default="", help="N or FIRST:STOP, counted from 1: list the documents of these steps"
+    )
+    parser.add_argument("--text", action="store_true", help="print the text of each document's part")
+    parser.add_argument("--prove", action="store_true", help="prove that each sample was trained once")
+    parser.add_argument("--every", type=int, default=1, help="rebuild the tokens of every Nth step only")
+    options = parser.parse_args(argv)
+    if bool(options.run) == bool(options.config) or bool(options.steps) == options.prove:
+        parser.error("give --run or --config, and --steps or --prove")
+    if options.prove and not options.run:
+        parser.error("--prove needs --run")
+    if options.text and options.prove:
+        parser.error("--text is for --steps")
+    if options.every != 1 and not options.prove:
+        parser.error(f"--every {options.every}: is for --prove")
+    given = _numbers(options.steps) if re.fullmatch(r"\d{1,15}(:\d{1,15})?", options.steps) else range(0)
+    if options.steps and not (given and given[0]):
+        parser.error(f"--steps {options.steps}: must be N or FIRST:STOP, counted from 1, STOP above FIRST")
+    if options.every < 1:
+        parser.error(f"--every {options.every}: must be at least 1")
+    with command_line():
+        if options.prove:
+            print("\n".join(prove(options.run, options.every)), "proven", sep="\n")
+        else:
+            _list_steps(options, given)
+
+
+def _numbers(steps: str) -> range:
+    """Parse N or FIRST:STOP."""
+    first, _, stop = steps.partition(":")
+    return range(int(first), int(stop) if stop else int(first) + 1)
+
+
+def _list_steps(options: argparse.Namespace, numbers: range) -> None:
+    if options.run:
+        config, (recorded, _) = run_config(options.run), trained_steps(options.run)
+        if numbers[-1] > len(recorded):
+            raise TitaniteError(f"--steps {options.steps}: the run has steps 1 to {len(recorded)}")
+        steps = recorded[numbers[0] - 1 : numbers[-1]]
+    else:
+        config = load_config([f"--config={options.config}"])
+        if numbers[-1] > config.training.steps:
+            raise TitaniteError(f"--steps {options.steps}: the config has steps 1 to {config.training.steps}")
+        steps = planned_steps(config, numbers)
+    auditor = Auditor(config, steps)
+    tokenizer = auditor.datasets[0].tokenizer()
+    for number, step in zip(numbers, steps, strict=True):
+        for part in auditor.documents(step):
+            shard, block = part.split.find(part.block)
+            place = f"{part.split.folder.url}/{shard.file} block {block} row {part.row} tokens {part.first}:{part.stop}"
+            print(f"step {number} sample {part.sample}: {place}{' masked: zeros in its place' if part.masked else ''}")
+            if options.text and not part.masked:
+                print(part.text(tokenizer))
+
+
+if __name__ == "__main__":
+    main()

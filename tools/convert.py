@@ -1,0 +1,232 @@
+"""Turn tokens in another project's format into a dataset that training reads, without the text.
+
+    python -m tools.convert --format nanogpt --source train.bin --tokenizer tokenizer.json --output datasets/old
+
+Formats, read file by file in bounded memory:
+
+    nanogpt    .bin of uint16 ids, as nanoGPT's data/*/prepare.py writes it: documents end with eos
+    megatron   PREFIX.bin with PREFIX.idx, as Megatron-LM's IndexedDataset writes them
+    fms        Arrow files with the ids in column `tokens`: one document per record batch, as
+               fms-fsdp reads them, or one document per row if the column holds lists
+
+An eos ends a document wherever it stands, and each document gets exactly one eos at its end.
+Documents keep their order; training shuffles them. A hash of its tokens decides whether a
+document is held out.
+"""
+
+import argparse
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from tqdm import tqdm
+
+from config import command_line
+from data.shards import SPLITS, DataError, token_type
+from data.sources import STDLIB, failures_of, list_files
+from data.tokenizer import Tokenizer, load_tokenizer
+from data.workers import locked
+from data.writer import (
+    WrittenShard,
+    add_output_options,
+    check_output,
+    is_held_out,
+    refuse_finished,
+    refuse_too_large,
+    remove_dataset,
+    say_ready,
+    token_dtype,
+    write_manifest,
+    write_shard,
+)
+
+IDS_AT_ONCE = 2**24  # of nanoGPT's, searched for ends of documents
+
+# From Megatron-LM's megatron/core/datasets/indexed_dataset.py.
+MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
+MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+
+
+def nanogpt_documents(path: Path, eos_id: int) -> Iterator[np.ndarray]:
+    """Yield the documents of a file of uint16 ids, each with its eos. Raises DataError."""
+    if not path.stat().st_size or path.stat().st_size % 2:
+        raise DataError(f"{path}: has {path.stat().st_size} bytes, which cannot be uint16 ids")
+    ids = np.memmap(path, "<u2", "r")
+    begin = 0
+    for first in range(0, len(ids), IDS_AT_ONCE):
+        for end in (np.flatnonzero(ids[first : first + IDS_AT_ONCE] == eos_id) + first + 1).tolist():
+            yield ids[begin:end]
+            begin = end
+    yield ids[begin:]
+
+
+def megatron_documents(path: Path, eos_id: int) -> Iterator[np.ndarray]:
+    """Yield the documents of PREFIX.bin, cut by the index PREFIX.idx beside it. Raises DataError."""
+    index_path = path.with_suffix(".idx")
+    if not index_path.is_file():
+        raise DataError(f"{path}: its index {index_path} is missing")
+    index = index_path.read_bytes()
+    if index[:9] != MEGATRON_MAGIC or len(index) < 34:
+        raise DataError(f"{index_path}: not a Megatron index")
+    version, sequences, documents = (int(np.frombuffer(index, "<u8", 1, at)[0]) for at in (9, 18, 26))
+    if version != 1 or index[17] not in MEGATRON_DTYPES:
+        raise DataError(f"{index_path}: version {version}, type {index[17]}; must be version 1 with integers")
+    if len(index) < 34 + 12 * sequences + 8 * documents:
+        raise DataError(f"{index_path}: is cut short")
+    sizes = np.frombuffer(index, "<i4", sequences, 34)
+    pointers = np.frombuffer(index, "<i8", sequences, 34 + 4 * sequences)
+    bounds = np.frombuffer(index, "<i8", documents, 34 + 12 * sequences)
+    dtype = np.dtype(MEGATRON_DTYPES[index[17]])
+    starts = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))  # of the sequences, in tokens, and their end
+    begins = starts * dtype.itemsize
+    if (wrong := np.flatnonzero((sizes < 0) | (pointers != begins[:-1]))).size:
+        at = wrong[0]
+        raise DataError(
+            f"{index_path}: sequence {at}, of {sizes[at]} tokens from byte {pointers[at]} on, does not begin where the "
+            "one before it ends, as in every index that Megatron-LM writes"
+        )
+    size, end = path.stat().st_size, begins[-1]
+    if not size or end != size:
+        raise DataError(
+            f"{path}: is cut short, or {index_path} belongs to another file: the tokens it lists end at byte {end} "
+            f"of {size}"
+        )
+    if not len(bounds) or bounds[0] != 0 or bounds[-1] != sequences or (np.diff(bounds) < 0).any():
+        raise DataError(f"{index_path}: its {documents} document bounds do not fit its {sequences} sequences")
+    ids = np.asarray(np.memmap(path, dtype, "r"))  # views of a memmap cost microseconds each
+    for first, stop in pairwise(starts[bounds]):
+        yield ids[first:stop]
+
+
+def fms_documents(path: Path, eos_id: int) -> Iterator[np.ndarray]:
+    """Yield the documents of an Arrow file, one per record batch or row of lists. Raises DataError."""
+    try:
+        reader = pa.ipc.open_file(pa.memory_map(str(path)))
+        for i in range(reader.num_record_batches):
+            column = reader.get_batch(i).column("tokens")
+            for row in [row.values for row in column] if isinstance(column, pa.ListArray) else [column]:
+                if row is None or row.null_count:
+                    raise DataError(f"{path}, record batch {i}: holds a null, which is not a token")
+                yield row.to_numpy()
+    except (pa.ArrowException, KeyError) as error:
+        raise DataError(f"{path}: not an Arrow file with a column `tokens`: {error}") from None
+
+
+FORMATS: dict[str, Callable[[Path, int], Iterator[np.ndarray]]] = {
+    "nanogpt": nanogpt_documents,
+    "megatron": megatron_documents,
+    "fms": fms_documents,
+}
+
+
+def convert(
+    sources: Sequence[str],
+    output: str,
+    format: str,
+    tokenizer: str,
+    eos_token: str = "",
+    validation_fraction: float = 0.02,
+    block_mb: float = 8,
+    shard_mb: float = 256,
+    overwrite: bool = False,
+) -> dict[str, Any]:
+    """Convert tokens and return the manifest. `--help` explains the parameters. Raises DataError, TitaniteError."""
+    folder = check_output(output, overwrite, validation_fraction, block_mb, shard_mb)
+    chosen = load_tokenizer(tokenizer, eos_token)
+    for source in sources:
+        if "://" in source:
+            raise DataError(f"--source {source}: must be on this machine")
+        if source == STDLIB or os.path.isdir(source):  # their text would be read as tokens
+            raise DataError(f"--source {source}: must be files of tokens; name them, as in 'FOLDER/*.bin'")
+    if format == "megatron":  # Megatron-LM names both files by their prefix
+        sources = [
+            name if not name or name.endswith(".bin") else f"{name.removesuffix('.idx')}.bin" for name in sources
+        ]
+    paths = [Path(file.url) for file in list_files(sources, "name files of tokens, or globs of them")]
+    # Of each file, even if the first has some: bad input is found before anything is removed.
+    has_documents = [next(_documents(path, format, chosen), None) is not None for path in paths]
+    if not any(has_documents):
+        raise DataError(f"--source {' '.join(sources)}: holds no documents, nothing to convert")
+    with locked(folder):
+        refuse_finished(folder, overwrite)
+        remove_dataset(folder)
+        chosen.save(folder)
+        documents = (
+            (SPLITS[is_held_out(document.astype("<u4").tobytes(), validation_fraction)], document)
+            for path in tqdm(paths, desc="convert", unit=" files")
+            for document in _documents(path, format, chosen)
+        )
+        written: dict[str, list[WrittenShard]] = {split: [] for split in SPLITS}
+        for split, enough in _gathered(documents, int(shard_mb * 2**20)):
+            written[split].append(_write(folder, split, len(written[split]), enough, int(block_mb * 2**20)))
+            del enough  # frees the memory before the next shard is gathered
+        return write_manifest(folder, chosen, list(chain.from_iterable(written.values())))
+
+
+def _documents(path: Path, format: str, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+    """Yield the documents of a file, each with one eos at its end. Raises DataError."""
+    with failures_of(f"{path}: cannot be read"):
+        for row, ids in enumerate(FORMATS[format](path, tokenizer.eos_id)):
+            yield from _ended_once(ids, tokenizer, f"{path}, document {row}")
+
+
+def _ended_once(ids: np.ndarray, tokenizer: Tokenizer, where: str) -> Iterator[np.ndarray]:
+    """Yield the documents in `ids`, each with one eos at its end. Leaves out empty ones. Raises DataError."""
+    if len(ids) and ids.dtype.kind not in "iu":
+        raise DataError(f"{where}: token ids are of type {ids.dtype}, must be integers")
+    if len(ids) and (ids.min() < 0 or ids.max() >= tokenizer.vocab_size):
+        bad = int(ids.min() if ids.min() < 0 else ids.max())
+        raise DataError(f"{where}: token id {bad} is not in the tokenizer's vocabulary of {tokenizer.vocab_size}")
+    for part in np.split(ids, np.flatnonzero(ids == tokenizer.eos_id)):
+        text = part[part != tokenizer.eos_id]
+        if len(text):
+            yield np.append(text, tokenizer.eos_id).astype(token_dtype(tokenizer.vocab_size))
+
+
+def _gathered(documents: Iterable[tuple[str, np.ndarray]], shard_bytes: int) -> Iterator[tuple[str, list[np.ndarray]]]:
+    """Yield (split, documents) when a split has enough for a shard, and at the end what is left of each split."""
+    waiting: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
+    waiting_bytes = dict.fromkeys(SPLITS, 0)
+    for split, document in documents:
+        waiting[split].append(document)
+        waiting_bytes[split] += document.nbytes
+        if waiting_bytes[split] >= shard_bytes:
+            yield split, waiting[split]
+            waiting[split], waiting_bytes[split] = [], 0
+    yield from ((split, left) for split, left in waiting.items() if left)
+
+
+def _write(folder: Path, split: str, number: int, documents: list[np.ndarray], block_bytes: int) -> WrittenShard:
+    offsets = np.cumsum([0, *map(len, documents)])
+    refuse_too_large(int(offsets[-1]), number)
+    values = np.concatenate(documents)
+    lists = pa.ListArray.from_arrays(offsets.astype(np.int32), values, type=token_type(str(values.dtype)))
+    return write_shard(folder, split, number, lists, block_bytes)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.convert", description="Turn other projects' tokens into a dataset."
+    )
+    add = parser.add_argument
+    add("--source", nargs="+", required=True, help="local files or globs (Megatron: prefixes or .bin files)")
+    add("--format", choices=FORMATS, required=True, help="what the files are")
+    add("--tokenizer", required=True, help="the tokenizer.json that made the tokens, or a folder with it")
+    add_output_options(parser)
+    arguments = vars(parser.parse_args(argv))
+    arguments["sources"] = arguments.pop("source")
+    with command_line():
+        try:
+            manifest = convert(**arguments)
+        except OSError as error:  # a full disk, no permission
+            raise DataError(f"--output {arguments['output']}: {error}") from None
+        print(f"{sum(shard['tokens'] for shard in manifest['shards']):,} tokens")
+        say_ready(manifest, arguments["output"], arguments["validation_fraction"])
+
+
+if __name__ == "__main__":
+    main()
