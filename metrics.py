@@ -179,6 +179,7 @@ class MetricsLogger:
 
             with file_errors(self.board_folder):
                 self.board = SummaryWriter(str(self.board_folder), purge_step=first_step + 1)
+        self.last: dict[str, Any] = {}  # row
         self.restart_clock()
 
     def restart_clock(self) -> None:
@@ -252,13 +253,14 @@ class MetricsLogger:
         self._write({"step": step, **named, "tokens": tokens})
 
     def log_skipped(self, step: int, tokens: int) -> None:
-        """Write a row for a step whose update was left out, see parallel.failures."""
+        """Write a row for a step whose update was left out, see run.failures."""
         self._write({"step": step, "skipped": 1, "tokens": tokens})
 
     def _write(self, row: dict[str, Any]) -> None:
+        row = dict.fromkeys(FIELDS) | row | {"time": time.time()}
+        self.last = dict(row)
         if self.file is None:
             return
-        row = dict.fromkeys(FIELDS) | row | {"time": time.time()}
         with file_errors(self.file.name):
             self.file.write(json.dumps(row) + "\n")
             self.file.flush()

@@ -5,19 +5,18 @@ torchrun --nproc-per-node=8 train.py --config=train_configs/llama3_8b.toml --tra
 
 import dataclasses
 import logging
-import os
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from checkpoint.companions import check_vocabulary
 from checkpoint.manager import CheckpointManager, check_initial_load, check_owner, check_places, check_steps
-from config import Config, ConfigError, TitaniteError, file_errors, grad_accum_steps, load_config, loss_chunks
+from config import Config, file_errors, grad_accum_steps, load_config, loss_chunks
 from data.loader import DataLoader
 from float8.convert import check_float8, convert_to_float8, summarize
 from generate import check_prompt
@@ -27,14 +26,15 @@ from models import ModelSpec, build_model, find_model
 from models.init import init_weights
 from models.weights import build_refresh
 from optim import OuterOptimizer, build_optimizer, clip_grad_norm_, due, learning_rate, set_learning_rate
-from parallel.comm import LaunchEnvironment, device_type, end_launcher, launch_environment, set_timeout, shut_down
-from parallel.exits import AGAIN, SPEAKER_TIMEOUT_SECONDS, run_and_leave
-from parallel.failures import BadSteps, RolledBackError, check_rollback
+from parallel.device import device_type
 from parallel.mesh import ParallelDims
 from parallel.pipeline import build_step
 from profiling import check_profiling
-from run.run import Run
-from run_folder import CrashLoopError, check_run_folder
+from run.exits import run_and_leave
+from run.failures import BadSteps, check_rollback
+from run.folder import check_run_folder
+from run.processes import LaunchEnvironment, launch_environment, set_timeout
+from run.run import Run, explained, leave_no_process_group
 from validate import sample_text, validate_all
 
 logger = logging.getLogger(__name__)
@@ -55,8 +55,12 @@ def check_start(
     check_run_folder(config, identity)
 
 
-def train(config: Config, after_step: Callable[[int], None] = lambda step: None) -> None:
-    """Run `config` to its last step. Calls `after_step(step)` after each step, for benchmarks and tests."""
+@leave_no_process_group
+def train(config: Config, after_step: Callable[[int], None] = lambda step: None) -> tuple[Path, dict[str, Any]]:
+    """Run `config` to its last step. Returns the run's folder and its last row of metrics.
+
+    Calls `after_step(step)` after each step, for benchmarks and tests. Raises TitaniteError.
+    """
     environment, training = launch_environment(), config.training
     rank, world_size, steps = environment.rank, environment.world_size, training.steps
     configure_logging(config.metrics.log_ranks, rank, world_size)
@@ -161,29 +165,14 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         data.close()
         metrics.close()
         run.close(step)
+    return run.folder, metrics.last
 
 
 @record
 def main() -> None:
     """Train as the command line says. A mistake is explained in one line and ends with exit code 2."""
-    environment = launch_environment()
-    try:
+    with explained(launch_environment()):
         train(load_config(sys.argv[1:]))
-    except RolledBackError:
-        dist.barrier()  # all have recorded why, before torchrun ends the others
-        os._exit(AGAIN)
-    except TitaniteError as error:
-        running = dist.is_initialized()
-        if environment.local_rank > 0 and (error.agreed or not running):
-            # Local rank 0 prints the same. If we left first, torchrun would end it before that.
-            time.sleep(SPEAKER_TIMEOUT_SECONDS)
-        where = f" (rank {environment.rank})" if running and not error.agreed else ""
-        print(f"error{where}: {error}", file=sys.stderr, flush=True)
-        would_recur = not running or isinstance(error, (ConfigError, CrashLoopError))
-        if environment.local_rank == 0 and environment.restarts_left and would_recur:
-            end_launcher()
-        os._exit(2)  # a normal exit would wait for ranks that are still in a collective
-    shut_down()
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from checkpoint.storage import read_state
 from data.chat import ChatTemplate
 from data.tokenizer import Tokenizer
 from models import build_model, recorded_model
-from parallel.comm import device_type
+from parallel.device import device_type
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from benchmarks.report import build_parser, finish, print_row, require_cpu
 from config import TitaniteError, with_defaults
 from data.prepare import main as prepare
 from records import read_records
-from run_folder import read_starts
+from run.folder import read_starts
 from tests.ports import free_port
 from tests.s3.fault_proxy import fault_proxy
 from tests.s3.server import create_bucket, s3_environment, s3_server

@@ -16,8 +16,8 @@ from torch import nn
 import train
 from config import Model
 from models import find_model
-from parallel import watchdog
-from parallel.exits import run_and_leave
+from run import watchdog
+from run.exits import run_and_leave
 
 
 def tiny_model(model: Model, data_vocab_size: int) -> tuple[Any, Any]:

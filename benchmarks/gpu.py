@@ -39,7 +39,7 @@ import metrics
 from benchmarks.report import build_parser, finish, prepare_once, print_row
 from config import Config, load_config, with_defaults
 from models.llama.hf import to_hf_config
-from parallel.comm import synchronize
+from parallel.device import synchronize
 from parallel.mesh import ParallelDims
 from records import read_records
 from tools.devices import GIB

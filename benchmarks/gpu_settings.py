@@ -44,7 +44,7 @@ from benchmarks.gpu import (
 )
 from benchmarks.report import build_parser, finish, prepare_once, print_row
 from models.llama import parallelize
-from parallel.comm import shut_down
+from run.processes import shut_down
 
 CHUNKS = ("--training.loss_chunks=2",)
 BASE = "as in the rows of the 8B"

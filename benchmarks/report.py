@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from parallel.comm import device_type
-from run_folder import git_commit, package_version
+from parallel.device import device_type
+from run.folder import git_commit, package_version
 
 
 def build_parser(description: str) -> argparse.ArgumentParser:

@@ -34,7 +34,7 @@ from models.init import init_weights
 from models.llama import FLAVORS
 from models.llama.hf import to_hf_config
 from models.llama.model import Llama, LlamaConfig
-from parallel.comm import bfloat16_is_slow
+from parallel.device import bfloat16_is_slow
 from train import train
 
 VOCAB_SIZE, WARMUP_STEPS = 4096, 3

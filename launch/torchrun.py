@@ -32,15 +32,15 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.run import main
 
-from parallel.comm import name_launcher
-from parallel.exits import HUNG, Exit, record_exit, run_and_leave
+from run.exits import HUNG, Exit, record_exit, run_and_leave
+from run.processes import name_launcher
 
 ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # they ask for an end with a checkpoint
 ANSWER_SECONDS = 150  # for the store of the c10d rendezvous to answer; connecting to it may take 60, twice
 END_SECONDS = 60  # for torchruns to wait until all end, not torch's 300: one ended by a signal never comes
 USER_ERROR = 2  # train.py's exit code for a mistake that it has explained
 FOLLOWING = (1, -signal.SIGABRT)  # exit codes of a rank that lost another: an exception, or torch's own abort
-ENDED = (-signal.SIGTERM, 128 + signal.SIGTERM)  # of a rank that torchrun ended after another failed: parallel.stop
+ENDED = (-signal.SIGTERM, 128 + signal.SIGTERM)  # of a rank that torchrun ended after another failed: run.stop
 LATE_SECONDS = 10  # ... or that it had to kill, which it does after 30
 
 

@@ -1,41 +1,86 @@
 """One start of a run: its processes, folder, signals, watchdog, profiler, garbage collection and timeouts."""
 
 import contextlib
+import functools
 import gc
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from config import Config
+from config import Config, ConfigError, TitaniteError
 from data.loader import Batch, DataLoader
-from parallel.comm import (
+from parallel.device import bfloat16_is_slow
+from parallel.mesh import ParallelDims
+from parallel.pipeline import Step
+from profiling import profile
+from run.exits import AGAIN, SPEAKER_TIMEOUT_SECONDS
+from run.failures import RolledBackError, Stragglers, check_replay
+from run.folder import CrashLoopError, record_config, record_progress, start_run
+from run.processes import (
     LaunchEnvironment,
-    bfloat16_is_slow,
+    end_launcher,
     from_rank_0,
     init_distributed,
     set_timeout,
+    shut_down,
 )
-from parallel.exits import AGAIN
-from parallel.failures import Stragglers, check_replay
-from parallel.mesh import ParallelDims
-from parallel.pipeline import Step
-from parallel.stop import StopRequest
-from parallel.watchdog import Watchdog
-from profiling import profile
-from run_folder import record_config, record_progress, start_run
+from run.stop import StopRequest
+from run.watchdog import Watchdog
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
 ForwardBackward = Callable[[list[Batch], Tensor], list[Tensor]]  # (microbatches, tokens of the step) → their losses
+
+
+def leave_no_process_group(train: Callable[P, T]) -> Callable[P, T]:
+    """Let `train` end the process group that it began, once its tensors are gone, so that it can be called again.
+
+    After an exception the group stays: other ranks may wait in a collective.
+    """
+
+    @functools.wraps(train)
+    def train_and_leave(*args: P.args, **options: P.kwargs) -> T:
+        begins = not dist.is_initialized()
+        result = train(*args, **options)
+        if begins:
+            shut_down()
+        return result
+
+    return train_and_leave
+
+
+@contextlib.contextmanager
+def explained(environment: LaunchEnvironment) -> Iterator[None]:
+    """Print an error that ends the run in one line, and end this rank with its exit code."""
+    try:
+        yield
+    except RolledBackError:
+        dist.barrier()  # all have recorded why, before torchrun ends the others
+        os._exit(AGAIN)
+    except TitaniteError as error:
+        running = dist.is_initialized()
+        if environment.local_rank > 0 and (error.agreed or not running):
+            # Local rank 0 prints the same. If we left first, torchrun would end it before that.
+            time.sleep(SPEAKER_TIMEOUT_SECONDS)
+        where = f" (rank {environment.rank})" if running and not error.agreed else ""
+        print(f"error{where}: {error}", file=sys.stderr, flush=True)
+        would_recur = not running or isinstance(error, (ConfigError, CrashLoopError))
+        if environment.local_rank == 0 and environment.restarts_left and would_recur:
+            end_launcher()
+        os._exit(2)  # a normal exit would wait for ranks that are still in a collective
 
 
 class Run:
@@ -85,6 +130,7 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        gc.enable()
         self._contexts.__exit__(kind, error, trace)
 
     def start_steps(self, step: int, checkpoint_group: dist.ProcessGroup | None) -> None:

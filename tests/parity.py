@@ -41,9 +41,9 @@ from models import find_model
 from models.init import init_weights
 from models.llama.model import Llama, LlamaConfig
 from optim import build_optimizer, clip_grad_norm_
-from parallel.comm import from_rank_0
-from parallel.failures import RolledBackError
 from parallel.fsdp import reshard
+from run.failures import RolledBackError
+from run.processes import from_rank_0
 
 VOCAB, SEQ_LEN, GLOBAL_BATCH = 256, 32, 16
 FLAVOR = LlamaConfig(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, hidden_dim=112, vocab_size=VOCAB)

@@ -19,7 +19,7 @@ import torch
 
 from config import Comm, Config
 from metrics import configure_logging
-from parallel.comm import init_distributed, launch_environment, shut_down
+from run.processes import init_distributed, launch_environment, shut_down
 from tests.parity import close, our_run
 
 FULL_STEPS = 5  # a case of so many steps also compares the weights at the end

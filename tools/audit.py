@@ -219,7 +219,7 @@ def prove(run: Path, every: int = 1) -> list[str]:
 
 
 def _reached(run: Path) -> int:
-    """A step that the run has certainly come to, by the record of its last start's end (parallel.exits)."""
+    """A step that the run has certainly come to, by the record of its last start's end (run.exits)."""
     try:
         ended = json.loads((run / "exit.json").read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):  # no process could write it, or not to its end
@@ -282,7 +282,7 @@ def _masked(dataset: Dataset, steps: list[Step]) -> str:
 
 
 def _left_out(run: Path, until: int, saves: bool) -> list[str]:
-    """A line that names the steps whose tokens were consumed without an update (parallel.failures), if any."""
+    """A line that names the steps whose tokens were consumed without an update (run.failures), if any."""
     records = [r for r in read_records(run / "skipped.jsonl") if r.get("unsaved", False) != saves]
     steps = sorted({step for r in records for step in range(r["first"], min(r["last"], until) + 1)})
     return [f"steps that consumed their tokens without an update ({len(steps):,}): {_ranges(steps)}"] if steps else []

@@ -34,9 +34,9 @@ import train
 from config import Config, Failures, Metrics, Profiling, grad_accum_steps
 from data.loader import Batch
 from float8.convert import check_float8
-from parallel import failures
-from parallel.comm import LaunchEnvironment
 from parallel.context import ring_attention, ring_attention_backward
+from run import failures
+from run.processes import LaunchEnvironment
 from tools.plan_costs import DEFAULT_VOCAB_SIZE, Traffic
 
 # Operator → (kind, which argument is the whole tensor, whose bytes count; -1: the result).

@@ -27,7 +27,7 @@ from data.shards import check_datasets
 from float8.convert import build_linear_config, check_float8, convert_to_float8, summarize
 from loss import cross_entropy
 from models import build_model, find_model
-from parallel.comm import device_type
+from parallel.device import device_type
 from parallel.mesh import ParallelDims
 from records import output_path, read_records
 from trained import load_trained

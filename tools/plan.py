@@ -23,8 +23,8 @@ from config import Config, ConfigError, check_config, grad_accum_steps, load_con
 from float8.convert import check_float8, convert_to_float8
 from metrics import check_log_ranks, find_hook
 from models import ModelSpec, build_model, find_model
-from parallel.exits import run_and_leave
 from parallel.mesh import ParallelDims
+from run.exits import run_and_leave
 from tools.devices import DEVICES, GIB
 from tools.plan_costs import DEFAULT_VOCAB_SIZE, Work, groups, traffic
 from tools.plan_memory import Memory, memory, reserved

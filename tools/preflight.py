@@ -29,7 +29,8 @@ import torch
 import torch.distributed as dist
 
 from config import Comm, command_line
-from parallel.comm import best_seconds, end_launcher, init_distributed, launch_environment, shut_down, synchronize
+from parallel.device import best_seconds, synchronize
+from run.processes import end_launcher, init_distributed, launch_environment, shut_down
 
 PACKAGES = ("torch", "torchao", "numpy", "pyarrow", "tokenizers", "s3fs")
 CLOCK_SECONDS = 2.0  # clocks may differ by this; S3 refuses requests 900 s off

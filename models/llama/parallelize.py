@@ -21,8 +21,8 @@ from config import Config, ConfigError, gathers_activations
 from float8.tensor import float8_plan
 from models.llama.model import Llama, LlamaConfig, attention
 from parallel.activation_checkpoint import apply_activation_checkpoint, guide_compiler
-from parallel.comm import device_type
 from parallel.context import build_gather, local_indices, ring_attention
+from parallel.device import device_type
 from parallel.fsdp import apply_fsdp, needs_fsdp
 from parallel.mesh import Mesh
 from parallel.pipeline import check_pipeline, layers_of_stages, stages_of_rank

@@ -18,8 +18,8 @@ from checkpoint import manager, retention, storage
 from checkpoint.retention import committed
 from checkpoint.stores import CheckpointError, DamagedError, LocalStore, open_store
 from config import PATIENCE, Checkpoint, ConfigError, Optimizer, Parallelism
-from parallel.comm import LaunchEnvironment
-from parallel.watchdog import Watchdog
+from run.processes import LaunchEnvironment
+from run.watchdog import Watchdog
 from tests.distributed.checkpoint_runs import IDENTITY, Run, Tower, flip_bit, load_model, load_run, same, train_run
 from tests.harness import run_ranks
 

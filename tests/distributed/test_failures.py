@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from benchmarks.chaos import Job, judge_job, prepare_data, schedule, suffer, weights
 from config import Failures, TitaniteError, load_config
 from metrics import fetch_finite
-from parallel.exits import AGAIN, record_exit
-from parallel.failures import SPIKE_WINDOW, BadSteps, RolledBackError, Stragglers, check_replay
-from parallel.stop import StopRequest
-from parallel.watchdog import Watchdog
+from run.exits import AGAIN, record_exit
+from run.failures import SPIKE_WINDOW, BadSteps, RolledBackError, Stragglers, check_replay
+from run.stop import StopRequest
+from run.watchdog import Watchdog
 from tests.corpus import write_dataset
 from tests.harness import run_ranks
 from tools.audit import prove
@@ -383,7 +383,7 @@ def exit_code(arguments: list[str], steps: int, *signals: signal.Signals) -> Any
             os.kill(os.getpid(), number)
 
     code: Any = 0
-    with mock.patch("parallel.watchdog.record_exit", say_slowly):
+    with mock.patch("run.watchdog.record_exit", say_slowly):
         try:
             train(load_config([*arguments, f"--training.steps={steps}"]), after_step)
         except SystemExit as ended:

@@ -31,8 +31,8 @@ from data.prepare import main as prepare
 from data.shards import DataError, open_dataset
 from generate import main as generate
 from models import MODELS
-from parallel.failures import BadSteps
-from parallel.watchdog import Watchdog, _stack_of
+from run.failures import BadSteps
+from run.watchdog import Watchdog, _stack_of
 from tests.harness import run_ranks
 from tools.audit import prove
 from tools.hf import exported_model
@@ -642,6 +642,25 @@ def asked_during_validation(arguments: list[str], asked: bool) -> int:
         patch.setattr("validate.validation_batches", batches)
         run(arguments)
     return taken
+
+
+def train_each(runs: list[list[str]]) -> list[tuple[Path, float, bool]]:
+    """Several runs in this process: the folder and the last validation loss that `train` returns of each."""
+    returned = [train(load_config(arguments)) for arguments in runs]
+    return [(folder, row["validation_loss"], dist.is_initialized()) for folder, row in returned]
+
+
+def test_two_runs_in_a_process_have_the_bits_of_two_processes(dataset: Path, tmp_path: Path) -> None:
+    words = [*SMALL, f"--data.datasets={dataset}", "--training.param_dtype=bfloat16"]
+    words = [word for word in words if word != "--training.param_dtype=float32"]
+    runs = [[*words, f"--run.folder={tmp_path / name}"] for name in ("a", "b", "alone")]
+    (together,) = run_ranks(1, train_each, runs[:2], start_group=False)
+    (alone,) = run_ranks(1, train_each, runs[2:], start_group=False)
+    assert [folder for folder, *_ in together] == [tmp_path / "a", tmp_path / "b"]
+    assert [rest for _, *rest in together] == [rest for _, *rest in alone] * 2
+    for name in ("a", "b"):
+        for key in ("loss", "grad_norm"):
+            assert column(tmp_path / name, key) == column(tmp_path / "alone", key)
 
 
 def run_without_held_out_data(arguments: list[str]) -> str:

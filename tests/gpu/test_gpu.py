@@ -19,8 +19,8 @@ from torch.nn.attention.flex_attention import BlockMask
 from config import load_config
 from data.prepare import main as prepare
 from models.llama.model import attention, causal_mask
-from parallel.comm import shut_down
 from parallel.context import _flash, _flash_backward
+from run.processes import shut_down
 from tests.unit.test_checkpoint_staging import check_copies
 from train import train
 

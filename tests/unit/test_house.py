@@ -24,10 +24,10 @@ MAY_IMPORT = {
     "metrics": {"config", "records"},
     "profiling": {"config"},
     "models": {"config", "parallel", "float8"},
-    "run": {"config", "data", "parallel", "profiling", "run_folder"},
+    "run": {"checkpoint", "config", "data", "parallel", "profiling", "records"},
 }
 # Who reads or sets variables of the environment: of the launcher, of AWS, and switches of libraries.
-ENVIRONMENT = {"parallel/comm.py", "checkpoint/s3.py", "run/run.py", "data/workers.py", "float8/__init__.py"}
+ENVIRONMENT = {"run/processes.py", "checkpoint/s3.py", "run/run.py", "data/workers.py", "float8/__init__.py"}
 
 
 def sources() -> list[Path]:

@@ -11,7 +11,7 @@ import pytest
 
 from config import Config, Optimizer, TitaniteError, Training
 from metrics import FIELDS
-from run_folder import record_start
+from run.folder import record_start
 from tools import compare
 from tools.compare import main, read_charts
 

@@ -26,7 +26,6 @@ import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
-import run_folder
 from checkpoint.stores import LocalStore, open_store
 from config import (
     Comm,
@@ -48,7 +47,12 @@ from launch.processes import processes
 from launch.torchrun import launch
 from metrics import MetricsLogger, configure_logging, find_hook, peak_flops, peak_memory_gib
 from models import build_model, find_model
-from parallel.comm import (
+from parallel.mesh import ParallelDims
+from profiling import check_profiling, profile
+from run import folder as run_folder
+from run.exits import Exit, record_exit
+from run.folder import check_run_folder, choose_run_folder, read_starts, record_config, record_start, start_run
+from run.processes import (
     LaunchEnvironment,
     allow_open_files,
     check_devices,
@@ -59,11 +63,7 @@ from parallel.comm import (
     runs,
     tell_launcher,
 )
-from parallel.exits import Exit, record_exit
-from parallel.mesh import ParallelDims
-from parallel.stop import StopRequest
-from profiling import check_profiling, profile
-from run_folder import check_run_folder, choose_run_folder, read_starts, record_config, record_start, start_run
+from run.stop import StopRequest
 from tests.harness import run_ranks
 from tests.ports import free_port
 
@@ -215,7 +215,7 @@ def test_a_folder_is_of_one_start_at_a_time(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(run_folder, "ENDING_SECONDS", 0.2)
     config = Config(run=Run(folder=str(tmp_path / "run")))
     code = (
-        "import sys; from config import Config, Run; from run_folder import start_run\n"
+        "import sys; from config import Config, Run; from run.folder import start_run\n"
         "start_run(Config(run=Run(folder=sys.argv[1])), {}, 1, '', [], lambda folder: None)\n"
         "print('started', flush=True); sys.stdin.read()"
     )
@@ -242,7 +242,7 @@ def test_a_start_that_has_waited_looks_again_whose_folder_it_is(tmp_path: Path) 
     """Both found no folder there; the other came first, and has ended."""
     config = Config(run=Run(folder=str(tmp_path / "run")))
     check_run_folder(config, {"dim": 2})
-    start = "from run_folder import *; import sys; record_start(Path(sys.argv[1]), Config(), {'dim': 1}, 1)"
+    start = "from run.folder import *; import sys; record_start(Path(sys.argv[1]), Config(), {'dim': 1}, 1)"
     subprocess.run([sys.executable, "-c", start, config.run.folder], cwd=ROOT, check=True)
     with pytest.raises(ConfigError, match="another model: dim is 1 there and 2 here"):
         start_run(config, {"dim": 2}, 1, "", [], anything)
@@ -845,7 +845,7 @@ def test_hosts_that_no_other_reaches_do_not_start(address: str, monkeypatch: pyt
 
 
 def test_a_node_with_fewer_devices_than_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("parallel.comm.device_type", lambda: "cuda")
+    monkeypatch.setattr("run.processes.device_type", lambda: "cuda")
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
     for local_rank, ranks in ((0, 8), (7, 8), (4, 1)):  # the last: without torchrun
         with pytest.raises(ConfigError, match=f"{ranks if ranks > 1 else 5} ranks see only 4;.*--nproc-per-node"):
@@ -854,7 +854,7 @@ def test_a_node_with_fewer_devices_than_ranks_is_refused(monkeypatch: pytest.Mon
 
 def test_a_rank_that_sees_its_own_device_alone_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """As by torchrun --virtual-local-rank, or by a script that sets CUDA_VISIBLE_DEVICES for each."""
-    monkeypatch.setattr("parallel.comm.device_type", lambda: "cuda")
+    monkeypatch.setattr("run.processes.device_type", lambda: "cuda")
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     taken = mock.Mock(side_effect=InterruptedError)
     monkeypatch.setattr(torch.accelerator, "set_device_index", taken)
@@ -889,7 +889,7 @@ def test_what_no_restart_can_mend_ends_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text(
         "import sys, threading\n"
-        "from parallel.comm import end_launcher\n"
+        "from run.processes import end_launcher\n"
         f"open({str(tmp_path / 'starts')!r}, 'a').write('x')\n"
         "end_launcher()\n"
         "threading.Event().wait()\n"
@@ -908,7 +908,7 @@ def test_ranks_that_wait_for_each_other_end_with_their_torchrun(tmp_path: Path) 
         "import os, threading, time\n"
         "from pathlib import Path\n"
         "from config import Comm\n"
-        "from parallel.comm import end_with, init_distributed, launch_environment, runs\n"
+        "from run.processes import end_with, init_distributed, launch_environment, runs\n"
         "environment = launch_environment()\n"
         "if environment.rank == 1: end_with(environment.launcher)\n"
         f"Path({str(tmp_path)!r}, f'{{os.getpid()}}.pid').touch()\n"
@@ -1002,9 +1002,9 @@ def test_a_start_that_is_asked_to_stop_before_it_trains_is_no_crash(trains: bool
         "import os, signal, time\n"
         "from pathlib import Path\n"
         "from config import Comm, Config, Run\n"
-        "from parallel.comm import init_distributed, launch_environment\n"
-        "from parallel.stop import StopRequest\n"
-        "from run_folder import start_run\n"
+        "from run.processes import init_distributed, launch_environment\n"
+        "from run.stop import StopRequest\n"
+        "from run.folder import start_run\n"
         "environment = launch_environment()\n"
         "init_distributed(environment, Comm())\n"
         f"start_run(Config(run=Run(folder={str(folder)!r})), {{}}, 1, 'job', (), lambda folder: None)\n"

@@ -18,7 +18,7 @@ import launch.torchrun
 from benchmarks import local_steps
 from benchmarks.report import build_parser
 from config import load_config
-from parallel.exits import AGAIN, HUNG
+from run.exits import AGAIN, HUNG
 from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]

@@ -21,13 +21,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import parallel.watchdog
+import run.watchdog
 from config import Config, ConfigError, Failures, Run, TitaniteError, Training, check_config, from_dict
-from parallel.comm import LaunchEnvironment, identify, launch_environment
-from parallel.exits import HUNG, Exit, read_exit, record_exit, run_and_leave
-from parallel.failures import Timing, find_slow
-from parallel.watchdog import Beat, Verdict, Watchdog, judge
-from run_folder import CrashLoopError, choose_run_folder, read_starts, record_progress, record_start
+from run.exits import HUNG, Exit, read_exit, record_exit, run_and_leave
+from run.failures import Timing, find_slow
+from run.folder import CrashLoopError, choose_run_folder, read_starts, record_progress, record_start
+from run.processes import LaunchEnvironment, identify, launch_environment
+from run.watchdog import Beat, Verdict, Watchdog, judge
 
 WAITING = Beat(9, "a", 1, 50, "forward/backward", 7, 100.0, 60.0, True, "all_reduce")
 
@@ -76,7 +76,7 @@ def test_time_in_which_the_process_was_frozen_is_no_hang(
     slept: float, entered: bool, idle: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]
-    monkeypatch.setattr("parallel.watchdog.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("run.watchdog.time.monotonic", lambda: now[0])
     watchdog = Watchdog(tmp_path, LaunchEnvironment(rank=0, local_rank=0, world_size=1), Config())
     now[0] += 4.0
 
@@ -120,7 +120,7 @@ def test_whose_accelerators_queue_is_full_may_wait_for_others_wherever_it_is(
     device: str, section: str, waiting: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A hang inside NCCL stops each host where its queue is full: none of them must be named for that."""
-    monkeypatch.setattr("parallel.watchdog.device_type", lambda: device)
+    monkeypatch.setattr("run.watchdog.device_type", lambda: device)
     watchdog = Watchdog(tmp_path, LaunchEnvironment(rank=0, local_rank=0, world_size=2), Config())
     watchdog._store = dist.HashStore()
     watchdog.enter(section)
@@ -147,7 +147,7 @@ def test_the_stack_of_a_backward_in_torchs_own_thread_is_shown() -> None:
     def watch() -> None:
         in_hook.acquire()
         in_backward.acquire()
-        stacks.append([frame.name for frame in parallel.watchdog._stack_of(main)])
+        stacks.append([frame.name for frame in run.watchdog._stack_of(main)])
         hook_over.release()
         backward_over.release()
 
@@ -171,7 +171,7 @@ def test_a_look_at_a_stack_keeps_nothing_of_it_alive(name: str) -> None:
     seen.acquire()
 
     def watch() -> None:
-        parallel.watchdog._stack_of(main)
+        run.watchdog._stack_of(main)
         seen.release()
 
     def compute() -> weakref.ref[torch.Tensor]:
@@ -257,8 +257,8 @@ def test_every_rank_says_the_verdict_and_ends_also_where_the_folder_hangs(
         try:
             watchdog._store = dist.TCPStore("127.0.0.1", 0, None, True)
             if folder_hangs:
-                parallel.watchdog.SAYING_SECONDS = 0.1
-                parallel.watchdog.record_exit = lambda *_: threading.Event().wait()
+                run.watchdog.SAYING_SECONDS = 0.1
+                run.watchdog.record_exit = lambda *_: threading.Event().wait()
             watchdog._store.set("watchdog/verdict", json.dumps(Verdict([], "hung: all ranks wait", "data", 7)))
             with patch.multiple(watchdog, _publish=Mock(), _wait=Mock(side_effect=[False, True])):
                 watchdog._run()
@@ -329,7 +329,7 @@ def test_a_rank_whose_beats_have_stopped_is_named(
 ) -> None:
     """After a time in which the whole job was frozen, rank 0 may look before rank 1 has published another beat."""
     now = [100.0]
-    monkeypatch.setattr("parallel.watchdog.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("run.watchdog.time.monotonic", lambda: now[0])
     watchdog = Watchdog(tmp_path, LaunchEnvironment(rank=0, local_rank=0, world_size=2), Config())
     watchdog._store, obey = dist.HashStore(), Mock()
     monkeypatch.setattr(watchdog, "_obey", obey)
@@ -383,7 +383,7 @@ def test_a_rank_ends_whose_torchrun_was_gone_before_it_looked(
 def test_a_rank_that_does_not_watch_finds_what_was_lost_elsewhere_unless_it_was_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: bool
 ) -> None:
-    monkeypatch.setattr(parallel.watchdog, "LOST_SECONDS", 0.1)
+    monkeypatch.setattr(run.watchdog, "LOST_SECONDS", 0.1)
     place = LaunchEnvironment(rank=3, local_rank=1, world_size=32, local_world_size=2)
     watchdog = Watchdog(tmp_path, place, Config())
     assert not watchdog._watches

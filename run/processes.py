@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from config import Comm, ConfigError, TitaniteError
+from parallel.device import device_type
 
 T = TypeVar("T")
 LAUNCHER, STARTING = "TITANITE_LAUNCHER", "TITANITE_STARTING"
@@ -124,35 +125,6 @@ def end_with(launcher: str) -> None:
 def end_launcher() -> None:
     """Tell torchrun to end without a restart, since it would fail again. One rank of each node calls this."""
     os.kill(os.getppid(), signal.SIGQUIT)
-
-
-def device_type() -> str:
-    """The type of accelerator that torch found, such as "cuda", else "cpu"."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return accelerator.type if accelerator else "cpu"
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has finished all its work; a CPU always has."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize()
-
-
-def best_seconds(work: Callable[[], object], device: torch.device, tries: int) -> float:
-    """Seconds of `work` on the device, the best of several tries."""
-    times = []
-    for _ in range(tries):
-        synchronize(device)
-        begin = time.perf_counter()
-        work()
-        synchronize(device)
-        times.append(time.perf_counter() - begin)
-    return min(times)
-
-
-def bfloat16_is_slow(device: torch.device) -> bool:
-    """Whether torch multiplies bfloat16 a hundred times slower than float32, as on a CPU without AVX-512."""
-    return device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def init_distributed(environment: LaunchEnvironment, comm: Comm) -> torch.device:
@@ -304,11 +276,12 @@ def from_rank_0(make: Callable[[], T]) -> T:
 
 
 def shut_down() -> None:
-    """Leave the process group. Drop the model and the optimizer first.
+    """Leave the process group, if there is one. Drop the model and the optimizer first.
 
     If a thread of gloo drops the last reference to a tensor while Python exits, it aborts the process. So all garbage
     is collected first.
     """
     gc.unfreeze()  # what the training loop has frozen
     gc.collect()
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()

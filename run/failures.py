@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from config import ConfigError, Failures, TitaniteError, file_errors
-from parallel.comm import LaunchEnvironment, best_seconds, from_rank_0
+from parallel.device import best_seconds
 from records import open_records, read_records, write_atomically
+from run.processes import LaunchEnvironment, from_rank_0
 
 logger = logging.getLogger(__name__)
 

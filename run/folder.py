@@ -22,9 +22,9 @@ import config as settings
 from checkpoint.loading import model_differences
 from checkpoint.names import RUN_NAME, run_name
 from config import Config, ConfigError, TitaniteError, tomllib
-from parallel import exits
-from parallel.comm import tell_launcher
 from records import open_records, read_records, write_atomically
+from run import exits
+from run.processes import tell_launcher
 
 logger = logging.getLogger(__name__)
 

@@ -24,9 +24,10 @@ import torch
 import torch.distributed as dist
 
 from config import PATIENCE, Config, TitaniteError
-from parallel.comm import LaunchEnvironment, device_type, process_state, runs
-from parallel.exits import FILE, HUNG, Exit, record_exit
-from parallel.failures import RolledBackError
+from parallel.device import device_type
+from run.exits import FILE, HUNG, Exit, record_exit
+from run.failures import RolledBackError
+from run.processes import LaunchEnvironment, process_state, runs
 
 T = TypeVar("T")
 
@@ -354,11 +355,11 @@ def _stack_of(thread: int) -> list[traceback.FrameSummary]:
 
 
 def _in_collective(frames: Iterable[traceback.FrameSummary]) -> bool:
-    """Whether a stack is in torch's collectives, the vote of parallel.stop or the ring of parallel.context."""
+    """Whether a stack is in torch's collectives, the vote of run.stop or the ring of parallel.context."""
     files = [frame.filename for frame in frames]
     return any(
         ("/torch/distributed/" in file and "/elastic/" not in file)
-        or file.endswith(("parallel/stop.py", "parallel/context.py"))
+        or file.endswith(("run/stop.py", "parallel/context.py"))
         for file in files
     )
 

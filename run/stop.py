@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from config import TitaniteError
-from parallel.comm import LaunchEnvironment, tell_launcher
+from run.processes import LaunchEnvironment, tell_launcher
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 OF_A_NODE = ("SIGTERM", "SIGHUP")  # they take a node from the run; by the others a person stops the whole run
