@@ -5,7 +5,7 @@ overrides it: field default < base < TOML < `--section.field=value`. A section i
 dataclass; `--help` prints the text under each field. Nothing here imports torch, so a
 mistake is reported at once:
 
-    python -m config --config train_configs/debug.toml --training.steps=100
+    python -m config train_configs/debug.toml --training.steps=100
 """
 
 import ast
@@ -19,7 +19,6 @@ import logging
 import math
 import os
 import re
-import select
 import sys
 import textwrap
 import types
@@ -54,39 +53,27 @@ class ConfigError(TitaniteError):
 
 @contextmanager
 def command_line(mistake: int = 1) -> Iterator[None]:
-    """Wrap the whole work of a command and set its exit code.
+    """Wrap the whole work of a command: an error of the user is one line, without a traceback.
 
-    A TitaniteError is printed in one line, without a traceback, and exits with `mistake`. Ctrl-C exits with 130 and a
-    closed output pipe, as after `| head`, with 1, both silently.
+    A TitaniteError exits with `mistake`, Ctrl-C with 130, a reader that stops early, such as `| head`, with 1.
     """
-    code: Any = 0
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # some locales cannot encode every letter
     try:
-        try:
-            if isinstance(sys.stdout, io.TextIOWrapper):
-                sys.stdout.reconfigure(errors="backslashreplace")  # some locales cannot encode every letter
-            check_encoding(sys.argv[1:])
-            with file_errors():
-                yield
-        except TitaniteError as error:
-            code = f"error: {error}"  # sys.exit prints it and exits with 1
-        except SystemExit as ended:  # from --help, for example
-            code = ended.code
-        except KeyboardInterrupt:
-            code = 130
+        with file_errors():
+            yield
         if sys.stdout:  # None if it was closed from the start
-            sys.stdout.flush()  # here: as Python exits, an error could not be caught
-    except BrokenPipeError:
-        poll = select.poll()
-        poll.register(sys.stdout, 0)
-        if not poll.poll(0):  # stdout has a reader: another pipe broke
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout again when it exits
-        code = code or 1
-    if isinstance(code, str) and mistake != 1:
-        print(code, file=sys.stderr)
-        code = mistake
-    if code:
-        sys.exit(code)
+            sys.stdout.flush()
+    except BrokenPipeError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes stdout again when it exits
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except TitaniteError as error:
+        if mistake == 1:
+            sys.exit(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(mistake)
 
 
 @contextmanager
@@ -106,33 +93,18 @@ def file_errors(written: object = None) -> Iterator[None]:
         raise TitaniteError(f"{error.filename}: {error.strerror}") from None
 
 
-def check_encoding(words: Sequence[str]) -> None:
-    """Refuse words of a command line that are not valid text: they cannot be tokenized or recorded."""
-    for word in words:
-        try:
-            word.encode()
-        except UnicodeEncodeError:
-            raise ConfigError(
-                f"{_redact(ascii(word))}: is not valid text in this locale, {sys.getfilesystemencoding()}; write "
-                "UTF-8, and set LC_ALL=C.UTF-8"
-            ) from None
-
-
 @dataclass(frozen=True)
 class Range:
-    """Allowed numbers, all of them finite. `min` and `max` are included, `above` and `below` are not."""
+    """Allowed numbers, all of them finite. `min` and `max` are included, `below` is not."""
 
     min: float = -math.inf
     max: float = math.inf
-    above: float = -math.inf
     below: float = math.inf
 
     def __contains__(self, number: float) -> bool:
-        return self.min <= number <= self.max and self.above < number < self.below
+        return self.min <= number <= self.max and number < self.below
 
     def __str__(self) -> str:
-        if self.above > -math.inf:
-            return f"above {self.above:g}"
         if self.below < math.inf:
             return f"from {self.min:g} to below {self.below:g}"
         if self.max == math.inf:
@@ -148,9 +120,7 @@ Decay = Annotated[float, Range(0.0, below=1.0)]
 
 REQUEST_ATTEMPTS = 5  # for each request to an object store for a checkpoint
 LONGEST_PAUSES_SECONDS = 15  # all pauses between them together
-LARGEST = 2**53  # for an integer setting without its own maximum; a float holds every integer up to it
 SLOWEST_BFLOAT16 = 0.98  # decay of a bfloat16 mean: it comes within 24 % of its input; at 0.999 it may never move
-SMALLEST_SHARE = 1e-9  # of a dataset in a mixture: what is left out of a billion samples is no part of it
 PATIENCE = 0.8  # share of a collective's timeout after which the watchdog declares the job hung
 
 
@@ -246,7 +216,7 @@ class Optimizer:
     """Decay of the running mean of the gradient."""
     beta2: Decay = 0.95
     """Decay of the running mean of the squared gradient."""
-    eps: Annotated[float, Range(above=0.0)] = 1e-8
+    eps: Annotated[float, Range(1e-30)] = 1e-8
     """Added to AdamW's denominator."""
     weight_decay: NonNegative = 0.1
     """Decoupled weight decay."""
@@ -504,17 +474,22 @@ KINDS = types.MappingProxyType(  # dotted key → type of its value, with its Ra
 
 
 def load_config(argv: Sequence[str]) -> Config:
-    """The Config that `--config=FILE --section.field=value ...` describes.
+    """The Config that `FILE.toml --section.field=value ...` describes, or `--resume=RUN_FOLDER ...`.
 
     Raises ConfigError naming the dotted key, its value, what is allowed and the nearest name.
     """
-    if "-h" in argv or "--help" in argv:
-        with command_line():  # so that `train.py --help | head` ends quietly
-            print(help_text())
+    asked = next((index for index, word in enumerate(argv, 1) if word in ("-h", "--help")), 0)
+    if asked:
+        text = help_text(list(itertools.takewhile(lambda word: not word.startswith("-"), argv[asked:])))
+        with command_line():
+            print(text)
         raise SystemExit(0)
-    check_encoding(argv)
-    file, overrides = _parse_command_line(argv)
-    values = read_toml(Path(file)) if file else {}
+    overrides = _parse_command_line(argv)
+    file, folder = overrides.pop("config", ""), overrides.pop("resume", "")
+    if folder and (file or "run.folder" in overrides):
+        other = f"--config={file}" if file else "--run.folder"
+        raise ConfigError(_redact(f"--resume={folder}: is itself config and run.folder; leave {other} out"))
+    values = _read_run(folder) if folder else read_toml(Path(file)) if file else {}
     for key, text in overrides.items():
         section, _, name = key.partition(".")
         values.setdefault(section, {})[name] = _parse_value(text, KINDS[key])
@@ -556,13 +531,11 @@ def read_toml(path: Path, _children: tuple[Path, ...] = ()) -> dict[str, Any]:
         raise ConfigError(f"{path}: its `base` leads back to itself")
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+    except OSError as error:
         folders = {path.parent if path.parent.is_dir() else Path("."), Path("train_configs")}
         found = sorted(file for folder in folders for file in folder.glob("*.toml"))
         nearby = [str(file) for file in found if file.name != "pyproject.toml"]
-        raise ConfigError(f"{path}: no such config file{_nearest(str(path), nearby)}") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}{_nearest(str(path), nearby)}") from None
     except ValueError as error:  # also bytes that are not UTF-8
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
     base = values.pop("base", None)
@@ -572,7 +545,7 @@ def read_toml(path: Path, _children: tuple[Path, ...] = ()) -> dict[str, Any]:
         raise ConfigError(f"{path}: {error}") from None
     if base is None:
         return values
-    if not isinstance(base, str) or "\0" in base:
+    if not isinstance(base, str):
         raise ConfigError(f"{path}: base = {base!r}: must be the path of a TOML file")
     merged = read_toml(path.parent / base, (*_children, path.resolve()))
     for section, entries in values.items():
@@ -605,27 +578,45 @@ def read_recorded(text: bytes, place: object) -> dict[str, Any]:
     return values
 
 
-def _parse_command_line(argv: Sequence[str]) -> tuple[str, dict[str, str]]:
-    """Split `--key=value`, `--key value` and bare `--flag` words into (config file or "", dotted key → text)."""
+def _read_run(folder: str) -> dict[str, Any]:
+    """The settings that the run in `folder` recorded, to go on with it there. Raises ConfigError."""
+    file = Path(folder, "config.toml")
+    try:
+        values = read_recorded(file.read_bytes(), file)
+    except OSError as error:
+        runs = [str(found.parent) for found in Path(folder).parent.glob("*/config.toml")]
+        raise ConfigError(
+            f"--resume={_redact(folder)}: not the folder of a run, its config.toml cannot be read: {error.strerror}"
+            f"{close_match(folder, runs)}"
+        ) from None
+    values.setdefault("run", {})["folder"] = folder
+    return values
+
+
+def _parse_command_line(argv: Sequence[str]) -> dict[str, str]:
+    """`--key=value`, `--key value`, bare `--flag` and FILE.toml words as dotted key, `config` or `resume` → text."""
     given: dict[str, str] = {}
     words = list(argv)
     while words:
         word = words.pop(0)
+        if word.endswith(".toml") and not word.startswith("-"):
+            word = f"--config={word}"
         if not word.startswith("--"):
-            raise ConfigError(f"{_redact(word)}: expected --section.field=value or --config=FILE")
+            raise ConfigError(f"{_redact(word)}: expected FILE.toml, --section.field=value or --resume=FOLDER")
         key, equals, text = word[2:].partition("=")
-        if key != "config" and key not in KINDS:
-            raise _unknown_key(key)
-        if not equals and words and not words[0].startswith("--"):
+        is_place = key in ("config", "resume")
+        if not is_place and key not in KINDS:
+            raise _unknown_key(key, "--")
+        if not equals and words and not words[0].startswith("--") and (is_place or not words[0].endswith(".toml")):
             equals, text = "=", words.pop(0)
         if not equals and KINDS.get(key) is bool:
             equals, text = "=", "true"
-        if not equals or (key == "config" and not text):
-            raise ConfigError(f"--{key}: needs a value, as in --{key}={'FILE' if key == 'config' else '...'}")
+        if not equals or (is_place and not text):
+            raise ConfigError(f"--{key}: needs a value, as in --{key}={'PATH' if is_place else '...'}")
         if key in given:
             raise ConfigError(f"--{key}: given twice, {_redact(f'{given[key]!r} and {text!r}')}")
         given[key] = text
-    return given.pop("config", ""), given
+    return given
 
 
 def _parse_value(text: str, kind: Any) -> Any:
@@ -637,7 +628,7 @@ def _parse_value(text: str, kind: Any) -> Any:
     try:
         parsed = tomllib.loads(f"value = {text}")
         return parsed["value"] if len(parsed) == 1 else text  # further lines of the text could add more keys
-    except ValueError:  # also a number of thousands of digits
+    except ValueError:
         if float in (kind, *get_args(kind)):  # TOML refuses .5 and 1.
             with suppress(ValueError):
                 return float(text)
@@ -657,22 +648,12 @@ def _check_value(key: str, value: Any, kind: Any) -> Any:
             raise _bad_value(key, value, _kind_name(kind))
         return tuple(_check_value(key, item, get_args(base)[0]) for item in value)
     if base is float and isinstance(value, int) and not isinstance(value, bool):
-        with suppress(OverflowError):
-            value = float(value)
+        value = float(value)
     if type(value) is not base or (base in (int, float) and value not in allowed):
         raise _bad_value(key, value, _kind_name(kind))
-    if base is int and value > LARGEST and allowed.max == math.inf:
-        raise _bad_value(key, value, "at most 2**53")
-    if base is str and re.search("[\ud800-\udfff]", value):
-        raise _bad_value(key, value, "valid text, in UTF-8")
-    if base is str and "\0" in value:
-        raise _bad_value(key, value, "without a null character")
     if base is str and re.search(r"://[^/@]*@", value):
         raise ConfigError(f"{key} = {_redact(value)!r}: credentials in a URL; they are taken from the environment only")
     return value
-
-
-_KIND_NAMES = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
 
 
 def _kind_name(kind: Any) -> str:
@@ -683,18 +664,47 @@ def _kind_name(kind: Any) -> str:
         return f"a list, each {_kind_name(get_args(kind)[0])}"
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(get_args(kind))
-    return _KIND_NAMES[kind]
+    return {int: "an integer", float: "a number", str: "a string", bool: "true or false"}[kind]
 
 
 def _bad_value(key: str, value: Any, allowed: str) -> ConfigError:
-    shown = _redact(json.dumps(value, default=str))
-    return ConfigError(f"{key} = {shown}: must be {allowed}")
+    return ConfigError(f"{key} = {_redact(json.dumps(value, default=str))}: must be {allowed}")
 
 
-def _unknown_key(key: str) -> ConfigError:
+OTHER_NAMES = {  # setting → what other projects call it
+    "optimizer.lr": "learning_rate",
+    "training.local_batch_size": "batch_size micro_batch_size",
+    "training.global_batch_size": "gbs",
+    "training.steps": "max_steps num_steps iters max_iters",
+    "training.seq_len": "seq_length sequence_length context_length",
+    "training.max_norm": "grad_clip clip_grad",
+    "lr_scheduler.warmup_steps": "warmup warmup_iters",
+    "data.datasets": "dataset data_path",
+    "run.folder": "output_dir out_dir",
+    "--resume": "resume_from",
+}
+
+
+def _unknown_key(key: str, dashes: str = "") -> ConfigError:
     if re.search(r"secret|password|token$|credential|access_key|api_key", key, re.IGNORECASE):
         return ConfigError(f"{key}: credentials are never part of a config; they are taken from the environment")
-    return ConfigError(f"{key}: unknown key{_nearest(key, KINDS)}")
+    return ConfigError(f"{key}: unknown key{_hint(key, dashes)}")
+
+
+def _hint(key: str, dashes: str = "") -> str:
+    """The settings that `key` may mean, to end an error with: by the last part, another project's name or likeness."""
+    name = key.rpartition(".")[2].replace("-", "_").lower()
+    last = {known: known.rpartition(".")[2] for known in KINDS}
+    close = [] if "." in key else difflib.get_close_matches(name, last.values(), n=1)
+    found = (
+        [known for known in KINDS if last[known] == name]
+        or [known for known, names in OTHER_NAMES.items() if name in names.split()]
+        or [known for known in KINDS if last[known] in close]
+    )
+    nearest = [dashes + known.removeprefix(dashes) for known in difflib.get_close_matches(key, found, n=3, cutoff=0)]
+    if nearest:
+        return f"; did you mean {' or '.join(nearest)}?"
+    return close_match(key, (*KINDS, "--config", "--resume")) or "; --help WORD prints the settings about a word"
 
 
 def _nearest(name: str, names: Collection[str]) -> str:
@@ -718,125 +728,46 @@ def _redact(text: str) -> str:
 
 def check_config(config: Config) -> None:
     """Refuse combinations that cannot run with any number of processes. Raises ConfigError."""
-    check_places(config)
-    check_data(config)
-    check_needs(config)
-    check_checkpointing(config)
-    check_steps(config)
-    check_training(config)
-    check_parallelism(config)
+    for key, reason in _refusals(config):
+        raise ConfigError(f"{key} = {json.dumps(_get(config, key), ensure_ascii=False)}: {reason}")
 
 
-def check_data(config: Config) -> None:
-    """Refuse datasets that cannot be told apart or mixed, and retries that would count as a hang."""
-    data, held_out = config.data, config.validation.datasets
+def _refusals(config: Config) -> Iterator[tuple[str, str]]:
+    """The key of each setting that cannot be what it is beside the others, and why not."""
+    data, held_out, parallelism = config.data, config.validation.datasets, config.parallelism
+    schedule, steps, local_steps = config.lr_scheduler, config.training.steps, parallelism.local_steps
+    optimizer, chunks = config.optimizer, config.training.loss_chunks
+    mode, every = config.activation_checkpoint.mode, config.activation_checkpoint.every_n_layers
+    # -- places that would be misread as something else
+    folders = ("run.folder", "run.outputs", "data.cache_folder")
+    for_checkpoints = ("checkpoint.folder", "checkpoint.upload", "checkpoint.initial_load")
+    for key in (*folders, *for_checkpoints, "data.datasets", "validation.datasets"):
+        value = _get(config, key)
+        for place in (value,) if isinstance(value, str) else value:
+            if mistake := misread(place):
+                yield key, mistake
+            if key in folders and "://" in place:
+                hint = "; checkpoint.folder and checkpoint.upload may be one" if key.startswith("run") else ""
+                yield key, f"must be a folder, not a URL{hint}"
+            if key in for_checkpoints and "://" in place and not re.match("s3://[^/]", place):
+                yield key, "must be a folder or s3://bucket/prefix"
+
+    # -- datasets that cannot be told apart or mixed
     if not data.datasets:
-        raise ConfigError("data.datasets = []: name at least one folder made by `python -m data.prepare`")
+        yield "data.datasets", "name at least one folder made by `python -m data.prepare`"
     if len(set(map(Path, data.datasets))) < len(data.datasets):  # a/b and a/b/ are one
-        raise ConfigError(f"data.datasets = {list(data.datasets)}: a dataset is named twice")
+        yield "data.datasets", "a dataset is named twice"
     if data.weights and len(data.weights) != len(data.datasets):
-        raise ConfigError(
-            f"data.weights = {list(data.weights)}: must have an entry for each of data.datasets = {list(data.datasets)}"
-        )
-    if any(weight <= 0 or weight < SMALLEST_SHARE * sum(data.weights) for weight in data.weights):
-        raise ConfigError(
-            f"data.weights = {list(data.weights)}: every weight must be above 0, and at least {SMALLEST_SHARE} of "
-            "their sum"
-        )
-    names = [url.rstrip("/").rpartition("/")[2] for url in held_out]
-    if len(set(names)) < len(names):
-        raise ConfigError(f"validation.datasets = {list(held_out)}: two have the same last name")
-    shortest = min(("train_timeout_seconds", "init_timeout_seconds"), key=lambda name: getattr(config.comm, name))
-    patience = round(PATIENCE * getattr(config.comm, shortest))
-    if any("://" in url for url in (*data.datasets, *held_out)) and data.retry_seconds >= patience:
-        raise ConfigError(
-            f"data.retry_seconds = {data.retry_seconds}: must be below {patience}, {PATIENCE:g} x "
-            f"comm.{shortest}: a rank that waits longer for its data counts as hung"
-        )
+        yield "data.weights", f"must have an entry for each of data.datasets = {list(data.datasets)}"
+    if any(weight <= 0 for weight in data.weights):
+        yield "data.weights", "every weight must be above 0"
+    if len({url.rstrip("/").rpartition("/")[2] for url in held_out}) < len(held_out):
+        yield "validation.datasets", "two have the same last name"
 
-
-def check_steps(config: Config) -> None:
-    """Refuse schedules and intervals that do not fit the steps of the run."""
-    schedule, steps = config.lr_scheduler, config.training.steps
-    if schedule.warmup_steps > steps:
-        raise ConfigError(
-            f"lr_scheduler.warmup_steps = {schedule.warmup_steps}: must not exceed training.steps = {steps}"
-        )
-    decay_steps = round(schedule.decay_fraction * steps)
-    if schedule.schedule == "wsd" and schedule.warmup_steps + decay_steps > steps:
-        raise ConfigError(
-            f"lr_scheduler: warmup_steps = {schedule.warmup_steps} and decay_fraction = {schedule.decay_fraction} "
-            f"({decay_steps} steps) do not fit in training.steps = {steps}"
-        )
-    first_traced = max(2, config.profiling.trace_start)  # the step before warms the profiler up
-    if config.profiling.trace and first_traced > steps:
-        raise ConfigError(
-            f"profiling.trace_start = {config.profiling.trace_start}: the first step traced, {first_traced}, must not "
-            f"exceed training.steps = {steps}"
-        )
-    local_steps = config.parallelism.local_steps
-    for name in ("checkpoint", "validation"):
-        section = getattr(config, name)
-        if local_steps and section.enable and section.interval % local_steps:
-            raise ConfigError(
-                f"{name}.interval = {section.interval}: must be a multiple of parallelism.local_steps = "
-                f"{local_steps}, after which the islands have the same weights"
-            )
-
-
-def check_training(config: Config) -> None:
-    """Refuse settings with which a step cannot be judged, computed or recomputed."""
-    recompute = config.activation_checkpoint
-    if 0 < config.failures.spike_factor <= 1:
-        raise ConfigError(
-            f"failures.spike_factor = {config.failures.spike_factor}: must be above 1, a multiple of the usual "
-            "loss, or 0 for off"
-        )
-    slow = max(("beta1", "beta2"), key=lambda name: getattr(config.optimizer, name))
-    if config.optimizer.state_dtype == "bfloat16" and getattr(config.optimizer, slow) > SLOWEST_BFLOAT16:
-        raise ConfigError(
-            f"optimizer.{slow} = {getattr(config.optimizer, slow)}: must be at most {SLOWEST_BFLOAT16} where "
-            'optimizer.state_dtype = "bfloat16", which would round the changes of a slower mean away; or set '
-            'optimizer.state_dtype = "float32"'
-        )
-    if recompute.every_n_layers > 1 and recompute.mode not in ("full", "selective"):
-        raise ConfigError(
-            f"activation_checkpoint.every_n_layers = {recompute.every_n_layers}: needs mode full or selective, "
-            f"not {recompute.mode}"
-        )
-    if loss_chunks(config) > 1 and config.float8.enable and not any(part in "output" for part in config.float8.skip):
-        raise ConfigError(
-            f'training.loss_chunks = {config.training.loss_chunks}: must be 1 unless float8.skip names "output"'
-        )
-
-
-def check_parallelism(config: Config) -> None:
-    """Refuse settings that do not work, or do nothing, with some degree of parallelism."""
-    parallelism, chunks = config.parallelism, config.training.loss_chunks
-    # With pp, weights stay gathered. FSDP2's groups support neither tp's DTensors nor islands' ranks.
-    for axis, none in (("pp", 1), ("tp", 1), ("local_steps", 0)):
-        if parallelism.reshard_group_size and getattr(parallelism, axis) > none:
-            raise ConfigError(
-                f"parallelism.reshard_group_size = {parallelism.reshard_group_size}: cannot be used with "
-                f"parallelism.{axis} = {getattr(parallelism, axis)}; set reshard_group_size = 0"
-            )
-    if not parallelism.sync_every_microbatch and parallelism.pp > 1:
-        raise ConfigError(
-            f"parallelism.sync_every_microbatch = false: has no effect with parallelism.pp = {parallelism.pp}, whose "
-            "gradients are always summed once a step; set sync_every_microbatch = true"
-        )
-    if chunks > 1 and (parallelism.tp > 1 or parallelism.pp > 1):
-        raise ConfigError(
-            f"training.loss_chunks = {chunks}: must be 0 or 1 with parallelism.tp = {parallelism.tp} and pp = "
-            f"{parallelism.pp}: tp already splits the logits, and pp the batch"
-        )
-
-
-def check_needs(config: Config) -> None:
-    """Refuse settings that would have no effect without another setting. Raises ConfigError."""
-    saving, parallelism = config.checkpoint.enable, config.parallelism
-    inductor = config.compile.enable and config.compile.backend == "inductor"
+    # -- settings that would have no effect without another
+    saving, inductor = config.checkpoint.enable, config.compile.enable and config.compile.backend == "inductor"
     compiled = 'compile.enable = true and compile.backend = "inductor"'
+    unsplit = parallelism.tp == parallelism.pp == 1
     for key, met, need in (  # `key=choice`: only that choice has the need
         ("failures.replay_interval", config.run.deterministic, "run.deterministic = true, for the same bits twice"),
         ("failures.on_bad_step=rollback", saving, "checkpoint.enable = true"),
@@ -844,32 +775,58 @@ def check_needs(config: Config) -> None:
         ("checkpoint.save_model", saving, "checkpoint.enable = true"),
         ("checkpoint.upload", saving, "checkpoint.enable = true"),
         ("activation_checkpoint.mode=budget", inductor, compiled),
+        ("activation_checkpoint.every_n_layers", every == 1 or mode in ("full", "selective"), "mode full or selective"),
         ("parallelism.async_tp", inductor, compiled),
         ("parallelism.async_tp", parallelism.tp > 1, "parallelism.tp above 1"),
         ("parallelism.reshard_group_size", parallelism.reshard_after_forward, "reshard_after_forward = true"),
+        # With pp, weights stay gathered. FSDP2's groups support neither tp's DTensors nor islands' ranks.
+        ("parallelism.reshard_group_size", unsplit and not local_steps, "parallelism.pp = 1, tp = 1, local_steps = 0"),
         ("parallelism.local_steps", parallelism.dp_replicate > 1, "parallelism.dp_replicate above 1, the islands"),
+        ("training.loss_chunks", chunks < 2 or unsplit, "parallelism.tp = 1 and pp = 1, which split logits and batch"),
         ("validation.sample_tokens", config.validation.sample_prompt, "validation.sample_prompt, the text to continue"),
     ):
         key, _, choice = key.partition("=")
-        value = _get(config, key)
-        if value and choice in ("", value) and not met:
-            raise ConfigError(f"{key} = {json.dumps(value)}: needs {need}")
+        if (value := _get(config, key)) and choice in ("", value) and not met:
+            yield key, f"needs {need}"
 
+    # -- waits that other ranks would take for a hang
+    shortest = min(("train_timeout_seconds", "init_timeout_seconds"), key=lambda name: getattr(config.comm, name))
+    patience = round(PATIENCE * getattr(config.comm, shortest))
+    if any("://" in url for url in (*data.datasets, *held_out)) and data.retry_seconds >= patience:
+        yield "data.retry_seconds", f"must be below {patience}, {PATIENCE:g} x comm.{shortest}, a hang to other ranks"
+    saves = config.checkpoint
+    longest = REQUEST_ATTEMPTS * saves.request_timeout_seconds + LONGEST_PAUSES_SECONDS + saves.visibility_seconds
+    if longest >= saves.timeout_seconds:
+        why = f"{REQUEST_ATTEMPTS} x request_timeout_seconds, pauses, and visibility_seconds"
+        yield "checkpoint.timeout_seconds", f"must exceed {longest:g}, the longest wait for an object ({why})"
+    first = saves.folder or (config.run.folder and f"{config.run.folder}/checkpoints")
+    if saves.upload and first and Path(saves.upload).resolve() == Path(first).resolve():
+        yield "checkpoint.upload", "is checkpoint.folder itself; name a second place"
 
-def check_places(config: Config) -> None:
-    """Refuse folders and URLs that would be misread as something else. Raises ConfigError."""
-    folders = ("run.folder", "run.outputs", "data.cache_folder")
-    for_checkpoints = ("checkpoint.folder", "checkpoint.upload", "checkpoint.initial_load")
-    for key in (*folders, *for_checkpoints, "data.datasets", "validation.datasets"):
-        value = _get(config, key)
-        for place in (value,) if isinstance(value, str) else value:
-            if mistake := misread(place):
-                raise ConfigError(f"{key} = {place!r}: {mistake}")
-            if key in folders and "://" in place:
-                hint = "; checkpoint.folder and checkpoint.upload may be one" if key.startswith("run") else ""
-                raise ConfigError(f"{key} = {place!r}: must be a folder, not a URL{hint}")
-            if key in for_checkpoints and "://" in place and not re.match("s3://[^/]", place):
-                raise ConfigError(f"{key} = {place!r}: must be a folder or s3://bucket/prefix")
+    # -- what does not fit the steps of the run
+    decay_steps = round(schedule.decay_fraction * steps) if schedule.schedule == "wsd" else 0
+    if schedule.warmup_steps + decay_steps > steps:
+        taken = f"of which lr_scheduler.decay_fraction = {schedule.decay_fraction} takes {decay_steps}"
+        yield "lr_scheduler.warmup_steps", f"does not fit in training.steps = {steps}, {taken}"
+    first_traced = max(2, config.profiling.trace_start)  # the step before warms the profiler up
+    if config.profiling.trace and first_traced > steps:
+        yield "profiling.trace_start", f"the first step traced, {first_traced}, exceeds training.steps = {steps}"
+    for name in ("checkpoint", "validation"):
+        section = getattr(config, name)
+        if local_steps and section.enable and section.interval % local_steps:
+            yield f"{name}.interval", f"must be a multiple of parallelism.local_steps = {local_steps}, the meetings"
+
+    # -- steps that cannot be judged or computed
+    if 0 < config.failures.spike_factor <= 1:
+        yield "failures.spike_factor", "must be above 1, a multiple of the usual loss, or 0 for off"
+    slow = "beta1" if optimizer.beta1 >= optimizer.beta2 else "beta2"
+    if optimizer.state_dtype == "bfloat16" and getattr(optimizer, slow) > SLOWEST_BFLOAT16:
+        limit = f'at most {SLOWEST_BFLOAT16} with optimizer.state_dtype = "bfloat16", where slower means do not move'
+        yield f"optimizer.{slow}", f"must be {limit}"
+    if loss_chunks(config) > 1 and config.float8.enable and not any(part in "output" for part in config.float8.skip):
+        yield "training.loss_chunks", 'must be 1 unless float8.skip names "output"'
+    if not parallelism.sync_every_microbatch and parallelism.pp > 1:
+        yield "parallelism.sync_every_microbatch", f"has no effect with parallelism.pp = {parallelism.pp}; set true"
 
 
 def misread(place: str) -> str:
@@ -887,20 +844,6 @@ def misplaced(output: str) -> str:
     if "://" in output:
         return "must be on this machine; copy it from there when it is finished"
     return misread(output)
-
-
-def check_checkpointing(config: Config) -> None:
-    """Refuse waits longer than the other ranks' timeout, and an upload to the first place. Raises ConfigError."""
-    settings = config.checkpoint
-    longest = REQUEST_ATTEMPTS * settings.request_timeout_seconds + LONGEST_PAUSES_SECONDS + settings.visibility_seconds
-    if longest >= settings.timeout_seconds:
-        raise ConfigError(
-            f"checkpoint.timeout_seconds = {settings.timeout_seconds}: must exceed {longest:g}, the longest wait "
-            f"for an object ({REQUEST_ATTEMPTS} x request_timeout_seconds, pauses, and visibility_seconds)"
-        )
-    first = settings.folder or (config.run.folder and f"{config.run.folder}/checkpoints")
-    if settings.upload and first and Path(settings.upload).resolve() == Path(first).resolve():
-        raise ConfigError(f"checkpoint.upload = {settings.upload!r}: is checkpoint.folder itself; name a second place")
 
 
 def loss_chunks(config: Config) -> int:
@@ -950,13 +893,9 @@ def to_toml(config: Config) -> str:
     """The resolved config as TOML with every field. Reading it gives the same Config."""
     lines = []
     for section, fields in dataclasses.asdict(config).items():
-        lines += [f"[{section}]", *(f"{name} = {_toml_value(value)}" for name, value in fields.items()), ""]
+        lines += [f"[{section}]"]
+        lines += [f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in fields.items()] + [""]
     return "\n".join(lines)
-
-
-def _toml_value(value: Any) -> str:
-    """`value` as JSON. Without surrogate pairs and with DEL escaped, it is also TOML."""
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
@@ -965,17 +904,25 @@ def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def help_text() -> str:
-    """The text of `--help`: every field with type, default and documentation."""
-    lines = ["usage: train.py [--config=FILE.toml] [--section.field=value ...]", ""]
+def help_text(words: Sequence[str] = ()) -> str:
+    """The text of `--help WORD ...`: fields with type, default and documentation, if their name or text has all words.
+
+    Raises ConfigError if there is none.
+    """
+    usage = "usage: train.py [FILE.toml | --resume=RUN_FOLDER] [--section.field=value ...] [--help [WORD ...]]"
+    lines = [] if words else [usage, ""]
     for section, kind in SECTIONS.items():
-        lines += ["", f"[{section}]  {inspect.getdoc(kind)}"]
-        docs = field_docs(kind)
+        docs, found = field_docs(kind), []
         for item in dataclasses.fields(kind):
             key, default = f"{section}.{item.name}", json.dumps(item.default)
-            lines += [f"  --{key}=...  {_kind_name(KINDS[key])}; default {default}"]
-            lines += [textwrap.indent(docs[item.name], " " * 6)]
-    return "\n".join(lines)
+            if all(word.lower() in " ".join(f"{key} {docs[item.name]}".lower().split()) for word in words):
+                found += [f"  --{key}=...  {_kind_name(KINDS[key])}; default {default}"]
+                found += [textwrap.indent(docs[item.name], " " * 6)]
+        if found:
+            lines += ["", f"[{section}]  {inspect.getdoc(kind)}", *found]
+    if not lines:
+        raise ConfigError(f"--help {' '.join(words)}: no setting has this in its name or text{_hint(words[0], '--')}")
+    return "\n".join(lines).lstrip()
 
 
 def field_docs(section: type) -> dict[str, str]:

@@ -3,9 +3,9 @@
 #
 #   ./run_llama_train.sh                                        a small Llama on Python's standard library
 #   ./run_llama_train.sh --training.steps=100                   with any setting changed
-#   ./run_llama_train.sh --run.folder=outputs/NAME              a run of it resumed
-#   NGPU=8 CONFIG_FILE=train_configs/llama3_8b.toml ./run_llama_train.sh
-#   ./run_llama_train.sh --help                                 every setting
+#   ./run_llama_train.sh --resume outputs/NAME                  a run continued, by its own config
+#   NGPU=8 ./run_llama_train.sh train_configs/llama3_8b.toml    another config
+#   ./run_llama_train.sh --help                                 every setting; --help WORD: those about it
 set -euo pipefail
 cd "$(dirname "$(readlink -f "$0")")"
 
@@ -17,7 +17,10 @@ LOG_RANK=${LOG_RANK:-}   # ranks that print progress, such as 0,1; default: 0
 case $NGPU in 0* | *[!0-9]*) echo "error: NGPU=$NGPU: must be a number of processes, at least 1" >&2; exit 2 ;; esac
 default=--config=$CONFIG_FILE help=
 for word in "$@"; do
-  case $word in --config | --config=*) default= ;; -h | --help) help=1 ;; esac
+  case $word in
+    --config | --config=* | --resume | --resume=* | [!-]*.toml) default= ;;  # as config.py reads them
+    -h | --help) help=1 ;;
+  esac
 done
 overrides=(${default:+"$default"} ${LOG_RANK:+--metrics.log_ranks="$LOG_RANK"} "$@")
 

@@ -51,27 +51,41 @@ def test_command_line_values(words, get, value) -> None:
     assert get(load_config(words)) == value
 
 
+TWO_CONFIGS = (["--config=a.toml", "--config=b.toml"], ["a.toml", "--config=b.toml"], ["a.toml", "b.toml"])
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["--training.stpes=3"], ["training.stpes", "did you mean training.steps"]),
-        (["--trainin.steps=3"], ["trainin.steps", "did you mean training.steps"]),
-        (["--steps=3"], ["steps", "did you mean"]),
-        (["training.steps=3"], ["training.steps=3", "--section.field=value"]),
-        (["--run.folder=s3://me:secret@a\udcff"], ["--run.folder=s3://***@a\\udcff", "UTF-8"]),
+        (["--trainin.steps=3"], ["trainin.steps", "did you mean --training.steps?"]),
+        (["--steps=3"], ["steps: unknown key; did you mean --training.steps?"]),
+        (["--lr=1e-3"], ["lr: unknown key; did you mean --optimizer.lr?"]),
+        (["--model.lr=1e-3"], ["did you mean --optimizer.lr?"]),
+        (["--learning_rate=1"], ["did you mean --optimizer.lr?"]),
+        (["--learning-rate", "1"], ["did you mean --optimizer.lr?"]),
+        (["--batch_size=4"], ["did you mean --training.local_batch_size?"]),
+        (["--gbs=4"], ["did you mean --training.global_batch_size?"]),
+        (["--iters=4"], ["did you mean --training.steps?"]),
+        (["--context_length=4"], ["did you mean --training.seq_len?"]),
+        (["--warmup=4"], ["did you mean --lr_scheduler.warmup_steps?"]),
+        (["--grad_clip=1"], ["did you mean --training.max_norm?"]),
+        (["--dataset=x"], ["did you mean --data.datasets?"]),
+        (["--out_dir=x"], ["did you mean --run.folder?"]),
+        (["--resume_from=x"], ["did you mean --resume?"]),
+        (["--resum=x"], ["did you mean --resume?"]),
+        (["--stpes=3"], ["did you mean --training.steps?"]),
+        (["--datasets=x"], ["did you mean --data.datasets or --validation.datasets?"]),
+        (["--xyzzy=3"], ["xyzzy: unknown key", "--help WORD"]),
+        (["training.steps=3"], ["training.steps=3", "FILE.toml", "--section.field=value"]),
         (["--training.steps=ten"], ["training.steps", "ten", "an integer >= 1"]),
         (["--training.steps=5\nseed=3"], [r'training.steps = "5\nseed=3"', "an integer >= 1"]),
-        (["--training.steps=9223372036854775807"], ["training.steps = 9223372036854775807", "at most 2**53"]),
-        (["--training.steps=1" + 400 * "0"], ["training.steps = 1000", "at most 2**53"]),
-        (["--training.steps=1" + 5000 * "0"], ['training.steps = "1000', "an integer >= 1"]),
-        (["--metrics.log_ranks=0,9007199254740993"], ["metrics.log_ranks = 9007199254740993", "at most 2**53"]),
         (["--training.steps=0"], ["training.steps = 0", ">= 1"]),
         (["--training.steps=1.5"], ["training.steps = 1.5", "an integer"]),
         (["--training.steps=true"], ["training.steps = true", "an integer"]),
         (["--compile.enable=yes"], ["compile.enable", "yes", "true or false"]),
         (["--optimizer.lr=nan"], ["optimizer.lr", "a number"]),
-        (["--optimizer.lr=1" + 400 * "0"], ["optimizer.lr", "a number"]),
-        (["--optimizer.eps=0"], ["optimizer.eps = 0.0", "a number above 0"]),
+        (["--optimizer.eps=0"], ["optimizer.eps = 0.0", "a number >= 1e-30"]),
         (["--optimizer.beta2=0.99", "--optimizer.state_dtype=bfloat16"], ["optimizer.beta2 = 0.99", "at most 0.98"]),
         (["--compile.backend=inducter"], ["compile.backend", "inducter", "inductor"]),
         (["--optimizer.beta1=1"], ["optimizer.beta1 = 1.0", "from 0 to below 1"]),
@@ -79,8 +93,15 @@ def test_command_line_values(words, get, value) -> None:
         (["--run.folder", "--training.steps=3"], ["--run.folder: needs a value"]),
         (["--config"], ["--config: needs a value"]),
         (["--config="], ["--config: needs a value"]),
-        (["--config=a.toml", "--config=b.toml"], ["--config: given twice", "a.toml", "b.toml"]),
-        (["--run.folder=\udc80"], ["run.folder", "UTF-8"]),
+        *((words, ["--config: given twice", "'a.toml' and 'b.toml'"]) for words in TWO_CONFIGS),
+        (["--data.tokenizer", "a.toml"], ["--data.tokenizer: needs a value"]),
+        (["--resume"], ["--resume: needs a value"]),
+        (["--resume="], ["--resume: needs a value"]),
+        (["--resume=x", "a.toml"], ["--resume=x", "leave --config=a.toml out"]),
+        (["--resume=x", "--run.folder=y"], ["--resume=x", "leave --run.folder out"]),
+        (["--resume", "s3://me:secret@x"], ["--resume=s3://***@x", "not the folder of a run"]),
+        (["--help", "training.stpes"], ["--help training.stpes: no setting", "did you mean training.steps?"]),
+        (["-h", "learning_rate"], ["--help learning_rate: no setting", "did you mean --optimizer.lr?"]),
         (["--failures.spike_factor=0.5"], ["failures.spike_factor = 0.5", "above 1"]),
         (["--data.datasets=s3://b/x", "--data.retry_seconds=240"], ["data.retry_seconds = 240", "below 240"]),
         (["--validation.datasets=s3://b/x", "--data.retry_seconds=240"], ["data.retry_seconds = 240", "below 240"]),
@@ -90,21 +111,23 @@ def test_command_line_values(words, get, value) -> None:
         ),
         (["--checkpoint.timeout_seconds=325"], ["checkpoint.timeout_seconds = 325", "must exceed 325"]),
         (["--checkpoint.visibility_seconds=1485"], ["checkpoint.timeout_seconds = 1800", "must exceed 1800"]),
-        (["--run.folder=s3://b/x"], ["run.folder = 's3://b/x'", "must be a folder", "checkpoint.folder"]),
-        (["--run.outputs=s3://b/x"], ["run.outputs = 's3://b/x'", "must be a folder", "checkpoint.upload"]),
-        (["--checkpoint.folder=s3:/b/x"], ["checkpoint.folder = 's3:/b/x'", "s3://b/x"]),
-        (["--data.datasets=a,s3:/b/x"], ["data.datasets = 's3:/b/x'", "s3://b/x"]),
-        (["--run.folder=~/x"], ["run.folder = '~/x'", "~ is not expanded"]),
-        (["--checkpoint.initial_load=~me/x"], ["checkpoint.initial_load = '~me/x'", "~ is not expanded"]),
-        (["--run.folder=a\0b"], [r'run.folder = "a\u0000b"', "without a null character"]),
+        (["--run.folder=s3://b/x"], ['run.folder = "s3://b/x"', "must be a folder", "checkpoint.folder"]),
+        (["--run.outputs=s3://b/x"], ['run.outputs = "s3://b/x"', "must be a folder", "checkpoint.upload"]),
+        (["--checkpoint.folder=s3:/b/x"], ['checkpoint.folder = "s3:/b/x"', "s3://b/x"]),
+        (["--data.datasets=a,s3:/b/x"], ['data.datasets = ["a", "s3:/b/x"]', "s3://b/x"]),
+        (["--run.folder=~/x"], ['run.folder = "~/x"', "~ is not expanded"]),
+        (["--checkpoint.initial_load=~me/x"], ['checkpoint.initial_load = "~me/x"', "~ is not expanded"]),
         (["--config=" + 300 * "a"], ["aaa: cannot be read: File name too long"]),
         (["--data.weights=1,x"], ["data.weights", '"x"', "a number"]),
         (2 * ["--data.datasets=s3://me:secret@x"], ["data.datasets: given twice", "s3://***@x"]),
-        (["--config=debug.toml"], ["debug.toml: no such config file", "did you mean train_configs/debug.toml?"]),
-        (["--data.cache_folder=s3://b/x"], ["data.cache_folder = 's3://b/x'", "must be a folder"]),
-        (["--checkpoint.folder=gs://b/x"], ["checkpoint.folder = 'gs://b/x'", "s3://bucket/prefix"]),
-        (["--checkpoint.upload=s3:///x"], ["checkpoint.upload = 's3:///x'", "s3://bucket/prefix"]),
-        (["--checkpoint.initial_load=hf://x/y"], ["checkpoint.initial_load = 'hf://x/y'", "a folder"]),
+        (
+            ["--config=debug.toml"],
+            ["debug.toml: cannot be read: No such file or directory", "did you mean train_configs/debug.toml?"],
+        ),
+        (["--data.cache_folder=s3://b/x"], ['data.cache_folder = "s3://b/x"', "must be a folder"]),
+        (["--checkpoint.folder=gs://b/x"], ['checkpoint.folder = "gs://b/x"', "s3://bucket/prefix"]),
+        (["--checkpoint.upload=s3:///x"], ['checkpoint.upload = "s3:///x"', "s3://bucket/prefix"]),
+        (["--checkpoint.initial_load=hf://x/y"], ['checkpoint.initial_load = "hf://x/y"', "a folder"]),
         (["--profiling.trace", "--profiling.trace_start=401"], ["trace_start = 401", "training.steps = 400"]),
         (
             ["--profiling.trace", "--profiling.trace_start=1", "--training.steps=1", "--lr_scheduler.warmup_steps=0"],
@@ -120,16 +143,17 @@ def test_command_line_values(words, get, value) -> None:
             ["training.param_dtype", "bf16", "bfloat16, float32", "did you mean bfloat16"],
         ),
         (["--training.steps=3", "--training.steps=4"], ["training.steps", "given twice"]),
-        (["--config=train_configs/debgu.toml"], ["debgu.toml", "no such config", "debug.toml"]),
+        (["--config=train_configs/debgu.toml"], ["debgu.toml", "did you mean train_configs/debug.toml?"]),
         (["--data.datasets="], ["data.datasets", "at least one"]),
         (["--data.datasets=a,a"], ["data.datasets", "twice"]),
         (["--data.datasets=a/b,a/./b/"], ["data.datasets", "twice"]),
         (["--data.weights=1,2"], ["data.weights", "an entry for each of data.datasets"]),
         (["--data.weights=-1"], ["data.weights", "above 0"]),
-        (["--data.datasets=a,b", "--data.weights=1e308,1e308"], ["data.weights", "at least 1e-09 of their sum"]),
-        (["--data.datasets=a,b", "--data.weights=1,1e-300"], ["data.weights", "at least 1e-09 of their sum"]),
         (["--lr_scheduler.warmup_steps=500"], ["lr_scheduler.warmup_steps = 500", "training.steps = 400"]),
-        (["--lr_scheduler.decay_fraction=0.99"], ["decay_fraction = 0.99", "do not fit"]),
+        (
+            ["--lr_scheduler.decay_fraction=0.99"],
+            ["warmup_steps = 20: does not fit in training.steps = 400", "decay_fraction = 0.99 takes 396"],
+        ),
         (["--validation.sample_tokens=5"], ["validation.sample_tokens = 5", "needs validation.sample_prompt"]),
         (["--checkpoint.aws_secret_access_key=abc"], ["credentials are never part of a config"]),
         (["--checkpoint.folder=s3://key:secret@bucket/x"], ["checkpoint.folder", "s3://***@bucket/x", "environment"]),
@@ -170,25 +194,24 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
     assert "must be a section" in error_of("training = 3\n")
     assert "data = 's3://***@x': must be a section" in error_of("data = 's3://me:secret@x'\n")
     assert "leads back to itself" in error_of('base = "x.toml"\n')
-    assert "base = 'a\\x00b': must be the path" in error_of('base = "a\\u0000b"\n')
 
 
 def test_a_missing_config_file_has_no_list_of_others_where_there_are_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"^x\.toml: no such config file$"):
+    with pytest.raises(ConfigError, match=r"^x\.toml: cannot be read: No such file or directory$"):
         load_config(["--config=x.toml"])
 
 
 def test_missing_base_is_named(tmp_path: Path) -> None:
     (tmp_path / "x.toml").write_text('base = "y.toml"\n')
-    with pytest.raises(ConfigError, match=r"y\.toml: no such config file"):
+    with pytest.raises(ConfigError, match=r"y\.toml: cannot be read: No such file"):
         load_config([f"--config={tmp_path / 'x.toml'}"])
 
 
 def test_resolved_config_reads_back_the_same(tmp_path: Path) -> None:
-    prompt = "--validation.sample_prompt=tab\t, DEL \x7f, \u2028, \\ and 🙂"
+    prompt = "--validation.sample_prompt=tab\t, \u2028, \\ and 🙂"
     config = load_config(['--data.datasets=a b,c"d', "--optimizer.lr=3e-5", "--compile.enable", prompt])
     (tmp_path / "saved.toml").write_text(settings.to_toml(config), encoding="utf-8")
     assert load_config([f"--config={tmp_path / 'saved.toml'}"]) == config
@@ -208,6 +231,50 @@ def test_what_another_version_recorded_is_named_and_left_out(caplog: pytest.LogC
             settings.read_recorded(damaged, "outputs/a")
     with pytest.raises(ConfigError, match=r"outputs/a: base = 'x\.toml': must be in a section"):
         settings.read_recorded(b'base = "x.toml"', "outputs/a")
+
+
+def test_a_run_is_resumed_by_its_own_config(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    text = settings.to_toml(Config(training=Training(steps=70, seq_len=64)))
+    (folder / "config.toml").write_text(text.replace("[optimizer]\n", "[optimizer]\nidea = 3\n"))
+    for words in (["--resume", str(folder)], [f"--resume={folder}"]):
+        config = load_config([*words, "--training.steps=90"])
+        assert config == Config(run=settings.Run(folder=str(folder)), training=Training(steps=90, seq_len=64))
+        assert "optimizer.idea = 3" in caplog.text, "what this version does not know is named and left out"
+        caplog.clear()
+    other = tmp_path / "rum"
+    with pytest.raises(ConfigError) as error:
+        load_config([f"--resume={other}"])
+    assert f"--resume={other}: not the folder of a run" in str(error.value)
+    assert f"did you mean {folder}?" in str(error.value)
+    (folder / "config.toml").write_text("[run")
+    with pytest.raises(ConfigError, match=r"config\.toml: its config is not valid TOML"):
+        load_config([f"--resume={folder}"])
+
+
+@pytest.mark.parametrize("words", [["--compile.enable", "FILE"], ["FILE", "--compile.enable"], ["--config", "FILE"]])
+def test_a_word_that_ends_in_toml_is_the_config(words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "x.toml").write_text("[training]\nsteps = 50\n")
+    config = load_config([str(tmp_path / "x.toml") if word == "FILE" else word for word in words])
+    assert (config.training.steps, config.compile.enable) == (50, "--compile.enable" in words)
+
+
+def test_other_names_are_names_of_settings() -> None:
+    assert {*settings.OTHER_NAMES} <= {*settings.KINDS, "--resume"}
+
+
+def test_help_of_words_prints_the_settings_that_have_them_all(capsys: pytest.CaptureFixture[str]) -> None:
+    def printed(*words: str) -> list[str]:
+        with pytest.raises(SystemExit) as ended:
+            load_config(words)
+        assert ended.value.code == 0
+        return re.findall(r"^  --(\S+)=", capsys.readouterr().out, re.MULTILINE)
+
+    assert printed("--help", "nesterov") == ["parallelism.outer_momentum"]  # in its text
+    assert printed("-h", "Warmup_Steps") == ["lr_scheduler.warmup_steps"]  # in its name
+    assert printed("--config=x", "--help", "running", "squared", "--run.seed=1") == ["optimizer.beta2"]
+    assert printed("--help") == list(settings.KINDS)
 
 
 def test_differences_name_the_dotted_keys() -> None:
@@ -258,7 +325,9 @@ def commands_of_run_llama_train() -> list[str]:
     found = []
     for page in (ROOT / "README.md", ROOT / "run_llama_train.sh", *sorted((ROOT / "docs").glob("*.md"))):
         for line in page.read_text().replace("\\\n", " ").splitlines():
-            command = re.match(r"(?:[#$] +)?((?:[A-Z_]+=\S+ )*\./run_llama_train\.sh(?: +--\S+)*)", line)
+            command = re.match(
+                r"(?:[#$] +)?((?:[A-Z_]+=\S+ )*\./run_llama_train\.sh(?: +(?:--|train_configs/|outputs/)\S+)*)", line
+            )
             if command and "--help" not in command[1]:
                 found.append(command[1])
     return list(dict.fromkeys(found))
@@ -268,9 +337,14 @@ def commands_of_run_llama_train() -> list[str]:
 def test_what_the_pages_tell_to_type_is_accepted(command: str) -> None:
     words = shlex.split(command)
     script = words.index("./run_llama_train.sh")
-    file = dict(word.split("=", 1) for word in words[:script]).get("CONFIG_FILE", "train_configs/debug.toml")
-    if not file.startswith("outputs/"):  # a run of the reader's
-        load_config([f"--config={ROOT / file}", *words[script + 1 :]])
+    environment, words = dict(word.split("=", 1) for word in words[:script]), words[script + 1 :]
+    if "--resume" in words:  # a run of the reader's
+        words.remove("--resume")
+        words.remove(next(word for word in words if word.startswith("outputs/")))
+    if not any(word.endswith(".toml") for word in words):
+        words.insert(0, environment.get("CONFIG_FILE", "train_configs/debug.toml"))
+    assert words[0].startswith("train_configs/")
+    load_config([f"{ROOT / words[0]}", *words[1:]])
 
 
 ASYNC, ZERO_BUBBLE = "--parallelism.async_tp", "--parallelism.pp_schedule=InterleavedZeroBubble"
@@ -287,22 +361,18 @@ REFUSED = [  # words, ranks, what is said: each would otherwise train wrongly, f
     ),
     (["--parallelism.pp=8", "--training.local_batch_size=8"], 8, "8 stages .* for n_layers = 6"),
     ([TWO_STAGES, "--parallelism.sync_every_microbatch=false"], 2, "no effect with parallelism.pp = 2"),
-    ([TWO_STAGES, "--parallelism.reshard_group_size=2"], 2, "parallelism.pp = 2; set reshard_group_size = 0"),
-    (
-        ["--parallelism.tp=2", "--parallelism.reshard_group_size=2"],
-        8,
-        "cannot be used with parallelism.tp = 2; set reshard",
-    ),
+    ([TWO_STAGES, "--parallelism.reshard_group_size=2"], 2, "needs parallelism.pp = 1, tp = 1"),
+    (["--parallelism.tp=2", "--parallelism.reshard_group_size=2"], 8, "needs parallelism.pp = 1, tp = 1"),
     (
         ["--parallelism.local_steps=50", "--parallelism.dp_replicate=2", "--parallelism.reshard_group_size=2"],
         8,
-        "cannot be used with parallelism.local_steps = 50",
+        "needs .* local_steps = 0",
     ),
     (["--float8.enable", "--parallelism.reshard_group_size=2"], 4, "gathers no float8 weights"),
     ([TWO_STAGES, ZERO_BUBBLE, "--activation_checkpoint.mode=selective"], 2, "recomputes twice"),
     (["--activation_checkpoint.mode=budget", "--compile.enable", "--compile.backend=aot_eager"], 1, INDUCTOR),
-    ([TWO_STAGES, "--training.loss_chunks=4"], 2, "must be 0 or 1"),
-    (["--parallelism.tp=2", "--training.loss_chunks=4"], 2, "must be 0 or 1"),
+    ([TWO_STAGES, "--training.loss_chunks=4"], 2, "needs parallelism.tp = 1 and pp = 1"),
+    (["--parallelism.tp=2", "--training.loss_chunks=4"], 2, "needs parallelism.tp = 1 and pp = 1"),
     (["--float8.enable", "--float8.skip=[]", "--training.loss_chunks=4"], 1, 'unless float8.skip names "output"'),
     (["--parallelism.cp=2", "--parallelism.cp_method=ring", "--data.mask_documents"], 2, "cannot tell documents apart"),
     (["--parallelism.cp=2", "--training.seq_len=254"], 2, "must be a multiple of 4"),
@@ -311,7 +381,7 @@ REFUSED = [  # words, ranks, what is said: each would otherwise train wrongly, f
     (["--parallelism.tp=5", "--model.flavor=llama2_13B"], 5, "must divide hidden_dim = 13824"),
     (["--parallelism.tp=2", "--training.seq_len=255"], 2, "must be a multiple of 2"),
     (["--activation_checkpoint.mode=budget"], 1, INDUCTOR),
-    (["--activation_checkpoint.every_n_layers=2"], 1, "needs mode full or selective, not none"),
+    (["--activation_checkpoint.every_n_layers=2"], 1, "needs mode full or selective"),
     (["--parallelism.reshard_group_size=3"], 8, "the 8 ranks that share the weights into groups: 2, 4, or 0"),
     (["--parallelism.reshard_group_size=2"], 3, "the 3 ranks that share the weights into groups: none can"),
     (["--parallelism.reshard_group_size=2", "--parallelism.reshard_after_forward=false"], 8, "needs reshard_after"),
@@ -381,40 +451,26 @@ def test_zero_bubble_with_float8_is_refused_where_autograd_cannot(monkeypatch: p
 COMMAND = """
 import sys
 from config import ConfigError, command_line
-with command_line():
+with command_line({}):
     {}
 """
 
 
 @pytest.mark.parametrize(
-    ("work", "code", "said"),
+    ("mistake", "work", "code", "said"),
     [
-        ("[print('a line') for _ in range(100_000)]", 1, ""),
-        ("print('a line', flush=True); sys.stdin.read(); print('one more')", 1, ""),  # only a flush at the end finds it
-        ("print('a line', flush=True); sys.stdin.read(); print('more'); raise KeyboardInterrupt", 130, ""),
-        ("print('a line', flush=True); sys.stdin.read(); print('more'); sys.exit(0)", 1, ""),  # as after --help
-        ("print('a line', flush=True); sys.exit('a mistake')", 1, "a mistake\n"),
-        ("print('a line', flush=True); raise PermissionError(13, 'is closed', 'a/b')", 1, "error: a/b: is closed\n"),
-        (
-            "print('a line', flush=True); sys.stdin.read(); print('more'); raise ConfigError('a mistake')",
-            1,
-            "error: a mistake\n",
-        ),
+        ("", "raise PermissionError(13, 'is closed', 'a/b')", 1, "error: a/b: is closed\n"),
+        ("2", "raise ConfigError('a mistake')", 2, "error: a mistake\n"),
+        ("2", "raise KeyboardInterrupt", 130, ""),
+        ("2", "sys.exit('said otherwise')", 1, "said otherwise\n"),
+        ("2", "print('more'); raise BrokenPipeError('Broken pipe')", 1, "error: Broken pipe\n"),  # as of a worker
     ],
 )
-def test_how_commands_end(work, code, said) -> None:
-    """Without a traceback; also where nobody reads on, as after `| head -1`."""
-    command = [sys.executable, "-c", COMMAND.format(work)]
-    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    with subprocess.Popen(command, cwd=ROOT, env=buffered, stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True) as process:
-        assert process.stdin
-        assert process.stdout
-        assert process.stderr
-        assert process.stdout.readline() == "a line\n"
-        process.stdout.close()
-        process.stdin.close()
-        assert process.stderr.read() == said
-    assert process.returncode == code
+def test_how_commands_end(mistake: str, work: str, code: int, said: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", COMMAND.format(mistake, work)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (ended.returncode, ended.stderr) == (code, said)
 
 
 def test_help_may_be_read_in_part() -> None:
@@ -426,30 +482,16 @@ def test_help_may_be_read_in_part() -> None:
         assert process.stderr
         process.stdout.close()
         process.stdin.close()
-        assert process.stderr.read() == b""
+        assert process.stderr.read() == b"error: [Errno 32] Broken pipe\n"
     assert process.returncode == 1
-
-
-def test_words_that_are_no_text_end_a_command() -> None:
-    command = [os.fsencode(sys.executable), b"-c", COMMAND.format("print('ran')").encode(), b"--prompt=\xff"]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "PYTHONUTF8": "1"})
-    assert (ended.returncode, ended.stdout) == (1, "")
-    assert ended.stderr.startswith("error: '--prompt=\\udcff': is not valid text in this locale, utf-8")
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_what_a_locale_cannot_write_ends_no_command(encoding: str) -> None:
     environment = {**os.environ, "PYTHONUTF8": "0", "PYTHONIOENCODING": encoding}
-    command = [sys.executable, "-c", COMMAND.format(r"print('\u0142 \U0001f600')")]
+    command = [sys.executable, "-c", COMMAND.format("", r"print('\u0142 \U0001f600')")]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, env=environment)
     assert (ended.returncode, ended.stdout) == (0, b"\\u0142 \\U0001f600\n")
     command = [sys.executable, "-m", "config", "--run.folder=\xe9 \u0142"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, env=environment)
     assert settings.tomllib.loads(ended.stdout.decode())["run"]["folder"] == "\xe9 \u0142", "TOML is UTF-8"
-
-
-def test_a_broken_pipe_that_is_not_the_output_is_no_quiet_end() -> None:
-    command = [sys.executable, "-c", COMMAND.format("raise BrokenPipeError('of a worker')")]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert "BrokenPipeError: of a worker" in ended.stderr
-    assert ended.returncode == 1

@@ -219,10 +219,24 @@ def test_a_prompt_may_speak_of_help(checkout: Path) -> None:
 def test_a_config_on_the_command_line_takes_the_place_of_the_default_one(checkout: Path) -> None:
     write_program(checkout / "setup.sh", "#!/bin/sh\n")
     write_program(checkout / ".venv" / "bin" / "python", RUNNER)
-    for words in ([], ["--config=a.toml"], ["--config", "a b.toml"], ["--config=a.toml", "--config=b.toml"]):
+    ranks, default = "--metrics.log_ranks=0,1", "--config=train_configs/debug.toml"
+    configs = (["--config=a.toml"], ["--config", "a b.toml"], ["--config=a.toml", "--config=b.toml"], ["a.toml"])
+    for words in (*configs, ["--resume", "outputs/a"], ["--resume=outputs/a"], ["--compile.enable", "a.toml"]):
         assert run(checkout, "./run_llama_train.sh", *words, NGPU="1", LOG_RANK="0,1")[0] == 0
-        ranks, default = "--metrics.log_ranks=0,1", "--config=train_configs/debug.toml"
-        assert log_of(checkout)[-1].endswith(" ".join(["train.py", *([ranks, *words] if words else [default, ranks])]))
+        assert log_of(checkout)[-1].endswith(" ".join(["train.py", ranks, *words]))
+    for words in ([], ["--run.folder=a.toml"], ["--run.folder", "outputs/a"]):
+        assert run(checkout, "./run_llama_train.sh", *words, NGPU="1", LOG_RANK="0,1")[0] == 0
+        assert log_of(checkout)[-1].endswith(" ".join(["train.py", default, ranks, *words]))
+
+
+def test_the_script_prints_the_help_of_a_word(checkout: Path) -> None:
+    write_program(checkout / "setup.sh", "#!/bin/sh\n")
+    write_program(checkout / ".venv" / "bin" / "python", f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} "$@"\n')
+    code, said = run(checkout, "./run_llama_train.sh", "--help", "nesterov")
+    assert (code, said.count("--"), said.count("--parallelism.outer_momentum=")) == (0, 1, 1)
+    code, said = run(checkout, "./run_llama_train.sh", "-h", "learning_rate")
+    assert (code, said.count("\n")) == (2, 1)
+    assert said.endswith("did you mean --optimizer.lr?\n")
 
 
 @pytest.mark.parametrize("name", ["setup.sh", "run_llama_train.sh", "run_tests.sh"])
