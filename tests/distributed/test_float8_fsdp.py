@@ -82,7 +82,7 @@ class Run:
         init_weights(self.model, torch.device("cpu"), seed=0)
         self.optimizer, self.loss_fn = build_optimizer([self.model], config.optimizer), build_loss(config.compile)
         self.refresh_weights = build_refresh([self.model], config)
-        self.refresh_weights()
+        self.refresh_weights(0)
 
     def step(self, step: int, accumulation: int = 1, precompute: bool = True) -> float:
         """One optimizer step; the loss before it."""
@@ -100,7 +100,7 @@ class Run:
         clip_grad_norm_(list(self.model.parameters()), 1.0)
         self.optimizer.step()
         if precompute:
-            self.refresh_weights()
+            self.refresh_weights(0)
         self.optimizer.zero_grad()
         return total.item()
 
@@ -165,7 +165,7 @@ def losses_around_a_load(config: Config, refresh_after_load: bool) -> tuple[list
         for tensor, value in zip(run.tensors(), saved, strict=True):
             tensor.copy_(value)
     if refresh_after_load:
-        run.refresh_weights()
+        run.refresh_weights(0)
     return first, [run.step(2), run.step(3)]
 
 
@@ -308,7 +308,7 @@ def bits_beside_torchao(ranks: int, recipe: str, gradient_scale: float, shrink: 
     (master, *_) = model[0].parameters()
     with torch.no_grad():
         master.copy_(weight)
-        build_refresh([model], config)()
+        build_refresh([model], config)(0)
         master.mul_(shrink)
     weight = weight.full_tensor() if ranks > 1 else weight
     own_config = Float8LinearConfig.from_recipe_name(recipe)

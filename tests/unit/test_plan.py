@@ -265,12 +265,8 @@ def real_step(arguments: list[str], outputs: str) -> list[Traffic]:
     """The second step on this rank among real ones, with real tensors; only the data are zeros."""
     tally, config = Tally(), _one_step(load_config(arguments), Path(outputs))
     config = dataclasses.replace(config, training=dataclasses.replace(config.training, steps=2))
-    stubs = {
-        "DataLoader": partial(_zeros, tally.begin_step),
-        "CheckpointManager": _no_checkpoints,
-        "StopRequest": _no_stop,
-    }
-    with tally.counting(), mock.patch.multiple(train, **stubs):
+    stubs = {"DataLoader": partial(_zeros, tally.begin_step), "CheckpointManager": _no_checkpoints}
+    with tally.counting(), mock.patch.multiple(train, **stubs), mock.patch("run.run.StopRequest", _no_stop):
         train.train(config)
     return tally.traffic()
 
