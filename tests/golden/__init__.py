@@ -1,0 +1,1 @@
+"""What this code computed at one commit: the numbers of whole runs, a dataset and a run folder."""
