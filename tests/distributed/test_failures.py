@@ -22,6 +22,7 @@ from config import Failures, TitaniteError, load_config
 from metrics import fetch_finite
 from run.exits import AGAIN, record_exit
 from run.failures import SPIKE_WINDOW, BadSteps, RolledBackError, Stragglers, check_replay
+from run.processes import shut_down
 from run.stop import StopRequest
 from run.watchdog import Watchdog
 from tests.corpus import write_dataset
@@ -388,6 +389,7 @@ def exit_code(arguments: list[str], steps: int, *signals: signal.Signals) -> Any
             train(load_config([*arguments, f"--training.steps={steps}"]), after_step)
         except SystemExit as ended:
             code = ended.code
+            shut_down()  # as the end of the process would
     assert steps == 2 or (folder / "exit.json").exists()
     return code
 

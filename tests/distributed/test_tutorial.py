@@ -63,7 +63,7 @@ def check_run_script(folder: Path, environment: dict[str, str]) -> None:
         assert wrong.returncode == 2
         assert wrong.stderr == f"error: NGPU={number}: must be a number of processes, at least 1\n"
     wrong = start("--training.steps=3", "--config")
-    assert (wrong.returncode, wrong.stderr) == (2, "error: --config: needs a value, as in --config=FILE\n")
+    assert (wrong.returncode, wrong.stderr) == (2, "error: --config: needs a value, as in --config=PATH\n")
     words = ["--data.datasets=datasets/tutorial", "--run.folder=outputs/script", "--training.steps=2"]
     words += ["--lr_scheduler.warmup_steps=0", "--validation.enable=false", "--validation.sample_tokens=0"]
     # The file named last is the one that counts, however it is named; and as many processes as share its batch.
