@@ -242,7 +242,10 @@ def _with_same_norm(grad: Tensor) -> Tensor:
     if isinstance(grad, DTensor):
         places = [Replicate() if place.is_replicate() else Shard(0) for place in grad.placements]
         return DTensor.from_local(_with_same_norm(grad.to_local()), grad.device_mesh, places)
-    flat = grad.reshape(-1)
-    pieces = flat[: len(flat) // PIECE * PIECE].view(-1, PIECE)
-    norms = torch.cat((torch.linalg.vector_norm(pieces, dim=1), flat[pieces.numel() :].norm()[None]))
-    return norms.double().norm()[None].to(grad.dtype)
+    if grad.dim() > 1 and grad.shape[-1] <= PIECE:
+        norms = torch.linalg.vector_norm(grad, dim=-1)
+    else:
+        flat = grad.reshape(-1)
+        pieces = flat[: len(flat) // PIECE * PIECE].view(-1, PIECE)
+        norms = torch.cat((torch.linalg.vector_norm(pieces, dim=1), flat[pieces.numel() :].norm()[None]))
+    return torch.linalg.vector_norm(norms, dtype=torch.float64)[None].to(grad.dtype)

@@ -105,7 +105,6 @@ def measure(param_dtype: str, steps: int, outputs: Path) -> dict[str, list[float
         since = time.perf_counter()
 
     train(config, after_step)
-    torch.distributed.destroy_process_group()
     return seconds
 
 

@@ -222,6 +222,7 @@ def our_run(
         if not result.get("grads"):  # none in steps that are left out
             named = {n: p.grad for n, p in named_parameters(parts) if p.grad is not None}
             result["grads"] = {n: whole(grad).clone() for n, grad in named.items()}
+            result["grads_after"] = clipped - 1  # steps of this start
         norm = clip_grad_norm_(*args)
         return norm * torch.nan if clipped == bad_step else norm
 

@@ -20,7 +20,6 @@ from config import load_config
 from data.prepare import main as prepare
 from models.llama.model import attention, causal_mask
 from parallel.context import _flash, _flash_backward
-from run.processes import shut_down
 from tests.unit.test_checkpoint_staging import check_copies
 from train import train
 
@@ -56,7 +55,6 @@ def run(dataset: Path, outputs: Path, *options: str) -> list[str]:
         arguments = [f"--data.datasets={dataset}", f"--run.outputs={outputs}", "--training.steps=10", *options]
         arguments += ["--metrics.log_interval=100", "--validation.enable=false", "--checkpoint.enable=false"]
         train(load_config([*arguments, "--lr_scheduler.warmup_steps=1"]), after_step)
-    shut_down()
     return [wait for wait in waits if "called a synchronizing" in wait]  # torch also says that the mode is a prototype
 
 
@@ -145,7 +143,6 @@ def save(dataset: Path, folder: Path, mode: str) -> None:
     arguments = [f"--data.datasets={dataset}", f"--run.folder={folder}", "--training.steps=6", "--run.deterministic"]
     arguments += ["--checkpoint.interval=1", "--checkpoint.keep=0", f"--checkpoint.mode={mode}"]
     train(load_config([*arguments, "--lr_scheduler.warmup_steps=1", "--validation.enable=false"]))
-    shut_down()
 
 
 def test_async_saves_hold_the_values_of_sync_ones(dataset: Path, tmp_path: Path) -> None:
