@@ -432,8 +432,6 @@ class Failures:
     """Also treat a loss above this multiple of the median of the 32 steps before as bad. 0: off."""
     restarts_without_progress: Count = 3
     """Restarts of a job in a row without a new checkpoint. One more is refused."""
-    straggler_interval: Count = 0
-    """Steps between two timings of the same small computation on all ranks, to name slow ranks. 0: never."""
     replay_interval: Count = 0
     """Steps between two that are computed twice and compared bit for bit. 0: none. Needs run.deterministic."""
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.elastic.multiprocessing.errors import record
 
 from checkpoint.companions import check_vocabulary
 from checkpoint.manager import CheckpointManager, check_initial_load, check_owner, check_places, check_steps
@@ -30,11 +29,10 @@ from parallel.device import device_type
 from parallel.mesh import ParallelDims
 from parallel.pipeline import build_step
 from profiling import check_profiling
-from run.exits import run_and_leave
 from run.failures import BadSteps, check_rollback
 from run.folder import check_run_folder
 from run.processes import LaunchEnvironment, launch_environment, set_timeout
-from run.run import Run, explained, leave_no_process_group
+from run.run import Run, run_and_leave
 from validate import sample_text, validate_all
 
 logger = logging.getLogger(__name__)
@@ -55,7 +53,6 @@ def check_start(
     check_run_folder(config, identity)
 
 
-@leave_no_process_group
 def train(config: Config, after_step: Callable[[int], None] = lambda step: None) -> tuple[Path, dict[str, Any]]:
     """Run `config` to its last step. Returns the run's folder and its last row of metrics.
 
@@ -75,15 +72,15 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
     if config.float8.enable:
         logger.info(f"float8: {summarize(*convert_to_float8(model, config.float8, dims.tp, dims.shards))}")
     fits_data = partial(check_vocabulary, data.tokenizer, config.checkpoint.initial_load)
-    checks = (  # on rank 0, before a byte is written
-        data.check_run,
-        partial(check_initial_load, config.checkpoint, identity, check=fits_data),
-        partial(check_owner, config.checkpoint),
-        partial(check_places, config.checkpoint),
-        partial(check_steps, config),
-    )
 
-    with Run(config, environment, dims, data, identity, checks) as run:
+    def check_places_of_run(folder: Path) -> None:  # on rank 0, before a byte is written
+        data.check_run(folder)
+        check_initial_load(config.checkpoint, identity, folder, check=fits_data)
+        check_owner(config.checkpoint, folder)
+        check_places(config.checkpoint, folder)
+        check_steps(config, folder)
+
+    with Run(config, environment, dims, data, identity, check_places_of_run) as run:
         # -- model, optimizer, checkpoint
         device, mesh, watchdog = run.device, run.mesh, run.watchdog
         n_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -168,11 +165,9 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
     return run.folder, metrics.last
 
 
-@record
 def main() -> None:
-    """Train as the command line says. A mistake is explained in one line and ends with exit code 2."""
-    with explained(launch_environment()):
-        train(load_config(sys.argv[1:]))
+    """Train as the command line says."""
+    train(load_config(sys.argv[1:]))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from float8.convert import check_float8, convert_to_float8
 from metrics import check_log_ranks, find_hook
 from models import ModelSpec, build_model, find_model
 from parallel.mesh import ParallelDims
-from run.exits import run_and_leave
+from run.run import run_and_leave
 from tools.devices import DEVICES, GIB
 from tools.plan_costs import DEFAULT_VOCAB_SIZE, Work, groups, traffic
 from tools.plan_memory import Memory, memory, reserved

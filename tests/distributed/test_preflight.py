@@ -115,7 +115,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
-        "launch.torchrun",
+        "torch.distributed.run",
         "--standalone",
         "--nproc-per-node=2",
         "--max-restarts=2",

@@ -391,7 +391,7 @@ def test_a_corrupt_shard_stops_the_run_and_is_named(dataset: Path, tmp_path: Pat
 
 
 def test_a_loss_that_is_not_finite_stops_before_a_checkpoint(dataset: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "launch.torchrun", "--standalone", "--nproc-per-node=2", "train.py"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py"]
     command += [word for word in SMALL if "log_interval" not in word and "optimizer.lr" not in word]
     command += [f"--data.datasets={dataset}", f"--run.folder={tmp_path / 'run'}", "--optimizer.lr=1e30"]
     result = subprocess.run([*command, "--metrics.log_interval=4"], cwd=ROOT, capture_output=True, text=True)
@@ -501,7 +501,7 @@ def test_a_crash_does_not_wait_for_threads_that_wait(dataset: Path, tmp_path: Pa
 def test_killed_and_resumed_under_torchrun(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two processes, SIGKILL after the first checkpoint; resumed, profiled, sampled; then text from generate.py."""
     folder = tmp_path / "run"
-    command = [sys.executable, "-m", "launch.torchrun", "--standalone", "--nproc-per-node=2", "train.py", *SMALL]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py", *SMALL]
     command += [f"--data.datasets={dataset}", f"--run.folder={folder}", "--metrics.log_ranks=0,1"]
     command += ["--validation.sample_prompt=ba", "--validation.sample_tokens=8", "--profiling.trace"]
     command += ["--profiling.trace_start=14", "--profiling.trace_steps=2"]
@@ -598,7 +598,7 @@ def test_asked_to_stop_it_saves_between_two_steps_and_resumes_with_the_same_bits
         ["--checkpoint.interval=1", "--checkpoint.mode=async"] if "async" in how else ["--checkpoint.interval=1000"]
     )
     words += [f"--data.datasets={dataset}", *saving, "--validation.enable=false"]
-    command = [sys.executable, "-m", "launch.torchrun", "--standalone", "--nproc-per-node=2", "train.py"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py"]
     command += [*words, f"--run.folder={folder}"]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     assert process.stderr

@@ -312,7 +312,7 @@ def test_accumulation_must_divide() -> None:
 def test_config_needs_no_torch_and_says_errors_in_one_line() -> None:
     code = "import sys, config; assert not {'torch', 'numpy'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
-    for program, exit_code in (("config", 2), ("launch.processes", 1)):
+    for program, exit_code in (("config", 2), ("tools.processes", 1)):
         command = [sys.executable, "-m", program, "--training.steps=x"]
         result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         assert result.returncode == exit_code
