@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.chaos import Job, judge_job, prepare_data, schedule, suffer, weights
+from checkpoint.manager import CheckpointManager
 from config import Failures, TitaniteError, load_config
 from metrics import fetch_finite
 from run.failures import SPIKE_WINDOW, BadSteps, RolledBackError, check_replay
@@ -404,3 +405,26 @@ def test_jobs_survive_faults_with_the_same_weights_and_the_right_verdicts(tmp_pa
         assert end["kind"] == ("lost" if fault.kind == "SIGKILL" else "hung")
         assert end["rank"] == fault.rank
     assert json.loads((job.run / "exit.json").read_text())["kind"] == "finished"
+
+
+def stop_before_training(arguments: list[str]) -> Any:
+    def load(self: CheckpointManager) -> int:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return 0
+
+    with mock.patch.object(CheckpointManager, "load", load):
+        try:
+            train(load_config(arguments))
+        except SystemExit as ended:
+            return ended.code
+
+
+def test_a_request_to_stop_before_the_first_step_ends_at_once_and_is_no_crash(dataset: Path, tmp_path: Path) -> None:
+    arguments = [*SMALL, f"--data.datasets={dataset}", f"--run.folder={tmp_path}"]
+    assert run_ranks(1, stop_before_training, arguments, start_group=False) == [128 + signal.SIGTERM]
+    ended = json.loads((tmp_path / "exit.json").read_text())
+    assert (ended["kind"], ended["cause"], ended["start_again"]) == (
+        "stopped",
+        "stopped by SIGTERM, before any step",
+        True,
+    )
