@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import IO, Any
 
-from config import file_errors, misplaced
+from config import LOCAL, file_errors
 
 
 def open_records(path: Path) -> IO[str]:
@@ -41,8 +41,8 @@ def write_atomically(path: Path, data: bytes | memoryview) -> None:
 
 def output_path(text: str) -> Path:
     """argparse type for an `--output`."""
-    if mistake := misplaced(text):
-        raise argparse.ArgumentTypeError(f"{text}: {mistake}")
+    if not text or text not in LOCAL:
+        raise argparse.ArgumentTypeError(f"{text}: must be a string {LOCAL}")
     return Path(text)
 
 

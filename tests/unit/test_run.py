@@ -408,7 +408,7 @@ def test_a_process_that_may_not_be_looked_at_is_none_of_ours(monkeypatch: pytest
 def test_a_memory_snapshot_needs_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"profiling\.memory_snapshot = true: needs CUDA"):
-        check_profiling(Profiling(memory_snapshot=True))
+        check_profiling(Profiling(memory_snapshot=True), steps=9)
 
 
 def log_on(log_ranks: tuple[int, ...]) -> None:

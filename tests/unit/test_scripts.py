@@ -18,6 +18,7 @@ import launch.torchrun
 from benchmarks import local_steps
 from benchmarks.report import build_parser
 from config import load_config
+from optim import check_optim
 from run.exits import AGAIN, HUNG
 from tests.ports import free_port
 
@@ -409,4 +410,4 @@ def test_a_torchrun_that_a_signal_ended_is_not_long_awaited_by_the_others(tmp_pa
 
 @pytest.mark.parametrize("steps", [local_steps.STEPS, local_steps.QUICK_STEPS])
 def test_the_steps_of_local_steps_have_room_for_its_schedule(steps: int) -> None:
-    load_config(local_steps.arguments(10, local_steps.AVERAGE, steps, "run"))
+    check_optim(load_config(local_steps.arguments(10, local_steps.AVERAGE, steps, "run")))

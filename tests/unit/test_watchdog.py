@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 import run.watchdog
-from config import Config, ConfigError, Failures, Run, TitaniteError, Training, check_config, from_dict
+from config import Config, ConfigError, Run, TitaniteError, Training
 from run.exits import HUNG, Exit, read_exit, record_exit, run_and_leave
 from run.failures import Timing, find_slow
 from run.folder import CrashLoopError, choose_run_folder, read_starts, record_progress, record_start
@@ -622,11 +622,3 @@ def test_slow_ranks_are_named_and_noise_is_not() -> None:
     assert list(slow) == [(2, "compute_seconds")]
     assert "rank 2 (b) needed 200.0 ms" in slow[2, "compute_seconds"]
     assert list(find_slow([usual._replace(data_seconds=0.5), usual])) == [(0, "data_seconds")]
-
-
-def test_failure_settings_that_cannot_work_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"failures.replay_interval = 5: needs run.deterministic"):
-        check_config(from_dict({"failures": {"replay_interval": 5}}))
-    with pytest.raises(ConfigError, match="rollback"):
-        check_config(from_dict({"failures": {"on_bad_step": "rollback"}, "checkpoint": {"enable": False}}))
-    assert Failures().on_bad_step == "stop"
