@@ -266,6 +266,7 @@ def _one_step(config: Config, folder: Path) -> Config:
         config,
         run=dataclasses.replace(config.run, folder="", outputs=str(folder)),
         training=dataclasses.replace(config.training, steps=1),
+        lr_scheduler=dataclasses.replace(config.lr_scheduler, warmup_steps=0),  # one step has no room for it
         # inductor's kernels would touch memory, which fake tensors lack
         compile=dataclasses.replace(config.compile, backend="aot_eager"),
         parallelism=dataclasses.replace(config.parallelism, async_tp=False),  # it needs the GPU's compiler
