@@ -260,6 +260,7 @@ def test_what_cannot_train_is_refused_before_anything_starts(
     """Before the process group starts, and before a byte is written."""
     monkeypatch.chdir(place)
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
+    monkeypatch.setattr(train, "Run", mock.Mock(side_effect=AssertionError("not refused")))
     before = {*place.rglob("*")}
     with pytest.raises(TitaniteError, match=said):
         train.train(load_config(["--data.datasets=data", *words]))
