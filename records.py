@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 
-from config import file_errors, misplaced
+from config import LOCAL, file_errors
 
 PACKAGES = ("torchao", "triton", "numpy", "pyarrow", "tokenizers", "s3fs", "transformers", "torchtitan")
 
@@ -46,8 +46,8 @@ def write_atomically(path: Path, data: bytes | memoryview) -> None:
 
 def output_path(text: str) -> Path:
     """argparse type for an `--output`."""
-    if mistake := misplaced(text):
-        raise argparse.ArgumentTypeError(f"{text}: {mistake}")
+    if not text or text not in LOCAL:
+        raise argparse.ArgumentTypeError(f"{text}: must be a string {LOCAL}")
     return Path(text)
 
 

@@ -25,7 +25,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from benchmarks.report import build_parser, finish, print_row, require_cpu
-from config import TitaniteError, with_defaults
+from config import TitaniteError
 from data.prepare import main as prepare
 from records import read_records
 from run.folder import STARTS
@@ -107,7 +107,7 @@ class Job:
         folder.mkdir(parents=True)
         self.folder, self.name, self.agents = folder, folder.name, agents
         places = (f"--data.datasets={dataset}", f"--run.outputs={folder / 'out'}")
-        self.arguments = with_defaults((*ARGUMENTS, *places), extra)
+        self.arguments = [*ARGUMENTS, *places, *extra]
         self.environment = os.environ | {"OMP_NUM_THREADS": "1", "CHAOS_FOLDER": str(folder)} | (environment or {})
         self.log = open(folder / "log", "ab")  # noqa: SIM115
         self.hung: list[int] = []  # ranks that were stopped, in order

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from config import ConfigError, Failures, TitaniteError, file_errors
+from config import Config, ConfigError, Failures, TitaniteError, file_errors
 from records import open_records, read_records
 from run.processes import LaunchEnvironment, from_rank_0
 
@@ -25,8 +25,16 @@ SPIKE_WINDOW = 32  # good steps that a loss is compared with
 INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def check_rollback(failures: Failures, environment: LaunchEnvironment) -> None:
-    """Raises ConfigError if nobody would start this run again after it rolled back."""
+def check_failures(config: Config, environment: LaunchEnvironment) -> None:
+    """Raises ConfigError for settings that need others, and if nobody would start the run again after a rollback."""
+    failures = config.failures
+    if failures.replay_interval and not config.run.deterministic:
+        raise ConfigError(
+            f"failures.replay_interval = {failures.replay_interval}: needs run.deterministic = true, for the same bits "
+            "twice"
+        )
+    if failures.on_bad_step == "rollback" and not config.checkpoint.enable:
+        raise ConfigError('failures.on_bad_step = "rollback": needs checkpoint.enable = true')
     if failures.on_bad_step == "rollback" and not environment.max_restarts:
         raise ConfigError(
             'failures.on_bad_step = "rollback": needs a torchrun that starts the run again from its checkpoint, with '

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from checkpoint.stores import CheckpointError
-from config import ConfigError, load_config, to_toml, with_defaults
+from config import ConfigError, load_config, to_toml
 from data.loader import Batch, validation_batches
 from data.prepare import main as prepare
 from data.shards import DataError, open_dataset
@@ -136,7 +136,7 @@ def single(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_world_size_does_not_matter(layout: str, single: Path, dataset: Path, tmp_path: Path) -> None:
     world_size, steps, overrides = LAYOUTS[layout]
-    arguments = [*with_defaults(SMALL, overrides), f"--data.datasets={dataset}", f"--run.folder={tmp_path / 'run'}"]
+    arguments = [*SMALL, *overrides, f"--data.datasets={dataset}", f"--run.folder={tmp_path / 'run'}"]
     run_ranks(world_size, run, arguments, 0 if steps == STEPS else steps, start_group=False)
     tokens = [256 * step for step in range(1, steps + 1)]
     assert column(tmp_path / "run", "tokens") == column(single, "tokens")[:steps] == tokens
@@ -348,7 +348,7 @@ def test_bad_input_ends_in_one_line(single: Path, dataset: Path, tmp_path: Path)
     before = {path: path.read_bytes() for path in single.iterdir() if path.is_file()}
     data = f"--data.datasets={dataset}"
     cases = [
-        (["--training.stpes=3"], ["training.stpes", "did you mean training.steps"]),
+        (["--training.stpes=3"], ["training.stpes", "did you mean --training.steps"]),
         (["--training.steps=many"], ["training.steps", "many", "integer"]),
         (["--data.datasets=nowhere"], ["nowhere", "data.prepare"]),
         ([data, "--parallelism.dp_replicate=3"], ["dp_replicate 3", "world size, 1"]),

@@ -12,7 +12,8 @@ import jsonschema
 import pytest
 import yaml
 
-from config import grad_accum_steps, load_config
+from config import load_config
+from data.place import grad_accum_steps
 
 ROOT = Path(__file__).parents[2]
 SCHEMAS = {

@@ -80,7 +80,7 @@ def test_peak_memory_is_also_known_where_the_system_keeps_no_mark_of_it(tmp_path
 def test_a_memory_snapshot_needs_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"profiling\.memory_snapshot = true: needs CUDA"):
-        check_profiling(Profiling(memory_snapshot=True))
+        check_profiling(Profiling(memory_snapshot=True), steps=9)
 
 
 def log_on(log_ranks: tuple[int, ...]) -> None:

@@ -16,6 +16,7 @@ import pytest
 from benchmarks import local_steps
 from benchmarks.report import build_parser
 from config import load_config
+from optim import check_optim
 
 ROOT = Path(__file__).parents[2]
 # Makes environments of itself, and installs nothing in them.
@@ -284,4 +285,4 @@ def test_a_node_passes_a_request_to_stop_on_and_waits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("steps", [local_steps.STEPS, local_steps.QUICK_STEPS])
 def test_the_steps_of_local_steps_have_room_for_its_schedule(steps: int) -> None:
-    load_config(local_steps.arguments(10, local_steps.AVERAGE, steps, "run"))
+    check_optim(load_config(local_steps.arguments(10, local_steps.AVERAGE, steps, "run")))
