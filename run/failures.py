@@ -22,23 +22,17 @@ logger = logging.getLogger(__name__)
 
 SKIPPED = "skipped.jsonl"
 SPIKE_WINDOW = 32  # good steps that a loss is compared with
-INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check_failures(config: Config, environment: LaunchEnvironment) -> None:
     """Raises ConfigError for settings that need others, and if nobody would start the run again after a rollback."""
     failures = config.failures
     if failures.replay_interval and not config.run.deterministic:
+        raise ConfigError("failures.replay_interval: needs run.deterministic = true, for the same bits twice")
+    if failures.on_bad_step == "rollback" and not (config.checkpoint.enable and environment.max_restarts):
         raise ConfigError(
-            f"failures.replay_interval = {failures.replay_interval}: needs run.deterministic = true, for the same bits "
-            "twice"
-        )
-    if failures.on_bad_step == "rollback" and not config.checkpoint.enable:
-        raise ConfigError('failures.on_bad_step = "rollback": needs checkpoint.enable = true')
-    if failures.on_bad_step == "rollback" and not environment.max_restarts:
-        raise ConfigError(
-            'failures.on_bad_step = "rollback": needs a torchrun that starts the run again from its checkpoint, with '
-            '--max-restarts (MAX_RESTARTS of run_llama_train.sh) at least failures.bad_step_budget; or set "skip"'
+            'failures.on_bad_step = "rollback": needs checkpoint.enable = true and a torchrun that starts it again, by '
+            "--max-restarts (MAX_RESTARTS of run_llama_train.sh) at least failures.bad_step_budget"
         )
 
 
@@ -55,7 +49,7 @@ class BadSteps:
     """
 
     def __init__(self, failures: Failures, folder: Path, step: int, saves: bool, last_saved: Callable[[], int | None]):
-        """For a start that goes on from `step`; `saves`: whether it writes checkpoints. Collective.
+        """For a start after `step` that `saves` checkpoints or not. Collective.
 
         `last_saved` waits for the save under way and returns the step of the newest, None if there is none.
         """
@@ -64,10 +58,8 @@ class BadSteps:
         self.skipped = {step for record in records for step in range(record["first"], record["last"] + 1)}
         self.incidents = len(records)
         if to_come := sorted(left_out for left_out in self.skipped if left_out > step):
-            logger.info(
-                f"steps left out again, as by a start before ({len(to_come)}): {to_come[0]} to {to_come[-1]}; to "
-                f"train on them stop, and remove their lines from {self.file}"
-            )
+            steps = f"{to_come[0]} to {to_come[-1]} ({len(to_come)})"
+            logger.info(f"steps left out again: {steps}; to train on them remove their lines from {self.file}")
         self.recent: deque[float] = deque(maxlen=SPIKE_WINDOW)
         self.active = failures.on_bad_step != "stop" or failures.spike_factor > 0
 
@@ -139,7 +131,7 @@ def check_replay(
 
 
 def _bits(tensors: Sequence[Tensor]) -> list[int]:
-    """The sum of the bit patterns of each tensor, which one wrong element changes."""
+    """The sum of the bytes of each tensor, which one wrong bit changes."""
     own = [t.to_local() if isinstance(t, DTensor) else t.detach() for t in tensors]
-    sums = [t.contiguous().view(INTEGER_OF_SIZE[t.element_size()]).sum(dtype=torch.int64) for t in own]
+    sums = [t.reshape(-1).view(torch.uint8).sum(dtype=torch.int64) for t in own]
     return torch.stack(sums).tolist() if sums else []

@@ -97,7 +97,6 @@ def start_run(
                 with suppress(OSError):  # removes only a folder made just now; any other is not empty
                     folder.rmdir()
             raise
-        folder.mkdir(parents=True, exist_ok=True)
         _lock(folder)
         _check_model(folder, identity)  # again: a start that has ended meanwhile may have written there
         changed = record_start(folder, config, identity, environment.world_size, environment.job)
@@ -111,6 +110,7 @@ def _lock(folder: Path) -> None:
     Ignores another machine's lock, which a lost machine may leave. Two runs that still share a folder end at their
     first checkpoint (checkpoint.manager).
     """
+    folder.mkdir(parents=True, exist_ok=True)
     file = os.open(folder / RUNNING, os.O_RDWR | os.O_CREAT, 0o666)  # never closed: that would release the lock
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -143,7 +143,6 @@ def record_start(
     Writes .run_name and config.toml only if there are none; later `record_config` replaces config.toml. Returns the
     settings that differ from config.toml, dotted key → (old, new). Raises CrashLoopError.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     count = _count_without_progress(folder, job, config.failures.restarts_without_progress)
     recorded = folder / "config.toml"
     write_atomically(folder / "model.json", json.dumps(identity, indent=2).encode())  # first: it marks a run's folder
@@ -182,17 +181,16 @@ class CrashLoopError(TitaniteError):
 
 
 def _count_without_progress(folder: Path, job: str, allowed: int) -> int:
-    """Count the starts of this job in a row without a checkpoint, including this one.
+    """Count the starts of this job in a row without a checkpoint, including this one; not those that ended in order.
 
-    Leaves out starts that were asked to stop, that finished or that rolled back. Raises CrashLoopError above
-    1 + `allowed`.
+    Raises CrashLoopError above 1 + `allowed`.
     """
     last, ended = _last_start(folder), read_exit(folder) or {"kind": "unknown", "cause": "unknown, it was killed"}
     before = last.get("starts_since_checkpoint", 0) if job and last.get("job") == job else 0
-    if (folder / PROGRESS).exists():
+    if (folder / PROGRESS).exists() or not before:
         return 1
     if ended["kind"] in ("stopped", "finished", "rolled back"):
-        return max(1, before)
+        return before
     if before > allowed:
         raise CrashLoopError(
             f"{folder}: starts of this job in a row that ended without a new checkpoint: {before}, "

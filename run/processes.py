@@ -68,8 +68,7 @@ def process_state(pid: int) -> tuple[str, str]:
 def init_distributed(environment: LaunchEnvironment, comm: Comm) -> torch.device:
     """Start the process group, even for one process, and return this rank's device.
 
-    Raises ConfigError if this node has too few devices, if it found another type of device than rank 0, or if something
-    other than torchrun has started several ranks.
+    Raises ConfigError if this node has too few devices or another type than rank 0, or if torchrun did not start it.
     """
     if environment.world_size == 1 and (tasks := os.environ.get("SLURM_STEP_NUM_TASKS", "1")) != "1":
         raise ConfigError(
@@ -119,10 +118,7 @@ def init_distributed(environment: LaunchEnvironment, comm: Comm) -> torch.device
 
 
 def set_timeout(seconds: int, apart: dist.ProcessGroup | None = None) -> None:
-    """Set the timeout of all process groups that exist, except `apart`. A new group has torch's, 30 minutes.
-
-    Neither a mesh nor FSDP2 takes a timeout for the groups it makes.
-    """
+    """Set the timeout of all process groups but `apart`: neither a mesh nor FSDP2 takes one for the groups it makes."""
     # Public from torch 2.14 on, where the old name warns on every rank.
     set_of_group = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     for group in dist.distributed_c10d._world.pg_map:

@@ -47,8 +47,7 @@ ForwardBackward = Callable[[list[Batch], Tensor], list[Tensor]]  # (microbatches
 def run_and_leave(main: Callable[[], object]) -> NoReturn:
     """Run a rank's program and end the process. A mistake of the user is explained in one line, with exit code 2.
 
-    Skips Python's normal exit, which takes most of a second, sometimes aborts in a thread of gloo, and after an error
-    waits for ranks that are still in a collective.
+    Skips Python's normal exit, which sometimes aborts in a thread of gloo, or waits for ranks that are in a collective.
     """
     code: Any = 0
     try:
@@ -80,10 +79,10 @@ def run_and_leave(main: Callable[[], object]) -> NoReturn:
 
 
 class Run:
-    """What a start has beside the training itself. The loop calls `begin` and `end` once a step.
+    """What a start has beside the training itself. The loop calls `begin` and `end` once a step. Raises TitaniteError.
 
     As a context it starts the process group, chooses and records the run's folder, and explains the exception that ends
-    the run. `check` gets the folder on rank 0, before anything is written there. Raises TitaniteError.
+    the run. `check` gets the folder on rank 0, before anything is written there.
     """
 
     def __init__(
@@ -127,12 +126,10 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         gc.enable()
-        asked_by = self.stop.asked_by
         if isinstance(error, SystemExit) and self.watchdog.step == 0 and not self.watchdog.find_lost(0):
             # Before any step a request to stop ends this rank at once. (torchrun also asks when it has lost a rank.)
-            self.watchdog.announce(
-                "stopped", f"stopped by {asked_by}, before any step", again=asked_by in OF_A_SCHEDULER
-            )
+            cause = f"stopped by {self.stop.asked_by}, before any step"
+            self.watchdog.announce("stopped", cause, again=self.stop.asked_by in OF_A_SCHEDULER)
         self._contexts.__exit__(kind, error, trace)
         if error is None:  # otherwise other ranks may wait in a collective
             shut_down()

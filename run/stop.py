@@ -28,9 +28,9 @@ class StopRequest:
     All ranks agree on it. Afterwards `elsewhere` says that only other nodes were taken, so that the run should go on.
 
     Signals are caught inside `with`, except those that were ignored before, as SIGHUP is under nohup. Before `start`
-    there is nothing to save, so a signal ends this rank at once. After it each step casts a vote and reads that of the
-    step before, on the host in a gloo group of its own. So no rank waits for the device or for a slower rank, and all
-    stop after the same step. A second Ctrl-C raises KeyboardInterrupt.
+    there is nothing to save, so a signal ends this rank at once. Then each step casts a vote and reads that of the step
+    before, on the host in a gloo group of its own: no rank waits for the device or for a slower rank, and all stop
+    after the same step. A second Ctrl-C raises KeyboardInterrupt.
     """
 
     def __init__(self, run_folder: Path, environment: LaunchEnvironment):

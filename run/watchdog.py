@@ -31,11 +31,9 @@ T = TypeVar("T")
 
 SAYING_SECONDS = 10.0  # most time to report a hang before a rank ends
 LOST_SECONDS = 3.0  # for a rank that lost a connection to look for the rank it lost
-FRAMES = 10
 CHECKPOINTING = ("checkpoint", "load", "end")  # sections that may last checkpoint.timeout_seconds
 # Sections that queue kernels on an accelerator: when its queue is full, the host waits for other ranks anywhere.
 QUEUEING = ("forward/backward", "optimizer", "validation")
-LESS_MEMORY = "a smaller training.local_batch_size or an activation_checkpoint.mode needs less, see tools.plan"
 
 
 class Watchdog:
@@ -94,8 +92,8 @@ class Watchdog:
             what, cause = "rolled back" if isinstance(error, RolledBackError) else "error", str(error)
             rank = None if error.agreed else rank
         elif isinstance(error, torch.OutOfMemoryError):  # even in a collective: no other rank is to blame
-            cause = f"{cause}; {LESS_MEMORY}"
-        elif isinstance(error, RuntimeError) and _in_collective(traceback.extract_tb(trace)[-FRAMES:]):
+            cause += "; a smaller training.local_batch_size or an activation_checkpoint.mode needs less: tools.plan"
+        elif isinstance(error, RuntimeError) and _in_collective(traceback.extract_tb(trace)[-10:]):
             if found := self.find_lost(LOST_SECONDS):
                 what, cause, rank = found
             elif isinstance(error, dist.DistError) or "gloo" in cause:  # much of torch.distributed only computes
@@ -127,13 +125,14 @@ class Watchdog:
         """
         deadline = time.monotonic() + seconds
         while True:
-            states = {rank: process_state(pid)[0] for rank, pid in self._pids.items()}
-            for rank in (rank for rank, state in states.items() if state in ("", "Z")):  # gone, a zombie
-                return "lost", f"rank {rank} was lost (killed, or out of memory)", rank
-            for rank in (rank for rank, state in states.items() if state == "T"):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(self._pids[rank], signal.SIGKILL)
-                return "hung", f"hung: rank {rank} does not run, it was stopped", rank
+            for rank, pid in self._pids.items():
+                state = process_state(pid)[0]
+                if state == "T":
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                    return "hung", f"hung: rank {rank} does not run, it was stopped", rank
+                if state in ("", "Z"):  # gone, a zombie
+                    return "lost", f"rank {rank} was lost (killed, or out of memory)", rank
             if time.monotonic() >= deadline:
                 return None
             time.sleep(0.05)
@@ -165,7 +164,7 @@ class Watchdog:
 def _stack_of(thread: int) -> list[traceback.FrameSummary]:
     """The innermost frames of a thread, innermost last."""
     frames = traceback.walk_stack(sys._current_frames()[thread])
-    return traceback.StackSummary.extract(frames, limit=FRAMES, lookup_lines=False)[::-1]
+    return traceback.StackSummary.extract(frames, limit=10, lookup_lines=False)[::-1]
 
 
 def _in_collective(frames: Iterable[traceback.FrameSummary]) -> bool:

@@ -100,6 +100,7 @@ def test_starts_are_recorded_with_what_changed(tmp_path: Path) -> None:
 
 def test_the_name_of_a_run_is_made_once(tmp_path: Path) -> None:
     """A run folder that is moved brings it along; one of an older version has none."""
+    (tmp_path / "run").mkdir()
     record_start(tmp_path / "run", Config(), {}, 1)
     name = f"{socket.gethostname()}:{tmp_path}/run\n"
     assert (tmp_path / "run" / ".run_name").read_text() == name
@@ -109,6 +110,7 @@ def test_the_name_of_a_run_is_made_once(tmp_path: Path) -> None:
 
 
 def test_a_line_cut_by_a_kill_spoils_no_later_one(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
     for _ in range(3):
         record_start(tmp_path / "run", Config(), {}, world_size=2, job="job 1")
         file = tmp_path / "run" / STARTS
