@@ -74,9 +74,8 @@ def build_chunked_loss(
         return cross_entropy(F.linear(hidden, weight.to(hidden.dtype))[None], labels)
 
     def scale(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-        return (gradient * factor[None]).to(
-            dtype
-        )  # of one dimension: otherwise it would be rounded to the gradient's type
+        # The factor gets one dimension: otherwise it would be rounded to the gradient's type.
+        return (gradient * factor[None]).to(dtype)
 
     summed = exempt_from_budget(torch.compile(head, backend=compile.backend)) if compile.enable else head
     tools = summed, build_add(compile), compile_each_shape(scale, compile)

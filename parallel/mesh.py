@@ -43,8 +43,6 @@ class ParallelDims:
         """Fill in `dp_shard` if it is -1. Raises ConfigError, with all sizes, if they do not fit `world_size`."""
         dp_replicate, dp_shard = parallelism.dp_replicate, parallelism.dp_shard
         cp, tp, pp = parallelism.cp, parallelism.tp, parallelism.pp
-        if dp_shard == 0:
-            raise ConfigError("parallelism.dp_shard = 0: must be at least 1, or -1 for all ranks that are left")
         others = dp_replicate * cp * tp * pp
         if dp_shard == -1 and world_size % others == 0:
             dp_shard = world_size // others

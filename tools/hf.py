@@ -35,7 +35,7 @@ from checkpoint.manifest import MANIFEST, Manifest
 from checkpoint.planning import Piece, plan_pieces, split_rows
 from checkpoint.state import model_tensors
 from checkpoint.storage import commit, read_state, write_items
-from checkpoint.stores import CheckpointError, Store, open_store
+from checkpoint.stores import CheckpointError, open_store
 from config import TitaniteError, command_line, file_errors, misread, tomllib
 from data.chat import ChatTemplate
 from data.tokenizer import Tokenizer, json_object
@@ -44,7 +44,6 @@ from models import MODELS, HuggingFace, build_model, recorded_model
 from records import output_path
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-# Type names in a safetensors header. Others, such as float8 and integers of quantized weights, are refused.
 DTYPES: Mapping[str, torch.dtype] = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 PIECE_BYTES = 16 << 20  # of an imported tensor, so that each rank reads little more than it needs
 LOGITS_TOLERANCE = 1e-4  # of the largest logit: both compute in float32, but in different orders
@@ -71,12 +70,12 @@ def export_model(
         check_same_names(opened, names)
         origin, companions = find_companions(opened, place, tokenizer)
         text = companion_tokenizer(origin, companions, flavor.vocab_size)
-        logger.info(f"tokenizer from {origin}")
         config = adapter.to_hf_config(flavor, max_positions or trained_positions(opened.manifest), dtype)
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
-            with TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.partial-") as temporary:
-                partial = Path(temporary, folder.name)
+            prefix = f"{folder.name}.partial-"
+            with TemporaryDirectory(dir=folder.parent, prefix=prefix, ignore_cleanup_errors=True) as made:
+                partial = Path(made, folder.name)
                 partial.mkdir()
                 write_companions(partial, companions, text, config)
                 write_weights(opened, model, names, partial, getattr(torch, dtype), int(file_gb * 1e9))
@@ -84,7 +83,7 @@ def export_model(
                 partial.rename(folder)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{folder}: not exported: {error}") from error
-        logger.info(f"{folder}: step {opened.manifest['step']} of {opened.url}, {dtype}")
+        logger.info(f"{folder}: step {opened.manifest['step']} of {opened.url}, {dtype}, tokenizer from {origin}")
         return opened.url
 
     return load_place(place, fill)
@@ -109,7 +108,8 @@ def write_weights(
         (folder / file).chmod(folder.stat().st_mode & 0o666)  # safetensors 0.8 lets only the owner read
         del tensors  # before the next file's are made
     if split.is_sharded:
-        write_json(folder / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def write_companions(
@@ -134,13 +134,9 @@ def write_companions(
     declared, generation = (
         json_object(companions.get(file, b"{}"), file) for file in ("tokenizer_config.json", "generation_config.json")
     )
-    write_json(folder / "tokenizer_config.json", defaults | declared)
-    write_json(folder / "generation_config.json", generation or ids)
-    write_json(folder / "config.json", config | ids)
-
-
-def write_json(path: Path, values: object) -> None:
-    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    made = {"tokenizer_config.json": defaults | declared, "generation_config.json": generation or ids}
+    for file, values in (made | {"config.json": config | ids}).items():
+        (folder / file).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def exported_model(manifest: Manifest) -> tuple[HuggingFace, nn.Module, Any]:
@@ -152,11 +148,9 @@ def exported_model(manifest: Manifest) -> tuple[HuggingFace, nn.Module, Any]:
 
 
 def trained_positions(manifest: Manifest) -> int:
-    """The longest context of an imported model, or the run's sequence length. Raises CheckpointError if unknown."""
+    """The longest context of an imported model, otherwise the run's sequence length."""
     if "imported" in manifest:
         return manifest["imported"]["max_position_embeddings"]
-    if "config" not in manifest:
-        raise CheckpointError("the checkpoint does not record its model's context length: give --max-positions")
     return tomllib.loads(manifest["config"])["training"]["seq_len"]
 
 
@@ -167,15 +161,20 @@ def import_model(folder: Path, place: str) -> None:
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder; `hf download OWNER/NAME --local-dir FOLDER` gets one")
+    parent, _, name = place.rstrip("/").rpartition("/")
+    if name in ("", ".", "..") or parent.endswith("/") or misread(place):  # in an object store, // is not /
+        raise CheckpointError(f"{place}: {misread(place) or 'name a new folder, or s3://bucket/prefix'}")
+    store = open_store(parent or ("/" if place.startswith("/") else "."))
+    if store.sizes(name):
+        raise CheckpointError(f"{place}: exists; name a new checkpoint")
     with file_errors():
         raw = json_object((folder / "config.json").read_bytes(), f"{folder}/config.json")
-    weights, by_type = find_weights(folder), {spec.hf.MODEL_TYPE: name for name, spec in MODELS.items() if spec.hf}
+    weights = find_weights(folder)
+    by_type = {spec.hf.MODEL_TYPE: (name, spec.hf) for name, spec in MODELS.items() if spec.hf}
     try:
         if raw.get("model_type") not in by_type:
             raise ValueError(f"model_type = {raw.get('model_type')!r}: must be one of {', '.join(by_type)}")
-        family = by_type[raw["model_type"]]
-        adapter = MODELS[family].hf
-        assert adapter is not None
+        family, adapter = by_type[raw["model_type"]]
         flavor = adapter.from_hf_config(raw)
         adapter.check_hf_names(weights.keys(), flavor)
     except (ValueError, KeyError, TypeError) as error:
@@ -200,7 +199,6 @@ def import_model(folder: Path, place: str) -> None:
     identity = {"name": family, **dataclasses.asdict(flavor)}
     imported = {"max_position_embeddings": 2048, **raw}
     facts = {"step": 0, "world_size": 1, "identity": identity, "dataloader": {}, "imported": imported}
-    store, name = new_checkpoint(place)
     try:
         plan = plan_pieces(pieces)
         with tqdm(total=len(pieces), desc="import", disable=None, leave=False) as bar:
@@ -212,17 +210,6 @@ def import_model(folder: Path, place: str) -> None:
             store.remove([f"{name}/{MANIFEST}", *store.sizes(name)])
         raise
     logger.info(how_to_start(place, family, flavor))
-
-
-def new_checkpoint(place: str) -> tuple[Store, str]:
-    """The store and name of a checkpoint to be made at `place`. Raises CheckpointError if something is there."""
-    parent, _, name = place.rstrip("/").rpartition("/")
-    if name in ("", ".", "..") or parent.endswith("/") or misread(place):  # in an object store, // is not /
-        raise CheckpointError(f"{place}: {misread(place) or 'name a new folder, or s3://bucket/prefix'}")
-    store = open_store(parent or ("/" if place.startswith("/") else "."))
-    if store.sizes(name):
-        raise CheckpointError(f"{place}: exists; name a new checkpoint")
-    return store, name
 
 
 def find_weights(folder: Path) -> dict[str, Path]:
@@ -250,11 +237,11 @@ def open_weights(path: Path) -> Iterator[Any]:
 
 def how_to_start(place: str, family: str, flavor: Any) -> str:
     """The options for train.py to start a run from these weights."""
-    chosen, line = "NAME", f'add to FLAVORS in models/{family}/__init__.py:\n    "NAME": {flavor!r},\n'
-    for name, known in MODELS[family].flavors.items():
-        if dataclasses.replace(known, vocab_size=flavor.vocab_size) == flavor:
-            chosen, line = f"{name} --model.vocab_size={flavor.vocab_size}", ""
-    return f"{line}start with --model.name={family} --model.flavor={chosen} --checkpoint.initial_load={place}"
+    vocab_size, flavors = flavor.vocab_size, MODELS[family].flavors
+    same = [name for name, known in flavors.items() if dataclasses.replace(known, vocab_size=vocab_size) == flavor]
+    line = "" if same else f'add to FLAVORS in models/{family}/__init__.py:\n    "NAME": {flavor!r},\n'
+    options = f"--model.flavor={(*same, 'NAME')[0]} --model.vocab_size={vocab_size} --checkpoint.initial_load={place}"
+    return f"{line}start with --model.name={family} {options}"
 
 
 def compare_logits(folder: Path, opened: Opened, model: nn.Module) -> None:
@@ -271,8 +258,7 @@ def compare_logits(folder: Path, opened: Opened, model: nn.Module) -> None:
     from transformers import AutoModelForCausalLM
 
     theirs = AutoModelForCausalLM.from_pretrained(folder).eval()
-    dtype, vocab_size = theirs.dtype, theirs.config.vocab_size
-    ours = model.to_empty(device="cpu")
+    ours, dtype, vocab_size = model.to_empty(device="cpu"), theirs.dtype, theirs.config.vocab_size
     read_state(opened, {"model": model_tensors([ours])})
     tokens = torch.arange(64)[None] * max(1, vocab_size // 64) % vocab_size
     with torch.no_grad():

@@ -8,7 +8,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -187,19 +186,6 @@ def _stop_after_7(arguments: list[str]) -> list[dict[str, bytes]]:
     return saved
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--parallelism.local_steps=5",), "needs parallelism.dp_replicate above 1"),
-        ((*APART, "--checkpoint.interval=7"), "checkpoint.interval = 7: must be a multiple"),
-        ((*APART, "--checkpoint.interval=5", "--validation.interval=6"), "validation.interval = 6"),
-    ],
-)
-def test_what_cannot_be_is_refused(words: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load_config(list(words))
-
-
 def step_with_an_unused_weight() -> str:
     used, unused = (torch.nn.Parameter(torch.ones(shape)) for shape in ((2, 3), (4, 5)))
     optimizer = torch.optim.AdamW([used, unused])
@@ -213,32 +199,3 @@ def step_with_an_unused_weight() -> str:
 def test_a_weight_without_a_gradient_is_named_before_the_islands_meet() -> None:
     for said in run_ranks(2, step_with_an_unused_weight):
         assert said.startswith("parallelism.local_steps = 3: a weight of shape (4, 5) got no gradient")
-
-
-def meet_with_adagrad() -> tuple[list[float], list[float], float]:
-    """Of two islands that had gradients of their rank: Adagrad's sums, a state of another shape, and its step."""
-    rank, weight = dist.get_rank(), torch.nn.Parameter(torch.ones(2, 3))
-    optimizer = torch.optim.Adagrad([weight])
-    islands = init_device_mesh("cpu", (2,))
-    outer = OuterOptimizer(optimizer, islands, Parallelism(local_steps=1), steps=9)
-    weight.grad = torch.full((2, 3), float(rank))
-    optimizer.step()
-    state = optimizer.state[weight]
-    state["rows"] = torch.full((2,), float(rank))
-    outer.meet(1)
-    averaged = state["sum"].flatten().tolist(), state["rows"].tolist(), state["step"].item()
-    met = weight.detach().clone()
-    outer.meet(1)
-    weight.grad = None
-    optimizer.step()
-    outer.restart()  # as after a rollback
-    outer.meet(1)
-    assert torch.equal(weight, met), "islands that have not trained since they met have nothing to bring"
-    return averaged
-
-
-def test_whatever_an_optimizer_keeps_of_each_weight_is_averaged() -> None:
-    for sums, rows, step in run_ranks(2, meet_with_adagrad):
-        assert sums == [0.5] * 6
-        assert rows == [0.5] * 2
-        assert step == 1

@@ -22,13 +22,12 @@ from data.shards import DataError, open_dataset
 from models import build_model, find_model
 from models.init import init_weights
 from models.llama.model import FeedForward
-from parallel.mesh import ParallelDims
 from tests.corpus import stored_blocks, write_dataset
 from tests.harness import run_ranks
 from tests.unit.test_data_tuning import folder as tuning  # noqa: F401
 from train import train
 from trained import Trained, load_trained
-from validate import _logits_at, _no_training, as_packed, measure
+from validate import _no_training, as_packed, measure
 from validate import main as validate
 
 SEQ_LEN = 16
@@ -93,16 +92,6 @@ def test_a_validation_leaves_no_weights_gathered() -> None:
     assert run_ranks(2, is_sharded_after_a_forward) == [[False, True]] * 2
 
 
-def logits_of_a_token() -> list[float]:
-    dims = ParallelDims(dp_replicate=1, dp_shard=2)
-    logits = torch.arange(12.0).view(1, 4, 3)  # [B, S, V], the same on all data-parallel ranks
-    return _logits_at(logits, 2, 4, dims, dims.build_mesh("cpu")).tolist()
-
-
-def test_a_sample_is_drawn_from_the_logits_of_one_replica() -> None:
-    assert run_ranks(2, logits_of_a_token) == [[6.0, 7.0, 8.0]] * 2
-
-
 def test_named_sets_are_measured_in_a_run_and_afterwards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of a model with dropout, which a run then leaves out as well."""
     numbers = random.Random(0)
@@ -157,7 +146,7 @@ def refusal_after_a_set_was_made_anew(words: list[str], folder: Path) -> str:
     return ""
 
 
-@pytest.mark.parametrize("word", ["--batch-size=0", "--seq-len=0", "--max-samples=-1"])
+@pytest.mark.parametrize("word", ["--batch-size=0", "--max-samples=-1"])
 def test_numbers_that_mean_nothing_are_refused(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         validate(["nowhere", word])

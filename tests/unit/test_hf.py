@@ -172,7 +172,7 @@ def test_a_family_that_was_added_crosses_by_its_own_module(tmp_path, tokenizer_f
     model.save_pretrained(tmp_path / "hf", max_shard_size="100KB")
     import_model(tmp_path / "hf", str(tmp_path / "ours"))
     assert 'models/twin/__init__.py:\n    "NAME": TwinConfig(' in caplog.text
-    assert "start with --model.name=twin --model.flavor=NAME" in caplog.text
+    assert "start with --model.name=twin --model.flavor=NAME " in caplog.text
     export_model(str(tmp_path / "ours"), tmp_path / "back", dtype="float32")
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype="auto")
     assert isinstance(back, MistralForCausalLM)
