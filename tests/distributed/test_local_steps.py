@@ -143,16 +143,6 @@ def test_islands_are_resumed_with_the_same_bits_and_may_change_in_number(
     assert all(math.isfinite(loss) for loss in column(tmp_path / "other", "loss"))
 
 
-def test_islands_go_on_from_a_run_that_had_none(dataset: Path, tmp_path: Path) -> None:  # noqa: F811
-    arguments = [*SMALL, APART[0], f"--data.datasets={dataset}", f"--run.folder={tmp_path / 'run'}"]
-    run_ranks(2, run, arguments, 10, start_group=False)
-    run_ranks(2, run, [*arguments, APART[1]], start_group=False)
-    assert (tmp_path / "run" / "starts.jsonl").read_text().count("local_steps") == 1
-    assert all(math.isfinite(loss) for loss in column(tmp_path / "run", "loss"))
-    assert len(column(tmp_path / "run", "loss")) == 20
-    assert any(name.endswith("outer_momentum") for name in flat(final_weights(tmp_path / "run", tmp_path)))
-
-
 def test_a_stop_between_two_meetings_saves_one_model(dataset: Path, tmp_path: Path) -> None:  # noqa: F811
     arguments = [*SMALL, *APART, f"--data.datasets={dataset}", f"--run.folder={tmp_path / 'run'}"]
 

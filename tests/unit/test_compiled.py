@@ -13,9 +13,7 @@ from torch import Tensor, fx
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch._functorch import config as compiler
-from torch._inductor import config as inductor
 from torch._inductor import metrics
-from torch._inductor.utils import run_and_get_code
 
 from config import ActivationCheckpoint, Float8
 from float8.convert import convert_to_float8
@@ -188,21 +186,6 @@ def test_a_scale_of_float8_is_kept_from_being_computed_again(recipe: str) -> Non
     (readers,) = run_ranks(1, readers_of_scales, recipe)
     assert len(readers) > 6
     assert all(targets == {"aten.as_strided.default"} for targets in readers)
-
-
-def divisions(guided: bool) -> int:
-    """How often the compiled code of a feed-forward divides by a maximum."""
-    if guided:
-        guide_compiler()
-    feed_forward = build_feed_forward("tensorwise", "inductor")
-    x = torch.randn(64, 128, dtype=torch.bfloat16, requires_grad=True)
-    with inductor.patch(force_disable_caches=True):
-        _, code = run_and_get_code(lambda: feed_forward(x).sum().backward())
-    return "".join(code).count("1e-12")
-
-
-def test_compiled_casts_do_not_compute_their_scale() -> None:
-    assert run_ranks(1, divisions, True) < run_ranks(1, divisions, False)
 
 
 def test_a_memory_budget_is_a_share_of_the_activations_alone() -> None:

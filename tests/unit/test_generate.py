@@ -1,16 +1,13 @@
 """Generation: transformers' greedy tokens for prompts of unequal lengths, its sampling, stops, streams and chat."""
 
-import argparse
 import dataclasses
 import json
 import random
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -26,7 +23,6 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-import trained
 from checkpoint.storage import read_state
 from config import TitaniteError
 from data.chat import ChatTemplate
@@ -36,10 +32,8 @@ from generate import (
     Sampling,
     TextStream,
     Timing,
-    continue_many,
     generate,
     main,
-    read_prompts,
     sample,
     stream_texts,
 )
@@ -185,24 +179,6 @@ def test_a_special_token_is_a_stop_too_and_each_row_has_its_own_end(monkeypatch:
         assert list(made) == unmade, "once all rows have ended"
         assert timing.tokens == tokens, "the first of each row comes with its prompt"
     assert str(Timing(30, 2.0)) == "30 tokens in 2.00 s after the first: 15.0 tokens/s"
-
-
-def test_prompts_are_printed_in_order_though_they_end_apart(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    batches, seeds = iter([[[5, 3, 5]] * 3, [[5]]]), []
-
-    def steps(*asked: Any) -> Iterator[list[int]]:
-        seeds.append(asked[-1].seed)
-        return iter(next(batches))
-
-    monkeypatch.setattr("generate.generate", steps)
-    trained = SimpleNamespace(tokenizer=metaspace_tokenizer(), model=None, device=CPU)
-    request = Request(seed=7, max_tokens=3, stops=("<|tool|>",))
-    continue_many(trained, ["▁Hello"] * 4, request, Timing(), 3)  # type: ignore[arg-type]
-    completions = [json.loads(line)["completion"] for line in capsys.readouterr().out.splitlines()]
-    assert completions == ["", " world world world", "", ""]
-    assert seeds == [7, 10], "a prompt's seed goes by its place among all"
 
 
 @pytest.mark.parametrize(
@@ -372,13 +348,6 @@ def test_a_chat_goes_on_from_what_was_said(
     assert byte_tokenizer().decode(prompts[-1]).endswith("Go on\nassistant\n")
 
 
-def test_a_prompt_may_hold_any_line_end(tmp_path: Path) -> None:
-    prompts = ["a\u2028b", "c\u0085d", "e\r\nf"]
-    text = "".join(json.dumps({"prompt": prompt}, ensure_ascii=False) + "\n" for prompt in prompts)
-    (tmp_path / "prompts.jsonl").write_text(text, encoding="utf-8")
-    assert read_prompts(tmp_path / "prompts.jsonl") == prompts
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -429,19 +398,3 @@ def test_the_built_in_template_is_used_where_there_is_none(imported: Path, tmp_p
         "<|user|>\na\n<|assistant|>\n"
     )
     assert next(trained.model.parameters()).dtype == torch.bfloat16
-
-
-def test_weights_are_of_the_type_that_is_asked_for_or_fits_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    parser, load = argparse.ArgumentParser(), mock.Mock()
-    monkeypatch.setattr(trained, "load_trained", load)
-    trained.add_place_arguments(parser)
-    for words, device, dtype in (
-        ([], "cpu", torch.float32),
-        ([], "cuda", torch.bfloat16),
-        (["--dtype=bfloat16"], "cpu", torch.bfloat16),
-    ):
-        monkeypatch.setattr(trained, "device_type", lambda device=device: device)
-        trained.load_from_arguments(parser.parse_args(["place", *words]))
-        assert load.call_args.kwargs["dtype"] == dtype
-    with pytest.raises(SystemExit):
-        parser.parse_args(["place", "--dtype=int8"])

@@ -1,6 +1,5 @@
 """The GPU benchmark, rehearsed on CPU: a typo must not cost the first minute on a GPU."""
 
-import dataclasses
 import json
 import subprocess
 import sys
@@ -86,24 +85,6 @@ def test_the_bar_is_met_by_the_row_that_could_be_measured() -> None:
     assert ("1.8B bf16 8192: attention by flash, cudnn is asked for", False) in list(bars(rows, [], "NVIDIA H200"))
     rows = [{"row": "1.8B torchtitan 8192", "tokens/s": 1.0, "attention by": "flash"}]  # a peer's own choice
     assert list(bars(rows, [], "NVIDIA H200")) == []
-
-
-def test_a_peer_is_profiled_for_one_step_after_those_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = gpu.rehearsal(dataclasses.replace(runs()["1.8B torchtitan 8192"], steps=2))
-    steps: list[int] = []
-
-    def step() -> None:
-        steps.append(len(steps) + 1)
-        with torch.profiler.record_function(f"step {len(steps)}"):
-            torch.ones(1)
-
-    def names(profiler: torch.profiler.profile, _: torch.device) -> dict[str, Any]:
-        return {"seen": [event.name for event in profiler.events() or [] if event.name.startswith("step")]}
-
-    monkeypatch.setattr(gpu, "shares", names)
-    row = gpu.measure_loop(step, run, torch.device("cpu"), started=0.0)
-    assert len(steps) == gpu.WARMUP_STEPS + 2 + 1
-    assert row["seen"] == [f"step {len(steps)}"]
 
 
 def test_what_is_attainable_follows_from_the_operations_of_a_token() -> None:

@@ -2,12 +2,10 @@
 
 import dataclasses
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel
 from transformers import LlamaConfig as HFConfig
@@ -284,14 +282,3 @@ def test_flops_per_token() -> None:
         model(torch.zeros(1, seq_len, dtype=torch.long))
     norms = sum(p.numel() for n, p in model.named_parameters() if "norm" in n)
     assert model.flops_per_token(seq_len) * seq_len == 3 * counter.get_total_flops() + 6 * norms * seq_len
-
-
-@pytest.mark.parametrize(
-    ("device", "dtype", "heads"), [("cuda", "float32", 8), ("cuda", "bfloat16", 2), ("cpu", "float32", 2)]
-)
-def test_keys_are_repeated_only_where_no_fused_kernel_takes_groups(device: str, dtype: str, heads: int) -> None:
-    with FakeTensorMode(), mock.patch.object(F, "scaled_dot_product_attention") as kernel:
-        q, k, v = (torch.empty(1, n, 16, 8, device=device, dtype=getattr(torch, dtype)) for n in (8, 2, 2))
-        attention(q, k, v, None)
-    assert [x.shape[1] for x in kernel.call_args.args] == [8, heads, heads]
-    assert kernel.call_args.kwargs["enable_gqa"] == (heads < 8)

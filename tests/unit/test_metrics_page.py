@@ -80,15 +80,6 @@ def test_curves_tables_and_settings(tmp_path: Path) -> None:
     assert not re.search(r"""(src|href)=|url\(|@import|fetch\(|https?://(?!www\.w3\.org/2000/svg)""", page)
 
 
-def test_a_figure_may_have_a_slash_in_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare, "TITLES", compare.TITLES | {"norm/wq": "norm of wq"})
-    rows = [row(1, loss=5.0, tps=90.0, step_seconds=1.0, **{"norm/wq": 3.0})]
-    main([str(write_run(tmp_path / "run", rows, Config())), "--output", str(tmp_path / "page.html")])
-    data = data_of((tmp_path / "page.html").read_text())
-    assert data["charts"] == ["loss", "tps", "step_seconds", "norm/wq"]
-    assert data["runs"][0]["charts"]["norm/wq"]["value"] == [3.0]
-
-
 def test_hours_after_a_start_that_ended_between_two_rows(tmp_path: Path) -> None:
     def timed(step: int, step_seconds: float, interval_steps: int) -> str:
         return row(step, loss=1.0, step_seconds=step_seconds, interval_steps=interval_steps)
