@@ -313,6 +313,11 @@ def test_one_prompt_and_many_prompts(imported: Path, tmp_path: Path, capsys: pyt
         main([str(imported), *source, "--max-tokens=20"])
         lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
         assert lines == [{"prompt": p, "completion": c} for p, c in zip(prompts, alone, strict=True)]
+    drawn = []
+    for size in (1, 2):
+        main([str(imported), *several, f"--batch-size={size}", "--seed=7", "--max-tokens=20"])
+        drawn.append(capsys.readouterr().out)
+    assert drawn[0] == drawn[1] != "", "a prompt's seed goes by its place among all"
 
 
 def test_a_chat_goes_on_from_what_was_said(
