@@ -20,7 +20,7 @@ from config import Config, ConfigError, command_line
 from data.loader import Batch, validation_batches
 from data.shards import DataError, open_dataset
 from data.tokenizer import Tokenizer
-from generate import Sampling, TextStream, generate
+from generate import Sampling, TextStream, check_prompt, generate
 from loss import IGNORED, cross_entropy
 from parallel.fsdp import reshard
 from parallel.mesh import ParallelDims
@@ -96,6 +96,12 @@ def _no_training(parts: list[nn.Module]) -> Iterator[None]:
     reshard(parts)
     for module in trained:
         module.training = True
+
+
+def check_sample(config: Config, tokenizer: Tokenizer) -> None:
+    """Raises ConfigError if `config.validation` asks for a sample that its prompt leaves no room for."""
+    if config.validation.sample_tokens:
+        check_prompt("validation.sample_prompt", config.validation.sample_prompt, tokenizer, config.training.seq_len)
 
 
 def sample_text(

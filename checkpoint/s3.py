@@ -40,7 +40,7 @@ from urllib3.exceptions import HTTPError
 
 from checkpoint.names import is_checkpoint_name
 from checkpoint.stores import CheckpointError, DamagedError, join
-from config import REQUEST_ATTEMPTS, Checkpoint
+from config import Checkpoint
 
 T = TypeVar("T")
 
@@ -49,6 +49,7 @@ PARTS_IN_FLIGHT = 2  # per file being written
 READ_BYTES = 32 << 20  # larger ranges are read in pieces, in parallel
 READS_IN_FLIGHT = 4  # per such range
 CONNECT_SECONDS = 10
+REQUEST_ATTEMPTS = 5
 # Error codes that a retry may cure: the body came late, incomplete or not as signed, or the credentials expired and
 # somebody may have renewed them.
 PASSING = ("RequestTimeout", "SlowDown", "IncompleteBody", "BadDigest", "XAmzContentSHA256Mismatch", "ExpiredToken")

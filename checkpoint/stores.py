@@ -16,7 +16,7 @@ from typing import IO, Any, Protocol, cast
 
 import numpy as np
 
-from config import Checkpoint, TitaniteError
+from config import Checkpoint, Config, ConfigError, TitaniteError
 
 O_DIRECT = getattr(os, "O_DIRECT", 0)  # Linux only
 DIRECT_BYTES = 8 << 20  # per write
@@ -29,6 +29,17 @@ class CheckpointError(TitaniteError):
 
 class DamagedError(CheckpointError):
     """Bytes of a checkpoint are missing or differ from those written."""
+
+
+def check_checkpoint(config: Config) -> None:
+    """Raises ConfigError for checkpoints that are asked for and switched off, and for a copy onto themselves."""
+    settings = config.checkpoint
+    for name in ("save_initial", "save_model", "upload"):
+        if getattr(settings, name) and not settings.enable:
+            raise ConfigError(f"checkpoint.{name} is set and needs checkpoint.enable = true")
+    first = settings.folder or (config.run.folder and f"{config.run.folder}/checkpoints")
+    if settings.upload and first and Path(settings.upload).resolve() == Path(first).resolve():
+        raise ConfigError(f"checkpoint.upload = {settings.upload!r}: is checkpoint.folder itself; name a second place")
 
 
 class Store(Protocol):

@@ -36,7 +36,7 @@ from checkpoint.planning import Piece, plan_pieces, split_rows
 from checkpoint.state import model_tensors
 from checkpoint.storage import commit, read_state, write_items
 from checkpoint.stores import CheckpointError, open_store
-from config import TitaniteError, command_line, file_errors, misread, tomllib
+from config import LOCAL_OR_S3, TitaniteError, command_line, file_errors, tomllib
 from data.chat import ChatTemplate
 from data.tokenizer import Tokenizer, json_object
 from metrics import quiet_noisy_loggers
@@ -162,8 +162,8 @@ def import_model(folder: Path, place: str) -> None:
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder; `hf download OWNER/NAME --local-dir FOLDER` gets one")
     parent, _, name = place.rstrip("/").rpartition("/")
-    if name in ("", ".", "..") or parent.endswith("/") or misread(place):  # in an object store, // is not /
-        raise CheckpointError(f"{place}: {misread(place) or 'name a new folder, or s3://bucket/prefix'}")
+    if place not in LOCAL_OR_S3 or name in ("", ".", "..") or parent.endswith("/"):  # in an object store, // is not /
+        raise CheckpointError(f"{place}: name a new folder, with ~ written out, or s3://bucket/prefix")
     store = open_store(parent or ("/" if place.startswith("/") else "."))
     if store.sizes(name):
         raise CheckpointError(f"{place}: exists; name a new checkpoint")

@@ -241,8 +241,12 @@ def test_bytes_that_are_written_uploaded_and_read_are_progress(tmp_path):
     assert moved == {"MainThread"}
 
 
-def test_an_upload_at_the_end_may_last_longer_than_the_watchdog_waits(tmp_path, monkeypatch):
+def test_an_upload_at_the_end_may_last_longer_than_the_watchdog_waits(tmp_path):
     """Each piece takes 1,000 s, by the watchdog's clock."""
+    run_ranks(1, upload_for_long, tmp_path)
+
+
+def upload_for_long(tmp_path):
     run = Run(tmp_path / "near", upload=str(tmp_path / "far"))
     watchdog = Watchdog(tmp_path, LaunchEnvironment(rank=0, local_rank=0, world_size=1), run.checkpoint.config)
     run.checkpoint.on_progress = watchdog.alive
@@ -253,7 +257,7 @@ def test_an_upload_at_the_end_may_last_longer_than_the_watchdog_waits(tmp_path, 
         idle_seconds.append(time.monotonic() - watchdog._entered)
         read(*arguments)
 
-    monkeypatch.setattr(LocalStore, "read_into", read_for_long)
+    LocalStore.read_into = read_for_long
     watchdog.enter("end")
     run.train(0, 1)
     assert len(idle_seconds) > 1

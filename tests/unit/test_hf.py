@@ -298,9 +298,9 @@ def quantize(folder: Path) -> None:
     ("command", "message"),
     [
         (["import", "hf", "ours"], "ours: exists"),
-        (["import", "hf", "s3://bucket"], "name a new folder, or s3://bucket/prefix"),
-        (["import", "hf", "s3:/bucket/x"], "a URL has two slashes"),
-        (["import", "hf", "~/x"], "~ is not expanded"),
+        (["import", "hf", "s3://bucket"], "~ written out, or s3://bucket/prefix"),
+        (["import", "hf", "s3:/bucket/x"], "~ written out, or s3://bucket/prefix"),
+        (["import", "hf", "~/x"], "~ written out, or s3://bucket/prefix"),
         (["export", "ours", "hf"], "hf: exists; name a new folder"),
         (["export", "ours", "new", "--tokenizer=nowhere"], r"nowhere: no tokenizer\.json found"),
         (["export", "ours", "s3://bucket/x"], None),

@@ -158,8 +158,8 @@ def test_a_damaged_run_is_named(tmp_path: Path, file: str, content: str, message
     [
         (".", "is a folder"),
         ("file/page.html", "its folder cannot be made"),
-        ("s3://bucket/page.html", "must be on this machine"),
-        ("~/page.html", "~ is not expanded here"),
+        ("s3://bucket/page.html", "must be a string that names a folder or file, not a URL"),
+        ("~/page.html", "must be a string that names a folder or file"),
     ],
 )
 def test_an_output_that_cannot_be_written_is_refused_at_once(
