@@ -277,7 +277,7 @@ def test_a_run_of_a_version_with_other_settings_is_used_and_resumed(
     generate([str(folder), "--prompt=ba", "--max-tokens=4"])
     validate([str(folder)])
     assert f"{dataset.name}  loss " in capsys.readouterr().out
-    with pytest.raises(ConfigError, match=r"\[branch\]: unknown section"):
+    with pytest.raises(ConfigError, match=r"\[branch\]: must be a section"):
         load_config([f"--config={folder / 'config.toml'}"])
     run_ranks(1, run, [*base, "--training.steps=3"], start_group=False)
     last = json.loads((folder / "starts.jsonl").read_text().splitlines()[-1])
