@@ -6,27 +6,22 @@ python generate.py outputs/llama-debug-20260101-120000 --prompt "def main("
 import argparse
 import json
 import math
-import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from config import ConfigError, TitaniteError, command_line
+from config import ConfigError, TitaniteError, command_line, file_errors
 from data.tokenizer import Tokenizer
 from models.llama.model import KVCache
 from trained import Trained, add_place_arguments, load_from_arguments
 
 PREFILL_TOKENS = 512  # of a prompt per forward: limits the memory of the logits, most of which go unused
-CACHE_STEP = 256  # the cache's length is a multiple of this, so that few lengths are compiled
-COLDEST = 1e-30  # lower temperatures count as 0: logits might overflow, and only the likeliest token would be drawn
-COMPILED_ROOMS = 256  # graphs per function; beyond its limit, by default 8, torch._dynamo stops compiling
 
 
 # ---------------------------------------------------------------- token by token
@@ -52,8 +47,7 @@ def generate(
     generator with the seed `sampling.seed` + row.
     """
     generators = [torch.Generator(device).manual_seed(sampling.seed + row) for row in range(len(prompts))]
-    room = -(-(max(map(len, prompts)) + max_tokens) // CACHE_STEP) * CACHE_STEP
-    caches = [KVCache(room) for _ in range(len(model.layers))]  # type: ignore[arg-type]
+    caches = [KVCache(max(map(len, prompts)) + max_tokens) for _ in range(len(model.layers))]  # type: ignore[arg-type]
     logits_BV = _prefill(model, prompts, caches, device)
     positions_B1 = torch.tensor([[len(prompt)] for prompt in prompts], device=device)
     for drawn in range(1, max_tokens + 1):
@@ -75,8 +69,7 @@ def _prefill(model: nn.Module, prompts: Sequence[Sequence[int]], caches: list[KV
     for start in range(0, tokens_BS.shape[1], PREFILL_TOKENS):
         piece_BS = tokens_BS[:, start : start + PREFILL_TOKENS]
         positions_1S = torch.arange(start, start + piece_BS.shape[1], device=device)[None]
-        with torch.compiler.set_stance("force_eager"):  # the length changes with each prompt: not worth compiling
-            logits_BSV = model(piece_BS, positions_1S, caches)
+        logits_BSV = model(piece_BS, positions_1S, caches)
         for row, prompt in enumerate(prompts):
             if start < len(prompt) <= start + PREFILL_TOKENS:
                 last[row] = logits_BSV[row, len(prompt) - 1 - start]
@@ -88,7 +81,7 @@ def sample(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> 
 
     Top-p (Holtzman et al. 2020) keeps the fewest likeliest tokens whose probabilities add up to `top_p`.
     """
-    if sampling.temperature < COLDEST:
+    if sampling.temperature == 0:
         return logits_V.argmax()
     logits_V = logits_V / sampling.temperature
     if sampling.top_k:
@@ -102,13 +95,6 @@ def sample(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> 
         sorted_V = sorted_V.masked_fill(beyond_V, 0.0)
         probabilities_V = torch.zeros_like(sorted_V).scatter(0, order_V, sorted_V)
     return torch.multinomial(probabilities_V, 1, generator=generator)[0]
-
-
-def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "inductor") -> None:
-    """Compile the forward of one token, anew for each new length of the cache: often, in a long chat."""
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, COMPILED_ROOMS)
-    for block in model.layers.values():  # type: ignore[operator]
-        block.compile(fullgraph=True, dynamic=False, backend=backend)
 
 
 # ---------------------------------------------------------------- text
@@ -167,19 +153,14 @@ class TextStream:
 
 @dataclass
 class Timing:
-    """Tokens and seconds of a generation."""
+    """Tokens and seconds of a generation, from when the first token of every row is there."""
 
-    prompt_tokens: int = 0
-    prompt_seconds: float = 0.0  # until the first token of every row is there
-    tokens: int = 0  # after the first of each row
-    seconds: float = 0.0  # for these
+    tokens: int = 0
+    seconds: float = 0.0
 
     def __str__(self) -> str:
         rate = self.tokens / self.seconds if self.seconds else 0.0
-        return (
-            f"tokens: {self.prompt_tokens} of the prompt in {self.prompt_seconds:.2f} s, then {self.tokens} in "
-            f"{self.seconds:.2f} s: {rate:,.1f} tokens/s"
-        )
+        return f"{self.tokens} tokens in {self.seconds:.2f} s after the first: {rate:,.1f} tokens/s"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,24 +180,22 @@ def special_ids(tokenizer: Tokenizer, texts: Sequence[str] | None = None) -> fro
 
 def stream_texts(
     trained: Trained, prompts: Sequence[Sequence[int]], request: Request, timing: Timing
-) -> Iterator[tuple[int, str, bool]]:
-    """Yield (row, its next text, whether the row is finished) as tokens come, until all rows are finished."""
+) -> Iterator[tuple[int, str]]:
+    """Yield (row, its next text) as tokens come, until all rows are finished."""
     stop_ids = request.stop_ids | special_ids(trained.tokenizer, request.stops)
     streams = [TextStream(trained.tokenizer, prompt, stop_ids, request.stops) for prompt in prompts]
-    timing.prompt_tokens += sum(map(len, prompts))
-    begin = time.perf_counter()
     steps = generate(trained.model, prompts, request.max_tokens, trained.device, request)
     for number, tokens in enumerate(steps, start=1):
         if number == 1:
-            timing.prompt_seconds += (first := time.perf_counter()) - begin
+            first = time.perf_counter()
         for row, (stream, token) in enumerate(zip(streams, tokens, strict=True)):
             if stream.done:
                 continue
             text = stream.push(token)
             if number == request.max_tokens and not stream.done:
                 text += stream.finish()
-            if text or stream.done:
-                yield row, text, stream.done
+            if text:
+                yield row, text
         if all(stream.done for stream in streams):
             break
     timing.tokens += sum(stream.n_tokens - 1 for stream in streams)
@@ -232,56 +211,42 @@ def check_prompt(name: str, prompt: str, tokenizer: Tokenizer, seq_len: float = 
     if tokens >= seq_len:
         raise ConfigError(f"{name}: has {tokens} tokens, must have fewer than training.seq_len = {seq_len}")
     if not tokens:
-        raise ConfigError(
-            f"{name} = {prompt!r}: the tokenizer makes no token of it, so there is nothing to continue; write another "
-            "text"
-        )
+        raise ConfigError(f"{name} = {prompt!r}: the tokenizer makes no token of it, so there is nothing to continue")
 
 
 def continue_one(trained: Trained, prompt: str, request: Request, timing: Timing) -> None:
     """Print the prompt, then its continuation as it comes."""
     print(prompt, end="", flush=True)
-    for _, text, _ in stream_texts(trained, [trained.tokenizer.encode(prompt)], request, timing):
+    for _, text in stream_texts(trained, [trained.tokenizer.encode(prompt)], request, timing):
         print(text, end="", flush=True)
     print(flush=True)
 
 
 def continue_many(trained: Trained, prompts: Sequence[str], request: Request, timing: Timing, batch_size: int) -> None:
-    """Print a JSON line for each prompt, in their order, as soon as it and all before it are finished."""
+    """Print a JSON line for each prompt, in their order, batch by batch."""
     for first in range(0, len(prompts), batch_size):
         batch = prompts[first : first + batch_size]
-        ids = [trained.tokenizer.encode(prompt) for prompt in batch]
-        texts, finished, printed = [""] * len(batch), [False] * len(batch), 0
-        seeded = replace(request, seed=request.seed + first)
-        for row, text, done in stream_texts(trained, ids, seeded, timing):
+        ids, texts = [trained.tokenizer.encode(prompt) for prompt in batch], [""] * len(batch)
+        for row, text in stream_texts(trained, ids, replace(request, seed=request.seed + first), timing):
             texts[row] += text
-            finished[row] = done
-            while printed < len(batch) and finished[printed]:
-                line = {"prompt": batch[printed], "completion": texts[printed]}
-                print(json.dumps(line, ensure_ascii=False), flush=True)
-                printed += 1
+        for prompt, text in zip(batch, texts, strict=True):
+            print(json.dumps({"prompt": prompt, "completion": text}, ensure_ascii=False), flush=True)
 
 
 def chat(trained: Trained, system: str, request: Request) -> None:
     """Answer each line that is typed, until the end of input. The tokens/s of each answer go to stderr."""
     messages = [{"role": "system", "content": system}] if system else []
-    while sys.stdin:  # None if it was closed from the start
+    while True:
         try:
-            line = input("> ")
-            line.encode()  # raises for surrogates: in some locales bytes that are not UTF-8 become such
+            turn = [*messages, {"role": "user", "content": input("> ")}]
+            prompt = trained.chat.encode(turn, add_generation_prompt=True)
         except EOFError:
             return
-        except UnicodeError as error:
-            print(f"error: what was typed is not valid text: {error}", file=sys.stderr, flush=True)
-            continue
-        turn = [*messages, {"role": "user", "content": line}]
-        try:
-            prompt = trained.chat.encode(turn, add_generation_prompt=True)
         except TitaniteError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
             continue
         answer, timing = "", Timing()
-        for _, text, _ in stream_texts(trained, [prompt], request, timing):
+        for _, text in stream_texts(trained, [prompt], request, timing):
             answer += text
             print(text, end="", flush=True)
         print(flush=True)
@@ -290,29 +255,22 @@ def chat(trained: Trained, system: str, request: Request) -> None:
 
 
 def read_prompts(file: Path) -> list[str]:
-    """The `prompt` of every line of a jsonl file. Raises ConfigError that names the line."""
-    try:
-        lines = file.read_text(encoding="utf-8").removesuffix("\n").split("\n")  # JSON may hold other line ends
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--prompts-file {file}: cannot be read: {error}") from None
-    if lines == [""]:
-        raise ConfigError(f"--prompts-file {file}: is empty")
+    """The `prompt` of every line of a jsonl file. Raises TitaniteError that names the line."""
+    with file_errors():
+        lines = file.read_bytes().removesuffix(b"\n").split(b"\n")  # JSON may hold other line ends
     prompts = []
     for number, line in enumerate(lines, start=1):
         try:
-            row: Any = json.loads(line)
-        except ValueError as error:
-            raise ConfigError(f"{file}, line {number}: not JSON: {error}") from None
-        prompt = row.get("prompt") if isinstance(row, Mapping) else None
-        if not isinstance(prompt, str):
-            raise ConfigError(f'{file}, line {number}: must be an object with a string "prompt"')
-        if re.search("[\ud800-\udfff]", prompt):
-            raise ConfigError(f"{file}, line {number}: holds a lone surrogate, which is not valid text")
-        prompts.append(prompt)
+            prompt = json.loads(line)["prompt"]
+            prompt.encode()  # raises for lone surrogates
+            prompts.append(prompt)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f'{file}, line {number}: must be an object with a text "prompt": {error!r}') from None
     return prompts
 
 
-def build_parser() -> argparse.ArgumentParser:
+def main(argv: list[str]) -> None:
+    """The command line. Text goes to stdout, tokens/s to stderr. Raises TitaniteError."""
     parser = argparse.ArgumentParser(description="Continue prompts, or chat, with a trained model.")
     add_place_arguments(parser)
     what = parser.add_mutually_exclusive_group(required=True)
@@ -327,22 +285,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="seed of the first prompt, the next one's is one more")
     parser.add_argument("--stop", action="append", default=[], help="text or special token that ends it; repeatable")
     parser.add_argument("--batch-size", type=int, default=8, help="prompts continued together (default %(default)s)")
-    parser.add_argument("--compile", action="store_true", help="compile the forward of one token")
-    return parser
-
-
-def main(argv: list[str]) -> None:
-    """The command line. Text goes to stdout, tokens/s to stderr. Raises TitaniteError."""
-    parser = build_parser()
     arguments = parser.parse_args(argv)
     if arguments.max_tokens < 1 or arguments.batch_size < 1 or not arguments.temperature >= 0 or arguments.top_k < 0:
         parser.error("--max-tokens and --batch-size must be at least 1, --temperature and --top-k at least 0")
     if not 0 < arguments.top_p <= 1:
         parser.error(f"--top-p {arguments.top_p}: must be above 0 and at most 1")
-    if not -(2**63) <= arguments.seed < 2**63:
-        parser.error(f"--seed {arguments.seed}: must fit in 64 bits")
-    if not all(arguments.stop):
-        parser.error("--stop is empty")
     if arguments.system and not arguments.chat:
         parser.error("--system is for --chat")
     prompts = read_prompts(arguments.prompts_file) if arguments.prompts_file else arguments.prompt
@@ -350,8 +297,6 @@ def main(argv: list[str]) -> None:
     trained = load_from_arguments(arguments)
     for prompt in prompts or ():
         check_prompt("prompt", prompt, trained.tokenizer)
-    if arguments.compile:
-        compile_blocks(trained.model)
     request = Request(
         temperature=arguments.temperature,
         top_k=arguments.top_k,
@@ -359,7 +304,7 @@ def main(argv: list[str]) -> None:
         seed=arguments.seed,
         max_tokens=arguments.max_tokens,
         stop_ids=frozenset({trained.tokenizer.eos_id}) | (trained.chat.stop_ids if arguments.chat else frozenset()),
-        stops=tuple(arguments.stop),
+        stops=tuple(filter(None, arguments.stop)),
     )
     if arguments.chat:
         chat(trained, arguments.system, request)

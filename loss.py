@@ -24,9 +24,7 @@ def loss_chunks(config: Config) -> int:
     """Number of pieces in which the loss is computed. Raises ConfigError if it cannot be computed in pieces."""
     chunks, split = config.training.loss_chunks, config.parallelism.tp > 1 or config.parallelism.pp > 1
     if chunks > 1 and split:
-        raise ConfigError(
-            f"training.loss_chunks = {chunks}: needs parallelism.tp = 1 and pp = 1, which split logits and batch"
-        )
+        raise ConfigError(f"training.loss_chunks = {chunks}: needs parallelism.tp = 1 and pp = 1")
     chunks = chunks or (1 if split else 4)
     if chunks > 1 and config.float8.enable and not any(part in "output" for part in config.float8.skip):
         raise ConfigError(f'training.loss_chunks = {chunks}: must be 1 unless float8.skip names "output"')
@@ -88,9 +86,8 @@ def build_chunked_loss(
         return cross_entropy(F.linear(hidden, weight.to(hidden.dtype))[None], labels)
 
     def scale(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-        return (gradient * factor[None]).to(
-            dtype
-        )  # of one dimension: otherwise it would be rounded to the gradient's type
+        # The factor gets one dimension: otherwise it would be rounded to the gradient's type.
+        return (gradient * factor[None]).to(dtype)
 
     summed = exempt_from_budget(torch.compile(head, backend=compile.backend)) if compile.enable else head
     tools = summed, build_add(compile), compile_each_shape(scale, compile)

@@ -34,24 +34,9 @@ PEAK_FLOPS = (
 )
 
 FIELDS = (
-    "step",
-    "loss",
-    "validation_loss",
-    "grad_norm",
-    "lr",
-    "tokens",
-    "tps",
-    "mfu",
-    "tflops",
-    "memory_gib",
-    "data_wait_pct",
-    "step_seconds",
-    "interval_steps",
-    "skipped",
-    "time",
-)
-
-
+    "step", "loss", "validation_loss", "grad_norm", "lr", "tokens", "tps", "mfu", "tflops", "memory_gib",
+    "data_wait_pct", "step_seconds", "interval_steps", "skipped", "time",
+)  # fmt: skip
 # Loggers whose warnings are of no use here, most on every rank: that a gradient norm over two axes takes two messages,
 # that a checkpointed region must not change anything in place, that a later torch will refuse one of torchao's calls,
 # that parts of torchao are missing, which nothing here uses.
@@ -108,11 +93,7 @@ def configure_logging(log_ranks: tuple[int, ...], rank: int, world_size: int) ->
 def quiet_noisy_loggers() -> None:
     """Let only errors of NOISY_LOGGERS pass. A filter, unlike a level, spares the loggers below them."""
     for name in NOISY_LOGGERS:
-        logging.getLogger(name).addFilter(_is_error)
-
-
-def _is_error(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.ERROR
+        logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.ERROR)
 
 
 def find_hook(name: str) -> Callable[[dict[str, Any]], object] | None:
@@ -120,33 +101,13 @@ def find_hook(name: str) -> Callable[[dict[str, Any]], object] | None:
     if not name:
         return None
     module, _, function = name.partition(":")
-    if not (module and function) or module.startswith("."):
-        raise ConfigError(f"metrics.hook = {name!r}: must be of the form package.module:function")
     try:
         hook = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"metrics.hook = {name!r}: {error}") from None
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        raise ConfigError(f"metrics.hook = {name!r}: must be of the form package.module:function; {error}") from None
     if not callable(hook):
         raise ConfigError(f"metrics.hook = {name!r}: is a {type(hook).__name__}, must be a function")
     return hook
-
-
-def fetch_finite(waiting: dict[int, Tensor]) -> list[list[float]]:
-    """Fetch (loss, gradient norm, any further figures) of the steps in `waiting` from the device, and empty it.
-
-    Raises TitaniteError for a loss or norm that is not finite, on all ranks, since both are sums over them. Call it
-    before writing anything.
-    """
-    history = torch.stack(list(waiting.values())).tolist() if waiting else []
-    for step, (loss, grad_norm, *_) in zip(waiting, history, strict=True):
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            raise TitaniteError(
-                f"step {step}: loss {loss}, gradient norm {grad_norm}: not finite, so training stops and nothing "
-                "of it is saved; resume from the last checkpoint, with a lower optimizer.lr or another run.seed",
-                agreed=True,
-            )
-    waiting.clear()
-    return history
 
 
 class MetricsLogger:
@@ -171,14 +132,13 @@ class MetricsLogger:
         self.peak = peak_flops(device)
         self.file = open_records(run_folder / "metrics.jsonl") if rank == 0 else None
         self.hook = find_hook(config.metrics.hook) if rank == 0 else None
-        self.board_folder = run_folder / "tensorboard" if rank == 0 and config.metrics.tensorboard else None
         self.board: Any = None
-        if self.board_folder:
+        if rank == 0 and config.metrics.tensorboard:
             # Imported here: TensorBoard takes a second to load.
             from torch.utils.tensorboard import SummaryWriter
 
-            with file_errors(self.board_folder):
-                self.board = SummaryWriter(str(self.board_folder), purge_step=first_step + 1)
+            with file_errors(run_folder / "tensorboard"):
+                self.board = SummaryWriter(str(run_folder / "tensorboard"), purge_step=first_step + 1)
         self.last: dict[str, Any] = {}  # row
         self.restart_clock()
 
@@ -197,9 +157,20 @@ class MetricsLogger:
         self.data_wait_seconds += data_wait_seconds
 
     def check_finite(self) -> None:
-        """Fetch the figures of the steps since the last call. Raises TitaniteError as `fetch_finite` does."""
-        for loss, grad_norm in fetch_finite(self.waiting):
+        """Fetch the figures of the steps since the last call from the device. Call it before writing anything.
+
+        Raises TitaniteError for a loss or norm that is not finite, on all ranks, since both are sums over them.
+        """
+        history = torch.stack(list(self.waiting.values())).tolist() if self.waiting else []
+        for step, (loss, grad_norm, *_) in zip(self.waiting, history, strict=True):
+            if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+                raise TitaniteError(
+                    f"step {step}: loss {loss}, gradient norm {grad_norm}: not finite, so training stops and nothing "
+                    "of it is saved; resume from the last checkpoint, with a lower optimizer.lr or another run.seed",
+                    agreed=True,
+                )
             self.loss, self.grad_norm = loss, grad_norm
+        self.waiting.clear()
 
     def log(self, step: int, tokens: int) -> None:
         """Write a row and a log line, with the rates of this interval, and begin the next.
@@ -209,32 +180,29 @@ class MetricsLogger:
         self.check_finite()
         if not self.interval_steps:
             return
-        loss, grad_norm, lr = self.loss, self.grad_norm, self.lr
         seconds = time.perf_counter() - self.since
         tps = self.interval_tokens / seconds
         flops = self.flops_per_token * tps
-        step_seconds = seconds / self.interval_steps
         row: dict[str, float | None] = {
             "step": step,
-            "loss": loss,
-            "grad_norm": grad_norm,
-            "lr": lr,
+            "loss": self.loss,
+            "grad_norm": self.grad_norm,
+            "lr": self.lr,
             "tokens": tokens,
             "tps": tps,
             "mfu": flops / self.peak if self.peak else None,
             "tflops": flops / 1e12,
-            "memory_gib": peak_memory_gib(self.device),
-            "data_wait_pct": 100 * self.data_wait_seconds / seconds,
-            "step_seconds": step_seconds,
+            "memory_gib": (memory := peak_memory_gib(self.device)),
+            "data_wait_pct": (waited := 100 * self.data_wait_seconds / seconds),
+            "step_seconds": (step_seconds := seconds / self.interval_steps),
             "interval_steps": self.interval_steps,
         }
-        mfu = f"{100 * row['mfu']:.1f}%" if row["mfu"] is not None else "unknown"
-        left = round(step_seconds * (self.steps - step))
-        eta = timedelta(seconds=left) if left < timedelta.max.total_seconds() else "unknown"
+        mfu = f"{100 * flops / self.peak:.1f}%" if self.peak else "unknown"
+        eta = timedelta(seconds=round(step_seconds * (self.steps - step)))
         logger.info(
-            f"step {step:>{len(str(self.steps))}}/{self.steps}  loss {loss:.4f}  grad norm {grad_norm:.3f}  "
-            f"lr {lr:.2e}  {tps:,.0f} tokens/s/device  MFU {mfu}  "
-            f"memory {row['memory_gib']:.2f} GiB  data wait {row['data_wait_pct']:.1f}%  ETA {eta}"
+            f"step {step:>{len(str(self.steps))}}/{self.steps}  loss {self.loss:.4f}  grad norm {self.grad_norm:.3f}  "
+            f"lr {self.lr:.2e}  {tps:,.0f} tokens/s/device  MFU {mfu}  "
+            f"memory {memory:.2f} GiB  data wait {waited:.1f}%  ETA {eta}"
         )
         self._write(row)
         self.restart_clock()
@@ -265,7 +233,7 @@ class MetricsLogger:
             self.file.write(json.dumps(row) + "\n")
             self.file.flush()
         if self.board:
-            with file_errors(self.board_folder):
+            with file_errors(self.board.log_dir):
                 for name, value in row.items():
                     if value is not None and name not in ("step", "interval_steps", "time"):
                         self.board.add_scalar(name, value, row["step"])

@@ -30,10 +30,8 @@ def check_optim(config: Config) -> None:
         )
     slowest = max(optimizer.beta1, optimizer.beta2)
     if optimizer.state_dtype == "bfloat16" and slowest > SLOWEST_BFLOAT16:
-        raise ConfigError(
-            f"optimizer.beta1 or beta2 = {slowest}: must be at most {SLOWEST_BFLOAT16} with optimizer.state_dtype = "
-            '"bfloat16", where slower means do not move'
-        )
+        limit = f'at most {SLOWEST_BFLOAT16} with optimizer.state_dtype = "bfloat16"'
+        raise ConfigError(f"optimizer.beta1 or beta2 = {slowest}: must be {limit}")
     for name in ("checkpoint", "validation"):
         section, local_steps = getattr(config, name), config.parallelism.local_steps
         if local_steps and section.enable and section.interval % local_steps:
@@ -131,10 +129,6 @@ class OuterOptimizer:
         for anchor, parameter in zip(self.anchors, self.parameters, strict=True):
             anchor.copy_(_local(parameter))
 
-    def mean(self, value: Tensor) -> Tensor:
-        """Average `value` over the islands, in place."""
-        return _mean_of_islands(value, self.islands)
-
     @torch.no_grad()
     def meet(self, step: int) -> None:
         """Bring the islands to the same weights, if that is due and they have trained since they met. Collective."""
@@ -142,12 +136,12 @@ class OuterOptimizer:
             return
         for anchor, parameter in zip(self.anchors, self.parameters, strict=True):
             weights, state = _local(parameter), self.optimizer.state[parameter]
-            way = self.mean(anchor - weights)
+            way = _mean_of_islands(anchor - weights, self.islands)
             momentum = _local(state["outer_momentum"]).mul_(self.momentum).add_(way)
             weights.copy_(anchor.sub_(way.add_(momentum, alpha=self.momentum), alpha=self.lr))
             for name in sorted(state):
                 if name != "outer_momentum" and state[name].ndim > 0:  # AdamW's means; not its step
-                    self.mean(_local(state[name]))
+                    _mean_of_islands(_local(state[name]), self.islands)
         self.steps_alone = 0
 
     def _count_step(self, *_: Any) -> None:

@@ -17,10 +17,7 @@ def check_profiling(profiling: settings.Profiling, steps: int) -> None:
     """Raises ConfigError for a trace after the last of `steps`, or a snapshot of CUDA memory without CUDA."""
     first = max(2, profiling.trace_start)  # the step before warms the profiler up
     if profiling.trace and first > steps:
-        raise ConfigError(
-            f"profiling.trace_start = {profiling.trace_start}: the first step traced, {first}, exceeds training.steps "
-            f"= {steps}"
-        )
+        raise ConfigError(f"profiling.trace_start = {first}: exceeds training.steps = {steps}")
     if profiling.memory_snapshot and not torch.cuda.is_available():
         raise ConfigError("profiling.memory_snapshot = true: needs CUDA, whose allocations it records")
 
@@ -33,36 +30,30 @@ def profile(profiling: settings.Profiling, folder: Path, rank: int, steps_done: 
     whose first step has passed begins as soon as it can: with this start's second step, since the first warms the
     profiler up. Files are named after their first step, so a later start does not overwrite them.
     """
+    first, profiler = max(profiling.trace_start, steps_done + 2), None
+
+    def write(trace: torch.profiler.profile) -> None:
+        if steps_done + trace.step_num > first:
+            path = folder / f"trace-step{first}-rank{rank}.json.gz"
+            with file_errors(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                trace.export_chrome_trace(str(path))
+            logger.info(f"profile: wrote {path}")
+
+    def enter_step(step: int) -> None:
+        if profiler and steps_done + profiler.step_num < step:  # after a rollback steps come again, and are left out
+            profiler.step()
+
+    if profiling.trace:
+        wait, active = first - steps_done - 1, profiling.trace_steps
+        schedule = torch.profiler.schedule(wait=wait, warmup=1, active=active, repeat=1)
+        profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=write, record_shapes=True)
     if profiling.memory_snapshot:
         torch.cuda.memory._record_memory_history(max_entries=200_000)
     try:
-        if not profiling.trace:
-            yield lambda step: None
-            return
-        first = max(profiling.trace_start, steps_done + 2)
-
-        def write(trace: torch.profiler.profile) -> None:
-            if steps_done + trace.step_num > first:
-                path = folder / f"trace-step{first}-rank{rank}.json.gz"
-                with file_errors(path):
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    trace.export_chrome_trace(str(path))
-                logger.info(f"profile: wrote {path}")
-
-        with torch.profiler.profile(
-            schedule=torch.profiler.schedule(
-                wait=first - steps_done - 1, warmup=1, active=profiling.trace_steps, repeat=1
-            ),
-            on_trace_ready=write,
-            record_shapes=True,
-        ) as profiler:
-
-            def enter_step(step: int) -> None:
-                if steps_done + profiler.step_num < step:  # after a rollback steps come again, and are left out
-                    profiler.step()
-
+        with profiler or contextlib.nullcontext():
             yield enter_step
-        if steps_done + profiler.step_num <= first:
+        if profiler and steps_done + profiler.step_num <= first:
             logger.info(f"profile: no trace: it was to begin with step {first}, which this start did not take")
     finally:
         if profiling.memory_snapshot:

@@ -155,7 +155,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
             refresh_weights(steps)  # so that they meet, if they have trained since they met
         checkpoint.finish(step)  # saves if the run stopped between two saves
         if step == steps and config.validation.sample_tokens:
-            sample = sample_text(parts, compute, data.tokenizer, config, dims, mesh, device)
+            sample = sample_text(parts, data.tokenizer, config, dims, device)
             logger.info("sample:\n" + "".join(watchdog.follow(sample, "end")))
         checkpoint.wait()
         data.close()

@@ -71,6 +71,11 @@ def add_place_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def default_dtype() -> str:
+    """What a trained model computes in on this machine."""
+    return "float32" if device_type() == "cpu" else "bfloat16"
+
+
 def check_least(parser: argparse.ArgumentParser, arguments: argparse.Namespace, **least: int) -> None:
     """End with the usage if one of these arguments is given and below its least value."""
     for name, lowest in least.items():
@@ -80,6 +85,5 @@ def check_least(parser: argparse.ArgumentParser, arguments: argparse.Namespace, 
 
 def load_from_arguments(arguments: argparse.Namespace) -> Trained:
     """Load the model that these arguments name to this machine's device. Raises TitaniteError."""
-    device = torch.device(device_type())
-    dtype = arguments.dtype or ("float32" if device.type == "cpu" else "bfloat16")
-    return load_trained(arguments.place, device=device, dtype=getattr(torch, dtype), tokenizer=arguments.tokenizer)
+    dtype = getattr(torch, arguments.dtype or default_dtype())
+    return load_trained(arguments.place, device=torch.device(device_type()), dtype=dtype, tokenizer=arguments.tokenizer)

@@ -13,18 +13,17 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import config as settings
 from config import Config, ConfigError, command_line
 from data.loader import Batch, validation_batches
 from data.shards import DataError, open_dataset
 from data.tokenizer import Tokenizer
-from generate import Sampling, TextStream, check_prompt, generate, sample
+from generate import Sampling, TextStream, check_prompt, generate
 from loss import IGNORED, cross_entropy
-from parallel.context import local_indices
 from parallel.fsdp import reshard
-from parallel.mesh import Mesh, ParallelDims
+from parallel.mesh import ParallelDims
 from parallel.pipeline import Step
 from run.run import Run
 from trained import Trained, add_place_arguments, check_least, load_from_arguments
@@ -84,7 +83,7 @@ def validate(
             total[0] += step.forward(tokens, labels, positions) / dims.tp
             total[1] += labels.ne(IGNORED).sum() / dims.copies
         dist.all_reduce(total)
-    return _mean(*total.tolist())
+    return float(total[0] / total[1])
 
 
 @contextmanager
@@ -99,14 +98,6 @@ def _no_training(parts: list[nn.Module]) -> Iterator[None]:
         module.training = True
 
 
-def _mean(summed: float, count: float) -> float:
-    if not count:
-        raise DataError(
-            "data.on_bad_block = mask: every held-out token is masked, so none is measured; repair the data"
-        )
-    return summed / count
-
-
 def check_sample(config: Config, tokenizer: Tokenizer) -> None:
     """Raises ConfigError if `config.validation` asks for a sample that its prompt leaves no room for."""
     if config.validation.sample_tokens:
@@ -114,68 +105,23 @@ def check_sample(config: Config, tokenizer: Tokenizer) -> None:
 
 
 def sample_text(
-    parts: list[nn.Module],
-    step: Step,
-    tokenizer: Tokenizer,
-    config: Config,
-    dims: ParallelDims,
-    mesh: Mesh,
-    device: torch.device,
+    parts: list[nn.Module], tokenizer: Tokenizer, config: Config, dims: ParallelDims, device: torch.device
 ) -> Iterator[str]:
     """Yield the sample that `config.validation` asks for, a piece per token. All ranks must take all pieces."""
+    if dims.copies > 1:
+        yield "none, since tp, cp or pp split the model; generate.py writes text from its checkpoint"
+        return
     prompt, sampling = config.validation.sample_prompt, Sampling(seed=config.run.seed)
     tokens = tokenizer.encode(prompt)
     max_tokens = min(config.validation.sample_tokens, config.training.seq_len - len(tokens))
-    drawn: Iterator[int]
-    if dims.copies == 1:
-        stance = "force_eager"  # the length changes with each token: not worth compiling
-        drawn = (token for (token,) in generate(parts[0], [tokens], max_tokens, device, sampling))
-    else:
-        stance = "default"
-        drawn = _generate_in_parts(step, tokens, max_tokens, sampling, config.training, dims, mesh, device)
     stream = TextStream(tokenizer, tokens, frozenset({tokenizer.eos_id}), stops=())
     yield prompt
-    with _no_training(parts), torch.compiler.set_stance(stance):
-        for token in drawn:
+    # Not compiled, since the length changes with each token.
+    with _no_training(parts), torch.compiler.set_stance("force_eager"):
+        for (token,) in generate(parts[0], [tokens], max_tokens, device, sampling):
             yield "" if stream.done else stream.push(token)
     if not stream.done:
         yield stream.finish()
-
-
-@torch.no_grad()
-def _generate_in_parts(
-    step: Step,
-    tokens: list[int],
-    max_tokens: int,
-    sampling: Sampling,
-    training: settings.Training,
-    dims: ParallelDims,
-    mesh: Mesh,
-    device: torch.device,
-) -> Iterator[int]:
-    """As `generate`, for a model split by tp, cp or pp: a whole forward for each token."""
-    generator = torch.Generator(device).manual_seed(sampling.seed)
-    for _ in range(max_tokens):
-        padded = torch.zeros(training.local_batch_size, training.seq_len, dtype=torch.int64, device=device)
-        padded[:, : len(tokens)] = torch.tensor(tokens, device=device)
-        logits_V = _logits_at(step.logits(padded), len(tokens) - 1, training.seq_len, dims, mesh)
-        token = int(sample(logits_V.to(device), sampling, generator))
-        tokens = [*tokens, token]
-        yield token
-
-
-def _logits_at(logits: Tensor | None, place: int, seq_len: int, dims: ParallelDims, mesh: Mesh) -> Tensor:
-    """The logits [V] of the first row's token at `place`, collected on every rank from those that hold them."""
-    device = torch.device(mesh.tp.device_type)
-    columns = torch.tensor(0 if logits is None else logits.shape[-1], device=device)
-    dist.all_reduce(columns, op=dist.ReduceOp.MAX)
-    whole_V = torch.zeros(dims.tp, int(columns), device=device)
-    if logits is not None:
-        own = (local_indices(seq_len, mesh.cp, device) == place).nonzero()
-        if len(own):
-            whole_V[mesh.tp.get_local_rank()] = logits[0, own[0, 0]].float()
-    dist.all_reduce(whole_V)
-    return whole_V.flatten() / dims.dp
 
 
 # ---------------------------------------------------------------- of a trained model
@@ -196,7 +142,7 @@ def measure(trained: Trained, config: Config) -> tuple[float, int]:
         tokens, labels, positions = batch.to(trained.device)
         summed += cross_entropy(trained.model(tokens, positions), labels)
         count += int(labels.ne(IGNORED).sum())
-    return _mean(float(summed), count), count
+    return float(summed) / count, count
 
 
 def as_packed(config: Config, seq_len: int | None, recorded: bool) -> Config:

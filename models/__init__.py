@@ -103,9 +103,8 @@ def build_model(spec: ModelSpec, flavor: Any) -> nn.Module:
     names = {name for name, _ in model.named_parameters()}
     if others := [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in names]:
         raise ConfigError(
-            f"{type(model).__name__} has {others[0]}, a weight that also has another name: when the model is moved "
-            "to a device or sharded, each name gets a weight of its own; let forward use one module in both places, as "
-            "Llama does for tied embeddings"
+            f"{type(model).__name__} has {others[0]}, a weight with two names: moved to a device or sharded, each name "
+            "gets a weight of its own; let forward use one module in both places, as Llama does for tied embeddings"
         )
     return model
 

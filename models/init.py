@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 
@@ -25,20 +25,12 @@ def init_weights(
         std = init_std(name)
         full = torch.ones(parameter.shape, device=device, dtype=parameter.dtype)
         if std is not None:
-            generator = torch.Generator(device).manual_seed(_seed_of(name, seed))
+            digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+            generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
             # Clamped, not redrawn: trunc_normal_ is an order of magnitude slower on CPU.
             full.normal_(0.0, std, generator=generator).clamp_(-3 * std, 3 * std)
-        parameter.copy_(_shard_like(full, parameter))
+        if isinstance(parameter, DTensor):
+            # src_data_rank=None: send nothing, since every rank has the same full tensor.
+            full = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        parameter.copy_(full)
         on_progress()
-
-
-def _seed_of(name: str, seed: int) -> int:
-    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
-def _shard_like(full: Tensor, parameter: Tensor) -> Tensor:
-    if not isinstance(parameter, DTensor):
-        return full
-    # src_data_rank=None: send nothing, since every rank has the same full tensor.
-    return distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)

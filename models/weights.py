@@ -23,9 +23,8 @@ def build_refresh(
 ) -> Callable[[int], None]:
     """Build a function to call after the update of a step, and after a load.
 
-    First islands meet by `meet(step)`, if they are to. Then copies and scales are made again: otherwise FSDP2 would
-    cast weights to float8 by old scales, and a rank alone would compute with old copies, since neither looks at the
-    weights again.
+    First islands meet by `meet(step)`, if they are to. Then copies and scales are refreshed: otherwise FSDP2 would
+    cast weights to float8 by old scales, and a rank alone would compute with old copies.
     """
     cast, add = build_cast(getattr(torch, config.training.param_dtype), config.compile), build_add(config.compile)
 

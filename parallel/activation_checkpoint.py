@@ -16,6 +16,7 @@ from config import ActivationCheckpoint, Config, ConfigError
 
 aten = torch.ops.aten
 GRAPHS_OF_BLOCKS = 64
+OWN_HASH = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 # Expensive to compute, cheap to keep. Attention has another operator on each device.
 ATTENTION_OPS = frozenset(
     {
@@ -56,7 +57,7 @@ def apply_activation_checkpoint(block: nn.Module, settings: ActivationCheckpoint
     if settings.mode in contexts:
         options["context_fn"] = context_fn = contexts[settings.mode]
         # Tells the compiler's cache the policies below; without it a second start would compile everything again.
-        context_fn.cache_hash = _own_hash()  # type: ignore[attr-defined]
+        context_fn.cache_hash = OWN_HASH  # type: ignore[attr-defined]
     forward = block.forward
 
     # A function, not a partial: torch.compile has to find the checkpoint inside a frame.
@@ -64,10 +65,6 @@ def apply_activation_checkpoint(block: nn.Module, settings: ActivationCheckpoint
         return checkpoint(forward, *args, use_reentrant=False, **options)
 
     block.forward = checkpointed_forward
-
-
-def _own_hash() -> str:
-    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
 
 def guide_compiler() -> None:
@@ -84,8 +81,8 @@ def guide_compiler() -> None:
     # one for validation and one for samples.
     dynamo.recompile_limit = max(dynamo.recompile_limit, GRAPHS_OF_BLOCKS)
     # The compiler's cache does not look at the pass, and would return graphs made without it, or by another.
-    if (tag := _own_hash()) not in torch.compiler.config.cache_key_tag:
-        torch.compiler.config.cache_key_tag += tag
+    if OWN_HASH not in torch.compiler.config.cache_key_tag:
+        torch.compiler.config.cache_key_tag += OWN_HASH
 
 
 def _keep_sums(graph: fx.Graph) -> None:
@@ -172,7 +169,7 @@ def exempt_from_budget(compiled: Callable[..., Tensor]) -> Callable[..., Tensor]
 def _selective_contexts() -> Any:
     """Keep attention and every second matmul, as torchtitan's selective mode does; recompute the rest.
 
-    Of Llama's wk, wo and w3. To begin with wq would end with w2, whose result no backward needs.
+    In a Llama these are wk, wo and w3. To begin with wq would end with w2, whose result no backward needs.
     """
     matmuls = {"forward": 0, "recompute": 0}
 

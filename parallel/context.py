@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 aten = torch.ops.aten
 
@@ -57,7 +58,8 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, group_name: str) -> tuple[Te
     q = q.contiguous()
     out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device=q.device)
-    for queries, _, of_keys, causal in _ring(k, v, q.shape[1], _group(group_name)):
+    group = _resolve_process_group(group_name)  # type: ignore[arg-type]
+    for queries, _, of_keys, causal in _ring(k, v, q.shape[1], group):
         part, part_lse = _flash(q[:, :, queries], *of_keys, causal=causal)
         merged = torch.logaddexp(lse[:, :, queries], part_lse)
         out[:, :, queries] *= (lse[:, :, queries] - merged).exp()[..., None]
@@ -70,8 +72,8 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, group_name: str) -> tuple[Te
 def ring_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, group_name: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v. Those of k and v travel the ring with them and are home after a full turn."""
-    group = _group(group_name)
+    """Gradients of q, k and v. Those of k and v travel the ring with them, and are back after a full turn."""
+    group = _resolve_process_group(group_name)  # type: ignore[arg-type]
     dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     dkv = torch.zeros((2, *k.shape), dtype=torch.float32, device=q.device)
     for queries, keys, of_keys, causal in _ring(k, v, q.shape[1], group):
@@ -80,8 +82,9 @@ def ring_attention_backward(
         dq[:, :, queries] += part_q
         shared = torch.stack(part_kv).unflatten(2, (k.shape[1], -1))
         dkv[:, :, :, keys] += shared.sum(3, dtype=torch.float32)
-        dkv, home = _pass_on(dkv, group)
-        _wait(home)
+        dkv, transfer = _pass_on(dkv, group)
+        for work in transfer:
+            work.wait()
     dk, dv = dkv.to(k.dtype)
     return dq.to(q.dtype), dk, dv.clone()
 
@@ -99,7 +102,8 @@ def _ring(k: Tensor, v: Tensor, n_heads: int, group: dist.ProcessGroup) -> Itera
         queries, keys = _halves(step, group.rank(), k.shape[2])
         yield queries, keys, kv[:, :, :, keys].repeat_interleave(n_heads // k.shape[1], dim=2), step == 0
         if step < size - 1:
-            _wait(transfer)
+            for work in transfer:
+                work.wait()
             kv = kv_next
 
 
@@ -118,10 +122,6 @@ def _halves(step: int, rank: int, length: int) -> tuple[slice, slice]:
     return slice(half, None), slice(None)
 
 
-def _group(name: str) -> dist.ProcessGroup:
-    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
-
-
 def _pass_on(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, list[dist.Work]]:
     """Start to send `x` to the next rank and receive the previous one's. Wait for the transfer before using either."""
     rank, size = group.rank(), group.size()
@@ -131,11 +131,6 @@ def _pass_on(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, list[dist.Wor
         dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % size),
     ]
     return received, dist.batch_isend_irecv(operations)
-
-
-def _wait(transfer: list[dist.Work]) -> None:
-    for work in transfer:
-        work.wait()
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:

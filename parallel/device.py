@@ -7,7 +7,7 @@ import torch
 
 
 def device_type() -> str:
-    """The type of accelerator that torch found, such as "cuda", else "cpu"."""
+    """The type of accelerator that torch found, such as "cuda", otherwise "cpu"."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator.type if accelerator else "cpu"
 

@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_init
@@ -81,16 +81,11 @@ class AllToAllReduceScatter(ReduceScatter):
     bfloat16, for the same traffic.
     """
 
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
@@ -133,4 +128,4 @@ def reshard(parts: list[nn.Module]) -> None:
             if isinstance(module, FSDPModule):
                 module.reshard()
         if isinstance(part, FSDPModule) and hasattr(part, "reset_iter_state"):  # torch 2.13
-            part.reset_iter_state()  # else the next backward gathers this forward's last weights again at its end
+            part.reset_iter_state()  # otherwise the next backward gathers this forward's last weights again at its end

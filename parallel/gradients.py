@@ -26,18 +26,13 @@ def build_add(compile: Compile) -> Callable[[Tensor | None, Tensor, torch.dtype]
     It is compiled if the model is: torch's own kernel for tensors of two types takes nearly twice as long on an H200.
     """
 
-    def widen(gradient: Tensor, dtype: torch.dtype) -> Tensor:
-        return gradient.to(dtype)
-
-    def add_(total: Tensor, gradient: Tensor) -> Tensor:
-        return total.add_(gradient)
-
-    quick_widen, quick_add = compile_each_shape(widen, compile), compile_each_shape(add_, compile)
+    widen = compile_each_shape(lambda gradient, dtype: gradient.to(dtype), compile)
+    add_ = compile_each_shape(lambda total, gradient: total.add_(gradient), compile)
 
     @torch.no_grad()  # for all callers alike, so that nothing is compiled twice
     def add(total: Tensor | None, gradient: Tensor, dtype: torch.dtype) -> Tensor:
         if total is not None:
-            return quick_add(total, gradient)
-        return gradient if gradient.dtype == dtype else quick_widen(gradient, dtype)
+            return add_(total, gradient)
+        return gradient if gradient.dtype == dtype else widen(gradient, dtype)
 
     return add

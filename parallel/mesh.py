@@ -43,8 +43,6 @@ class ParallelDims:
         """Fill in `dp_shard` if it is -1. Raises ConfigError, with all sizes, if they do not fit `world_size`."""
         dp_replicate, dp_shard = parallelism.dp_replicate, parallelism.dp_shard
         cp, tp, pp = parallelism.cp, parallelism.tp, parallelism.pp
-        if dp_shard == 0:
-            raise ConfigError("parallelism.dp_shard = 0: must be at least 1, or -1 for all remaining ranks")
         others = dp_replicate * cp * tp * pp
         if dp_shard == -1 and world_size % others == 0:
             dp_shard = world_size // others
@@ -54,10 +52,7 @@ class ParallelDims:
                 f"must multiply to the world size, {world_size}"
             )
         if parallelism.local_steps and dp_replicate == 1:
-            raise ConfigError(
-                f"parallelism.local_steps = {parallelism.local_steps}: needs parallelism.dp_replicate above 1, the "
-                "islands"
-            )
+            raise ConfigError(f"parallelism.local_steps = {parallelism.local_steps}: needs dp_replicate above 1")
         group, shards = parallelism.reshard_group_size, dp_shard * cp
         # With pp, weights stay gathered. FSDP2's groups support neither tp's DTensors nor islands' ranks.
         if group and (tp * pp > 1 or parallelism.local_steps or not parallelism.reshard_after_forward):

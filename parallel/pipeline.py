@@ -6,15 +6,14 @@ The schedules are torch's: 1F1B (Narayanan et al. 2021), its interleaved form, a
 import inspect
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
-from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import GraphExecGroup, checkpoint
+from torch.utils.checkpoint import GraphExecGroup
 
 from config import Config, ConfigError, Parallelism
 from parallel.fsdp import add_to_sums, set_last_microbatch
@@ -29,13 +28,11 @@ class Step(NamedTuple):
 
     forward_backward(tokens, labels, positions, n_tokens, is_last) adds to the gradients and returns the loss divided by
     `n_tokens`. After the step's last microbatch the gradients are summed over all ranks. forward(tokens, labels,
-    positions) returns the summed loss. Both losses are 0 on a rank without the last layer. logits(tokens) returns this
-    rank's part of the logits, None without the last layer.
+    positions) returns the summed loss. Both losses are 0 on a rank without the last layer.
     """
 
     forward_backward: Callable[[Tensor, Tensor, Tensor | None, Tensor, bool], Tensor]
     forward: Callable[[Tensor, Tensor, Tensor | None], Tensor]
-    logits: Callable[[Tensor], Tensor | None]
 
 
 def build_step(
@@ -51,14 +48,10 @@ def build_step(
 
     With `chunked_loss` the whole model computes that instead of logits.
     """
-    if mesh.pp.size() == 1:
-        return _build_whole(parts[0], loss_fn, chunked_loss, mesh, config)
-    return _build_pipeline(parts, loss_fn, dim, vocab_size, mesh, config)
+    if mesh.pp.size() > 1:
+        return _build_pipeline(parts, loss_fn, dim, vocab_size, mesh, config)
+    (model,) = parts
 
-
-def _build_whole(
-    model: nn.Module, loss_fn: LossFn, chunked_loss: ChunkedLoss | None, mesh: Mesh, config: Config
-) -> Step:
     def forward(tokens: Tensor, labels: Tensor, positions: Tensor | None) -> Tensor:
         if chunked_loss is not None:
             return model(tokens, positions, loss=lambda hidden, weight: chunked_loss(hidden, weight, labels))
@@ -73,11 +66,7 @@ def _build_whole(
         loss.backward()
         return loss.detach()
 
-    def logits(tokens: Tensor) -> Tensor:
-        out = model(tokens)
-        return out.to_local() if isinstance(out, DTensor) else out
-
-    return Step(forward_backward, forward, logits)
+    return Step(forward_backward, forward)
 
 
 def _build_pipeline(
@@ -121,15 +110,11 @@ def _build_pipeline(
         reduces = {"finalize_gradients": is_last} if told_to_reduce else {}
         return run(partial(schedule.step, return_outputs=False, **reduces), tokens, labels, positions).detach()
 
-    def logits(tokens: Tensor) -> Tensor | None:
-        inputs, target = (tokens.contiguous(),) if first else (), tokens if last else None
-        return schedule.eval(*inputs, target=target, losses=[] if last else None)
-
-    return Step(forward_backward, forward, logits)
+    return Step(forward_backward, forward)
 
 
 def _build_stages(parts: list[nn.Module], dim: int, vocab_size: int, mesh: Mesh, config: Config) -> list["_Stage"]:
-    """This rank's stages and their shapes, which the first step would else find by an extra forward and backward."""
+    """This rank's stages, with shapes, which the first step would otherwise find by an extra forward and backward."""
     settings, training = config.parallelism, config.training
     device = torch.device(mesh.pp.device_type)
     if device.type != "cpu":
@@ -141,19 +126,12 @@ def _build_stages(parts: list[nn.Module], dim: int, vocab_size: int, mesh: Mesh,
     own = (size, length) if tp == 1 else (size * length // tp,)  # tp cuts the tokens of all sequences, in one row
     hidden = torch.empty(*own, dim, dtype=dtype, device="meta", requires_grad=True)
     scores = torch.empty(size, length, vocab_size // tp, dtype=dtype, device="meta", requires_grad=True)
-    n_stages = mesh.pp.size() * len(parts)
-    return [
-        _Stage(
-            part,
-            i,
-            n_stages,
-            device,
-            input_args=tokens if i == 0 else hidden,
-            output_args=scores if i == n_stages - 1 else hidden,
-            group=mesh.pp.get_group(),
-        )
-        for part, i in zip(parts, stages_of_rank(mesh.pp.get_local_rank(), settings), strict=True)
-    ]
+    numbers, n_stages = stages_of_rank(mesh.pp.get_local_rank(), settings), mesh.pp.size() * len(parts)
+    stages = []
+    for part, i in zip(parts, numbers, strict=True):
+        inputs, outputs = tokens if i == 0 else hidden, scores if i == n_stages - 1 else hidden
+        stages.append(_Stage(part, i, n_stages, device, inputs, outputs, group=mesh.pp.get_group()))
+    return stages
 
 
 class _Stage(PipelineStage):
@@ -194,9 +172,7 @@ def layers_of_stages(n_layers: int, n_stages: int) -> list[range]:
     least, more = divmod(n_layers, n_stages)
     # The stages nearest to the middle get one layer more.
     middle = sorted(range(n_stages), key=lambda stage: abs(2 * stage - n_stages + 1))[:more]
-    ends = [0]
-    for stage in range(n_stages):
-        ends.append(ends[-1] + least + (stage in middle))
+    ends = [0, *accumulate(least + (stage in middle) for stage in range(n_stages))]
     return [range(start, end) for start, end in pairwise(ends)]
 
 
@@ -223,33 +199,13 @@ def check_pipeline(config: Config, n_layers: int) -> None:
             f"training.local_batch_size / parallelism.pp_microbatch_size = {batch} / {settings.pp_microbatch_size} = "
             f"{microbatches}: {settings.pp_schedule} needs {multiple} parallelism.pp = {settings.pp}"
         )
-    zero_bubble = "ZeroBubble" in settings.pp_schedule
-    if zero_bubble and config.activation_checkpoint.mode == "selective":
-        raise ConfigError(
-            f'parallelism.pp_schedule = "{settings.pp_schedule}" with activation_checkpoint.mode = "selective": its '
-            'split backward recomputes twice, which selective cannot; set mode = "full" or "none"'
-        )
-    if zero_bubble and config.float8.enable and not keeps_functions():
-        raise ConfigError(
-            f'parallelism.pp_schedule = "{settings.pp_schedule}" with float8.enable = true: torch '
-            f"{torch.__version__} cannot split the backward of float8's matmuls; take a later one, or another schedule"
-        )
-    if zero_bubble and config.compile.enable:
-        raise ConfigError(
-            f'parallelism.pp_schedule = "{settings.pp_schedule}" with compile.enable = true: splitting a compiled '
-            "block's backward gives wrong gradients; set one of them otherwise"
-        )
-
-
-def keeps_functions() -> bool:
-    """Whether autograd's node of a Python Function, such as float8's, outlives the results computed from it.
-
-    Zero-bubble starts backward at such nodes. torch 2.11 has dropped them by then.
-    """
-    result = checkpoint(torch.neg, torch.zeros(1, requires_grad=True), use_reentrant=True) + 1  # a Function, and a sum
-    node = result.grad_fn.next_functions[0][0]
-    result.detach_()
-    try:
-        return bool(node._input_metadata)
-    except RuntimeError:
-        return False
+    if "ZeroBubble" not in settings.pp_schedule:
+        return
+    mode, old = config.activation_checkpoint.mode, torch.__version__.startswith("2.11.")
+    for mistaken, reason in (
+        (config.compile.enable, "a compiled block's split backward gives wrong gradients; set compile.enable = false"),
+        (mode == "selective", 'recomputes twice, which activation_checkpoint.mode = "selective" cannot; set "full"'),
+        (config.float8.enable and old, "torch 2.11 cannot split the backward of float8's matmuls; take a later one"),
+    ):
+        if mistaken:
+            raise ConfigError(f'parallelism.pp_schedule = "{settings.pp_schedule}": {reason}')

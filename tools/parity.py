@@ -2,10 +2,10 @@
 
     python -m tools.parity --config=train_configs/debug.toml --training.param_dtype=bfloat16 --float8.filter=all
 
-Trains the config in bfloat16 and in float8, from the same seeds on the same data. Writes to `--output` the loss curves
-(losses.png, report.json) and a verdict: the difference of the validation losses, beside what another seed changes.
-Equal losses of a small model prove little. So each converted layer of the trained bfloat16 model is also measured by
-itself: the noise that float8 adds to its output and gradients, on its own activations.
+Trains the config in bfloat16 and in float8, from the same seeds on the same data. Writes to `--output` the runs, a page
+of their curves (compare.html) and report.json with a verdict: the difference of the validation losses, beside what
+another seed changes. Equal losses of a small model prove little. So each converted layer of the trained bfloat16 model
+is also measured by itself: the noise that float8 adds to its output and gradients, on its own activations.
 """
 
 import argparse
@@ -30,21 +30,14 @@ from models import build_model, find_model
 from parallel.device import device_type
 from parallel.mesh import ParallelDims
 from records import output_path, read_records
+from tools.compare import write_page
 from trained import load_trained
 
 ROOT = Path(__file__).parents[1]
-QUICK = (
-    "--training.steps=10",
-    "--training.seq_len=32",
-    "--training.local_batch_size=4",
-    "--training.global_batch_size=0",
-    "--lr_scheduler.warmup_steps=2",
-    "--validation.max_samples=16",
-)
 
 
 def train_once(config: Config, processes: int, folder: Path) -> dict[str, Any]:
-    """Train in processes of its own. Returns losses by step, the final validation loss and the median step seconds.
+    """Train in processes of its own. Returns folder, final validation loss and median step seconds.
 
     Raises TitaniteError with the end of the log if training fails.
     """
@@ -58,14 +51,10 @@ def train_once(config: Config, processes: int, folder: Path) -> dict[str, Any]:
             tail = "\n".join(log.read_text(encoding="utf-8").splitlines()[-10:])
             raise TitaniteError(f"{' '.join(command)} failed; the end of {log}:\n{tail}")
     rows = read_records(folder / "metrics.jsonl")
-    trained = [row for row in rows if row["loss"] is not None]
     (validation_loss,) = [row["validation_loss"] for row in rows if row["validation_loss"] is not None]
-    return {
-        "steps": [row["step"] for row in trained],
-        "losses": [row["loss"] for row in trained],
-        "validation_loss": validation_loss,
-        "step_seconds": statistics.median(row["step_seconds"] for row in trained[1:]),  # the first compiles
-    }
+    seconds = [row["step_seconds"] for row in rows if row["loss"] is not None][1:]  # the first compiles
+    step_seconds = statistics.median(seconds)
+    return {"folder": str(folder), "validation_loss": validation_loss, "step_seconds": step_seconds}
 
 
 def measure_layers(model: nn.Module, names: list[str], config: Config, device: torch.device) -> list[dict[str, Any]]:
@@ -131,46 +120,27 @@ def judge(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     return {"difference": difference, "seed_spread": spread, "within": abs(difference) < spread}
 
 
-def plot(runs: dict[str, list[dict[str, Any]]], file: Path) -> None:
-    """Losses by step, one line per run."""
-    from matplotlib.figure import Figure
-
-    axes = (figure := Figure(figsize=(7, 4), layout="constrained")).subplots()
-    for (name, members), color in zip(runs.items(), ("tab:blue", "tab:orange"), strict=True):
-        for i, run in enumerate(members):
-            axes.plot(run["steps"], run["losses"], color=color, lw=1, alpha=0.8, label=None if i else name)
-    axes.set(xlabel="step", ylabel="training loss (nats)")
-    axes.legend()
-    figure.savefig(file, dpi=150)
-
-
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(
         description="Train a config in bfloat16 and in float8 and compare. Other options go to the config.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--quick", action="store_true", help="10 short steps: whether it works, not whether it is equal"
-    )
     parser.add_argument("--seeds", type=int, default=3, help="runs of each kind, at least 2 (default %(default)s)")
     parser.add_argument("--processes", type=int, default=1, help="processes of each run (default %(default)s)")
-    parser.add_argument("--output", type=output_path, default=Path("outputs/float8-parity"), help="default %(default)s")
+    default = Path("outputs/float8-parity")
+    parser.add_argument("--output", type=output_path, default=default, help="new folder (default %(default)s)")
     arguments, rest = parser.parse_known_args(argv)
     if arguments.seeds < 2 or arguments.processes < 1:
         parser.error("--seeds must be at least 2, for their spread, and --processes at least 1")
     output: Path = arguments.output.resolve()
 
     # -- find mistakes before the first run
-    config = load_config([*(QUICK if arguments.quick else ()), *rest])
+    config = load_config(rest)
     if config.training.param_dtype != "bfloat16":
         raise ConfigError(
             f'training.param_dtype = "{config.training.param_dtype}": must be "bfloat16", which float8 is compared with'
         )
     config = _prepared(config)
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise ConfigError("the loss curves need matplotlib: ./setup.sh test, or pip install matplotlib") from None
     if output.exists() and any(output.iterdir()):
         raise ConfigError(f"--output {output}: already holds something; name a new folder")
     check_float8(config)
@@ -217,7 +187,7 @@ def main(argv: list[str]) -> None:
         "runs": runs,
     }
     (output / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    plot(runs, output / "losses.png")
+    write_page([Path(run["folder"]) for members in runs.values() for run in members], output / "compare.html")
     for key in ("y dB", "dx dB", "dw dB"):
         worst = min(layers, key=lambda row: row[key])
         print(f"worst {key[:-3]:<2}: {worst[key]:.1f} dB, in {worst['layer']}")
@@ -229,7 +199,7 @@ def main(argv: list[str]) -> None:
         f"{'within' if verdict['within'] else 'BEYOND'} the spread of bf16 over its seeds, "
         f"{verdict['seed_spread']:.4f}, for this model, these shapes and {config.training.steps} steps"
     )
-    print(f"written: {output}/report.json, {output}/losses.png")
+    print(f"written: {output}/report.json, {output}/compare.html")
 
 
 def _prepared(config: Config) -> Config:

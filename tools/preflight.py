@@ -4,7 +4,7 @@
 
 Run it as the job will be run. It compares all ranks' software, clocks and disks, writes to and reads from the storage,
 times a matrix product on every device and checks it bit for bit, and times transfers between pairs of ranks and an
-all-reduce. Exits with 1 and a line per fault. It also ends a torchrun that has restarts left.
+all-reduce. Exits with 1 and a line per fault.
 """
 
 import argparse
@@ -13,14 +13,12 @@ import math
 import os
 import platform
 import shutil
-import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
 from importlib import metadata
 from statistics import median_low
 from typing import Any, NamedTuple
@@ -57,30 +55,22 @@ class Report(NamedTuple):
 
 
 def look_around(device: torch.device, folder: str, storage: str, rank: int) -> Report:
-    """Make this rank's report."""
-    seconds: float | None = None
-    free_gb, errors = math.nan, list[str]()
+    """Make this rank's report. Whatever the storage or the folder raises is a finding, not a failure of this test."""
+    seconds, free_gb, errors = None, math.nan, list[str]()
     if storage:
         try:
             url = f"{storage.rstrip('/')}/preflight-{rank}-{os.urandom(4).hex()}"
             seconds = within(STORAGE_SECONDS, lambda: time_storage(url))
-        except Exception as failure:  # whatever a store raises is a finding, not a failure of this test
-            errors.append(f"storage: {type(failure).__name__}: {failure}")
+        except Exception as error:
+            errors.append(f"storage: {type(error).__name__}: {error}")
     try:
         free_gb = shutil.disk_usage(folder).free / 1e9
-    except OSError as failure:
-        errors.append(f"--folder {folder}: {failure.strerror}")
+    except OSError as error:
+        errors.append(f"--folder {folder}: {error.strerror}")
     gemm_seconds, checksum = time_gemm(device)
-    return Report(
-        host=socket.gethostname(),
-        versions={name: _version(name) for name in PACKAGES} | {"python": platform.python_version()},
-        clock_seconds=time.time(),
-        free_gb=free_gb,
-        storage_seconds=seconds,
-        gemm_seconds=gemm_seconds,
-        gemm_checksum=checksum,
-        errors=errors,
-    )
+    versions = dict.fromkeys(PACKAGES, "none") | {"python": platform.python_version()}
+    versions |= {found.name: found.version for found in metadata.distributions() if found.name in PACKAGES}
+    return Report(socket.gethostname(), versions, time.time(), free_gb, seconds, gemm_seconds, checksum, errors)
 
 
 def within(seconds: float, work: Callable[[], float]) -> float:
@@ -93,7 +83,7 @@ def within(seconds: float, work: Callable[[], float]) -> float:
         except Exception as error:
             outcome.set_exception(error)
 
-    threading.Thread(target=run, daemon=True).start()
+    threading.Thread(target=run, daemon=True).start()  # an executor would wait for it at the exit
     if not wait([outcome], timeout=seconds).done:
         raise TimeoutError(f"no answer within {seconds:g} s")
     return outcome.result()
@@ -103,19 +93,13 @@ def time_storage(url: str) -> float:
     """Seconds to write an object and read it back; also removes it. Raises OSError if it comes back changed."""
     filesystem, path = fsspec.core.url_to_fs(url)
     content, begin = os.urandom(STORAGE_BYTES), time.perf_counter()
-    with fsspec.open(url, "wb") as file:
-        file.write(content)
+    filesystem.pipe_file(path, content)
     try:
-        with fsspec.open(url, "rb") as file:
-            if file.read() != content:
-                raise OSError(f"{url}: what was read is not what was written")
-    except BaseException:
-        with suppress(Exception):  # the first error is the finding
-            filesystem.rm(path)
-        raise
-    seconds = time.perf_counter() - begin
-    filesystem.rm(path)
-    return seconds
+        if filesystem.cat_file(path) != content:
+            raise OSError(f"{url}: what was read is not what was written")
+        return time.perf_counter() - begin
+    finally:
+        filesystem.rm(path)
 
 
 def time_gemm(device: torch.device) -> tuple[float, int]:
@@ -169,33 +153,22 @@ def find_faults(reports: Sequence[Report], pairs: dict[tuple[int, int], float], 
     clock = median_low([report.clock_seconds for report in reports])
     gemm = median_low([report.gemm_seconds for report in reports])
     for rank, report in enumerate(reports):
-        where = f"rank {rank} ({report.host})"
+        found = list(report.errors)
         if abs(report.clock_seconds - clock) > CLOCK_SECONDS:
-            faults.append(f"{where}: its clock is {report.clock_seconds - clock:+.1f} s off")
+            found.append(f"its clock is {report.clock_seconds - clock:+.1f} s off")
         if report.free_gb < FREE_GB:
-            faults.append(f"{where}: {report.free_gb:.1f} GB free on its disk, {FREE_GB:.0f} wanted")
-        faults += [f"{where}: {error}" for error in report.errors]
+            found.append(f"{report.free_gb:.1f} GB free on its disk, {FREE_GB:.0f} wanted")
         if report.gemm_seconds > SLOW * gemm:
-            faults.append(
-                f"{where}: a matrix product takes {1e3 * report.gemm_seconds:.2f} ms, half the ranks at most "
-                f"{1e3 * gemm:.2f} ms"
-            )
-    usual = median_low(list(pairs.values())) if pairs else 0.0
-    wanted = expect_gbits * 1e9 / 8 if expect_gbits else usual
+            ours, usual = (f"{1e3 * seconds:.2f} ms" for seconds in (report.gemm_seconds, gemm))
+            found.append(f"a matrix product takes {ours}, half the ranks at most {usual}")
+        faults += [f"rank {rank} ({report.host}): {fault}" for fault in found]
+    wanted = expect_gbits * 1e9 / 8 or (median_low(list(pairs.values())) if pairs else 0.0)
     for (source, target), rate in pairs.items():
         if rate * SLOW < wanted:
             hosts = f"{reports[source].host} to {reports[target].host}"
-            faults.append(
-                f"rank {source} to {target} ({hosts}): {8e-9 * rate:.2f} Gbit/s, wanted {8e-9 * wanted:.2f} Gbit/s"
-            )
+            rates = f"{8e-9 * rate:.2f} Gbit/s, wanted {8e-9 * wanted:.2f} Gbit/s"
+            faults.append(f"rank {source} to {target} ({hosts}): {rates}")
     return faults
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "none"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -203,9 +176,8 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.preflight", description="Is this cluster fit to train on?")
     parser.add_argument("--storage", default="", help="folder or URL to write to and read from, such as s3://bucket/x")
     parser.add_argument("--folder", default=".", help="folder whose disk is looked at (default: this one)")
-    parser.add_argument(
-        "--expect-gbits", type=float, default=0.0, help="between two ranks; default: what most pairs have"
-    )
+    help_text = "between two ranks; default: what most pairs have"
+    parser.add_argument("--expect-gbits", type=float, default=0.0, help=help_text)
     arguments = parser.parse_args(argv)
     if not 0 <= arguments.expect_gbits < math.inf:
         parser.error(f"--expect-gbits {arguments.expect_gbits}: must be at least 0")
@@ -220,25 +192,17 @@ def main(argv: Sequence[str]) -> int:
     pairs, all_reduce = time_transfers(device)
     faults = find_faults(reports, pairs, arguments.expect_gbits)
     if environment.rank == 0:
-        gemm = sorted(report.gemm_seconds for report in reports)
-        print(
-            f"ranks: {len(reports)}, hosts: {len({report.host for report in reports})}, {device.type}, {own.versions}"
-        )
-        print(f"matrix product {1e3 * gemm[0]:.2f} to {1e3 * gemm[-1]:.2f} ms")
-        if pairs:
-            rates = sorted(8e-9 * rate for rate in pairs.values())
-            print(
-                f"pairs {rates[0]:.2f} to {rates[-1]:.2f} Gbit/s; all-reduce {8e-9 * all_reduce:.2f} Gbit/s of its size"
-            )
-        if arguments.storage:
-            took = [report.storage_seconds for report in reports if report.storage_seconds]
-            print(f"storage: {STORAGE_BYTES / 2**20:.0f} MiB there and back in at most {max(took, default=0):.2f} s")
-        for fault in faults:
-            print(f"fault: {fault}")
-        print(f"faults found: {len(faults)}, in {time.monotonic() - begin:.1f} s")
+        gemm = sorted(1e3 * report.gemm_seconds for report in reports)
+        hosts = len({report.host for report in reports})
+        print(f"ranks: {len(reports)}, hosts: {hosts}, {device.type}, {own.versions}")
+        print(f"matrix product {gemm[0]:.2f} to {gemm[-1]:.2f} ms")
+        if rates := sorted(8e-9 * rate for rate in pairs.values()):
+            print(f"pairs {rates[0]:.2f} to {rates[-1]:.2f}, all-reduce {8e-9 * all_reduce:.2f} Gbit/s")
+        if took := [report.storage_seconds for report in reports if report.storage_seconds]:
+            print(f"storage: {STORAGE_BYTES / 2**20:.0f} MiB there and back in at most {max(took):.2f} s")
+        print(*(f"fault: {fault}" for fault in faults), f"faults found: {len(faults)}", sep="\n")
+        print(f"in {time.monotonic() - begin:.1f} s")
     dist.barrier()  # until rank 0 has printed
-    if faults and environment.restarts < environment.max_restarts and environment.local_rank == 0:
-        os.kill(os.getppid(), signal.SIGQUIT)  # so that torchrun ends: a restart would only test again
     shut_down()
     return int(bool(faults))
 

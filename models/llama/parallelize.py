@@ -20,13 +20,8 @@ from torch.nn.attention.flex_attention import BlockMask
 from config import Config, ConfigError
 from float8.tensor import float8_plan, gathers_activations
 from models.llama.model import Llama, LlamaConfig, attention
-from parallel.activation_checkpoint import (
-    apply_activation_checkpoint,
-    check_activation_checkpoint,
-    guide_compiler,
-)
+from parallel.activation_checkpoint import apply_activation_checkpoint, check_activation_checkpoint, guide_compiler
 from parallel.context import build_gather, local_indices, ring_attention
-from parallel.device import device_type
 from parallel.fsdp import apply_fsdp, needs_fsdp
 from parallel.mesh import Mesh
 from parallel.pipeline import check_pipeline, layers_of_stages, stages_of_rank
@@ -67,23 +62,8 @@ def check_parallelism(flavor: LlamaConfig, config: Config) -> None:
             f"training.seq_len = {seq_len}: must be a multiple of {pieces}, into which parallelism.tp = {settings.tp} "
             f"and cp = {settings.cp} (twice, if above 1) cut it"
         )
-    ring = settings.cp > 1 and settings.cp_method == "ring"
-    if ring and config.data.mask_documents:
-        raise ConfigError(
-            'parallelism.cp_method = "ring" with data.mask_documents = true: the ring cannot tell documents apart; '
-            'set cp_method = "allgather"'
-        )
-    takes = config.training.param_dtype == "bfloat16" and flavor.head_dim % 8 == 0
-    if ring and not takes and device_type() == "cuda":
-        raise ConfigError(
-            f'parallelism.cp_method = "ring" with training.param_dtype = "{config.training.param_dtype}" and head_dim '
-            f'= {flavor.head_dim}: on CUDA the ring needs bfloat16 and a multiple of 8; set cp_method = "allgather"'
-        )
-    if settings.tp > 1 and config.activation_checkpoint.mode == "budget" and torch.__version__.startswith("2.12."):
-        raise ConfigError(
-            f'activation_checkpoint.mode = "budget" with parallelism.tp = {settings.tp}: the compiler of torch '
-            f'{torch.__version__} fails at the size of a mesh; set mode = "selective", or use torch 2.11 or 2.13'
-        )
+    if settings.cp > 1 and settings.cp_method == "ring" and config.data.mask_documents:
+        raise ConfigError('parallelism.cp_method = "ring": cannot tell documents apart; set it to "allgather"')
     if settings.pp > 1 and flavor.tie_embeddings:
         raise ConfigError(
             f"parallelism.pp = {settings.pp}: model.flavor = {config.model.flavor!r} uses one weight as embedding and "

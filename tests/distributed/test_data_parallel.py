@@ -28,7 +28,7 @@ from parallel.activation_checkpoint import apply_activation_checkpoint
 from parallel.fsdp import apply_fsdp, reshard, set_last_microbatch
 from parallel.mesh import ParallelDims
 from tests.harness import run_ranks
-from tests.parity import FLAVOR, GLOBAL_BATCH, SEED, SEQ_LEN, VOCAB, check_rates, close, config_for, our_run, plain_run
+from tests.parity import FLAVOR, GLOBAL_BATCH, SEED, SEQ_LEN, VOCAB, close, config_for, our_run, plain_run
 
 STEPS, FEW = 20, 5
 CASES = {
@@ -146,14 +146,6 @@ def test_nothing_is_saved_after_a_loss_that_is_not_finite(tmp_path: Path) -> Non
     assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
 
 
-def test_rates_do_not_count_the_time_of_saves(tmp_path: Path) -> None:
-    """Nor that of validations, at other steps; by the clock of `our_run`."""
-    config = replace(config_for(1, 2), checkpoint=replace(SAVES, interval=5))
-    for result in run_ranks(2, partial(our_run, folder=tmp_path), config, 11, 2):
-        assert sorted(result["losses"]) == [1, 2, 4, 6, 8, 10, 11]
-        check_rates(result, plain_run(0)["flops_per_token"])
-
-
 def trained_of_four_ranks(labels: list[list[int]]) -> int:
     """Ranks of a tp of two see the same labels."""
     dims = ParallelDims(dp_replicate=1, dp_shard=2, tp=2)
@@ -191,37 +183,6 @@ def test_prefetched_are_the_groups_that_come_next() -> None:
         assert found["backward"] == {name: order[max(0, i - 2) : i][::-1] for i, name in enumerate(order)}
 
 
-def groups_of_ranks(config: Config, layers: int) -> int:
-    spec, _ = find_model(config.model, VOCAB)
-    model = build_model(spec, replace(FLAVOR, n_layers=layers))
-    mesh = ParallelDims.from_config(config.parallelism, 4).build_mesh("cpu")
-    before = len(dist.distributed_c10d._world.pg_map)
-    spec.apply_parallelism(model, mesh, config)
-    return len(dist.distributed_c10d._world.pg_map) - before
-
-
-def test_all_blocks_share_the_two_groups_in_which_they_are_resharded() -> None:
-    config = config_for(1, 4, reshard_group_size=2)
-    assert [run_ranks(4, groups_of_ranks, config, layers) for layers in (1, 3)] == [[2] * 4] * 2
-
-
-def gradients_divided() -> int:
-    """How many gradients of a layer FSDP2 divides in a backward of a rank that is alone."""
-    model = torch.nn.Sequential(torch.nn.Linear(64, 64))
-    mesh = ParallelDims(dp_replicate=1, dp_shard=1).build_mesh("cpu")
-    apply_fsdp(model, [[model[0]]], mesh.fsdp, config_for(1, 1))
-    loss = model(torch.randn(2, 64)).sum()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        loss.backward()
-    assert model[0].weight.grad is not None
-    return sum(event.name == "aten::div" for event in profiler.events() or [])
-
-
-def test_alone_no_gradient_is_divided() -> None:
-    """Float8 and offloading need FSDP2 on one rank, too, where a division by one is a pass over all gradients."""
-    assert run_ranks(1, gradients_divided) == [0]
-
-
 def test_compiled_by_inductor() -> None:
     """Fused kernels round differently: 1e-5 over 5 steps is what is promised."""
     expected = plain_run(5)
@@ -229,17 +190,12 @@ def test_compiled_by_inductor() -> None:
         close(result, expected, loss_tolerance=1e-5)
 
 
-def test_tied_embeddings() -> None:
-    expected = plain_run(5, tie_embeddings=True)
-    for result in run_ranks(2, partial(our_run, tie_embeddings=True), config_for(1, 2), 5, 2):
+@pytest.mark.parametrize("loss_chunks", [1, 4])
+def test_tied_embeddings(loss_chunks: int) -> None:
+    expected, config = plain_run(5, tie_embeddings=True), config_for(1, 2, loss_chunks=loss_chunks)
+    for result in run_ranks(2, partial(our_run, tie_embeddings=True), config, 5, 2):
         close(result, expected, loss_tolerance=1e-6)
         assert "output.weight" not in result["weights"]
-
-
-def test_tied_embeddings_with_the_loss_in_chunks() -> None:
-    expected = plain_run(5, tie_embeddings=True)
-    for result in run_ranks(2, partial(our_run, tie_embeddings=True), config_for(1, 2, loss_chunks=4), 5, 2):
-        close(result, expected, loss_tolerance=1e-6)
 
 
 def norms_of_layouts(max_norm: float) -> list[tuple[float, float, float]]:
@@ -405,14 +361,6 @@ def summed_after_each_microbatch(world_size: int, **settings: Any) -> list[bool]
 def test_sums_are_put_off_where_that_saves_something(world_size: int, settings: dict[str, Any], first: bool) -> None:
     for summed in run_ranks(world_size, partial(summed_after_each_microbatch, world_size, **settings)):
         assert summed == [first, True]
-
-
-def test_every_third_layer() -> None:
-    (none,), (third,) = (run_ranks(1, partial(run_counted, every_n_layers=3), mode) for mode in ("none", "full"))
-    assert FLAVOR.n_layers == 3
-    assert third[0] == none[0]
-    assert third[2] - none[2] == 6
-    assert third[3] - none[3] == 1
 
 
 def test_the_compiler_keeps_to_a_memory_budget() -> None:

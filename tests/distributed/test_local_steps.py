@@ -8,7 +8,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -144,16 +143,6 @@ def test_islands_are_resumed_with_the_same_bits_and_may_change_in_number(
     assert all(math.isfinite(loss) for loss in column(tmp_path / "other", "loss"))
 
 
-def test_islands_go_on_from_a_run_that_had_none(dataset: Path, tmp_path: Path) -> None:  # noqa: F811
-    arguments = [*SMALL, APART[0], f"--data.datasets={dataset}", f"--run.folder={tmp_path / 'run'}"]
-    run_ranks(2, run, arguments, 10, start_group=False)
-    run_ranks(2, run, [*arguments, APART[1]], start_group=False)
-    assert (tmp_path / "run" / "starts.jsonl").read_text().count("local_steps") == 1
-    assert all(math.isfinite(loss) for loss in column(tmp_path / "run", "loss"))
-    assert len(column(tmp_path / "run", "loss")) == 20
-    assert any(name.endswith("outer_momentum") for name in flat(final_weights(tmp_path / "run", tmp_path)))
-
-
 def test_a_stop_between_two_meetings_saves_one_model(dataset: Path, tmp_path: Path) -> None:  # noqa: F811
     arguments = [*SMALL, *APART, f"--data.datasets={dataset}", f"--run.folder={tmp_path / 'run'}"]
 
@@ -200,32 +189,3 @@ def step_with_an_unused_weight() -> str:
 def test_a_weight_without_a_gradient_is_named_before_the_islands_meet() -> None:
     for said in run_ranks(2, step_with_an_unused_weight):
         assert said.startswith("parallelism.local_steps = 3: a weight of shape (4, 5) got no gradient")
-
-
-def meet_with_adagrad() -> tuple[list[float], list[float], float]:
-    """Of two islands that had gradients of their rank: Adagrad's sums, a state of another shape, and its step."""
-    rank, weight = dist.get_rank(), torch.nn.Parameter(torch.ones(2, 3))
-    optimizer = torch.optim.Adagrad([weight])
-    islands = init_device_mesh("cpu", (2,))
-    outer = OuterOptimizer(optimizer, islands, Parallelism(local_steps=1), steps=9)
-    weight.grad = torch.full((2, 3), float(rank))
-    optimizer.step()
-    state = optimizer.state[weight]
-    state["rows"] = torch.full((2,), float(rank))
-    outer.meet(1)
-    averaged = state["sum"].flatten().tolist(), state["rows"].tolist(), state["step"].item()
-    met = weight.detach().clone()
-    outer.meet(1)
-    weight.grad = None
-    optimizer.step()
-    outer.restart()  # as after a rollback
-    outer.meet(1)
-    assert torch.equal(weight, met), "islands that have not trained since they met have nothing to bring"
-    return averaged
-
-
-def test_whatever_an_optimizer_keeps_of_each_weight_is_averaged() -> None:
-    for sums, rows, step in run_ranks(2, meet_with_adagrad):
-        assert sums == [0.5] * 6
-        assert rows == [0.5] * 2
-        assert step == 1

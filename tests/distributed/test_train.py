@@ -277,7 +277,7 @@ def test_a_run_of_a_version_with_other_settings_is_used_and_resumed(
     generate([str(folder), "--prompt=ba", "--max-tokens=4"])
     validate([str(folder)])
     assert f"{dataset.name}  loss " in capsys.readouterr().out
-    with pytest.raises(ConfigError, match=r"\[branch\]: unknown section"):
+    with pytest.raises(ConfigError, match=r"\[branch\]: must be a section"):
         load_config([f"--config={folder / 'config.toml'}"])
     run_ranks(1, run, [*base, "--training.steps=3"], start_group=False)
     last = json.loads((folder / "starts.jsonl").read_text().splitlines()[-1])
@@ -295,7 +295,7 @@ def test_a_model_that_was_added_is_trained_and_used(
     generate([str(folder), "--prompt=ba", "--max-tokens=4"])
     validate([str(folder)])
     assert f"{dataset.name}  loss " in capsys.readouterr().out
-    with pytest.raises(CheckpointError, match="a model 'toy', whose ModelSpec has no `hf`: must be one of llama"):
+    with pytest.raises(CheckpointError, match="its ModelSpec has no `hf`"):
         exported_model({"identity": json.loads((folder / "model.json").read_text())})
     monkeypatch.undo()
     with pytest.raises(ConfigError, match="holds a model 'toy': must be one of llama"):
@@ -418,10 +418,9 @@ def run_and_watch(arguments: list[str]) -> list[str]:
     return entered
 
 
-@pytest.mark.parametrize("layout", [[], ["--parallelism.tp=2"]])
-def test_each_token_of_the_sample_is_progress_to_the_watchdog(layout: list[str], dataset: Path, tmp_path: Path) -> None:
-    """Which would else find that a run hangs that has trained and writes a long sample."""
-    arguments = [word for word in SMALL if "training.steps" not in word] + ["--training.steps=4", *layout]
+def test_each_token_of_the_sample_is_progress_to_the_watchdog(dataset: Path, tmp_path: Path) -> None:
+    """Otherwise it would take a run that writes a long sample for one that hangs."""
+    arguments = [word for word in SMALL if "training.steps" not in word] + ["--training.steps=4"]
     arguments += [f"--data.datasets={dataset}", f"--run.folder={tmp_path / 'run'}"]
     arguments += ["--validation.sample_prompt=ba", "--validation.sample_tokens=8"]
     for entered in run_ranks(2, run_and_watch, arguments, start_group=False):
@@ -545,7 +544,7 @@ def test_killed_and_resumed_under_torchrun(dataset: Path, tmp_path: Path, capsys
 def test_layouts_change_from_start_to_start(
     single: Path, dataset: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """FSDP 2 x TP 2 x PP 2, then CP 2 x TP 2, then one process: the same tokens and losses, and the same sample.
+    """FSDP 2 x TP 2 x PP 2, then CP 2 x TP 2, then one process: the same tokens and losses.
 
     Each start ends with a validation loss that validate.py confirms.
     """
@@ -568,12 +567,9 @@ def test_layouts_change_from_start_to_start(
         # The schedule is that of the whole run, which ends after 20 steps.
         return [f"--training.steps={last}", f"--lr_scheduler.decay_fraction={0.0 if last < STEPS else 0.2}"]
 
-    start(8, *steps(4), "--parallelism.tp=2", "--parallelism.pp=2")
-    parts = start(4, *steps(8), "--parallelism.tp=2", "--parallelism.cp=2")
-    alone = start(1, *steps(8))
-    assert len(parts) > len(prompt)
-    assert parts == alone, "drawn part by part, and by one process with a cache, both until seq_len is full"
-    start(1, *steps(STEPS))
+    assert start(8, *steps(4), "--parallelism.tp=2", "--parallelism.pp=2").startswith("none, since tp, cp or pp")
+    start(4, *steps(8), "--parallelism.tp=2", "--parallelism.cp=2")
+    assert start(1, *steps(STEPS)).startswith(prompt), "a sample ends where seq_len is full"
     assert column(folder, "tokens") == column(single, "tokens")
     torch.testing.assert_close(column(folder, "loss"), column(single, "loss"), rtol=1e-6, atol=0)
     assert prove(folder)[0].startswith(f"{STEPS} steps")

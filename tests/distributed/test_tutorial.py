@@ -33,7 +33,7 @@ def test_the_tutorial_works_as_written(tmp_path: Path) -> None:
     assert "\nproven\n" in done.stdout
     assert "\ntutorial  loss " in done.stdout, "validate.py names the dataset"
     assert done.stdout.count('{"prompt": "') == 2
-    assert "logits equal transformers'" in done.stderr + done.stdout
+    assert "logits equal those of transformers" in done.stderr + done.stdout
     assert (tmp_path / "outputs" / "tutorial-hf" / "model.safetensors").is_file()
     page = (tmp_path / "outputs" / "compare.html").read_text()
     assert '"tutorial-slow"' in page
@@ -58,10 +58,8 @@ def check_run_script(folder: Path, environment: dict[str, str]) -> None:
     wrong = start("--training.stpes=3")
     assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)
     assert "did you mean --training.steps" in wrong.stderr
-    for number in ("0", "auto", "2 "):
-        wrong = start(NGPU=number)
-        assert wrong.returncode == 2
-        assert wrong.stderr == f"error: NGPU={number}: must be a number of processes, at least 1\n"
+    wrong = start(NGPU="auto")
+    assert (wrong.returncode, wrong.stderr) == (2, "error: NGPU=auto: must be a number of processes, at least 1\n")
     wrong = start("--training.steps=3", "--config")
     assert (wrong.returncode, wrong.stderr) == (2, "error: --config: needs a value, as in --config=PATH\n")
     words = ["--data.datasets=datasets/tutorial", "--run.folder=outputs/script", "--training.steps=2"]

@@ -12,9 +12,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from config import Config, ConfigError, Data, Model, TitaniteError, Training, load_config
 from data.loader import IGNORED, validation_batches
@@ -22,13 +19,12 @@ from data.shards import DataError, open_dataset
 from models import build_model, find_model
 from models.init import init_weights
 from models.llama.model import FeedForward
-from parallel.mesh import ParallelDims
 from tests.corpus import stored_blocks, write_dataset
 from tests.harness import run_ranks
 from tests.unit.test_data_tuning import folder as tuning  # noqa: F401
 from train import train
 from trained import Trained, load_trained
-from validate import _logits_at, _no_training, as_packed, measure
+from validate import _no_training, as_packed, measure
 from validate import main as validate
 
 SEQ_LEN = 16
@@ -79,30 +75,6 @@ def test_what_a_model_holds_out_of_training_stays_so_after_a_validation() -> Non
     assert (model[0].training, model[1].training) == (False, True)
 
 
-def is_sharded_after_a_forward() -> list[bool]:
-    model = nn.Linear(4, 4)
-    fully_shard(model, mesh=init_device_mesh("cpu", (2,)), reshard_after_forward=False)
-    with _no_training([model]), torch.no_grad():
-        model(torch.ones(1, 4))
-        inside = isinstance(model.weight, DTensor)
-    return [inside, isinstance(model.weight, DTensor)]
-
-
-def test_a_validation_leaves_no_weights_gathered() -> None:
-    """They would fill the memory until the next backward."""
-    assert run_ranks(2, is_sharded_after_a_forward) == [[False, True]] * 2
-
-
-def logits_of_a_token() -> list[float]:
-    dims = ParallelDims(dp_replicate=1, dp_shard=2)
-    logits = torch.arange(12.0).view(1, 4, 3)  # [B, S, V], the same on all data-parallel ranks
-    return _logits_at(logits, 2, 4, dims, dims.build_mesh("cpu")).tolist()
-
-
-def test_a_sample_is_drawn_from_the_logits_of_one_replica() -> None:
-    assert run_ranks(2, logits_of_a_token) == [[6.0, 7.0, 8.0]] * 2
-
-
 def test_named_sets_are_measured_in_a_run_and_afterwards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of a model with dropout, which a run then leaves out as well."""
     numbers = random.Random(0)
@@ -147,29 +119,12 @@ def test_a_sample_that_cannot_be_continued_is_refused_before_the_run(tmp_path: P
     assert not (tmp_path / "run").exists()
 
 
-def refusal_after_a_set_was_made_anew(words: list[str], folder: Path) -> str:
-    try:
-        train(load_config(words), lambda step: write_dataset(folder, [[[1, 0]]], [[2, 3, 0]] * step) and None)
-    except DataError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize("word", ["--batch-size=0", "--seq-len=0", "--max-samples=-1"])
+@pytest.mark.parametrize("word", ["--batch-size=0", "--max-samples=-1"])
 def test_numbers_that_mean_nothing_are_refused(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         validate(["nowhere", word])
     name, _, value = word.partition("=")
     assert f"{name} {value}: must be at least" in capsys.readouterr().err
-
-
-def test_a_set_that_is_made_anew_during_a_run_stops_it(tmp_path: Path) -> None:
-    numbers = random.Random(3)
-    data = write_dataset(tmp_path / "data", [documents(numbers, 60)], documents(numbers, 3))
-    held_out = write_dataset(tmp_path / "held_out", [[[1, 0]]], documents(numbers, 9))
-    words = [*arguments(tmp_path / "run", data), f"--validation.datasets={held_out}"]
-    (said,) = run_ranks(1, refusal_after_a_set_was_made_anew, words, held_out, start_group=False)
-    assert said.startswith(f"{held_out}: holds dataset ")
 
 
 def test_training_sets_of_one_name_are_measured_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

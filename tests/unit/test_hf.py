@@ -1,15 +1,11 @@
 """Hugging Face folders to checkpoints and back, through the command line's functions."""
 
 import dataclasses
-import errno
 import json
-import logging
-import os
 import re
 import shutil
 import subprocess
 import sys
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,15 +20,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from checkpoint.companions import check_vocabulary, find_companions
-from checkpoint.index import Opened, read_index
-from checkpoint.loading import locate
+from checkpoint.companions import check_vocabulary
 from checkpoint.manager import CheckpointManager, check_initial_load
-from checkpoint.manifest import read_manifest, read_metadata
+from checkpoint.manifest import read_manifest
 from checkpoint.planning import plan_pieces, split_rows
 from checkpoint.state import model_tensors
 from checkpoint.storage import commit, write_items
-from checkpoint.stores import CheckpointError, DamagedError, LocalStore, open_store
+from checkpoint.stores import CheckpointError, DamagedError, open_store
 from config import Checkpoint, Config, TitaniteError, from_dict, to_toml
 from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from models import MODELS
@@ -45,12 +39,9 @@ from tests.harness import run_ranks
 from tests.unit.test_llama import FAMILIES, SMALL, hf_model
 from tools import hf
 from tools.hf import export_model, exported_model, import_model
-from tools.list_checkpoints import look
-from tools.verify import verify_all
 from trained import load_trained
 
 CPU = torch.device("cpu")
-EXPORT = {"dtype": "float32", "file_bytes": 100_000, "tokenizer": None, "max_positions": 0, "check": "logits"}
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +57,26 @@ def hf_folder(
     """A random small model of the family, in several files, with a tokenizer."""
     model = hf_model(family).to(dtype)
     model.save_pretrained(folder, max_shard_size="100KB")
+    (folder / "generation_config.json").unlink()
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (folder / file).write_bytes((tokenizer_folder / file).read_bytes())
     return model
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory, tokenizer_folder) -> Path:
+    """A folder with a Llama 3 in Hugging Face's format, `hf`, and the checkpoint that it became, `ours`."""
+    folder = tmp_path_factory.mktemp("made")
+    hf_folder(folder / "hf", "llama3", tokenizer_folder)
+    import_model(folder / "hf", str(folder / "ours"))
+    return folder
+
+
+@pytest.fixture
+def llama(tmp_path, made) -> Path:
+    """A copy of `made`, to be changed."""
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    return tmp_path
 
 
 def assert_same_weights(left: LlamaForCausalLM, right: LlamaForCausalLM) -> None:
@@ -82,9 +90,9 @@ def assert_same_weights(left: LlamaForCausalLM, right: LlamaForCausalLM) -> None
 def test_to_a_checkpoint_and_back_bit_for_bit(tmp_path, tokenizer_folder, family, dtype, caplog):
     caplog.set_level("INFO")
     model = hf_folder(tmp_path / "hf", family, tokenizer_folder, getattr(torch, dtype))
-    import_model(tmp_path / "hf", str(tmp_path / "ours"), check="logits")
-    export_model(str(tmp_path / "ours"), tmp_path / "back", **{**EXPORT, "dtype": dtype})
-    assert caplog.text.count("logits equal transformers' within") == 2
+    import_model(tmp_path / "hf", str(tmp_path / "ours"))
+    export_model(str(tmp_path / "ours"), tmp_path / "back", dtype=dtype, file_gb=1e-4)
+    assert caplog.text.count("logits equal those of transformers within") == 2
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype="auto")
     assert back.dtype == model.dtype
     assert_same_weights(model, back)
@@ -95,23 +103,25 @@ def test_to_a_checkpoint_and_back_bit_for_bit(tmp_path, tokenizer_folder, family
     tokens = torch.arange(40)[None]
     first = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")  # not `model`: rounded rotary frequencies, too
     torch.testing.assert_close(back.float()(tokens).logits, first.float()(tokens).logits, rtol=1e-5, atol=1e-5)
+    ours = load_trained(str(tmp_path / "ours"), device=CPU, dtype=torch.float32).model
+    torch.testing.assert_close(ours(tokens), first.float()(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["llama3", "llama3.2"])
 def test_an_imported_model_loads_on_four_ranks_and_goes_back(tmp_path, tokenizer_folder, family):
     model = hf_folder(tmp_path / "hf", family, tokenizer_folder, torch.bfloat16)
-    import_model(tmp_path / "hf", str(tmp_path / "ours"), check="tensors")
+    import_model(tmp_path / "hf", str(tmp_path / "ours"))
     run_ranks(4, _load_and_save, str(tmp_path / "ours"), str(tmp_path / "trained"))
     run = tmp_path / "run"  # its checkpoints are elsewhere
     shutil.copytree(tokenizer_folder, run)
     (run / "config.toml").write_text(to_toml(from_dict({"checkpoint": {"folder": str(tmp_path / "trained")}})))
-    export_model(str(run), tmp_path / "back", **{**EXPORT, "dtype": "bfloat16"})
+    export_model(str(run), tmp_path / "back")
     assert_same_weights(model, AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype="auto"))
     assert json.loads((tmp_path / "back" / "config.json").read_text())["max_position_embeddings"] == 256  # seq_len
 
 
 def _load_and_save(place: str, folder: str) -> None:
-    identity = json.loads((Path(place) / "model.json").read_text())
+    identity = read_manifest(open_store(Path(place).parent), "ours")["identity"]
     model = exported_model({"identity": identity})[1]
     mesh = init_device_mesh("cpu", (4,))
     for block in model.layers.values():
@@ -160,11 +170,10 @@ def test_a_family_that_was_added_crosses_by_its_own_module(tmp_path, tokenizer_f
     hf_folder(tmp_path / "hf", "llama3", tokenizer_folder)
     model = MistralForCausalLM(MistralConfig(**SMALL | FAMILIES["llama3"] | {"sliding_window": None}))
     model.save_pretrained(tmp_path / "hf", max_shard_size="100KB")
-    import_model(tmp_path / "hf", str(tmp_path / "ours"), check="logits")
+    import_model(tmp_path / "hf", str(tmp_path / "ours"))
     assert 'models/twin/__init__.py:\n    "NAME": TwinConfig(' in caplog.text
-    assert "start from it with --model.name=twin --model.flavor=NAME" in caplog.text
-    assert json.loads((tmp_path / "ours" / "model.json").read_text())["name"] == "twin"
-    export_model(str(tmp_path / "ours"), tmp_path / "back", **EXPORT)
+    assert "start with --model.name=twin --model.flavor=NAME " in caplog.text
+    export_model(str(tmp_path / "ours"), tmp_path / "back", dtype="float32")
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype="auto")
     assert isinstance(back, MistralForCausalLM)
     assert_same_weights(model, back)
@@ -176,19 +185,15 @@ def test_tensors_are_cut_into_pieces_of_whole_rows():
     assert [piece.sizes for piece in split_rows(("n",), torch.bfloat16, (700,), 1000)] == [(500,), (200,)]
 
 
-def test_tokenizer_and_generation_config_load_in_transformers(tmp_path, tokenizer_folder, monkeypatch, caplog):
-    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
-    hf_folder(tmp_path / "hf", "llama3", tokenizer_folder)
-    (tmp_path / "hf" / "generation_config.json").unlink()
-    import_model(tmp_path / "hf", str(tmp_path / "ours"), check="tensors")
-    export_model(str(tmp_path / "ours"), tmp_path / "back", **EXPORT | {"max_positions": 8})
-    assert "sequence length is longer" not in caplog.text  # of the sample that the check encodes
-    theirs, ours = AutoTokenizer.from_pretrained(tmp_path / "back"), load_tokenizer(tmp_path / "back")
+def test_tokenizer_and_generation_config_load_in_transformers(llama):
+    export_model(str(llama / "ours"), llama / "back", max_positions=8)
+    theirs, ours = AutoTokenizer.from_pretrained(llama / "back"), load_tokenizer(llama / "back")
     assert theirs("the quick fox").input_ids == ours.encode("the quick fox")
     assert theirs.eos_token == "<|endoftext|>"
     assert theirs.decode(ours.encode("the quick fox")) == "the quick fox"
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    model = AutoModelForCausalLM.from_pretrained(llama / "back")
     assert model.generation_config.eos_token_id == ours.eos_id == model.config.eos_token_id
+    assert model.config.max_position_embeddings == 8
 
 
 @pytest.mark.parametrize(
@@ -199,46 +204,25 @@ def test_tokenizer_and_generation_config_load_in_transformers(tmp_path, tokenize
         ("{{ raise_exception('not for chats') }}", "<|endoftext|>"),
     ],
 )
-def test_an_exported_chat_model_stops_where_its_answers_end(tmp_path, tokenizer_folder, template, ends):
-    hf_folder(tmp_path / "hf", "llama3", tokenizer_folder)
-    raw = load_tokenizer(tokenizer_folder).raw
+def test_an_exported_chat_model_stops_where_its_answers_end(llama, template, ends):
+    raw = load_tokenizer(llama / "hf").raw
     raw.add_special_tokens(["<|eot|>"])
-    Tokenizer(raw, "<|endoftext|>", chat_template=template).save(tmp_path / "hf")
-    (tmp_path / "hf" / "generation_config.json").unlink()
-    import_model(tmp_path / "hf", str(tmp_path / "ours"), check="tensors")
-    export_model(str(tmp_path / "ours"), tmp_path / "back", **EXPORT)
+    Tokenizer(raw, "<|endoftext|>", chat_template=template).save(llama / "hf")
+    export_model(str(llama / "ours"), llama / "back", tokenizer=llama / "hf")
     expected = raw.token_to_id(ends) if isinstance(ends, str) else [raw.token_to_id(token) for token in ends]
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    model = AutoModelForCausalLM.from_pretrained(llama / "back")
     assert model.generation_config.eos_token_id == expected == model.config.eos_token_id
 
 
-@pytest.mark.parametrize("content", ["{", "[]"])
-@pytest.mark.parametrize("file", ["generation_config.json", "special_tokens_map.json"])
-def test_a_damaged_companion_is_found_before_anything_is_written(tmp_path, tokenizer_folder, file, content):
-    hf_folder(tmp_path / "hf", "llama3", tokenizer_folder)
-    import_model(tmp_path / "hf", str(tmp_path / "ours"), check="tensors")
-    (tmp_path / "hf" / file).write_text(content)
-    for make in (
-        partial(export_model, str(tmp_path / "ours"), tmp_path / "new", **EXPORT | {"tokenizer": tmp_path / "hf"}),
-        partial(import_model, tmp_path / "hf", str(tmp_path / "new"), check="auto"),
-    ):
-        written = mock.patch.object(Path, "mkdir", side_effect=AssertionError("something is written"))
-        with written, pytest.raises(TitaniteError, match=f"hf/{file}: no"):
-            make()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "ours"]
-
-
-def test_weights_are_not_trained_on_the_tokens_of_another_tokenizer(tmp_path, tokenizer_folder):
-    hf_folder(tmp_path / "hf", "llama3", tokenizer_folder)
-    import_model(tmp_path / "hf", str(tmp_path / "ours"), check="tensors")
-    place = str(tmp_path / "ours")
-    identity = json.loads((tmp_path / "ours" / "model.json").read_text())
+def test_weights_are_not_trained_on_the_tokens_of_another_tokenizer(llama):
+    place = str(llama / "ours")
+    identity = read_manifest(open_store(llama), "ours")["identity"]
 
     def check(tokenizer: Tokenizer) -> None:
         fits = partial(check_vocabulary, tokenizer, place)
-        check_initial_load(Checkpoint(initial_load=place), identity, tmp_path / "run", fits)
+        check_initial_load(Checkpoint(initial_load=place), identity, llama / "run", fits)
 
-    same = load_tokenizer(tokenizer_folder)
+    same = load_tokenizer(llama / "hf")
     check(same)
     same.raw.add_special_tokens(["<|eot|>"])
     check(Tokenizer(same.raw, "<|eot|>"))  # more tokens, another eos
@@ -246,126 +230,11 @@ def test_weights_are_not_trained_on_the_tokens_of_another_tokenizer(tmp_path, to
         CheckpointError, match=r"^checkpoint.initial_load: .*ours: 271 of the 300 token ids in the data"
     ):
         check(word_tokenizer(300))
-    (tmp_path / "hf" / "tokenizer.json").unlink()
-    import_model(tmp_path / "hf", place := str(tmp_path / "bare"), check="tensors")
+    (llama / "hf" / "tokenizer.json").unlink()
+    import_model(llama / "hf", place := str(llama / "bare"))
     check(word_tokenizer(300))
-    (tmp_path / "tokenizer.json").write_text("{")  # as if of a run, in whose folder the checkpoint is
-    with pytest.raises(CheckpointError, match=f"^checkpoint.initial_load: {tmp_path}/tokenizer.json: not a tokenizer"):
-        check(same)
-
-
-@pytest.mark.parametrize("check", ["logits", "tensors"])
-def test_a_model_without_a_tokenizer_is_said_to_have_none(tmp_path, tokenizer_folder, check, caplog):
-    caplog.set_level("INFO")
-    hf_folder(tmp_path / "hf", "llama3", tokenizer_folder)
-    (tmp_path / "hf" / "tokenizer.json").unlink()
-    import_model(tmp_path / "hf", str(tmp_path / "ours"), check=check)
-    assert caplog.text.count("hf: no tokenizer.json, so the checkpoint gets none") == 1
-    shutil.copytree(tokenizer_folder, tmp_path / "ours" / "export")  # no part of the checkpoint
-    ((store, name),) = locate(tmp_path / "ours")
-    opened = Opened(store, name, read_manifest(store, name), read_index(read_metadata(store, name, None)))
-    with pytest.raises(CheckpointError, match=r"ours: no tokenizer\.json found there; name one with --tokenizer"):
-        find_companions(opened, str(tmp_path / "ours"), None)
-
-
-@pytest.mark.parametrize("place", ["s3://bucket", "s3://bucket//x", "s3://bucket/models//x/", "/", "..", ""])
-def test_a_place_that_is_none_is_refused(tmp_path, tokenizer_folder, place):
-    hf_folder(tmp_path / "hf", "llama3", tokenizer_folder)
-    with pytest.raises(CheckpointError, match="name a new folder"):
-        import_model(tmp_path / "hf", place, check="auto")
-
-
-@pytest.mark.parametrize("place", ["~/x", "s3:/bucket/x"])
-def test_a_place_that_would_be_taken_for_another_is_refused(tmp_path, tokenizer_folder, monkeypatch, place):
-    monkeypatch.chdir(tmp_path)
-    hf_folder(tmp_path / "hf", "llama3", tokenizer_folder)
-    with pytest.raises(CheckpointError, match=r"~ written out, or s3://bucket/prefix"):
-        import_model(tmp_path / "hf", place, check="auto")
-
-
-@pytest.mark.parametrize("folder", ["s3://bucket/x", "s3:/bucket/x", "~/x", ""])
-def test_an_export_is_written_to_a_folder_here(tmp_path, folder, capsys):
-    with pytest.raises(SystemExit):
-        hf.main(["export", str(tmp_path), folder])
-    assert f"argument HF_FOLDER: {folder}: " in capsys.readouterr().err
-
-
-def test_a_folder_in_the_root_is_not_one_in_the_working_directory(tmp_path, tokenizer_folder, monkeypatch):
-    hf_folder(tmp_path / "hf", "llama3", tokenizer_folder)
-    (tmp_path / "here" / "etc").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / "here")
-    with pytest.raises(CheckpointError, match=r"^/etc(: exists|/.* denied)"):  # the other is empty
-        import_model(tmp_path / "hf", "/etc", check="auto")
-
-
-def test_of_two_imports_at_once_the_later_leaves_the_earlier_alone(tmp_path, tokenizer_folder, monkeypatch):
-    hf_folder(tmp_path / "hf", "llama3", tokenizer_folder)
-    place, check = str(tmp_path / "ours"), hf.files.check_shapes
-    (tmp_path / "ours" / "lost+found").mkdir(parents=True)  # there may be an empty folder, as of a disk of its own
-
-    def begin_another(*arguments):
-        with monkeypatch.context() as once:
-            once.setattr(hf.files, "check_shapes", check)
-            import_model(tmp_path / "hf", place, check="tensors")
-        return check(*arguments)
-
-    monkeypatch.setattr(hf.files, "check_shapes", begin_another)
-    with pytest.raises(CheckpointError, match=r"ours/model\.json: File exists"):
-        import_model(tmp_path / "hf", place, check="tensors")
-    assert load_trained(place, device=CPU, dtype=torch.float32).manifest["step"] == 0
-
-
-def test_an_import_that_fails_leaves_nothing(tmp_path, tokenizer_folder, monkeypatch):
-    hf_folder(tmp_path / "hf", "llama3", tokenizer_folder)
-    for failing in ("write_items", "commit", "check_result"):
-        with monkeypatch.context() as once:
-            once.setattr(hf, failing, mock.Mock(side_effect=KeyboardInterrupt))
-            with pytest.raises(KeyboardInterrupt):
-                import_model(tmp_path / "hf", str(tmp_path / "ours"), check="tensors")
-        assert not (tmp_path / "ours").exists()
-
-
-def test_why_an_import_failed_is_said_where_it_cannot_be_removed_either(
-    tmp_path, tokenizer_folder, monkeypatch, caplog
-):
-    hf_folder(tmp_path / "hf", "llama3", tokenizer_folder)
-    monkeypatch.setattr(hf, "check_result", mock.Mock(side_effect=CheckpointError("logits differ")))
-    monkeypatch.setattr(LocalStore, "remove", mock.Mock(side_effect=CheckpointError("not allowed")))
-    with pytest.raises(CheckpointError, match="logits differ"):
-        import_model(tmp_path / "hf", str(tmp_path / "ours"), check="tensors")
-    assert "ours: the unfinished checkpoint could not be removed: not allowed" in caplog.text
-
-
-def test_who_was_not_told_the_length_says_so(tmp_path, tokenizer_folder, monkeypatch):
-    """And advises an option that the command has."""
-    hf_folder(tmp_path / "hf", "llama3", tokenizer_folder)
-    import_model(tmp_path / "hf", str(tmp_path / "ours"), check="tensors")
-    manifest = read_manifest(open_store(tmp_path), "ours")
-    del manifest["imported"]
-    monkeypatch.setattr("checkpoint.loading.read_manifest", lambda *_: manifest)
-    with pytest.raises(CheckpointError, match="give --max-positions"):
-        export_model(str(tmp_path / "ours"), tmp_path / "back", **EXPORT)
-    export_model(str(tmp_path / "ours"), tmp_path / "back", **EXPORT | {"max_positions": 100})
-
-
-def test_logits_without_transformers_are_refused_before_anything_is_written(tmp_path, tokenizer_folder, monkeypatch):
-    hf_folder(tmp_path / "hf", "llama3", tokenizer_folder)
-    monkeypatch.setattr(hf, "find_spec", lambda name: None)
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(CheckpointError, match="--check logits: needs transformers, which is not installed"):
-        hf.main(["import", str(tmp_path / "hf"), str(tmp_path / "new"), "--check=logits"])
-    assert not (tmp_path / "new").exists()
-    hf.main(["import", str(tmp_path / "hf"), str(tmp_path / "new")])
-
-
-def test_how_to_start_names_the_flavor_or_gives_it():
-    said = hf.how_to_start("there", "llama", FLAVORS["8B_3.1"])
-    assert said == "start from it with --model.flavor=8B_3.1 --checkpoint.initial_load=there"
-    debug = dataclasses.replace(FLAVORS["debug"], vocab_size=512)
-    assert "--model.flavor=debug --model.vocab_size=512 " in hf.how_to_start("there", "llama", debug)
-    unknown = dataclasses.replace(FLAVORS["1B"], dim=4096)
-    (line,) = re.findall(r'"NAME": (.*),\n', hf.how_to_start("there", "llama", unknown))
-    assert eval(line, {"LlamaConfig": LlamaConfig, "RopeScaling": RopeScaling}) == unknown
+    with pytest.raises(CheckpointError, match=r"bare: no tokenizer\.json found there; name one with --tokenizer"):
+        export_model(place, llama / "back")
 
 
 def edit(path: Path, **changes) -> None:
@@ -373,11 +242,10 @@ def edit(path: Path, **changes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"model_type": "mistral"}, "model_type = 'mistral': must be one of llama"),
         ({"attention_bias": True}, "attention_bias = True"),
-        ({"mlp_bias": True}, "mlp_bias = True"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({"sliding_window": 4096}, "sliding_window = 4096"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
@@ -386,62 +254,77 @@ def edit(path: Path, **changes) -> None:
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
         ({"num_hidden_layers": 4}, "missing model.layers.3.input_layernorm.weight"),
         ({"num_hidden_layers": 2}, "left over model.layers.2.input_layernorm.weight"),
-        (
-            {"tie_word_embeddings": True, "vocab_size": 321},
-            "shape (320, 64), but config.json requires (321, 64)",
-        ),
+        ({"vocab_size": 321}, "has shape [320, 64] in F32, must be [321, 64] by config.json"),
     ],
 )
-def test_what_the_model_has_not_is_refused_before_anything_is_written(tmp_path, tokenizer_folder, change, said):
-    hf_folder(tmp_path / "hf", "llama3", tokenizer_folder)
-    edit(tmp_path / "hf" / "config.json", **change)
-    with pytest.raises(CheckpointError) as caught:
-        import_model(tmp_path / "hf", str(tmp_path / "ours"), check="auto")
-    assert said in str(caught.value)
-    assert not (tmp_path / "ours").exists()
+def test_a_model_that_cannot_be_run_is_refused_before_anything_is_written(llama, change, message):
+    edit(llama / "hf" / "config.json", **change)
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        import_model(llama / "hf", str(llama / "new"))
+    assert not (llama / "new").exists()
 
 
-def test_a_name_on_the_hub_is_no_folder(tmp_path):
-    with pytest.raises(CheckpointError, match=r"meta-llama/Llama-3\.2-1B: no such folder; .*hf download"):
-        import_model(Path("meta-llama/Llama-3.2-1B"), str(tmp_path / "ours"), check="auto")
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda hf: first_file(hf).write_bytes(first_file(hf).read_bytes()[:-10]), "00001-of-.*cannot be read as"),
+        (lambda hf: first_file(hf).unlink(), "00001-of-.*cannot be read as safetensors: .*No such file"),
+        (lambda hf: (hf / hf_index).unlink(), "may run code when read"),
+        (lambda hf: (hf / "config.json").unlink(), r"config\.json: No such file"),
+        (lambda hf: quantize(hf), "in F8_E4M3, must be .* in BF16, F16, F32"),
+        (lambda hf: shutil.rmtree(hf), "no such folder; `hf download"),
+    ],
+)
+def test_a_damaged_folder_is_refused_before_anything_is_written(llama, damage, message):
+    damage(llama / "hf")
+    with pytest.raises(TitaniteError, match=message):
+        import_model(llama / "hf", str(llama / "new"))
+    assert not (llama / "new").exists()
 
 
-def test_quantized_weights_are_refused(tmp_path, tokenizer_folder):
-    model = hf_folder(tmp_path / "hf", "llama3", tokenizer_folder)
-    state = {name: value.to(torch.float8_e4m3fn) for name, value in model.state_dict().items()}
-    save_file(state, tmp_path / "hf" / "model.safetensors")
-    (tmp_path / "hf" / "model.safetensors.index.json").unlink()
-    with pytest.raises(CheckpointError, match="is of type F8_E4M3, must be one of BF16, F16, F32"):
-        import_model(tmp_path / "hf", str(tmp_path / "ours"), check="auto")
+hf_index = "model.safetensors.index.json"
 
 
-@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "sub/x.safetensors", "..", "model.bin"])
-def test_files_outside_the_folder_are_refused(tmp_path, tokenizer_folder, name):
-    hf_folder(tmp_path / "hf", "llama3", tokenizer_folder)
-    index = tmp_path / "hf" / "model.safetensors.index.json"
-    weights = json.loads(index.read_text())["weight_map"]
-    edit(index, weight_map=weights | {"model.norm.weight": name})
-    (tmp_path / "secret.safetensors").write_bytes((tmp_path / "hf" / weights["model.norm.weight"]).read_bytes())
-    with pytest.raises(CheckpointError, match="not a safetensors file of this folder"):
-        import_model(tmp_path / "hf", str(tmp_path / "ours"), check="auto")
+def first_file(folder: Path) -> Path:
+    return min(folder.glob("*.safetensors"))
 
 
-def test_a_truncated_file_and_pickled_weights_are_refused(tmp_path, tokenizer_folder):
-    hf_folder(tmp_path / "hf", "llama3", tokenizer_folder)
-    file = sorted((tmp_path / "hf").glob("*.safetensors"))[0]
-    file.write_bytes(file.read_bytes()[:-10])
-    with pytest.raises(CheckpointError, match=f"{file.name}: not a readable safetensors file"):
-        import_model(tmp_path / "hf", str(tmp_path / "ours"), check="auto")
-    (tmp_path / "hf" / "model.safetensors.index.json").unlink()
-    (tmp_path / "hf" / "pytorch_model.bin").write_bytes(b"pickle")
-    with pytest.raises(CheckpointError, match="may run code when read"):
-        import_model(tmp_path / "hf", str(tmp_path / "ours"), check="auto")
+def quantize(folder: Path) -> None:
+    state = {name: value.to(torch.float8_e4m3fn) for name, value in hf_model("llama3").state_dict().items()}
+    save_file(state, folder / "model.safetensors")
 
 
-def test_a_wrong_result_is_found_and_leaves_nothing(tmp_path, tokenizer_folder, monkeypatch):
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["import", "hf", "ours"], "ours: exists"),
+        (["import", "hf", "s3://bucket"], "~ written out, or s3://bucket/prefix"),
+        (["import", "hf", "s3:/bucket/x"], "~ written out, or s3://bucket/prefix"),
+        (["import", "hf", "~/x"], "~ written out, or s3://bucket/prefix"),
+        (["export", "ours", "hf"], "hf: exists; name a new folder"),
+        (["export", "ours", "new", "--tokenizer=nowhere"], r"nowhere: no tokenizer\.json found"),
+        (["export", "ours", "s3://bucket/x"], None),
+        (["export", "ours", "new", "--file-gb=nan"], None),
+        (["export", "ours", "new", "--file-gb=0"], None),
+    ],
+)
+def test_mistakes_on_the_command_line(llama, monkeypatch, command, message):
+    monkeypatch.chdir(llama)
+    with pytest.raises(CheckpointError, match=message) if message else pytest.raises(SystemExit):
+        hf.main(command)
+    assert sorted(path.name for path in llama.iterdir()) == ["hf", "ours"]
+
+
+@pytest.mark.parametrize("failing", ["write_items", "commit", "compare_logits"])
+def test_an_import_that_fails_leaves_nothing(llama, monkeypatch, failing):
+    monkeypatch.setattr(hf, failing, mock.Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        import_model(llama / "hf", str(llama / "new"))
+    assert not (llama / "new").exists()
+
+
+def test_a_wrong_result_is_found_and_leaves_nothing(llama, monkeypatch):
     """Planted: the two norms of a block change places on their way out."""
-    hf_folder(tmp_path / "hf", "llama3", tokenizer_folder)
-    import_model(tmp_path / "hf", str(tmp_path / "ours"), check="tensors")
     names = llama_hf.hf_names
 
     def swapped(config):
@@ -450,87 +333,50 @@ def test_a_wrong_result_is_found_and_leaves_nothing(tmp_path, tokenizer_folder, 
         return found | {first: found[second], second: found[first]}
 
     monkeypatch.setattr(llama_hf, "hf_names", swapped)
-    with pytest.raises(CheckpointError, match="logits differ from transformers'"):
-        export_model(str(tmp_path / "ours"), tmp_path / "back", **EXPORT)
-    monkeypatch.undo()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "ours"]
-    export_model(str(tmp_path / "ours"), tmp_path / "back", **{**EXPORT, "check": "tensors"})
-    file = sorted((tmp_path / "back").glob("*.safetensors"))[0]
-    file.write_bytes(file.read_bytes()[:-1] + b"?")
-    store = open_store(tmp_path)
-    manifest = read_manifest(store, "ours")
-    opened = Opened(store, "ours", manifest, read_index(read_metadata(store, "ours", manifest)))
-    adapter, _, flavor = exported_model(manifest)
-    with pytest.raises(CheckpointError, match="differs from that in"):
-        hf.check_tensors(tmp_path / "back", opened, adapter.hf_names(flavor))
+    with pytest.raises(CheckpointError, match="logits differ from those of transformers"):
+        export_model(str(llama / "ours"), llama / "back", dtype="float32")
+    assert sorted(path.name for path in llama.iterdir()) == ["hf", "ours"]
+
+
+def test_without_transformers_it_is_said_that_nothing_was_compared(llama, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    monkeypatch.setattr(hf, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    hf.main(["export", str(llama / "ours"), str(llama / "back")])
+    assert "logits not compared: needs transformers" in caplog.text
+    assert (llama / "back" / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize("damaged", ["__0_0.distcp", "tokenizer.json"])
-def test_a_damaged_checkpoint_is_not_exported(tmp_path, tokenizer_folder, damaged, capsys):
+def test_a_damaged_checkpoint_is_not_exported(llama, damaged):
     """Nor one whose tokenizer has a token of other letters."""
-    hf_folder(tmp_path / "hf", "llama3", tokenizer_folder)
-    import_model(tmp_path / "hf", str(tmp_path / "ours"), check="tensors")
-    file = tmp_path / "ours" / damaged
+    file = llama / "ours" / damaged
     flip_bit(file, file.stat().st_size // 2 if damaged == "__0_0.distcp" else file.read_bytes().index(b"quick"))
     with pytest.raises(CheckpointError, match=rf"ours/{damaged}: (checksum of|SHA-256)") as caught:
-        export_model(str(tmp_path / "ours"), tmp_path / "back", **EXPORT)
-    assert ("--tokenizer" in str(caught.value)) == (damaged == "tokenizer.json")
-    assert verify_all(open_store(tmp_path / "ours"), [""]) == 1
-    assert f"DAMAGED: {file}: " in capsys.readouterr().out
-    file.write_bytes(file.read_bytes()[:10])
-    assert f"{damaged} has 10 bytes, not " in look(open_store(tmp_path / "ours"), "")[1]
+        export_model(str(llama / "ours"), llama / "back")
     assert not isinstance(caught.value, DamagedError)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "ours"]
+    assert sorted(path.name for path in llama.iterdir()) == ["hf", "ours"]
 
 
-def test_an_export_that_the_disk_has_no_room_for_leaves_nothing(tmp_path, tokenizer_folder):
-    hf_folder(tmp_path / "hf", "llama3", tokenizer_folder)
-    import_model(tmp_path / "hf", str(tmp_path / "ours"), check="tensors")
-    disk = tmp_path / "disk"
+def test_an_export_that_the_disk_has_no_room_for_leaves_nothing(llama):
+    disk = llama / "disk"
     disk.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", disk], capture_output=True)
     if mounted.returncode:
         pytest.skip(f"no file system of its own: {mounted.stderr.decode().strip()}")
     try:
-        (said,) = run_ranks(1, _failure, str(tmp_path / "ours"), disk / "out")  # a process that may die
+        (said,) = run_ranks(1, _failure, str(llama / "ours"), disk / "out")  # a process that may die
         left = list(disk.iterdir())
     finally:
         subprocess.run(["umount", "--lazy", disk], check=True)
-    assert re.search(r"/model-00001-of-.*: 0.00 GB cannot be written: .*No space left on device", said)
+    assert re.search(r"out: not exported: .*No space left on device", said)
     assert not left
 
 
 def _failure(place: str, folder: Path) -> str:
     with pytest.raises(CheckpointError) as caught:
-        export_model(place, folder, **EXPORT)
+        export_model(place, folder)
     return str(caught.value)
-
-
-def test_an_export_that_was_overtaken_leaves_the_other_its_folder(tmp_path, tokenizer_folder, monkeypatch):
-    hf_folder(tmp_path / "hf", "llama3", tokenizer_folder)
-    import_model(tmp_path / "hf", str(tmp_path / "ours"), check="tensors")
-    write, other = hf.write_weights, tmp_path / "out" / "model.safetensors"
-
-    def overtaken(*arguments):
-        other.parent.mkdir()
-        other.touch()
-        return write(*arguments)
-
-    monkeypatch.setattr(hf, "write_weights", overtaken)
-    with pytest.raises(CheckpointError, match=r"out: not exported: .* not empty"):
-        export_model(str(tmp_path / "ours"), tmp_path / "out", **EXPORT)
-    assert other.exists()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "ours", "out"]
-
-
-def test_what_an_export_cannot_remove_does_not_hide_why_it_failed(tmp_path, tokenizer_folder, monkeypatch):
-    """NFS keeps a file that is removed while it is open, under another name."""
-    hf_folder(tmp_path / "hf", "llama3", tokenizer_folder)
-    import_model(tmp_path / "hf", str(tmp_path / "ours"), check="tensors")
-    monkeypatch.setattr(hf, "check_result", mock.Mock(side_effect=CheckpointError("differs")))
-    monkeypatch.setattr(os, "rmdir", mock.Mock(side_effect=OSError(errno.ENOTEMPTY, "Directory not empty")))
-    with pytest.raises(CheckpointError, match=r"^differs$"):
-        export_model(str(tmp_path / "ours"), tmp_path / "out", **EXPORT)
 
 
 def test_a_model_of_another_version_is_named_in_one_line():
@@ -539,59 +385,32 @@ def test_a_model_of_another_version_is_named_in_one_line():
         exported_model({"identity": identity})
 
 
-@pytest.mark.parametrize("size", [320, 321])
-def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path, tokenizer_folder, size, caplog):
-    caplog.set_level("INFO")
-    hf_folder(tmp_path / "hf", "llama3", tokenizer_folder)
-    import_model(tmp_path / "hf", str(tmp_path / "ours"), check="tensors")
-    raw = RawTokenizer(models.WordLevel({"<eos>": 0} | {f"w{i}": i for i in range(1, size)}, unk_token="w1"))
+def test_a_tokenizer_larger_than_the_model_is_refused(llama):
+    raw = RawTokenizer(models.WordLevel({"<eos>": 0} | {f"w{i}": i for i in range(1, 321)}, unk_token="w1"))
     raw.pre_tokenizer = pre_tokenizers.Whitespace()
-    Tokenizer(raw, "<eos>").save(tmp_path)
-    export = {**EXPORT, "check": "tensors"}
-    if size == 320:
-        export_model(str(tmp_path / "ours"), tmp_path / "back", **{**export, "tokenizer": tmp_path})
-        assert f"tokenizer from {tmp_path}\n" in caplog.text
-        return
-    with pytest.raises(CheckpointError, match="has ids up to 320, the model only 320 rows of embedding"):
-        export_model(str(tmp_path / "ours"), tmp_path / "back", **{**export, "tokenizer": tmp_path})
-    with pytest.raises(CheckpointError, match="has ids up to 320, the model only 320 rows of embedding"):
-        load_trained(str(tmp_path / "ours"), device=CPU, dtype=torch.float32, tokenizer=str(tmp_path))
-    with pytest.raises(CheckpointError, match=f"{tmp_path / 'hf2'}: no tokenizer.json found"):  # not that above it
-        export_model(str(tmp_path / "ours"), tmp_path / "back", **{**export, "tokenizer": tmp_path / "hf2"})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "ours", "tokenizer.json", "tokenizer_config.json"]
+    Tokenizer(raw, "<eos>").save(llama)
+    for use in (
+        partial(export_model, str(llama / "ours"), llama / "back", tokenizer=llama),
+        partial(load_trained, str(llama / "ours"), device=CPU, dtype=torch.float32, tokenizer=str(llama)),
+    ):
+        with pytest.raises(CheckpointError, match="has ids up to 320, the model only 320 rows of embedding"):
+            use()
 
 
-@pytest.mark.parametrize(
-    ("limits", "available"),
-    [({}, 1000), ({"a": 900}, 650), ({"a": 900, "a/b": 700}, 450), ({"a/b": 5000, "": 600}, 350), ({"other": 5}, 1000)],
-)
-def test_the_memory_of_a_control_group_is_what_can_be_had(tmp_path, limits, available):
-    (tmp_path / "proc" / "self").mkdir(parents=True)
-    (tmp_path / "proc" / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    1000 kB\n")
-    (tmp_path / "proc" / "self" / "cgroup").write_text("4:memory:/old\n0::/a/b\n")
-    for group in ("a", "a/b", "", "other"):
-        folder = tmp_path / "sys" / "fs" / "cgroup" / group
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "memory.max").write_text(f"{limits[group] * 1024}\n" if group in limits else "max\n")
-        (folder / "memory.current").write_text(f"{300 * 1024}\n")
-        (folder / "memory.stat").write_text(f"anon 5\ninactive_file {50 * 1024}\nactive_file 7\n")
-    assert hf.available_bytes(tmp_path) == available * 1024
+def test_how_to_start_names_the_flavor_or_gives_it():
+    debug = dataclasses.replace(FLAVORS["debug"], vocab_size=512)
+    assert "--model.flavor=debug --model.vocab_size=512 " in hf.how_to_start("there", "llama", debug)
+    unknown = dataclasses.replace(FLAVORS["1B"], dim=4096)
+    (line,) = re.findall(r'"NAME": (.*),\n', hf.how_to_start("there", "llama", unknown))
+    assert eval(line, {"LlamaConfig": LlamaConfig, "RopeScaling": RopeScaling}) == unknown
 
 
-def test_imported_weights_are_what_load_trained_gives(tmp_path, tokenizer_folder):
-    model = hf_folder(tmp_path / "hf", "llama3.1", tokenizer_folder)
-    import_model(tmp_path / "hf", str(tmp_path / "ours"), check="tensors")
-    ours = load_trained(str(tmp_path / "ours"), device=CPU, dtype=torch.float32).model
-    tokens = torch.arange(90)[None]
-    torch.testing.assert_close(ours(tokens), model(tokens).logits, rtol=1e-5, atol=1e-5)
-
-
-BIG = LlamaConfig(dim=1024, n_layers=20, n_heads=8, n_kv_heads=4, hidden_dim=4096, vocab_size=4096)
-ALLOWED_MB = 512
+BIG = LlamaConfig(dim=1024, n_layers=10, n_heads=8, n_kv_heads=4, hidden_dim=4096, vocab_size=4096)
+ALLOWED_MB = 256
 
 
 def test_memory_is_bounded_by_a_file_not_by_the_model(tmp_path, tokenizer_folder):
-    """A float32 model of twice what is allowed, out and in again, in a process of its own."""
+    """A float32 model of twice what is allowed, out and in again, in a process of its own, without the comparison."""
     with torch.device("meta"):
         shapes = {name: tuple(value.shape) for name, value in model_tensors([Llama(BIG)]).items()}
     total = sum(4 * torch.Size(shape).numel() for shape in shapes.values())
@@ -616,11 +435,12 @@ def test_memory_is_bounded_by_a_file_not_by_the_model(tmp_path, tokenizer_folder
 
     def peak_mb(*arguments):
         code = (  # not ru_maxrss, which a process inherits from the one that started it
-            "import re, sys; from tools.hf import main; from pathlib import Path\n"
+            "import re, sys; from pathlib import Path; from tools import hf\n"
+            "hf.find_spec = lambda name: None\n"
             "kb = lambda key: int(re.search(key + r':\\s+(\\d+)', Path('/proc/self/status').read_text())[1])\n"
-            "before = kb('VmRSS'); main(sys.argv[1:]); print((kb('VmHWM') - before) // 1000)"
+            "before = kb('VmRSS'); hf.main(sys.argv[1:]); print((kb('VmHWM') - before) // 1000)"
         )
-        command = [sys.executable, "-c", code, *map(str, arguments), "--check=tensors"]
+        command = [sys.executable, "-c", code, *map(str, arguments)]
         return int(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
 
     file_mb = 100
@@ -628,13 +448,3 @@ def test_memory_is_bounded_by_a_file_not_by_the_model(tmp_path, tokenizer_folder
     back = peak_mb("import", tmp_path / "hf", tmp_path / "ours")
     assert out <= file_mb + ALLOWED_MB
     assert back <= file_mb + ALLOWED_MB
-
-
-@pytest.mark.parametrize(("gigabytes", "files"), [("inf", 1), ("1e-4", None), ("nan", 0), ("0", 0)])
-def test_bytes_per_file_may_be_without_limit(tmp_path, tokenizer_folder, gigabytes, files):
-    hf_folder(tmp_path / "hf", "llama3", tokenizer_folder, torch.float32)
-    import_model(tmp_path / "hf", str(tmp_path / "ours"), check="tensors")
-    with pytest.raises(SystemExit) if files == 0 else nullcontext():
-        hf.main(["export", str(tmp_path / "ours"), str(tmp_path / "out"), f"--file-gb={gigabytes}", "--check=tensors"])
-    made = len(list((tmp_path / "out").glob("*.safetensors")))
-    assert made == files if files is not None else made > 1

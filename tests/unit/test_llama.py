@@ -2,12 +2,10 @@
 
 import dataclasses
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel
 from transformers import LlamaConfig as HFConfig
@@ -85,19 +83,6 @@ def test_logits_and_gradients_equal_transformers(family: str) -> None:
     theirs, names = dict(hf.named_parameters()), hf_names(ours.config)
     for name, parameter in ours.named_parameters():
         torch.testing.assert_close(parameter.grad, theirs[names[name]].grad, rtol=1e-4, atol=1e-6, msg=name)
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"attention_bias": True}, "attention_bias"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "yarn"),
-    ],
-)
-def test_foreign_configs_are_refused(change: dict, said: str) -> None:
-    config = HFConfig(**(SMALL | FAMILIES["llama2"])).to_dict() | change
-    with pytest.raises(ValueError, match=said):
-        from_hf_config(config)
 
 
 def test_cached_decoding_gives_the_same_logits() -> None:
@@ -186,7 +171,7 @@ class SharedLayer(Llama):
 def test_a_weight_of_two_names_is_refused(model: type[Llama], name: str) -> None:
     """Where it gets its memory each name would get a weight of its own, and one process trains both without a word."""
     spec = dataclasses.replace(MODELS["llama"], model=model)
-    with pytest.raises(ConfigError, match=f"{model.__name__} has {name}, a weight that also has another name"):
+    with pytest.raises(ConfigError, match=f"{model.__name__} has {name}, a weight with two names"):
         build_model(spec, dataclasses.replace(FLAVORS["tiny"], vocab_size=64))
 
 
@@ -297,14 +282,3 @@ def test_flops_per_token() -> None:
         model(torch.zeros(1, seq_len, dtype=torch.long))
     norms = sum(p.numel() for n, p in model.named_parameters() if "norm" in n)
     assert model.flops_per_token(seq_len) * seq_len == 3 * counter.get_total_flops() + 6 * norms * seq_len
-
-
-@pytest.mark.parametrize(
-    ("device", "dtype", "heads"), [("cuda", "float32", 8), ("cuda", "bfloat16", 2), ("cpu", "float32", 2)]
-)
-def test_keys_are_repeated_only_where_no_fused_kernel_takes_groups(device: str, dtype: str, heads: int) -> None:
-    with FakeTensorMode(), mock.patch.object(F, "scaled_dot_product_attention") as kernel:
-        q, k, v = (torch.empty(1, n, 16, 8, device=device, dtype=getattr(torch, dtype)) for n in (8, 2, 2))
-        attention(q, k, v, None)
-    assert [x.shape[1] for x in kernel.call_args.args] == [8, heads, heads]
-    assert kernel.call_args.kwargs["enable_gqa"] == (heads < 8)

@@ -114,6 +114,17 @@ def log(metrics: MetricsLogger, step: int, loss: float = 1.0) -> None:
     metrics.log(step, tokens=step)
 
 
+def test_further_figures_wait_beside_the_loss_and_end_no_run(tmp_path: Path) -> None:
+    """As CONTRIBUTING.md has them added; only loss and gradient norm must be finite."""
+    metrics = build_metrics(Config(), tmp_path)
+    metrics.waiting = {3: torch.tensor([1.0, 2.0, 7.0]), 4: torch.tensor([1.5, 2.0, torch.inf])}
+    metrics.check_finite()
+    assert (metrics.loss, metrics.grad_norm, metrics.waiting) == (1.5, 2.0, {})
+    metrics.waiting = {5: torch.tensor([1.0, torch.inf, 7.0])}
+    with pytest.raises(TitaniteError, match=r"step 5: loss 1\.0, gradient norm inf"):
+        metrics.check_finite()
+
+
 def test_metrics_rows_hold_the_rates_of_the_interval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("metrics.time.perf_counter", lambda: now[0])
@@ -138,16 +149,6 @@ def test_metrics_rows_hold_the_rates_of_the_interval(tmp_path: Path, monkeypatch
     assert (validation["validation_loss"], validation["loss"], validation["mfu"]) == (3.25, None, None)
     assert row.keys() == validation.keys()
     assert (named["validation_loss/web"], named["validation_loss/code"], named["validation_loss"]) == (3.0, 2.0, None)
-
-
-def test_a_run_too_long_for_a_date_logs_its_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config = Config(training=Training(steps=2**53), metrics=Metrics(tensorboard=False))
-    metrics = build_metrics(config, tmp_path, flops_per_token=50)
-    metrics.since -= 1.0
-    with caplog.at_level("INFO"):
-        log(metrics, 1, loss=3.5)
-    metrics.close()
-    assert caplog.text.rstrip().endswith("ETA unknown")
 
 
 @pytest.mark.parametrize("full", ["metrics.jsonl", "data/rank-00000.jsonl", "profile/trace-step2-rank0.json.gz"])
