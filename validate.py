@@ -52,7 +52,7 @@ def validate_all(run: Run, parts: list[nn.Module], compute: Step, step: int) -> 
     losses = {}
     for name, held_out in validation_sets(run.config).items():
         dp_rank = run.dims.dp_rank(run.environment.rank)
-        batches = validation_batches(held_out, dp_rank, run.dims.dp, run.data.hashes)
+        batches = validation_batches(held_out, dp_rank, run.dims.dp)
         batches = run.watchdog.follow(batches, "validation")
         loss = validate(parts, compute, batches, run.dims, run.device, run.asked_to_stop)
         if loss is None:
@@ -84,7 +84,8 @@ def validate(
             total[0] += step.forward(tokens, labels, positions) / dims.tp
             total[1] += labels.ne(IGNORED).sum() / dims.copies
         dist.all_reduce(total)
-    return _mean(*total.tolist())
+    summed, count = total.tolist()
+    return summed / count
 
 
 @contextmanager
@@ -97,14 +98,6 @@ def _no_training(parts: list[nn.Module]) -> Iterator[None]:
     reshard(parts)
     for module in trained:
         module.training = True
-
-
-def _mean(summed: float, count: float) -> float:
-    if not count:
-        raise DataError(
-            "data.on_bad_block = mask: every held-out token is masked, so none is measured; repair the data"
-        )
-    return summed / count
 
 
 def check_sample(config: Config, tokenizer: Tokenizer) -> None:
@@ -196,7 +189,7 @@ def measure(trained: Trained, config: Config) -> tuple[float, int]:
         tokens, labels, positions = batch.to(trained.device)
         summed += cross_entropy(trained.model(tokens, positions), labels)
         count += int(labels.ne(IGNORED).sum())
-    return _mean(float(summed), count), count
+    return float(summed) / count, count
 
 
 def as_packed(config: Config, seq_len: int | None, recorded: bool) -> Config:
