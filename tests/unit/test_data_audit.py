@@ -331,9 +331,9 @@ def test_text_and_planned_steps(folders, tmp_path, capsys):
     ],
 )
 def test_mistakes_are_one_line(run, capsys, words, said):
-    with pytest.raises(SystemExit) as refusal:
+    with pytest.raises(SystemExit):
         audit.main([f"--run={run[0]}", *words])
-    assert f"error: {said}" in capsys.readouterr().err or said in str(refusal.value)
+    assert said in capsys.readouterr().err.splitlines()[-1]
 
 
 # ---------------------------------------------------------------- verify
@@ -356,7 +356,7 @@ def test_verify_finds_any_flipped_bit(folders, tmp_path, capsys):
             file.write_bytes(damaged)
             if file.name.startswith(("train", "validation")) and read_by_arrow(damaged) == read_by_arrow(sound):
                 continue
-            with pytest.raises(SystemExit, match=r"error|fault"):
+            with pytest.raises(SystemExit):
                 verify.main([str(folder)])
         file.write_bytes(sound)
     verify.main([str(folder)])

@@ -5,6 +5,7 @@ import gzip
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -490,11 +491,12 @@ def test_a_dataset_without_held_out_documents_says_so(tokenizer_folder, tmp_path
     ],
 )
 @pytest.mark.parametrize("processes", [1, 2])
-def test_bad_input_is_named(tmp_path, name, content, message, processes):
+def test_bad_input_is_named(tmp_path, name, content, message, processes, capsys):
     (tmp_path / name).write_bytes(content)
     words = ["--source", str(tmp_path / name), "--output", str(tmp_path / "out"), f"--processes={processes}"]
-    with pytest.raises(SystemExit, match=f"^error: .*{message}"):
+    with pytest.raises(SystemExit):
         main(words)
+    assert re.search(f"^error: .*{message}", capsys.readouterr().err, re.MULTILINE)
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
@@ -520,16 +522,16 @@ def test_rows_of_parquet_that_are_no_text_are_named(tmp_path):
         *("--format sft", "--seq-len=1 --format chat --tokenizer=T", "--keys a,b", "--tokenizer=nothing"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(texts, tokenizer_folder, tmp_path, monkeypatch, flags):
+def test_options_that_make_no_sense_are_refused(texts, tokenizer_folder, tmp_path, monkeypatch, flags, capsys):
     monkeypatch.chdir(tmp_path)
     write_jsonl(tmp_path / "in.jsonl", texts)
     Path("a-file").touch()
     files = set(tmp_path.iterdir())
-    with pytest.raises(SystemExit) as refusal:
+    with pytest.raises(SystemExit):
         main(["--source=in.jsonl", "--output=out", *flags.replace("=T", f"={tokenizer_folder}").split()])
     option, _, value = flags.split()[0].partition("=")
-    assert str(refusal.value).startswith((f"error: {option} {value}", f"error: {value}: "))
-    assert "\n" not in str(refusal.value)
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert said.startswith((f"error: {option} {value}", f"error: {value}"))
     assert set(tmp_path.iterdir()) == files
 
 

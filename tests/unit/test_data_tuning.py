@@ -280,9 +280,9 @@ def test_options_that_do_not_fit_are_explained(
     if not any("example-keys" in word for word in words):
         words.append("--example-keys=q,a")
     command = ["--source", str(folder / "examples.jsonl"), "--format=sft", "--output", str(tmp_path / "out")]
-    with pytest.raises(SystemExit) as error:
+    with pytest.raises(SystemExit):
         prepare([*command, *words])
-    assert said in str(error.value)
+    assert said in capsys.readouterr().err
 
 
 def test_long_examples_are_left_out_and_counted(
@@ -294,8 +294,9 @@ def test_long_examples_are_left_out_and_counted(
     lines = [json.loads(line) for line in (folder / "examples.jsonl").read_text().splitlines()]
     long = sum(len(f"{line['q']} {line['a']}".split()) + 1 > 12 for line in lines)
     assert f"examples longer than 12 tokens, left out: {long}" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="--seq-len 2: every example is longer"):
+    with pytest.raises(SystemExit):
         prepare([*command, "--seq-len=2", "--overwrite"])
+    assert "--seq-len 2: every example is longer" in capsys.readouterr().err
 
 
 def test_a_chat_dataset_carries_its_template(tmp_path: Path) -> None:
