@@ -115,16 +115,12 @@ class Data:
     """Folders of prepared datasets, or URLs such as `s3://bucket/folder`."""
     weights: tuple[AboveZero, ...] = ()
     """Relative share of the samples drawn from each dataset. Empty: in proportion to their tokens."""
-    tokenizer: str = ""
-    """Path of the tokenizer.json that the data must have been made with. Empty: the datasets' own."""
     window_blocks: Positive = 16
     """Blocks (4-16 MB each) whose documents are shuffled together. More mix better and need more memory."""
     shuffle_samples: bool = False
     """Also shuffle the samples within a window, to spread out the samples of a long document."""
     prefetch_steps: Count = 2
     """Steps that a background thread reads ahead. 0: read each step when it is needed."""
-    on_bad_block: Literal["stop", "mask"] = "stop"
-    """On a missing or damaged block: `stop` the run and name it, or `mask` its tokens in place."""
     mask_documents: bool = False
     """Restart positions and attention at every document, so that no token sees another document."""
     cache_folder: Folder = ""
@@ -422,6 +418,8 @@ KINDS = types.MappingProxyType(  # dotted key → type of its value, with its Ra
     }
 )
 REMOVED = {  # former setting → what to use instead
+    "data.on_bad_block": "a damaged block stops the run; python -m tools.verify DATASET names the files to fetch again",
+    "data.tokenizer": "the run's own tokenizer is checked at each start",
     "failures.straggler_interval": "python -m tools.preflight compares the devices of all ranks before a run",
 }
 OTHER_NAMES = {  # setting → what other projects call it

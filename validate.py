@@ -51,7 +51,7 @@ def validate_all(run: Run, parts: list[nn.Module], compute: Step, step: int) -> 
     losses = {}
     for name, held_out in validation_sets(run.config).items():
         dp_rank = run.dims.dp_rank(run.environment.rank)
-        batches = validation_batches(held_out, dp_rank, run.dims.dp, run.data.hashes)
+        batches = validation_batches(held_out, dp_rank, run.dims.dp)
         batches = run.watchdog.follow(batches, "validation")
         loss = validate(parts, compute, batches, run.dims, run.device, run.asked_to_stop)
         if loss is None:

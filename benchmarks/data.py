@@ -272,7 +272,7 @@ def walk(changes: int) -> Row:
     At each place some consecutive steps are laid out over ranks and microbatches. Together they must have each sample
     of that range once, and continue the counts of each dataset.
     """
-    from data.place import StepShape
+    from data.ledger import StepShape
 
     rng = np.random.default_rng(0)
     total = 2 * 10**12 // SEQ_LEN
@@ -310,7 +310,7 @@ def prepare(root: Path, quick: bool) -> tuple[list[Row], Bars]:
     """
     from data.sources import documents, list_files, plan_units
 
-    texts = [text for unit in plan_units(list_files(["stdlib"])) for text in documents(unit, "text")]
+    texts = [text for unit in plan_units(list_files(["stdlib"])) for text in documents(unit, ["text"])]
     train_tokenizer(texts, 4096).save(_made(root / "tokenizer"))
     repeats = 2 if quick else 12
     source = root / "text.jsonl"

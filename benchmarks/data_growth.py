@@ -42,7 +42,6 @@ def write_simulated(folder: Path, blocks: int, tokenizer: Tokenizer) -> None:
             blocks=len(size[part]),
             documents=6700 * len(size[part]),
             tokens=int(tokens[part].sum()),
-            lengths_crc32=0,
         )
         written.append(WrittenShard(shard, table[part]))
     write_manifest(folder, tokenizer, written)

@@ -6,7 +6,7 @@ from pathlib import Path
 from checkpoint.index import Opened
 from checkpoint.manifest import ChecksumError, read_small
 from checkpoint.stores import CheckpointError
-from data.tokenizer import TOKENIZER, Tokenizer, declared_eos, find_chat_template, parse_raw, parse_tokenizer
+from data.tokenizer import TOKENIZER, Tokenizer, parse_tokenizer
 
 # Files copied unchanged, by `tools.hf` to Hugging Face and back.
 COMPANIONS = (
@@ -50,8 +50,7 @@ def read_companions(folder: Path) -> dict[str, bytes]:
 
 def companion_tokenizer(origin: str, companions: Mapping[str, bytes], vocab_size: int) -> Tokenizer:
     """The tokenizer that `find_companions` found. Raises TitaniteError if it is invalid or exceeds `vocab_size`."""
-    declared = declared_eos(companions.get("tokenizer_config.json", b"{}"), origin)
-    tokenizer = parse_tokenizer(companions[TOKENIZER], declared, origin, find_chat_template(companions, origin))
+    tokenizer = parse_tokenizer(companions, origin)
     if tokenizer.vocab_size > vocab_size:
         raise CheckpointError(
             f"{origin}: its tokenizer has ids up to {tokenizer.vocab_size - 1}, the model only {vocab_size} rows of "
@@ -70,8 +69,7 @@ def check_vocabulary(tokenizer: Tokenizer, place: str, opened: Opened) -> None:
         origin, companions = find_companions(opened, place, None)
     except CheckpointError:
         return
-    raw = parse_raw(companions[TOKENIZER], f"{origin}/{TOKENIZER}")
-    theirs = {id: token for token, id in raw.get_vocab().items()}
+    theirs = {id: token for token, id in parse_tokenizer(companions, origin).raw.get_vocab().items()}
     ours = tokenizer.raw.get_vocab()
     others = sum(theirs.get(id, token) != token for token, id in ours.items())
     if others > len(ours) / 10:

@@ -1,9 +1,12 @@
-"""Chat templates: conversations as text and tokens, rendered as transformers renders them."""
+"""Chat templates, rendered as transformers renders them, and examples for fine-tuning, of which only answers train."""
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from functools import lru_cache
+from itertools import chain, pairwise
+from typing import Any, NoReturn
 
+import numpy as np
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -11,6 +14,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as RawTokenizer
 
 from config import TitaniteError
+from data.packing import HIDDEN, START
 from data.tokenizer import Tokenizer
 
 # For tokenizers without a template: roles in plain text, each answer ended by the tokenizer's eos.
@@ -22,6 +26,7 @@ BUILT_IN = (
 ROLES = ("system", "user", "assistant", "tool")
 
 Message = Mapping[str, str]
+Parts = list[tuple[list[int], bool]]  # (tokens, whether they are trained)
 
 
 class GenerationTag(Extension):
@@ -57,10 +62,6 @@ class ChatTemplate:
         self.raw.encode_special_tokens = False
         added = self.raw.get_added_tokens_decoder()
         self._special = {token.content: id for id, token in added.items() if token.special}
-        # Tokens at which the tokenizer cuts a text before anything else, so the text after one encodes the same
-        # whatever precedes it. Empty if some token is for single words only: where it does not apply, it hides others.
-        whole_words = any(token.single_word for token in added.values())
-        self.cuts = {id: token.content for id, token in added.items() if not (token.normalized or whole_words)}
         self._bos = "" if tokenizer.bos_id is None else tokenizer.raw.id_to_token(tokenizer.bos_id)
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
@@ -84,29 +85,32 @@ class ChatTemplate:
         """The token ids of a rendered text, which may spell out special tokens."""
         return self.raw.encode(text, add_special_tokens=False).ids
 
-    def segments(self, messages: Sequence[Message]) -> list[tuple[str, bool]]:
-        """The conversation as a list of (text, whether the assistant wrote it).
+    def encode_parts(self, messages: Sequence[Message]) -> Parts:
+        """The tokens of the conversation in parts, of which what the assistant wrote is trained.
 
-        Text that the template puts after an answer, such as its end token, counts as the assistant's. Raises
-        TitaniteError.
+        Text that the template puts after an answer, such as its end token, counts as the assistant's. The parts are
+        those of the whole text's tokens, unless the model, asked with the text up to some answer, would see others:
+        then each part is encoded alone. Raises TitaniteError.
         """
         self.check_messages(messages)
-        found: list[tuple[str, bool]] = []
-        done = ""
+        texts = [""]  # up to the end of each part
         for i, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            prompt = self.render(messages[:i], add_generation_prompt=True)
-            through = self.render(messages[: i + 1])
-            if not (prompt.startswith(done) and through.startswith(prompt)):
-                raise TitaniteError("chat template: an answer changes the text before it, so they cannot be separated")
-            found += [(prompt[len(done) :], False), (through[len(prompt) :], True)]
-            done = through
-        return found
+            if message["role"] == "assistant":
+                texts += [self.render(messages[:i], add_generation_prompt=True), self.render(messages[: i + 1])]
+        if not texts[1:]:
+            raise TitaniteError("no message from the assistant, so nothing to train")
+        if not all(text.startswith(before) for before, text in pairwise(texts)):
+            raise TitaniteError("chat template: an answer changes the text before it, so they cannot be separated")
+        encoded = [self.encode_text(text) for text in texts]
+        if all(encoded[-1][: len(ids)] == ids for ids in encoded):
+            parts = [encoded[-1][len(before) : len(ids)] for before, ids in pairwise(encoded)]
+        else:
+            parts = [self.encode_text(text[len(before) :]) for before, text in pairwise(texts)]
+        return [(part, number % 2 == 1) for number, part in enumerate(parts)]
 
     def check_messages(self, messages: Sequence[Message]) -> None:
         """Raise TitaniteError for messages that are no conversation or spell out a special token."""
-        if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        if not isinstance(messages, list | tuple) or not messages:
             raise TitaniteError(f"messages = {repr(messages)[:80]}: must be a list of messages, at least one")
         for message in messages:
             if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
@@ -120,11 +124,54 @@ class ChatTemplate:
     @property
     def stop_ids(self) -> frozenset[int]:
         """The special token that ends an answer in the template, if any."""
-        question = {"role": "user", "content": "a"}
-        *_, (answer, _) = self.segments([question, {"role": "assistant", "content": "a"}])
+        *_, (answer, _) = self.encode_parts([{"role": role, "content": "a"} for role in ("user", "assistant")])
         special = set(self._special.values())
-        return frozenset([token for token in self.encode_text(answer) if token in special][-1:])
+        return frozenset([token for token in answer if token in special][-1:])
 
 
 def _raise(message: str) -> NoReturn:
     raise TemplateError(message)
+
+
+# ---------------------------------------------------------------- examples for fine-tuning
+
+
+def encode_examples(texts: Sequence[str], format: str, tokenizer: Tokenizer) -> list[np.ndarray]:
+    """The tokens of examples, uint32 with the bits of data.packing. Each example ends with eos.
+
+    A text is the JSON list of an example's values. Format "sft" has [prompt, response] and trains the eos as part of
+    the response. Format "chat" has [messages] and uses the tokenizer's template. The first token of an example is never
+    trained, since nothing comes before it. Raises TitaniteError quoting the example.
+    """
+    examples = []
+    for text in texts:
+        try:
+            values = json.loads(text)
+            parts = _pair(tokenizer, *values) if format == "sft" else _template(tokenizer).encode_parts(*values)
+        except TitaniteError as error:
+            raise TitaniteError(f"{error}; in the example {text[:100]}") from None
+        examples.append(_marked(parts, tokenizer.eos_id))
+    return examples
+
+
+@lru_cache(maxsize=1)  # ChatTemplate copies the whole tokenizer
+def _template(tokenizer: Tokenizer) -> ChatTemplate:
+    return ChatTemplate(tokenizer.chat_template, tokenizer)
+
+
+def _pair(tokenizer: Tokenizer, prompt: Any, response: Any) -> Parts:
+    if not isinstance(prompt, str) or not isinstance(response, str):
+        raise TitaniteError("prompt and response must be strings")
+    asked, answer = tokenizer.raw.encode_batch_fast([prompt, response], add_special_tokens=False)
+    return [([*tokenizer.prefix, *asked.ids], False), ([*answer.ids, tokenizer.eos_id], True)]
+
+
+def _marked(parts: Parts, eos_id: int) -> np.ndarray:
+    """The tokens of one example with their bits. Adds a hidden eos if they do not end with one."""
+    ids = list(chain.from_iterable(tokens for tokens, _ in parts))
+    hidden = [not trained for tokens, trained in parts for _ in tokens]
+    if not ids or ids[-1] != eos_id:
+        ids, hidden = [*ids, eos_id], [*hidden, True]
+    tokens = np.array(ids, np.uint32) | np.where(hidden, np.uint32(HIDDEN), np.uint32(0))
+    tokens[0] |= np.uint32(START | HIDDEN)
+    return tokens

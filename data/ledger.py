@@ -1,22 +1,140 @@
-"""The ledger: what each data-parallel rank was given, recorded for the proof of tools.audit. Imports no torch.
+"""Where a run stands in its data, and the ledger of what each data-parallel rank was given. Imports no torch.
 
-Each data-parallel rank has a file in the run folder, such as `data/rank-00000.jsonl`. Every start,
-and every return to a checkpoint within one, writes a line with the place it continues from and
-where its datasets are. Every step writes a line with the samples of the segment consumed before
-it and a checksum of the rank's tokens.
+Each data-parallel rank has a ledger in the run folder, such as `data/rank-00000.jsonl`, for the proof of tools.audit.
+Every start, and every return to a checkpoint within one, writes a line with the place it continues from and where its
+datasets are. Every step writes a line with the samples of the segment consumed before it and a checksum of the rank's
+tokens.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from isal import isal_zlib
 
-from config import file_errors
-from data.place import Place, StepShape, saved_place
+from config import Config, ConfigError, Training, file_errors
+from data.order import Segment
+from data.shards import DataError, Dataset
 from records import open_records, read_records
+
+STATE_VERSION = 3
+
+
+class StepShape(NamedTuple):
+    """How a step's samples are divided. Not part of the order, so it may change between any two steps."""
+
+    dp_size: int
+    local_batch_size: int
+    accumulation: int
+
+    @property
+    def samples(self) -> int:
+        """Samples per step, over all ranks and microbatches."""
+        return self.dp_size * self.local_batch_size * self.accumulation
+
+    def microbatches(self, first: int, dp_rank: int) -> list[int]:
+        """The first sample of each of a rank's microbatches, in the step whose first sample is `first`."""
+        per_microbatch = self.dp_size * self.local_batch_size
+        own = first + dp_rank * self.local_batch_size
+        return list(range(own, own + self.samples, per_microbatch))
+
+
+def grad_accum_steps(training: Training, dp: int) -> int:
+    """Number of microbatches per optimizer step, given `dp` data-parallel ranks. Raises ConfigError."""
+    per_microbatch = training.local_batch_size * dp
+    accumulation, rest = divmod(training.global_batch_size or per_microbatch, per_microbatch)
+    if rest or not accumulation:
+        raise ConfigError(
+            f"training.global_batch_size = {training.global_batch_size}: must be a multiple of "
+            f"training.local_batch_size x data-parallel ranks = {training.local_batch_size} x {dp} = {per_microbatch}"
+        )
+    return accumulation
+
+
+class Place(NamedTuple):
+    """A place in the order: what decides the order, and how far it has been consumed."""
+
+    seed: int
+    window_blocks: int
+    piece_tokens: int  # size of the pieces permuted in a window; 0: samples are not shuffled
+    segment: Segment
+    samples: int  # samples of the segment consumed
+    earlier: dict[str, int]  # tokens consumed of datasets that have left the mixture
+
+    @property
+    def tokens(self) -> int:
+        """Tokens consumed since the run began."""
+        return sum(self.segment.starts) + sum(self.earlier.values()) + self.samples * self.segment.seq_len
+
+    @property
+    def consumed(self) -> dict[str, int]:
+        """Tokens of each dataset consumed since the run began."""
+        return self.earlier | dict(zip(self.segment.datasets, self.segment.consumed(self.samples), strict=True))
+
+    def state(self) -> dict[str, Any]:
+        """The place as plain JSON."""
+        segment = self.segment
+        parts = zip(segment.datasets, segment.starts, segment.weights, strict=True)
+        return {
+            "version": STATE_VERSION,
+            "seed": self.seed,
+            "window_blocks": self.window_blocks,
+            "piece_tokens": self.piece_tokens,
+            "seq_len": segment.seq_len,
+            "samples": self.samples,
+            "datasets": [[name, start, weight] for name, start, weight in parts],  # their order is part of the place
+            "earlier": dict(self.earlier),
+        }
+
+    def resumed(self, saved: "Place") -> "Place":
+        """The place at which a run with this place's settings continues from `saved`.
+
+        A change of seq_len, weights or datasets begins a new segment there, in which no token
+        comes again. Raises DataError if the order itself would change.
+        """
+        for name, old, new in (
+            ("run.seed", saved.seed, self.seed),
+            ("data.window_blocks", saved.window_blocks, self.window_blocks),
+            ("data.shuffle_samples", saved.piece_tokens > 0, self.piece_tokens > 0),
+        ):
+            if old != new:
+                raise DataError(
+                    f"{name} = {json.dumps(new)}: the checkpoint was trained with {json.dumps(old)}, another order "
+                    f"of the data; resume with {json.dumps(old)} or start a new run"
+                )
+        if self.segment._replace(starts=saved.segment.starts) == saved.segment:
+            return saved
+        tokens = saved.consumed
+        starts = tuple(tokens.pop(name, 0) for name in self.segment.datasets)
+        return saved._replace(segment=self.segment._replace(starts=starts), samples=0, earlier=tokens)
+
+
+def first_place(config: Config, datasets: Sequence[Dataset]) -> Place:
+    """The beginning of a new run."""
+    weights = config.data.weights or [dataset.split("train").total_tokens for dataset in datasets]
+    total = math.fsum(weights)  # exact; `sum` rounds differently since Python 3.12, and the last bit decides ties
+    shares = tuple(weight / total for weight in weights)
+    names = tuple(dataset.hash for dataset in datasets)
+    segment = Segment(names, shares, (0,) * len(names), config.training.seq_len)
+    piece_tokens = config.training.seq_len if config.data.shuffle_samples else 0
+    return Place(config.run.seed, config.data.window_blocks, piece_tokens, segment, 0, {})
+
+
+def saved_place(state: Mapping[str, Any]) -> Place:
+    """The place that `Place.state` recorded. Raises DataError for the state of another version."""
+    if state.get("version") != STATE_VERSION or state.get("masked"):
+        what = f"version {state.get('version')}{', with masked blocks' if state.get('masked') else ''}"
+        raise DataError(
+            f"data state: {what}; this code reads version {STATE_VERSION}, without; resume at commit 7cc964e (see "
+            "docs/migration.md), or start a new run, with checkpoint.initial_load to keep its weights"
+        )
+    names, starts, weights = zip(*state["datasets"], strict=True)
+    segment = Segment(names, weights, starts, state["seq_len"])
+    order = state["seed"], state["window_blocks"], state["piece_tokens"]
+    return Place(*order, segment, state["samples"], dict(state["earlier"]))
 
 
 class Ledger:
@@ -34,10 +152,9 @@ class Ledger:
         """Record that the next steps continue from the place `state`. This makes void earlier records beyond it."""
         self._write({"start": dict(state)} | self._begins)
 
-    def step(self, first: int, tokens: Iterable[np.ndarray], masked: Mapping[str, list[int]]) -> None:
+    def step(self, first: int, tokens: Iterable[np.ndarray]) -> None:
         """Record a step that begins at sample `first` of the segment, with `tokens` of the rank's microbatches."""
-        line: dict[str, Any] = {"first": first, "crc32": checksum(tokens)}
-        self._write(line | ({"masked": dict(masked)} if masked else {}))
+        self._write({"first": first, "crc32": checksum(tokens)})
 
     def close(self) -> None:
         self._file.close()
@@ -63,7 +180,6 @@ class Step(NamedTuple):
     urls: dict[str, str]  # hash → URL of the start's datasets; empty in ledgers of an older version
     first: int  # samples of the segment consumed before it
     crc32: int
-    masked: dict[str, list[int]]
 
     @property
     def place(self) -> Place:
@@ -95,5 +211,7 @@ def read_ledger(path: Path) -> Records:
             shape, urls = StepShape(**line["shape"]), line.get("urls", {})
             begins = {"began": saved_place(line["start"]), "shape": shape, "urls": urls}
         else:
-            steps.append(Step(**begins, first=line["first"], crc32=int(line["crc32"]), masked=line.get("masked", {})))
+            if "masked" in line:
+                raise DataError(f"{path}: a step with masked blocks; read it at commit 7cc964e, see docs/migration.md")
+            steps.append(Step(**begins, first=line["first"], crc32=int(line["crc32"])))
     return Records(steps, begins.get("began"))

@@ -5,10 +5,9 @@ import json
 import logging
 import time
 from bisect import bisect_right
-from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from datetime import timedelta
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -18,9 +17,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from config import Comm, Config, ConfigError, differences
-from data.ledger import Ledger
-from data.place import StepShape, first_place, grad_accum_steps, saved_place
+from config import Config, ConfigError, differences
+from data.ledger import Ledger, StepShape, first_place, grad_accum_steps, saved_place
 from data.shards import DataError, check_datasets, open_dataset, with_chat_template
 from data.stream import Stream
 from data.tokenizer import TOKENIZER, Tokenizer, load_tokenizer
@@ -28,13 +26,11 @@ from data.tokenizer import TOKENIZER, Tokenizer, load_tokenizer
 log = logging.getLogger(__name__)
 
 IGNORED = -100  # the label that torch's cross-entropy skips
-MAX_BAD_BLOCKS = 32  # more are no accident and would make the state grow
 LOCATED_AHEAD = 1024  # samples; affects the cost, never the order
 READERS = 8  # threads that fetch and check blocks
 OF_THE_NODE = (  # settings that may differ between nodes
     "data.datasets",  # the datasets' hashes are compared instead
     "validation.datasets",
-    "data.tokenizer",  # compared with the data's tokenizer
     "data.cache_folder",
     "data.cache_gb",
     "run.folder",  # rank 0's counts
@@ -69,22 +65,12 @@ class DataLoader:
         if config.run.folder:
             self.check_run(Path(config.run.folder))
         self._place = first_place(config, self._datasets)
-        self.hashes: dict[str, str] = {dataset.url: dataset.hash for dataset in (*self._datasets, *held_out)}
-        self._compared: list[tuple[str, Any]] = [
-            ("number of data.datasets", len(self._datasets)),
-            ("number of validation.datasets", len(held_out)),
-            *((f"dataset {dataset.url}", dataset.hash) for dataset in (*self._datasets, *held_out)),
-            ("data.weights, as shares", self._place.segment.weights),
-        ]
+        self._hashes = [(dataset.url, dataset.hash) for dataset in (*self._datasets, *held_out)]
         self.vocab_size: int = self._datasets[0].vocab_size  # of the tokenizer that all datasets share
         self.wait_seconds: float = 0.0
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="reader")
-        order, mask = self._place, config.data.on_bad_block == "mask"
-        self._streams = [
-            Stream(dataset.split("train"), dataset.hash, self._readers, order.seed, order.window_blocks, mask)
-            for dataset in self._datasets
-        ]
-        self._bad_blocks = _BadBlocks(self._streams, config.comm) if mask else None
+        order = self._readers, config.run.seed, config.data.window_blocks
+        self._streams = [Stream(dataset.split("train"), dataset.hash, *order) for dataset in self._datasets]
         accumulation = grad_accum_steps(config.training, dp_size)
         self._shape = StepShape(dp_size, config.training.local_batch_size, accumulation)
         self.tokens_per_step: int = self._shape.samples * config.training.seq_len  # over all ranks
@@ -97,8 +83,8 @@ class DataLoader:
 
     def check_run(self, folder: Path) -> None:
         """Refuse to go on with a run that began with another tokenizer. Raises ConfigError."""
-        if not (folder / TOKENIZER).is_file() or not (folder / "model.json").is_file():  # not the folder of a run
-            return
+        if not (folder / TOKENIZER).is_file() or not (folder / "model.json").is_file():
+            return  # not the folder of a run
         data, began = self._datasets[0], load_tokenizer(folder).fingerprint
         # Both, since another version of tokenizers may write the same tokenizer differently.
         if began != data.tokenizer_fingerprint and began != self.tokenizer.fingerprint:
@@ -113,16 +99,17 @@ class DataLoader:
         Raises ConfigError, alike on all ranks, naming the dataset or the setting.
         """
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, (self._compared, self._config))
-        first_compared, first_config = everyone[0]
-        for rank, (compared, config) in enumerate(everyone):
-            if (compared, config) == everyone[0]:  # quick, unlike the following on thousands of ranks
+        dist.all_gather_object(everyone, (self._hashes, self._config))
+        first_hashes, first_config = everyone[0]
+        for rank, (hashes, config) in enumerate(everyone):
+            if (hashes, config) == everyone[0]:  # quick, unlike the following on thousands of ranks
                 continue
-            # The numbers of datasets come first: if they are equal, so are the lengths.
-            facts = [(what, first, own) for (what, own), (_, first) in zip(compared, first_compared, strict=False)]
-            facts += [(key, *pair) for key, pair in differences(first_config, config).items() if key not in OF_THE_NODE]
-            for what, first, own in facts:
-                if own != first:
+            facts: dict[str, tuple[Any, Any]] = {"number of datasets": (len(first_hashes), len(hashes))}
+            pairs = zip(first_hashes, hashes, strict=False)  # equally many, or the numbers above differ
+            facts |= {f"dataset {url}": (first, own) for (_, first), (url, own) in pairs}
+            facts |= {key: pair for key, pair in differences(first_config, config).items() if key not in OF_THE_NODE}
+            for what, (first, own) in facts.items():
+                if first != own:
                     raise ConfigError(
                         f"{what}: {json.dumps(own)} on rank {rank}, {json.dumps(first)} on rank 0; every node needs "
                         "the same copy of the data and the same config",
@@ -130,18 +117,12 @@ class DataLoader:
                     )
 
     def next_step(self) -> list[Batch]:
-        """This rank's microbatches of the next optimizer step. Raises DataError, StorageError."""
+        """This rank's microbatches of the next optimizer step. Raises DataError, StoreError."""
         begin = time.perf_counter()
         try:
             batches = self._take_step()
-            while self._bad_blocks and self._bad_blocks.agree():
-                self._stop_prefetch()
-                self._bad_blocks.mask()
-                # Again: this rank may have read a block that another could not, or that it could itself before.
-                batches = self._take_step()
             if self._ledger:
-                tokens = (batch.tokens.numpy() for batch in batches)
-                self._ledger.step(self._place.samples, tokens, self.state_dict()["masked"])
+                self._ledger.step(self._place.samples, (batch.tokens.numpy() for batch in batches))
         except BaseException:
             self._stop_prefetch()  # the next call tries the same step again
             raise
@@ -161,7 +142,7 @@ class DataLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """The current place as plain JSON, the same on all ranks."""
-        return self._place.state(self._bad_blocks.agreed if self._bad_blocks else {})
+        return self._place.state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from the place `state`.
@@ -173,11 +154,6 @@ class DataLoader:
         """
         saved = saved_place(state)
         place = self._place.resumed(saved)
-        if state["masked"] and not self._bad_blocks:
-            raise DataError(
-                f"data.on_bad_block = stop: the checkpoint was trained with masked blocks, {state['masked']}; "
-                "resume with mask, or start a new run on undamaged data"
-            )
         for dataset in self._datasets:
             packed = dataset.packed_seq_len
             if packed and place.piece_tokens % packed:
@@ -190,14 +166,9 @@ class DataLoader:
             log.warning(f"data: dataset {name} is dropped after {place.earlier[name]:,} tokens: not in data.datasets")
         for dataset in self._datasets:
             if dataset.hash not in saved.consumed:
-                log.warning(
-                    f"data: {dataset.url} (dataset {dataset.hash}) is new to this run and begins at its first token, "
-                    "even if it was prepared again from what the run has already read"
-                )
+                log.warning(f"data: {dataset.url} (dataset {dataset.hash}) is new to this run: from its first token")
         self._stop_prefetch()
         self._place = place
-        if self._bad_blocks:
-            self._bad_blocks.restore(state["masked"])
         if self._ledger:
             self._ledger.start(self.state_dict())
 
@@ -211,8 +182,6 @@ class DataLoader:
 
     def close(self) -> None:
         """Stop reading. Afterwards none of its threads touches a file or the cache."""
-        for dataset in self._datasets:
-            dataset.folder.close()  # first, or the thread might wait for an unreachable store
         self._stop_prefetch()
         if self._ledger:
             self._ledger.close()
@@ -262,64 +231,8 @@ class DataLoader:
         return batch
 
 
-class _BadBlocks:
-    """The masked blocks of each dataset, known to all ranks. `agree` is collective over all ranks."""
-
-    def __init__(self, streams: list[Stream], comm: Comm):
-        self.agreed: defaultdict[str, set[int]] = defaultdict(set)  # also of datasets that left the mixture
-        self._streams = streams
-        self._timeout = timedelta(seconds=comm.init_timeout_seconds)
-        self._group: Any = None
-
-    def agree(self) -> bool:
-        """Tell all ranks which blocks any rank found bad. Returns whether there was news, which all must then `mask`.
-
-        Raises DataError on all ranks if too many blocks are bad.
-        """
-        found = {stream.name: set(stream.masked) for stream in self._streams}
-        everyone = [found]
-        news = any(blocks != self.agreed[name] for name, blocks in found.items())
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            if self._group is None:  # gloo, since this must not wait for the device
-                self._group = dist.new_group(backend="gloo", timeout=self._timeout)
-            any_news = torch.tensor([int(news)])
-            dist.all_reduce(any_news, group=self._group)
-            news = bool(any_news)
-            if news:
-                everyone = [{}] * dist.get_world_size()
-                dist.all_gather_object(everyone, found, group=self._group)
-        if not news:
-            return False
-        for name in found:
-            self.agreed[name].update(*(blocks[name] for blocks in everyone))
-        _check_not_too_many(sum(map(len, self.agreed.values())))
-        return True
-
-    def mask(self) -> None:
-        """Read the agreed blocks as zeros. Nothing may read ahead meanwhile."""
-        for stream in self._streams:
-            stream.mask(self.agreed[stream.name])
-
-    def restore(self, masked: dict[str, list[int]]) -> None:
-        """Mask the blocks that a checkpoint lists as masked."""
-        self.agreed = defaultdict(set, {name: set(blocks) for name, blocks in masked.items()})
-        self.mask()
-
-
-def _check_not_too_many(bad_blocks: int) -> None:
-    if bad_blocks > MAX_BAD_BLOCKS:
-        raise DataError(
-            f"data.on_bad_block = mask: {bad_blocks} blocks are bad, more than {MAX_BAD_BLOCKS}; repair the data"
-        )
-
-
 def _one_thread() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix="prefetch")
-
-
-def _padding(rows: int, seq_len: int, positions: bool) -> Batch:
-    tokens = torch.zeros(rows, seq_len, dtype=torch.int64)
-    return Batch(tokens, torch.full_like(tokens, IGNORED), torch.arange(seq_len).repeat(rows, 1) if positions else None)
 
 
 def _fill(batch: Batch, rows: list[int], columns: range, stream: Stream, start: int) -> None:
@@ -328,11 +241,11 @@ def _fill(batch: Batch, rows: list[int], columns: range, stream: Stream, start: 
     Each label is the next token of the stream. Positions restart in each row and document.
     """
     width, count = len(columns), len(rows) * len(columns)
-    tokens, lengths, masked = stream.read(start, count + 1)
+    tokens, lengths, hidden = stream.read(start, count + 1)
     labels = tokens[1:]
-    if masked:
+    if hidden:
         labels = labels.astype(np.int64)
-        for part in masked:  # shifted by one: the label of a token is the next token
+        for part in hidden:  # shifted by one: the label of a token is the next token
             labels[max(part.start - 1, 0) : max(part.stop - 1, 0)] = IGNORED
     filled = [(batch.tokens, tokens), (batch.labels, labels)]
     if batch.positions is not None:
@@ -346,24 +259,14 @@ def _fill(batch: Batch, rows: list[int], columns: range, stream: Stream, start: 
             array[row, columns.start : columns.stop] = values[i * width : (i + 1) * width]
 
 
-def validation_batches(
-    config: Config, dp_rank: int, dp_size: int, hashes: Mapping[str, str] | None = None
-) -> Iterator[Batch]:
+def validation_batches(config: Config, dp_rank: int, dp_size: int) -> Iterator[Batch]:
     """Yield the held-out documents as batches of local_batch_size, in a fixed order.
 
     Takes at most validation.max_samples samples, evenly spread over all (0: all). Neither dp_size
     nor the training affects which. Every rank gets the same number of batches; missing rows are
-    padding with labels IGNORED.
-
-    `hashes`: URL → the dataset's hash when this start began. Raises DataError, also if a hash has changed.
+    padding with labels IGNORED. Raises DataError, StoreError.
     """
     datasets = [open_dataset(url, config.data) for url in config.data.datasets]
-    for dataset in datasets:
-        if hashes and dataset.hash != hashes[dataset.url]:
-            raise DataError(
-                f"{dataset.url}: holds dataset {dataset.hash}, but held {hashes[dataset.url]} when training started; "
-                "put the old one back, or resume from the last checkpoint to use the new one"
-            )
     splits = [dataset.split("validation") for dataset in datasets]
     seq_len, size = config.training.seq_len, config.training.local_batch_size
     starts = [range(0, max(split.total_tokens - 1, 0), seq_len) for split in splits]  # first token of each sample
@@ -372,19 +275,19 @@ def validation_batches(
     if not total:
         raise DataError(f"data.datasets = {list(config.data.datasets)}: no held-out document has two tokens")
     chosen = min(total, config.validation.max_samples or total)
-    mask, all_taken = config.data.on_bad_block == "mask", chosen == total
     with ThreadPoolExecutor(READERS, thread_name_prefix="reader") as readers:
         streams = [
-            Stream(split, dataset.hash, readers, seed=None, mask_bad_blocks=mask, read_ahead=all_taken)
+            Stream(split, dataset.hash, readers, seed=None, read_ahead=chosen == total)
             for split, dataset in zip(splits, datasets, strict=True)
         ]
         for first in range(0, chosen, size * dp_size):
             own = range(first + dp_rank * size, min(first + (dp_rank + 1) * size, chosen))
-            batch = _padding(size, seq_len, config.data.mask_documents)
+            tokens = torch.zeros(size, seq_len, dtype=torch.int64)
+            positions = torch.arange(seq_len).repeat(size, 1) if config.data.mask_documents else None
+            batch = Batch(tokens, torch.full_like(tokens, IGNORED), positions)  # padding until it is filled
             for row, i in enumerate(own):
                 sample = i * total // chosen
                 number = bisect_right(bounds, sample) - 1
                 start = starts[number][sample - bounds[number]]
                 _fill(batch, [row], range(seq_len), streams[number], start)
-            _check_not_too_many(sum(len(stream.masked) for stream in streams))
             yield batch

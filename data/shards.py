@@ -4,10 +4,8 @@
     blocks.arrow         one row per block: byte range, documents, tokens, checksum
     train-00000.arrow    Arrow IPC file; column `tokens: list<uint16 | uint32>`, a row is a
                          document, a record batch is a block; validation-00000.arrow likewise
-    chat_template.jinja  the tokenizer's chat template, if it has one
-    train-00000.lengths  tokens of each document of that shard, little-endian uint32; only read
-                         to keep the place of a damaged block
     tokenizer.json       the tokenizer; tokenizer_config.json names its eos token
+    chat_template.jinja  the tokenizer's chat template, if it has one
 
 A dataset for fine-tuning is packed: see data.packing. Imports no torch.
 """
@@ -23,12 +21,21 @@ import numpy as np
 import pyarrow as pa
 
 from config import PATIENCE, Config, ConfigError, Data, TitaniteError
+from data.files import Files
 from data.packing import TOKEN_BITS
-from data.storage import DamagedError, Folder, open_folder
-from data.tokenizer import CHAT_TEMPLATE, Tokenizer, declared_eos, fingerprint, load_tokenizer, parse_tokenizer
+from data.tokenizer import (
+    CHAT_TEMPLATE,
+    CONFIG,
+    TOKENIZER,
+    Tokenizer,
+    declared_eos,
+    fingerprint,
+    parse_tokenizer,
+)
+from storage import DamagedError
 
 FORMAT = "titanite-tokens"
-VERSION = 2  # version 1 had no seal
+VERSION = 3  # version 1 had no seal; 1 and 2 had a file of the documents' lengths beside each shard
 SPLITS = ("train", "validation")
 INDEX_SCHEMA = pa.schema(
     [
@@ -45,10 +52,6 @@ class DataError(TitaniteError):
     """Data that is missing, damaged or does not fit together."""
 
 
-class BadBlockError(DataError):
-    """One block is missing or damaged. The others may be sound."""
-
-
 class Shard(NamedTuple):
     """One Arrow file of a dataset."""
 
@@ -58,10 +61,6 @@ class Shard(NamedTuple):
     blocks: int
     documents: int
     tokens: int
-    lengths_crc32: int
-
-
-SHARD_KEYS = frozenset(Shard._fields)
 
 
 class Block(NamedTuple):
@@ -85,8 +84,7 @@ def token_schema(dtype: str) -> pa.Schema:
 class Split:
     """The blocks of one split. The arrays after `bounds` have one entry per block."""
 
-    folder: Folder
-    name: str
+    files: Files
     dtype: str
     vocab_size: int
     packed_seq_len: int
@@ -104,40 +102,36 @@ class Split:
     def total_tokens(self) -> int:
         return sum(shard.tokens for shard in self.shards)
 
-    def blocks_of(self, shard: int) -> slice:
-        """The blocks of a shard."""
-        return slice(int(self.bounds[shard]), int(self.bounds[shard + 1]))
-
     def find(self, block: int) -> tuple[Shard, int]:
         """The shard that holds a block, and the block's number in that shard."""
         shard = int(self.bounds.searchsorted(block, side="right")) - 1
         return self.shards[shard], block - int(self.bounds[shard])
 
-    def location(self, block: int) -> str:
-        """The location of a block, for messages."""
-        shard, number = self.find(block)
-        return f"{self.folder.url}/{shard.file}, block {number}"
-
     def read(self, block: int) -> Block:
-        """Map one block and check it. Raises BadBlockError, DataError, StorageError."""
-        shard, _ = self.find(block)
-        where = int(self.offset[block]), int(self.size[block]), int(self.crc32[block])
+        """Map one block and check it. Raises DataError naming the block, StoreError."""
+        shard, number = self.find(block)
         try:
-            content = self.folder.map(shard.file, *where)
+            where = int(self.offset[block]), int(self.size[block]), int(self.crc32[block])
+            return self.decode(block, self.files.map(shard.file, *where))
         except DamagedError as error:
-            raise BadBlockError(f"{self.location(block)}: {error}") from None
+            advice = "`python -m tools.verify` names every file to fetch again"
+            raise DataError(f"{error} (block {number}); {advice}") from None
+
+    def decode(self, block: int, content: memoryview) -> Block:
+        """The documents in the bytes of a block. Raises DataError naming the block if they are others than it had."""
         column = pa.ipc.read_record_batch(pa.py_buffer(content), token_schema(self.dtype)).column(0)
-        values = column.values.to_numpy()
-        offsets = column.offsets.to_numpy()
+        values, offsets = column.values.to_numpy(), column.offsets.to_numpy()
+        shard, number = self.find(block)
+        name = f"{self.files.url}/{shard.file}, block {number}"
         if len(column) != self.documents[block] or len(values) != self.tokens[block]:
-            raise BadBlockError(f"{self.location(block)}: holds other documents than blocks.arrow says")
+            raise DataError(f"{name}: holds other documents than blocks.arrow says")
         ids = self.ids(values)
         if len(ids) and ids.max() >= self.vocab_size:
             token = int(np.argmax(ids >= self.vocab_size))
             row = int(offsets.searchsorted(token, side="right")) - 1
             raise DataError(
-                f"{self.location(block)}, row {row}: token id {ids[token]} is not below the vocabulary "
-                f"size {self.vocab_size}; prepare the data again with its tokenizer"
+                f"{name}, row {row}: token id {ids[token]} is not below the vocabulary size {self.vocab_size}; "
+                "prepare the data again with its tokenizer"
             )
         return Block(values, offsets)
 
@@ -145,28 +139,12 @@ class Split:
         """The ids of stored tokens."""
         return values & TOKEN_BITS if self.packed_seq_len else values
 
-    def read_zeros(self, block: int) -> Block:
-        """The documents of a damaged block with their true lengths and all tokens 0.
-
-        Raises DataError if the lengths are damaged, too.
-        """
-        shard, number = self.find(block)
-        file = shard.file.replace(".arrow", ".lengths")
-        try:
-            content = self.folder.map(file, 0, 4 * shard.documents, shard.lengths_crc32)
-        except DamagedError as error:
-            raise DataError(f"{self.folder.url}/{file}: {error}, so {self.location(block)} cannot be masked") from None
-        first = int(self.documents[block - number : block].sum())
-        lengths = np.frombuffer(content, "<u4")[first : first + int(self.documents[block])]
-        offsets = np.append(0, np.cumsum(lengths)).astype(np.int32)
-        return Block(np.zeros(offsets[-1], self.dtype), offsets)
-
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
     """A prepared dataset: its manifest and index, without tokens."""
 
-    folder: Folder
+    files: Files
     hash: str
     """First 16 hex digits of the SHA-256 of the manifest, which covers everything else."""
     vocab_size: int
@@ -178,7 +156,7 @@ class Dataset:
 
     @property
     def url(self) -> str:
-        return self.folder.url
+        return self.files.url
 
     @property
     def packed_seq_len(self) -> int:
@@ -197,22 +175,20 @@ class Dataset:
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer stored with the data. Raises DataError if it did not make the data."""
-        return parse_tokenizer(*self.check_tokenizer())
+        return parse_tokenizer(self.check_tokenizer(), self.url)
 
-    def check_tokenizer(self) -> tuple[bytes, str, str, str]:
-        """The arguments for `parse_tokenizer`. Raises DataError if the tokenizer stored there did not make the data."""
-        content = _read(self.folder, "tokenizer.json")
-        eos_token = declared_eos(_read(self.folder, "tokenizer_config.json"), f"{self.url}/tokenizer_config.json")
-        found = fingerprint(content, eos_token)
-        if found != self.tokenizer_fingerprint:
+    def check_tokenizer(self) -> dict[str, bytes]:
+        """The tokenizer's files, name → content. Raises DataError if they did not make the data."""
+        names = [TOKENIZER, CONFIG, *([CHAT_TEMPLATE] if self.chat_template else [])]
+        files = {name: _read(self.files, name) for name in names}
+        found = fingerprint(files[TOKENIZER], declared_eos(files, self.url))
+        template = digest(files[CHAT_TEMPLATE]) if self.chat_template else ""
+        if (found, template) != (self.tokenizer_fingerprint, self.chat_template):
             raise DataError(
-                f"{self.url}/tokenizer.json: fingerprint {found}, but the data was made with "
-                f"{self.tokenizer_fingerprint}; put the right file back or prepare the data again"
+                f"{self.url}: its {' or '.join(names)} is not the one that made the data (fingerprint {found}, must "
+                f"be {self.tokenizer_fingerprint}); put the right file back or prepare the data again"
             )
-        template = _read(self.folder, CHAT_TEMPLATE) if self.chat_template else b""
-        if template and digest(template) != self.chat_template:
-            raise DataError(f"{self.url}/{CHAT_TEMPLATE}: is not the one that made the data; prepare it again")
-        return content, eos_token, f"{self.url}/tokenizer.json", template.decode()
+        return files
 
 
 def digest(content: bytes) -> str:
@@ -228,57 +204,57 @@ def seal(content: bytes) -> bytes:
 def open_dataset(url: str, data: Data | None = None) -> Dataset:
     """Read and check the manifest and the index of a prepared dataset.
 
-    `data` says how to fetch remote data (default: the config's defaults). Raises DataError, StorageError.
+    `data` says how to fetch remote data (default: the config's defaults). Raises DataError, StoreError.
     """
-    folder = open_folder(url, data or Data())
-    text = _read(folder, "manifest.json")
+    files = Files(url, data or Data())
+    text = _read(files, "manifest.json")
     try:
         manifest = json.loads(text, object_hook=_shard_or_dict)
-        if manifest["format"] != FORMAT or manifest["version"] not in (1, VERSION):
-            raise DataError(
-                f"{url}/manifest.json: format {manifest['format']} version {manifest['version']}; "
-                f"this code reads {FORMAT} version {VERSION}"
-            )
-        content = text[: -len(seal(b""))]
-        if manifest["version"] > 1 and text != content + seal(content):
-            raise DataError(f"{url}/manifest.json: is damaged, its checksum does not match")
-        shards = [entry if isinstance(entry, Shard) else Shard(**entry) for entry in manifest["shards"]]
-        vocab_size, eos_id, dtype = manifest["vocab_size"], manifest["eos_id"], manifest["dtype"]
-        tokenizer, index_bytes = manifest["tokenizer"], manifest["index_bytes"]
-        index_crc32, index_sha256 = manifest["index_crc32"], manifest["index_sha256"]
-        packed, template = manifest.get("packed_seq_len", 0), manifest.get("chat_template", "")
+        kind, version = manifest["format"], manifest["version"]
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{url}/manifest.json: not a manifest: {type(error).__name__} {error}") from None
+    if kind != FORMAT or version not in range(1, VERSION + 1):
+        raise DataError(
+            f"{url}/manifest.json: format {kind} version {version}; this code reads {FORMAT} up to version {VERSION}"
+        )
+    content = text[: -len(seal(b""))]
+    if (version > 1 or "sha256" in manifest) and text != content + seal(content):
+        raise DataError(f"{url}/manifest.json: is damaged, its checksum does not match")
     try:
-        blocks = folder.map("blocks.arrow", 0, index_bytes, index_crc32)
+        blocks = files.map("blocks.arrow", 0, manifest["index_bytes"], manifest["index_crc32"])
     except DamagedError as error:
-        raise DataError(f"{url}/blocks.arrow: {error}") from None
-    if hashlib.sha256(blocks).hexdigest() != index_sha256:
+        raise DataError(str(error)) from None
+    if hashlib.sha256(blocks).hexdigest() != manifest["index_sha256"]:
         raise DataError(f"{url}/blocks.arrow: is damaged, its SHA-256 is not the one in manifest.json")
     batch = pa.ipc.open_file(pa.py_buffer(blocks)).get_batch(0)  # views of the mapped file, so that ranks share memory
     index = {name: batch.column(name).to_numpy() for name in INDEX_SCHEMA.names}
+    vocab_size, packed = manifest["vocab_size"], manifest.get("packed_seq_len", 0)
     splits, first = {}, 0
     for name in SPLITS:  # the manifest has the shards in this order
-        own = tuple(shard for shard in shards if shard.split == name)
+        own = tuple(shard for shard in manifest["shards"] if shard.split == name)
         bounds = np.cumsum([0, *(shard.blocks for shard in own)])
         stop = first + int(bounds[-1])
         columns = {column: values[first:stop] for column, values in index.items()}
-        splits[name] = Split(folder, name, dtype, vocab_size, packed, own, bounds, **columns)
+        splits[name] = Split(files, manifest["dtype"], vocab_size, packed, own, bounds, **columns)
         first = stop
-    return Dataset(folder, digest(text), vocab_size, eos_id, tokenizer, splits, template)
+    template = manifest.get("chat_template", "")
+    return Dataset(files, digest(text), vocab_size, manifest["eos_id"], manifest["tokenizer"], splits, template)
 
 
 def _shard_or_dict(entry: dict[str, Any]) -> Any:
     """Make Shards while parsing: the 78,000 shards of 10 T tokens need half the memory of their dicts."""
-    return Shard(**entry) if entry.keys() == SHARD_KEYS else entry
+    return Shard(*(entry[name] for name in Shard._fields)) if "file" in entry else entry
 
 
-def _read(folder: Folder, name: str) -> bytes:
+def _read(files: Files, name: str) -> bytes:
     """Read a small file of a dataset."""
     try:
-        return folder.read(name)
+        return files.read(name)
     except DamagedError as error:
-        raise DataError(f"{folder.url}/{name}: {error}") from None
+        raise DataError(str(error)) from None
+
+
+# ---------------------------------------------------------------- what a run may train on
 
 
 def with_chat_template(datasets: Sequence[Dataset]) -> Dataset:
@@ -290,19 +266,16 @@ def check_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
     """Refuse data that cannot be trained on. Checks manifests, file sizes, tokenizers and numbers of tokens.
 
     Returns data.datasets and validation.datasets. Reads no tokens and imports no torch, so that it can run first.
-    Raises ConfigError, DataError, StorageError, TitaniteError.
+    Raises ConfigError, DataError, StoreError, TitaniteError.
     """
     _check_settings(config)
     datasets = [_open_to_train(url, config.data) for url in config.data.datasets]
-    chat = with_chat_template(datasets)
+    chat, first = with_chat_template(datasets), datasets[0]
     for dataset in datasets:
-        _check_fits("data.datasets", dataset, dataset.splits.values(), datasets[0], config)
+        _check_fits("data.datasets", dataset, dataset.splits.values(), first, config)
         tokens, needed = dataset.split("train").total_tokens, config.training.seq_len + 1
         if tokens < needed:
-            raise DataError(
-                f"{dataset.url}: {tokens} training tokens are too few for a single sample of "
-                f"training.seq_len + 1 = {needed}"
-            )
+            raise DataError(f"{dataset.url}: {tokens} training tokens are too few for training.seq_len + 1 = {needed}")
         if config.validation.enable and not config.validation.datasets:
             dataset.split("validation")
         dataset.check_tokenizer()
@@ -313,16 +286,9 @@ def check_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
             )
     held_out = [_open_to_train(url, config.data) for url in config.validation.datasets]
     for dataset in held_out:
-        _check_fits("validation.datasets", dataset, [dataset.split("validation")], datasets[0], config)
+        _check_fits("validation.datasets", dataset, [dataset.split("validation")], first, config)
     if len({dataset.hash for dataset in datasets}) < len(datasets):
         raise DataError(f"data.datasets = {list(config.data.datasets)}: two folders hold the same dataset")
-    if config.data.tokenizer:
-        tokenizer = load_tokenizer(config.data.tokenizer)
-        if tokenizer.fingerprint != datasets[0].tokenizer_fingerprint:
-            raise DataError(
-                f"data.tokenizer = {config.data.tokenizer!r}: fingerprint {tokenizer.fingerprint}, but the data in "
-                f"{datasets[0].url} was made with {datasets[0].tokenizer_fingerprint}"
-            )
     return datasets, held_out
 
 
@@ -372,10 +338,11 @@ def _check_fits(key: str, dataset: Dataset, splits: Iterable[Split], first: Data
             f"({dataset.tokenizer_fingerprint}, {first.tokenizer_fingerprint}); prepare one of them again with the "
             "other's folder as --tokenizer"
         )
-    if config.data.on_bad_block == "mask" or "://" in dataset.url:  # there it is not cheap
+    if "://" in dataset.url:  # there it is not cheap, or not permitted
         return
+    sizes = dataset.files.store.sizes()
     for shard in chain.from_iterable(split.shards for split in splits):
-        size = dataset.folder.size(shard.file)
+        size = sizes.get(shard.file)
         if size != shard.bytes:
             found = "is missing" if size is None else f"has {size} bytes"
             raise DataError(f"{dataset.url}/{shard.file}: {found}, the manifest says {shard.bytes} bytes")

@@ -1,19 +1,15 @@
 """The tokens of one dataset as an endless stream, readable at any place. Imports no torch."""
 
-import logging
 from collections.abc import Iterator
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from itertools import accumulate, pairwise, zip_longest
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from data.order import Epoch, build_epoch, derive_key, permutation, window_pieces
 from data.packing import unpack
-from data.shards import BadBlockError, Block, Split
-from data.storage import StorageError
-
-log = logging.getLogger(__name__)
+from data.shards import Block, Split
 
 
 class Window(NamedTuple):
@@ -25,13 +21,10 @@ class Window(NamedTuple):
     row: np.ndarray  # [documents] its row in that block
     start: np.ndarray  # [documents] its first token there
     cumulative: np.ndarray  # [documents + 1] its first token in the window
-    masked: frozenset[int]  # indices in `values` of bad blocks, which are zeros
 
 
 class Stream:
     """A split as one stream of tokens, epoch after epoch (data.order). Without a `seed`: once, as stored.
-
-    Blocks in `masked` are read as zeros. With `mask_bad_blocks` a bad block joins them, else it raises BadBlockError.
 
     Keeps the window in use. With `read_ahead` it also keeps the next one, whose blocks `readers` fetch meanwhile.
     """
@@ -43,14 +36,11 @@ class Stream:
         readers: ThreadPoolExecutor,
         seed: int | None,
         window_blocks: int = 1,
-        mask_bad_blocks: bool = False,
         read_ahead: bool = True,
     ):
         self.split = split
-        self.name = name
-        self.epoch_tokens = split.total_tokens
-        self.masked: set[int] = set()
-        self._mask_bad_blocks = mask_bad_blocks
+        self._name = name
+        self._tokens = split.total_tokens
         self._read_ahead = read_ahead
         self._readers = readers
         self._seed = seed
@@ -62,33 +52,22 @@ class Stream:
         self._pieces: tuple[int, range, list[int]] = (0, range(0), [])  # piece_tokens, a window's pieces, their order
 
     def read(self, start: int, count: int) -> tuple[np.ndarray, list[int], list[slice]]:
-        """Read tokens [start, start + count) of the stream. Beyond its end they are zeros and masked.
+        """Read tokens [start, start + count) of the stream. Beyond its end they are zeros and hidden.
 
-        Returns the tokens [count], the length of each document's (or packed example's) part in order, and the masked
-        slices, which must not be trained. Raises DataError, StorageError.
+        Returns the tokens [count], the length of each document's (or packed example's) part in order, and the hidden
+        slices, which must not be trained. Raises DataError, StoreError.
         """
-        there = count if self._seed is not None else min(count, self.epoch_tokens - start)
+        there = count if self._seed is not None else min(count, self._tokens - start)
         parts: list[np.ndarray] = []
-        masked: list[slice] = []
-        done = 0
         for window, documents, begins, ends in self._parts(start, there):
             blocks, starts = window.block[documents].tolist(), window.start[documents].tolist()
             places = zip(blocks, starts, begins, ends, strict=True)
-            own = [window.values[block][first + begin : first + end] for block, first, begin, end in places]
-            if window.masked:
-                bounds = pairwise(accumulate(map(len, own), initial=done))
-                masked += [slice(*pair) for block, pair in zip(blocks, bounds, strict=True) if block in window.masked]
-            parts += own
-            done += sum(map(len, own))
+            parts += [window.values[block][first + begin : first + end] for block, first, begin, end in places]
         if there < count:
             parts.append(np.zeros(count - there, self.split.dtype))
-            masked.append(slice(there, count))
         tokens = np.concatenate(parts)
-        lengths = [len(part) for part in parts]
-        if self.split.packed_seq_len:
-            lengths, hidden = unpack(tokens)
-            masked += hidden
-        return tokens, lengths, masked
+        lengths, hidden = unpack(tokens) if self.split.packed_seq_len else ([len(part) for part in parts], [])
+        return tokens, lengths, [*hidden, slice(there, count)] if there < count else hidden
 
     def runs(self, place: int, count: int, piece_tokens: int) -> list[tuple[int, int]]:
         """Places [place, place + count) of the order as runs of the stream, each (first token, number of tokens).
@@ -107,19 +86,13 @@ class Stream:
 
     def _piece(self, piece: int, piece_tokens: int) -> int:
         """The piece of the stream that stands at place `piece` of the order."""
-        known, pieces, order = self._pieces
-        if known != piece_tokens or piece not in pieces:
+        last_piece_tokens, pieces, order = self._pieces
+        if last_piece_tokens != piece_tokens or piece not in pieces:
             number, index, start, stop = self._window_of(piece * piece_tokens)
             pieces = window_pieces(start, stop, piece_tokens)
             order = permutation(len(pieces), self._key(number, index, "pieces")).tolist()
             self._pieces = piece_tokens, pieces, order
         return pieces[order[piece - pieces.start]] if piece in pieces else piece
-
-    def mask(self, blocks: set[int]) -> None:
-        """Read these blocks as zeros from here on."""
-        self.masked |= blocks
-        self._window = None
-        self._reading.clear()
 
     def documents(self, start: int, count: int) -> list[tuple[int, int, int, int]]:
         """(block, row, first token, end) of each document's part in tokens [start, start + count)."""
@@ -158,10 +131,10 @@ class Stream:
 
     def _window_of(self, token: int) -> tuple[int, int, int, int]:
         """(epoch, number in it, first token, end) of the window that holds a token of the stream."""
-        number, in_epoch = divmod(token, self.epoch_tokens)
+        number, in_epoch = divmod(token, self._tokens)
         epoch = self._epoch(number)
         index = epoch.window_of(in_epoch)
-        start, stop = (number * self.epoch_tokens + int(epoch.starts[i]) for i in (index, index + 1))
+        start, stop = (number * self._tokens + int(epoch.starts[i]) for i in (index, index + 1))
         return number, index, start, stop
 
     def _open(self, number: int, index: int) -> Window:
@@ -171,47 +144,22 @@ class Stream:
         for key in self._reading.keys() - {(number, index), following}:
             for result in self._reading.pop(key):
                 result.cancel()
-        blocks = self._blocks(number, index)
-        ahead = self._reading.pop((number, index), [])
-        results = [  # retry what was out of reach when read ahead, perhaps long ago
-            result if result and not _was_out_of_reach(result) else self._submit(block)
-            for block, result in zip_longest(blocks, ahead)
-        ]
-        try:
-            contents = [result.result() for result in results]
-        except CancelledError:
-            raise self._closed() from None
-        window = _open_window(blocks, contents, self._key(number, index), self.masked)
+        reading = self._reading.pop((number, index), [])
+        if not reading or any(map(_failed, reading)):  # failed when it was read ahead, perhaps long ago
+            reading = self._read(number, index)
+        contents = [result.result() for result in reading]
+        window = _open_window(self._blocks(number, index), contents, self._key(number, index))
         # Not earlier: the first batch of a start would wait for cores.
         if self._read_ahead and following not in self._reading:
-            self._reading[following] = [self._submit(block) for block in self._blocks(*following)]
+            self._reading[following] = self._read(*following)
         return window
 
-    def _read_block(self, block: int) -> Block:
-        if block in self.masked:
-            return self.split.read_zeros(block)
-        try:
-            return self.split.read(block)
-        except BadBlockError as error:
-            if not self._mask_bad_blocks:
-                raise
-            log.warning("%s; its tokens are masked", error)
-            self.masked.add(block)
-            return self.split.read_zeros(block)
+    def _read(self, number: int, index: int) -> list[Future[Block]]:
+        return [self._readers.submit(self.split.read, block) for block in self._blocks(number, index).tolist()]
 
     def _blocks(self, number: int, index: int) -> np.ndarray:
         first = index * self._window_blocks
         return self._epoch(number).blocks[first : first + self._window_blocks]
-
-    def _submit(self, block: int) -> Future[Block]:
-        try:
-            return self._readers.submit(self._read_block, int(block))
-        except RuntimeError as error:  # the pool is shut down, or has no threads
-            raise self._closed(f", or cannot start a thread: {error}") from None
-
-    def _closed(self, otherwise: str = "") -> StorageError:
-        """The error to raise after another thread has closed the loader."""
-        return StorageError(f"{self.split.folder.url}: cannot be read: the loader is closed{otherwise}")
 
     def _epoch(self, number: int) -> Epoch:
         if number not in self._epochs:
@@ -222,14 +170,14 @@ class Stream:
 
     def _key(self, *place: int | str) -> int | None:
         """The key for the order of an epoch's blocks, or of a window's documents or pieces. None: as stored."""
-        return None if self._seed is None else derive_key(self._seed, self.name, *place)
+        return None if self._seed is None else derive_key(self._seed, self._name, *place)
 
 
-def _was_out_of_reach(result: Future[Block]) -> bool:
-    return result.done() and not result.cancelled() and isinstance(result.exception(), StorageError)
+def _failed(result: Future[Block]) -> bool:
+    return result.done() and (result.cancelled() or result.exception() is not None)
 
 
-def _open_window(blocks: np.ndarray, contents: list[Block], key: int | None, masked: set[int]) -> Window:
+def _open_window(blocks: np.ndarray, contents: list[Block], key: int | None) -> Window:
     """The window of these blocks, with their documents in the order of `key`."""
     rows = [len(content.offsets) - 1 for content in contents]
     block = np.repeat(np.arange(len(contents), dtype=np.uint32), rows)
@@ -238,6 +186,5 @@ def _open_window(blocks: np.ndarray, contents: list[Block], key: int | None, mas
     length = np.concatenate([np.diff(content.offsets) for content in contents])
     order = permutation(len(length), key)
     cumulative = np.append(np.int64(0), np.cumsum(length[order], dtype=np.int64))
-    zeros = frozenset(i for i, number in enumerate(blocks.tolist()) if number in masked)
     values = [content.values for content in contents]
-    return Window(blocks, values, block[order], row[order], start[order], cumulative, zeros)
+    return Window(blocks, values, block[order], row[order], start[order], cumulative)

@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from config import TitaniteError
+from config import TitaniteError, file_errors
 from records import write_atomically
 
 TOKENIZER = "tokenizer.json"
@@ -31,7 +31,10 @@ class Tokenizer:
     def __init__(self, raw: RawTokenizer, eos_token: str, name: str = "tokenizer", chat_template: str = ""):
         eos_id = raw.token_to_id(eos_token)
         if eos_id is None:
-            raise TitaniteError(f"{name}: has no token {eos_token!r}; its special tokens are {_special_tokens(raw)}")
+            special = ", ".join(token.content for token in raw.get_added_tokens_decoder().values()) or "none"
+            raise TitaniteError(
+                f"{name}: has no token {eos_token!r}; give --eos-token, of its special tokens {special}"
+            )
         raw.no_truncation()
         raw.no_padding()
         raw.encode_special_tokens = True
@@ -41,19 +44,15 @@ class Tokenizer:
         self.eos_id: int = eos_id
         self.vocab_size: int = max(raw.get_vocab().values()) + 1
         self.fingerprint: str = fingerprint(raw.to_str().encode(), eos_token)
-        try:
-            template = raw.encode("a")
-            spellings = (eos_token, f"a{eos_token}a", f"a {eos_token} a", f"\n{eos_token}\n")
-            spelt_out = [token for text in spellings for token in raw.encode(text, add_special_tokens=False).ids]
-            text_begins = template.special_tokens_mask.index(0)
-        except Exception as error:  # tokenizers raises bare Exception
-            raise TitaniteError(f"{name}: cannot encode the letter a: {error}") from None
-        if eos_id in spelt_out:
+        spellings = [eos_token, f"a{eos_token}a", f"a {eos_token} a", f"\n{eos_token}\n"]
+        if any(eos_id in encoding.ids for encoding in raw.encode_batch(spellings, add_special_tokens=False)):
             raise TitaniteError(
                 f"{name}: a text that spells out {eos_token!r} would become that token and end a document; "
                 "choose a token that is marked as special and that the model does not find in text"
             )
         # What the tokenizer's template puts before a text, such as Llama 3's <|begin_of_text|>. Never an eos.
+        template = raw.encode("a")
+        text_begins = template.special_tokens_mask.index(0)
         self.prefix: list[int] = [token for token in template.ids[:text_begins] if token != eos_id]
         self.bos_id: int | None = self.prefix[0] if self.prefix else None
 
@@ -84,58 +83,54 @@ class Tokenizer:
 
 
 def load_tokenizer(path: str | Path, eos_token: str = "") -> Tokenizer:
-    """Load the tokenizer of a tokenizer.json, or of a folder with one. Raises TitaniteError.
-
-    The token that ends a document is `eos_token`, else the one that a tokenizer_config.json
-    beside the file names, else the first of `KNOWN_EOS` in the vocabulary.
-    """
-    try:
+    """Load the tokenizer of a tokenizer.json, or of a folder with one; see `parse_tokenizer`. Raises TitaniteError."""
+    with file_errors():
         file = Path(path) / TOKENIZER if Path(path).is_dir() else Path(path)
-        content = file.read_bytes()
         beside = [file.with_name(name) for name in (CONFIG, CHAT_TEMPLATE)]
-        files = {other.name: other.read_bytes() for other in beside if other.is_file()}
-    except FileNotFoundError as error:
-        raise TitaniteError(f"{error.filename}: no such tokenizer file") from None
-    except OSError as error:
-        raise TitaniteError(f"{error.filename}: cannot be read: {error.strerror}") from None
-    declared = eos_token or declared_eos(files.get(CONFIG, b"{}"), str(file.with_name(CONFIG)))
-    return parse_tokenizer(content, declared, str(file), find_chat_template(files, str(file.parent)))
+        files = {
+            TOKENIZER: file.read_bytes(),
+            **{other.name: other.read_bytes() for other in beside if other.is_file()},
+        }
+    return parse_tokenizer(files, str(file.parent), eos_token)
 
 
-def parse_tokenizer(content: bytes, eos_token: str, name: str, chat_template: str) -> Tokenizer:
-    """Make a tokenizer from the content of a tokenizer.json; see load_tokenizer. Raises TitaniteError."""
-    raw = parse_raw(content, name)
-    return Tokenizer(raw, eos_token or _known_eos(raw, name), name, chat_template)
+def parse_tokenizer(files: Mapping[str, bytes], folder: str, eos_token: str = "") -> Tokenizer:
+    """Make a tokenizer from its files, name → content; `folder` is named in errors. Raises TitaniteError.
 
-
-def parse_raw(content: bytes, name: str) -> RawTokenizer:
-    """The `tokenizers` tokenizer of a tokenizer.json's content. Raises TitaniteError."""
+    The token that ends a document is `eos_token`, else the one that tokenizer_config.json names, else the first of
+    `KNOWN_EOS` in the vocabulary. The chat template is that of chat_template.jinja, else of tokenizer_config.json.
+    """
+    name = f"{folder}/{TOKENIZER}"
+    eos_token = eos_token or declared_eos(files, folder)
     try:
-        return RawTokenizer.from_str(content.decode())
+        raw = RawTokenizer.from_str(files[TOKENIZER].decode())
+        eos_token = eos_token or next((eos for eos in KNOWN_EOS if raw.token_to_id(eos) is not None), KNOWN_EOS[0])
+        return Tokenizer(raw, eos_token, name, _chat_template(files, folder))
+    except TitaniteError:
+        raise
     except Exception as error:  # tokenizers raises bare Exception
-        raise TitaniteError(f"{name}: not a tokenizer.json: {error}") from None
+        raise TitaniteError(f"{name}: not a tokenizer: {error}") from None
 
 
-def find_chat_template(files: Mapping[str, bytes], folder: str) -> str:
-    """The chat template among a tokenizer's files in `folder` (name → content), or "". Raises TitaniteError."""
-    found = json_object(files.get(CONFIG, b"{}"), f"{folder}/{CONFIG}").get("chat_template") or ""
-    try:
-        if CHAT_TEMPLATE in files:
-            return files[CHAT_TEMPLATE].decode()
-        if isinstance(found, str):
-            return found
-        return next((entry["template"] for entry in found if entry["name"] == "default"), "")  # named templates
-    except (UnicodeDecodeError, KeyError, TypeError) as error:
-        raise TitaniteError(f"{folder}: not a valid chat template: {type(error).__name__} {error}") from None
+def _chat_template(files: Mapping[str, bytes], folder: str) -> str:
+    if CHAT_TEMPLATE in files:
+        return files[CHAT_TEMPLATE].decode()
+    found = _config(files, folder).get("chat_template") or ""
+    named = {} if isinstance(found, str) else {entry["name"]: entry["template"] for entry in found}
+    return named.get("default", "") if named else found
 
 
-def declared_eos(content: bytes, name: str) -> str:
-    """The eos token that the content of a tokenizer_config.json names, or "". Raises TitaniteError."""
-    declared = json_object(content, name).get("eos_token") or ""
+def declared_eos(files: Mapping[str, bytes], folder: str) -> str:
+    """The eos token that a tokenizer_config.json among `files` names, or "". Raises TitaniteError."""
+    declared = _config(files, folder).get("eos_token") or ""
     eos = declared.get("content") if isinstance(declared, dict) else declared
     if not isinstance(eos, str):
-        raise TitaniteError(f"{name}: eos_token = {json.dumps(declared)}: must be the token's text")
+        raise TitaniteError(f"{folder}/{CONFIG}: eos_token = {json.dumps(declared)}: must be the token's text")
     return eos
+
+
+def _config(files: Mapping[str, bytes], folder: str) -> dict[str, Any]:
+    return json_object(files.get(CONFIG, b"{}"), f"{folder}/{CONFIG}")
 
 
 def json_object(content: bytes, name: str) -> dict[str, Any]:
@@ -152,20 +147,6 @@ def json_object(content: bytes, name: str) -> dict[str, Any]:
 def fingerprint(content: bytes, eos_token: str) -> str:
     """16 hex digits that name a tokenizer, given the tokenizer.json that `Tokenizer.save` writes."""
     return hashlib.sha256(eos_token.encode() + b"\0" + content).hexdigest()[:16]
-
-
-def _known_eos(raw: RawTokenizer, name: str) -> str:
-    for token in KNOWN_EOS:
-        if raw.token_to_id(token) is not None:
-            return token
-    raise TitaniteError(
-        f"{name}: has no known token that ends a document, such as {', '.join(KNOWN_EOS)}; "
-        f"its special tokens are {_special_tokens(raw)}"
-    )
-
-
-def _special_tokens(raw: RawTokenizer) -> str:
-    return ", ".join(token.content for token in raw.get_added_tokens_decoder().values()) or "none"
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:

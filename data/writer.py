@@ -3,7 +3,6 @@
 import argparse
 import hashlib
 import json
-import math
 import os
 import re
 import shutil
@@ -20,8 +19,9 @@ from data.shards import FORMAT, INDEX_SCHEMA, VERSION, DataError, Shard, digest,
 from data.tokenizer import Tokenizer
 from records import write_atomically
 
+LARGEST_SHARD_MB = 2048  # twice as much would be more tokens than Arrow's lists can count
 PARTS = ".parts"  # folder of a preparation's finished work, until its end
-SHARDS = re.compile(r"\.?(train|validation)-\d{5,}\.(arrow|lengths)(\.tmp)?")
+SHARDS = re.compile(r"(train|validation)-\d{5,}\.(arrow|lengths)(\.tmp)?")
 
 
 class WrittenShard(NamedTuple):
@@ -42,10 +42,10 @@ def is_held_out(content: bytes, validation_fraction: float) -> bool:
     return int.from_bytes(digest, "little") < validation_fraction * 2**64
 
 
-def add_output_options(parser: argparse.ArgumentParser, required: bool = True) -> None:
+def add_output_options(parser: argparse.ArgumentParser) -> None:
     """The options of every command that writes a dataset."""
     add = parser.add_argument
-    add("--output", required=required, help="folder of the dataset")
+    add("--output", required=True, help="folder of the dataset")
     add("--eos-token", default="", help="token that ends a document; default: the tokenizer's own")
     add("--validation-fraction", type=float, default=0.02, help="share of documents held out (default %(default)s)")
     add("--block-mb", type=float, default=8, help="MiB of tokens shuffled and read as one block (default %(default)s)")
@@ -53,29 +53,27 @@ def add_output_options(parser: argparse.ArgumentParser, required: bool = True) -
     add("--overwrite", action="store_true", help="replace a finished dataset")
 
 
-def say_ready(manifest: dict[str, Any], output: str, validation_fraction: float) -> None:
-    """Print the last line of every command that writes a dataset, and before it if nothing is held out as asked."""
-    if validation_fraction and not any(shard["split"] == "validation" for shard in manifest["shards"]):
-        print(
-            f"nothing is held out: --validation-fraction {validation_fraction:g} is too small for so few documents; "
-            "raise it, or train with --validation.enable=false"
-        )
+def report(manifest: Mapping[str, Any], output: str) -> None:
+    """Print what a dataset holds, the last lines of every command that writes one."""
+    for split in ("train", "validation"):
+        shards = [shard for shard in manifest["shards"] if shard["split"] == split]
+        documents, tokens = sum(shard["documents"] for shard in shards), sum(shard["tokens"] for shard in shards)
+        print(f"{split}: documents {documents:,}, tokens {tokens:,}, files {len(shards)}")
+    if not shards:
+        print("nothing is held out: raise --validation-fraction, or train with --validation.enable=false")
+    print(f"vocabulary {manifest['vocab_size']}, token {manifest['eos_id']} ends a document")
     print(f"ready: {output}")
 
 
 def check_output(output: str, overwrite: bool, validation_fraction: float, block_mb: float, shard_mb: float) -> Path:
     """Check the output options and return the folder to write a dataset to. Raises DataError."""
     for name, value in (("block-mb", block_mb), ("shard-mb", shard_mb)):
-        if not 1e-6 <= value < math.inf:
-            raise DataError(f"--{name} {value}: must be above 0 and finite")
+        if not 1e-6 <= value <= LARGEST_SHARD_MB:
+            raise DataError(f"--{name} {value}: must be above 0 and at most {LARGEST_SHARD_MB}")
     if not 0 <= validation_fraction <= 1:
         raise DataError(f"--validation-fraction {validation_fraction}: must be from 0 to 1")
     if not output or output not in LOCAL:
         raise DataError(f"--output {output}: must be a string {LOCAL}")
-    try:
-        output.encode()
-    except UnicodeEncodeError:  # Arrow could not open files there, and no config could name it
-        raise DataError(f"--output {output}: must be valid text, in UTF-8") from None
     refuse_finished(Path(output), overwrite)
     return Path(output)
 
@@ -83,12 +81,6 @@ def check_output(output: str, overwrite: bool, validation_fraction: float, block
 def refuse_finished(folder: Path, overwrite: bool) -> None:
     if (folder / "manifest.json").exists() and not overwrite:
         raise DataError(f"{folder}: already holds a finished dataset; give --overwrite to replace it")
-
-
-def refuse_too_large(tokens: int, shard: int) -> None:
-    """Refuse more tokens than Arrow's 32-bit list offsets can hold. Raises DataError."""
-    if tokens >= 2**31:
-        raise DataError(f"shard {shard} would hold {tokens:,} tokens, 2^31 or more; give a smaller --shard-mb")
 
 
 def remove_dataset(folder: Path) -> None:
@@ -106,43 +98,20 @@ def remove_parts(folder: Path) -> None:
         shutil.rmtree(folder / PARTS)
 
 
-def write_shard(
-    folder: Path,
-    split: str,
-    number: int,
-    documents: pa.ListArray,
-    block_bytes: int,
-    order: np.ndarray | None = None,
-) -> WrittenShard:
+def write_shard(folder: Path, split: str, number: int, documents: pa.ListArray, block_bytes: int) -> WrittenShard:
     """Write documents (list<uint16 | uint32>) as one shard, in blocks of at most about `block_bytes`.
 
-    `order`: the documents' numbers in the order to write; None: as they stand. Writes nothing without documents. The
-    files appear whole or not at all.
+    Writes nothing without documents. The file appears whole or not at all.
     """
     path = folder / f"{split}-{number:05}.arrow"
-    order = np.arange(len(documents)) if order is None else order
-    sizes = np.diff(documents.offsets.to_numpy())[order]
-    offsets = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
-    blocks, lengths = INDEX_SCHEMA.empty_table(), sizes.astype("<u4").tobytes()
-    if len(documents):
-        blocks = _write_blocks(path, documents, order, offsets, block_bytes)
-        write_atomically(path.with_suffix(".lengths"), lengths)
-    shard = Shard(
-        file=path.name,
-        split=split,
-        bytes=path.stat().st_size if blocks else 0,
-        blocks=len(blocks),
-        documents=len(documents),
-        tokens=int(offsets[-1]),
-        lengths_crc32=isal_zlib.crc32(lengths),
-    )
-    return WrittenShard(shard, blocks)
+    offsets = documents.offsets.to_numpy()
+    blocks = _write_blocks(path, documents, offsets, block_bytes) if len(documents) else INDEX_SCHEMA.empty_table()
+    size, tokens = path.stat().st_size if blocks else 0, int(offsets[-1] - offsets[0])
+    return WrittenShard(Shard(path.name, split, size, len(blocks), len(documents), tokens), blocks)
 
 
-def _write_blocks(
-    path: Path, documents: pa.ListArray, order: np.ndarray, offsets: np.ndarray, block_bytes: int
-) -> pa.Table:
-    """Write a record batch per block and return their rows of the index. `offsets` are the tokens' in `order`."""
+def _write_blocks(path: Path, documents: pa.ListArray, offsets: np.ndarray, block_bytes: int) -> pa.Table:
+    """Write a record batch per block and return their rows of the index."""
     dtype = str(documents.type.value_type)
     schema = token_schema(dtype)
     block_tokens = block_bytes // np.dtype(dtype).itemsize
@@ -154,7 +123,7 @@ def _write_blocks(
             while first < len(documents):
                 stop = int(offsets.searchsorted(int(offsets[first]) + block_tokens, side="right")) - 1
                 stop = min(max(stop, first + 1), len(documents))  # at least one document, however long
-                batch = pa.record_batch([documents.take(pa.array(order[first:stop]))], schema=schema)
+                batch = pa.record_batch([documents.slice(first, stop - first)], schema=schema)
                 message = batch.serialize()
                 writer.write_batch(batch)
                 blocks.append(

@@ -152,7 +152,6 @@ class Batches:
 
     wait_seconds = WAIT_SECONDS
     vocab_size = VOCAB
-    hashes: dict[str, str] = {}  # noqa: RUF012
 
     def __init__(self, clock: list[float], config: Config, dp_rank: int, dp_size: int, pin_memory: bool = False):
         self.clock, self.config, self.dp_rank, self.dp_size, self.step = clock, config, dp_rank, dp_size, 0

@@ -8,8 +8,7 @@ The proof uses the ledger that every rank keeps (data.ledger). It drops the step
 resume from an earlier checkpoint made void. It checks that the other steps follow each other
 without gap or overlap, alike on every rank, and that the tokens that each rank recorded are
 those of the dataset at that place in the order, and that no step is missing at the end, as far
-as exit.json tells. It follows that each token was an input
-exactly once per consumed epoch, except those of masked blocks, which the proof names.
+as exit.json tells. It follows that each token was an input exactly once per consumed epoch.
 """
 
 import argparse
@@ -26,8 +25,7 @@ import numpy as np
 from tqdm import tqdm
 
 from config import Config, Data, TitaniteError, command_line, from_dict, load_config, read_recorded
-from data.ledger import Records, Step, checksum, read_ledger
-from data.place import Place, StepShape, first_place, grad_accum_steps
+from data.ledger import Place, Records, Step, StepShape, checksum, first_place, grad_accum_steps, read_ledger
 from data.shards import Dataset, Split, open_dataset
 from data.stream import Stream
 from data.tokenizer import Tokenizer
@@ -43,7 +41,6 @@ class Part(NamedTuple):
     row: int  # in the block
     first: int  # tokens [first, stop) of the document
     stop: int
-    masked: bool  # the run got zeros in its place
 
     def text(self, tokenizer: Tokenizer) -> str:
         block = self.split.read(self.block)
@@ -62,7 +59,7 @@ class Auditor:
         self.datasets: list[Dataset] = [_find(name, url, config.data) for name, url in urls.items()]
         order = steps[0].place  # not the config's: a refused start may have left its own there
         readers = ThreadPoolExecutor(8)
-        self._streams = {  # they mask only the blocks that the ledger names
+        self._streams = {
             dataset.hash: Stream(dataset.split("train"), dataset.hash, readers, order.seed, order.window_blocks)
             for dataset in self.datasets
         }
@@ -77,7 +74,6 @@ class Auditor:
 
     def checksums(self, step: Step) -> list[int]:
         """The checksum that each rank should have recorded for a step. Opens every window of the data once."""
-        self._mask(step)
         shape, stop = step.shape, step.first + step.shape.samples
         sums = [0] * shape.dp_size
         for number, first in enumerate(range(step.first, stop, shape.local_batch_size)):
@@ -86,19 +82,11 @@ class Auditor:
             sums[rank] = checksum([np.stack(rows)], sums[rank])
         return sums
 
-    def _mask(self, step: Step) -> None:
-        for name, stream in self._streams.items():
-            blocks = set(step.masked.get(name, ()))
-            if not blocks <= stream.masked:
-                stream.mask(blocks)
-
     def documents(self, step: Step) -> Iterator[Part]:
         """Yield the document parts of a step in the order of its samples, over all ranks and microbatches."""
-        self._mask(step)
         for number, (stream, runs) in enumerate(self.samples(step, step.first, step.shape.samples)):
-            masked = step.masked.get(stream.name, ())
             for block, row, first, stop in chain.from_iterable(stream.documents(*run) for run in runs):
-                yield Part(number, stream.split, block, row, first, stop, block in masked)
+                yield Part(number, stream.split, block, row, first, stop)
 
 
 def _find(name: str, url: str, data: Data) -> Dataset:
@@ -266,19 +254,8 @@ def _conclusions(auditor: Auditor, steps: list[Step], void: int, checked: int) -
     for dataset in auditor.datasets:
         size = dataset.split("train").total_tokens
         epochs, rest = divmod(end.consumed.get(dataset.hash, 0), size)
-        line = f"{dataset.url}: each of its {size:,} tokens x {epochs}, and {rest:,} of epoch {epochs + 1}"
-        lines.append(line + _masked(dataset, steps))
+        lines.append(f"{dataset.url}: each of its {size:,} tokens x {epochs}, and {rest:,} of epoch {epochs + 1}")
     return lines
-
-
-def _masked(dataset: Dataset, steps: list[Step]) -> str:
-    """The end of a conclusion that names the masked blocks; "" without any."""
-    blocks = sorted({block for step in steps for block in step.masked.get(dataset.hash, ())})
-    if not blocks:
-        return ""
-    named = "; ".join(dataset.split("train").location(block) for block in blocks[:3])
-    more = f" and {len(blocks) - 3} more" if len(blocks) > 3 else ""
-    return f"; but masked, with zeros in their place since they were found bad: {named}{more}"
 
 
 def _left_out(run: Path, until: int, saves: bool) -> list[str]:
@@ -308,16 +285,14 @@ def planned_steps(config: Config, numbers: range) -> list[Step]:
     datasets = [open_dataset(url, config.data) for url in config.data.datasets]
     began, urls = first_place(config, datasets), {dataset.hash: dataset.url for dataset in datasets}
     shape = StepShape(1, config.training.local_batch_size, grad_accum_steps(config.training, 1))
-    return [Step(began, shape, urls, (n - 1) * shape.samples, 0, {}) for n in numbers]
+    return [Step(began, shape, urls, (n - 1) * shape.samples, 0) for n in numbers]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.audit", description="Show which documents a run trained on.")
     parser.add_argument("--run", type=Path, help="folder of a run")
     parser.add_argument("--config", help="config of a run that is not started yet")
-    parser.add_argument(
-        "--steps", default="", help="N or FIRST:STOP, counted from 1: list the documents of these steps"
-    )
+    parser.add_argument("--steps", default="", help="N or FIRST:STOP, counted from 1: list what these steps read")
     parser.add_argument("--text", action="store_true", help="print the text of each document's part")
     parser.add_argument("--prove", action="store_true", help="prove that each sample was trained once")
     parser.add_argument("--every", type=int, default=1, help="rebuild the tokens of every Nth step only")
@@ -326,15 +301,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error("give --run or --config, and --steps or --prove")
     if options.prove and not options.run:
         parser.error("--prove needs --run")
-    if options.text and options.prove:
-        parser.error("--text is for --steps")
-    if options.every != 1 and not options.prove:
-        parser.error(f"--every {options.every}: is for --prove")
+    if options.every < 1:
+        parser.error(f"--every {options.every}: must be at least 1")
     given = _numbers(options.steps) if re.fullmatch(r"\d{1,15}(:\d{1,15})?", options.steps) else range(0)
     if options.steps and not (given and given[0]):
         parser.error(f"--steps {options.steps}: must be N or FIRST:STOP, counted from 1, STOP above FIRST")
-    if options.every < 1:
-        parser.error(f"--every {options.every}: must be at least 1")
     with command_line():
         if options.prove:
             print("\n".join(prove(options.run, options.every)), "proven", sep="\n")
@@ -364,9 +335,9 @@ def _list_steps(options: argparse.Namespace, numbers: range) -> None:
     for number, step in zip(numbers, steps, strict=True):
         for part in auditor.documents(step):
             shard, block = part.split.find(part.block)
-            place = f"{part.split.folder.url}/{shard.file} block {block} row {part.row} tokens {part.first}:{part.stop}"
-            print(f"step {number} sample {part.sample}: {place}{' masked: zeros in its place' if part.masked else ''}")
-            if options.text and not part.masked:
+            place = f"{part.split.files.url}/{shard.file} block {block} row {part.row} tokens {part.first}:{part.stop}"
+            print(f"step {number} sample {part.sample}: {place}")
+            if options.text:
                 print(part.text(tokenizer))
 
 

@@ -25,7 +25,7 @@ import numpy as np
 import pyarrow as pa
 from tqdm import tqdm
 
-from config import command_line
+from config import command_line, file_errors
 from data.shards import SPLITS, DataError, token_type
 from data.sources import STDLIB, failures_of, list_files
 from data.tokenizer import Tokenizer, load_tokenizer
@@ -36,9 +36,8 @@ from data.writer import (
     check_output,
     is_held_out,
     refuse_finished,
-    refuse_too_large,
     remove_dataset,
-    say_ready,
+    report,
     token_dtype,
     write_manifest,
     write_shard,
@@ -53,7 +52,7 @@ MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 def nanogpt_documents(path: Path, eos_id: int) -> Iterator[np.ndarray]:
     """Yield the documents of a file of uint16 ids, each with its eos. Raises DataError."""
-    if not path.stat().st_size or path.stat().st_size % 2:
+    if path.stat().st_size % 2:
         raise DataError(f"{path}: has {path.stat().st_size} bytes, which cannot be uint16 ids")
     ids = np.memmap(path, "<u2", "r")
     begin = 0
@@ -67,36 +66,21 @@ def nanogpt_documents(path: Path, eos_id: int) -> Iterator[np.ndarray]:
 def megatron_documents(path: Path, eos_id: int) -> Iterator[np.ndarray]:
     """Yield the documents of PREFIX.bin, cut by the index PREFIX.idx beside it. Raises DataError."""
     index_path = path.with_suffix(".idx")
-    if not index_path.is_file():
-        raise DataError(f"{path}: its index {index_path} is missing")
     index = index_path.read_bytes()
-    if index[:9] != MEGATRON_MAGIC or len(index) < 34:
-        raise DataError(f"{index_path}: not a Megatron index")
-    version, sequences, documents = (int(np.frombuffer(index, "<u8", 1, at)[0]) for at in (9, 18, 26))
-    if version != 1 or index[17] not in MEGATRON_DTYPES:
-        raise DataError(f"{index_path}: version {version}, type {index[17]}; must be version 1 with integers")
-    if len(index) < 34 + 12 * sequences + 8 * documents:
-        raise DataError(f"{index_path}: is cut short")
+    if index[:9] != MEGATRON_MAGIC or index[9:17] != b"\1".ljust(8, b"\0") or index[17] not in MEGATRON_DTYPES:
+        raise DataError(f"{index_path}: not an index of Megatron's, version 1, of integers")
+    sequences, documents = (int(n) for n in np.frombuffer(index, "<u8", 2, 18))
     sizes = np.frombuffer(index, "<i4", sequences, 34)
     pointers = np.frombuffer(index, "<i8", sequences, 34 + 4 * sequences)
     bounds = np.frombuffer(index, "<i8", documents, 34 + 12 * sequences)
     dtype = np.dtype(MEGATRON_DTYPES[index[17]])
     starts = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))  # of the sequences, in tokens, and their end
-    begins = starts * dtype.itemsize
-    if (wrong := np.flatnonzero((sizes < 0) | (pointers != begins[:-1]))).size:
-        at = wrong[0]
+    begins, size = starts * dtype.itemsize, path.stat().st_size
+    if (pointers != begins[:-1]).any() or begins[-1] != size or [*bounds[:1], *bounds[-1:]] != [0, sequences]:
         raise DataError(
-            f"{index_path}: sequence {at}, of {sizes[at]} tokens from byte {pointers[at]} on, does not begin where the "
-            "one before it ends, as in every index that Megatron-LM writes"
+            f"{index_path}: damaged, or of another file: its sequences do not follow each other, in whole documents, "
+            f"up to the end of {path} at byte {size}"
         )
-    size, end = path.stat().st_size, begins[-1]
-    if not size or end != size:
-        raise DataError(
-            f"{path}: is cut short, or {index_path} belongs to another file: the tokens it lists end at byte {end} "
-            f"of {size}"
-        )
-    if not len(bounds) or bounds[0] != 0 or bounds[-1] != sequences or (np.diff(bounds) < 0).any():
-        raise DataError(f"{index_path}: its {documents} document bounds do not fit its {sequences} sequences")
     ids = np.asarray(np.memmap(path, dtype, "r"))  # views of a memmap cost microseconds each
     for first, stop in pairwise(starts[bounds]):
         yield ids[first:stop]
@@ -104,16 +88,13 @@ def megatron_documents(path: Path, eos_id: int) -> Iterator[np.ndarray]:
 
 def fms_documents(path: Path, eos_id: int) -> Iterator[np.ndarray]:
     """Yield the documents of an Arrow file, one per record batch or row of lists. Raises DataError."""
-    try:
-        reader = pa.ipc.open_file(pa.memory_map(str(path)))
-        for i in range(reader.num_record_batches):
-            column = reader.get_batch(i).column("tokens")
-            for row in [row.values for row in column] if isinstance(column, pa.ListArray) else [column]:
-                if row is None or row.null_count:
-                    raise DataError(f"{path}, record batch {i}: holds a null, which is not a token")
-                yield row.to_numpy()
-    except (pa.ArrowException, KeyError) as error:
-        raise DataError(f"{path}: not an Arrow file with a column `tokens`: {error}") from None
+    reader = pa.ipc.open_file(pa.memory_map(str(path)))
+    for i in range(reader.num_record_batches):
+        column = reader.get_batch(i).column("tokens")
+        if column.null_count:
+            raise DataError(f"{path}, record batch {i}: holds a null, which is not a token")
+        for row in [row.values for row in column] if isinstance(column, pa.ListArray) else [column]:
+            yield row.to_numpy()
 
 
 FORMATS: dict[str, Callable[[Path, int], Iterator[np.ndarray]]] = {
@@ -138,20 +119,16 @@ def convert(
     folder = check_output(output, overwrite, validation_fraction, block_mb, shard_mb)
     chosen = load_tokenizer(tokenizer, eos_token)
     for source in sources:
-        if "://" in source:
-            raise DataError(f"--source {source}: must be on this machine")
-        if source == STDLIB or os.path.isdir(source):  # their text would be read as tokens
-            raise DataError(f"--source {source}: must be files of tokens; name them, as in 'FOLDER/*.bin'")
+        if "://" in source or source == STDLIB or os.path.isdir(source):  # their text would be read as tokens
+            raise DataError(f"--source {source}: must be local files of tokens; name them, as in 'FOLDER/*.bin'")
     if format == "megatron":  # Megatron-LM names both files by their prefix
-        sources = [
-            name if not name or name.endswith(".bin") else f"{name.removesuffix('.idx')}.bin" for name in sources
-        ]
-    paths = [Path(file.url) for file in list_files(sources, "name files of tokens, or globs of them")]
+        sources = [name if name.endswith(".bin") else f"{name.removesuffix('.idx')}.bin" for name in sources]
+    paths = [Path(file.url) for file in list_files(sources)]
     # Of each file, even if the first has some: bad input is found before anything is removed.
     has_documents = [next(_documents(path, format, chosen), None) is not None for path in paths]
     if not any(has_documents):
         raise DataError(f"--source {' '.join(sources)}: holds no documents, nothing to convert")
-    with locked(folder):
+    with locked(folder), file_errors(folder):
         refuse_finished(folder, overwrite)
         remove_dataset(folder)
         chosen.save(folder)
@@ -202,7 +179,10 @@ def _gathered(documents: Iterable[tuple[str, np.ndarray]], shard_bytes: int) -> 
 
 def _write(folder: Path, split: str, number: int, documents: list[np.ndarray], block_bytes: int) -> WrittenShard:
     offsets = np.cumsum([0, *map(len, documents)])
-    refuse_too_large(int(offsets[-1]), number)
+    if offsets[-1] >= 2**31:
+        raise DataError(
+            f"a document has {max(map(len, documents)):,} tokens, Arrow's lists at most 2^31; is --eos right?"
+        )
     values = np.concatenate(documents)
     lists = pa.ListArray.from_arrays(offsets.astype(np.int32), values, type=token_type(str(values.dtype)))
     return write_shard(folder, split, number, lists, block_bytes)
@@ -220,12 +200,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = vars(parser.parse_args(argv))
     arguments["sources"] = arguments.pop("source")
     with command_line():
-        try:
-            manifest = convert(**arguments)
-        except OSError as error:  # a full disk, no permission
-            raise DataError(f"--output {arguments['output']}: {error}") from None
-        print(f"{sum(shard['tokens'] for shard in manifest['shards']):,} tokens")
-        say_ready(manifest, arguments["output"], arguments["validation_fraction"])
+        report(convert(**arguments), arguments["output"])
 
 
 if __name__ == "__main__":

@@ -33,8 +33,8 @@ import metrics
 import run.run
 import train
 from config import Config, Failures, Metrics, Profiling
+from data.ledger import grad_accum_steps
 from data.loader import Batch
-from data.place import grad_accum_steps
 from float8.convert import check_float8
 from models import ModelSpec
 from parallel.context import ring_attention, ring_attention_backward

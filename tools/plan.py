@@ -20,7 +20,7 @@ from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
 from config import Config, ConfigError, load_config
-from data.place import grad_accum_steps
+from data.ledger import grad_accum_steps
 from float8.convert import check_float8, convert_to_float8
 from loss import loss_chunks
 from metrics import check_log_ranks, find_hook

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from config import Config
-from data.place import grad_accum_steps
+from data.ledger import grad_accum_steps
 from float8.convert import gathers_float8
 from float8.fsdp import precomputes_scales
 from float8.tensor import gathers_activations

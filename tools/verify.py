@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import numpy as np
 import pyarrow as pa
@@ -23,13 +24,13 @@ from checkpoint.storage import verify_items
 from checkpoint.stores import DamagedError as DamagedCheckpointError
 from checkpoint.stores import Store
 from config import Data, command_line
+from data.files import Files
 from data.packing import HIDDEN, START
-from data.shards import DataError, Dataset, Split, open_dataset, token_schema
-from data.storage import DamagedError, open_folder
+from data.shards import Block, DataError, Dataset, Split, open_dataset, token_schema
+from storage import DamagedError, MissingError
 from tools.list_checkpoints import STOCK, UNCOMMITTED, find_begun, look
 
-THREADS = 8
-IN_FLIGHT = 32  # blocks held at a time
+THREADS = 4  # each holds a file of a dataset in memory
 
 
 # ---------------------------------------------------------------- datasets
@@ -38,90 +39,48 @@ IN_FLIGHT = 32  # blocks held at a time
 def faults(dataset: Dataset) -> Iterator[str]:
     """Yield a message for each fault of a dataset; none if it is as it was made.
 
-    Raises StorageError if it cannot be read.
+    Raises StoreError if it cannot be read.
     """
     try:
         dataset.check_tokenizer()
     except DataError as error:
         yield str(error)
-    for split in dataset.splits.values():
-        yield from _shard_faults(dataset, split)
-        yield from _block_faults(dataset, split)
+    shards = [(split, number) for split in dataset.splits.values() for number in range(len(split.shards))]
+    with ThreadPoolExecutor(THREADS) as threads, tqdm(total=len(shards), desc="verify", unit=" files") as bar:
+        for found in threads.map(lambda shard: _faults_of_shard(dataset, *shard), shards):
+            bar.update()
+            yield from found
 
 
-def _shard_faults(dataset: Dataset, split: Split) -> Iterator[str]:
-    for number, shard in enumerate(split.shards):
-        own = split.blocks_of(number)
-        if (split.documents[own].sum(), split.tokens[own].sum()) != (shard.documents, shard.tokens):
-            yield f"{dataset.url}/{shard.file}: blocks.arrow and manifest.json differ in its documents or tokens"
-        size = dataset.folder.size(shard.file)
-        if size != shard.bytes:
-            yield f"{dataset.url}/{shard.file}: has {size} bytes, the manifest says {shard.bytes}"
-        elif not _is_arrow_of_index(split, number):
-            yield f"{dataset.url}/{shard.file}: its Arrow schema or footer is damaged: other readers find other blocks"
-        lengths = shard.file.replace(".arrow", ".lengths")
+def _faults_of_shard(dataset: Dataset, split: Split, number: int) -> list[str]:
+    shard, blocks = split.shards[number], range(int(split.bounds[number]), int(split.bounds[number + 1]))
+    name = f"{dataset.url}/{shard.file}"
+    try:
+        content = memoryview(dataset.files.read(shard.file))
+    except DamagedError as error:
+        return [str(error)]
+    if len(content) != shard.bytes:
+        return [f"{name}: has {len(content)} bytes, the manifest says {shard.bytes}"]
+    found = []
+    for i, block in enumerate(blocks):
+        message = content[int(split.offset[block]) :][: int(split.size[block])]
+        if isal_zlib.crc32(message) != split.crc32[block]:
+            found.append(f"{name}, block {i}: is damaged, its checksum does not match")
+            continue
         try:
-            if isal_zlib.crc32(dataset.folder.read(lengths)) != shard.lengths_crc32:
-                yield f"{dataset.url}/{lengths}: is damaged, its checksum does not match"
-        except DamagedError as error:
-            yield f"{dataset.url}/{lengths}: {error}"
+            found += [
+                f"{name}, block {i}, {fault}" for fault in _wrong_rows(dataset, split, split.decode(block, message))
+            ]
+        except DataError as error:
+            found.append(str(error))
+    if (split.documents[blocks].sum(), split.tokens[blocks].sum()) != (shard.documents, shard.tokens):
+        found.append(f"{name}: blocks.arrow and manifest.json differ in its documents or tokens")
+    if not found and not _is_arrow(content, split, blocks):
+        found.append(f"{name}: its Arrow schema or footer is damaged: other readers find other blocks")
+    return found
 
 
-def _is_arrow_of_index(split: Split, number: int) -> bool:
-    """Whether an Arrow reader finds the blocks of the index, given the schema and footer around them."""
-    shard, own = split.shards[number], split.blocks_of(number)
-    offsets, sizes = split.offset[own].astype(np.int64), split.size[own].astype(np.int64)
-    end = int(offsets[-1] + sizes[-1])
-    try:
-        head = split.folder.read(shard.file, 0, int(offsets[0]))
-        tail = split.folder.read(shard.file, end, shard.bytes - end)
-        stream, file = pa.py_buffer(head[8:] + tail), pa.py_buffer(head[:8] + tail)  # without the blocks
-        as_it_is = pa.ipc.IpcReadOptions(ensure_native_endian=False)
-        by_footer = pa.ipc.open_file(file, options=as_it_is)
-        schemas = pa.ipc.open_stream(stream, options=as_it_is).read_all().schema, by_footer.schema
-        footer = tail[-10 - int.from_bytes(tail[-10:-6], "little") : -10]
-        dictionaries, blocks = (_footer_places(footer, field) for field in (2, 3))
-    except (pa.ArrowException, DamagedError, ValueError, OSError):
-        return False
-    return (
-        head.startswith(b"ARROW1")
-        and all(schema.equals(token_schema(split.dtype), check_metadata=True) for schema in schemas)
-        and not len(dictionaries)
-        and by_footer.num_record_batches == len(offsets)
-        and np.array_equal(blocks["offset"], offsets)
-        and np.array_equal(blocks["metadata"] + blocks["body"], sizes)
-    )
-
-
-def _footer_places(footer: bytes, field: int) -> np.ndarray:
-    """Places of messages in field 2 (dictionaries) or 3 (record batches) of a `Footer` (Arrow's format/File.fbs)."""
-
-    def number(at: int, size: int = 4) -> int:
-        return int.from_bytes(footer[at : at + size], "little", signed=True)
-
-    root = number(0)
-    entry = root + number(root - number(root) + 4 + 2 * field, 2)  # the vtable says where the fields are
-    vector = entry + number(entry)
-    place = [("offset", "<i8"), ("metadata", "<i4"), ("padding", "<i4"), ("body", "<i8")]
-    return np.frombuffer(footer, place, number(vector), vector + 4)
-
-
-def _block_faults(dataset: Dataset, split: Split) -> Iterator[str]:
-    blocks = len(split.tokens)
-    with ThreadPoolExecutor(THREADS) as threads, tqdm(total=blocks, desc=split.name, unit=" blocks") as bar:
-        for first in range(0, blocks, IN_FLIGHT):
-            numbers = range(first, min(first + IN_FLIGHT, blocks))
-            for messages in threads.map(lambda block: list(_faults_of_block(dataset, split, block)), numbers):
-                bar.update()
-                yield from messages
-
-
-def _faults_of_block(dataset: Dataset, split: Split, block: int) -> Iterator[str]:
-    try:
-        content = split.read(block)
-    except DataError as error:
-        yield str(error)
-        return
+def _wrong_rows(dataset: Dataset, split: Split, content: Block) -> Iterator[str]:
     values, ids, offsets = content.values, split.ids(content.values), content.offsets
     ended = ids[offsets[1:] - 1] == dataset.eos_id
     if split.packed_seq_len:
@@ -133,9 +92,20 @@ def _faults_of_block(dataset: Dataset, split: Split, block: int) -> Iterator[str
     else:
         counts = np.diff(np.flatnonzero(ids == dataset.eos_id).searchsorted(offsets))  # of eos in each document
         wrong = {f"must have token {dataset.eos_id} once, at its end": ~ended | (counts != 1)}
-    for what, rows in wrong.items():
-        if rows.any():
-            yield f"{split.location(block)}, row {int(np.argmax(rows))}: {what}"
+    return (f"row {int(np.argmax(rows))}: {what}" for what, rows in wrong.items() if rows.any())
+
+
+def _is_arrow(content: memoryview, split: Split, blocks: range) -> bool:
+    """Whether pyarrow finds the blocks of the index in a file, by its footer and as a stream."""
+    schema = token_schema(split.dtype)
+    places = zip(split.offset[blocks].tolist(), split.size[blocks].tolist(), strict=True)
+    batches = [pa.ipc.read_record_batch(pa.py_buffer(content[at : at + size]), schema) for at, size in places]
+    try:
+        tables = [pa.ipc.open_file(content).read_all(), pa.ipc.open_stream(content[8:]).read_all()]
+    except (pa.ArrowException, OSError, ValueError):
+        return False
+    expected = pa.Table.from_batches(batches)
+    return bytes(content[:8]) == b"ARROW1\0\0" and all(expected.equals(table, check_metadata=True) for table in tables)
 
 
 def verify_dataset(url: str, data: Data) -> int:
@@ -144,9 +114,9 @@ def verify_dataset(url: str, data: Data) -> int:
     for message in faults(dataset):
         wrong += 1
         print(message)
-    for split in dataset.splits.values():
+    for name, split in dataset.splits.items():
         documents = sum(shard.documents for shard in split.shards)
-        print(f"{dataset.url}: {split.name}: documents {documents:,}, tokens {split.total_tokens:,}")
+        print(f"{dataset.url}: {name}: documents {documents:,}, tokens {split.total_tokens:,}")
     return wrong
 
 
@@ -198,7 +168,8 @@ def verify_place(place: str) -> int:
     """Verify the dataset or the checkpoints at a folder or URL. Returns how many faults or doubtful checkpoints."""
     with tempfile.TemporaryDirectory() as cache:  # a run's own cache would hide faults of the dataset
         data = Data(cache_folder=cache, cache_gb=1)
-        if open_folder(place, data).size("manifest.json") is not None:
+        with suppress(MissingError):
+            Files(place, data).read("manifest.json")
             return verify_dataset(place, data)
     wrong = 0
     for store, names in find_begun(place, ", nor a dataset's manifest.json"):

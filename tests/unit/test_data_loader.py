@@ -2,9 +2,7 @@
 
 import json
 import random
-import shutil
 import threading
-import tracemalloc
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,8 +22,8 @@ from config import ConfigError
 from data.loader import IGNORED, Batch, DataLoader, validation_batches
 from data.order import derive_key, permutation
 from data.shards import DataError, Split, open_dataset
-from data.storage import StorageError
 from data.stream import Stream
+from storage import StoreError
 from tests.corpus import data_config, expected_stream, stored_blocks, write_dataset
 
 SEED, WINDOW = 3, 3
@@ -150,7 +148,7 @@ phase = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(phases=st.lists(phase, min_size=1, max_size=5), shuffle_samples=st.booleans())
 def test_order_survives_every_change_between_two_steps(folders, phases, shuffle_samples):
     """World size, batches, prefetch, seq_len, weights and datasets change; the order is the reference's."""
@@ -226,23 +224,10 @@ def test_shares_are_the_same_on_every_python(folders):
     loader.close()
 
 
-def test_a_run_goes_on_with_the_shares_that_it_began_with(folders):
-    """As another version of Python has rounded them; others begin a new segment."""
-    config = config_of(folders[:2], data__weights=[0.7, 0.3], training__seq_len=7)
-    for factor, goes_on in ((1 - 2**-53, True), (1 - 2**-30, False)):
-        loader = DataLoader(config, 0, 1)
-        loader.next_step()
-        state = loader.state_dict()
-        state["datasets"][0][2] *= factor
-        loader.load_state_dict(stored(state))
-        assert (loader.state_dict() == state) == goes_on
-        loader.close()
-
-
 def test_a_resume_names_the_datasets_that_begin_and_those_that_are_left(folders, caplog):
     a, b = (open_dataset(str(folder)).hash for folder in folders[:2])
     left = f"dataset {a} is dropped after 64 tokens"
-    begins = f"{folders[1]} (dataset {b}) is new to this run and begins at its first token"
+    begins = f"{folders[1]} (dataset {b}) is new to this run: from its first token"
     state = None
     for chosen, expected in (([0], []), ([0], []), ([1], [left, begins]), ([1, 0], []), ([1, 0], [])):
         caplog.clear()
@@ -270,57 +255,6 @@ def test_a_step_that_could_not_be_recorded_comes_again(folders, prefetch_steps):
     assert loader.state_dict() == again.state_dict()
     loader.close()
     again.close()
-
-
-def test_a_closed_loader_says_so(folders):
-    loader = DataLoader(config_of(folders[:1], training__seq_len=7, training__local_batch_size=1), 0, 1)
-    loader.close()
-    with pytest.raises(StorageError, match="cannot be read: the loader is closed"):
-        loader.next_step()
-
-
-def test_closing_wakes_a_thread_that_waits_for_blocks(folders, monkeypatch):
-    """Those of them that no thread has begun to read never come."""
-    reading, gate, read, errors = threading.Event(), threading.Event(), Split.read, []
-
-    def read_slowly(split, block):
-        reading.set()
-        assert gate.wait(60)
-        return read(split, block)
-
-    monkeypatch.setattr(Split, "read", read_slowly)
-    monkeypatch.setattr("data.loader.READERS", 1)
-    loader = DataLoader(config_of(folders[:1], training__seq_len=7, data__prefetch_steps=0), 0, 1)
-    shutdown = loader._readers.shutdown
-
-    def open_once_cancelled(**options):
-        shutdown(wait=False, **options)
-        gate.set()
-
-    monkeypatch.setattr(loader._readers, "shutdown", open_once_cancelled)
-
-    def wait_for_a_step():
-        try:
-            loader.next_step()
-        except StorageError as error:
-            errors.append(str(error))
-
-    waiting = threading.Thread(target=wait_for_a_step, daemon=True)
-    waiting.start()
-    assert reading.wait(60)
-    loader.close()
-    waiting.join(60)
-    assert not waiting.is_alive()
-    assert "the loader is closed" in errors[0]
-
-
-def test_a_system_without_threads_left_is_named(folders, monkeypatch):
-    loader = DataLoader(config_of(folders[:1], training__seq_len=7, data__prefetch_steps=0), 0, 1)
-    with monkeypatch.context() as system:
-        system.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
-        with pytest.raises(StorageError, match=r"cannot be read: .*can't start new thread"):
-            loader.next_step()
-    loader.close()
 
 
 def test_every_token_is_an_input_once_per_epoch(folders):
@@ -408,7 +342,7 @@ def test_state_counts_what_was_consumed_not_what_was_read_ahead(folders):
 def test_another_order_is_refused(folders):
     loader = DataLoader(config_of(folders[:1], training__seq_len=4), 0, 1)
     state = loader.state_dict()
-    with pytest.raises(DataError, match=r"data state: version 2; this code reads version 3; resume with .* git_commit"):
+    with pytest.raises(DataError, match=r"data state: version 2; this code reads version 3, without; resume at commit"):
         loader.load_state_dict(state | {"version": 2})
     with pytest.raises(DataError, match=r"run\.seed = 3: the checkpoint was trained with 4"):
         loader.load_state_dict(state | {"seed": 4})
@@ -450,7 +384,7 @@ def test_an_outage_while_a_window_was_read_ahead_is_over_when_it_is_opened(folde
     def read(block):
         asked.append(block)
         if len(asked) in away:
-            raise StorageError(f"request {len(asked)}: the store is away")
+            raise StoreError(f"request {len(asked)}: the store is away")
         return split.read(block)
 
     watched = SimpleNamespace(total_tokens=split.total_tokens, tokens=split.tokens, packed_seq_len=0, read=read)
@@ -464,10 +398,9 @@ def test_an_outage_while_a_window_was_read_ahead_is_over_when_it_is_opened(folde
         tokens, *_ = stream.read(0, split.total_tokens)
         assert tokens.tolist() == expected.tolist()
         readers.submit(int).result()
-        assert len(asked) == len(split.tokens) + 2 + WINDOW  # and the first window of the next epoch
+        assert len(asked) == len(split.tokens) + WINDOW + WINDOW  # a window again, and the first of the next epoch
         away.update(range(1000))
-        stream.mask(set())
-        with pytest.raises(StorageError, match=f"request {len(asked) + 1}: the store is away"):
+        with pytest.raises(StoreError, match=f"request {len(asked) + 1}: the store is away"):
             stream.read(0, split.total_tokens)
 
 
@@ -519,18 +452,6 @@ def test_validation_covers_every_held_out_token_at_any_dp_size(folders, dp_size)
     assert valid_pairs(in_order) == expected
 
 
-def test_validation_takes_at_most_max_samples_spread_over_all(folders):
-    def pairs(**overrides):
-        config = config_of(folders, training__seq_len=6, training__local_batch_size=2, **overrides)
-        return [valid_pairs(list(validation_batches(config, rank, 2))) for rank in range(2)]
-
-    few = pairs(validation__max_samples=5)
-    assert sum(map(len, few)) == 5 * 6
-    every = [pair for rank in pairs(validation__max_samples=0) for pair in rank]
-    assert {pair for rank in few for pair in rank} <= set(every)
-    assert max(token for rank in few for token, _ in rank) > 500  # the last dataset is there
-
-
 def validation_reads(
     monkeypatch, tokens: Sequence[int], dp_rank: int, dp_size: int, **overrides
 ) -> Iterator[list[tuple[int, int]]]:
@@ -542,7 +463,7 @@ def validation_reads(
             reads.append((split.number, start))
             return np.zeros(count, np.uint16), [count], []
 
-        return SimpleNamespace(read=read, masked=set())
+        return SimpleNamespace(read=read)
 
     def dataset(url, _):
         split = SimpleNamespace(number=int(url), total_tokens=tokens[int(url)])
@@ -570,19 +491,6 @@ def test_validation_chooses_evenly_from_the_samples_of_all_streams(monkeypatch, 
         overrides = {"training__seq_len": seq_len, "training__local_batch_size": size}
         reads = validation_reads(monkeypatch, tokens, rank, dp_size, validation__max_samples=max_samples, **overrides)
         assert list(reads) == expected
-
-
-def test_validation_needs_no_memory_for_the_samples_it_does_not_take(monkeypatch):
-    reads = validation_reads(
-        monkeypatch, [10**6, 10**6], 0, 1, training__seq_len=8, training__local_batch_size=2, validation__max_samples=2
-    )
-    tracemalloc.start()
-    try:
-        assert list(reads) == [[(0, 0), (1, 0)]]
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak < 10**6  # 250,000 samples: 4 bytes each
 
 
 def test_validation_reads_only_the_blocks_of_the_samples_it_takes(monkeypatch, tmp_path):
@@ -613,23 +521,6 @@ def test_validation_without_held_out_documents(tmp_path):
     folder = write_dataset(tmp_path / "d", [[[1, 2, 3, 0]] * 20])
     with pytest.raises(DataError, match="has no validation documents"):
         next(validation_batches(data_config(folder, training__seq_len=4), 0, 1))
-
-
-def test_validation_measures_what_the_run_began_with_or_nothing(folders, tmp_path):
-    """Not what another preparation has put into the folder since."""
-    held_out = shutil.copytree(folders[0], tmp_path / "held_out")
-    sizes = {"training__seq_len": 6, "training__local_batch_size": 2}
-    loader = DataLoader(data_config(folders[1], validation__datasets=[f"{held_out}/"], **sizes), 0, 1)
-    config = data_config(held_out, **sizes)
-    batches = [batch.tokens.tolist() for batch in validation_batches(config, 0, 1)]
-    assert [batch.tokens.tolist() for batch in validation_batches(config, 0, 1, loader.hashes)] == batches
-    shutil.rmtree(held_out)
-    shutil.copytree(folders[2], held_out)
-    with pytest.raises(
-        DataError, match=rf"{held_out}: holds dataset \w+, but held {loader.hashes[str(held_out)]} when"
-    ):
-        next(validation_batches(config, 0, 1, loader.hashes))
-    loader.close()
 
 
 def test_values_survive_the_whole_range_of_both_types(tmp_path):

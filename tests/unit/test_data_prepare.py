@@ -5,14 +5,14 @@ import gzip
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import nullcontext, suppress
-from datetime import datetime
+from contextlib import suppress
 from itertools import chain, islice
 from pathlib import Path
 from unittest.mock import Mock
@@ -27,19 +27,17 @@ from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers.processors import TemplateProcessing
 
-from benchmarks import data as data_benchmark
 from config import TitaniteError
 from data import prepare as prepare_module
 from data import sources
-from data.prepare import count, main, prepare
-from data.shards import DataError, open_dataset
+from data.prepare import main, prepare
+from data.shards import DataError
 from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
-from data.workers import locked, worker_pool
+from data.workers import locked
 from tests.corpus import stored_blocks, write_dataset
 from tools import convert as convert_module
 from tools import verify
 from tools.convert import convert
-from tools.convert import main as convert_main
 
 ROOT = Path(__file__).parents[2]
 WORDS = [
@@ -76,10 +74,9 @@ def write_jsonl(path: Path, texts, key="text") -> Path:
 
 
 def decoded(folder: Path, split: str) -> list[str]:
-    """The documents of a split, each checked to end with its only eos and to be as long as it is said to be."""
+    """The documents of a split, each checked to end with its only eos."""
     tokenizer = load_tokenizer(folder)
-    found, lengths = [], [np.fromfile(file, "<u4").tolist() for file in sorted(folder.glob(f"{split}-*.lengths"))]
-    assert [len(document) for block in stored_blocks(folder, split) for document in block] == [*chain(*lengths)]
+    found = []
     for block in stored_blocks(folder, split):
         for document in block:
             assert document.count(tokenizer.eos_id) == 1
@@ -147,9 +144,20 @@ def test_the_pieces_of_a_text_are_all_held_out_or_none(texts, tokenizer_folder, 
         options = {"tokenizer": str(tokenizer_folder), "validation_fraction": 0.2, "processes": 1}
         prepare([source], str(tmp_path / name), max_characters=longest, **options)
         held_out[name] = Counter(decoded(tmp_path / name, "validation"))
-    cut = Counter(piece for text in held_out["whole"] for piece in sources.pieces(text, 40))
+    cut = Counter(piece for text in held_out["whole"] for piece in prepare_module._pieces(text, 40))
     assert len(cut) > len(held_out["whole"]) > 40
     assert held_out["cut"] == cut
+
+
+def test_long_texts_are_cut_at_line_ends_and_nothing_is_lost() -> None:
+    text = "".join(f"line {i} {'x' * (i % 37)}\n" for i in range(500)) + "y" * 3000
+    cut = list(prepare_module._pieces(text, 1000))
+    assert "".join(cut) == text
+    assert all(len(piece) <= 1000 for piece in cut)
+    assert all(piece.endswith("\n") for piece in cut if "line" in piece and piece is not cut[-1])
+    assert sum(len(piece) < 900 for piece in cut) <= 2
+    assert list(prepare_module._pieces(text, 0)) == [text]
+    assert list(prepare_module._pieces("", 10)) == [""]
 
 
 def test_the_same_bytes_by_any_number_of_processes_and_parts(texts, tokenizer_folder, tmp_path, monkeypatch):
@@ -161,14 +169,14 @@ def test_the_same_bytes_by_any_number_of_processes_and_parts(texts, tokenizer_fo
         prepare_module, "_write_part", lambda *part: (parts.append(part[-1].name), write_part(*part))[1]
     )
     made = []
-    for processes, part_tokens in ((1, 2**20), (2, 2**20), (3, 2**20), (1, 1)):
+    for processes, part_tokens in ((1, 2**20), (3, 2**20), (1, 1)):
         monkeypatch.setattr(prepare_module, "PART_TOKENS", part_tokens)
         monkeypatch.setattr(prepare_module, "BATCH_BYTES", 500 if part_tokens == 1 else 2**20)
         output = tmp_path / f"out{processes}-{part_tokens}"
         options = {"shard_mb": 0.01, "block_mb": 0.004, "validation_fraction": 0.1}
         prepare([str(file)], str(output), tokenizer=str(tokenizer_folder), processes=processes, **options)
         made.append(contents(output))
-    assert made[0] == made[1] == made[2] == made[3]
+    assert made[0] == made[1] == made[2]
     assert len([name for name in made[0] if name.startswith("train-") and name.endswith(".arrow")]) > 1
     assert {name.rpartition("-")[2] for name in parts} >= {"0000.arrow", "0001.arrow"}, "of a unit in several parts"
 
@@ -182,7 +190,7 @@ def test_units_cut_at_and_between_line_ends(tmp_path, monkeypatch, unit_bytes):
     assert file.stat().st_size == 200
     monkeypatch.setattr(sources, "UNIT_BYTES", unit_bytes)
     units = sources.plan_units(sources.list_files([str(file)]))
-    assert [text for unit in units for text in sources.documents(unit, "text")] == texts
+    assert [text for unit in units for text in sources.documents(unit, ["text"])] == texts
 
 
 def test_more_units_than_files_may_be_open(texts, tokenizer_folder, tmp_path):
@@ -194,14 +202,6 @@ def test_more_units_than_files_may_be_open(texts, tokenizer_folder, tmp_path):
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
     assert Counter(decoded(tmp_path / "out", "train") + decoded(tmp_path / "out", "validation")) == Counter(texts)
-
-
-def test_a_format_that_nothing_can_cut_is_read_as_a_whole(monkeypatch):
-    """As one of a fork: what reads a file to its end would give each document once for every unit."""
-    monkeypatch.setattr(sources, "UNIT_BYTES", 10)
-    monkeypatch.setitem(sources.KINDS, ".csv", "csv")
-    file = sources.File("a.csv", 25)
-    assert sources.plan_units([file]) == [sources.Unit((file,), bytes=25)]
 
 
 def test_small_files_share_units(monkeypatch):
@@ -223,63 +223,6 @@ def test_small_files_share_units(monkeypatch):
     assert sources.plan_units([a, c]) == [sources.Unit((a, c))]
 
 
-def test_documents_of_small_files_of_every_kind_come_once(inputs, texts, tokenizer_folder, tmp_path, monkeypatch):
-    """Several share a unit, and the bytes are the same by several processes."""
-    monkeypatch.setattr(sources, "UNIT_BYTES", 200_000)
-    files = sources.list_files(list(inputs.values()))
-    units = sources.plan_units(files)
-    assert 1 < len(units) < 6
-    assert any(
-        {sources.kind_of(file.url) for file in unit.files} >= {("jsonl", ""), ("jsonl", "gzip")} for unit in units
-    )
-    for processes in (1, 2):
-        options = {"tokenizer": str(tokenizer_folder), "shard_mb": 0.01, "processes": processes}
-        prepare(list(inputs.values()), str(tmp_path / f"out{processes}"), **options)
-    assert contents(tmp_path / "out1") == contents(tmp_path / "out2")
-    found = Counter(decoded(tmp_path / "out1", "train") + decoded(tmp_path / "out1", "validation"))
-    assert found == Counter(texts * len(inputs))
-
-
-@pytest.mark.parametrize("format", ["text", "sft"])
-def test_shards_are_about_as_large_as_asked_where_the_estimate_is_far_off(tokenizer_folder, tmp_path, format):
-    """What is compressed may hold a hundred times its size in text."""
-    texts = [f"{i:05} " + "the same words again and again " * 20 for i in range(300)]
-    lines = "".join(json.dumps({"text": text, "a": "b"}) + "\n" for text in texts)
-    (tmp_path / "in.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
-    options = {"tokenizer": str(tokenizer_folder), "shard_mb": 0.1, "block_mb": 0.004, "processes": 1}
-    if format == "sft":
-        options |= {"format": "sft", "seq_len": 2048, "example_keys": "text,a"}
-    manifest = prepare([str(tmp_path / "in.jsonl.gz")], str(tmp_path / "out"), **options)
-    verify.main([str(tmp_path / "out")])
-    width = np.dtype(manifest["dtype"]).itemsize
-    sizes = [shard["tokens"] * width / 2**20 for shard in manifest["shards"] if shard["split"] == "train"]
-    assert len(sizes) > 1
-    assert 0.05 < min(sizes) <= max(sizes) < 0.2
-    if format == "text":
-        assert sorted(decoded(tmp_path / "out", "train") + decoded(tmp_path / "out", "validation")) == texts
-
-
-def test_planning_looks_at_each_small_file_a_few_times_only():
-    reads = []
-
-    class Counted(sources.File):
-        @property
-        def size(self) -> int:
-            reads.append(self.url)
-            return self[1]
-
-    files = [Counted(f"/{number}.txt", 300 * (number % 2)) for number in range(2000)]
-    assert sources.plan_units(files) == [sources.Unit(tuple(files), bytes=300_000)]
-    assert len(reads) <= 3 * len(files)
-
-
-def test_a_large_input_has_larger_units():
-    files = [sources.File(f"/{i}.jsonl", 10**9) for i in range(1000)]
-    units = sources.plan_units(files)
-    assert 9_000 < len(units) < 12_000
-    assert sum(unit.bytes for unit in units) == 10**12
-
-
 def test_a_trained_tokenizer_is_the_same_every_time(texts, tmp_path):
     file = write_jsonl(tmp_path / "in.jsonl", texts)
     for name in "ab":
@@ -294,21 +237,6 @@ def test_a_tokenizer_is_learnt_from_pieces_of_a_very_long_word():
     learnt = train_tokenizer([text], 300)
     assert max(map(len, learnt.raw.get_vocab())) == 2000
     assert learnt.decode(learnt.encode(text)) == text
-
-
-def test_parts_of_an_input_that_was_cut_otherwise_are_not_used(texts, tokenizer_folder, tmp_path, monkeypatch):
-    """By an earlier version, say: its unit 1 is not ours."""
-    pq.write_table(pa.table({"text": texts}), tmp_path / "in.parquet", row_group_size=10)
-    source, options = [str(tmp_path / "in.parquet")], {"tokenizer": str(tokenizer_folder), "processes": 1}
-    prepare(source, str(tmp_path / "whole"), **options)
-    with monkeypatch.context() as other:
-        other.setattr(sources, "UNIT_BYTES", 1)
-        other.setattr(sources, "MOST_UNITS", 10**9)
-        other.setattr(prepare_module, "_write_bucket", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            prepare(source, str(tmp_path / "out"), **options)
-    prepare(source, str(tmp_path / "out"), **options)
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 def test_parts_of_a_file_that_was_changed_at_the_same_size_are_not_used(texts, tokenizer_folder, tmp_path, monkeypatch):
@@ -329,8 +257,7 @@ def test_parts_of_a_file_that_was_changed_at_the_same_size_are_not_used(texts, t
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("protocol", ["", "file://", "local://"])
-def test_a_file_that_is_changed_while_it_is_read_is_named(texts, tokenizer_folder, tmp_path, monkeypatch, protocol):
+def test_a_file_that_is_changed_while_it_is_read_is_named(texts, tokenizer_folder, tmp_path, monkeypatch):
     """Else the units would be of both, and some documents come twice and others never."""
     monkeypatch.setattr(sources, "UNIT_BYTES", 20_000)
     file, original = write_jsonl(tmp_path / "in.jsonl", texts), prepare_module._tokenize_unit
@@ -345,20 +272,20 @@ def test_a_file_that_is_changed_while_it_is_read_is_named(texts, tokenizer_folde
     with monkeypatch.context() as other:
         other.setattr(prepare_module, "_tokenize_unit", change_then_tokenize)
         with pytest.raises(DataError, match=r"in\.jsonl: was changed while it was read"):
-            prepare([f"{protocol}{file}"], str(tmp_path / "out"), **options)
-    prepare([f"{protocol}{file}"], str(tmp_path / "out"), **options)
+            prepare([str(file)], str(tmp_path / "out"), **options)
+    prepare([str(file)], str(tmp_path / "out"), **options)
     assert sorted(decoded(tmp_path / "out", "train") + decoded(tmp_path / "out", "validation")) == sorted(texts)
 
 
 @pytest.mark.parametrize("progress", ["unit-", "bucket-"])
 def test_after_sigkill_the_same_command_finishes_with_the_same_bytes(texts, tokenizer_folder, tmp_path, progress):
-    file = write_jsonl(tmp_path / "in.jsonl", texts * 20)
-    options = ["--source", str(file), "--tokenizer", str(tokenizer_folder), "--shard-mb", "0.05"]
+    file = write_jsonl(tmp_path / "in.jsonl", texts * 5)
+    options = ["--source", str(file), "--tokenizer", str(tokenizer_folder), "--shard-mb", "0.02"]
     main([*options, "--output", str(tmp_path / "whole"), "--processes", "1"])
     output = tmp_path / "killed"
     # It kills itself right after the third record of progress: no race with a process that watches it.
     code = (
-        "import os, signal; from data import prepare, sources; sources.UNIT_BYTES = 40_000\n"
+        "import os, signal; from data import prepare, sources; sources.UNIT_BYTES = 20_000\n"
         "real, seen = prepare.write_atomically, []\n"
         "def write(path, data):\n"
         "    real(path, data)\n"
@@ -383,7 +310,7 @@ def test_after_sigkill_the_same_command_finishes_with_the_same_bytes(texts, toke
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prepare_module, "write_atomically", watch)
-        patch.setattr(sources, "UNIT_BYTES", 40_000)
+        patch.setattr(sources, "UNIT_BYTES", 20_000)
         main([*options, "--output", str(output), "--processes", "1"])
         main([*options, "--output", str(tmp_path / "whole"), "--processes", "2", "--overwrite"])
     assert kept.name not in watched, "finished parts are not made again"
@@ -427,7 +354,7 @@ def state(pid: int) -> str:
 def test_a_new_start_waits_for_the_workers_of_a_killed_one(
     workers_of_a_killed_run, texts, tokenizer_folder, tmp_path, monkeypatch
 ):
-    arguments = {"tokenizer": str(tokenizer_folder), "max_characters": 40, "processes": 1}
+    arguments = {"tokenizer": str(tokenizer_folder), "block_mb": 0.01, "processes": 1}
     prepare([str(tmp_path / "in.jsonl")], str(tmp_path / "whole"), **arguments)
     with monkeypatch.context() as patch:
         patch.setattr("data.workers.LOCK_SECONDS", 0)
@@ -437,38 +364,6 @@ def test_a_new_start_waits_for_the_workers_of_a_killed_one(
         os.kill(pid, signal.SIGCONT)  # they find their parent gone, and end
     prepare([str(tmp_path / "in.jsonl")], str(tmp_path / "out"), **arguments)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-
-
-def test_two_starts_do_not_write_into_one_folder(texts, tokenizer_folder, tmp_path, monkeypatch):
-    source = [str(write_jsonl(tmp_path / "in.jsonl", texts))]
-    arguments = {"output": str(tmp_path / "out"), "tokenizer": str(tokenizer_folder), "processes": 1}
-    monkeypatch.setattr("data.workers.LOCK_SECONDS", 0)
-    start, refused = prepare_module._start_or_go_on, []
-
-    def start_twice(*rest):
-        start(*rest)
-        with pytest.raises(DataError, match="another process is writing there"):
-            prepare(source, **arguments)
-        refused.append(True)
-
-    monkeypatch.setattr(prepare_module, "_start_or_go_on", start_twice)
-    monkeypatch.setattr(prepare_module, "load_tokenizer", finish_first(lambda: prepare(source, **arguments)))
-    with pytest.raises(DataError, match="already holds a finished dataset"):  # found only under the lock
-        prepare(source, **arguments)
-    assert refused
-    assert Counter(decoded(tmp_path / "out", "train") + decoded(tmp_path / "out", "validation")) == Counter(texts)
-
-
-def finish_first(other):
-    """A `load_tokenizer` in whose first call another start begins and ends."""
-    others = iter([other])
-
-    def load(*arguments):
-        for run in others:
-            run()
-        return load_tokenizer(*arguments)
-
-    return load
 
 
 @pytest.mark.parametrize("cut", ["before the manifest", "at the end", "at another start"])
@@ -496,7 +391,7 @@ def test_a_kill_while_parts_are_removed_loses_no_document(texts, tokenizer_folde
     else:
         interrupted({}, prepare_module, "write_manifest", Mock(side_effect=KeyboardInterrupt))
     if cut == "at another start":
-        interrupted({"max_characters": 40}, shutil, "rmtree")
+        interrupted({"block_mb": 0.01}, shutil, "rmtree")
     prepare(source, output, **arguments, overwrite=cut == "at the end")
     assert Counter(decoded(tmp_path / "out", "train") + decoded(tmp_path / "out", "validation")) == Counter(texts)
 
@@ -516,24 +411,11 @@ def test_the_files_of_others_in_the_folder_are_kept(texts, tokenizer_folder, tmp
         "train-0.arrow",
     ]
     shards = ["train-00099.arrow", "train-00099.lengths", "validation-00001.arrow.tmp", "train-100000.arrow"]
-    shards += [".train-00001.lengths.tmp"]
     for name in (*others, *shards):
         (output / name).write_bytes(b"old")
     command([str(source)], str(output), tokenizer=str(tokenizer_folder), **options)
     assert all((output / name).read_bytes() == b"old" for name in others)
     assert not any((output / name).exists() for name in shards)
-
-
-def test_there_are_as_many_processes_as_cores_that_may_be_used(texts, tokenizer_folder, tmp_path, monkeypatch):
-    """A scheduler gives a job a few of a large node's; a small input is not worth the start of a process."""
-    started = []
-    monkeypatch.setattr(prepare_module, "worker_pool", lambda count, lock: (started.append(count), nullcontext())[1])
-    file = write_jsonl(tmp_path / "in.jsonl", texts)
-    for unit_bytes, cores in ((sources.UNIT_BYTES, 2), (1000, 1), (1000, 2)):
-        monkeypatch.setattr(prepare_module, "UNIT_BYTES", unit_bytes)
-        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)))
-        prepare([str(file)], str(tmp_path / f"out{unit_bytes}-{cores}"), tokenizer=str(tokenizer_folder))
-    assert started == [1, 1, 2]
 
 
 def test_a_worker_that_the_system_kills_is_one_line(texts, tokenizer_folder, tmp_path):
@@ -552,22 +434,6 @@ def test_a_worker_that_the_system_kills_is_one_line(texts, tokenizer_folder, tmp
     assert "Traceback" not in result.stderr
 
 
-def test_other_options_do_not_go_on_from_old_parts(texts, tokenizer_folder, tmp_path, monkeypatch):
-    file = write_jsonl(tmp_path / "in.jsonl", texts)
-    arguments = {"tokenizer": str(tokenizer_folder), "processes": 1}
-
-    def fail(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(prepare_module, "write_shard", fail)
-        with pytest.raises(KeyboardInterrupt):
-            prepare([str(file)], str(tmp_path / "a"), **arguments, validation_fraction=0.5)
-    prepare([str(file)], str(tmp_path / "a"), **arguments)
-    prepare([str(file)], str(tmp_path / "b"), **arguments)
-    assert contents(tmp_path / "a") == contents(tmp_path / "b")
-
-
 def test_a_finished_dataset_is_not_overwritten_by_accident(texts, tokenizer_folder, tmp_path):
     file = write_jsonl(tmp_path / "in.jsonl", texts)
     prepare([str(file)], str(tmp_path / "out"), tokenizer=str(tokenizer_folder), processes=1)
@@ -577,6 +443,96 @@ def test_a_finished_dataset_is_not_overwritten_by_accident(texts, tokenizer_fold
     assert contents(tmp_path / "out") == before
     prepare([str(file)], str(tmp_path / "out"), tokenizer=str(tokenizer_folder), overwrite=True, processes=1)
     assert contents(tmp_path / "out") == before
+
+
+@pytest.mark.parametrize("module", [prepare_module, convert_module])
+def test_nothing_is_written_into_a_folder_that_is_written_to(texts, tokenizer_folder, tmp_path, monkeypatch, module):
+    source, command, options = write_jsonl(tmp_path / "in.jsonl", texts), prepare, {"processes": 1}
+    if module is convert_module:
+        write_nanogpt(tmp_path, [[5, 6]], 0)
+        source, command, options = tmp_path / "a.bin", convert, {"format": "nanogpt"}
+    monkeypatch.setattr("data.workers.LOCK_SECONDS", 0)
+    with locked(tmp_path / "out"), pytest.raises(DataError, match="/out: another process is writing there"):
+        command([str(source)], str(tmp_path / "out"), tokenizer=str(tokenizer_folder), **options)
+
+
+def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch, caplog):
+    """As Lustre that was mounted without `flock`."""
+    monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(errno.ENOSYS, "Function not implemented")))
+    with locked(tmp_path / "out"):
+        assert "file system without locks" in caplog.text
+
+
+@pytest.mark.parametrize(("fraction", "splits"), [("1e-9", 1), ("0.5", 2)])
+def test_a_dataset_without_held_out_documents_says_so(tokenizer_folder, tmp_path, capsys, fraction, splits):
+    """Training, which validates unless told otherwise, would be refused."""
+    source, output = write_jsonl(tmp_path / "in.jsonl", [f"same {number}" for number in range(60)]), tmp_path / "out"
+    words = [f"--source={source}", f"--output={output}", f"--tokenizer={tokenizer_folder}", "--processes=1"]
+    main([*words, f"--validation-fraction={fraction}"])
+    said = capsys.readouterr().out
+    assert ("nothing is held out" in said) == (splits == 1)
+    assert said.endswith(f"ready: {output}\n")
+    assert len(list(output.glob("*-00000.arrow"))) == splits
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"text": "x"}\n{"text": \n', r"a\.jsonl, line at byte 14: must be a JSON object on one line"),
+        ("a.json", b'[{"text": "x"}]', r"a\.json, line at byte 0: must be a JSON object on one line, which `jq"),
+        ("a.jsonl", b'{"body": "x"}\n', r"nothing under 'text'; it has body; choose with --keys"),
+        ("a.jsonl", b'{"text": 3}\n', r"line at byte 0: 'text' holds 3, which is no text"),
+        ("a.jsonl", b'{"text": null}\n', r"line at byte 0: nothing under 'text'"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "cut \\ud83d here"}\n', r"a\.jsonl: .* '\\ud83d' .*surrogates"),
+        ("a.jsonl", b"\n", "holds no text: nothing to prepare"),
+        ("a.parquet", b"PAR1", r"a\.parquet: cannot be read: .*Parquet file size is 4 bytes"),
+        ("a.txt", b"abc\xff", r"a\.txt: cannot be read: .*utf-8.* byte 0xff in position 3"),
+        ("a.jsonl.gz", b"not gzip", r"a\.jsonl\.gz"),
+    ],
+)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_bad_input_is_named(tmp_path, name, content, message, processes, capsys):
+    (tmp_path / name).write_bytes(content)
+    words = ["--source", str(tmp_path / name), "--output", str(tmp_path / "out"), f"--processes={processes}"]
+    with pytest.raises(SystemExit):
+        main(words)
+    assert re.search(f"^error: .*{message}", capsys.readouterr().err, re.MULTILINE)
+    assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_rows_of_parquet_that_are_no_text_are_named(tmp_path):
+    pq.write_table(pa.table({"text": pa.array([b"a", b"b\xff"]).view(pa.string())}), tmp_path / "a.parquet")
+    (unit,) = sources.plan_units(sources.list_files([str(tmp_path / "a.parquet")]))
+    with pytest.raises(DataError, match=r"a\.parquet, rows 0 to 1: .*utf-8.* byte 0xff in position 1"):
+        list(sources.documents(unit, ["text"]))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        *(
+            "--shard-mb=0.0",
+            "--block-mb=-1.0",
+            "--block-mb=inf",
+            "--validation-fraction=1.1",
+            "--validation-fraction=nan",
+        ),
+        *("--output=s3://bucket/out", "--output=a-file/out", "--output=~/out", "--output=", "--source=nothing.txt"),
+        *("--processes=-1", "--vocab-size=256", "--eos-token=</s>", "--vocab-size=300 --tokenizer=T", "--seq-len=8"),
+        *("--format sft", "--seq-len=1 --format chat --tokenizer=T", "--keys a,b", "--tokenizer=nothing"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(texts, tokenizer_folder, tmp_path, monkeypatch, flags, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "in.jsonl", texts)
+    Path("a-file").touch()
+    files = set(tmp_path.iterdir())
+    with pytest.raises(SystemExit):
+        main(["--source=in.jsonl", "--output=out", *flags.replace("=T", f"={tokenizer_folder}").split()])
+    option, _, value = flags.split()[0].partition("=")
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert said.startswith((f"error: {option} {value}", f"error: {value}"))
+    assert set(tmp_path.iterdir()) == files
 
 
 @pytest.mark.parametrize("module", [prepare_module, convert_module])
@@ -593,98 +549,6 @@ def test_nothing_reads_a_dataset_that_is_replaced_in_part(texts, tokenizer_folde
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
-@pytest.mark.parametrize(("command", "words"), [(main, ["--processes=1"]), (convert_main, ["--format=nanogpt"])])
-@pytest.mark.parametrize(("fraction", "said"), [("1e-9", True), ("0", False), ("0.5", False), ("1", False)])
-def test_that_nothing_is_held_out_is_said_at_once(tokenizer_folder, tmp_path, capsys, command, words, fraction, said):
-    """Training, which validates unless told otherwise, would be refused."""
-    tokens = np.array([[5, number, 0] for number in range(5, 65)], "<u2")  # all begin alike, as with a bos
-    source = write_jsonl(tmp_path / "in.jsonl", [f"{'same ' * 50} {number}" for number in range(60)])
-    if command is convert_main:
-        tokens.tofile(source := tmp_path / "in.bin")
-    output = str(tmp_path / "out")
-    words = [*words, f"--source={source}", f"--output={output}", f"--tokenizer={tokenizer_folder}"]
-    command([*words, f"--validation-fraction={fraction}"])
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[-1] == f"ready: {output}"
-    assert lines[-2].startswith(f"nothing is held out: --validation-fraction {float(fraction):g} ") is said
-    splits = {file.name.partition("-")[0] for file in Path(output).glob("*-*.arrow")}
-    assert splits == {"0.5": {"train", "validation"}, "1": {"validation"}}.get(fraction, {"train"})
-    assert not list(verify.faults(open_dataset(output)))
-
-
-@pytest.mark.parametrize("output", [[], ["--output=out"]])
-def test_a_dry_run_counts_and_writes_nothing(texts, tmp_path, monkeypatch, capsys, output):
-    monkeypatch.chdir(tmp_path)
-    write_jsonl(tmp_path / "in.jsonl", [*texts, ""])
-    main(["--source", "in.jsonl", *output, "--dry-run"])
-    assert "documents: 400\nempty: 1\n" in capsys.readouterr().out
-    assert count(["in.jsonl"])["characters"] == sum(map(len, texts))
-    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
-
-
-def test_a_dry_run_reads_the_keys_it_is_given(tmp_path):
-    source = write_jsonl(tmp_path / "in.jsonl", ["text"])
-    with pytest.raises(SystemExit, match="nothing under 'question'; it has id, text; choose with --example-keys"):
-        main(["--source", str(source), "--dry-run", "--example-keys", "question"])
-
-
-def test_only_a_dry_run_needs_no_output(capsys):
-    with pytest.raises(SystemExit):
-        main(["--source", "in.jsonl"])
-    assert "required: --output" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.jsonl", b'{"text": "x"}\n{"text": \n', r"a\.jsonl, line at byte 14: not JSON"),
-        ("a.jsonl", b'{"body": "x"}\n', r"nothing under 'text'; it has body; choose with --text-key"),
-        ("a.jsonl", b"{}\n", r"nothing under 'text'; it has no keys; choose with --text-key"),
-        ("a.jsonl", b'{"text": 3}\n', r"line at byte 0: 'text' holds 3, which is no text"),
-        ("a.jsonl", b'{"text": null}\n', r"line at byte 0: 'text' is null"),
-        (
-            "a.jsonl",
-            b'{"text": "a"}\n{"text": "cut \\ud83d here"}\n',
-            r"line at byte 14: holds \\ud83d, a lone surrogate",
-        ),
-        ("a.jsonl", b"\n", "holds no text: nothing to prepare"),
-        ("a.jsonl", b"", "holds no text: nothing to prepare"),
-        ("a.json", b'[{"text": "x"}]', r"a\.json, line at byte 0: a JSON array; make it one object on each line"),
-        ("a.json", b'\n [\n{"text": "x"}\n]\n', r"a\.json, line at byte 1: a JSON array"),
-        ("a.py", b"# coding: rot13\n", r"a\.py: 'rot13' is not a text encoding"),
-        ("a.py", b"# coding: undefined\n", r"a\.py: .*undefined encoding"),
-        ("a.py", b"# coding: unicode_escape\n'\\ud800'\n", r"a\.py: .*surrogates not allowed"),
-        ("a.parquet", b"PAR1", r"a\.parquet: cannot be read: Parquet file size is 4 bytes"),
-        ("a.txt", b"abc\xff", r"a\.txt: not utf-8 text: invalid start byte at byte 3$"),
-        ("a.arrow", b"\xff", r"at byte 0; all but \.jsonl \.ndjson \.json \.parquet.*, also compressed"),
-        ("a.jsonl.gz", b"not gzip", r"a\.jsonl\.gz"),
-        ("a.jsonl.gz", b"", r"a\.jsonl\.gz: is empty, so it is not compressed text"),
-        pytest.param("a.jsonl", b'{"text": "x"}\n{"n": ' + b"[" * 10**6, "line at byte 14: not JSON", id="nested"),
-    ],
-)
-def test_bad_input_is_named(tmp_path, name, content, message, capsys):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(SystemExit, match=message):
-        main(["--source", str(tmp_path / name), "--output", str(tmp_path / "out"), "--processes", "2"])
-    assert not (tmp_path / "out" / "manifest.json").exists()
-
-
-@pytest.mark.parametrize(
-    ("column", "keys", "message"),
-    [
-        (pa.array([b"a", b"b\xff"]).view(pa.string()), (), "not utf-8 text: invalid start byte at byte 1"),
-        (pa.array([[datetime(2026, 1, 1)]]), ("text",), "cannot be written as JSON: .* datetime"),
-        (pa.array([None]), ("text",), "'text' is null"),
-        (pa.array(["a", None]), (), "'text' is null"),
-    ],
-)
-def test_bad_rows_of_parquet_are_named(tmp_path, column, keys, message):
-    pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
-    (unit,) = sources.plan_units(sources.list_files([str(tmp_path / "a.parquet")]))
-    with pytest.raises(DataError, match=rf"a\.parquet, row {int(not keys)}: {message}"):
-        list(sources.documents(unit, keys or "text"))
-
-
 @pytest.mark.parametrize("compression", ["none", "zstd"])
 def test_a_damaged_page_of_parquet_is_named_where_it_has_a_checksum(tmp_path, compression):
     file, column = tmp_path / "a.parquet", {"text": ["abcdefgh" * 1000] * 9}
@@ -694,66 +558,48 @@ def test_a_damaged_page_of_parquet_is_named_where_it_has_a_checksum(tmp_path, co
     damaged[pq.ParquetFile(file).metadata.row_group(0).column(0).total_compressed_size // 2] ^= 1
     file.write_bytes(damaged)
     (unit,) = sources.plan_units(sources.list_files([str(file)]))
-    with pytest.raises(DataError, match=r"a\.parquet: cannot be read: .* CRC checksum verification failed"):
-        list(sources.documents(unit, "text"))
-
-
-class CountedRows:
-    """A record batch that counts how often rows of it are turned into Python."""
-
-    def __init__(self, batch, sizes):
-        self.batch, self.sizes = batch, sizes
-
-    def __len__(self):
-        return len(self.batch)
-
-    def slice(self, first, count):
-        return CountedRows(self.batch.slice(first, count), self.sizes)
-
-    def to_pylist(self):
-        self.sizes.append(len(self))
-        return self.batch.to_pylist()
-
-
-def test_rows_of_parquet_are_read_many_at_once_and_one_by_one_where_one_is_bad(texts, tmp_path, monkeypatch):
-    read, sizes = pq.ParquetFile.iter_batches, []
-    counted = lambda *args, **options: (CountedRows(batch, sizes) for batch in read(*args, **options))  # noqa: E731
-    monkeypatch.setattr(pq.ParquetFile, "iter_batches", counted)
-
-    def rows(column):
-        pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet", row_group_size=150)
-        (unit,) = sources.plan_units(sources.list_files([str(tmp_path / "a.parquet")]))
-        return list(sources.documents(unit, "text"))
-
-    assert rows(texts) == texts
-    assert sum(sizes) == len(texts) > 20 * len(sizes)
-    for bad in (0, 63, 64, 149, 150, 399):
-        column = [text.encode() for text in texts]
-        column[bad] = b"ab\xff"
-        with pytest.raises(DataError, match=rf"a\.parquet, row {bad}: not utf-8 text: invalid start byte at byte 2"):
-            rows(pa.array(column).view(pa.string()))
-
-
-@pytest.mark.parametrize("name", ["c4.00000-of-00512.json.gz", "A.JSONL", "a.json", "a.Ndjson.ZST", "a.NDJSON"])
-def test_json_lines_by_all_their_names(texts, tmp_path, name):
-    content = write_jsonl(tmp_path / "lines", texts).read_bytes()
-    codec = {".gz": "gzip", ".zst": "zstd"}.get(Path(name).suffix.lower())
-    (tmp_path / name).write_bytes(pa.compress(content, codec, asbytes=True) if codec else content)
-    units = sources.plan_units(sources.list_files([str(tmp_path / name)]))
-    assert [text for unit in units for text in sources.documents(unit, "text")] == texts
+    with pytest.raises(DataError, match=r"a\.parquet: cannot be read: .*checksum verification failed"):
+        list(sources.documents(unit, ["text"]))
 
 
 def test_what_is_left_out_of_a_folder_is_said(tmp_path, caplog):
     read = ["a.TXT", "b.ndjson", "c.json.gz", "d.md.zst", "e.jsonl", "f.Parquet"]
-    left_out = ["package.json", "a.png", "b.PNG", "c.csv.gz", "README"]
-    for name in (*read, *left_out):
+    for name in (*read, "package.json", "a.png"):
         (tmp_path / name).write_bytes(b"x")
     assert [Path(file.url).name for file in sources.list_files([str(tmp_path)])] == read
-    assert f"--source {tmp_path}: files left out: 5 (2 with .png, " in caplog.text
-    assert all(f"1 with {what}" in caplog.text for what in (".json", ".csv.gz", "no suffix"))
+    assert f"{tmp_path}: 2 files of other kinds left out, such as {tmp_path}/a.png" in caplog.text
     caplog.clear()
-    sources.list_files([str(tmp_path / "*.json"), str(tmp_path / "e.jsonl")])
+    assert len(sources.list_files([str(tmp_path / "*.json"), str(tmp_path / "e.jsonl")])) == 2
     assert not caplog.text
+
+
+def test_a_glob_reads_the_folders_that_it_names(tmp_path):
+    for name in ("a.txt", "more/b.txt", "more/deep/c.txt", "more/deep/d.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    for pattern in ("*", "**", ""):
+        found = sources.list_files([f"{tmp_path}/{pattern}"])
+        assert [Path(file.url).name for file in found if not file.url.endswith("png")] == ["a.txt", "b.txt", "c.txt"]
+
+
+def test_a_file_is_read_once_whatever_its_names(tmp_path, monkeypatch):
+    """Links are followed, to folders, too, as in the Hugging Face cache, where every file of a snapshot is a link."""
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / "0123").write_text("hello")
+    (tmp_path / "snapshot").mkdir()
+    (tmp_path / "snapshot" / "a.txt").symlink_to("../blobs/0123")
+    (tmp_path / "snapshot" / "b.txt").write_text("b")
+    (tmp_path / "link").symlink_to("snapshot")
+    (tmp_path / "all").mkdir()
+    (tmp_path / "all" / "more").symlink_to("../snapshot")
+    monkeypatch.chdir(tmp_path / "snapshot")
+    names = ["a.txt", "./", "../link", "../link/a.txt", "../l*/../snapshot/*.txt", "../all"]
+    for source in (names, ["../all"], ["../link"], ["./*"]):
+        found = sources.list_files(source)
+        assert [(Path(file.url).name, file.size) for file in found] == [("a.txt", 5), ("b.txt", 1)]
+    (tmp_path / "snapshot" / "c.txt").symlink_to("../nowhere")
+    with pytest.raises(DataError, match=r"cannot be listed: .*No such file or directory: .*c\.txt"):
+        sources.list_files(["."])
 
 
 class Store(fsspec.AbstractFileSystem):
@@ -805,7 +651,7 @@ def store(monkeypatch) -> type[Store]:
 def test_lines_of_a_remote_file_are_read_in_large_requests_but_not_far_beyond_the_unit(store, monkeypatch):
     monkeypatch.setattr(sources, "UNIT_BYTES", 2**20)
     unit = sources.plan_units(sources.list_files(["store://lines.jsonl"]))[3]
-    assert 1000 < sum(1 for _ in sources.documents(unit, "text")) < 1050
+    assert 1000 < sum(1 for _ in sources.documents(unit, ["text"])) < 1050
     assert store.reads < 10
     assert store.fetched < 8 * 2**20 < len(store.content) / 3
 
@@ -814,21 +660,20 @@ def test_lines_of_a_remote_file_are_read_in_large_requests_but_not_far_beyond_th
     ("name", "fault", "message"),
     [
         ("a.jsonl", "listed", "--source store://a.jsonl: cannot be listed: StoreError: gone"),
-        ("a.jsonl", "without size", "--source store://a.jsonl: the server does not say how large the file is"),
+        ("a.jsonl", "without size", "--source store://a.jsonl: cannot be listed: "),
         ("a.parquet", "opened", "store://a.parquet: cannot be read: StoreError: gone"),
-        ("a.jsonl", "opened", "store://a.jsonl: cannot be read: StoreError: gone"),
         ("a.jsonl", "read", "store://a.jsonl: cannot be read: StoreError: gone"),
         ("a.jsonl", "empty", "store://a.jsonl: cannot be read: the server has sent"),
         ("a.txt", "empty", "store://a.txt: cannot be read: the server has sent"),
-        ("a.jsonl.gz", "empty", "store://a.jsonl.gz: cannot be read: the server has sent 0 bytes of 6"),
     ],
 )
 def test_failures_of_a_store_are_named(store, monkeypatch, name, fault, message):
     monkeypatch.setattr(store, "fault", fault)
-    if name.endswith(".gz"):
-        monkeypatch.setattr(store, "content", gzip.compress(store.content))
     with pytest.raises(DataError, match=f"^{message}"):
-        count([f"store://{name}"])
+        [
+            list(sources.documents(unit, ["text"]))
+            for unit in sources.plan_units(sources.list_files([f"store://{name}"]))
+        ]
 
 
 def test_a_folder_that_may_not_be_read_is_not_taken_for_an_empty_one(tmp_path, monkeypatch):
@@ -847,94 +692,14 @@ def test_a_folder_that_may_not_be_read_is_not_taken_for_an_empty_one(tmp_path, m
         sources.list_files([str(tmp_path)])
 
 
-def test_folders_that_match_a_glob_are_said_to_be_left_out(tmp_path, caplog):
-    """Unless the pattern finds what is in them, too."""
-    for name in ("a.txt", "more/b.txt", "more/deep/c.txt"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("x")
-    assert len(sources.list_files([f"{tmp_path}/*"])) == 1
-    assert f"--source {tmp_path}/*: folders left out: 1, such as {tmp_path}/more" in caplog.text
-    caplog.clear()
-    assert len(sources.list_files([f"{tmp_path}/**"])) == 3
-    assert not caplog.text
-
-
 def test_missing_sources_are_named(tmp_path):
     for source in ("nothing.txt", "*.txt", "."):
         with pytest.raises(DataError, match="no files there; a folder is searched for"):
             sources.list_files([str(tmp_path / source)])
     pq.write_table(pa.table({"body": ["a"]}), tmp_path / "a.parquet")
     unit = sources.plan_units(sources.list_files([str(tmp_path / "a.parquet")]))[0]
-    with pytest.raises(DataError, match=r"a\.parquet: no column 'text'; it has body; choose with --text-key"):
-        list(sources.documents(unit, "text"))
-    with pytest.raises(DataError, match=r"a\.parquet: no column 'q'; it has body; choose with --example-keys"):
-        list(sources.documents(unit, ("body", "q")))
-
-
-@pytest.mark.parametrize("keys", [(), ("text",)])
-def test_two_columns_of_one_name_are_refused(tmp_path, keys):
-    table = pa.table([pa.array(["a"]), pa.array(["b"]), pa.array(["c"])], names=["text", "text", "other"])
-    pq.write_table(table, tmp_path / "a.parquet")
-    (unit,) = sources.plan_units(sources.list_files([str(tmp_path / "a.parquet")]))
-    with pytest.raises(DataError, match=r"a\.parquet: has 2 columns 'text'; rename all but one"):
-        list(sources.documents(unit, keys or "text"))
-
-
-def test_links_are_followed_and_never_left_out(tmp_path):
-    """As in the Hugging Face cache, where every file of a snapshot is a link."""
-    (tmp_path / "blobs").mkdir()
-    (tmp_path / "blobs" / "0123").write_text("hello")
-    (tmp_path / "snapshot").mkdir()
-    (tmp_path / "snapshot" / "a.txt").symlink_to("../blobs/0123")
-    (tmp_path / "snapshot" / "b.txt").write_text("b")
-    names = [str(tmp_path / "snapshot" / name) for name in ("a.txt", "b.txt")]
-    for source in ("snapshot", "snapshot/*"):
-        found = sources.list_files([str(tmp_path / source)])
-        assert [(file.url, file.size) for file in found] == list(zip(names, (5, 1), strict=True))
-    (tmp_path / "snapshot" / "more").symlink_to("../blobs")
-    with pytest.raises(DataError, match="more is a link to a folder, which is not followed: name each"):
-        sources.list_files([str(tmp_path / "snapshot")])
-    (tmp_path / "snapshot" / "more").unlink()
-    (tmp_path / "snapshot" / "c.txt").symlink_to("../nowhere")
-    with pytest.raises(DataError, match=r"No such file or directory: .*c\.txt"):
-        sources.list_files([str(tmp_path / "snapshot")])
-
-
-def test_a_file_in_several_sources_is_read_once_however_they_are_spelt(tmp_path, monkeypatch):
-    """A link to it is a file of its own."""
-    (tmp_path / "real").mkdir()
-    (tmp_path / "real" / "a.txt").write_text("a")
-    (tmp_path / "real" / "b.txt").symlink_to("a.txt")
-    (tmp_path / "link").symlink_to("real")
-    monkeypatch.chdir(tmp_path / "real")
-    names = ["a.txt", "./", "../link", "../link/a.txt", "../l*/../real/*.txt", f"file://{tmp_path}/link/../real/a.txt"]
-    found = sources.list_files([*names, f"local://{tmp_path}/real"])
-    assert [file.url for file in found] == [f"{tmp_path}/real/{name}.txt" for name in "ab"]
-
-
-@pytest.mark.parametrize("pattern", ["*/*.txt", "**/*.txt", "**", "*/deep/*.txt", "r?al/linked/*"])
-def test_a_glob_that_would_pass_by_a_linked_folder_is_refused(tmp_path, pattern):
-    """The shell enters it: its files would be left out without a word."""
-    for name in ("elsewhere/deep/a.txt", "top/real/deep/b.txt"):
-        (tmp_path / name).parent.mkdir(parents=True)
-        (tmp_path / name).write_text("x")
-    (tmp_path / "top" / "real" / "c.txt").symlink_to("deep/b.txt")
-    link = tmp_path / "top" / ("real/linked" if "linked" in pattern else "linked")
-    link.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(DataError, match=f"{link} is a link to a folder, which is not followed"):
-        sources.list_files([f"{tmp_path}/top/{pattern}"])
-    assert [file.size for file in sources.list_files([f"{link}/*/*.txt"])] == [1]
-    link.unlink()
-    sources.list_files([f"{tmp_path}/top/r*/*.txt"])
-
-
-@pytest.mark.parametrize("name", ["File::Spec.txt", "file:x.txt", "[x].txt", "s3:x.txt", "memory::x.txt"])
-def test_a_name_with_signs_of_a_url_or_glob_is_a_name(tmp_path, monkeypatch, name):
-    monkeypatch.chdir(tmp_path)
-    Path(name).write_text(name)
-    for source in (name, f"./{name}", str(tmp_path / name), "."):
-        units = sources.plan_units(sources.list_files([source]))
-        assert [text for unit in units for text in sources.documents(unit, "text")] == [name]
+    with pytest.raises(DataError, match=r"a\.parquet, row 0: nothing under 'text'; it has body; choose with --keys"):
+        list(sources.documents(unit, ["text"]))
 
 
 @pytest.mark.parametrize(("share", "units"), [(0.001, 10), (0.51, 2), (2, 1)])
@@ -948,54 +713,10 @@ def test_small_row_groups_share_units(tmp_path, monkeypatch, share, units):
     planned = sources.plan_units(sources.list_files([file]))
     assert len(planned) == units
     assert [row for unit in planned for row in range(unit.start, unit.stop)] == list(range(10 * (share < 1)))
-    read = chain.from_iterable(sources.documents(unit, "text") for unit in planned)
+    read = chain.from_iterable(sources.documents(unit, ["text"]) for unit in planned)
     assert list(islice(read, 37)) == texts[:37]
-    with pytest.raises(DataError, match=r"a\.parquet, row 37: 'text' is null"):
+    with pytest.raises(DataError, match=r"a\.parquet, row 37: nothing under 'text'"):
         next(read)
-
-
-def test_the_tokenizer_is_learnt_from_all_kinds_of_a_few_large_units(monkeypatch):
-    sampled = []
-    monkeypatch.setattr(prepare_module, "_beginning", lambda unit, *_: sampled.append(unit) or iter(("text ",)))
-    units = [sources.Unit((sources.File(name, 1 << 30),), bytes=1 << 30) for name in ("code", "math", "web")]
-    prepare_module._trained_tokenizer(units, "text", 300)
-    assert sampled == units
-
-
-TO_BOTH = ["--shard-mb=0.0", "--block-mb=-1.0", "--block-mb=inf", "--validation-fraction=1.1"]
-TO_BOTH += [
-    "--validation-fraction=-0.1",
-    "--validation-fraction=nan",
-    "--output=s3://bucket/out",
-    "--output=a-file/out",
-    "--output=\udcfc",
-    "--output=~/out",
-    "--output=s3:/bucket/out",
-    "--output=",
-    "--source=",
-]
-TO_PREPARE = ["--max-characters=-5", "--processes=-1", "--vocab-size=256", "--eos-token=</s>"]
-TO_PREPARE += ["--vocab-size=99999999999999", "--vocab-size=300 --tokenizer=T", "--text-key=body --format=chat"]
-
-
-@pytest.mark.parametrize(
-    ("command", "flags"),
-    [*((convert_main, flags) for flags in TO_BOTH), *((main, flags) for flags in TO_BOTH + TO_PREPARE)],
-)
-def test_options_that_make_no_sense_are_refused(texts, tokenizer_folder, tmp_path, monkeypatch, command, flags, capsys):
-    monkeypatch.chdir(tmp_path)
-    write_jsonl(tmp_path / "in.jsonl", texts)
-    np.arange(400, dtype="<u2").tofile("in.bin")
-    Path("a-file").touch()
-    words = ["--source=in.jsonl", "--output=out", "--processes=1"]
-    if command is convert_main:
-        words = ["--source=in.bin", "--output=out", "--format=nanogpt", f"--tokenizer={tokenizer_folder}"]
-    files = set(tmp_path.iterdir())
-    with pytest.raises(SystemExit) as refusal:
-        command([*words, *flags.replace("=T", f"={tokenizer_folder}").split()])
-    option, _, value = flags.split()[0].partition("=")
-    assert f"error: {option} {value}: " in capsys.readouterr().err + str(refusal.value)
-    assert set(tmp_path.iterdir()) == files
 
 
 def test_the_standard_library_without_its_tests():
@@ -1043,22 +764,8 @@ def test_which_token_ends_a_document(texts, tmp_path):
     (folder / "tokenizer_config.json").write_text('{"eos_token": {"content": "<|endoftext|>"}}')
     assert load_tokenizer(folder).eos_token == "<|endoftext|>"
     assert load_tokenizer(folder, "<|begin_of_text|>").eos_token == "<|begin_of_text|>"
-    with pytest.raises(TitaniteError, match=r"has no token '<pad>'; its special tokens are .*<\|end_of_text\|>"):
+    with pytest.raises(TitaniteError, match=r"has no token '<pad>'; .*<\|end_of_text\|>"):
         load_tokenizer(folder, "<pad>")
-
-
-@pytest.mark.parametrize("command", [prepare, convert])
-def test_the_token_that_is_asked_for_ends_the_documents(texts, tmp_path, command):
-    folder = llama3_like(texts, tmp_path, "$A")
-    source, options = write_jsonl(tmp_path / "in.jsonl", texts), {"processes": 1}
-    if command is convert:
-        np.array([5, 6], "<u2").tofile(source := tmp_path / "in.bin")
-        options = {"format": "nanogpt"}
-    options |= {"tokenizer": str(folder), "eos_token": "<|endoftext|>", "validation_fraction": 0}
-    manifest = command([str(source)], str(tmp_path / "out"), **options)
-    asked = load_tokenizer(folder).raw.token_to_id("<|endoftext|>")
-    assert manifest["eos_id"] == asked
-    assert {document[-1] for block in stored_blocks(tmp_path / "out") for document in block} == {asked}
 
 
 def test_a_text_is_neither_cut_nor_padded_as_its_tokenizer_was_told(texts, tmp_path):
@@ -1103,7 +810,7 @@ def byte_level(texts, token: AddedToken, template: str = "$A") -> RawTokenizer:
     return raw
 
 
-@pytest.mark.parametrize("kind", ["not special", "Unigram", "WordLevel", "a", " ", "\n"])
+@pytest.mark.parametrize("kind", ["not special", "Unigram", "WordLevel", " "])
 def test_a_token_that_a_text_can_spell_out_does_not_end_documents(texts, kind):
     if kind == "not special":
         raw = byte_level(texts, AddedToken("</s>", special=False))
@@ -1117,17 +824,6 @@ def test_a_token_that_a_text_can_spell_out_does_not_end_documents(texts, kind):
             raw.normalizer, raw.pre_tokenizer = normalizers.Prepend("_"), pre_tokenizers.Split(kind, "isolated")
     with pytest.raises(TitaniteError, match=r"^mine: a text that spells out '</s>' would become that token"):
         Tokenizer(raw, "</s>", "mine")
-
-
-def test_ids_with_gaps_between_them_are_all_below_the_size_of_the_vocabulary():
-    raw = without_unknown(RawTokenizer(models.BPE({"</s>": 0, "a": 7}, [])))
-    assert Tokenizer(raw, "</s>").vocab_size == 8
-
-
-@pytest.mark.parametrize("model", [models.WordLevel({"</s>": 0, "A": 1}), models.BPE({"</s>": 0, "A": 1}, [])])
-def test_a_vocabulary_without_letters_is_refused(model):
-    with pytest.raises(TitaniteError, match=r"^mine: cannot encode the letter a: "):
-        Tokenizer(without_unknown(RawTokenizer(model)), "</s>", "mine")
 
 
 @pytest.mark.parametrize(("template", "bos"), [("</s> $A", []), ("</s> <|endoftext|> $A </s>", ["<|endoftext|>"])])
@@ -1149,14 +845,6 @@ def test_saving_keeps_the_fingerprint_and_the_encoding(texts, tmp_path):
     assert copy.fingerprint == original.fingerprint
     assert copy.encode_documents(texts[:20]) == original.encode_documents(texts[:20])
     assert Tokenizer(copy.raw, "<|endoftext|>").fingerprint != original.fingerprint
-
-
-def test_a_saved_tokenizer_has_no_template_but_its_own(tokenizer_folder, tmp_path):
-    tokenizer = load_tokenizer(tokenizer_folder)
-    for template in ("{{ messages }}", ""):  # as of a chat dataset, and of plain text that takes its place
-        tokenizer.chat_template = template
-        tokenizer.save(tmp_path)
-        assert load_tokenizer(tmp_path).chat_template == template
 
 
 @pytest.mark.parametrize(
@@ -1209,20 +897,6 @@ def set_bounds(index, *bounds):
     index.write_bytes(content[: -8 * len(bounds)] + np.array(bounds, "<i8").tobytes())
 
 
-def set_byte(index, at, value):
-    content = bytearray(index.read_bytes())
-    content[at] = value
-    index.write_bytes(content)
-
-
-def set_sequence(index, sequence, size, pointer):
-    """One of the three sequences of a Megatron index: its tokens, and the byte it begins at."""
-    content = bytearray(index.read_bytes())
-    content[34 + 4 * sequence : 38 + 4 * sequence] = np.array(size, "<i4").tobytes()
-    content[46 + 8 * sequence : 54 + 8 * sequence] = np.array(pointer, "<i8").tobytes()
-    index.write_bytes(content)
-
-
 def write_fms(folder, documents, eos):
     schema = pa.schema([("tokens", pa.uint32())])
     with pa.OSFile(str(folder / "a.bin"), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
@@ -1271,18 +945,6 @@ def test_megatron_files_are_known_by_their_prefix(tokenizer_folder, tmp_path, so
     assert [document for block in stored_blocks(tmp_path / "out") for document in block] == [[5, 6, eos], [7, eos]]
 
 
-@pytest.mark.parametrize(("code", "dtype"), [(1, "u1"), (2, "i1"), (3, "<i2"), (4, "<i4"), (5, "<i8"), (8, "<u2")])
-def test_megatron_files_of_every_type_of_integer_and_with_an_empty_document(tokenizer_folder, tmp_path, code, dtype):
-    eos = load_tokenizer(tokenizer_folder).eos_id
-    write_megatron(tmp_path, [[5, 6], [7]], eos, code, dtype)
-    set_bounds(tmp_path / "a.idx", 0, 0, 3)
-    output = tmp_path / "out"
-    convert([str(tmp_path / "a.bin")], str(output), "megatron", str(tokenizer_folder), validation_fraction=0)
-    assert [document for block in stored_blocks(output) for document in block] == [[5, 6, eos], [7, eos]]
-    found = convert_module.megatron_documents(tmp_path / "a.bin", eos)
-    assert {type(ids) for ids in found} == {np.ndarray}  # not np.memmap, which is slow to cut
-
-
 @pytest.mark.parametrize("at_once", [1, 2, 3, 100])
 def test_documents_of_nanogpt_are_found_piece_by_piece_and_the_last_needs_no_end(tmp_path, monkeypatch, at_once):
     np.array([5, 6, 0, 7, 0, 0, 8, 9], "<u2").tofile(tmp_path / "a.bin")
@@ -1295,7 +957,7 @@ def test_tokens_that_are_not_there_are_no_text(tokenizer_folder, tmp_path):
     write_nanogpt(tmp_path, [[]], 0)
     with pytest.raises(DataError, match=r"--source .*a\.bin: holds no documents"):
         convert([str(tmp_path / "a.bin")], str(tmp_path / "out"), "nanogpt", str(tokenizer_folder))
-    with pytest.raises(DataError, match=r"--source .*x\.bin: no files there; name files of tokens, or globs of them$"):
+    with pytest.raises(DataError, match=r"--source .*x\.bin: no files there"):
         convert([str(tmp_path / "x")], str(tmp_path / "out"), "megatron", str(tokenizer_folder))
 
 
@@ -1308,22 +970,6 @@ def test_tokens_of_another_vocabulary_are_refused(tokenizer_folder, tmp_path, to
         convert([str(tmp_path / "a.bin")], str(tmp_path / "out"), "megatron", str(tokenizer_folder))
 
 
-def test_nothing_is_converted_into_a_folder_that_is_written_to(tokenizer_folder, tmp_path, monkeypatch):
-    write_nanogpt(tmp_path, [[5, 6]], 0)
-    monkeypatch.setattr("data.workers.LOCK_SECONDS", 0)
-    with locked(tmp_path / "out"), pytest.raises(DataError, match="/out: another process is writing there"):
-        convert([str(tmp_path / "a.bin")], str(tmp_path / "out"), "nanogpt", str(tokenizer_folder))
-
-
-def test_tokens_that_are_no_integers_are_refused(tokenizer_folder, tmp_path):
-    """Fractions would be cut off."""
-    schema = pa.schema([("tokens", pa.float32())])
-    with pa.ipc.new_file(str(tmp_path / "a.arrow"), schema) as file:
-        file.write_batch(pa.record_batch([pa.array([5.0, 6.7], pa.float32())], schema))
-    with pytest.raises(DataError, match=r"a\.arrow, document 0: token ids are of type float32, must be integers"):
-        convert([str(tmp_path / "a.arrow")], str(tmp_path / "out"), "fms", str(tokenizer_folder))
-
-
 def test_rows_of_lists_are_documents_and_nulls_are_refused(tokenizer_folder, tmp_path):
     eos, schema = load_tokenizer(tokenizer_folder).eos_id, pa.schema([("tokens", pa.list_(pa.uint32()))])
     for rows in ([[5, 6], [], [7]], [[5], None], [[5, None]]):
@@ -1332,7 +978,7 @@ def test_rows_of_lists_are_documents_and_nulls_are_refused(tokenizer_folder, tmp
             file.write_batch(pa.record_batch([pa.array(rows, schema.types[0])], schema))
         given = [str(tmp_path / "a.arrow")], str(tmp_path / "out"), "fms", str(tokenizer_folder)
         if None in rows or None in rows[0]:
-            with pytest.raises(DataError, match=r"a\.arrow, record batch 1: holds a null"):
+            with pytest.raises(DataError, match=r"a\.arrow.* null"):
                 convert(*given, overwrite=True)
         else:
             convert(*given, validation_fraction=0)
@@ -1341,52 +987,32 @@ def test_rows_of_lists_are_documents_and_nulls_are_refused(tokenizer_folder, tmp
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "change",
     [
-        (lambda data, index: index.unlink(), r"a\.bin: its index .*a\.idx is missing"),
-        (lambda data, index: index.write_bytes(b"x" * 50), r"a\.idx: not a Megatron index"),
-        (lambda data, index: set_byte(index, 9, 2), r"a\.idx: version 2, type 4; must be version 1 with integers"),
-        (lambda data, index: set_byte(index, 17, 6), r"a\.idx: version 1, type 6; must be version 1 with integers"),
-        (lambda data, index: index.write_bytes(index.read_bytes()[:-8]), r"a\.idx: is cut short"),
-        (lambda data, index: data.write_bytes(data.read_bytes()[:-4]), r"a\.bin: is cut short, or .*a\.idx belongs to"),
-        (lambda data, index: data.write_bytes(b""), r"a\.bin: is cut short"),
-        (
-            lambda data, index: data.write_bytes(data.read_bytes() + b"\1\0\0\0"),
-            "tokens it lists end at byte 32 of 36",
-        ),
-        (lambda data, index: set_bounds(index, 1, 1, 3), r"a\.idx: its 3 document bounds do not fit its 3 seq"),
-        (lambda data, index: set_bounds(index, 0, 1, 2), r"a\.idx: its 3 document bounds do not fit its 3 seq"),
-        (lambda data, index: set_bounds(index, 0, 1, 9), r"a\.idx: its 3 document bounds do not fit its 3 seq"),
-        (lambda data, index: set_bounds(index, 0, 4, 3), r"a\.idx: its 3 document bounds do not fit its 3 seq"),
-        *(
-            (
-                lambda data, index, change=change: set_sequence(index, *change),
-                rf"a\.idx: sequence {place} from byte {at}",
-            )
-            for change, place, at in [
-                ((1, 1, 20), "1, of 1 tokens", 20),  # a token is left out
-                ((1, 1, 12), "1, of 1 tokens", 12),  # one comes twice
-                ((1, 0, 16), "2, of 3 tokens", 20),
-                ((1, -1, 16), "1, of -1 tokens", 16),
-                ((1, 1, -16), "1, of 1 tokens", -16),
-            ]
-        ),
+        lambda data, index: index.unlink(),
+        lambda data, index: index.write_bytes(b"x" * 50),
+        lambda data, index: index.write_bytes(index.read_bytes()[:-8]),
+        lambda data, index: data.write_bytes(data.read_bytes()[:-4]),
+        lambda data, index: data.write_bytes(data.read_bytes() + b"\1\0\0\0"),
+        lambda data, index: set_bounds(index, 1, 1, 3),
+        lambda data, index: set_bounds(index, 0, 1, 2),
+        lambda data, index: set_bounds(index, 0, 1, 9),
+        lambda data, index: index.write_bytes(index.read_bytes()[:38] + b"\7" + index.read_bytes()[39:]),  # a size
     ],
 )
-def test_damaged_megatron_files_are_named(tokenizer_folder, tmp_path, change, message):
+def test_damaged_megatron_files_are_named(tokenizer_folder, tmp_path, change):
     write_megatron(tmp_path, [[5, 6], [7, 8, 9]], 0)
     change(tmp_path / "a.bin", tmp_path / "a.idx")
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=rf"^{tmp_path}/a\.(bin: cannot be read: .*a\.idx|bin: cannot|idx: )"):
         convert([str(tmp_path / "a.bin")], str(tmp_path / "out"), "megatron", str(tokenizer_folder))
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"text_key": "body"}, "nothing under 'body'"),
-        ({"format": "sft", "seq_len": 8}, "nothing under 'prompt'"),
-        ({"format": "sft", "seq_len": 2, "example_keys": "text,text"}, "longer than --seq-len 2"),
-        ({"format": "chat", "seq_len": 8, "example_keys": "text"}, "must be a list of messages"),
+        ({"keys": "body"}, "nothing under 'body'"),
+        ({"format": "sft", "seq_len": 2, "keys": "text,text"}, "longer than --seq-len 2"),
+        ({"format": "chat", "seq_len": 8, "keys": "text"}, "must be a list of messages"),
         ({"sources": "empty.txt"}, "the input holds no text: nothing to prepare"),
     ],
 )
@@ -1402,112 +1028,29 @@ def test_a_mistyped_option_leaves_the_dataset_that_it_was_to_replace(tokenizer_f
     assert contents(tmp_path / "out") == before
 
 
-def test_of_a_long_first_document_a_part_tells_as_much(tokenizer_folder, tmp_path, monkeypatch):
-    source, encoded = write_jsonl(tmp_path / "in.jsonl", ["some text " * 9999]), []
-    tokenize = prepare_module._tokenize
-
-    def watch(plan, tokenizer, batch, words):
-        encoded.append(len(batch[0].text))
-        return tokenize(plan, tokenizer, batch, words)
-
-    monkeypatch.setattr(prepare_module, "_tokenize", watch)
-    prepare([str(source)], str(tmp_path / "out"), str(tokenizer_folder), processes=1, validation_fraction=0)
-    assert encoded == [1000, 99990]
-
-
-def test_tokens_of_another_kind_leave_the_dataset_that_they_were_to_replace(tokenizer_folder, tmp_path):
-    """Found in the first document of any file; later it leaves no dataset."""
-    for name, tokens in (("a", [1, 0]), ("b", [5000, 0]), ("c", [0])):
-        np.array(tokens, "<u2").tofile(tmp_path / f"{name}.bin")
-    out, (good, bad, empty) = str(tmp_path / "out"), (str(tmp_path / f"{name}.bin") for name in "abc")
-    convert([good], out, "nanogpt", str(tokenizer_folder), validation_fraction=0)
-    before = contents(tmp_path / "out")
-    with pytest.raises(DataError, match=r"b\.bin, document 0: token id 5000"):
-        convert([good, bad], out, "nanogpt", str(tokenizer_folder), validation_fraction=0, overwrite=True)
-    with pytest.raises(DataError, match=r"c\.bin: holds no documents"):
-        convert([empty], out, "nanogpt", str(tokenizer_folder), validation_fraction=0, overwrite=True)
-    assert contents(tmp_path / "out") == before
-    np.array([1, 0, 5000, 0], "<u2").tofile(good)
-    with pytest.raises(DataError, match=r"a\.bin, document 1: token id 5000"):
-        convert([good], out, "nanogpt", str(tokenizer_folder), validation_fraction=0, overwrite=True)
-    assert not (tmp_path / "out" / "manifest.json").exists()  # its shards are gone
-
-
-def test_files_to_convert_are_local(tokenizer_folder, tmp_path):
-    with pytest.raises(DataError, match=r"--source s3://bucket/a\.bin: must be on this machine"):
-        convert(["s3://bucket/a.bin"], str(tmp_path / "out"), "nanogpt", str(tokenizer_folder))
-
-
-@pytest.mark.parametrize("source", ["FOLDER", "stdlib"])
+@pytest.mark.parametrize("source", ["FOLDER", "stdlib", "s3://bucket/a.bin"])
 def test_text_is_not_taken_for_tokens(tokenizer_folder, tmp_path, source):
     """As the readme beside the tokens, which is text, would be where a folder is named."""
-    np.array([1, 2, 0], "<u2").tofile(tmp_path / "a.bin")
-    (tmp_path / "readme.md").write_text("\x01\0" * 20)
     source = source.replace("FOLDER", str(tmp_path))
-    with pytest.raises(
-        DataError, match=rf"--source {source}: must be files of tokens; name them, as in 'FOLDER/\*\.bin'"
-    ):
+    with pytest.raises(DataError, match=rf"--source {source}: must be local files of tokens; name them"):
         convert([source], str(tmp_path / "out"), "nanogpt", str(tokenizer_folder))
     assert not (tmp_path / "out").exists()
-
-
-def test_a_source_that_may_not_be_read_is_named(tokenizer_folder, tmp_path, monkeypatch):
-    np.array([1, 2, 0], "<u2").tofile(tmp_path / "a.bin")
-    monkeypatch.setattr(np, "memmap", Mock(side_effect=PermissionError(errno.EACCES, "Permission denied")))
-    words = [f"--source={tmp_path / 'a.bin'}", f"--output={tmp_path / 'out'}", f"--tokenizer={tokenizer_folder}"]
-    with pytest.raises(SystemExit, match=rf"error: {tmp_path}/a\.bin: cannot be read: .*Permission denied"):
-        convert_main([*words, "--format=nanogpt"])
-
-
-@pytest.mark.parametrize("command", [main, lambda words: convert_main([*words, "--format=nanogpt"])])
-@pytest.mark.parametrize("closed", ["tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json", "tokenizer"])
-def test_a_tokenizer_that_may_not_be_read_is_named(tokenizer_folder, tmp_path, monkeypatch, command, closed):
-    np.array([1, 2, 0], "<u2").tofile(tmp_path / "a.bin")
-    shutil.copytree(tokenizer_folder, tmp_path / "tokenizer")
-    closed, call = tmp_path / closed, os.stat if closed == "tokenizer" else open
-    name, module = call.__name__, "os" if call is os.stat else "io"
-
-    def refuse(file, *rest, **options):
-        if Path(str(file)).is_relative_to(closed):
-            raise PermissionError(errno.EACCES, "Permission denied", str(file))
-        return call(file, *rest, **options)
-
-    monkeypatch.setattr(f"{module}.{name}", refuse)
-    words = [f"--source={tmp_path / 'a.bin'}", f"--output={tmp_path / 'out'}"]
-    with pytest.raises(SystemExit, match=rf"^error: {closed}.*: cannot be read: Permission denied"):
-        command([*words, f"--tokenizer={tmp_path / 'tokenizer' / 'tokenizer.json'}"])
 
 
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
+        ("tokenizer.json", b"{}", r"tokenizer\.json: not a tokenizer: "),
         ("tokenizer_config.json", b"{", r"tokenizer_config\.json: not a JSON object"),
-        ("tokenizer_config.json", b"[]", r"tokenizer_config\.json: not a JSON object"),
-        (
-            "tokenizer_config.json",
-            b'{"eos_token": 5}',
-            "tokenizer_config.json: eos_token = 5: must be the token's text",
-        ),
-        ("tokenizer_config.json", b'{"eos_token": {"id": 5}}', r"tokenizer_config\.json: eos_token = .*\"id\": 5"),
-        ("tokenizer_config.json", b'{"chat_template": [5]}', "not a valid chat template"),
-        ("chat_template.jinja", b"\xff", "not a valid chat template: .*utf-8"),
+        ("tokenizer_config.json", b'{"eos_token": 5}', "eos_token = 5: must be the token's text"),
+        ("chat_template.jinja", b"\xff", r"tokenizer\.json: not a tokenizer: .*utf-8"),
     ],
 )
-@pytest.mark.parametrize("eos_token", ["", "<|endoftext|>"])
-def test_damaged_files_beside_a_tokenizer_are_named(tokenizer_folder, tmp_path, file, content, message, eos_token):
+def test_damaged_files_of_a_tokenizer_are_named(tokenizer_folder, tmp_path, file, content, message):
     folder = shutil.copytree(tokenizer_folder, tmp_path / "tokenizer")
     (folder / file).write_bytes(content)
-    if eos_token and b"eos" in content:  # which is then not asked for
-        assert load_tokenizer(folder, eos_token).eos_token == eos_token
-        return
     with pytest.raises(TitaniteError, match=message):
-        load_tokenizer(folder, eos_token)
-
-
-def test_a_shard_of_more_tokens_than_arrow_counts_is_refused(tmp_path):
-    document = np.broadcast_to(np.uint16(5), 2**30)  # no memory behind it
-    with pytest.raises(DataError, match=r"shard 0 would hold 2,147,483,648 tokens, .* smaller --shard-mb"):
-        convert_module._write(tmp_path, "train", 0, [document] * 2, 2**20)
+        load_tokenizer(folder)
 
 
 def test_every_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
@@ -1515,67 +1058,8 @@ def test_every_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch)
     monkeypatch.setattr(os, "fsync", lambda file: (synced.append(os.readlink(f"/proc/self/fd/{file}")), fsync(file)))
     monkeypatch.setattr(Path, "replace", lambda self, name: (named.append(str(self)), replace(self, name)))
     write_dataset(tmp_path / "set", [[[1, 2, 0]]], validation=[[5, 0]])
-    assert len(named) == 8
+    assert len(named) == 6
     assert synced == named
     names = [Path(name).name for name in named]  # a kill leaves no tokenizer without its eos, and no dataset half
     assert names.index(".tokenizer_config.json.tmp") < names.index(".tokenizer.json.tmp")
     assert names[-2:] == [".blocks.arrow.tmp", ".manifest.json.tmp"]
-
-
-def test_long_texts_are_cut_at_line_ends_and_nothing_is_lost() -> None:
-    text = "".join(f"line {i} {'x' * (i % 37)}\n" for i in range(500)) + "y" * 3000
-    cut = list(sources.pieces(text, 1000))
-    assert "".join(cut) == text
-    assert all(len(piece) <= 1000 for piece in cut)
-    assert all(piece.endswith("\n") for piece in cut if "line" in piece and piece is not cut[-1])
-    assert sum(len(piece) < 900 for piece in cut) <= 2
-    assert list(sources.pieces(text, 0)) == [text]
-    assert list(sources.pieces("", 10)) == [""]
-
-
-def test_a_loader_that_fails_in_the_benchmark_loses_no_row_of_the_others(tmp_path, monkeypatch):
-    def measured(row):
-        rate = {"note": "failed"} if row[0] == "streaming" else {"Mtok/s": 60.0 if row[0] == "titanite" else 10.0}
-        return {"loader": row[0], "Mtok/s/cpu": 1, "state_bytes": 1, "resume_ms": 1, **rate}
-
-    for name, stub in (("corpus", lambda *_, **__: ([], [])), ("write_ours", Mock()), ("write_peer", lambda *_: "")):
-        monkeypatch.setattr(data_benchmark, name, stub)
-    monkeypatch.setattr(data_benchmark, "in_own_process", measured)
-    rows, bars = data_benchmark.loaders(tmp_path, quick=True)
-    assert len(rows) == 4 + sum(len(peer.workers) for peer in data_benchmark.PEERS.values())
-    assert bars[-1] == ("loaders: 5 times MosaicML streaming at its best", True)
-
-
-@pytest.mark.parametrize(("number", "said"), [(errno.ENOSYS, "without locks"), (errno.EBADF, "cannot be locked")])
-def test_file_systems_without_locks(number, said, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(number, os.strerror(number))))
-    refused = number == errno.EBADF
-    with pytest.raises(DataError, match=said) if refused else nullcontext(), locked(tmp_path / "out"):
-        assert said in caplog.text
-
-
-def test_an_error_ends_the_workers_without_the_tasks_that_wait(tmp_path):
-    with locked(tmp_path) as lock, suppress(DataError), worker_pool(2, lock) as pool:
-        tasks = [pool.submit(os.getpid) for _ in range(50)]
-        raise DataError("a damaged file")
-    assert tasks[-1].cancelled()
-
-
-def test_the_lock_is_no_program_in_a_folder_that_may_be_new(tmp_path):
-    with locked(tmp_path / "datasets" / "out"):
-        assert not (tmp_path / "datasets" / "out" / ".lock").stat().st_mode & 0o111
-
-
-@pytest.mark.parametrize(
-    ("url", "factor"),
-    [
-        ("a.parquet", 5),
-        ("https://host/a.parquet?download=true", 5),
-        ("https://host/a.JSONL.GZ#part", 5),
-        ("a.txt.zst", 5),
-        ("https://host/a.jsonl?format=.gz", 1),
-        ("a.md", 1),
-    ],
-)
-def test_the_estimate_knows_what_is_compressed(url, factor):
-    assert sources.text_bytes(sources.File(url, 1000)) == 1000 * factor

@@ -4,7 +4,6 @@ import json
 import random
 import zlib
 from dataclasses import replace
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +11,18 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tokenizers import AddedToken, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers.processors import TemplateProcessing
 
 from config import TitaniteError, from_dict
-from data.chat import ChatTemplate
+from data.chat import ChatTemplate, encode_examples
 from data.loader import IGNORED, DataLoader, validation_batches
 from data.packing import HIDDEN, START, TOKEN_BITS, pack
 from data.prepare import main as prepare
 from data.shards import open_dataset
 from data.sources import documents, list_files, plan_units
 from data.tokenizer import Tokenizer
-from data.tuning import Segments, _split, encode_examples
 from tests.corpus import write_dataset
 from tools.audit import Auditor, planned_steps
 from tools.verify import faults
@@ -108,67 +106,6 @@ def test_answers_are_tokens_that_can_follow_their_question(tokenizer: Tokenizer,
     assert ([token for token, _ in shown(chat)] == at_once) == ("]▁" not in question)
 
 
-def cut_at_once(parts: list[tuple[str, bool]], template: ChatTemplate) -> Segments:
-    """What `_split` promises, by encoding the text up to the end of each part."""
-    texts = list(accumulate(text for text, _ in parts))
-    encoded = [template.encode_text(text) for text in texts]
-    if any(encoded[-1][: len(ids)] != ids for ids in encoded):
-        return [(template.encode_text(text), trained) for text, trained in parts]
-    starts = [0, *map(len, encoded)]
-    return [(ids[start:], trained) for ids, start, (_, trained) in zip(encoded, starts, parts, strict=False)]
-
-
-@pytest.mark.parametrize("flags", [{}, {"lstrip": True}, {"rstrip": True}, {"normalized": True}, {"single_word": True}])
-@pytest.mark.parametrize(
-    "steps",
-    [
-        (pre_tokenizers.ByteLevel(add_prefix_space=True),),
-        (normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")),
-        (normalizers.NFC(), pre_tokenizers.Metaspace(prepend_scheme="first")),
-        (normalizers.Lowercase(), normalizers.Strip(), pre_tokenizers.Whitespace()),
-    ],
-)
-def test_a_conversation_is_cut_as_if_its_text_were_encoded_anew_for_each_part(
-    steps: tuple[Any, ...], flags: dict[str, bool]
-) -> None:
-    raw = RawTokenizer(models.BPE())
-    raw.normalizer = normalizers.Sequence([step for step in steps if isinstance(step, normalizers.Normalizer)])
-    for step in steps:
-        if isinstance(step, pre_tokenizers.PreTokenizer):
-            raw.pre_tokenizer = step
-    raw.train_from_iterator(["ab a'b  ba1 éa <|a|> <|<|"] * 9, trainers.BpeTrainer(vocab_size=60, show_progress=False))
-    added = [AddedToken("<eos>"), AddedToken("<|a|>", **flags), AddedToken("<|a|>b"), AddedToken("<|")]
-    raw.add_special_tokens(added)
-    template, random_ = ChatTemplate("{{ messages }}", Tokenizer(raw, "<eos>")), random.Random(3)
-    pieces = ["<|a|>", "<|a|>", "<eos>", "<|", "a", "b", " ", "\n", " a", "'", "é", "e\u0301", "1"]
-    conversations = [["b", "<|a|>", "b"], *([] for _ in range(100))]
-    for parts in conversations[1:]:
-        parts += ["".join(random_.choices(pieces, k=random_.randint(0, 6))) for _ in range(random_.randint(1, 8))]
-    for parts in conversations:
-        marked = [(text, i % 2 > 0) for i, text in enumerate(parts)]
-        assert _split(marked, template) == cut_at_once(marked, template), parts
-
-
-def test_a_long_conversation_is_not_encoded_anew_for_each_turn() -> None:
-    template, encoded = ChatTemplate(TEMPLATE, tokenizer()), []
-
-    class Counted:
-        def encode(self, text: str, **options: Any) -> Any:
-            encoded.append(text)
-            return raw.encode(text, **options)
-
-        def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
-            return [self.encode(text, **options) for text in texts]
-
-    raw, template.raw = template.raw, Counted()
-    turns = [{"role": ("user", "assistant")[i % 2], "content": "what two plus five is"} for i in range(80)]
-    parts = template.segments(turns)
-    tokens = [token for ids, _ in _split(parts, template) for token in ids]
-    text = "".join(part for part, _ in parts)
-    assert tokens == raw.encode(text).ids
-    assert sum(map(len, encoded)) < 5 * len(text)
-
-
 @pytest.mark.parametrize(
     ("format", "values", "said"),
     [
@@ -188,18 +125,6 @@ def test_examples_that_cannot_be_used_are_quoted(format: str, values: list[Any],
         encode_examples([json.dumps(values)], format, tokenizer())
     assert said in str(error.value)
     assert f"in the example {json.dumps(values)[:100]}" in str(error.value)
-
-
-@pytest.mark.parametrize("format", ["sft", "chat"])
-def test_the_template_and_its_tokenizer_are_made_once_for_all_batches(
-    format: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made, own = [], tokenizer()
-    monkeypatch.setattr("data.tuning.ChatTemplate", lambda *source: made.append(source) or ChatTemplate(*source))
-    turn = [{"role": "user", "content": "two"}, {"role": "assistant", "content": "is"}]
-    for _ in range(3):
-        encode_examples([json.dumps(["two", "is"] if format == "sft" else [turn])], format, own)
-    assert made == [(TEMPLATE, own)]
 
 
 def test_packing_keeps_every_example_whole_and_wastes_little() -> None:
@@ -342,12 +267,10 @@ def test_settings_that_would_cut_or_mix_examples_are_refused(folder: Path, tmp_p
     ("options", "said"),
     [
         ([], "give the --tokenizer"),
-        (["TOKENIZER"], "--seq-len 0 must be at least 2"),
-        (["TOKENIZER", "--seq-len=1"], "--seq-len 1 must be at least 2"),
+        (["TOKENIZER", "--seq-len=1"], "--seq-len 1: must be at least 2"),
         (["TOKENIZER", "--seq-len=5"], "is longer than --seq-len 5"),
         (["TOKENIZER", "--seq-len=32", "--example-keys=q"], "needs 2, such as prompt,response"),
         (["TOKENIZER", "--seq-len=32", "--example-keys=q,b"], "nothing under 'b'; it has q, a"),
-        (["TOKENIZER", "--seq-len=32", "--max-characters=9"], "examples are never cut"),
     ],
 )
 def test_options_that_do_not_fit_are_explained(
@@ -357,20 +280,9 @@ def test_options_that_do_not_fit_are_explained(
     if not any("example-keys" in word for word in words):
         words.append("--example-keys=q,a")
     command = ["--source", str(folder / "examples.jsonl"), "--format=sft", "--output", str(tmp_path / "out")]
-    with pytest.raises(SystemExit) as error:
+    with pytest.raises(SystemExit):
         prepare([*command, *words])
-    assert said in str(error.value)
-
-
-def test_the_file_of_an_example_that_does_not_fit_is_named(folder: Path, tmp_path: Path) -> None:
-    files = [tmp_path / name for name in ("a.jsonl", "b.jsonl")]
-    for file in files:
-        file.write_text('{"q": "1", "a": "2"}\n{"q": "1", "a": "%s"}\n' % ("2 3 " * 9 if file == files[1] else "2"))
-    command = [f"--tokenizer={folder / 'tokenizer'}", "--format=sft", "--example-keys=q,a", "--seq-len=12"]
-    for sources, named in ((files[1:], str(files[1])), (files, f"{files[0]} or one of the 1 files after it")):
-        with pytest.raises(SystemExit) as error:
-            prepare(["--source", *map(str, sources), *command, "--output", str(tmp_path / "out")])
-        assert f"error: {named}: an example of" in str(error.value)
+    assert said in capsys.readouterr().err
 
 
 def test_long_examples_are_left_out_and_counted(
@@ -382,8 +294,9 @@ def test_long_examples_are_left_out_and_counted(
     lines = [json.loads(line) for line in (folder / "examples.jsonl").read_text().splitlines()]
     long = sum(len(f"{line['q']} {line['a']}".split()) + 1 > 12 for line in lines)
     assert f"examples longer than 12 tokens, left out: {long}" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="--seq-len 2: every example is longer"):
+    with pytest.raises(SystemExit):
         prepare([*command, "--seq-len=2", "--overwrite"])
+    assert "--seq-len 2: every example is longer" in capsys.readouterr().err
 
 
 def test_a_chat_dataset_carries_its_template(tmp_path: Path) -> None:
@@ -396,7 +309,7 @@ def test_a_chat_dataset_carries_its_template(tmp_path: Path) -> None:
     dataset = open_dataset(str(tmp_path / "set"))
     assert dataset.tokenizer().chat_template == TEMPLATE
     (tmp_path / "set" / "chat_template.jinja").write_text("another")
-    assert any("chat_template.jinja: is not the one" in fault for fault in faults(dataset))
+    assert any("chat_template.jinja is not the one" in fault for fault in faults(dataset))
 
 
 def test_parquet_gives_the_messages_that_json_lines_give(tmp_path: Path) -> None:
@@ -410,7 +323,7 @@ def test_parquet_gives_the_messages_that_json_lines_give(tmp_path: Path) -> None
     read = {}
     for kind in ("jsonl", "parquet"):
         units = plan_units(list_files([str(tmp_path / f"a.{kind}")]))
-        read[kind] = [json.loads(text) for unit in units for text in documents(unit, ("messages",))]
+        read[kind] = [json.loads(text) for unit in units for text in documents(unit, ["messages"], is_text=False)]
     assert read["parquet"] == read["jsonl"] == [[turns] for turns in conversations]
 
 
@@ -419,14 +332,13 @@ def test_a_mixture_has_the_template_of_its_conversations(tmp_path: Path) -> None
     text = {"plain": own.chat_template, "bare": "", "one": TEMPLATE, "other": TEMPLATE + "{# another #}"}
     conversation = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "so"}]
     for name, template in text.items():
-        own.chat_template = template if name == "bare" else text["plain"]
+        own.chat_template = template
         own.save(tmp_path)
         row = {"text": "hi so"} if name in ("plain", "bare") else {"messages": conversation}
         (tmp_path / f"{name}.jsonl").write_text((json.dumps(row) + "\n") * 30)
-        (tmp_path / "template").write_text(template)
         command = ["--source", str(tmp_path / f"{name}.jsonl"), "--output", str(tmp_path / name), "--processes=1"]
         command += ["--validation-fraction=0", "--tokenizer", str(tmp_path)]
-        chat = ["--format=chat", "--seq-len=32", "--chat-template", str(tmp_path / "template")]
+        chat = ["--format=chat", "--seq-len=32"]
         prepare(command if "text" in row else command + chat)
 
     def mixture(*names: str) -> Any:

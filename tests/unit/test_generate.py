@@ -229,7 +229,11 @@ def test_a_conversation_has_the_tokens_that_transformers_gives_it(bos: str) -> N
     prompt = (
         f"{bos}<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello, 中?<|im_end|>\n<|im_start|>assistant\n"
     )
-    assert template.segments(messages) == [(prompt, False), ("Yes.<|im_end|>\n", True)]
+    parts = [
+        (tokenizer.raw.decode(ids, skip_special_tokens=False), trained)
+        for ids, trained in template.encode_parts(messages)
+    ]
+    assert parts == [(prompt, False), ("Yes.<|im_end|>\n", True)]
 
 
 @pytest.mark.parametrize(
@@ -261,7 +265,7 @@ def test_templates_that_cannot_be_used_say_why() -> None:
         "{% for m in messages %}{{ m.content if m.role == 'user' or loop.last else '-' }}{% endfor %}",
     ):
         with pytest.raises(TitaniteError, match="an answer changes the text before it"):
-            ChatTemplate(answered, byte_tokenizer()).segments(turns)
+            ChatTemplate(answered, byte_tokenizer()).encode_parts(turns)
 
 
 # ---------------------------------------------------------------- command line

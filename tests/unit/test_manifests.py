@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from config import load_config
-from data.place import grad_accum_steps
+from data.ledger import grad_accum_steps
 
 ROOT = Path(__file__).parents[2]
 SCHEMAS = {

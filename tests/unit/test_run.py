@@ -25,8 +25,7 @@ from config import (
     TitaniteError,
     Training,
 )
-from data.ledger import Ledger
-from data.place import StepShape
+from data.ledger import Ledger, StepShape
 from metrics import MetricsLogger, configure_logging, find_hook, peak_flops, peak_memory_gib
 from models import build_model, find_model
 from parallel.mesh import ParallelDims
@@ -178,7 +177,7 @@ def report(run: Path) -> None:
     with profile(Profiling(trace=True, trace_start=2, trace_steps=1), run / "profile", 0, 0) as enter_step:
         for step in (1, 2):
             enter_step(step)
-            ledger.step(step - 1, [], {})
+            ledger.step(step - 1, [])
             log(metrics, step)
         enter_step(3)
     metrics.close()

@@ -1,0 +1,149 @@
+"""The files of a dataset, in a folder or on S3 behind a cache on the node's own disk. Imports no torch."""
+
+import errno
+import fcntl
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pyarrow as pa
+from isal import isal_zlib
+
+from config import Data
+from storage import DamagedError, LocalStore, MissingError, S3Store, StoreError, join, open_store
+
+LOCKS = 64  # lock files of a cache; each fetch holds one
+CHECKSUM_ATTEMPTS = 3  # fetches of a range before it counts as damaged
+FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk or the user's quota is full
+
+
+class Files:
+    """Reads ranges of a dataset's files. On S3 each range is fetched once into the cache, which processes share."""
+
+    def __init__(self, url: str, data: Data) -> None:
+        self.url = url.rstrip("/") or url
+        self.store = open_store(self.url, data.retry_seconds)
+        self._cache: Cache | None = None
+        if isinstance(self.store, S3Store):
+            own = Path(tempfile.gettempdir()) / f"titanite-data-{os.getuid()}"
+            self._cache = Cache(Path(data.cache_folder or own), int(data.cache_gb * 1e9))
+            if not data.cache_folder and (own.is_symlink() or own.stat().st_uid != os.getuid()):
+                raise StoreError(f"data.cache_folder: {own} was made by another user, who can write there; set another")
+
+    def read(self, name: str) -> bytes:
+        """Read a small file, without a check. Raises DamagedError, StoreError."""
+        return bytes(self.store.read(name))
+
+    def map(self, name: str, offset: int, size: int, crc32: int) -> memoryview:
+        """Map a range of a file into memory and check it. Raises DamagedError, StoreError."""
+        if isinstance(self.store, LocalStore):
+            return _map(self.store.folder / name, offset, size, crc32)
+
+        def fetch() -> memoryview:
+            for _ in range(CHECKSUM_ATTEMPTS):
+                content = self.store.read(name, offset, size)
+                if isal_zlib.crc32(content) == crc32:
+                    return content
+            raise DamagedError(f"{join(self.url, name)}: is damaged, its checksum does not match")
+
+        assert self._cache
+        key = hashlib.sha256(f"{self.url}/{name}:{offset}:{size}:{crc32}".encode()).hexdigest()[:24]
+        return self._cache.map(key, fetch, size, crc32)
+
+
+def _map(path: Path, offset: int, size: int, crc32: int) -> memoryview:
+    """Map part of a file, read-only, and check it. Keeps no file open, unlike Python's mmap."""
+    try:
+        with pa.memory_map(str(path)) as file:
+            file.seek(min(offset, file.size()))
+            content = memoryview(file.read_buffer(size)).cast("B")
+    except FileNotFoundError:
+        raise MissingError(f"{path}: missing") from None
+    except OSError as error:  # Arrow gives no errno for a folder
+        raise StoreError(f"{path}: {os.strerror(error.errno or errno.EIO)}") from None
+    if len(content) != size:
+        raise DamagedError(f"{path}: is cut short, {size - len(content)} of {size} bytes missing")
+    if isal_zlib.crc32(content) != crc32:
+        raise DamagedError(f"{path}: is damaged, its checksum does not match")
+    return content
+
+
+class Cache:
+    """A folder with ranges of remote files, at most `limit_bytes`, shared by processes.
+
+    Removes the least recently used ranges first. A mapped range stays usable after its removal.
+    """
+
+    def __init__(self, folder: Path, limit_bytes: int) -> None:
+        self.folder = folder
+        self.limit_bytes = limit_bytes
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StoreError(f"data.cache_folder: {folder} cannot be made: {error.strerror}") from None
+
+    def map(self, key: str, fetch: Callable[[], memoryview], size: int, crc32: int) -> memoryview:
+        """The range `key`, from the cache or from `fetch`, which one process calls for all. Raises StoreError."""
+        try:
+            content = self._lookup(key, size, crc32)
+            if content is not None:
+                return content
+            with self._locked(f"lock-{int(key[:8], 16) % LOCKS}"):
+                content = self._lookup(key, size, crc32)  # another process may have fetched it meanwhile
+                if content is None:
+                    content = self._store(key, fetch(), size, crc32)
+            self._shrink()
+        except OSError as error:  # full, no permission, too many open files
+            hint = "; it needs room for the blocks in use, whatever data.cache_gb says" if error.errno in FULL else ""
+            raise StoreError(f"data.cache_folder = {self.folder}: cannot be used: {error.strerror}{hint}") from None
+        return content
+
+    def _lookup(self, key: str, size: int, crc32: int) -> memoryview | None:
+        path = self.folder / f"{key}.range"
+        try:
+            content = _map(path, 0, size, crc32)
+            os.utime(path)
+            return content
+        except (FileNotFoundError, DamagedError):
+            return None
+
+    def _store(self, key: str, content: memoryview, size: int, crc32: int) -> memoryview:
+        temporary = self.folder / f"{key}.tmp"
+        try:
+            while True:
+                try:
+                    temporary.write_bytes(content)
+                    break
+                except OSError as error:  # the disk may be smaller than the cache's limit
+                    if error.errno not in FULL or not self._shrink(len(content)):
+                        raise
+            mapped = _map(temporary, 0, size, crc32)  # before other processes see it and may remove it
+            temporary.replace(self.folder / f"{key}.range")
+            return mapped
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def _shrink(self, room: int = 0) -> bool:
+        """Remove ranges down to the limit, and at least `room` bytes. Returns whether any was removed."""
+        with self._locked("lock-shrink"):
+            entries = []
+            for entry in os.scandir(self.folder):
+                if entry.name.endswith(".range"):
+                    status = entry.stat()
+                    entries.append((status.st_mtime_ns, status.st_size, entry.path))
+            total = before = sum(size for _, size, _ in entries)
+            for _, size, path in sorted(entries):
+                if total <= min(self.limit_bytes, before - room):
+                    break
+                Path(path).unlink(missing_ok=True)
+                total -= size
+            return total < before
+
+    @contextmanager
+    def _locked(self, name: str) -> Iterator[None]:
+        with (self.folder / name).open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
