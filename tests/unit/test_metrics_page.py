@@ -20,6 +20,7 @@ def row(step: int, **values: float) -> str:
 
 
 def write_run(folder: Path, rows: list[str], config: Config, world_size: int = 2) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
     record_start(folder, config, {}, world_size)
     (folder / "metrics.jsonl").write_text("\n".join(rows) + "\n")
     return folder
