@@ -100,14 +100,12 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         optimizer = build_optimizer(parts, config.optimizer, config.compile)
         optimizer.register_step_pre_hook(run.enter_update)
         islands = OuterOptimizer(optimizer, mesh.islands, config.parallelism, steps) if mesh.islands else None
-        refresh_weights = build_refresh(parts, config, *([islands.meet] if islands else []))
+        refresh_weights = build_refresh(parts, config, islands.meet if islands else None)
         checkpoint = CheckpointManager(
             config, run.folder, parts, optimizer, data, identity,
             on_commit=run.saved, on_progress=watchdog.alive, on_begin=watchdog.enter,
         )  # fmt: skip
         step = checkpoint.load()
-        if islands:
-            islands.restart()
         refresh_weights(step)
         guard = BadSteps(config.failures, run.folder, step, config.checkpoint.enable, checkpoint.last_saved)
         run.start_steps(step, checkpoint.ranks.group)
@@ -151,8 +149,8 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         # -- the end
         run.end_steps(step)
         metrics.check_finite()
-        if islands:
-            refresh_weights(steps)  # so that they meet, if they have trained since they met
+        if step < steps:
+            refresh_weights(steps)  # islands that have trained since they met meet now
         checkpoint.finish(step)  # saves if the run stopped between two saves
         if step == steps and config.validation.sample_tokens:
             sample = sample_text(parts, data.tokenizer, config, dims, device)

@@ -19,7 +19,7 @@ def keeps_copies(config: Config) -> bool:
 
 
 def build_refresh(
-    parts: list[nn.Module], config: Config, meet: Callable[[int], None] = lambda step: None
+    parts: list[nn.Module], config: Config, meet: Callable[[int], None] | None = None
 ) -> Callable[[int], None]:
     """Build a function to call after the update of a step, and after a load.
 
@@ -29,7 +29,8 @@ def build_refresh(
     cast, add = build_cast(getattr(torch, config.training.param_dtype), config.compile), build_add(config.compile)
 
     def refresh(step: int) -> None:
-        meet(step)
+        if meet:
+            meet(step)
         precompute_scales(parts, config)
         for part in parts:
             if not isinstance(part, FSDPModule) and keeps_copies(config):

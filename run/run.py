@@ -96,8 +96,7 @@ class Run:
     ):
         self.config, self.environment, self.dims, self.data = config, environment, dims, data
         self.identity, self.check = identity, check
-        self.starting = True  # until this start has computed a step: everything is compiled and connected then
-        self._computed = False
+        self.starting, self._computed = True, False  # starting: until all is compiled and connected, by a first step
         self._contexts = contextlib.ExitStack()
 
     def __enter__(self) -> "Run":
@@ -106,6 +105,7 @@ class Run:
         if config.run.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it to be deterministic
         torch.use_deterministic_algorithms(config.run.deterministic)
+        self._begins = not dist.is_initialized()
         self.device = init_distributed(environment, config.comm)
         self.data.check_ranks()
         self.mesh = self.dims.build_mesh(self.device.type)
@@ -131,7 +131,7 @@ class Run:
             cause = f"stopped by {self.stop.asked_by}, before any step"
             self.watchdog.announce("stopped", cause, again=self.stop.asked_by in OF_A_SCHEDULER)
         self._contexts.__exit__(kind, error, trace)
-        if error is None:  # otherwise other ranks may wait in a collective
+        if self._begins and error is None:  # after an error other ranks may wait in a collective
             shut_down()
 
     def start_steps(self, step: int, checkpoint_group: dist.ProcessGroup | None) -> None:
