@@ -23,6 +23,7 @@ ROOMS = {
     "float8/": (350, ("float8",)),
     "data/": (2100, ("data",)),
     "checkpoint/": (1400, ("checkpoint",)),
+    "storage.py": (350, ("storage.py",)),
     "run/": (1000, ("run", "launch")),
     "tools/": (2200, ("tools",)),
     "core": (

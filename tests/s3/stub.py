@@ -1,5 +1,6 @@
 """An HTTP server of which a test says each answer."""
 
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,8 +11,8 @@ Answer = Callable[[BaseHTTPRequestHandler], tuple[int, dict[str, str], bytes]]
 
 
 @contextmanager
-def answering(answer: Answer) -> Iterator[str]:
-    """Start it; yields its endpoint; stops it at the end."""
+def answering(answer: Answer, tls: ssl.SSLContext | None = None) -> Iterator[str]:
+    """Start it; yields its endpoint, https with `tls`; stops it at the end."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -32,8 +33,10 @@ def answering(answer: Answer) -> Iterator[str]:
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        if tls:
+            server.socket = tls.wrap_socket(server.socket, server_side=True)
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
+        yield f"http{'s' if tls else ''}://127.0.0.1:{server.server_port}"
         server.shutdown()
 
 

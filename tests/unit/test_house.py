@@ -15,19 +15,27 @@ OWN = {path.stem for path in ROOT.glob("*.py")} | set(PACKAGES)
 MAY_IMPORT = {
     "config": set(),
     "records": {"config"},
+    "storage": {"config"},
     "parallel": {"config", "records"},
     "float8": {"config"},
-    "data": {"config", "records"},
-    "checkpoint": {"config", "data"},
+    "data": {"config", "records", "storage"},
+    "checkpoint": {"config", "data", "storage"},
     "loss": {"config", "parallel"},
     "optim": {"config", "parallel"},
     "metrics": {"config", "records"},
     "profiling": {"config"},
     "models": {"config", "parallel", "float8"},
-    "run": {"checkpoint", "config", "data", "parallel", "profiling", "records"},
+    "run": {"checkpoint", "config", "data", "parallel", "profiling", "records", "storage"},
 }
 # Who reads or sets variables of the environment: of the launcher, of AWS, and switches of libraries.
-ENVIRONMENT = {"run/processes.py", "checkpoint/s3.py", "run/run.py", "data/workers.py", "float8/__init__.py"}
+ENVIRONMENT = {
+    "run/processes.py",
+    "storage.py",
+    "checkpoint/s3.py",
+    "run/run.py",
+    "data/workers.py",
+    "float8/__init__.py",
+}
 
 
 def sources() -> list[Path]:
