@@ -118,8 +118,6 @@ NonNegative = Annotated[float, Range(0.0)]
 Fraction = Annotated[float, Range(0.0, 1.0)]
 Decay = Annotated[float, Range(0.0, below=1.0)]
 
-REQUEST_ATTEMPTS = 5  # for each request to an object store for a checkpoint
-LONGEST_PAUSES_SECONDS = 15  # all pauses between them together
 SLOWEST_BFLOAT16 = 0.98  # decay of a bfloat16 mean: it comes within 24 % of its input; at 0.999 it may never move
 PATIENCE = 0.8  # share of a collective's timeout after which the watchdog declares the job hung
 
@@ -357,8 +355,6 @@ class Checkpoint:
     """Checkpoint, or output of `tools.hf import`, whose weights a new run starts from, with fresh moments."""
     timeout_seconds: Positive = 1800
     """Longest time a rank waits for the others while a checkpoint is written or read."""
-    request_timeout_seconds: Positive = 60
-    """Longest wait for the answer to one request to object storage. Each request is tried 5 times."""
     visibility_seconds: NonNegative = 10.0
     """Longest wait for an object that was written but that object storage does not show yet."""
 
@@ -411,12 +407,14 @@ class Profiling:
 
 @dataclass(frozen=True, kw_only=True)
 class Comm:
-    """Timeouts of process groups."""
+    """Timeouts of process groups and of requests to object storage."""
 
     init_timeout_seconds: Positive = 600
     """Longest wait in a collective until the end of the first step, which includes compilation."""
     train_timeout_seconds: Positive = 300
     """Longest wait in a collective after the first step."""
+    store_retry_seconds: Count = 180
+    """How long a request that a store of data or checkpoints refuses, fails or does not answer is repeated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -792,13 +790,14 @@ def _refusals(config: Config) -> Iterator[tuple[str, str]]:
     # -- waits that other ranks would take for a hang
     shortest = min(("train_timeout_seconds", "init_timeout_seconds"), key=lambda name: getattr(config.comm, name))
     patience = round(PATIENCE * getattr(config.comm, shortest))
+    retries, saves = config.comm.store_retry_seconds, config.checkpoint
     if any("://" in url for url in (*data.datasets, *held_out)) and data.retry_seconds >= patience:
         yield "data.retry_seconds", f"must be below {patience}, {PATIENCE:g} x comm.{shortest}, a hang to other ranks"
-    saves = config.checkpoint
-    longest = REQUEST_ATTEMPTS * saves.request_timeout_seconds + LONGEST_PAUSES_SECONDS + saves.visibility_seconds
-    if longest >= saves.timeout_seconds:
-        why = f"{REQUEST_ATTEMPTS} x request_timeout_seconds, pauses, and visibility_seconds"
-        yield "checkpoint.timeout_seconds", f"must exceed {longest:g}, the longest wait for an object ({why})"
+    if any("://" in url for url in (saves.folder, saves.upload)) and retries >= patience:
+        yield "comm.store_retry_seconds", f"must be below {patience}, {PATIENCE:g} x comm.{shortest}, a hang to others"
+    if retries + saves.visibility_seconds >= saves.timeout_seconds:
+        longest = f"{retries + saves.visibility_seconds:g} = comm.store_retry_seconds + visibility_seconds"
+        yield "checkpoint.timeout_seconds", f"must exceed {longest}, the longest wait for an object"
     first = saves.folder or (config.run.folder and f"{config.run.folder}/checkpoints")
     if saves.upload and first and Path(saves.upload).resolve() == Path(first).resolve():
         yield "checkpoint.upload", "is checkpoint.folder itself; name a second place"

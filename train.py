@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from checkpoint.checks import check_checkpoints
 from checkpoint.companions import check_vocabulary
-from checkpoint.manager import CheckpointManager, check_initial_load, check_owner, check_places, check_steps
+from checkpoint.manager import CheckpointManager
 from config import Config, file_errors, grad_accum_steps, load_config, loss_chunks
 from data.loader import DataLoader
 from float8.convert import check_float8, convert_to_float8, summarize
@@ -75,13 +76,8 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
     if config.float8.enable:
         logger.info(f"float8: {summarize(*convert_to_float8(model, config.float8, dims.tp, dims.shards))}")
     fits_data = partial(check_vocabulary, data.tokenizer, config.checkpoint.initial_load)
-    checks = (  # on rank 0, before a byte is written
-        data.check_run,
-        partial(check_initial_load, config.checkpoint, identity, check=fits_data),
-        partial(check_owner, config.checkpoint),
-        partial(check_places, config.checkpoint),
-        partial(check_steps, config),
-    )
+    # On rank 0, before a byte is written.
+    checks = (data.check_run, partial(check_checkpoints, config, identity, check_initial=fits_data))
 
     with Run(config, environment, dims, data, identity, checks) as run:
         # -- model, optimizer, checkpoint

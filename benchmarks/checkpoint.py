@@ -45,8 +45,8 @@ from benchmarks.report import build_parser, finish, print_row
 from checkpoint.manager import LOWEST_PRIORITY, CheckpointManager
 from checkpoint.retention import committed
 from checkpoint.state import allocate_optimizer_state, held_bytes, model_tensors, optimizer_tensors
-from checkpoint.stores import open_store
 from config import Checkpoint, Config
+from storage import open_store
 from tests.harness import run_ranks
 from tests.s3.fault_proxy import fault_proxy
 from tests.s3.server import create_bucket, s3_environment, s3_server

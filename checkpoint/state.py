@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from checkpoint.stores import CheckpointError
+from checkpoint import CheckpointError
 
 WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")
 

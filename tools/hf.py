@@ -25,21 +25,21 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.planner import WriteItem
 from tqdm import tqdm
 
+from checkpoint import CheckpointError
 from checkpoint.companions import companion_tokenizer, find_companions, read_companions
-from checkpoint.index import Opened
+from checkpoint.files import commit, read_state, write_items
 from checkpoint.loading import check_same_names, load_newest, load_place
-from checkpoint.manifest import MANIFEST, Manifest
+from checkpoint.manifest import MANIFEST, Manifest, Opened
 from checkpoint.planning import plan_pieces, split_rows
 from checkpoint.ranks import Ranks
 from checkpoint.state import model_tensors
-from checkpoint.storage import commit, read_state, write_items
-from checkpoint.stores import CheckpointError, Store, open_store
 from config import Model, TitaniteError, command_line, misread, tomllib
 from data.chat import ChatTemplate
 from data.tokenizer import TOKENIZER, Tokenizer, json_object, load_tokenizer
 from metrics import quiet_noisy_loggers
 from models import MODELS, HuggingFace, build_model, recorded_model
 from records import output_path
+from storage import Store, StoreError, open_store
 from tools import hf_files as files
 
 MODEL_FILE = "model.json"
@@ -224,7 +224,7 @@ def import_model(folder: Path, place: str, *, check: str) -> None:
         for piece in split_rows(("model", ours), dtypes[hf_name], shapes[ours], PIECE_BYTES)
     ]
     plan = plan_pieces(pieces)
-    total = sum(torch.Size(piece.sizes).numel() * piece.dtype.itemsize for piece in pieces)
+    total = sum(piece.tensor_storage_size() or 0 for piece in pieces)
 
     def read(item: WriteItem) -> Tensor:
         assert item.tensor_data is not None
@@ -255,7 +255,7 @@ def import_model(folder: Path, place: str, *, check: str) -> None:
     except BaseException:
         try:
             store.remove([f"{name}/{MANIFEST}", *store.sizes(name)])
-        except CheckpointError as error:  # the first error says more
+        except StoreError as error:  # the first error says more
             logger.warning(f"{place}: the unfinished checkpoint could not be removed: {error}")
         raise
     logger.info(f"{place}: {total / 1e9:.2f} GB\n{how_to_start(place, family, flavor)}")

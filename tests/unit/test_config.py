@@ -109,8 +109,11 @@ TWO_CONFIGS = (["--config=a.toml", "--config=b.toml"], ["a.toml", "--config=b.to
             ["--data.datasets=s3://b/x", "--comm.init_timeout_seconds=200"],
             ["data.retry_seconds = 180", "below 160", "comm.init_timeout_seconds"],
         ),
-        (["--checkpoint.timeout_seconds=325"], ["checkpoint.timeout_seconds = 325", "must exceed 325"]),
-        (["--checkpoint.visibility_seconds=1485"], ["checkpoint.timeout_seconds = 1800", "must exceed 1800"]),
+        (["--checkpoint.timeout_seconds=190"], ["checkpoint.timeout_seconds = 190", "must exceed 190"]),
+        (
+            ["--checkpoint.upload=s3://b/x", "--comm.store_retry_seconds=240"],
+            ["store_retry_seconds = 240", "below 240"],
+        ),
         (["--run.folder=s3://b/x"], ['run.folder = "s3://b/x"', "must be a folder", "checkpoint.folder"]),
         (["--run.outputs=s3://b/x"], ['run.outputs = "s3://b/x"', "must be a folder", "checkpoint.upload"]),
         (["--checkpoint.folder=s3:/b/x"], ['checkpoint.folder = "s3:/b/x"', "s3://b/x"]),

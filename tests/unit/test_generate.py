@@ -28,7 +28,7 @@ from transformers import (
 )
 
 import trained
-from checkpoint.storage import read_state
+from checkpoint.files import read_state
 from config import TitaniteError
 from data.chat import ChatTemplate
 from data.tokenizer import Tokenizer

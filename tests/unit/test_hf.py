@@ -24,21 +24,22 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
+from checkpoint import CheckpointError
+from checkpoint.checks import check_checkpoints
 from checkpoint.companions import check_vocabulary, find_companions
-from checkpoint.index import Opened, read_index
+from checkpoint.files import commit, write_items
 from checkpoint.loading import locate
-from checkpoint.manager import CheckpointManager, check_initial_load
-from checkpoint.manifest import read_manifest, read_metadata
+from checkpoint.manager import CheckpointManager
+from checkpoint.manifest import open_checkpoint, read_manifest
 from checkpoint.planning import plan_pieces, split_rows
 from checkpoint.state import model_tensors
-from checkpoint.storage import commit, write_items
-from checkpoint.stores import CheckpointError, DamagedError, LocalStore, open_store
 from config import Checkpoint, Config, TitaniteError, from_dict, to_toml
 from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from models import MODELS
 from models.llama import FLAVORS
 from models.llama import hf as llama_hf
 from models.llama.model import Llama, LlamaConfig, RopeScaling
+from storage import DamagedError, LocalStore, StoreError, open_store
 from tests.corpus import word_tokenizer
 from tests.distributed.checkpoint_runs import Counter, flip_bit
 from tests.harness import run_ranks
@@ -172,8 +173,10 @@ def test_a_family_that_was_added_crosses_by_its_own_module(tmp_path, tokenizer_f
 
 def test_tensors_are_cut_into_pieces_of_whole_rows():
     pieces = split_rows(("w",), torch.float32, (13, 100), 1000)
-    assert [(piece.offsets, piece.sizes) for piece in pieces[::6]] == [((0, 0), (2, 100)), ((12, 0), (1, 100))]
-    assert [piece.sizes for piece in split_rows(("n",), torch.bfloat16, (700,), 1000)] == [(500,), (200,)]
+    chunks = [piece.tensor_data.chunk for piece in pieces[::6]]
+    assert [(chunk.offsets, chunk.sizes) for chunk in chunks] == [((0, 0), (2, 100)), ((12, 0), (1, 100))]
+    vector = split_rows(("n",), torch.bfloat16, (700,), 1000)
+    assert [piece.tensor_data.chunk.sizes for piece in vector] == [(500,), (200,)]
 
 
 def test_tokenizer_and_generation_config_load_in_transformers(tmp_path, tokenizer_folder, monkeypatch, caplog):
@@ -236,7 +239,8 @@ def test_weights_are_not_trained_on_the_tokens_of_another_tokenizer(tmp_path, to
 
     def check(tokenizer: Tokenizer) -> None:
         fits = partial(check_vocabulary, tokenizer, place)
-        check_initial_load(Checkpoint(initial_load=place), identity, tmp_path / "run", fits)
+        config = Config(checkpoint=Checkpoint(initial_load=place, enable=False))
+        check_checkpoints(config, identity, tmp_path / "run", fits)
 
     same = load_tokenizer(tokenizer_folder)
     check(same)
@@ -250,7 +254,7 @@ def test_weights_are_not_trained_on_the_tokens_of_another_tokenizer(tmp_path, to
     import_model(tmp_path / "hf", place := str(tmp_path / "bare"), check="tensors")
     check(word_tokenizer(300))
     (tmp_path / "tokenizer.json").write_text("{")  # as if of a run, in whose folder the checkpoint is
-    with pytest.raises(CheckpointError, match=f"^checkpoint.initial_load: {tmp_path}/tokenizer.json: not a tokenizer"):
+    with pytest.raises(TitaniteError, match=f"^checkpoint.initial_load: {tmp_path}/tokenizer.json: not a tokenizer"):
         check(same)
 
 
@@ -263,7 +267,7 @@ def test_a_model_without_a_tokenizer_is_said_to_have_none(tmp_path, tokenizer_fo
     assert caplog.text.count("hf: no tokenizer.json, so the checkpoint gets none") == 1
     shutil.copytree(tokenizer_folder, tmp_path / "ours" / "export")  # no part of the checkpoint
     ((store, name),) = locate(tmp_path / "ours")
-    opened = Opened(store, name, read_manifest(store, name), read_index(read_metadata(store, name, None)))
+    opened = open_checkpoint(store, name)
     with pytest.raises(CheckpointError, match=r"ours: no tokenizer\.json found there; name one with --tokenizer"):
         find_companions(opened, str(tmp_path / "ours"), None)
 
@@ -294,7 +298,7 @@ def test_a_folder_in_the_root_is_not_one_in_the_working_directory(tmp_path, toke
     hf_folder(tmp_path / "hf", "llama3", tokenizer_folder)
     (tmp_path / "here" / "etc").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "here")
-    with pytest.raises(CheckpointError, match=r"^/etc(: exists|/.* denied)"):  # the other is empty
+    with pytest.raises(TitaniteError, match=r"^/etc(: exists|/.* denied)"):  # the other is empty
         import_model(tmp_path / "hf", "/etc", check="auto")
 
 
@@ -310,7 +314,7 @@ def test_of_two_imports_at_once_the_later_leaves_the_earlier_alone(tmp_path, tok
         return check(*arguments)
 
     monkeypatch.setattr(hf.files, "check_shapes", begin_another)
-    with pytest.raises(CheckpointError, match=r"ours/model\.json: File exists"):
+    with pytest.raises(StoreError, match=r"ours/model\.json: File exists"):
         import_model(tmp_path / "hf", place, check="tensors")
     assert load_trained(place, device=CPU, dtype=torch.float32).manifest["step"] == 0
 
@@ -330,7 +334,7 @@ def test_why_an_import_failed_is_said_where_it_cannot_be_removed_either(
 ):
     hf_folder(tmp_path / "hf", "llama3", tokenizer_folder)
     monkeypatch.setattr(hf, "check_result", mock.Mock(side_effect=CheckpointError("logits differ")))
-    monkeypatch.setattr(LocalStore, "remove", mock.Mock(side_effect=CheckpointError("not allowed")))
+    monkeypatch.setattr(LocalStore, "remove", mock.Mock(side_effect=StoreError("not allowed")))
     with pytest.raises(CheckpointError, match="logits differ"):
         import_model(tmp_path / "hf", str(tmp_path / "ours"), check="tensors")
     assert "ours: the unfinished checkpoint could not be removed: not allowed" in caplog.text
@@ -342,7 +346,7 @@ def test_who_was_not_told_the_length_says_so(tmp_path, tokenizer_folder, monkeyp
     import_model(tmp_path / "hf", str(tmp_path / "ours"), check="tensors")
     manifest = read_manifest(open_store(tmp_path), "ours")
     del manifest["imported"]
-    monkeypatch.setattr("checkpoint.loading.read_manifest", lambda *_: manifest)
+    monkeypatch.setattr("checkpoint.manifest.read_manifest", lambda *_: manifest)
     with pytest.raises(CheckpointError, match="give --max-positions"):
         export_model(str(tmp_path / "ours"), tmp_path / "back", **EXPORT)
     export_model(str(tmp_path / "ours"), tmp_path / "back", **EXPORT | {"max_positions": 100})
@@ -458,9 +462,8 @@ def test_a_wrong_result_is_found_and_leaves_nothing(tmp_path, tokenizer_folder, 
     file = sorted((tmp_path / "back").glob("*.safetensors"))[0]
     file.write_bytes(file.read_bytes()[:-1] + b"?")
     store = open_store(tmp_path)
-    manifest = read_manifest(store, "ours")
-    opened = Opened(store, "ours", manifest, read_index(read_metadata(store, "ours", manifest)))
-    adapter, _, flavor = exported_model(manifest)
+    opened = open_checkpoint(store, "ours")
+    adapter, _, flavor = exported_model(opened.manifest)
     with pytest.raises(CheckpointError, match="differs from that in"):
         hf.check_tensors(tmp_path / "back", opened, adapter.hf_names(flavor))
 
@@ -472,7 +475,7 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path, tokenizer_folder, damage
     import_model(tmp_path / "hf", str(tmp_path / "ours"), check="tensors")
     file = tmp_path / "ours" / damaged
     flip_bit(file, file.stat().st_size // 2 if damaged == "__0_0.distcp" else file.read_bytes().index(b"quick"))
-    with pytest.raises(CheckpointError, match=rf"ours/{damaged}: (checksum of|SHA-256)") as caught:
+    with pytest.raises(TitaniteError, match=rf"ours/{damaged}: (checksum of|SHA-256)") as caught:
         export_model(str(tmp_path / "ours"), tmp_path / "back", **EXPORT)
     assert ("--tokenizer" in str(caught.value)) == (damaged == "tokenizer.json")
     assert verify_all(open_store(tmp_path / "ours"), [""]) == 1

@@ -26,7 +26,6 @@ import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
-from checkpoint.stores import LocalStore, open_store
 from config import (
     Comm,
     Config,
@@ -64,6 +63,7 @@ from run.processes import (
     tell_launcher,
 )
 from run.stop import StopRequest
+from storage import LocalStore, open_store
 from tests.harness import run_ranks
 from tests.ports import free_port
 
