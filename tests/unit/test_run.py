@@ -63,7 +63,6 @@ from run.processes import (
     tell_launcher,
 )
 from run.stop import StopRequest
-from storage import LocalStore, open_store
 from tests.harness import run_ranks
 from tests.ports import free_port
 
@@ -125,9 +124,7 @@ def test_a_node_with_a_disk_of_its_own_starts_again(tmp_path: Path, file: str) -
 
 def test_a_node_with_a_disk_of_its_own_starts_again_after_a_kill_before_the_first_checkpoint(tmp_path: Path) -> None:
     """Where none of its ranks has a ledger, as with a pipeline over nodes, only the check for room has been there."""
-    store = open_store(tmp_path / "checkpoints")
-    assert isinstance(store, LocalStore)
-    assert store.free_bytes() > 0
+    (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / ".probe-1").touch()
     config = Config(run=Run(folder=str(tmp_path)))
     check_run_folder(config, {})
