@@ -1,6 +1,6 @@
 """The tensors of a checkpoint: model, optimizer and random state, under names independent of wrappers and meshes."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -93,11 +93,6 @@ def set_random_state(states: dict[str, Tensor]) -> None:
             torch.set_rng_state(value)
         else:
             torch.get_device_module(kind).set_rng_state(value)
-
-
-def held_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of `tensors` that this rank holds."""
-    return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)
 
 
 def _clean(name: str) -> str:

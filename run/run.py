@@ -36,6 +36,7 @@ from run.processes import (
 )
 from run.stop import StopRequest
 from run.watchdog import Watchdog
+from storage import OutageError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -77,10 +78,11 @@ def explained(environment: LaunchEnvironment) -> Iterator[None]:
             time.sleep(SPEAKER_TIMEOUT_SECONDS)
         where = f" (rank {environment.rank})" if running and not error.agreed else ""
         print(f"error{where}: {error}", file=sys.stderr, flush=True)
-        would_recur = not running or isinstance(error, (ConfigError, CrashLoopError))
+        is_outage = isinstance(error, OutageError)  # of a store: a restart may help
+        would_recur = (not running or isinstance(error, (ConfigError, CrashLoopError))) and not is_outage
         if environment.local_rank == 0 and environment.restarts_left and would_recur:
             end_launcher()
-        os._exit(2)  # a normal exit would wait for ranks that are still in a collective
+        os._exit(1 if is_outage else 2)  # a normal exit would wait for ranks that are still in a collective
 
 
 class Run:

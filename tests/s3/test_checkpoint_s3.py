@@ -21,6 +21,7 @@ from tests.distributed.checkpoint_kills import survive_kills
 from tests.distributed.checkpoint_runs import Run, load_run, same, train_run
 from tests.distributed.test_train import call
 from tests.harness import run_ranks
+from tests.ports import free_port
 from tests.unit.test_llama import hf_model
 from tools.hf import export_model, import_model
 
@@ -297,6 +298,10 @@ def test_a_bucket_is_one_runs_which_may_be_lost_and_made_again(bucket, tmp_path,
     again = call(tmp_path, *arguments, "--run.folder=a", "--training.steps=3")
     assert again.returncode == 0, again.stderr
     assert f"resumed from {bucket}/run/step-00000002-" in again.stderr
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://127.0.0.1:{free_port()}")
+    away = call(tmp_path, *arguments, "--run.folder=a", "--training.steps=3", "--comm.store_retry_seconds=1")
+    assert away.returncode == 1, "an outage is no mistake of the user, which would be 2"
+    assert "tried for" in away.stderr
 
 
 def test_removal_takes_the_manifest_first(two_steps, proxy):
