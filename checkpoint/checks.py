@@ -1,6 +1,10 @@
-"""What is wrong with a run's settings for checkpoints, found on rank 0 before anything is written."""
+"""What is wrong with a run's settings for checkpoints, found before the first step."""
 
-from collections.abc import Callable
+import secrets
+import socket
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +14,7 @@ from checkpoint.names import by_step, is_same_run, rename_command, run_name, ste
 from checkpoint.ranks import Ranks
 from checkpoint.retention import finished, savers
 from config import Config, ConfigError, TitaniteError
-from storage import Store, StoreError, join
+from storage import LocalStore, Store, StoreError, join
 
 
 def check_checkpoints(
@@ -68,4 +72,27 @@ def _check_owner(key: str, store: Store, run_folder: Path) -> None:
                 f"set another checkpoint.{key}. To start from its weights, set also checkpoint.initial_load = "
                 f"{store.url!r}. If this is that run, only moved or renamed, start it with --run.folder={run_folder} "
                 f"after: {rename_command(run_folder, other)}"
+            )
+
+
+def check_shared(stores: Sequence[Store], ranks: Ranks, visibility_seconds: float) -> None:
+    """Refuse a folder in which ranks do not see what rank 0 writes. Collective. Raises ConfigError on all."""
+    for key, store in zip(("folder", "upload"), stores, strict=False):
+        if not isinstance(store, LocalStore):
+            continue
+        probe = ranks.broadcast(f".probe-{secrets.token_hex(4)}")
+        ranks.from_rank_0(partial(store.put, probe, b"x"))
+        deadline = time.monotonic() + visibility_seconds
+        # By name: a network file system does not answer that from an old listing.
+        while not (sees := (store.folder / probe).exists()) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        blind = ranks.broadcast(ranks.gather("" if sees else socket.gethostname()))
+        ranks.from_rank_0(partial(store.remove, [probe]))
+        if any(blind):
+            raise ConfigError(
+                f"checkpoint.{key} = {store.url!r}: {', '.join(sorted({host for host in blind if host}))} does not see "
+                "what rank 0 writes there, so each node would hold a part of every checkpoint: set it to a folder that "
+                "all nodes share or to s3://bucket/prefix. To resume a run that was saved so on nodes' own disks, use "
+                "commit 7cc964e (docs/migration.md)",
+                agreed=True,
             )

@@ -47,6 +47,8 @@ from checkpoint.manifest import (
     Opened,
     checked_twice,
     encode_manifest,
+    read_manifest,
+    read_metadata,
     sha256,
     unpickle_metadata,
 )
@@ -202,6 +204,13 @@ def copy_files(source: Store, target: Store, name: str, written: Written, on_pro
 
     for file, places in written.items():
         checked_twice(partial(copy, f"{name}/{file}", places.tolist()))
+
+
+def copy_commit(source: Store, target: Store, name: str) -> None:
+    """Copy the index and then the manifest of checkpoint `name`, after all ranks have copied their files."""
+    manifest = read_manifest(source, name)
+    target.put(f"{name}/{METADATA}", read_metadata(source, name, manifest))
+    target.put(f"{name}/{MANIFEST}", encode_manifest(manifest))
 
 
 # ---------------------------------------------------------------- reading

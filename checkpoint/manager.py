@@ -3,8 +3,6 @@
 import dataclasses
 import logging
 import os
-import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -22,28 +20,10 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils._pytree import tree_map
 
 from checkpoint import CheckpointError
-from checkpoint.checks import is_own_folder
-from checkpoint.files import Written, commit, copy_files, read_state, tensors_in, write_items
-from checkpoint.loading import (
-    by_age,
-    check_identity,
-    check_same_names,
-    load_newest,
-    locate,
-    open_stores,
-    store_waits,
-)
-from checkpoint.manifest import (
-    MANIFEST,
-    METADATA,
-    ROTARY,
-    Manifest,
-    Opened,
-    encode_manifest,
-    jsonable,
-    read_manifest,
-    read_metadata,
-)
+from checkpoint.checks import check_shared, is_own_folder
+from checkpoint.files import Written, commit, copy_commit, copy_files, read_state, tensors_in, write_items
+from checkpoint.loading import by_age, check_identity, check_same_names, load_newest, locate, open_stores, store_waits
+from checkpoint.manifest import ROTARY, Manifest, Opened, jsonable
 from checkpoint.names import by_step, file_of, new_checkpoint_name, run_name, step_of
 from checkpoint.planning import FILES, Plan, State, plan_save, resolver
 from checkpoint.ranks import build_ranks
@@ -57,7 +37,7 @@ from checkpoint.state import (
     random_state,
     set_random_state,
 )
-from config import Config, ConfigError, to_toml
+from config import Config, to_toml
 from storage import LocalStore, Store, StoreError, join, open_store
 
 SAVED = ".saved"  # in the run's folder: names the last committed checkpoint
@@ -138,7 +118,7 @@ class CheckpointManager:
         self.on_begin("load")
         self.wait()
         if self.settings.enable or self.settings.save_model:
-            self._check_shared()
+            check_shared(self.stores, self.ranks, self.settings.visibility_seconds)
         if not self.settings.enable:
             self._load_initial()
             return 0
@@ -254,7 +234,6 @@ class CheckpointManager:
         waits for that; all else is taken at once. Waits for the save before: only one is under way at a time. Raises
         the error on all ranks if this save (`sync`) or the one before was not committed.
         """
-        started = time.monotonic()
         self.on_begin("checkpoint")
         self.wait()
         state: State = {
@@ -262,30 +241,26 @@ class CheckpointManager:
             "optimizer": optimizer_tensors(self.model, self.optimizer),
             "rng": {str(self.ranks.rank): random_state()},
         }
-        save = self._prepare(new_checkpoint_name(step), step, state, started)
+        save = self._prepare("step", step, state)
         if self.settings.mode == "async":
             copy = self.staging.prepare({item.index: save.resolve(item) for file in save.plan.files for item in file})
             staged = dataclasses.replace(save, resolve=lambda item: self.staging.copies[item.index])
             self._start(lambda: self._follow_up(staged, self._write(staged, copy)))
         else:
-            written = self._write(save)
-            self._start(lambda: self._follow_up(save, written))
+            self._start(partial(self._follow_up, save, self._write(save)))
         self.newest_step = step
 
     def _save_model(self, step: int) -> None:
         """Write the weights alone, unless an earlier start has written them to all places."""
         self.wait()
-        started = time.monotonic()
 
         def is_saved(store: Store) -> bool:
             models = (name for name in finished(store.sizes()) if name.startswith(f"model-{step:08d}-"))
             return any(map(self.retention[store.url].owns, models))
 
         if not self.ranks.from_rank_0(lambda: all(map(is_saved, self.stores))):
-            state: State = {"model": model_tensors(self.model)}
-            save = self._prepare(new_checkpoint_name(step, "model"), step, state, started)
-            written = self._write(save)
-            self._start(lambda: self._follow_up(save, written))
+            save = self._prepare("model", step, {"model": model_tensors(self.model)})
+            self._start(partial(self._follow_up, save, self._write(save)))
 
     def last_saved(self) -> int | None:
         """Wait for the save under way. Returns the step of the newest save or load, None if there was none."""
@@ -309,11 +284,12 @@ class CheckpointManager:
             under_way, self.under_way = self.under_way, None
             under_way.result()
 
-    def _prepare(self, name: str, step: int, state: State, started: float) -> Save:
+    def _prepare(self, kind: str, step: int, state: State) -> Save:
         """Everything that the save of `state` needs. Replans only if names or shapes have changed."""
-        shapes = tree_map(lambda tensor: tensor.shape, state)
+        started, shapes = time.monotonic(), tree_map(lambda tensor: tensor.shape, state)
         changed = self.ranks.gather(self.planned is None or self.planned[0] != shapes)
-        name, replan = self.ranks.broadcast((name, any(changed)))  # all ranks or none: a pipeline's stages may differ
+        # All ranks replan or none: a pipeline's stages may differ.
+        name, replan = self.ranks.broadcast((new_checkpoint_name(step, kind), any(changed)))
         if replan or self.planned is None:
             self.planned = shapes, plan_save(state, self.ranks)
         facts = {
@@ -361,12 +337,7 @@ class CheckpointManager:
         """Copy a checkpoint to the second place. Every rank copies what it has `written`; the manifest comes last."""
         self.ranks.together(lambda: copy_files(self.store, store, save.name, written, self.on_progress))
 
-        def finish() -> None:
-            manifest = read_manifest(self.store, save.name)
-            store.put(f"{save.name}/{METADATA}", read_metadata(self.store, save.name, manifest))
-            store.put(f"{save.name}/{MANIFEST}", encode_manifest(manifest))
-
-        self.ranks.from_rank_0(finish)
+        self.ranks.from_rank_0(lambda: copy_commit(self.store, store, save.name))
         seconds = time.monotonic() - save.started
         logger.info(f"checkpoint {save.name} uploaded to {store.url} {seconds:.1f} s after its start")
         self._tidy(store, save.name)
@@ -409,28 +380,6 @@ class CheckpointManager:
         moments = 1 if self.config.optimizer.state_dtype == "bfloat16" else 2  # in sizes of the weights
         outer = 1 if self.config.parallelism.local_steps else 0
         return (1 + moments + outer) * sum(self.model_bytes.values())
-
-    def _check_shared(self) -> None:
-        """Refuse a folder in which ranks do not see what rank 0 writes. Collective. Raises ConfigError on all."""
-        for key, store in zip(("folder", "upload"), self.stores, strict=False):
-            if not isinstance(store, LocalStore):
-                continue
-            probe = self.ranks.broadcast(f".probe-{secrets.token_hex(4)}")
-            self.ranks.from_rank_0(partial(store.put, probe, b"x"))
-            deadline = time.monotonic() + self.settings.visibility_seconds
-            # By name: a network file system does not answer that from an old listing.
-            while not (sees := (store.folder / probe).exists()) and time.monotonic() < deadline:
-                time.sleep(0.2)
-            blind = self.ranks.broadcast(self.ranks.gather("" if sees else socket.gethostname()))
-            self.ranks.from_rank_0(partial(store.remove, [probe]))
-            if any(blind):
-                raise ConfigError(
-                    f"checkpoint.{key} = {store.url!r}: {', '.join(sorted({host for host in blind if host}))} does not "
-                    "see what rank 0 writes there, so each node would hold a part of every checkpoint: set it to a "
-                    "folder that all nodes share or to s3://bucket/prefix. To resume a run that was saved so on nodes' "
-                    "own disks, use commit 7cc964e (docs/migration.md)",
-                    agreed=True,
-                )
 
     def _agreed(self, find: Callable[[], list[tuple[Store, str]]]) -> list[tuple[Store, str]]:
         """What `find` returns on rank 0, on every rank. Collective."""
