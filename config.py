@@ -1,32 +1,29 @@
-"""Every setting of a run: typed, documented, checked before anything starts.
+"""Every setting of a run, documented, and how it is read: field default < `base` < TOML < `--section.field=value`.
 
-One TOML file describes a run. It may name a `base` to start from, and the command line
-overrides it: field default < base < TOML < `--section.field=value`. A section is a frozen
-dataclass; `--help` prints the text under each field. Nothing here imports torch, so a
-mistake is reported at once:
+Each value is checked here by itself, without torch, so that a mistake is reported at once. Which values fit together
+is known to the modules that use them; `check_start` in train.py asks them.
 
     python -m config train_configs/debug.toml --training.steps=100
 """
 
-import ast
 import dataclasses
 import difflib
 import inspect
-import io
-import itertools
 import json
 import logging
 import math
-import os
 import re
 import sys
 import textwrap
 import types
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+from errors import ConfigError, TitaniteError, command_line, file_errors  # noqa: F401  (for those who import config)
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -35,62 +32,7 @@ else:
 
 logger = logging.getLogger(__name__)
 
-
-class TitaniteError(Exception):
-    """A mistake that the user can fix. The message says what, where and how; no traceback is shown.
-
-    `agreed`: every rank raises the same error, so only one needs to print it.
-    """
-
-    def __init__(self, message: str, agreed: bool = False):
-        super().__init__(message)
-        self.agreed = agreed
-
-
-class ConfigError(TitaniteError):
-    """A setting, or a combination of settings, that cannot be run."""
-
-
-@contextmanager
-def command_line(mistake: int = 1) -> Iterator[None]:
-    """Wrap the whole work of a command: an error of the user is one line, without a traceback.
-
-    A TitaniteError exits with `mistake`, Ctrl-C with 130, a reader that stops early, such as `| head`, with 1.
-    """
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # some locales cannot encode every letter
-    try:
-        with file_errors():
-            yield
-        if sys.stdout:  # None if it was closed from the start
-            sys.stdout.flush()
-    except BrokenPipeError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes stdout again when it exits
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except TitaniteError as error:
-        if mistake == 1:
-            sys.exit(f"error: {error}")
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(mistake)
-
-
-@contextmanager
-def file_errors(written: object = None) -> Iterator[None]:
-    """Turn an OSError raised inside into a one-line TitaniteError.
-
-    With `written`, the file being written, covers every OSError, such as a full disk. Otherwise covers only errors that
-    name a file, such as a folder without access.
-    """
-    try:
-        yield
-    except OSError as error:
-        if written is not None:
-            raise TitaniteError(f"{written}: cannot be written: {error.strerror or error}") from None
-        if error.filename is None:
-            raise
-        raise TitaniteError(f"{error.filename}: {error.strerror}") from None
+PATIENCE = 0.8  # share of a collective's timeout after which the watchdog declares the job hung
 
 
 @dataclass(frozen=True)
@@ -107,28 +49,43 @@ class Range:
     def __str__(self) -> str:
         if self.below < math.inf:
             return f"from {self.min:g} to below {self.below:g}"
-        if self.max == math.inf:
-            return f">= {self.min:g}"
-        return f"from {self.min:g} to {self.max:g}"
+        return f">= {self.min:g}" if self.max == math.inf else f"from {self.min:g} to {self.max:g}"
 
+
+@dataclass(frozen=True)
+class Form:
+    """Allowed text: what begins as the pattern says; `meaning` puts it into words."""
+
+    pattern: str
+    meaning: str
+
+    def __contains__(self, text: str) -> bool:
+        return re.match(self.pattern, text) is not None
+
+    def __str__(self) -> str:
+        return self.meaning
+
+
+LOCAL = Form(r"(?!~|\w+:/)", "that names a folder or file, not a URL, with ~ written out")
+LOCAL_OR_S3 = Form(r"s3://[^/]|(?!~|\w+:/)", "that names a folder, with ~ written out, or s3://bucket/prefix")
 
 Count = Annotated[int, Range(0)]
 Positive = Annotated[int, Range(1)]
 NonNegative = Annotated[float, Range(0.0)]
+AboveZero = Annotated[float, Range(1e-30)]
 Fraction = Annotated[float, Range(0.0, 1.0)]
 Decay = Annotated[float, Range(0.0, below=1.0)]
-
-SLOWEST_BFLOAT16 = 0.98  # decay of a bfloat16 mean: it comes within 24 % of its input; at 0.999 it may never move
-PATIENCE = 0.8  # share of a collective's timeout after which the watchdog declares the job hung
+Folder = Annotated[str, LOCAL]
+FolderOrS3 = Annotated[str, LOCAL_OR_S3]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """Where the run is stored and what makes it repeatable."""
 
-    folder: str = ""
+    folder: Folder = ""
     """Folder of this run; an existing run is resumed. Empty: a new folder under `outputs`."""
-    outputs: str = "outputs"
+    outputs: Folder = "outputs"
     """Parent folder of automatically named run folders."""
     seed: Annotated[int, Range(0, 2**63 - 1)] = 0
     """Seed of the initial weights, the data order and sampling."""
@@ -145,7 +102,7 @@ class Model:
     flavor: str = "debug"
     """Size within the family, such as `8B`."""
     vocab_size: Count = 0
-    """Rows of the embedding. 0: the flavor's, or if it has none the tokenizer's rounded up to a multiple of 64."""
+    """Rows of the embedding. 0: the flavor's; if it names none, the tokenizer's, rounded up to a multiple of 64."""
     n_layers: Count = 0
     """Number of layers. 0: the flavor's. Fewer try a large model's shapes on few devices."""
 
@@ -156,7 +113,7 @@ class Data:
 
     datasets: tuple[str, ...] = ("datasets/stdlib",)
     """Folders of prepared datasets, or URLs such as `s3://bucket/folder`."""
-    weights: tuple[float, ...] = ()
+    weights: tuple[AboveZero, ...] = ()
     """Relative share of the samples drawn from each dataset. Empty: in proportion to their tokens."""
     tokenizer: str = ""
     """Path of the tokenizer.json that the data must have been made with. Empty: the datasets' own."""
@@ -170,8 +127,8 @@ class Data:
     """On a missing or damaged block: `stop` the run and name it, or `mask` its tokens in place."""
     mask_documents: bool = False
     """Restart positions and attention at every document, so that no token sees another document."""
-    cache_folder: str = ""
-    """Folder on the node's own disk to cache blocks of remote datasets. Empty: your own in the temporary folder."""
+    cache_folder: Folder = ""
+    """Folder on the node's own disk to cache blocks of remote datasets. Empty: one per user in the temporary folder."""
     cache_gb: NonNegative = 50.0
     """Size of that cache in 10^9 bytes. The least recently used blocks are removed first."""
     retry_seconds: Count = 180
@@ -214,7 +171,7 @@ class Optimizer:
     """Decay of the running mean of the gradient."""
     beta2: Decay = 0.95
     """Decay of the running mean of the squared gradient."""
-    eps: Annotated[float, Range(1e-30)] = 1e-8
+    eps: AboveZero = 1e-8
     """Added to AdamW's denominator."""
     weight_decay: NonNegative = 0.1
     """Decoupled weight decay."""
@@ -244,7 +201,7 @@ class Parallelism:
     dp_replicate: Positive = 1
     """Replicas of the model (DDP, or HSDP when `dp_shard` is above 1)."""
     dp_shard: Annotated[int, Range(-1)] = -1
-    """Ranks that share one copy of the model (FSDP2). -1: all that are left."""
+    """Ranks that share one copy of the model (FSDP2). -1: all remaining ranks."""
     cp: Positive = 1
     """Context parallelism: ranks that share each sequence. FSDP2 also shards the weights over them."""
     tp: Positive = 1
@@ -255,7 +212,7 @@ class Parallelism:
     """Free a block's gathered weights after its forward: less memory, one more all-gather in backward. No effect with
     pp. On a single rank: cast weights where they are used; false casts once a step and takes 2 bytes per weight."""
     reshard_group_size: Count = 0
-    """With reshard_after_forward: until backward, shard weights over groups of this size, say a node. 0: over all."""
+    """With reshard_after_forward: until backward, shard weights over groups of this many ranks. 0: over all ranks."""
     sync_every_microbatch: bool = True
     """Sum gradients over the shards after each microbatch. False: only after the last, with less traffic and more
     memory, as always in a pipeline and on a single rank."""
@@ -264,7 +221,7 @@ class Parallelism:
     reduce_scatter: Literal["backend", "all_to_all"] = "backend"
     """How FSDP2 sums gradients. `all_to_all` exchanges pieces and sums in float32: half the bytes of gloo's on CPU."""
     local_steps: Count = 0
-    """Steps that each of the dp_replicate replicas (an island) trains alone between two meetings (DiLoCo). 0: off."""
+    """Steps that each of the dp_replicate replicas, an island, trains alone between two meetings (DiLoCo). 0: off."""
     outer_lr: NonNegative = 0.7
     """With local_steps: rate of the outer optimizer, which follows the islands' mean change since the last meeting."""
     outer_momentum: Decay = 0.9
@@ -335,24 +292,24 @@ class Checkpoint:
 
     enable: bool = True
     """Write checkpoints, including one at the end of the run, and resume from them."""
-    folder: str = ""
+    folder: FolderOrS3 = ""
     """Folder or s3:// URL of the checkpoints. Empty: `checkpoints` in the run folder."""
     interval: Positive = 200
     """Steps between two checkpoints."""
     mode: Literal["sync", "async"] = "sync"
     """How to save. `async`: training goes on while a background thread copies the state to host memory and saves it."""
-    upload: str = ""
+    upload: FolderOrS3 = ""
     """Second place, such as s3://bucket/prefix, to copy each checkpoint to in the background. Empty: none."""
     keep: Count = 2
     """Newest checkpoints to keep. Older ones are removed after the next commit. 0: keep all."""
     keep_every: Count = 0
-    """Keep checkpoints whose step is a multiple of this for ever. 0: none."""
+    """Keep checkpoints whose step is a multiple of this forever. 0: none."""
     save_initial: bool = False
     """Also write a checkpoint of step 0, before the first step, as a common start for other runs."""
     save_model: bool = False
     """At the last step, also write the model alone, as `model-STEP-...` beside the checkpoints."""
-    initial_load: str = ""
-    """Checkpoint, or output of `tools.hf import`, whose weights a new run starts from, with fresh moments."""
+    initial_load: FolderOrS3 = ""
+    """Checkpoint or output of `tools.hf import` from whose weights a new run starts, with fresh moments."""
     timeout_seconds: Positive = 1800
     """Longest time a rank waits for the others while a checkpoint is written or read."""
     visibility_seconds: NonNegative = 10.0
@@ -368,13 +325,13 @@ class Validation:
     interval: Positive = 100
     """Steps between two validations."""
     max_samples: Count = 256
-    """Sequences to measure, always the same: in each of `datasets`, or if empty in all training data. 0: all."""
+    """Sequences to measure, always the same ones: of each of `datasets`, or of all training data. 0: all."""
     datasets: tuple[str, ...] = ()
     """Prepared datasets whose held-out documents to measure, reported by folder name. Empty: `data.datasets`."""
     sample_prompt: str = ""
     """Text that the model continues at the end of the run."""
     sample_tokens: Count = 0
-    """Tokens to generate for that sample, fewer if training.seq_len ends it. 0: no sample. Needs sample_prompt."""
+    """Tokens to generate for that sample, at most up to training.seq_len. 0: no sample. Needs sample_prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -402,7 +359,7 @@ class Profiling:
     trace_steps: Positive = 3
     """Number of steps to trace."""
     memory_snapshot: bool = False
-    """Record CUDA allocations and write a snapshot when the run ends, also if it runs out of memory."""
+    """Record CUDA allocations and write a snapshot when the run ends, even if it ran out of memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -430,10 +387,8 @@ class Failures:
     """Also treat a loss above this multiple of the median of the 32 steps before as bad. 0: off."""
     restarts_without_progress: Count = 3
     """Restarts of a job in a row without a new checkpoint. One more is refused."""
-    straggler_interval: Count = 0
-    """Steps between two timings of the same small computation on all ranks, to name slow ranks. 0: never."""
     replay_interval: Count = 0
-    """Steps between two that are computed twice and compared bit for bit. 0: none. Needs run.deterministic."""
+    """Steps between two replays: a step is computed twice, compared bit for bit. 0: none. Needs run.deterministic."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -459,116 +414,96 @@ class Config:
 
 
 SECTIONS: types.MappingProxyType[str, type] = types.MappingProxyType(get_type_hints(Config))
-KINDS = types.MappingProxyType(  # dotted key → type of its value, with its Range
+KINDS = types.MappingProxyType(  # dotted key → type of its value, with its Range or Form
     {
         f"{section}.{name}": kind
         for section, fields in SECTIONS.items()
         for name, kind in get_type_hints(fields, include_extras=True).items()
     }
 )
-
-
-# ---------------------------------------------------------------- reading
+REMOVED = {  # former setting → what to use instead
+    "checkpoint.request_timeout_seconds": "comm.store_retry_seconds says how long a request is repeated",
+    "failures.straggler_interval": "python -m tools.preflight compares the devices of all ranks before a run",
+}
+OTHER_NAMES = {  # setting → what other projects call it
+    "optimizer.lr": "learning_rate",
+    "training.local_batch_size": "batch_size micro_batch_size",
+    "training.global_batch_size": "gbs",
+    "training.steps": "max_steps num_steps iters max_iters",
+    "training.seq_len": "seq_length sequence_length context_length",
+    "training.max_norm": "grad_clip clip_grad",
+    "lr_scheduler.warmup_steps": "warmup warmup_iters",
+    "data.datasets": "dataset data_path",
+    "run.folder": "output_dir out_dir",
+    "resume": "resume_from",
+}
 
 
 def load_config(argv: Sequence[str]) -> Config:
-    """The Config that `FILE.toml --section.field=value ...` describes, or `--resume=RUN_FOLDER ...`.
-
-    Raises ConfigError naming the dotted key, its value, what is allowed and the nearest name.
-    """
+    """The Config of `FILE.toml --section.field=value ...`, or of `--resume=RUN_FOLDER ...`. Raises ConfigError."""
     asked = next((index for index, word in enumerate(argv, 1) if word in ("-h", "--help")), 0)
     if asked:
-        text = help_text(list(itertools.takewhile(lambda word: not word.startswith("-"), argv[asked:])))
-        with command_line():
-            print(text)
+        print(help_text([word for word in argv[asked:] if not word.startswith("-")]))
         raise SystemExit(0)
     overrides = _parse_command_line(argv)
     file, folder = overrides.pop("config", ""), overrides.pop("resume", "")
     if folder and (file or "run.folder" in overrides):
-        other = f"--config={file}" if file else "--run.folder"
-        raise ConfigError(_redact(f"--resume={folder}: is itself config and run.folder; leave {other} out"))
-    values = _read_run(folder) if folder else read_toml(Path(file)) if file else {}
+        raise ConfigError(f"--resume={_redact(folder)}: is itself config and run.folder; leave those out")
+    values = read_toml(Path(file)) if file else {}
+    if folder:
+        recorded = Path(folder, "config.toml")
+        with file_errors():
+            values = read_recorded(recorded.read_bytes(), recorded)
+        values.setdefault("run", {})["folder"] = folder
     for key, text in overrides.items():
         section, _, name = key.partition(".")
         values.setdefault(section, {})[name] = _parse_value(text, KINDS[key])
-    config = from_dict(values)
-    check_config(config)
-    return config
-
-
-def with_defaults(defaults: Sequence[str], options: Sequence[str]) -> list[str]:
-    """`options`, after those of `defaults` whose key they do not set; each is `--section.field=value`."""
-    given = {option.partition("=")[0] for option in options}
-    return [*(default for default in defaults if default.partition("=")[0] not in given), *options]
+    return from_dict(values)
 
 
 def from_dict(values: dict[str, Any]) -> Config:
     """Build a Config from nested dicts and check each key and value. Raises ConfigError."""
     sections: dict[str, Any] = {}
     for section, entries in values.items():
-        if section not in SECTIONS:
-            raise ConfigError(f"[{section}]: unknown section{_nearest(section, SECTIONS)}")
-        if not isinstance(entries, dict):
-            raise ConfigError(f"{section} = {_redact(repr(entries))}: must be a section, [{section}]")
-        checked = {}
-        for name, value in entries.items():
-            key = f"{section}.{name}"
-            if key not in KINDS:
-                raise _unknown_key(key)
-            checked[name] = _check_value(key, value, KINDS[key])
+        if section not in SECTIONS or not isinstance(entries, dict):
+            raise ConfigError(f"[{section}]: must be a section: {', '.join(SECTIONS)}{close_match(section, SECTIONS)}")
+        checked = {name: _check_value(f"{section}.{name}", value) for name, value in entries.items()}
         sections[section] = SECTIONS[section](**checked)
     return Config(**sections)
 
 
-def read_toml(path: Path, _children: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Read a TOML file as nested dicts, over the file that its top-level `base` names, if any.
-
-    `base` is relative to the file that names it. Raises ConfigError.
-    """
-    if path.resolve() in _children:
-        raise ConfigError(f"{path}: its `base` leads back to itself")
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read a TOML file as nested dicts, over the file that its `base` names, relative to it. Raises ConfigError."""
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
+        base = values.pop("base", None)
+        from_dict(values)
     except OSError as error:
-        folders = {path.parent if path.parent.is_dir() else Path("."), Path("train_configs")}
-        found = sorted(file for folder in folders for file in folder.glob("*.toml"))
-        nearby = [str(file) for file in found if file.name != "pyproject.toml"]
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}{_nearest(str(path), nearby)}") from None
+        nearby = map(str, [*path.parent.glob("*.toml"), *Path("train_configs").glob("*.toml")])
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}{close_match(str(path), nearby)}") from None
     except ValueError as error:  # also bytes that are not UTF-8
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
-    base = values.pop("base", None)
-    try:
-        from_dict(values)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
-    if base is None:
-        return values
-    if not isinstance(base, str):
-        raise ConfigError(f"{path}: base = {base!r}: must be the path of a TOML file")
-    merged = read_toml(path.parent / base, (*_children, path.resolve()))
+    merged = read_toml(path.parent / str(base)) if base else {}
     for section, entries in values.items():
         merged.setdefault(section, {}).update(entries)
     return merged
 
 
 def read_recorded(text: bytes, place: object) -> dict[str, Any]:
-    """The settings that a run at `place` recorded as TOML, perhaps with another version, as nested dicts.
-
-    Leaves out settings that this version does not know and names them in a warning. Raises ConfigError.
-    """
+    """The settings that a run recorded, as nested dicts. Leaves out, and names, unknown ones. Raises ConfigError."""
     try:
         recorded = tomllib.loads(text.decode())
     except ValueError as error:  # also bytes that are not UTF-8
         raise ConfigError(f"{place}: its config is not valid TOML: {error}") from None
-    values: dict[str, dict[str, Any]] = {}
+    values: dict[str, dict[str, Any]] = {section: {} for section in recorded if section in SECTIONS}
     unknown = []
     for section, entries in recorded.items():
-        if not isinstance(entries, dict):
-            raise ConfigError(f"{place}: {section} = {_redact(repr(entries))}: must be in a section")
         for name, value in entries.items():
             try:
                 from_dict({section: {name: value}})
-                values.setdefault(section, {})[name] = value
+                values[section][name] = value
             except ConfigError:
                 unknown.append(f"{section}.{name} = {_redact(repr(value))}")
     if unknown:
@@ -576,25 +511,9 @@ def read_recorded(text: bytes, place: object) -> dict[str, Any]:
     return values
 
 
-def _read_run(folder: str) -> dict[str, Any]:
-    """The settings that the run in `folder` recorded, to go on with it there. Raises ConfigError."""
-    file = Path(folder, "config.toml")
-    try:
-        values = read_recorded(file.read_bytes(), file)
-    except OSError as error:
-        runs = [str(found.parent) for found in Path(folder).parent.glob("*/config.toml")]
-        raise ConfigError(
-            f"--resume={_redact(folder)}: not the folder of a run, its config.toml cannot be read: {error.strerror}"
-            f"{close_match(folder, runs)}"
-        ) from None
-    values.setdefault("run", {})["folder"] = folder
-    return values
-
-
 def _parse_command_line(argv: Sequence[str]) -> dict[str, str]:
-    """`--key=value`, `--key value`, bare `--flag` and FILE.toml words as dotted key, `config` or `resume` → text."""
-    given: dict[str, str] = {}
-    words = list(argv)
+    """Dotted key, `config` or `resume` → text. The last one counts. A `--flag` and FILE.toml may stand alone."""
+    given, words = dict[str, str](), list(argv)
     while words:
         word = words.pop(0)
         if word.endswith(".toml") and not word.startswith("-"):
@@ -603,55 +522,46 @@ def _parse_command_line(argv: Sequence[str]) -> dict[str, str]:
             raise ConfigError(f"{_redact(word)}: expected FILE.toml, --section.field=value or --resume=FOLDER")
         key, equals, text = word[2:].partition("=")
         is_place = key in ("config", "resume")
-        if not is_place and key not in KINDS:
-            raise _unknown_key(key, "--")
-        if not equals and words and not words[0].startswith("--") and (is_place or not words[0].endswith(".toml")):
-            equals, text = "=", words.pop(0)
-        if not equals and KINDS.get(key) is bool:
-            equals, text = "=", "true"
-        if not equals or (is_place and not text):
+        kind = str if is_place else _kind_of(key, "--")
+        if not equals:
+            alone = not words or words[0].startswith("--") or (kind is bool and words[0].endswith(".toml"))
+            text = words.pop(0) if not alone else "true" if kind is bool else ""
+        if not text and (is_place or not equals):
             raise ConfigError(f"--{key}: needs a value, as in --{key}={'PATH' if is_place else '...'}")
-        if key in given:
-            raise ConfigError(f"--{key}: given twice, {_redact(f'{given[key]!r} and {text!r}')}")
         given[key] = text
     return given
 
 
 def _parse_value(text: str, kind: Any) -> Any:
-    """The value that `text` stands for: itself for a string, else parsed as TOML."""
-    if kind is str or get_origin(kind) is Literal:
-        return text
-    if get_origin(kind) is tuple and not text.lstrip().startswith("["):
-        return [_parse_value(part.strip(), get_args(kind)[0]) for part in text.split(",") if part.strip()]
-    try:
-        parsed = tomllib.loads(f"value = {text}")
-        return parsed["value"] if len(parsed) == 1 else text  # further lines of the text could add more keys
-    except ValueError:
-        if float in (kind, *get_args(kind)):  # TOML refuses .5 and 1.
-            with suppress(ValueError):
-                return float(text)
-        return text  # the type check says what was expected
+    """The value that `text` stands for. Returns `text` if it cannot be one: the check of its type then says so."""
+    base = get_args(kind)[0] if get_origin(kind) is Annotated else kind
+    if get_origin(base) is tuple and not text.lstrip().startswith("["):
+        return [_parse_value(part.strip(), get_args(base)[0]) for part in text.split(",") if part.strip()]
+    with suppress(ValueError):
+        if base in (int, float):
+            return base(text)
+        if base is bool or get_origin(base) is tuple:
+            return tomllib.loads(f"value = {text}")["value"]
+    return text
 
 
-def _check_value(key: str, value: Any, kind: Any) -> Any:
-    """Return `value` as `kind`. Raises a ConfigError that says what is allowed."""
-    base, allowed = get_args(kind) if get_origin(kind) is Annotated else (kind, Range())
+def _check_value(key: str, value: Any, kind: Any = None) -> Any:
+    """Return `value` as the `kind` of `key`. Raises a ConfigError that says what is allowed."""
+    kind, hint = kind or _kind_of(key), ""
+    base, allowed = get_args(kind) if get_origin(kind) is Annotated else (kind, None)
     if get_origin(base) is Literal:
-        choices = get_args(base)
-        if value not in choices:
-            raise _bad_value(key, value, _kind_name(base) + close_match(str(value), choices))
-        return value
-    if get_origin(base) is tuple:
-        if not isinstance(value, (list, tuple)):
-            raise _bad_value(key, value, _kind_name(kind))
+        if value in get_args(base):
+            return value
+        hint = close_match(str(value), get_args(base))
+    elif get_origin(base) is tuple and isinstance(value, (list, tuple)):
         return tuple(_check_value(key, item, get_args(base)[0]) for item in value)
-    if base is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    if type(value) is not base or (base in (int, float) and value not in allowed):
-        raise _bad_value(key, value, _kind_name(kind))
-    if base is str and re.search(r"://[^/@]*@", value):
-        raise ConfigError(f"{key} = {_redact(value)!r}: credentials in a URL; they are taken from the environment only")
-    return value
+    elif base is float and type(value) is int:
+        return _check_value(key, float(value), kind)
+    elif base is str and re.search(r"://[^/@]*@", str(value)):
+        hint = ", without credentials, which are taken from the environment only"
+    elif type(value) is base and (allowed is None or value in allowed):
+        return value
+    raise ConfigError(f"{key} = {_redact(json.dumps(value, default=str))}: must be {_kind_name(kind)}{hint}")
 
 
 def _kind_name(kind: Any) -> str:
@@ -665,49 +575,27 @@ def _kind_name(kind: Any) -> str:
     return {int: "an integer", float: "a number", str: "a string", bool: "true or false"}[kind]
 
 
-def _bad_value(key: str, value: Any, allowed: str) -> ConfigError:
-    return ConfigError(f"{key} = {_redact(json.dumps(value, default=str))}: must be {allowed}")
-
-
-OTHER_NAMES = {  # setting → what other projects call it
-    "optimizer.lr": "learning_rate",
-    "training.local_batch_size": "batch_size micro_batch_size",
-    "training.global_batch_size": "gbs",
-    "training.steps": "max_steps num_steps iters max_iters",
-    "training.seq_len": "seq_length sequence_length context_length",
-    "training.max_norm": "grad_clip clip_grad",
-    "lr_scheduler.warmup_steps": "warmup warmup_iters",
-    "data.datasets": "dataset data_path",
-    "run.folder": "output_dir out_dir",
-    "--resume": "resume_from",
-}
-
-
-def _unknown_key(key: str, dashes: str = "") -> ConfigError:
+def _kind_of(key: str, dashes: str = "") -> Any:
+    """The type of the values of a setting. Raises ConfigError if there is none of that name."""
+    if key in KINDS:
+        return KINDS[key]
+    if key in REMOVED:
+        raise ConfigError(f"{key}: was removed; {REMOVED[key]}")
     if re.search(r"secret|password|token$|credential|access_key|api_key", key, re.IGNORECASE):
-        return ConfigError(f"{key}: credentials are never part of a config; they are taken from the environment")
-    return ConfigError(f"{key}: unknown key{_hint(key, dashes)}")
+        raise ConfigError(f"{key}: credentials are never part of a config; they are taken from the environment")
+    raise ConfigError(f"{key}: unknown key{_hint(key, dashes)}")
 
 
 def _hint(key: str, dashes: str = "") -> str:
     """The settings that `key` may mean, to end an error with: by the last part, another project's name or likeness."""
-    name = key.rpartition(".")[2].replace("-", "_").lower()
-    last = {known: known.rpartition(".")[2] for known in KINDS}
-    close = [] if "." in key else difflib.get_close_matches(name, last.values(), n=1)
-    found = (
-        [known for known in KINDS if last[known] == name]
-        or [known for known, names in OTHER_NAMES.items() if name in names.split()]
-        or [known for known in KINDS if last[known] in close]
-    )
-    nearest = [dashes + known.removeprefix(dashes) for known in difflib.get_close_matches(key, found, n=3, cutoff=0)]
-    if nearest:
-        return f"; did you mean {' or '.join(nearest)}?"
-    return close_match(key, (*KINDS, "--config", "--resume")) or "; --help WORD prints the settings about a word"
-
-
-def _nearest(name: str, names: Collection[str]) -> str:
-    known = ", ".join(itertools.islice(names, 20))
-    return close_match(name, names) or (f"; known are {known}" if known else "")
+    meant: dict[str, list[str]] = {}
+    for known in (*KINDS, "config", "resume"):
+        for name in {known, known.rpartition(".")[2], *OTHER_NAMES.get(known, "").split()}:
+            meant.setdefault(name, []).append(dashes + known)
+    last = key.rpartition(".")[2].replace("-", "_").lower()
+    names = [last] if last in meant else difflib.get_close_matches(key, meant, n=1)
+    nearest = [near for name in names for near in difflib.get_close_matches(key, meant[name], n=3, cutoff=0)]
+    return f"; did you mean {' or '.join(nearest)}?" if nearest else "; --help WORD prints the settings about a word"
 
 
 def close_match(name: str, names: Iterable[str]) -> str:
@@ -721,229 +609,43 @@ def _redact(text: str) -> str:
     return re.sub(r"://[^/@\s]*@", "://***@", text)
 
 
-# ---------------------------------------------------------------- checks across fields
-
-
-def check_config(config: Config) -> None:
-    """Refuse combinations that cannot run with any number of processes. Raises ConfigError."""
-    for key, reason in _refusals(config):
-        raise ConfigError(f"{key} = {json.dumps(_get(config, key), ensure_ascii=False)}: {reason}")
-
-
-def _refusals(config: Config) -> Iterator[tuple[str, str]]:
-    """The key of each setting that cannot be what it is beside the others, and why not."""
-    data, held_out, parallelism = config.data, config.validation.datasets, config.parallelism
-    schedule, steps, local_steps = config.lr_scheduler, config.training.steps, parallelism.local_steps
-    optimizer, chunks = config.optimizer, config.training.loss_chunks
-    mode, every = config.activation_checkpoint.mode, config.activation_checkpoint.every_n_layers
-    # -- places that would be misread as something else
-    folders = ("run.folder", "run.outputs", "data.cache_folder")
-    for_checkpoints = ("checkpoint.folder", "checkpoint.upload", "checkpoint.initial_load")
-    for key in (*folders, *for_checkpoints, "data.datasets", "validation.datasets"):
-        value = _get(config, key)
-        for place in (value,) if isinstance(value, str) else value:
-            if mistake := misread(place):
-                yield key, mistake
-            if key in folders and "://" in place:
-                hint = "; checkpoint.folder and checkpoint.upload may be one" if key.startswith("run") else ""
-                yield key, f"must be a folder, not a URL{hint}"
-            if key in for_checkpoints and "://" in place and not re.match("s3://[^/]", place):
-                yield key, "must be a folder or s3://bucket/prefix"
-
-    # -- datasets that cannot be told apart or mixed
-    if not data.datasets:
-        yield "data.datasets", "name at least one folder made by `python -m data.prepare`"
-    if len(set(map(Path, data.datasets))) < len(data.datasets):  # a/b and a/b/ are one
-        yield "data.datasets", "a dataset is named twice"
-    if data.weights and len(data.weights) != len(data.datasets):
-        yield "data.weights", f"must have an entry for each of data.datasets = {list(data.datasets)}"
-    if any(weight <= 0 for weight in data.weights):
-        yield "data.weights", "every weight must be above 0"
-    if len({url.rstrip("/").rpartition("/")[2] for url in held_out}) < len(held_out):
-        yield "validation.datasets", "two have the same last name"
-
-    # -- settings that would have no effect without another
-    saving, inductor = config.checkpoint.enable, config.compile.enable and config.compile.backend == "inductor"
-    compiled = 'compile.enable = true and compile.backend = "inductor"'
-    unsplit = parallelism.tp == parallelism.pp == 1
-    for key, met, need in (  # `key=choice`: only that choice has the need
-        ("failures.replay_interval", config.run.deterministic, "run.deterministic = true, for the same bits twice"),
-        ("failures.on_bad_step=rollback", saving, "checkpoint.enable = true"),
-        ("checkpoint.save_initial", saving, "checkpoint.enable = true"),
-        ("checkpoint.save_model", saving, "checkpoint.enable = true"),
-        ("checkpoint.upload", saving, "checkpoint.enable = true"),
-        ("activation_checkpoint.mode=budget", inductor, compiled),
-        ("activation_checkpoint.every_n_layers", every == 1 or mode in ("full", "selective"), "mode full or selective"),
-        ("parallelism.async_tp", inductor, compiled),
-        ("parallelism.async_tp", parallelism.tp > 1, "parallelism.tp above 1"),
-        ("parallelism.reshard_group_size", parallelism.reshard_after_forward, "reshard_after_forward = true"),
-        # With pp, weights stay gathered. FSDP2's groups support neither tp's DTensors nor islands' ranks.
-        ("parallelism.reshard_group_size", unsplit and not local_steps, "parallelism.pp = 1, tp = 1, local_steps = 0"),
-        ("parallelism.local_steps", parallelism.dp_replicate > 1, "parallelism.dp_replicate above 1, the islands"),
-        ("training.loss_chunks", chunks < 2 or unsplit, "parallelism.tp = 1 and pp = 1, which split logits and batch"),
-        ("validation.sample_tokens", config.validation.sample_prompt, "validation.sample_prompt, the text to continue"),
-    ):
-        key, _, choice = key.partition("=")
-        if (value := _get(config, key)) and choice in ("", value) and not met:
-            yield key, f"needs {need}"
-
-    # -- waits that other ranks would take for a hang
-    shortest = min(("train_timeout_seconds", "init_timeout_seconds"), key=lambda name: getattr(config.comm, name))
-    patience = round(PATIENCE * getattr(config.comm, shortest))
-    retries, saves = config.comm.store_retry_seconds, config.checkpoint
-    if any("://" in url for url in (*data.datasets, *held_out)) and data.retry_seconds >= patience:
-        yield "data.retry_seconds", f"must be below {patience}, {PATIENCE:g} x comm.{shortest}, a hang to other ranks"
-    if any("://" in url for url in (saves.folder, saves.upload)) and retries >= patience:
-        yield "comm.store_retry_seconds", f"must be below {patience}, {PATIENCE:g} x comm.{shortest}, a hang to others"
-    if retries + saves.visibility_seconds >= saves.timeout_seconds:
-        longest = f"{retries + saves.visibility_seconds:g} = comm.store_retry_seconds + visibility_seconds"
-        yield "checkpoint.timeout_seconds", f"must exceed {longest}, the longest wait for an object"
-    first = saves.folder or (config.run.folder and f"{config.run.folder}/checkpoints")
-    if saves.upload and first and Path(saves.upload).resolve() == Path(first).resolve():
-        yield "checkpoint.upload", "is checkpoint.folder itself; name a second place"
-
-    # -- what does not fit the steps of the run
-    decay_steps = round(schedule.decay_fraction * steps) if schedule.schedule == "wsd" else 0
-    if schedule.warmup_steps + decay_steps > steps:
-        taken = f"of which lr_scheduler.decay_fraction = {schedule.decay_fraction} takes {decay_steps}"
-        yield "lr_scheduler.warmup_steps", f"does not fit in training.steps = {steps}, {taken}"
-    first_traced = max(2, config.profiling.trace_start)  # the step before warms the profiler up
-    if config.profiling.trace and first_traced > steps:
-        yield "profiling.trace_start", f"the first step traced, {first_traced}, exceeds training.steps = {steps}"
-    for name in ("checkpoint", "validation"):
-        section = getattr(config, name)
-        if local_steps and section.enable and section.interval % local_steps:
-            yield f"{name}.interval", f"must be a multiple of parallelism.local_steps = {local_steps}, the meetings"
-
-    # -- steps that cannot be judged or computed
-    if 0 < config.failures.spike_factor <= 1:
-        yield "failures.spike_factor", "must be above 1, a multiple of the usual loss, or 0 for off"
-    slow = "beta1" if optimizer.beta1 >= optimizer.beta2 else "beta2"
-    if optimizer.state_dtype == "bfloat16" and getattr(optimizer, slow) > SLOWEST_BFLOAT16:
-        limit = f'at most {SLOWEST_BFLOAT16} with optimizer.state_dtype = "bfloat16", where slower means do not move'
-        yield f"optimizer.{slow}", f"must be {limit}"
-    if loss_chunks(config) > 1 and config.float8.enable and not any(part in "output" for part in config.float8.skip):
-        yield "training.loss_chunks", 'must be 1 unless float8.skip names "output"'
-    if not parallelism.sync_every_microbatch and parallelism.pp > 1:
-        yield "parallelism.sync_every_microbatch", f"has no effect with parallelism.pp = {parallelism.pp}; set true"
-
-
-def misread(place: str) -> str:
-    """Why a folder or URL would be misread as something else, to end an error with; "" if it would not."""
-    if place.startswith("~"):
-        return "~ is not expanded here; write the whole path"
-    cut = re.match(r"(\w+):/(?!/)", place)
-    return f"a URL has two slashes, {cut[1]}://{place[cut.end() :]}" if cut else ""
-
-
-def misplaced(output: str) -> str:
-    """Why a command cannot write to its `--output`, to end an error with; "" if it can."""
-    if not output:
-        return "must not be empty"
-    if "://" in output:
-        return "must be on this machine; copy it from there when it is finished"
-    return misread(output)
-
-
-def loss_chunks(config: Config) -> int:
-    """Number of pieces in which the loss is computed."""
-    shared = config.parallelism.tp > 1 or config.parallelism.pp > 1
-    return config.training.loss_chunks or (1 if shared else 4)
-
-
-ONE_SCALE = "tensorwise"  # the float8 recipe with one scale per tensor, independent of which rank holds which rows
-
-
-def gathers_float8(float8: Float8) -> bool:
-    """Whether FSDP2 gathers the converted weights in float8."""
-    return float8.enable and float8.fsdp_all_gather != "off" and float8.recipe == ONE_SCALE
-
-
-def precomputes_scales(config: Config) -> bool:
-    """Whether one all-reduce per step computes the scales of the gathered weights ahead.
-
-    Not for weights on the host, which lose their scales on the way to the device (torch 2.13).
-    """
-    float8 = config.float8
-    return gathers_float8(float8) and float8.precompute_scale != "off" and not config.parallelism.cpu_offload
-
-
-def gathers_activations(float8: Float8) -> bool:
-    """Whether tensor parallelism gathers the inputs of the converted layers in float8."""
-    return float8.enable and float8.tp_all_gather != "off" and float8.recipe == ONE_SCALE
-
-
-def grad_accum_steps(training: Training, dp: int) -> int:
-    """Number of microbatches per optimizer step, given `dp` data-parallel ranks. Raises ConfigError."""
-    per_microbatch = training.local_batch_size * dp
-    accumulation, rest = divmod(training.global_batch_size or per_microbatch, per_microbatch)
-    if rest or not accumulation:
-        raise ConfigError(
-            f"training.global_batch_size = {training.global_batch_size}: must be a multiple of "
-            f"training.local_batch_size x data-parallel ranks = {training.local_batch_size} x {dp} = {per_microbatch}"
-        )
-    return accumulation
-
-
-# ---------------------------------------------------------------- writing
-
-
 def to_toml(config: Config) -> str:
     """The resolved config as TOML with every field. Reading it gives the same Config."""
     lines = []
     for section, fields in dataclasses.asdict(config).items():
-        lines += [f"[{section}]"]
-        lines += [f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in fields.items()] + [""]
+        lines += [f"[{section}]", *(f"{k} = {json.dumps(v, ensure_ascii=False)}" for k, v in fields.items()), ""]
     return "\n".join(lines)
 
 
 def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
     """Dotted key → (old, new) of the settings that differ."""
-    pairs = {key: (_get(old, key), _get(new, key)) for key in KINDS}
+    pairs = {key: (attrgetter(key)(old), attrgetter(key)(new)) for key in KINDS}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def help_text(words: Sequence[str] = ()) -> str:
-    """The text of `--help WORD ...`: fields with type, default and documentation, if their name or text has all words.
-
-    Raises ConfigError if there is none.
-    """
+    """The settings whose name or text has all `words`, with type, default and text. Raises ConfigError if none has."""
     usage = "usage: train.py [FILE.toml | --resume=RUN_FOLDER] [--section.field=value ...] [--help [WORD ...]]"
-    lines = [] if words else [usage, ""]
+    parts = [] if words else [usage]
     for section, kind in SECTIONS.items():
-        docs, found = field_docs(kind), []
-        for item in dataclasses.fields(kind):
-            key, default = f"{section}.{item.name}", json.dumps(item.default)
-            if all(word.lower() in " ".join(f"{key} {docs[item.name]}".lower().split()) for word in words):
-                found += [f"  --{key}=...  {_kind_name(KINDS[key])}; default {default}"]
-                found += [textwrap.indent(docs[item.name], " " * 6)]
-        if found:
-            lines += ["", f"[{section}]  {inspect.getdoc(kind)}", *found]
-    if not lines:
+        lines = [f"[{section}]  {inspect.getdoc(kind)}"]
+        for name, text in field_docs(kind).items():
+            key, default = f"{section}.{name}", json.dumps(getattr(kind, name))
+            if all(word.lower() in f"{key} {text}".lower() for word in words):
+                lines += [f"  --{key}=...  {_kind_name(KINDS[key])}; default {default}", textwrap.indent(text, " " * 6)]
+        parts += ["\n".join(lines)] if len(lines) > 1 else []
+    if not parts:
         raise ConfigError(f"--help {' '.join(words)}: no setting has this in its name or text{_hint(words[0], '--')}")
-    return "\n".join(lines).lstrip()
+    return "\n\n".join(parts)
 
 
 def field_docs(section: type) -> dict[str, str]:
     """Field of `section` → the string literal under it in this file's source."""
-    tree = ast.parse(Path(__file__).read_text(encoding="utf-8"))
-    (found,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == section.__name__)
-    return {
-        field.target.id: inspect.cleandoc(str(text.value.value))
-        for field, text in itertools.pairwise(found.body)
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
-    }
-
-
-def _get(config: Config, key: str) -> Any:
-    section, _, name = key.partition(".")
-    return getattr(getattr(config, section), name)
+    source = Path(__file__).read_text(encoding="utf-8").partition(f"\nclass {section.__name__}:\n")[2]
+    fields = re.findall(r'^    (\w+): .*\n    """((?s:.*?))"""', source.partition("\n\n\n")[0], re.MULTILINE)
+    return {name: inspect.cleandoc(text) for name, text in fields}
 
 
 if __name__ == "__main__":
-    with command_line(mistake=2):
-        text = to_toml(load_config(sys.argv[1:]))
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(encoding="utf-8")  # TOML is UTF-8 in any locale
-        print(text)
+    with command_line(exit_code=2):
+        print(to_toml(load_config(sys.argv[1:])))

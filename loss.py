@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import config as settings
+from config import Config, ConfigError
 from parallel.activation_checkpoint import exempt_from_budget
 from parallel.context import local_indices
 from parallel.gradients import build_add, compile_each_shape
@@ -17,6 +18,19 @@ from parallel.mesh import Mesh, ParallelDims
 from parallel.tensor import vocab_parallel_cross_entropy
 
 IGNORED = -100  # label of a token that is not trained on
+
+
+def loss_chunks(config: Config) -> int:
+    """Number of pieces in which the loss is computed. Raises ConfigError if it cannot be computed in pieces."""
+    chunks, split = config.training.loss_chunks, config.parallelism.tp > 1 or config.parallelism.pp > 1
+    if chunks > 1 and split:
+        raise ConfigError(
+            f"training.loss_chunks = {chunks}: needs parallelism.tp = 1 and pp = 1, which split logits and batch"
+        )
+    chunks = chunks or (1 if split else 4)
+    if chunks > 1 and config.float8.enable and not any(part in "output" for part in config.float8.skip):
+        raise ConfigError(f'training.loss_chunks = {chunks}: must be 1 unless float8.skip names "output"')
+    return chunks
 
 
 def cross_entropy(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:

@@ -12,10 +12,35 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import config as settings
-from config import ConfigError
+from config import Config, ConfigError
 from parallel.gradients import compile_each_shape
 
 PIECE = 1024  # numbers whose squares are added up in float32
+SLOWEST_BFLOAT16 = 0.98  # decay of a bfloat16 mean: it comes within 24 % of its input; at 0.999 it may never move
+
+
+def check_optim(config: Config) -> None:
+    """Raises ConfigError for a schedule that does not fit the steps, and for means and islands that would not move."""
+    optimizer, schedule, steps = config.optimizer, config.lr_scheduler, config.training.steps
+    decay_steps = round(schedule.decay_fraction * steps) if schedule.schedule == "wsd" else 0
+    if schedule.warmup_steps + decay_steps > steps:
+        raise ConfigError(
+            f"lr_scheduler.warmup_steps = {schedule.warmup_steps}: does not fit in training.steps = {steps}, of which "
+            f"lr_scheduler.decay_fraction = {schedule.decay_fraction} takes {decay_steps}"
+        )
+    slowest = max(optimizer.beta1, optimizer.beta2)
+    if optimizer.state_dtype == "bfloat16" and slowest > SLOWEST_BFLOAT16:
+        raise ConfigError(
+            f"optimizer.beta1 or beta2 = {slowest}: must be at most {SLOWEST_BFLOAT16} with optimizer.state_dtype = "
+            '"bfloat16", where slower means do not move'
+        )
+    for name in ("checkpoint", "validation"):
+        section, local_steps = getattr(config, name), config.parallelism.local_steps
+        if local_steps and section.enable and section.interval % local_steps:
+            raise ConfigError(
+                f"{name}.interval = {section.interval}: must be a multiple of parallelism.local_steps = {local_steps}, "
+                "after which the islands meet"
+            )
 
 
 def build_optimizer(

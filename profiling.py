@@ -13,8 +13,14 @@ from config import ConfigError, file_errors
 logger = logging.getLogger(__name__)
 
 
-def check_profiling(profiling: settings.Profiling) -> None:
-    """Raises ConfigError for a snapshot of CUDA memory on a machine without CUDA."""
+def check_profiling(profiling: settings.Profiling, steps: int) -> None:
+    """Raises ConfigError for a trace after the last of `steps`, or a snapshot of CUDA memory without CUDA."""
+    first = max(2, profiling.trace_start)  # the step before warms the profiler up
+    if profiling.trace and first > steps:
+        raise ConfigError(
+            f"profiling.trace_start = {profiling.trace_start}: the first step traced, {first}, exceeds training.steps "
+            f"= {steps}"
+        )
     if profiling.memory_snapshot and not torch.cuda.is_available():
         raise ConfigError("profiling.memory_snapshot = true: needs CUDA, whose allocations it records")
 

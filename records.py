@@ -1,6 +1,6 @@
-"""Files with one JSON record per line, to which every start of a run appends, and atomic writes. Imports no torch.
+"""Files with one JSON record per line, to which every start of a run appends; atomic writes; which code wrote them.
 
-A kill or a full disk may cut the last line. A cut line counts as never written.
+A kill or a full disk may cut the last line. A cut line counts as never written. Imports no torch.
 """
 
 import argparse
@@ -8,11 +8,16 @@ import errno
 import json
 import mmap
 import os
+import subprocess
 import tempfile
+from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 
-from config import file_errors, misplaced
+from config import LOCAL, file_errors
+
+PACKAGES = ("torchao", "triton", "numpy", "pyarrow", "tokenizers", "s3fs", "transformers", "torchtitan")
 
 
 def open_records(path: Path) -> IO[str]:
@@ -41,8 +46,8 @@ def write_atomically(path: Path, data: bytes | memoryview) -> None:
 
 def output_path(text: str) -> Path:
     """argparse type for an `--output`."""
-    if mistake := misplaced(text):
-        raise argparse.ArgumentTypeError(f"{text}: {mistake}")
+    if not text or text not in LOCAL:
+        raise argparse.ArgumentTypeError(f"{text}: must be a string {LOCAL}")
     return Path(text)
 
 
@@ -82,3 +87,16 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     """The records so far, [] if there is no file. Raises ValueError for a line that is not JSON."""
     lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []
     return [json.loads(line) for line in lines]
+
+
+def git_commit() -> str | None:
+    """The commit of this code, with "-dirty" if files differ from it. None outside a repository."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
+    with suppress(OSError, subprocess.CalledProcessError):
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return None
+
+
+def package_versions() -> dict[str, str]:
+    """Package → version, of the installed ones that shape results."""
+    return {package.name: package.version for package in metadata.distributions() if package.name in PACKAGES}

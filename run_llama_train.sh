@@ -30,7 +30,7 @@ python=.venv/bin/python
 settings=$($python -m config "${overrides[@]}")   # a mistake ends here, in one line
 if [ "$help" ]; then echo "$settings"; exit; fi
 
-if [ -z "$NGPU" ]; then NGPU=$($python -m launch.processes "${overrides[@]}"); fi
+if [ -z "$NGPU" ]; then NGPU=$($python -m tools.processes "${overrides[@]}"); fi
 if [ -z "${OMP_NUM_THREADS:-}" ]; then
   cores=$(nproc)
   export OMP_NUM_THREADS=$((cores > NGPU ? cores / NGPU : 1))
@@ -46,5 +46,9 @@ if grep -q '^datasets = .*"datasets/stdlib"' <<<"$settings" && [ ! -e datasets/s
   ) 9>>datasets/.lock
 fi
 
-exec $python -m launch.torchrun --standalone --nproc-per-node="$NGPU" --max-restarts="$MAX_RESTARTS" \
-  train.py "${overrides[@]}"
+# Signals to pass on to the ranks, which then save and stop; not SIGHUP under nohup, where it is ignored.
+signals=SIGTERM,SIGINT,SIGQUIT,SIGUSR1
+[[ $(trap -p HUP) ]] || signals+=,SIGHUP
+# Other nodes that the environment may speak of, and a name of this machine that nobody can look up, do not matter.
+exec $python -m torch.distributed.run --standalone --nnodes=1 --local-addr=127.0.0.1 --signals-to-handle="$signals" \
+  --nproc-per-node="$NGPU" --max-restarts="$MAX_RESTARTS" train.py "${overrides[@]}"

@@ -12,31 +12,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.elastic.multiprocessing.errors import record
 
-from checkpoint.checks import check_checkpoints
+from checkpoint.checks import check_checkpoint, check_checkpoints
 from checkpoint.companions import check_vocabulary
 from checkpoint.manager import CheckpointManager
-from config import Config, file_errors, grad_accum_steps, load_config, loss_chunks
+from config import Config, file_errors, load_config
 from data.loader import DataLoader
 from float8.convert import check_float8, convert_to_float8, summarize
-from generate import check_prompt
-from loss import build_chunked_loss, build_loss, count_trained, sum_losses
+from loss import build_chunked_loss, build_loss, count_trained, loss_chunks, sum_losses
 from metrics import MetricsLogger, configure_logging, find_hook
 from models import ModelSpec, build_model, find_model
 from models.init import init_weights
 from models.weights import build_refresh
-from optim import OuterOptimizer, build_optimizer, clip_grad_norm_, due, learning_rate, set_learning_rate
+from optim import OuterOptimizer, build_optimizer, check_optim, clip_grad_norm_, due, learning_rate, set_learning_rate
 from parallel.device import device_type
 from parallel.mesh import ParallelDims
 from parallel.pipeline import build_step
 from profiling import check_profiling
-from run.exits import run_and_leave
-from run.failures import BadSteps, check_rollback
+from run.failures import BadSteps, check_failures
 from run.folder import check_run_folder
 from run.processes import LaunchEnvironment, launch_environment, set_timeout
-from run.run import Run, explained, leave_no_process_group
-from validate import sample_text, validate_all
+from run.run import Run, run_and_leave
+from validate import check_sample, sample_text, validate_all
 
 logger = logging.getLogger(__name__)
 
@@ -47,16 +44,15 @@ def check_start(
     """Find mistakes in the config and in local files, before any process group starts and any byte is written."""
     check_float8(config)
     find_hook(config.metrics.hook)
-    check_profiling(config.profiling)
-    check_rollback(config.failures, environment)
-    if config.validation.sample_tokens:
-        prompt = config.validation.sample_prompt
-        check_prompt("validation.sample_prompt", prompt, data.tokenizer, config.training.seq_len)
+    check_optim(config)
+    check_checkpoint(config)
+    check_profiling(config.profiling, config.training.steps)
+    check_failures(config, environment)
+    check_sample(config, data.tokenizer)
     spec.check_parallelism(flavor, config)
     check_run_folder(config, identity)
 
 
-@leave_no_process_group
 def train(config: Config, after_step: Callable[[int], None] = lambda step: None) -> tuple[Path, dict[str, Any]]:
     """Run `config` to its last step. Returns the run's folder and its last row of metrics.
 
@@ -65,8 +61,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
     environment, training = launch_environment(), config.training
     rank, world_size, steps = environment.rank, environment.world_size, training.steps
     configure_logging(config.metrics.log_ranks, rank, world_size)
-    dims = ParallelDims.from_config(config.parallelism, world_size)
-    accumulation = grad_accum_steps(training, dims.dp)
+    dims, chunks = ParallelDims.from_config(config.parallelism, world_size), loss_chunks(config)
     with file_errors():
         data = DataLoader(config, dims.dp_rank(rank), dims.dp, pin_memory=device_type() != "cpu")
         spec, flavor = find_model(config.model, data.vocab_size)
@@ -76,10 +71,12 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
     if config.float8.enable:
         logger.info(f"float8: {summarize(*convert_to_float8(model, config.float8, dims.tp, dims.shards))}")
     fits_data = partial(check_vocabulary, data.tokenizer, config.checkpoint.initial_load)
-    # On rank 0, before a byte is written.
-    checks = (data.check_run, partial(check_checkpoints, config, identity, check_initial=fits_data))
 
-    with Run(config, environment, dims, data, identity, checks) as run:
+    def check_places_of_run(folder: Path) -> None:  # on rank 0, before a byte is written
+        data.check_run(folder)
+        check_checkpoints(config, identity, folder, check_initial=fits_data)
+
+    with Run(config, environment, dims, data, identity, check_places_of_run) as run:
         # -- model, optimizer, checkpoint
         device, mesh, watchdog = run.device, run.mesh, run.watchdog
         n_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -92,7 +89,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         for part in parts:
             home = torch.device("cpu") if config.parallelism.cpu_offload else device
             init_weights(part, home, config.run.seed, watchdog.alive)
-        loss_fn, chunks = build_loss(config.compile, mesh), loss_chunks(config)
+        loss_fn = build_loss(config.compile, mesh)
         chunked = build_chunked_loss(config.compile, mesh, chunks) if chunks > 1 else None
         compute = build_step(parts, loss_fn, flavor.dim, flavor.vocab_size, mesh, config, chunked)
         parameters = [parameter for part in parts for parameter in part.parameters()]
@@ -111,7 +108,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         refresh_weights(step)
         guard = BadSteps(config.failures, run.folder, step, config.checkpoint.enable, checkpoint.last_saved)
         run.start_steps(step, checkpoint.ranks.group)
-        tokens = accumulation * training.local_batch_size * dims.dp * training.seq_len / world_size
+        tokens = data.tokens_per_step / world_size
         metrics = MetricsLogger(
             config, run.folder, rank, device, first_step=step, flops_per_token=flops_per_token, tokens_per_step=tokens
         )
@@ -164,11 +161,9 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
     return run.folder, metrics.last
 
 
-@record
 def main() -> None:
-    """Train as the command line says. A mistake is explained in one line and ends with exit code 2."""
-    with explained(launch_environment()):
-        train(load_config(sys.argv[1:]))
+    """Train as the command line says."""
+    train(load_config(sys.argv[1:]))
 
 
 if __name__ == "__main__":

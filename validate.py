@@ -20,7 +20,7 @@ from config import Config, ConfigError, command_line
 from data.loader import Batch, validation_batches
 from data.shards import DataError, open_dataset
 from data.tokenizer import Tokenizer
-from generate import Sampling, TextStream, generate, sample
+from generate import Sampling, TextStream, check_prompt, generate, sample
 from loss import IGNORED, cross_entropy
 from parallel.context import local_indices
 from parallel.fsdp import reshard
@@ -105,6 +105,12 @@ def _mean(summed: float, count: float) -> float:
             "data.on_bad_block = mask: every held-out token is masked, so none is measured; repair the data"
         )
     return summed / count
+
+
+def check_sample(config: Config, tokenizer: Tokenizer) -> None:
+    """Raises ConfigError if `config.validation` asks for a sample that its prompt leaves no room for."""
+    if config.validation.sample_tokens:
+        check_prompt("validation.sample_prompt", config.validation.sample_prompt, tokenizer, config.training.seq_len)
 
 
 def sample_text(

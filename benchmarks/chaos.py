@@ -25,10 +25,10 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from benchmarks.report import build_parser, finish, print_row, require_cpu
-from config import TitaniteError, with_defaults
+from config import TitaniteError
 from data.prepare import main as prepare
 from records import read_records
-from run.folder import read_starts
+from run.folder import STARTS
 from tests.ports import free_port
 from tests.s3.fault_proxy import fault_proxy
 from tests.s3.server import create_bucket, s3_environment, s3_server
@@ -107,7 +107,7 @@ class Job:
         folder.mkdir(parents=True)
         self.folder, self.name, self.agents = folder, folder.name, agents
         places = (f"--data.datasets={dataset}", f"--run.outputs={folder / 'out'}")
-        self.arguments = with_defaults((*ARGUMENTS, *places), extra)
+        self.arguments = [*ARGUMENTS, *places, *extra]
         self.environment = os.environ | {"OMP_NUM_THREADS": "1", "CHAOS_FOLDER": str(folder)} | (environment or {})
         self.log = open(folder / "log", "ab")  # noqa: SIM115
         self.hung: list[int] = []  # ranks that were stopped, in order
@@ -119,7 +119,14 @@ class Job:
 
     def start_agent(self, *arguments: str, **environment: str) -> subprocess.Popen[bytes]:
         """Start the torchrun of one node."""
-        command = [sys.executable, "-m", "launch.torchrun", *arguments, "--rdzv-backend=c10d", f"--rdzv-id={self.name}"]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            *arguments,
+            "--rdzv-backend=c10d",
+            f"--rdzv-id={self.name}",
+        ]
         command += ["--max-restarts=1000", "--monitor-interval=0.1", "-m", "benchmarks.chaos_rank", *self.arguments]
         environment = self.environment | environment
         return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=self.log, stderr=self.log)
@@ -128,6 +135,10 @@ class Job:
     def run(self) -> Path:
         """The run folder that the job has made."""
         return next(iter(sorted((self.folder / "out").glob("*/starts.jsonl")))).parent
+
+    def starts(self) -> int:
+        """How often the run has been started."""
+        return len(read_records(self.run / STARTS))
 
     def rows(self) -> list[int]:
         """The steps logged so far, over all starts."""
@@ -232,9 +243,9 @@ def suffer(job: Job, faults: list[Fault], skew: Path | None, rows: list[dict[str
         strike(job, fault, skew)
         saves = sorted((job.run / "checkpoints").glob("step-*"), key=lambda save: save.stat().st_mtime)
         amid = bool(saves) and not (saves[-1] / "MANIFEST.json").exists()
-        struck, starts, seen = time.monotonic(), len(read_starts(job.run)), len(job.rows())
+        struck, starts, seen = time.monotonic(), job.starts(), len(job.rows())
         if fault.kind not in ("SIGTERM", "machine lost", "clock skew"):
-            job.wait(lambda known=starts: len(read_starts(job.run)) > known or job.process.poll() == 0, "a restart")  # type: ignore[misc]
+            job.wait(lambda known=starts: job.starts() > known or job.process.poll() == 0, "a restart")  # type: ignore[misc]
             seen = len(job.rows())
         job.wait(lambda known=seen: len(job.rows()) > known or job.process.poll() == 0, "the next step")  # type: ignore[misc]
         row = {"job": job.name, "fault": fault.kind, "seconds": round(time.monotonic() - struck, 2)}
@@ -283,7 +294,7 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
 
 def wrong_verdicts(job: Job) -> int:
     """How many of the watchdog's verdicts name another rank than the one that was stopped."""
-    exits = [start["after"] for start in read_starts(job.run) if start["after"]]
+    exits = [start["after"] for start in read_records(job.run / STARTS) if start["after"]]
     named = [record["rank"] for record in exits if record["kind"] == "hung" and record["rank"] is not None]
     wrong, stopped = 0, list(job.hung)
     for rank in named:
@@ -304,9 +315,9 @@ def judge_job(
     except TitaniteError as error:
         ledger = str(error)
     equal = None if reference is None else same(weights(place or job.run, scratch), reference)
-    exits = [start["after"] for start in read_starts(job.run) if start["after"]]
+    exits = [start["after"] for start in read_records(job.run / STARTS) if start["after"]]
     hung = sum(record["kind"] == "hung" for record in exits)
-    row = {"job": job.name, "starts": len(read_starts(job.run)), "explained": len(exits), "ledger": ledger}
+    row = {"job": job.name, "starts": job.starts(), "explained": len(exits), "ledger": ledger}
     row |= {"bit_equal": equal, "verdicts": hung, "wrong_verdicts": wrong_verdicts(job)}
     print_row(row)
     return row
@@ -369,7 +380,8 @@ def run_elastic(folder: Path, dataset: Path, times: int, rows: list[dict[str, An
     conf = "--rdzv-conf=join_timeout=120,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3,is_host="
     first, node = (*common, conf + "true"), (*common, conf + "false")
     # Slowed down, since one rank alone would finish before the other is back.
-    with contextlib.closing(Job(folder, dataset, agents=first, environment={"CHAOS_PAUSE_SECONDS": "0.2"})) as job:
+    environment = {"CHAOS_PAUSE_SECONDS": "0.2", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    with contextlib.closing(Job(folder, dataset, agents=first, environment=environment)) as job:
         second = job.start_agent(*node)
         try:
             for number in range(times):
@@ -382,7 +394,7 @@ def run_elastic(folder: Path, dataset: Path, times: int, rows: list[dict[str, An
                     else:
                         second = job.start_agent(*node)
                     size = 1 if kind == "node lost" else 2
-                    job.wait(lambda size=size: read_starts(job.run)[-1]["world_size"] == size, kind)  # type: ignore[misc]
+                    job.wait(lambda size=size: read_records(job.run / STARTS)[-1]["world_size"] == size, kind)  # type: ignore[misc]
                     seen = len(job.rows())
                     job.wait(lambda known=seen: len(job.rows()) > known, "the next step")  # type: ignore[misc]
                     rows.append({"job": job.name, "fault": kind, "seconds": round(time.monotonic() - struck, 2)})
@@ -405,11 +417,11 @@ def run_on_full_disk(folder: Path, dataset: Path, times: int, rows: list[dict[st
             for number in range(times):
                 at = 8 + number * (STEPS - 20) // times
                 job.wait(lambda at=at: max(job.rows(), default=0) >= at, f"step {at}")  # type: ignore[misc]
-                struck, seen = time.monotonic(), len(read_starts(job.run))
+                struck, seen = time.monotonic(), job.starts()
                 with contextlib.suppress(OSError), open(disk / "filler", "wb", buffering=0) as filler:
                     while True:
                         filler.write(bytes(4096))
-                job.wait(lambda known=seen: len(read_starts(job.run)) > known, "a restart")  # type: ignore[misc]
+                job.wait(lambda known=seen: job.starts() > known, "a restart")  # type: ignore[misc]
                 (disk / "filler").unlink()
                 known = len(job.rows())
                 job.wait(lambda known=known: len(job.rows()) > known or job.process.poll() == 0, "the next step")  # type: ignore[misc]

@@ -1,7 +1,7 @@
 """One rank of benchmarks.chaos: train.py with a tiny model, and faults from inside that files ask for.
 
 A file `RANK-nan` in $CHAOS_FOLDER spoils one forward of that rank; `RANK-stall` makes it wait for ever between two
-steps. $CHAOS_WATCHERS of the ranks watch.
+steps.
 """
 
 import dataclasses
@@ -16,8 +16,7 @@ from torch import nn
 import train
 from config import Model
 from models import find_model
-from run import watchdog
-from run.exits import run_and_leave
+from run.run import run_and_leave
 
 
 def tiny_model(model: Model, data_vocab_size: int) -> tuple[Any, Any]:
@@ -49,5 +48,4 @@ def spoil(module: nn.Module, inputs: Any, output: Any) -> Any:
 if __name__ == "__main__":
     nn.modules.module.register_module_forward_hook(spoil)
     train.find_model = tiny_model
-    watchdog.WATCHERS = int(os.environ.get("CHAOS_WATCHERS", watchdog.WATCHERS))
     run_and_leave(train.main)

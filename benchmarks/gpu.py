@@ -37,7 +37,7 @@ from torch import nn
 
 import metrics
 from benchmarks.report import build_parser, finish, prepare_once, print_row
-from config import Config, load_config, with_defaults
+from config import Config, load_config
 from models.llama.hf import to_hf_config
 from parallel.device import synchronize
 from parallel.mesh import ParallelDims
@@ -231,7 +231,7 @@ def training_config(run: Run, steps: int, outputs: str) -> Config:
         "--validation.enable=false",
         "--checkpoint.enable=false",
     ]
-    return load_config(with_defaults(options, run.options))
+    return load_config([*options, *run.options])
 
 
 def planned(run: Run) -> Work:

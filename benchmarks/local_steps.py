@@ -49,7 +49,14 @@ def arguments(local_steps: int, outer: tuple[float, float], steps: int, folder: 
 def train_and_validate(local_steps: int, outer: tuple[float, float], steps: int) -> float:
     """Train, and return the validation loss after the last step, in nats."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "launch.torchrun", "--standalone", f"--nproc-per-node={RANKS}", "train.py"]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={RANKS}",
+            "train.py",
+        ]
         run = Path(folder) / "run"
         command += arguments(local_steps, outer, steps, str(run))
         result = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from parallel.device import device_type
-from run.folder import git_commit, package_version
+from records import git_commit, package_versions
 
 
 def build_parser(description: str) -> argparse.ArgumentParser:
@@ -83,7 +83,7 @@ def machine() -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        **{name: package_version(name) for name in ("torchao", "triton", "transformers", "torchtitan")},
+        **package_versions(),
         "cudnn": torch.backends.cudnn.version(),
         "commit": git_commit(),
     }

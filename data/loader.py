@@ -18,9 +18,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from config import Comm, Config, ConfigError, differences, grad_accum_steps
+from config import Comm, Config, ConfigError, differences
 from data.ledger import Ledger
-from data.place import StepShape, first_place, saved_place
+from data.place import StepShape, first_place, grad_accum_steps, saved_place
 from data.shards import DataError, check_datasets, open_dataset, with_chat_template
 from data.stream import Stream
 from data.tokenizer import TOKENIZER, Tokenizer, load_tokenizer
@@ -87,6 +87,7 @@ class DataLoader:
         self._bad_blocks = _BadBlocks(self._streams, config.comm) if mask else None
         accumulation = grad_accum_steps(config.training, dp_size)
         self._shape = StepShape(dp_size, config.training.local_batch_size, accumulation)
+        self.tokens_per_step: int = self._shape.samples * config.training.seq_len  # over all ranks
         self._dp_rank = dp_rank
         self._pin_memory = pin_memory
         self._upcoming: Iterator[list[Batch]] | None = None  # each step's microbatches, from the place on

@@ -5,7 +5,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from config import Config
+from config import Config, ConfigError, Training
 from data.order import Segment
 from data.shards import DataError, Dataset
 
@@ -30,6 +30,18 @@ class StepShape(NamedTuple):
         per_microbatch = self.dp_size * self.local_batch_size
         own = first + dp_rank * self.local_batch_size
         return list(range(own, own + self.samples, per_microbatch))
+
+
+def grad_accum_steps(training: Training, dp: int) -> int:
+    """Number of microbatches per optimizer step, given `dp` data-parallel ranks. Raises ConfigError."""
+    per_microbatch = training.local_batch_size * dp
+    accumulation, rest = divmod(training.global_batch_size or per_microbatch, per_microbatch)
+    if rest or not accumulation:
+        raise ConfigError(
+            f"training.global_batch_size = {training.global_batch_size}: must be a multiple of "
+            f"training.local_batch_size x data-parallel ranks = {training.local_batch_size} x {dp} = {per_microbatch}"
+        )
+    return accumulation
 
 
 class Place(NamedTuple):

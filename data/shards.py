@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from config import Config, Data, TitaniteError
+from config import PATIENCE, Config, ConfigError, Data, TitaniteError
 from data.packing import TOKEN_BITS
 from data.storage import DamagedError, Folder, open_folder
 from data.tokenizer import CHAT_TEMPLATE, Tokenizer, declared_eos, fingerprint, load_tokenizer, parse_tokenizer
@@ -290,8 +290,9 @@ def check_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
     """Refuse data that cannot be trained on. Checks manifests, file sizes, tokenizers and numbers of tokens.
 
     Returns data.datasets and validation.datasets. Reads no tokens and imports no torch, so that it can run first.
-    Raises DataError, StorageError, TitaniteError.
+    Raises ConfigError, DataError, StorageError, TitaniteError.
     """
+    _check_settings(config)
     datasets = [_open_to_train(url, config.data) for url in config.data.datasets]
     chat = with_chat_template(datasets)
     for dataset in datasets:
@@ -323,6 +324,24 @@ def check_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
                 f"{datasets[0].url} was made with {datasets[0].tokenizer_fingerprint}"
             )
     return datasets, held_out
+
+
+def _check_settings(config: Config) -> None:
+    """Raises ConfigError for weights without datasets, and for retries that other ranks would take for a hang."""
+    data, urls = config.data, (*config.data.datasets, *config.validation.datasets)
+    if not data.datasets:
+        raise ConfigError("data.datasets = []: name at least one folder made by `python -m data.prepare`")
+    if data.weights and len(data.weights) != len(data.datasets):
+        raise ConfigError(
+            f"data.weights = {list(data.weights)}: must have an entry for each of data.datasets = {list(data.datasets)}"
+        )
+    shortest = min(("train_timeout_seconds", "init_timeout_seconds"), key=lambda name: getattr(config.comm, name))
+    patience = round(PATIENCE * getattr(config.comm, shortest))
+    if any("://" in url for url in urls) and data.retry_seconds >= patience:
+        raise ConfigError(
+            f"data.retry_seconds = {data.retry_seconds}: must be below {patience} = {PATIENCE:g} x comm.{shortest}, "
+            "or other ranks would take the retries for a hang"
+        )
 
 
 def _open_to_train(url: str, data: Data) -> Dataset:

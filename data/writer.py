@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 from isal import isal_zlib
 
-from config import misplaced
+from config import LOCAL
 from data.shards import FORMAT, INDEX_SCHEMA, VERSION, DataError, Shard, digest, seal, token_schema
 from data.tokenizer import Tokenizer
 from records import write_atomically
@@ -70,8 +70,8 @@ def check_output(output: str, overwrite: bool, validation_fraction: float, block
             raise DataError(f"--{name} {value}: must be above 0 and finite")
     if not 0 <= validation_fraction <= 1:
         raise DataError(f"--validation-fraction {validation_fraction}: must be from 0 to 1")
-    if mistake := misplaced(output):
-        raise DataError(f"--output {output}: {mistake}")
+    if not output or output not in LOCAL:
+        raise DataError(f"--output {output}: must be a string {LOCAL}")
     try:
         output.encode()
     except UnicodeEncodeError:  # Arrow could not open files there, and no config could name it

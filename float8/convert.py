@@ -12,10 +12,17 @@ import torch
 from torch import nn
 
 import config as settings
-from config import ONE_SCALE, Config, ConfigError, close_match, gathers_float8
+from config import Config, ConfigError, close_match
 from float8.cpu import replace_matmul
 
 logger = logging.getLogger(__name__)
+
+ONE_SCALE = "tensorwise"  # the recipe with one scale per tensor, independent of which rank holds which rows
+
+
+def gathers_float8(float8: settings.Float8) -> bool:
+    """Whether FSDP2 gathers the converted weights in float8."""
+    return float8.enable and float8.fsdp_all_gather != "off" and float8.recipe == ONE_SCALE
 
 
 def check_float8(config: Config, here: bool = True) -> None:

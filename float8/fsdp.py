@@ -6,7 +6,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from config import Compile, Config, precomputes_scales
+from config import Compile, Config
+from float8.convert import gathers_float8
+
+
+def precomputes_scales(config: Config) -> bool:
+    """Whether one all-reduce per step computes the scales of the gathered weights ahead.
+
+    Not for weights on the host, which lose their scales on the way to the device (torch 2.13).
+    """
+    float8 = config.float8
+    return gathers_float8(float8) and float8.precompute_scale != "off" and not config.parallelism.cpu_offload
 
 
 def precompute_scales(parts: list[nn.Module], config: Config) -> None:

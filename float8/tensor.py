@@ -17,6 +17,14 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
+from config import Float8
+from float8.convert import ONE_SCALE
+
+
+def gathers_activations(float8: Float8) -> bool:
+    """Whether tensor parallelism gathers the inputs of the converted layers in float8."""
+    return float8.enable and float8.tp_all_gather != "off" and float8.recipe == ONE_SCALE
+
 
 def float8_plan(module: nn.Module, plan: Mapping[str, ParallelStyle], device_type: str) -> dict[str, ParallelStyle]:
     """`plan` with torchao's float8 styles for the converted layers of `module`.

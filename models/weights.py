@@ -7,9 +7,15 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from config import Config
+from float8.convert import gathers_float8
 from float8.fsdp import build_cast, precompute_scales
-from parallel.fsdp import keeps_copies
 from parallel.gradients import build_add
+
+
+def keeps_copies(config: Config) -> bool:
+    """Whether a rank alone, without FSDP2, casts its weights once per step, not at each use in each microbatch."""
+    casts = config.training.param_dtype != "float32" or gathers_float8(config.float8)
+    return casts and (config.float8.enable or not config.parallelism.reshard_after_forward)
 
 
 def build_refresh(

@@ -12,7 +12,7 @@ from torch._functorch import config as compiler
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import parallel.context  # noqa: F401  (registers the ring's operator)
-from config import ActivationCheckpoint
+from config import ActivationCheckpoint, Config, ConfigError
 
 aten = torch.ops.aten
 GRAPHS_OF_BLOCKS = 64
@@ -27,6 +27,15 @@ ATTENTION_OPS = frozenset(
         torch.ops.titanite.ring_attention.default,
     }
 )
+
+
+def check_activation_checkpoint(config: Config) -> None:
+    """Raises ConfigError for a budget without the compiler, which keeps to it."""
+    settings, compile = config.activation_checkpoint, config.compile
+    if settings.mode == "budget" and not (compile.enable and compile.backend == "inductor"):
+        raise ConfigError(
+            'activation_checkpoint.mode = "budget": needs compile.enable = true and compile.backend = "inductor"'
+        )
 
 
 def apply_activation_checkpoint(block: nn.Module, settings: ActivationCheckpoint) -> None:

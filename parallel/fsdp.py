@@ -15,7 +15,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_init
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
-from config import Config, Parallelism, gathers_float8
+from config import Config, Parallelism
 
 
 def needs_fsdp(config: Config, ranks: int) -> bool:
@@ -24,12 +24,6 @@ def needs_fsdp(config: Config, ranks: int) -> bool:
     A rank alone needs it only to keep weights and gradients on the host: otherwise it just adds copies of them.
     """
     return ranks > 1 or config.parallelism.cpu_offload
-
-
-def keeps_copies(config: Config) -> bool:
-    """Whether a rank alone, without FSDP2, casts its weights once per step, not at each use in each microbatch."""
-    casts = config.training.param_dtype != "float32" or gathers_float8(config.float8)
-    return casts and (config.float8.enable or not config.parallelism.reshard_after_forward)
 
 
 def apply_fsdp(model: nn.Module, groups: list[list[nn.Module]], mesh: DeviceMesh, config: Config) -> None:

@@ -44,7 +44,7 @@ class ParallelDims:
         dp_replicate, dp_shard = parallelism.dp_replicate, parallelism.dp_shard
         cp, tp, pp = parallelism.cp, parallelism.tp, parallelism.pp
         if dp_shard == 0:
-            raise ConfigError("parallelism.dp_shard = 0: must be at least 1, or -1 for all ranks that are left")
+            raise ConfigError("parallelism.dp_shard = 0: must be at least 1, or -1 for all remaining ranks")
         others = dp_replicate * cp * tp * pp
         if dp_shard == -1 and world_size % others == 0:
             dp_shard = world_size // others
@@ -53,7 +53,18 @@ class ParallelDims:
                 f"parallelism: pp {pp} x dp_replicate {dp_replicate} x dp_shard {dp_shard} x cp {cp} x tp {tp} "
                 f"must multiply to the world size, {world_size}"
             )
+        if parallelism.local_steps and dp_replicate == 1:
+            raise ConfigError(
+                f"parallelism.local_steps = {parallelism.local_steps}: needs parallelism.dp_replicate above 1, the "
+                "islands"
+            )
         group, shards = parallelism.reshard_group_size, dp_shard * cp
+        # With pp, weights stay gathered. FSDP2's groups support neither tp's DTensors nor islands' ranks.
+        if group and (tp * pp > 1 or parallelism.local_steps or not parallelism.reshard_after_forward):
+            raise ConfigError(
+                f"parallelism.reshard_group_size = {group}: needs reshard_after_forward = true, pp = 1, tp = 1 and "
+                "local_steps = 0"
+            )
         groups = [size for size in range(2, shards) if shards % size == 0]
         if group and group not in groups:
             raise ConfigError(

@@ -17,6 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from config import Config, ConfigError
+from parallel.device import device_type
+
 
 def _own_part(ids: Tensor, size: int, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
     """(places of token ids in this rank's `size` of the vocabulary, 0 for other ranks' ids; which ids are its own)."""
@@ -48,6 +51,17 @@ def _look_up(module: nn.Embedding, mesh: DeviceMesh, tokens_BS: Tensor) -> Tenso
     part = DTensor.from_local(found_TD, mesh, [Partial()]).redistribute(placements=[Shard(0)]).to_local()
     # The copy waits for the transfer. Without it a compiled block under FSDP2 silently loses the embedding's gradient.
     return part.clone()
+
+
+def check_async_tensor_parallel(config: Config) -> None:
+    """Raises ConfigError for async_tp without what it needs."""
+    compile, device = config.compile, device_type()
+    compiled = compile.enable and compile.backend == "inductor"
+    if config.parallelism.async_tp and not (device == "cuda" and compiled and config.parallelism.tp > 1):
+        raise ConfigError(
+            "parallelism.async_tp = true: needs parallelism.tp above 1, compile.enable = true, compile.backend = "
+            f'"inductor" and CUDA; the device is {device}'
+        )
 
 
 def enable_async_tensor_parallel(mesh: DeviceMesh) -> None:

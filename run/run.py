@@ -1,17 +1,18 @@
 """One start of a run: its processes, folder, signals, watchdog, profiler, garbage collection and timeouts."""
 
 import contextlib
-import functools
 import gc
 import logging
 import os
+import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -23,74 +24,68 @@ from parallel.device import bfloat16_is_slow
 from parallel.mesh import ParallelDims
 from parallel.pipeline import Step
 from profiling import profile
-from run.exits import AGAIN, SPEAKER_TIMEOUT_SECONDS
-from run.failures import RolledBackError, Stragglers, check_replay
-from run.folder import CrashLoopError, record_config, record_progress, start_run
+from run.failures import RolledBackError, check_replay
+from run.folder import PROGRESS, CrashLoopError, record_config, start_run
 from run.processes import (
+    AGAIN,
     LaunchEnvironment,
-    end_launcher,
     from_rank_0,
     init_distributed,
+    launch_environment,
     set_timeout,
     shut_down,
 )
-from run.stop import StopRequest
+from run.stop import OF_A_SCHEDULER, StopRequest
 from run.watchdog import Watchdog
 from storage import OutageError
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
 logger = logging.getLogger(__name__)
 
+SPEAKER_TIMEOUT_SECONDS = 20  # for ranks to wait until they are ended, while local rank 0 says what is wrong
 ForwardBackward = Callable[[list[Batch], Tensor], list[Tensor]]  # (microbatches, tokens of the step) → their losses
 
 
-def leave_no_process_group(train: Callable[P, T]) -> Callable[P, T]:
-    """Let `train` end the process group that it began, once its tensors are gone, so that it can be called again.
+def run_and_leave(main: Callable[[], object]) -> NoReturn:
+    """Run a rank's program and end the process. A mistake of the user is explained in one line, with exit code 2.
 
-    After an exception the group stays: other ranks may wait in a collective.
+    Skips Python's normal exit, which takes most of a second, sometimes aborts in a thread of gloo, and after an error
+    waits for ranks that are still in a collective.
     """
-
-    @functools.wraps(train)
-    def train_and_leave(*args: P.args, **options: P.kwargs) -> T:
-        begins = not dist.is_initialized()
-        result = train(*args, **options)
-        if begins:
-            shut_down()
-        return result
-
-    return train_and_leave
-
-
-@contextlib.contextmanager
-def explained(environment: LaunchEnvironment) -> Iterator[None]:
-    """Print an error that ends the run in one line, and end this rank with its exit code."""
+    code: Any = 0
     try:
-        yield
+        main()
     except RolledBackError:
         dist.barrier()  # all have recorded why, before torchrun ends the others
-        os._exit(AGAIN)
+        code = AGAIN
     except TitaniteError as error:
-        running = dist.is_initialized()
+        is_outage = isinstance(error, OutageError)  # of a store: a restart may help
+        code, environment, running = 1 if is_outage else 2, launch_environment(), dist.is_initialized()
         if environment.local_rank > 0 and (error.agreed or not running):
-            # Local rank 0 prints the same. If we left first, torchrun would end it before that.
+            # Local rank 0 prints the same. If this rank left first, torchrun would end it before that.
             time.sleep(SPEAKER_TIMEOUT_SECONDS)
         where = f" (rank {environment.rank})" if running and not error.agreed else ""
         print(f"error{where}: {error}", file=sys.stderr, flush=True)
-        is_outage = isinstance(error, OutageError)  # of a store: a restart may help
         would_recur = (not running or isinstance(error, (ConfigError, CrashLoopError))) and not is_outage
-        if environment.local_rank == 0 and environment.restarts_left and would_recur:
-            end_launcher()
-        os._exit(1 if is_outage else 2)  # a normal exit would wait for ranks that are still in a collective
+        if environment.local_rank == 0 and environment.restarts < environment.max_restarts and would_recur:
+            os.kill(os.getppid(), signal.SIGQUIT)  # so that torchrun ends without a restart
+    except SystemExit as ended:
+        code = ended.code
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None: closed from the start
+        with contextlib.suppress(OSError):  # a closed pipe must not change the exit code
+            stream.flush()
+    os._exit(code or 0)
 
 
 class Run:
     """What a start has beside the training itself. The loop calls `begin` and `end` once a step.
 
     As a context it starts the process group, chooses and records the run's folder, and explains the exception that ends
-    the run. `checks` get the folder on rank 0, before anything is written there. Raises TitaniteError if the ranks or
-    the folder do not fit.
+    the run. `check` gets the folder on rank 0, before anything is written there. Raises TitaniteError.
     """
 
     def __init__(
@@ -100,10 +95,10 @@ class Run:
         dims: ParallelDims,
         data: DataLoader,
         identity: dict[str, Any],
-        checks: Sequence[Callable[[Path], None]],
+        check: Callable[[Path], None],
     ):
         self.config, self.environment, self.dims, self.data = config, environment, dims, data
-        self.identity, self.checks = identity, checks
+        self.identity, self.check = identity, check
         self.starting = True  # until this start has computed a step: everything is compiled and connected then
         self._computed = False
         self._contexts = contextlib.ExitStack()
@@ -117,39 +112,43 @@ class Run:
         self.device = init_distributed(environment, config.comm)
         self.data.check_ranks()
         self.mesh = self.dims.build_mesh(self.device.type)
-        job, save = environment.job, self.data.tokenizer.save
-        start = partial(start_run, config, self.identity, environment.world_size, job, self.checks, save)
+        start = partial(start_run, config, self.identity, environment, self.check, self.data.tokenizer.save)
         self.folder, changed = from_rank_0(start)
         for key, (old, new) in changed.items():
             logger.info(f"resume: {key} was {old!r}, is now {new!r}")
         logger.info(f"run folder {self.folder}  {environment.world_size} x {self.device.type}  {self.dims}")
         if config.training.param_dtype == "bfloat16" and bfloat16_is_slow(self.device):
             logger.info('bfloat16 is very slow on this CPU: training.param_dtype = "float32" is faster')
-        self.watchdog = self._contexts.enter_context(Watchdog(self.folder, environment, config))
-        self.stragglers: Stragglers | None = None
+        self.stop = self._contexts.enter_context(StopRequest(self.folder, environment))
+        self.asked_to_stop = self.stop.agreed
+        self.watchdog = Watchdog(self.folder, environment, config)
+        self._contexts.push(self.watchdog.explain)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         gc.enable()
+        asked_by = self.stop.asked_by
+        if isinstance(error, SystemExit) and self.watchdog.step == 0 and not self.watchdog.find_lost(0):
+            # Before any step a request to stop ends this rank at once. (torchrun also asks when it has lost a rank.)
+            self.watchdog.announce(
+                "stopped", f"stopped by {asked_by}, before any step", again=asked_by in OF_A_SCHEDULER
+            )
         self._contexts.__exit__(kind, error, trace)
+        if error is None:  # otherwise other ranks may wait in a collective
+            shut_down()
 
     def start_steps(self, step: int, checkpoint_group: dist.ProcessGroup | None) -> None:
         """Say that the loop begins after `step`. From here on a request to stop is answered after a step."""
         config, rank = self.config, self.environment.rank
-        self.watchdog.resumed(step)
+        self.watchdog.step, self.watchdog.last_checkpoint = step, step or None
         if rank == 0:
             record_config(self.folder, config)
         if self.dims.is_first_copy(rank):
             self.data.open_ledger(self.folder)
-        if config.failures.straggler_interval:
-            self.stragglers = Stragglers(self.device, config.comm.init_timeout_seconds)
         self.checkpoint_group = checkpoint_group
-        self._contexts.pop_all()  # the watchdog, which must explain an error before the request to stop sees it
-        timeout_seconds = config.comm.init_timeout_seconds
-        self.stop = self._contexts.enter_context(StopRequest(self.folder, self.environment, timeout_seconds))
-        self._contexts.enter_context(self.watchdog)
+        self.stop.start(config.comm.init_timeout_seconds)
         self._trace = self._contexts.enter_context(profile(config.profiling, self.folder / "profile", rank, step))
         gc.disable()  # a collection on one rank stalls all the others, so all collect at the same steps
 
@@ -157,35 +156,31 @@ class Run:
         """Note the checkpoint of a step, in any thread."""
         self.watchdog.last_checkpoint = step
         if self.environment.rank == 0:
-            record_progress(self.folder)
+            (self.folder / PROGRESS).touch()  # earlier restarts of the job no longer count
 
     def enter_update(self, *_: Any) -> None:
         """Note that the optimizer begins: a hook of its step."""
         self.watchdog.enter("optimizer")
 
-    def asked_to_stop(self) -> bool:
-        """Whether the run is to end after this step; the same on all ranks. Collective."""
-        return self.stop.agreed()
-
     def watch(self, compute: Step, parameters: Sequence[Tensor]) -> ForwardBackward:
         """The forward and backward of all microbatches of a step; now and then twice, to compare (failures.replay)."""
+        every = self.config.failures.replay_interval
 
-        def forward_backward(microbatches: list[Batch], n_tokens: Tensor) -> list[Tensor]:
+        def compute_all(microbatches: list[Batch], n_tokens: Tensor) -> list[Tensor]:
             losses = []
             for i, batch in enumerate(microbatches):
                 self.watchdog.enter("forward/backward")
-                self._computed = True
                 losses.append(compute.forward_backward(*batch, n_tokens, i == len(microbatches) - 1))
+            self._computed = bool(microbatches)
             return losses
 
-        def replayed(microbatches: list[Batch], n_tokens: Tensor) -> list[Tensor]:
-            losses = forward_backward(microbatches, n_tokens)
-            if microbatches and self.watchdog.step % self.config.failures.replay_interval == 0:
-                again = partial(forward_backward, microbatches, n_tokens)
-                check_replay(self.watchdog.step, parameters, losses, again)
+        def forward_backward(microbatches: list[Batch], n_tokens: Tensor) -> list[Tensor]:
+            losses = compute_all(microbatches, n_tokens)
+            if every and microbatches and self.watchdog.step % every == 0:
+                check_replay(self.watchdog.step, parameters, losses, partial(compute_all, microbatches, n_tokens))
             return losses
 
-        return replayed if self.config.failures.replay_interval else forward_backward
+        return forward_backward
 
     def begin(self, step: int) -> None:
         """Begin a step."""
@@ -194,9 +189,7 @@ class Run:
 
     def end(self, step: int) -> None:
         """End a step. Collective."""
-        failures, training, comm = self.config.failures, self.config.training, self.config.comm
-        if self.stragglers and step % failures.straggler_interval == 0:
-            self.stragglers.check(step, self.data.wait_seconds)
+        training, comm = self.config.training, self.config.comm
         if self.starting and self._computed:
             self.starting = False
             gc.collect()
@@ -217,11 +210,15 @@ class Run:
 
     def close(self, step: int) -> None:
         """Record that the run ended as it should. Exits with AGAIN if only other nodes were asked to stop."""
-        steps = self.config.training.steps
+        steps, stop = self.config.training.steps, self.stop
         self._contexts.close()
-        self.watchdog.close(step, steps, self.stop.asked_by)
-        logger.info(f"done: step {step} of {steps}, run folder {self.folder}")
+        end = ("finished", "all steps done", None, False)
         if step < steps:
-            dist.barrier()  # when a rank leaves with 75, torchrun ends the others: let rank 0 record the end first
-            if self.stop.elsewhere:
-                sys.exit(AGAIN)  # torchrun starts us again, with the nodes that remain
+            again = stop.asked_by in OF_A_SCHEDULER or stop.elsewhere
+            end = ("stopped", f"stopped by {stop.asked_by or 'another rank'}", None, again)
+        if self.environment.local_rank == 0:  # each node may have a disk of its own
+            self.watchdog.announce(*end)
+        logger.info(f"done: step {step} of {steps}, run folder {self.folder}")
+        dist.barrier()  # when a rank leaves with AGAIN, torchrun ends the others: let rank 0 record the end first
+        if step < steps and stop.elsewhere:
+            sys.exit(AGAIN)  # torchrun starts us again, with the nodes that remain

@@ -10,10 +10,16 @@ import torch
 import torch.distributed as dist
 
 from config import TitaniteError
-from run.processes import LaunchEnvironment, tell_launcher
+from run.processes import LaunchEnvironment
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-OF_A_NODE = ("SIGTERM", "SIGHUP")  # they take a node from the run; by the others a person stops the whole run
+OF_A_SCHEDULER = (
+    "SIGTERM",
+    "SIGHUP",
+    "SIGUSR1",
+)  # it will start the job again; a person's SIGINT or `stop` file ends it
+OF_A_NODE = ("SIGTERM", "SIGHUP")  # they take one node from the run
+A_NODE, ALL = 1, 2  # votes: a node is to leave, the run is to end
 
 
 class StopRequest:
@@ -21,18 +27,22 @@ class StopRequest:
 
     All ranks agree on it. Afterwards `elsewhere` says that only other nodes were taken, so that the run should go on.
 
-    Each step casts a vote and reads that of the step before, on the host in a gloo group of its own. So no rank waits
-    for the device or for a slower rank, and all stop after the same step. Signals are caught inside `with`, except
-    those that were ignored before, as SIGHUP is under nohup. A second Ctrl-C raises KeyboardInterrupt.
+    Signals are caught inside `with`, except those that were ignored before, as SIGHUP is under nohup. Before `start`
+    there is nothing to save, so a signal ends this rank at once. After it each step casts a vote and reads that of the
+    step before, on the host in a gloo group of its own. So no rank waits for the device or for a slower rank, and all
+    stop after the same step. A second Ctrl-C raises KeyboardInterrupt.
     """
 
-    def __init__(self, run_folder: Path, environment: LaunchEnvironment, timeout_seconds: int):
-        self.file = run_folder / "stop"
+    def __init__(self, run_folder: Path, environment: LaunchEnvironment):
+        self.file, self.environment = run_folder / "stop", environment
         self.asked_by, self.elsewhere = "", False
-        self.node = environment.rank - environment.local_rank  # named by its first rank
-        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         self.vote = torch.zeros(1, dtype=torch.int32)
+        self.group: dist.ProcessGroup | None = None
         self.under_way: dist.Work | None = None
+
+    def start(self, timeout_seconds: int) -> None:
+        """From here on a request to stop is answered after a step. Collective."""
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
@@ -40,15 +50,17 @@ class StopRequest:
             raise KeyboardInterrupt
         if not self.asked_by or name not in OF_A_NODE:  # a node's signal does not replace a person's
             self.asked_by = name
+        if self.group is None:
+            raise SystemExit(128 + number)
 
     def agreed(self) -> bool:
         """Whether any rank had been asked to stop by the previous call; the same on all ranks. Collective."""
         if self.under_way is not None:
             self.under_way.wait()
         stop = bool(self.vote.item())
-        if dist.get_rank() == 0 and self.file.exists():
+        if self.environment.rank == 0 and self.file.exists():
             self.asked_by = str(self.file)
-        self.vote.fill_(int(bool(self.asked_by)))
+        self.vote.fill_(0 if not self.asked_by else A_NODE if self.asked_by in OF_A_NODE else ALL)
         self.under_way = dist.all_reduce(self.vote, dist.ReduceOp.MAX, group=self.group, async_op=True)
         return stop
 
@@ -57,7 +69,6 @@ class StopRequest:
         for number, handler in self.before.items():
             if handler != signal.SIG_IGN:
                 signal.signal(number, self._on_signal)
-        tell_launcher(None)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
@@ -66,15 +77,10 @@ class StopRequest:
             # When a rank has failed, torchrun ends the others by SIGTERM, and their collectives fail in turn. Only the
             # first failure should be seen: a second traceback would bury it.
             os._exit(128 + signal.SIGTERM)
-        if error is None:
-            if self.under_way is not None:
-                self.under_way.wait()
-            asked = torch.zeros(dist.get_world_size() + 1, dtype=torch.int32)  # by a node's first rank; -1: the run
-            if self.asked_by:
-                asked[self.node if self.asked_by in OF_A_NODE else -1] = 1
-            dist.all_reduce(asked, dist.ReduceOp.MAX, group=self.group)
-            self.elsewhere = bool(asked.any()) and not asked[[self.node, -1]].any()
-            if dist.get_rank() == 0:
+        if error is None and self.under_way is not None:
+            self.under_way.wait()
+            self.elsewhere = self.vote.item() == A_NODE and not self.asked_by
+            if self.environment.rank == 0:
                 self.file.unlink(missing_ok=True)
         for number, handler in self.before.items():
             signal.signal(number, handler)

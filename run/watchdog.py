@@ -1,13 +1,11 @@
-"""A thread on every rank that notices when the job hangs, says where, and ends it so that torchrun starts it again.
+"""Where each rank is, how it notices that it hangs, and what it says about the end of the run.
 
-About once a second each rank's thread publishes a beat in the job's store: the section and step the rank is in, for how
-long, and its Python stack. Nothing in the step waits for it. If a watching rank has made no progress for much of the
-time it may take, its thread reads all ranks' beats. All ranks obey the first verdict.
+A thread on every rank ends it when its main thread stays in one place for too long, so that torchrun starts the job
+again. It judges nothing but its own rank and those on the same machine that do not run. A rank that waits for others in
+a collective is ended by the collective's own timeout.
 """
 
 import contextlib
-import json
-import math
 import os
 import signal
 import socket
@@ -15,98 +13,36 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from config import PATIENCE, Config, TitaniteError
 from parallel.device import device_type
-from run.exits import FILE, HUNG, Exit, record_exit
 from run.failures import RolledBackError
-from run.processes import LaunchEnvironment, process_state, runs
+from run.folder import record_exit
+from run.processes import AGAIN, LaunchEnvironment, process_state
+from storage import OutageError
 
 T = TypeVar("T")
 
-SILENT = 0.3  # share of the limit: a rank whose thread has been silent for longer does not run
-SAYING_SECONDS = 10.0  # most time to report a hang before a rank ends: the run's folder may be what hangs
-LATE_SECONDS = 1.0  # by which the thread of a running process may oversleep
+SAYING_SECONDS = 10.0  # most time to report a hang before a rank ends
 LOST_SECONDS = 3.0  # for a rank that lost a connection to look for the rank it lost
-WATCHERS = 16  # ranks, spread over all, that read all beats: in a large job more would overload the store
 FRAMES = 10
 CHECKPOINTING = ("checkpoint", "load", "end")  # sections that may last checkpoint.timeout_seconds
-QUEUEING = ("forward/backward", "optimizer", "validation")  # sections that queue kernels on an accelerator
-LESS_MEMORY = (
-    "a smaller training.local_batch_size or activation_checkpoint.mode = selective, full or budget needs less;"
-    " python -m tools.plan says how much"
-)
-
-
-class Beat(NamedTuple):
-    """What a rank last said about itself. Seconds are measured by its own clock, so clocks need not agree."""
-
-    number: int  # of this beat
-    host: str
-    pid: int
-    ticks: int  # sections entered so far: equal for ranks at the same place
-    section: str
-    step: int
-    idle_seconds: float  # since it entered the section or last made progress in it
-    limit_seconds: float  # it may be idle for this long
-    waiting: bool  # in a collective, or maybe: an accelerator's full queue holds its host up anywhere
-    stack: str  # innermost last
-
-
-class Verdict(NamedTuple):
-    """Which ranks hold up the job. No rank: none stands out."""
-
-    ranks: list[int]
-    text: str
-    section: str
-    step: int
-
-
-def judge(beats: Sequence[Beat], silent: set[int], gone: bool = False) -> Verdict | None:
-    """Who holds up the job, by the beats of all ranks; None while any rank moves or may take longer.
-
-    `silent` are the ranks whose beats have stopped; with `gone`, for so long that moving ranks do not matter. Blamed
-    are, in this order: ranks that do not run, ranks behind the others, ranks that are in no collective while others
-    are, the only rank.
-    """
-    moving = [b for rank, b in enumerate(beats) if rank not in silent and b.idle_seconds < PATIENCE * b.limit_seconds]
-    if moving and not gone:
-        return None
-    first = min(b.ticks for b in beats)
-    behind = [rank for rank, b in enumerate(beats) if b.ticks == first]
-    busy = [rank for rank, b in enumerate(beats) if not b.waiting]
-    if silent:
-        ranks, why = sorted(silent), "does not run (stopped, or its machine is gone)"
-    elif len(behind) < len(beats):
-        ranks, why = behind, "is stuck, the others wait for it"
-    elif 0 < len(busy) < len(beats):
-        ranks, why = busy, "is stuck while the others wait in a collective"
-    elif len(beats) == 1:
-        ranks, why = [0], "is stuck"
-    else:
-        doing = (
-            f"are busy in {beats[0].section}, nearly as long as they may" if busy else "wait, perhaps for the network"
-        )
-        text = f"hung: all ranks {doing}; none stands out; the stack of rank 0: {beats[0].stack}"
-        return Verdict([], text, beats[0].section, beats[0].step)
-    beat = beats[ranks[0]]
-    names = ", ".join(map(str, ranks))
-    text = f"hung: rank {names} ({beat.host}) {why}; its stack: {beat.stack}"
-    return Verdict(ranks, text, beat.section, beat.step)
+# Sections that queue kernels on an accelerator: when its queue is full, the host waits for other ranks anywhere.
+QUEUEING = ("forward/backward", "optimizer", "validation")
+LESS_MEMORY = "a smaller training.local_batch_size or an activation_checkpoint.mode needs less, see tools.plan"
 
 
 class Watchdog:
-    """Knows where this rank is, and what to say when the run ends. All ranks must build it together.
+    """Knows where this rank is, and says why the run ends. Collective to build.
 
-    It gives verdicts only under torchrun, which starts the job again. As a context, entered any number of times, it
-    explains the exception that ends the run.
+    Without torchrun, which starts the job again, it ends nothing.
     """
 
     def __init__(self, folder: Path, environment: LaunchEnvironment, config: Config):
@@ -114,29 +50,20 @@ class Watchdog:
         self.section, self.step = "start", 0
         self.last_checkpoint: int | None = None  # that this start has read or committed
         self.limit_seconds: float = config.comm.init_timeout_seconds
-        self._ticks, self._entered, self._count = 0, time.monotonic(), 0
-        self._main, self._host = threading.get_ident(), socket.gethostname()
-        self._queueing = QUEUEING if device_type() != "cpu" else ()
-        self._closed = threading.Event()
-        self._last_seen: dict[int, tuple[int, float]] = {}  # rank → number of its last beat, when that came
-        self._watches = environment.rank % math.ceil(environment.world_size / WATCHERS) == 0
+        self._entered, self._main = time.monotonic(), threading.get_ident()
+        pids: list[Any] = [None] * environment.world_size
+        dist.all_gather_object(pids, os.getpid())
         first = environment.rank - environment.local_rank
-        self._neighbours = range(first, first + environment.local_world_size)
-        self._thread: threading.Thread | None = None
+        self._pids = dict(list(enumerate(pids))[first : first + environment.local_world_size])  # of this torchrun
+        self._closed = threading.Event()
         if environment.job:
-            # Its own client: on the default one the thread would queue behind what the main thread waits for.
-            self._store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-            self._publish()
-            dist.barrier()
-            self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
-            self._thread.start()
+            threading.Thread(target=self._run, name="watchdog", daemon=True).start()
 
-    # ------------------------------------------------------------ what train.py says
+    # ------------------------------------------------------------ where this rank is
 
     def enter(self, section: str, step: int | None = None) -> None:
         """Say that this rank begins a section, such as data, forward/backward, optimizer, validation or checkpoint."""
         self.section, self.step = section, self.step if step is None else step
-        self._ticks += 1
         self._entered = time.monotonic()
 
     def alive(self) -> None:
@@ -153,205 +80,94 @@ class Watchdog:
             self.enter(section)
             yield item
 
-    def resumed(self, step: int) -> None:
-        """Say that the run goes on after `step`; 0: it begins."""
-        self.step, self.last_checkpoint = step, step or None
-
-    def close(self, step: int, steps: int, stopped_by: str) -> None:
-        """Record that the run has ended as it should, and stop watching."""
-        self._closed.set()
-        if self._thread:
-            self._thread.join()
-        if self.environment.rank == 0:
-            kind = "finished" if step >= steps else "stopped"
-            cause = "all steps done" if kind == "finished" else f"stopped by {stopped_by or 'another rank'}"
-            action = "none" if kind == "finished" else f"resume with --run.folder={self.folder}"
-            record_exit(self.folder, Exit(kind, cause, None, "end", step, self.last_checkpoint, action))
-
     # ------------------------------------------------------------ why the run ends
 
-    def __enter__(self) -> "Watchdog":
-        return self
-
-    def __exit__(
+    def explain(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Announce the exception that ends the run, as the exit of a context."""
+        self._closed.set()
         if not isinstance(error, Exception):
             return
         rank: int | None = self.environment.rank
-        said = next(iter(str(error).splitlines()), type(error).__name__)
-        if isinstance(error, RolledBackError):
-            what, cause, rank = "rolled back", str(error), None
-        elif isinstance(error, TitaniteError):
-            what, cause, rank = "error", str(error), None if error.agreed else rank
+        what, cause = "failed", next(iter(str(error).splitlines()), type(error).__name__)
+        if isinstance(error, TitaniteError):
+            what, cause = "rolled back" if isinstance(error, RolledBackError) else "error", str(error)
+            rank = None if error.agreed else rank
         elif isinstance(error, torch.OutOfMemoryError):  # even in a collective: no other rank is to blame
-            what, cause = "failed", f"{said}; {LESS_MEMORY}"
+            cause = f"{cause}; {LESS_MEMORY}"
         elif isinstance(error, RuntimeError) and _in_collective(traceback.extract_tb(trace)[-FRAMES:]):
-            lost = self._find_lost()
-            cause = said
-            if lost:
-                names = ", ".join(map(str, lost))
-                cause = f"rank {names} was lost (killed, stopped, out of memory, or its machine gone)"
-            # Much of torch.distributed only computes: not all its errors mean a lost connection.
-            disconnected = lost or isinstance(error, dist.DistError) or "gloo" in str(error)
-            what, rank = ("lost", lost[0] if lost else None) if disconnected else ("failed", rank)
+            if found := self.find_lost(LOST_SECONDS):
+                what, cause, rank = found
+            elif isinstance(error, dist.DistError) or "gloo" in cause:  # much of torch.distributed only computes
+                what, cause, rank = "lost", f"a rank on another machine was lost or hangs: {cause}", None
         else:
-            what, cause = "failed", f"{type(error).__name__}: {error}".splitlines()[0]
-        self._announce(what, cause, rank, self.section, self.step)
+            cause = f"{type(error).__name__}: {cause}"
+        again = what in ("lost", "hung", "rolled back") or isinstance(error, OutageError)
+        self.announce(what, cause, rank, again=again)
 
-    def _announce(self, kind: str, cause: str, rank: int | None, section: str, step: int) -> None:
+    def announce(self, kind: str, cause: str, rank: int | None = None, again: bool = True) -> None:
+        """Record why this start ends, and print it if nothing else does; `again`: a scheduler should start the next."""
         if not self.folder.is_dir():  # nothing is written yet, or the folder is on another node
             return
-        again = self.environment.restarts_left > 0
-        action = "torchrun starts the job again" if again else f"start again with --run.folder={self.folder}"
-        ended = Exit(kind, cause, rank, section, step, self.last_checkpoint, action)
-        if record_exit(self.folder, ended) and kind != "error":  # train.py's main prints errors
-            print(ended.line(), file=sys.stderr, flush=True)
+        orderly, last = kind in ("finished", "stopped"), self.last_checkpoint
+        action = "none" if kind == "finished" else f"start again with --run.folder={self.folder}"
+        if self.environment.restarts < self.environment.max_restarts and not orderly:
+            action = "torchrun starts the job again"
+        record = {"kind": kind, "cause": cause, "rank": rank, "section": self.section, "step": self.step}
+        repeated = 0 if kind == "finished" else self.step - (last or 0)
+        record |= {"last_checkpoint": last, "steps_repeated": repeated, "next_action": action, "start_again": again}
+        if record_exit(self.folder, record) and kind != "error" and not orderly:  # run_and_leave prints errors
+            where = f"{'' if rank is None else f'rank {rank}, '}{self.section} of step {self.step}"
+            saved = "no checkpoint yet" if last is None else f"last checkpoint step {last}"
+            print(f"exit: {cause} ({where}); {saved}; next: {action}", file=sys.stderr, flush=True)
 
-    def _find_lost(self) -> list[int]:
-        """The ranks that do not run: on this machine by their process, on others by their silence.
+    def find_lost(self, seconds: float) -> tuple[str, str, int] | None:
+        """Kind, cause and rank of what ended here: a rank on this machine that does not run, None if all do.
 
-        A process that is only stopped is killed, since it would not notice the end of the job. In a large job most
-        ranks look only at their own machine, unless by then no rank has said what was lost.
+        Kills one that is only stopped, since it would not notice the end of the job.
         """
-        if self._thread is None:
-            return []
-        try:
-            if not self._watches:  # watching ranks look at all first and say why; this one does if none of them did
-                lost = self._wait_for_dead(self._read_beats(self._neighbours), 2 * LOST_SECONDS)
-                if lost or (self.folder / FILE).exists():
-                    return lost
-            before = self._read_beats(range(self.environment.world_size))
-            dead = self._wait_for_dead(before, LOST_SECONDS)
-            after = self._read_beats(range(self.environment.world_size))
-        except RuntimeError:  # the store is gone as well, with the torchrun of rank 0 and so with its ranks
-            return [0] if self.environment.rank else []
-        return dead or [r for r, beat in before.items() if beat.host != self._host and beat == after[r]]
-
-    def _wait_for_dead(self, beats: dict[int, Beat], seconds: float) -> list[int]:
-        """Wait up to `seconds` for ranks on this machine that do not run, and return them; kills those only stopped."""
         deadline = time.monotonic() + seconds
-        dead: list[int] = []
-        while not dead and time.monotonic() < deadline:
+        while True:
+            states = {rank: process_state(pid)[0] for rank, pid in self._pids.items()}
+            for rank in (rank for rank, state in states.items() if state in ("", "Z")):  # gone, a zombie
+                return "lost", f"rank {rank} was lost (killed, or out of memory)", rank
+            for rank in (rank for rank, state in states.items() if state == "T"):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self._pids[rank], signal.SIGKILL)
+                return "hung", f"hung: rank {rank} does not run, it was stopped", rank
+            if time.monotonic() >= deadline:
+                return None
             time.sleep(0.05)
-            states = {rank: process_state(beat.pid)[0] for rank, beat in beats.items() if beat.host == self._host}
-            dead = [rank for rank, state in states.items() if state in ("", "Z", "T")]  # gone, a zombie, stopped
-        for rank in dead:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(beats[rank].pid, signal.SIGKILL)
-        return dead
 
     # ------------------------------------------------------------ the thread
 
-    def _run(self) -> None:
-        # torchrun may have ended before this thread began: then the parent is another process.
-        parent, launcher = os.getppid(), self.environment.launcher
-        while not self._wait():
-            if os.getppid() != parent or (launcher and not runs(launcher)):
-                # A rank without its torchrun would train on beside the job that replaces it.
-                print(f"rank {self.environment.rank}: torchrun is gone, so this rank ends", file=sys.stderr, flush=True)
-                os._exit(HUNG)
-            try:
-                self._publish()
-                if self._store.check(["watchdog/verdict"]):
-                    self._obey(Verdict(*json.loads(self._store.get("watchdog/verdict"))))
-                idle_seconds = time.monotonic() - self._entered
-                if self._watches and idle_seconds > PATIENCE / 2 * min(self._limit(), self.limit_seconds):
-                    self._watch()
-            except RuntimeError:
-                continue  # the store is in the first torchrun: if that is gone, ours ends us
-
-    def _wait(self) -> bool:
-        """Wait for the next beat. Returns whether the run has ended. Time while the process was frozen is no hang."""
-        before, pause = time.monotonic(), min(1.0, self._limit() / 10)
-        closed = self._closed.wait(pause)
-        if (late := time.monotonic() - before - pause) > LATE_SECONDS:
-            self._entered = min(self._entered + late, time.monotonic())
-            self._last_seen.clear()  # the others may have been frozen as well
-        return closed
-
     def _limit(self) -> float:
-        if self.section in CHECKPOINTING:
-            return self.config.checkpoint.timeout_seconds
-        return self.limit_seconds
+        return self.config.checkpoint.timeout_seconds if self.section in CHECKPOINTING else self.limit_seconds
 
-    def _publish(self) -> None:
-        self._count += 1
-        stack = _stack_of(self._main)
-        beat = Beat(
-            number=self._count,
-            host=self._host,
-            pid=os.getpid(),
-            ticks=self._ticks,
-            section=self.section,
-            step=self.step,
-            idle_seconds=time.monotonic() - self._entered,
-            limit_seconds=self._limit(),
-            waiting=self.section in self._queueing or _in_collective(stack),
-            stack=" > ".join(map(_short, stack)),
-        )
-        self._store.set(f"watchdog/{self.environment.rank}", json.dumps(beat))
-
-    def _read_beats(self, ranks: Sequence[int]) -> dict[int, Beat]:
-        # A request without keys breaks the connection.
-        texts = self._store.multi_get([f"watchdog/{rank}" for rank in ranks]) if ranks else []
-        return {rank: Beat(*json.loads(text)) for rank, text in zip(ranks, texts, strict=True)}
-
-    def _watch(self) -> None:
-        """Look at all ranks, and give and obey a verdict if there is one."""
-        now, beats = time.monotonic(), self._read_beats(range(self.environment.world_size))
-        for rank, beat in beats.items():
-            if self._last_seen.get(rank, (0, 0.0))[0] != beat.number:
-                self._last_seen[rank] = beat.number, now
-        quiet = {rank: now - at for rank, (_, at) in self._last_seen.items()}
-        # A save may take long, but this thread does nothing else and is never silent for long.
-        gone = {rank for rank, seconds in quiet.items() if seconds > PATIENCE * self.limit_seconds}
-        silent = gone or {rank for rank, seconds in quiet.items() if seconds > SILENT * self._limit()}
-        verdict = judge(list(beats.values()), silent, bool(gone))
-        if verdict is None:
-            return
-        first = self._store.compare_set("watchdog/verdict", "", json.dumps(verdict))
-        self._obey(Verdict(*json.loads(first)))
-
-    def _obey(self, verdict: Verdict) -> None:
-        """Say why, kill the stuck ranks on this machine, which may not react to a signal, and end this rank.
-
-        Every rank tries to write it down, since the run's folder may be on one machine's disk; the first there does.
-        """
-        stuck = verdict.ranks[0] if verdict.ranks else None
-        said = ("hung", verdict.text, stuck, verdict.section, verdict.step)
-        saying = threading.Thread(target=self._announce, args=said, daemon=True)
-        saying.start()
-        saying.join(SAYING_SECONDS)
-        if saying.is_alive():
-            print(verdict.text, file=sys.stderr, flush=True)
-        beside = [rank for rank in verdict.ranks if rank in self._neighbours and rank != self.environment.rank]
-        with contextlib.suppress(RuntimeError):  # the store is gone: torchrun will end them
-            for beat in self._read_beats(beside).values():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(beat.pid, signal.SIGKILL)
-        os._exit(HUNG)
-
-
-# ---------------------------------------------------------------- stacks and processes
+    def _run(self) -> None:
+        while not self._closed.wait(min(1.0, self._limit() / 10)):
+            stack = _stack_of(self._main)
+            queueing = device_type() != "cpu" and self.section in QUEUEING
+            idle = time.monotonic() - self._entered > PATIENCE * self._limit()
+            if idle and (queueing or not _in_collective(stack)):
+                where, rank = " > ".join(map(_short, stack)), self.environment.rank
+                stuck = f"rank {rank} ({socket.gethostname()}) is stuck; its stack: {where}"
+                waits = f"all ranks wait, perhaps for the network; the stack of rank {rank}: {where}"
+                found = self.find_lost(0) or (
+                    "hung",
+                    f"hung: {waits if queueing else stuck}",
+                    None if queueing else rank,
+                )
+                threading.Timer(SAYING_SECONDS, os._exit, [AGAIN]).start()  # the run's folder may be what hangs
+                self.announce(*found)
+                os._exit(AGAIN)
 
 
 def _stack_of(thread: int) -> list[traceback.FrameSummary]:
-    """The innermost frames of a thread, innermost last, or those of the backward that it waits for.
-
-    An accelerator's backward runs in a thread of torch, whose stack does not begin in Python's `threading`.
-    """
-    others = sys._current_frames()
-    stack = list(traceback.walk_stack(others.pop(thread)))
-    others.pop(threading.get_ident(), None)  # its own frame holds `others`: a cycle would keep all stacks' tensors
-    if stack[0][0].f_code.co_name == "_engine_run_backward":
-        stacks = (list(traceback.walk_stack(frame)) for frame in others.values())
-        backward = (other for other in stacks if other[-1][0].f_code.co_filename != threading.__file__)
-        stack = next(backward, []) + stack
-    return [
-        traceback.FrameSummary(f.f_code.co_filename, line, f.f_code.co_name, lookup_line=False)
-        for f, line in stack[FRAMES - 1 :: -1]
-    ]
+    """The innermost frames of a thread, innermost last."""
+    frames = traceback.walk_stack(sys._current_frames()[thread])
+    return traceback.StackSummary.extract(frames, limit=FRAMES, lookup_lines=False)[::-1]
 
 
 def _in_collective(frames: Iterable[traceback.FrameSummary]) -> bool:

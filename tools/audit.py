@@ -25,9 +25,9 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from config import Config, Data, TitaniteError, command_line, from_dict, grad_accum_steps, load_config, read_recorded
+from config import Config, Data, TitaniteError, command_line, from_dict, load_config, read_recorded
 from data.ledger import Records, Step, checksum, read_ledger
-from data.place import Place, StepShape, first_place
+from data.place import Place, StepShape, first_place, grad_accum_steps
 from data.shards import Dataset, Split, open_dataset
 from data.stream import Stream
 from data.tokenizer import Tokenizer

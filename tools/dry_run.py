@@ -7,6 +7,7 @@ backend answers every collective at once. A dispatch mode counts the bytes that 
 
 import contextlib
 import dataclasses
+import math
 import tempfile
 import warnings
 import weakref
@@ -31,9 +32,11 @@ from torch.utils._pytree import tree_leaves
 import metrics
 import run.run
 import train
-from config import Config, Failures, Metrics, Profiling, grad_accum_steps
+from config import Config, Failures, Metrics, Profiling
 from data.loader import Batch
+from data.place import grad_accum_steps
 from float8.convert import check_float8
+from models import ModelSpec
 from parallel.context import ring_attention, ring_attention_backward
 from run import failures
 from run.processes import LaunchEnvironment
@@ -203,6 +206,14 @@ def dry_run(config: Config, world_size: int, rank: int = 0) -> DryRun:
         nonlocal optimizer
         optimizer = tally.live - weights - others  # gradients are freed by now
 
+    def check(
+        _: Config, environment: LaunchEnvironment, data: Any, spec: ModelSpec, flavor: Any, identity: Any
+    ) -> None:
+        """Refuse what this model cannot be split into. The rest is for a run of all steps, where the GPU is."""
+        parallelism = dataclasses.replace(config.parallelism, async_tp=False)
+        spec.check_parallelism(flavor, dataclasses.replace(config, parallelism=parallelism))
+        check_float8(config, here=False)
+
     init_weights, build_optimizer = train.init_weights, train.build_optimizer
     # DTensor propagates global shapes by fake tensors that no rank holds: not to be counted.
     propagate = _disable_current_modes()(ShardingPropagator._propagate_tensor_meta_non_cached)
@@ -219,7 +230,7 @@ def dry_run(config: Config, world_size: int, rank: int = 0) -> DryRun:
         mock.patch.multiple(
             train,
             launch_environment=lambda: LaunchEnvironment(rank, 0, world_size),
-            check_float8=partial(check_float8, here=False),
+            check_start=check,
             init_weights=begin_fake_tensors,
             build_optimizer=begin_count,
             DataLoader=partial(_zeros, tally.begin_step),
@@ -255,6 +266,7 @@ def _one_step(config: Config, folder: Path) -> Config:
         config,
         run=dataclasses.replace(config.run, folder="", outputs=str(folder)),
         training=dataclasses.replace(config.training, steps=1),
+        lr_scheduler=dataclasses.replace(config.lr_scheduler, warmup_steps=0),  # one step has no room for it
         # inductor's kernels would touch memory, which fake tensors lack
         compile=dataclasses.replace(config.compile, backend="aot_eager"),
         parallelism=dataclasses.replace(config.parallelism, async_tp=False),  # it needs the GPU's compiler
@@ -276,15 +288,18 @@ def _axis_of(args: tuple[Any, ...]) -> str:
 def _zeros(before_step: Callable[[], None], config: Config, dp_rank: int, dp: int, **_: Any) -> Any:
     """A stand-in for the data loader that returns zeros."""
     shape = config.training.local_batch_size, config.training.seq_len
+    accumulation = grad_accum_steps(config.training, dp)
 
     def next_step() -> list[Batch]:
         before_step()
         tokens, labels, positions = (torch.zeros(shape, dtype=torch.int64) for _ in range(3))
         batch = Batch(tokens, labels, positions if config.data.mask_documents else None)
-        return [batch] * grad_accum_steps(config.training, dp)
+        return [batch] * accumulation
 
     vocab_size = min(config.model.vocab_size or DEFAULT_VOCAB_SIZE, DEFAULT_VOCAB_SIZE)
-    return mock.Mock(next_step=next_step, vocab_size=vocab_size, tokens_seen=0, wait_seconds=0.0)
+    tokens = accumulation * math.prod(shape) * dp
+    facts = {"vocab_size": vocab_size, "tokens_per_step": tokens, "tokens_seen": 0, "wait_seconds": 0.0}
+    return mock.Mock(next_step=next_step, **facts)
 
 
 def _no_checkpoints(*_: Any, **__: Any) -> Any:

@@ -33,7 +33,7 @@ from checkpoint.manifest import MANIFEST, Manifest, Opened
 from checkpoint.planning import plan_pieces, split_rows
 from checkpoint.ranks import Ranks
 from checkpoint.state import model_tensors
-from config import Model, TitaniteError, command_line, misread, tomllib
+from config import LOCAL_OR_S3, Model, TitaniteError, command_line, tomllib
 from data.chat import ChatTemplate
 from data.tokenizer import TOKENIZER, Tokenizer, json_object, load_tokenizer
 from metrics import quiet_noisy_loggers
@@ -272,8 +272,8 @@ def imported_family(config: Mapping[str, Any]) -> tuple[str, HuggingFace]:
 
 def _new_checkpoint(place: str) -> tuple[Store, str]:
     """The store and name of a checkpoint to be made at `place`. Raises CheckpointError if something is there."""
-    if mistake := misread(place):
-        raise CheckpointError(f"{place}: {mistake}")
+    if place not in LOCAL_OR_S3:
+        raise CheckpointError(f"{place}: must be a string {LOCAL_OR_S3}")
     parent, _, name = place.rstrip("/").rpartition("/")
     if name in ("", ".", "..") or ("://" in place and parent.endswith("/")):  # in an object store, // is not /
         raise CheckpointError(f"{place}: name a new folder, or a prefix in a bucket after a single slash")

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from config import Config, ConfigError, TitaniteError, command_line, gathers_float8, load_config, to_toml, with_defaults
+from config import Config, ConfigError, TitaniteError, command_line, load_config, to_toml
 from data.loader import validation_batches
 from data.shards import check_datasets
-from float8.convert import build_linear_config, check_float8, convert_to_float8, summarize
+from float8.convert import build_linear_config, check_float8, convert_to_float8, gathers_float8, summarize
 from loss import cross_entropy
 from models import build_model, find_model
 from parallel.device import device_type
@@ -161,7 +161,7 @@ def main(argv: list[str]) -> None:
     output: Path = arguments.output.resolve()
 
     # -- find mistakes before the first run
-    config = load_config(with_defaults(QUICK if arguments.quick else (), rest))
+    config = load_config([*(QUICK if arguments.quick else ()), *rest])
     if config.training.param_dtype != "bfloat16":
         raise ConfigError(
             f'training.param_dtype = "{config.training.param_dtype}": must be "bfloat16", which float8 is compared with'

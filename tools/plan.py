@@ -19,12 +19,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
-from config import Config, ConfigError, check_config, grad_accum_steps, load_config
+from config import Config, ConfigError, load_config
+from data.place import grad_accum_steps
 from float8.convert import check_float8, convert_to_float8
+from loss import loss_chunks
 from metrics import check_log_ranks, find_hook
 from models import ModelSpec, build_model, find_model
 from parallel.mesh import ParallelDims
-from run.exits import run_and_leave
+from run.run import run_and_leave
 from tools.devices import DEVICES, GIB
 from tools.plan_costs import DEFAULT_VOCAB_SIZE, Work, groups, traffic
 from tools.plan_memory import Memory, memory, reserved
@@ -122,6 +124,7 @@ def _check(config: Config, world_size: int) -> ParallelDims:
     parallelism = dataclasses.replace(config.parallelism, async_tp=False)
     spec.check_parallelism(flavor, dataclasses.replace(config, parallelism=parallelism))
     check_float8(config, here=False)
+    loss_chunks(config)
     grad_accum_steps(config.training, dims.dp)
     return dims
 
@@ -168,7 +171,6 @@ def sweep(config: Config, options: Options) -> list[dict[str, Any]]:
                 training=dataclasses.replace(config.training, local_batch_size=batch),
             )
             try:
-                check_config(changed)
                 dims = _check(changed, options.world_size)
             except ConfigError:
                 continue  # the world, the batch or the model does not divide so

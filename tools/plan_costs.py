@@ -13,8 +13,13 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from config import Config, gathers_activations, gathers_float8, grad_accum_steps, precomputes_scales
-from parallel.fsdp import keeps_copies, needs_fsdp
+from config import Config
+from data.place import grad_accum_steps
+from float8.convert import gathers_float8
+from float8.fsdp import precomputes_scales
+from float8.tensor import gathers_activations
+from models.weights import keeps_copies
+from parallel.fsdp import needs_fsdp
 from parallel.mesh import ParallelDims
 from parallel.pipeline import layers_of_stages
 

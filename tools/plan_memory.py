@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from config import loss_chunks
+from loss import loss_chunks
 from tools.plan_costs import (
     Weight,
     Work,

@@ -13,6 +13,7 @@ import math
 import os
 import platform
 import shutil
+import signal
 import socket
 import sys
 import threading
@@ -30,7 +31,7 @@ import torch.distributed as dist
 
 from config import Comm, command_line
 from parallel.device import best_seconds, synchronize
-from run.processes import end_launcher, init_distributed, launch_environment, shut_down
+from run.processes import init_distributed, launch_environment, shut_down
 
 PACKAGES = ("torch", "torchao", "numpy", "pyarrow", "tokenizers", "s3fs")
 CLOCK_SECONDS = 2.0  # clocks may differ by this; S3 refuses requests 900 s off
@@ -236,8 +237,8 @@ def main(argv: Sequence[str]) -> int:
             print(f"fault: {fault}")
         print(f"faults found: {len(faults)}, in {time.monotonic() - begin:.1f} s")
     dist.barrier()  # until rank 0 has printed
-    if faults and environment.restarts_left and environment.local_rank == 0:
-        end_launcher()  # a restart would only test again
+    if faults and environment.restarts < environment.max_restarts and environment.local_rank == 0:
+        os.kill(os.getppid(), signal.SIGQUIT)  # so that torchrun ends: a restart would only test again
     shut_down()
     return int(bool(faults))
 

@@ -17,16 +17,20 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.attention.flex_attention import BlockMask
 
-from config import Config, ConfigError, gathers_activations
-from float8.tensor import float8_plan
+from config import Config, ConfigError
+from float8.tensor import float8_plan, gathers_activations
 from models.llama.model import Llama, LlamaConfig, attention
-from parallel.activation_checkpoint import apply_activation_checkpoint, guide_compiler
+from parallel.activation_checkpoint import (
+    apply_activation_checkpoint,
+    check_activation_checkpoint,
+    guide_compiler,
+)
 from parallel.context import build_gather, local_indices, ring_attention
 from parallel.device import device_type
 from parallel.fsdp import apply_fsdp, needs_fsdp
 from parallel.mesh import Mesh
 from parallel.pipeline import check_pipeline, layers_of_stages, stages_of_rank
-from parallel.tensor import VocabParallelEmbedding, enable_async_tensor_parallel
+from parallel.tensor import VocabParallelEmbedding, check_async_tensor_parallel, enable_async_tensor_parallel
 
 
 def apply_parallelism(
@@ -57,8 +61,6 @@ def check_parallelism(flavor: LlamaConfig, config: Config) -> None:
     for name in ("n_heads", "n_kv_heads", "hidden_dim", "vocab_size"):
         if getattr(flavor, name) % settings.tp:
             raise ConfigError(f"parallelism.tp = {settings.tp}: must divide {name} = {getattr(flavor, name)}")
-    if settings.async_tp and device_type() != "cuda":
-        raise ConfigError(f"parallelism.async_tp = true: needs CUDA, the device is {device_type()}")
     pieces = settings.tp * (2 * settings.cp if settings.cp > 1 else 1)
     if seq_len % pieces:
         raise ConfigError(
@@ -87,6 +89,8 @@ def check_parallelism(flavor: LlamaConfig, config: Config) -> None:
             f"parallelism.pp = {settings.pp}: model.flavor = {config.model.flavor!r} uses one weight as embedding and "
             "output, and the two would be on different stages; set pp = 1"
         )
+    check_async_tensor_parallel(config)
+    check_activation_checkpoint(config)
     check_pipeline(config, flavor.n_layers)
 
 

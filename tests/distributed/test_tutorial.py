@@ -57,7 +57,7 @@ def check_run_script(folder: Path, environment: dict[str, str]) -> None:
     assert start("--help").stdout.startswith("usage: train.py")
     wrong = start("--training.stpes=3")
     assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)
-    assert "did you mean training.steps" in wrong.stderr
+    assert "did you mean --training.steps" in wrong.stderr
     for number in ("0", "auto", "2 "):
         wrong = start(NGPU=number)
         assert wrong.returncode == 2

@@ -90,7 +90,7 @@ def start_ranks(size: int, folder: Path) -> str:
     """Run all cases of a world size in one start of its ranks. Returns what they wrote to stderr."""
     cases = {name: case for name, case in CASES.items() if world_size(case.config) == size}
     (folder / "cases.pickle").write_bytes(pickle.dumps(cases))
-    command = [sys.executable, "-m", "launch.torchrun", "--standalone", f"--nproc-per-node={size}"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
     command += ["-m", "tests.parity_ranks", str(folder), "--one-device"]
     with open(folder / "log", "w") as log:
         ranks = subprocess.Popen(command, cwd=ROOT, stderr=log)

@@ -1,85 +1,127 @@
-"""launch/slurm.sh on a real Slurm of two nodes: with a mistake; submitted, preempted, requeued, resumed, done.
+"""launch/slurm.sh on a real Slurm of two nodes: a mistake, a preemption, a hang.
 
 python -m pytest tests/slurm
 """
 
 import json
+import os
+import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from records import read_records
 from tests.corpus import write_dataset
 from tests.slurm.lab import missing, slurm
 from tools.audit import prove
 
 ROOT = Path(__file__).parents[2]
-PATIENCE_SECONDS = 600
+PATIENCE_SECONDS = 300
 DEAD = {"FAILED", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "OUT_OF_MEMORY"}
+SETTINGS = (
+    "--training.seq_len=16",
+    "--training.local_batch_size=1",
+    "--training.param_dtype=float32",
+    "--validation.enable=false",
+    "--metrics.tensorboard=false",
+    "--metrics.log_interval=1",
+    "--checkpoint.interval=1000",
+)
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
 
-@pytest.mark.skipif(bool(missing()), reason=missing())
-def test_a_preempted_job_is_requeued_and_resumes(tmp_path: Path) -> None:
+class Cluster:
+    """A Slurm of two nodes, and one job on it."""
+
+    def __init__(self, folder: Path, environment: dict[str, str], dataset: Path):
+        self.folder, self.environment, self.dataset, self.job = folder, environment, dataset, ""
+
+    def call(self, *command: str) -> str:
+        done = subprocess.run(command, cwd=ROOT, env=self.environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def submit(self, run: Path, *settings: str, **environment: str) -> None:
+        self.log = self.folder / f"{run.name}.log"
+        export = ",".join(["ALL", f"RUN_FOLDER={run}", *(f"{name}={value}" for name, value in environment.items())])
+        options = ["--partition=low", "--gpus-per-node=0", f"--output={self.log}", f"--export={export}"]
+        words = [*SETTINGS, f"--data.datasets={self.dataset}", *settings]
+        self.job = self.call("sbatch", "--parsable", *options, "launch/slurm.sh", *words)
+
+    def field(self, name: str) -> str:
+        return self.call("scontrol", "show", "job", self.job).partition(f"{name}=")[2].split()[0]
+
+    def wait(self, ready: Callable[[], bool], what: str, dead: set[str] = DEAD) -> None:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not ready():
+            if time.monotonic() > deadline or self.field("JobState") in dead:
+                logs = [self.log, *(self.folder / "slurm").glob("*.log")]
+                texts = [path.read_text()[-3000:] for path in logs if path.exists()]
+                job = self.call("scontrol", "show", "job", self.job)
+                raise AssertionError("\n".join([f"waited for {what}", job, *texts]))
+            time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp("cluster")
     documents = [[[1 + (i * j) % 90 for j in range(40)] + [0] for i in range(300)]]
-    dataset = write_dataset(tmp_path / "set", documents, vocab_size=100)
-    arguments = ["--training.seq_len=16", "--training.local_batch_size=1", "--training.steps=150"]
-    arguments += ["--training.param_dtype=float32"]
-    arguments += ["--validation.enable=false", "--metrics.tensorboard=false", "--metrics.log_interval=1"]
-    arguments += ["--checkpoint.interval=1000", f"--data.datasets={dataset}", f"--run.outputs={tmp_path / 'out'}"]
-    with slurm(tmp_path / "slurm") as environment:
+    dataset = write_dataset(folder / "set", documents, vocab_size=100)
+    with slurm(folder / "slurm") as environment:
+        yield Cluster(folder, environment, dataset)
 
-        def call(*command: str) -> str:
-            done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-            assert done.returncode == 0, done.stderr
-            return done.stdout.strip()
 
-        def steps() -> list[int]:
-            files = list((tmp_path / "out").glob("*/metrics.jsonl"))
-            return [json.loads(line)["step"] for file in files for line in file.read_text().split("\n")[:-1]]
+def steps(run: Path) -> list[int]:
+    return [row["step"] for row in read_records(run / "metrics.jsonl")]
 
-        def state() -> str:
-            """Of the job, as squeue and sacct name it."""
-            return call("scontrol", "show", "job", job).partition("JobState=")[2].split()[0]
 
-        def wait(ready: Callable[[], bool], what: str) -> None:
-            deadline = time.monotonic() + PATIENCE_SECONDS
-            while not ready():
-                if time.monotonic() > deadline or state() in DEAD:
-                    logs = [
-                        tmp_path / "log",
-                        tmp_path / "slurm" / "slurmctld.log",
-                        tmp_path / "slurm" / "slurmd-n1.log",
-                    ]
-                    texts = [path.read_text()[-3000:] for path in logs if path.exists()]
-                    raise AssertionError(
-                        "\n".join([f"waited for {what}", call("scontrol", "show", "job", job), *texts])
-                    )
-                time.sleep(0.1)
+def test_a_mistake_ends_the_job(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.submit(tmp_path / "run", "--training.stepz=150")
+    cluster.wait(lambda: cluster.field("JobState") == "FAILED", "the end", dead=set())
+    assert cluster.field("Restarts") == "0"
+    assert "error: training.stepz: unknown key" in cluster.log.read_text()
 
-        options = ["--partition=low", "--gpus-per-node=0", f"--output={tmp_path / 'log'}"]
-        mistyped = ["sbatch", "--wait", *options, "launch/slurm.sh", "--training.stepz=150"]
-        ended = subprocess.run(mistyped, cwd=ROOT, env=environment, capture_output=True, timeout=PATIENCE_SECONDS)
-        assert ended.returncode == 2, "it is not queued again, though Slurm ended one of its torchruns by SIGTERM"
-        job = call("sbatch", "--parsable", *options, "launch/slurm.sh", *arguments)
-        wait(lambda: max(steps(), default=0) >= 5, "five steps")
-        call("sbatch", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true")
-        wait(lambda: "Restarts=1" in call("scontrol", "show", "job", job), "the job to be requeued")
-        # Slurm starts it again two minutes later, which it need not do here. But a node refuses a job that it
-        # was told to kill in the same second ("Job credential revoked"): so the nodes are to be done with it, and the
-        # start is to be in a later second.
-        wait(lambda: state() == "PENDING" and call("sinfo", "-h", "-o", "%T", "-p", "low") == "idle", "idle nodes")
-        call("scontrol", "update", f"jobid={job}", "StartTime=now+2")
-        wait(lambda: state() == "COMPLETED", "the job to be done")
 
-    log = (tmp_path / "log").read_text()
-    assert "stopped after step" in log, "asked to stop, it saved"
-    assert "resumed from" in log
-    (run,) = (tmp_path / "out").iterdir()
-    starts = [json.loads(line) for line in (run / "starts.jsonl").read_text().splitlines()]
+def test_a_preempted_job_is_requeued_and_resumes(cluster: Cluster, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    cluster.submit(run, "--training.steps=150")
+    cluster.wait(lambda: max(steps(run), default=0) >= 5, "five steps")
+    cluster.call("sbatch", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true")
+    cluster.wait(lambda: cluster.field("Restarts") == "1", "the job to be requeued")
+    # Slurm starts it again two minutes later, which it need not do here. But a node refuses a job that it was told to
+    # kill in the same second ("Job credential revoked"). So the nodes are to be done with it, and the start is to be in
+    # a later second.
+    idle = ("sinfo", "-h", "-o", "%T", "-p", "low")
+    cluster.wait(lambda: cluster.field("JobState") == "PENDING" and cluster.call(*idle) == "idle", "idle nodes")
+    cluster.call("scontrol", "update", f"jobid={cluster.job}", "StartTime=now+2")
+    cluster.wait(lambda: cluster.field("JobState") == "COMPLETED", "the job to be done")
+    assert "resumed from" in cluster.log.read_text()
+    starts = read_records(run / "starts.jsonl")
     assert [start["world_size"] for start in starts] == [2, 2]
-    assert starts[1]["after"]["kind"] == "stopped"
+    assert (starts[1]["after"]["kind"], starts[1]["after"]["start_again"]) == ("stopped", True)
     assert json.loads((run / "exit.json").read_text())["kind"] == "finished"
-    assert steps() == list(range(1, 151)), "no step was trained twice"
+    assert steps(run) == list(range(1, 151)), "no step was trained twice"
     assert prove(run)[0].startswith("150 steps")
+
+
+def test_a_hang_is_requeued_where_torchrun_may_not_start_the_job_again(cluster: Cluster, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    cluster.submit(run, "--training.steps=100000", "--comm.train_timeout_seconds=5", MAX_RESTARTS="0")
+    cluster.wait(lambda: max(steps(run), default=0) >= 5, "five steps")
+    ranks = [path for path in Path("/proc").glob("[0-9]*") if str(run).encode() in _read(path / "cmdline")]
+    (stopped,) = (path for path in ranks if b"\0RANK=1\0" in _read(path / "environ"))
+    os.kill(int(stopped.name), signal.SIGSTOP)
+    cluster.wait(lambda: cluster.field("Restarts") == "1", "the job to be requeued")
+    cluster.call("scancel", cluster.job)
+    record = json.loads((run / "exit.json").read_text())
+    assert (record["kind"], record["start_again"]) in (("hung", True), ("lost", True))
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError:  # the process has ended
+        return b""

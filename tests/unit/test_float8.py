@@ -12,8 +12,9 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput
 
-from config import Config, ConfigError, Float8, Parallelism, Training, load_config, precomputes_scales
+from config import Config, ConfigError, Float8, Parallelism, Training, load_config
 from float8.convert import build_linear_config, check_float8, convert_to_float8, summarize
+from float8.fsdp import precomputes_scales
 from float8.tensor import float8_plan
 from models import build_model, find_model
 from models.init import init_weights

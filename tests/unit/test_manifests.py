@@ -12,7 +12,8 @@ import jsonschema
 import pytest
 import yaml
 
-from config import grad_accum_steps, load_config
+from config import load_config
+from data.place import grad_accum_steps
 
 ROOT = Path(__file__).parents[2]
 SCHEMAS = {
@@ -97,13 +98,13 @@ def test_pods_need_no_rights(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["TrainJob", "PyTorchJob"])
 def test_arguments_are_settings_and_credentials_are_in_the_secret(kind: str) -> None:
     _, arguments = pod_and_arguments(kind)
+    assert arguments[0].startswith("/runs/"), "launch/node.sh takes the run's folder first"
     config = load_config(arguments[arguments.index("train.py") + 1 :])
     elastic = objects()[kind]["spec"].get("elasticPolicy")
     if elastic:  # the batch stays the same with any number of nodes
         ranks = [8 * nodes for nodes in range(elastic["minReplicas"], elastic["maxReplicas"] + 1)]
         assert [grad_accum_steps(config.training, n) for n in ranks]
         assert config.training.global_batch_size
-    assert any(word.startswith("--run.folder=") for word in arguments), "a pod started again must resume"
     text = yaml.safe_dump(objects()[kind]["spec"])
     assert "titanite-s3" in text
     assert not re.search(r"AKIA|SECRET_ACCESS_KEY.*value: ", text)
@@ -116,14 +117,14 @@ def test_what_the_controllers_refuse_or_overlook() -> None:
     wrapper, job = objects()["AppWrapper"], objects()["PyTorchJob"]
     annotations = wrapper["metadata"]["annotations"]
     prefix = "workload.codeflare.dev.appwrapper"
-    assert annotations == {f"{prefix}/retryLimit": "100", f"{prefix}/terminalExitCodes": "2"}
+    assert annotations == {f"{prefix}/retryLimit": "100", f"{prefix}/terminalExitCodes": "100"}
     assert job["spec"]["pytorchReplicaSpecs"]["Worker"]["restartPolicy"] == "Never"
 
 
 def test_nodes_of_skypilot_are_met_at_their_addresses(tmp_path: Path) -> None:
     """Their own names may be unknown to the others."""
-    (tmp_path / ".venv" / "bin").mkdir(parents=True)
-    (tmp_path / ".venv" / "bin" / "python").symlink_to("/bin/echo")
+    (tmp_path / "launch").mkdir()
+    (tmp_path / "launch" / "node.sh").symlink_to("/bin/echo")
     for rank, words in ((0, "is_host=true --local-addr=10.0.0.1"), (1, "is_host=false --local-addr=10.0.0.2")):
         environment = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NODE_RANK": str(rank)}
         command = ["bash", "-c", load("skypilot.yaml")["run"]]
@@ -135,5 +136,5 @@ def test_the_other_launchers_hold_settings_too() -> None:
     run = load("skypilot.yaml")["run"]
     words = run.partition("train.py")[2].replace("\\\n", " ").replace("$CONFIG", "train_configs/llama3_8b.toml").split()
     load_config([word.replace('"', "") for word in words])
-    for script in (run, (ROOT / "launch" / "slurm.sh").read_text()):
+    for script in (run, *((ROOT / "launch" / name).read_text() for name in ("slurm.sh", "node.sh"))):
         assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0

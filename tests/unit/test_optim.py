@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
 
-from config import SLOWEST_BFLOAT16, Compile, ConfigError, LRScheduler, Optimizer
+from config import Compile, ConfigError, LRScheduler, Optimizer
 from loss import IGNORED, build_chunked_loss, build_loss, cross_entropy
-from optim import build_optimizer, clip_grad_norm_, learning_rate, set_learning_rate
+from optim import SLOWEST_BFLOAT16, build_optimizer, clip_grad_norm_, learning_rate, set_learning_rate
 from parallel.gradients import build_add
 
 

@@ -652,7 +652,6 @@ def test_sweep_ranks_layouts_that_fit() -> None:
     ("asked", "never"),
     [
         (["--training.loss_chunks=8"], "tp|pp"),
-        (["--activation_checkpoint.mode=full", "--activation_checkpoint.every_n_layers=2"], "none"),
         (["--parallelism.reshard_group_size=4"], "pp"),
         # 96 ranks do not share 4,096 rows evenly, in whatever way they do it
         (["--world-size=96", "--float8.enable", "--float8.fsdp_all_gather=on"], "dp_shard (3|6|12|24|48|96)"),
@@ -692,7 +691,7 @@ def test_what_outer_momentum_and_emulation_cost() -> None:
         (["--dry-run", "--mttf-hours=9"], "--mttf-hours = 9.0: is for the formulas"),
         (["--gpus-per-node=0"], "--gpus-per-node = 0: must be at least 1"),
         (["--float8.enable=true", "--device=a100"], "a100 has no float8 matmul"),
-        (["--training.seqlen=1"], "did you mean training.seq_len"),
+        (["--training.seqlen=1"], "did you mean --training.seq_len"),
         (["--metrics.log_ranks=99"], "metrics.log_ranks: rank 99 is not one of this run's, 0 to 63"),
         (["--metrics.hook=nosuch:thing", "--dry-run"], "metrics.hook = 'nosuch:thing': No module named 'nosuch'"),
     ],
@@ -718,12 +717,10 @@ def test_a_plan_asks_nothing_of_the_gpu_that_is_here(monkeypatch: pytest.MonkeyP
         check_float8(options("--float8.enable=true")[0])
     assert plan(*options("--float8.enable=true")) == expected
     monkeypatch.setattr(train, "configure_logging", mock.Mock())  # it would be this process's
-    monkeypatch.setattr(train, "find_hook", mock.Mock(side_effect=StopIteration))  # what train() does next
+    monkeypatch.setattr(train, "build_model", mock.Mock(side_effect=StopIteration))  # after all checks
     with pytest.raises(StopIteration):
         dry_run(load_config([*DEBUG, "--float8.enable=true"]), 1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(train, "build_model", mock.Mock(side_effect=StopIteration))  # after all checks
-    monkeypatch.setattr(train, "find_hook", mock.Mock())
     with pytest.raises(StopIteration):
         dry_run(load_config([*DEBUG, "--profiling.memory_snapshot=true"]), 1)
 

@@ -1,10 +1,10 @@
 """setup.sh, run_llama_train.sh and launch/, with stand-ins for the programs that they call."""
 
+import json
 import os
 import re
 import runpy
 import shutil
-import signal
 import subprocess
 import sys
 from functools import partial
@@ -12,14 +12,11 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-import launch.torchrun
 from benchmarks import local_steps
 from benchmarks.report import build_parser
 from config import load_config
-from run.exits import AGAIN, HUNG
-from tests.ports import free_port
+from optim import check_optim
 
 ROOT = Path(__file__).parents[2]
 # Makes environments of itself, and installs nothing in them.
@@ -36,30 +33,12 @@ case "$2" in
   data.prepare)
     mkdir -p datasets; sleep 0.3; mkdir datasets/stdlib || exit 1
     sleep 0.3; touch datasets/stdlib/manifest.json ;;
-  launch.torchrun) [ -e datasets/stdlib/manifest.json ] && echo "$@" >> log ;;
-esac
-"""
-SCONTROL = """#!/bin/bash
-case "$1 $2" in
-  "show hostnames") echo n1 ;;
-  "show node") echo "NodeName=n1 NodeAddr=10.0.0.1 NodeHostName=n1" ;;
-  "show job") echo "JobState=$STATE Comment="; seq 100000 ;;
-  requeue*) echo "requeue $2" >> log ;;
+  torch.distributed.run) [ -e datasets/stdlib/manifest.json ] && echo "$@" >> log ;;
 esac
 """
 
 
 # Starts a task on each of two nodes, and returns the highest exit code.
-SRUN = """#!/bin/bash
-echo "srun $1 $2" >> log; shift 2; highest=0
-for SLURM_NODEID in 0 1; do
-  export SLURM_NODEID; code=0; "$@" || code=$?; highest=$((code > highest ? code : highest))
-done
-exit $highest
-"""
-TORCHRUN = """#!/bin/bash
-grep -o -e "--rdzv-id=[^ ]*" <<<"$*" >> log; ended=($ENDED); exit ${ended[$SLURM_NODEID]}
-"""
 
 
 MOVED = "error: moved: python -m "
@@ -266,147 +245,44 @@ def test_tests_where_torch_cannot_compile_end_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ended", "code", "again"),
+    ("before", "ended", "code"),
     [
-        ("143 143", 143, True),
-        ("138 138", 138, True),
-        (f"{AGAIN} 143", AGAIN, True),
-        ("0 0", 0, False),
-        ("143 2", 2, False),  # one failed, Slurm ended the other
-        ("1 143", 1, False),
-        ("143 137", 137, False),
+        ("", {"kind": "finished", "start_again": False}, 0),
+        ("", {"kind": "stopped", "start_again": False}, 0),  # by a person
+        ("", {"kind": "stopped", "start_again": True}, 75),  # preempted
+        ("old", {"kind": "hung", "start_again": True}, 75),
+        ("", {"kind": "error", "start_again": False}, 100),
+        ("", {"kind": "failed", "start_again": False}, 100),
+        ('{"kind": "stopped", "start_again": true}', None, 100),  # a mistake before the start was recorded
+        ("", None, 100),
     ],
 )
-@pytest.mark.parametrize("state", ["RUNNING", "CANCELLED"])
-@pytest.mark.parametrize(
-    ("array", "job"),
-    [({}, "7"), ({"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}, "7_3")],
-)
-def test_a_job_that_was_asked_to_stop_queues_itself_again(
-    tmp_path: Path, array: dict[str, str], job: str, state: str, ended: str, code: int, again: bool
+def test_exit_json_decides_whether_a_node_asks_for_another_start(
+    tmp_path: Path, before: str, ended: dict[str, object] | None, code: int
 ) -> None:
-    """Of an array that task alone: to Slurm, the number of one of its tasks means all of them."""
-    for name, text in {"bin/scontrol": SCONTROL, "bin/srun": SRUN, ".venv/bin/python": TORCHRUN}.items():
-        write_program(tmp_path / name, text)
-    environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "STATE": state, "ENDED": ended}
-    environment |= {"SLURM_JOB_ID": "7", "SLURM_CLUSTER_NAME": "lab", "SLURM_JOB_NODELIST": "n1", **array}
-    assert run(tmp_path, "bash", str(ROOT / "launch" / "slurm.sh"), **environment)[0] == code
-    # --export=ALL: else the nodes would not be told where to meet where sbatch was given --export=NONE.
-    asked = [f"requeue {job}"] if again and state == "RUNNING" else []
-    ids = ["--rdzv-id=slurm-lab-7"] * 2
-    assert log_of(tmp_path) == ["srun --kill-on-bad-exit=1 --export=ALL", *ids, *asked]
+    record = json.dumps(ended, indent=2) if ended else ""
+    python = '#!/bin/sh\necho "$@" > log\n' + (f"cat > run/exit.json <<'EOF'\n{record}\nEOF\n" if record else "")
+    write_program(tmp_path / ".venv" / "bin" / "python", python + "exit 1\n")
+    (tmp_path / "run").mkdir()
+    if before:
+        (tmp_path / "run" / "exit.json").write_text(before)
+    node = str(ROOT / "launch" / "node.sh")
+    assert run(tmp_path, node, "run", "--nnodes=2", "train.py", "--training.steps=9") == (code, "")
+    assert log_of(tmp_path)[0].endswith("--nnodes=2 train.py --training.steps=9 --run.folder=run")
 
 
-@pytest.mark.parametrize(
-    ("codes", "first", "said"),
-    [
-        ([1, -9], 1, "rank 1 was killed by signal 9"),
-        ([-9, HUNG], 1, f"rank 1 failed with exit code {HUNG}"),  # the watchdog killed the rank that hung
-        ([1, 2], 1, ""),  # which said itself what was wrong
-        ([-6, 1, -11], 2, "rank 2 was killed by signal 11"),
-        ([1, 1], 0, "rank 0 failed with exit code 1"),
-        ([143, 1], 1, "rank 1 failed with exit code 1"),  # torchrun ended the other, whose collective then failed
-        ([-15, -6, 1], 1, "rank 1 was killed by signal 6"),
-    ],
-)
-def test_the_exit_code_is_of_the_rank_that_the_others_followed(
-    codes: list[int], first: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    failures = {rank: ProcessFailure(rank, 100 + rank, code, "") for rank, code in enumerate(codes)}
-
-    def fail(argv: list[str]) -> None:
-        raise ChildFailedError("train.py", failures)
-
-    monkeypatch.setattr(launch.torchrun, "main", fail)
-    assert launch.torchrun.launch([]) == (codes[first] if codes[first] > 0 else 128 - codes[first])
-    heard = capsys.readouterr().err
-    assert heard.startswith(f"error: {said}") if said else not heard
-
-
-@pytest.mark.parametrize("late", [-signal.SIGKILL, HUNG])
-def test_a_rank_that_torchrun_had_to_kill_is_not_the_first_failure(late: int) -> None:
-    failures = {rank: ProcessFailure(rank, 100 + rank, code, "") for rank, code in enumerate([late, 1])}
-    failures[1].timestamp = failures[0].timestamp - 30
-    assert launch.torchrun._first_failure(failures) == (1, failures[1])
-
-
-def test_an_exception_of_a_rank_is_followed_by_one_line(tmp_path: Path) -> None:
-    """Of a recorded one torchrun has a file, which it cannot pass on to a torchrun of its own, and would say so."""
-    script = tmp_path / "rank.py"
-    script.write_text(
-        "from torch.distributed.elastic.multiprocessing.errors import record\n"
-        "@record\n"
-        "def main():\n"
-        "    raise ValueError('spoilt')\n"
-        "main()\n"
-    )
-    code, said = run(ROOT, sys.executable, "-m", "launch.torchrun", "--standalone", "--nproc-per-node=1", str(script))
-    assert code == 1
-    assert said.endswith("ValueError: spoilt\nerror: rank 0 failed with exit code 1, see above\n")
-
-
-def test_slurms_warning_to_torchrun_reaches_the_ranks(tmp_path: Path) -> None:
-    script = tmp_path / "rank.py"
-    script.write_text(
-        "import os, signal, sys, threading\n"
-        f"signal.signal(signal.SIGUSR1, lambda *_: (open({str(tmp_path / 'asked')!r}, 'w').close(), os._exit(0)))\n"
-        "os.kill(os.getppid(), signal.SIGUSR1)\n"
-        "threading.Event().wait(60)\n"
-    )
-    code, said = run(ROOT, sys.executable, "-m", "launch.torchrun", "--standalone", "--nproc-per-node=1", str(script))
-    assert code == 128 + signal.SIGUSR1, said
-    assert (tmp_path / "asked").exists()
-
-
-def test_a_torchrun_that_is_asked_to_end_again_and_again_waits_for_its_ranks_to_save(tmp_path: Path) -> None:
-    script = tmp_path / "rank.py"
-    script.write_text(
-        "import os, pathlib, signal, threading, time\n"
-        "asked, torchrun = threading.Event(), os.getppid()\n"
-        "for number in (signal.SIGTERM, signal.SIGHUP):\n"
-        "    signal.signal(number, lambda *_: asked.set())\n"
-        "os.kill(torchrun, signal.SIGTERM)\n"  # both at once, as of systemd
-        "os.kill(torchrun, signal.SIGHUP)\n"
-        "assert asked.wait(60)\n"
-        "for _ in range(50):\n"
-        "    for name in ('SIGTERM', 'SIGUSR1', 'SIGHUP'):\n"
-        "        os.kill(torchrun, getattr(signal, name))\n"
-        "    time.sleep(0.01)\n"  # else many would count as one
-        "pathlib.Path(__file__).with_name('saved').write_text(str(os.getppid() == torchrun))\n"
-    )
-    code, said = run(ROOT, sys.executable, "-m", "launch.torchrun", "--standalone", "--nproc-per-node=1", str(script))
-    assert code in (128 + signal.SIGTERM, 128 + signal.SIGHUP), said
-    assert "Traceback" not in said
-    assert (tmp_path / "saved").read_text() == "True"
-
-
-def test_a_torchrun_that_a_signal_ended_is_not_long_awaited_by_the_others(tmp_path: Path) -> None:
-    script = tmp_path / "rank.py"
-    script.write_text(
-        "import os, signal, threading\n"
-        "if os.environ['GROUP_RANK'] == '1':\n"
-        "    os.kill(os.getppid(), signal.SIGTERM)\n"
-        "    threading.Event().wait(60)\n"
-    )
-    program = "import sys, launch.torchrun as own; own.END_SECONDS = 1; sys.exit(own.launch(sys.argv[1:]))"
-    command = [
-        sys.executable,
-        "-c",
-        program,
-        "--nnodes=2",
-        "--rdzv-backend=c10d",
-        f"--rdzv-endpoint=localhost:{free_port()}",
-    ]
-    nodes = []
-    for is_host in ("true", "false"):
-        own = [f"--rdzv-conf=is_host={is_host}", "--local-addr=localhost", str(script)]
-        nodes.append(subprocess.Popen([*command, *own], cwd=ROOT, stderr=subprocess.PIPE, text=True))
-    said = [node.communicate(timeout=120)[1] for node in nodes]
-    codes = [node.returncode for node in nodes]
-    assert sorted(codes) == [0, 128 + signal.SIGTERM], said
-    assert "Traceback" not in said[codes.index(0)]
+def test_a_node_passes_a_request_to_stop_on_and_waits(tmp_path: Path) -> None:
+    """As the first process of a container, which alone gets the signal."""
+    python = "#!/bin/bash\ntrap 'echo asked > log; exit 1' TERM\necho begun > begun\nwhile :; do sleep 0.1; done\n"
+    write_program(tmp_path / ".venv" / "bin" / "python", python)
+    process = start(tmp_path, str(ROOT / "launch" / "node.sh"), "run", "train.py")
+    while not (tmp_path / "begun").exists():
+        assert process.poll() is None
+    process.terminate()
+    assert process.wait(60) == 100
+    assert log_of(tmp_path) == ["asked"]
 
 
 @pytest.mark.parametrize("steps", [local_steps.STEPS, local_steps.QUICK_STEPS])
 def test_the_steps_of_local_steps_have_room_for_its_schedule(steps: int) -> None:
-    load_config(local_steps.arguments(10, local_steps.AVERAGE, steps, "run"))
+    check_optim(load_config(local_steps.arguments(10, local_steps.AVERAGE, steps, "run")))

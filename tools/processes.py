@@ -1,6 +1,6 @@
 """How many processes to start a run with on this machine, if the user does not say.
 
-python -m launch.processes --config=train_configs/debug.toml
+python -m tools.processes --config=train_configs/debug.toml
 """
 
 import sys

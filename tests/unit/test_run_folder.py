@@ -1,0 +1,187 @@
+"""The folder of a run: its name, its locks and its records of starts."""
+
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from config import Config, ConfigError, Run, TitaniteError, Training, load_config
+from records import read_records
+from run.folder import (
+    PROGRESS,
+    STARTS,
+    CrashLoopError,
+    check_run_folder,
+    choose_run_folder,
+    record_config,
+    record_exit,
+    record_start,
+    start_run,
+)
+from run.processes import LaunchEnvironment
+
+ROOT = Path(__file__).parents[2]
+
+
+def refuse(folder: Path) -> None:
+    raise ConfigError(f"not {folder}")
+
+
+def start(config: Config, job: str = "", identity: dict[str, Any] | None = None, check: Any = lambda _: None) -> Path:
+    return start_run(config, identity or {}, LaunchEnvironment(0, 0, 2, job), check, lambda folder: None)[0]
+
+
+def end(folder: Path, kind: str) -> None:
+    record_exit(folder, {"kind": kind, "cause": f"it {kind}"})
+
+
+def starts_of(folder: Path) -> list[dict[str, Any]]:
+    return read_records(folder / STARTS)
+
+
+def test_new_runs_get_names_of_their_own(tmp_path: Path) -> None:
+    config = Config(run=Run(outputs=str(tmp_path)))
+    with ThreadPoolExecutor(8) as threads:  # as of an array of jobs, in the same second
+        folders = list(threads.map(lambda _: choose_run_folder(config), range(32)))
+    assert len(set(folders)) == 32
+    assert {folder.parent for folder in folders} == {tmp_path}
+    named = tmp_path / "of mine" / "run"
+    assert start(Config(run=Run(folder=str(named)))) == named
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(TitaniteError, match="file/run: Not a directory"):
+        start(Config(run=Run(folder=str(tmp_path / "file" / "run"))))
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
+    """Not what ranks leave on a node with its own disk, where rank 0's files are missing."""
+    config = Config(run=Run(folder=str(tmp_path)))
+    for name in ("data", "profile", "checkpoints", "exit.json", ".running"):
+        (tmp_path / name).mkdir()
+    check_run_folder(config, {})
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(ConfigError, match=r"is not the folder of a run, it holds thesis\.tex"):
+        check_run_folder(config, {})
+
+
+def test_another_models_run_is_not_resumed(tmp_path: Path) -> None:
+    config = Config(run=Run(folder=str(tmp_path)))
+    record_start(tmp_path, config, {"dim": 4, "n_layers": 2}, world_size=1)
+    check_run_folder(config, {"dim": 4, "n_layers": 2, "a_field_added_since": False})
+    with pytest.raises(ConfigError, match="another model: n_layers is 2 there and 3 here"):
+        check_run_folder(config, {"dim": 4, "n_layers": 3})
+    with pytest.raises(ConfigError, match="another model: n_layers is 2 there and 3 here"):
+        start(config, identity={"dim": 4, "n_layers": 3})
+    (tmp_path / "model.json").write_text("")
+    with pytest.raises(ConfigError, match=r"model\.json: is damaged"):
+        check_run_folder(config, {})
+
+
+def test_starts_are_recorded_with_what_changed(tmp_path: Path) -> None:
+    assert record_start(tmp_path, Config(), {"dim": 4}, world_size=2) == {}
+    changed = record_start(tmp_path, Config(training=Training(steps=9)), {"dim": 4}, world_size=4)
+    assert changed == {"training.steps": (Training().steps, 9)}
+    assert load_config([f"--config={tmp_path / 'config.toml'}"]) == Config(), "the checkpoint may refuse what changed"
+    record_config(tmp_path, Config(training=Training(steps=9)))
+    assert record_start(tmp_path, Config(training=Training(steps=9)), {"dim": 4}, world_size=4) == {}
+    starts = starts_of(tmp_path)
+    assert [start["world_size"] for start in starts] == [2, 4, 4]
+    assert starts[0]["packages"]["torch"] == torch.__version__
+    assert starts[0]["packages"]["pyarrow"]
+    assert starts[0]["git_commit"]
+
+
+def test_the_name_of_a_run_is_made_once(tmp_path: Path) -> None:
+    """A run folder that is moved brings it along; one of an older version has none."""
+    record_start(tmp_path / "run", Config(), {}, 1)
+    name = f"{socket.gethostname()}:{tmp_path}/run\n"
+    assert (tmp_path / "run" / ".run_name").read_text() == name
+    (tmp_path / "run").rename(tmp_path / "moved")
+    record_start(tmp_path / "moved", Config(), {}, 1)
+    assert (tmp_path / "moved" / ".run_name").read_text() == name
+
+
+def test_a_line_cut_by_a_kill_spoils_no_later_one(tmp_path: Path) -> None:
+    for _ in range(3):
+        record_start(tmp_path / "run", Config(), {}, world_size=2, job="job 1")
+        file = tmp_path / "run" / STARTS
+        file.write_text(file.read_text() + '{"time": "cut')
+    assert [start["world_size"] for start in starts_of(tmp_path / "run")] == [2, 2, 2]
+
+
+def test_a_damaged_record_stops_no_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / STARTS).write_bytes(b"{\n")
+    config = Config(run=Run(outputs=str(tmp_path)))
+    folder = start(config, "job 1")
+    assert f"{tmp_path / 'other' / STARTS}: " in caplog.text
+    (folder / "exit.json").write_bytes(b'{"kind": "fini')
+    assert start(config, "job 1") == folder
+    assert "exit.json is damaged" in starts_of(folder)[-1]["after"]["cause"]
+
+
+def test_a_folder_that_is_refused_is_left_as_it_is(tmp_path: Path) -> None:
+    config = Config(run=Run(outputs=str(tmp_path)))
+    folder = start(config, "job 1")
+    for job in ("job 1", "job 2"):
+        with pytest.raises(ConfigError, match="not "):
+            start(config, job, check=refuse)
+    assert len(starts_of(folder)) == 1
+    assert list(tmp_path.iterdir()) == [folder], "a new one is not left behind"
+
+
+def test_a_folder_is_of_one_start_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config(run=Run(folder=str(tmp_path / "run")))
+    code = (
+        "import sys; from pathlib import Path; from run.folder import _lock\n"
+        "Path(sys.argv[1]).mkdir(); _lock(Path(sys.argv[1])); print('holds', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, config.run.folder]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout
+        assert other.stdout.readline() == "holds\n"
+        with pytest.raises(TitaniteError, match=rf"run: a start .* still running here, process {other.pid}: .*stop"):
+            start(config)
+        assert not (tmp_path / "run" / STARTS).exists()
+        with monkeypatch.context() as elsewhere:  # the lock of a machine that was lost, as far as can be told
+            elsewhere.setattr(socket, "gethostname", lambda: "another")
+            start(config)
+        other.kill()
+        other.wait()
+        start(config)
+    assert len(starts_of(tmp_path / "run")) == 2
+
+
+def test_restarts_of_a_job_share_a_folder(tmp_path: Path) -> None:
+    config = Config(run=Run(outputs=str(tmp_path)))
+    first = start(config, "job 1")
+    end(first, "lost")
+    assert start(config, "job 1") == first
+    assert start(config, "job 2") != first
+    assert start(config) not in (first, start(config))
+    assert starts_of(first)[1]["after"]["cause"] == "it lost"
+
+
+def test_restarts_without_progress_are_refused(tmp_path: Path) -> None:
+    config = Config(run=Run(folder=str(tmp_path)))
+
+    def start_and_end(job: str, kind: str) -> None:
+        record_start(tmp_path, config, {}, 2, job)
+        end(tmp_path, kind)
+
+    for kind in ("lost", "lost", "lost", "lost"):
+        start_and_end("job 1", kind)
+    (tmp_path / PROGRESS).touch()  # it has saved a checkpoint
+    for kind in ("lost", "stopped", "lost", "rolled back", "finished", "lost"):
+        start_and_end("job 1", kind)
+    record_start(tmp_path, config, {}, 2, "job 1")  # killed: nobody says why
+    with pytest.raises(CrashLoopError, match=r"starts of this job in a row .*: 4, .* the last one: unknown, it was"):
+        record_start(tmp_path, config, {}, 2, "job 1")
+    start_and_end("job 2", "lost")  # a person's, who has mended it
