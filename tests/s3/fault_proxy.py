@@ -193,7 +193,7 @@ class _Proxy:
         if fault == "reset_after":
             request.transport.abort()
         if fault == "no_etag":
-            headers.pop("ETag", None)
+            headers = {name: value for name, value in headers.items() if name.lower() != "etag"}
         if fault == "flip":
             answer = _flipped(answer)
         if fault == "cut":
