@@ -308,8 +308,6 @@ class Checkpoint:
     """Checkpoint or output of `tools.hf import` from whose weights a new run starts, with fresh moments."""
     timeout_seconds: Positive = 1800
     """Longest time a rank waits for the others while a checkpoint is written or read."""
-    request_timeout_seconds: Positive = 60
-    """Longest wait for the answer to one request to object storage. Each request is tried 5 times."""
     visibility_seconds: NonNegative = 10.0
     """Longest wait for an object that was written but that object storage does not show yet."""
 
@@ -362,12 +360,14 @@ class Profiling:
 
 @dataclass(frozen=True, kw_only=True)
 class Comm:
-    """Timeouts of process groups."""
+    """Timeouts of process groups and of requests to object storage."""
 
     init_timeout_seconds: Positive = 600
     """Longest wait in a collective until the end of the first step, which includes compilation."""
     train_timeout_seconds: Positive = 300
     """Longest wait in a collective after the first step."""
+    store_retry_seconds: Count = 180
+    """How long a request that a store of data or checkpoints refuses, fails or does not answer is repeated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -420,6 +420,7 @@ KINDS = types.MappingProxyType(  # dotted key → type of its value, with its Ra
 REMOVED = {  # former setting → what to use instead
     "data.on_bad_block": "a damaged block stops the run; python -m tools.verify DATASET names the files to fetch again",
     "data.tokenizer": "the run's own tokenizer is checked at each start",
+    "checkpoint.request_timeout_seconds": "comm.store_retry_seconds says how long a request is repeated",
     "failures.straggler_interval": "python -m tools.preflight compares the devices of all ranks before a run",
 }
 OTHER_NAMES = {  # setting → what other projects call it

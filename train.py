@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from checkpoint.checks import check_checkpoint, check_checkpoints
 from checkpoint.companions import check_vocabulary
-from checkpoint.manager import CheckpointManager, check_initial_load, check_owner, check_places, check_steps
-from checkpoint.stores import check_checkpoint
+from checkpoint.manager import CheckpointManager
 from config import Config, file_errors, load_config
 from data.loader import DataLoader
 from float8.convert import check_float8, convert_to_float8, summarize
@@ -74,10 +74,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
 
     def check_places_of_run(folder: Path) -> None:  # on rank 0, before a byte is written
         data.check_run(folder)
-        check_initial_load(config.checkpoint, identity, folder, check=fits_data)
-        check_owner(config.checkpoint, folder)
-        check_places(config.checkpoint, folder)
-        check_steps(config, folder)
+        check_checkpoints(config, identity, folder, check_initial=fits_data)
 
     with Run(config, environment, dims, data, identity, check_places_of_run) as run:
         # -- model, optimizer, checkpoint

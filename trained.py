@@ -10,11 +10,10 @@ import torch
 from torch import nn
 
 from checkpoint.companions import companion_tokenizer, find_companions
-from checkpoint.index import Opened
+from checkpoint.files import read_state
 from checkpoint.loading import check_same_names, load_place
-from checkpoint.manifest import Manifest
+from checkpoint.manifest import Manifest, Opened
 from checkpoint.state import model_tensors
-from checkpoint.storage import read_state
 from data.chat import ChatTemplate
 from data.tokenizer import Tokenizer
 from models import build_model, recorded_model

@@ -3,9 +3,8 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from checkpoint.index import Opened
-from checkpoint.manifest import ChecksumError, read_small
-from checkpoint.stores import CheckpointError
+from checkpoint import CheckpointError
+from checkpoint.manifest import ChecksumError, Opened, read_small
 from data.tokenizer import TOKENIZER, Tokenizer, parse_tokenizer
 
 # Files copied unchanged, by `tools.hf` to Hugging Face and back.

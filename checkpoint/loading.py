@@ -6,51 +6,73 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from checkpoint.index import Index, Opened, read_index
-from checkpoint.manifest import MANIFEST, METADATA, ROTARY, Manifest, read_manifest, read_metadata
+from checkpoint import CheckpointError
+from checkpoint.files import tensors_in
+from checkpoint.manifest import MANIFEST, METADATA, ROTARY, Manifest, Opened, open_checkpoint
 from checkpoint.names import by_step
 from checkpoint.ranks import Ranks
 from checkpoint.retention import committed, finished
-from checkpoint.storage import tensors_in
-from checkpoint.stores import CheckpointError, DamagedError, Store, join, open_store
-from config import Checkpoint, tomllib
+from config import Config, tomllib
+from storage import DamagedError, Store, StoreError, join, open_store
 
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
 
-def locate(place: str | Path, settings: Checkpoint | None = None) -> list[tuple[Store, str]]:
+def open_stores(config: Config, run_folder: Path) -> list[Store]:
+    """The places of a run's checkpoints: the first, and the second if there is one."""
+    places = [config.checkpoint.folder or run_folder / "checkpoints", config.checkpoint.upload]
+    return [open_store(place, *store_waits(config)) for place in places if place]
+
+
+def store_waits(config: Config) -> tuple[float, float]:
+    """How long requests to a store of checkpoints are repeated, and objects not seen yet are waited for, in seconds."""
+    return config.comm.store_retry_seconds, config.checkpoint.visibility_seconds
+
+
+def by_age(stores: Sequence[Store]) -> list[tuple[Store, str]]:
+    """(store, name) of all committed checkpoints, newest first. Copies of one are in the order of `stores`."""
+    found = [(store, name) for store in stores for name in committed(store)]
+    return sorted(found, key=lambda pair: by_step(pair[1]), reverse=True)  # stable: keeps the order of equal ones
+
+
+def locate(place: str | Path, *waits: float) -> list[tuple[Store, str]]:
     """(store, name) of the committed checkpoints at `place`, newest first, over all its stores; see `find`."""
-    pairs = [(store, name) for store, names in find(place, committed, settings) for name in names]
-    return sorted(pairs, key=lambda pair: by_step(pair[1]), reverse=True)  # stable: keeps the order of equal ones
+    pairs = [(store, name) for store, names in find(place, committed, *waits) for name in names]
+    return sorted(pairs, key=lambda pair: by_step(pair[1]), reverse=True)
 
 
-def find(
-    place: str | Path, names_in: Callable[[Store], list[str]], settings: Checkpoint | None = None
-) -> list[tuple[Store, list[str]]]:
+def find(place: str | Path, names_in: Callable[[Store], list[str]], *waits: float) -> list[tuple[Store, list[str]]]:
     """The stores of a run folder, a folder of checkpoints or one checkpoint, each with what `names_in` finds there.
 
     A run's stores are its config's `checkpoint.folder` and `checkpoint.upload`. A single checkpoint has the name "".
     Raises CheckpointError if there is no checkpoint.
     """
     folder, upload = _places_of_run(Path(place) / "config.toml")
-    found, models = [], list[str]()
+    found, others = [], list[str]()
     first = [folder] if folder else [str(place), join(place, "checkpoints")]
     for url in [*first, upload] if upload else first:
-        store = open_store(url, settings)
+        store = open_store(url, *waits)
         sizes = store.sizes()
         if {MANIFEST, METADATA} & sizes.keys():
             return [(store, [""])]
-        models += [join(url, name) for name in sorted(finished(sizes)) if name.startswith("model-")]
+        stock = {file.removesuffix(f"/{METADATA}") for file in sizes if file.endswith(f"/{METADATA}")}
+        alone = {name for name in finished(sizes) if name.startswith("model-")}
+        others += [join(url, name) for name in sorted(stock, key=_number) if name in alone or "-" in name]
         if names := names_in(store):
             found.append((store, names))
     if found:
         return found
     searched = f"in {folder}, its checkpoint.folder" if folder else "here, nor in its folder `checkpoints`"
     uploaded = f", nor in {upload}, its checkpoint.upload" if upload else ""
-    alone = f"; for the model alone name {models[-1]}" if models else ""
-    raise CheckpointError(f"{place}: no checkpoint {searched}{uploaded}{alone}")
+    hint = f"; name one itself, such as {others[-1]}" if others else ""
+    raise CheckpointError(f"{place}: no checkpoint {searched}{uploaded}{hint}")
+
+
+def _number(name: str) -> int:
+    """The step in a folder name such as `step-500`, 0 if there is none."""
+    return next((int(part) for part in name.split("-") if part.isdigit()), 0)
 
 
 def _places_of_run(file: Path) -> list[str]:
@@ -74,8 +96,13 @@ def load_newest(
     none is intact.
     """
     for number, (store, name) in enumerate(candidates):
+
+        def read(store: Store = store, name: str = name) -> tuple[Manifest, Any]:
+            opened = open_checkpoint(store, name)
+            return opened.manifest, opened.metadata
+
         try:
-            opened = Opened(store, name, *ranks.from_rank_0(partial(open_one, store, name)))
+            opened = Opened(store, name, *ranks.from_rank_0(read))
             filled = ranks.together(partial(fill, opened))
             return opened, filled, {(store.url, name) for store, name in candidates[:number]}
         except DamagedError as error:
@@ -91,13 +118,13 @@ def load_place(place: str | Path, fill: Callable[[Opened], T]) -> T:
     """Return what `fill` makes of the newest intact checkpoint at `place`, in this process alone.
 
     A run that trains may remove the checkpoint being read after it has saved a newer one, which is taken then. Raises
-    CheckpointError.
+    CheckpointError, StoreError.
     """
     candidates = locate(place)
     while True:
         try:
             return load_newest(candidates, Ranks(), fill)[1]
-        except CheckpointError:
+        except (CheckpointError, StoreError):
             before, candidates = candidates, locate(place)
             if candidates[0][1] == before[0][1]:
                 raise
@@ -120,20 +147,9 @@ def model_differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str
 
 def check_same_names(opened: Opened, names: Collection[str]) -> None:
     """Raise CheckpointError if the checkpoint has weights beyond `names`, those of the model."""
-    extra = sorted(tensors_in(opened.index, "model.") - {f"model.{name}" for name in names})
+    extra = sorted(tensors_in(opened.metadata, "model.") - {f"model.{name}" for name in names})
     if extra:
         hint = "" if opened.manifest else f"; {ROTARY}"
         raise CheckpointError(
             f"{opened.url}: has tensors that the model lacks ({len(extra)}), such as {extra[0]}{hint}"
         )
-
-
-def open_one(store: Store, name: str) -> tuple[Manifest, Index]:
-    """Manifest ({} for a stock one) and index of a checkpoint. Raises CheckpointError."""
-    if name or MANIFEST in store.sizes():
-        manifest = read_manifest(store, name)
-        return manifest, read_index(read_metadata(store, name, manifest))
-    index = read_index(read_metadata(store, name, None))
-    if not index.is_stock:
-        raise CheckpointError(f"{store.url}: was never committed, it has no {MANIFEST}; name another checkpoint")
-    return {}, index

@@ -1,13 +1,11 @@
 """When checkpoints are written, which are kept, and from which one a run resumes."""
 
 import dataclasses
-import json
 import logging
 import os
-import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,133 +19,32 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils._pytree import tree_map
 
-from checkpoint.index import Opened
-from checkpoint.loading import check_identity, check_same_names, load_newest, locate, open_one
-from checkpoint.manifest import (
-    MANIFEST,
-    METADATA,
-    ROTARY,
-    Manifest,
-    encode_manifest,
-    read_manifest,
-    read_metadata,
-)
-from checkpoint.names import (
-    age_seconds,
-    by_step,
-    files_of,
-    is_same_run,
-    new_checkpoint_name,
-    rename_command,
-    run_name,
-    step_of,
-)
-from checkpoint.planning import Plan, State, plan_save, resolver
-from checkpoint.ranks import Ranks, build_ranks
-from checkpoint.retention import (
-    Neighbours,
-    by_age,
-    check_room,
-    committed,
-    finished,
-    meet_neighbours,
-    never_committed,
-    remove_checkpoints,
-    savers,
-    superfluous,
-    unfinished,
-)
+from checkpoint import CheckpointError
+from checkpoint.checks import check_shared, is_own_folder
+from checkpoint.files import Written, commit, copy_commit, copy_files, read_state, tensors_in, write_items
+from checkpoint.loading import by_age, check_identity, check_same_names, load_newest, locate, open_stores, store_waits
+from checkpoint.manifest import ROTARY, Manifest, Opened, jsonable
+from checkpoint.names import by_step, file_of, new_checkpoint_name, run_name, step_of
+from checkpoint.planning import FILES, Plan, State, plan_save, resolver
+from checkpoint.ranks import build_ranks
+from checkpoint.retention import Retention, finished
 from checkpoint.staging import Staging
 from checkpoint.state import (
     allocate_optimizer_state,
-    held_bytes,
     model_tensors,
     optimizer_tensors,
     parameters,
     random_state,
     set_random_state,
 )
-from checkpoint.storage import Written, commit, copy_pieces, pieces_of, read_state, tensors_in, write_items
-from checkpoint.stores import CheckpointError, DamagedError, LocalStore, Store, join, open_store
-from config import Checkpoint, Config, ConfigError, TitaniteError, to_toml
+from config import Config, to_toml
+from storage import LocalStore, Store, StoreError, join, open_store
 
 SAVED = ".saved"  # in the run's folder: names the last committed checkpoint
 OUTER = ".outer_momentum"
 LOWEST_PRIORITY = 19  # a `nice` value
 
 logger = logging.getLogger(__name__)
-
-
-def check_initial_load(
-    settings: Checkpoint,
-    identity: dict[str, Any],
-    run_folder: Path,
-    check: Callable[[Opened], object] = lambda opened: None,
-) -> None:
-    """Refuse a new run whose `initial_load` has no checkpoint, one of another model, or one that `check` refuses.
-
-    For rank 0, before anything is written. A run with checkpoints of its own no longer uses `initial_load`. Raises
-    CheckpointError.
-    """
-    if not settings.initial_load:
-        return
-    if settings.enable and any(map(committed, _open_stores(settings, run_folder))):
-        return
-
-    def fits(opened: Opened) -> None:
-        check_identity(opened.manifest, _jsonable(identity))
-        check(opened)
-
-    try:
-        load_newest(locate(settings.initial_load, settings), Ranks(), fits)
-    except TitaniteError as error:
-        raise CheckpointError(f"checkpoint.initial_load: {error}") from None
-
-
-def check_places(settings: Checkpoint, run_folder: Path) -> None:
-    """Refuse to start if checkpoints cannot be written to either place. Raises CheckpointError.
-
-    For rank 0, before anything else is written: the first save may be hours away.
-    """
-    if not _writes(settings):
-        return
-    for key, store in zip(("folder", "upload"), _open_stores(settings, run_folder), strict=False):
-        try:
-            store.check_writable()
-        except CheckpointError as error:
-            raise CheckpointError(f"checkpoint.{key} = {store.url!r}: cannot be written to: {error}") from None
-
-
-def check_owner(settings: Checkpoint, run_folder: Path) -> None:
-    """Refuse to save where the newest checkpoint whose manifest can be read is another run's. Raises ConfigError.
-
-    For rank 0, before anything is written.
-    """
-    stores = _open_stores(settings, run_folder) if _writes(settings) else []
-    for key, store in zip(("folder", "upload"), stores, strict=False):
-        names = [] if _is_default(store, run_folder) else finished(store.sizes())
-        asked = (savers(store, [name]) for name in sorted(names, key=by_step, reverse=True))
-        for name, other in next(filter(None, asked), {}).items():
-            if not is_same_run(other, run_name(run_folder)):
-                raise ConfigError(
-                    f"checkpoint.{key} = {store.url!r}: its newest checkpoint, {name}, was saved by another run, "
-                    f"{other}: set another checkpoint.{key}. To start from its weights, set also "
-                    f"checkpoint.initial_load = {store.url!r}. If this is that run, only moved or renamed, start it "
-                    f"with --run.folder={run_folder} after: {rename_command(run_folder, other)}"
-                )
-
-
-def check_steps(config: Config, run_folder: Path) -> None:
-    """Refuse to resume a run that is beyond training.steps. Raises ConfigError.
-
-    For rank 0, before anything is written.
-    """
-    found = by_age(_open_stores(config.checkpoint, run_folder)) if config.checkpoint.enable else []
-    if found and (newest := step_of(found[0][1]) or 0) > config.training.steps:
-        raise ConfigError(
-            f"training.steps = {config.training.steps}: this run has reached step {newest}, "
-            f"{join(found[0][0].url, found[0][1])}: set {newest} or more, or another run.folder"
-        )
 
 
 @dataclass(frozen=True)
@@ -187,20 +84,20 @@ class CheckpointManager:
         """
         self.config, self.settings = config, config.checkpoint
         self.model, self.optimizer, self.dataloader = model, optimizer, dataloader
-        self.identity = _jsonable(identity)
+        self.identity = jsonable(identity)
         self.on_commit, self.on_progress, self.on_begin = on_commit, on_progress, on_begin
         self.ranks = build_ranks(self.settings.timeout_seconds)
-        self.stores = _open_stores(self.settings, run_folder)
-        self.store = self.stores[0]
-        self.upload_store = self.stores[1] if self.settings.upload else None
+        self.stores = open_stores(config, run_folder)
+        self.store, self.upload_store = self.stores[0], self.stores[1] if self.settings.upload else None
         self.model_bytes = self._gather_model_bytes()
-        self.run_folder, self.saved_file = run_folder, run_folder / SAVED
+        self.saved_file = run_folder / SAVED
         self.run = self.ranks.from_rank_0(lambda: run_name(run_folder))
-        self.savers = dict[str, str]()  # on rank 0: checkpoint → its run, of those asked about and those saved since
-        self.began, self.known = time.time(), set[str]()  # `known`: this run's checkpoints; both used on rank 0
+        self.retention = {  # used on rank 0
+            store.url: Retention(store, self.run, self.settings, is_own_folder(store, run_folder))
+            for store in self.stores
+        }
         self.newest_step: int | None = None  # of the last save or load
         self.damaged: set[tuple[str, str]] = set()  # (url, name) found while loading; removed after the next commit
-        self.stranded: set[str] = set()  # on rank 0: checkpoints on other machines' disks, newer than those it sees
         self.under_way: Future[None] | None = None
         self.state_checked = False
         self.staging = Staging(next(model[0].parameters()).device)
@@ -215,58 +112,34 @@ class CheckpointManager:
 
         Returns 0 if the run has no checkpoint. Restores model, optimizer and place in the data, and at the same world
         size the random states. If a checkpoint is damaged, logs it and takes the one before. Raises CheckpointError if
-        none is intact, if one is of another model, or if the disk has no room for those to come; ConfigError if
-        machines have disks of their own and no place that they share.
+        none is intact or one is of another model; StoreError if the disk has no room for those to come; ConfigError if
+        a folder is not shared by all ranks.
         """
         self.on_begin("load")
         self.wait()
-        neighbours = self._meet_neighbours()
+        if self.settings.enable or self.settings.save_model:
+            check_shared(self.stores, self.ranks, self.settings.visibility_seconds)
         if not self.settings.enable:
             self._load_initial()
             return 0
-        candidates = self._agreed(partial(self._find, neighbours))
-        is_full = self._check_room(neighbours.disk)
-        if not candidates:
+        candidates = self._agreed(self._find)
+        is_full = self.ranks.from_rank_0(lambda: self.retention[self.store.url].check_room(self._checkpoint_bytes()))
+        if candidates:
+            advice = ". To start a new run instead, set another run.folder"
+            fill = partial(self._fill, random_state())
+            opened, _, self.damaged = load_newest(candidates, self.ranks, fill, advice)
+            self.dataloader.load_state_dict(opened.manifest["dataloader"])
+            logger.info(f"resumed from {opened.url}, world size {opened.manifest['world_size']} then")
+            self.newest_step = opened.manifest["step"]
+        else:
             self._load_initial()
-            if self.settings.save_initial:
-                self.save(0)
-            return 0
-        if self.upload_store and self.ranks.broadcast(bool(neighbours.others)):
-            candidates = self._upload_newest(self.upload_store, candidates)
-        advice = ". To start a new run instead, set another run.folder"
-        fill = partial(self._fill, random_state())
-        opened, _, self.damaged = load_newest(candidates, self.ranks, fill, advice)
-        self.dataloader.load_state_dict(opened.manifest["dataloader"])
-        logger.info(f"resumed from {opened.url}, world size {opened.manifest['world_size']} then")
-        self.newest_step = opened.manifest["step"]
-        if is_full:  # the start before was killed after a commit and before the removal that makes room
-            self._remove_superfluous(self.store, opened.name, is_newer=False)
-        if self.upload_store and (self.upload_store, opened.name) not in candidates:  # an earlier start was cut off
-            all_ranks = dict.fromkeys(opened.index.files, range(self.ranks.size))
-            pieces = pieces_of(opened.index, self.ranks.rank, all_ranks)
-            self._start(partial(self._make_up, self.upload_store, opened.name, lambda: pieces))
-        return opened.manifest["step"]
+        if is_full and self.ranks.rank == 0:  # killed saves, or a kill after a commit, left what would fill the disk
+            self.retention[self.store.url].tidy(opened.name if candidates else new_checkpoint_name(0), (), 0)
+        if not candidates and self.settings.save_initial:
+            self.save(0)
+        return self.newest_step or 0
 
-    def _upload_newest(self, store: Store, candidates: list[tuple[Store, str]]) -> list[tuple[Store, str]]:
-        """Upload the newest candidate to `store` if it is not there yet. Returns the candidates, that copy first.
-
-        Each rank copies files of its own disk. On nodes' own disks no rank finds all that it reads: the optimizer's
-        step, for example, is written by one rank for all.
-        """
-        newest = candidates[0][1]
-
-        def pieces() -> Written:
-            _, index = self.ranks.from_rank_0(lambda: open_one(self.store, newest))
-            here = self.ranks.together(lambda: self.store.sizes(newest).keys())
-            seen = self.ranks.broadcast(self.ranks.gather(set(here)))
-            paths = {file: f"{newest}/{file}" for file in index.files}
-            holders = {file: [rank for rank, disk in enumerate(seen) if path in disk] for file, path in paths.items()}
-            return pieces_of(index, self.ranks.rank, {file: ranks or [0] for file, ranks in holders.items()})
-
-        is_new = (store, newest) not in candidates and self._make_up(store, newest, pieces)
-        return [(store, newest), *candidates] if is_new else candidates
-
-    def _find(self, neighbours: Neighbours) -> list[tuple[Store, str]]:
+    def _find(self) -> list[tuple[Store, str]]:
         """The checkpoints of this run, newest first. Raises CheckpointError if none is seen although one was saved."""
         known = last = ""
         if self.saved_file.is_file():  # its existence is enough: a kill may have cut its text
@@ -282,48 +155,11 @@ class CheckpointManager:
                     "it is now, or another run.folder for a new run"
                 )
             time.sleep(0.2)
-        # Rank 0 was on these machines then. Such checkpoints cannot be loaded, as the disks of other ranks have parts.
-        newest = found[0][1] if found else ""
-        elsewhere = {machine: name for machine, name in neighbours.others.items() if by_step(name) > by_step(newest)}
-        self.stranded = set(elsewhere.values())
-        for machine, name in elsewhere.items():
-            if not found:
-                raise CheckpointError(
-                    f"{self.store.url}: rank 0 on {socket.gethostname()} finds no checkpoint, but {machine} has "
-                    f"{name}, written when rank 0 was on {machine} and not completely uploaded; start with rank 0 on "
-                    f"{machine}, or set another run.folder for a new run"
-                )
-            logger.warning(f"skipped: {name}, written when rank 0 was on {machine} and not completely uploaded")
         name = last.rpartition("/")[2]
-        if found and step_of(name) is not None and by_step(name) > by_step(newest):
+        if found and step_of(name) is not None and by_step(name) > by_step(found[0][1]):
             places = ", ".join(store.url for store in self.stores)
             logger.warning(f"skipped: {last}, the last checkpoint that this run saved, is not in {places}")
-        if self.newest_step is None:
-            self.known.update(name for _, name in found)
-        else:  # returning to a checkpoint of this start, or to the one it began with
-            for store in self.stores:
-                self._check_alone(store)
         return found
-
-    def _check_alone(self, store: Store) -> None:
-        """Refuse to save beside another run: each would resume from the other's checkpoints and remove them.
-
-        For rank 0. Raises ConfigError, as no restart helps, if another run began and committed one since this start.
-        """
-        others: list[str] = []
-        with suppress(CheckpointError):  # a failed listing stops no run; the removal of old checkpoints will report it
-            strange = [name for name in store.folders() - self.known if step_of(name) is not None]
-            began = [name for name in strange if age_seconds(name) < time.time() - self.began]
-            others = [name for name in sorted(began) if f"{name}/{MANIFEST}" in store.sizes(name)]
-        if others:
-            whose = "another run"
-            with suppress(CheckpointError):  # the other run may have removed it meanwhile
-                whose = read_manifest(store, others[0]).get("run", whose)
-            raise ConfigError(
-                f"{join(store.url, others[0])} was saved by {whose} while this run was training. Two runs must not "
-                "save to the same place: each would resume from the other's checkpoints and remove them. This one "
-                "ends, and nothing was removed; continue the other, or this one in a folder of its own"
-            )
 
     def _load_initial(self) -> None:
         """Load the weights of `checkpoint.initial_load`, if set, into the model. Collective."""
@@ -334,7 +170,7 @@ class CheckpointManager:
             self._check_fits(opened)
             read_state(opened, {"model": model_tensors(self.model)}, self.on_progress)
 
-        opened, *_ = load_newest(self._agreed(lambda: locate(place, self.settings)), self.ranks, fill)
+        opened, *_ = load_newest(self._agreed(lambda: locate(place, *store_waits(self.config))), self.ranks, fill)
         logger.info(f"model weights loaded from {opened.url}")
         if not opened.manifest:
             logger.info(f"they are stock DCP's, assumed to rotate halves of a head, as ours do; {ROTARY}")
@@ -351,20 +187,16 @@ class CheckpointManager:
         """
         self._check_fits(opened)
         state: State = {"model": model_tensors(self.model)}
-        if saved := tensors_in(opened.index, "optimizer."):
+        if saved := tensors_in(opened.metadata, "optimizer."):
             state["optimizer"] = self._optimizer_tensors_of(opened, saved)
         else:  # a checkpoint of step 0; a damaged one that was tried first may have left some state
             self.optimizer.state.clear()
         states = {kind: value.clone() for kind, value in before.items()}
-        same_size = opened.manifest["world_size"] == self.ranks.size
-        if same_size:
+        if opened.manifest["world_size"] == self.ranks.size:
             prefix = f"rng.{self.ranks.rank}."
-            states = {kind: value for kind, value in states.items() if tensors_in(opened.index, f"{prefix}{kind}")}
+            states = {kind: value for kind, value in states.items() if tensors_in(opened.metadata, f"{prefix}{kind}")}
             state["rng"] = {str(self.ranks.rank): states}
-        # A rank with its own share is the only reader of its files. The first of several replicas fills the page cache.
-        held = held_bytes(state["model"].values()) * self.ranks.size
-        alone = same_size and held <= 1.1 * sum(self.model_bytes.values())
-        read_state(opened, state, self.on_progress, files_of(self.ranks.rank) if alone else "")
+        read_state(opened, state, self.on_progress)
         set_random_state(states)
 
     def _optimizer_tensors_of(self, opened: Opened, saved: set[str]) -> dict[str, Tensor]:
@@ -400,9 +232,8 @@ class CheckpointManager:
 
         In that mode, weights and moments are copied during the next forward and backward, and the optimizer's next step
         waits for that; all else is taken at once. Waits for the save before: only one is under way at a time. Raises
-        CheckpointError on all ranks if this save (`sync`) or the one before was not committed.
+        the error on all ranks if this save (`sync`) or the one before was not committed.
         """
-        started = time.monotonic()
         self.on_begin("checkpoint")
         self.wait()
         state: State = {
@@ -410,30 +241,26 @@ class CheckpointManager:
             "optimizer": optimizer_tensors(self.model, self.optimizer),
             "rng": {str(self.ranks.rank): random_state()},
         }
-        save = self._prepare(new_checkpoint_name(step), step, state, started)
+        save = self._prepare("step", step, state)
         if self.settings.mode == "async":
             copy = self.staging.prepare({item.index: save.resolve(item) for file in save.plan.files for item in file})
             staged = dataclasses.replace(save, resolve=lambda item: self.staging.copies[item.index])
             self._start(lambda: self._follow_up(staged, self._write(staged, copy)))
         else:
-            written = self._write(save)
-            self._start(lambda: self._follow_up(save, written))
+            self._start(partial(self._follow_up, save, self._write(save)))
         self.newest_step = step
 
     def _save_model(self, step: int) -> None:
         """Write the weights alone, unless an earlier start has written them to all places."""
         self.wait()
-        started = time.monotonic()
 
-        def saved(store: Store) -> bool:
-            models = {name for name in finished(store.sizes()) if name.startswith(f"model-{step:08d}-")}
-            return any(self._ownership(store, models).values())
+        def is_saved(store: Store) -> bool:
+            models = (name for name in finished(store.sizes()) if name.startswith(f"model-{step:08d}-"))
+            return any(map(self.retention[store.url].owns, models))
 
-        if not self.ranks.from_rank_0(lambda: all(map(saved, self.stores))):
-            state: State = {"model": model_tensors(self.model)}
-            save = self._prepare(new_checkpoint_name(step, "model"), step, state, started)
-            written = self._write(save)
-            self._start(lambda: self._follow_up(save, written))
+        if not self.ranks.from_rank_0(lambda: all(map(is_saved, self.stores))):
+            save = self._prepare("model", step, {"model": model_tensors(self.model)})
+            self._start(partial(self._follow_up, save, self._write(save)))
 
     def last_saved(self) -> int | None:
         """Wait for the save under way. Returns the step of the newest save or load, None if there was none."""
@@ -457,16 +284,23 @@ class CheckpointManager:
             under_way, self.under_way = self.under_way, None
             under_way.result()
 
-    def _prepare(self, name: str, step: int, state: State, started: float) -> Save:
+    def _prepare(self, kind: str, step: int, state: State) -> Save:
         """Everything that the save of `state` needs. Replans only if names or shapes have changed."""
-        shapes = tree_map(lambda tensor: tensor.shape, state)
+        started, shapes = time.monotonic(), tree_map(lambda tensor: tensor.shape, state)
         changed = self.ranks.gather(self.planned is None or self.planned[0] != shapes)
-        name, replan = self.ranks.broadcast((name, any(changed)))  # all ranks or none: a pipeline's stages may differ
+        # All ranks replan or none: a pipeline's stages may differ.
+        name, replan = self.ranks.broadcast((new_checkpoint_name(step, kind), any(changed)))
         if replan or self.planned is None:
             self.planned = shapes, plan_save(state, self.ranks)
-        self.known.add(name)
-        self.savers[name] = self.run
-        return Save(name, self.planned[1], self._facts(step), resolver(state), started)
+        facts = {
+            "step": step,
+            "world_size": self.ranks.size,
+            "run": self.run,
+            "identity": self.identity,
+            "dataloader": jsonable(self.dataloader.state_dict()),
+            "config": to_toml(self.config),
+        }
+        return Save(name, self.planned[1], facts, resolver(state), started)
 
     def _write(self, save: Save, before: Callable[[], None] = lambda: None) -> Written:
         """Write and commit a checkpoint. Returns what this rank has written. Collective."""
@@ -474,19 +308,14 @@ class CheckpointManager:
         def write() -> Written:
             before()
             files = save.plan.files
-            written = write_items(self.store, save.name, self.ranks.rank, files, save.resolve, self.on_progress)
-            if self.ranks.rank == 0:
-                self._check_alone(self.store)
-            return written
+            return write_items(self.store, save.name, self.ranks.rank, files, save.resolve, self.on_progress)
 
         try:
             written = self.ranks.together(write)
         except Exception:
             if isinstance(self.store, LocalStore):  # finished files of a failed save would only fill the disk
-                with suppress(CheckpointError):
-                    own = [file for file in self.store.sizes(save.name) if f"/{files_of(self.ranks.rank)}" in file]
-                    self.store.remove(own)
-                    self.store.remove_empty([save.name])
+                with suppress(StoreError):
+                    self.store.remove([f"{save.name}/{file_of(self.ranks.rank, number)}" for number in range(FILES)])
             raise
         gathered = self.ranks.gather(written)
         self.ranks.from_rank_0(lambda: commit(self.store, save.name, save.plan, gathered, save.facts))
@@ -500,99 +329,25 @@ class CheckpointManager:
 
     def _follow_up(self, save: Save, written: Written) -> None:
         """After the commit of `save`, do what training need not wait for."""
-        self._remove_superfluous(self.store, save.name)
+        self._tidy(self.store, save.name)
         if self.upload_store:
-            self._upload(self.upload_store, save.name, written, save.started)
+            self._upload(self.upload_store, save, written)
 
-    def _upload(self, store: Store, name: str, pieces: Written, started: float, is_newer: bool = True) -> None:
-        """Copy a checkpoint to the second place. Every rank copies its own `pieces`; the manifest comes last."""
-        if isinstance(store, LocalStore):  # it does not overwrite leftovers of an interrupted upload
-            self.ranks.from_rank_0(lambda: remove_checkpoints(store, [name], store.sizes(name)))
-        self.ranks.together(lambda: copy_pieces(self.store, store, name, pieces, self.on_progress))
+    def _upload(self, store: Store, save: Save, written: Written) -> None:
+        """Copy a checkpoint to the second place. Every rank copies what it has `written`; the manifest comes last."""
+        self.ranks.together(lambda: copy_files(self.store, store, save.name, written, self.on_progress))
 
-        def finish() -> None:
-            manifest = read_manifest(self.store, name)
-            self._check_alone(store)
-            store.put(f"{name}/{METADATA}", read_metadata(self.store, name, manifest))
-            store.put(f"{name}/{MANIFEST}", encode_manifest(manifest))
+        self.ranks.from_rank_0(lambda: copy_commit(self.store, store, save.name))
+        seconds = time.monotonic() - save.started
+        logger.info(f"checkpoint {save.name} uploaded to {store.url} {seconds:.1f} s after its start")
+        self._tidy(store, save.name)
 
-        self.ranks.from_rank_0(finish)
-        logger.info(f"checkpoint {name} uploaded to {store.url} {time.monotonic() - started:.1f} s after its start")
-        self._remove_superfluous(store, name, is_newer)
-
-    def _make_up(self, store: Store, name: str, pieces: Callable[[], Written]) -> bool:
-        """Upload what an earlier start did not. Damage in parts that no rank needed must not end every start."""
-        try:
-            self._upload(store, name, pieces(), time.monotonic(), is_newer=False)
-            return True
-        except DamagedError as error:
-            if self.ranks.rank == 0:
-                logger.warning(f"{name} was not uploaded to {store.url}, but the next checkpoint will be: {error}")
-            return False
-
-    def _remove_superfluous(self, store: Store, saved: str, is_newer: bool = True) -> None:
-        """Remove from `store` what is not kept, now that `saved` is committed there.
-
-        Damaged checkpoints, and those only on other machines' disks, go only if `saved` is newer: renumbered ranks or a
-        person may still recover them. Another run's stay, and beside them all that was never committed, as it may be
-        the other's; so do those whose run is unknown, but for the damaged.
-        """
-        damaged = {name for url, name in self.damaged if url == store.url}
-        spared = set[str]() if is_newer else damaged | self.stranded
-        leftover_seconds = 2 * self.settings.timeout_seconds
-
-        def remove() -> tuple[set[str], set[str], bool, str]:
-            """On rank 0: (what goes, what stays, whether another run's are there, why if more stays than should)."""
-            listed = store.sizes()
-            there, begun = finished(listed), unfinished(listed, leftover_seconds)
-            leftovers = never_committed(store, begun)
-            may_go = leftovers | superfluous(listed, saved, self.settings, damaged)
-            owned = self._ownership(store, there if may_go else there & self.savers.keys())
-            is_shared = False in owned.values()
-            own = {name for name, is_own in owned.items() if is_own or (is_own is None and name in damaged)}
-            going = superfluous([f"{name}/{MANIFEST}" for name in own], saved, self.settings, damaged)
-            going = (going if is_shared else going | leftovers) - spared
-            stay = (there | begun | {saved}) - going | spared  # a listing may not show `saved` yet
-            try:
-                if not is_shared:
-                    store.abort_uploads(leftover_seconds)
-            except CheckpointError as error:
-                logger.warning(f"unfinished uploads could not be removed: {error}")
-            try:
-                remove_checkpoints(store, going, listed)
-            except CheckpointError as error:
-                return going, stay | finished(store.sizes()), is_shared, str(error)
-            return going, stay, is_shared, ""
-
-        def remove_here(disk: LocalStore) -> None:
-            here = disk.folders()
-            here &= (going if is_shared else going | unfinished(here, leftover_seconds)) - stay
-            remove_checkpoints(disk, here, [file for name in here for file in disk.sizes(name)])
-            disk.remove_empty(here)
-
-        # An old checkpoint that stays need not stop the run, but must not stay unnoticed.
-        try:
-            going, stay, is_shared, trouble = self.ranks.from_rank_0(remove)
-            if isinstance(store, LocalStore):  # nodes' own disks after rank 0's, the only one with manifests
-                self.ranks.together(partial(remove_here, store))
-            if trouble:
-                raise CheckpointError(trouble)
-            if is_newer:
-                self.damaged = {(url, name) for url, name in self.damaged if url != store.url}
-        except CheckpointError as error:
-            if self.ranks.rank == 0:
-                logger.warning(f"old checkpoints could not be removed: {error}")
-
-    def _ownership(self, store: Store, names: Collection[str]) -> dict[str, bool | None]:
-        """Whether this run saved each of these committed checkpoints, None if that is unknown. For rank 0.
-
-        Reads each manifest but once, and none of this start's own saves.
-        """
-        if _is_default(store, self.run_folder):
-            return dict.fromkeys(names, True)
-        self.savers |= savers(store, set(names) - self.savers.keys())
-        known = {name: is_same_run(run, self.run) for name, run in self.savers.items()}
-        return {name: known.get(name) for name in names}
+    def _tidy(self, store: Store, saved: str) -> None:
+        """Remove from `store` what is not kept, now that `saved` is committed there."""
+        if self.ranks.rank == 0:
+            self.retention[store.url].savers[saved] = self.run
+            self.retention[store.url].tidy(saved, {name for url, name in self.damaged if url == store.url})
+        self.damaged = {(url, name) for url, name in self.damaged if url != store.url}
 
     def _start(self, work: Callable[[], object]) -> None:
         """Run `work` in a daemon thread, so that a run that fails for another reason does not wait for it."""
@@ -614,83 +369,22 @@ class CheckpointManager:
 
     # ------------------------------------------------------------ parts
 
-    def _facts(self, step: int) -> Manifest:
-        """The manifest's entries on this checkpoint other than its files."""
-        return {
-            "step": step,
-            "world_size": self.ranks.size,
-            "run": self.run,
-            "identity": self.identity,
-            "dataloader": _jsonable(self.dataloader.state_dict()),
-            "config": to_toml(self.config),
-        }
-
     def _gather_model_bytes(self) -> dict[str, int]:
         """Name → bytes of every whole tensor of the model, over the parts on all ranks. Collective."""
         own = {name: value.numel() * value.itemsize for name, value in model_tensors(self.model).items()}
         parts = self.ranks.gather(own)
         return self.ranks.broadcast({name: size for part in parts for name, size in part.items()})
 
-    def _meet_neighbours(self) -> Neighbours:
-        """Find which ranks share rank 0's disk, if the first place is a disk. Collective.
-
-        Raises ConfigError if the last place is not shared: ranks arranged differently would not find all parts there.
-        """
-        if not _writes(self.settings):
-            return Neighbours("", {})
-        last, wait = self.stores[-1], self.settings.visibility_seconds
-        met = [meet_neighbours(store, self.ranks, wait if store is last else 0) for store in self.stores]
-        others = met[-1].others
-
-        def check() -> None:
-            if others:
-                key = "upload" if self.upload_store else "folder"
-                raise ConfigError(
-                    f"checkpoint.{key} = {last.url!r}: {socket.gethostname()}, where rank 0 is, and "
-                    f"{', '.join(sorted(others))} have disks of their own there, so each would hold a part of every "
-                    "checkpoint, which would be lost when ranks are renumbered; set it to a folder that all machines "
-                    "share, or set checkpoint.upload to such a folder or to s3://bucket/prefix"
-                )
-
-        self.ranks.from_rank_0(check)
-        return met[0]
-
-    def _check_room(self, disk: str) -> bool:
-        """If the first store is a disk, check its room for weights, moments and, with islands, the outer momentum.
-
-        Returns whether an old checkpoint must go before the next is written. Raises CheckpointError.
-        """
-        if isinstance(self.store, LocalStore):
-            moments = 1 if self.config.optimizer.state_dtype == "bfloat16" else 2  # in sizes of the weights
-            outer = 1 if self.config.parallelism.local_steps else 0
-            rank_bytes = (1 + moments + outer) * sum(self.model_bytes.values()) // self.ranks.size
-            ownership = partial(self._ownership, self.store)
-            return check_room(self.store, self.ranks, disk, rank_bytes, self.settings, ownership, self.stranded)
-        return False
+    def _checkpoint_bytes(self) -> int:
+        """About the size of a checkpoint: weights, moments and, with islands, the outer momentum."""
+        moments = 1 if self.config.optimizer.state_dtype == "bfloat16" else 2  # in sizes of the weights
+        outer = 1 if self.config.parallelism.local_steps else 0
+        return (1 + moments + outer) * sum(self.model_bytes.values())
 
     def _agreed(self, find: Callable[[], list[tuple[Store, str]]]) -> list[tuple[Store, str]]:
         """What `find` returns on rank 0, on every rank. Collective."""
         agreed = self.ranks.from_rank_0(lambda: [(store.url, name) for store, name in find()])
         stores = {store.url: store for store in self.stores}
-        stores |= {url: open_store(url, self.settings) for url in {url for url, _ in agreed} - stores.keys()}
+        new = {url for url, _ in agreed} - stores.keys()
+        stores |= {url: open_store(url, *store_waits(self.config)) for url in new}
         return [(stores[url], name) for url, name in agreed]
-
-
-def _writes(settings: Checkpoint) -> bool:
-    return settings.enable or settings.save_model
-
-
-def _open_stores(settings: Checkpoint, run_folder: Path) -> list[Store]:
-    """The places of a run's checkpoints: the first, and the second if there is one."""
-    places = [settings.folder or run_folder / "checkpoints", settings.upload]
-    return [open_store(place, settings) for place in places if place]
-
-
-def _is_default(store: Store, run_folder: Path) -> bool:
-    """Whether a place is the run's own folder for checkpoints. All there is its own, even if both were moved."""
-    return Path(store.url).absolute() == (run_folder / "checkpoints").absolute()
-
-
-def _jsonable(value: dict[str, Any]) -> dict[str, Any]:
-    """`value` after a round trip through JSON: tuples become lists, keys become strings."""
-    return json.loads(json.dumps(value))

@@ -1,19 +1,19 @@
 """The manifest, which commits a checkpoint and vouches for it, and a safe reader of DCP's pickled index."""
 
-import gc
 import hashlib
 import io
 import json
 import pickle
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from checkpoint.stores import CheckpointError, DamagedError, Store
+from checkpoint import CheckpointError
+from storage import DamagedError, Store, join
 
 MANIFEST = "MANIFEST.json"
 METADATA = ".metadata"
@@ -25,6 +25,54 @@ T = TypeVar("T")
 
 class ChecksumError(DamagedError):
     """Bytes read do not have the checksum that they were written with."""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint to read: its place, its manifest ({} for a stock one) and DCP's index."""
+
+    store: Store
+    name: str  # "" if the store is this one checkpoint
+    manifest: Manifest
+    metadata: Metadata
+
+    @property
+    def url(self) -> str:
+        return join(self.store.url, self.name)
+
+    def path(self, file: str) -> str:
+        """The name in the store of one of its files."""
+        return f"{self.name}/{file}" if self.name else file
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether stock DCP wrote it: its items have no checksums, while all of ours do."""
+        return not any(hasattr(info, "crc32") for info in self.metadata.storage_data.values())
+
+
+def open_checkpoint(store: Store, name: str) -> Opened:
+    """Read manifest and index of a checkpoint, without its data. Raises CheckpointError, StoreError."""
+    if name or MANIFEST in store.sizes():
+        manifest = read_manifest(store, name)
+        return Opened(store, name, manifest, _whole(unpickle_metadata(read_metadata(store, name, manifest))))
+    opened = Opened(store, name, {}, _whole(unpickle_metadata(read_metadata(store, name, None))))
+    if not opened.is_stock:
+        raise CheckpointError(f"{store.url}: was never committed, it has no {MANIFEST}; name another checkpoint")
+    return opened
+
+
+def _whole(metadata: Metadata) -> Metadata:
+    """`metadata`, if its pieces hold every value of each tensor. Raises DamagedError."""
+    try:
+        placed = {(index.fqn, index.offset) for index in metadata.storage_data}
+        for name, tensor in metadata.state_dict_metadata.items():
+            if isinstance(tensor, TensorStorageMetadata):
+                held = sum(chunk.sizes.numel() for chunk in tensor.chunks if (name, chunk.offsets) in placed)
+                if held < tensor.size.numel():
+                    raise DamagedError(f"{METADATA}: {name} has only {held} of its {tensor.size.numel()} values")
+    except (AttributeError, TypeError) as error:
+        raise DamagedError(f"{METADATA}: not a readable index: {type(error).__name__}: {error}") from None
+    return metadata
 
 
 def checked_twice(read: Callable[[], T]) -> T:
@@ -46,7 +94,7 @@ def read_manifest(store: Store, name: str) -> Manifest:
     path = f"{name}/{MANIFEST}".lstrip("/")
 
     def read() -> Manifest:
-        raw = store.read(path)
+        raw = bytes(store.read(path))
         try:
             manifest = json.loads(raw)["manifest"]
             intact = encode_manifest(manifest) == raw
@@ -72,7 +120,7 @@ def read_small(store: Store, name: str, file: str, digest: str | None) -> bytes:
     path = f"{name}/{file}".lstrip("/")
 
     def read() -> bytes:
-        content = store.read(path)
+        content = bytes(store.read(path))
         if digest is not None and sha256(content) != digest:
             raise ChecksumError(f"{store.url}/{path}: SHA-256 differs from the manifest's")
         return content
@@ -83,8 +131,7 @@ def read_small(store: Store, name: str, file: str, digest: str | None) -> bytes:
 def unpickle_metadata(pickled: bytes) -> Metadata:
     """Unpickle DCP's index. Raises DamagedError if the pickle asks for a class that no index contains."""
     try:
-        with uncollected():
-            metadata = _IndexUnpickler(io.BytesIO(pickled)).load()
+        metadata = _IndexUnpickler(io.BytesIO(pickled)).load()
     except DamagedError:
         raise
     except Exception as error:
@@ -92,18 +139,6 @@ def unpickle_metadata(pickled: bytes) -> Metadata:
     if not isinstance(metadata, Metadata):
         raise DamagedError(f"{METADATA}: holds a {type(metadata).__name__}, not DCP's Metadata")
     return metadata
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Turn off garbage collection, which would scan a growing index again and again: that takes 3.5 times as long."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 # For messages about stock DCP checkpoints, which do not say how their rotary weights are laid out.
@@ -142,6 +177,11 @@ def _member(kind: Any, name: str) -> Any:
     if not (isinstance(kind, type) and issubclass(kind, Enum)):
         raise DamagedError(f"{METADATA}: refused, since it refers to {name!r} of {kind!r}, which no index needs")
     return kind[name]
+
+
+def jsonable(value: dict[str, Any]) -> dict[str, Any]:
+    """`value` after a round trip through JSON: tuples become lists, keys become strings."""
+    return json.loads(json.dumps(value))
 
 
 def sha256(data: bytes | str) -> str:

@@ -37,19 +37,9 @@ def step_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def files_of(rank: int) -> str:
-    """The prefix of the files that `rank` writes into a checkpoint."""
-    return f"__{rank}_"
-
-
 def file_of(rank: int, number: int) -> str:
-    """The name of one of the rank's files."""
-    return f"{files_of(rank)}{number}.distcp"
-
-
-def rank_of(file: str) -> int:
-    """The rank that wrote a file with this name."""
-    return int(file.split("_")[2])
+    """The name of one of the files that `rank` writes into a checkpoint."""
+    return f"__{rank}_{number}.distcp"
 
 
 def run_name(run_folder: Path) -> str:

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from checkpoint.stores import DamagedError
 from config import TitaniteError
+from storage import DamagedError
 
 T = TypeVar("T")
 

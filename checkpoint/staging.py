@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from checkpoint.stores import CheckpointError
+from checkpoint import CheckpointError
 
 
 class Staging:

@@ -1,13 +1,13 @@
 """The tensors of a checkpoint: model, optimizer and random state, under names independent of wrappers and meshes."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from checkpoint.stores import CheckpointError
+from checkpoint import CheckpointError
 
 WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
@@ -93,11 +93,6 @@ def set_random_state(states: dict[str, Tensor]) -> None:
             torch.set_rng_state(value)
         else:
             torch.get_device_module(kind).set_rng_state(value)
-
-
-def held_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of `tensors` that this rank holds."""
-    return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)
 
 
 def _clean(name: str) -> str:

@@ -37,6 +37,7 @@ from run.processes import (
 )
 from run.stop import OF_A_SCHEDULER, StopRequest
 from run.watchdog import Watchdog
+from storage import OutageError
 
 logger = logging.getLogger(__name__)
 
@@ -56,13 +57,14 @@ def run_and_leave(main: Callable[[], object]) -> NoReturn:
         dist.barrier()  # all have recorded why, before torchrun ends the others
         code = AGAIN
     except TitaniteError as error:
-        code, environment, running = 2, launch_environment(), dist.is_initialized()
+        is_outage = isinstance(error, OutageError)  # of a store: a restart may help
+        code, environment, running = 1 if is_outage else 2, launch_environment(), dist.is_initialized()
         if environment.local_rank > 0 and (error.agreed or not running):
             # Local rank 0 prints the same. If this rank left first, torchrun would end it before that.
             time.sleep(SPEAKER_TIMEOUT_SECONDS)
         where = f" (rank {environment.rank})" if running and not error.agreed else ""
         print(f"error{where}: {error}", file=sys.stderr, flush=True)
-        would_recur = not running or isinstance(error, (ConfigError, CrashLoopError))
+        would_recur = (not running or isinstance(error, (ConfigError, CrashLoopError))) and not is_outage
         if environment.local_rank == 0 and environment.restarts < environment.max_restarts and would_recur:
             os.kill(os.getppid(), signal.SIGQUIT)  # so that torchrun ends without a restart
     except SystemExit as ended:

@@ -26,6 +26,7 @@ from parallel.device import device_type
 from run.failures import RolledBackError
 from run.folder import record_exit
 from run.processes import AGAIN, LaunchEnvironment, process_state
+from storage import OutageError
 
 T = TypeVar("T")
 
@@ -100,7 +101,8 @@ class Watchdog:
                 what, cause, rank = "lost", f"a rank on another machine was lost or hangs: {cause}", None
         else:
             cause = f"{type(error).__name__}: {cause}"
-        self.announce(what, cause, rank, again=what in ("lost", "hung", "rolled back"))
+        again = what in ("lost", "hung", "rolled back") or isinstance(error, OutageError)
+        self.announce(what, cause, rank, again=again)
 
     def announce(self, kind: str, cause: str, rank: int | None = None, again: bool = True) -> None:
         """Record why this start ends, and print it if nothing else does; `again`: a scheduler should start the next."""

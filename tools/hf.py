@@ -28,20 +28,20 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.planner import WriteItem
 from tqdm import tqdm
 
+from checkpoint import CheckpointError
 from checkpoint.companions import companion_tokenizer, find_companions, read_companions
-from checkpoint.index import Opened
+from checkpoint.files import commit, read_state, write_items
 from checkpoint.loading import check_same_names, load_place
-from checkpoint.manifest import MANIFEST, Manifest
-from checkpoint.planning import Piece, plan_pieces, split_rows
+from checkpoint.manifest import MANIFEST, Manifest, Opened
+from checkpoint.planning import plan_pieces, split_rows
 from checkpoint.state import model_tensors
-from checkpoint.storage import commit, read_state, write_items
-from checkpoint.stores import CheckpointError, open_store
 from config import LOCAL_OR_S3, TitaniteError, command_line, file_errors, tomllib
 from data.chat import ChatTemplate
 from data.tokenizer import Tokenizer, json_object
 from metrics import quiet_noisy_loggers
 from models import MODELS, HuggingFace, build_model, recorded_model
 from records import output_path
+from storage import StoreError, open_store
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES: Mapping[str, torch.dtype] = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
@@ -180,7 +180,7 @@ def import_model(folder: Path, place: str) -> None:
     except (ValueError, KeyError, TypeError) as error:
         reason = f"has no {error}" if isinstance(error, KeyError) else str(error)
         raise CheckpointError(f"{folder / 'config.json'}: {reason}") from None
-    model, names, pieces = build_model(MODELS[family], flavor), adapter.hf_names(flavor), list[Piece]()
+    model, names, pieces = build_model(MODELS[family], flavor), adapter.hf_names(flavor), list[WriteItem]()
     for ours, weight in model.named_parameters():
         with open_weights(file := weights[names[ours]]) as tensors:
             kind, shape = (part := tensors.get_slice(names[ours])).get_dtype(), part.get_shape()
@@ -206,7 +206,7 @@ def import_model(folder: Path, place: str) -> None:
         commit(store, name, plan, [written], facts, read_companions(folder))
         load_place(place, lambda opened: compare_logits(folder, opened, model))
     except BaseException:
-        with suppress(CheckpointError):  # the first error says more
+        with suppress(CheckpointError, StoreError):  # the first error says more
             store.remove([f"{name}/{MANIFEST}", *store.sizes(name)])
         raise
     logger.info(how_to_start(place, family, flavor))

@@ -9,12 +9,12 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 
-from checkpoint.index import read_index
+from checkpoint import CheckpointError
 from checkpoint.loading import find
-from checkpoint.manifest import MANIFEST, Manifest, read_manifest, read_metadata
+from checkpoint.manifest import MANIFEST, Manifest, open_checkpoint, read_manifest
 from checkpoint.names import by_step, is_checkpoint_name
-from checkpoint.stores import CheckpointError, DamagedError, Store
 from config import command_line
+from storage import DamagedError, Store
 
 STOCK = "stock DCP, no checksums"
 UNCOMMITTED = "never committed"
@@ -32,8 +32,10 @@ def look(store: Store, name: str) -> tuple[Manifest, str]:
     sizes = {file.removeprefix(f"{name}/"): size for file, size in store.sizes(name).items()}
     try:
         if MANIFEST not in sizes:
-            stock = not name and read_index(read_metadata(store, name, None)).is_stock
-            return {}, STOCK if stock else UNCOMMITTED
+            try:
+                return {}, UNCOMMITTED if name or not open_checkpoint(store, name).is_stock else STOCK
+            except CheckpointError:
+                return {}, UNCOMMITTED
         manifest = read_manifest(store, name)
     except DamagedError as error:
         return {}, str(error)

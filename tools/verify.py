@@ -18,16 +18,13 @@ import pyarrow as pa
 from isal import isal_zlib
 from tqdm import tqdm
 
-from checkpoint.index import Opened, read_index
-from checkpoint.manifest import MANIFEST, Manifest, read_metadata, read_small
-from checkpoint.storage import verify_items
-from checkpoint.stores import DamagedError as DamagedCheckpointError
-from checkpoint.stores import Store
+from checkpoint.files import verify_items
+from checkpoint.manifest import MANIFEST, open_checkpoint, read_small
 from config import Data, command_line
 from data.files import Files
 from data.packing import HIDDEN, START
 from data.shards import Block, DataError, Dataset, Split, open_dataset, token_schema
-from storage import DamagedError, MissingError
+from storage import DamagedError, MissingError, Store
 from tools.list_checkpoints import STOCK, UNCOMMITTED, find_begun, look
 
 THREADS = 4  # each holds a file of a dataset in memory
@@ -123,15 +120,16 @@ def verify_dataset(url: str, data: Data) -> int:
 # ---------------------------------------------------------------- checkpoints
 
 
-def verify_checkpoint(store: Store, name: str, manifest: Manifest) -> int:
-    """Check all of a checkpoint, with a progress bar. Returns its number of items. Raises DamagedCheckpointError."""
-    index = read_index(read_metadata(store, name, manifest))
-    for file, digest in manifest.get("companions", {}).items():
+def verify_checkpoint(store: Store, name: str) -> int:
+    """Check all of a checkpoint, with a progress bar. Returns its number of items. Raises DamagedError."""
+    opened = open_checkpoint(store, name)
+    for file, digest in opened.manifest.get("companions", {}).items():
         read_small(store, name, file, digest)
-    total = int(index.places[:, 2].sum())
+    items = opened.metadata.storage_data
+    total = sum(info.length for info in items.values())
     with tqdm(total=total, unit="B", unit_scale=True, desc=name[:13], disable=None, leave=False) as bar:
-        verify_items(Opened(store, name, manifest, index), bar.update)
-    return len(index.places)
+        verify_items(opened, bar.update)
+    return len(items)
 
 
 def judge(store: Store, name: str) -> tuple[str, bool]:
@@ -146,9 +144,9 @@ def judge(store: Store, name: str) -> tuple[str, bool]:
         return f"{STOCK}: it can be loaded, but not verified", True
     try:
         if problem:
-            raise DamagedCheckpointError(problem)
-        return f"intact, step {manifest['step']}, {verify_checkpoint(store, name, manifest)} items", False
-    except DamagedCheckpointError as error:
+            raise DamagedError(problem)
+        return f"intact, step {manifest['step']}, {verify_checkpoint(store, name)} items", False
+    except DamagedError as error:
         if name and f"{name}/{MANIFEST}" not in store.sizes(name):
             return "removed during this check, as a run in training removes its older ones", False
         return f"DAMAGED: {error}", True

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from checkpoint.manager import CheckpointManager
 from checkpoint.manifest import Manifest
-from config import Checkpoint, Config, Training
+from config import Checkpoint, Comm, Config, Training
 
 IDENTITY = {"name": "tower", "dim": 12, "layers": [2, 2]}
 
@@ -58,6 +58,7 @@ class Run:
         seed: int = 0,
         steps: int = 400,
         run_folder: Path = Path("unused"),
+        retry_seconds: int = 180,
         **settings: Any,
     ) -> None:
         torch.manual_seed(seed)
@@ -73,7 +74,11 @@ class Run:
         self.optimizer = torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=1e-2)
         self.data = Counter()
         torch.manual_seed(1000 + (dist.get_rank() if dist.is_initialized() else 0))
-        config = Config(training=Training(steps=steps), checkpoint=Checkpoint(folder=str(folder), **settings))
+        config = Config(
+            training=Training(steps=steps),
+            checkpoint=Checkpoint(folder=str(folder), **settings),
+            comm=Comm(store_retry_seconds=retry_seconds),
+        )
         self.checkpoint = CheckpointManager(
             config,
             run_folder,

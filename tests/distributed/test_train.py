@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from checkpoint.stores import CheckpointError
+from checkpoint import CheckpointError
 from config import ConfigError, load_config, to_toml
 from data.loader import Batch, validation_batches
 from data.prepare import main as prepare

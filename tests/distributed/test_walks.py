@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint.stores import open_store
 from data.prepare import main as prepare
+from storage import open_store
 from tests.distributed.test_train import column, final_weights, flat, run
 from tests.harness import run_ranks
 from tools.audit import prove

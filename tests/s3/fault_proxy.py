@@ -2,7 +2,7 @@
 
 What it can do, by rule, to the requests that match an operation, a key and a view:
 
-    503, 500, 409, 403, expired, bucket   answered so, without reaching the server
+    503, 501, 500, 409, 403, expired, bucket   answered so, without reaching the server
     404, empty      as by a proxy that does not reach the server: 404 without XML, 200 without a body
     reset           the connection is cut before the server sees the request
     reset_after     the server has done it, the connection is cut before the answer
@@ -10,6 +10,7 @@ What it can do, by rule, to the requests that match an operation, a key and a vi
     delay           answered `seconds` later
     cut             half of the answer's body, then the connection is cut
     flip            one bit of the answer's body is wrong
+    no_etag         the answer has no ETag
     flip_sent       one bit of the request's body is wrong once it reaches the server
     delete_error    DeleteObjects answers 200 with an error for a key
     complete_error  CompleteMultipartUpload answers 200 with an error in its body
@@ -41,6 +42,7 @@ XML_NAMESPACE = "http://s3.amazonaws.com/doc/2006-03-01/"
 CONTROL = "/__control"
 CODES = {  # of S3's errors
     "503": (503, "SlowDown"),
+    "501": (501, "NotImplemented"),
     "500": (500, "InternalError"),
     "409": (409, "OperationAborted"),
     "403": (403, "AccessDenied"),
@@ -190,6 +192,8 @@ class _Proxy:
         self.counts["bytes_out"] += len(answer)
         if fault == "reset_after":
             request.transport.abort()
+        if fault == "no_etag":
+            headers = {name: value for name, value in headers.items() if name.lower() != "etag"}
         if fault == "flip":
             answer = _flipped(answer)
         if fault == "cut":

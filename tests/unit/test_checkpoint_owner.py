@@ -6,16 +6,18 @@ import shutil
 import socket
 import subprocess
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from checkpoint import manager
+from checkpoint import checks, retention
+from checkpoint.checks import check_checkpoints
 from checkpoint.names import is_same_run, run_name
 from checkpoint.retention import committed
-from checkpoint.stores import CheckpointError, LocalStore, open_store
-from config import Checkpoint, ConfigError
+from config import Checkpoint, Config, ConfigError
+from storage import LocalStore, StoreError, open_store
 from tests.corpus import write_dataset
-from tests.distributed.checkpoint_runs import Run, flip_bit
+from tests.distributed.checkpoint_runs import IDENTITY, Run, flip_bit
 from tests.distributed.test_train import Ended, call
 from tests.harness import run_ranks
 
@@ -60,6 +62,10 @@ def saved_as(name: str, folder: Path, last: int, keep: int = 0, **settings) -> R
     run = Run(folder, interval=1, keep=keep, run_folder=Path(name), **settings)
     run.train(0, last)
     return run
+
+
+def check(place: Path | str, run_folder: Path) -> None:
+    check_checkpoints(Config(checkpoint=Checkpoint(folder=str(place))), IDENTITY, run_folder)
 
 
 # ---------------------------------------------------------------- whole runs of train.py
@@ -170,12 +176,12 @@ def test_a_run_is_told_by_its_path(tmp_path, monkeypatch):
 def test_a_claim_is_a_line_for_the_shell_whatever_the_names(tmp_path, monkeypatch, name):
     run_folder, place = tmp_path / "it's $HOME", str(tmp_path / "saved")
     saved_as("other", Path(place), 1)
-    monkeypatch.setattr(manager, "savers", lambda store, names: dict.fromkeys(names, name))
+    monkeypatch.setattr(checks, "savers", lambda store, names: dict.fromkeys(names, name))
     with pytest.raises(ConfigError) as refused:
-        manager.check_owner(Checkpoint(folder=place), run_folder)
+        check(place, run_folder)
     subprocess.run(["bash", "-c", str(refused.value).partition(" after: ")[2]], check=True)
     assert run_name(run_folder) == name
-    manager.check_owner(Checkpoint(folder=place), run_folder)
+    check(place, run_folder)
 
 
 # ---------------------------------------------------------------- what a start is refused for
@@ -183,22 +189,21 @@ def test_a_claim_is_a_line_for_the_shell_whatever_the_names(tmp_path, monkeypatc
 
 def test_the_newest_whose_manifest_can_be_read_tells_whose_a_place_is(tmp_path):
     """As a resume passes over a damaged one. A model alone counts, too."""
-    settings = Checkpoint(folder=str(tmp_path))
     saved_as("other", tmp_path, 2)
     Run(tmp_path, interval=1, keep=0).train(2, 3)
-    manager.check_owner(settings, Path("unused"))
+    check(tmp_path, Path("unused"))
     with pytest.raises(ConfigError, match=f"step-00000003-.* by another run, .*{Path('unused').absolute()}: set"):
-        manager.check_owner(settings, Path("other"))
+        check(tmp_path, Path("other"))
     (newest,) = tmp_path.glob("step-00000003-*")
     flip_bit(newest / "MANIFEST.json", 100)
-    manager.check_owner(settings, Path("other"))
+    check(tmp_path, Path("other"))
     with pytest.raises(ConfigError, match=r"step-00000002-.* by another run"):
-        manager.check_owner(settings, Path("unused"))
+        check(tmp_path, Path("unused"))
     Run(tmp_path, interval=1, keep=0, steps=4, save_model=True).train(3, 4)
     for folder in tmp_path.glob("step-*"):
         shutil.rmtree(folder)
     with pytest.raises(ConfigError, match=r"model-00000004-.* by another run"):
-        manager.check_owner(settings, Path("other"))
+        check(tmp_path, Path("other"))
 
 
 # ---------------------------------------------------------------- what is removed
@@ -268,15 +273,12 @@ def test_a_model_alone_is_saved_beside_another_runs_of_the_same_step(tmp_path):
     assert sum('/other"' in path.read_text() for path in tmp_path.glob("model-*/MANIFEST.json")) == 1
 
 
-def test_manifests_are_read_once_and_only_if_something_may_go(tmp_path, monkeypatch):
+def test_manifests_are_read_once(tmp_path, monkeypatch):
     Run(tmp_path, interval=1, keep=3).train(0, 2)
     read, asked = LocalStore.read, []
-    monkeypatch.setattr(LocalStore, "read", lambda store, name: asked.append(name) or read(store, name))
-    run = Run(tmp_path, interval=1, keep=3)
-    run.train(2, 3)
-    assert asked == []
-    before = {f"{name}/MANIFEST.json" for name in committed(open_store(tmp_path))[1:]}
-    run.train(3, 6)
+    monkeypatch.setattr(LocalStore, "read", lambda store, name, *place: asked.append(name) or read(store, name, *place))
+    before = {f"{name}/MANIFEST.json" for name in committed(open_store(tmp_path))}
+    Run(tmp_path, interval=1, keep=3).train(2, 6)
     assert (len(asked), set(asked)) == (2, before)
     assert steps_in(tmp_path) == [6, 5, 4]
 
@@ -292,10 +294,10 @@ def test_another_runs_checkpoints_are_no_room_and_none_is_made_beside_them(tmp_p
         run = Run(tmp_path, interval=1, keep=1)
         two_bytes = 2 * 3 * sum(parameter.nbytes for parameter in run.model.parameters())
         free_bytes = two_bytes - own_bytes - short
-        monkeypatch.setattr(LocalStore, "free_bytes", lambda store, free_bytes=free_bytes: free_bytes)
+        monkeypatch.setattr(retention.shutil, "disk_usage", lambda _, free=free_bytes: mock.Mock(free=free))
         if fits:
             assert run.checkpoint.load() == 4
         else:
-            with pytest.raises(CheckpointError, match=r"2 checkpoints of .* must fit"):
+            with pytest.raises(StoreError, match=r"2 checkpoints of .* must fit"):
                 run.checkpoint.load()
         assert content(tmp_path) == before

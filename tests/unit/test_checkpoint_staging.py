@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from checkpoint import CheckpointError
 from checkpoint.staging import Staging
-from checkpoint.stores import CheckpointError
 
 
 def check_copies(device: str) -> None:

@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from checkpoint import CheckpointError
 from checkpoint.loading import locate
 from checkpoint.retention import committed
-from checkpoint.stores import CheckpointError, LocalStore, open_store
 from config import from_dict, to_toml
+from storage import LocalStore, open_store
 from tests.distributed.checkpoint_runs import Run, Tower, flip_bit, load_run
 from tools import list_checkpoints, verify
 

@@ -23,7 +23,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from checkpoint.storage import read_state
+from checkpoint.files import read_state
 from config import TitaniteError
 from data.chat import ChatTemplate
 from data.tokenizer import Tokenizer

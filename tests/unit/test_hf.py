@@ -20,19 +20,21 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
+from checkpoint import CheckpointError
+from checkpoint.checks import check_checkpoints
 from checkpoint.companions import check_vocabulary
-from checkpoint.manager import CheckpointManager, check_initial_load
+from checkpoint.files import commit, write_items
+from checkpoint.manager import CheckpointManager
 from checkpoint.manifest import read_manifest
 from checkpoint.planning import plan_pieces, split_rows
 from checkpoint.state import model_tensors
-from checkpoint.storage import commit, write_items
-from checkpoint.stores import CheckpointError, DamagedError, open_store
 from config import Checkpoint, Config, TitaniteError, from_dict, to_toml
 from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from models import MODELS
 from models.llama import FLAVORS
 from models.llama import hf as llama_hf
 from models.llama.model import Llama, LlamaConfig, RopeScaling
+from storage import DamagedError, open_store
 from tests.corpus import word_tokenizer
 from tests.distributed.checkpoint_runs import Counter, flip_bit
 from tests.harness import run_ranks
@@ -180,9 +182,10 @@ def test_a_family_that_was_added_crosses_by_its_own_module(tmp_path, tokenizer_f
 
 
 def test_tensors_are_cut_into_pieces_of_whole_rows():
-    pieces = split_rows(("w",), torch.float32, (13, 100), 1000)
-    assert [(piece.offsets, piece.sizes) for piece in pieces[::6]] == [((0, 0), (2, 100)), ((12, 0), (1, 100))]
-    assert [piece.sizes for piece in split_rows(("n",), torch.bfloat16, (700,), 1000)] == [(500,), (200,)]
+    chunks = [piece.tensor_data.chunk for piece in split_rows(("w",), torch.float32, (13, 100), 1000)[::6]]
+    assert [(chunk.offsets, chunk.sizes) for chunk in chunks] == [((0, 0), (2, 100)), ((12, 0), (1, 100))]
+    vector = split_rows(("n",), torch.bfloat16, (700,), 1000)
+    assert [piece.tensor_data.chunk.sizes for piece in vector] == [(500,), (200,)]
 
 
 def test_tokenizer_and_generation_config_load_in_transformers(llama):
@@ -220,7 +223,8 @@ def test_weights_are_not_trained_on_the_tokens_of_another_tokenizer(llama):
 
     def check(tokenizer: Tokenizer) -> None:
         fits = partial(check_vocabulary, tokenizer, place)
-        check_initial_load(Checkpoint(initial_load=place), identity, llama / "run", fits)
+        config = Config(checkpoint=Checkpoint(initial_load=place, enable=False))
+        check_checkpoints(config, identity, llama / "run", fits)
 
     same = load_tokenizer(llama / "hf")
     check(same)
@@ -352,7 +356,7 @@ def test_a_damaged_checkpoint_is_not_exported(llama, damaged):
     """Nor one whose tokenizer has a token of other letters."""
     file = llama / "ours" / damaged
     flip_bit(file, file.stat().st_size // 2 if damaged == "__0_0.distcp" else file.read_bytes().index(b"quick"))
-    with pytest.raises(CheckpointError, match=rf"ours/{damaged}: (checksum of|SHA-256)") as caught:
+    with pytest.raises(TitaniteError, match=rf"ours/{damaged}: (checksum of|SHA-256)") as caught:
         export_model(str(llama / "ours"), llama / "back")
     assert not isinstance(caught.value, DamagedError)
     assert sorted(path.name for path in llama.iterdir()) == ["hf", "ours"]

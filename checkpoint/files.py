@@ -1,4 +1,4 @@
-"""One checkpoint in a store: DCP's layout, with a checksum per item and a manifest that commits it.
+"""The files of one checkpoint: DCP's layout, with a checksum per item and a manifest that commits it.
 
 Each checkpoint has its own folder `step-00000100-6920d3f2a41c`, which is never written twice:
 
@@ -10,7 +10,9 @@ Stock readers (`torch.distributed.checkpoint.FileSystemReader`) read it. Stock c
 but unchecked, since they hold no checksums. Only the classes that DCP's index is made of are unpickled.
 """
 
+import dataclasses
 import io
+import pickle
 import struct
 import threading
 import zipfile
@@ -29,12 +31,12 @@ from isal import isal_zlib
 from torch import Tensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 from torch.utils.serialization import config as serialization
 
-from checkpoint.index import Index, Opened, cut_out, fill
+from checkpoint import CheckpointError
 from checkpoint.manifest import (
     FORMAT_VERSION,
     MANIFEST,
@@ -42,13 +44,17 @@ from checkpoint.manifest import (
     ROTARY,
     ChecksumError,
     Manifest,
+    Opened,
     checked_twice,
     encode_manifest,
+    read_manifest,
+    read_metadata,
     sha256,
+    unpickle_metadata,
 )
-from checkpoint.names import file_of, rank_of
+from checkpoint.names import file_of
 from checkpoint.planning import FILES, Plan, State
-from checkpoint.stores import ALIGNMENT, CheckpointError, DamagedError, Store, join
+from storage import DamagedError, Store, join
 
 RANGE_BYTES = 16 << 20  # neighbouring items are read together up to this size
 WINDOW_BYTES = 256 << 20  # most bytes read and not yet copied, unless a single range is larger
@@ -72,7 +78,7 @@ def write_items(
 ) -> Written:
     """Write this rank's `files`, lists of items, to the checkpoint folder `name`. Returns the items' places and CRC-32.
 
-    Several threads call `on_progress`, after each write. Raises CheckpointError; the failed file then does not exist.
+    Several threads call `on_progress`, after each write. Raises StoreError; the failed file then does not exist.
     """
     ended = threading.Event()
 
@@ -104,9 +110,12 @@ def commit(
 
     `written` has an entry per rank. `facts` go into the manifest unchanged, `companions` are small files beside it.
     """
-    assert plan.index is not None
-    pickled = fill(plan.index, (places for own in written for places in own.values()))
     sizes = {file: int(places[-1, :2].sum()) for own in written for file, places in own.items()}
+    pickled = pickle.dumps(_fill_in(plan, written))
+    try:
+        unpickle_metadata(pickled)  # another Python or torch may pickle the classes in another way
+    except DamagedError as error:
+        raise CheckpointError(f"checkpoint not saved, since it could not be loaded: {error}") from None
     sizes |= {METADATA: len(pickled)} | {file: len(content) for file, content in companions.items()}
     manifest = {
         "format": FORMAT_VERSION,
@@ -120,6 +129,22 @@ def commit(
     for file, content in {**companions, METADATA: pickled}.items():
         store.put(f"{name}/{file}", content)
     store.put(f"{name}/{MANIFEST}", encode_manifest(manifest))
+
+
+def _fill_in(plan: Plan, written: Sequence[Written]) -> Metadata:
+    """DCP's index, with the place and the CRC-32 of each item. Raises CheckpointError if one was not written."""
+    assert plan.metadata is not None
+    storage_data = {}
+    for files, own in zip(plan.all_files, written, strict=True):
+        if list(map(len, files)) != list(map(len, own.values())):
+            raise CheckpointError("not all items that were planned were written")
+        for items, (file, places) in zip(files, own.items(), strict=True):
+            for item, (offset, length, crc32) in zip(items, places.tolist(), strict=True):
+                storage_data[item.index] = info = _StorageInfo(file, offset, length)
+                info.crc32 = crc32  # type: ignore[attr-defined]
+    return dataclasses.replace(
+        plan.metadata, storage_data=storage_data, storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION
+    )
 
 
 class _ChecksummedStream(io.RawIOBase):
@@ -165,51 +190,41 @@ def _compact(tensor: Tensor) -> Tensor:
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
-def copy_pieces(source: Store, target: Store, name: str, pieces: Written, on_progress: Callable[[], None]) -> None:
-    """Copy the files of checkpoint `name` that hold `pieces` and check each piece. Raises DamagedError."""
-    for file, places in pieces.items():
-        checked_twice(partial(_copy_file, source, target, f"{name}/{file}", places.tolist(), on_progress))
+def copy_files(source: Store, target: Store, name: str, written: Written, on_progress: Callable[[], None]) -> None:
+    """Copy what this rank has `written` of checkpoint `name`, and check each item. Raises DamagedError, StoreError."""
+
+    def copy(file: str, places: Sequence[Sequence[int]]) -> None:
+        with target.create(file) as raw:
+            for offset, length, crc32 in places:
+                stream = _ChecksummedStream(raw, on_progress)
+                for start in range(0, length, RANGE_BYTES):
+                    stream.write(source.read(file, offset + start, min(RANGE_BYTES, length - start)))
+                if stream.crc32 != crc32:
+                    raise ChecksumError(f"{join(source.url, file)}: checksum differs at byte {offset}; not copied")
+
+    for file, places in written.items():
+        checked_twice(partial(copy, f"{name}/{file}", places.tolist()))
 
 
-def _copy_file(
-    source: Store, target: Store, file: str, places: Sequence[Sequence[int]], on_progress: Callable[[], None]
-) -> None:
-    with target.create(file) as raw:
-        for offset, length, crc32 in places:
-            stream = _ChecksummedStream(raw, on_progress)
-            for start in range(0, length, RANGE_BYTES):
-                part = np.empty(min(RANGE_BYTES, length - start), np.uint8).data
-                source.read_into(file, offset + start, part)
-                stream.write(part)
-            if stream.crc32 != crc32:
-                raise ChecksumError(f"{join(source.url, file)}: checksum differs at byte {offset}; not copied")
-
-
-def pieces_of(index: Index, rank: int, holders: Mapping[str, Sequence[int]]) -> Written:
-    """The pieces in the files that `rank` copies, which it shares with the other `holders` of each file."""
-    in_order = index.places[index.places[:, 1].argsort()]
-    return {
-        file: in_order[in_order[:, 0] == number, 1:]
-        for number, file in enumerate(index.files)
-        if holders[file][rank_of(file) % len(holders[file])] == rank
-    }
+def copy_commit(source: Store, target: Store, name: str) -> None:
+    """Copy the index and then the manifest of checkpoint `name`, after all ranks have copied their files."""
+    manifest = read_manifest(source, name)
+    target.put(f"{name}/{METADATA}", read_metadata(source, name, manifest))
+    target.put(f"{name}/{MANIFEST}", encode_manifest(manifest))
 
 
 # ---------------------------------------------------------------- reading
 
 
-def read_state(opened: Opened, state: State, on_progress: Callable[[], None] = lambda: None, alone: str = "") -> None:
+def read_state(opened: Opened, state: State, on_progress: Callable[[], None] = lambda: None) -> None:
     """Fill the tensors of `state` (nested dicts; DTensors: this rank's part) from a checkpoint, in place.
 
-    No other process reads the files whose names begin with `alone`, if given. Checks every item's CRC-32 before copying
-    any of it. Raises CheckpointError if the checkpoint lacks a tensor or has it in another shape, DamagedError naming
-    file and tensor if bytes are wrong; `state` may then be filled in part.
+    Checks every item's CRC-32 before copying any of it. Raises CheckpointError if the checkpoint lacks a tensor or has
+    it in another shape, DamagedError naming file and tensor if bytes are wrong; `state` may then be filled in part.
     """
-    planner = DefaultLoadPlanner()
-    planner.set_up_planner(state, Metadata(opened.index.tensors))
+    planner, metadata = DefaultLoadPlanner(), opened.metadata
+    planner.set_up_planner(state, metadata)
     _check_tensors(opened, planner.state_dict)
-    planner.metadata = metadata = cut_out(opened.index, planner.create_local_plan().items)
-    plan = planner.create_local_plan()
 
     def consume(info: _StorageInfo, data: memoryview, wanted: list[ReadItem]) -> None:
         index = wanted[0].storage_index
@@ -225,10 +240,10 @@ def read_state(opened: Opened, state: State, on_progress: Callable[[], None] = l
         on_progress()
 
     wanted: dict[tuple[str, int], tuple[_StorageInfo, list[ReadItem]]] = {}
-    for item in plan.items:
+    for item in planner.create_local_plan().items:
         info = metadata.storage_data[item.storage_index]
         wanted.setdefault((info.relative_path, info.offset), (info, []))[1].append(item)
-    _read_ranges(opened, [wanted[place] for place in sorted(wanted)], consume, alone)
+    _read_ranges(opened, [wanted[place] for place in sorted(wanted)], consume)
 
 
 def verify_items(opened: Opened, progress: Callable[[int], None]) -> None:
@@ -238,25 +253,22 @@ def verify_items(opened: Opened, progress: Callable[[int], None]) -> None:
         _check_item(opened, info, index, data)
         progress(info.length)
 
-    index = opened.index
-    items = [
-        (index.info(row), MetadataIndex(name))
-        for name, rows in index.rows.items()
-        for row in range(rows.start, rows.stop)
-    ]
+    items = [(info, index) for index, info in opened.metadata.storage_data.items()]
     _read_ranges(opened, sorted(items, key=lambda item: (item[0].relative_path, item[0].offset)), consume)
 
 
-def tensors_in(index: Index, prefix: str) -> set[str]:
+def tensors_in(metadata: Metadata, prefix: str) -> set[str]:
     """Names of the checkpoint's tensors that start with `prefix`."""
-    return {name for name in index.tensors if name.startswith(prefix)}
+    return {name for name in metadata.state_dict_metadata if name.startswith(prefix)}
 
 
 def _check_tensors(opened: Opened, tensors: Mapping[str, Any]) -> None:
-    held = opened.index.tensors
+    held = opened.metadata.state_dict_metadata
     if missing := sorted(tensors.keys() - held.keys()):
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         hint = "" if opened.manifest else f"; {ROTARY}"
+        if missing[0].removeprefix("model.") in held:
+            hint = f", but {missing[0].removeprefix('model.')}: weights at the top level are torchtitan's{hint}"
         raise CheckpointError(f"{opened.url}: has no {', '.join(missing[:3])}{more}{hint}")
     for fqn, tensor in tensors.items():
         stored = getattr(held[fqn], "size", None)
@@ -285,50 +297,34 @@ def _decode(info: _StorageInfo, data: memoryview, metadata: Metadata, index: Met
     name_bytes, extra_bytes = struct.unpack_from("<HH", data, record.header_offset + 26)
     start = record.header_offset + 30 + name_bytes + extra_bytes
     values = torch.frombuffer(data, dtype=torch.uint8, count=shape.numel() * dtype.itemsize, offset=start)
-    if dtype == torch.complex128:  # torch assumes 16-byte alignment and may crash without
-        values = values.clone()
     return values.view(dtype).view(shape)
 
 
 def _read_ranges(
-    opened: Opened,
-    items: Sequence[Item],
-    consume: Callable[[_StorageInfo, memoryview, Any], None],
-    alone: str = "",
+    opened: Opened, items: Sequence[Item], consume: Callable[[_StorageInfo, memoryview, Any], None]
 ) -> None:
     """Read `items`, sorted by place, with neighbours together. Hand each in order to `consume` with its bytes.
 
     Threads read the next ranges meanwhile, at most WINDOW_BYTES (or one range, if that is larger).
     """
     store = opened.store
-    prefix = f"{opened.name}/" if opened.name else ""
-    free: list[np.ndarray] = []  # buffers to reuse, since new memory costs more than the copy into it
 
-    def read(group: list[Item]) -> tuple[np.ndarray, memoryview]:
-        offset, size = group[0][0].offset, _size(group)
-        room = max(size, RANGE_BYTES) + ALIGNMENT
-        buffer = free.pop() if free and size <= RANGE_BYTES else np.empty(room, np.uint8)
-        start = (offset - buffer.ctypes.data) % ALIGNMENT  # aligned in memory as in the file, for direct reads
-        data = buffer[start : start + size].data
-        file = group[0][0].relative_path
-        store.read_into(prefix + file, offset, data, bool(alone) and file.startswith(alone))
-        return buffer, data
+    def read(group: list[Item]) -> memoryview:
+        return store.read(opened.path(group[0][0].relative_path), group[0][0].offset, _size(group))
 
-    def consume_all(group: list[Item], buffer: np.ndarray, data: memoryview) -> None:
+    def consume_all(group: list[Item], data: memoryview) -> None:
         for info, target in group:
             start = info.offset - group[0][0].offset
             consume(info, data[start : start + info.length], target)
-        if len(buffer) == RANGE_BYTES + ALIGNMENT:
-            free.append(buffer)
 
-    ahead: deque[tuple[list[Item], Future[tuple[np.ndarray, memoryview]]]] = deque()
+    ahead: deque[tuple[list[Item], Future[memoryview]]] = deque()
 
     def consume_first() -> None:
         group, future = ahead.popleft()
         try:
-            consume_all(group, *future.result())
+            consume_all(group, future.result())
         except ChecksumError:  # a bit can also flip on the way
-            consume_all(group, *read(group))
+            consume_all(group, read(group))
 
     with ThreadPoolExecutor(store.read_threads) as threads:
         try:

@@ -1,0 +1,115 @@
+"""What is wrong with a run's settings for checkpoints, found before the first step."""
+
+import secrets
+import socket
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from checkpoint.loading import by_age, check_identity, load_newest, locate, open_stores, store_waits
+from checkpoint.manifest import Opened, jsonable
+from checkpoint.names import by_step, is_same_run, rename_command, run_name, step_of
+from checkpoint.ranks import Ranks
+from checkpoint.retention import finished, savers
+from config import PATIENCE, Config, ConfigError, TitaniteError
+from storage import LocalStore, Store, StoreError, join
+
+
+def check_checkpoint(config: Config) -> None:
+    """Raises ConfigError for checkpoints asked for and switched off, a copy onto themselves, waits like a hang."""
+    settings, comm = config.checkpoint, config.comm
+    for name in ("save_initial", "save_model", "upload"):
+        if getattr(settings, name) and not settings.enable:
+            raise ConfigError(f"checkpoint.{name} is set and needs checkpoint.enable = true")
+    first = settings.folder or (config.run.folder and f"{config.run.folder}/checkpoints")
+    if settings.upload and first and Path(settings.upload).resolve() == Path(first).resolve():
+        raise ConfigError(f"checkpoint.upload = {settings.upload!r}: is checkpoint.folder itself; name a second place")
+    limit = PATIENCE * min(comm.init_timeout_seconds, comm.train_timeout_seconds)
+    if "s3:" in settings.folder + settings.upload and comm.store_retry_seconds >= limit:
+        raise ConfigError(
+            f"comm.store_retry_seconds = {comm.store_retry_seconds}: must be below {limit:g} = {PATIENCE:g} x the "
+            "shorter timeout of comm, after which other ranks take the wait for a hang"
+        )
+
+
+def check_checkpoints(
+    config: Config,
+    identity: dict[str, Any],
+    run_folder: Path,
+    check_initial: Callable[[Opened], object] = lambda opened: None,
+) -> None:
+    """Refuse a run that could not use its checkpoints; nothing is left behind. For rank 0.
+
+    That is one that would save where nothing can be written or read back (the first save may be hours away) or where
+    the newest checkpoint is another run's; one beyond `training.steps`; one whose `initial_load` has no checkpoint, one
+    of another model, or one that `check_initial` refuses. Raises ConfigError, CheckpointError, StoreError.
+    """
+    settings = config.checkpoint
+    stores = open_stores(config, run_folder) if settings.enable or settings.save_model else []
+    for key, store in zip(("folder", "upload"), stores, strict=False):
+        try:
+            store.check_writable()
+        except StoreError as error:
+            what = "cannot be written to and read back"
+            raise type(error)(f"checkpoint.{key} = {store.url!r}: {what}: {error}") from None
+        if not is_own_folder(store, run_folder):
+            _check_owner(key, store, run_folder)
+    found = by_age(stores) if settings.enable else []
+    if found and (newest := step_of(found[0][1]) or 0) > config.training.steps:
+        raise ConfigError(
+            f"training.steps = {config.training.steps}: this run has reached step {newest}, "
+            f"{join(found[0][0].url, found[0][1])}: set {newest} or more, or another run.folder"
+        )
+    if settings.initial_load and not found:  # a run with checkpoints of its own no longer uses it
+
+        def fits(opened: Opened) -> None:
+            check_identity(opened.manifest, jsonable(identity))
+            check_initial(opened)
+
+        try:
+            load_newest(locate(settings.initial_load, *store_waits(config)), Ranks(), fits)
+        except TitaniteError as error:
+            raise type(error)(f"checkpoint.initial_load: {error}") from None
+
+
+def is_own_folder(store: Store, run_folder: Path) -> bool:
+    """Whether a place is the run's own folder for checkpoints. All there is its own, even if both were moved."""
+    return Path(store.url).absolute() == (run_folder / "checkpoints").absolute()
+
+
+def _check_owner(key: str, store: Store, run_folder: Path) -> None:
+    """Refuse to save where the newest checkpoint whose manifest can be read is another run's. Raises ConfigError."""
+    asked = (savers(store, [name]) for name in sorted(finished(store.sizes()), key=by_step, reverse=True))
+    for name, other in next((said for said in asked if any(said.values())), {}).items():
+        if not is_same_run(other, run_name(run_folder)):
+            raise ConfigError(
+                f"checkpoint.{key} = {store.url!r}: its newest checkpoint, {name}, was saved by another run, {other}: "
+                f"set another checkpoint.{key}. To start from its weights, set also checkpoint.initial_load = "
+                f"{store.url!r}. If this is that run, only moved or renamed, start it with --run.folder={run_folder} "
+                f"after: {rename_command(run_folder, other)}"
+            )
+
+
+def check_shared(stores: Sequence[Store], ranks: Ranks, visibility_seconds: float) -> None:
+    """Refuse a folder in which ranks do not see what rank 0 writes. Collective. Raises ConfigError on all."""
+    for key, store in zip(("folder", "upload"), stores, strict=False):
+        if not isinstance(store, LocalStore):
+            continue
+        probe = ranks.broadcast(f".probe-{secrets.token_hex(4)}")
+        ranks.from_rank_0(partial(store.put, probe, b"x"))
+        deadline = time.monotonic() + visibility_seconds
+        # By name: a network file system does not answer that from an old listing.
+        while not (sees := (store.folder / probe).exists()) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        blind = ranks.broadcast(ranks.gather("" if sees else socket.gethostname()))
+        ranks.from_rank_0(partial(store.remove, [probe]))
+        if any(blind):
+            raise ConfigError(
+                f"checkpoint.{key} = {store.url!r}: {', '.join(sorted({host for host in blind if host}))} does not see "
+                "what rank 0 writes there, so each node would hold a part of every checkpoint: set it to a folder that "
+                "all nodes share or to s3://bucket/prefix. To resume a run that was saved so on nodes' own disks, use "
+                "commit 7cc964e (docs/migration.md)",
+                agreed=True,
+            )
