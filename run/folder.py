@@ -85,8 +85,7 @@ def start_run(
 ) -> tuple[Path, dict[str, tuple[Any, Any]]]:
     """Choose, check and lock the run's folder and record this start. Rank 0 only. Raises TitaniteError.
 
-    Calls `check(folder)` before writing there, and `save(folder)` last. Returns the folder and what `record_start`
-    returns.
+    Calls `check(folder)` before writing there, `save(folder)` last. Returns the folder and what `record_start` does.
     """
     with file_errors():
         folder = choose_run_folder(config, environment.job)

@@ -90,7 +90,7 @@ def init_distributed(environment: LaunchEnvironment, comm: Comm) -> torch.device
                 f"{devices}; see torchrun's --nproc-per-node, and srun's --gpus-per-task"
             )
         torch.accelerator.set_device_index(environment.local_rank)
-    # A gloo group beside the accelerator's is for small CPU objects and checkpoints.
+    # gloo, also beside an accelerator's backend: for small CPU objects and checkpoints.
     backend = "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
     timeout = timedelta(seconds=comm.init_timeout_seconds)
     rank, world_size = environment.rank, environment.world_size
@@ -135,11 +135,10 @@ def from_rank_0(make: Callable[[], T]) -> T:
         except TitaniteError as error:
             box[0] = error
     dist.broadcast_object_list(box, src=0)
-    (value,) = box
-    if isinstance(value, TitaniteError):
-        value.agreed = True
-        raise value
-    return value
+    if isinstance(box[0], TitaniteError):
+        box[0].agreed = True
+        raise box[0]
+    return box[0]
 
 
 def shut_down() -> None:

@@ -57,15 +57,15 @@ def run_and_leave(main: Callable[[], object]) -> NoReturn:
         dist.barrier()  # all have recorded why, before torchrun ends the others
         code = AGAIN
     except TitaniteError as error:
-        is_outage = isinstance(error, OutageError)  # of a store: a restart may help
-        code, environment, running = 1 if is_outage else 2, launch_environment(), dist.is_initialized()
+        environment, running = launch_environment(), dist.is_initialized()
+        code = 1 if isinstance(error, OutageError) else 2
         if environment.local_rank > 0 and (error.agreed or not running):
             # Local rank 0 prints the same. If this rank left first, torchrun would end it before that.
             time.sleep(SPEAKER_TIMEOUT_SECONDS)
         where = f" (rank {environment.rank})" if running and not error.agreed else ""
         print(f"error{where}: {error}", file=sys.stderr, flush=True)
-        would_recur = (not running or isinstance(error, (ConfigError, CrashLoopError))) and not is_outage
-        if environment.local_rank == 0 and environment.restarts < environment.max_restarts and would_recur:
+        recurs = code == 2 and (not running or isinstance(error, (ConfigError, CrashLoopError)))
+        if environment.local_rank == 0 and environment.restarts < environment.max_restarts and recurs:
             os.kill(os.getppid(), signal.SIGQUIT)  # so that torchrun ends without a restart
     except SystemExit as ended:
         code = ended.code
@@ -83,8 +83,8 @@ def run_and_leave(main: Callable[[], object]) -> NoReturn:
 class Run:
     """What a start has beside the training itself. The loop calls `begin` and `end` once a step. Raises TitaniteError.
 
-    As a context it starts the process group, chooses and records the run's folder, and explains the exception that ends
-    the run. `check` gets the folder on rank 0, before anything is written there.
+    It starts the process group, chooses and records the run's folder, and explains the exception that ends the run.
+    `check` gets the folder on rank 0, before anything is written there.
     """
 
     def __init__(
@@ -124,9 +124,7 @@ class Run:
         self._contexts.push(self.watchdog.explain)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
         gc.enable()
         if isinstance(error, SystemExit) and self.watchdog.step == 0 and not self.watchdog.find_lost(0):
             # Before any step a request to stop ends this rank at once. (torchrun also asks when it has lost a rank.)

@@ -80,9 +80,7 @@ class Watchdog:
 
     # ------------------------------------------------------------ why the run ends
 
-    def explain(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def explain(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
         """Announce the exception that ends the run, as the exit of a context."""
         self._closed.set()
         if not isinstance(error, Exception):
@@ -90,8 +88,10 @@ class Watchdog:
         rank: int | None = self.environment.rank
         what, cause = "failed", next(iter(str(error).splitlines()), type(error).__name__)
         if isinstance(error, TitaniteError):
-            what, cause = "rolled back" if isinstance(error, RolledBackError) else "error", str(error)
-            rank = None if error.agreed else rank
+            what, rank = (
+                "rolled back" if isinstance(error, RolledBackError) else "error",
+                None if error.agreed else rank,
+            )
         elif isinstance(error, torch.OutOfMemoryError):  # even in a collective: no other rank is to blame
             cause += "; a smaller training.local_batch_size or an activation_checkpoint.mode needs less: tools.plan"
         elif isinstance(error, RuntimeError) and _in_collective(traceback.extract_tb(trace)[-10:]):
