@@ -118,7 +118,8 @@ class OuterOptimizer:
         self.lr, self.momentum = parallelism.outer_lr, parallelism.outer_momentum
         self.local_steps = parallelism.local_steps
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.steps_alone, self.anchors = 0, list[Tensor]()
+        self.anchors = [_local(p.detach()).clone() for p in self.parameters]
+        self.started, self.steps_alone = False, 0
         optimizer.register_step_post_hook(self._count_step)
 
     @torch.no_grad()
@@ -127,9 +128,10 @@ class OuterOptimizer:
 
         The first call, after a load and before any step, finds them with the same weights.
         """
-        if not self.anchors:
-            self.anchors = [_local(parameter).clone() for parameter in self.parameters]
-            self.steps_alone = 0  # a load makes a step of its own, so that there is a state to fill
+        if not self.started:
+            for anchor, parameter in zip(self.anchors, self.parameters, strict=True):
+                anchor.copy_(_local(parameter))
+            self.started, self.steps_alone = True, 0  # a load makes a step of its own, so that there is a state to fill
         if not (self.steps_alone and due(step, self.local_steps, self.steps)):
             return
         for anchor, parameter in zip(self.anchors, self.parameters, strict=True):

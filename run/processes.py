@@ -100,18 +100,18 @@ def init_distributed(environment: LaunchEnvironment, comm: Comm) -> torch.device
             raise ConfigError(f"WORLD_SIZE = {world_size}: needs MASTER_ADDR and MASTER_PORT, too; torchrun sets all")
         owns = rank == 0 and not environment.store_of_torchrun
         store = dist.TCPStore(*environment.address, is_master=owns, timeout=timeout, multi_tenant=owns)
-        if environment.store_of_torchrun:
-            if environment.max_restarts and environment.local_world_size < world_size:
-                raise ConfigError(  # torchrun (2.11 to 2.13) keeps its store; its nodes may count restarts otherwise
-                    "--max-restarts with several nodes: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun on all "
-                    "of them (and --rdzv-backend=c10d), otherwise ranks would not find each other after a restart"
-                )
-            store = dist.PrefixStore(f"start/{environment.restarts}", store)
+        if environment.store_of_torchrun and environment.max_restarts and environment.local_world_size < world_size:
+            raise ConfigError(  # torchrun (2.11 to 2.13) keeps its store; its nodes may count restarts otherwise
+                "--max-restarts with several nodes: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun on all of "
+                "them (and --rdzv-backend=c10d), otherwise ranks would not find each other after a restart"
+            )
+        # What an earlier start has left in a kept store is not for this one, nor what this process did before.
+        count = store.add(f"starts/{environment.restarts}/{rank}", 1)
+        store = dist.PrefixStore(f"start/{environment.restarts}/{count}", store)
         here = f"{kind} on {socket.gethostname()}"
         if rank == 0:
             store.set("device of rank 0", here)
-        first = store.get("device of rank 0").decode()
-        if first.split()[0] != kind:
+        if (first := store.get("device of rank 0").decode()).split()[0] != kind:
             raise ConfigError(f"rank {rank} found {here}, rank 0 {first}: is a GPU or its driver gone?")
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
     return device
