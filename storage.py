@@ -1,8 +1,7 @@
 """One store for datasets and checkpoints: a local folder, or object storage with the S3 API.
 
-Names are relative to the store and use `/`. On S3 an object is written once, whole, under its own name: there are no
-directories, renames, appends or tests for existence. Endpoint and credentials come from the environment, as for any AWS
-tool: AWS_ENDPOINT_URL_S3, AWS_REGION, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, the `s3` section of ~/.aws/config.
+Names are relative to the store and use `/`. Endpoint and credentials come from the environment, as for any AWS tool:
+AWS_ENDPOINT_URL_S3, AWS_REGION, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, the `s3` section of ~/.aws/config.
 
 Calls botocore (a dependency of s3fs) directly: its blocking client on several threads moves more bytes per core
 than s3fs's one event loop, and lets us decide what to retry and for how long.
@@ -32,6 +31,7 @@ from botocore.config import Config
 from botocore.parsers import ResponseParserError
 
 from config import TitaniteError
+from records import write_atomically
 
 T = TypeVar("T")
 
@@ -129,10 +129,9 @@ class LocalStore:
 
     def put(self, name: str, data: bytes) -> None:
         path = self.folder / name
-        with self.create(f"{name}.tmp") as file:
-            file.write(data)
         with _file_errors(join(self.url, name)):
-            os.replace(f"{path}.tmp", path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, data)
             for folder in (path.parent, path.parent.parent):  # the names must survive a power cut, too
                 descriptor = os.open(folder, os.O_RDONLY)
                 os.fsync(descriptor)
@@ -374,9 +373,7 @@ class _MultipartStream(io.RawIOBase):
         tags = [{"PartNumber": i, "ETag": part.result()["ETag"]} for i, part in enumerate(self.parts, start=1)]
         try:
             self.call("complete_multipart_upload", **self.upload, MultipartUpload={"Parts": tags})
-        except (
-            MissingError
-        ):  # no such upload: an attempt whose answer got lost has completed it, or somebody aborted it
+        except MissingError:  # no such upload: an attempt whose answer got lost completed it, or it was aborted
             self.look(self.size - 1, 1)
 
     def abort(self) -> None:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from config import PATIENCE, Config, ConfigError, Data, TitaniteError
+from config import PATIENCE, Config, ConfigError, TitaniteError
 from data.files import Files
 from data.packing import TOKEN_BITS
 from data.tokenizer import (
@@ -201,12 +201,12 @@ def seal(content: bytes) -> bytes:
     return f',\n "sha256": "{hashlib.sha256(content).hexdigest()}"\n}}\n'.encode()
 
 
-def open_dataset(url: str, data: Data | None = None) -> Dataset:
+def open_dataset(url: str, config: Config | None = None) -> Dataset:
     """Read and check the manifest and the index of a prepared dataset.
 
-    `data` says how to fetch remote data (default: the config's defaults). Raises DataError, StoreError.
+    `config` says how to fetch remote data. Raises DataError, StoreError.
     """
-    files = Files(url, data or Data())
+    files = Files(url, config or Config())
     text = _read(files, "manifest.json")
     try:
         manifest = json.loads(text, object_hook=_shard_or_dict)
@@ -269,7 +269,7 @@ def check_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
     Raises ConfigError, DataError, StoreError, TitaniteError.
     """
     _check_settings(config)
-    datasets = [_open_to_train(url, config.data) for url in config.data.datasets]
+    datasets = [_open_to_train(url, config) for url in config.data.datasets]
     chat, first = with_chat_template(datasets), datasets[0]
     for dataset in datasets:
         _check_fits("data.datasets", dataset, dataset.splits.values(), first, config)
@@ -284,7 +284,7 @@ def check_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
                 f"data.datasets: {dataset.url} was made with another chat template than {chat.url}; prepare one of "
                 "them again with the other's chat_template.jinja as --chat-template"
             )
-    held_out = [_open_to_train(url, config.data) for url in config.validation.datasets]
+    held_out = [_open_to_train(url, config) for url in config.validation.datasets]
     for dataset in held_out:
         _check_fits("validation.datasets", dataset, [dataset.split("validation")], first, config)
     if len({dataset.hash for dataset in datasets}) < len(datasets):
@@ -294,26 +294,26 @@ def check_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
 
 def _check_settings(config: Config) -> None:
     """Raises ConfigError for weights without datasets, and for retries that other ranks would take for a hang."""
-    data, urls = config.data, (*config.data.datasets, *config.validation.datasets)
+    data, checkpoint, comm = config.data, config.checkpoint, config.comm
     if not data.datasets:
         raise ConfigError("data.datasets = []: name at least one folder made by `python -m data.prepare`")
     if data.weights and len(data.weights) != len(data.datasets):
         raise ConfigError(
             f"data.weights = {list(data.weights)}: must have an entry for each of data.datasets = {list(data.datasets)}"
         )
-    shortest = min(("train_timeout_seconds", "init_timeout_seconds"), key=lambda name: getattr(config.comm, name))
-    patience = round(PATIENCE * getattr(config.comm, shortest))
-    if any("://" in url for url in urls) and data.retry_seconds >= patience:
+    places = *data.datasets, *config.validation.datasets, checkpoint.folder, checkpoint.upload
+    limit = PATIENCE * min(comm.init_timeout_seconds, comm.train_timeout_seconds)
+    if any("://" in place for place in places) and comm.store_retry_seconds >= limit:
         raise ConfigError(
-            f"data.retry_seconds = {data.retry_seconds}: must be below {patience} = {PATIENCE:g} x comm.{shortest}, "
-            "or other ranks would take the retries for a hang"
+            f"comm.store_retry_seconds = {comm.store_retry_seconds}: must be below {limit:g} = {PATIENCE:g} x the "
+            "shorter timeout of comm, after which other ranks take the wait for a hang"
         )
 
 
-def _open_to_train(url: str, data: Data) -> Dataset:
+def _open_to_train(url: str, config: Config) -> Dataset:
     """Open a dataset that the config names. Errors also say how to make one."""
     try:
-        return open_dataset(url, data)
+        return open_dataset(url, config)
     except DataError as error:
         output = f"FOLDER, and copy it to {url}" if "://" in url else url
         advice = f"Make a dataset with: python -m data.prepare --source FILES --output {output}"

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from checkpoint.files import verify_items
 from checkpoint.manifest import MANIFEST, open_checkpoint, read_small
-from config import Data, command_line
+from config import Config, Data, command_line
 from data.files import Files
 from data.packing import HIDDEN, START
 from data.shards import Block, DataError, Dataset, Split, open_dataset, token_schema
@@ -105,9 +105,9 @@ def _is_arrow(content: memoryview, split: Split, blocks: range) -> bool:
     return bytes(content[:8]) == b"ARROW1\0\0" and all(expected.equals(table, check_metadata=True) for table in tables)
 
 
-def verify_dataset(url: str, data: Data) -> int:
+def verify_dataset(url: str, config: Config) -> int:
     """Print a line per fault, and the sizes of the splits. Returns the number of faults."""
-    dataset, wrong = open_dataset(url, data), 0
+    dataset, wrong = open_dataset(url, config), 0
     for message in faults(dataset):
         wrong += 1
         print(message)
@@ -165,10 +165,10 @@ def verify_all(store: Store, names: list[str]) -> int:
 def verify_place(place: str) -> int:
     """Verify the dataset or the checkpoints at a folder or URL. Returns how many faults or doubtful checkpoints."""
     with tempfile.TemporaryDirectory() as cache:  # a run's own cache would hide faults of the dataset
-        data = Data(cache_folder=cache, cache_gb=1)
+        config = Config(data=Data(cache_folder=cache, cache_gb=1))
         with suppress(MissingError):
-            Files(place, data).read("manifest.json")
-            return verify_dataset(place, data)
+            Files(place, config).read("manifest.json")
+            return verify_dataset(place, config)
     wrong = 0
     for store, names in find_begun(place, ", nor a dataset's manifest.json"):
         wrong += verify_all(store, names)
