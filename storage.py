@@ -193,8 +193,7 @@ class S3Store:
             sizes |= {self._name(entry["Key"]): entry["Size"] for entry in page.get("Contents", ())}
             if not page["IsTruncated"]:
                 return sizes
-            if more == (more := {"ContinuationToken": page.get("NextContinuationToken", "")}) or not all(more.values()):
-                raise StoreError(f"{join(self.url, prefix)}: its listing breaks off after a page")
+            more = {"ContinuationToken": page["NextContinuationToken"]}
 
     def read(self, name: str, offset: int = 0, size: int | None = None) -> memoryview:
         """Read a file, which is not empty, or a range of it. Raises DamagedError if it is missing or too short."""
@@ -409,8 +408,7 @@ def explain(error: Exception, place: str) -> StoreError:
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, RecursionError) or isinstance(error.__context__, RecursionError):
         text = "redirected elsewhere"  # botocore asks the same endpoint for the bucket's region
-    said = next((f"{place}: {text}; {hint}" for pattern, hint in HINTS.items() if re.search(pattern, text)), "")
-    said = said or f"{place}: {text}"
+    said = f"{place}: {text}" + next((f"; {hint}" for pattern, hint in HINTS.items() if re.search(pattern, text)), "")
     if status == 404 and code not in ("", "404"):  # one without a code comes from a proxy that does not find the store
         return StoreError(said) if code == "NoSuchBucket" else MissingError(f"{place}: missing")
     if status == 416:

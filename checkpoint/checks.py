@@ -10,7 +10,7 @@ from typing import Any
 
 from checkpoint.loading import by_age, check_identity, load_newest, locate, open_stores, store_waits
 from checkpoint.manifest import Opened, jsonable
-from checkpoint.names import by_step, is_same_run, rename_command, run_name, step_of
+from checkpoint.names import RUN_NAME, by_step, is_same_run, run_name, step_of
 from checkpoint.ranks import Ranks
 from checkpoint.retention import finished, savers
 from config import Config, ConfigError, TitaniteError
@@ -81,8 +81,8 @@ def _check_owner(key: str, store: Store, run_folder: Path) -> None:
             raise ConfigError(
                 f"checkpoint.{key} = {store.url!r}: its newest checkpoint, {name}, was saved by another run, {other}: "
                 f"set another checkpoint.{key}. To start from its weights, set also checkpoint.initial_load = "
-                f"{store.url!r}. If this is that run, only moved or renamed, start it with --run.folder={run_folder} "
-                f"after: {rename_command(run_folder, other)}"
+                f"{store.url!r}. If this is that run, only moved or renamed, write {other} into "
+                f"{run_folder / RUN_NAME} and start it with --run.folder={run_folder}"
             )
 
 

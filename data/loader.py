@@ -43,7 +43,7 @@ class Batch(NamedTuple):
 
     tokens: torch.Tensor
     labels: torch.Tensor  # the next token; IGNORED where nothing is trained
-    positions: torch.Tensor | None  # restart at each document with data.mask_documents; else None
+    positions: torch.Tensor | None  # restart at each document with data.mask_documents, None without
 
     def to(self, device: torch.device) -> "Batch":
         """The batch on `device`. A copy from pinned memory does not make the host wait."""

@@ -123,10 +123,7 @@ def prepare(
     # -- the input, its tokenizer and what decides the bytes to write
     files = list_files(sources)
     units = plan_units(files)
-    if tokenizer:
-        chosen = load_tokenizer(tokenizer, eos_token)
-    else:
-        chosen = _trained_tokenizer(units, names, vocab_size or VOCAB_SIZE)
+    chosen = load_tokenizer(tokenizer, eos_token) if tokenizer else _trained_tokenizer(units, names, vocab_size)
     if format == "chat":
         chosen.chat_template = chosen.chat_template or BUILT_IN
     dtype = token_dtype(chosen.vocab_size) if is_text else "uint32"
@@ -175,11 +172,13 @@ def prepare(
 
 
 def _trained_tokenizer(units: list[Unit], keys: Sequence[str], vocab_size: int) -> Tokenizer:
-    """Train a tokenizer on the beginnings of units spread evenly over the input."""
+    """Train a tokenizer (0: of VOCAB_SIZE tokens) on the beginnings of units spread evenly over the input."""
     total = min(sum(unit.bytes for unit in units), len(units) * UNIT_BYTES)  # if units are few and large, some of each
     chosen = units[:: max(1, total // TOKENIZER_SAMPLE_BYTES)]
     each = max(TOKENIZER_SAMPLE_BYTES // max(len(chosen), 1), UNIT_BYTES)
-    return train_tokenizer(chain.from_iterable(_beginning(unit, keys, each) for unit in chosen), vocab_size)
+    return train_tokenizer(
+        chain.from_iterable(_beginning(unit, keys, each) for unit in chosen), vocab_size or VOCAB_SIZE
+    )
 
 
 def _beginning(unit: Unit, keys: Sequence[str], characters: int) -> Iterator[str]:
@@ -374,14 +373,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--vocab-size", type=int, default=0, help=f"size of the vocabulary to train (default {VOCAB_SIZE})")
     kinds = "text; for fine-tuning: sft (prompts with responses) or chat (messages) (default %(default)s)"
     add("--format", choices=KEYS, default="text", help=kinds)
-    defaults = "; ".join(f"{name}: {keys}" for name, keys in KEYS.items())
-    add(
-        "--keys",
-        "--text-key",
-        "--example-keys",
-        default="",
-        help=f"keys or columns of a record, comma-separated (default {defaults})",
-    )
+    keys = f"keys or columns of a record, comma-separated (default of each format: {KEYS})"
+    add("--keys", "--text-key", "--example-keys", default="", help=keys)
     add("--seq-len", type=int, default=0, help="tokens per row of packed examples: the training's seq_len")
     add("--drop-long", action="store_true", help="leave out examples longer than that; they are counted")
     add("--max-characters", type=int, default=0, help="cut longer texts at line ends; 0 (default): never")

@@ -90,7 +90,7 @@ class Auditor:
 
 
 def _find(name: str, url: str, config: Config) -> Dataset:
-    """Find the dataset with hash `name` at `url`, or else in data.datasets. Raises TitaniteError."""
+    """Find the dataset with hash `name` at `url` or in data.datasets. Raises TitaniteError."""
     found = []
     places = [place.rstrip("/") for place in config.data.datasets]
     for place in dict.fromkeys([url, *places] if url else places):

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -326,10 +327,15 @@ def test_the_workers_of_a_killed_run_end_with_it(texts, tokenizer_folder, tmp_pa
         assert parent.poll() is None
     while not all(state(pid) == "T" for pid in pids):
         pass
+    workers = [os.pidfd_open(pid) for pid in pids]
     parent.kill()
     parent.wait()
-    while not {state(pid) for pid in pids} <= {"Z", ""}:
-        pass
+    ended = [select.select([worker], [], [], 20)[0] for worker in workers]
+    for worker in workers:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(worker, signal.SIGKILL)
+        os.close(worker)
+    assert all(ended)
     arguments = {"tokenizer": str(tokenizer_folder), "processes": 1}
     for output in ("whole", "out"):
         prepare([str(tmp_path / "in.jsonl")], str(tmp_path / output), **arguments)
@@ -337,10 +343,8 @@ def test_the_workers_of_a_killed_run_end_with_it(texts, tokenizer_folder, tmp_pa
 
 
 def state(pid: int) -> str:
-    """Of a process, by proc(5); "" if it is gone."""
-    with suppress(FileNotFoundError, ProcessLookupError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
-    return ""
+    """Of a process, by proc(5)."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
 
 
 @pytest.mark.parametrize("cut", ["before the manifest", "at the end", "at another start"])
