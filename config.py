@@ -127,8 +127,6 @@ class Data:
     """Folder on the node's own disk to cache blocks of remote datasets. Empty: one per user in the temporary folder."""
     cache_gb: NonNegative = 50.0
     """Size of that cache in 10^9 bytes. The least recently used blocks are removed first."""
-    retry_seconds: Count = 180
-    """How long to retry a failing request for remote data before the run stops. Well below comm's timeouts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -419,6 +417,7 @@ KINDS = types.MappingProxyType(  # dotted key → type of its value, with its Ra
 )
 REMOVED = {  # former setting → what to use instead
     "data.on_bad_block": "a damaged block stops the run; python -m tools.verify DATASET names the files to fetch again",
+    "data.retry_seconds": "comm.store_retry_seconds is for data and checkpoints alike",
     "data.tokenizer": "the run's own tokenizer is checked at each start",
     "checkpoint.request_timeout_seconds": "comm.store_retry_seconds says how long a request is repeated",
     "failures.straggler_interval": "python -m tools.preflight compares the devices of all ranks before a run",

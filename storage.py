@@ -1,8 +1,7 @@
 """One store for datasets and checkpoints: a local folder, or object storage with the S3 API.
 
-Names are relative to the store and use `/`. On S3 an object is written once, whole, under its own name: there are no
-directories, renames, appends or tests for existence. Endpoint and credentials come from the environment, as for any AWS
-tool: AWS_ENDPOINT_URL_S3, AWS_REGION, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, the `s3` section of ~/.aws/config.
+Names are relative to the store and use `/`. Endpoint and credentials come from the environment, as for any AWS tool:
+AWS_ENDPOINT_URL_S3, AWS_REGION, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, the `s3` section of ~/.aws/config.
 
 Calls botocore (a dependency of s3fs) directly: its blocking client on several threads moves more bytes per core
 than s3fs's one event loop, and lets us decide what to retry and for how long.
@@ -32,6 +31,7 @@ from botocore.config import Config
 from botocore.parsers import ResponseParserError
 
 from config import TitaniteError
+from records import write_atomically
 
 T = TypeVar("T")
 
@@ -129,10 +129,9 @@ class LocalStore:
 
     def put(self, name: str, data: bytes) -> None:
         path = self.folder / name
-        with self.create(f"{name}.tmp") as file:
-            file.write(data)
         with _file_errors(join(self.url, name)):
-            os.replace(f"{path}.tmp", path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, data)
             for folder in (path.parent, path.parent.parent):  # the names must survive a power cut, too
                 descriptor = os.open(folder, os.O_RDONLY)
                 os.fsync(descriptor)
@@ -194,8 +193,7 @@ class S3Store:
             sizes |= {self._name(entry["Key"]): entry["Size"] for entry in page.get("Contents", ())}
             if not page["IsTruncated"]:
                 return sizes
-            if more == (more := {"ContinuationToken": page.get("NextContinuationToken", "")}) or not all(more.values()):
-                raise StoreError(f"{join(self.url, prefix)}: its listing breaks off after a page")
+            more = {"ContinuationToken": page["NextContinuationToken"]}
 
     def read(self, name: str, offset: int = 0, size: int | None = None) -> memoryview:
         """Read a file, which is not empty, or a range of it. Raises DamagedError if it is missing or too short."""
@@ -374,9 +372,7 @@ class _MultipartStream(io.RawIOBase):
         tags = [{"PartNumber": i, "ETag": part.result()["ETag"]} for i, part in enumerate(self.parts, start=1)]
         try:
             self.call("complete_multipart_upload", **self.upload, MultipartUpload={"Parts": tags})
-        except (
-            MissingError
-        ):  # no such upload: an attempt whose answer got lost has completed it, or somebody aborted it
+        except MissingError:  # no such upload: an attempt whose answer got lost completed it, or it was aborted
             self.look(self.size - 1, 1)
 
     def abort(self) -> None:
@@ -412,8 +408,7 @@ def explain(error: Exception, place: str) -> StoreError:
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, RecursionError) or isinstance(error.__context__, RecursionError):
         text = "redirected elsewhere"  # botocore asks the same endpoint for the bucket's region
-    said = next((f"{place}: {text}; {hint}" for pattern, hint in HINTS.items() if re.search(pattern, text)), "")
-    said = said or f"{place}: {text}"
+    said = f"{place}: {text}" + next((f"; {hint}" for pattern, hint in HINTS.items() if re.search(pattern, text)), "")
     if status == 404 and code not in ("", "404"):  # one without a code comes from a proxy that does not find the store
         return StoreError(said) if code == "NoSuchBucket" else MissingError(f"{place}: missing")
     if status == 416:

@@ -134,7 +134,7 @@ def measure(trained: Trained, config: Config) -> tuple[float, int]:
     Raises DataError for data that was made with another tokenizer than the model's.
     """
     for url in config.data.datasets:
-        made_by = open_dataset(url, config.data).tokenizer_fingerprint
+        made_by = open_dataset(url, config).tokenizer_fingerprint
         if made_by != trained.tokenizer.fingerprint:
             raise DataError(f"{url}: was made with tokenizer {made_by}, the model's is {trained.tokenizer.fingerprint}")
     summed, count = torch.zeros((), dtype=torch.float64, device=trained.device), 0
@@ -152,7 +152,7 @@ def as_packed(config: Config, seq_len: int | None, recorded: bool) -> Config:
     have another length, or if nothing says how long the sequences of other data are.
     """
     (url,) = config.data.datasets
-    packed = open_dataset(url, config.data).split("validation").packed_seq_len
+    packed = open_dataset(url, config).split("validation").packed_seq_len
     if not packed and not (seq_len or recorded):
         raise ConfigError(f"{url}: no run says how long its sequences were; name it with --seq-len")
     if not packed:
@@ -188,7 +188,7 @@ def main(argv: list[str]) -> None:
         raise ConfigError(f"{arguments.place}: no run says which datasets to measure; name them with --datasets")
     for url in [] if arguments.datasets else datasets:
         try:
-            open_dataset(url, config.data)
+            open_dataset(url, config)
         except DataError as error:
             raise DataError(f"{error}; the run had its data there: name its place now with --datasets") from None
     config = replace(config, validation=replace(config.validation, datasets=tuple(datasets)))

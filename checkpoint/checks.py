@@ -10,28 +10,22 @@ from typing import Any
 
 from checkpoint.loading import by_age, check_identity, load_newest, locate, open_stores, store_waits
 from checkpoint.manifest import Opened, jsonable
-from checkpoint.names import by_step, is_same_run, rename_command, run_name, step_of
+from checkpoint.names import RUN_NAME, by_step, is_same_run, run_name, step_of
 from checkpoint.ranks import Ranks
 from checkpoint.retention import finished, savers
-from config import PATIENCE, Config, ConfigError, TitaniteError
+from config import Config, ConfigError, TitaniteError
 from storage import LocalStore, Store, StoreError, join
 
 
 def check_checkpoint(config: Config) -> None:
-    """Raises ConfigError for checkpoints asked for and switched off, a copy onto themselves, waits like a hang."""
-    settings, comm = config.checkpoint, config.comm
+    """Raises ConfigError for checkpoints asked for and switched off, or a copy onto themselves."""
+    settings = config.checkpoint
     for name in ("save_initial", "save_model", "upload"):
         if getattr(settings, name) and not settings.enable:
             raise ConfigError(f"checkpoint.{name} is set and needs checkpoint.enable = true")
     first = settings.folder or (config.run.folder and f"{config.run.folder}/checkpoints")
     if settings.upload and first and Path(settings.upload).resolve() == Path(first).resolve():
         raise ConfigError(f"checkpoint.upload = {settings.upload!r}: is checkpoint.folder itself; name a second place")
-    limit = PATIENCE * min(comm.init_timeout_seconds, comm.train_timeout_seconds)
-    if "s3:" in settings.folder + settings.upload and comm.store_retry_seconds >= limit:
-        raise ConfigError(
-            f"comm.store_retry_seconds = {comm.store_retry_seconds}: must be below {limit:g} = {PATIENCE:g} x the "
-            "shorter timeout of comm, after which other ranks take the wait for a hang"
-        )
 
 
 def check_checkpoints(
@@ -87,8 +81,8 @@ def _check_owner(key: str, store: Store, run_folder: Path) -> None:
             raise ConfigError(
                 f"checkpoint.{key} = {store.url!r}: its newest checkpoint, {name}, was saved by another run, {other}: "
                 f"set another checkpoint.{key}. To start from its weights, set also checkpoint.initial_load = "
-                f"{store.url!r}. If this is that run, only moved or renamed, start it with --run.folder={run_folder} "
-                f"after: {rename_command(run_folder, other)}"
+                f"{store.url!r}. If this is that run, only moved or renamed, write {other} into "
+                f"{run_folder / RUN_NAME} and start it with --run.folder={run_folder}"
             )
 
 

@@ -20,7 +20,7 @@ COMPANIONS = (
 def find_companions(opened: Opened, place: str, tokenizer: Path | None) -> tuple[str, dict[str, bytes]]:
     """Find the tokenizer's files. Returns where they are, and name → content.
 
-    Looks in `tokenizer`, a tokenizer.json or its folder, if given; else in the checkpoint, then in `place`, by which it
+    Looks in `tokenizer`, a tokenizer.json or its folder. Without it, in the checkpoint, then in `place`, by which it
     was found, and the two folders above. Raises CheckpointError if there are none.
     """
     if tokenizer:

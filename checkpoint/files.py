@@ -14,7 +14,6 @@ import dataclasses
 import io
 import pickle
 import struct
-import threading
 import zipfile
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -80,22 +79,12 @@ def write_items(
 
     Several threads call `on_progress`, after each write. Raises StoreError; the failed file then does not exist.
     """
-    ended = threading.Event()
-
-    def go_on() -> None:
-        if ended.is_set():  # for example by Ctrl-C: the rest may be gigabytes
-            raise CheckpointError(f"{join(store.url, name)}: not completely written")
-        on_progress()
-
     with ThreadPoolExecutor(FILES) as threads:
-        try:
-            written = {
-                file: threads.submit(_write_file, store, f"{name}/{file}", items, resolve, go_on)
-                for file, items in ((file_of(rank, number), items) for number, items in enumerate(files))
-            }
-            return {file: future.result() for file, future in written.items()}
-        finally:
-            ended.set()
+        written = {
+            file: threads.submit(_write_file, store, f"{name}/{file}", items, resolve, on_progress)
+            for file, items in ((file_of(rank, number), items) for number, items in enumerate(files))
+        }
+        return {file: future.result() for file, future in written.items()}
 
 
 def commit(

@@ -1,1 +1,1 @@
-raise SystemExit("error: moved: python -m tools.list_checkpoints, see docs/migration.md")
+raise SystemExit("error: moved: python -m tools.verify --list, see docs/migration.md")

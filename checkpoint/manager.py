@@ -141,18 +141,14 @@ class CheckpointManager:
 
     def _find(self) -> list[tuple[Store, str]]:
         """The checkpoints of this run, newest first. Raises CheckpointError if none is seen although one was saved."""
-        known = last = ""
-        if self.saved_file.is_file():  # its existence is enough: a kill may have cut its text
-            last = self.saved_file.read_text(encoding="utf-8", errors="replace")
-            known = f"saved {last}"
-        if self.newest_step is not None:
-            known = f"saved or loaded one of step {self.newest_step}"
+        has_saved = self.saved_file.is_file()  # which is enough: a kill may have cut its text
+        last = self.saved_file.read_text(encoding="utf-8", errors="replace") if has_saved else ""
         deadline = time.monotonic() + self.settings.visibility_seconds
-        while not (found := by_age(self.stores)) and known:
+        while not (found := by_age(self.stores)) and has_saved:
             if time.monotonic() > deadline:
                 raise CheckpointError(
-                    f"{self.store.url}: no checkpoint found, but this run has {known}; set checkpoint.folder to where "
-                    "it is now, or another run.folder for a new run"
+                    f"{self.store.url}: no checkpoint found, but this run has saved {last or 'one'}; set "
+                    "checkpoint.folder to where it is now, or another run.folder for a new run"
                 )
             time.sleep(0.2)
         name = last.rpartition("/")[2]
@@ -231,7 +227,7 @@ class CheckpointManager:
         """Write a checkpoint of `step`; in mode `async`, in the background.
 
         In that mode, weights and moments are copied during the next forward and backward, and the optimizer's next step
-        waits for that; all else is taken at once. Waits for the save before: only one is under way at a time. Raises
+        waits for that; the rest is taken at once. Waits for the save before: only one is under way at a time. Raises
         the error on all ranks if this save (`sync`) or the one before was not committed.
         """
         self.on_begin("checkpoint")

@@ -2,12 +2,11 @@
 
 import re
 import secrets
-import shlex
 import socket
 import time
 from pathlib import Path
 
-RUN_NAME = ".run_name"  # in the run's folder: holds its name, which so moves with the folder
+RUN_NAME = ".run_name"  # in the run's folder: holds its name, so that it moves with the folder
 
 
 def new_checkpoint_name(step: int, kind: str = "step") -> str:
@@ -43,16 +42,10 @@ def file_of(rank: int, number: int) -> str:
 
 
 def run_name(run_folder: Path) -> str:
-    """The name that a run's checkpoints bear: `.run_name` in its folder holds it, else host:/absolute/run/folder."""
+    """The name that a run's checkpoints bear: that in `.run_name` in its folder, or host:/absolute/run/folder."""
     file = run_folder / RUN_NAME
     held = file.read_text(encoding="utf-8", errors="replace").strip() if file.is_file() else ""
     return held or f"{socket.gethostname()}:{run_folder.absolute()}"
-
-
-def rename_command(run_folder: Path, name: str) -> str:
-    """A line for bash that gives the run in this folder another name."""
-    folder, file = shlex.quote(str(run_folder)), shlex.quote(str(run_folder / RUN_NAME))
-    return f"mkdir -p {folder} && echo {shlex.quote(name)} > {file}"
 
 
 def is_same_run(name: str, other: str) -> bool:

@@ -57,12 +57,8 @@ class Staging:
             torch.accelerator.current_stream(self.stream.device).wait_event(self.copied)
 
     def _allocate(self, tensor: Tensor) -> Tensor:
-        """Raises CheckpointError, since CUDA's "out of memory" would be taken for the device's."""
         try:
             return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.stream is not None)
-        except torch.AcceleratorError as error:
-            held, more = (sum(copy.nbytes for copy in copies) / 1e9 for copies in (self.copies.values(), [tensor]))
-            raise CheckpointError(
-                f'checkpoint.mode = "async" copies to pinned memory of the host: after {held:.2f} GB it could not get '
-                f'{more:.2f} GB more ({str(error).splitlines()[0]}); mode = "sync" needs none'
-            ) from None
+        except torch.AcceleratorError as error:  # its "out of memory" would be taken for the device's
+            what = f'checkpoint.mode = "async": {tensor.nbytes / 1e9:.2f} GB more of pinned memory of the host'
+            raise CheckpointError(f'{what}: {str(error).splitlines()[0]}; mode = "sync" needs none') from None

@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 from isal import isal_zlib
 
-from config import Data
+from config import Config
 from storage import DamagedError, LocalStore, MissingError, S3Store, StoreError, join, open_store
 
 LOCKS = 64  # lock files of a cache; each fetch holds one
@@ -23,9 +23,9 @@ FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk or the user's quota is full
 class Files:
     """Reads ranges of a dataset's files. On S3 each range is fetched once into the cache, which processes share."""
 
-    def __init__(self, url: str, data: Data) -> None:
-        self.url = url.rstrip("/") or url
-        self.store = open_store(self.url, data.retry_seconds)
+    def __init__(self, url: str, config: Config) -> None:
+        self.url, data = url.rstrip("/") or url, config.data
+        self.store = open_store(self.url, config.comm.store_retry_seconds)
         self._cache: Cache | None = None
         if isinstance(self.store, S3Store):
             own = Path(tempfile.gettempdir()) / f"titanite-data-{os.getuid()}"

@@ -43,7 +43,7 @@ class Batch(NamedTuple):
 
     tokens: torch.Tensor
     labels: torch.Tensor  # the next token; IGNORED where nothing is trained
-    positions: torch.Tensor | None  # restart at each document with data.mask_documents; else None
+    positions: torch.Tensor | None  # restart at each document with data.mask_documents, None without
 
     def to(self, device: torch.device) -> "Batch":
         """The batch on `device`. A copy from pinned memory does not make the host wait."""
@@ -266,7 +266,7 @@ def validation_batches(config: Config, dp_rank: int, dp_size: int) -> Iterator[B
     nor the training affects which. Every rank gets the same number of batches; missing rows are
     padding with labels IGNORED. Raises DataError, StoreError.
     """
-    datasets = [open_dataset(url, config.data) for url in config.data.datasets]
+    datasets = [open_dataset(url, config) for url in config.data.datasets]
     splits = [dataset.split("validation") for dataset in datasets]
     seq_len, size = config.training.seq_len, config.training.local_batch_size
     starts = [range(0, max(split.total_tokens - 1, 0), seq_len) for split in splits]  # first token of each sample

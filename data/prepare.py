@@ -2,13 +2,11 @@
 
     python -m data.prepare --source stdlib --output datasets/stdlib
 
-Two passes run on all cores, or on one for a small input. The first tokenises the units of
-the input and sorts each unit's documents into buckets. The second shuffles the documents of
-each bucket and writes them as one shard.
-A hash of a document's position in the input decides its bucket and place; a hash of its whole
-text decides whether it is held out. So the output does not depend on the number of processes.
-Finished work stays in OUTPUT/.parts until the end: after a kill, the same command continues
-from there. manifest.json is written last and makes the dataset valid.
+Two passes run on all cores, or on one for a small input. The first tokenises each unit of the input into a file, with
+its documents sorted into buckets. The second shuffles the documents of each bucket and writes them as one shard.
+A hash of a document's position in the input decides its bucket and place; a hash of its whole text decides whether it
+is held out. So the output does not depend on the number of processes. Finished work stays in OUTPUT/.parts until the
+end: after a kill, the same command continues from there. manifest.json is written last and makes the dataset valid.
 """
 
 import argparse
@@ -19,18 +17,19 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
-from itertools import chain, compress, pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from config import TitaniteError, command_line, file_errors
 from data.chat import BUILT_IN, encode_examples
 from data.order import derive_key, random_words
 from data.packing import pack
-from data.shards import INDEX_SCHEMA, DataError, Shard, token_type
+from data.shards import INDEX_SCHEMA, VERSION, DataError, Shard, token_type
 from data.sources import UNIT_BYTES, Unit, documents, failures_of, list_files, plan_units, text_bytes
 from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from data.workers import locked, run_all, worker_pool
@@ -48,11 +47,12 @@ from data.writer import (
     write_atomically,
     write_manifest,
     write_shard,
+    written_whole,
 )
 
 KEYS = {"text": "text", "sft": "prompt,response", "chat": "messages"}  # format → keys of a record
 BATCH_BYTES = 2**20  # text per tokenizer call: its tokens are Python integers at first, and few fit the caches
-PART_TOKENS = 64 * 2**20  # tokens a process holds before it writes a part
+HELD_TOKENS = 64 * 2**20  # that a process holds before it writes them
 VOCAB_SIZE = 4096  # default for a trained tokenizer
 TOKENIZER_SAMPLE_BYTES = 64 * 2**20  # text to train a tokenizer on
 
@@ -63,7 +63,7 @@ log = logging.getLogger(__name__)
 class Plan:
     """Everything that decides the bytes of the dataset. Any change makes finished parts useless."""
 
-    input: str  # hash of the units (names, sizes and versions of the files, and how they are cut) and the tokenizer
+    input: str  # hash of format, units (names, sizes and versions of files, how they are cut) and tokenizer
     format: str
     keys: tuple[str, ...]
     seq_len: int
@@ -74,6 +74,11 @@ class Plan:
     block_bytes: int
     train_buckets: int  # each becomes a shard
     validation_buckets: int
+
+    @property
+    def buckets(self) -> int:
+        """Of train, then of validation."""
+        return self.train_buckets + self.validation_buckets
 
 
 def prepare(
@@ -118,16 +123,13 @@ def prepare(
     # -- the input, its tokenizer and what decides the bytes to write
     files = list_files(sources)
     units = plan_units(files)
-    if tokenizer:
-        chosen = load_tokenizer(tokenizer, eos_token)
-    else:
-        chosen = _trained_tokenizer(units, names, vocab_size or VOCAB_SIZE)
+    chosen = load_tokenizer(tokenizer, eos_token) if tokenizer else _trained_tokenizer(units, names, vocab_size)
     if format == "chat":
         chosen.chat_template = chosen.chat_template or BUILT_IN
     dtype = token_dtype(chosen.vocab_size) if is_text else "uint32"
     shard_tokens = shard_mb * 2**20 / np.dtype(dtype).itemsize
     shards = sum(map(text_bytes, files)) / 4 / shard_tokens  # a token is about four bytes of text
-    inputs = json.dumps([units, chosen.fingerprint, chosen.chat_template])
+    inputs = json.dumps([VERSION, units, chosen.fingerprint, chosen.chat_template])
     plan = Plan(
         input=hashlib.sha256(inputs.encode()).hexdigest(),
         format=format,
@@ -144,34 +146,39 @@ def prepare(
     _check_first(plan, chosen, units)
 
     # -- both passes, continuing an interrupted preparation by the same plan
-    with locked(folder) as lock, file_errors(folder):
+    with locked(folder), file_errors(folder):
         refuse_finished(folder, overwrite)  # another process may have finished it meanwhile
         _start_or_go_on(folder, plan, chosen)
-        units_bytes, buckets = [unit.bytes for unit in units], range(plan.train_buckets + plan.validation_buckets)
+        units_bytes = [unit.bytes for unit in units]
+        waiting = [(bucket,) for bucket in range(plan.buckets) if not _record(folder, bucket).exists()]
         # Starting a process takes most of a second, in which it could tokenise a few MB.
         workers = processes or (len(os.sched_getaffinity(0)) if sum(units_bytes) >= 2 * UNIT_BYTES else 1)
-        with worker_pool(min(workers, max(len(units), len(buckets))), lock) as pool:
-            tokenize, write = partial(_tokenize_unit, folder, plan), partial(_write_bucket, folder, plan)
-            tokens = run_all(pool, tokenize, list(enumerate(units)), "tokenise", units_bytes)
-            if not tokens:  # of other input, `_check_first` found a document
-                raise DataError(f"--seq-len {seq_len}: every example is longer; give a larger one")
-            run_all(pool, write, [(bucket,) for bucket in buckets], "write", [1] * len(buckets))
-        for part in (folder / PARTS).glob("unit-*.arrow"):  # before the manifest, after which no start takes them up
+        with worker_pool(min(workers, max(len(units), plan.buckets))) as pool_map:
+            if waiting:
+                tokenize = partial(_tokenize_unit, folder, plan)
+                run_all(pool_map, tokenize, list(enumerate(units)), "tokenise", units_bytes)
+            run_all(pool_map, partial(_write_bucket, folder, plan), waiting, "write", [1] * len(waiting))
+        for part in (folder / PARTS).glob("unit-*"):  # before the manifest, after which no start takes them up
             part.unlink()
-        records = [json.loads(file.read_text(encoding="utf-8")) for file in (folder / PARTS).glob("unit-*.json")]
-        dropped = sum(record["dropped"] for record in records)  # examples that are too long
+        records = [json.loads(_record(folder, bucket).read_text(encoding="utf-8")) for bucket in range(plan.buckets)]
+        written = [WrittenShard(Shard(*shard), pa.Table.from_pylist(rows, INDEX_SCHEMA)) for shard, rows, _ in records]
+        if not any(shard.documents for shard, _ in written):  # of other input, `_check_first` found a document
+            raise DataError(f"--seq-len {seq_len}: every example is longer; give a larger one")
+        dropped = sum(number for *_, number in records)
         facts = {} if is_text else {"dtype": dtype, "packed_seq_len": seq_len, "dropped": dropped}
-        manifest = write_manifest(folder, chosen, [_read_record(folder, bucket) for bucket in buckets], facts)
+        manifest = write_manifest(folder, chosen, written, facts)
         remove_parts(folder)
         return manifest
 
 
 def _trained_tokenizer(units: list[Unit], keys: Sequence[str], vocab_size: int) -> Tokenizer:
-    """Train a tokenizer on the beginnings of units spread evenly over the input."""
+    """Train a tokenizer (0: of VOCAB_SIZE tokens) on the beginnings of units spread evenly over the input."""
     total = min(sum(unit.bytes for unit in units), len(units) * UNIT_BYTES)  # if units are few and large, some of each
     chosen = units[:: max(1, total // TOKENIZER_SAMPLE_BYTES)]
     each = max(TOKENIZER_SAMPLE_BYTES // max(len(chosen), 1), UNIT_BYTES)
-    return train_tokenizer(chain.from_iterable(_beginning(unit, keys, each) for unit in chosen), vocab_size)
+    return train_tokenizer(
+        chain.from_iterable(_beginning(unit, keys, each) for unit in chosen), vocab_size or VOCAB_SIZE
+    )
 
 
 def _beginning(unit: Unit, keys: Sequence[str], characters: int) -> Iterator[str]:
@@ -218,32 +225,32 @@ def _stored_tokenizer(folder: Path, plan: Plan) -> Tokenizer:
 
 
 def _tokenize_unit(folder: Path, plan: Plan, number: int, unit: Unit) -> int:
-    """Write the documents of a unit as parts, sorted by bucket. Returns the number of tokens."""
-    parts = folder / PARTS
-    record = parts / f"unit-{number:06}.json"
-    if record.exists():
-        return json.loads(record.read_text(encoding="utf-8"))["tokens"]
-    key = derive_key("document", number)
-    seen = written = tokens = held = dropped = 0
+    """Write the documents of a unit as an Arrow file, unless it is there. Returns the number of tokens.
+
+    The file repeats one record batch per bucket, in their order, as often as HELD_TOKENS are reached.
+    """
+    path, tokenizer = folder / PARTS / f"unit-{number:06}.arrow", _stored_tokenizer(folder, plan)
+    if path.exists():
+        return 0
+    key, seen, tokens, held = derive_key("document", number), 0, 0, 0
     batches: list[pa.RecordBatch] = []
-    for batch in _batches(plan, unit):
-        words = random_words(len(batch), key, first=seen)
-        try:
-            batches.append(_tokenize(plan, _stored_tokenizer(folder, plan), batch, words))
-        except TitaniteError as error:  # quotes the text, by which to find it there
-            others = len(unit.files) - 1
-            name = f"{unit.files[0].url}{f' or one of the {others} files after it' if others else ''}"
-            raise DataError(f"{name}: {error}") from None
-        seen += len(batch)
-        dropped += len(batch) - batches[-1].num_rows
-        size = len(batches[-1].column("tokens").values)
-        tokens, held = tokens + size, held + size
-        if held >= PART_TOKENS:
-            _write_part(plan, batches, parts / f"unit-{number:06}-{written:04}.arrow")
-            held, written, batches = 0, written + 1, []
-    if batches:
-        _write_part(plan, batches, parts / f"unit-{number:06}-{written:04}.arrow")
-    write_atomically(record, json.dumps({"tokens": tokens, "dropped": dropped}).encode())
+    schema = pa.schema({"word": pa.uint64(), "tokens": token_type(plan.dtype)})
+    with written_whole(path) as sink, pa.ipc.new_file(sink, schema) as writer:
+        for batch in _batches(plan, unit):
+            try:
+                batches.append(_tokenize(plan, tokenizer, batch, random_words(len(batch), key, first=seen)))
+            except TitaniteError as error:  # quotes the text, by which to find it there
+                others = len(unit.files) - 1
+                name = f"{unit.files[0].url}{f' or one of the {others} files after it' if others else ''}"
+                raise DataError(f"{name}: {error}") from None
+            seen += len(batch)
+            size = len(batches[-1].column("tokens").values)
+            tokens, held = tokens + size, held + size
+            if held >= HELD_TOKENS:
+                _write_sorted(plan, batches, writer)
+                held, batches = 0, []
+        if batches:
+            _write_sorted(plan, batches, writer)
     return tokens
 
 
@@ -279,8 +286,7 @@ def _tokenize(plan: Plan, tokenizer: Tokenizer, batch: list[tuple[str, bool]], w
     ids = _encode(plan, tokenizer, texts)
     buckets = np.where(held_out, plan.train_buckets + words % plan.validation_buckets, words % plan.train_buckets)
     if plan.drop_long:
-        fits = np.array([len(document) <= plan.seq_len for document in ids])
-        ids, buckets, words = list(compress(ids, fits)), buckets[fits], words[fits]
+        ids = [document if len(document) <= plan.seq_len else () for document in ids]  # counted by `_write_bucket`
     lengths = [len(document) for document in ids]
     if plan.seq_len and max(lengths, default=0) > plan.seq_len:
         i = int(np.argmax(lengths))
@@ -304,43 +310,44 @@ def _encode(plan: Plan, tokenizer: Tokenizer, texts: list[str]) -> Sequence[Sequ
     return found
 
 
-def _write_part(plan: Plan, batches: list[pa.RecordBatch], path: Path) -> None:
-    """Write an Arrow file with one record batch per bucket, in the order of the buckets."""
+def _write_sorted(plan: Plan, batches: list[pa.RecordBatch], writer: pa.RecordBatchFileWriter) -> None:
+    """Write one record batch per bucket, in the order of the buckets."""
     documents = pa.concat_batches(batches)
     buckets = documents.column("bucket").to_numpy()
     order = np.argsort(buckets, kind="stable")
-    bounds = np.cumsum([0, *np.bincount(buckets, minlength=plan.train_buckets + plan.validation_buckets)])
+    bounds = np.cumsum([0, *np.bincount(buckets, minlength=plan.buckets)])
     documents = documents.drop_columns("bucket")
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, documents.schema) as writer:
-        for first, stop in pairwise(bounds):
-            writer.write_batch(documents.take(pa.array(order[first:stop])))
-    write_atomically(path, memoryview(sink.getvalue()))
+    for first, stop in pairwise(bounds):
+        writer.write_batch(documents.take(pa.array(order[first:stop])))
 
 
 # ---------------------------------------------------------------- pass 2: shuffle and write
 
 
 def _write_bucket(folder: Path, plan: Plan, bucket: int) -> int:
-    """Write the shard of a bucket and a record of its blocks. Returns the number of tokens."""
-    if not _record(folder, bucket).exists():
-        is_train = bucket < plan.train_buckets
-        split, number = ("train", bucket) if is_train else ("validation", bucket - plan.train_buckets)
-        with failures_of(f"{split}-{number:05}, which a smaller --shard-mb makes smaller"):
-            documents = _shuffled_documents(folder / PARTS, bucket)
-        if plan.seq_len:
-            documents = pack(documents, plan.seq_len, _stored_tokenizer(folder, plan).eos_id)
-        shard, blocks = write_shard(folder, split, number, documents, plan.block_bytes)
-        write_atomically(_record(folder, bucket), json.dumps([shard, blocks.to_pylist()]).encode())
-    return _read_record(folder, bucket).shard.tokens
+    """Write the shard of a bucket and a record: its blocks and the examples dropped. Returns the number of tokens."""
+    is_train = bucket < plan.train_buckets
+    split, number = ("train", bucket) if is_train else ("validation", bucket - plan.train_buckets)
+    with failures_of(f"{split}-{number:05}, which a smaller --shard-mb makes smaller"):
+        documents = _shuffled_documents(folder / PARTS, bucket, plan.buckets)
+    dropped = 0
+    if plan.seq_len:
+        found = len(documents)
+        documents = documents.filter(pc.greater(pc.list_value_length(documents), 0))
+        dropped = found - len(documents)
+        documents = pack(documents, plan.seq_len, _stored_tokenizer(folder, plan).eos_id)
+    shard, blocks = write_shard(folder, split, number, documents, plan.block_bytes)
+    write_atomically(_record(folder, bucket), json.dumps([shard, blocks.to_pylist(), dropped]).encode())
+    return shard.tokens
 
 
-def _shuffled_documents(parts: Path, bucket: int) -> pa.ListArray:
-    """The documents of a bucket, from all parts, in the order of their sort keys."""
+def _shuffled_documents(parts: Path, bucket: int, buckets: int) -> pa.ListArray:
+    """The documents of a bucket, from all units, in the order of their sort keys."""
     batches = []
     for path in sorted(parts.glob("unit-*.arrow")):
-        with pa.OSFile(str(path)) as part:  # read, not mapped: parts may outnumber the allowed open files
-            batches.append(pa.ipc.open_file(part).get_batch(bucket))
+        with pa.OSFile(str(path)) as part:  # read, not mapped: units may outnumber the allowed open files
+            file = pa.ipc.open_file(part)
+            batches += [file.get_batch(i) for i in range(bucket, file.num_record_batches, buckets)]
     table = pa.Table.from_batches(batches)
     order = np.argsort(table.column("word").to_numpy(), kind="stable")
     tokens = table.column("tokens").combine_chunks()
@@ -350,11 +357,6 @@ def _shuffled_documents(parts: Path, bucket: int) -> pa.ListArray:
 
 def _record(folder: Path, bucket: int) -> Path:
     return folder / PARTS / f"bucket-{bucket:06}.json"
-
-
-def _read_record(folder: Path, bucket: int) -> WrittenShard:
-    shard, blocks = json.loads(_record(folder, bucket).read_text(encoding="utf-8"))
-    return WrittenShard(Shard(*shard), pa.Table.from_pylist(blocks, INDEX_SCHEMA))
 
 
 # ---------------------------------------------------------------- command line
@@ -371,14 +373,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--vocab-size", type=int, default=0, help=f"size of the vocabulary to train (default {VOCAB_SIZE})")
     kinds = "text; for fine-tuning: sft (prompts with responses) or chat (messages) (default %(default)s)"
     add("--format", choices=KEYS, default="text", help=kinds)
-    defaults = "; ".join(f"{name}: {keys}" for name, keys in KEYS.items())
-    add(
-        "--keys",
-        "--text-key",
-        "--example-keys",
-        default="",
-        help=f"keys or columns of a record, comma-separated (default {defaults})",
-    )
+    keys = f"keys or columns of a record, comma-separated (default of each format: {KEYS})"
+    add("--keys", "--text-key", "--example-keys", default="", help=keys)
     add("--seq-len", type=int, default=0, help="tokens per row of packed examples: the training's seq_len")
     add("--drop-long", action="store_true", help="leave out examples longer than that; they are counted")
     add("--max-characters", type=int, default=0, help="cut longer texts at line ends; 0 (default): never")

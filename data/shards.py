@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from config import PATIENCE, Config, ConfigError, Data, TitaniteError
+from config import PATIENCE, Config, ConfigError, TitaniteError
 from data.files import Files
 from data.packing import TOKEN_BITS
 from data.tokenizer import (
@@ -86,7 +86,6 @@ class Split:
 
     files: Files
     dtype: str
-    vocab_size: int
     packed_seq_len: int
     """Tokens per row, with the bits of data.packing. 0: rows are documents and tokens are ids."""
     shards: tuple[Shard, ...]
@@ -121,17 +120,10 @@ class Split:
         """The documents in the bytes of a block. Raises DataError naming the block if they are others than it had."""
         column = pa.ipc.read_record_batch(pa.py_buffer(content), token_schema(self.dtype)).column(0)
         values, offsets = column.values.to_numpy(), column.offsets.to_numpy()
-        shard, number = self.find(block)
-        name = f"{self.files.url}/{shard.file}, block {number}"
         if len(column) != self.documents[block] or len(values) != self.tokens[block]:
-            raise DataError(f"{name}: holds other documents than blocks.arrow says")
-        ids = self.ids(values)
-        if len(ids) and ids.max() >= self.vocab_size:
-            token = int(np.argmax(ids >= self.vocab_size))
-            row = int(offsets.searchsorted(token, side="right")) - 1
+            shard, number = self.find(block)
             raise DataError(
-                f"{name}, row {row}: token id {ids[token]} is not below the vocabulary size {self.vocab_size}; "
-                "prepare the data again with its tokenizer"
+                f"{self.files.url}/{shard.file}, block {number}: holds other documents than blocks.arrow says"
             )
         return Block(values, offsets)
 
@@ -201,12 +193,12 @@ def seal(content: bytes) -> bytes:
     return f',\n "sha256": "{hashlib.sha256(content).hexdigest()}"\n}}\n'.encode()
 
 
-def open_dataset(url: str, data: Data | None = None) -> Dataset:
+def open_dataset(url: str, config: Config | None = None) -> Dataset:
     """Read and check the manifest and the index of a prepared dataset.
 
-    `data` says how to fetch remote data (default: the config's defaults). Raises DataError, StoreError.
+    `config` says how to fetch remote data. Raises DataError, StoreError.
     """
-    files = Files(url, data or Data())
+    files = Files(url, config or Config())
     text = _read(files, "manifest.json")
     try:
         manifest = json.loads(text, object_hook=_shard_or_dict)
@@ -228,17 +220,16 @@ def open_dataset(url: str, data: Data | None = None) -> Dataset:
         raise DataError(f"{url}/blocks.arrow: is damaged, its SHA-256 is not the one in manifest.json")
     batch = pa.ipc.open_file(pa.py_buffer(blocks)).get_batch(0)  # views of the mapped file, so that ranks share memory
     index = {name: batch.column(name).to_numpy() for name in INDEX_SCHEMA.names}
-    vocab_size, packed = manifest["vocab_size"], manifest.get("packed_seq_len", 0)
-    splits, first = {}, 0
+    splits, first, packed = {}, 0, manifest.get("packed_seq_len", 0)
     for name in SPLITS:  # the manifest has the shards in this order
         own = tuple(shard for shard in manifest["shards"] if shard.split == name)
         bounds = np.cumsum([0, *(shard.blocks for shard in own)])
         stop = first + int(bounds[-1])
         columns = {column: values[first:stop] for column, values in index.items()}
-        splits[name] = Split(files, manifest["dtype"], vocab_size, packed, own, bounds, **columns)
+        splits[name] = Split(files, manifest["dtype"], packed, own, bounds, **columns)
         first = stop
-    template = manifest.get("chat_template", "")
-    return Dataset(files, digest(text), vocab_size, manifest["eos_id"], manifest["tokenizer"], splits, template)
+    vocab_size, eos_id, template = manifest["vocab_size"], manifest["eos_id"], manifest.get("chat_template", "")
+    return Dataset(files, digest(text), vocab_size, eos_id, manifest["tokenizer"], splits, template)
 
 
 def _shard_or_dict(entry: dict[str, Any]) -> Any:
@@ -258,7 +249,7 @@ def _read(files: Files, name: str) -> bytes:
 
 
 def with_chat_template(datasets: Sequence[Dataset]) -> Dataset:
-    """The dataset whose chat template a run on all uses: one with a template, preferably packed, else the first."""
+    """The dataset whose chat template a run on all uses: one with a template, preferably packed, or the first."""
     return max(datasets, key=lambda dataset: (bool(dataset.chat_template), dataset.packed_seq_len))
 
 
@@ -269,7 +260,7 @@ def check_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
     Raises ConfigError, DataError, StoreError, TitaniteError.
     """
     _check_settings(config)
-    datasets = [_open_to_train(url, config.data) for url in config.data.datasets]
+    datasets = [_open_to_train(url, config) for url in config.data.datasets]
     chat, first = with_chat_template(datasets), datasets[0]
     for dataset in datasets:
         _check_fits("data.datasets", dataset, dataset.splits.values(), first, config)
@@ -284,7 +275,7 @@ def check_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
                 f"data.datasets: {dataset.url} was made with another chat template than {chat.url}; prepare one of "
                 "them again with the other's chat_template.jinja as --chat-template"
             )
-    held_out = [_open_to_train(url, config.data) for url in config.validation.datasets]
+    held_out = [_open_to_train(url, config) for url in config.validation.datasets]
     for dataset in held_out:
         _check_fits("validation.datasets", dataset, [dataset.split("validation")], first, config)
     if len({dataset.hash for dataset in datasets}) < len(datasets):
@@ -294,26 +285,26 @@ def check_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
 
 def _check_settings(config: Config) -> None:
     """Raises ConfigError for weights without datasets, and for retries that other ranks would take for a hang."""
-    data, urls = config.data, (*config.data.datasets, *config.validation.datasets)
+    data, checkpoint, comm = config.data, config.checkpoint, config.comm
     if not data.datasets:
         raise ConfigError("data.datasets = []: name at least one folder made by `python -m data.prepare`")
     if data.weights and len(data.weights) != len(data.datasets):
         raise ConfigError(
             f"data.weights = {list(data.weights)}: must have an entry for each of data.datasets = {list(data.datasets)}"
         )
-    shortest = min(("train_timeout_seconds", "init_timeout_seconds"), key=lambda name: getattr(config.comm, name))
-    patience = round(PATIENCE * getattr(config.comm, shortest))
-    if any("://" in url for url in urls) and data.retry_seconds >= patience:
+    places = *data.datasets, *config.validation.datasets, checkpoint.folder, checkpoint.upload
+    limit = PATIENCE * min(comm.init_timeout_seconds, comm.train_timeout_seconds)
+    if any("://" in place for place in places) and comm.store_retry_seconds >= limit:
         raise ConfigError(
-            f"data.retry_seconds = {data.retry_seconds}: must be below {patience} = {PATIENCE:g} x comm.{shortest}, "
-            "or other ranks would take the retries for a hang"
+            f"comm.store_retry_seconds = {comm.store_retry_seconds}: must be below {limit:g} = {PATIENCE:g} x the "
+            "shorter timeout of comm, after which other ranks take the wait for a hang"
         )
 
 
-def _open_to_train(url: str, data: Data) -> Dataset:
+def _open_to_train(url: str, config: Config) -> Dataset:
     """Open a dataset that the config names. Errors also say how to make one."""
     try:
-        return open_dataset(url, data)
+        return open_dataset(url, config)
     except DataError as error:
         output = f"FOLDER, and copy it to {url}" if "://" in url else url
         advice = f"Make a dataset with: python -m data.prepare --source FILES --output {output}"

@@ -97,8 +97,8 @@ def load_tokenizer(path: str | Path, eos_token: str = "") -> Tokenizer:
 def parse_tokenizer(files: Mapping[str, bytes], folder: str, eos_token: str = "") -> Tokenizer:
     """Make a tokenizer from its files, name → content; `folder` is named in errors. Raises TitaniteError.
 
-    The token that ends a document is `eos_token`, else the one that tokenizer_config.json names, else the first of
-    `KNOWN_EOS` in the vocabulary. The chat template is that of chat_template.jinja, else of tokenizer_config.json.
+    The token that ends a document is `eos_token`, or the one that tokenizer_config.json names, or the first of
+    `KNOWN_EOS` in the vocabulary. The chat template is that of chat_template.jinja, or of tokenizer_config.json.
     """
     name = f"{folder}/{TOKENIZER}"
     eos_token = eos_token or declared_eos(files, folder)

@@ -6,7 +6,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -98,6 +99,17 @@ def remove_parts(folder: Path) -> None:
         shutil.rmtree(folder / PARTS)
 
 
+@contextmanager
+def written_whole(path: Path) -> Iterator[pa.OSFile]:
+    """A file to write, which appears once it is whole and on the disk, or not at all."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    with pa.OSFile(str(temporary), "wb") as sink:
+        yield sink
+        sink.flush()
+        os.fsync(sink.fileno())
+    temporary.replace(path)
+
+
 def write_shard(folder: Path, split: str, number: int, documents: pa.ListArray, block_bytes: int) -> WrittenShard:
     """Write documents (list<uint16 | uint32>) as one shard, in blocks of at most about `block_bytes`.
 
@@ -116,29 +128,17 @@ def _write_blocks(path: Path, documents: pa.ListArray, offsets: np.ndarray, bloc
     schema = token_schema(dtype)
     block_tokens = block_bytes // np.dtype(dtype).itemsize
     blocks = []
-    temporary = path.with_name(f"{path.name}.tmp")
-    with pa.OSFile(str(temporary), "wb") as sink:
-        with pa.ipc.new_file(sink, schema) as writer:
-            first = 0
-            while first < len(documents):
-                stop = int(offsets.searchsorted(int(offsets[first]) + block_tokens, side="right")) - 1
-                stop = min(max(stop, first + 1), len(documents))  # at least one document, however long
-                batch = pa.record_batch([documents.slice(first, stop - first)], schema=schema)
-                message = batch.serialize()
-                writer.write_batch(batch)
-                blocks.append(
-                    {
-                        "offset": sink.tell() - message.size,
-                        "size": message.size,
-                        "documents": stop - first,
-                        "tokens": int(offsets[stop] - offsets[first]),
-                        "crc32": isal_zlib.crc32(message),
-                    }
-                )
-                first = stop
-        sink.flush()
-        os.fsync(sink.fileno())
-    temporary.replace(path)
+    with written_whole(path) as sink, pa.ipc.new_file(sink, schema) as writer:
+        first = 0
+        while first < len(documents):
+            stop = int(offsets.searchsorted(int(offsets[first]) + block_tokens, side="right")) - 1
+            stop = min(max(stop, first + 1), len(documents))  # at least one document, however long
+            batch = pa.record_batch([documents.slice(first, stop - first)], schema=schema)
+            message = batch.serialize()
+            writer.write_batch(batch)
+            where = {"offset": sink.tell() - message.size, "size": message.size, "crc32": isal_zlib.crc32(message)}
+            blocks.append({**where, "documents": stop - first, "tokens": int(offsets[stop] - offsets[first])})
+            first = stop
     return pa.Table.from_pylist(blocks, INDEX_SCHEMA)
 
 

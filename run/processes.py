@@ -9,12 +9,13 @@ import socket
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from config import Comm, ConfigError, TitaniteError
+from checkpoint.ranks import Ranks
+from config import Comm, ConfigError
 from parallel.device import device_type
 
 T = TypeVar("T")
@@ -127,18 +128,8 @@ def set_timeout(seconds: int, apart: dist.ProcessGroup | None = None) -> None:
 
 
 def from_rank_0(make: Callable[[], T]) -> T:
-    """Call `make` on rank 0 and return its result on every rank. A TitaniteError that it raises is raised on all."""
-    box: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            box[0] = make()
-        except TitaniteError as error:
-            box[0] = error
-    dist.broadcast_object_list(box, src=0)
-    if isinstance(box[0], TitaniteError):
-        box[0].agreed = True
-        raise box[0]
-    return box[0]
+    """Call `make` on rank 0 and return its result on every rank. Raises its error on all."""
+    return Ranks(dist.get_rank(), dist.get_world_size(), dist.group.WORLD).from_rank_0(make)
 
 
 def shut_down() -> None:

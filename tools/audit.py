@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from config import Config, Data, TitaniteError, command_line, from_dict, load_config, read_recorded
+from config import Config, TitaniteError, command_line, from_dict, load_config, read_recorded
 from data.ledger import Place, Records, Step, StepShape, checksum, first_place, grad_accum_steps, read_ledger
 from data.shards import Dataset, Split, open_dataset
 from data.stream import Stream
@@ -56,7 +56,7 @@ class Auditor:
 
     def __init__(self, config: Config, steps: Sequence[Step]):
         urls = {name: step.urls.get(name, "") for step in steps for name in step.began.segment.datasets}
-        self.datasets: list[Dataset] = [_find(name, url, config.data) for name, url in urls.items()]
+        self.datasets: list[Dataset] = [_find(name, url, config) for name, url in urls.items()]
         order = steps[0].place  # not the config's: a refused start may have left its own there
         readers = ThreadPoolExecutor(8)
         self._streams = {
@@ -89,13 +89,13 @@ class Auditor:
                 yield Part(number, stream.split, block, row, first, stop)
 
 
-def _find(name: str, url: str, data: Data) -> Dataset:
-    """Find the dataset with hash `name` at `url`, or else in data.datasets. Raises TitaniteError."""
+def _find(name: str, url: str, config: Config) -> Dataset:
+    """Find the dataset with hash `name` at `url` or in data.datasets. Raises TitaniteError."""
     found = []
-    places = [place.rstrip("/") for place in data.datasets]
+    places = [place.rstrip("/") for place in config.data.datasets]
     for place in dict.fromkeys([url, *places] if url else places):
         try:
-            dataset = open_dataset(place, data)
+            dataset = open_dataset(place, config)
         except TitaniteError as error:
             found.append(str(error))
             continue
@@ -282,7 +282,7 @@ def run_config(run: Path) -> Config:
 
 def planned_steps(config: Config, numbers: range) -> list[Step]:
     """Steps `numbers` (from 1) of a new run with this config on one data-parallel rank."""
-    datasets = [open_dataset(url, config.data) for url in config.data.datasets]
+    datasets = [open_dataset(url, config) for url in config.data.datasets]
     began, urls = first_place(config, datasets), {dataset.hash: dataset.url for dataset in datasets}
     shape = StepShape(1, config.training.local_batch_size, grad_accum_steps(config.training, 1))
     return [Step(began, shape, urls, (n - 1) * shape.samples, 0) for n in numbers]

@@ -1,6 +1,7 @@
 """Read datasets and checkpoints in full, and compare every byte with its checksum, every token with its manifest.
 
     python -m tools.verify datasets/stdlib outputs/RUN s3://bucket/dataset
+    python -m tools.verify --list outputs/RUN       its checkpoints, by their manifests and sizes alone
 
 Exits with 1 if a dataset has a fault, if a committed checkpoint is damaged, or if one is stock DCP's, which cannot be
 checked.
@@ -18,15 +19,19 @@ import pyarrow as pa
 from isal import isal_zlib
 from tqdm import tqdm
 
+from checkpoint import CheckpointError
 from checkpoint.files import verify_items
-from checkpoint.manifest import MANIFEST, open_checkpoint, read_small
-from config import Data, command_line
+from checkpoint.loading import find
+from checkpoint.manifest import MANIFEST, Manifest, open_checkpoint, read_manifest, read_small
+from checkpoint.names import by_step, is_checkpoint_name
+from config import Config, Data, command_line
 from data.files import Files
 from data.packing import HIDDEN, START
 from data.shards import Block, DataError, Dataset, Split, open_dataset, token_schema
 from storage import DamagedError, MissingError, Store
-from tools.list_checkpoints import STOCK, UNCOMMITTED, find_begun, look
 
+STOCK = "stock DCP, no checksums"
+UNCOMMITTED = "never committed"
 THREADS = 4  # each holds a file of a dataset in memory
 
 
@@ -80,6 +85,7 @@ def _faults_of_shard(dataset: Dataset, split: Split, number: int) -> list[str]:
 def _wrong_rows(dataset: Dataset, split: Split, content: Block) -> Iterator[str]:
     values, ids, offsets = content.values, split.ids(content.values), content.offsets
     ended = ids[offsets[1:] - 1] == dataset.eos_id
+    unknown = np.diff(np.flatnonzero(ids >= dataset.vocab_size).searchsorted(offsets)) > 0
     if split.packed_seq_len:
         wrong = {
             f"does not have {split.packed_seq_len} tokens": np.diff(offsets) != split.packed_seq_len,
@@ -89,6 +95,7 @@ def _wrong_rows(dataset: Dataset, split: Split, content: Block) -> Iterator[str]
     else:
         counts = np.diff(np.flatnonzero(ids == dataset.eos_id).searchsorted(offsets))  # of eos in each document
         wrong = {f"must have token {dataset.eos_id} once, at its end": ~ended | (counts != 1)}
+    wrong[f"holds a token id that is not below {dataset.vocab_size}"] = unknown
     return (f"row {int(np.argmax(rows))}: {what}" for what, rows in wrong.items() if rows.any())
 
 
@@ -105,9 +112,9 @@ def _is_arrow(content: memoryview, split: Split, blocks: range) -> bool:
     return bytes(content[:8]) == b"ARROW1\0\0" and all(expected.equals(table, check_metadata=True) for table in tables)
 
 
-def verify_dataset(url: str, data: Data) -> int:
+def verify_dataset(url: str, config: Config) -> int:
     """Print a line per fault, and the sizes of the splits. Returns the number of faults."""
-    dataset, wrong = open_dataset(url, data), 0
+    dataset, wrong = open_dataset(url, config), 0
     for message in faults(dataset):
         wrong += 1
         print(message)
@@ -118,6 +125,32 @@ def verify_dataset(url: str, data: Data) -> int:
 
 
 # ---------------------------------------------------------------- checkpoints
+
+
+def begun(store: Store) -> list[str]:
+    """Names of all checkpoints in `store`, committed or not."""
+    names = {file.partition("/")[0] for file in store.sizes() if "/" in file}
+    return sorted(filter(is_checkpoint_name, names), key=by_step)
+
+
+def look(store: Store, name: str) -> tuple[Manifest, str]:
+    """(manifest or {}, what is wrong with the manifest or file sizes, or "")."""
+    sizes = {file.removeprefix(f"{name}/"): size for file, size in store.sizes(name).items()}
+    try:
+        if MANIFEST not in sizes:
+            try:
+                return {}, UNCOMMITTED if name or not open_checkpoint(store, name).is_stock else STOCK
+            except CheckpointError:
+                return {}, UNCOMMITTED
+        manifest = read_manifest(store, name)
+    except DamagedError as error:
+        return {}, str(error)
+    wrong = [
+        f"{file} has {sizes[file]} bytes, not {size}" if file in sizes else f"{file} is missing"
+        for file, size in manifest["files"].items()
+        if sizes.get(file) != size
+    ]
+    return manifest, "; ".join(wrong)
 
 
 def verify_checkpoint(store: Store, name: str) -> int:
@@ -132,8 +165,8 @@ def verify_checkpoint(store: Store, name: str) -> int:
     return len(items)
 
 
-def judge(store: Store, name: str) -> tuple[str, bool]:
-    """What to say of checkpoint `name`, and whether it is damaged or has no checksums.
+def judge(store: Store, name: str, reads: bool) -> tuple[str, bool]:
+    """What to say of checkpoint `name`, and whether it is damaged or has no checksums. `reads`: also its data.
 
     Also doubtful is one, named by the user, that was never committed: beside others it is a usual leftover.
     """
@@ -145,42 +178,49 @@ def judge(store: Store, name: str) -> tuple[str, bool]:
     try:
         if problem:
             raise DamagedError(problem)
-        return f"intact, step {manifest['step']}, {verify_checkpoint(store, name)} items", False
+        state = f"intact, {verify_checkpoint(store, name)} items" if reads else "committed"
+        gigabytes, ranks = sum(manifest["files"].values()) / 1e9, manifest.get("world_size", "?")
+        return f"{state}, step {manifest['step']}, {gigabytes:.3f} GB by {ranks} ranks, {manifest['created']}", False
     except DamagedError as error:
         if name and f"{name}/{MANIFEST}" not in store.sizes(name):
             return "removed during this check, as a run in training removes its older ones", False
         return f"DAMAGED: {error}", True
 
 
-def verify_all(store: Store, names: list[str]) -> int:
-    """Print one line per checkpoint. Returns how many are doubtful."""
+def verify_checkpoints(place: str, reads: bool) -> int:
+    """Print one line per checkpoint of a place. Returns how many are doubtful. Raises CheckpointError without any."""
     doubtful = 0
-    for name in names:
-        said, is_doubtful = judge(store, name)
-        print(f"{name or store.url}: {said}")
-        doubtful += is_doubtful
+    try:
+        found = find(place, begun)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}, nor a dataset's manifest.json") from None
+    for store, names in found:
+        if len(found) > 1:  # of a run, whose second place may have others, or other copies
+            print(f"{store.url}:")
+        for name in names:
+            said, is_doubtful = judge(store, name, reads)
+            print(f"{name or store.url}: {said}")
+            doubtful += is_doubtful
     return doubtful
 
 
-def verify_place(place: str) -> int:
+def verify_place(place: str, reads: bool) -> int:
     """Verify the dataset or the checkpoints at a folder or URL. Returns how many faults or doubtful checkpoints."""
     with tempfile.TemporaryDirectory() as cache:  # a run's own cache would hide faults of the dataset
-        data = Data(cache_folder=cache, cache_gb=1)
+        config = Config(data=Data(cache_folder=cache, cache_gb=1))
         with suppress(MissingError):
-            Files(place, data).read("manifest.json")
-            return verify_dataset(place, data)
-    wrong = 0
-    for store, names in find_begun(place, ", nor a dataset's manifest.json"):
-        wrong += verify_all(store, names)
-    return wrong
+            Files(place, config).read("manifest.json")
+            return verify_dataset(place, config)
+    return verify_checkpoints(place, reads)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.verify", description="Read all of datasets and checkpoints.")
     parser.add_argument("place", nargs="+", help="folder or URL of a dataset, a run, checkpoints or one checkpoint")
-    wrong = 0
+    parser.add_argument("--list", action="store_true", help="of checkpoints, read manifests and compare sizes only")
+    options, wrong = parser.parse_args(argv), 0
     with command_line():
-        wrong = sum(verify_place(place) for place in parser.parse_args(argv).place)
+        wrong = sum(verify_place(place, not options.list) for place in options.place)
         if not wrong:
             print("no faults")
     if wrong:

@@ -310,7 +310,7 @@ def timeouts(arguments: list[str]) -> list[set[float]]:
 def test_timeouts_are_those_of_the_settings(dataset: Path, tmp_path: Path) -> None:
     """Of all groups but the checkpoints', FSDP2's included."""
     arguments = [*SMALL, f"--data.datasets={dataset}", f"--run.folder={tmp_path}"]
-    arguments += ["--parallelism.reshard_group_size=2", "--data.retry_seconds=10"]
+    arguments += ["--parallelism.reshard_group_size=2", "--comm.store_retry_seconds=10"]
     arguments += [
         "--comm.init_timeout_seconds=111",
         "--comm.train_timeout_seconds=222",

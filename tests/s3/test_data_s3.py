@@ -41,7 +41,7 @@ def remote(local, bucket) -> str:
 
 
 def config_of(url, tmp_path, **overrides) -> Config:
-    overrides = {"data__window_blocks": 3, "data__retry_seconds": 20, **overrides}
+    overrides = {"data__window_blocks": 3, "comm__store_retry_seconds": 20, **overrides}
     return data_config(
         url, training__seq_len=8, training__local_batch_size=4, data__cache_folder=str(tmp_path / "cache"), **overrides
     )
@@ -165,8 +165,8 @@ def test_a_cache_folder_that_another_user_made_is_not_used(tmp_path, monkeypatch
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setenv("AWS_REGION", "us-east-1")
     with pytest.raises(StoreError, match=rf"data\.cache_folder: {own} was made by another user"):
-        Files("s3://bucket/set", data_config("s3://bucket/set").data)
-    Files("s3://bucket/set", data_config("s3://bucket/set", data__cache_folder=str(own)).data)
+        Files("s3://bucket/set", data_config("s3://bucket/set"))
+    Files("s3://bucket/set", data_config("s3://bucket/set", data__cache_folder=str(own)))
 
 
 def test_a_damaged_cache_is_fetched_again(remote, tmp_path):
@@ -206,7 +206,7 @@ def test_an_outage_is_waited_for(local, remote, tmp_path, proxy):
 
 @pytest.mark.parametrize("fault", ["503", "empty"])
 def test_an_outage_that_lasts_stops_the_run(remote, tmp_path, proxy, fault):
-    loader = DataLoader(config_of(remote, tmp_path, data__retry_seconds=2), 0, 1)
+    loader = DataLoader(config_of(remote, tmp_path, comm__store_retry_seconds=2), 0, 1)
     proxy.fault(fault)
     with pytest.raises(OutageError, match=r"s3://.*/train-0000\d\.arrow: .*tried for \d+ s"):
         loader.next_step()

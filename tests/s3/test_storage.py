@@ -368,14 +368,6 @@ def test_a_listing_with_a_number_that_is_none_is_asked_for_again(endpoint):
         assert endpoint(url, 5).sizes() == {"x": 29}
 
 
-@pytest.mark.parametrize("token", ["", "<NextContinuationToken>same</NextContinuationToken>"])
-def test_a_listing_that_does_not_go_on_is_refused(endpoint, token):
-    page = f"<ListBucketResult><IsTruncated>true</IsTruncated>{token}</ListBucketResult>".encode()
-    breaks_off = pytest.raises(StoreError, match="s3://bucket/run: its listing breaks off")
-    with answering(lambda request: (200, {}, page)) as url, breaks_off:
-        endpoint(url).sizes()
-
-
 def test_an_endpoint_that_redirects_is_named(endpoint):
     redirects = lambda request: (301, {"Location": "https://127.0.0.1:9/x"}, b"<html></html>")  # noqa: E731
     named = pytest.raises(StoreError, match=r"s3://bucket/run: redirected .* AWS_ENDPOINT_URL_S3")

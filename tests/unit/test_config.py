@@ -210,6 +210,7 @@ def test_what_the_pages_tell_to_type_is_accepted(command: str, monkeypatch: pyte
 
 PP, TP, CP, DP = ("--parallelism.pp=2", "--parallelism.tp=2", "--parallelism.cp=2", "--parallelism.dp_replicate=2")
 ZERO_BUBBLE, RING = "--parallelism.pp_schedule=InterleavedZeroBubble", "--parallelism.cp_method=ring"
+LONG = "--comm.store_retry_seconds=240"
 GROUPS, IN_CHUNKS = "--parallelism.reshard_group_size=2", "--training.loss_chunks=4"
 BUDGET, INDUCTOR = "--activation_checkpoint.mode=budget", 'needs compile.enable = true and compile.backend = "inductor"'
 OF_WHAT = "needs reshard_after_forward = true, pp = 1, tp = 1 and local_steps = 0"
@@ -241,7 +242,8 @@ REFUSED = [  # words, ranks, what is said: each would otherwise train wrongly, f
     (["--data.datasets="], 1, "name at least one"),
     (["--data.datasets=data,data/"], 1, "two folders hold the same dataset"),
     (["--data.weights=1,2"], 1, "an entry for each of data.datasets"),
-    (["--validation.datasets=s3://b/x", "--data.retry_seconds=240"], 1, "must be below 240"),
+    (["--validation.datasets=s3://b/x", LONG], 1, "comm.store_retry_seconds = 240: must be below 240 = 0.8 x"),
+    (["--checkpoint.upload=s3://b/x", LONG], 1, "comm.store_retry_seconds = 240: must be below 240 = 0.8 x"),
     (["--validation.sample_tokens=5"], 1, "validation.sample_prompt = '': .* nothing to continue"),
 ]
 

@@ -6,12 +6,12 @@ import json
 import os
 import random
 import re
+import select
 import shutil
 import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import suppress
 from itertools import chain, islice
 from pathlib import Path
@@ -163,22 +163,21 @@ def test_long_texts_are_cut_at_line_ends_and_nothing_is_lost() -> None:
 def test_the_same_bytes_by_any_number_of_processes_and_parts(texts, tokenizer_folder, tmp_path, monkeypatch):
     file = write_jsonl(tmp_path / "in.jsonl", texts * 3)
     monkeypatch.setattr(sources, "UNIT_BYTES", 100_000)
-    parts: list[str] = []
-    write_part = prepare_module._write_part
-    monkeypatch.setattr(
-        prepare_module, "_write_part", lambda *part: (parts.append(part[-1].name), write_part(*part))[1]
-    )
-    made = []
-    for processes, part_tokens in ((1, 2**20), (3, 2**20), (1, 1)):
-        monkeypatch.setattr(prepare_module, "PART_TOKENS", part_tokens)
-        monkeypatch.setattr(prepare_module, "BATCH_BYTES", 500 if part_tokens == 1 else 2**20)
-        output = tmp_path / f"out{processes}-{part_tokens}"
+    made, counts = [], []
+    for processes, held_tokens in ((1, 2**20), (3, 2**20), (1, 1)):
+        monkeypatch.setattr(prepare_module, "HELD_TOKENS", held_tokens)
+        monkeypatch.setattr(prepare_module, "BATCH_BYTES", 500 if held_tokens == 1 else 2**20)
+        write_sorted, written = prepare_module._write_sorted, Mock(side_effect=prepare_module._write_sorted)
+        monkeypatch.setattr(prepare_module, "_write_sorted", written)
+        output = tmp_path / f"out{processes}-{held_tokens}"
         options = {"shard_mb": 0.01, "block_mb": 0.004, "validation_fraction": 0.1}
         prepare([str(file)], str(output), tokenizer=str(tokenizer_folder), processes=processes, **options)
+        monkeypatch.setattr(prepare_module, "_write_sorted", write_sorted)
         made.append(contents(output))
+        counts.append(written.call_count)
     assert made[0] == made[1] == made[2]
     assert len([name for name in made[0] if name.startswith("train-") and name.endswith(".arrow")]) > 1
-    assert {name.rpartition("-")[2] for name in parts} >= {"0000.arrow", "0001.arrow"}, "of a unit in several parts"
+    assert counts[2] > 3 * counts[0] > 0, "each unit in several parts"
 
 
 @pytest.mark.parametrize("unit_bytes", [1, 7, 20, 40, 41, 59, 10_000])
@@ -285,49 +284,39 @@ def test_after_sigkill_the_same_command_finishes_with_the_same_bytes(texts, toke
     output = tmp_path / "killed"
     # It kills itself right after the third record of progress: no race with a process that watches it.
     code = (
-        "import os, signal; from data import prepare, sources; sources.UNIT_BYTES = 20_000\n"
-        "real, seen = prepare.write_atomically, []\n"
-        "def write(path, data):\n"
-        "    real(path, data)\n"
-        f"    seen.extend([path] * (path.name.startswith({progress!r}) and path.suffix == '.json'))\n"
+        "import os, signal; from pathlib import Path; from data import prepare, sources; sources.UNIT_BYTES = 20_000\n"
+        "real, seen = Path.replace, []\n"
+        "def replace(path, target):\n"
+        "    real(path, target)\n"
+        f"    seen.extend([target] * target.name.startswith({progress!r}))\n"
         "    if len(seen) == 3: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "prepare.write_atomically = write\n"
+        "Path.replace = replace\n"
         f"prepare.main({[*options, '--output', str(output), '--processes', '1']!r})"
     )
     process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.DEVNULL)
     assert process.returncode == -signal.SIGKILL
     assert not (output / "manifest.json").exists()
-    done = {path: path.stat().st_mtime_ns for path in output.glob(f".parts/{progress}*.json")}
+    done = {path.name for path in output.glob(f".parts/{progress}*")}
     assert len(done) == 3
-    kept = next(iter(sorted(done)))
-    os.utime(kept, ns=(1, 1))
-    watched = []
-    real = prepare_module.write_atomically
-
-    def watch(path, data):
-        watched.append(path.name)
-        real(path, data)
-
+    watched, real = [], Path.replace
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare_module, "write_atomically", watch)
+        patch.setattr(Path, "replace", lambda path, target: (watched.append(target.name), real(path, target)))
         patch.setattr(sources, "UNIT_BYTES", 20_000)
         main([*options, "--output", str(output), "--processes", "1"])
+        assert not done & {*watched}, "finished parts are not made again"
         main([*options, "--output", str(tmp_path / "whole"), "--processes", "2", "--overwrite"])
-    assert kept.name not in watched, "finished parts are not made again"
     assert contents(output) == contents(tmp_path / "whole")
 
 
-@pytest.fixture
-def workers_of_a_killed_run(texts, tokenizer_folder, tmp_path) -> Iterator[list[int]]:
-    """Two workers that were stopped before they wrote a part of tmp_path/out, and then lost their parent."""
+def test_the_workers_of_a_killed_run_end_with_it(texts, tokenizer_folder, tmp_path):
+    """They were stopped before they wrote. If they went on, they would write beside a new start."""
     (tmp_path / "pids").mkdir()
     (tmp_path / "killed.py").write_text(
         "import os, signal; from data import prepare, sources; sources.UNIT_BYTES = 20_000\n"
         "def stop():\n"
         f"    open({str(tmp_path / 'pids')!r} + f'/{{os.getpid()}}', 'w').close()\n"
         "    os.kill(os.getpid(), signal.SIGSTOP)\n"
-        "write_part = prepare._write_part\n"
-        "prepare._write_part = lambda *part: (stop(), write_part(*part))\n"
+        "prepare._write_sorted = lambda *part: stop()\n"
         "if __name__ == '__main__':\n"
         f"    prepare.prepare([{str(write_jsonl(tmp_path / 'in.jsonl', texts))!r}], {str(tmp_path / 'out')!r},"
         f" tokenizer={str(tokenizer_folder)!r}, processes=2)\n"
@@ -338,32 +327,24 @@ def workers_of_a_killed_run(texts, tokenizer_folder, tmp_path) -> Iterator[list[
         assert parent.poll() is None
     while not all(state(pid) == "T" for pid in pids):
         pass
+    workers = [os.pidfd_open(pid) for pid in pids]
     parent.kill()
     parent.wait()
-    yield pids
-    for pid in pids:
+    ended = [select.select([worker], [], [], 20)[0] for worker in workers]
+    for worker in workers:
         with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+            signal.pidfd_send_signal(worker, signal.SIGKILL)
+        os.close(worker)
+    assert all(ended)
+    arguments = {"tokenizer": str(tokenizer_folder), "processes": 1}
+    for output in ("whole", "out"):
+        prepare([str(tmp_path / "in.jsonl")], str(tmp_path / output), **arguments)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 def state(pid: int) -> str:
     """Of a process, by proc(5)."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
-
-
-def test_a_new_start_waits_for_the_workers_of_a_killed_one(
-    workers_of_a_killed_run, texts, tokenizer_folder, tmp_path, monkeypatch
-):
-    arguments = {"tokenizer": str(tokenizer_folder), "block_mb": 0.01, "processes": 1}
-    prepare([str(tmp_path / "in.jsonl")], str(tmp_path / "whole"), **arguments)
-    with monkeypatch.context() as patch:
-        patch.setattr("data.workers.LOCK_SECONDS", 0)
-        with pytest.raises(DataError, match=r"/out: another process is writing there; wait until it has ended"):
-            prepare([str(tmp_path / "in.jsonl")], str(tmp_path / "out"), **arguments)
-    for pid in workers_of_a_killed_run:
-        os.kill(pid, signal.SIGCONT)  # they find their parent gone, and end
-    prepare([str(tmp_path / "in.jsonl")], str(tmp_path / "out"), **arguments)
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("cut", ["before the manifest", "at the end", "at another start"])
@@ -375,7 +356,7 @@ def test_a_kill_while_parts_are_removed_loses_no_document(texts, tokenizer_folde
     def cut_short(parts, **_):
         if not Path(parts).exists():
             return
-        for file in (*Path(parts).glob("bucket-*"), *Path(parts).glob("unit-000001-*")):
+        for file in (*Path(parts).glob("bucket-*"), *Path(parts).glob("unit-000001*")):
             file.unlink()
         raise KeyboardInterrupt
 
@@ -422,7 +403,7 @@ def test_a_worker_that_the_system_kills_is_one_line(texts, tokenizer_folder, tmp
     source = write_jsonl(tmp_path / "in.jsonl", texts)
     (tmp_path / "killed.py").write_text(
         "import os, signal; from data import prepare, sources; sources.UNIT_BYTES = 20_000\n"
-        "prepare._write_part = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "prepare._write_sorted = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
         "if __name__ == '__main__':\n"
         f"    prepare.main(['--source', {str(source)!r}, '--output', {str(tmp_path / 'out')!r},"
         f" '--tokenizer', {str(tokenizer_folder)!r}, '--processes', '2'])\n"
@@ -451,7 +432,6 @@ def test_nothing_is_written_into_a_folder_that_is_written_to(texts, tokenizer_fo
     if module is convert_module:
         write_nanogpt(tmp_path, [[5, 6]], 0)
         source, command, options = tmp_path / "a.bin", convert, {"format": "nanogpt"}
-    monkeypatch.setattr("data.workers.LOCK_SECONDS", 0)
     with locked(tmp_path / "out"), pytest.raises(DataError, match="/out: another process is writing there"):
         command([str(source)], str(tmp_path / "out"), tokenizer=str(tokenizer_folder), **options)
 

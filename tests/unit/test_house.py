@@ -16,7 +16,7 @@ MAY_IMPORT = {
     "errors": set(),
     "config": {"errors"},
     "records": {"config"},
-    "storage": {"config"},
+    "storage": {"config", "records"},
     "parallel": {"config", "records"},
     "float8": {"config"},
     "data": {"config", "records", "storage"},
@@ -32,7 +32,6 @@ MAY_IMPORT = {
 ENVIRONMENT = {
     "run/processes.py",
     "storage.py",
-    "checkpoint/s3.py",
     "run/run.py",
     "data/workers.py",
     "float8/__init__.py",
