@@ -1,8 +1,8 @@
 """Where each rank is, how it notices that it hangs, and what it says about the end of the run.
 
 A thread on every rank ends it when its main thread stays in one place for too long, so that torchrun starts the job
-again. It judges nothing but its own rank and those on the same machine that do not run. A rank that waits for others in
-a collective is ended by the collective's own timeout.
+again. It judges nothing but its own rank and those on the same machine that do not run. A rank that waits for ranks on
+other machines in a collective is ended by the collective's own timeout.
 """
 
 import contextlib
@@ -120,7 +120,7 @@ class Watchdog:
             saved = "no checkpoint yet" if last is None else f"last checkpoint step {last}"
             print(f"exit: {cause} ({where}); {saved}; next: {action}", file=sys.stderr, flush=True)
 
-    def find_lost(self, seconds: float) -> tuple[str, str, int] | None:
+    def find_lost(self, seconds: float) -> tuple[str, str, int | None] | None:
         """Kind, cause and rank of what ended here: a rank on this machine that does not run, None if all do.
 
         Kills one that is only stopped, since it would not notice the end of the job.
@@ -146,18 +146,17 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._closed.wait(min(1.0, self._limit() / 10)):
-            stack = _stack_of(self._main)
+            idle_seconds = time.monotonic() - self._entered
+            found = self.find_lost(0) if idle_seconds > PATIENCE * self.limit_seconds else None
+            stack, rank = _stack_of(self._main), self.environment.rank
             queueing = device_type() != "cpu" and self.section in QUEUEING
-            idle = time.monotonic() - self._entered > PATIENCE * self._limit()
-            if idle and (queueing or not _in_collective(stack)):
-                where, rank = " > ".join(map(_short, stack)), self.environment.rank
+            stands = idle_seconds > PATIENCE * self._limit() and (queueing or not _in_collective(stack))
+            if stands and not found:
+                where = " > ".join(map(_short, stack))
                 stuck = f"rank {rank} ({socket.gethostname()}) is stuck; its stack: {where}"
                 waits = f"all ranks wait, perhaps for the network; the stack of rank {rank}: {where}"
-                found = self.find_lost(0) or (
-                    "hung",
-                    f"hung: {waits if queueing else stuck}",
-                    None if queueing else rank,
-                )
+                found = ("hung", f"hung: {waits if queueing else stuck}", None if queueing else rank)
+            if found:
                 threading.Timer(SAYING_SECONDS, os._exit, [AGAIN]).start()  # the run's folder may be what hangs
                 self.announce(*found)
                 os._exit(AGAIN)
