@@ -265,8 +265,7 @@ class Float8:
     recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
     """torchao's recipe: one scale per tensor, per row, or per row with weight gradients in high precision."""
     fsdp_all_gather: Literal["auto", "on", "off"] = "auto"
-    """Gather weights in float8, half the bytes of bfloat16. `auto`: with `tensorwise`, those whose rows divide evenly
-    over the ranks."""
+    """Gather weights in float8, half bfloat16's bytes. `auto`: with `tensorwise`, if rows divide over the ranks."""
     tp_all_gather: Literal["auto", "on", "off"] = "auto"
     """Gather activations of tensor parallelism in float8. `auto`: with `tensorwise`."""
     precompute_scale: Literal["auto", "on", "off"] = "auto"
@@ -299,11 +298,13 @@ class Checkpoint:
     keep_every: Count = 0
     """Keep checkpoints whose step is a multiple of this forever. 0: none."""
     save_initial: bool = False
-    """Also write a checkpoint of step 0, before the first step, as a common start for other runs."""
+    """Also write a checkpoint before the first step, as a common start for other runs."""
     save_model: bool = False
     """At the last step, also write the model alone, as `model-STEP-...` beside the checkpoints."""
     initial_load: FolderOrS3 = ""
     """Checkpoint or output of `tools.hf import` from whose weights a new run starts, with fresh moments."""
+    branch_from: FolderOrS3 = ""
+    """Run, `PLACE@STEP` or just `PLACE` for its newest checkpoint, which a new run continues with its own settings."""
     timeout_seconds: Positive = 1800
     """Longest time a rank waits for the others while a checkpoint is written or read."""
     visibility_seconds: NonNegative = 10.0

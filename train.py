@@ -70,11 +70,10 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
     model = build_model(spec, flavor)  # on the meta device
     if config.float8.enable:
         logger.info(f"float8: {summarize(*convert_to_float8(model, config.float8, dims.tp, dims.shards))}")
-    fits_data = partial(check_vocabulary, data.tokenizer, config.checkpoint.initial_load)
 
     def check_places_of_run(folder: Path) -> None:  # on rank 0, before a byte is written
         data.check_run(folder)
-        check_checkpoints(config, identity, folder, check_initial=fits_data)
+        check_checkpoints(config, identity, folder, partial(check_vocabulary, data.tokenizer), data.check_place)
 
     with Run(config, environment, dims, data, identity, check_places_of_run) as run:
         # -- model, optimizer, checkpoint

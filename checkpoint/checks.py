@@ -8,6 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from checkpoint import CheckpointError
+from checkpoint.branch import Parent, find_fork, read_parent
+from checkpoint.files import tensors_in
 from checkpoint.loading import by_age, check_identity, load_newest, locate, open_stores, store_waits
 from checkpoint.manifest import Opened, jsonable
 from checkpoint.names import RUN_NAME, by_step, is_same_run, run_name, step_of
@@ -20,7 +23,9 @@ from storage import LocalStore, Store, StoreError, join
 def check_checkpoint(config: Config) -> None:
     """Raises ConfigError for checkpoints asked for and switched off, or a copy onto themselves."""
     settings = config.checkpoint
-    for name in ("save_initial", "save_model", "upload"):
+    if settings.branch_from and settings.initial_load:
+        raise ConfigError("checkpoint.branch_from and checkpoint.initial_load are two ways to begin: leave one empty")
+    for name in ("save_initial", "save_model", "upload", "branch_from"):
         if getattr(settings, name) and not settings.enable:
             raise ConfigError(f"checkpoint.{name} is set and needs checkpoint.enable = true")
     first = settings.folder or (config.run.folder and f"{config.run.folder}/checkpoints")
@@ -32,13 +37,15 @@ def check_checkpoints(
     config: Config,
     identity: dict[str, Any],
     run_folder: Path,
-    check_initial: Callable[[Opened], object] = lambda opened: None,
+    check_initial: Callable[[str, Opened], object] = lambda place, opened: None,
+    check_place: Callable[[dict[str, Any]], object] = lambda state: None,
 ) -> None:
     """Refuse a run that could not use its checkpoints; nothing is left behind. For rank 0.
 
     That is one that would save where nothing can be written or read back (the first save may be hours away) or where
-    the newest checkpoint is another run's; one beyond `training.steps`; one whose `initial_load` has no checkpoint, one
-    of another model, or one that `check_initial` refuses. Raises ConfigError, CheckpointError, StoreError.
+    the newest checkpoint is another run's; one beyond `training.steps`; a branch in another run's folder; one whose
+    `initial_load` or `branch_from` has no checkpoint, one of another model, or one that `check_initial` refuses, or
+    `check_place` by its place in the data. Raises ConfigError, CheckpointError, StoreError.
     """
     settings = config.checkpoint
     stores = open_stores(config, run_folder) if settings.enable or settings.save_model else []
@@ -56,16 +63,42 @@ def check_checkpoints(
             f"training.steps = {config.training.steps}: this run has reached step {newest}, "
             f"{join(found[0][0].url, found[0][1])}: set {newest} or more, or another run.folder"
         )
-    if settings.initial_load and not found:  # a run with checkpoints of its own no longer uses it
+    parent = read_parent(run_folder) if settings.enable else None
+    if settings.branch_from and (found or parent):
+        _check_parent(settings.branch_from, parent, found, run_folder)
+    fork, step = find_fork(settings.branch_from, parent)
+    if (place := fork or settings.initial_load) and not found:  # a run with checkpoints of its own no longer uses it
 
         def fits(opened: Opened) -> None:
             check_identity(opened.manifest, jsonable(identity))
-            check_initial(opened)
+            check_initial(place, opened)
+            if fork:
+                check_place(opened.manifest.get("dataloader", {}))
+                if (at := opened.manifest["step"]) >= config.training.steps:
+                    raise ConfigError(f"training.steps = {config.training.steps}: must be above {at}, {opened.url}")
+                if at and not tensors_in(opened.metadata, "optimizer."):
+                    raise CheckpointError(f"{opened.url}: holds weights alone: set checkpoint.initial_load instead")
 
         try:
-            load_newest(locate(settings.initial_load, *store_waits(config)), Ranks(), fits)
+            load_newest(locate(place, *store_waits(config), step=step), Ranks(), fits)
         except TitaniteError as error:
-            raise type(error)(f"checkpoint.initial_load: {error}") from None
+            raise type(error)(f"checkpoint.{'branch_from' if fork else 'initial_load'}: {error}") from None
+
+
+def _check_parent(
+    branch_from: str, parent: Parent | None, found: Sequence[tuple[Store, str]], run_folder: Path
+) -> None:
+    """Refuse to branch in the folder of a run that began in another way. Raises ConfigError."""
+    place, step = find_fork(branch_from)
+    if not parent:  # a lost run folder is made again
+        facts = load_newest(found, Ranks(), lambda opened: opened.manifest.get("parent"))[1]
+        parent = Parent(**facts) if facts else None
+    if not parent or step not in (None, parent.step) or Path(place).resolve() != Path(parent.place).resolve():
+        began = f"branched from {parent.place}@{parent.step}" if parent else "is no branch"
+        raise ConfigError(
+            f"checkpoint.branch_from = {branch_from!r}: the run in {run_folder} {began}: set another run.folder for a "
+            "new branch, or leave checkpoint.branch_from empty to go on with that run"
+        )
 
 
 def is_own_folder(store: Store, run_folder: Path) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from checkpoint import CheckpointError
 from checkpoint.files import tensors_in
 from checkpoint.manifest import MANIFEST, METADATA, ROTARY, Manifest, Opened, open_checkpoint
-from checkpoint.names import by_step
+from checkpoint.names import by_step, step_of
 from checkpoint.ranks import Ranks
 from checkpoint.retention import committed, finished
 from config import Config, tomllib
@@ -37,10 +37,14 @@ def by_age(stores: Sequence[Store]) -> list[tuple[Store, str]]:
     return sorted(found, key=lambda pair: by_step(pair[1]), reverse=True)  # stable: keeps the order of equal ones
 
 
-def locate(place: str | Path, *waits: float) -> list[tuple[Store, str]]:
-    """(store, name) of the committed checkpoints at `place`, newest first, over all its stores; see `find`."""
+def locate(place: str | Path, *waits: float, step: int | None = None) -> list[tuple[Store, str]]:
+    """(store, name) of the checkpoints at `place` (of one `step`), newest first, over all its stores; see `find`."""
     pairs = [(store, name) for store, names in find(place, committed, *waits) for name in names]
-    return sorted(pairs, key=lambda pair: by_step(pair[1]), reverse=True)
+    chosen = [pair for pair in pairs if step in (None, step_of(pair[1]))]
+    if not chosen:
+        steps = dict.fromkeys(str(step_of(name)) for _, name in pairs)
+        raise CheckpointError(f"{place}: no checkpoint of step {step}, only of {', '.join(steps)}")
+    return sorted(chosen, key=lambda pair: by_step(pair[1]), reverse=True)
 
 
 def find(place: str | Path, names_in: Callable[[Store], list[str]], *waits: float) -> list[tuple[Store, list[str]]]:

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils._pytree import tree_map
 
 from checkpoint import CheckpointError
+from checkpoint.branch import Parent, find_fork, read_parent, record_parent
 from checkpoint.checks import check_shared, is_own_folder
 from checkpoint.files import Written, commit, copy_commit, copy_files, read_state, tensors_in, write_items
 from checkpoint.loading import by_age, check_identity, check_same_names, load_newest, locate, open_stores, store_waits
@@ -38,6 +39,7 @@ from checkpoint.state import (
     set_random_state,
 )
 from config import Config, to_toml
+from data.ledger import saved_place
 from storage import LocalStore, Store, StoreError, join, open_store
 
 SAVED = ".saved"  # in the run's folder: names the last committed checkpoint
@@ -90,7 +92,8 @@ class CheckpointManager:
         self.stores = open_stores(config, run_folder)
         self.store, self.upload_store = self.stores[0], self.stores[1] if self.settings.upload else None
         self.model_bytes = self._gather_model_bytes()
-        self.saved_file = run_folder / SAVED
+        self.run_folder, self.saved_file = run_folder, run_folder / SAVED
+        self.parent: dict[str, Any] | None = None  # where this run branched from
         self.run = self.ranks.from_rank_0(lambda: run_name(run_folder))
         self.retention = {  # used on rank 0
             store.url: Retention(store, self.run, self.settings, is_own_folder(store, run_folder))
@@ -108,12 +111,12 @@ class CheckpointManager:
     # ------------------------------------------------------------ load
 
     def load(self) -> int:
-        """Resume from the newest intact checkpoint of this run, or start from `initial_load`. Returns the step.
+        """Resume from the newest intact checkpoint of this run, or begin by `branch_from` or `initial_load`.
 
-        Returns 0 if the run has no checkpoint. Restores model, optimizer and place in the data, and at the same world
-        size the random states. If a checkpoint is damaged, logs it and takes the one before. Raises CheckpointError if
-        none is intact or one is of another model; StoreError if the disk has no room for those to come; ConfigError if
-        a folder is not shared by all ranks.
+        Returns the step, 0 for a new run that is no branch. Restores model, optimizer and place in the data, and at the
+        same world size the random states. If a checkpoint is damaged, logs it and takes the one before. Raises
+        CheckpointError if none is intact or one is of another model; StoreError if the disk has no room for those to
+        come; ConfigError if a folder is not shared by all ranks.
         """
         self.on_begin("load")
         self.wait()
@@ -122,21 +125,24 @@ class CheckpointManager:
         if not self.settings.enable:
             self._load_initial()
             return 0
-        candidates = self._agreed(self._find)
+        own = self._agreed(self._find)
         is_full = self.ranks.from_rank_0(lambda: self.retention[self.store.url].check_room(self._checkpoint_bytes()))
-        if candidates:
+        if candidates := own or self._agreed(self._find_fork):
             advice = ". To start a new run instead, set another run.folder"
             fill = partial(self._fill, random_state())
             opened, _, self.damaged = load_newest(candidates, self.ranks, fill, advice)
             self.dataloader.load_state_dict(opened.manifest["dataloader"])
-            logger.info(f"resumed from {opened.url}, world size {opened.manifest['world_size']} then")
+            what = "resumed" if own else "branched"
+            logger.info(f"{what} from {opened.url}, world size {opened.manifest['world_size']} then")
             self.newest_step = opened.manifest["step"]
+            began = opened.manifest.get("parent") if own else self._fork(opened.manifest)
+            self.parent = self.ranks.from_rank_0(lambda: record_parent(self.run_folder, began))
         else:
             self._load_initial()
         if is_full and self.ranks.rank == 0:  # killed saves, or a kill after a commit, left what would fill the disk
-            self.retention[self.store.url].tidy(opened.name if candidates else new_checkpoint_name(0), (), 0)
-        if not candidates and self.settings.save_initial:
-            self.save(0)
+            self.retention[self.store.url].tidy(opened.name if own else new_checkpoint_name(0), (), 0)
+        if not own and self.settings.save_initial:
+            self.save(self.newest_step or 0)
         return self.newest_step or 0
 
     def _find(self) -> list[tuple[Store, str]]:
@@ -156,6 +162,16 @@ class CheckpointManager:
             places = ", ".join(store.url for store in self.stores)
             logger.warning(f"skipped: {last}, the last checkpoint that this run saved, is not in {places}")
         return found
+
+    def _find_fork(self) -> list[tuple[Store, str]]:
+        """The checkpoints of another run that this one branches from, newest first; none if it is no branch."""
+        place, step = find_fork(self.settings.branch_from, read_parent(self.run_folder))
+        return locate(place, *store_waits(self.config), step=step) if place else []
+
+    def _fork(self, manifest: Manifest) -> dict[str, Any]:
+        """The Parent of this run, by the manifest of the checkpoint that it begins from."""
+        place, tokens = find_fork(self.settings.branch_from)[0], saved_place(manifest["dataloader"]).tokens
+        return Parent(place, manifest["step"], manifest.get("run", ""), tokens)._asdict()
 
     def _load_initial(self) -> None:
         """Load the weights of `checkpoint.initial_load`, if set, into the model. Collective."""
@@ -294,6 +310,7 @@ class CheckpointManager:
             "run": self.run,
             "identity": self.identity,
             "dataloader": jsonable(self.dataloader.state_dict()),
+            "parent": self.parent,
             "config": to_toml(self.config),
         }
         return Save(name, self.planned[1], facts, resolver(state), started)

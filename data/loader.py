@@ -93,6 +93,10 @@ class DataLoader:
                 f"{data.tokenizer_fingerprint}; prepare that data with --tokenizer {folder}, or begin a new run"
             )
 
+    def check_place(self, state: dict[str, Any]) -> None:
+        """Refuse a place of another run that this one cannot go on from. Raises DataError."""
+        self._place.resumed(saved_place(state))
+
     def check_ranks(self) -> None:
         """Refuse to start if ranks would read different data or use it differently. Collective.
 

@@ -86,6 +86,7 @@ class Split:
 
     files: Files
     dtype: str
+    vocab_size: int
     packed_seq_len: int
     """Tokens per row, with the bits of data.packing. 0: rows are documents and tokens are ids."""
     shards: tuple[Shard, ...]
@@ -120,10 +121,17 @@ class Split:
         """The documents in the bytes of a block. Raises DataError naming the block if they are others than it had."""
         column = pa.ipc.read_record_batch(pa.py_buffer(content), token_schema(self.dtype)).column(0)
         values, offsets = column.values.to_numpy(), column.offsets.to_numpy()
+        shard, number = self.find(block)
+        name = f"{self.files.url}/{shard.file}, block {number}"
         if len(column) != self.documents[block] or len(values) != self.tokens[block]:
-            shard, number = self.find(block)
+            raise DataError(f"{name}: holds other documents than blocks.arrow says")
+        ids = self.ids(values)
+        if len(ids) and ids.max() >= self.vocab_size:  # trained on without a word by a model with a larger vocabulary
+            token = int(np.argmax(ids >= self.vocab_size))
+            row = int(offsets.searchsorted(token, side="right")) - 1
             raise DataError(
-                f"{self.files.url}/{shard.file}, block {number}: holds other documents than blocks.arrow says"
+                f"{name}, row {row}: token id {ids[token]} is not below the vocabulary size {self.vocab_size}; "
+                "prepare the data again with its tokenizer"
             )
         return Block(values, offsets)
 
@@ -220,16 +228,17 @@ def open_dataset(url: str, config: Config | None = None) -> Dataset:
         raise DataError(f"{url}/blocks.arrow: is damaged, its SHA-256 is not the one in manifest.json")
     batch = pa.ipc.open_file(pa.py_buffer(blocks)).get_batch(0)  # views of the mapped file, so that ranks share memory
     index = {name: batch.column(name).to_numpy() for name in INDEX_SCHEMA.names}
-    splits, first, packed = {}, 0, manifest.get("packed_seq_len", 0)
+    vocab_size, packed = manifest["vocab_size"], manifest.get("packed_seq_len", 0)
+    splits, first = {}, 0
     for name in SPLITS:  # the manifest has the shards in this order
         own = tuple(shard for shard in manifest["shards"] if shard.split == name)
         bounds = np.cumsum([0, *(shard.blocks for shard in own)])
         stop = first + int(bounds[-1])
         columns = {column: values[first:stop] for column, values in index.items()}
-        splits[name] = Split(files, manifest["dtype"], packed, own, bounds, **columns)
+        splits[name] = Split(files, manifest["dtype"], vocab_size, packed, own, bounds, **columns)
         first = stop
-    vocab_size, eos_id, template = manifest["vocab_size"], manifest["eos_id"], manifest.get("chat_template", "")
-    return Dataset(files, digest(text), vocab_size, eos_id, manifest["tokenizer"], splits, template)
+    template = manifest.get("chat_template", "")
+    return Dataset(files, digest(text), vocab_size, manifest["eos_id"], manifest["tokenizer"], splits, template)
 
 
 def _shard_or_dict(entry: dict[str, Any]) -> Any:

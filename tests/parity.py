@@ -156,7 +156,8 @@ class Batches:
     def __init__(self, clock: list[float], config: Config, dp_rank: int, dp_size: int, pin_memory: bool = False):
         self.clock, self.config, self.dp_rank, self.dp_size, self.step = clock, config, dp_rank, dp_size, 0
         self.tokens_per_step = config.training.global_batch_size * SEQ_LEN
-        self.tokenizer = self.check_ranks = self.check_run = self.open_ledger = self.close = mock.Mock()
+        self.check_ranks = self.check_run = self.check_place = mock.Mock()
+        self.tokenizer = self.open_ledger = self.close = mock.Mock()
 
     def rows_of(self, step: int) -> Iterator[Batch]:
         size, training = self.config.training.local_batch_size, self.config.training

@@ -24,6 +24,7 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
+from checkpoint.branch import read_parent
 from config import Config, TitaniteError, command_line, from_dict, load_config, read_recorded
 from data.ledger import Place, Records, Step, StepShape, checksum, first_place, grad_accum_steps, read_ledger
 from data.shards import Dataset, Split, open_dataset
@@ -163,11 +164,17 @@ def _check_follows(run: Path, number: int, before: Step | None, step: Step) -> N
 
 
 def _read_rank(run: Path, rank: int) -> Records:
-    """The ledger of a data-parallel rank. Raises TitaniteError."""
+    """The ledger of a data-parallel rank; a branch's after its parent's up to the fork. Raises TitaniteError."""
     try:
-        return read_ledger(run / "data" / f"rank-{rank:05}.jsonl")
+        own = read_ledger(run / "data" / f"rank-{rank:05}.jsonl")
     except (ValueError, KeyError, TypeError) as error:
         raise TitaniteError(f"{run}/data: not a ledger: {type(error).__name__} {error}") from None
+    if not (parent := read_parent(run)):
+        return own
+    if not (parent.folder / "config.toml").is_file():
+        raise TitaniteError(f"{run}: its parent is not in {parent.folder}: put it, or a link to it, back there")
+    before = [step for step in _read_rank(parent.folder, rank).steps if step.end.tokens <= parent.tokens]
+    return Records(before + own.steps, own.last_began)
 
 
 def prove(run: Path, every: int = 1) -> list[str]:
@@ -203,7 +210,11 @@ def prove(run: Path, every: int = 1) -> list[str]:
     lines = _conclusions(auditor, steps, void, checked)
     if begun:
         lines.append(f"step {len(steps) + 1} left out: some ranks had not begun it when the run ended")
-    return lines + _left_out(run, len(steps), config.checkpoint.enable)
+    if parent := read_parent(run):
+        lines.append(f"the first {parent.step:,} steps are those of {parent.folder}, from which it branched")
+    if skipped := sorted(_left_out(run, len(steps), config.checkpoint.enable)):
+        lines.append(f"steps that consumed their tokens without an update ({len(skipped):,}): {_ranges(skipped)}")
+    return lines
 
 
 def _reached(run: Path) -> int:
@@ -258,11 +269,12 @@ def _conclusions(auditor: Auditor, steps: list[Step], void: int, checked: int) -
     return lines
 
 
-def _left_out(run: Path, until: int, saves: bool) -> list[str]:
-    """A line that names the steps whose tokens were consumed without an update (run.failures), if any."""
+def _left_out(run: Path, until: int, saves: bool) -> set[int]:
+    """The steps whose tokens were consumed without an update (run.failures), also of a parent up to the fork."""
     records = [r for r in read_records(run / "skipped.jsonl") if r.get("unsaved", False) != saves]
-    steps = sorted({step for r in records for step in range(r["first"], min(r["last"], until) + 1)})
-    return [f"steps that consumed their tokens without an update ({len(steps):,}): {_ranges(steps)}"] if steps else []
+    parent = read_parent(run)
+    earlier = _left_out(parent.folder, min(until, parent.step), saves=True) if parent else set()
+    return earlier | {step for r in records for step in range(r["first"], min(r["last"], until) + 1)}
 
 
 def _ranges(numbers: list[int]) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from checkpoint.branch import read_parent
 from config import TitaniteError, command_line, file_errors, tomllib
 from records import output_file, read_records, write_output
 
@@ -77,7 +78,8 @@ def read_charts(folder: Path) -> dict[str, dict[str, list[Any]]]:
                 last = row["step"]
             rows.append(row)
         charts: dict[str, dict[str, list[Any]]] = {}
-        hours, before, usual = 0.0, 0, math.inf  # up to the last trained row, its step, its step time
+        parent, usual = read_parent(folder), math.inf  # step time of the last trained row
+        hours, before = 0.0, parent.step if parent else 0  # up to that row, its step
         for row in rows:
             step, seconds = row["step"], row["step_seconds"]
             if row.get("skipped"):
@@ -166,7 +168,9 @@ def _names(folders: Sequence[Path]) -> list[str]:
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise TitaniteError(f"{', '.join(map(str, folders))}: a run is named twice")
     names = [folder.resolve().name for folder in folders]
-    return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
+    shown = names if len(set(names)) == len(names) else [str(folder) for folder in folders]
+    parents = map(read_parent, folders)
+    return [f"{name} from {at.place}@{at.step}" if at else name for name, at in zip(shown, parents, strict=True)]
 
 
 def _place(chart: str) -> tuple[int, str]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from checkpoint.branch import read_parent
 from checkpoint.checks import check_checkpoints
 from checkpoint.retention import committed
 from config import Checkpoint, Comm, Config
@@ -39,6 +40,10 @@ def store_at(url: str) -> S3Store:
 
 def steps_in(url: str) -> list[int]:
     return [int(name.split("-")[1]) for name in committed(store_at(url))]
+
+
+def content(url: str) -> dict[str, bytes]:
+    return {name: bytes(store_at(url).read(name)) for name in store_at(url).sizes()}
 
 
 @pytest.fixture
@@ -298,6 +303,15 @@ def test_a_bucket_is_one_runs_which_may_be_lost_and_made_again(bucket, tmp_path,
     again = call(tmp_path, *arguments, "--run.folder=a", "--training.steps=3")
     assert again.returncode == 0, again.stderr
     assert f"resumed from {bucket}/run/step-00000002-" in again.stderr
+
+    before = content(f"{bucket}/run")
+    own = ["--run.folder=c", f"--checkpoint.folder={bucket}/branch", "--training.steps=4"]
+    branch = call(tmp_path, *arguments, *own, f"--checkpoint.branch_from={bucket}/run@2")
+    assert f"branched from {bucket}/run/step-00000002-" in branch.stderr
+    assert (content(f"{bucket}/run"), steps_in(f"{bucket}/branch")) == (before, [4])
+    assert (parent := read_parent(Path("c")))
+    assert parent.folder == Path("a").absolute()
+
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://127.0.0.1:{free_port()}")
     away = call(tmp_path, *arguments, "--run.folder=a", "--training.steps=3", "--comm.store_retry_seconds=1")
     assert away.returncode == 1, "an outage is no mistake of the user, which would be 2"

@@ -10,6 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from checkpoint.branch import Parent, record_parent
 from config import TitaniteError, to_toml
 from data.ledger import read_ledger
 from data.loader import DataLoader
@@ -273,6 +274,49 @@ def test_other_data_than_was_trained_is_found(folders, tmp_path):
     write_dataset(dropped, [[[1, 2, 3, 0]] * 50])
     with pytest.raises(TitaniteError, match=rf"dropped: holds dataset \w+; .*{advice}"):
         prove(run)
+
+
+@pytest.fixture
+def branch(folders, tmp_path):
+    """A run that began after 3 of a run's 6 steps, with one mixture and world size more; and its batches."""
+    trunk, folder = tmp_path / "trunk", tmp_path / "branch"
+    fork, batches = run_phase(trunk, folders[:1], None, 3, dp_size=2)
+    run_phase(trunk, folders[:1], fork, 3, dp_size=2)  # goes on otherwise
+    _, more = run_phase(folder, folders, fork, 4, dp_size=3)
+    record_parent(folder, Parent(str(trunk), 3, "", tokens=3 * 2 * 2 * 2 * 8)._asdict())
+    return folder, batches + more
+
+
+def test_a_branch_is_proven_with_its_parent_up_to_the_fork(branch, capsys):
+    folder, batches = branch
+    tokens = sum(len(row) for batch in batches for row in batch)
+    lines = prove(folder)
+    assert lines[0] == f"7 steps, {tokens} tokens, without gap or overlap, on [2, 3] data-parallel ranks"
+    assert lines[1] == "steps made void by a resume, left out: 0; batches rebuilt and found equal: 18"
+    for run, first, last in ((folder.parent / "trunk", 2, 5), (folder.parent / "trunk", 1, 1), (folder, 6, 6)):
+        with (run / "skipped.jsonl").open("a") as file:
+            file.write(json.dumps({"first": first, "last": last, "cause": ""}) + "\n")
+    assert prove(folder)[-1] == "steps that consumed their tokens without an update (4): 1-3, 6"
+    audit.main(["--run", str(folder), "--steps", "3:5"])
+    assert {line.split()[1] for line in capsys.readouterr().out.splitlines()} == {"3", "4"}
+
+
+@pytest.mark.parametrize(
+    ("run", "rank", "tamper", "message"),
+    [
+        ("trunk", 0, lambda lines: lines[:3], "tokens of dataset .* are missing between step 2 and the next"),
+        ("trunk", 1, lambda lines: lines[:3] + lines[4:], "rank 1 has no record of step 3 that fits"),
+        ("trunk", 1, lambda lines: [line.replace('"crc32": ', '"crc32": 1') for line in lines], "was given other"),
+        ("branch", 0, lambda lines: lines[:1] + lines[2:], "tokens of dataset .* are missing between step 3 and"),
+        ("branch", 2, lambda lines: lines[:2], "rank 2 has no record of step 5"),
+    ],
+)
+def test_what_is_wrong_before_or_after_a_fork_is_found(branch, run, rank, tamper, message):
+    folder, _ = branch
+    file = folder.parent / run / "data" / f"rank-{rank:05}.jsonl"
+    file.write_text("".join(line + "\n" for line in tamper(file.read_text().splitlines())))
+    with pytest.raises(TitaniteError, match=message):
+        prove(folder)
 
 
 def test_steps_left_out_are_named_by_their_ranges(run):

@@ -222,7 +222,7 @@ def test_weights_are_not_trained_on_the_tokens_of_another_tokenizer(llama):
     identity = read_manifest(open_store(llama), "ours")["identity"]
 
     def check(tokenizer: Tokenizer) -> None:
-        fits = partial(check_vocabulary, tokenizer, place)
+        fits = partial(check_vocabulary, tokenizer)
         config = Config(checkpoint=Checkpoint(initial_load=place, enable=False))
         check_checkpoints(config, identity, llama / "run", fits)
 

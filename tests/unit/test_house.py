@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "parallel": {"config", "records"},
     "float8": {"config"},
     "data": {"config", "records", "storage"},
-    "checkpoint": {"config", "data", "storage"},
+    "checkpoint": {"config", "data", "records", "storage"},
     "loss": {"config", "parallel"},
     "optim": {"config", "parallel"},
     "metrics": {"config", "records"},

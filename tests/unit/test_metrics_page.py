@@ -8,6 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from checkpoint.branch import Parent, record_parent
 from config import Config, Optimizer, TitaniteError, Training
 from metrics import FIELDS
 from run.folder import record_start
@@ -90,6 +91,17 @@ def test_hours_after_a_start_that_ended_between_two_rows(tmp_path: Path) -> None
     rows += [row(31, skipped=1), timed(40, 1.0, 9)]
     hours = read_charts(write_run(tmp_path / "run", rows, Config()))["loss"]["hours"]
     assert hours == pytest.approx([s / 3600 for s in (60, 69, 79, 5 + 79 + 61, 145 + 4, 149 + 9)])
+
+
+def test_a_branch_is_drawn_from_its_fork(tmp_path: Path) -> None:
+    rows = [row(step, loss=1.0, step_seconds=36.0, interval_steps=1) for step in (21, 22)]
+    run = write_run(tmp_path / "branch", rows, Config())
+    record_parent(run, Parent("outputs/trunk", 20, "", 0)._asdict())
+    main([str(run), "--output", str(tmp_path / "page.html")])
+    (drawn,) = data_of((tmp_path / "page.html").read_text())["runs"]
+    assert drawn["name"] == "branch from outputs/trunk@20"
+    assert drawn["charts"]["loss"]["step"] == [21, 22]
+    assert drawn["charts"]["loss"]["hours"] == pytest.approx([0.01, 0.02])
 
 
 def test_steps_left_out_after_a_rollback_are_in_no_curve(tmp_path: Path) -> None:

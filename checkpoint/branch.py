@@ -1,0 +1,51 @@
+"""A branch: a run that began from a checkpoint of another, its parent, which it only reads. Imports no torch.
+
+`parent.json` in its folder, and `parent` in the manifests of its own checkpoints, say where it began.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from checkpoint import CheckpointError
+from records import write_atomically
+
+PARENT = "parent.json"
+
+
+class Parent(NamedTuple):
+    """Where a branch began."""
+
+    place: str  # of the parent, as checkpoint.branch_from named it
+    step: int
+    run: str  # the parent's name
+    tokens: int  # that it had consumed
+
+    @property
+    def folder(self) -> Path:
+        """The parent's run folder: `place`, or where that run first started."""
+        named = Path(self.place)
+        return named if (named / "config.toml").is_file() else Path(self.run.partition(":")[2])
+
+
+def read_parent(folder: Path) -> Parent | None:
+    """The parent of the run in `folder`, None if it is no branch. Raises CheckpointError."""
+    file = folder / PARENT
+    try:
+        return Parent(**json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else None
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{file}: is damaged: {error}") from None
+
+
+def record_parent(folder: Path, parent: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Write parent.json, unless it is there. Returns what it says."""
+    if parent and not (folder / PARENT).exists():
+        write_atomically(folder / PARENT, json.dumps(parent, indent=2).encode())
+    return recorded._asdict() if (recorded := read_parent(folder)) else None
+
+
+def find_fork(branch_from: str, parent: Parent | None = None) -> tuple[str, int | None]:
+    """The place and step (None: the newest) that `PLACE@STEP` says, or the record of a run that began there before."""
+    match = re.fullmatch(r"(.+)@(\d+)", branch_from)
+    return parent[:2] if parent else (match[1], int(match[2])) if match else (branch_from, None)

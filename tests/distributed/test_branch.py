@@ -1,0 +1,209 @@
+"""Branches: runs that begin from a checkpoint of another, up to its last bit, and leave that one alone."""
+
+import hashlib
+import json
+import random
+import shutil
+from itertools import islice
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from config import TitaniteError
+from data.loader import Batch, DataLoader
+from data.shards import open_dataset
+from data.tokenizer import train_tokenizer
+from tests.corpus import expected_stream, stored_blocks, write_dataset
+from tests.distributed.test_train import call, column, final_weights, flat, rows, run
+from tests.harness import run_ranks
+from tools.audit import prove
+
+SEQ_LEN, SAMPLES = 16, 4  # of a step
+SMALL = (
+    "--model.flavor=tiny",
+    f"--training.seq_len={SEQ_LEN}",
+    "--training.local_batch_size=2",
+    f"--training.global_batch_size={SAMPLES}",
+    "--training.param_dtype=float32",
+    "--training.steps=8",
+    "--lr_scheduler.warmup_steps=2",
+    "--metrics.log_interval=1",
+    "--metrics.tensorboard=false",
+    "--validation.enable=false",
+    "--checkpoint.interval=4",
+    "--checkpoint.keep=0",
+)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """400 tokens, each only once but the 0 that ends a document."""
+    numbers, rest, documents = random.Random(0), list(range(1, 380)), []
+    while rest:
+        size = numbers.randint(5, 30)
+        documents.append([*rest[:size], 0])
+        rest = rest[size:]
+    return write_dataset(tmp_path_factory.mktemp("data") / "set", [documents], vocab_size=380)
+
+
+def run_and_tell(arguments: list[str], stop_after: int = 0) -> list[list[list[list[int]]]]:
+    """Train as `run` does, with random numbers drawn; the tokens of this rank's steps, microbatches, samples."""
+    given, next_step = [], DataLoader.next_step
+
+    def told(loader: DataLoader) -> list[Batch]:
+        torch.rand(1)
+        batches = next_step(loader)
+        given.append([batch.tokens.tolist() for batch in batches])
+        return batches
+
+    with mock.patch.object(DataLoader, "next_step", told):
+        run(arguments, stop_after)
+    return given
+
+
+def train_ranks(world_size: int, folder: Path, dataset: Path, *words: str, stop_after: int = 0) -> list[list[int]]:
+    """The tokens of each step, in the order of its samples."""
+    arguments = [*SMALL, f"--data.datasets={dataset}", f"--run.folder={folder}", *words]
+    given = run_ranks(world_size, run_and_tell, arguments, stop_after, start_group=False)
+    turns = [[batch for ranks in zip(*step, strict=True) for batch in ranks] for step in zip(*given, strict=True)]
+    return [[token for batch in step for sample in batch for token in sample] for step in turns]
+
+
+def content(folder: Path) -> dict[str, str]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def expected_steps(dataset: Path, steps: int) -> list[list[int]]:
+    """The tokens of each step, by the definition of the order."""
+    stream = expected_stream(stored_blocks(dataset), open_dataset(str(dataset)).hash, 0, window_blocks=16)
+    tokens = [token for token, _ in islice(stream, steps * SAMPLES * SEQ_LEN)]
+    return [tokens[at : at + SAMPLES * SEQ_LEN] for at in range(0, len(tokens), SAMPLES * SEQ_LEN)]
+
+
+@pytest.fixture(scope="module")
+def trunks(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Path, list[list[int]]]]:
+    """World size → a run of 8 steps, never interrupted, and the tokens of its steps."""
+    root = tmp_path_factory.mktemp("trunks")
+    return {size: (root / f"trunk{size}", train_ranks(size, root / f"trunk{size}", dataset)) for size in (1, 2)}
+
+
+@pytest.mark.parametrize(("trunk_size", "branch_size"), [(1, 1), (2, 2), (2, 1), (1, 2)])
+def test_a_branch_is_the_run_that_went_on(
+    trunk_size: int, branch_size: int, trunks: dict[int, Any], dataset: Path, tmp_path: Path
+) -> None:
+    """At its world size to the last bit, at another with the same tokens; the trunk is only read."""
+    (trunk, trained), branch = trunks[trunk_size], tmp_path / "branch"
+    before = content(trunk)
+    more = train_ranks(branch_size, branch, dataset, f"--checkpoint.branch_from={trunk}@4")
+    assert content(trunk) == before
+    assert trained[:4] + more == trained == expected_steps(dataset, 8)
+    assert sum(map(len, trained)) > 400  # goes on into the second epoch
+    lines = prove(branch)
+    sizes = sorted({trunk_size, branch_size})
+    assert lines[0] == f"8 steps, 512 tokens, without gap or overlap, on {sizes} data-parallel ranks"
+    assert lines[1].endswith(f"rebuilt and found equal: {4 * trunk_size + 4 * branch_size}")
+    assert lines[-1] == f"the first 4 steps are those of {trunk}, from which it branched"
+    assert json.loads((branch / "parent.json").read_text()) == {
+        "place": str(trunk),
+        "step": 4,
+        "run": (trunk / ".run_name").read_text().strip(),
+        "tokens": 256,
+    }
+    (saved,) = (branch / "checkpoints").glob("step-00000008-*")
+    assert json.loads((saved / "MANIFEST.json").read_text())["manifest"]["parent"]["step"] == 4
+    assert list(rows(branch)) == [5, 6, 7, 8]
+    if trunk_size != branch_size:
+        torch.testing.assert_close(column(branch, "loss"), column(trunk, "loss")[4:], rtol=1e-6, atol=0)
+        return
+    for name in ("loss", "grad_norm", "lr", "tokens"):
+        assert column(branch, name) == column(trunk, name)[4:], name
+    ours, theirs = (flat(final_weights(folder, tmp_path)) for folder in (branch, trunk))
+    assert ours.keys() == theirs.keys()
+    assert len(ours) > 4 * 38  # weights, two moments, steps; and random states
+    for name, value in theirs.items():
+        assert torch.equal(ours[name], value), name
+
+
+def test_a_cooldown(trunks: dict[int, Any], dataset: Path, tmp_path: Path) -> None:
+    """A branch with fewer steps, whose rate falls from the trunk's to the lowest."""
+    (trunk, _), branch = trunks[1], tmp_path / "branch"
+    words = ["--training.steps=6", "--lr_scheduler.decay_fraction=0.34", "--lr_scheduler.min_lr_factor=0"]
+    train_ranks(1, branch, dataset, f"--checkpoint.branch_from={trunk}@4", *words)
+    peak = column(trunk, "lr")[3]
+    assert column(branch, "lr") == pytest.approx([peak / 2, 0])
+    assert prove(branch)[0].startswith("6 steps, 384 tokens")
+
+
+def test_a_branch_is_resumed_from_its_own_checkpoints(dataset: Path, tmp_path: Path) -> None:
+    """Before it has any, from where it began, though its parent has gone on; with some, even if the parent is gone."""
+    trunk, branch = tmp_path / "trunk", tmp_path / "branch"
+    trained = train_ranks(1, trunk, dataset, stop_after=4)
+    words = [f"--checkpoint.branch_from={trunk}"]
+    train_ranks(1, branch, dataset, *words, stop_after=5)
+    trained += train_ranks(1, trunk, dataset)
+    assert not list(branch.glob("checkpoints/step-*"))
+    assert train_ranks(1, branch, dataset, "--checkpoint.interval=3", stop_after=7) == trained[4:7]
+    assert prove(branch)[1].startswith("steps made void by a resume, left out: 1;")
+    moved = trunk.rename(tmp_path / "moved")
+    assert train_ranks(1, branch, dataset) == trained[6:], "its checkpoint of step 6"
+    with pytest.raises(TitaniteError, match=rf"its parent is not in {trunk}: put it, or a link to it, back there"):
+        prove(branch)
+    trunk.symlink_to(moved)
+    assert prove(branch)[0].startswith("8 steps, 512 tokens")
+    shutil.copytree(branch / "checkpoints", tmp_path / "bucket")
+    again = tmp_path / "again"  # made anew on another machine, with the same command line; its name is the path
+    again.mkdir()
+    (again / ".run_name").write_text((branch / ".run_name").read_text())
+    words += [f"--checkpoint.folder={tmp_path / 'bucket'}", "--training.steps=9"]
+    assert len(train_ranks(1, again, dataset, *words)) == 1
+    ours, theirs = (json.loads((folder / "parent.json").read_text()) for folder in (again, branch))
+    assert ours == theirs
+
+
+def test_a_branch_of_a_branch(trunks: dict[int, Any], dataset: Path, tmp_path: Path) -> None:
+    (trunk, trained), first, second = trunks[2], tmp_path / "first", tmp_path / "second"
+    train_ranks(1, first, dataset, f"--checkpoint.branch_from={trunk}@4", "--checkpoint.interval=3")
+    words = [f"--checkpoint.branch_from={first / 'checkpoints'}@6", "--checkpoint.save_initial"]
+    assert train_ranks(2, second, dataset, *words) == trained[6:]
+    assert sorted(path.name[:13] for path in (second / "checkpoints").iterdir()) == ["step-00000006", "step-00000008"]
+    assert prove(second)[0] == "8 steps, 512 tokens, without gap or overlap, on [1, 2] data-parallel ranks"
+
+
+def test_mistakes_are_one_line_before_anything_is_written(
+    trunks: dict[int, Any], dataset: Path, tmp_path: Path
+) -> None:
+    (trunk, _), branch, new = trunks[1], tmp_path / "branch", tmp_path / "new"
+    train_ranks(1, branch, dataset, f"--checkpoint.branch_from={trunk}@4", "--checkpoint.save_model")
+    model = next((branch / "checkpoints").glob("model-*"))
+    with mock.patch("tests.corpus.word_tokenizer", lambda vocab_size: train_tokenizer(["some text"], vocab_size)):
+        other = write_dataset(tmp_path / "other", [[[*range(1, 200), 0]] * 9], vocab_size=380)
+    others = [f"--data.datasets={other}", "--model.vocab_size=384"]
+    cases = [
+        ([new, f"{tmp_path}/nowhere@4"], f"checkpoint.branch_from: {tmp_path}/nowhere: no checkpoint here"),
+        ([new, f"{trunk}@5"], f"checkpoint.branch_from: {trunk}: no checkpoint of step 5, only of 8, 4"),
+        ([new, f"{trunk}@4", "--model.n_layers=1"], "another model: n_layers is 4 there and 1 here"),
+        ([new, f"{trunk}@4", f"--checkpoint.initial_load={trunk}"], "are two ways to begin: leave one empty"),
+        ([new, f"{trunk}@4", "--checkpoint.enable=false"], "branch_from is set and needs checkpoint.enable = true"),
+        ([new, f"{trunk}"], "training.steps = 8: must be above 8, ", f"{trunk}/checkpoints/step-00000008-"),
+        ([new, f"{trunk}@4", "--run.seed=1"], "run.seed = 1: the checkpoint was trained with 0"),
+        ([new, f"{trunk}@4", *others], f"{trunk}: ", "token ids in the data are other tokens in its tokenizer"),
+        ([new, f"{model}", "--training.steps=9"], f"{model}: holds weights alone: set checkpoint.initial_load instead"),
+        ([new, f"{trunk}@4", f"--checkpoint.folder={trunk}/checkpoints"], "was saved by another run"),
+        ([trunk, f"{trunk}@4"], f"the run in {trunk} is no branch: set another run.folder"),
+        ([branch, f"{trunk}@8"], f"the run in {branch} branched from {trunk}@4: set another run.folder"),
+        ([branch, f"{branch}@8"], f"the run in {branch} branched from {trunk}@4: set another run.folder"),
+    ]
+    before = content(tmp_path), content(trunk)
+    for (folder, place, *words), *said in cases:
+        arguments = [*SMALL, f"--data.datasets={dataset}", f"--run.folder={folder}", *words]
+        ended = call(tmp_path, *arguments, f"--checkpoint.branch_from={place}")
+        (tmp_path / "stderr.txt").unlink()
+        assert (ended.returncode, ended.stderr.count("\n")) == (2, 1), ended.stderr
+        assert ended.stderr.startswith("error: ")
+        assert all(part in ended.stderr for part in said), (said, ended.stderr)
+        assert (content(tmp_path), content(trunk)) == before, "nothing may be written"
+    assert not new.exists()
