@@ -161,6 +161,16 @@ def test_checking_imports_no_torch(folder):
     subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=True)
 
 
+@pytest.mark.parametrize("vocab_size", [395, 399])
+def test_token_above_the_vocabulary_is_named(folder, vocab_size):
+    change_manifest(folder, vocab_size=vocab_size)  # ids go up to 399
+    split = open_dataset(str(folder)).splits["train"]
+    split.read(8)
+    message = rf"train-00001\.arrow, block 4, row 3: token id {vocab_size} is not below .* size {vocab_size}"
+    with pytest.raises(DataError, match=message):
+        split.read(9)
+
+
 # ---------------------------------------------------------------- bad blocks
 
 
