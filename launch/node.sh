@@ -13,11 +13,12 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-100}
 
 before=$(cat "$folder/exit.json" 2>/dev/null)
+# Slurm itself sends its signals to all processes; elsewhere only this one gets them.
+child=
+if [ "${SLURM_JOB_ID:-}" ]; then trap : TERM HUP USR1; else trap 'kill -TERM $child' TERM INT HUP USR1; fi
 .venv/bin/python -m torch.distributed.run --signals-to-handle=SIGTERM,SIGINT,SIGQUIT,SIGHUP,SIGUSR1 \
   "$@" --run.folder="$folder" &
 child=$!
-# Slurm itself sends its signals to all processes; elsewhere only this one gets them.
-if [ "${SLURM_JOB_ID:-}" ]; then trap : TERM HUP USR1; else trap 'kill -TERM "$child"' TERM INT HUP USR1; fi
 while kill -0 "$child" 2>/dev/null; do wait "$child"; done
 
 ended=$(cat "$folder/exit.json" 2>/dev/null)

@@ -106,9 +106,11 @@ def init_distributed(environment: LaunchEnvironment, comm: Comm) -> torch.device
                 "--max-restarts with several nodes: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun on all of "
                 "them (and --rdzv-backend=c10d), otherwise ranks would not find each other after a restart"
             )
-        # What an earlier start has left in a kept store is not for this one, nor what this process did before.
-        count = store.add(f"starts/{environment.restarts}/{rank}", 1)
-        store = dist.PrefixStore(f"start/{environment.restarts}/{count}", store)
+        # What an earlier start has left in a kept store is not for this one, nor what this process did before. Nodes
+        # that come later have been restarted less often, but then rank 0 makes a new store at each start.
+        restarts = environment.restarts if environment.store_of_torchrun else 0
+        count = store.add(f"starts/{restarts}/{rank}", 1)
+        store = dist.PrefixStore(f"start/{restarts}/{count}", store)
         here = f"{kind} on {socket.gethostname()}"
         if rank == 0:
             store.set("device of rank 0", here)
