@@ -88,10 +88,8 @@ class Watchdog:
         rank: int | None = self.environment.rank
         what, cause = "failed", next(iter(str(error).splitlines()), type(error).__name__)
         if isinstance(error, TitaniteError):
-            what, rank = (
-                "rolled back" if isinstance(error, RolledBackError) else "error",
-                None if error.agreed else rank,
-            )
+            what, cause = "rolled back" if isinstance(error, RolledBackError) else "error", str(error)
+            rank = None if error.agreed else rank
         elif isinstance(error, torch.OutOfMemoryError):  # even in a collective: no other rank is to blame
             cause += "; a smaller training.local_batch_size or an activation_checkpoint.mode needs less: tools.plan"
         elif isinstance(error, RuntimeError) and _in_collective(traceback.extract_tb(trace)[-10:]):
@@ -148,14 +146,14 @@ class Watchdog:
         while not self._closed.wait(min(1.0, self._limit() / 10)):
             idle_seconds = time.monotonic() - self._entered
             found = self.find_lost(0) if idle_seconds > PATIENCE * self.limit_seconds else None
-            stack, rank = _stack_of(self._main), self.environment.rank
-            queueing = device_type() != "cpu" and self.section in QUEUEING
-            stands = idle_seconds > PATIENCE * self._limit() and (queueing or not _in_collective(stack))
-            if stands and not found:
+            if not found and idle_seconds > PATIENCE * self._limit():
+                stack, rank = _stack_of(self._main), self.environment.rank
                 where = " > ".join(map(_short, stack))
-                stuck = f"rank {rank} ({socket.gethostname()}) is stuck; its stack: {where}"
-                waits = f"all ranks wait, perhaps for the network; the stack of rank {rank}: {where}"
-                found = ("hung", f"hung: {waits if queueing else stuck}", None if queueing else rank)
+                if device_type() != "cpu" and self.section in QUEUEING:
+                    waits = f"all ranks wait, perhaps for the network; the stack of rank {rank}: {where}"
+                    found = "hung", f"hung: {waits}", None
+                elif not _in_collective(stack):
+                    found = "hung", f"hung: rank {rank} ({socket.gethostname()}) is stuck; its stack: {where}", rank
             if found:
                 threading.Timer(SAYING_SECONDS, os._exit, [AGAIN]).start()  # the run's folder may be what hangs
                 self.announce(*found)

@@ -3,6 +3,7 @@
 import ctypes
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -207,7 +208,7 @@ def test_a_rank_that_hangs_is_ended_and_named(how: str, kind: str, cause: str, t
         run_ranks(2, hang, tmp_path, how)
     record = exit_of(tmp_path)
     assert (record["kind"], record["rank"], record["step"], record["start_again"]) == (kind, 1, 3, True)
-    assert pytest.importorskip("re").match(cause, record["cause"]), record["cause"]
+    assert re.match(cause, record["cause"]), record["cause"]
 
 
 def progress(folder: Path) -> list[bool]:
