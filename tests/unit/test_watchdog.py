@@ -281,11 +281,11 @@ def test_a_mistake_is_not_tried_again(tmp_path: Path) -> None:
 def test_ranks_end_with_their_torchrun(tmp_path: Path) -> None:
     """One that is killed. Otherwise they would train on beside the job that replaces theirs."""
     script = (
-        "import threading\n"
+        "import os, threading\n"
         "from config import Comm\n"
         "from run.processes import init_distributed, launch_environment\n"
         "init_distributed(launch_environment(), Comm())\n"
-        "print('began', flush=True)\n"
+        "os.write(1, b'began\\n')  # in one piece, beside the other rank's\n"
         "threading.Event().wait()\n"
     )
     process = torchrun(script, tmp_path, "--nproc-per-node=2")
