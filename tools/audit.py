@@ -1,7 +1,6 @@
 """List the documents that a run was trained on, and prove that each sample came once.
 
     python -m tools.audit --run outputs/RUN --steps 100:103     the documents of steps 100 to 102
-    python -m tools.audit --config FILE.toml --steps 1          the same for a run not yet started, on one rank
     python -m tools.audit --run outputs/RUN --prove             read back every step of a run
 
 The proof uses the ledger that every rank keeps (data.ledger). It drops the steps that a
@@ -14,7 +13,6 @@ as exit.json tells. It follows that each token was an input exactly once per con
 import argparse
 import json
 import math
-import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, groupby
@@ -25,8 +23,8 @@ import numpy as np
 from tqdm import tqdm
 
 from checkpoint.branch import read_parent
-from config import Config, TitaniteError, command_line, from_dict, load_config, read_recorded
-from data.ledger import Place, Records, Step, StepShape, checksum, first_place, grad_accum_steps, read_ledger
+from config import Config, TitaniteError, command_line, from_dict, read_recorded
+from data.ledger import Place, Records, Step, checksum, read_ledger
 from data.shards import Dataset, Split, open_dataset
 from data.stream import Stream
 from data.tokenizer import Tokenizer
@@ -92,21 +90,18 @@ class Auditor:
 
 def _find(name: str, url: str, config: Config) -> Dataset:
     """Find the dataset with hash `name` at `url` or in data.datasets. Raises TitaniteError."""
-    found = []
-    places = [place.rstrip("/") for place in config.data.datasets]
-    for place in dict.fromkeys([url, *places] if url else places):
+    others = []
+    for place in filter(None, dict.fromkeys([url, *config.data.datasets])):
         try:
-            dataset = open_dataset(place, config)
+            dataset = open_dataset(place.rstrip("/"), config)
         except TitaniteError as error:
-            found.append(str(error))
+            others.append(str(error))
             continue
         if dataset.hash == name:
             return dataset
-        if place == url or not url:
-            found.append(f"{place}: holds dataset {dataset.hash}")
-    at = url and f" at {url}"
+        others.append(f"{place}: holds dataset {dataset.hash}")
     raise TitaniteError(
-        f"{'; '.join(found)}; this run has read dataset {name}{at}: put it back, or name its new place in "
+        f"{'; '.join(others)}; this run has read dataset {name} at {url}: put it back, or name its new place in "
         "data.datasets of the run's config.toml"
     )
 
@@ -121,10 +116,8 @@ def trained_steps(run: Path) -> tuple[list[Step], int]:
     if not kept:
         otherwise = f"all {len(recorded):,} were made void by a resume" if recorded else "is it a run folder?"
         raise TitaniteError(f"{run}: no step of data-parallel rank 0 is recorded; {otherwise}")
-    before = None
     for number, step in enumerate(kept):
-        _check_follows(run, number, before, step)
-        before = step
+        _check_follows(run, number, kept[number - 1] if number else None, step)
     return kept, len(recorded) - len(kept)
 
 
@@ -147,16 +140,12 @@ def _lineage(recorded: list[Step], last_began: Place) -> list[Step]:
 
 def _check_follows(run: Path, number: int, before: Step | None, step: Step) -> None:
     """Raise TitaniteError unless `step` continues all datasets, in the same order, where `before` (`number`) ended."""
-    place = step.place
-    begins, ended = place.consumed, {}
-    if before:
-        last = before.end
-        ended = last.consumed
-        if last[:3] != place[:3]:
-            raise TitaniteError(
-                f"{run}: step {number} has another data order than the next (seed, window_blocks, piece_tokens): "
-                f"{last[:3]}, {place[:3]}"
-            )
+    if before and before.place[:3] != step.place[:3]:
+        raise TitaniteError(
+            f"{run}: step {number} has another data order than the next (seed, window_blocks, piece_tokens): "
+            f"{before.place[:3]}, {step.place[:3]}"
+        )
+    begins, ended = step.place.consumed, before.end.consumed if before else {}
     for name in sorted(begins.keys() | ended.keys()):
         if gap := begins.get(name, 0) - ended.get(name, 0):
             what = f"{abs(gap):,} tokens of dataset {name} {'are missing' if gap > 0 else 'are repeated'}"
@@ -177,11 +166,10 @@ def _read_rank(run: Path, rank: int) -> Records:
     return Records(before + own.steps, own.last_began)
 
 
-def prove(run: Path, every: int = 1) -> list[str]:
+def prove(run: Path) -> list[str]:
     """Check a run as this module's docstring says and return the lines of the proof.
 
-    Rebuilds the tokens of every `every`-th step and of the last. Raises TitaniteError naming the first step and rank
-    that fails.
+    Raises TitaniteError naming the first step and rank that fails.
     """
     config = run_config(run)
     steps, void = trained_steps(run)
@@ -195,25 +183,30 @@ def prove(run: Path, every: int = 1) -> list[str]:
     if not steps:
         raise TitaniteError(f"{run}: no step is recorded on all of its {begun[0].shape.dp_size} data-parallel ranks")
     auditor = Auditor(config, steps)
-    checked = 0
     for number, step in enumerate(tqdm(steps, desc="prove", unit=" steps"), start=1):
         own = recorded[: step.shape.dp_size, number - 1]
         if (own < 0).any():
             raise TitaniteError(f"{run}: rank {(own < 0).argmax()} has no record of step {number} that fits rank 0's")
-        if number % every == 0 or number == len(steps):
-            wrong = own != auditor.checksums(step)
-            if wrong.any():
-                raise TitaniteError(
-                    f"{run}: step {number}: rank {wrong.argmax()} was given other tokens than the dataset has there"
-                )
-            checked += len(own)
-    lines = _conclusions(auditor, steps, void, checked)
+        if (wrong := own != auditor.checksums(step)).any():
+            raise TitaniteError(
+                f"{run}: step {number}: rank {wrong.argmax()} was given other tokens than the dataset has there"
+            )
+    end, ranks = steps[-1].end, [step.shape.dp_size for step in steps]
+    lines = [
+        f"{len(steps):,} steps, {end.tokens:,} tokens, without gap or overlap, on {sorted(set(ranks))} data-parallel "
+        "ranks",
+        f"steps made void by a resume, left out: {void:,}; batches rebuilt and found equal: {sum(ranks):,}",
+    ]
+    for dataset in auditor.datasets:
+        size = dataset.split("train").total_tokens
+        epochs, rest = divmod(end.consumed.get(dataset.hash, 0), size)
+        lines.append(f"{dataset.url}: each of its {size:,} tokens x {epochs}, and {rest:,} of epoch {epochs + 1}")
     if begun:
         lines.append(f"step {len(steps) + 1} left out: some ranks had not begun it when the run ended")
     if parent := read_parent(run):
         lines.append(f"the first {parent.step:,} steps are those of {parent.folder}, from which it branched")
-    if skipped := sorted(_left_out(run, len(steps), config.checkpoint.enable)):
-        lines.append(f"steps that consumed their tokens without an update ({len(skipped):,}): {_ranges(skipped)}")
+    if skipped := _left_out(run, len(steps), config.checkpoint.enable):
+        lines.append(f"steps that consumed their tokens without an update ({len(skipped):,}): {sorted(skipped)}")
     return lines
 
 
@@ -255,20 +248,6 @@ def _line_key(step: Step) -> tuple[int, int, int]:
     return step.place.tokens, step.began.tokens, step.began.segment.seq_len
 
 
-def _conclusions(auditor: Auditor, steps: list[Step], void: int, checked: int) -> list[str]:
-    sizes = sorted({step.shape.dp_size for step in steps})
-    end = steps[-1].end
-    lines = [
-        f"{len(steps):,} steps, {end.tokens:,} tokens, without gap or overlap, on {sizes} data-parallel ranks",
-        f"steps made void by a resume, left out: {void:,}; batches rebuilt and found equal: {checked:,}",
-    ]
-    for dataset in auditor.datasets:
-        size = dataset.split("train").total_tokens
-        epochs, rest = divmod(end.consumed.get(dataset.hash, 0), size)
-        lines.append(f"{dataset.url}: each of its {size:,} tokens x {epochs}, and {rest:,} of epoch {epochs + 1}")
-    return lines
-
-
 def _left_out(run: Path, until: int, saves: bool) -> set[int]:
     """The steps whose tokens were consumed without an update (run.failures), also of a parent up to the fork."""
     records = [r for r in read_records(run / "skipped.jsonl") if r.get("unsaved", False) != saves]
@@ -277,71 +256,43 @@ def _left_out(run: Path, until: int, saves: bool) -> set[int]:
     return earlier | {step for r in records for step in range(r["first"], min(r["last"], until) + 1)}
 
 
-def _ranges(numbers: list[int]) -> str:
-    """Sorted numbers, consecutive ones joined: `12-15, 40`."""
-    pairs = groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
-    rows = [[number for _, number in row] for _, row in pairs]
-    return ", ".join(f"{row[0]}-{row[-1]}" if len(row) > 1 else str(row[0]) for row in rows)
-
-
 def run_config(run: Path) -> Config:
     """The config in a run folder. Raises TitaniteError."""
-    if not (run / "config.toml").is_file():
+    if not (file := run / "config.toml").is_file():
         raise TitaniteError(f"{run}: no config.toml there; is it a run folder?")
-    file = run / "config.toml"
     return from_dict(read_recorded(file.read_bytes(), file))
-
-
-def planned_steps(config: Config, numbers: range) -> list[Step]:
-    """Steps `numbers` (from 1) of a new run with this config on one data-parallel rank."""
-    datasets = [open_dataset(url, config) for url in config.data.datasets]
-    began, urls = first_place(config, datasets), {dataset.hash: dataset.url for dataset in datasets}
-    shape = StepShape(1, config.training.local_batch_size, grad_accum_steps(config.training, 1))
-    return [Step(began, shape, urls, (n - 1) * shape.samples, 0) for n in numbers]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.audit", description="Show which documents a run trained on.")
-    parser.add_argument("--run", type=Path, help="folder of a run")
-    parser.add_argument("--config", help="config of a run that is not started yet")
-    parser.add_argument("--steps", default="", help="N or FIRST:STOP, counted from 1: list what these steps read")
+    parser.add_argument("--run", type=Path, required=True, help="folder of a run")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--steps", type=_numbers, help="N or FIRST:STOP, counted from 1: list what these steps read")
+    what.add_argument("--prove", action="store_true", help="prove that each sample was trained once")
     parser.add_argument("--text", action="store_true", help="print the text of each document's part")
-    parser.add_argument("--prove", action="store_true", help="prove that each sample was trained once")
-    parser.add_argument("--every", type=int, default=1, help="rebuild the tokens of every Nth step only")
     options = parser.parse_args(argv)
-    if bool(options.run) == bool(options.config) or bool(options.steps) == options.prove:
-        parser.error("give --run or --config, and --steps or --prove")
-    if options.prove and not options.run:
-        parser.error("--prove needs --run")
-    if options.every < 1:
-        parser.error(f"--every {options.every}: must be at least 1")
-    given = _numbers(options.steps) if re.fullmatch(r"\d{1,15}(:\d{1,15})?", options.steps) else range(0)
-    if options.steps and not (given and given[0]):
-        parser.error(f"--steps {options.steps}: must be N or FIRST:STOP, counted from 1, STOP above FIRST")
     with command_line():
         if options.prove:
-            print("\n".join(prove(options.run, options.every)), "proven", sep="\n")
+            print("\n".join(prove(options.run)), "proven", sep="\n")
         else:
-            _list_steps(options, given)
+            list_documents(options.run, options.steps, options.text)
 
 
 def _numbers(steps: str) -> range:
-    """Parse N or FIRST:STOP."""
+    """argparse type of N or FIRST:STOP."""
     first, _, stop = steps.partition(":")
-    return range(int(first), int(stop) if stop else int(first) + 1)
+    numbers = range(int(first), int(stop) if stop else int(first) + 1)
+    if not numbers or numbers[0] < 1:
+        raise argparse.ArgumentTypeError(f"{steps}: must be N or FIRST:STOP, counted from 1, STOP above FIRST")
+    return numbers
 
 
-def _list_steps(options: argparse.Namespace, numbers: range) -> None:
-    if options.run:
-        config, (recorded, _) = run_config(options.run), trained_steps(options.run)
-        if numbers[-1] > len(recorded):
-            raise TitaniteError(f"--steps {options.steps}: the run has steps 1 to {len(recorded)}")
-        steps = recorded[numbers[0] - 1 : numbers[-1]]
-    else:
-        config = load_config([f"--config={options.config}"])
-        if numbers[-1] > config.training.steps:
-            raise TitaniteError(f"--steps {options.steps}: the config has steps 1 to {config.training.steps}")
-        steps = planned_steps(config, numbers)
+def list_documents(run: Path, numbers: range, text: bool) -> None:
+    """Print where each document of the steps `numbers` lies, and its text. Raises TitaniteError."""
+    config, (recorded, _) = run_config(run), trained_steps(run)
+    if numbers[-1] > len(recorded):
+        raise TitaniteError(f"--steps {numbers[0]}:{numbers.stop}: the run has steps 1 to {len(recorded)}")
+    steps = recorded[numbers[0] - 1 : numbers[-1]]
     auditor = Auditor(config, steps)
     tokenizer = auditor.datasets[0].tokenizer()
     for number, step in zip(numbers, steps, strict=True):
@@ -349,7 +300,7 @@ def _list_steps(options: argparse.Namespace, numbers: range) -> None:
             shard, block = part.split.find(part.block)
             place = f"{part.split.files.url}/{shard.file} block {block} row {part.row} tokens {part.first}:{part.stop}"
             print(f"step {number} sample {part.sample}: {place}")
-            if options.text:
+            if text:
                 print(part.text(tokenizer))
 
 

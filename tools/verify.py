@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import chain
 
 import numpy as np
 import pyarrow as pa
@@ -22,7 +23,7 @@ from tqdm import tqdm
 from checkpoint import CheckpointError
 from checkpoint.files import verify_items
 from checkpoint.loading import find
-from checkpoint.manifest import MANIFEST, Manifest, open_checkpoint, read_manifest, read_small
+from checkpoint.manifest import MANIFEST, open_checkpoint, read_manifest, read_small
 from checkpoint.names import by_step, is_checkpoint_name
 from config import Config, Data, command_line
 from data.files import Files
@@ -30,8 +31,6 @@ from data.packing import HIDDEN, START
 from data.shards import Block, DataError, Dataset, Split, open_dataset, token_schema
 from storage import DamagedError, MissingError, Store
 
-STOCK = "stock DCP, no checksums"
-UNCOMMITTED = "never committed"
 THREADS = 4  # each holds a file of a dataset in memory
 
 
@@ -48,38 +47,34 @@ def faults(dataset: Dataset) -> Iterator[str]:
     except DataError as error:
         yield str(error)
     shards = [(split, number) for split in dataset.splits.values() for number in range(len(split.shards))]
-    with ThreadPoolExecutor(THREADS) as threads, tqdm(total=len(shards), desc="verify", unit=" files") as bar:
-        for found in threads.map(lambda shard: _faults_of_shard(dataset, *shard), shards):
-            bar.update()
-            yield from found
+    with ThreadPoolExecutor(THREADS) as threads:
+        found = threads.map(lambda shard: list(_faults_of_shard(dataset, *shard)), shards)
+        yield from chain.from_iterable(tqdm(found, desc="verify", unit=" files", total=len(shards)))
 
 
-def _faults_of_shard(dataset: Dataset, split: Split, number: int) -> list[str]:
+def _faults_of_shard(dataset: Dataset, split: Split, number: int) -> Iterator[str]:
     shard, blocks = split.shards[number], range(int(split.bounds[number]), int(split.bounds[number + 1]))
-    name = f"{dataset.url}/{shard.file}"
+    name, sound = f"{dataset.url}/{shard.file}", True
     try:
         content = memoryview(dataset.files.read(shard.file))
     except DamagedError as error:
-        return [str(error)]
-    if len(content) != shard.bytes:
-        return [f"{name}: has {len(content)} bytes, the manifest says {shard.bytes}"]
-    found = []
+        yield str(error)
+        return
     for i, block in enumerate(blocks):
         message = content[int(split.offset[block]) :][: int(split.size[block])]
-        if isal_zlib.crc32(message) != split.crc32[block]:
-            found.append(f"{name}, block {i}: is damaged, its checksum does not match")
-            continue
         try:
-            found += [
-                f"{name}, block {i}, {fault}" for fault in _wrong_rows(dataset, split, split.decode(block, message))
-            ]
+            if isal_zlib.crc32(message) != split.crc32[block]:
+                raise DataError(f"{name}, block {i}: is damaged, its checksum does not match")
+            yield from (
+                f"{name}, block {i}, {row}" for row in _wrong_rows(dataset, split, split.decode(block, message))
+            )
         except DataError as error:
-            found.append(str(error))
+            sound = False
+            yield str(error)
     if (split.documents[blocks].sum(), split.tokens[blocks].sum()) != (shard.documents, shard.tokens):
-        found.append(f"{name}: blocks.arrow and manifest.json differ in its documents or tokens")
-    if not found and not _is_arrow(content, split, blocks):
-        found.append(f"{name}: its Arrow schema or footer is damaged: other readers find other blocks")
-    return found
+        yield f"{name}: blocks.arrow and manifest.json differ in its documents or tokens"
+    if sound and not (len(content) == shard.bytes and _is_arrow(content, split, blocks)):
+        yield f"{name}: its size, Arrow schema or footer is wrong: other readers find other blocks"
 
 
 def _wrong_rows(dataset: Dataset, split: Split, content: Block) -> Iterator[str]:
@@ -131,24 +126,29 @@ def begun(store: Store) -> list[str]:
     return sorted(filter(is_checkpoint_name, names), key=by_step)
 
 
-def look(store: Store, name: str) -> tuple[Manifest, str]:
-    """(manifest or {}, what is wrong with the manifest or file sizes, or "")."""
-    sizes = {file.removeprefix(f"{name}/"): size for file, size in store.sizes(name).items()}
+def judge(store: Store, name: str, reads: bool) -> tuple[str, bool]:
+    """What to say of checkpoint `name`, and whether it is damaged or has no checksums. `reads`: also its data.
+
+    Also doubtful is one, named by the user, that was never committed: beside others it is a usual leftover.
+    """
+    sizes, at = store.sizes(name), f"{name}/" if name else ""
     try:
-        if MANIFEST not in sizes:
-            try:
-                return {}, UNCOMMITTED if name or not open_checkpoint(store, name).is_stock else STOCK
-            except CheckpointError:
-                return {}, UNCOMMITTED
+        if f"{at}{MANIFEST}" not in sizes:
+            with suppress(CheckpointError):
+                if not name and open_checkpoint(store, name).is_stock:
+                    return "stock DCP, no checksums: it can be loaded, but not verified", True
+            return "never committed, nothing will use it", not name
         manifest = read_manifest(store, name)
+        for file, size in manifest["files"].items():
+            if sizes.get(f"{at}{file}") != size:
+                raise DamagedError(f"{file} has {sizes.get(f'{at}{file}', 'no')} bytes, not {size}")
+        state = f"intact, {verify_checkpoint(store, name)} items" if reads else "committed"
     except DamagedError as error:
-        return {}, str(error)
-    wrong = [
-        f"{file} has {sizes[file]} bytes, not {size}" if file in sizes else f"{file} is missing"
-        for file, size in manifest["files"].items()
-        if sizes.get(file) != size
-    ]
-    return manifest, "; ".join(wrong)
+        if name and f"{name}/{MANIFEST}" not in store.sizes(name):
+            return "removed during this check, as a run in training removes its older ones", False
+        return f"DAMAGED: {error}", True
+    gigabytes, ranks = sum(manifest["files"].values()) / 1e9, manifest.get("world_size", "?")
+    return f"{state}, step {manifest['step']}, {gigabytes:.3f} GB by {ranks} ranks, {manifest['created']}", False
 
 
 def verify_checkpoint(store: Store, name: str) -> int:
@@ -163,35 +163,9 @@ def verify_checkpoint(store: Store, name: str) -> int:
     return len(items)
 
 
-def judge(store: Store, name: str, reads: bool) -> tuple[str, bool]:
-    """What to say of checkpoint `name`, and whether it is damaged or has no checksums. `reads`: also its data.
-
-    Also doubtful is one, named by the user, that was never committed: beside others it is a usual leftover.
-    """
-    manifest, problem = look(store, name)
-    if problem == UNCOMMITTED:
-        return f"{UNCOMMITTED}, nothing will use it", not name
-    if problem == STOCK:
-        return f"{STOCK}: it can be loaded, but not verified", True
-    try:
-        if problem:
-            raise DamagedError(problem)
-        state = f"intact, {verify_checkpoint(store, name)} items" if reads else "committed"
-        gigabytes, ranks = sum(manifest["files"].values()) / 1e9, manifest.get("world_size", "?")
-        return f"{state}, step {manifest['step']}, {gigabytes:.3f} GB by {ranks} ranks, {manifest['created']}", False
-    except DamagedError as error:
-        if name and f"{name}/{MANIFEST}" not in store.sizes(name):
-            return "removed during this check, as a run in training removes its older ones", False
-        return f"DAMAGED: {error}", True
-
-
 def verify_checkpoints(place: str, reads: bool) -> int:
     """Print one line per checkpoint of a place. Returns how many are doubtful. Raises CheckpointError without any."""
-    doubtful = 0
-    try:
-        found = find(place, begun)
-    except CheckpointError as error:
-        raise CheckpointError(f"{error}, nor a dataset's manifest.json") from None
+    doubtful, found = 0, find(place, begun)
     for store, names in found:
         if len(found) > 1:  # of a run, whose second place may have others, or other copies
             print(f"{store.url}:")

@@ -24,7 +24,7 @@ from data.shards import open_dataset
 from data.sources import documents, list_files, plan_units
 from data.tokenizer import Tokenizer
 from tests.corpus import write_dataset
-from tools.audit import Auditor, planned_steps
+from tools.audit import Auditor, trained_steps
 from tools.verify import faults
 
 WORDS = ("<eos>", "<|u|>", "<|a|>", "<|end|>", "two", "plus", "is", "four", "five", "what", "?", "so")
@@ -225,10 +225,11 @@ def test_the_dataset_verifies_and_the_audit_rebuilds_its_batches(folder: Path) -
     assert list(faults(dataset)) == []
     config = settings(folder)
     loader = DataLoader(config, 0, 1)
-    steps = planned_steps(config, range(1, 4))
+    loader.open_ledger(folder / "run")
+    batches = [batch for _ in range(3) for batch in loader.next_step()]
+    steps, _ = trained_steps(folder / "run")
     auditor = Auditor(config, steps)
-    for step in steps:
-        (batch,) = loader.next_step()
+    for step, batch in zip(steps, batches, strict=True):
         assert auditor.checksums(step) == [zlib.crc32(batch.tokens.numpy().astype("<i8").tobytes())]
     part = next(auditor.documents(step))
     assert part.text(dataset.tokenizer()).split()[0] == f"w{batch.tokens[0, 0]}"
