@@ -9,33 +9,29 @@ all-reduce. Exits with 1 and a line per fault.
 
 import argparse
 import logging
-import math
 import os
 import platform
 import shutil
 import socket
 import sys
-import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
-from importlib import metadata
+from collections.abc import Sequence
 from statistics import median_low
 from typing import Any, NamedTuple
 
-import fsspec
 import torch
 import torch.distributed as dist
 
-from config import Comm, command_line
+from config import Comm, TitaniteError, command_line
 from parallel.device import best_seconds, synchronize
+from records import package_versions
 from run.processes import init_distributed, launch_environment, shut_down
+from storage import open_store
 
-PACKAGES = ("torch", "torchao", "numpy", "pyarrow", "tokenizers", "s3fs")
 CLOCK_SECONDS = 2.0  # clocks may differ by this; S3 refuses requests 900 s off
 FREE_GB = 20.0
 STORAGE_BYTES = 8 * 2**20
-STORAGE_SECONDS = 30.0  # limit for the storage to answer: half the time that other ranks would wait
+STORAGE_SECONDS = 15.0  # how long requests to the storage are repeated; the other ranks wait for this
 TRANSFER_BYTES = 16 * 2**20
 SLOW = 1.5  # times the usual time, for compute and transfers
 REPEATS = 5
@@ -47,59 +43,37 @@ class Report(NamedTuple):
     host: str
     versions: dict[str, str]
     clock_seconds: float
-    free_gb: float  # nan: unknown
-    storage_seconds: float | None
+    free_gb: float
+    storage_seconds: float  # 0: not asked for, or failed
+    storage_error: str
     gemm_seconds: float
     gemm_checksum: int
-    errors: list[str]  # of the storage and the folder
 
 
-def look_around(device: torch.device, folder: str, storage: str, rank: int) -> Report:
-    """Make this rank's report. Whatever the storage or the folder raises is a finding, not a failure of this test."""
-    seconds, free_gb, errors = None, math.nan, list[str]()
+def make_report(device: torch.device, storage: str) -> Report:
+    """This rank's report. Whatever the storage raises is a finding, not a failure of this test."""
+    seconds, error = 0.0, ""
     if storage:
         try:
-            url = f"{storage.rstrip('/')}/preflight-{rank}-{os.urandom(4).hex()}"
-            seconds = within(STORAGE_SECONDS, lambda: time_storage(url))
-        except Exception as error:
-            errors.append(f"storage: {type(error).__name__}: {error}")
-    try:
-        free_gb = shutil.disk_usage(folder).free / 1e9
-    except OSError as error:
-        errors.append(f"--folder {folder}: {error.strerror}")
-    gemm_seconds, checksum = time_gemm(device)
-    versions = dict.fromkeys(PACKAGES, "none") | {"python": platform.python_version()}
-    versions |= {found.name: found.version for found in metadata.distributions() if found.name in PACKAGES}
-    return Report(socket.gethostname(), versions, time.time(), free_gb, seconds, gemm_seconds, checksum, errors)
-
-
-def within(seconds: float, work: Callable[[], float]) -> float:
-    """What `work` returns or raises. Raises TimeoutError if it takes longer, since the other ranks wait for this."""
-    outcome: Future[float] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(work())
-        except Exception as error:
-            outcome.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()  # an executor would wait for it at the exit
-    if not wait([outcome], timeout=seconds).done:
-        raise TimeoutError(f"no answer within {seconds:g} s")
-    return outcome.result()
+            seconds = time_storage(storage)
+        except TitaniteError as raised:
+            error = str(raised)
+    versions = package_versions() | {"python": platform.python_version(), "torch": torch.__version__}
+    free_gb = shutil.disk_usage(".").free / 1e9
+    return Report(socket.gethostname(), versions, time.time(), free_gb, seconds, error, *time_gemm(device))
 
 
 def time_storage(url: str) -> float:
-    """Seconds to write an object and read it back; also removes it. Raises OSError if it comes back changed."""
-    filesystem, path = fsspec.core.url_to_fs(url)
+    """Seconds to write an object and read it back; also removes it. Raises TitaniteError if that fails."""
+    store, name = open_store(url, STORAGE_SECONDS), f"preflight-{os.urandom(8).hex()}"
     content, begin = os.urandom(STORAGE_BYTES), time.perf_counter()
-    filesystem.pipe_file(path, content)
+    store.put(name, content)
     try:
-        if filesystem.cat_file(path) != content:
-            raise OSError(f"{url}: what was read is not what was written")
+        if store.read(name) != content:
+            raise TitaniteError(f"{url}/{name}: what was read is not what was written")
         return time.perf_counter() - begin
     finally:
-        filesystem.rm(path)
+        store.remove([name])
 
 
 def time_gemm(device: torch.device) -> tuple[float, int]:
@@ -131,36 +105,35 @@ def time_transfers(device: torch.device) -> tuple[dict[tuple[int, int], float], 
             times.append(time.perf_counter() - begin)
         # The best time: ranks leave a barrier one after another, and GPUs transfer in a fraction of a millisecond.
         own[source, rank] = TRANSFER_BYTES / min(times[1:])
-    gathered: list[Any] = [None] * size
-    dist.all_gather_object(gathered, own)
     seconds = best_seconds(lambda: dist.all_reduce(buffer), device, REPEATS)
-    return {pair: rate for rates in gathered for pair, rate in rates.items()}, TRANSFER_BYTES / seconds
+    return {pair: rate for rates in gather(own) for pair, rate in rates.items()}, TRANSFER_BYTES / seconds
+
+
+def gather(own: Any) -> list[Any]:
+    """The objects of all ranks."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, own)
+    return gathered
 
 
 def find_faults(reports: Sequence[Report], pairs: dict[tuple[int, int], float], expect_gbits: float) -> list[str]:
     """A line per fault, with its rank. What most ranks have counts as right."""
-    faults = []
-
-    def odd_ones(what: str, values: Sequence[Any]) -> None:
-        usual = max(values, key=values.count)
-        for rank, value in enumerate(values):
-            if value != usual:
-                faults.append(f"rank {rank} ({reports[rank].host}): {what} is {value}, the others have {usual}")
-
-    for name in reports[0].versions:
-        odd_ones(name, [report.versions[name] for report in reports])
-    odd_ones("the result of a matrix product", [report.gemm_checksum for report in reports])
     clock = median_low([report.clock_seconds for report in reports])
     gemm = median_low([report.gemm_seconds for report in reports])
+    equal = [{**report.versions, "the result of a matrix product": report.gemm_checksum} for report in reports]
+    faults = []
     for rank, report in enumerate(reports):
-        found = list(report.errors)
+        found = [report.storage_error] if report.storage_error else []
+        for what in sorted({name for values in equal for name in values}):
+            values = [values.get(what) for values in equal]
+            if values[rank] != (usual := max(values, key=values.count)):
+                found.append(f"{what} is {values[rank]}, the others have {usual}")
         if abs(report.clock_seconds - clock) > CLOCK_SECONDS:
             found.append(f"its clock is {report.clock_seconds - clock:+.1f} s off")
         if report.free_gb < FREE_GB:
             found.append(f"{report.free_gb:.1f} GB free on its disk, {FREE_GB:.0f} wanted")
         if report.gemm_seconds > SLOW * gemm:
-            ours, usual = (f"{1e3 * seconds:.2f} ms" for seconds in (report.gemm_seconds, gemm))
-            found.append(f"a matrix product takes {ours}, half the ranks at most {usual}")
+            found.append(f"a matrix product takes {1e3 * report.gemm_seconds:.2f} ms, usual are {1e3 * gemm:.2f} ms")
         faults += [f"rank {rank} ({report.host}): {fault}" for fault in found]
     wanted = expect_gbits * 1e9 / 8 or (median_low(list(pairs.values())) if pairs else 0.0)
     for (source, target), rate in pairs.items():
@@ -174,32 +147,28 @@ def find_faults(reports: Sequence[Report], pairs: dict[tuple[int, int], float], 
 def main(argv: Sequence[str]) -> int:
     """The command line. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tools.preflight", description="Is this cluster fit to train on?")
-    parser.add_argument("--storage", default="", help="folder or URL to write to and read from, such as s3://bucket/x")
-    parser.add_argument("--folder", default=".", help="folder whose disk is looked at (default: this one)")
+    parser.add_argument("--storage", default="", help="folder or s3://bucket/prefix to write to and read from")
     help_text = "between two ranks; default: what most pairs have"
     parser.add_argument("--expect-gbits", type=float, default=0.0, help=help_text)
     arguments = parser.parse_args(argv)
-    if not 0 <= arguments.expect_gbits < math.inf:
-        parser.error(f"--expect-gbits {arguments.expect_gbits}: must be at least 0")
     begin, environment = time.monotonic(), launch_environment()
     logging.disable(logging.WARNING)
-    device = init_distributed(environment, Comm(init_timeout_seconds=60))
-    own = look_around(device, arguments.folder, arguments.storage, environment.rank)
+    device = init_distributed(environment, Comm(init_timeout_seconds=120))
+    own = make_report(device, arguments.storage)
     dist.barrier()  # read all clocks together
-    own = own._replace(clock_seconds=time.time())
-    reports: list[Any] = [None] * environment.world_size
-    dist.all_gather_object(reports, own)
+    reports: list[Report] = gather(own._replace(clock_seconds=time.time()))
     pairs, all_reduce = time_transfers(device)
     faults = find_faults(reports, pairs, arguments.expect_gbits)
     if environment.rank == 0:
-        gemm = sorted(1e3 * report.gemm_seconds for report in reports)
+        gemm, rates = [1e3 * report.gemm_seconds for report in reports], [8e-9 * rate for rate in pairs.values()]
+        storage = max(report.storage_seconds for report in reports)
         hosts = len({report.host for report in reports})
         print(f"ranks: {len(reports)}, hosts: {hosts}, {device.type}, {own.versions}")
-        print(f"matrix product {gemm[0]:.2f} to {gemm[-1]:.2f} ms")
-        if rates := sorted(8e-9 * rate for rate in pairs.values()):
-            print(f"pairs {rates[0]:.2f} to {rates[-1]:.2f}, all-reduce {8e-9 * all_reduce:.2f} Gbit/s")
-        if took := [report.storage_seconds for report in reports if report.storage_seconds]:
-            print(f"storage: {STORAGE_BYTES / 2**20:.0f} MiB there and back in at most {max(took):.2f} s")
+        print(f"matrix product {min(gemm):.2f} to {max(gemm):.2f} ms")
+        if rates:
+            print(f"pairs {min(rates):.2f} to {max(rates):.2f}, all-reduce {8e-9 * all_reduce:.2f} Gbit/s")
+        if storage:
+            print(f"storage: {STORAGE_BYTES / 2**20:.0f} MiB there and back in at most {storage:.2f} s")
         print(*(f"fault: {fault}" for fault in faults), f"faults found: {len(faults)}", sep="\n")
         print(f"in {time.monotonic() - begin:.1f} s")
     dist.barrier()  # until rank 0 has printed
