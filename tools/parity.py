@@ -9,12 +9,12 @@ is also measured by itself: the noise that float8 adds to its output and gradien
 """
 
 import argparse
-import dataclasses
 import json
 import math
 import statistics
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,10 @@ from torch import Tensor, nn
 from config import Config, ConfigError, TitaniteError, command_line, load_config, to_toml
 from data.loader import validation_batches
 from data.shards import check_datasets
-from float8.convert import build_linear_config, check_float8, convert_to_float8, gathers_float8, summarize
+from float8.convert import build_linear_config, check_float8, convert_to_float8, summarize
 from loss import cross_entropy
 from models import build_model, find_model
 from parallel.device import device_type
-from parallel.mesh import ParallelDims
 from records import output_path, read_records
 from tools.compare import write_page
 from trained import load_trained
@@ -41,20 +40,21 @@ def train_once(config: Config, processes: int, folder: Path) -> dict[str, Any]:
 
     Raises TitaniteError with the end of the log if training fails.
     """
-    file = folder.with_suffix(".toml")
+    file, log = folder.with_suffix(".toml"), folder.with_suffix(".log")
     file.write_text(to_toml(config), encoding="utf-8")
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
     command = [sys.executable, *launcher, str(ROOT / "train.py"), f"--config={file}", f"--run.folder={folder}"]
-    log = folder.with_suffix(".log")
     with open(log, "w", encoding="utf-8") as output:
         if subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT).returncode:
             tail = "\n".join(log.read_text(encoding="utf-8").splitlines()[-10:])
             raise TitaniteError(f"{' '.join(command)} failed; the end of {log}:\n{tail}")
     rows = read_records(folder / "metrics.jsonl")
-    (validation_loss,) = [row["validation_loss"] for row in rows if row["validation_loss"] is not None]
-    seconds = [row["step_seconds"] for row in rows if row["loss"] is not None][1:]  # the first compiles
-    step_seconds = statistics.median(seconds)
-    return {"folder": str(folder), "validation_loss": validation_loss, "step_seconds": step_seconds}
+    (loss,) = [row["validation_loss"] for row in rows if row["validation_loss"] is not None]
+    seconds = statistics.median(
+        [row["step_seconds"] for row in rows if row["loss"] is not None][1:]
+    )  # the first compiles
+    print(f"{folder.name}: validation loss {loss:.4f}, {seconds:.3f} s per step", flush=True)
+    return {"folder": str(folder), "validation_loss": loss, "step_seconds": seconds}
 
 
 def measure_layers(model: nn.Module, names: list[str], config: Config, device: torch.device) -> list[dict[str, Any]]:
@@ -64,7 +64,7 @@ def measure_layers(model: nn.Module, names: list[str], config: Config, device: t
     """
     from torchao.float8.float8_linear import Float8Linear
 
-    settings = build_linear_config(dataclasses.replace(config.float8, fsdp_all_gather="off"))
+    settings = build_linear_config(replace(config.float8, fsdp_all_gather="off"))
     rows: list[dict[str, Any]] = []
 
     def measure(name: str, linear: nn.Module, x: Tensor, dy: Tensor) -> None:
@@ -102,16 +102,6 @@ def sqnr(exact: Tensor, approximate: Tensor) -> float:
     return 20 * math.log10(exact.norm().item() / noise) if noise else math.inf
 
 
-def gathered_bytes(model: nn.Module, names: list[str], config: Config, ranks: int = 1) -> tuple[int, int]:
-    """Bytes that FSDP2 gathers to get all weights once, if `ranks` share them: (without float8, with it)."""
-    itemsize = getattr(torch, config.training.param_dtype).itemsize
-    numel = sum(p.numel() for p in model.parameters())
-    weights = [model.get_parameter(f"{name}.weight") for name in names]
-    in_float8 = sum(weight.numel() for weight in weights if len(weight) % ranks == 0)
-    saved = (itemsize - 1) * in_float8 if gathers_float8(config.float8) else 0
-    return itemsize * numel, itemsize * numel - saved
-
-
 def judge(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """The mean difference of the validation losses, and their spread over bfloat16's seeds, both in nats."""
     bf16, float8 = ([run["validation_loss"] for run in runs[name]] for name in ("bf16", "float8"))
@@ -130,58 +120,35 @@ def main(argv: list[str]) -> None:
     default = Path("outputs/float8-parity")
     parser.add_argument("--output", type=output_path, default=default, help="new folder (default %(default)s)")
     arguments, rest = parser.parse_known_args(argv)
-    if arguments.seeds < 2 or arguments.processes < 1:
-        parser.error("--seeds must be at least 2, for their spread, and --processes at least 1")
+    if arguments.seeds < 2:
+        parser.error("--seeds must be at least 2, for their spread")
     output: Path = arguments.output.resolve()
-
-    # -- find mistakes before the first run
-    config = load_config(rest)
-    if config.training.param_dtype != "bfloat16":
-        raise ConfigError(
-            f'training.param_dtype = "{config.training.param_dtype}": must be "bfloat16", which float8 is compared with'
-        )
-    config = _prepared(config)
-    if output.exists() and any(output.iterdir()):
-        raise ConfigError(f"--output {output}: already holds something; name a new folder")
+    config = prepare_config(load_config(rest))
+    if output.exists():
+        raise ConfigError(f"--output {output}: exists; name a new folder")
     check_float8(config)
     check_datasets(config)
-    dims = ParallelDims.from_config(config.parallelism, arguments.processes)
     model = build_model(*find_model(config.model, data_vocab_size=1))
-    converted, skipped = convert_to_float8(model, config.float8, dims.tp, dims.shards)
+    converted, skipped = convert_to_float8(model, config.float8)
     print(f"float8: {summarize(converted, skipped)}", flush=True)
 
-    # -- the runs
-    output.mkdir(parents=True, exist_ok=True)
-    runs: dict[str, list[dict[str, Any]]] = {"bf16": [], "float8": []}
+    output.mkdir(parents=True)
+    runs: dict[str, list[dict[str, Any]]] = {"float8": [], "bf16": []}
     for seed in range(config.run.seed, config.run.seed + arguments.seeds):
         for name, members in runs.items():
-            changed = dataclasses.replace(
-                config,
-                run=dataclasses.replace(config.run, seed=seed),
-                float8=dataclasses.replace(config.float8, enable=name == "float8"),
-            )
-            run = train_once(changed, arguments.processes, output / f"{name}-seed{seed}")
-            members.append(run)
-            print(
-                f"{name:<7} seed {seed}: validation loss {run['validation_loss']:.4f}, "
-                f"{run['step_seconds']:.3f} s per step",
-                flush=True,
-            )
+            run, float8 = replace(config.run, seed=seed), replace(config.float8, enable=name == "float8")
+            changed = replace(config, run=run, float8=float8)
+            members.append(train_once(changed, arguments.processes, output / f"{name}-seed{seed}"))
 
-    # -- the report
     device = torch.device(device_type())
-    place = str(output / f"bf16-seed{config.run.seed}")
-    trained = load_trained(place, device=device, dtype=torch.float32).model
-    before, after = gathered_bytes(trained, converted, config, dims.tp * dims.shards)
+    trained = load_trained(runs["bf16"][0]["folder"], device=device, dtype=torch.float32).model
     layers = measure_layers(trained, converted, config, device)
     verdict = judge(runs)
     seconds = {name: statistics.median(run["step_seconds"] for run in members) for name, members in runs.items()}
     report = {
         "verdict": verdict,
         "step_time_ratio": seconds["float8"] / seconds["bf16"],
-        "gathered_bytes": {"bf16": before, "float8": after},
         "device": torch.cuda.get_device_name() if device.type == "cuda" else device.type,
-        "converted": converted,
         "skipped": skipped,
         "layers": layers,
         "runs": runs,
@@ -191,29 +158,29 @@ def main(argv: list[str]) -> None:
     for key in ("y dB", "dx dB", "dw dB"):
         worst = min(layers, key=lambda row: row[key])
         print(f"worst {key[:-3]:<2}: {worst[key]:.1f} dB, in {worst['layer']}")
-    aside = "" if device.type == "cuda" else f" (on {device.type}, which says nothing of a GPU)"
-    print(f"step time float8 / bf16: {report['step_time_ratio']:.2f}{aside}")
-    print(f"weights gathered once: {before:,} bytes in {config.training.param_dtype}, {after:,} with float8")
-    print(f"validation loss, float8 - bf16: {verdict['difference']:+.4f} nats, mean of {arguments.seeds} seeds")
+    print(f"step time float8 / bf16 on {device.type}: {report['step_time_ratio']:.2f}")
     print(
-        f"{'within' if verdict['within'] else 'BEYOND'} the spread of bf16 over its seeds, "
-        f"{verdict['seed_spread']:.4f}, for this model, these shapes and {config.training.steps} steps"
+        f"validation loss, float8 - bf16: {verdict['difference']:+.4f} nats, mean of {arguments.seeds} seeds, "
+        f"{'within' if verdict['within'] else 'BEYOND'} the spread of bf16 over its seeds, {verdict['seed_spread']:.4f}"
     )
     print(f"written: {output}/report.json, {output}/compare.html")
 
 
-def _prepared(config: Config) -> Config:
+def prepare_config(config: Config) -> Config:
     """The config with what the report needs: every loss, and one validation and one checkpoint at the end.
 
     It always validates on the held-out documents of the training data, even if `validation.datasets` names others.
+    Raises ConfigError.
     """
+    if (dtype := config.training.param_dtype) != "bfloat16":
+        raise ConfigError(f'training.param_dtype = "{dtype}": must be "bfloat16", which float8 is compared with')
     steps = config.training.steps
-    return dataclasses.replace(
+    return replace(
         config,
-        metrics=dataclasses.replace(config.metrics, log_interval=1, tensorboard=False),
-        validation=dataclasses.replace(config.validation, enable=True, interval=steps, datasets=(), sample_tokens=0),
-        checkpoint=dataclasses.replace(config.checkpoint, enable=True, interval=steps, folder="", upload=""),
-        float8=dataclasses.replace(config.float8, enable=True),
+        metrics=replace(config.metrics, log_interval=1, tensorboard=False),
+        validation=replace(config.validation, enable=True, interval=steps, datasets=(), sample_tokens=0),
+        checkpoint=replace(config.checkpoint, enable=True, interval=steps, folder="", upload=""),
+        float8=replace(config.float8, enable=True),
     )
 
 

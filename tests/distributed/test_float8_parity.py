@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from config import Config, ConfigError, Float8
+from config import ConfigError
 from records import read_records
 from tests.corpus import write_dataset
-from tools.parity import gathered_bytes, judge, main, sqnr
+from tools.parity import judge, main, sqnr
 
 
 def test_noise_in_decibels() -> None:
@@ -27,13 +27,6 @@ def test_the_verdict_compares_with_the_spread_of_seeds(float8: tuple[float, floa
     assert verdict["seed_spread"] == pytest.approx(0.1)
     assert verdict["difference"] == pytest.approx(sum(float8) / 2 - 3.05)
     assert verdict["within"] == within
-
-
-def test_bytes_gathered() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(32, 16, bias=False), torch.nn.Linear(16, 16, bias=False))
-    on, off = (Config(float8=Float8(enable=True, fsdp_all_gather=choice)) for choice in ("auto", "off"))
-    assert gathered_bytes(model, ["0"], on) == (2 * (512 + 256), 512 + 2 * 256)
-    assert gathered_bytes(model, ["0"], off) == gathered_bytes(model, ["0"], on, 3) == (2 * (512 + 256),) * 2
 
 
 @pytest.fixture(scope="module")
@@ -61,23 +54,16 @@ def test_the_command(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
         assert after[0] == pytest.approx(before[0], rel=1e-2)
         assert after != before
     assert bf16[0][0] != pytest.approx(bf16[1][0], rel=1e-6)
-    assert len(report["layers"]) == len(report["converted"]) == 4 * 7
+    assert len(report["layers"]) == 4 * 7
     for row in report["layers"]:
         assert all(15 < row[key] < 60 for key in ("y dB", "dx dB", "dw dB")), row
-    assert 0.5 < report["gathered_bytes"]["float8"] / report["gathered_bytes"]["bf16"] < 0.7
     assert "the spread of bf16 over its seeds" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="already holds something"):
+    with pytest.raises(ConfigError, match="exists; name a new folder"):
         main(words)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--training.param_dtype=float32"], r'training\.param_dtype = "float32": must be "bfloat16"'),
-        (["--processes=3", "--float8.filter=all", "--float8.fsdp_all_gather=on"], "cannot be shared evenly by 3 ranks"),
-    ],
-)
-def test_a_mistake_is_named_before_the_first_run(dataset: Path, tmp_path: Path, words: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        main([f"--output={tmp_path / 'out'}", f"--data.datasets={dataset}", *words])
+def test_a_mistake_is_named_before_the_first_run(dataset: Path, tmp_path: Path) -> None:
+    words = [f"--output={tmp_path / 'out'}", f"--data.datasets={dataset}", "--training.param_dtype=float32"]
+    with pytest.raises(ConfigError, match=r'training\.param_dtype = "float32": must be "bfloat16"'):
+        main(words)
     assert not (tmp_path / "out").exists()
