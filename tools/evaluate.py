@@ -10,7 +10,6 @@ its YAML format, may read local files (`--include`).
 import argparse
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -31,39 +30,31 @@ except ImportError as error:
 TASKS = "mmlu,arc_easy,arc_challenge,hellaswag,sciq,openbookqa,piqa,winogrande"
 
 
-def check_tasks(tasks: Sequence[str], manager: TaskManager) -> None:
-    """Raises ConfigError for a task that the harness does not know."""
-    for task in tasks:
-        if task not in manager.all_tasks:
-            hint = close_match(task, manager.all_tasks)
-            raise ConfigError(f"--tasks {task}: no such task{hint} (lm-eval ls tasks lists them)")
-
-
 def main(argv: list[str]) -> None:
     """The command line. Raises TitaniteError."""
     parser = argparse.ArgumentParser(prog="python -m tools.evaluate", description="Benchmarks on a trained model.")
     add_place_arguments(parser)
     parser.add_argument("--tasks", default=TASKS, help="names of the harness's tasks, by commas (default %(default)s)")
-    parser.add_argument("--include", type=Path, help="folder of further tasks, YAML files in the harness's format")
+    parser.add_argument("--include", help="folder of further tasks, YAML files in the harness's format")
     parser.add_argument("--num-fewshot", type=int, help="examples before each question; default: each task's own")
     parser.add_argument("--limit", type=int, help="questions per task; default: all")
     parser.add_argument("--batch-size", type=int, default=16, help="sequences in a forward (default %(default)s)")
     parser.add_argument("--max-seq-len", type=int, default=0, help="longest context; default: the training's seq_len")
     parser.add_argument("--output", type=output_file, help="JSON file for the results and all that they depend on")
     arguments = parser.parse_args(argv)
-    check_least(parser, arguments, batch_size=1, limit=1, num_fewshot=0, max_seq_len=0)
-    if arguments.include and not arguments.include.is_dir():  # the harness would pass over it
-        parser.error(f"--include {arguments.include}: no such folder")
-    manager = TaskManager(include_path=str(arguments.include) if arguments.include else None)
-    tasks = arguments.tasks.split(",")
-    check_tasks(tasks, manager)
+    check_least(parser, arguments, batch_size=1, limit=1, max_seq_len=0)
+    manager, tasks = TaskManager(include_path=arguments.include), arguments.tasks.split(",")
+    for task in tasks:
+        if task not in manager.all_tasks:
+            hint = close_match(task, manager.all_tasks)
+            raise ConfigError(f"--tasks {task}: no such task{hint} (lm-eval ls tasks lists them)")
     with TemporaryDirectory() as temporary:
         folder, dtype = Path(temporary, "exported"), arguments.dtype or default_dtype()
         tokenizer = Path(arguments.tokenizer) if arguments.tokenizer else None
         place = export_model(
             arguments.place, folder, dtype=dtype, tokenizer=tokenizer, max_positions=arguments.max_seq_len
         )
-        context = json.loads((folder / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"]
+        context = json.loads((folder / "config.json").read_bytes())["max_position_embeddings"]
         try:
             results = simple_evaluate(
                 model="hf",
@@ -79,8 +70,7 @@ def main(argv: list[str]) -> None:
         except OSError as error:  # also what the Hub's libraries raise where there is no network, or no such dataset
             raise TitaniteError(
                 f"--tasks {arguments.tasks}: data cannot be loaded: {error}. Without network: set HF_HUB_OFFLINE=1, "
-                "and HF_HOME to a folder that this command filled on a machine with network; or use tasks over local "
-                "files (--include)"
+                "and HF_HOME to a folder that this command filled on a machine with network"
             ) from None
     print(make_table(results))
     if arguments.output:

@@ -4,29 +4,24 @@ python -m tools.processes --config=train_configs/debug.toml
 """
 
 import sys
+from contextlib import suppress
 
 import torch
 
-from config import Config, command_line, load_config
-
-CPU_PROCESSES = 2  # where there is no accelerator
+from config import Config, ConfigError, command_line, load_config
+from data.ledger import grad_accum_steps
+from parallel.mesh import ParallelDims
 
 
 def processes(config: Config, devices: int) -> int:
-    """The most processes, up to `devices`, that tp, cp, pp and the batch can be divided among.
-
-    If there is no such number, `devices`: the run then says why.
-    """
-    parallelism, training = config.parallelism, config.training
-    model_ranks = parallelism.tp * parallelism.cp * parallelism.pp
-    batches = training.global_batch_size // training.local_batch_size  # 0: one per rank, for any number of ranks
-    copies = parallelism.dp_replicate * max(1, parallelism.dp_shard)
-    most = copies if parallelism.dp_shard > 0 else devices
-    numbers = range(copies, min(most, devices // model_ranks) + 1, copies)
-    fitting = [dp for dp in numbers if batches % dp == 0]
-    return max(fitting, default=0) * model_ranks or devices
+    """The most processes, up to `devices`, that can share the batch. If none can, `devices`: the run then says why."""
+    for ranks in range(devices, 0, -1):
+        with suppress(ConfigError):
+            grad_accum_steps(config.training, ParallelDims.from_config(config.parallelism, ranks).dp)
+            return ranks
+    return devices
 
 
 if __name__ == "__main__":
     with command_line():
-        print(processes(load_config(sys.argv[1:]), torch.accelerator.device_count() or CPU_PROCESSES))
+        print(processes(load_config(sys.argv[1:]), torch.accelerator.device_count() or 2))
