@@ -1,12 +1,8 @@
 """Lines of Python per room, against what a reader may be asked to carry.
 
-python -m tools.size [--check]
-
-Tests and benchmarks do not count into the whole. `--check` exits with 1 if a room is above its budget.
+python -m tools.size
 """
 
-import argparse
-import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -36,34 +32,22 @@ ROOMS = {
     "all but tests and benchmarks": (11000, (".",)),
     "tests/": (13000, ("tests",)),
 }  # fmt: skip
-OUTSIDE = frozenset({"tests", "benchmarks"})
 
 
 def count_lines(places: tuple[str, ...]) -> int:
     """Lines of the Python files in these files and folders; those of tests and benchmarks only if named."""
-    total = 0
-    for place in (ROOT / name for name in places):
-        files = [place] if place.is_file() else place.rglob("*.py")
-        for file in files:
-            parts = file.relative_to(ROOT).parts
-            hidden = any(part.startswith(".") for part in parts)
-            if not hidden and (place != ROOT or parts[0] not in OUTSIDE):
-                total += len(file.read_bytes().splitlines())
-    return total
-
-
-def main(argv: list[str]) -> int:
-    """The command line. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m tools.size", description="Lines per room, against its budget.")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a room is above its budget")
-    arguments = parser.parse_args(argv)
-    over = 0
-    for room, (budget, places) in ROOMS.items():
-        lines = count_lines(places)
-        over += lines > budget
-        print(f"{room:52} {lines:6,} of {budget:6,}{'   over' if lines > budget else ''}")
-    return int(arguments.check and over > 0)
+    files = [
+        file for name in places for file in ([ROOT / name] if (ROOT / name).is_file() else (ROOT / name).rglob("*.py"))
+    ]
+    paths = [file.relative_to(ROOT) for file in files]
+    outside = () if places != (".",) else ("tests", "benchmarks")
+    counted = [
+        path for path in paths if path.parts[0] not in outside and not any(p.startswith(".") for p in path.parts)
+    ]
+    return sum(len((ROOT / path).read_bytes().splitlines()) for path in counted)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    for room, (budget, places) in ROOMS.items():
+        lines = count_lines(places)
+        print(f"{room:52} {lines:6,} of {budget:6,}{'   over' if lines > budget else ''}")
