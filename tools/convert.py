@@ -15,8 +15,8 @@ document is held out.
 """
 
 import argparse
-import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import glob
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from config import command_line, file_errors
 from data.shards import SPLITS, DataError, token_type
-from data.sources import STDLIB, failures_of, list_files
+from data.sources import failures_of
 from data.tokenizer import Tokenizer, load_tokenizer
 from data.workers import locked
 from data.writer import (
@@ -118,74 +118,56 @@ def convert(
     """Convert tokens and return the manifest. `--help` explains the parameters. Raises DataError, TitaniteError."""
     folder = check_output(output, overwrite, validation_fraction, block_mb, shard_mb)
     chosen = load_tokenizer(tokenizer, eos_token)
-    for source in sources:
-        if "://" in source or source == STDLIB or os.path.isdir(source):  # their text would be read as tokens
-            raise DataError(f"--source {source}: must be local files of tokens; name them, as in 'FOLDER/*.bin'")
     if format == "megatron":  # Megatron-LM names both files by their prefix
         sources = [name if name.endswith(".bin") else f"{name.removesuffix('.idx')}.bin" for name in sources]
-    paths = [Path(file.url) for file in list_files(sources)]
+    paths = list[Path]()
+    for source in sources:
+        if not (found := sorted(glob.glob(source))):
+            raise DataError(f"--source {source}: no files there; must be local files of tokens")
+        paths += map(Path, found)
     # Of each file, even if the first has some: bad input is found before anything is removed.
-    has_documents = [next(_documents(path, format, chosen), None) is not None for path in paths]
-    if not any(has_documents):
+    firsts = [next(_documents(path, format, chosen), None) for path in paths]
+    if all(first is None for first in firsts):
         raise DataError(f"--source {' '.join(sources)}: holds no documents, nothing to convert")
     with locked(folder), file_errors(folder):
         refuse_finished(folder, overwrite)
         remove_dataset(folder)
         chosen.save(folder)
-        documents = (
-            (SPLITS[is_held_out(document.astype("<u4").tobytes(), validation_fraction)], document)
-            for path in tqdm(paths, desc="convert", unit=" files")
-            for document in _documents(path, format, chosen)
-        )
         written: dict[str, list[WrittenShard]] = {split: [] for split in SPLITS}
-        for split, enough in _gathered(documents, int(shard_mb * 2**20)):
-            written[split].append(_write(folder, split, len(written[split]), enough, int(block_mb * 2**20)))
-            del enough  # frees the memory before the next shard is gathered
+        waiting: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
+        waiting_bytes = dict.fromkeys(SPLITS, 0)
+
+        def write_waiting(split: str) -> None:
+            offsets = pa.array(np.cumsum([0, *map(len, waiting[split])]), pa.int32())
+            kind = token_type(token_dtype(chosen.vocab_size))
+            documents = pa.ListArray.from_arrays(offsets, np.concatenate(waiting[split]), type=kind)
+            waiting[split], waiting_bytes[split] = [], 0
+            written[split].append(write_shard(folder, split, len(written[split]), documents, int(block_mb * 2**20)))
+
+        for path in tqdm(paths, desc="convert", unit=" files"):
+            for document in _documents(path, format, chosen):
+                split = SPLITS[is_held_out(document.astype("<u4").tobytes(), validation_fraction)]
+                waiting[split].append(document)
+                waiting_bytes[split] += document.nbytes
+                if waiting_bytes[split] >= shard_mb * 2**20:
+                    write_waiting(split)
+        for split in filter(waiting.get, SPLITS):
+            write_waiting(split)
         return write_manifest(folder, chosen, list(chain.from_iterable(written.values())))
 
 
 def _documents(path: Path, format: str, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """Yield the documents of a file, each with one eos at its end. Raises DataError."""
+    """Yield the documents of a file, each with one eos at its end. Leaves out empty ones. Raises DataError."""
     with failures_of(f"{path}: cannot be read"):
         for row, ids in enumerate(FORMATS[format](path, tokenizer.eos_id)):
-            yield from _ended_once(ids, tokenizer, f"{path}, document {row}")
-
-
-def _ended_once(ids: np.ndarray, tokenizer: Tokenizer, where: str) -> Iterator[np.ndarray]:
-    """Yield the documents in `ids`, each with one eos at its end. Leaves out empty ones. Raises DataError."""
-    if len(ids) and ids.dtype.kind not in "iu":
-        raise DataError(f"{where}: token ids are of type {ids.dtype}, must be integers")
-    if len(ids) and (ids.min() < 0 or ids.max() >= tokenizer.vocab_size):
-        bad = int(ids.min() if ids.min() < 0 else ids.max())
-        raise DataError(f"{where}: token id {bad} is not in the tokenizer's vocabulary of {tokenizer.vocab_size}")
-    for part in np.split(ids, np.flatnonzero(ids == tokenizer.eos_id)):
-        text = part[part != tokenizer.eos_id]
-        if len(text):
-            yield np.append(text, tokenizer.eos_id).astype(token_dtype(tokenizer.vocab_size))
-
-
-def _gathered(documents: Iterable[tuple[str, np.ndarray]], shard_bytes: int) -> Iterator[tuple[str, list[np.ndarray]]]:
-    """Yield (split, documents) when a split has enough for a shard, and at the end what is left of each split."""
-    waiting: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
-    waiting_bytes = dict.fromkeys(SPLITS, 0)
-    for split, document in documents:
-        waiting[split].append(document)
-        waiting_bytes[split] += document.nbytes
-        if waiting_bytes[split] >= shard_bytes:
-            yield split, waiting[split]
-            waiting[split], waiting_bytes[split] = [], 0
-    yield from ((split, left) for split, left in waiting.items() if left)
-
-
-def _write(folder: Path, split: str, number: int, documents: list[np.ndarray], block_bytes: int) -> WrittenShard:
-    offsets = np.cumsum([0, *map(len, documents)])
-    if offsets[-1] >= 2**31:
-        raise DataError(
-            f"a document has {max(map(len, documents)):,} tokens, Arrow's lists at most 2^31; is --eos right?"
-        )
-    values = np.concatenate(documents)
-    lists = pa.ListArray.from_arrays(offsets.astype(np.int32), values, type=token_type(str(values.dtype)))
-    return write_shard(folder, split, number, lists, block_bytes)
+            if len(ids) and ids.dtype.kind not in "iu":
+                raise DataError(f"{path}, document {row}: token ids are of type {ids.dtype}, must be integers")
+            if len(bad := ids[(ids < 0) | (ids >= tokenizer.vocab_size)]):
+                known = f"the tokenizer's vocabulary of {tokenizer.vocab_size}"
+                raise DataError(f"{path}, document {row}: token id {bad[0]} is not in {known}")
+            for part in np.split(ids, np.flatnonzero(ids == tokenizer.eos_id)):
+                if len(text := part[part != tokenizer.eos_id]):
+                    yield np.append(text, tokenizer.eos_id).astype(token_dtype(tokenizer.vocab_size))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

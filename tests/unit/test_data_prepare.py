@@ -1008,11 +1008,18 @@ def test_a_mistyped_option_leaves_the_dataset_that_it_was_to_replace(tokenizer_f
     assert contents(tmp_path / "out") == before
 
 
-@pytest.mark.parametrize("source", ["FOLDER", "stdlib", "s3://bucket/a.bin"])
-def test_text_is_not_taken_for_tokens(tokenizer_folder, tmp_path, source):
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("FOLDER", "FOLDER: cannot be read: IsADirectoryError"),
+        ("stdlib", "--source stdlib: no files there; must be local files of tokens"),
+        ("s3://bucket/a.bin", "--source s3://bucket/a.bin: no files there; must be local"),
+    ],
+)
+def test_text_is_not_taken_for_tokens(tokenizer_folder, tmp_path, source, message):
     """As the readme beside the tokens, which is text, would be where a folder is named."""
-    source = source.replace("FOLDER", str(tmp_path))
-    with pytest.raises(DataError, match=rf"--source {source}: must be local files of tokens; name them"):
+    source, message = (words.replace("FOLDER", str(tmp_path)) for words in (source, message))
+    with pytest.raises(DataError, match=message):
         convert([source], str(tmp_path / "out"), "nanogpt", str(tokenizer_folder))
     assert not (tmp_path / "out").exists()
 
