@@ -1,9 +1,10 @@
-"""Convert models of any size from and to Hugging Face, piece by piece:
+"""Convert models of any size from and to Hugging Face, piece by piece, and from torchtitan:
 
 python -m tools.hf import HF_FOLDER CHECKPOINT        # to start from: checkpoint.initial_load=CHECKPOINT
+python -m tools.hf import --from torchtitan --flavor 8B_3.1 TORCHTITAN_CHECKPOINT CHECKPOINT
 python -m tools.hf export RUN_OR_CHECKPOINT HF_FOLDER
 
-A checkpoint is a folder or s3://bucket/prefix. Both commands end with a test: they compare the checkpoint's logits with
+A checkpoint is a folder or s3://bucket/prefix. All commands end with a test: they compare the checkpoint's logits with
 those of transformers, if that is installed and both models fit in memory.
 """
 
@@ -13,17 +14,15 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from huggingface_hub import split_state_dict_into_shards_factory
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.checkpoint.planner import WriteItem
 from tqdm import tqdm
@@ -41,10 +40,10 @@ from data.tokenizer import Tokenizer, json_object
 from metrics import quiet_noisy_loggers
 from models import MODELS, HuggingFace, build_model, recorded_model
 from records import output_path
-from storage import StoreError, open_store
+from storage import Store, StoreError, open_store
+from tools import torchtitan
+from tools.weights import DTYPES, FILE_BYTES, find_weights, open_weights, write_weights
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-DTYPES: Mapping[str, torch.dtype] = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 PIECE_BYTES = 16 << 20  # of an imported tensor, so that each rank reads little more than it needs
 LOGITS_TOLERANCE = 1e-4  # of the largest logit: both compute in float32, but in different orders
 
@@ -52,14 +51,14 @@ logger = logging.getLogger(__name__)
 
 
 def export_model(
-    place: str, folder: Path, *, dtype: str = "bfloat16", file_gb: float = 5.0, tokenizer: Path | None = None,
-    max_positions: int = 0,
+    place: str, folder: Path, *, dtype: str = "bfloat16", tokenizer: Path | None = None, max_positions: int = 0,
+    file_bytes: int = FILE_BYTES,
 ) -> str:  # fmt: skip
     """Write the newest intact checkpoint at `place` to the new folder `folder`, which appears once it is whole.
 
-    `dtype` is "bfloat16" or "float32". A file of about `file_gb` 10^9 bytes at a time is in memory. `tokenizer` is a
-    tokenizer.json or its folder; None: the run's own. `max_positions` 0: the training's sequence length. Returns the
-    checkpoint's own folder or URL. Raises TitaniteError.
+    `dtype` is "bfloat16" or "float32". A file of about `file_bytes` at a time is in memory. `tokenizer` is a
+    tokenizer.json or its folder; None: the run's own. `max_positions` 0: the training's sequence length, or that of an
+    imported model. Returns the checkpoint's own folder or URL. Raises TitaniteError.
     """
     if folder.exists():
         raise CheckpointError(f"{folder}: exists; name a new folder")
@@ -70,7 +69,13 @@ def export_model(
         check_same_names(opened, names)
         origin, companions = find_companions(opened, place, tokenizer)
         text = companion_tokenizer(origin, companions, flavor.vocab_size)
-        config = adapter.to_hf_config(flavor, max_positions or trained_positions(opened.manifest), dtype)
+        imported, run = (opened.manifest.get(key) for key in ("imported", "config"))
+        positions = imported["max_position_embeddings"] if imported else tomllib.loads(run)["training"]["seq_len"]
+        config = adapter.to_hf_config(flavor, max_positions or positions, dtype)
+
+        def read(tensors: dict[str, Tensor]) -> None:
+            read_state(opened, {"model": tensors})
+
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             prefix = f"{folder.name}.partial-"
@@ -78,7 +83,7 @@ def export_model(
                 partial = Path(made, folder.name)
                 partial.mkdir()
                 write_companions(partial, companions, text, config)
-                write_weights(opened, model, names, partial, getattr(torch, dtype), int(file_gb * 1e9))
+                write_weights(partial, model, names, getattr(torch, dtype), read, file_bytes)
                 compare_logits(partial, opened, model)
                 partial.rename(folder)
         except (OSError, SafetensorError) as error:
@@ -87,29 +92,6 @@ def export_model(
         return opened.url
 
     return load_place(place, fill)
-
-
-def write_weights(
-    opened: Opened, model: nn.Module, names: Mapping[str, str], folder: Path, dtype: torch.dtype, file_bytes: int
-) -> None:
-    """Write the checkpoint's weights as safetensors files of about `file_bytes`, with an index if there are several.
-
-    `model` gives the shapes; `names`: its parameters' names → Hugging Face's. One file at a time is in memory.
-    """
-    ours = {hf_name: name for name, hf_name in names.items()}
-    sizes = {names[name]: weight.numel() * dtype.itemsize for name, weight in model.named_parameters()}
-    split = split_state_dict_into_shards_factory(
-        sizes, get_storage_size=int, filename_pattern="model{suffix}.safetensors", max_shard_size=file_bytes
-    )
-    for file, held in tqdm(split.filename_to_tensors.items(), desc="export", disable=None, leave=False):
-        tensors = {n: torch.empty(model.get_parameter(ours[n]).shape, dtype=dtype) for n in held}
-        read_state(opened, {"model": {ours[n]: tensor for n, tensor in tensors.items()}})
-        save_file(tensors, folder / file, {"format": "pt"})
-        (folder / file).chmod(folder.stat().st_mode & 0o666)  # safetensors 0.8 lets only the owner read
-        del tensors  # before the next file's are made
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def write_companions(
@@ -131,11 +113,10 @@ def write_companions(
         "model_max_length": config["max_position_embeddings"],
         "clean_up_tokenization_spaces": False,
     }
-    declared, generation = (
-        json_object(companions.get(file, b"{}"), file) for file in ("tokenizer_config.json", "generation_config.json")
-    )
-    made = {"tokenizer_config.json": defaults | declared, "generation_config.json": generation or ids}
-    for file, values in (made | {"config.json": config | ids}).items():
+    declared = json_object(companions.get("tokenizer_config.json", b"{}"), "tokenizer_config.json")
+    made = {"tokenizer_config.json": defaults | declared, "config.json": config | ids}
+    made |= {} if "generation_config.json" in companions else {"generation_config.json": ids}
+    for file, values in made.items():
         (folder / file).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
@@ -147,11 +128,26 @@ def exported_model(manifest: Manifest) -> tuple[HuggingFace, nn.Module, Any]:
     return spec.hf, build_model(spec, flavor), flavor
 
 
-def trained_positions(manifest: Manifest) -> int:
-    """The longest context of an imported model, otherwise the run's sequence length."""
-    if "imported" in manifest:
-        return manifest["imported"]["max_position_embeddings"]
-    return tomllib.loads(manifest["config"])["training"]["seq_len"]
+def new_checkpoint(place: str) -> tuple[Store, str]:
+    """(store, name) of a checkpoint to be written. Raises CheckpointError if there is one."""
+    parent, _, name = place.rstrip("/").rpartition("/")
+    if place not in LOCAL_OR_S3 or name in ("", ".", "..") or parent.endswith("/"):  # in an object store, // is not /
+        raise CheckpointError(f"{place}: name a new folder, with ~ written out, or s3://bucket/prefix")
+    store = open_store(parent or ("/" if place.startswith("/") else "."))
+    if store.sizes(name):
+        raise CheckpointError(f"{place}: exists; name a new checkpoint")
+    return store, name
+
+
+def import_torchtitan(origin: str, place: str, flavor_name: str) -> None:
+    """Import torchtitan's Llama by way of a Hugging Face folder in a temporary one beside `place`.
+
+    `flavor_name` names its shape, but for the vocabulary. Raises TitaniteError.
+    """
+    new_checkpoint(place)
+    with TemporaryDirectory(dir=None if "://" in place else Path(place).absolute().parent) as folder:
+        load_place(origin, lambda opened: torchtitan.to_hugging_face(opened, flavor_name, Path(folder)))
+        import_model(Path(folder), place)
 
 
 def import_model(folder: Path, place: str) -> None:
@@ -161,12 +157,7 @@ def import_model(folder: Path, place: str) -> None:
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder; `hf download OWNER/NAME --local-dir FOLDER` gets one")
-    parent, _, name = place.rstrip("/").rpartition("/")
-    if place not in LOCAL_OR_S3 or name in ("", ".", "..") or parent.endswith("/"):  # in an object store, // is not /
-        raise CheckpointError(f"{place}: name a new folder, with ~ written out, or s3://bucket/prefix")
-    store = open_store(parent or ("/" if place.startswith("/") else "."))
-    if store.sizes(name):
-        raise CheckpointError(f"{place}: exists; name a new checkpoint")
+    store, name = new_checkpoint(place)
     with file_errors():
         raw = json_object((folder / "config.json").read_bytes(), f"{folder}/config.json")
     weights = find_weights(folder)
@@ -196,8 +187,7 @@ def import_model(folder: Path, place: str) -> None:
             bar.update()
             return file.get_slice(hf_name)[chunk.offsets[0] : chunk.offsets[0] + chunk.sizes[0]]
 
-    identity = {"name": family, **dataclasses.asdict(flavor)}
-    imported = {"max_position_embeddings": 2048, **raw}
+    identity, imported = {"name": family, **dataclasses.asdict(flavor)}, {"max_position_embeddings": 2048, **raw}
     facts = {"step": 0, "world_size": 1, "identity": identity, "dataloader": {}, "imported": imported}
     try:
         plan = plan_pieces(pieces)
@@ -210,29 +200,6 @@ def import_model(folder: Path, place: str) -> None:
             store.remove([f"{name}/{MANIFEST}", *store.sizes(name)])
         raise
     logger.info(how_to_start(place, family, flavor))
-
-
-def find_weights(folder: Path) -> dict[str, Path]:
-    """Tensor name → the safetensors file that holds it. Raises CheckpointError if there are none."""
-    if (folder / SINGLE).is_file():
-        with open_weights(folder / SINGLE) as file:
-            return dict.fromkeys(file.keys(), folder / SINGLE)
-    if not (folder / INDEX).is_file():
-        raise CheckpointError(
-            f"{folder}: has neither {SINGLE} nor {INDEX}; convert *.bin, which may run code when read, to safetensors"
-        )
-    weights = json.loads((folder / INDEX).read_bytes())["weight_map"]
-    return {name: folder / file for name, file in weights.items()}
-
-
-@contextmanager
-def open_weights(path: Path) -> Iterator[Any]:
-    """`safetensors.safe_open`. Raises CheckpointError, which names the file, for what cannot be read from it."""
-    try:
-        with safe_open(path, "pt") as file:
-            yield file
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path}: cannot be read as safetensors: {error}") from None
 
 
 def how_to_start(place: str, family: str, flavor: Any) -> str:
@@ -274,23 +241,25 @@ def compare_logits(folder: Path, opened: Opened, model: nn.Module) -> None:
 def main(argv: list[str]) -> None:
     """The command line. Raises TitaniteError."""
     parser = argparse.ArgumentParser(prog="python -m tools.hf", description="Models from and to Hugging Face.")
-    commands = parser.add_subparsers(required=True)
+    commands = parser.add_subparsers(dest="command", required=True)
     out = commands.add_parser("export", help="a checkpoint as a folder that transformers and vLLM load")
-    out.set_defaults(convert=export_model)
     out.add_argument("place", metavar="RUN_OR_CHECKPOINT", help="run, checkpoints or one checkpoint; folder or s3://")
     out.add_argument("folder", type=output_path, metavar="HF_FOLDER", help="new folder")
     out.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="default %(default)s")
-    out.add_argument("--file-gb", type=float, default=5.0, help="10^9 bytes per file, held in memory (%(default)s)")
     out.add_argument("--tokenizer", type=Path, help="tokenizer.json or its folder; default: the run's own")
     out.add_argument("--max-positions", type=int, default=0, help="longest context; default: the training's seq_len")
-    back = commands.add_parser("import", help="a Hugging Face Llama as a checkpoint to start from")
-    back.set_defaults(convert=import_model)
-    back.add_argument("folder", type=Path, metavar="HF_FOLDER", help="config.json and safetensors files")
+    back = commands.add_parser("import", help="a Hugging Face or torchtitan Llama as a checkpoint to start from")
+    back.add_argument("origin", metavar="ORIGIN", help="config.json and safetensors files, or torchtitan's checkpoint")
     back.add_argument("place", metavar="CHECKPOINT", help="new folder or s3://bucket/prefix")
+    back.add_argument("--from", dest="kind", choices=["huggingface", "torchtitan"], default="huggingface")
+    back.add_argument("--flavor", default="", help="which flavor torchtitan's model is, vocabulary aside")
     options = vars(parser.parse_args(argv))
-    if not 0 < options.get("file_gb", 1) < 1e9 or options.get("max_positions", 0) < 0:  # refuses nan, too
-        parser.error("--file-gb must be above 0, --max-positions at least 0")
-    options.pop("convert")(**options)
+    if options.pop("command") == "export":
+        export_model(**options)
+    elif options["kind"] == "huggingface":
+        import_model(Path(options["origin"]), options["place"])
+    else:
+        import_torchtitan(options["origin"], options["place"], options["flavor"])
 
 
 if __name__ == "__main__":

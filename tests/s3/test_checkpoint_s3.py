@@ -343,5 +343,5 @@ def test_a_hugging_face_model_goes_in_and_out(bucket, tmp_path):
     train_tokenizer(["some text"], 300).save(tmp_path)
     hf_model("llama3").save_pretrained(tmp_path, max_shard_size="100KB")
     import_model(tmp_path, f"{bucket}/models/imported")
-    export_model(f"{bucket}/models/imported", tmp_path / "back", dtype="float32", file_gb=1e-4)
+    export_model(f"{bucket}/models/imported", tmp_path / "back", dtype="float32", file_bytes=100_000)
     assert len(list((tmp_path / "back").glob("*.safetensors"))) > 1
