@@ -143,8 +143,8 @@ def unpickle_metadata(pickled: bytes) -> Metadata:
 
 # For messages about stock DCP checkpoints, which do not say how their rotary weights are laid out.
 ROTARY = (
-    "interleaved rotary weights, such as torchtitan's and Meta's, must be permuted: import them through Hugging Face "
-    "(docs/huggingface.md)"
+    "interleaved rotary weights must be permuted: torchtitan's by `python -m tools.hf import --from torchtitan`, "
+    "Meta's on their way through Hugging Face (docs/huggingface.md)"
 )
 
 

@@ -3,6 +3,7 @@
 python -m tools.size
 """
 
+import argparse
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -48,6 +49,7 @@ def count_lines(places: tuple[str, ...]) -> int:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(prog="python -m tools.size", description="Lines per room, against its budget.").parse_args()
     for room, (budget, places) in ROOMS.items():
         lines = count_lines(places)
         print(f"{room:52} {lines:6,} of {budget:6,}{'   over' if lines > budget else ''}")
