@@ -2,17 +2,17 @@
 
     python -m tools.parity --config=train_configs/debug.toml --training.param_dtype=bfloat16 --float8.filter=all
 
-Trains the config in bfloat16 and in float8, from the same seeds on the same data. Writes to `--output` the runs, a page
-of their curves (compare.html) and report.json with a verdict: the difference of the validation losses, beside what
-another seed changes. Equal losses of a small model prove little. So each converted layer of the trained bfloat16 model
-is also measured by itself: the noise that float8 adds to its output and gradients, on its own activations.
+Trains the config in bfloat16 and in float8, from the same seeds on the same data, also under torchrun. Writes to
+`--output` the runs, a page of their curves (compare.html) and report.json with a verdict: the difference of the
+validation losses, beside what another seed changes. Equal losses of a small model prove little. So each converted layer
+of the trained bfloat16 model is also measured by itself: the noise that float8 adds to its output and gradients, on its
+own activations.
 """
 
 import argparse
 import json
 import math
 import statistics
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -21,40 +21,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from config import Config, ConfigError, TitaniteError, command_line, load_config, to_toml
+from config import Config, ConfigError, command_line, load_config
 from data.loader import validation_batches
-from data.shards import check_datasets
-from float8.convert import build_linear_config, check_float8, convert_to_float8, summarize
+from float8.convert import build_linear_config, convert_to_float8
 from loss import cross_entropy
 from models import build_model, find_model
 from parallel.device import device_type
 from records import output_path, read_records
+from run.processes import launch_environment
 from tools.compare import write_page
+from train import train
 from trained import load_trained
 
-ROOT = Path(__file__).parents[1]
 
-
-def train_once(config: Config, processes: int, folder: Path) -> dict[str, Any]:
-    """Train in processes of its own. Returns folder, final validation loss and median step seconds.
-
-    Raises TitaniteError with the end of the log if training fails.
-    """
-    file, log = folder.with_suffix(".toml"), folder.with_suffix(".log")
-    file.write_text(to_toml(config), encoding="utf-8")
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
-    command = [sys.executable, *launcher, str(ROOT / "train.py"), f"--config={file}", f"--run.folder={folder}"]
-    with open(log, "w", encoding="utf-8") as output:
-        if subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT).returncode:
-            tail = "\n".join(log.read_text(encoding="utf-8").splitlines()[-10:])
-            raise TitaniteError(f"{' '.join(command)} failed; the end of {log}:\n{tail}")
+def read_run(folder: Path) -> dict[str, Any]:
+    """Folder, final validation loss and median step seconds of a run."""
     rows = read_records(folder / "metrics.jsonl")
     (loss,) = [row["validation_loss"] for row in rows if row["validation_loss"] is not None]
-    seconds = statistics.median(
-        [row["step_seconds"] for row in rows if row["loss"] is not None][1:]
-    )  # the first compiles
-    print(f"{folder.name}: validation loss {loss:.4f}, {seconds:.3f} s per step", flush=True)
-    return {"folder": str(folder), "validation_loss": loss, "step_seconds": seconds}
+    seconds = [row["step_seconds"] for row in rows if row["loss"] is not None][1:]  # the first compiles
+    return {"folder": str(folder), "validation_loss": loss, "step_seconds": statistics.median(seconds)}
 
 
 def measure_layers(model: nn.Module, names: list[str], config: Config, device: torch.device) -> list[dict[str, Any]]:
@@ -112,36 +97,32 @@ def judge(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(
+        prog="python -m tools.parity",
         description="Train a config in bfloat16 and in float8 and compare. Other options go to the config.",
         allow_abbrev=False,
     )
     parser.add_argument("--seeds", type=int, default=3, help="runs of each kind, at least 2 (default %(default)s)")
-    parser.add_argument("--processes", type=int, default=1, help="processes of each run (default %(default)s)")
     default = Path("outputs/float8-parity")
     parser.add_argument("--output", type=output_path, default=default, help="new folder (default %(default)s)")
     arguments, rest = parser.parse_known_args(argv)
     if arguments.seeds < 2:
         parser.error("--seeds must be at least 2, for their spread")
-    output: Path = arguments.output.resolve()
-    config = prepare_config(load_config(rest))
-    if output.exists():
+    output, config, rank = arguments.output.resolve(), prepare_config(load_config(rest)), launch_environment().rank
+    if rank == 0 and output.exists():
         raise ConfigError(f"--output {output}: exists; name a new folder")
-    check_float8(config)
-    check_datasets(config)
-    model = build_model(*find_model(config.model, data_vocab_size=1))
-    converted, skipped = convert_to_float8(model, config.float8)
-    print(f"float8: {summarize(converted, skipped)}", flush=True)
-
-    output.mkdir(parents=True)
-    runs: dict[str, list[dict[str, Any]]] = {"float8": [], "bf16": []}
+    folders: dict[str, list[Path]] = {"float8": [], "bf16": []}
     for seed in range(config.run.seed, config.run.seed + arguments.seeds):
-        for name, members in runs.items():
-            run, float8 = replace(config.run, seed=seed), replace(config.float8, enable=name == "float8")
-            changed = replace(config, run=run, float8=float8)
-            members.append(train_once(changed, arguments.processes, output / f"{name}-seed{seed}"))
+        for name, members in folders.items():
+            members.append(output / f"{name}-seed{seed}")
+            run = replace(config.run, seed=seed, folder=str(members[-1]))
+            train(replace(config, run=run, float8=replace(config.float8, enable=name == "float8")))
+    if rank:
+        return
 
+    runs = {name: [read_run(folder) for folder in members] for name, members in folders.items()}
     device = torch.device(device_type())
-    trained = load_trained(runs["bf16"][0]["folder"], device=device, dtype=torch.float32).model
+    converted, skipped = convert_to_float8(build_model(*find_model(config.model, data_vocab_size=1)), config.float8)
+    trained = load_trained(str(folders["bf16"][0]), device=device, dtype=torch.float32).model
     layers = measure_layers(trained, converted, config, device)
     verdict = judge(runs)
     seconds = {name: statistics.median(run["step_seconds"] for run in members) for name, members in runs.items()}
@@ -154,7 +135,7 @@ def main(argv: list[str]) -> None:
         "runs": runs,
     }
     (output / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    write_page([Path(run["folder"]) for members in runs.values() for run in members], output / "compare.html")
+    write_page([folder for members in folders.values() for folder in members], output / "compare.html")
     for key in ("y dB", "dx dB", "dw dB"):
         worst = min(layers, key=lambda row: row[key])
         print(f"worst {key[:-3]:<2}: {worst[key]:.1f} dB, in {worst['layer']}")
@@ -163,7 +144,7 @@ def main(argv: list[str]) -> None:
         f"validation loss, float8 - bf16: {verdict['difference']:+.4f} nats, mean of {arguments.seeds} seeds, "
         f"{'within' if verdict['within'] else 'BEYOND'} the spread of bf16 over its seeds, {verdict['seed_spread']:.4f}"
     )
-    print(f"written: {output}/report.json, {output}/compare.html")
+    print(f"written: {output}/report.json")
 
 
 def prepare_config(config: Config) -> Config:

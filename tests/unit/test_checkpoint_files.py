@@ -91,7 +91,9 @@ def test_a_stock_checkpoint_that_does_not_fit_may_rotate_otherwise(tmp_path, run
     state = Tower().state_dict()
     state = state if flat else {"model": state | {"freqs_cis": torch.ones(2)}}
     dcp.save(state, checkpoint_id=tmp_path / "stock", no_dist=True)
-    with pytest.raises(CheckpointError, match=r"(has no|has tensors) .*; interleaved rotary .* import --from torchtitan"):
+    with pytest.raises(
+        CheckpointError, match=r"(has no|has tensors) .*; interleaved rotary .* import --from torchtitan"
+    ):
         load_model(tmp_path / "stock", Tower())
     with pytest.raises(CheckpointError, match=r"tensors that the model lacks \(8\), such as [^;]*$"):
         load_model(newest(tmp_path), torch.nn.Linear(1, 1))
