@@ -1,8 +1,5 @@
 """What kind of device computes, and how to wait for it."""
 
-import time
-from collections.abc import Callable
-
 import torch
 
 
@@ -16,18 +13,6 @@ def synchronize(device: torch.device) -> None:
     """Wait until the device has finished all its work; a CPU always has."""
     if device.type != "cpu":
         torch.accelerator.synchronize()
-
-
-def best_seconds(work: Callable[[], object], device: torch.device, tries: int) -> float:
-    """Seconds of `work` on the device, the best of several tries."""
-    times = []
-    for _ in range(tries):
-        synchronize(device)
-        begin = time.perf_counter()
-        work()
-        synchronize(device)
-        times.append(time.perf_counter() - begin)
-    return min(times)
 
 
 def bfloat16_is_slow(device: torch.device) -> bool:

@@ -14,7 +14,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median_low
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from config import Comm, TitaniteError, command_line
-from parallel.device import best_seconds, synchronize
+from parallel.device import synchronize
 from records import package_versions
 from run.processes import init_distributed, launch_environment, shut_down
 from storage import open_store
@@ -58,6 +58,18 @@ def make_report(device: torch.device, storage: str) -> Report:
     versions = package_versions() | {"python": platform.python_version(), "torch": torch.__version__}
     free_gb = shutil.disk_usage(".").free / 1e9
     return Report(socket.gethostname(), versions, time.time(), free_gb, error, *time_gemm(device))
+
+
+def best_seconds(work: Callable[[], object], device: torch.device, tries: int) -> float:
+    """Seconds of `work` on the device, the best of several tries."""
+    times = []
+    for _ in range(tries):
+        synchronize(device)
+        begin = time.perf_counter()
+        work()
+        synchronize(device)
+        times.append(time.perf_counter() - begin)
+    return min(times)
 
 
 def time_gemm(device: torch.device) -> tuple[float, int]:

@@ -48,7 +48,7 @@ def test_a_slow_link_is_named() -> None:
 def transfers_by_a_clock(seconds: list[float]) -> dict[tuple[int, int], float]:
     """The rates between two ranks whose transfers took so long."""
     now = [0.0]
-    ticks = iter([tick for elapsed in seconds for tick in (0.0, elapsed)])
+    ticks = iter([tick for elapsed in (*seconds, *[1.0] * preflight.REPEATS) for tick in (0.0, elapsed)])
 
     def perf_counter() -> float:
         now[0] += next(ticks)
