@@ -226,10 +226,10 @@ class Parallelism:
     """Overlap tensor parallelism's communication with its matmuls. Needs CUDA and compile."""
     cp_method: Literal["allgather", "ring"] = "allgather"
     """How keys and values of other ranks arrive: all at once (`allgather`), or rank by rank in less memory (`ring`)."""
-    pp_schedule: Literal["1F1B", "Interleaved1F1B", "InterleavedZeroBubble"] = "1F1B"
-    """Order of the pipeline's forwards and backwards. Interleaved schedules give each rank more than one stage."""
+    pp_schedule: Literal["1F1B", "Interleaved1F1B"] = "1F1B"
+    """Order of the pipeline's forwards and backwards. `Interleaved1F1B` gives each rank more than one stage."""
     pp_stages_per_rank: Annotated[int, Range(2)] = 2
-    """Stages per rank in the interleaved schedules."""
+    """Stages per rank with `Interleaved1F1B`."""
     pp_microbatch_size: Positive = 1
     """Sequences per pipeline microbatch. Must divide training.local_batch_size."""
 

@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_init
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from config import Config, Parallelism
 
@@ -42,7 +41,7 @@ def apply_fsdp(model: nn.Module, groups: list[list[nn.Module]], mesh: DeviceMesh
     # Pinning host memory needs an accelerator.
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if settings.cpu_offload else OffloadPolicy()
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
-    # A pipeline does not reshard: each microbatch would gather the weights again, and split backward needs them there.
+    # A pipeline does not reshard: each microbatch would gather the weights again.
     reshard: bool | int = settings.reshard_after_forward and settings.pp == 1
     meshes: AbstractContextManager[object] = nullcontext()
     if settings.reshard_group_size:
@@ -104,21 +103,6 @@ def set_last_microbatch(model: nn.Module, is_last: bool, mesh: DeviceMesh, setti
             model.set_requires_gradient_sync(is_last or (mesh.size() == 1 and not settings.cpu_offload))
             if not settings.reshard_after_forward:  # then weights need no second gather, either
                 model.set_reshard_after_backward(is_last)
-
-
-def add_to_sums(part: nn.Module) -> None:
-    """Add the present gradients to their sums over microbatches, which have `reduce_dtype`.
-
-    FSDP2 does this only at the end of a backward that reaches a module's input. After any other backward, gradients
-    would add up in `param_dtype`. From torch 2.15 on they always add up in `reduce_dtype`.
-    """
-    if not hasattr(FSDPParam, "accumulate_unsharded_grad_if_needed"):
-        return
-    for module in part.modules():
-        group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
-        for weight in group.fsdp_params if group else ():
-            weight.accumulate_unsharded_grad_if_needed()
-            weight.to_accumulated_grad_if_needed()
 
 
 def reshard(parts: list[nn.Module]) -> None:

@@ -1,22 +1,21 @@
 """Pipeline parallelism: consecutive layers on different ranks, with microbatches in flight between them.
 
-The schedules are torch's: 1F1B (Narayanan et al. 2021), its interleaved form, and zero-bubble (Qi et al. 2023).
+The schedules are torch's: 1F1B and its interleaved form (Narayanan et al. 2021).
 """
 
 import inspect
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
-from torch.utils.checkpoint import GraphExecGroup
 
 from config import Config, ConfigError, Parallelism
-from parallel.fsdp import add_to_sums, set_last_microbatch
+from parallel.fsdp import set_last_microbatch
 from parallel.mesh import Mesh
 
 LossFn = Callable[[Tensor, Tensor], Tensor]  # (logits, labels) → summed loss
@@ -135,10 +134,7 @@ def _build_stages(parts: list[nn.Module], dim: int, vocab_size: int, mesh: Mesh,
 
 
 class _Stage(PipelineStage):
-    """torch's stage, with gradients summed over ranks once per step of several batches, as in torch 2.15.
-
-    Gradients of weights, which zero-bubble puts off, are summed as in other schedules and recompute a block only once.
-    """
+    """torch's stage, with gradients summed over ranks once per step of several batches, as in torch 2.15."""
 
     is_last_batch = True
 
@@ -154,11 +150,6 @@ class _Stage(PipelineStage):
         # Sums over shards and replicas. Until then gradients stay whole, as within a batch.
         if self.is_last_batch:
             super().perform_reduce_grad(grad_scale_factor)
-
-    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
-        with GraphExecGroup():  # each weight has its own backward, which would recompute the block again
-            super().backward_weight_one_chunk(*args, **kwargs)
-        add_to_sums(self.submod)
 
 
 def stages_of_rank(rank: int, settings: Parallelism) -> list[int]:
@@ -177,7 +168,7 @@ def layers_of_stages(n_layers: int, n_stages: int) -> list[range]:
 
 
 def check_pipeline(config: Config, n_layers: int) -> None:
-    """Raises ConfigError if the batch or the layers do not fit the pipeline, or other settings its schedule."""
+    """Raises ConfigError if the batch or the layers do not fit the pipeline."""
     settings, batch = config.parallelism, config.training.local_batch_size
     if settings.pp == 1:
         return
@@ -188,24 +179,10 @@ def check_pipeline(config: Config, n_layers: int) -> None:
             "a stage needs at least one"
         )
     microbatches, rest = divmod(batch, settings.pp_microbatch_size)
-    if rest:
+    in_turn = settings.pp_schedule != "1F1B"
+    if rest or microbatches < settings.pp or (in_turn and microbatches % settings.pp):
+        needed = "a multiple of" if in_turn else "a whole number, at least"
         raise ConfigError(
-            f"parallelism.pp_microbatch_size = {settings.pp_microbatch_size}: must divide "
-            f"training.local_batch_size = {batch}"
+            f"training.local_batch_size / parallelism.pp_microbatch_size = {batch} / {settings.pp_microbatch_size}: "
+            f"must be {needed} parallelism.pp = {settings.pp} with {settings.pp_schedule}"
         )
-    if microbatches < settings.pp or (settings.pp_schedule != "1F1B" and microbatches % settings.pp):
-        multiple = "at least" if settings.pp_schedule == "1F1B" else "a multiple of"
-        raise ConfigError(
-            f"training.local_batch_size / parallelism.pp_microbatch_size = {batch} / {settings.pp_microbatch_size} = "
-            f"{microbatches}: {settings.pp_schedule} needs {multiple} parallelism.pp = {settings.pp}"
-        )
-    if "ZeroBubble" not in settings.pp_schedule:
-        return
-    mode, old = config.activation_checkpoint.mode, torch.__version__.startswith("2.11.")
-    for mistaken, reason in (
-        (config.compile.enable, "a compiled block's split backward gives wrong gradients; set compile.enable = false"),
-        (mode == "selective", 'recomputes twice, which activation_checkpoint.mode = "selective" cannot; set "full"'),
-        (config.float8.enable and old, "torch 2.11 cannot split the backward of float8's matmuls; take a later one"),
-    ):
-        if mistaken:
-            raise ConfigError(f'parallelism.pp_schedule = "{settings.pp_schedule}": {reason}')

@@ -98,7 +98,7 @@ def draw_layout(dice: random.Random, sequences: int) -> tuple[int, list[str]]:
     if axes["cp"] > 1:
         options.append(("--parallelism.cp_method=ring",))
     if axes["pp"] > 1:
-        words.append(f"--parallelism.pp_schedule={dice.choice(['1F1B', 'Interleaved1F1B', 'InterleavedZeroBubble'])}")
+        words.append(f"--parallelism.pp_schedule={dice.choice(['1F1B', 'Interleaved1F1B'])}")
         options.append(("--parallelism.pp_microbatch_size=2",))
     else:
         options.append(("--parallelism.reshard_group_size=2",))

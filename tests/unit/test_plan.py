@@ -60,15 +60,6 @@ def skip_where_torch_2_15_differs(settings: list[str], *axes: str) -> None:
         pytest.skip("torch 2.15")
 
 
-def skip_where_float8_does_not_split(settings: list[str]) -> None:
-    if (
-        "--float8.enable=true" in settings
-        and any("ZeroBubble" in word for word in settings)
-        and torch.__version__.startswith("2.11.")
-    ):
-        pytest.skip("refused: zero-bubble with float8 on torch 2.11")
-
-
 def counted(world_size: int, *arguments: str, rank: int = 0) -> DryRun:
     return run_ranks(1, count, list(arguments), world_size, rank, start_group=False)[0]
 
@@ -171,21 +162,6 @@ TRAFFIC = {
             RING,
         ],
     ),
-    "PP 2 x TP 2, zero bubble": (
-        8,
-        [*FOUR, "--parallelism.pp=2", "--parallelism.tp=2", "--parallelism.pp_schedule=InterleavedZeroBubble"],
-    ),
-    "PP 2 x TP 2, zero bubble, every second": (
-        8,
-        [
-            *TWO,
-            "--parallelism.pp=2",
-            "--parallelism.tp=2",
-            "--parallelism.pp_schedule=InterleavedZeroBubble",
-            "--activation_checkpoint.mode=full",
-            "--activation_checkpoint.every_n_layers=2",
-        ],
-    ),
     "PP 3 x TP 2": (12, [FOUR[0], f"{BATCH}=16", "--parallelism.pp=3", "--parallelism.tp=2"]),
     "FSDP 4, summed once": (4, [f"{BATCH}=64", *ONCE, "--parallelism.reshard_after_forward=true"]),
     "FSDP 4, summed and gathered once": (4, [f"{BATCH}=64", *ONCE]),
@@ -200,32 +176,6 @@ TRAFFIC = {
         ["--parallelism.dp_replicate=3", "--parallelism.tp=2", "--optimizer.state_dtype=bfloat16", *LOCAL],
     ),
     "PP 2 x CP 2, accumulation": (4, [*TWO, "--parallelism.pp=2", "--parallelism.cp=2"]),
-    "float8, PP 2, zero bubble": (
-        2,
-        [*TWO, *FLOAT8, "--parallelism.pp=2", "--parallelism.pp_schedule=InterleavedZeroBubble"],
-    ),
-    "float8, PP 2 x TP 2, zero bubble, output too": (
-        4,
-        [
-            *TWO,
-            *FLOAT8,
-            "--float8.skip=[]",
-            "--parallelism.pp=2",
-            "--parallelism.tp=2",
-            "--parallelism.pp_schedule=InterleavedZeroBubble",
-        ],
-    ),
-    "float8, PP 2 x TP 2, zero bubble, rowwise": (
-        4,
-        [
-            *TWO,
-            *FLOAT8,
-            "--float8.recipe=rowwise",
-            "--parallelism.pp=2",
-            "--parallelism.tp=2",
-            "--parallelism.pp_schedule=InterleavedZeroBubble",
-        ],
-    ),
     "HSDP 2 x 2 x PP 2, accumulation": (
         8,
         [TWO[0], f"{BATCH}=16", "--parallelism.pp=2", "--parallelism.dp_replicate=2"],
@@ -248,7 +198,6 @@ def matmul_flops(work: Work) -> float:
 def test_traffic_and_operations_equal_the_count_of_the_real_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     world_size, settings = TRAFFIC[name]
     skip_where_torch_2_15_differs(settings, "tp", "pp")
-    skip_where_float8_does_not_split(settings)
     if not any("pp=" in word for word in settings):
         keep_layers(monkeypatch, 3)
     elif FLOAT8[0] in settings:  # of which each operator is many
@@ -344,45 +293,6 @@ MEMORY = {
         BLOCK,
         [UNTIED, FULL, "--parallelism.pp=2", "--training.local_batch_size=4", "--training.global_batch_size=32"],
         0.03,
-    ),
-    "PP 2 x TP 2, zero bubble, full": (
-        16,
-        BLOCK,
-        [
-            UNTIED,
-            FULL,
-            EAGER,
-            "--parallelism.pp=2",
-            "--parallelism.tp=2",
-            "--training.local_batch_size=4",
-            "--parallelism.pp_schedule=InterleavedZeroBubble",
-        ],
-        0.05,
-    ),
-    "PP 2, zero bubble": (
-        16,
-        HEAD,
-        [
-            UNTIED,
-            EAGER,
-            "--parallelism.pp=2",
-            "--training.local_batch_size=4",
-            "--parallelism.pp_schedule=InterleavedZeroBubble",
-        ],
-        0.05,
-    ),
-    "PP 2, zero bubble, gradients of weights": (
-        16,
-        LOSS,
-        [
-            UNTIED,
-            EAGER,
-            FEW_TOKENS,
-            "--parallelism.pp=2",
-            "--training.local_batch_size=8",
-            "--parallelism.pp_schedule=InterleavedZeroBubble",
-        ],
-        0.05,
     ),
     "PP 2 x TP 2, full, eager": (
         16,
@@ -592,7 +502,6 @@ def test_on_a_slow_network_a_step_takes_as_long_as_its_traffic(layout: list[str]
         ([], 8, 7 / 8),
         ([f"{BATCH}=16"], 16, 7 / 8),
         ([INTERLEAVED], 8, 7 / 16),
-        (["--parallelism.pp_schedule=InterleavedZeroBubble"], 8, 7 / 48),
     ],
 )
 def test_the_last_stage_of_a_pipeline_computes_its_blocks_and_the_head(
