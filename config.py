@@ -264,13 +264,12 @@ class Float8:
     """Convert the linear layers of the blocks to float8 training."""
     recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
     """torchao's recipe: one scale per tensor, per row, or per row with weight gradients in high precision."""
-    fsdp_all_gather: Literal["auto", "on", "off"] = "auto"
+    fsdp_all_gather: Literal["auto", "off"] = "auto"
     """Gather weights in float8, half bfloat16's bytes. `auto`: with `tensorwise`, if rows divide over the ranks."""
-    tp_all_gather: Literal["auto", "on", "off"] = "auto"
+    tp_all_gather: Literal["auto", "off"] = "auto"
     """Gather activations of tensor parallelism in float8. `auto`: with `tensorwise`."""
-    precompute_scale: Literal["auto", "on", "off"] = "auto"
-    """Compute the scales of all gathered weights by one all-reduce a step, not one each. `auto`: as `fsdp_all_gather`,
-    but not with `parallelism.cpu_offload`."""
+    precompute_scale: Literal["auto", "off"] = "auto"
+    """Compute the scales of all weights gathered in float8 by one all-reduce a step, not one each."""
     filter: Literal["auto", "all"] = "auto"
     """Layers to convert. `auto`: those that gain by torchao's thresholds. `all`: those whose sizes 16 divides."""
     skip: tuple[str, ...] = ("output",)

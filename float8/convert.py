@@ -30,28 +30,10 @@ def check_float8(config: Config, here: bool = True) -> None:
     float8, training = config.float8, config.training
     if not float8.enable:
         return
-    one_scale = {"fsdp_all_gather": "per weight, which all ranks can know", "tp_all_gather": "for the whole input"}
-    for name, of_what in one_scale.items():
-        if getattr(float8, name) == "on" and float8.recipe != ONE_SCALE:
-            raise ConfigError(
-                f'float8.{name} = "on" with float8.recipe = "{float8.recipe}": only "{ONE_SCALE}" has one scale '
-                f'{of_what}; set {name} = "auto"'
-            )
     if gathers_float8(float8) and config.parallelism.reshard_group_size:
         raise ConfigError(
             f"float8.enable = true with parallelism.reshard_group_size = {config.parallelism.reshard_group_size}: "
             'FSDP2 gathers no float8 weights from such groups; set float8.fsdp_all_gather = "off"'
-        )
-    if float8.precompute_scale == "on" and not gathers_float8(float8):
-        raise ConfigError(
-            f'float8.precompute_scale = "on" with float8.recipe = "{float8.recipe}" and float8.fsdp_all_gather = '
-            f'"{float8.fsdp_all_gather}": only weights gathered in float8 have scales to compute ahead; '
-            'set precompute_scale = "auto"'
-        )
-    if float8.precompute_scale == "on" and config.parallelism.cpu_offload:
-        raise ConfigError(
-            'float8.precompute_scale = "on" with parallelism.cpu_offload = true: weights on the host lose their scales '
-            'on the way to the device; set precompute_scale = "auto"'
         )
     if float8.emulate:
         return
@@ -78,7 +60,7 @@ def convert_to_float8(
     """Convert the linear layers of `model` in place. Call it before compiling and before sharding over `tp` x `shards`.
 
     Returns the names of the converted layers, and name → reason for the others. Raises ConfigError if none is
-    converted, if no layer matches a name in `skip`, or if weights must be gathered in float8 and cannot be.
+    converted, or if no layer matches a name in `skip`.
     """
     from torchao.float8 import convert_to_float8_training
 
@@ -93,11 +75,6 @@ def convert_to_float8(
     if uneven:  # torchao does not pad the rank with fewer rows and loses its scale: ranks would hang
         rows = dict.fromkeys(f"{_kind(name)} ({linears[name].out_features})" for name in uneven)
         which = f"the rows of {', '.join(rows)} cannot be shared evenly by {ranks} ranks"
-        if float8.fsdp_all_gather == "on":
-            raise ConfigError(
-                f'float8.fsdp_all_gather = "on": {which}; set it to "auto", which gathers these weights as without '
-                "float8, or change parallelism.dp_shard"
-            )
         logger.info(f"float8: {which}: gathered as without float8")
     elsewhere = dataclasses.replace(float8, fsdp_all_gather="off")
     for names, how in ((set(converted) - set(uneven), float8), (set(uneven), elsewhere)):

@@ -16,7 +16,7 @@ def precomputes_scales(config: Config) -> bool:
     Not for weights on the host, which lose their scales on the way to the device (torch 2.13).
     """
     float8 = config.float8
-    return gathers_float8(float8) and float8.precompute_scale != "off" and not config.parallelism.cpu_offload
+    return gathers_float8(float8) and float8.precompute_scale == "auto" and not config.parallelism.cpu_offload
 
 
 def precompute_scales(parts: list[nn.Module], config: Config) -> None:

@@ -28,7 +28,7 @@ from models import ModelSpec, build_model, find_model
 from parallel.mesh import ParallelDims
 from run.run import run_and_leave
 from tools.devices import DEVICES, GIB
-from tools.plan_costs import DEFAULT_VOCAB_SIZE, Work, groups, traffic
+from tools.plan_costs import DEFAULT_VOCAB_SIZE, Work, traffic
 from tools.plan_memory import Memory, memory, reserved
 from tools.plan_time import Cluster, estimate
 
@@ -175,9 +175,6 @@ def sweep(config: Config, options: Options) -> list[dict[str, Any]]:
             except ConfigError:
                 continue  # the world, the batch or the model does not divide so
             work = dataclasses.replace(base, config=changed, dims=dims)
-            held = {weight.name for group in groups(work) for weight in group}  # on this stage
-            if config.float8.fsdp_all_gather == "on" and held & work.float8_layers - work.float8_gathered:
-                continue  # the rows cannot be shared evenly: see float8.convert
             found = plan_work(work, options)
             if found["fits"]:
                 plans.append({"mode": mode, "local_batch_size": batch, **found})

@@ -79,7 +79,7 @@ def test_sharing_the_work_adds_no_error(
 def test_gathering_activations_in_float8_changes_no_bit(compile: str) -> None:
     """The cast comes before the gather, with the scale of the whole tensor, so it is the same cast."""
     gathered, whole = (
-        run_ranks(2, float8_run, float8_config("tensorwise", how, tp=2, compile=compile))[0] for how in ("on", "off")
+        run_ranks(2, float8_run, float8_config("tensorwise", how, tp=2, compile=compile))[0] for how in ("auto", "off")
     )
     assert gathered["losses"] == whole["losses"]
     for name, grad in gathered["grads"].items():
@@ -114,7 +114,7 @@ def test_half_the_bytes_of_every_gather_in_a_block() -> None:
         training = dataclasses.replace(config.training, param_dtype="bfloat16")
         return run_ranks(2, gathered_bytes, dataclasses.replace(config, training=training))[0]
 
-    before, after = counted("off"), counted("on")
+    before, after = counted("off"), counted("auto")
     assert len(before) == len(after)
     halved = [i for i in range(len(before)) if after[i] <= 0.505 * before[i]]
     # Per block: the inputs of attention and feed-forward, and in backward the gradients of their outputs; in the

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -84,55 +83,45 @@ def test_weights_whose_rows_ranks_cannot_share_evenly_are_gathered_as_without_fl
         assert len(names) == 2 * 7
         in_float8 = {name for name in names if hasattr(model.get_submodule(name).weight, "_precomputed_scale")}
         assert {name.split(".")[-1] for name in in_float8} == even, (tp, shards)
-    with pytest.raises(ConfigError, match=r'fsdp_all_gather = "on": the rows of attention.wq \(64\), attention.wk'):
-        convert_to_float8(build(), dataclasses.replace(settings, fsdp_all_gather="on"), 1, 3)
 
 
-class Whole(ColwiseParallel):
-    """A model's own style."""
+class OwnColumns(ColwiseParallel):
+    """A model's own style of a layer."""
 
 
-class Router(ParallelStyle):
-    """A model's own style, of no kind that torchao has."""
-
-    def _apply(self, module: Any, device_mesh: Any) -> Any:
-        return module
+class OwnInput(PrepareModuleInput):
+    """A model's own style of a layer's input."""
 
 
-class Prepare(PrepareModuleInput):
-    """Likewise, of a layer's input."""
+OWN_INPUT = OwnInput(input_layouts=Shard(0), desired_input_layouts=Replicate())
 
 
 @pytest.mark.parametrize(
-    "own",
-    [Whole(), ColwiseParallel(output_layouts=Replicate()), ColwiseParallel(use_local_output=False)],
-    ids=["style", "layout", "no local output"],
+    ("own", "skip", "changed"),
+    [
+        ({}, (), {"attention", "wq", "wk", "wv", "wo", "feed_forward", "w1", "w2", "w3"}),
+        ({}, ("wk", "w2"), {"wo", "feed_forward", "w1", "w3"}),  # wq and wv read what wk does
+        ({"feed_forward.w3": OwnColumns(), "attention": OWN_INPUT}, (), {"wo", "w2"}),
+    ],
+    ids=["all", "some not converted", "styles of its own"],
 )
-def test_a_layer_that_is_split_in_its_own_way_stays_so(own: ColwiseParallel) -> None:
-    """As the scores of experts, which each rank is to have whole: torchao's style would leave it a part of them."""
-    model = Llama(LlamaConfig(dim=64, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=64, vocab_size=64))
+def test_only_what_all_its_readers_take_is_gathered_in_float8(
+    own: dict[str, ParallelStyle], skip: tuple[str, ...], changed: set[str]
+) -> None:
+    model = Llama(dataclasses.replace(FLAVOR, n_layers=1))
+    convert_to_float8(model, Float8(enable=True, filter="all", skip=("output", *skip)), tp=2)
+    plan = float8_plan(model.layers["0"], BLOCK_PLAN | own, "cpu")
+    assert {n.split(".")[-1] for n, style in plan.items() if style is not (BLOCK_PLAN | own)[n]} == changed
+
+
+def test_a_layer_that_is_split_in_its_own_way_stays_so() -> None:
+    """Such as the scores of experts, which each rank must have whole."""
+    model = Llama(dataclasses.replace(FLAVOR, n_layers=1))
     convert_to_float8(model, Float8(enable=True, filter="all"), tp=2)
-    plan = float8_plan(model.layers["0"], BLOCK_PLAN | {"feed_forward.w3": own}, "cpu")
-    for what in ("output_layouts", "use_local_output"):
-        assert getattr(plan["feed_forward.w3"], what) == getattr(own, what)
-    assert isinstance(plan["feed_forward.w3"], type(own))
-    assert type(plan["attention.wq"]) is not ColwiseParallel, "the others are gathered in float8"
-    kept = {
-        "feed_forward.w3": Router(),
-        "attention": Prepare(input_layouts=Shard(0), desired_input_layouts=Replicate()),
-    }
-    plan = float8_plan(model.layers["0"], BLOCK_PLAN | kept, "cpu")
-    for name in (*kept, "feed_forward", "attention.wq"):
-        assert plan[name] is (BLOCK_PLAN | kept)[name], "its readers would have float8, which not all of them know"
-
-
-def test_a_layer_that_is_not_converted_is_split_as_without_float8() -> None:
-    """Neither wq and wv, which read what wk does, nor w2 would know what to do with float8."""
-    model = Llama(LlamaConfig(dim=64, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=64, vocab_size=64))
-    convert_to_float8(model, Float8(enable=True, filter="all", skip=("output", "wk", "w2")), tp=2)
-    plan = float8_plan(model.layers["0"], BLOCK_PLAN, "cpu")
-    changed = {name for name, style in plan.items() if style is not BLOCK_PLAN[name]}
-    assert changed == {"attention.wo", "feed_forward", "feed_forward.w1", "feed_forward.w3"}
+    for own in (ColwiseParallel(output_layouts=Replicate()), ColwiseParallel(use_local_output=False)):
+        plan = float8_plan(model.layers["0"], BLOCK_PLAN | {"feed_forward.w3": own}, "cpu")
+        for what in ("output_layouts", "use_local_output"):
+            assert getattr(plan["feed_forward.w3"], what) == getattr(own, what)
 
 
 def test_the_auto_filter_keeps_small_layers_in_high_precision() -> None:
@@ -167,17 +156,11 @@ UNEVEN, ODD = Training(seq_len=20, local_batch_size=2), Training(seq_len=264, lo
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (Config(float8=Float8(enable=True, recipe="rowwise", fsdp_all_gather="on")), r'"rowwise": only "tensorwise"'),
-        (Config(float8=Float8(enable=True, recipe="rowwise", precompute_scale="on")), r'precompute_scale = "on" with'),
-        (
-            Config(float8=Float8(enable=True, precompute_scale="on"), parallelism=Parallelism(cpu_offload=True)),
-            r'precompute_scale = "on" with parallelism.cpu_offload',
-        ),
         (Config(float8=Float8(enable=True), training=UNEVEN), "2 x 20 / 1 = 40 tokens must be a multiple of 16"),
         (Config(float8=Float8(enable=True, recipe="rowwise_with_gw_hp"), training=UNEVEN), ""),
         (Config(float8=Float8(enable=True, emulate=True), training=UNEVEN), ""),
         (Config(float8=Float8(enable=True), parallelism=Parallelism(cp=2), training=ODD), "= 264 tokens must be"),
-        (Config(float8=Float8(enable=True, fsdp_all_gather="on", tp_all_gather="on", precompute_scale="on")), ""),
+        (Config(float8=Float8(enable=True), parallelism=Parallelism(reshard_group_size=2)), "no float8 weights from"),
     ],
 )
 def test_contradictions_are_refused(settings: Config, message: str) -> None:
