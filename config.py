@@ -149,8 +149,6 @@ class Training:
     """Data type in which gradients are summed over the ranks."""
     loss_chunks: Count = 1
     """Pieces of the output layer and loss; only one piece's logits exist at a time. 0: 4 pieces, or 1 with tp or pp."""
-    gc_interval: Positive = 50
-    """Steps between two runs of Python's garbage collector, on all ranks together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,8 +168,7 @@ class Optimizer:
     weight_decay: NonNegative = 0.1
     """Decoupled weight decay."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Data type in which the two running means are stored. They are computed in float32. bfloat16 halves their memory
-    and needs decays of at most 0.98: it would round away the changes of slower means."""
+    """Data type of the stored running means. bfloat16 halves their memory and needs decays of at most 0.98."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,8 +205,7 @@ class Parallelism:
     reshard_group_size: Count = 0
     """With reshard_after_forward: until backward, shard weights over groups of this many ranks. 0: over all ranks."""
     sync_every_microbatch: bool = True
-    """Sum gradients over the shards after each microbatch. False: only after the last, with less traffic and more
-    memory, as always in a pipeline and on a single rank."""
+    """Sum gradients over the shards after each microbatch. False: after the last: less traffic, more memory."""
     prefetch_layers: Count = 0
     """Blocks to gather ahead of the one that computes. 0: FSDP2's default, one block ahead, in backward only."""
     reduce_scatter: Literal["backend", "all_to_all"] = "backend"
@@ -420,6 +416,7 @@ REMOVED = {  # former setting → what to use instead
     "data.retry_seconds": "comm.store_retry_seconds is for data and checkpoints alike",
     "data.tokenizer": "the run's own tokenizer is checked at each start",
     "checkpoint.request_timeout_seconds": "comm.store_retry_seconds says how long a request is repeated",
+    "training.gc_interval": "every 50 steps all ranks collect garbage together",
     "failures.straggler_interval": "python -m tools.preflight compares the devices of all ranks before a run",
 }
 OTHER_NAMES = {  # setting → what other projects call it

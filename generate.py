@@ -91,7 +91,6 @@ def sample(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> 
     if sampling.top_p < 1:
         sorted_V, order_V = probabilities_V.sort(descending=True)
         beyond_V = sorted_V.cumsum(-1) - sorted_V >= sampling.top_p
-        beyond_V[0] = False  # in the comparison, a top_p such as 1e-300 is 0
         sorted_V = sorted_V.masked_fill(beyond_V, 0.0)
         probabilities_V = torch.zeros_like(sorted_V).scatter(0, order_V, sorted_V)
     return torch.multinomial(probabilities_V, 1, generator=generator)[0]
@@ -262,7 +261,7 @@ def read_prompts(file: Path) -> list[str]:
     for number, line in enumerate(lines, start=1):
         try:
             prompt = json.loads(line)["prompt"]
-            prompt.encode()  # raises for lone surrogates
+            prompt.encode()  # raises for what is no text, and for lone surrogates
             prompts.append(prompt)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f'{file}, line {number}: must be an object with a text "prompt": {error!r}') from None

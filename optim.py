@@ -48,8 +48,6 @@ def build_optimizer(
 
     It is torch's fused kernel. That refuses bfloat16 states, for which it is our own, compiled if the model is.
     """
-    if optimizer.name != "adamw":
-        raise ConfigError(f"optimizer.name = {optimizer.name!r}: has no branch in build_optimizer")
     parameters = [p for part in parts for p in part.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": optimizer.weight_decay},
@@ -202,16 +200,14 @@ def learning_rate(step: int, steps: int, peak: float, schedule: settings.LRSched
     `wsd` holds the peak, then decays linearly over the last `decay_fraction` of all steps (Hu et al. 2024, MiniCPM);
     `cosine` follows half a cosine from the end of the warm-up to the last step (Loshchilov and Hutter 2017).
     """
+    if step <= schedule.warmup_steps:
+        return peak * step / schedule.warmup_steps
     if schedule.schedule == "wsd":
         decay_steps = round(schedule.decay_fraction * steps)
         share = min(1.0, (steps - step) / decay_steps) if decay_steps else 1.0
-    elif schedule.schedule == "cosine":
-        done = (step - schedule.warmup_steps) / max(1, steps - schedule.warmup_steps)
-        share = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
     else:
-        raise ConfigError(f"lr_scheduler.schedule = {schedule.schedule!r}: has no branch in learning_rate")
-    if step <= schedule.warmup_steps:
-        return peak * step / schedule.warmup_steps
+        done = (step - schedule.warmup_steps) / (steps - schedule.warmup_steps)
+        share = 0.5 * (1 + math.cos(math.pi * done))
     return peak * (schedule.min_lr_factor + (1 - schedule.min_lr_factor) * share)
 
 

@@ -4,12 +4,10 @@ A kill or a full disk may cut the last line. A cut line counts as never written.
 """
 
 import argparse
-import errno
 import json
 import mmap
 import os
 import subprocess
-import tempfile
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -56,15 +54,7 @@ def output_file(text: str) -> Path:
     path = output_path(text)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"{path}: its folder cannot be made: {error.strerror}") from None
-    try:
-        if path.is_dir():
-            raise argparse.ArgumentTypeError(f"{path}: is a folder, must be a file")
-        if path.exists():
-            path.open("ab").close()
-        if path.is_file() or not path.exists():
-            tempfile.TemporaryFile(dir=path.resolve().parent).close()
+        path.open("ab").close()
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{path}: cannot be written: {error.strerror}") from None
     return path
@@ -73,14 +63,10 @@ def output_file(text: str) -> Path:
 def write_output(path: Path, text: str) -> None:
     """Write the file of an `--output`, atomically unless it is a pipe or a device. Raises TitaniteError."""
     with file_errors(path):
-        if path.is_file() or not path.exists():
-            try:
-                write_atomically(path.resolve(), text.encode())
-                return
-            except OSError as error:
-                if error.errno != errno.EBUSY:  # the file is a mount point itself, for example in a container
-                    raise
-        path.write_text(text, encoding="utf-8")
+        if path.is_file():
+            write_atomically(path.resolve(), text.encode())
+        else:
+            path.write_text(text, encoding="utf-8")
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

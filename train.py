@@ -60,7 +60,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
     """
     environment, training = launch_environment(), config.training
     rank, world_size, steps = environment.rank, environment.world_size, training.steps
-    configure_logging(config.metrics.log_ranks, rank, world_size)
+    configure_logging(config.metrics.log_ranks, rank)
     dims, chunks = ParallelDims.from_config(config.parallelism, world_size), loss_chunks(config)
     with file_errors():
         data = DataLoader(config, dims.dp_rank(rank), dims.dp, pin_memory=device_type() != "cpu")

@@ -186,11 +186,6 @@ def main(argv: list[str]) -> None:
     datasets = arguments.datasets or (values.get("data") and (config.validation.datasets or config.data.datasets))
     if not datasets:
         raise ConfigError(f"{arguments.place}: no run says which datasets to measure; name them with --datasets")
-    for url in [] if arguments.datasets else datasets:
-        try:
-            open_dataset(url, config)
-        except DataError as error:
-            raise DataError(f"{error}; the run had its data there: name its place now with --datasets") from None
     config = replace(config, validation=replace(config.validation, datasets=tuple(datasets)))
     for name, held_out in validation_sets(config).items():
         loss, tokens = measure(trained, as_packed(held_out, arguments.seq_len, recorded))

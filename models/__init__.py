@@ -1,10 +1,10 @@
 """The models that train.py knows. To add one, add a folder beside `llama` and a line to MODELS."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,24 +17,6 @@ from models.llama.model import Llama
 from models.llama.parallelize import apply_parallelism, check_parallelism
 
 
-class HuggingFace(Protocol):
-    """The module hf.py of a model family, used by tools.hf, such as models/llama/hf.py. Values cross unchanged."""
-
-    MODEL_TYPE: str  # `model_type` in config.json
-
-    def hf_names(self, flavor: Any, /) -> Mapping[str, str]:
-        """Our name → Hugging Face's name, for every parameter."""
-
-    def check_hf_names(self, found: Collection[str], flavor: Any, /) -> None:
-        """Raises ValueError that says which of a folder's weight names are missing or left over."""
-
-    def from_hf_config(self, hf: dict[str, Any], /) -> Any:
-        """The flavor that a config.json describes. Raises ValueError, KeyError or TypeError for one we cannot run."""
-
-    def to_hf_config(self, flavor: Any, max_positions: int, dtype: str, /) -> dict[str, Any]:
-        """The config.json of a flavor."""
-
-
 @dataclass(frozen=True)
 class ModelSpec:
     """What train.py needs of a model family.
@@ -42,7 +24,8 @@ class ModelSpec:
     `model(flavor)` builds a module with `init_std(name)` and `flops_per_token(seq_len)`. Flavors are dataclasses with
     `vocab_size`, `dim` and `n_layers`; `recorded_flavor(fields)` builds one from its `asdict`.
     `check_parallelism(flavor, config)` raises ConfigError if the two do not fit. `apply_parallelism(model, mesh,
-    config)` shards the model and returns the parts this rank holds. `hf`, if given, converts to and from Hugging Face.
+    config)` shards the model and returns the parts this rank holds. `hf` is the family's module with the functions of
+    models/llama/hf.py, for tools.hf; None: the family does not cross to Hugging Face.
     """
 
     model: Callable[[Any], nn.Module]
@@ -50,7 +33,7 @@ class ModelSpec:
     recorded_flavor: Callable[[Mapping[str, Any]], Any]
     check_parallelism: Callable[..., None]
     apply_parallelism: Callable[..., list[nn.Module]]
-    hf: HuggingFace | None = None
+    hf: Any = None
 
 
 MODELS = MappingProxyType(

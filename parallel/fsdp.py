@@ -46,7 +46,7 @@ def apply_fsdp(model: nn.Module, groups: list[list[nn.Module]], mesh: DeviceMesh
     meshes: AbstractContextManager[object] = nullcontext()
     if settings.reshard_group_size:
         reshard = settings.reshard_group_size
-        # FSDP2 would make groups of that many ranks, with new connections, for each block.
+        # FSDP2 (torch 2.11 to 2.15) would make groups of that many ranks, with new connections, for each block.
         axes = ("reshard_groups", "reshard_group")
         shared = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, reshard), mesh_dim_names=axes)
         meshes = mock.patch.object(_fsdp_init, "DeviceMesh", return_value=shared)

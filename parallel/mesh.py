@@ -55,16 +55,11 @@ class ParallelDims:
             raise ConfigError(f"parallelism.local_steps = {parallelism.local_steps}: needs dp_replicate above 1")
         group, shards = parallelism.reshard_group_size, dp_shard * cp
         # With pp, weights stay gathered. FSDP2's groups support neither tp's DTensors nor islands' ranks.
-        if group and (tp * pp > 1 or parallelism.local_steps or not parallelism.reshard_after_forward):
-            raise ConfigError(
-                f"parallelism.reshard_group_size = {group}: needs reshard_after_forward = true, pp = 1, tp = 1 and "
-                "local_steps = 0"
-            )
-        groups = [size for size in range(2, shards) if shards % size == 0]
-        if group and group not in groups:
+        possible = parallelism.reshard_after_forward and tp == pp == 1 and not parallelism.local_steps
+        if group and not (possible and 1 < group < shards and shards % group == 0):
             raise ConfigError(
                 f"parallelism.reshard_group_size = {group}: must divide the {shards} ranks that share the weights into "
-                f"groups: {', '.join(map(str, groups)) or 'none can'}, or 0"
+                "smaller groups, and needs reshard_after_forward = true, pp = 1, tp = 1 and local_steps = 0"
             )
         return cls(dp_replicate, dp_shard, cp, tp, pp, dp_replicate if parallelism.local_steps else 1)
 
@@ -88,9 +83,7 @@ class ParallelDims:
         return self.pp * self.cp * self.tp
 
     def dp_rank(self, rank: int) -> int:
-        """Number of a rank among the data-parallel ranks. Raises ConfigError if the run has no such rank."""
-        if not 0 <= rank < self.dp * self.copies:
-            raise ConfigError(f"RANK = {rank}: must be below WORLD_SIZE = {self.dp * self.copies}; torchrun sets both")
+        """Number of a rank among the data-parallel ranks."""
         return rank // (self.cp * self.tp) % self.dp
 
     def island(self, rank: int) -> int:

@@ -43,10 +43,7 @@ def check_run_folder(config: Config, identity: dict[str, Any]) -> None:
 
 def _check_model(folder: Path, identity: dict[str, Any]) -> None:
     file = folder / "model.json"
-    try:
-        saved = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else identity
-    except ValueError as error:
-        raise ConfigError(f"{file}: is damaged ({error}); start again in a new folder") from None
+    saved = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else identity
     if different := model_differences(saved, identity):
         raise ConfigError(
             f"{folder} holds a run with another model: {different}. Resume it with its own model, leave run.folder "

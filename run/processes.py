@@ -83,12 +83,10 @@ def init_distributed(environment: LaunchEnvironment, comm: Comm) -> torch.device
     kind, devices = device_type(), torch.accelerator.device_count()
     device = torch.device(kind) if kind == "cpu" else torch.device(kind, environment.local_rank)
     if kind != "cpu":
-        # A rank that sees one device may have it for itself: torchrun --virtual-local-rank.
-        sharing = max(environment.local_world_size if devices > 1 else 1, environment.local_rank + 1)
-        if sharing > devices:
+        if environment.local_rank >= devices:
             raise ConfigError(
-                f"{socket.gethostname()}: each rank needs a {kind} device of its own, but {sharing} ranks see only "
-                f"{devices}; see torchrun's --nproc-per-node, and srun's --gpus-per-task"
+                f"{socket.gethostname()}: each rank needs a {kind} device of its own, but local rank "
+                f"{environment.local_rank} sees {devices}; see torchrun's --nproc-per-node, and srun's --gpus-per-task"
             )
         torch.accelerator.set_device_index(environment.local_rank)
     # gloo, also beside an accelerator's backend: for small CPU objects and checkpoints.
@@ -135,10 +133,9 @@ def from_rank_0(make: Callable[[], T]) -> T:
 
 
 def shut_down() -> None:
-    """Leave the process group, if there is one. Drop the model and the optimizer first.
+    """Collect all garbage, then leave the process group, if there is one.
 
-    If a thread of gloo drops the last reference to a tensor while Python exits, it aborts the process. So all garbage
-    is collected first.
+    Otherwise a thread of gloo could drop the last reference to a tensor while Python exits, which aborts the process.
     """
     gc.unfreeze()  # what the training loop has frozen
     gc.collect()

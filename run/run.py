@@ -35,12 +35,13 @@ from run.processes import (
     set_timeout,
     shut_down,
 )
-from run.stop import OF_A_SCHEDULER, StopRequest
+from run.stop import StopRequest
 from run.watchdog import Watchdog
 from storage import OutageError
 
 logger = logging.getLogger(__name__)
 
+GC_INTERVAL_STEPS = 50  # between two collections of garbage, on all ranks together
 SPEAKER_TIMEOUT_SECONDS = 20  # for ranks to wait until they are ended, while local rank 0 says what is wrong
 ForwardBackward = Callable[[list[Batch], Tensor], list[Tensor]]  # (microbatches, tokens of the step) → their losses
 
@@ -129,7 +130,7 @@ class Run:
         if isinstance(error, SystemExit) and self.watchdog.step == 0 and not self.watchdog.find_lost(0):
             # Before any step a request to stop ends this rank at once. (torchrun also asks when it has lost a rank.)
             cause = f"stopped by {self.stop.asked_by}, before any step"
-            self.watchdog.announce("stopped", cause, again=self.stop.asked_by in OF_A_SCHEDULER)
+            self.watchdog.announce("stopped", cause, again=self.stop.again)
         self._contexts.__exit__(kind, error, trace)
         if self._begins and error is None:  # after an error other ranks may wait in a collective
             shut_down()
@@ -184,7 +185,7 @@ class Run:
 
     def end(self, step: int) -> None:
         """End a step. Collective."""
-        training, comm = self.config.training, self.config.comm
+        comm = self.config.comm
         if self.starting and self._computed:
             self.starting = False
             gc.collect()
@@ -193,7 +194,7 @@ class Run:
             dist.barrier()  # the shorter limit must not run while a rank still compiles
             set_timeout(comm.train_timeout_seconds, apart=self.checkpoint_group)  # which has its own limit
             self.watchdog.limit_seconds = comm.train_timeout_seconds
-        if step % training.gc_interval == 0:
+        if step % GC_INTERVAL_STEPS == 0:
             gc.collect()
 
     def end_steps(self, step: int) -> None:
@@ -209,8 +210,7 @@ class Run:
         self._contexts.close()
         end = ("finished", "all steps done", None, False)
         if step < steps:
-            again = stop.asked_by in OF_A_SCHEDULER or stop.elsewhere
-            end = ("stopped", f"stopped by {stop.asked_by or 'another rank'}", None, again)
+            end = ("stopped", f"stopped by {stop.asked_by or 'another rank'}", None, stop.again)
         if self.environment.local_rank == 0:  # each node may have a disk of its own
             self.watchdog.announce(*end)
         logger.info(f"done: step {step} of {steps}, run folder {self.folder}")

@@ -4,7 +4,7 @@ import os
 import signal
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -12,20 +12,17 @@ import torch.distributed as dist
 from config import TitaniteError
 from run.processes import LaunchEnvironment
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-OF_A_SCHEDULER = (
-    "SIGTERM",
-    "SIGHUP",
-    "SIGUSR1",
-)  # it will start the job again; a person's SIGINT or `stop` file ends it
-OF_A_NODE = ("SIGTERM", "SIGHUP")  # they take one node from the run
-A_NODE, ALL = 1, 2  # votes: a node is to leave, the run is to end
+# What asks → the vote that it casts, of which the largest counts: a node is to leave, the scheduler ends the job and
+# starts it again, a person ends it. The file `stop` is a person's, too.
+A_NODE, A_JOB, A_PERSON = 1, 2, 3
+VOTES = MappingProxyType({"SIGTERM": A_NODE, "SIGHUP": A_NODE, "SIGUSR1": A_JOB, "SIGINT": A_PERSON})
 
 
 class StopRequest:
     """SIGTERM, Ctrl-C, a closed terminal, SIGUSR1 (Slurm's warning) or a file `stop` in the run's folder.
 
-    All ranks agree on it. Afterwards `elsewhere` says that only other nodes were taken, so that the run should go on.
+    All ranks agree on it. Afterwards `elsewhere` says that only other nodes were taken, so that the run should go on,
+    and `again` that a scheduler will start the job again.
 
     Signals are caught inside `with`, except those that were ignored before, as SIGHUP is under nohup. Before `start`
     there is nothing to save, so a signal ends this rank at once. Then each step casts a vote and reads that of the step
@@ -35,7 +32,7 @@ class StopRequest:
 
     def __init__(self, run_folder: Path, environment: LaunchEnvironment):
         self.file, self.environment = run_folder / "stop", environment
-        self.asked_by, self.elsewhere = "", False
+        self.asked_by, self.elsewhere, self.again = "", False, False
         self.vote = torch.zeros(1, dtype=torch.int32)
         self.group: dist.ProcessGroup | None = None
         self.under_way: dist.Work | None = None
@@ -48,10 +45,14 @@ class StopRequest:
         name = signal.Signals(number).name
         if name == self.asked_by == "SIGINT":
             raise KeyboardInterrupt
-        if not self.asked_by or name not in OF_A_NODE:  # a node's signal does not replace a person's
+        if VOTES[name] > self._vote():
             self.asked_by = name
         if self.group is None:
+            self.again = self._vote() < A_PERSON
             raise SystemExit(128 + number)
+
+    def _vote(self) -> int:
+        return VOTES.get(self.asked_by, A_PERSON) if self.asked_by else 0
 
     def agreed(self) -> bool:
         """Whether any rank had been asked to stop by the previous call; the same on all ranks. Collective."""
@@ -60,19 +61,19 @@ class StopRequest:
         stop = bool(self.vote.item())
         if self.environment.rank == 0 and self.file.exists():
             self.asked_by = str(self.file)
-        self.vote.fill_(0 if not self.asked_by else A_NODE if self.asked_by in OF_A_NODE else ALL)
+        self.vote.fill_(self._vote())
         self.under_way = dist.all_reduce(self.vote, dist.ReduceOp.MAX, group=self.group, async_op=True)
         return stop
 
     def __enter__(self) -> "StopRequest":
-        self.before = {number: signal.getsignal(number) for number in SIGNALS}
+        self.before = {signal.Signals[name]: signal.getsignal(signal.Signals[name]) for name in VOTES}
         for number, handler in self.before.items():
             if handler != signal.SIG_IGN:
                 signal.signal(number, self._on_signal)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Restore the signals, set `elsewhere`, and remove the obeyed `stop` file."""
+        """Restore the signals, set `elsewhere` and `again`, and remove the obeyed `stop` file."""
         if isinstance(error, Exception) and not isinstance(error, TitaniteError) and self.asked_by == "SIGTERM":
             # When a rank has failed, torchrun ends the others by SIGTERM, and their collectives fail in turn. Only the
             # first failure should be seen: a second traceback would bury it.
@@ -80,6 +81,7 @@ class StopRequest:
         if error is None and self.under_way is not None:
             self.under_way.wait()
             self.elsewhere = self.vote.item() == A_NODE and not self.asked_by
+            self.again = self.vote.item() in (A_NODE, A_JOB)
             if self.environment.rank == 0:
                 self.file.unlink(missing_ok=True)
         for number, handler in self.before.items():

@@ -38,7 +38,7 @@ from config import LOCAL_OR_S3, TitaniteError, command_line, file_errors, tomlli
 from data.chat import ChatTemplate
 from data.tokenizer import Tokenizer, json_object
 from metrics import quiet_noisy_loggers
-from models import MODELS, HuggingFace, build_model, recorded_model
+from models import MODELS, build_model, recorded_model
 from records import output_path
 from storage import Store, StoreError, open_store
 from tools import torchtitan
@@ -120,7 +120,7 @@ def write_companions(
         (folder / file).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
-def exported_model(manifest: Manifest) -> tuple[HuggingFace, nn.Module, Any]:
+def exported_model(manifest: Manifest) -> tuple[Any, nn.Module, Any]:
     """The adapter, model (on the meta device) and flavor that a checkpoint names. Raises TitaniteError."""
     spec, flavor = recorded_model(manifest.get("identity", {}))
     if spec.hf is None:

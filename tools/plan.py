@@ -23,7 +23,7 @@ from config import Config, ConfigError, load_config
 from data.ledger import grad_accum_steps
 from float8.convert import check_float8, convert_to_float8
 from loss import loss_chunks
-from metrics import check_log_ranks, find_hook
+from metrics import find_hook
 from models import ModelSpec, build_model, find_model
 from parallel.mesh import ParallelDims
 from run.run import run_and_leave
@@ -284,7 +284,6 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Config, Options]:
     storage = 1e9 * arguments.storage_bandwidth
     options = Options(arguments.world_size, cluster, arguments.tokens, arguments.mttf_hours, storage)
     config = load_config(rest)
-    check_log_ranks(config.metrics.log_ranks, arguments.world_size)
     find_hook(config.metrics.hook)
     if config.float8.enable and device.float8_flops is None and not config.float8.emulate:
         raise ConfigError(f"float8.enable = true: {arguments.device} has no float8 matmul")

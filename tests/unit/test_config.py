@@ -28,7 +28,7 @@ def test_precedence_default_base_file_command_line(tmp_path: Path) -> None:
     config = load_config(["--compile.enable", str(tmp_path / "child.toml"), *words])  # a bare FILE.toml is the config
     assert config.compile.enable
     assert (config.training.steps, config.training.seq_len, config.training.local_batch_size) == (50, 128, 6)
-    assert (config.model.flavor, config.run.seed, config.training.gc_interval) == ("8B", 7, Training().gc_interval)
+    assert (config.model.flavor, config.run.seed, config.training.max_norm) == ("8B", 7, Training().max_norm)
 
 
 @pytest.mark.parametrize(
@@ -213,16 +213,14 @@ RING = "--parallelism.cp_method=ring"
 LONG = "--comm.store_retry_seconds=240"
 GROUPS, IN_CHUNKS = "--parallelism.reshard_group_size=2", "--training.loss_chunks=4"
 BUDGET, INDUCTOR = "--activation_checkpoint.mode=budget", 'needs compile.enable = true and compile.backend = "inductor"'
-OF_WHAT = "needs reshard_after_forward = true, pp = 1, tp = 1 and local_steps = 0"
 REFUSED = [  # words, ranks, what is said: each would otherwise train wrongly, fail late or be ignored
     ([PP, "--model.flavor=1B"], 2, "one weight as embedding and output"),
     ([PP, "--training.local_batch_size=3", "--parallelism.pp_microbatch_size=2"], 2, "whole number, at least"),
     ([PP, IN_CHUNKS], 2, "needs parallelism.tp = 1 and pp = 1"),
     (["--float8.enable", "--float8.skip=[]", IN_CHUNKS], 1, 'unless float8.skip names "output"'),
-    ([PP, GROUPS], 2, OF_WHAT),
-    (["--parallelism.local_steps=50", DP, GROUPS], 8, OF_WHAT),
-    ([GROUPS, "--parallelism.reshard_after_forward=false"], 8, OF_WHAT),
-    (["--parallelism.reshard_group_size=3"], 8, "the 8 ranks that share the weights into groups: 2, 4, or 0"),
+    ([PP, GROUPS], 8, "needs reshard_after_forward = true, pp = 1, tp = 1 and local_steps = 0"),
+    ([GROUPS, "--parallelism.local_steps=50", DP], 8, "and local_steps = 0"),
+    (["--parallelism.reshard_group_size=3"], 8, "must divide the 8 ranks that share the weights into smaller groups"),
     ([BUDGET], 1, INDUCTOR),
     ([CP, RING, "--data.mask_documents"], 2, "cannot tell documents apart"),
     ([CP, "--training.seq_len=254"], 2, "must be a multiple of 4"),

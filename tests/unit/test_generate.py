@@ -90,7 +90,7 @@ def test_a_row_is_drawn_as_it_would_be_alone() -> None:
     assert together != tokens_of(model, prompts, 12, Sampling(seed=8))
 
 
-@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (3, 1.0), (0, 0.7), (4, 0.6), (0, 0.01), (0, 1e-300)])
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (3, 1.0), (0, 0.7), (4, 0.6), (0, 0.01)])
 def test_sampling_follows_the_probabilities_that_transformers_leaves(top_k: int, top_p: float) -> None:
     logits = torch.tensor([1.0, 3.0, 2.0, -1.0, 2.5, 0.0])
     generator = torch.Generator().manual_seed(0)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
 
-from config import Compile, ConfigError, LRScheduler, Optimizer
+from config import Compile, LRScheduler, Optimizer
 from loss import IGNORED, build_chunked_loss, build_loss, cross_entropy
 from optim import SLOWEST_BFLOAT16, build_optimizer, clip_grad_norm_, learning_rate, set_learning_rate
 from parallel.gradients import build_add
@@ -128,14 +128,6 @@ def test_cosine_schedule_is_torchs_after_the_warmup() -> None:
         assert learning_rate(step, 100, 2.0, schedule) == pytest.approx(reference.get_last_lr()[0], abs=1e-12)
         optimizer.step()
         reference.step()
-
-
-def test_a_name_without_a_branch_trains_nothing() -> None:
-    """As one that a fork has allowed in config.py alone."""
-    with pytest.raises(ConfigError, match=r"optimizer\.name = 'lion': has no branch in build_optimizer"):
-        build_optimizer([nn.Linear(2, 2)], Optimizer(name="lion"))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"lr_scheduler\.schedule = 'linear': has no branch in learning_rate"):
-        learning_rate(1, 100, 2.0, LRScheduler(schedule="linear", warmup_steps=10))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("max_norm", [0.5, 1e9, 0.0])

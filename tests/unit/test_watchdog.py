@@ -33,8 +33,8 @@ def exit_of(folder: Path) -> dict[str, Any]:
 # ---------------------------------------------------------------- requests to stop
 
 
-def votes(folder: Path, asked: dict[int, tuple[signal.Signals | str, ...]]) -> tuple[list[bool], bool, str]:
-    """Of two ranks on each node: the votes of two steps, whether this one is to go on, and what asked it."""
+def votes(folder: Path, asked: dict[int, tuple[signal.Signals | str, ...]]) -> tuple[list[bool], bool, bool]:
+    """Of two ranks on each node: the votes of two steps, whether only others leave, whether the job starts again."""
     rank = dist.get_rank()
     with StopRequest(folder, LaunchEnvironment(rank, rank % 2, dist.get_world_size())) as stop:
         stop.start(timeout_seconds=60)
@@ -44,32 +44,28 @@ def votes(folder: Path, asked: dict[int, tuple[signal.Signals | str, ...]]) -> t
             else:
                 os.kill(os.getpid(), how)
         voted = [stop.agreed(), stop.agreed()]
-    return voted, stop.elsewhere, stop.asked_by
-
-
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"])
-def test_a_signal_asks_for_a_stop_after_the_step(name: str, tmp_path: Path) -> None:
-    assert run_ranks(1, votes, tmp_path, {0: (signal.Signals[name],)}) == [([False, True], False, name)]
+    return voted, stop.elsewhere, stop.again
 
 
 @pytest.mark.parametrize(
-    ("asked", "expected"),
+    ("asked", "others", "again"),
     [
-        ({2: (signal.SIGTERM,), 3: (signal.SIGTERM,)}, [True, True, False, False]),
-        ({0: (signal.SIGHUP,), 1: (signal.SIGHUP,)}, [False, False, True, True]),
-        (dict.fromkeys(range(4), (signal.SIGTERM,)), [False] * 4),
-        ({3: (signal.SIGUSR1,)}, [False] * 4),
-        ({3: (signal.SIGTERM, signal.SIGINT)}, [False] * 4),
-        ({0: ("stop",), 3: (signal.SIGTERM,)}, [False] * 4),
-        ({}, [False] * 4),
+        ({2: (signal.SIGTERM,), 3: (signal.SIGTERM,)}, [0, 1], True),
+        ({0: (signal.SIGHUP,), 1: (signal.SIGHUP,)}, [2, 3], True),
+        (dict.fromkeys(range(4), (signal.SIGTERM,)), [], True),
+        ({3: (signal.SIGUSR1,)}, [], True),
+        ({3: (signal.SIGTERM, signal.SIGINT)}, [], False),
+        ({2: (signal.SIGINT, signal.SIGTERM)}, [], False),
+        ({0: ("stop",), 3: (signal.SIGTERM,)}, [], False),
+        ({}, [], False),
     ],
 )
-def test_nodes_that_remain_go_on_without_those_that_are_taken(
-    asked: dict[int, tuple[signal.Signals | str, ...]], expected: list[bool], tmp_path: Path
+def test_ranks_agree_who_leaves_after_the_step_and_whether_the_job_starts_again(
+    asked: dict[int, tuple[signal.Signals | str, ...]], others: list[int], again: bool, tmp_path: Path
 ) -> None:
-    for (voted, elsewhere, _), goes_on in zip(run_ranks(4, votes, tmp_path, asked), expected, strict=True):
-        assert voted == [False, bool(asked)]
-        assert elsewhere == goes_on
+    """The scheduler starts a job again that it has ended itself, whichever of its ranks it told; not a person's."""
+    found = run_ranks(4, votes, tmp_path, asked)
+    assert found == [([False, bool(asked)], rank in others, again) for rank in range(4)]
     assert not list(tmp_path.iterdir()), "the file is gone once it is obeyed"
 
 
@@ -88,7 +84,7 @@ def under_nohup(folder: Path) -> Any:
 
 def test_a_second_ctrl_c_ends_at_once_and_under_nohup_a_closed_terminal_does_nothing(tmp_path: Path) -> None:
     run_ranks(1, interrupted_twice, tmp_path)
-    assert run_ranks(1, under_nohup, tmp_path) == [([False, False], False, "")]
+    assert run_ranks(1, under_nohup, tmp_path) == [([False, False], False, False)]
 
 
 def leave_by(error: Exception, folder: Path, asked_by: signal.Signals) -> str:
@@ -127,48 +123,41 @@ def raise_in_collective(error: Exception) -> None:
     scope["fail"](error)
 
 
-def explain(folder: Path, error: Exception) -> None:
-    watchdog = Watchdog(folder, LaunchEnvironment(rank=0, local_rank=0, world_size=1, max_restarts=1), Config())
-    watchdog.enter("forward/backward", step=7)
-    watchdog.last_checkpoint = 5
-    try:
-        raise_in_collective(error)
-    except Exception as raised:
-        watchdog.explain(type(raised), raised, raised.__traceback__)
-        try:
-            raise_in_collective(ValueError("a consequence"))
-        except ValueError as consequence:
-            watchdog.explain(ValueError, consequence, consequence.__traceback__)
+ENDS = [  # error, kind, rank, start_again (what a scheduler is told), cause
+    (RuntimeError("The size of tensor a (3) must match"), "failed", 0, False, "The size of tensor a"),
+    (RuntimeError("[gloo/transport/tcp/pair.cc:544] Connection closed by peer"), "lost", None, True, "a rank on"),
+    (TitaniteError("a shard is damaged"), "error", 0, False, "a shard is damaged"),
+    (TitaniteError("loss nan", agreed=True), "error", None, False, "loss nan"),
+    (torch.OutOfMemoryError("CUDA out of memory.\nand more"), "failed", 0, False, "CUDA out of memory.; a smaller"),
+    (ValueError("wrong"), "failed", 0, False, "ValueError: wrong"),
+]
 
 
-@pytest.mark.parametrize(
-    ("error", "kind", "rank", "again", "cause"),
-    [
-        (RuntimeError("The size of tensor a (3) must match"), "failed", 0, False, "The size of tensor a"),
-        (RuntimeError("[gloo/transport/tcp/pair.cc:544] Connection closed by peer"), "lost", None, True, "a rank on"),
-        (TitaniteError("a shard is damaged"), "error", 0, False, "a shard is damaged"),
-        (TitaniteError("loss nan", agreed=True), "error", None, False, "loss nan"),
-        (torch.OutOfMemoryError("CUDA out of memory.\nand more"), "failed", 0, False, "CUDA out of memory.; a smaller"),
-        (ValueError("wrong"), "failed", 0, False, "ValueError: wrong"),
-    ],
-)
-def test_the_first_who_knows_the_cause_writes_it(
-    error: Exception,
-    kind: str,
-    rank: int | None,
-    again: bool,
-    cause: str,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    """And prints it, unless run_and_leave does. `start_again` is what a scheduler is told."""
-    run_ranks(1, explain, tmp_path, error)
-    record = exit_of(tmp_path)
-    assert (record["kind"], record["rank"], record["start_again"]) == (kind, rank, again)
-    assert record["cause"].startswith(cause)
-    assert (record["step"], record["last_checkpoint"], record["steps_repeated"]) == (7, 5, 2)
+def explain_all(folder: Path) -> None:
+    """Each of the errors, and a consequence of it, in a folder of its own."""
+    environment = LaunchEnvironment(rank=0, local_rank=0, world_size=1, max_restarts=1)
+    for number, (error, *_) in enumerate(ENDS):
+        (folder / str(number)).mkdir()
+        watchdog = Watchdog(folder / str(number), environment, Config())
+        watchdog.enter("forward/backward", step=7)
+        watchdog.last_checkpoint = 5
+        for raised in (error, ValueError("a consequence")):
+            try:
+                raise_in_collective(raised)
+            except Exception as caught:
+                watchdog.explain(type(caught), caught, caught.__traceback__)
+
+
+def test_the_first_who_knows_the_cause_writes_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """And prints it, unless run_and_leave does."""
+    run_ranks(1, explain_all, tmp_path)
+    for number, (_, kind, rank, again, cause) in enumerate(ENDS):
+        record = exit_of(tmp_path / str(number))
+        assert (record["kind"], record["rank"], record["start_again"]) == (kind, rank, again)
+        assert record["cause"].startswith(cause)
+        assert (record["step"], record["last_checkpoint"], record["steps_repeated"]) == (7, 5, 2)
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("exit: ")]
-    assert len(lines) == (kind != "error")
+    assert len(lines) == sum(kind != "error" for _, kind, *_ in ENDS)
     for line in lines:
         assert "forward/backward of step 7); last checkpoint step 5; next: torchrun starts the job again" in line
 
