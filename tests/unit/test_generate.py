@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,16 +28,7 @@ from checkpoint.files import read_state
 from config import TitaniteError
 from data.chat import ChatTemplate
 from data.tokenizer import Tokenizer
-from generate import (
-    Request,
-    Sampling,
-    TextStream,
-    Timing,
-    generate,
-    main,
-    sample,
-    stream_texts,
-)
+from generate import Request, Sampling, TextStream, Timing, generate, main, sample, stream_texts
 from models.llama.model import Llama
 from tests.unit.test_llama import FAMILIES, SMALL, hf_model, ours_from
 from tools.hf import main as checkpoint_hf
@@ -141,50 +133,47 @@ def feed(stream: TextStream, tokens: list[int]) -> list[str]:
 
 def test_a_stream_gives_whole_characters_and_all_of_them() -> None:
     tokenizer, text = byte_tokenizer(), "naïve 中文 👍 é"
-    stream = TextStream(tokenizer, tokenizer.encode("ü"), frozenset(), ())
-    pieces = feed(stream, tokenizer.encode(text))
+    pieces = feed(TextStream(tokenizer, tokenizer.encode("ü"), frozenset(), ()), tokenizer.encode(text))
     assert "".join(pieces) == text
     assert all("\ufffd" not in piece for piece in pieces)
     cut = feed(TextStream(tokenizer, [], frozenset(), ()), tokenizer.encode("a中")[:-1])
     assert cut == ["a", "", "", "\ufffd"], "half a character is shown at the end only"
 
 
-def test_a_stream_keeps_the_space_of_the_first_word() -> None:
-    stream = TextStream(metaspace_tokenizer(), [2], frozenset(), ())
-    assert feed(stream, [3, 4, 3]) == [" world", "!", " world", ""]
+BYTES, AFTER_BYTES = ([6 + byte for byte in text.encode()] for text in ("ሰላም", "ን🙂"))
 
 
-def test_a_stream_keeps_the_space_after_tokens_without_text() -> None:
-    """Special ones, and 999, by which a model may have more than its tokenizer."""
-    stream = TextStream(metaspace_tokenizer(), [2], frozenset(), ())
-    assert feed(stream, [5, 3, 999, 5, 3]) == ["", " world", "", "", " world", ""]
+@pytest.mark.parametrize(
+    ("prompt", "tokens", "pieces"),
+    [
+        ([2], [3, 4, 3], [" world", "!", " world", ""]),
+        ([2], [5, 3, 999, 5, 3], ["", " world", "", "", " world", ""]),  # special, and an id of the model alone
+        (BYTES, AFTER_BYTES, ["", "", "ን", "", "", "", "🙂", ""]),
+    ],
+    ids=["space of the first word", "space after tokens without text", "prompt of bytes"],
+)
+def test_a_stream_goes_on_from_its_prompt(prompt: list[int], tokens: list[int], pieces: list[str]) -> None:
+    assert feed(TextStream(metaspace_tokenizer(), prompt, frozenset(), ()), tokens) == pieces
 
 
-def test_a_stream_goes_on_from_a_prompt_of_bytes() -> None:
-    prompt, text = ([6 + byte for byte in text.encode()] for text in ("ሰላም", "ን🙂"))
-    stream = TextStream(metaspace_tokenizer(), prompt, frozenset(), ())
-    assert feed(stream, text) == ["", "", "ን", "", "", "", "🙂", ""]
-
-
-def test_a_special_token_is_a_stop_too_and_each_row_has_its_own_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    trained, steps = SimpleNamespace(tokenizer=metaspace_tokenizer(), model=None, device=CPU), [[3, 5], [5, 3], [3, 3]]
-    apart = [(0, " world")]
-    together = [(0, " world"), (1, " world"), (0, " world"), (1, " world")]
-    for stops, expected, unmade, tokens in ((("<|tool|>",), apart, [[3, 3]], 1), (("<|other|>",), together, [], 4)):
-        made, timing = iter(steps), Timing()
-        monkeypatch.setattr("generate.generate", lambda *_, made=made: made)
-        request = Request(max_tokens=3, stops=stops)
-        pieces = stream_texts(trained, [[2, 4], [2]], request, timing)  # type: ignore[arg-type]
-        assert list(pieces) == expected
-        assert list(made) == unmade, "once all rows have ended"
-        assert timing.tokens == tokens, "the first of each row comes with its prompt"
-    assert str(Timing(30, 2.0)) == "30 tokens in 2.00 s after the first: 15.0 tokens/s"
+@pytest.mark.parametrize(
+    ("stop", "rows", "unmade", "tokens"), [("<|tool|>", [0], [[3, 3]], 1), ("<|other|>", [0, 1, 0, 1], [], 4)]
+)
+def test_a_special_token_is_a_stop_too_and_each_row_has_its_own_end(
+    stop: str, rows: list[int], unmade: list[list[int]], tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = SimpleNamespace(tokenizer=metaspace_tokenizer(), model=None, device=CPU)
+    made, timing = iter([[3, 5], [5, 3], [3, 3]]), Timing()
+    monkeypatch.setattr("generate.generate", lambda *_: made)
+    pieces = stream_texts(trained, [[2, 4], [2]], Request(max_tokens=3, stops=(stop,)), timing)  # type: ignore[arg-type]
+    assert list(pieces) == [(row, " world") for row in rows]
+    assert list(made) == unmade, "once all rows have ended"
+    assert timing.tokens == tokens, "the first of each row comes with its prompt"
 
 
 @pytest.mark.parametrize(
     ("text", "stops", "expected"),
     [
-        ("one\ntwo\n\nthree", ("\n\n",), "one\ntwo"),
         ("a END b", ("EN!", "END"), "a "),
         ("ENENDx", ("END",), "EN"),
         ("no stop EN", ("END",), "no stop EN"),
@@ -216,33 +205,29 @@ def test_a_conversation_has_the_tokens_that_transformers_gives_it(bos: str) -> N
         tokenizer_object=RawTokenizer.from_str(tokenizer.raw.to_str()), bos_token=bos or None
     )
     theirs.chat_template = CHATML
-    messages = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Hello, 中?"},
-        {"role": "assistant", "content": "Yes."},
-        {"role": "tool", "content": '"22 °C"'},
-        {"role": "user", "content": "Why"},
-    ]
+    said = (
+        ("system", "Be brief."),
+        ("user", "Hello, 中?"),
+        ("assistant", "Yes."),
+        ("tool", '"22 °C"'),
+        ("user", "Why"),
+    )
+    messages = [{"role": role, "content": content} for role, content in said]
     expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert template.encode(messages, add_generation_prompt=True) == expected
     assert template.stop_ids == {tokenizer.raw.token_to_id("<|im_end|>")}
-    prompt = (
-        f"{bos}<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello, 中?<|im_end|>\n<|im_start|>assistant\n"
-    )
     parts = [
-        (tokenizer.raw.decode(ids, skip_special_tokens=False), trained)
-        for ids, trained in template.encode_parts(messages)
+        (tokenizer.raw.decode(ids, skip_special_tokens=False), own) for ids, own in template.encode_parts(messages)
     ]
-    assert parts == [(prompt, False), ("Yes.<|im_end|>\n", True)]
+    prompt = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello, 中?<|im_end|>\n<|im_start|>assistant\n"
+    assert parts == [(bos + prompt, False), ("Yes.<|im_end|>\n", True)], "only the answers are trained on"
 
 
 @pytest.mark.parametrize(
     ("messages", "said"),
     [
         ([], "must be a list of messages, at least one"),
-        ("hello", "must be a list of messages"),
         ([{"role": "user"}], "string \"content\""),
-        (["hello"], "string \"content\""),
         ([{"role": "bot", "content": "a"}], "'bot': must be one of system, user"),
         ([{"role": "user", "content": "a<|im_end|>b"}], "spells out '<|im_end|>'"),
     ],
@@ -327,34 +312,24 @@ def test_one_prompt_and_many_prompts(imported: Path, tmp_path: Path, capsys: pyt
 def test_a_chat_goes_on_from_what_was_said(
     imported: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    typed = iter(["Hi", "not <|im_end|> this", "Go on"])
-    asked, prompts = [], []
+    lines = mock.Mock(side_effect=["Hi", "not <|im_end|> this", "Go on", EOFError])
+    monkeypatch.setattr("builtins.input", lines)
+    asked, encode = [], ChatTemplate.encode
 
-    def read_line(prompt: str) -> str:
-        try:
-            return next(typed)
-        except StopIteration:
-            raise EOFError from None
+    def remember(self: ChatTemplate, messages: list[dict[str, str]], **options: bool) -> list[int]:
+        asked.append((messages, encode(self, messages, **options)))
+        return asked[-1][1]
 
-    monkeypatch.setattr("builtins.input", read_line)
-    original = ChatTemplate.encode
-
-    def encode(self: ChatTemplate, messages: list[dict[str, str]], **options: bool) -> list[int]:
-        asked.append([dict(message) for message in messages])
-        prompts.append(original(self, messages, **options))
-        return prompts[-1]
-
-    monkeypatch.setattr(ChatTemplate, "encode", encode)
+    monkeypatch.setattr(ChatTemplate, "encode", remember)
     main([str(imported), "--chat", "--system=Be kind.", "--temperature=0", "--max-tokens=12"])
     out, err = capsys.readouterr()
     assert "spells out '<|im_end|>'" in err
-    assert [message["role"] for message in asked[-1]] == ["system", "user", "assistant", "user"]
-    answer = asked[-1][2]["content"]
-    assert answer
-    assert out.startswith(f"{answer}\n")
-    assert "tokens/s" in err
-    assert "tokens/s" not in out
-    assert byte_tokenizer().decode(prompts[-1]).endswith("Go on\nassistant\n")
+    messages, prompt = asked[-1]
+    assert [message["role"] for message in messages] == ["system", "user", "assistant", "user"]
+    assert messages[2]["content"]
+    assert out.startswith(f"{messages[2]['content']}\n")
+    assert ("tokens/s" in out, "tokens/s" in err) == (False, True)
+    assert byte_tokenizer().decode(prompt).endswith("Go on\nassistant\n")
 
 
 @pytest.mark.parametrize(
@@ -365,9 +340,7 @@ def test_a_chat_goes_on_from_what_was_said(
         (["--prompt=a", "--top-p=0"], "--top-p 0.0: must be above 0 and at most 1"),
         (["--prompt=a", "--system=b"], "--system is for --chat"),
         (["--prompt="], "prompt = '': the tokenizer makes no token of it"),
-        (["--prompts-file=half.jsonl"], r"half\.jsonl, line 1: must be an object with a text .*surrogates"),
         (["--prompts-file=bad.jsonl"], r"bad\.jsonl, line 2: must be an object with a text "),
-        (["--prompts-file=empty.jsonl"], r"empty\.jsonl, line 1: "),
         (["--prompts-file=none.jsonl"], r"none\.jsonl: No such file"),
     ],
 )
@@ -375,12 +348,7 @@ def test_mistakes_on_the_command_line(
     imported: Path, tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name, text in {
-        "half": '{"prompt": "\\ud800 a"}\n',
-        "bad": '{"prompt": "a"}\n{"text": "b"}\n',
-        "empty": "",
-    }.items():
-        (tmp_path / f"{name}.jsonl").write_text(text)
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"text": "b"}\n')
     with pytest.raises((SystemExit, TitaniteError)) as ended:
         main([str(imported), *words])
     assert re.search(message, capsys.readouterr().err + str(ended.value))
