@@ -34,9 +34,8 @@ def check_activation_checkpoint(config: Config) -> None:
     """Raises ConfigError for a budget without the compiler, which keeps to it."""
     settings, compile = config.activation_checkpoint, config.compile
     if settings.mode == "budget" and not (compile.enable and compile.backend == "inductor"):
-        raise ConfigError(
-            'activation_checkpoint.mode = "budget": needs compile.enable = true and compile.backend = "inductor"'
-        )
+        needs = 'compile.enable = true and compile.backend = "inductor"'
+        raise ConfigError(f'activation_checkpoint.mode = "budget": needs {needs}')
 
 
 def apply_activation_checkpoint(block: nn.Module, settings: ActivationCheckpoint) -> None:

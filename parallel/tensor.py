@@ -58,10 +58,8 @@ def check_async_tensor_parallel(config: Config) -> None:
     compile, device = config.compile, device_type()
     compiled = compile.enable and compile.backend == "inductor"
     if config.parallelism.async_tp and not (device == "cuda" and compiled and config.parallelism.tp > 1):
-        raise ConfigError(
-            "parallelism.async_tp = true: needs parallelism.tp above 1, compile.enable = true, compile.backend = "
-            f'"inductor" and CUDA; the device is {device}'
-        )
+        needs = 'needs parallelism.tp above 1, compile.enable = true, compile.backend = "inductor" and CUDA'
+        raise ConfigError(f"parallelism.async_tp = true: {needs}; the device is {device}")
 
 
 def enable_async_tensor_parallel(mesh: DeviceMesh) -> None:

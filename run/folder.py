@@ -137,7 +137,7 @@ def record_start(
     """Write model.json and a line of starts.jsonl, which also says how the start before ended. Rank 0 only.
 
     Writes .run_name and config.toml only if there are none; later `record_config` replaces config.toml. Returns the
-    settings that differ from config.toml, dotted key → (old, new). Raises CrashLoopError.
+    settings that differ from config.toml, dotted key → (old, new). Raises ConfigError.
     """
     count = _count_without_progress(folder, job, config.failures.restarts_without_progress)
     recorded = folder / "config.toml"
@@ -172,14 +172,10 @@ def record_config(folder: Path, config: Config) -> None:
     write_atomically(folder / "config.toml", settings.to_toml(config).encode())
 
 
-class CrashLoopError(TitaniteError):
-    """A job that is restarted again and again without progress."""
-
-
 def _count_without_progress(folder: Path, job: str, allowed: int) -> int:
     """Count the starts of this job in a row without a checkpoint, including this one; not those that ended in order.
 
-    Raises CrashLoopError above 1 + `allowed`.
+    Raises ConfigError above 1 + `allowed`.
     """
     last, ended = _last_start(folder), read_exit(folder) or {"kind": "unknown", "cause": "unknown, it was killed"}
     before = last.get("starts_since_checkpoint", 0) if job and last.get("job") == job else 0
@@ -188,7 +184,7 @@ def _count_without_progress(folder: Path, job: str, allowed: int) -> int:
     if ended["kind"] in ("stopped", "finished", "rolled back"):
         return before
     if before > allowed:
-        raise CrashLoopError(
+        raise ConfigError(
             f"{folder}: starts of this job in a row that ended without a new checkpoint: {before}, "
             f"failures.restarts_without_progress = {allowed}; the last one: {ended['cause']}. Fix that, then start a "
             f"new job with --run.folder={folder}"

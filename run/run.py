@@ -25,7 +25,7 @@ from parallel.mesh import ParallelDims
 from parallel.pipeline import Step
 from profiling import profile
 from run.failures import RolledBackError, check_replay
-from run.folder import PROGRESS, CrashLoopError, record_config, start_run
+from run.folder import PROGRESS, record_config, start_run
 from run.processes import (
     AGAIN,
     LaunchEnvironment,
@@ -65,7 +65,7 @@ def run_and_leave(main: Callable[[], object]) -> NoReturn:
             time.sleep(SPEAKER_TIMEOUT_SECONDS)
         where = f" (rank {environment.rank})" if running and not error.agreed else ""
         print(f"error{where}: {error}", file=sys.stderr, flush=True)
-        recurs = code == 2 and (not running or isinstance(error, (ConfigError, CrashLoopError)))
+        recurs = code == 2 and (not running or isinstance(error, ConfigError))
         if environment.local_rank == 0 and environment.restarts < environment.max_restarts and recurs:
             os.kill(os.getppid(), signal.SIGQUIT)  # so that torchrun ends without a restart
     except SystemExit as ended:

@@ -50,7 +50,7 @@ def test_command_line_values(words, get, value) -> None:
     ("words", "said"),
     [
         (["--training.stpes=3"], ["training.stpes", "did you mean --training.steps"]),
-        (["--learning-rate", "1"], ["did you mean --optimizer.lr?"]),
+        (["--learning-rate", "1"], ["learning-rate: unknown key; --help WORD prints"]),
         (["--batch_size=4"], ["did you mean --training.local_batch_size?"]),
         (["--stpes=3"], ["did you mean --training.steps?"]),
         (["training.steps=3"], ["training.steps=3", "FILE.toml", "--section.field=value"]),
@@ -148,7 +148,6 @@ def test_help_of_words_prints_the_settings_that_have_them_all(capsys: pytest.Cap
 
 def test_every_field_is_documented_and_help_prints_it() -> None:
     text = settings.help_text()
-    assert {*settings.OTHER_NAMES} <= {*settings.KINDS, "resume"}
     for section, kind in settings.SECTIONS.items():
         assert f"[{section}]  {kind.__doc__}" in text
         docs = settings.field_docs(kind)

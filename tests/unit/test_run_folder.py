@@ -15,7 +15,6 @@ from records import read_records
 from run.folder import (
     PROGRESS,
     STARTS,
-    CrashLoopError,
     check_run_folder,
     choose_run_folder,
     record_config,
@@ -181,6 +180,6 @@ def test_restarts_without_progress_are_refused(tmp_path: Path) -> None:
     for kind in ("lost", "stopped", "lost", "rolled back", "finished", "lost"):
         start_and_end("job 1", kind)
     record_start(tmp_path, config, {}, 2, "job 1")  # killed: nobody says why
-    with pytest.raises(CrashLoopError, match=r"starts of this job in a row .*: 4, .* the last one: unknown, it was"):
+    with pytest.raises(ConfigError, match=r"starts of this job in a row .*: 4, .* the last one: unknown, it was"):
         record_start(tmp_path, config, {}, 2, "job 1")
     start_and_end("job 2", "lost")  # a person's, who has mended it
