@@ -7,7 +7,6 @@ import argparse
 import json
 import math
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -110,12 +109,10 @@ class TextStream:
         self.shown = list(prompt)
         self.pending: list[int] = []  # tokens that end within a character
         self.held = ""  # text that may be the beginning of a stop string
-        self.n_tokens = 0
         self.done = False
 
     def push(self, token: int) -> str:
         """Add a token. Returns the text that has become certain."""
-        self.n_tokens += 1
         if token in self.stop_ids:
             return self.finish()
         if token in self.without_text:
@@ -150,18 +147,6 @@ class TextStream:
         return text[:certain]
 
 
-@dataclass
-class Timing:
-    """Tokens and seconds of a generation, from when the first token of every row is there."""
-
-    tokens: int = 0
-    seconds: float = 0.0
-
-    def __str__(self) -> str:
-        rate = self.tokens / self.seconds if self.seconds else 0.0
-        return f"{self.tokens} tokens in {self.seconds:.2f} s after the first: {rate:,.1f} tokens/s"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Request(Sampling):
     """What to generate for each prompt: how to draw tokens, how many at most, and what ends them earlier."""
@@ -177,16 +162,12 @@ def special_ids(tokenizer: Tokenizer, texts: Sequence[str] | None = None) -> fro
     return frozenset(id for id, token in added if token.special and (texts is None or token.content in texts))
 
 
-def stream_texts(
-    trained: Trained, prompts: Sequence[Sequence[int]], request: Request, timing: Timing
-) -> Iterator[tuple[int, str]]:
+def stream_texts(trained: Trained, prompts: Sequence[Sequence[int]], request: Request) -> Iterator[tuple[int, str]]:
     """Yield (row, its next text) as tokens come, until all rows are finished."""
     stop_ids = request.stop_ids | special_ids(trained.tokenizer, request.stops)
     streams = [TextStream(trained.tokenizer, prompt, stop_ids, request.stops) for prompt in prompts]
     steps = generate(trained.model, prompts, request.max_tokens, trained.device, request)
     for number, tokens in enumerate(steps, start=1):
-        if number == 1:
-            first = time.perf_counter()
         for row, (stream, token) in enumerate(zip(streams, tokens, strict=True)):
             if stream.done:
                 continue
@@ -196,9 +177,7 @@ def stream_texts(
             if text:
                 yield row, text
         if all(stream.done for stream in streams):
-            break
-    timing.tokens += sum(stream.n_tokens - 1 for stream in streams)
-    timing.seconds += time.perf_counter() - first
+            return
 
 
 # ---------------------------------------------------------------- command line
@@ -213,27 +192,27 @@ def check_prompt(name: str, prompt: str, tokenizer: Tokenizer, seq_len: float = 
         raise ConfigError(f"{name} = {prompt!r}: the tokenizer makes no token of it, so there is nothing to continue")
 
 
-def continue_one(trained: Trained, prompt: str, request: Request, timing: Timing) -> None:
+def continue_one(trained: Trained, prompt: str, request: Request) -> None:
     """Print the prompt, then its continuation as it comes."""
     print(prompt, end="", flush=True)
-    for _, text in stream_texts(trained, [trained.tokenizer.encode(prompt)], request, timing):
+    for _, text in stream_texts(trained, [trained.tokenizer.encode(prompt)], request):
         print(text, end="", flush=True)
     print(flush=True)
 
 
-def continue_many(trained: Trained, prompts: Sequence[str], request: Request, timing: Timing, batch_size: int) -> None:
+def continue_many(trained: Trained, prompts: Sequence[str], request: Request, batch_size: int) -> None:
     """Print a JSON line for each prompt, in their order, batch by batch."""
     for first in range(0, len(prompts), batch_size):
         batch = prompts[first : first + batch_size]
         ids, texts = [trained.tokenizer.encode(prompt) for prompt in batch], [""] * len(batch)
-        for row, text in stream_texts(trained, ids, replace(request, seed=request.seed + first), timing):
+        for row, text in stream_texts(trained, ids, replace(request, seed=request.seed + first)):
             texts[row] += text
         for prompt, text in zip(batch, texts, strict=True):
             print(json.dumps({"prompt": prompt, "completion": text}, ensure_ascii=False), flush=True)
 
 
 def chat(trained: Trained, system: str, request: Request) -> None:
-    """Answer each line that is typed, until the end of input. The tokens/s of each answer go to stderr."""
+    """Answer each line that is typed, until the end of input."""
     messages = [{"role": "system", "content": system}] if system else []
     while True:
         try:
@@ -244,12 +223,11 @@ def chat(trained: Trained, system: str, request: Request) -> None:
         except TitaniteError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
             continue
-        answer, timing = "", Timing()
-        for _, text in stream_texts(trained, [prompt], request, timing):
+        answer = ""
+        for _, text in stream_texts(trained, [prompt], request):
             answer += text
             print(text, end="", flush=True)
         print(flush=True)
-        print(f"[{timing}]", file=sys.stderr, flush=True)
         messages = [*turn, {"role": "assistant", "content": answer}]
 
 
@@ -269,7 +247,7 @@ def read_prompts(file: Path) -> list[str]:
 
 
 def main(argv: list[str]) -> None:
-    """The command line. Text goes to stdout, tokens/s to stderr. Raises TitaniteError."""
+    """The command line. Raises TitaniteError."""
     parser = argparse.ArgumentParser(description="Continue prompts, or chat, with a trained model.")
     add_place_arguments(parser)
     what = parser.add_mutually_exclusive_group(required=True)
@@ -307,13 +285,10 @@ def main(argv: list[str]) -> None:
     )
     if arguments.chat:
         chat(trained, arguments.system, request)
-        return
-    timing = Timing()
-    if arguments.prompts_file or len(prompts) > 1:
-        continue_many(trained, prompts, request, timing, arguments.batch_size)
+    elif arguments.prompts_file or len(prompts) > 1:
+        continue_many(trained, prompts, request, arguments.batch_size)
     else:
-        continue_one(trained, prompts[0], request, timing)
-    print(timing, file=sys.stderr)
+        continue_one(trained, prompts[0], request)
 
 
 if __name__ == "__main__":

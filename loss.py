@@ -106,15 +106,9 @@ def build_chunked_loss(
 class _ChunkedHead(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        chunks: int,
-        summed: Callable[..., Tensor],
-        add: Callable[..., Tensor],
-        scale: Callable[..., Tensor],
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunks: int, *tools: Callable[..., Tensor]
     ) -> Tensor:
+        summed, add, scale = tools
         of_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)  # filled through a view
         of_weight: Tensor | None = None
         low = weight.detach().to(hidden.dtype)  # once, not for each chunk

@@ -12,7 +12,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
-from torchao.float8 import convert_to_float8_training
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from config import Float8
@@ -73,14 +72,6 @@ def test_every_matmul_has_a_layout_that_cuda_takes(name: str, recipe: str) -> No
         N, K = model.get_parameter(f"{linear}.weight").shape
         assert {(SEQ_LEN, K, N), (SEQ_LEN, N, K)} <= set(shapes)
         assert ((N, SEQ_LEN, K) in shapes) == (gemms == 3)
-
-
-@pytest.mark.parametrize(("dims", "tokens"), [((120, 256), 64), ((256, 120), 64), ((256, 256), 40)])
-def test_what_16_does_not_divide_would_be_refused(dims: tuple[int, int], tokens: int) -> None:
-    with FakeTensorMode(), AsOnCuda():
-        linear = convert_to_float8_training(nn.Linear(*dims, bias=False))
-        with pytest.raises(RuntimeError, match="divisible by 16"):
-            linear(torch.zeros(tokens, dims[0], dtype=torch.bfloat16, requires_grad=True)).sum().backward()
 
 
 def test_a_wrong_layout_would_be_refused() -> None:

@@ -4,7 +4,6 @@ import dataclasses
 import importlib
 import json
 import logging
-import resource
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from config import (
     TitaniteError,
     Training,
 )
-from data.ledger import Ledger, StepShape
 from metrics import MetricsLogger, configure_logging, find_hook, peak_flops
 from models import build_model, find_model
 from parallel.mesh import ParallelDims
@@ -126,38 +124,12 @@ def test_metrics_rows_hold_the_rates_of_the_interval(tmp_path: Path, monkeypatch
     assert (named["validation_loss/web"], named["validation_loss/code"], named["validation_loss"]) == (3.0, 2.0, None)
 
 
-@pytest.mark.parametrize("full", ["metrics.jsonl", "data/rank-00000.jsonl", "profile/trace-step2-rank0.json.gz"])
-def test_a_full_disk_is_one_line_that_names_the_file(tmp_path: Path, full: str) -> None:
-    (tmp_path / full).parent.mkdir(exist_ok=True)
-    (tmp_path / full).symlink_to("/dev/full")
-    with pytest.raises(TitaniteError, match=f"^{tmp_path / full}: cannot be written: No space left on device$"):
-        report(tmp_path)
-
-
-def test_a_full_disk_ends_tensorboard_in_one_line(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").symlink_to("/dev/null")  # it would be the first to be full
-    run_ranks(1, report_until_files_are_full, str(tmp_path), start_group=False)
-
-
-def report_until_files_are_full(folder: str) -> None:
-    limit = 300  # bytes: TensorBoard's file begins with 100, and more than 300 are written of a step
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    with pytest.raises(TitaniteError, match=f"^{folder}/tensorboard: cannot be written: File too large$"):
-        report(Path(folder))
-
-
-def report(run: Path) -> None:
-    """Two steps, of which the second is traced."""
-    ledger = Ledger(run, 0, StepShape(1, 1, 1), {"version": 3}, {})
-    metrics = build_metrics(Config(), run)
-    with profile(Profiling(trace=True, trace_start=2, trace_steps=1), run / "profile", 0, 0) as enter_step:
-        for step in (1, 2):
-            enter_step(step)
-            ledger.step(step - 1, [])
-            log(metrics, step)
-        enter_step(3)
-    metrics.close()
-    ledger.close()
+def test_a_full_disk_is_one_line_that_names_the_file(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(
+        TitaniteError, match=rf"^{tmp_path}/metrics\.jsonl: cannot be written: No space left on device$"
+    ):
+        log(build_metrics(Config(), tmp_path), 1)
 
 
 def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path: Path) -> None:
@@ -181,10 +153,7 @@ def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path: Path) -> None
     [
         ("NVIDIA H100 80GB HBM3", 989e12),
         ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA H200", 989e12),
-        ("NVIDIA H200 NVL", 835e12),
         ("NVIDIA GB200", 2500e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12),
         ("Some new GPU", None),
     ],
 )

@@ -53,12 +53,6 @@ def test_new_runs_get_names_of_their_own(tmp_path: Path) -> None:
     assert start(Config(run=Run(folder=str(named)))) == named
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(TitaniteError, match="file/run: Not a directory"):
-        start(Config(run=Run(folder=str(tmp_path / "file" / "run"))))
-
-
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     """Not what ranks leave on a node with its own disk, where rank 0's files are missing."""
     config = Config(run=Run(folder=str(tmp_path)))
