@@ -13,13 +13,11 @@ from config import Config, ConfigError, Float8, Parallelism, Training, load_conf
 from float8.convert import check_float8, convert_to_float8, summarize
 from float8.tensor import float8_plan
 from models import build_model, find_model
-from models.init import init_weights
 from models.llama import FLAVORS
 from models.llama.model import Llama, LlamaConfig
 from models.llama.parallelize import BLOCK_PLAN
 
 TRAIN_CONFIGS = Path(__file__).parents[2] / "train_configs"
-RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 FLAVOR = LlamaConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=128, vocab_size=96)
 
 
@@ -28,29 +26,9 @@ def build(flavor: LlamaConfig = FLAVOR) -> Llama:
         return Llama(flavor)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_step_in_float8_is_near_the_step_in_high_precision(recipe: str) -> None:
-    exact, rounded = build(), build()
-    names, skipped = convert_to_float8(rounded, Float8(enable=True, recipe=recipe, filter="all", fsdp_all_gather="off"))
-    assert len(names) == 2 * 7
-    assert list(skipped) == ["output"]
-    tokens = torch.randint(0, 96, (2, 32), generator=torch.Generator().manual_seed(0))
-    grads = []
-    for model in (exact, rounded):
-        init_weights(model, torch.device("cpu"), seed=0)
-        with torch.no_grad():  # large enough that rounding shows beside the residual stream
-            for name in names:
-                model.get_parameter(f"{name}.weight").mul_(5)
-        model = model.bfloat16()
-        model(tokens).float().square().mean().backward()
-        grads.append({n: p.grad.float() for n, p in model.named_parameters()})
-    for name, grad in grads[0].items():
-        relative = (grads[1][name] - grad).norm() / grad.norm()
-        assert relative < 0.25, (name, relative)
-    assert any(not torch.equal(grads[0][f"{n}.weight"], grads[1][f"{n}.weight"]) for n in names), "nothing was rounded"
-
-
 def test_layers_are_skipped_by_name_and_by_shape() -> None:
+    names, skipped = convert_to_float8(build(), Float8(enable=True, filter="all"))
+    assert (len(names), list(skipped)) == (2 * 7, ["output"])
     model = build(dataclasses.replace(FLAVOR, hidden_dim=120))
     names, skipped = convert_to_float8(model, Float8(enable=True, filter="all", skip=("output", "wk")))
     assert "layers.0.attention.wq" in names

@@ -193,20 +193,16 @@ def test_the_script_prints_the_help_of_a_word(runner: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["setup.sh", "run_llama_train.sh", "run_tests.sh"])
-def test_scripts_find_their_folder_through_a_link_and_whatever_cd_searches(tmp_path: Path, name: str) -> None:
-    place = "folder" if name == "run_tests.sh" else "a folder"
-    folder = tmp_path / place
+def test_scripts_find_their_folder_through_a_link(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "folder"
     folder.mkdir()
     shutil.copy(ROOT / name, folder)
     for program in {"setup.sh", "run_tests.sh"} - {name}:
         write_program(folder / program, "#!/bin/sh\npwd; exit 3\n")
     write_program(folder / ".venv" / "bin" / "python", "#!/bin/sh\npwd; exit 1\n")
-    (tmp_path / "elsewhere" / place).mkdir(parents=True)
     (tmp_path / "link").symlink_to(folder / name)
-    for command in (str(tmp_path / "link"), f"{place}/{name}"):
-        _, said = run(
-            tmp_path, "bash", command, CDPATH=str(tmp_path / "elsewhere"), PYTHON=str(folder / ".venv/bin/python")
-        )
+    for command in (str(tmp_path / "link"), f"folder/{name}"):
+        _, said = run(tmp_path, "bash", command, PYTHON=str(folder / ".venv/bin/python"))
         assert set(said.splitlines()[:1]) == {str(folder)}, said
 
 
@@ -215,12 +211,9 @@ def test_scripts_find_their_folder_through_a_link_and_whatever_cd_searches(tmp_p
     [
         ("", {"kind": "finished", "start_again": False}, 0),
         ("", {"kind": "stopped", "start_again": False}, 0),  # by a person
-        ("", {"kind": "stopped", "start_again": True}, 75),  # preempted
         ("old", {"kind": "hung", "start_again": True}, 75),
         ("", {"kind": "error", "start_again": False}, 100),
-        ("", {"kind": "failed", "start_again": False}, 100),
         ('{"kind": "stopped", "start_again": true}', None, 100),  # a mistake before the start was recorded
-        ("", None, 100),
     ],
 )
 def test_exit_json_decides_whether_a_node_asks_for_another_start(
