@@ -56,7 +56,7 @@ def main(folder: Path, *options: str) -> None:
         os.environ |= loopback | {"NCCL_IB_DISABLE": "1", "NCCL_HOSTID": f"host{os.environ['RANK']}"}
         os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     environment = launch_environment()
-    configure_logging((0,), environment.rank, environment.world_size)
+    configure_logging((0,), environment.rank)
     torch.set_num_threads(1)
     expected = torch.load(folder / "plain.pt", weights_only=False)
     cases: dict[str, Case] = pickle.loads((folder / "cases.pickle").read_bytes())
