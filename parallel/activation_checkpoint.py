@@ -161,7 +161,6 @@ def exempt_from_budget(compiled: Callable[..., Tensor]) -> Callable[..., Tensor]
 
     The logits are nearly all that the output layer keeps, so more than any share of it: they would be computed twice.
     """
-
     return compiler.patch("activation_memory_budget", 1.0)(compiled)  # read when a call compiles
 
 

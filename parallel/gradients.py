@@ -25,7 +25,6 @@ def build_add(compile: Compile) -> Callable[[Tensor | None, Tensor, torch.dtype]
 
     It is compiled if the model is: torch's own kernel for tensors of two types takes nearly twice as long on an H200.
     """
-
     widen = compile_each_shape(lambda gradient, dtype: gradient.to(dtype), compile)
     add_ = compile_each_shape(lambda total, gradient: total.add_(gradient), compile)
 

@@ -4,7 +4,6 @@ import json
 import re
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
@@ -138,16 +137,6 @@ def test_a_run_that_ended_before_its_first_step_is_left_out(tmp_path: Path, caps
     assert "runs compared: 1" in said.out
     with pytest.raises(TitaniteError, match="no run to compare"):
         main([*map(str, runs[:2]), *words])
-
-
-def test_a_full_disk_leaves_the_page_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, page = write_run(tmp_path / "run", [row(5, loss=2.0, step_seconds=1.0)], Config()), tmp_path / "page.html"
-    page.write_text("before")
-    monkeypatch.setattr("os.fsync", Mock(side_effect=OSError(28, "No space left on device")))
-    with pytest.raises(TitaniteError, match=r"page\.html: cannot be written: No space left on device"):
-        main([str(run), "--output", str(page)])
-    assert page.read_text() == "before"
-    assert not list(tmp_path.glob(".page*"))
 
 
 @pytest.mark.parametrize(
