@@ -569,7 +569,7 @@ def _kind_of(key: str, dashes: str = "") -> Any:
 
 
 def _hint(key: str, dashes: str = "") -> str:
-    """The settings that `key` may mean, to end an error with: those whose last part is its own, or the most alike."""
+    """A hint to end an error with: the settings that have the last part of `key`, or the most similar one."""
     last_parts = {known: known.rpartition(".")[2] for known in (*KINDS, "config", "resume")}
     last = key.rpartition(".")[2].replace("-", "_").lower()
     alike = difflib.get_close_matches(last, last_parts.values(), n=1)

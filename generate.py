@@ -239,7 +239,7 @@ def read_prompts(file: Path) -> list[str]:
     for number, line in enumerate(lines, start=1):
         try:
             prompt = json.loads(line)["prompt"]
-            prompt.encode()  # raises for what is no text, and for lone surrogates
+            prompt.encode()  # raises if it is no text, or has lone surrogates
             prompts.append(prompt)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f'{file}, line {number}: must be an object with a text "prompt": {error!r}') from None

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from config import TitaniteError
 from run.processes import LaunchEnvironment
 
-# What asks → the vote that it casts, of which the largest counts: a node is to leave, the scheduler ends the job and
-# starts it again, a person ends it. The file `stop` is a person's, too.
+# A signal → this rank's vote; the largest vote of all ranks counts. SIGTERM and SIGHUP take one node from the run,
+# SIGUSR1 announces that the scheduler ends the whole job and starts it again, SIGINT and the file `stop` come from a
+# person.
 A_NODE, A_JOB, A_PERSON = 1, 2, 3
 VOTES = MappingProxyType({"SIGTERM": A_NODE, "SIGHUP": A_NODE, "SIGUSR1": A_JOB, "SIGINT": A_PERSON})
 
@@ -22,7 +23,7 @@ class StopRequest:
     """SIGTERM, Ctrl-C, a closed terminal, SIGUSR1 (Slurm's warning) or a file `stop` in the run's folder.
 
     All ranks agree on it. Afterwards `elsewhere` says that only other nodes were taken, so that the run should go on,
-    and `again` that a scheduler will start the job again.
+    and `again` that the scheduler should start the job again.
 
     Signals are caught inside `with`, except those that were ignored before, as SIGHUP is under nohup. Before `start`
     there is nothing to save, so a signal ends this rank at once. Then each step casts a vote and reads that of the step

@@ -1,7 +1,6 @@
 """Llama to and from Hugging Face: names of weights and fields of config.json. Values of weights cross unchanged."""
 
 from collections.abc import Collection
-from types import MappingProxyType
 from typing import Any
 
 from models.llama.model import LlamaConfig, RopeScaling
@@ -35,8 +34,7 @@ ROPE_KEYS = {
     "original_seq_len": "original_max_position_embeddings",
 }
 # Keys of config.json that our model supports with one value only: key → that value.
-ONLY = MappingProxyType({"hidden_act": "silu", "attention_bias": False, "mlp_bias": False})
-NEVER = ("sliding_window", "quantization_config")
+ONLY = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 
 
 def hf_names(config: LlamaConfig) -> dict[str, str]:
@@ -71,7 +69,7 @@ def from_hf_config(hf: dict[str, Any]) -> LlamaConfig:
     for key, only in ONLY.items():
         if hf.get(key, only) not in (only, None):
             raise ValueError(f"{key} = {hf[key]!r}: only {only!r} can be run")
-    for key in NEVER:
+    for key in ("sliding_window", "quantization_config"):
         if hf.get(key):
             raise ValueError(f"{key} = {hf[key]!r}: cannot be run")
     # transformers 5 keeps the rotary settings in one dict; older files spread them over two fields.
