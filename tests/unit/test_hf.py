@@ -227,13 +227,6 @@ def test_weights_of_torchtitan_give_its_logits(tmp_path, monkeypatch, caplog, ne
     assert not torch.allclose(found, ours(tokens), rtol=1e-2)
 
 
-def test_tensors_are_cut_into_pieces_of_whole_rows():
-    chunks = [piece.tensor_data.chunk for piece in split_rows(("w",), torch.float32, (13, 100), 1000)[::6]]
-    assert [(chunk.offsets, chunk.sizes) for chunk in chunks] == [((0, 0), (2, 100)), ((12, 0), (1, 100))]
-    vector = split_rows(("n",), torch.bfloat16, (700,), 1000)
-    assert [piece.tensor_data.chunk.sizes for piece in vector] == [(500,), (200,)]
-
-
 @pytest.mark.parametrize(
     ("template", "ends"),
     [

@@ -220,7 +220,6 @@ def test_bytes_of_a_checkpoint_and_initial_weights_are_progress_of_who_waits_for
     [
         (None, 0, ""),
         (RuntimeError("broken"), 1, "RuntimeError: broken\n"),
-        (SystemExit(3), 3, ""),
         (KeyboardInterrupt(), 130, ""),
         (ConfigError("no"), 2, "error: no\n"),
     ],
