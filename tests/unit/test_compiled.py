@@ -12,7 +12,9 @@ from torch import Tensor, fx, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch._functorch import config as compiler
+from torch._inductor import config as inductor
 from torch._inductor import metrics
+from torch._inductor.async_compile import AsyncCompile
 
 from config import ActivationCheckpoint, Float8
 from float8.convert import convert_to_float8
@@ -24,8 +26,8 @@ from tests.harness import run_ranks
 FLAVOR = LlamaConfig(dim=64, n_layers=4, n_heads=4, n_kv_heads=2, hidden_dim=128, vocab_size=64)
 
 
-def count(mode: str) -> tuple[int, int]:
-    """Graphs compiled for four layers, and kernels generated for the forward and backward of a block."""
+def count() -> tuple[int, int]:
+    """Graphs compiled for four layers, and kernels generated for the forward and backward of a block, but not built."""
     model = Llama(FLAVOR)
     init_weights(model, torch.device("cpu"), seed=0)
     model.compute_dtype = torch.bfloat16
@@ -33,21 +35,19 @@ def count(mode: str) -> tuple[int, int]:
     guide_compiler()
     metrics.reset()
     for block in model.layers.values():
-        apply_activation_checkpoint(block, ActivationCheckpoint(mode=mode))
         block.compile(backend=counter, fullgraph=True)
-    for _ in range(2):
-        model(torch.zeros(2, 32, dtype=torch.int64)).float().sum().backward()
+    unbuilt = mock.patch.object(AsyncCompile, "cpp_pybinding", return_value=lambda *tensors: None)
+    with unbuilt, inductor.patch({"force_disable_caches": True, "cpp.vec_isa_ok": True}):
+        for _ in range(2):
+            model(torch.zeros(2, 32, dtype=torch.int64)).float().sum().backward()
     return counter.frame_count, metrics.generated_kernel_count
 
 
 def test_all_layers_share_one_graph_of_few_kernels() -> None:
-    ((graphs, kernels),) = run_ranks(1, count, "none")
+    ((graphs, kernels),) = run_ranks(1, count)
     assert graphs == 1
     # Two norms with the residual, rotary embeddings of q and k, SwiGLU, casts of seven weights; their backwards.
-    assert kernels <= KERNELS_OF_A_BLOCK
-
-
-KERNELS_OF_A_BLOCK = 60
+    assert 10 < kernels <= 60
 
 
 def kept_bytes(float8: Float8, checkpointing: ActivationCheckpoint, S: int) -> float:
