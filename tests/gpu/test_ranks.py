@@ -7,42 +7,31 @@ CPU with gloo, to find mistakes before a GPU is at hand:
 TEST_GPU=1 python -m pytest tests/gpu/test_ranks.py
 """
 
-import json
 import os
-import pickle
-import subprocess
-import sys
 from dataclasses import replace
 from functools import cache
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from config import Config, Float8
-from tests.parity import GLOBAL_BATCH, config_for, plain_run
-from tests.parity_ranks import FULL_STEPS, Case
+from tests.parity import GLOBAL_BATCH, STEPS, config_for, plain_run
+from tests.parity_ranks import Case, start_ranks
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TEST_GPU") != "1", reason="needs TEST_GPU=1, and a CUDA GPU to say more"
 )
-ROOT = Path(__file__).parents[2]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TIMEOUT_SECONDS = 150
 PP = {"pp": 2, "local_batch_size": GLOBAL_BATCH, "pp_microbatch_size": 2}
 # Tolerances of losses and gradients. In bfloat16 ranks that share a sequence or a matmul round in other places.
 EXACT, ROUNDED, FLOAT8 = (5e-6, 2e-4), (5e-4, 0.03), (5e-3, 0.5)
 
 
 def float32(tolerances: tuple[float, float] = EXACT, expected: str = "float32", **layout: Any) -> Case:
-    return Case(
-        config_for(layout.pop("dp_replicate", 1), layout.pop("dp_shard", 1), **layout),
-        FULL_STEPS,
-        expected,
-        *tolerances,
-    )
+    config = config_for(layout.pop("dp_replicate", 1), layout.pop("dp_shard", 1), **layout)
+    return Case(config, expected, tolerances)
 
 
 def bfloat16(tolerances: tuple[float, float] = ROUNDED, expected: str = "bfloat16", **layout: Any) -> Case:
@@ -86,30 +75,14 @@ def world_size(config: Config) -> int:
     return prod((settings.dp_replicate, settings.dp_shard, settings.cp, settings.tp, settings.pp))
 
 
-def start_ranks(size: int, folder: Path) -> str:
-    """Run all cases of a world size in one start of its ranks. Returns what they wrote to stderr."""
-    cases = {name: case for name, case in CASES.items() if world_size(case.config) == size}
-    (folder / "cases.pickle").write_bytes(pickle.dumps(cases))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
-    command += ["-m", "tests.parity_ranks", str(folder), "--one-device"]
-    with open(folder / "log", "w") as log:
-        ranks = subprocess.Popen(command, cwd=ROOT, stderr=log)
-        try:
-            ranks.wait(TIMEOUT_SECONDS)
-        except subprocess.TimeoutExpired:
-            ranks.terminate()
-            ranks.wait()
-    return (folder / "log").read_text()
-
-
 @pytest.fixture(scope="module")
 def plain() -> dict[str, dict[str, Any]]:
     runs = {
-        "float32": plain_run(FULL_STEPS, device=DEVICE),
-        "host": plain_run(FULL_STEPS, device=DEVICE, home="cpu"),  # whose random numbers are others
-        "documents": plain_run(FULL_STEPS, documents=True, device=DEVICE),
-        "bfloat16": plain_run(FULL_STEPS, dtype=torch.bfloat16, device=DEVICE),
-        "bfloat16, halves": plain_run(FULL_STEPS, dtype=torch.bfloat16, pieces=2, device=DEVICE),
+        "float32": plain_run(STEPS, device=DEVICE),
+        "host": plain_run(STEPS, device=DEVICE, home="cpu"),  # whose random numbers are others
+        "documents": plain_run(STEPS, documents=True, device=DEVICE),
+        "bfloat16": plain_run(STEPS, dtype=torch.bfloat16, device=DEVICE),
+        "bfloat16, halves": plain_run(STEPS, dtype=torch.bfloat16, pieces=2, device=DEVICE),
     }
     return torch.utils._pytree.tree_map(lambda x: x.cpu() if isinstance(x, torch.Tensor) else x, runs)
 
@@ -118,11 +91,8 @@ def plain() -> dict[str, dict[str, Any]]:
 def outcomes(plain: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
     @cache
     def run_cases(size: int) -> tuple[list[dict[str, Any]], str]:
-        folder = tmp_path_factory.mktemp(f"ranks{size}")
-        torch.save(plain, folder / "plain.pt")
-        log = start_ranks(size, folder)
-        files = [folder / f"{rank}.json" for rank in range(size)]
-        return [json.loads(file.read_text()) if file.exists() else {} for file in files], log
+        cases = {name: case for name, case in CASES.items() if world_size(case.config) == size}
+        return start_ranks(size, cases, plain, tmp_path_factory.mktemp(f"ranks{size}"), "--one-device")
 
     return run_cases
 
