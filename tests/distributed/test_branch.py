@@ -17,8 +17,8 @@ from data.loader import Batch, DataLoader
 from data.shards import open_dataset
 from data.tokenizer import train_tokenizer
 from tests.corpus import expected_stream, stored_blocks, write_dataset
-from tests.distributed.test_train import call, column, final_weights, flat, rows, run
 from tests.harness import run_ranks
+from tests.runs import call, column, final_weights, flat, rows, run
 from tools.audit import prove
 
 SEQ_LEN, SAMPLES = 16, 4  # of a step

@@ -21,13 +21,13 @@ from models import find_model
 from models.init import init_weights
 from models.llama.model import Llama
 from optim import OuterOptimizer, learning_rate
-from tests.distributed.test_train import SMALL, column, dataset, final_weights, flat, run  # noqa: F401
 from tests.harness import run_ranks
+from tests.runs import STEPS, column, final_weights, flat, launch, same, saved_steps
+from train import train
 
-COMMON = [word for word in SMALL if "local_batch_size" not in word and "training.steps" not in word]
 LOCAL_STEPS, ISLANDS = 5, 2
-COMMON += [f"--training.steps={2 * LOCAL_STEPS}"]  # two meetings: the second also has the momentum of the first
 APART = (f"--parallelism.dp_replicate={ISLANDS}", f"--parallelism.local_steps={LOCAL_STEPS}")
+APART += (f"--validation.interval={LOCAL_STEPS}",)
 FLOAT8 = ("--float8.enable", "--float8.filter=all")
 # World size, settings, and an island's samples in a row, which decide what it trains on.
 LAYOUTS: dict[str, tuple[int, tuple[str, ...], int]] = {
@@ -101,66 +101,53 @@ def train_plainly(arguments: list[str]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_islands_equal_a_plain_loop(layout: str, dataset: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_islands_equal_a_plain_loop(layout: str, small: tuple[str, ...], tmp_path: Path) -> None:
+    """After two meetings, of which the second also has the momentum of the first."""
     world_size, overrides, in_a_row = LAYOUTS[layout]
-    if not any("local_batch_size" in word for word in overrides):
-        overrides = (*overrides, "--training.local_batch_size=2")
-    arguments = [*COMMON, f"--data.datasets={dataset}", f"--run.folder={tmp_path / 'run'}"]
+    words = [*small, f"--training.steps={2 * LOCAL_STEPS}"]
     float8 = [word for word in overrides if "float8" in word]
-    plain = train_plainly([*COMMON, *float8, f"--training.local_batch_size={in_a_row}", f"--data.datasets={dataset}"])
-    run_ranks(world_size, run, [*arguments, *APART, *overrides], start_group=False)
+    plain = train_plainly([*words, *float8, f"--training.local_batch_size={in_a_row}"])
+    launch(world_size, tmp_path, [*words, *APART, *overrides])
     loss_tolerance, weight_tolerance = TOLERANCES.get(layout, (1e-5, 1e-4))
-    torch.testing.assert_close(column(tmp_path / "run", "loss"), plain["losses"], rtol=loss_tolerance, atol=0)
-    norms = column(tmp_path / "run", "grad_norm")
-    torch.testing.assert_close(norms, plain["norms"], rtol=100 * loss_tolerance, atol=0)
-    saved = flat(final_weights(tmp_path / "run", tmp_path)["model"])
+    torch.testing.assert_close(column(tmp_path, "loss"), plain["losses"], rtol=loss_tolerance, atol=0)
+    torch.testing.assert_close(column(tmp_path, "grad_norm"), plain["norms"], rtol=100 * loss_tolerance, atol=0)
+    saved = flat(final_weights(tmp_path, tmp_path)["model"])
     for name, expected in plain["weights"].items():
         error = (saved[f"/{name}"] - expected).norm() / expected.norm()
         assert error < weight_tolerance, name
 
 
 def test_islands_are_resumed_with_the_same_bits_and_may_change_in_number(
-    dataset: Path,  # noqa: F811
-    tmp_path: Path,
+    small: tuple[str, ...], tmp_path: Path
 ) -> None:
-    def arguments(name: str, islands: int = ISLANDS) -> list[str]:
-        words = [*SMALL, *APART[1:], f"--parallelism.dp_replicate={islands}"]
-        return [*words, f"--data.datasets={dataset}", f"--run.folder={tmp_path / name}"]
+    words, whole, cut, other = [*small, *APART], tmp_path / "whole", tmp_path / "cut", tmp_path / "other"
+    launch(2, whole, words)
+    launch(2, cut, words, 7)  # between two meetings: the one before counts
+    launch(2, cut, words)
+    assert column(cut, "loss") == column(whole, "loss")
+    weights = flat(final_weights(whole, tmp_path))
+    assert any(name.endswith("outer_momentum") and value.any() for name, value in weights.items())
+    assert same(flat(final_weights(cut, tmp_path)), weights)
 
-    run_ranks(2, run, arguments("whole"), start_group=False)
-    run_ranks(2, run, arguments("cut"), 12, start_group=False)  # between two meetings: the one before counts
-    run_ranks(2, run, arguments("cut"), start_group=False)
-    assert column(tmp_path / "cut", "loss") == column(tmp_path / "whole", "loss")
-    whole, cut = (flat(final_weights(tmp_path / name, tmp_path)) for name in ("whole", "cut"))
-    assert whole.keys() == cut.keys()
-    assert any(name.endswith("outer_momentum") and value.any() for name, value in whole.items())
-    assert all(torch.equal(cut[name], value) for name, value in whole.items())
-
-    run_ranks(2, run, arguments("other"), 12, start_group=False)
-    run_ranks(4, run, arguments("other", islands=4), start_group=False)
-    assert column(tmp_path / "other", "tokens") == column(tmp_path / "whole", "tokens")
-    assert column(tmp_path / "other", "loss")[:10] == column(tmp_path / "whole", "loss")[:10]
-    assert all(math.isfinite(loss) for loss in column(tmp_path / "other", "loss"))
+    launch(2, other, words, 7)
+    launch(4, other, [*words, "--parallelism.dp_replicate=4"])
+    assert column(other, "tokens") == column(whole, "tokens")
+    assert column(other, "loss")[:5] == column(whole, "loss")[:5]
+    assert all(math.isfinite(loss) for loss in column(other, "loss"))
 
 
-def test_a_stop_between_two_meetings_saves_one_model(dataset: Path, tmp_path: Path) -> None:  # noqa: F811
-    arguments = [*SMALL, *APART, f"--data.datasets={dataset}", f"--run.folder={tmp_path / 'run'}"]
-
-    first, second = run_ranks(2, _stop_after_7, arguments, start_group=False)
+def test_a_stop_between_two_meetings_saves_one_model(small: tuple[str, ...], tmp_path: Path) -> None:
+    first, second = launch(2, tmp_path, [*small, *APART], function=stop_after_7)
     assert len(first) > 1
     assert first == second, "the islands have met before they save"
-    steps = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if path.is_dir()]
-    assert any(name.startswith(("step-00000007", "step-00000008")) for name in steps)
-    run_ranks(2, run, arguments, start_group=False)
-    assert len(column(tmp_path / "run", "loss")) == 20
+    assert saved_steps(tmp_path)[-1] in (7, 8)
+    launch(2, tmp_path, [*small, *APART])
+    assert len(column(tmp_path, "loss")) == STEPS
 
 
-def _stop_after_7(arguments: list[str]) -> list[dict[str, bytes]]:
+def stop_after_7(arguments: list[str]) -> list[dict[str, bytes]]:
     """The weights that this rank had at each save, as bytes."""
-    from train import train
-
-    config, saved = load_config(arguments), []
-    save = CheckpointManager.save
+    config, saved, save = load_config(arguments), [], CheckpointManager.save
 
     def note_and_save(manager: CheckpointManager, step: int, *rest: Any, **options: Any) -> Any:
         weights = model_tensors(manager.model).items()

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from data.prepare import main as prepare
-from tests.distributed.test_train import column, final_weights, flat, run
 from tests.harness import run_ranks
+from tests.runs import column, final_weights, flat, run
 from tools.audit import prove
 from tools.verify import verify_checkpoints
 

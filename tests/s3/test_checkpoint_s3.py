@@ -20,9 +20,9 @@ from storage import OutageError, S3Store, StoreError, open_store
 from tests.corpus import write_dataset
 from tests.distributed.checkpoint_kills import survive_kills
 from tests.distributed.checkpoint_runs import Run, load_run, same, train_run
-from tests.distributed.test_train import call
 from tests.harness import run_ranks
 from tests.ports import free_port
+from tests.runs import call
 from tests.unit.test_llama import hf_model
 from tools.hf import export_model, import_model
 

@@ -17,8 +17,8 @@ from config import Checkpoint, Config, ConfigError
 from storage import LocalStore, StoreError, open_store
 from tests.corpus import write_dataset
 from tests.distributed.checkpoint_runs import IDENTITY, Run, flip_bit
-from tests.distributed.test_train import Ended, call
 from tests.harness import run_ranks
+from tests.runs import Ended, call
 
 SMALL = (
     "--model.flavor=tiny",
