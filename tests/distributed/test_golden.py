@@ -88,13 +88,7 @@ def test_a_fresh_run_gives_the_golden_figures(name: str, tmp_path: Path) -> None
         check_alike(fresh)
 
 
-def test_the_golden_figures_of_layouts_are_alike() -> None:
-    for name in LAYOUTS:
-        check_alike(CASES[name])
-    assert len({entry["data"] for name, entry in CASES.items() if name != RUN}) == 1
-
-
-@pytest.mark.parametrize("dp_size", [1, 2, 4])
+@pytest.mark.parametrize("dp_size", [1, 4])
 def test_the_golden_dataset_gives_the_golden_data(dp_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     golden = CASES["one-float32"]
@@ -142,8 +136,3 @@ def test_the_golden_run_is_resumed_or_refused_in_one_line(tmp_path: Path) -> Non
 
 def _content(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def test_the_golden_files_are_small() -> None:
-    files = [path for name in ("dataset", "run") for path in (GOLDEN / name).rglob("*") if path.is_file()]
-    assert sum(path.stat().st_size for path in files) <= 10**6

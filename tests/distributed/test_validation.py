@@ -119,14 +119,6 @@ def test_a_sample_that_cannot_be_continued_is_refused_before_the_run(tmp_path: P
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("word", ["--batch-size=0", "--max-samples=-1"])
-def test_numbers_that_mean_nothing_are_refused(word: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        validate(["nowhere", word])
-    name, _, value = word.partition("=")
-    assert f"{name} {value}: must be at least" in capsys.readouterr().err
-
-
 def test_training_sets_of_one_name_are_measured_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Together in the run, afterwards each by its path."""
     numbers, run = random.Random(1), tmp_path / "run"
