@@ -1,10 +1,11 @@
 #!/bin/bash
 # One-machine Ceph with an S3 gateway on loopback: a monitor, one OSD, radosgw. No systemd, no root services.
-#   ceph.sh FOLDER PORT     everything lives under FOLDER; process ids in FOLDER/*.pid
+#   ceph.sh PORT     runs until its input ends; everything lives in a folder in /tmp, which then goes
 # Needs: apt-get install --no-install-recommends radosgw ceph-mon ceph-osd ceph-mgr ceph-common
 set -euo pipefail
-folder=$1 port=$2
-mon_port=$((port + 1))
+port=$1 mon_port=$(($1 + 1)) folder=$(mktemp -d -t s3-XXXXXX)
+exec 3>&2 2> "$folder/start.log"
+trap '[ $? = 0 ] || cat "$folder/start.log" >&3; cat "$folder"/*.pid | xargs -r kill -9; sleep 1; rm -rf "$folder"' EXIT
 mkdir -p "$folder"/{mon,osd/0,log}
 fsid=$(cat /proc/sys/kernel/random/uuid)
 export CEPH_CONF=$folder/ceph.conf
@@ -59,3 +60,5 @@ ceph-osd -i 0 > /dev/null
 radosgw -n client.rgw
 radosgw-admin -n client.rgw user create --uid=test --display-name=test \
     --access-key=testing --secret-key=testing-secret > /dev/null
+echo ready
+cat > /dev/null

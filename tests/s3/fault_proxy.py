@@ -2,17 +2,14 @@
 
 What it can do, by rule, to the requests that match an operation, a key and a view:
 
-    503, 501, 500, 409, 403, expired, bucket   answered so, without reaching the server
+    503, 501, 500, 409, 403, expired   answered so, without reaching the server
     404, empty      as by a proxy that does not reach the server: 404 without XML, 200 without a body
     reset           the connection is cut before the server sees the request
     reset_after     the server has done it, the connection is cut before the answer
     hang            never answered
-    delay           answered `seconds` later
     cut             half of the answer's body, then the connection is cut
-    flip            one bit of the answer's body is wrong
+    flip, flip_sent    one bit of the answer's body is wrong, or of the request's once it reaches the server
     no_etag         the answer has no ETag
-    flip_sent       one bit of the request's body is wrong once it reaches the server
-    delete_error    DeleteObjects answers 200 with an error for a key
     complete_error  CompleteMultipartUpload answers 200 with an error in its body
 
 And views that lag, as a store without strong consistency: an object that was written is seen only `delay`
@@ -21,6 +18,7 @@ seconds later, by `views="others"` than the one that wrote it or by `views="all"
 
 import asyncio
 import json
+import os
 import re
 import subprocess
 import sys
@@ -47,7 +45,6 @@ CODES = {  # of S3's errors
     "409": (409, "OperationAborted"),
     "403": (403, "AccessDenied"),
     "expired": (400, "ExpiredToken"),
-    "bucket": (404, "NoSuchBucket"),
 }
 HOP_HEADERS = ("content-length", "transfer-encoding", "connection", "expect", "date", "server")
 
@@ -63,16 +60,21 @@ class FaultProxy:
         self._control({"reset": True})
 
     def fault(
-        self, fault: str, operation: str = ".*", key: str = "", *, view: int | None = None, skip: int = 0,
-        times: int = 1_000_000, seconds: float = 0.0,
-    ) -> None:  # fmt: skip
+        self,
+        fault: str,
+        operation: str = ".*",
+        key: str = "",
+        view: int | None = None,
+        skip: int = 0,
+        times: int = 10**6,
+    ) -> None:
         """From now on `fault` for requests whose operation and key match these regular expressions.
 
         The first `skip` of them pass, the next `times` are hit. Operations: put, upload_part, create_multipart,
-        complete_multipart, abort_multipart, get, head, list, list_uploads, delete, delete_objects, copy.
+        complete_multipart, abort_multipart, get, head, list, list_uploads, delete, delete_objects.
         """
-        rule = {"fault": fault, "operation": operation, "key": key, "view": view}
-        self._control({"rule": {**rule, "skip": skip, "times": times, "seconds": seconds}})
+        rule = {"fault": fault, "operation": operation, "key": key, "view": view, "skip": skip, "times": times}
+        self._control({"rule": rule})
 
     def lag(self, delay: float, views: str = "others") -> None:
         """From now on writes and removals are seen `delay` seconds later."""
@@ -90,16 +92,13 @@ class FaultProxy:
 
 @contextmanager
 def fault_proxy(upstream: str, views: int = 1) -> Iterator[FaultProxy]:
-    """Start a proxy before the server at `upstream`; stops it at the end."""
-    ports = [free_port() for _ in range(views)]
+    """Start a proxy before the server at `upstream`. It ends with its input: with this process, even if killed."""
+    ports, pipe = [free_port() for _ in range(views)], subprocess.PIPE
     command = [sys.executable, "-m", "tests.s3.fault_proxy", upstream, *map(str, ports)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == b"ready\n"
-            yield FaultProxy(ports)
-        finally:
-            process.kill()
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        yield FaultProxy(ports)
 
 
 # ---------------------------------------------------------------- the proxy's own process
@@ -165,27 +164,20 @@ class _Proxy:
             request.transport.abort()
         if fault == "hang":
             await asyncio.sleep(3600)
-        if fault == "delay":
-            await asyncio.sleep(rule["seconds"])
-        if fault == "delete_error":
-            failed = "<Error><Key>x</Key><Code>AccessDenied</Code><Message>injected</Message></Error>"
-            text = f"<?xml version='1.0'?><DeleteResult xmlns='{XML_NAMESPACE}'>{failed}</DeleteResult>"
-            return web.Response(text=text, content_type="application/xml")
         if fault == "complete_error":
             return _error(200, "InternalError")
         if operation in ("get", "head") and not self.visible(key, view):
             self.counts["stale"] += 1
             return _error(404, "NoSuchKey")
-        if operation in ("delete", "delete_objects") and self.delay:
-            task = asyncio.create_task(self.forward_later(request, body))
-            self.later.add(task)
-            return web.Response(status=204) if operation == "delete" else _all_deleted()
+        if operation == "delete" and self.delay:
+            self.later.add(asyncio.create_task(self.forward_later(request, body)))
+            return web.Response(status=204)
 
         if fault == "flip_sent":
             body = _flipped(body)
         status, headers, answer = await self.forward(request, body)
         if status < 300:
-            if operation in ("put", "complete_multipart", "copy"):
+            if operation in ("put", "complete_multipart"):
                 self.born[key] = (time.monotonic(), view)
             if operation == "list" and self.delay:
                 answer = self.hide(answer, key.partition("/")[0], view)
@@ -248,7 +240,8 @@ class _Proxy:
             for port in self.ports:
                 await web.TCPSite(runner, "127.0.0.1", port).start()
             print("ready", flush=True)
-            await asyncio.Event().wait()
+            await asyncio.to_thread(sys.stdin.read)
+            os._exit(0)  # also in the middle of a request
 
 
 def _flipped(body: bytes) -> bytes:
@@ -269,19 +262,12 @@ def _operation(request: web.Request) -> tuple[str, str]:
         return kinds[method], path
     if method == "POST":
         return "create_multipart", path
-    if method == "PUT" and "x-amz-copy-source" in request.headers:
-        return "copy", path
     return method.lower(), path
 
 
 def _error(status: int, code: str) -> web.Response:
     text = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>injected {code}</Message></Error>"
     return web.Response(status=status, text=text, content_type="application/xml")
-
-
-def _all_deleted() -> web.Response:
-    text = f"<?xml version='1.0'?><DeleteResult xmlns='{XML_NAMESPACE}'></DeleteResult>"
-    return web.Response(text=text, content_type="application/xml")
 
 
 if __name__ == "__main__":

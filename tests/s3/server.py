@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -29,11 +28,16 @@ START_SECONDS = 300
 
 @contextmanager
 def s3_server() -> Iterator[str]:
-    """Start the server; yields its endpoint, `http://127.0.0.1:PORT`; stops it at the end."""
-    kind = os.environ.get("S3_TEST_SERVER") or ("ceph" if shutil.which("radosgw") else "moto")
-    start = {"ceph": _ceph, "moto": _moto}[kind]
-    with tempfile.TemporaryDirectory(prefix="s3-") as folder, start(Path(folder), free_port()) as endpoint:
-        yield endpoint
+    """Start the server; yields its endpoint, `http://127.0.0.1:PORT`. It ends with this process, even if killed."""
+    kind, port = os.environ.get("S3_TEST_SERVER") or ("ceph" if shutil.which("radosgw") else "moto"), free_port()
+    moto = f"{sys.executable} -m moto.server -H 127.0.0.1 -p {port} > /dev/null 2>&1 & echo ready; cat; kill -9 $!"
+    command = {"ceph": [str(Path(__file__).with_name("ceph.sh")), str(port)], "moto": ["sh", "-c", moto]}[kind]
+    # The end of its input, a pipe from here, is what ends it. A session of its own, so that no Ctrl-C ends it earlier.
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True) as server:
+        assert server.stdout
+        server.stdout.readline()
+        yield _answering(port, server)
 
 
 def s3_environment(endpoint: str) -> dict[str, str]:
@@ -60,51 +64,20 @@ def create_bucket(endpoint: str, name: str) -> None:
     client.create_bucket(Bucket=name)
 
 
-@contextmanager
-def _ceph(folder: Path, port: int) -> Iterator[str]:
-    script = Path(__file__).with_name("ceph.sh")
-    try:
-        started = subprocess.run([script, folder / "1", str(port)], stderr=subprocess.PIPE, timeout=START_SECONDS)
-        if started.returncode:  # seen once, without its reason
-            print(f"ceph.sh failed, again: {started.stderr.decode()}", file=sys.stderr)
-            port = free_port()
-            subprocess.run([script, folder / "2", str(port)], timeout=START_SECONDS, check=True)
-        yield _answering(port)
-    finally:
-        pids = [int(file.read_text()) for file in folder.glob("*/*.pid")]
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        for pid in pids:
-            while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]:
-                time.sleep(0.05)
-
-
-@contextmanager
-def _moto(folder: Path, port: int) -> Iterator[str]:
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    with open(folder / "log", "wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as server:
-        try:
-            yield _answering(port)
-        finally:
-            server.kill()
-
-
-def _answering(port: int) -> str:
+def _answering(port: int, server: "subprocess.Popen[bytes]") -> str:
     """The endpoint, once something answers there."""
     endpoint = f"http://127.0.0.1:{port}"
     deadline = time.monotonic() + START_SECONDS
     while True:
         try:
             urllib.request.urlopen(endpoint, timeout=5).close()
+            return endpoint
         except urllib.error.HTTPError:
             return endpoint
         except OSError:
-            if time.monotonic() > deadline:
+            if server.poll() is not None or time.monotonic() > deadline:
                 raise
             time.sleep(0.1)
-        else:
-            return endpoint
 
 
 if __name__ == "__main__":
