@@ -7,6 +7,7 @@ import math
 import resource
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -113,10 +114,11 @@ class MetricsLogger:
         first_step: int,
         flops_per_token: int,
         tokens_per_step: float,
+        writing: Callable[[object], AbstractContextManager[None]] = file_errors,
     ):
-        """`tokens_per_step`: of the whole run, divided by its ranks."""
+        """`tokens_per_step`: of the whole run, divided by its ranks. `writing(file)` surrounds each write."""
         self.device, self.steps, self.flops_per_token = device, config.training.steps, flops_per_token
-        self.tokens_per_step = tokens_per_step
+        self.tokens_per_step, self.writing = tokens_per_step, writing
         self.waiting: dict[int, Tensor] = {}  # step → loss and gradient norm that the host has not fetched yet
         self.loss = self.grad_norm = self.lr = math.nan  # of the last step that was trained and fetched
         self.peak = peak_flops(device)
@@ -219,11 +221,11 @@ class MetricsLogger:
         self.last = dict(row)
         if self.file is None:
             return
-        with file_errors(self.file.name):
+        with self.writing(self.file.name):
             self.file.write(json.dumps(row) + "\n")
             self.file.flush()
         if self.board:
-            with file_errors(self.board.log_dir):
+            with self.writing(self.board.log_dir):
                 for name, value in row.items():
                     if value is not None and name not in ("step", "interval_steps", "time"):
                         self.board.add_scalar(name, value, row["step"])
@@ -234,9 +236,11 @@ class MetricsLogger:
     def close(self) -> None:
         """Flush and close the files."""
         if self.file:
-            self.file.close()
+            with self.writing(self.file.name):
+                self.file.close()
         if self.board:
-            self.board.close()
+            with self.writing(self.board.log_dir):
+                self.board.close()
 
 
 if __name__ == "__main__":

@@ -23,7 +23,10 @@ def check_profiling(profiling: settings.Profiling, steps: int) -> None:
 
 
 @contextlib.contextmanager
-def profile(profiling: settings.Profiling, folder: Path, rank: int, steps_done: int) -> Iterator[Callable[[int], None]]:
+def profile(
+    profiling: settings.Profiling, folder: Path, rank: int, steps_done: int,
+    writing: Callable[[object], contextlib.AbstractContextManager[None]] = file_errors,
+) -> Iterator[Callable[[int], None]]:  # fmt: skip
     """A function that the loop must call with the number of each step before it, and after the last step.
 
     Steps are counted from the start of the run, which has done `steps_done` of them; those left out count too. A trace
@@ -35,10 +38,10 @@ def profile(profiling: settings.Profiling, folder: Path, rank: int, steps_done: 
     def write(trace: torch.profiler.profile) -> None:
         if steps_done + trace.step_num > first:
             path = folder / f"trace-step{first}-rank{rank}.json.gz"
-            with file_errors(path):
+            with writing(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 trace.export_chrome_trace(str(path))
-            logger.info(f"profile: wrote {path}")
+                logger.info(f"profile: wrote {path}")
 
     def enter_step(step: int) -> None:
         if profiler and steps_done + profiler.step_num < step:  # after a rollback steps come again, and are left out

@@ -8,7 +8,8 @@ tokens.
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -140,11 +141,15 @@ def saved_place(state: Mapping[str, Any]) -> Place:
 class Ledger:
     """Appends to the file of one rank. Every line is flushed to the operating system at once."""
 
-    def __init__(self, folder: Path, dp_rank: int, shape: StepShape, state: Mapping[str, Any], urls: Mapping[str, str]):
+    def __init__(
+        self, folder: Path, dp_rank: int, shape: StepShape, state: Mapping[str, Any], urls: Mapping[str, str],
+        writing: Callable[[object], AbstractContextManager[None]] = file_errors,
+    ):  # fmt: skip
         path = folder / "data" / f"rank-{dp_rank:05}.jsonl"
         with file_errors(path):  # on nodes other than rank 0's this is the first that is written
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open_records(path)
+        self._writing = writing
         self._begins = {"shape": shape._asdict(), "urls": dict(urls)}
         self.start(state)
 
@@ -157,10 +162,11 @@ class Ledger:
         self._write({"first": first, "crc32": checksum(tokens)})
 
     def close(self) -> None:
-        self._file.close()
+        with self._writing(self._file.name):
+            self._file.close()
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        with file_errors(self._file.name):
+        with self._writing(self._file.name):
             self._file.write(json.dumps(line) + "\n")
             self._file.flush()
 

@@ -6,8 +6,9 @@ import logging
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from config import Config, ConfigError, differences
+from config import Config, ConfigError, differences, file_errors
 from data.ledger import Ledger, StepShape, first_place, grad_accum_steps, saved_place
 from data.shards import DataError, check_datasets, open_dataset, with_chat_template
 from data.stream import Stream
@@ -176,13 +177,13 @@ class DataLoader:
         if self._ledger:
             self._ledger.start(self.state_dict())
 
-    def open_ledger(self, run_folder: Path) -> None:
+    def open_ledger(self, run_folder: Path, writing: Callable[..., AbstractContextManager[None]] = file_errors) -> None:
         """From here on, record in the run's folder what this rank is given, for `python -m tools.audit --prove`.
 
         Call it after loading the state, on one of the ranks that share a dp_rank.
         """
         urls = {dataset.hash: dataset.url for dataset in self._datasets}
-        self._ledger = Ledger(run_folder, self._dp_rank, self._shape, self.state_dict(), urls)
+        self._ledger = Ledger(run_folder, self._dp_rank, self._shape, self.state_dict(), urls, writing)
 
     def close(self) -> None:
         """Stop reading. Afterwards none of its threads touches a file or the cache."""

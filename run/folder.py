@@ -95,8 +95,11 @@ def start_run(
             raise
         _lock(folder)
         _check_model(folder, identity)  # again: a start that has ended meanwhile may have written there
-        changed = record_start(folder, config, identity, environment.world_size, environment.job)
-        save(folder)
+        try:
+            changed = record_start(folder, config, identity, environment.world_size, environment.job)
+            save(folder)
+        except OSError as error:  # a ConfigError, since a restart would only meet it again
+            raise ConfigError(f"run.folder = {str(folder)!r}: cannot be written: {error.strerror}") from None
         return folder, changed
 
 

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from config import Config, ConfigError, TitaniteError
+from checkpoint.ranks import Ranks
+from config import Config, ConfigError, TitaniteError, file_errors
 from data.loader import Batch, DataLoader
 from parallel.device import bfloat16_is_slow
 from parallel.mesh import ParallelDims
@@ -100,6 +101,7 @@ class Run:
         self.config, self.environment, self.dims, self.data = config, environment, dims, data
         self.identity, self.check = identity, check
         self.starting, self._computed = True, False  # starting: until all is compiled and connected, by a first step
+        self._unwritten: TitaniteError | None = None  # the first file of this rank's that could not be written
         self._contexts = contextlib.ExitStack()
 
     def __enter__(self) -> "Run":
@@ -135,24 +137,40 @@ class Run:
         if self._begins and error is None:  # after an error other ranks may wait in a collective
             shut_down()
 
-    def start_steps(self, step: int, checkpoint_group: dist.ProcessGroup | None) -> None:
+    @contextlib.contextmanager
+    def writing(self, file: object) -> Iterator[None]:
+        """Write `file` inside. If that fails, as on a full disk, all ranks stop after a step, save, and `close` raises.
+
+        The folder's disk is not that of the checkpoints, if these lie elsewhere.
+        """
+        try:
+            with file_errors(file):
+                yield
+        except TitaniteError as error:
+            self._unwritten = self._unwritten or error
+            self.stop.asked_by = self.stop.asked_by or str(error)
+
+    def start_steps(self, step: int, ranks: Ranks) -> None:
         """Say that the loop begins after `step`. From here on a request to stop is answered after a step."""
         config, rank = self.config, self.environment.rank
         self.watchdog.step, self.watchdog.last_checkpoint = step, step or None
         if rank == 0:
             record_config(self.folder, config)
         if self.dims.is_first_copy(rank):
-            self.data.open_ledger(self.folder)
-        self.checkpoint_group = checkpoint_group
+            self.data.open_ledger(self.folder, self.writing)
+        self.ranks = ranks
         self.stop.start(config.comm.init_timeout_seconds)
-        self._trace = self._contexts.enter_context(profile(config.profiling, self.folder / "profile", rank, step))
+        self._trace = self._contexts.enter_context(
+            profile(config.profiling, self.folder / "profile", rank, step, self.writing)
+        )
         gc.disable()  # a collection on one rank stalls all the others, so all collect at the same steps
 
     def saved(self, step: int) -> None:
         """Note the checkpoint of a step, in any thread."""
         self.watchdog.last_checkpoint = step
         if self.environment.rank == 0:
-            (self.folder / PROGRESS).touch()  # earlier restarts of the job no longer count
+            with self.writing(self.folder / PROGRESS):
+                (self.folder / PROGRESS).touch()  # earlier restarts of the job no longer count
 
     def enter_update(self, *_: Any) -> None:
         """Note that the optimizer begins: a hook of its step."""
@@ -192,7 +210,7 @@ class Run:
             gc.freeze()  # all long-lived objects exist: later collections leave them out
             self.watchdog.enter("start")
             dist.barrier()  # the shorter limit must not run while a rank still compiles
-            set_timeout(comm.train_timeout_seconds, apart=self.checkpoint_group)  # which has its own limit
+            set_timeout(comm.train_timeout_seconds, apart=self.ranks.group)  # which has its own limit
             self.watchdog.limit_seconds = comm.train_timeout_seconds
         if step % GC_INTERVAL_STEPS == 0:
             gc.collect()
@@ -205,8 +223,12 @@ class Run:
             logger.info(f"stopped after step {step}: {self.stop.asked_by or 'another rank was asked'}")
 
     def close(self, step: int) -> None:
-        """Record that the run ended as it should. Exits with AGAIN if only other nodes were asked to stop."""
+        """Record that the run ended as it should. Exits with AGAIN if only other nodes were asked to stop.
+
+        Raises TitaniteError on all ranks if one could not write a file.
+        """
         steps, stop = self.config.training.steps, self.stop
+        self.ranks.together(partial(self._check_written, step))
         self._contexts.close()
         end = ("finished", "all steps done", None, False)
         if step < steps:
@@ -217,3 +239,9 @@ class Run:
         dist.barrier()  # when a rank leaves with AGAIN, torchrun ends the others: let rank 0 record the end first
         if step < steps and stop.elsewhere:
             sys.exit(AGAIN)  # torchrun starts us again, with the nodes that remain
+
+    def _check_written(self, step: int) -> None:
+        if self._unwritten:
+            saved = " is saved" if self.config.checkpoint.enable else " was the last"
+            again = f"make room there, then start again with --run.folder={self.folder}"
+            raise TitaniteError(f"{self._unwritten}; step {step}{saved}: {again}")

@@ -4,7 +4,9 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -291,6 +293,55 @@ def test_a_node_that_is_taken_does_not_end_the_run_on_the_others(small: tuple[st
     for steps, signals, expected in ((12, taken, [AGAIN, 0]), (2, taken, [0, 0]), (13, asked, [0, 0])):
         assert launch(2, tmp_path / str(steps), small, steps, *signals, function=exit_code) == expected
     assert saved_steps(tmp_path / "12") == [3], "the vote cast after step 2 was read after step 3"
+
+
+def run_on_full_disk(arguments: list[str]) -> str:
+    """Train; the disk of the run's folder is full after step 2. Returns the error."""
+    config = load_config(arguments)
+
+    def fill(step: int) -> None:
+        if step == 2 and dist.get_rank() == 0:
+            with contextlib.suppress(OSError), open(f"{config.run.folder}/../filler", "wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(1024))
+
+    try:
+        train(config, fill)
+    except TitaniteError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_full_disk_of_the_run_folder_ends_the_run_with_a_checkpoint(dataset: Path, tmp_path: Path) -> None:
+    """The checkpoints lie elsewhere. All ranks stop after the same step and name the disk; so does a start on it."""
+    disk, checkpoints = tmp_path / "disk", tmp_path / "checkpoints"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk]).returncode:
+        pytest.skip("no file system can be mounted here")
+    arguments = [
+        *SMALL,
+        f"--data.datasets={dataset}",
+        f"--checkpoint.folder={checkpoints}",
+        "--metrics.tensorboard=true",
+    ]
+    arguments += [f"--run.folder={disk}/run", "--training.steps=40", "--checkpoint.interval=100"]
+    try:
+        first, second = run_ranks(2, run_on_full_disk, arguments, start_group=False)
+        assert first == second
+        saved = int(next(checkpoints.glob("step-*")).name.split("-")[1])
+        assert re.match(
+            rf"TitaniteError: {disk}/run/\S*: cannot be written: No space left .* step {saved} is saved", first
+        )
+        assert 2 < saved < 40
+        (again,) = run_ranks(1, run_on_full_disk, arguments, start_group=False)
+        assert again == f"ConfigError: run.folder = '{disk}/run': cannot be written: No space left on device"
+        (disk / "filler").unlink()
+        arguments += [f"--training.steps={saved + 2}"]
+        assert run_ranks(2, run, arguments, start_group=False) == ["", ""]
+        assert [row["step"] for row in read(disk / "run", "metrics.jsonl")][-2:] == [saved + 1, saved + 2]
+        assert f"{saved + 2} steps" in prove(disk / "run")[0]
+    finally:
+        subprocess.run(["umount", disk], check=True)
 
 
 # ---------------------------------------------------------------- chaos
