@@ -4,7 +4,6 @@ import os
 import random
 import re
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from checkpoint.branch import read_parent
 from checkpoint.checks import check_checkpoints
 from checkpoint.retention import committed
 from config import Checkpoint, Comm, Config
-from data.tokenizer import train_tokenizer
 from storage import OutageError, S3Store, StoreError, open_store
 from tests.corpus import write_dataset
 from tests.distributed.checkpoint_kills import survive_kills
@@ -23,12 +21,10 @@ from tests.distributed.checkpoint_runs import Run, load_run, same, train_run
 from tests.harness import run_ranks
 from tests.ports import free_port
 from tests.runs import call
-from tests.unit.test_llama import hf_model
-from tools.hf import export_model, import_model
 
 # Short waits, so that what is never answered is soon given up.
 WAITS = {"retry_seconds": 20, "visibility_seconds": 1.0, "interval": 1, "keep": 2}
-IMPATIENT = {**WAITS, "retry_seconds": 1}
+IMPATIENT, PATIENT = {**WAITS, "retry_seconds": 1}, {**WAITS, "visibility_seconds": 20.0}
 DAMAGES = int(os.environ.get("DAMAGES", "12"))
 
 
@@ -104,78 +100,48 @@ def _on_own_view(endpoints, function, *arguments):
 
 @pytest.mark.parametrize("views", ["others", "all"])
 def test_late_views_of_writes_and_removals(bucket, proxy, views):
-    """Every rank sees the others' (or even its own) objects 2 s late: saves, retention and loads go on alike."""
+    """Every rank sees the others' (or even its own) objects late: saves, retention and loads go on alike."""
     straight = run_ranks(2, train_run, bucket + "/straight", (2,), 0, 5, {"interval": 100})
     proxy.lag(2.0, views)
-    settings = {**WAITS, "visibility_seconds": 10.0}
-    run_ranks(2, _on_own_view, proxy.endpoints, train_run, bucket + "/run", (2,), 0, 3, settings)
-    time.sleep(2.1)  # the manifest; until it is seen, a new run would rightly take the one before
-    resumed = run_ranks(2, _on_own_view, proxy.endpoints, train_run, bucket + "/run", (2,), 3, 5, settings)
+    run_ranks(2, _on_own_view, proxy.endpoints, train_run, bucket + "/run", (2,), 0, 3, PATIENT)
+    while 3 not in steps_in(bucket + "/run"):  # until the manifest is seen, a new run would rightly take the one before
+        pass
+    resumed = run_ranks(2, _on_own_view, proxy.endpoints, train_run, bucket + "/run", (2,), 3, 5, PATIENT)
     for ours, theirs in zip(resumed, straight, strict=True):
         assert same(ours, theirs) == []
     assert proxy.counts()["stale"] > 0
 
 
 def test_data_seen_later_than_its_manifest_is_waited_for(bucket, proxy):
-    proxy.lag(2.0)
-    run_ranks(2, _on_own_view, proxy.endpoints, _save_then_load_on_the_other_view, proxy.endpoints, bucket)
+    proxy.lag(4.0)
+    run_ranks(2, _on_own_view, proxy.endpoints, _save_then_load_on_the_other_view, bucket)
     assert proxy.counts()["stale"] > 0
 
 
-def _save_then_load_on_the_other_view(endpoints, url):
+def _save_then_load_on_the_other_view(url):
     """Rank 1 loads, through a view that lags, what rank 0 tells it of."""
-    settings = {**WAITS, "visibility_seconds": 10.0}
-    Run(url, (2,), **settings).train(0, 1)
-    again = Run(url, (2,), seed=9, **settings)
-    assert again.checkpoint.load() == 1
+    Run(url, (2,), **PATIENT).train(0, 1)
+    assert Run(url, (2,), seed=9, **PATIENT).checkpoint.load() == 1
 
 
 # ---------------------------------------------------------------- requests that fail
 
 
-@pytest.mark.parametrize(
-    ("fault", "operation"),
-    [
-        ("503", ".*"),
-        ("500", ".*"),
-        ("404", ".*"),
-        ("409", ".*"),
-        ("reset", ".*"),
-        ("reset_after", "put|get|list|delete"),
-        ("cut", "get|list"),
-        ("flip", "get"),
-        ("empty", "put|get"),
-    ],
-)
-def test_passing_faults_are_survived(bucket, proxy, fault, operation):
-    """Every third request or so fails, in bursts of two; the result is as if none had."""
+def test_passing_faults_are_survived(bucket, proxy):
+    """About half of the requests fail, in bursts of two; the result is as if none had."""
     straight = Run(bucket + "/straight", interval=100)
     straight.train(0, 3)
-    for skip in range(2, 60, 7):
-        proxy.fault(fault, operation, skip=skip, times=1 if fault == "flip" else 2)
+    faults = {"flip": "get", "cut": "get|list", "empty": "put|get", "reset_after": "put|get|list|delete"}
+    faults |= dict.fromkeys(("503", "500", "404", "409", "reset"), ".*")
+    for number, (fault, operation) in enumerate(faults.items()):
+        proxy.fault(fault, operation, skip=2 * number, times=1 if fault == "flip" else 2)
     run = Run(bucket + "/run", **WAITS)
     run.train(0, 2)
     resumed = Run(bucket + "/run", seed=3, **WAITS)
     assert resumed.checkpoint.load() == 2
     resumed.train(2, 3)
     assert same(resumed.everything(), straight.everything()) == []
-    assert proxy.counts()[f"fault:{fault}"] > 0
-
-
-def test_without_signed_bodies_bytes_changed_on_their_way_are_found_by_a_load(
-    bucket, proxy, monkeypatch, tmp_path, caplog
-):
-    """AWS's own setting for more speed: the store keeps what it got, and a resume takes the checkpoint before."""
-    (tmp_path / "config").write_text("[default]\ns3 =\n  payload_signing_enabled = false\n")
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-    run = Run(bucket, **WAITS)
-    run.train(0, 1)
-    proxy.fault("flip_sent", "put", key="distcp")
-    run.train(1, 2)
-    proxy.reset()
-    resumed = Run(bucket, seed=3, **WAITS)
-    assert resumed.checkpoint.load() == 1
-    assert "damaged checkpoint skipped: " in caplog.text
+    assert [fault for fault in faults if not proxy.counts()[f"fault:{fault}"]] == []
 
 
 @pytest.mark.parametrize("failing_rank", [0, 1])
@@ -240,49 +206,55 @@ def test_uploads_that_cannot_be_listed_are_asked_for_once(bucket, proxy, caplog)
     assert steps_in(bucket) == [4, 3]
 
 
-def test_a_store_that_sends_no_etags_with_what_is_read_is_read_all_the_same(bucket, proxy):
-    """As some gateways, which are right: the length and our CRC tell whether all came."""
-    proxy.fault("no_etag", "get")
-    check_checkpoints(Config(checkpoint=Checkpoint(folder=bucket)), {}, Path("unused"))
-    Run(bucket, **IMPATIENT).train(0, 1)
-    assert Run(bucket, **IMPATIENT).checkpoint.load() == 1
+@pytest.mark.parametrize(
+    ("fault", "operation", "kind", "said"),
+    [
+        (
+            "no_etag",
+            "get",
+            None,
+            "",
+        ),  # as of some gateways, which are right: the length and our CRC tell whether all came
+        ("403", "get", StoreError, "AccessDenied.*check what the credentials permit"),
+        ("503", "list", OutageError, "SlowDown.*tried for"),
+    ],
+)
+def test_a_start_tries_the_place(bucket, proxy, fault, operation, kind, said):
+    """One that cannot be read back is refused: every save would succeed and every resume fail. The probe is removed."""
+    proxy.fault(fault, operation)
+    config = Config(checkpoint=Checkpoint(folder=bucket), comm=Comm(store_retry_seconds=1))
+    if kind:
+        with pytest.raises(kind, match=f"{bucket}.*{said}") as caught:
+            check_checkpoints(config, {}, Path("unused"))
+        assert type(caught.value) is kind
+    else:
+        check_checkpoints(config, {}, Path("unused"))
+        Run(bucket, **IMPATIENT).train(0, 1)
+        assert Run(bucket, **IMPATIENT).checkpoint.load() == 1
+    proxy.reset()
+    assert steps_in(bucket) == ([] if kind else [1])
 
 
-def test_a_place_that_cannot_be_read_back_is_refused_at_the_start(bucket, proxy):
-    """Otherwise every save succeeds and every resume fails. The probe is removed."""
-    proxy.fault("403", "get")
-    place = rf"checkpoint.folder = '{bucket}': cannot be written to and read back: .*check what the credentials permit"
-    with pytest.raises(StoreError, match=place):
-        check_checkpoints(Config(checkpoint=Checkpoint(folder=bucket)), {}, Path("unused"))
-    assert store_at(bucket).sizes() == {}
-
-
-def test_a_save_outlasts_refused_connections_and_an_outage_is_no_mistake(bucket, proxy):
+def test_a_save_outlasts_refused_connections(bucket, proxy):
     """20 s of refusals ended a run once: five attempts last no longer than 15 s."""
     run = Run(bucket, **{**WAITS, "retry_seconds": 60})
     proxy.fault("reset", "put|get|list", times=12)
     run.train(0, 1)
     assert steps_in(bucket) == [1]
-    proxy.fault("503", "list")
-    config = Config(checkpoint=Checkpoint(folder=bucket), comm=Comm(store_retry_seconds=1))
-    with pytest.raises(OutageError, match="SlowDown"):
-        check_checkpoints(config, {}, Path("unused"))
 
 
-def test_a_save_that_removes_one_lists_twice(two_steps, proxy):
+def test_a_save_lists_twice_and_beside_another_runs_reads_once_whose_they_are(two_steps, proxy):
     Run(two_steps, **WAITS).train(2, 3)
     assert steps_in(two_steps) == [3, 2]
     counts = proxy.counts()
     assert (counts["list"] - 1, counts["list_uploads"]) == (2, 1)  # one is the test's own
-
-
-def test_beside_another_runs_a_save_reads_once_whose_they_are_and_removes_only_its_own(two_steps, proxy):
+    proxy.reset()
     store, run = store_at(two_steps), Run(two_steps, **WAITS, run_folder=Path("other"))
-    store.client.create_multipart_upload(Bucket=store.bucket, Key="step-00000001-0123456789ab/x")  # in 2010, by moto
-    run.train(2, 5)
+    store._call("create_multipart_upload", "step-00000001-0123456789ab/x")  # in 2010, by moto
+    run.train(3, 6)
     counts = proxy.counts()
     assert (counts["get"], "list_uploads" in counts) == (2, False)  # two manifests
-    assert steps_in(two_steps) == [5, 4, 2, 1]
+    assert steps_in(two_steps) == [6, 5, 3, 2]
 
 
 def test_a_bucket_is_one_runs_which_may_be_lost_and_made_again(bucket, tmp_path, monkeypatch):
@@ -337,11 +309,3 @@ def test_stock_fsspec_reader_reads_ours(two_steps):
     reader = FsspecReader(place, endpoint_url=os.environ["AWS_ENDPOINT_URL_S3"])
     dcp.load(state, storage_reader=reader, no_dist=True)
     assert all(torch.equal(state["model"][name], value) for name, value in run.model.state_dict().items())
-
-
-def test_a_hugging_face_model_goes_in_and_out(bucket, tmp_path):
-    train_tokenizer(["some text"], 300).save(tmp_path)
-    hf_model("llama3").save_pretrained(tmp_path, max_shard_size="100KB")
-    import_model(tmp_path, f"{bucket}/models/imported")
-    export_model(f"{bucket}/models/imported", tmp_path / "back", dtype="float32", file_bytes=100_000)
-    assert len(list((tmp_path / "back").glob("*.safetensors"))) > 1

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from config import TitaniteError
@@ -11,6 +12,7 @@ from data.tokenizer import train_tokenizer
 from generate import main as generate
 from tests.corpus import write_dataset
 from tests.unit.test_llama import FAMILIES, SMALL
+from tools.hf import export_model
 from tools.hf import main as checkpoint_hf
 from validate import main as validate
 
@@ -28,8 +30,9 @@ def test_a_checkpoint_on_s3_generates_and_is_measured(
         texts.append([json.loads(line) for line in capsys.readouterr().out.splitlines()])
     assert texts[0] == texts[1]
     assert len(texts[0]) == 2
-    with pytest.raises(TitaniteError, match="name them with --datasets"):
-        validate([f"{bucket}/models/imported"])
+    export_model(f"{bucket}/models/imported", tmp_path / "back", dtype="float32")
+    back = LlamaForCausalLM.from_pretrained(tmp_path / "back").state_dict()
+    assert all(torch.equal(back[name], weight) for name, weight in model.state_dict().items())
     other = write_dataset(tmp_path / "other", [[[1, 2, 0]]], [[3, 4, 0]])
     with pytest.raises(TitaniteError, match="was made with tokenizer"):
         validate([f"{bucket}/models/imported", "--datasets", str(other), "--seq-len=8"])
