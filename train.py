@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from checkpoint.checks import check_checkpoint, check_checkpoints
+from checkpoint.checks import check_checkpoints
 from checkpoint.companions import check_vocabulary
 from checkpoint.manager import CheckpointManager
 from config import Config, file_errors, load_config
@@ -45,7 +45,6 @@ def check_start(
     check_float8(config)
     find_hook(config.metrics.hook)
     check_optim(config)
-    check_checkpoint(config)
     check_profiling(config.profiling, config.training.steps)
     check_failures(config, environment)
     check_sample(config, data.tokenizer)

@@ -37,6 +37,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -44,7 +45,7 @@ from torch.distributed.tensor import DTensor
 from benchmarks.report import build_parser, finish, print_row
 from checkpoint.manager import LOWEST_PRIORITY, CheckpointManager
 from checkpoint.retention import committed
-from checkpoint.state import allocate_optimizer_state, model_tensors, optimizer_tensors
+from checkpoint.state import model_tensors, optimizer_tensors
 from config import Checkpoint, Config
 from storage import open_store
 from tests.harness import run_ranks
@@ -83,7 +84,7 @@ def build(layers: int, dim: int, url: str, **settings: Any) -> tuple[CheckpointM
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    allocate_optimizer_state(optimizer)
+    _init_optim_state(optimizer)
     for state in optimizer.state.values():
         state["exp_avg"].to_local().normal_()
         state["exp_avg_sq"].to_local().normal_()

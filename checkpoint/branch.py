@@ -26,7 +26,7 @@ class Parent(NamedTuple):
     def folder(self) -> Path:
         """The parent's run folder: `place`, or where that run first started."""
         named = Path(self.place)
-        return named if (named / "config.toml").is_file() else Path(self.run.partition(":")[2])
+        return named if (named / "config.toml").is_file() else Path(self.run.rpartition(":")[2])
 
 
 def read_parent(folder: Path) -> Parent | None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from checkpoint import CheckpointError
-from checkpoint.manifest import ChecksumError, Opened, read_small
+from checkpoint.manifest import Opened, read_small
 from data.tokenizer import TOKENIZER, Tokenizer, parse_tokenizer
 
 # Files copied unchanged, by `tools.hf` to Hugging Face and back.
@@ -23,23 +23,19 @@ def find_companions(opened: Opened, place: str, tokenizer: Path | None) -> tuple
     Looks in `tokenizer`, a tokenizer.json or its folder. Without it, in the checkpoint, then in `place`, by which it
     was found, and the two folders above. Raises CheckpointError if there are none.
     """
+    folders = [Path(place), *Path(place).absolute().parents[:2]]
     if tokenizer:
         folders = [tokenizer.parent if tokenizer.name == TOKENIZER else tokenizer]
     else:
         digests = opened.manifest.get("companions", {})
         inside = {path.removeprefix(f"{opened.name}/") for path in opened.store.sizes(opened.name)} | digests.keys()
         if TOKENIZER in inside:
-            own = [(file, digests.get(file)) for file in COMPANIONS if file in inside]
-            try:
-                return opened.url, {file: read_small(opened.store, opened.name, file, digest) for file, digest in own}
-            except ChecksumError as error:
-                raise ChecksumError(f"{error}; if it was changed on purpose, name it with --tokenizer") from None
-        folders = [] if "://" in place else [Path(place), *Path(place).absolute().parents[:2]]
+            own = [file for file in COMPANIONS if file in inside]
+            return opened.url, {file: read_small(opened.store, opened.name, file, digests.get(file)) for file in own}
     for folder in folders:
         if (folder / TOKENIZER).is_file():
             return str(folder), read_companions(folder)
-    wanted = tokenizer or place
-    raise CheckpointError(f"{wanted}: no {TOKENIZER} found there; name one with --tokenizer")
+    raise CheckpointError(f"{tokenizer or place}: no {TOKENIZER} found there; name one with --tokenizer")
 
 
 def read_companions(folder: Path) -> dict[str, bytes]:

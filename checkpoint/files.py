@@ -16,23 +16,31 @@ import pickle
 import struct
 import zipfile
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
-from types import MappingProxyType
+from itertools import groupby
+from math import prod
 from typing import IO, Any, cast
 
-import numpy as np
 import pyarrow as pa
 import torch
 from isal import isal_zlib
 from torch import Tensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem, WriteItem
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _split_by_size_and_type, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.utils.serialization import config as serialization
 
 from checkpoint import CheckpointError
@@ -40,31 +48,85 @@ from checkpoint.manifest import (
     FORMAT_VERSION,
     MANIFEST,
     METADATA,
-    ROTARY,
     ChecksumError,
     Manifest,
     Opened,
     checked_twice,
     encode_manifest,
     read_manifest,
-    read_metadata,
+    read_small,
     sha256,
     unpickle_metadata,
 )
-from checkpoint.names import file_of
-from checkpoint.planning import FILES, Plan, State
+from checkpoint.ranks import Ranks
 from storage import DamagedError, Store, join
 
+FILES = 2  # per rank, written at the same time
 RANGE_BYTES = 16 << 20  # neighbouring items are read together up to this size
 WINDOW_BYTES = 256 << 20  # most bytes read and not yet copied, unless a single range is larger
 
-Item = tuple[_StorageInfo, Any]  # its place, and what it is wanted for
+Item = tuple[_StorageInfo, MetadataIndex, list[ReadItem]]  # its place, and what it is wanted for
+State = dict[str, Any]  # nested dicts of tensors, as DCP's planners take them
+Written = dict[MetadataIndex, _StorageInfo]  # item → its place, with its CRC-32
+
+
+# ---------------------------------------------------------------- planning, by DCP
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who writes what. Depends only on names, shapes and placements, so later saves of a run reuse it."""
+
+    files: list[list[WriteItem]]  # what this rank writes into each of its files, in order
+    metadata: Metadata | None  # DCP's index, without the places in the files; on rank 0 only
+
+
+def plan_save(state: State, ranks: Ranks) -> Plan:
+    """Agree on who writes what. One of the ranks that hold a piece writes it. Collective."""
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(state, is_coordinator=ranks.is_coordinator)
+    return _share_out(planner.create_local_plan(), ranks)
+
+
+def plan_pieces(items: list[WriteItem]) -> Plan:
+    """A plan in which this process alone writes all `items`, from `split_rows`."""
+    paths = {item.index.fqn: tuple(item.index.fqn.split(".", 1)) for item in items}
+    return _share_out(SavePlan(items, planner_data=paths), Ranks())
+
+
+def split_rows(path: tuple[str, ...], dtype: torch.dtype, shape: Sequence[int], piece_bytes: int) -> list[WriteItem]:
+    """Split a tensor into pieces of whole rows, about `piece_bytes` each."""
+    rows, *rest = shape
+    step = max(1, piece_bytes // (prod(rest) * dtype.itemsize))
+    items = []
+    for start in range(0, rows, step):
+        offsets, sizes = torch.Size([start, *(0 for _ in rest)]), torch.Size([min(step, rows - start), *rest])
+        data = TensorWriteData(ChunkStorageMetadata(offsets, sizes), TensorProperties(dtype=dtype), torch.Size(shape))
+        items.append(WriteItem(MetadataIndex(".".join(path), offsets), WriteItemType.SHARD, tensor_data=data))
+    return items
+
+
+def _share_out(plan: SavePlan, ranks: Ranks) -> Plan:
+    """Give each piece to one of the ranks that planned it. Collective."""
+    metadata = None
+
+    def choose(plans: list[SavePlan]) -> list[SavePlan]:
+        nonlocal metadata
+        chosen, metadata = DefaultSavePlanner().create_global_plan(plans)
+        return chosen
+
+    own: SavePlan = ranks.reduce_scatter("plan", lambda: plan, choose)
+    return Plan([file for file in _split_by_size_and_type(FILES, own.items) if file], metadata)
+
+
+def resolver(state: State) -> Callable[[WriteItem], Tensor]:
+    """A function that returns the tensor of a write item: this rank's part, on its device."""
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(state)
+    return lambda item: cast(Tensor, planner.resolve_data(item)).detach()
 
 
 # ---------------------------------------------------------------- writing
-
-
-Written = dict[str, np.ndarray]  # file → offset, length and CRC-32 of each item, (items, 3), in order
 
 
 def write_items(
@@ -79,33 +141,46 @@ def write_items(
 
     Several threads call `on_progress`, after each write. Raises StoreError; the failed file then does not exist.
     """
+
+    def write(file: str, items: Sequence[WriteItem]) -> Written:
+        written = {}
+        # torch.save's own CRC-32 takes three times as long as ours, and nobody reads it. This patch is a thread's own.
+        with store.create(f"{name}/{file}") as raw, serialization.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
+            stream = _ChecksummedStream(raw, on_progress)
+            for item in items:
+                tensor, offset, stream.crc32 = resolve(item).cpu().contiguous(), stream.position, 0
+                if tensor.untyped_storage().nbytes() > tensor.nbytes:  # torch.save writes the whole storage
+                    tensor = tensor.clone()
+                try:
+                    torch.save(tensor, cast(IO[bytes], stream))
+                except RuntimeError as error:  # torch ends the archive after a failed write: raise the write's error
+                    raise error.__context__ or error from None
+                written[item.index] = info = _StorageInfo(file, offset, stream.position - offset)
+                info.crc32 = stream.crc32  # type: ignore[attr-defined]
+        return written
+
+    names = [f"__{rank}_{number}.distcp" for number in range(FILES)]
     with ThreadPoolExecutor(FILES) as threads:
-        written = {
-            file: threads.submit(_write_file, store, f"{name}/{file}", items, resolve, on_progress)
-            for file, items in ((file_of(rank, number), items) for number, items in enumerate(files))
-        }
-        return {file: future.result() for file, future in written.items()}
+        return {index: info for own in threads.map(write, names, files) for index, info in own.items()}
 
 
 def commit(
-    store: Store,
-    name: str,
-    plan: Plan,
-    written: Sequence[Written],
-    facts: Manifest,
-    companions: Mapping[str, bytes] = MappingProxyType({}),
+    store: Store, name: str, plan: Plan, written: Sequence[Written], facts: Manifest, companions: Mapping[str, bytes]
 ) -> None:
     """Write the index, then the manifest, after which the checkpoint exists. For rank 0, after all ranks have written.
 
     `written` has an entry per rank. `facts` go into the manifest unchanged, `companions` are small files beside it.
     """
-    sizes = {file: int(places[-1, :2].sum()) for own in written for file, places in own.items()}
-    pickled = pickle.dumps(_fill_in(plan, written))
-    try:
-        unpickle_metadata(pickled)  # another Python or torch may pickle the classes in another way
-    except DamagedError as error:
-        raise CheckpointError(f"checkpoint not saved, since it could not be loaded: {error}") from None
-    sizes |= {METADATA: len(pickled)} | {file: len(content) for file, content in companions.items()}
+    assert plan.metadata is not None
+    places = {index: info for own in written for index, info in own.items()}
+    if len(places) != sum(len(getattr(item, "chunks", ())) for item in plan.metadata.state_dict_metadata.values()):
+        raise CheckpointError("not all items that were planned were written")
+    index = dataclasses.replace(plan.metadata, storage_data=places, version=CURRENT_DCP_VERSION)
+    pickled = pickle.dumps(dataclasses.replace(index, storage_meta=StorageMeta()))
+    unpickle_metadata(pickled)  # a later Python or torch may pickle other classes, which no load would accept
+    sizes = {METADATA: len(pickled)} | {file: len(content) for file, content in companions.items()}
+    for info in places.values():
+        sizes[info.relative_path] = max(sizes.get(info.relative_path, 0), info.offset + info.length)
     manifest = {
         "format": FORMAT_VERSION,
         "files": dict(sorted(sizes.items())),
@@ -118,22 +193,6 @@ def commit(
     for file, content in {**companions, METADATA: pickled}.items():
         store.put(f"{name}/{file}", content)
     store.put(f"{name}/{MANIFEST}", encode_manifest(manifest))
-
-
-def _fill_in(plan: Plan, written: Sequence[Written]) -> Metadata:
-    """DCP's index, with the place and the CRC-32 of each item. Raises CheckpointError if one was not written."""
-    assert plan.metadata is not None
-    storage_data = {}
-    for files, own in zip(plan.all_files, written, strict=True):
-        if list(map(len, files)) != list(map(len, own.values())):
-            raise CheckpointError("not all items that were planned were written")
-        for items, (file, places) in zip(files, own.items(), strict=True):
-            for item, (offset, length, crc32) in zip(items, places.tolist(), strict=True):
-                storage_data[item.index] = info = _StorageInfo(file, offset, length)
-                info.crc32 = crc32  # type: ignore[attr-defined]
-    return dataclasses.replace(
-        plan.metadata, storage_data=storage_data, storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION
-    )
 
 
 class _ChecksummedStream(io.RawIOBase):
@@ -152,53 +211,27 @@ class _ChecksummedStream(io.RawIOBase):
         return len(data)
 
 
-def _write_file(
-    store: Store,
-    file: str,
-    items: Sequence[WriteItem],
-    resolve: Callable[[WriteItem], Tensor],
-    on_progress: Callable[[], None],
-) -> np.ndarray:
-    places = np.empty((len(items), 3), np.int64)
-    # torch.save's own CRC-32 takes three times as long as ours, and nobody reads it.
-    with store.create(file) as raw, serialization.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
-        stream = _ChecksummedStream(raw, on_progress)
-        for item, place in zip(items, places, strict=True):
-            offset, stream.crc32 = stream.position, 0
-            try:
-                torch.save(_compact(resolve(item)), cast(IO[bytes], stream))
-            except RuntimeError as error:  # torch ends the archive after a failed write: raise the write's error
-                raise error.__context__ or error from None
-            place[:] = offset, stream.position - offset, stream.crc32
-    return places
-
-
-def _compact(tensor: Tensor) -> Tensor:
-    """`tensor` in host memory with just the storage it needs, since torch.save writes the whole storage."""
-    tensor = tensor.cpu().contiguous()
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
-
-
 def copy_files(source: Store, target: Store, name: str, written: Written, on_progress: Callable[[], None]) -> None:
     """Copy what this rank has `written` of checkpoint `name`, and check each item. Raises DamagedError, StoreError."""
 
-    def copy(file: str, places: Sequence[Sequence[int]]) -> None:
-        with target.create(file) as raw:
-            for offset, length, crc32 in places:
+    def copy(path: str, places: Sequence[Any]) -> None:
+        with target.create(path) as raw:
+            for info in places:
                 stream = _ChecksummedStream(raw, on_progress)
-                for start in range(0, length, RANGE_BYTES):
-                    stream.write(source.read(file, offset + start, min(RANGE_BYTES, length - start)))
-                if stream.crc32 != crc32:
-                    raise ChecksumError(f"{join(source.url, file)}: checksum differs at byte {offset}; not copied")
+                for start in range(0, info.length, RANGE_BYTES):
+                    size = min(RANGE_BYTES, info.length - start)
+                    stream.write(source.read(path, info.offset + start, size))
+                if stream.crc32 != info.crc32:
+                    raise ChecksumError(f"{join(source.url, path)}: checksum differs at byte {info.offset}; not copied")
 
-    for file, places in written.items():
-        checked_twice(partial(copy, f"{name}/{file}", places.tolist()))
+    for file, places in groupby(written.values(), lambda info: info.relative_path):  # as written: file by file
+        checked_twice(partial(copy, f"{name}/{file}", list(places)))
 
 
 def copy_commit(source: Store, target: Store, name: str) -> None:
     """Copy the index and then the manifest of checkpoint `name`, after all ranks have copied their files."""
     manifest = read_manifest(source, name)
-    target.put(f"{name}/{METADATA}", read_metadata(source, name, manifest))
+    target.put(f"{name}/{METADATA}", read_small(source, name, METADATA, manifest["metadata_sha256"]))
     target.put(f"{name}/{MANIFEST}", encode_manifest(manifest))
 
 
@@ -215,9 +248,7 @@ def read_state(opened: Opened, state: State, on_progress: Callable[[], None] = l
     planner.set_up_planner(state, metadata)
     _check_tensors(opened, planner.state_dict)
 
-    def consume(info: _StorageInfo, data: memoryview, wanted: list[ReadItem]) -> None:
-        index = wanted[0].storage_index
-        _check_item(opened, info, index, data)
+    def copy(info: _StorageInfo, index: MetadataIndex, wanted: list[ReadItem], data: memoryview) -> None:
         try:
             tensor = _decode(info, data, metadata, index)
         except Exception as error:
@@ -228,22 +259,16 @@ def read_state(opened: Opened, state: State, on_progress: Callable[[], None] = l
             target.copy_(narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths))
         on_progress()
 
-    wanted: dict[tuple[str, int], tuple[_StorageInfo, list[ReadItem]]] = {}
+    wanted = dict[MetadataIndex, list[ReadItem]]()
     for item in planner.create_local_plan().items:
-        info = metadata.storage_data[item.storage_index]
-        wanted.setdefault((info.relative_path, info.offset), (info, []))[1].append(item)
-    _read_ranges(opened, [wanted[place] for place in sorted(wanted)], consume)
+        wanted.setdefault(item.storage_index, []).append(item)
+    _read_items(opened, [(metadata.storage_data[index], index, items) for index, items in wanted.items()], copy)
 
 
 def verify_items(opened: Opened, progress: Callable[[int], None]) -> None:
     """Read and check every item of a checkpoint. Calls `progress` with the bytes of each. Raises DamagedError."""
-
-    def consume(info: _StorageInfo, data: memoryview, index: MetadataIndex) -> None:
-        _check_item(opened, info, index, data)
-        progress(info.length)
-
-    items = [(info, index) for index, info in opened.metadata.storage_data.items()]
-    _read_ranges(opened, sorted(items, key=lambda item: (item[0].relative_path, item[0].offset)), consume)
+    items: list[Item] = [(info, index, []) for index, info in opened.metadata.storage_data.items()]
+    _read_items(opened, items, lambda info, index, wanted, data: progress(info.length))
 
 
 def tensors_in(metadata: Metadata, prefix: str) -> set[str]:
@@ -254,23 +279,13 @@ def tensors_in(metadata: Metadata, prefix: str) -> set[str]:
 def _check_tensors(opened: Opened, tensors: Mapping[str, Any]) -> None:
     held = opened.metadata.state_dict_metadata
     if missing := sorted(tensors.keys() - held.keys()):
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        hint = "" if opened.manifest else f"; {ROTARY}"
-        if missing[0].removeprefix("model.") in held:
-            hint = f", but {missing[0].removeprefix('model.')}: weights at the top level are torchtitan's{hint}"
-        raise CheckpointError(f"{opened.url}: has no {', '.join(missing[:3])}{more}{hint}")
+        hint = "" if opened.manifest else "; torchtitan's come in by `python -m tools.hf import --from torchtitan`"
+        raise CheckpointError(f"{opened.url}: lacks {len(missing)} tensors, such as {missing[0]}{hint}")
     for fqn, tensor in tensors.items():
         stored = getattr(held[fqn], "size", None)
         if stored is None or tuple(stored) != tuple(tensor.size()):
             kind = "not a tensor" if stored is None else f"of shape {tuple(stored)}"
             raise CheckpointError(f"{opened.url}: {fqn} is {kind}, must be of shape {tuple(tensor.size())}")
-
-
-def _check_item(opened: Opened, info: _StorageInfo, index: MetadataIndex, data: memoryview) -> None:
-    expected = getattr(info, "crc32", None)  # stock checkpoints have none
-    if expected is not None and isal_zlib.crc32(data) != expected:
-        where = f"{opened.url}/{info.relative_path}"
-        raise ChecksumError(f"{where}: checksum of {index.fqn} differs, at byte {info.offset}")
 
 
 def _decode(info: _StorageInfo, data: memoryview, metadata: Metadata, index: MetadataIndex) -> Tensor:
@@ -289,46 +304,41 @@ def _decode(info: _StorageInfo, data: memoryview, metadata: Metadata, index: Met
     return values.view(dtype).view(shape)
 
 
-def _read_ranges(
-    opened: Opened, items: Sequence[Item], consume: Callable[[_StorageInfo, memoryview, Any], None]
-) -> None:
-    """Read `items`, sorted by place, with neighbours together. Hand each in order to `consume` with its bytes.
+def _read_items(opened: Opened, items: Iterable[Item], consume: Callable[..., None]) -> None:
+    """Read `items` by place, neighbours together. Hand each to `consume` with its bytes, once those are checked.
 
-    Threads read the next ranges meanwhile, at most WINDOW_BYTES (or one range, if that is larger).
+    Threads read and check the next ranges meanwhile, at most WINDOW_BYTES (or one range, if that is larger).
     """
     store = opened.store
 
-    def read(group: list[Item]) -> memoryview:
-        return store.read(opened.path(group[0][0].relative_path), group[0][0].offset, _size(group))
+    def read(group: list[Item]) -> list[memoryview]:
+        first = group[0][0]
+        data = store.read(opened.path(first.relative_path), first.offset, _size(group))
+        pieces = [data[info.offset - first.offset :][: info.length] for info, *_ in group]
+        for (info, index, _), piece in zip(group, pieces, strict=True):
+            expected = getattr(info, "crc32", None)  # stock checkpoints have none
+            if expected is not None and isal_zlib.crc32(piece) != expected:
+                where = f"{opened.url}/{info.relative_path}"
+                raise ChecksumError(f"{where}: checksum of {index.fqn} differs, at byte {info.offset}")
+        return pieces
 
-    def consume_all(group: list[Item], data: memoryview) -> None:
-        for info, target in group:
-            start = info.offset - group[0][0].offset
-            consume(info, data[start : start + info.length], target)
-
-    ahead: deque[tuple[list[Item], Future[memoryview]]] = deque()
+    ahead: deque[tuple[list[Item], Future[list[memoryview]]]] = deque()
 
     def consume_first() -> None:
         group, future = ahead.popleft()
-        try:
-            consume_all(group, future.result())
-        except ChecksumError:  # a bit can also flip on the way
-            consume_all(group, read(group))
+        for item, piece in zip(group, future.result(), strict=True):
+            consume(*item, piece)
 
     with ThreadPoolExecutor(store.read_threads) as threads:
         try:
-            for coming in _neighbours(items):
-                while ahead and (
-                    len(ahead) > store.read_threads
-                    or _size(coming) + sum(_size(group) for group, _ in ahead) > WINDOW_BYTES
-                ):
+            for group in _neighbours(sorted(items, key=lambda item: (item[0].relative_path, item[0].offset))):
+                ahead.append((group, threads.submit(checked_twice, partial(read, group))))
+                while len(ahead) > store.read_threads or sum(_size(group) for group, _ in ahead) > WINDOW_BYTES:
                     consume_first()
-                ahead.append((coming, threads.submit(read, coming)))
             while ahead:
                 consume_first()
         finally:
-            for _, future in ahead:
-                future.cancel()
+            threads.shutdown(cancel_futures=True)
 
 
 def _size(group: Sequence[Item]) -> int:
@@ -336,16 +346,15 @@ def _size(group: Sequence[Item]) -> int:
     return group[-1][0].offset + group[-1][0].length - group[0][0].offset
 
 
-def _neighbours(items: Sequence[Item]) -> Iterator[list[Item]]:
-    """Yield runs of items that touch in one file, up to RANGE_BYTES."""
-    group: list[Item] = []
-    for info, target in items:
-        if group:
-            first, last = group[0][0], group[-1][0]
-            touches = info.relative_path == last.relative_path and info.offset == last.offset + last.length
-            if not touches or info.offset + info.length - first.offset > RANGE_BYTES:
-                yield group
-                group = []
-        group.append((info, target))
-    if group:
-        yield group
+def _neighbours(items: Iterable[Item]) -> list[list[Item]]:
+    """Runs of items that touch in one file, up to RANGE_BYTES."""
+    groups = list[list[Item]]()
+    for item in items:
+        if groups:
+            info, last = item[0], groups[-1][-1][0]
+            touches = (info.relative_path, info.offset) == (last.relative_path, last.offset + last.length)
+            if touches and _size([groups[-1][0], item]) <= RANGE_BYTES:
+                groups[-1].append(item)
+                continue
+        groups.append([item])
+    return groups

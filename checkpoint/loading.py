@@ -1,29 +1,29 @@
 """Find checkpoints and load the newest intact one: the same on all ranks, or none."""
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from checkpoint import CheckpointError
 from checkpoint.files import tensors_in
-from checkpoint.manifest import MANIFEST, METADATA, ROTARY, Manifest, Opened, open_checkpoint
-from checkpoint.names import by_step, step_of
+from checkpoint.manifest import MANIFEST, METADATA, Manifest, Opened, by_step, open_checkpoint, step_of
 from checkpoint.ranks import Ranks
-from checkpoint.retention import committed, finished
+from checkpoint.retention import committed
 from config import Config, tomllib
-from storage import DamagedError, Store, StoreError, join, open_store
+from storage import DamagedError, Store, join, open_store
 
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
 
-def open_stores(config: Config, run_folder: Path) -> list[Store]:
-    """The places of a run's checkpoints: the first, and the second if there is one."""
-    places = [config.checkpoint.folder or run_folder / "checkpoints", config.checkpoint.upload]
-    return [open_store(place, *store_waits(config)) for place in places if place]
+def open_stores(config: Config, run_folder: Path) -> dict[str, Store]:
+    """The places of a run's checkpoints, by their setting: `folder`, and `upload` if it is set."""
+    places = {"folder": config.checkpoint.folder or run_folder / "checkpoints", "upload": config.checkpoint.upload}
+    return {key: open_store(place, *store_waits(config)) for key, place in places.items() if place}
 
 
 def store_waits(config: Config) -> tuple[float, float]:
@@ -31,20 +31,20 @@ def store_waits(config: Config) -> tuple[float, float]:
     return config.comm.store_retry_seconds, config.checkpoint.visibility_seconds
 
 
-def by_age(stores: Sequence[Store]) -> list[tuple[Store, str]]:
-    """(store, name) of all committed checkpoints, newest first. Copies of one are in the order of `stores`."""
-    found = [(store, name) for store in stores for name in committed(store)]
-    return sorted(found, key=lambda pair: by_step(pair[1]), reverse=True)  # stable: keeps the order of equal ones
+def by_age(found: Iterable[tuple[Store, list[str]]]) -> list[tuple[Store, str]]:
+    """(store, name) of the names found in each store, newest first. Copies of one are in the order of the stores."""
+    pairs = [(store, name) for store, names in found for name in names]
+    return sorted(pairs, key=lambda pair: by_step(pair[1]), reverse=True)  # stable: keeps the order of equal ones
 
 
 def locate(place: str | Path, *waits: float, step: int | None = None) -> list[tuple[Store, str]]:
     """(store, name) of the checkpoints at `place` (of one `step`), newest first, over all its stores; see `find`."""
-    pairs = [(store, name) for store, names in find(place, committed, *waits) for name in names]
+    pairs = by_age(find(place, committed, *waits))
     chosen = [pair for pair in pairs if step in (None, step_of(pair[1]))]
     if not chosen:
         steps = dict.fromkeys(str(step_of(name)) for _, name in pairs)
         raise CheckpointError(f"{place}: no checkpoint of step {step}, only of {', '.join(steps)}")
-    return sorted(chosen, key=lambda pair: by_step(pair[1]), reverse=True)
+    return chosen
 
 
 def find(place: str | Path, names_in: Callable[[Store], list[str]], *waits: float) -> list[tuple[Store, list[str]]]:
@@ -54,40 +54,32 @@ def find(place: str | Path, names_in: Callable[[Store], list[str]], *waits: floa
     Raises CheckpointError if there is no checkpoint.
     """
     folder, upload = _places_of_run(Path(place) / "config.toml")
+    urls = [url for url in (folder or place, "" if folder else join(place, "checkpoints"), upload) if url]
     found, others = [], list[str]()
-    first = [folder] if folder else [str(place), join(place, "checkpoints")]
-    for url in [*first, upload] if upload else first:
-        store = open_store(url, *waits)
+    for store in (open_store(url, *waits) for url in urls):
         sizes = store.sizes()
         if {MANIFEST, METADATA} & sizes.keys():
             return [(store, [""])]
-        stock = {file.removesuffix(f"/{METADATA}") for file in sizes if file.endswith(f"/{METADATA}")}
-        alone = {name for name in finished(sizes) if name.startswith("model-")}
-        others += [join(url, name) for name in sorted(stock, key=_number) if name in alone or "-" in name]
+        others += [
+            join(store.url, file.removesuffix(f"/{METADATA}")) for file in sizes if file.endswith(f"/{METADATA}")
+        ]
         if names := names_in(store):
             found.append((store, names))
-    if found:
-        return found
-    searched = f"in {folder}, its checkpoint.folder" if folder else "here, nor in its folder `checkpoints`"
-    uploaded = f", nor in {upload}, its checkpoint.upload" if upload else ""
-    hint = f"; name one itself, such as {others[-1]}" if others else ""
-    raise CheckpointError(f"{place}: no checkpoint {searched}{uploaded}{hint}")
+    if not found:
+        newest = max(others, key=lambda url: [int(number) for number in re.findall(r"\d+", url)], default="")
+        hint = f"; name one itself, such as {newest}" if newest else ""
+        raise CheckpointError(f"{place}: no checkpoint in {' nor in '.join(map(str, urls))}{hint}")
+    return found
 
 
-def _number(name: str) -> int:
-    """The step in a folder name such as `step-500`, 0 if there is none."""
-    return next((int(part) for part in name.split("-") if part.isdigit()), 0)
-
-
-def _places_of_run(file: Path) -> list[str]:
+def _places_of_run(file: Path) -> tuple[str, str]:
     """`checkpoint.folder` and `checkpoint.upload` in the config of a run of any version; "" if not set there."""
     try:
         config = tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file}: cannot be read: {error}") from None
-    section = config.get("checkpoint")
-    places = [section.get(key) if isinstance(section, dict) else None for key in ("folder", "upload")]
-    return [place if isinstance(place, str) else "" for place in places]
+    settings = config.get("checkpoint", {})
+    return settings.get("folder", ""), settings.get("upload", "")
 
 
 def load_newest(
@@ -100,38 +92,30 @@ def load_newest(
     none is intact.
     """
     for number, (store, name) in enumerate(candidates):
-
-        def read(store: Store = store, name: str = name) -> tuple[Manifest, Any]:
-            opened = open_checkpoint(store, name)
-            return opened.manifest, opened.metadata
-
         try:
-            opened = Opened(store, name, *ranks.from_rank_0(read))
+            opened = Opened(store, name, *ranks.from_rank_0(partial(_read_index, store, name)))
             filled = ranks.together(partial(fill, opened))
             return opened, filled, {(store.url, name) for store, name in candidates[:number]}
         except DamagedError as error:
             reason = error
-            if ranks.rank == 0:
+            if ranks.is_coordinator:
                 logger.warning(f"damaged checkpoint skipped: {error}")
     names = ", ".join(join(store.url, name) for store, name in candidates)
     said = f"no checkpoint is intact ({len(candidates)} tried): {names}; the last one: {reason}{advice}"
     raise CheckpointError(said, agreed=True)
 
 
+def _read_index(store: Store, name: str) -> tuple[Manifest, Any]:
+    opened = open_checkpoint(store, name)
+    return opened.manifest, opened.metadata
+
+
 def load_place(place: str | Path, fill: Callable[[Opened], T]) -> T:
     """Return what `fill` makes of the newest intact checkpoint at `place`, in this process alone.
 
-    A run that trains may remove the checkpoint being read after it has saved a newer one, which is taken then. Raises
-    CheckpointError, StoreError.
+    Raises CheckpointError, StoreError.
     """
-    candidates = locate(place)
-    while True:
-        try:
-            return load_newest(candidates, Ranks(), fill)[1]
-        except (CheckpointError, StoreError):
-            before, candidates = candidates, locate(place)
-            if candidates[0][1] == before[0][1]:
-                raise
+    return load_newest(locate(place), Ranks(), fill)[1]
 
 
 def check_identity(manifest: Manifest, identity: dict[str, Any]) -> None:
@@ -151,9 +135,5 @@ def model_differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str
 
 def check_same_names(opened: Opened, names: Collection[str]) -> None:
     """Raise CheckpointError if the checkpoint has weights beyond `names`, those of the model."""
-    extra = sorted(tensors_in(opened.metadata, "model.") - {f"model.{name}" for name in names})
-    if extra:
-        hint = "" if opened.manifest else f"; {ROTARY}"
-        raise CheckpointError(
-            f"{opened.url}: has tensors that the model lacks ({len(extra)}), such as {extra[0]}{hint}"
-        )
+    if extra := sorted(tensors_in(opened.metadata, "model.") - {f"model.{name}" for name in names}):
+        raise CheckpointError(f"{opened.url}: has {len(extra)} tensors that the model lacks, such as {extra[0]}")

@@ -1,16 +1,20 @@
-"""The manifest, which commits a checkpoint and vouches for it, and a safe reader of DCP's pickled index."""
+"""What a checkpoint is called, the manifest that commits it and vouches for it, and a safe reader of DCP's index."""
 
 import hashlib
 import io
 import json
+import operator
 import pickle
+import re
+import secrets
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 
 from checkpoint import CheckpointError
 from storage import DamagedError, Store, join
@@ -18,6 +22,7 @@ from storage import DamagedError, Store, join
 MANIFEST = "MANIFEST.json"
 METADATA = ".metadata"
 FORMAT_VERSION = 1
+RUN_NAME = ".run_name"  # in the run's folder: holds its name, so that it moves with the folder
 
 Manifest = dict[str, Any]
 T = TypeVar("T")
@@ -25,6 +30,38 @@ T = TypeVar("T")
 
 class ChecksumError(DamagedError):
     """Bytes read do not have the checksum that they were written with."""
+
+
+# ---------------------------------------------------------------- names
+
+
+def new_checkpoint_name(step: int, kind: str = "step") -> str:
+    """A folder name that no other save has: step, time and random digits."""
+    return f"{kind}-{step:08d}-{int(time.time()):08x}{secrets.token_hex(2)}"
+
+
+def is_checkpoint_name(name: str) -> bool:
+    """Whether `new_checkpoint_name` may have made this name."""
+    return re.fullmatch(r"(step|model)-\d{8,}-[0-9a-f]{12}", name) is not None
+
+
+def step_of(name: str) -> int | None:
+    """The step in the name of a checkpoint to resume from, None for any other name."""
+    return int(name.split("-")[1]) if is_checkpoint_name(name) and name.startswith("step") else None
+
+
+def by_step(name: str) -> str:
+    """Sort key of names: by step, then by time. "" comes first."""
+    return name.partition("-")[2]
+
+
+def run_name(run_folder: Path) -> str:
+    """The name that a run's checkpoints bear: that in `.run_name` in its folder, or the folder's absolute path."""
+    file = run_folder / RUN_NAME
+    return (file.read_text(encoding="utf-8").strip() if file.is_file() else "") or str(run_folder.absolute())
+
+
+# ---------------------------------------------------------------- manifest and index
 
 
 @dataclass(frozen=True)
@@ -42,37 +79,17 @@ class Opened:
 
     def path(self, file: str) -> str:
         """The name in the store of one of its files."""
-        return f"{self.name}/{file}" if self.name else file
-
-    @property
-    def is_stock(self) -> bool:
-        """Whether stock DCP wrote it: its items have no checksums, while all of ours do."""
-        return not any(hasattr(info, "crc32") for info in self.metadata.storage_data.values())
+        return f"{self.name}/{file}".lstrip("/")
 
 
 def open_checkpoint(store: Store, name: str) -> Opened:
     """Read manifest and index of a checkpoint, without its data. Raises CheckpointError, StoreError."""
-    if name or MANIFEST in store.sizes():
-        manifest = read_manifest(store, name)
-        return Opened(store, name, manifest, _whole(unpickle_metadata(read_metadata(store, name, manifest))))
-    opened = Opened(store, name, {}, _whole(unpickle_metadata(read_metadata(store, name, None))))
-    if not opened.is_stock:
+    manifest = read_manifest(store, name) if name or MANIFEST in store.sizes() else {}
+    pickled = read_small(store, name, METADATA, manifest.get("metadata_sha256"))
+    opened = Opened(store, name, manifest, unpickle_metadata(pickled))
+    if not manifest and any(hasattr(info, "crc32") for info in opened.metadata.storage_data.values()):
         raise CheckpointError(f"{store.url}: was never committed, it has no {MANIFEST}; name another checkpoint")
     return opened
-
-
-def _whole(metadata: Metadata) -> Metadata:
-    """`metadata`, if its pieces hold every value of each tensor. Raises DamagedError."""
-    try:
-        placed = {(index.fqn, index.offset) for index in metadata.storage_data}
-        for name, tensor in metadata.state_dict_metadata.items():
-            if isinstance(tensor, TensorStorageMetadata):
-                held = sum(chunk.sizes.numel() for chunk in tensor.chunks if (name, chunk.offsets) in placed)
-                if held < tensor.size.numel():
-                    raise DamagedError(f"{METADATA}: {name} has only {held} of its {tensor.size.numel()} values")
-    except (AttributeError, TypeError) as error:
-        raise DamagedError(f"{METADATA}: not a readable index: {type(error).__name__}: {error}") from None
-    return metadata
 
 
 def checked_twice(read: Callable[[], T]) -> T:
@@ -91,61 +108,46 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 def read_manifest(store: Store, name: str) -> Manifest:
     """Read the manifest of checkpoint `name`. Raises DamagedError if it is missing or any byte was altered."""
-    path = f"{name}/{MANIFEST}".lstrip("/")
 
-    def read() -> Manifest:
-        raw = bytes(store.read(path))
+    def is_intact(content: bytes) -> bool:
         try:
-            manifest = json.loads(raw)["manifest"]
-            intact = encode_manifest(manifest) == raw
+            return encode_manifest(json.loads(content)["manifest"]) == content
         except (ValueError, TypeError, KeyError):
-            intact = False
-        if not intact:
-            raise ChecksumError(f"{store.url}/{path}: does not match its own checksum")
-        return manifest
+            return False
 
-    manifest = checked_twice(read)
+    manifest = json.loads(_read_checked(store, name, MANIFEST, is_intact))["manifest"]
     if manifest["format"] != FORMAT_VERSION:
-        raise CheckpointError(f"{store.url}/{path}: format {manifest['format']}; this version reads {FORMAT_VERSION}")
+        where = join(store.url, name)
+        raise CheckpointError(f"{where}: has format {manifest['format']}; this version reads {FORMAT_VERSION}")
     return manifest
-
-
-def read_metadata(store: Store, name: str, manifest: Manifest | None) -> bytes:
-    """Read the pickled index of checkpoint `name`. Raises DamagedError if it does not match `manifest`."""
-    return read_small(store, name, METADATA, None if manifest is None else manifest["metadata_sha256"])
 
 
 def read_small(store: Store, name: str, file: str, digest: str | None) -> bytes:
     """Read a small file of checkpoint `name`. Raises DamagedError if its SHA-256 is not `digest`, if given."""
-    path = f"{name}/{file}".lstrip("/")
+    return _read_checked(store, name, file, lambda content: digest in (None, sha256(content)))
 
+
+def _read_checked(store: Store, name: str, file: str, is_intact: Callable[[bytes], bool]) -> bytes:
     def read() -> bytes:
-        content = bytes(store.read(path))
-        if digest is not None and sha256(content) != digest:
-            raise ChecksumError(f"{store.url}/{path}: SHA-256 differs from the manifest's")
-        return content
+        path = f"{name}/{file}".lstrip("/")
+        if is_intact(content := bytes(store.read(path))):
+            return content
+        raise ChecksumError(f"{join(store.url, path)}: its checksum differs")
 
     return checked_twice(read)
 
 
-def unpickle_metadata(pickled: bytes) -> Metadata:
-    """Unpickle DCP's index. Raises DamagedError if the pickle asks for a class that no index contains."""
-    try:
-        metadata = _IndexUnpickler(io.BytesIO(pickled)).load()
-    except DamagedError:
-        raise
-    except Exception as error:
-        raise DamagedError(f"{METADATA}: not a readable index: {type(error).__name__}: {error}") from None
-    if not isinstance(metadata, Metadata):
-        raise DamagedError(f"{METADATA}: holds a {type(metadata).__name__}, not DCP's Metadata")
-    return metadata
+def jsonable(value: dict[str, Any]) -> dict[str, Any]:
+    """`value` after a round trip through JSON: tuples become lists, keys become strings."""
+    return json.loads(json.dumps(value))
 
 
-# For messages about stock DCP checkpoints, which do not say how their rotary weights are laid out.
-ROTARY = (
-    "interleaved rotary weights must be permuted: torchtitan's by `python -m tools.hf import --from torchtitan`, "
-    "Meta's on their way through Hugging Face (docs/huggingface.md)"
-)
+def sha256(data: bytes | str) -> str:
+    """The SHA-256 of `data`, in hex."""
+    return hashlib.sha256(data.encode() if isinstance(data, str) else data).hexdigest()
+
+
+# ---------------------------------------------------------------- unpickling
 
 
 _METADATA_CLASSES = (
@@ -164,26 +166,22 @@ class _IndexUnpickler(pickle.Unpickler):
     """Builds only the classes that an index is made of, so that no code hidden in a checkpoint runs."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):  # Python 3.11.0 to 3.11.3 pickle enum members so
-            return _member
+        if (module, name) == ("builtins", "getattr"):  # Python 3.11.0 to 3.11.3 pickle members of enums so
+            return operator.getitem  # which finds those, and nothing that could run
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if (module, name) not in _INDEX_CLASSES and not is_dtype:
             raise DamagedError(f"{METADATA}: refused, since it refers to {module}.{name}, which no index needs")
         return super().find_class(module, name)
 
 
-def _member(kind: Any, name: str) -> Any:
-    """`getattr(kind, name)` of an enum. An index contains no other."""
-    if not (isinstance(kind, type) and issubclass(kind, Enum)):
-        raise DamagedError(f"{METADATA}: refused, since it refers to {name!r} of {kind!r}, which no index needs")
-    return kind[name]
-
-
-def jsonable(value: dict[str, Any]) -> dict[str, Any]:
-    """`value` after a round trip through JSON: tuples become lists, keys become strings."""
-    return json.loads(json.dumps(value))
-
-
-def sha256(data: bytes | str) -> str:
-    """The SHA-256 of `data`, in hex."""
-    return hashlib.sha256(data.encode() if isinstance(data, str) else data).hexdigest()
+def unpickle_metadata(pickled: bytes) -> Metadata:
+    """Unpickle DCP's index. Raises DamagedError if the pickle asks for a class that no index contains."""
+    try:
+        metadata = _IndexUnpickler(io.BytesIO(pickled)).load()
+        if isinstance(metadata, Metadata):
+            return metadata
+        raise TypeError(f"holds a {type(metadata).__name__}, not DCP's Metadata")
+    except DamagedError:
+        raise
+    except Exception as error:
+        raise DamagedError(f"{METADATA}: not a readable index: {type(error).__name__}: {error}") from None

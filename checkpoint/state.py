@@ -1,15 +1,20 @@
-"""The tensors of a checkpoint: model, optimizer and random state, under names independent of wrappers and meshes."""
+"""The tensors of a checkpoint, under names independent of wrappers and meshes, and host copies of them."""
 
-from collections.abc import Sequence
+import re
+import threading
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from checkpoint import CheckpointError
 
-WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")
+OUTER_MOMENTUM = ".outer_momentum"
+WRAPPER_PREFIXES = r"_orig_mod\.|_checkpoint_wrapped_module\."
 
 
 def model_tensors(model_parts: Sequence[nn.Module]) -> dict[str, Tensor]:
@@ -17,11 +22,11 @@ def model_tensors(model_parts: Sequence[nn.Module]) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for part in model_parts:
         state = part.state_dict()  # its hooks also bring FSDP2 parameters back to their sharded form
-        shared = {_clean(name) for name, _ in part.named_parameters(remove_duplicate=False)}
-        unique = {_clean(name) for name, _ in part.named_parameters()}
-        tensors |= {_clean(name): _plain(name, value) for name, value in state.items()}
-        for duplicate in shared - unique:
-            del tensors[duplicate]
+        unique = {name for name, _ in part.named_parameters()}
+        duplicates = {_clean(name) for name, _ in part.named_parameters(remove_duplicate=False) if name not in unique}
+        tensors |= {
+            _clean(name): _plain(name, value) for name, value in state.items() if _clean(name) not in duplicates
+        }
     return tensors
 
 
@@ -45,37 +50,29 @@ def optimizer_tensors(model_parts: Sequence[nn.Module], optimizer: torch.optim.O
             name = f"{names[id(parameter)]}.{key}"
             if not isinstance(value, Tensor):
                 raise CheckpointError(f"optimizer state {name} is a {type(value).__name__}: only tensors can be saved")
-            if isinstance(parameter, DTensor) and value.ndim and not isinstance(value, DTensor):
+            is_whole = isinstance(value, DTensor) and not any(placement.is_partial() for placement in value.placements)
+            if isinstance(parameter, DTensor) and value.ndim and not is_whole:
                 raise CheckpointError(
-                    f"optimizer state {name} is a plain tensor, but its weight is sharded: only one rank's part would "
-                    "be saved; make it a DTensor, by torch.zeros_like(weight) or DTensor.from_local"
-                )
-            if isinstance(value, DTensor) and any(placement.is_partial() for placement in value.placements):
-                raise CheckpointError(
-                    f"optimizer state {name} has placements {value.placements}: partial sums cannot be saved; "
-                    "redistribute it to Replicate()"
+                    f"optimizer state {name} is a plain tensor or a partial sum, but its weight is sharded: only one "
+                    "rank's part would be saved; make it by torch.zeros_like(weight) or redistribute it to Replicate()"
                 )
             tensors[name] = _plain(name, value)
     return tensors
 
 
-def allocate_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make the state tensors of an optimizer that has not stepped yet, by a step with gradient, rate and decay of 0.
-
-    Changes no parameter. torch.distributed.checkpoint.state_dict does the same.
-    """
-    if optimizer.state:
-        return
-    saved = [dict(group) for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group.update(lr=torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0, weight_decay=0.0)
-        for parameter in group["params"]:
-            if parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    for group, values in zip(optimizer.param_groups, saved, strict=True):
-        group.update(values)
+def tensors_to_fill(
+    model_parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer, saved: Collection[str]
+) -> dict[str, Tensor]:
+    """The optimizer's tensors to fill from those in a checkpoint, `saved`. Drops state that it lacks."""
+    _init_optim_state(optimizer)
+    stateful = {name.rpartition(".")[0] for name in saved}
+    for name, parameter in parameters(model_parts).items():
+        if name not in stateful:  # it had no gradient up to the save
+            optimizer.state.pop(parameter, None)
+    tensors = optimizer_tensors(model_parts, optimizer)
+    for new in [name for name in tensors if name.endswith(OUTER_MOMENTUM) and name not in saved]:
+        tensors.pop(new).zero_()  # of the islands: parallelism.local_steps was turned on after the save
+    return tensors
 
 
 def random_state() -> dict[str, Tensor]:
@@ -89,31 +86,77 @@ def random_state() -> dict[str, Tensor]:
 def set_random_state(states: dict[str, Tensor]) -> None:
     """Restore states from `random_state`."""
     for kind, value in states.items():
-        if kind == "cpu":
-            torch.set_rng_state(value)
-        else:
-            torch.get_device_module(kind).set_rng_state(value)
+        (torch if kind == "cpu" else torch.get_device_module(kind)).set_rng_state(value)
 
 
 def _clean(name: str) -> str:
-    for prefix in WRAPPER_PREFIXES:
-        name = name.replace(prefix, "")
-    return name
+    return re.sub(WRAPPER_PREFIXES, "", name)
 
 
 def _plain(name: str, tensor: Tensor) -> Tensor:
     """`tensor` without a wrapper subclass (float8 weights) around its values, sharing memory."""
     if isinstance(tensor, DTensor):
-        local = tensor.to_local()
-        values = _plain(name, local)
-        if values is local:
+        mesh, placements, shape, stride = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
+        if (values := _plain(name, local := tensor.to_local())) is local:
             return tensor
-        return DTensor.from_local(
-            values, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-        )
+        return DTensor.from_local(values, mesh, placements, run_check=False, shape=shape, stride=stride)
     while is_traceable_wrapper_subclass(tensor):
         fields = [field for field in tensor.__tensor_flatten__()[0] if field != "_precomputed_scale"]  # made at a load
         if len(fields) != 1:
             raise CheckpointError(f"{name} is a {type(tensor).__name__} of {len(fields)} tensors: it cannot be saved")
         tensor = getattr(tensor, fields[0])
     return tensor
+
+
+class Staging:
+    """Host memory for this rank's part of a checkpoint, pinned with an accelerator and reused by every save.
+
+    Forward and backward do not change weights and moments, so they are copied meanwhile. The optimizer's step, which
+    changes them, must first call `wait`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.copies: dict[MetadataIndex, Tensor] = {}
+        self.stream = torch.Stream(device) if device.type != "cpu" else None
+        self.queued = threading.Event()  # all copies are queued on the stream or, without one, made
+        self.queued.set()
+        self.copied: torch.Event | None = None  # on the stream, after the copies
+
+    def prepare(self, sources: dict[MetadataIndex, Tensor]) -> Callable[[], None]:
+        """Return a function that copies `sources` as they are now. Another thread must call it and then end.
+
+        The function leaves its thread on the stream and its device. `with` would return to a new thread's default
+        device, the first, where torch 2.11 to 2.13 then makes a CUDA context for each rank, in that GPU's memory.
+        """
+        self.queued, self.copied = threading.Event(), None
+        if self.stream is not None:
+            self.stream.wait_stream(torch.accelerator.current_stream(self.stream.device))
+
+        def copy() -> None:
+            try:
+                if self.stream is not None:
+                    torch.accelerator.set_stream(self.stream)
+                for index, tensor in sources.items():
+                    if index not in self.copies:
+                        self.copies[index] = self._allocate(tensor)
+                    self.copies[index].copy_(tensor, non_blocking=True)
+                copied = self.copied = self.stream.record_event() if self.stream else None
+            finally:
+                self.queued.set()
+            if copied is not None:
+                copied.synchronize()
+
+        return copy
+
+    def wait(self) -> None:
+        """Return when weights and moments may change; on an accelerator, only by work queued there from here on."""
+        self.queued.wait()
+        if self.stream is not None and self.copied is not None:
+            torch.accelerator.current_stream(self.stream.device).wait_event(self.copied)
+
+    def _allocate(self, tensor: Tensor) -> Tensor:
+        try:
+            return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.stream is not None)
+        except torch.AcceleratorError as error:  # its "out of memory" would be taken for the device's
+            what = f'checkpoint.mode = "async": {tensor.nbytes / 1e9:.2f} GB more of pinned memory of the host'
+            raise CheckpointError(f'{what}: {str(error).splitlines()[0]}; mode = "sync" needs none') from None

@@ -16,7 +16,7 @@ import torch
 
 import config as settings
 from checkpoint.loading import model_differences
-from checkpoint.names import RUN_NAME, run_name
+from checkpoint.manifest import RUN_NAME, run_name
 from config import Config, ConfigError, TitaniteError, file_errors
 from records import git_commit, open_records, package_versions, read_records, write_atomically
 from run.processes import LaunchEnvironment
@@ -106,8 +106,7 @@ def start_run(
 def _lock(folder: Path) -> None:
     """Hold the folder until this process ends, however it ends. Raises TitaniteError if another process here holds it.
 
-    Ignores another machine's lock, which a lost machine may leave. Two runs that still share a folder end at their
-    first checkpoint (checkpoint.manager).
+    Ignores another machine's lock, which a lost machine may leave.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = os.open(folder / RUNNING, os.O_RDWR | os.O_CREAT, 0o666)  # never closed: that would release the lock

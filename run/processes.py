@@ -129,7 +129,7 @@ def set_timeout(seconds: int, apart: dist.ProcessGroup | None = None) -> None:
 
 def from_rank_0(make: Callable[[], T]) -> T:
     """Call `make` on rank 0 and return its result on every rank. Raises its error on all."""
-    return Ranks(dist.get_rank(), dist.get_world_size(), dist.group.WORLD).from_rank_0(make)
+    return Ranks(dist.group.WORLD).from_rank_0(make)
 
 
 def shut_down() -> None:

@@ -29,10 +29,9 @@ from tqdm import tqdm
 
 from checkpoint import CheckpointError
 from checkpoint.companions import companion_tokenizer, find_companions, read_companions
-from checkpoint.files import commit, read_state, write_items
+from checkpoint.files import commit, plan_pieces, read_state, split_rows, write_items
 from checkpoint.loading import check_same_names, load_place
 from checkpoint.manifest import MANIFEST, Manifest, Opened
-from checkpoint.planning import plan_pieces, split_rows
 from checkpoint.state import model_tensors
 from config import LOCAL_OR_S3, TitaniteError, command_line, file_errors, tomllib
 from data.chat import ChatTemplate

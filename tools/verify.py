@@ -22,7 +22,7 @@ from checkpoint import CheckpointError
 from checkpoint.files import verify_items
 from checkpoint.loading import find
 from checkpoint.manifest import MANIFEST, open_checkpoint, read_manifest, read_small
-from checkpoint.names import by_step, is_checkpoint_name
+from checkpoint.retention import begun
 from config import Config, Data, command_line
 from data.files import Files
 from data.shards import DataError, Dataset, Split, open_dataset
@@ -87,12 +87,6 @@ def verify_dataset(url: str, config: Config) -> int:
 # ---------------------------------------------------------------- checkpoints
 
 
-def begun(store: Store) -> list[str]:
-    """Names of all checkpoints in `store`, committed or not."""
-    names = {file.partition("/")[0] for file in store.sizes() if "/" in file}
-    return sorted(filter(is_checkpoint_name, names), key=by_step)
-
-
 def judge(store: Store, name: str, reads: bool) -> tuple[str, bool]:
     """What to say of checkpoint `name`, and whether it is damaged or has no checksums. `reads`: also its data.
 
@@ -102,7 +96,7 @@ def judge(store: Store, name: str, reads: bool) -> tuple[str, bool]:
     try:
         if f"{at}{MANIFEST}" not in sizes:
             with suppress(CheckpointError):
-                if not name and open_checkpoint(store, name).is_stock:
+                if not name and not open_checkpoint(store, name).manifest:
                     return "stock DCP, no checksums: it can be loaded, but not verified", True
             return "never committed, nothing will use it", not name
         manifest = read_manifest(store, name)
@@ -132,7 +126,7 @@ def verify_checkpoint(store: Store, name: str) -> int:
 
 def verify_checkpoints(place: str, reads: bool) -> int:
     """Print one line per checkpoint of a place. Returns how many are doubtful. Raises CheckpointError without any."""
-    doubtful, found = 0, find(place, begun)
+    doubtful, found = 0, find(place, lambda store: begun(store.sizes()))
     for store, names in found:
         if len(found) > 1:  # of a run, whose second place may have others, or other copies
             print(f"{store.url}:")

@@ -145,7 +145,7 @@ def load_model(place: str | Path, model: nn.Module) -> Manifest:
     manager = CheckpointManager(
         config, Path("unused"), model=[model], optimizer=optimizer, dataloader=Counter(), identity={}
     )
-    with patch("checkpoint.manager.check_identity") as check:
+    with patch("checkpoint.loading.check_identity") as check:
         assert manager.load() == 0
     return check.call_args.args[0]
 

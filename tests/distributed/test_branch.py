@@ -183,7 +183,10 @@ def test_mistakes_are_one_line_before_anything_is_written(
         other = write_dataset(tmp_path / "other", [[[*range(1, 200), 0]] * 9], vocab_size=380)
     others = [f"--data.datasets={other}", "--model.vocab_size=384"]
     cases = [
-        ([new, f"{tmp_path}/nowhere@4"], f"checkpoint.branch_from: {tmp_path}/nowhere: no checkpoint here"),
+        (
+            [new, f"{tmp_path}/nowhere@4"],
+            f"checkpoint.branch_from: {tmp_path}/nowhere: no checkpoint in ",
+        ),
         ([new, f"{trunk}@5"], f"checkpoint.branch_from: {trunk}: no checkpoint of step 5, only of 8, 4"),
         ([new, f"{trunk}@4", "--model.n_layers=1"], "another model: n_layers is 4 there and 1 here"),
         ([new, f"{trunk}@4", f"--checkpoint.initial_load={trunk}"], "are two ways to begin: leave one empty"),

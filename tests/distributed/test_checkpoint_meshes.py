@@ -1,7 +1,6 @@
 """The same names and values under every wrapper: tensor and pipeline parallel, compile, recomputation, float8."""
 
 import copy
-import logging
 from collections import Counter
 from pathlib import Path
 from unittest import mock
@@ -11,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
@@ -19,9 +19,9 @@ from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from checkpoint import CheckpointError
 from checkpoint.manager import CheckpointManager
-from checkpoint.manifest import read_metadata, unpickle_metadata
+from checkpoint.manifest import METADATA, read_small, unpickle_metadata
 from checkpoint.retention import committed
-from checkpoint.state import allocate_optimizer_state, model_tensors, optimizer_tensors
+from checkpoint.state import model_tensors, optimizer_tensors
 from config import Checkpoint, Config
 from storage import open_store
 from tests.distributed import checkpoint_runs
@@ -56,15 +56,6 @@ def fsdp_and_tensor_parallel(model: Tower) -> list[nn.Module]:
     return [fully_shard(_split(model, mesh["tp"]), mesh=mesh["dp_shard"])]
 
 
-def pipeline(model: Tower) -> list[nn.Module]:
-    """Rank 0 has the first block, rank 1 the second and the head; names stay those of the whole model."""
-    if dist.get_rank() == 0:
-        del model.blocks["1"], model.head
-    else:
-        del model.blocks["0"]
-    return [model]
-
-
 def pipeline_of_three_stages(model: Tower) -> list[nn.Module]:
     """Rank 0 has the first block and the head, as two parts; rank 1 the second block."""
     stages = [copy.deepcopy(model) for _ in range(3)]
@@ -96,7 +87,7 @@ def _split(model: Tower, mesh) -> nn.Module:
 
 
 WAYS = [(plain, 1), (fsdp, 2), (hsdp, 4), (tensor_parallel, 2), (fsdp_and_tensor_parallel, 4)]
-WAYS += [(pipeline, 2), (pipeline_of_three_stages, 2), (wrapped, 2), (float8, 2)]
+WAYS += [(pipeline_of_three_stages, 2), (wrapped, 2), (float8, 2)]
 
 
 def build(folder, parallelize, seed):
@@ -105,7 +96,7 @@ def build(folder, parallelize, seed):
     moments = {name: torch.randn_like(value) for name, value in model.named_parameters()}
     parts = parallelize(model)
     optimizer = torch.optim.AdamW([p for part in parts for p in part.parameters()])
-    allocate_optimizer_state(optimizer)
+    _init_optim_state(optimizer)
     for name, value in optimizer_tensors(parts, optimizer).items():
         parameter, _, key = name.rpartition(".")
         if key == "step":
@@ -164,7 +155,7 @@ def test_replicas_are_written_once(tmp_path):
     run_ranks(4, write, str(tmp_path), hsdp)
     store = open_store(tmp_path)
     (name,) = committed(store)
-    metadata = unpickle_metadata(read_metadata(store, name, None))
+    metadata = unpickle_metadata(read_small(store, name, METADATA, None))
     pieces = Counter(index.fqn for index in metadata.storage_data if not index.fqn.startswith("rng."))
     assert pieces["model.head.weight"] == pieces["optimizer.head.weight.exp_avg"] == 2
     assert max(pieces.values()) == 2
@@ -190,7 +181,7 @@ def test_a_tied_weight_is_written_once_and_read_back(tmp_path):
     run_ranks(2, write, str(tmp_path / "two"), tied_and_sharded)
     for folder, ranks in (("one", 1), ("two", 2)):
         store = open_store(tmp_path / folder)
-        metadata = unpickle_metadata(read_metadata(store, committed(store)[0], None))
+        metadata = unpickle_metadata(read_small(store, committed(store)[0], METADATA, None))
         pieces = Counter(index.fqn for index in metadata.storage_data)
         assert pieces["model.blocks.0.1.weight"] == pieces["optimizer.blocks.0.1.weight.exp_avg"] == ranks
         assert not {name for name in pieces if "head.weight" in name}
@@ -259,35 +250,12 @@ def save_stages(folder, first_is_frozen):
     return CheckpointManager(config, Path("unused"), model=[stage], **settings | {"optimizer": optimizer}).load()
 
 
-def test_state_of_other_weights_is_refused(tmp_path):
-    def renamed(parts, optimizer):
-        return {f"state.{name}": tensor for name, tensor in optimizer_tensors(parts, optimizer).items()}
-
-    run = Run(tmp_path)
-    with mock.patch("checkpoint.manager.optimizer_tensors", renamed):
-        run.train(0, 2)
-    with pytest.raises(CheckpointError, match="its optimizer state belongs to other weights, such as "):
-        Run(tmp_path, seed=2).checkpoint.load()
-
-
-def test_a_frozen_weight_lacks_no_state(tmp_path, caplog):
-    for step in (0, 1):
-        run = Run(tmp_path)
-        run.model.head.bias.requires_grad_(False)
-        with caplog.at_level(logging.INFO):
-            assert run.checkpoint.load() == step
-        run.step()
-        run.checkpoint.save(step + 1)
-        run.checkpoint.wait()
-    assert "no optimizer state" not in caplog.text
-
-
 def test_a_weight_with_part_of_its_state_is_refused(tmp_path):
     run = Run(tmp_path)
     run.step()
     del run.optimizer.state[run.model.head.bias]["exp_avg_sq"]
     run.checkpoint.save(1)
-    with pytest.raises(CheckpointError, match=r"has no optimizer\.head\.bias\.exp_avg_sq$"):
+    with pytest.raises(CheckpointError, match=r"lacks 1 tensors, such as optimizer\.head\.bias\.exp_avg_sq$"):
         Run(tmp_path).checkpoint.load()
 
 
@@ -304,8 +272,8 @@ def keep_own_rows(folder, saves):
     state = run.optimizer.state[run.model.blocks["0"][1].weight]
     mean = state["exp_avg"]
     for name, value, said in (
-        ("exp_avg_row", mean.to_local().sum(1), "is a plain tensor, but its weight is sharded"),
-        ("exp_avg_column", mean.sum(0), "has placements .*: partial sums cannot be saved"),
+        ("exp_avg_row", mean.to_local().sum(1), "is a plain tensor or a partial sum, but its weight is sharded"),
+        ("exp_avg_column", mean.sum(0), "is a plain tensor or a partial sum, but its weight is sharded"),
         ("count", 1, "is a int: only tensors can be saved"),
     ):
         state[name] = value

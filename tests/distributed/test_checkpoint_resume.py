@@ -8,10 +8,8 @@ import torch
 from tests.distributed.checkpoint_runs import Run, load_run, same, train_run
 from tests.harness import run_ranks
 
-MESHES = [((), 1), ((2,), 2), ((3,), 3), ((2, 2), 4)]
 
-
-@pytest.mark.parametrize(("mesh", "world_size"), [((1,), 1), ((2,), 2), ((2, 2), 4)])
+@pytest.mark.parametrize(("mesh", "world_size"), [((2,), 2), ((2, 2), 4)])
 def test_resumed_run_gives_the_bits_of_the_uninterrupted_one(tmp_path, mesh, world_size):
     straight = run_ranks(world_size, train_run, str(tmp_path / "a"), mesh, 0, 6, {"interval": 100})
     run_ranks(world_size, train_run, str(tmp_path / "b"), mesh, 0, 3, {"interval": 100})
@@ -20,20 +18,15 @@ def test_resumed_run_gives_the_bits_of_the_uninterrupted_one(tmp_path, mesh, wor
         assert same(ours, theirs) == []
 
 
-@pytest.mark.parametrize(("mesh", "world_size"), MESHES)
-def test_any_mesh_loads_what_any_mesh_wrote(tmp_path, mesh, world_size):
-    written = run_ranks(world_size, train_run, str(tmp_path), mesh, 0, 2, {"interval": 100})[0]
-    for other_mesh, other_size in MESHES:
-        for step, loaded in run_ranks(other_size, load_run, str(tmp_path), other_mesh):
+@pytest.mark.parametrize(("wrote", "reads"), [(2, [0, 3, 4]), (3, [0, 2])])
+def test_any_mesh_loads_what_any_mesh_wrote(tmp_path, wrote, reads):
+    """13 rows do not divide by any of them. At its own world size and back: test_checkpoint_meshes.py."""
+    written = run_ranks(wrote, train_run, str(tmp_path), (wrote,), 0, 2, {"interval": 100})[0]
+    for ranks in reads:
+        mesh = {0: (), 4: (2, 2)}.get(ranks, (ranks,))
+        for step, loaded in run_ranks(max(1, ranks), load_run, str(tmp_path), mesh):
             assert step == 2
-            assert (
-                same(
-                    loaded,
-                    written,
-                    but=() if (other_size, other_mesh) == (1, ()) == (world_size, mesh) else ("random",),
-                )
-                == []
-            )
+            assert same(loaded, written, but=("random",)) == []
 
 
 def test_an_accelerators_random_state_is_kept_where_the_weights_are_on_the_host(tmp_path, monkeypatch):

@@ -26,7 +26,7 @@ from run.folder import record_exit
 from run.processes import AGAIN, shut_down
 from run.stop import StopRequest
 from tests.harness import run_ranks
-from tests.runs import final_weights, flat, how_it_ended, launch, read, same, saved_steps, validated
+from tests.runs import SMALL, final_weights, flat, how_it_ended, launch, read, same, saved_steps, validated
 from tests.runs import run as run_plainly
 from tools.audit import prove
 from tools.compare import read_charts

@@ -1,14 +1,13 @@
 """Host copies are of the moment they were asked for, whatever the device does next."""
 
 import threading
-from unittest import mock
 
 import pytest
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from checkpoint import CheckpointError
-from checkpoint.staging import Staging
+from checkpoint.state import Staging
 
 
 def check_copies(device: str) -> None:
@@ -30,48 +29,6 @@ def check_copies(device: str) -> None:
 
 def test_copies_hold_what_was_there_before_what_waited():  # on a GPU: tests/gpu
     check_copies("cpu")
-
-
-class _ThirdDevicesStream:
-    """As torch's stream of cuda:3: on CUDA every thread begins on the first device."""
-
-    device = torch.device("cuda", 3)
-
-    def __init__(self) -> None:
-        self.thread = threading.local()
-        self.contexts = [3]  # that the process has, by device
-
-    def wait_stream(self, other):
-        pass
-
-    def record_event(self):
-        return mock.Mock()
-
-    def set_device(self, index):
-        self.thread.device = index
-        self.contexts += {index} - set(self.contexts)
-
-    def set_stream(self, stream):
-        self.set_device(stream.device.index)
-
-    def __enter__(self):
-        self.thread.before = getattr(self.thread, "device", 0)
-        self.set_device(3)
-
-    def __exit__(self, *_):
-        self.set_device(self.thread.before)
-
-
-def test_a_copy_makes_no_context_on_another_device(monkeypatch):
-    stream, index, staging = _ThirdDevicesStream(), MetadataIndex("value"), Staging(torch.device("cpu"))
-    staging.stream, staging.copies[index] = stream, torch.zeros(1)  # there already: nothing can be pinned here
-    monkeypatch.setattr(torch.accelerator, "set_stream", stream.set_stream)
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: None)
-    thread = threading.Thread(target=staging.prepare({index: torch.ones(1)}))
-    thread.start()
-    thread.join()
-    assert staging.copies[index].item() == 1
-    assert stream.contexts == [3]
 
 
 def test_memory_that_cannot_be_pinned_is_said_to_be_the_hosts(monkeypatch):

@@ -232,8 +232,6 @@ REFUSED = [  # words, ranks, what is said: each would otherwise train wrongly, f
     (["--optimizer.beta2=0.99", "--optimizer.state_dtype=bfloat16"], 1, "= 0.99: must be at most 0.98"),
     (["--training.steps=10"], 1, "warmup_steps = 20: does not fit in training.steps = 10"),
     (["--profiling.trace", "--profiling.trace_start=401"], 1, "trace_start = 401: exceeds training.steps = 400"),
-    (["--checkpoint.folder=./x", "--checkpoint.upload=y/../x"], 1, "checkpoint.folder itself"),
-    (["--checkpoint.enable=false", "--checkpoint.save_model"], 1, "save_model is set and needs checkpoint.enable"),
     (["--data.datasets="], 1, "name at least one"),
     (["--data.datasets=data,data/"], 1, "two folders hold the same dataset"),
     (["--data.weights=1,2"], 1, "an entry for each of data.datasets"),

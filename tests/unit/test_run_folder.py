@@ -92,7 +92,7 @@ def test_the_name_of_a_run_is_made_once(tmp_path: Path) -> None:
     """A run folder that is moved brings it along; one of an older version has none."""
     (tmp_path / "run").mkdir()
     record_start(tmp_path / "run", Config(), {}, 1)
-    name = f"{socket.gethostname()}:{tmp_path}/run\n"
+    name = f"{tmp_path}/run\n"
     assert (tmp_path / "run" / ".run_name").read_text() == name
     (tmp_path / "run").rename(tmp_path / "moved")
     record_start(tmp_path / "moved", Config(), {}, 1)
