@@ -26,7 +26,7 @@ from run.folder import record_exit
 from run.processes import AGAIN, shut_down
 from run.stop import StopRequest
 from tests.harness import run_ranks
-from tests.runs import SMALL, final_weights, flat, how_it_ended, launch, read, same, saved_steps, validated
+from tests.runs import SMALL, final_weights, flat, how_it_ended, launch, read, rows, same, saved_steps, validated
 from tests.runs import run as run_plainly
 from tools.audit import prove
 from tools.compare import read_charts
@@ -338,7 +338,7 @@ def test_a_full_disk_of_the_run_folder_ends_the_run_with_a_checkpoint(dataset: P
         (disk / "filler").unlink()
         arguments += [f"--training.steps={saved + 2}"]
         assert run_ranks(2, run, arguments, start_group=False) == ["", ""]
-        assert [row["step"] for row in read(disk / "run", "metrics.jsonl")][-2:] == [saved + 1, saved + 2]
+        assert list(rows(disk / "run"))[-2:] == [saved + 1, saved + 2]
         assert f"{saved + 2} steps" in prove(disk / "run")[0]
     finally:
         subprocess.run(["umount", disk], check=True)
