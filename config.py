@@ -117,8 +117,6 @@ class Data:
     """Relative share of the samples drawn from each dataset. Empty: in proportion to their tokens."""
     window_blocks: Positive = 16
     """Blocks (4-16 MB each) whose documents are shuffled together. More mix better and need more memory."""
-    shuffle_samples: bool = False
-    """Also shuffle the samples within a window, to spread out the samples of a long document."""
     prefetch_steps: Count = 2
     """Steps that a background thread reads ahead. 0: read each step when it is needed."""
     mask_documents: bool = False
@@ -413,6 +411,7 @@ KINDS = types.MappingProxyType(  # dotted key → type of its value, with its Ra
 )
 REMOVED = {  # former setting → what to use instead
     "data.on_bad_block": "a damaged block stops the run; python -m tools.verify DATASET names the files to fetch again",
+    "data.shuffle_samples": "cut long texts with data.prepare --max-characters",
     "data.retry_seconds": "comm.store_retry_seconds is for data and checkpoints alike",
     "data.tokenizer": "the run's own tokenizer is checked at each start",
     "checkpoint.request_timeout_seconds": "comm.store_retry_seconds says how long a request is repeated",

@@ -204,7 +204,6 @@ def loaders(root: Path, quick: bool) -> tuple[list[Row], Bars]:
     rows = [
         ["titanite", str(root), measured, {}],
         ["titanite, read when needed", str(root), measured, {"prefetch_steps": 0}],
-        ["titanite, samples shuffled, too", str(root), measured, {"shuffle_samples": True}],
         ["titanite, positions", str(root), measured, {"mask_documents": True}],
     ]
     for peer in PEERS:

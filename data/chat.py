@@ -23,7 +23,6 @@ BUILT_IN = (
     "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
 )
-ROLES = ("system", "user", "assistant", "tool")
 
 Message = Mapping[str, str]
 Parts = list[tuple[list[int], bool]]  # (tokens, whether they are trained)
@@ -43,11 +42,10 @@ class ChatTemplate:
     """A Jinja template for conversations, and the tokenizer of its text.
 
     The template sees `messages`, `add_generation_prompt`, `bos_token` and `eos_token`, but no date: a conversation is
-    the same text every day.
+    the same text every day. `source` "" takes the built-in template. Raises TitaniteError.
     """
 
     def __init__(self, source: str, tokenizer: Tokenizer):
-        """`source` "" takes the built-in template. Raises TitaniteError."""
         extensions = (loopcontrols, GenerationTag)
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         environment.globals["raise_exception"] = _raise
@@ -58,9 +56,9 @@ class ChatTemplate:
         except TemplateError as error:
             raise TitaniteError(f"not a chat template: {error}") from None
         # The template's own text may become special tokens. A message's text may not, see `check_messages`.
-        self.raw = RawTokenizer.from_str(tokenizer.raw.to_str())
-        self.raw.encode_special_tokens = False
-        added = self.raw.get_added_tokens_decoder()
+        self._raw = RawTokenizer.from_str(tokenizer.raw.to_str())
+        self._raw.encode_special_tokens = False
+        added = self._raw.get_added_tokens_decoder()
         self._special = {token.content: id for id, token in added.items() if token.special}
         self._bos = "" if tokenizer.bos_id is None else tokenizer.raw.id_to_token(tokenizer.bos_id)
 
@@ -79,11 +77,10 @@ class ChatTemplate:
     def encode(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> list[int]:
         """The token ids of the conversation. Raises TitaniteError."""
         self.check_messages(messages)
-        return self.encode_text(self.render(messages, add_generation_prompt=add_generation_prompt))
+        return self._ids(self.render(messages, add_generation_prompt=add_generation_prompt))
 
-    def encode_text(self, text: str) -> list[int]:
-        """The token ids of a rendered text, which may spell out special tokens."""
-        return self.raw.encode(text, add_special_tokens=False).ids
+    def _ids(self, text: str) -> list[int]:
+        return self._raw.encode(text, add_special_tokens=False).ids
 
     def encode_parts(self, messages: Sequence[Message]) -> Parts:
         """The tokens of the conversation in parts, of which what the assistant wrote is trained.
@@ -101,11 +98,11 @@ class ChatTemplate:
             raise TitaniteError("no message from the assistant, so nothing to train")
         if not all(text.startswith(before) for before, text in pairwise(texts)):
             raise TitaniteError("chat template: an answer changes the text before it, so they cannot be separated")
-        encoded = [self.encode_text(text) for text in texts]
+        encoded = [self._ids(text) for text in texts]
         if all(encoded[-1][: len(ids)] == ids for ids in encoded):
             parts = [encoded[-1][len(before) : len(ids)] for before, ids in pairwise(encoded)]
         else:
-            parts = [self.encode_text(text[len(before) :]) for before, text in pairwise(texts)]
+            parts = [self._ids(text[len(before) :]) for before, text in pairwise(texts)]
         return [(part, number % 2 == 1) for number, part in enumerate(parts)]
 
     def check_messages(self, messages: Sequence[Message]) -> None:
@@ -113,20 +110,17 @@ class ChatTemplate:
         if not isinstance(messages, list | tuple) or not messages:
             raise TitaniteError(f"messages = {repr(messages)[:80]}: must be a list of messages, at least one")
         for message in messages:
-            if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
+            keys = ("role", "content") if isinstance(message, Mapping) else ()
+            if not keys or not all(isinstance(message.get(key), str) for key in keys):
                 raise TitaniteError(f'message {repr(message)[:80]}: must have a "role" and a string "content"')
-            if message.get("role") not in ROLES:
-                raise TitaniteError(f"role {message.get('role')!r}: must be one of {', '.join(ROLES)}")
-            for token in self._special:
-                if token in message["content"]:
-                    raise TitaniteError(f"a message spells out {token!r}, which would become that special token")
+            if spelt := [token for token in self._special if token in message["content"]]:
+                raise TitaniteError(f"a message spells out {spelt[0]!r}, which would become that special token")
 
     @property
     def stop_ids(self) -> frozenset[int]:
         """The special token that ends an answer in the template, if any."""
         *_, (answer, _) = self.encode_parts([{"role": role, "content": "a"} for role in ("user", "assistant")])
-        special = set(self._special.values())
-        return frozenset([token for token in answer if token in special][-1:])
+        return frozenset([token for token in answer if token in self._special.values()][-1:])
 
 
 def _raise(message: str) -> NoReturn:
@@ -139,9 +133,9 @@ def _raise(message: str) -> NoReturn:
 def encode_examples(texts: Sequence[str], format: str, tokenizer: Tokenizer) -> list[np.ndarray]:
     """The tokens of examples, uint32 with the bits of data.packing. Each example ends with eos.
 
-    A text is the JSON list of an example's values. Format "sft" has [prompt, response] and trains the eos as part of
-    the response. Format "chat" has [messages] and uses the tokenizer's template. The first token of an example is never
-    trained, since nothing comes before it. Raises TitaniteError quoting the example.
+    A text is the JSON list of an example's values: of format "sft" [prompt, response], whose eos is trained with the
+    response; of "chat" [messages], for the tokenizer's template. The first token of an example is never trained, since
+    nothing comes before it. Raises TitaniteError quoting the example.
     """
     examples = []
     for text in texts:
@@ -160,7 +154,7 @@ def _template(tokenizer: Tokenizer) -> ChatTemplate:
 
 
 def _pair(tokenizer: Tokenizer, prompt: Any, response: Any) -> Parts:
-    if not isinstance(prompt, str) or not isinstance(response, str):
+    if not (isinstance(prompt, str) and isinstance(response, str)):
         raise TitaniteError("prompt and response must be strings")
     asked, answer = tokenizer.raw.encode_batch_fast([prompt, response], add_special_tokens=False)
     return [([*tokenizer.prefix, *asked.ids], False), ([*answer.ids, tokenizer.eos_id], True)]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 from isal import isal_zlib
 
-from config import Config
+from config import Config, file_errors
 from storage import DamagedError, LocalStore, MissingError, S3Store, StoreError, join, open_store
 
 LOCKS = 64  # lock files of a cache; each fetch holds one
@@ -78,12 +78,9 @@ class Cache:
     """
 
     def __init__(self, folder: Path, limit_bytes: int) -> None:
-        self.folder = folder
-        self.limit_bytes = limit_bytes
-        try:
+        self.folder, self.limit_bytes = folder, limit_bytes
+        with file_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StoreError(f"data.cache_folder: {folder} cannot be made: {error.strerror}") from None
 
     def map(self, key: str, fetch: Callable[[], memoryview], size: int, crc32: int) -> memoryview:
         """The range `key`, from the cache or from `fetch`, which one process calls for all. Raises StoreError."""
@@ -129,16 +126,13 @@ class Cache:
     def _shrink(self, room: int = 0) -> bool:
         """Remove ranges down to the limit, and at least `room` bytes. Returns whether any was removed."""
         with self._locked("lock-shrink"):
-            entries = []
-            for entry in os.scandir(self.folder):
-                if entry.name.endswith(".range"):
-                    status = entry.stat()
-                    entries.append((status.st_mtime_ns, status.st_size, entry.path))
+            files = [(path, path.stat()) for path in self.folder.glob("*.range")]
+            entries = [(status.st_mtime_ns, status.st_size, path) for path, status in files]
             total = before = sum(size for _, size, _ in entries)
             for _, size, path in sorted(entries):
                 if total <= min(self.limit_bytes, before - room):
                     break
-                Path(path).unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
                 total -= size
             return total < before
 

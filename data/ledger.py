@@ -1,9 +1,8 @@
 """Where a run stands in its data, and the ledger of what each data-parallel rank was given. Imports no torch.
 
 Each data-parallel rank has a ledger in the run folder, such as `data/rank-00000.jsonl`, for the proof of tools.audit.
-Every start, and every return to a checkpoint within one, writes a line with the place it continues from and where its
-datasets are. Every step writes a line with the samples of the segment consumed before it and a checksum of the rank's
-tokens.
+Every start writes a line with the place it continues from and where its datasets are. Every step writes a line with the
+samples of the segment consumed before it and a checksum of the rank's tokens.
 """
 
 import json
@@ -22,6 +21,7 @@ from data.shards import DataError, Dataset
 from records import open_records, read_records
 
 STATE_VERSION = 3
+FORMER = {"masked": "masked blocks", "piece_tokens": "shuffled samples"}  # in a state of before the rebuild
 
 
 class StepShape(NamedTuple):
@@ -60,7 +60,6 @@ class Place(NamedTuple):
 
     seed: int
     window_blocks: int
-    piece_tokens: int  # size of the pieces permuted in a window; 0: samples are not shuffled
     segment: Segment
     samples: int  # samples of the segment consumed
     earlier: dict[str, int]  # tokens consumed of datasets that have left the mixture
@@ -83,7 +82,6 @@ class Place(NamedTuple):
             "version": STATE_VERSION,
             "seed": self.seed,
             "window_blocks": self.window_blocks,
-            "piece_tokens": self.piece_tokens,
             "seq_len": segment.seq_len,
             "samples": self.samples,
             "datasets": [[name, start, weight] for name, start, weight in parts],  # their order is part of the place
@@ -93,19 +91,12 @@ class Place(NamedTuple):
     def resumed(self, saved: "Place") -> "Place":
         """The place at which a run with this place's settings continues from `saved`.
 
-        A change of seq_len, weights or datasets begins a new segment there, in which no token
-        comes again. Raises DataError if the order itself would change.
+        A change of seq_len, weights or datasets begins a new segment there, in which no token comes again. Raises
+        DataError if the order itself would change.
         """
-        for name, old, new in (
-            ("run.seed", saved.seed, self.seed),
-            ("data.window_blocks", saved.window_blocks, self.window_blocks),
-            ("data.shuffle_samples", saved.piece_tokens > 0, self.piece_tokens > 0),
-        ):
+        for name, old, new in zip(("run.seed", "data.window_blocks"), saved[:2], self[:2], strict=True):
             if old != new:
-                raise DataError(
-                    f"{name} = {json.dumps(new)}: the checkpoint was trained with {json.dumps(old)}, another order "
-                    f"of the data; resume with {json.dumps(old)} or start a new run"
-                )
+                raise DataError(f"{name} = {new}: the checkpoint was trained with {old}, another order of the data")
         if self.segment._replace(starts=saved.segment.starts) == saved.segment:
             return saved
         tokens = saved.consumed
@@ -120,42 +111,40 @@ def first_place(config: Config, datasets: Sequence[Dataset]) -> Place:
     shares = tuple(weight / total for weight in weights)
     names = tuple(dataset.hash for dataset in datasets)
     segment = Segment(names, shares, (0,) * len(names), config.training.seq_len)
-    piece_tokens = config.training.seq_len if config.data.shuffle_samples else 0
-    return Place(config.run.seed, config.data.window_blocks, piece_tokens, segment, 0, {})
+    return Place(config.run.seed, config.data.window_blocks, segment, 0, {})
 
 
 def saved_place(state: Mapping[str, Any]) -> Place:
-    """The place that `Place.state` recorded. Raises DataError for the state of another version."""
-    if state.get("version") != STATE_VERSION or state.get("masked"):
-        what = f"version {state.get('version')}{', with masked blocks' if state.get('masked') else ''}"
-        raise DataError(
-            f"data state: {what}; this code reads version {STATE_VERSION}, without; resume at commit 7cc964e (see "
-            "docs/migration.md), or start a new run, with checkpoint.initial_load to keep its weights"
-        )
+    """The place that `Place.state` recorded. Raises DataError for what only earlier commits can read."""
+    former = [text for key, text in FORMER.items() if state.get(key)]
+    if state.get("version") != STATE_VERSION or former:
+        what = " with ".join([f"version {state.get('version')}", *former])
+        advice = "resume at commit 7cc964e (see docs/migration.md) or, with checkpoint.initial_load, start a new run"
+        raise DataError(f"data state: {what}; this code reads {STATE_VERSION} without them; {advice}")
     names, starts, weights = zip(*state["datasets"], strict=True)
     segment = Segment(names, weights, starts, state["seq_len"])
-    order = state["seed"], state["window_blocks"], state["piece_tokens"]
-    return Place(*order, segment, state["samples"], dict(state["earlier"]))
+    return Place(state["seed"], state["window_blocks"], segment, state["samples"], dict(state["earlier"]))
 
 
 class Ledger:
     """Appends to the file of one rank. Every line is flushed to the operating system at once."""
 
     def __init__(
-        self, folder: Path, dp_rank: int, shape: StepShape, state: Mapping[str, Any], urls: Mapping[str, str],
+        self,
+        folder: Path,
+        dp_rank: int,
+        shape: StepShape,
+        state: Mapping[str, Any],
+        urls: Mapping[str, str],
         writing: Callable[[object], AbstractContextManager[None]] = file_errors,
-    ):  # fmt: skip
+    ):
+        """Record that the next steps continue from the place `state`. This makes void earlier records beyond it."""
         path = folder / "data" / f"rank-{dp_rank:05}.jsonl"
         with file_errors(path):  # on nodes other than rank 0's this is the first that is written
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open_records(path)
         self._writing = writing
-        self._begins = {"shape": shape._asdict(), "urls": dict(urls)}
-        self.start(state)
-
-    def start(self, state: Mapping[str, Any]) -> None:
-        """Record that the next steps continue from the place `state`. This makes void earlier records beyond it."""
-        self._write({"start": dict(state)} | self._begins)
+        self._write({"start": dict(state), "shape": shape._asdict(), "urls": dict(urls)})
 
     def step(self, first: int, tokens: Iterable[np.ndarray]) -> None:
         """Record a step that begins at sample `first` of the segment, with `tokens` of the rank's microbatches."""

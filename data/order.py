@@ -1,19 +1,13 @@
 """The order of the data, as pure functions of integers. Imports numpy only.
 
-An epoch of a dataset permutes its blocks. Every `window_blocks` consecutive blocks form a
-window, whose documents are permuted. All documents laid end to end are one stream of
-tokens. Epochs follow each other, each in its own order. Sample j of a dataset is the
-tokens [j * seq_len, (j + 1) * seq_len], both ends included, of that endless stream. Its
-last token is only a label and comes again as the first input of sample j + 1, so every
-token of an epoch is an input exactly once.
+An epoch of a dataset permutes its blocks. Every `window_blocks` consecutive blocks form a window, whose documents are
+permuted. All documents laid end to end are one stream of tokens. Epochs follow each other, each in its own order.
+Sample j of a dataset is the tokens [j * seq_len, (j + 1) * seq_len], both ends included, of that endless stream. Its
+last token is only a label and comes again as the first input of sample j + 1, so every token of an epoch is an input
+exactly once.
 
-data.shuffle_samples also cuts the stream into pieces of `piece_tokens` tokens, the seq_len
-that the run began with, and permutes the pieces of each window (`window_pieces`). Each
-token keeps its label, so what is learnt is the same. Samples consume the places of that
-order one after the other. Until seq_len changes, a sample is a piece.
-
-Several datasets are interleaved by weight. A `Segment` fixes which datasets are mixed and
-where each stands. A sample's index in the segment then determines its tokens.
+Several datasets are interleaved by weight. A `Segment` fixes which datasets are mixed and where each stands. A sample's
+index in the segment then determines its tokens.
 """
 
 import hashlib
@@ -50,8 +44,7 @@ def random_words(size: int, key: int, first: int = 0) -> np.ndarray:
 def permutation(size: int, key: int | None) -> np.ndarray:
     """A permutation of range(size) that depends only on `size` and `key`; int64 [size]. `key` None: range(size).
 
-    Sorts distinct random words. Without ties every sorting algorithm gives the same result,
-    and so does every numpy on every machine.
+    Sorts distinct random words: without ties every sorting algorithm, so every numpy on every machine, gives the same.
     """
     return np.arange(size) if key is None else np.argsort(random_words(size, key))
 
@@ -68,24 +61,12 @@ class Epoch(NamedTuple):
 
 
 def build_epoch(block_tokens: np.ndarray, window_blocks: int, key: int | None) -> Epoch:
-    """The order of an epoch, from the tokens of each block. Sorts, so O(n log n) time and O(n) memory for n blocks.
-
-    `key` None: as stored.
-    """
+    """The order of an epoch, from the tokens of each block. `key` None: as stored."""
     size = len(block_tokens)
     blocks = permutation(size, key).astype(np.uint32)
     ends = np.cumsum(block_tokens[blocks], dtype=np.int64)
     last = np.append(np.arange(window_blocks, size, window_blocks), size) - 1
     return Epoch(blocks, np.append(np.int64(0), ends[last]))
-
-
-def window_pieces(start: int, stop: int, piece_tokens: int) -> range:
-    """The pieces that are permuted in the window of tokens [start, stop) of the stream.
-
-    Piece i is tokens [i * piece_tokens, (i + 1) * piece_tokens). A piece stays in its place if it
-    needs a token of another window, even if only as the label of its last token.
-    """
-    return range(-(-start // piece_tokens), (stop - 1) // piece_tokens)
 
 
 # ---------------------------------------------------------------- mixtures
@@ -94,9 +75,9 @@ def window_pieces(start: int, stop: int, piece_tokens: int) -> range:
 def mixture_counts(total: int, weights: np.ndarray) -> np.ndarray:
     """How many of the first `total` samples come from each dataset; int64 [datasets].
 
-    Sample j of dataset i falls due at time (j + 1/2) / weights[i], and samples come in the
-    order of (time, i) (Sainte-Laguë's apportionment). So in every prefix each dataset is
-    within 1 + datasets * weight / 2 samples of its share, without any table or history.
+    Sample j of dataset i falls due at time (j + 1/2) / weights[i], and samples come in the order of (time, i)
+    (Sainte-Laguë's apportionment). So in every prefix each dataset is within 1 + datasets * weight / 2 samples of its
+    share, without any table or history.
     """
     counts = np.floor(total * weights + 0.5).astype(np.int64)  # a guess; rounding makes it a few samples off
     while True:
@@ -111,10 +92,9 @@ def mixture_counts(total: int, weights: np.ndarray) -> np.ndarray:
 
 
 def interleave(start: int, count: int, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The dataset of each of the samples [start, start + count), and the sample's number in that dataset.
+    """(dataset, number in that dataset), int64 [count] each, of the samples [start, start + count).
 
-    Returns (dataset [count], number [count]), int64. Both depend only on the sample's index
-    and the weights, not on the range asked for.
+    Both depend only on the sample's index and the weights, not on the range asked for.
     """
     if len(weights) == 1:
         return np.zeros(count, np.int64), np.arange(start, start + count)

@@ -2,72 +2,66 @@
 
     python -m data.prepare --source stdlib --output datasets/stdlib
 
-Two passes run on all cores, or on one for a small input. The first tokenises each unit of the input into a file, with
-its documents sorted into buckets. The second shuffles the documents of each bucket and writes them as one shard.
-A hash of a document's position in the input decides its bucket and place; a hash of its whole text decides whether it
-is held out. So the output does not depend on the number of processes. Finished work stays in OUTPUT/.parts until the
-end: after a kill, the same command continues from there. manifest.json is written last and makes the dataset valid.
+Two passes run on all cores, or on one for a small input. The first tokenises each unit of the input into a file, its
+documents sorted into buckets. The second shuffles each bucket and writes it as one shard. A hash of a document's
+position in the input decides its bucket and place, a hash of its whole text whether it is held out. So the output does
+not depend on the number of processes. Finished work stays in OUTPUT/.parts: after a kill, the same command continues
+from there. manifest.json is written last and makes the dataset valid.
 """
 
 import argparse
+import ctypes
 import hashlib
 import json
 import logging
+import multiprocessing
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from tqdm import tqdm
 
-from config import TitaniteError, command_line, file_errors
+from config import TitaniteError, command_line
+from data import writer
 from data.chat import BUILT_IN, encode_examples
 from data.order import derive_key, random_words
 from data.packing import pack
 from data.shards import INDEX_SCHEMA, VERSION, DataError, Shard, token_type
-from data.sources import UNIT_BYTES, Unit, documents, failures_of, list_files, plan_units, text_bytes
+from data.sources import UNIT_BYTES, Unit, documents, failures_of, kind_of, list_files, plan_units
 from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
-from data.workers import locked, run_all, worker_pool
-from data.writer import (
-    PARTS,
-    WrittenShard,
-    add_output_options,
-    check_output,
-    is_held_out,
-    refuse_finished,
-    remove_dataset,
-    remove_parts,
-    report,
-    token_dtype,
-    write_atomically,
-    write_manifest,
-    write_shard,
-    written_whole,
-)
+from records import write_atomically
 
 KEYS = {"text": "text", "sft": "prompt,response", "chat": "messages"}  # format → keys of a record
 BATCH_BYTES = 2**20  # text per tokenizer call: its tokens are Python integers at first, and few fit the caches
 HELD_TOKENS = 64 * 2**20  # that a process holds before it writes them
 VOCAB_SIZE = 4096  # default for a trained tokenizer
 TOKENIZER_SAMPLE_BYTES = 64 * 2**20  # text to train a tokenizer on
+AT_ONCE = 1024  # tasks given to a pool: more than processes, but submitting thousands may block (cpython 105829)
+PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that this process gets when its parent ends
+
+Map = Callable[..., Iterator[int]]
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(NamedTuple):
     """Everything that decides the bytes of the dataset. Any change makes finished parts useless."""
 
-    input: str  # hash of format, units (names, sizes and versions of files, how they are cut) and tokenizer
+    input: str  # hash of version, units (names, sizes and versions of files, how they are cut) and tokenizer
     format: str
     keys: tuple[str, ...]
     seq_len: int
-    drop_long: bool
     max_characters: int
     dtype: str
     validation_fraction: float
@@ -90,7 +84,6 @@ def prepare(
     format: str = "text",
     keys: str = "",
     seq_len: int = 0,
-    drop_long: bool = False,
     max_characters: int = 0,
     validation_fraction: float = 0.02,
     block_mb: float = 8,
@@ -98,96 +91,78 @@ def prepare(
     processes: int = 0,
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Prepare a dataset and return its manifest. `--help` explains the parameters.
-
-    Raises DataError or TitaniteError.
-    """
-    folder = check_output(output, overwrite, validation_fraction, block_mb, shard_mb)
-    is_text, wanted = format == "text", KEYS[format].split(",")
-    names = tuple(keys.split(",")) if keys else tuple(wanted)
-    for mistake, said in (
+    """Prepare a dataset and return its manifest. `--help` explains the parameters. Raises DataError, TitaniteError."""
+    folder = writer.check_output(output, overwrite, validation_fraction, block_mb, shard_mb)
+    is_text, names = format == "text", tuple((keys or KEYS[format]).split(","))
+    for mistake, message in (
         (tokenizer and vocab_size, f"--vocab-size {vocab_size}: is to train a tokenizer, not for --tokenizer"),
         (vocab_size and vocab_size < 257, f"--vocab-size {vocab_size}: must be at least 257: all bytes and eos"),
         (eos_token and not tokenizer, f"--eos-token {eos_token}: needs --tokenizer; a newly trained one has its own"),
         (not is_text and not tokenizer, f"--format {format}: give the --tokenizer of the model to be tuned"),
         (not is_text and seq_len < 2, f"--seq-len {seq_len}: must be at least 2, the later training.seq_len"),
-        (is_text and (seq_len or drop_long), f"--seq-len {seq_len}, --drop-long: are for --format sft and chat"),
-        (len(names) != len(wanted), f"--keys {keys}: --format {format} needs {len(wanted)}, such as {KEYS[format]}"),
-        (max_characters < 0, f"--max-characters {max_characters}: must be at least 0"),
+        (is_text and seq_len, f"--seq-len {seq_len}: is for --format sft and chat"),
+        (keys.count(",") != KEYS[format].count(",") and keys, f"--keys {keys}: must be as many as in {KEYS[format]}"),
         (max_characters and not is_text, f"--max-characters {max_characters}: examples are never cut"),
         (processes < 0, f"--processes {processes}: must be at least 0"),
     ):
         if mistake:
-            raise DataError(said)
+            raise DataError(message)
 
     # -- the input, its tokenizer and what decides the bytes to write
-    files = list_files(sources)
-    units = plan_units(files)
-    chosen = load_tokenizer(tokenizer, eos_token) if tokenizer else _trained_tokenizer(units, names, vocab_size)
+    units = plan_units(files := list_files(sources))
+    if tokenizer:
+        chosen = load_tokenizer(tokenizer, eos_token)
+    else:
+        chosen = train_tokenizer(_sample_texts(units, names), vocab_size or VOCAB_SIZE)
     if format == "chat":
         chosen.chat_template = chosen.chat_template or BUILT_IN
-    dtype = token_dtype(chosen.vocab_size) if is_text else "uint32"
-    shard_tokens = shard_mb * 2**20 / np.dtype(dtype).itemsize
-    shards = sum(map(text_bytes, files)) / 4 / shard_tokens  # a token is about four bytes of text
+    dtype = writer.token_dtype(chosen.vocab_size) if is_text else "uint32"
+    plain = {("text", ""), ("jsonl", "")}  # Parquet and compressed files hold about five times their size
+    text_bytes = sum(file.size * (1 if kind_of(file.url) in plain else 5) for file in files)
+    shards = text_bytes / 4 * np.dtype(dtype).itemsize / (shard_mb * 2**20)  # a token is about four bytes of text
     inputs = json.dumps([VERSION, units, chosen.fingerprint, chosen.chat_template])
-    plan = Plan(
-        input=hashlib.sha256(inputs.encode()).hexdigest(),
-        format=format,
-        keys=names,
-        seq_len=seq_len,
-        drop_long=drop_long,
-        max_characters=max_characters,
-        dtype=dtype,
-        validation_fraction=validation_fraction,
-        block_bytes=int(block_mb * 2**20),
-        train_buckets=max(1, round(shards * (1 - validation_fraction))),
-        validation_buckets=max(1, round(shards * validation_fraction)),
-    )
+    buckets = (max(1, round(shards * share)) for share in (1 - validation_fraction, validation_fraction))
+    wanted = format, names, seq_len, max_characters, dtype, validation_fraction, int(block_mb * 2**20)
+    plan = Plan(hashlib.sha256(inputs.encode()).hexdigest(), *wanted, *buckets)
     _check_first(plan, chosen, units)
 
     # -- both passes, continuing an interrupted preparation by the same plan
-    with locked(folder), file_errors(folder):
-        refuse_finished(folder, overwrite)  # another process may have finished it meanwhile
+    with writer.locked(folder, overwrite):
         _start_or_go_on(folder, plan, chosen)
-        units_bytes = [unit.bytes for unit in units]
-        waiting = [(bucket,) for bucket in range(plan.buckets) if not _record(folder, bucket).exists()]
+        waiting = [(bucket, 1) for bucket in range(plan.buckets) if not _record(folder, bucket).exists()]
         # Starting a process takes most of a second, in which it could tokenise a few MB.
-        workers = processes or (len(os.sched_getaffinity(0)) if sum(units_bytes) >= 2 * UNIT_BYTES else 1)
-        with worker_pool(min(workers, max(len(units), plan.buckets))) as pool_map:
+        is_small = sum(unit.bytes for unit in units) < 2 * UNIT_BYTES
+        workers = processes or (1 if is_small else len(os.sched_getaffinity(0)))
+        with _worker_pool(min(workers, max(len(units), plan.buckets))) as pool_map:
             if waiting:
-                tokenize = partial(_tokenize_unit, folder, plan)
-                run_all(pool_map, tokenize, list(enumerate(units)), "tokenise", units_bytes)
-            run_all(pool_map, partial(_write_bucket, folder, plan), waiting, "write", [1] * len(waiting))
-        for part in (folder / PARTS).glob("unit-*"):  # before the manifest, after which no start takes them up
+                numbered = [(pair, pair[1].bytes) for pair in enumerate(units)]
+                _run_all(pool_map, partial(_tokenize_unit, folder, plan), numbered, "tokenise", "B")
+            _run_all(pool_map, partial(_write_bucket, folder, plan), waiting, "write", " shards")
+        for part in (folder / writer.PARTS).glob("unit-*"):  # before the manifest, after which no start takes them up
             part.unlink()
         records = [json.loads(_record(folder, bucket).read_text(encoding="utf-8")) for bucket in range(plan.buckets)]
-        written = [WrittenShard(Shard(*shard), pa.Table.from_pylist(rows, INDEX_SCHEMA)) for shard, rows, _ in records]
+        written = [
+            writer.WrittenShard(Shard(*shard), pa.Table.from_pylist(rows, INDEX_SCHEMA)) for shard, rows, _ in records
+        ]
         if not any(shard.documents for shard, _ in written):  # of other input, `_check_first` found a document
             raise DataError(f"--seq-len {seq_len}: every example is longer; give a larger one")
         dropped = sum(number for *_, number in records)
         facts = {} if is_text else {"dtype": dtype, "packed_seq_len": seq_len, "dropped": dropped}
-        manifest = write_manifest(folder, chosen, written, facts)
-        remove_parts(folder)
+        manifest = writer.write_manifest(folder, chosen, written, facts)
+        writer.remove_parts(folder)
         return manifest
 
 
-def _trained_tokenizer(units: list[Unit], keys: Sequence[str], vocab_size: int) -> Tokenizer:
-    """Train a tokenizer (0: of VOCAB_SIZE tokens) on the beginnings of units spread evenly over the input."""
-    total = min(sum(unit.bytes for unit in units), len(units) * UNIT_BYTES)  # if units are few and large, some of each
-    chosen = units[:: max(1, total // TOKENIZER_SAMPLE_BYTES)]
-    each = max(TOKENIZER_SAMPLE_BYTES // max(len(chosen), 1), UNIT_BYTES)
-    return train_tokenizer(
-        chain.from_iterable(_beginning(unit, keys, each) for unit in chosen), vocab_size or VOCAB_SIZE
-    )
-
-
-def _beginning(unit: Unit, keys: Sequence[str], characters: int) -> Iterator[str]:
-    """Yield the first documents of a unit until they have this many characters."""
-    for text in documents(unit, keys):
-        yield text
-        characters -= len(text)
-        if characters <= 0:
-            return
+def _sample_texts(units: list[Unit], keys: Sequence[str]) -> Iterator[str]:
+    """Yield the first documents of units spread evenly over the input, about TOKENIZER_SAMPLE_BYTES in all."""
+    chosen = units[:: max(1, len(units) * UNIT_BYTES // TOKENIZER_SAMPLE_BYTES)]
+    for unit in chosen:
+        characters = 0
+        for text in documents(unit, keys):
+            yield text
+            characters += len(text)
+            if characters >= TOKENIZER_SAMPLE_BYTES // len(chosen):
+                break
 
 
 def _check_first(plan: Plan, tokenizer: Tokenizer, units: list[Unit]) -> None:
@@ -202,14 +177,14 @@ def _check_first(plan: Plan, tokenizer: Tokenizer, units: list[Unit]) -> None:
 
 def _start_or_go_on(folder: Path, plan: Plan, tokenizer: Tokenizer) -> None:
     """Keep the parts of an interrupted preparation by the same plan. Remove everything else that we wrote."""
-    plan_file = folder / PARTS / "plan.json"
-    record = json.dumps(asdict(plan), indent=1)
-    (folder / "manifest.json").unlink(missing_ok=True)
+    plan_file = folder / writer.PARTS / "plan.json"
+    record = json.dumps(plan._asdict(), indent=1)
+    (folder / "manifest.json").unlink(missing_ok=True)  # first, so that nothing reads a dataset replaced in part
     before = plan_file.read_text(encoding="utf-8") if plan_file.is_file() else ""
     if before != record:
         if before:
             log.warning("%s: starting over, since the input, the options or the version changed", folder)
-        remove_dataset(folder)
+        writer.remove_dataset(folder)
         plan_file.parent.mkdir()
         write_atomically(plan_file, record.encode())
     tokenizer.save(folder)
@@ -224,33 +199,32 @@ def _stored_tokenizer(folder: Path, plan: Plan) -> Tokenizer:
 # ---------------------------------------------------------------- pass 1: tokenise
 
 
-def _tokenize_unit(folder: Path, plan: Plan, number: int, unit: Unit) -> int:
+def _tokenize_unit(folder: Path, plan: Plan, numbered: tuple[int, Unit]) -> int:
     """Write the documents of a unit as an Arrow file, unless it is there. Returns the number of tokens.
 
     The file repeats one record batch per bucket, in their order, as often as HELD_TOKENS are reached.
     """
-    path, tokenizer = folder / PARTS / f"unit-{number:06}.arrow", _stored_tokenizer(folder, plan)
+    number, unit = numbered
+    path, tokenizer = folder / writer.PARTS / f"unit-{number:06}.arrow", _stored_tokenizer(folder, plan)
     if path.exists():
         return 0
     key, seen, tokens, held = derive_key("document", number), 0, 0, 0
     batches: list[pa.RecordBatch] = []
     schema = pa.schema({"word": pa.uint64(), "tokens": token_type(plan.dtype)})
-    with written_whole(path) as sink, pa.ipc.new_file(sink, schema) as writer:
+    with writer.written_whole(path) as sink, pa.ipc.new_file(sink, schema) as part_writer:
         for batch in _batches(plan, unit):
             try:
                 batches.append(_tokenize(plan, tokenizer, batch, random_words(len(batch), key, first=seen)))
             except TitaniteError as error:  # quotes the text, by which to find it there
-                others = len(unit.files) - 1
-                name = f"{unit.files[0].url}{f' or one of the {others} files after it' if others else ''}"
-                raise DataError(f"{name}: {error}") from None
+                raise DataError(f"{unit.files[0].url}, or a file after it: {error}") from None
             seen += len(batch)
             size = len(batches[-1].column("tokens").values)
             tokens, held = tokens + size, held + size
             if held >= HELD_TOKENS:
-                _write_sorted(plan, batches, writer)
+                _write_sorted(plan, batches, part_writer)
                 held, batches = 0, []
         if batches:
-            _write_sorted(plan, batches, writer)
+            _write_sorted(plan, batches, part_writer)
     return tokens
 
 
@@ -259,7 +233,7 @@ def _batches(plan: Plan, unit: Unit) -> Iterator[list[tuple[str, bool]]]:
     batch: list[tuple[str, bool]] = []
     size = 0
     for text in filter(None, documents(unit, plan.keys, plan.format == "text")):
-        held_out = is_held_out(text.encode(), plan.validation_fraction)
+        held_out = writer.is_held_out(text.encode(), plan.validation_fraction)
         for piece in _pieces(text, plan.max_characters):
             batch.append((piece, held_out))
             size += len(piece)
@@ -282,35 +256,22 @@ def _pieces(text: str, max_characters: int) -> Iterator[str]:
 
 def _tokenize(plan: Plan, tokenizer: Tokenizer, batch: list[tuple[str, bool]], words: np.ndarray) -> pa.RecordBatch:
     """A record batch with bucket, sort key and tokens of each document. Validation's buckets follow train's."""
-    texts, held_out = [text for text, _ in batch], [held_out for _, held_out in batch]
-    ids = _encode(plan, tokenizer, texts)
+    texts, held_out = zip(*batch, strict=True)
     buckets = np.where(held_out, plan.train_buckets + words % plan.validation_buckets, words % plan.train_buckets)
-    if plan.drop_long:
-        ids = [document if len(document) <= plan.seq_len else () for document in ids]  # counted by `_write_bucket`
+    ids: Sequence[Sequence[int] | np.ndarray]
+    if plan.format == "text":
+        ids = tokenizer.encode_documents(texts)
+    else:
+        examples = encode_examples(texts, plan.format, tokenizer)
+        ids = [example if len(example) <= plan.seq_len else () for example in examples]  # counted by `_write_bucket`
     lengths = [len(document) for document in ids]
-    if plan.seq_len and max(lengths, default=0) > plan.seq_len:
-        i = int(np.argmax(lengths))
-        raise DataError(
-            f"an example of {lengths[i]} tokens is longer than --seq-len {plan.seq_len}: {texts[i][:100]}; "
-            "give a larger one, or --drop-long to leave such examples out"
-        )
     values = np.fromiter(chain.from_iterable(ids), plan.dtype, sum(lengths))
     offsets = np.cumsum([0, *lengths], dtype=np.int32)
     tokens = pa.ListArray.from_arrays(offsets, values, type=token_type(plan.dtype))
     return pa.record_batch({"bucket": buckets.astype(np.uint32), "word": words, "tokens": tokens})
 
 
-def _encode(plan: Plan, tokenizer: Tokenizer, texts: list[str]) -> Sequence[Sequence[int] | np.ndarray]:
-    if plan.format != "text":
-        return encode_examples(texts, plan.format, tokenizer)
-    found, nothing = tokenizer.encode_documents(texts), len(tokenizer.prefix) + 1
-    for text, ids in zip(texts, found, strict=True):
-        if len(ids) == nothing and text.strip():
-            raise DataError(f"the tokenizer has no tokens for a text, and none for unknown characters: {text[:100]}")
-    return found
-
-
-def _write_sorted(plan: Plan, batches: list[pa.RecordBatch], writer: pa.RecordBatchFileWriter) -> None:
+def _write_sorted(plan: Plan, batches: list[pa.RecordBatch], part_writer: pa.RecordBatchFileWriter) -> None:
     """Write one record batch per bucket, in the order of the buckets."""
     documents = pa.concat_batches(batches)
     buckets = documents.column("bucket").to_numpy()
@@ -318,25 +279,24 @@ def _write_sorted(plan: Plan, batches: list[pa.RecordBatch], writer: pa.RecordBa
     bounds = np.cumsum([0, *np.bincount(buckets, minlength=plan.buckets)])
     documents = documents.drop_columns("bucket")
     for first, stop in pairwise(bounds):
-        writer.write_batch(documents.take(pa.array(order[first:stop])))
+        part_writer.write_batch(documents.take(pa.array(order[first:stop])))
 
 
 # ---------------------------------------------------------------- pass 2: shuffle and write
 
 
 def _write_bucket(folder: Path, plan: Plan, bucket: int) -> int:
-    """Write the shard of a bucket and a record: its blocks and the examples dropped. Returns the number of tokens."""
+    """Write the shard of a bucket and a record: its blocks and the examples left out. Returns the number of tokens."""
     is_train = bucket < plan.train_buckets
     split, number = ("train", bucket) if is_train else ("validation", bucket - plan.train_buckets)
     with failures_of(f"{split}-{number:05}, which a smaller --shard-mb makes smaller"):
-        documents = _shuffled_documents(folder / PARTS, bucket, plan.buckets)
+        documents = _shuffled_documents(folder / writer.PARTS, bucket, plan.buckets)
     dropped = 0
     if plan.seq_len:
-        found = len(documents)
-        documents = documents.filter(pc.greater(pc.list_value_length(documents), 0))
-        dropped = found - len(documents)
-        documents = pack(documents, plan.seq_len, _stored_tokenizer(folder, plan).eos_id)
-    shard, blocks = write_shard(folder, split, number, documents, plan.block_bytes)
+        fitting = documents.filter(pc.greater(pc.list_value_length(documents), 0))
+        dropped = len(documents) - len(fitting)
+        documents = pack(fitting, plan.seq_len, _stored_tokenizer(folder, plan).eos_id)
+    shard, blocks = writer.write_shard(folder, split, number, documents, plan.block_bytes)
     write_atomically(_record(folder, bucket), json.dumps([shard, blocks.to_pylist(), dropped]).encode())
     return shard.tokens
 
@@ -356,7 +316,49 @@ def _shuffled_documents(parts: Path, bucket: int, buckets: int) -> pa.ListArray:
 
 
 def _record(folder: Path, bucket: int) -> Path:
-    return folder / PARTS / f"bucket-{bucket:06}.json"
+    return folder / writer.PARTS / f"bucket-{bucket:06}.json"
+
+
+# ---------------------------------------------------------------- processes
+
+
+@contextmanager
+def _worker_pool(count: int) -> Iterator[Map]:
+    """The `map` of a pool of `count` processes, each started when it gets a task. For 1: Python's own."""
+    if count == 1:
+        yield map
+        return
+    pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _start_worker)
+    try:
+        yield pool.map
+    except BrokenProcessPool:
+        raise DataError(
+            "the system killed a worker, most often for lack of memory; run the same command again to "
+            "continue, best with fewer --processes, or start over with a smaller --shard-mb"
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _run_all(pool_map: Map, function: Callable[..., int], tasks: list[tuple[Any, int]], title: str, unit: str) -> None:
+    """Run `function(task)`, which returns a number of tokens, for each (task, its size in `unit`), with a bar."""
+    tokens, begin = 0, time.monotonic()
+    with tqdm(total=sum(size for _, size in tasks), desc=title, unit=unit, unit_scale=True) as bar:
+        for first in range(0, len(tasks), AT_ONCE):
+            given, sizes = zip(*tasks[first : first + AT_ONCE], strict=True)
+            for size, result in zip(sizes, pool_map(function, given), strict=True):
+                tokens += result
+                bar.set_postfix_str(f"{tokens / max(time.monotonic() - begin, 1e-9):,.0f} tokens/s", refresh=False)
+                bar.update(size)
+
+
+def _start_worker() -> None:
+    """Let this worker end with its parent. Otherwise it would outlive a killed parent and go on writing."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes share the cores
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = multiprocessing.parent_process()
+    if not parent or not parent.is_alive():
+        os._exit(1)
 
 
 # ---------------------------------------------------------------- command line
@@ -368,15 +370,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     add = parser.add_argument
     add("--source", dest="sources", nargs="+", required=True, help="stdlib, or folders, files, globs or URLs")
-    add_output_options(parser)
+    writer.add_output_options(parser)
     add("--tokenizer", default="", help="tokenizer.json, or a folder with one; default: train one on the text")
     add("--vocab-size", type=int, default=0, help=f"size of the vocabulary to train (default {VOCAB_SIZE})")
     kinds = "text; for fine-tuning: sft (prompts with responses) or chat (messages) (default %(default)s)"
     add("--format", choices=KEYS, default="text", help=kinds)
     keys = f"keys or columns of a record, comma-separated (default of each format: {KEYS})"
     add("--keys", "--text-key", "--example-keys", default="", help=keys)
-    add("--seq-len", type=int, default=0, help="tokens per row of packed examples: the training's seq_len")
-    add("--drop-long", action="store_true", help="leave out examples longer than that; they are counted")
+    add("--seq-len", type=int, default=0, help="tokens per row of packed examples; longer ones are left out, counted")
     add("--max-characters", type=int, default=0, help="cut longer texts at line ends; 0 (default): never")
     add("--processes", type=int, default=0, help="0 (default): one per available core, or one for a few MB")
     options = parser.parse_args(argv)
@@ -384,7 +385,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         manifest = prepare(**vars(options))
         if manifest.get("dropped"):
             print(f"examples longer than {manifest['packed_seq_len']} tokens, left out: {manifest['dropped']:,}")
-        report(manifest, options.output)
+        writer.report(manifest, options.output)
 
 
 if __name__ == "__main__":

@@ -23,15 +23,7 @@ import pyarrow as pa
 from config import PATIENCE, Config, ConfigError, TitaniteError
 from data.files import Files
 from data.packing import TOKEN_BITS
-from data.tokenizer import (
-    CHAT_TEMPLATE,
-    CONFIG,
-    TOKENIZER,
-    Tokenizer,
-    declared_eos,
-    fingerprint,
-    parse_tokenizer,
-)
+from data.tokenizer import CHAT_TEMPLATE, CONFIG, TOKENIZER, Tokenizer, declared_eos, fingerprint, parse_tokenizer
 from storage import DamagedError
 
 FORMAT = "titanite-tokens"
@@ -110,15 +102,15 @@ class Split:
     def read(self, block: int) -> Block:
         """Map one block and check it. Raises DataError naming the block, StoreError."""
         shard, number = self.find(block)
+        where = int(self.offset[block]), int(self.size[block]), int(self.crc32[block])
         try:
-            where = int(self.offset[block]), int(self.size[block]), int(self.crc32[block])
             return self.decode(block, self.files.map(shard.file, *where))
         except DamagedError as error:
             advice = "`python -m tools.verify` names every file to fetch again"
             raise DataError(f"{error} (block {number}); {advice}") from None
 
     def decode(self, block: int, content: memoryview) -> Block:
-        """The documents in the bytes of a block. Raises DataError naming the block if they are others than it had."""
+        """The documents in the bytes of a block. Raises DataError naming the block if they are not what it had."""
         column = pa.ipc.read_record_batch(pa.py_buffer(content), token_schema(self.dtype)).column(0)
         values, offsets = column.values.to_numpy(), column.offsets.to_numpy()
         shard, number = self.find(block)
@@ -126,13 +118,9 @@ class Split:
         if len(column) != self.documents[block] or len(values) != self.tokens[block]:
             raise DataError(f"{name}: holds other documents than blocks.arrow says")
         ids = self.ids(values)
-        if len(ids) and ids.max() >= self.vocab_size:  # trained on without a word by a model with a larger vocabulary
-            token = int(np.argmax(ids >= self.vocab_size))
-            row = int(offsets.searchsorted(token, side="right")) - 1
-            raise DataError(
-                f"{name}, row {row}: token id {ids[token]} is not below the vocabulary size {self.vocab_size}; "
-                "prepare the data again with its tokenizer"
-            )
+        if len(ids) and ids.max() >= self.vocab_size:  # a model with a larger vocabulary would be trained on it
+            row = int(offsets.searchsorted(ids.argmax(), side="right")) - 1
+            raise DataError(f"{name}, row {row}: token id {ids.max()} is not below vocab_size {self.vocab_size}")
         return Block(values, offsets)
 
     def ids(self, values: np.ndarray) -> np.ndarray:
@@ -166,11 +154,8 @@ class Dataset:
     def split(self, name: str) -> Split:
         """One split. Raises DataError if it is empty."""
         if not self.splits[name].shards:
-            otherwise = "; or set validation.datasets (validate.py: --datasets), or validation.enable = false"
-            raise DataError(
-                f"{self.url}: has no {name} documents; prepare it with another --validation-fraction"
-                f"{otherwise if name == 'validation' else ''}"
-            )
+            advice = "prepare it with another --validation-fraction, name validation.datasets, or do not validate"
+            raise DataError(f"{self.url}: has no {name} documents; {advice}")
         return self.splits[name]
 
     def tokenizer(self) -> Tokenizer:
@@ -178,16 +163,13 @@ class Dataset:
         return parse_tokenizer(self.check_tokenizer(), self.url)
 
     def check_tokenizer(self) -> dict[str, bytes]:
-        """The tokenizer's files, name → content. Raises DataError if they did not make the data."""
+        """The tokenizer's files, name → content. Raises DataError if they did not make the data, StoreError."""
         names = [TOKENIZER, CONFIG, *([CHAT_TEMPLATE] if self.chat_template else [])]
-        files = {name: _read(self.files, name) for name in names}
+        files = {name: self.files.read(name) for name in names}
         found = fingerprint(files[TOKENIZER], declared_eos(files, self.url))
         template = digest(files[CHAT_TEMPLATE]) if self.chat_template else ""
         if (found, template) != (self.tokenizer_fingerprint, self.chat_template):
-            raise DataError(
-                f"{self.url}: its {' or '.join(names)} is not the one that made the data (fingerprint {found}, must "
-                f"be {self.tokenizer_fingerprint}); put the right file back or prepare the data again"
-            )
+            raise DataError(f"{self.url}: its {' or '.join(names)} is not the one that made the data; put that back")
         return files
 
 
@@ -204,28 +186,21 @@ def seal(content: bytes) -> bytes:
 def open_dataset(url: str, config: Config | None = None) -> Dataset:
     """Read and check the manifest and the index of a prepared dataset.
 
-    `config` says how to fetch remote data. Raises DataError, StoreError.
+    `config` says how to fetch remote data. Raises DataError, StoreError (DamagedError if a file is missing or damaged).
     """
     files = Files(url, config or Config())
-    text = _read(files, "manifest.json")
+    text = files.read("manifest.json")
     try:
         manifest = json.loads(text, object_hook=_shard_or_dict)
         kind, version = manifest["format"], manifest["version"]
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{url}/manifest.json: not a manifest: {type(error).__name__} {error}") from None
     if kind != FORMAT or version not in range(1, VERSION + 1):
-        raise DataError(
-            f"{url}/manifest.json: format {kind} version {version}; this code reads {FORMAT} up to version {VERSION}"
-        )
+        raise DataError(f"{url}/manifest.json: format {kind} {version}; this code reads {FORMAT} up to {VERSION}")
     content = text[: -len(seal(b""))]
     if (version > 1 or "sha256" in manifest) and text != content + seal(content):
         raise DataError(f"{url}/manifest.json: is damaged, its checksum does not match")
-    try:
-        blocks = files.map("blocks.arrow", 0, manifest["index_bytes"], manifest["index_crc32"])
-    except DamagedError as error:
-        raise DataError(str(error)) from None
-    if hashlib.sha256(blocks).hexdigest() != manifest["index_sha256"]:
-        raise DataError(f"{url}/blocks.arrow: is damaged, its SHA-256 is not the one in manifest.json")
+    blocks = files.map("blocks.arrow", 0, manifest["index_bytes"], manifest["index_crc32"])
     batch = pa.ipc.open_file(pa.py_buffer(blocks)).get_batch(0)  # views of the mapped file, so that ranks share memory
     index = {name: batch.column(name).to_numpy() for name in INDEX_SCHEMA.names}
     vocab_size, packed = manifest["vocab_size"], manifest.get("packed_seq_len", 0)
@@ -246,14 +221,6 @@ def _shard_or_dict(entry: dict[str, Any]) -> Any:
     return Shard(*(entry[name] for name in Shard._fields)) if "file" in entry else entry
 
 
-def _read(files: Files, name: str) -> bytes:
-    """Read a small file of a dataset."""
-    try:
-        return files.read(name)
-    except DamagedError as error:
-        raise DataError(str(error)) from None
-
-
 # ---------------------------------------------------------------- what a run may train on
 
 
@@ -263,58 +230,44 @@ def with_chat_template(datasets: Sequence[Dataset]) -> Dataset:
 
 
 def check_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
-    """Refuse data that cannot be trained on. Checks manifests, file sizes, tokenizers and numbers of tokens.
+    """Open data.datasets and validation.datasets, and refuse what cannot be trained on. Reads no tokens.
 
-    Returns data.datasets and validation.datasets. Reads no tokens and imports no torch, so that it can run first.
     Raises ConfigError, DataError, StoreError, TitaniteError.
     """
-    _check_settings(config)
-    datasets = [_open_to_train(url, config) for url in config.data.datasets]
-    chat, first = with_chat_template(datasets), datasets[0]
-    for dataset in datasets:
-        _check_fits("data.datasets", dataset, dataset.splits.values(), first, config)
-        tokens, needed = dataset.split("train").total_tokens, config.training.seq_len + 1
-        if tokens < needed:
-            raise DataError(f"{dataset.url}: {tokens} training tokens are too few for training.seq_len + 1 = {needed}")
-        if config.validation.enable and not config.validation.datasets:
-            dataset.split("validation")
-        dataset.check_tokenizer()
-        if dataset.packed_seq_len and dataset.chat_template not in ("", chat.chat_template):
-            raise DataError(
-                f"data.datasets: {dataset.url} was made with another chat template than {chat.url}; prepare one of "
-                "them again with the other's chat_template.jinja as --chat-template"
-            )
-    held_out = [_open_to_train(url, config) for url in config.validation.datasets]
-    for dataset in held_out:
-        _check_fits("validation.datasets", dataset, [dataset.split("validation")], first, config)
-    if len({dataset.hash for dataset in datasets}) < len(datasets):
-        raise DataError(f"data.datasets = {list(config.data.datasets)}: two folders hold the same dataset")
-    return datasets, held_out
-
-
-def _check_settings(config: Config) -> None:
-    """Raises ConfigError for weights without datasets, and for retries that other ranks would take for a hang."""
     data, checkpoint, comm = config.data, config.checkpoint, config.comm
     if not data.datasets:
         raise ConfigError("data.datasets = []: name at least one folder made by `python -m data.prepare`")
     if data.weights and len(data.weights) != len(data.datasets):
-        raise ConfigError(
-            f"data.weights = {list(data.weights)}: must have an entry for each of data.datasets = {list(data.datasets)}"
-        )
+        raise ConfigError(f"data.weights = {list(data.weights)}: must have an entry for each of data.datasets")
     places = *data.datasets, *config.validation.datasets, checkpoint.folder, checkpoint.upload
     limit = PATIENCE * min(comm.init_timeout_seconds, comm.train_timeout_seconds)
     if any("://" in place for place in places) and comm.store_retry_seconds >= limit:
-        raise ConfigError(
-            f"comm.store_retry_seconds = {comm.store_retry_seconds}: must be below {limit:g} = {PATIENCE:g} x the "
-            "shorter timeout of comm, after which other ranks take the wait for a hang"
-        )
+        asked = f"must be below {limit:g} = {PATIENCE:g} x the shorter timeout of comm, or waits look like hangs"
+        raise ConfigError(f"comm.store_retry_seconds = {comm.store_retry_seconds}: {asked}")
+    datasets = [_open_to_train(url, config) for url in data.datasets]
+    held_out = [_open_to_train(url, config) for url in config.validation.datasets]
+    chat, needed = with_chat_template(datasets), config.training.seq_len + 1
+    for dataset in datasets:
+        _check_fits("data.datasets", dataset, dataset.splits.values(), datasets[0], config)
+        if (tokens := dataset.split("train").total_tokens) < needed:
+            raise DataError(f"{dataset.url}: {tokens} training tokens are too few for training.seq_len + 1 = {needed}")
+        if config.validation.enable and not held_out:
+            dataset.split("validation")
+        dataset.check_tokenizer()
+        if dataset.packed_seq_len and dataset.chat_template not in ("", chat.chat_template):
+            raise DataError(f"data.datasets: {dataset.url} was made with another chat template than {chat.url}")
+    for dataset in held_out:
+        _check_fits("validation.datasets", dataset, [dataset.split("validation")], datasets[0], config)
+    if len({dataset.hash for dataset in datasets}) < len(datasets):
+        raise DataError(f"data.datasets = {list(data.datasets)}: two folders hold the same dataset")
+    return datasets, held_out
 
 
 def _open_to_train(url: str, config: Config) -> Dataset:
     """Open a dataset that the config names. Errors also say how to make one."""
     try:
         return open_dataset(url, config)
-    except DataError as error:
+    except (DataError, DamagedError) as error:
         output = f"FOLDER, and copy it to {url}" if "://" in url else url
         advice = f"Make a dataset with: python -m data.prepare --source FILES --output {output}"
         raise DataError(f"{error}. {advice}") from None
@@ -322,27 +275,17 @@ def _open_to_train(url: str, config: Config) -> Dataset:
 
 def _check_fits(key: str, dataset: Dataset, splits: Iterable[Split], first: Dataset, config: Config) -> None:
     """Refuse settings that do not suit packed rows, a tokenizer other than the `first`'s, and files of a wrong size."""
-    packed = dataset.packed_seq_len
-    if packed and config.training.seq_len != packed:  # would cut examples
-        raise DataError(
-            f"training.seq_len = {config.training.seq_len}: must be {packed}, the --seq-len with which "
-            f"{dataset.url} was packed"
-        )
+    packed, seq_len = dataset.packed_seq_len, config.training.seq_len
+    if packed and seq_len != packed:  # would cut examples
+        raise DataError(f"training.seq_len = {seq_len}: must be {packed}, the --seq-len of {dataset.url}")
     if packed and not config.data.mask_documents:  # would let them see each other
-        raise DataError(
-            f"data.mask_documents = false: must be true for {dataset.url}, whose rows hold several examples"
-        )
+        raise DataError(f"data.mask_documents = false: must be true for {dataset.url}, whose rows hold examples")
     if dataset.tokenizer_fingerprint != first.tokenizer_fingerprint:
-        raise DataError(
-            f"{key}: {dataset.url} was made with another tokenizer than {first.url} "
-            f"({dataset.tokenizer_fingerprint}, {first.tokenizer_fingerprint}); prepare one of them again with the "
-            "other's folder as --tokenizer"
-        )
+        advice = "prepare one of them again with the other's folder as --tokenizer"
+        raise DataError(f"{key}: {dataset.url} was made with another tokenizer than {first.url}; {advice}")
     if "://" in dataset.url:  # there it is not cheap, or not permitted
         return
     sizes = dataset.files.store.sizes()
     for shard in chain.from_iterable(split.shards for split in splits):
-        size = sizes.get(shard.file)
-        if size != shard.bytes:
-            found = "is missing" if size is None else f"has {size} bytes"
-            raise DataError(f"{dataset.url}/{shard.file}: {found}, the manifest says {shard.bytes} bytes")
+        if (size := sizes.get(shard.file, 0)) != shard.bytes:
+            raise DataError(f"{dataset.url}/{shard.file}: has {size} bytes, the manifest says {shard.bytes}")

@@ -1,7 +1,7 @@
-"""Read documents from text, JSON lines and Parquet, on any file system that fsspec knows.
+"""Read documents from text, JSON lines and Parquet, on any file system that fsspec knows. Imports no torch.
 
-The input is cut into units, each read by one process. Units depend only on the input, so
-the result does not depend on the number of processes. Imports no torch.
+The input is cut into units, each read by one process. Units depend only on the input, so the result does not depend on
+the number of processes.
 """
 
 import glob
@@ -12,6 +12,7 @@ import os
 import sysconfig
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,10 +45,9 @@ class File(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """A piece of the input that one process reads: whole files, or a range of one file.
+    """A piece of the input that one process reads: whole files, or a range of one file. `stop` 0: whole files.
 
-    The range counts row groups in Parquet and bytes in JSON lines, where a line belongs to
-    the unit it starts in. `stop` 0: the whole of `files`.
+    The range counts row groups in Parquet and bytes in JSON lines, where a line belongs to the unit it starts in.
     """
 
     files: tuple[File, ...]
@@ -83,8 +83,7 @@ def list_files(sources: Sequence[str]) -> list[File]:
         if not found:
             raise DataError(
                 f"--source {source}: no files there; a folder is searched for {' '.join((*TEXT_SUFFIXES, *KINDS))}, "
-                f"also compressed as .gz or .zst, but not for plain .json; a file or glob may have any suffix, and "
-                f"`{STDLIB}` is the Python standard library"
+                "also with .gz or .zst, but not for plain .json; a file or glob may have any suffix"
             )
         files |= dict(found)
     return sorted(files.values())
@@ -120,7 +119,7 @@ def _remote_files(source: str) -> Iterator[tuple[str, File]]:
 
 def _file_system(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
     """The file system of a URL, and the path there. The environment sets it up."""
-    # Names in the profile and in the environment. botocore by itself does not know AWS_REGION.
+    # Its names in the profile and the environment, as botocore by itself does not know AWS_REGION.
     region = ("region", ["AWS_REGION", "AWS_DEFAULT_REGION"], None, None)
     return fsspec.core.url_to_fs(url, **({"session_vars": {"region": region}} if url.startswith("s3://") else {}))
 
@@ -130,23 +129,16 @@ def _raise(error: OSError) -> None:
 
 
 def _described(path: str) -> File:
-    status = os.stat(path)
-    return File(path, status.st_size, str(status.st_mtime_ns))
+    return File(path, os.stat(path).st_size, str(os.stat(path).st_mtime_ns))
 
 
 def _read_from_folder(folder: str, names: Collection[str]) -> list[str]:
     """The files of a folder to read. Not plain .json, which there holds settings as often as data."""
-    read = []
-    for name in names:
-        suffix, compression = _suffixes(name)
-        if suffix in (*TEXT_SUFFIXES, *KINDS) and (suffix, compression) != (".json", ""):
-            read.append(name)
-    if len(read) < len(names):
-        example = min(set(names) - set(read))
-        log.warning(
-            "--source: %s: %s files of other kinds left out, such as %s", folder, len(names) - len(read), example
-        )
-    return read
+    kinds = {(suffix, end) for suffix in (*TEXT_SUFFIXES, *KINDS) for end in ("", *COMPRESSIONS)} - {(".json", "")}
+    left_out = [name for name in names if _suffixes(name) not in kinds]
+    if left_out:
+        log.warning("--source: %s: %s files of other kinds left out, such as %s", folder, len(left_out), min(left_out))
+    return [name for name in names if _suffixes(name) in kinds]
 
 
 def _stdlib_files(_: str) -> Iterator[tuple[str, File]]:
@@ -163,47 +155,34 @@ def plan_units(files: Sequence[File]) -> list[Unit]:
     unit_bytes = max(UNIT_BYTES, sum(file.size for file in files) // MOST_UNITS)
     units: list[Unit] = []
     group: list[File] = []
-    group_bytes = 0
+    size = 0  # of the group
     for file in files:
         kind, compression = kind_of(file.url)
         if kind == "text" or file.size < unit_bytes:
             group.append(file)
-            group_bytes += file.size
-            if group_bytes >= unit_bytes:
-                units.append(Unit(tuple(group), bytes=group_bytes))
-                group, group_bytes = [], 0
-        elif kind == "parquet":
-            units += _row_group_units(file, unit_bytes)
+            size += file.size
+            if size >= unit_bytes:
+                units.append(Unit(tuple(group), bytes=size))
+                group, size = [], 0
         elif compression:
             units.append(Unit((file,), bytes=file.size))
         else:
-            for start in range(0, file.size, unit_bytes):
-                stop = min(start + unit_bytes, file.size)
-                units.append(Unit((file,), start, stop, stop - start))
-    if group:
-        units.append(Unit(tuple(group), bytes=group_bytes))
-    return units
+            whole = _row_groups(file) if kind == "parquet" else file.size
+            each = max(1, unit_bytes * whole // file.size)
+            bounds = pairwise([*range(0, whole, each), whole])
+            units += [Unit((file,), start, stop, file.size * (stop - start) // whole) for start, stop in bounds]
+    return [*units, Unit(tuple(group), bytes=size)] if group else units
 
 
-def _row_group_units(file: File, unit_bytes: int) -> list[Unit]:
+def _row_groups(file: File) -> int:
     with failures_of(f"{file.url}: cannot be read"), _open(file) as stream:
-        groups = pq.ParquetFile(stream).num_row_groups
-    per_unit = max(1, unit_bytes * groups // max(1, file.size))  # some writers make groups of a few megabytes
-    starts = range(0, groups, per_unit)
-    stops = [min(start + per_unit, groups) for start in starts]
-    return [Unit((file,), a, b, file.size * (b - a) // groups) for a, b in zip(starts, stops, strict=True)]
+        return pq.ParquetFile(stream).num_row_groups
 
 
 def kind_of(url: str) -> tuple[str, str]:
     """("text" | "jsonl" | "parquet", compression or "") from the file's name."""
     suffix, compression = _suffixes(url)
     return KINDS.get(suffix, "text"), COMPRESSIONS.get(compression, "")
-
-
-def text_bytes(file: File) -> int:
-    """Estimated bytes of text in a file: five times its size if it is Parquet or compressed."""
-    kind, compression = kind_of(file.url)
-    return file.size * (5 if compression or kind == "parquet" else 1)
 
 
 def _suffixes(url: str) -> tuple[str, str]:
@@ -225,7 +204,7 @@ def documents(unit: Unit, keys: Sequence[str], is_text: bool = True) -> Iterator
         with failures_of(f"{file.url}: cannot be read"), _open(file) as stream:
             for place, record in _records(file, stream, unit, keys):
                 if missing := [key for key in keys if record.get(key) is None]:
-                    names = ", ".join(record) or "no keys"
+                    names = ", ".join(record)
                     raise DataError(f"{place}: nothing under {missing[0]!r}; it has {names}; choose with --keys")
                 values = [record[key] for key in keys]
                 if is_text and not isinstance(values[0], str):
@@ -274,13 +253,10 @@ def _json_records(file: File, stream: Any, unit: Unit) -> Iterator[tuple[str, di
             place = f"{file.url}, line at byte {position}"
             try:
                 record = json.loads(line)
-            except (ValueError, RecursionError) as error:  # RecursionError if nested too deep
+            except ValueError as error:
                 record = error
             if not isinstance(record, dict):
-                raise DataError(
-                    f"{place}: must be a JSON object on one line, which `jq -c '.[]'` makes of an array: "
-                    f"{repr(record)[:100]}"
-                )
+                raise DataError(f"{place}: must be a JSON object (`jq -c '.[]'` splits an array): {repr(record)[:100]}")
             yield place, record
         position += len(line)
 
@@ -293,9 +269,8 @@ def _parquet_records(file: File, stream: Any, unit: Unit, keys: Sequence[str]) -
     # All columns if one is missing, so that the error can say which there are.
     columns = list(keys) if set(keys) <= set(names) else names
     for batch in table.iter_batches(ROWS, row_groups=list(groups), columns=columns):
-        with failures_of(f"{file.url}, rows {first} to {first + len(batch) - 1}"):
-            rows = batch.to_pylist()
-        yield from ((f"{file.url}, row {i}", _without_nulls(row)) for i, row in enumerate(rows, start=first))
+        rows = enumerate(batch.to_pylist(), start=first)
+        yield from ((f"{file.url}, row {i}", _without_nulls(row)) for i, row in rows)
         first += len(batch)
 
 

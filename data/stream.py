@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from data.order import Epoch, build_epoch, derive_key, permutation, window_pieces
+from data.order import build_epoch, derive_key, permutation
 from data.packing import unpack
 from data.shards import Block, Split
 
@@ -26,7 +27,8 @@ class Window(NamedTuple):
 class Stream:
     """A split as one stream of tokens, epoch after epoch (data.order). Without a `seed`: once, as stored.
 
-    Keeps the window in use. With `read_ahead` it also keeps the next one, whose blocks `readers` fetch meanwhile.
+    `name` goes into the key of its order. Keeps the window in use and, with `read_ahead`, the next one, whose blocks
+    `readers` fetch meanwhile.
     """
 
     def __init__(
@@ -39,17 +41,13 @@ class Stream:
         read_ahead: bool = True,
     ):
         self.split = split
-        self._name = name
+        self._name, self._seed, self._window_blocks = name, seed, window_blocks
+        self._readers, self._read_ahead = readers, read_ahead
         self._tokens = split.total_tokens
-        self._read_ahead = read_ahead
-        self._readers = readers
-        self._seed = seed
-        self._window_blocks = window_blocks
-        self._epochs: dict[int, Epoch] = {}
+        self._epoch = lru_cache(2)(lambda number: build_epoch(split.tokens, window_blocks, self._key(number)))
         self._reading: dict[tuple[int, int], list[Future[Block]]] = {}  # (epoch, window) → its blocks, being read
         self._window: Window | None = None
         self._window_start = 0  # its first token in the stream
-        self._pieces: tuple[int, range, list[int]] = (0, range(0), [])  # piece_tokens, a window's pieces, their order
 
     def read(self, start: int, count: int) -> tuple[np.ndarray, list[int], list[slice]]:
         """Read tokens [start, start + count) of the stream. Beyond its end they are zeros and hidden.
@@ -68,31 +66,6 @@ class Stream:
         tokens = np.concatenate(parts)
         lengths, hidden = unpack(tokens) if self.split.packed_seq_len else ([len(part) for part in parts], [])
         return tokens, lengths, [*hidden, slice(there, count)] if there < count else hidden
-
-    def runs(self, place: int, count: int, piece_tokens: int) -> list[tuple[int, int]]:
-        """Places [place, place + count) of the order as runs of the stream, each (first token, number of tokens).
-
-        Each run lies within one piece. `piece_tokens` 0: the order is the stream itself.
-        """
-        if not piece_tokens:
-            return [(place, count)]
-        found = []
-        while count:
-            piece, skipped = divmod(place, piece_tokens)
-            size = min(piece_tokens - skipped, count)
-            found.append((self._piece(piece, piece_tokens) * piece_tokens + skipped, size))
-            place, count = place + size, count - size
-        return found
-
-    def _piece(self, piece: int, piece_tokens: int) -> int:
-        """The piece of the stream that stands at place `piece` of the order."""
-        last_piece_tokens, pieces, order = self._pieces
-        if last_piece_tokens != piece_tokens or piece not in pieces:
-            number, index, start, stop = self._window_of(piece * piece_tokens)
-            pieces = window_pieces(start, stop, piece_tokens)
-            order = permutation(len(pieces), self._key(number, index, "pieces")).tolist()
-            self._pieces = piece_tokens, pieces, order
-        return pieces[order[piece - pieces.start]] if piece in pieces else piece
 
     def documents(self, start: int, count: int) -> list[tuple[int, int, int, int]]:
         """(block, row, first token, end) of each document's part in tokens [start, start + count)."""
@@ -123,24 +96,18 @@ class Stream:
     def _locate(self, token: int) -> tuple[Window, int]:
         """The window that holds a token of the stream, and the token's place in the window."""
         if self._window is None or not 0 <= token - self._window_start < self._window.cumulative[-1]:
-            self._window = None
-            number, index, start, _ = self._window_of(token)
+            self._window = None  # frees its memory before the next is opened
+            number, in_epoch = divmod(token, self._tokens)
+            epoch = self._epoch(number)
+            index = epoch.window_of(in_epoch)
             self._window = self._open(number, index)
-            self._window_start = start
+            self._window_start = number * self._tokens + int(epoch.starts[index])
         return self._window, token - self._window_start
-
-    def _window_of(self, token: int) -> tuple[int, int, int, int]:
-        """(epoch, number in it, first token, end) of the window that holds a token of the stream."""
-        number, in_epoch = divmod(token, self._tokens)
-        epoch = self._epoch(number)
-        index = epoch.window_of(in_epoch)
-        start, stop = (number * self._tokens + int(epoch.starts[i]) for i in (index, index + 1))
-        return number, index, start, stop
 
     def _open(self, number: int, index: int) -> Window:
         """Get the blocks of a window and start to read those of the next."""
-        last = index + 2 == len(self._epoch(number).starts)
-        following = (number + 1, 0) if last else (number, index + 1)
+        is_last = index + 2 == len(self._epoch(number).starts)
+        following = (number + 1, 0) if is_last else (number, index + 1)
         for key in self._reading.keys() - {(number, index), following}:
             for result in self._reading.pop(key):
                 result.cancel()
@@ -161,15 +128,8 @@ class Stream:
         first = index * self._window_blocks
         return self._epoch(number).blocks[first : first + self._window_blocks]
 
-    def _epoch(self, number: int) -> Epoch:
-        if number not in self._epochs:
-            if len(self._epochs) == 2:  # this one and the next
-                del self._epochs[min(self._epochs)]
-            self._epochs[number] = build_epoch(self.split.tokens, self._window_blocks, self._key(number))
-        return self._epochs[number]
-
     def _key(self, *place: int | str) -> int | None:
-        """The key for the order of an epoch's blocks, or of a window's documents or pieces. None: as stored."""
+        """The key for the order of an epoch's blocks, or of a window's documents. None: as stored."""
         return None if self._seed is None else derive_key(self._seed, self._name, *place)
 
 

@@ -24,17 +24,15 @@ KNOWN_EOS = ("<|end_of_text|>", END_OF_TEXT, "</s>", "<eos>", "<|eos|>", "[EOS]"
 class Tokenizer:
     """A `tokenizers` tokenizer with the ids that training needs. Raises TitaniteError if it lacks them.
 
-    Text never becomes a special token. A document that spells out `<|endoftext|>` is encoded
-    as those characters, so documents end exactly where `encode_documents` ends them.
+    Text never becomes a special token. A document that spells out `<|endoftext|>` is encoded as those characters, so
+    documents end exactly where `encode_documents` ends them.
     """
 
     def __init__(self, raw: RawTokenizer, eos_token: str, name: str = "tokenizer", chat_template: str = ""):
         eos_id = raw.token_to_id(eos_token)
         if eos_id is None:
-            special = ", ".join(token.content for token in raw.get_added_tokens_decoder().values()) or "none"
-            raise TitaniteError(
-                f"{name}: has no token {eos_token!r}; give --eos-token, of its special tokens {special}"
-            )
+            special = ", ".join(token.content for token in raw.get_added_tokens_decoder().values())
+            raise TitaniteError(f"{name}: has no token {eos_token!r}; give --eos-token, one of: {special}")
         raw.no_truncation()
         raw.no_padding()
         raw.encode_special_tokens = True
@@ -46,14 +44,11 @@ class Tokenizer:
         self.fingerprint: str = fingerprint(raw.to_str().encode(), eos_token)
         spellings = [eos_token, f"a{eos_token}a", f"a {eos_token} a", f"\n{eos_token}\n"]
         if any(eos_id in encoding.ids for encoding in raw.encode_batch(spellings, add_special_tokens=False)):
-            raise TitaniteError(
-                f"{name}: a text that spells out {eos_token!r} would become that token and end a document; "
-                "choose a token that is marked as special and that the model does not find in text"
-            )
+            raise TitaniteError(f"{name}: a text that spells out {eos_token!r} would become that token; choose another")
         # What the tokenizer's template puts before a text, such as Llama 3's <|begin_of_text|>. Never an eos.
         template = raw.encode("a")
-        text_begins = template.special_tokens_mask.index(0)
-        self.prefix: list[int] = [token for token in template.ids[:text_begins] if token != eos_id]
+        before = template.ids[: template.special_tokens_mask.index(0)]
+        self.prefix: list[int] = [token for token in before if token != eos_id]
         self.bos_id: int | None = self.prefix[0] if self.prefix else None
 
     def encode(self, text: str) -> list[int]:
@@ -72,14 +67,14 @@ class Tokenizer:
     def save(self, folder: Path) -> None:
         """Write tokenizer_config.json with the eos token, any chat template, and tokenizer.json to `folder`.
 
-        Writes each atomically, in this order: even after a kill a tokenizer.json has its eos token beside it.
+        In this order, so that even after a kill a tokenizer.json has its eos token beside it.
         """
-        config = json.dumps({"eos_token": self.eos_token}) + "\n"
-        if not self.chat_template:
+        write_atomically(folder / CONFIG, (json.dumps({"eos_token": self.eos_token}) + "\n").encode())
+        if self.chat_template:
+            write_atomically(folder / CHAT_TEMPLATE, self.chat_template.encode())
+        else:
             (folder / CHAT_TEMPLATE).unlink(missing_ok=True)
-        for name, text in ((CONFIG, config), (CHAT_TEMPLATE, self.chat_template), (TOKENIZER, self.raw.to_str())):
-            if text:
-                write_atomically(folder / name, text.encode())
+        write_atomically(folder / TOKENIZER, self.raw.to_str().encode())
 
 
 def load_tokenizer(path: str | Path, eos_token: str = "") -> Tokenizer:
@@ -87,10 +82,8 @@ def load_tokenizer(path: str | Path, eos_token: str = "") -> Tokenizer:
     with file_errors():
         file = Path(path) / TOKENIZER if Path(path).is_dir() else Path(path)
         beside = [file.with_name(name) for name in (CONFIG, CHAT_TEMPLATE)]
-        files = {
-            TOKENIZER: file.read_bytes(),
-            **{other.name: other.read_bytes() for other in beside if other.is_file()},
-        }
+        files = {other.name: other.read_bytes() for other in beside if other.is_file()}
+        files[TOKENIZER] = file.read_bytes()
     return parse_tokenizer(files, str(file.parent), eos_token)
 
 
@@ -102,46 +95,33 @@ def parse_tokenizer(files: Mapping[str, bytes], folder: str, eos_token: str = ""
     """
     name = f"{folder}/{TOKENIZER}"
     eos_token = eos_token or declared_eos(files, folder)
+    template = json_object(files.get(CONFIG, b"{}"), f"{folder}/{CONFIG}").get("chat_template") or ""
     try:
+        if CHAT_TEMPLATE in files:
+            template = files[CHAT_TEMPLATE].decode()
+        elif isinstance(template, list):  # several, of which the default one is for conversations
+            template = {entry["name"]: entry["template"] for entry in template}.get("default", "")
         raw = RawTokenizer.from_str(files[TOKENIZER].decode())
         eos_token = eos_token or next((eos for eos in KNOWN_EOS if raw.token_to_id(eos) is not None), KNOWN_EOS[0])
-        return Tokenizer(raw, eos_token, name, _chat_template(files, folder))
+        return Tokenizer(raw, eos_token, name, template)
     except TitaniteError:
         raise
     except Exception as error:  # tokenizers raises bare Exception
         raise TitaniteError(f"{name}: not a tokenizer: {error}") from None
 
 
-def _chat_template(files: Mapping[str, bytes], folder: str) -> str:
-    if CHAT_TEMPLATE in files:
-        return files[CHAT_TEMPLATE].decode()
-    found = _config(files, folder).get("chat_template") or ""
-    named = {} if isinstance(found, str) else {entry["name"]: entry["template"] for entry in found}
-    return named.get("default", "") if named else found
-
-
 def declared_eos(files: Mapping[str, bytes], folder: str) -> str:
     """The eos token that a tokenizer_config.json among `files` names, or "". Raises TitaniteError."""
-    declared = _config(files, folder).get("eos_token") or ""
-    eos = declared.get("content") if isinstance(declared, dict) else declared
-    if not isinstance(eos, str):
-        raise TitaniteError(f"{folder}/{CONFIG}: eos_token = {json.dumps(declared)}: must be the token's text")
-    return eos
-
-
-def _config(files: Mapping[str, bytes], folder: str) -> dict[str, Any]:
-    return json_object(files.get(CONFIG, b"{}"), f"{folder}/{CONFIG}")
+    declared = json_object(files.get(CONFIG, b"{}"), f"{folder}/{CONFIG}").get("eos_token") or ""
+    return declared["content"] if isinstance(declared, dict) else declared
 
 
 def json_object(content: bytes, name: str) -> dict[str, Any]:
     """The JSON object in the content of the file `name`. Raises TitaniteError."""
     try:
-        found = json.loads(content)
-    except ValueError as error:
+        return dict(json.loads(content))
+    except (TypeError, ValueError) as error:
         raise TitaniteError(f"{name}: not a JSON object: {error}") from None
-    if not isinstance(found, dict):
-        raise TitaniteError(f"{name}: not a JSON object, but {type(found).__name__}")
-    return found
 
 
 def fingerprint(content: bytes, eos_token: str) -> str:

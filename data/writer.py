@@ -1,8 +1,11 @@
 """Write the files of a prepared dataset, which data.shards describes. Imports no torch."""
 
 import argparse
+import errno
+import fcntl
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -15,14 +18,16 @@ import numpy as np
 import pyarrow as pa
 from isal import isal_zlib
 
-from config import LOCAL
-from data.shards import FORMAT, INDEX_SCHEMA, VERSION, DataError, Shard, digest, seal, token_schema
+from config import LOCAL, file_errors
+from data.shards import FORMAT, INDEX_SCHEMA, SPLITS, VERSION, DataError, Shard, digest, seal, token_schema
 from data.tokenizer import Tokenizer
 from records import write_atomically
 
 LARGEST_SHARD_MB = 2048  # twice as much would be more tokens than Arrow's lists can count
 PARTS = ".parts"  # folder of a preparation's finished work, until its end
 SHARDS = re.compile(r"(train|validation)-\d{5,}\.(arrow|lengths)(\.tmp)?")
+
+log = logging.getLogger(__name__)
 
 
 class WrittenShard(NamedTuple):
@@ -56,27 +61,44 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
 
 def report(manifest: Mapping[str, Any], output: str) -> None:
     """Print what a dataset holds, the last lines of every command that writes one."""
-    for split in ("train", "validation"):
+    for split in SPLITS:
         shards = [shard for shard in manifest["shards"] if shard["split"] == split]
-        documents, tokens = sum(shard["documents"] for shard in shards), sum(shard["tokens"] for shard in shards)
+        documents, tokens = (sum(shard[key] for shard in shards) for key in ("documents", "tokens"))
         print(f"{split}: documents {documents:,}, tokens {tokens:,}, files {len(shards)}")
     if not shards:
         print("nothing is held out: raise --validation-fraction, or train with --validation.enable=false")
-    print(f"vocabulary {manifest['vocab_size']}, token {manifest['eos_id']} ends a document")
-    print(f"ready: {output}")
+    print(f"vocabulary {manifest['vocab_size']}, token {manifest['eos_id']} ends a document\nready: {output}")
 
 
 def check_output(output: str, overwrite: bool, validation_fraction: float, block_mb: float, shard_mb: float) -> Path:
     """Check the output options and return the folder to write a dataset to. Raises DataError."""
-    for name, value in (("block-mb", block_mb), ("shard-mb", shard_mb)):
-        if not 1e-6 <= value <= LARGEST_SHARD_MB:
-            raise DataError(f"--{name} {value}: must be above 0 and at most {LARGEST_SHARD_MB}")
-    if not 0 <= validation_fraction <= 1:
-        raise DataError(f"--validation-fraction {validation_fraction}: must be from 0 to 1")
+    limits = {"block-mb": (block_mb, 1e-6, LARGEST_SHARD_MB), "shard-mb": (shard_mb, 1e-6, LARGEST_SHARD_MB)}
+    for name, (value, least, most) in (limits | {"validation-fraction": (validation_fraction, 0, 1)}).items():
+        if not least <= value <= most:
+            raise DataError(f"--{name} {value}: must be from {least} to {most}")
     if not output or output not in LOCAL:
         raise DataError(f"--output {output}: must be a string {LOCAL}")
     refuse_finished(Path(output), overwrite)
     return Path(output)
+
+
+@contextmanager
+def locked(folder: Path, overwrite: bool) -> Iterator[None]:
+    """Make a folder and lock it until the context ends. Raises DataError if it is locked, or finished meanwhile."""
+    with file_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / ".lock").open("a")  # writable, since NFS locks no others
+    with file, file_errors(folder):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DataError(f"{folder}: another process is writing there; wait until it has ended") from None
+        except OSError as error:
+            if error.errno != errno.ENOSYS:
+                raise
+            log.warning("%s: on a file system without locks; make sure that nothing else writes there", folder)
+        refuse_finished(folder, overwrite)
+        yield
 
 
 def refuse_finished(folder: Path, overwrite: bool) -> None:
@@ -88,7 +110,7 @@ def remove_dataset(folder: Path) -> None:
     """Remove manifest, shards and parts from a folder, and nothing else: it may hold the user's own files."""
     (folder / "manifest.json").unlink(missing_ok=True)
     remove_parts(folder)
-    for file in [file for file in folder.iterdir() if SHARDS.fullmatch(file.name)]:
+    for file in filter(lambda file: SHARDS.fullmatch(file.name), list(folder.iterdir())):
         file.unlink()
 
 
@@ -116,20 +138,12 @@ def write_shard(folder: Path, split: str, number: int, documents: pa.ListArray, 
     Writes nothing without documents. The file appears whole or not at all.
     """
     path = folder / f"{split}-{number:05}.arrow"
-    offsets = documents.offsets.to_numpy()
-    blocks = _write_blocks(path, documents, offsets, block_bytes) if len(documents) else INDEX_SCHEMA.empty_table()
-    size, tokens = path.stat().st_size if blocks else 0, int(offsets[-1] - offsets[0])
-    return WrittenShard(Shard(path.name, split, size, len(blocks), len(documents), tokens), blocks)
-
-
-def _write_blocks(path: Path, documents: pa.ListArray, offsets: np.ndarray, block_bytes: int) -> pa.Table:
-    """Write a record batch per block and return their rows of the index."""
-    dtype = str(documents.type.value_type)
-    schema = token_schema(dtype)
-    block_tokens = block_bytes // np.dtype(dtype).itemsize
-    blocks = []
+    if not len(documents):
+        return WrittenShard(Shard(path.name, split, 0, 0, 0, 0), INDEX_SCHEMA.empty_table())
+    offsets, dtype = documents.offsets.to_numpy(), str(documents.type.value_type)
+    schema, block_tokens = token_schema(dtype), block_bytes // np.dtype(dtype).itemsize
+    blocks, first = [], 0
     with written_whole(path) as sink, pa.ipc.new_file(sink, schema) as writer:
-        first = 0
         while first < len(documents):
             stop = int(offsets.searchsorted(int(offsets[first]) + block_tokens, side="right")) - 1
             stop = min(max(stop, first + 1), len(documents))  # at least one document, however long
@@ -139,7 +153,9 @@ def _write_blocks(path: Path, documents: pa.ListArray, offsets: np.ndarray, bloc
             where = {"offset": sink.tell() - message.size, "size": message.size, "crc32": isal_zlib.crc32(message)}
             blocks.append({**where, "documents": stop - first, "tokens": int(offsets[stop] - offsets[first])})
             first = stop
-    return pa.Table.from_pylist(blocks, INDEX_SCHEMA)
+    tokens = int(offsets[-1] - offsets[0])
+    shard = Shard(path.name, split, path.stat().st_size, len(blocks), len(documents), tokens)
+    return WrittenShard(shard, pa.Table.from_pylist(blocks, INDEX_SCHEMA))
 
 
 def write_manifest(
@@ -152,10 +168,9 @@ def write_manifest(
     shards = [shard for shard, _ in written if shard.blocks]
     if not shards:
         raise DataError(f"{folder}: no documents, so there is no dataset")
-    blocks = pa.concat_tables([blocks for _, blocks in written])
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, INDEX_SCHEMA) as writer:
-        writer.write_table(blocks.combine_chunks())
+        writer.write_table(pa.concat_tables([blocks for _, blocks in written]).combine_chunks())
     index = memoryview(sink.getvalue())
     write_atomically(folder / "blocks.arrow", index)
     template = {"chat_template": digest(tokenizer.chat_template.encode())} if tokenizer.chat_template else {}

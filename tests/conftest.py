@@ -11,7 +11,8 @@ if os.environ.get("TEST_GPU") != "1":  # several ranks of a test would share a G
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
-from hypothesis import settings
+from hypothesis import Phase, settings
 
-settings.register_profile("suite", deadline=None)  # how long an example takes says nothing on a busy machine
+# How long an example takes says nothing on a busy machine, and shrinking one that fails takes minutes.
+settings.register_profile("suite", deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 settings.load_profile("suite")

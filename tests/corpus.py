@@ -1,5 +1,6 @@
 """Small datasets for tests, and what they must deliver, worked out in plain Python."""
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +22,16 @@ def word_tokenizer(vocab_size: int) -> Tokenizer:
     raw.pre_tokenizer = pre_tokenizers.Whitespace()
     raw.add_special_tokens([AddedToken(END_OF_TEXT, special=True)])
     return Tokenizer(raw, END_OF_TEXT)
+
+
+def unique_documents(rng: random.Random, tokens: range, longest: int) -> list[list[list[int]]]:
+    """Two shards of documents in which every token of `tokens` occurs once; 0 ends a document."""
+    documents, rest = [], list(tokens)
+    while rest:
+        size = rng.randint(1, longest)
+        documents.append([*rest[:size], 0])
+        rest = rest[size:]
+    return [documents[::2], documents[1::2]]
 
 
 def write_dataset(

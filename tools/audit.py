@@ -62,13 +62,11 @@ class Auditor:
             for dataset in self.datasets
         }
 
-    def samples(self, step: Step, first: int, count: int) -> Iterator[tuple[Stream, list[tuple[int, int]]]]:
-        """Yield (stream, runs of its tokens) for samples [first, first + count) of the step's segment."""
-        place = step.place
-        segment = place.segment
+    def samples(self, step: Step, first: int, count: int) -> Iterator[tuple[Stream, int, int]]:
+        """Yield (stream, first token, tokens) of samples [first, first + count) of the step's segment."""
+        segment = step.place.segment
         for dataset, start in zip(*segment.locate(first, count), strict=True):
-            stream = self._streams[segment.datasets[dataset]]
-            yield stream, stream.runs(int(start), segment.seq_len, place.piece_tokens)
+            yield self._streams[segment.datasets[dataset]], int(start), segment.seq_len
 
     def checksums(self, step: Step) -> list[int]:
         """The checksum that each rank should have recorded for a step. Opens every window of the data once."""
@@ -76,14 +74,14 @@ class Auditor:
         sums = [0] * shape.dp_size
         for number, first in enumerate(range(step.first, stop, shape.local_batch_size)):
             rank, samples = number % shape.dp_size, self.samples(step, first, shape.local_batch_size)
-            rows = [np.concatenate([stream.read(*run)[0] for run in runs]) for stream, runs in samples]
+            rows = [stream.read(start, seq_len)[0] for stream, start, seq_len in samples]
             sums[rank] = checksum([np.stack(rows)], sums[rank])
         return sums
 
     def documents(self, step: Step) -> Iterator[Part]:
         """Yield the document parts of a step in the order of its samples, over all ranks and microbatches."""
-        for number, (stream, runs) in enumerate(self.samples(step, step.first, step.shape.samples)):
-            for block, row, first, stop in chain.from_iterable(stream.documents(*run) for run in runs):
+        for number, (stream, start, seq_len) in enumerate(self.samples(step, step.first, step.shape.samples)):
+            for block, row, first, stop in stream.documents(start, seq_len):
                 yield Part(number, stream.split, block, row, first, stop)
 
 
@@ -139,10 +137,10 @@ def _lineage(recorded: list[Step], last_began: Place) -> list[Step]:
 
 def _check_follows(run: Path, number: int, before: Step | None, step: Step) -> None:
     """Raise TitaniteError unless `step` continues all datasets, in the same order, where `before` (`number`) ended."""
-    if before and before.place[:3] != step.place[:3]:
+    if before and before.place[:2] != step.place[:2]:
         raise TitaniteError(
-            f"{run}: step {number} has another data order than the next (seed, window_blocks, piece_tokens): "
-            f"{before.place[:3]}, {step.place[:3]}"
+            f"{run}: step {number} has another data order than the next (seed, window_blocks): "
+            f"{before.place[:2]}, {step.place[:2]}"
         )
     begins, ended = step.place.consumed, before.end.consumed if before else {}
     for name in sorted(begins.keys() | ended.keys()):

@@ -25,17 +25,16 @@ import numpy as np
 import pyarrow as pa
 from tqdm import tqdm
 
-from config import command_line, file_errors
+from config import command_line
 from data.shards import SPLITS, DataError, token_type
 from data.sources import failures_of
 from data.tokenizer import Tokenizer, load_tokenizer
-from data.workers import locked
 from data.writer import (
     WrittenShard,
     add_output_options,
     check_output,
     is_held_out,
-    refuse_finished,
+    locked,
     remove_dataset,
     report,
     token_dtype,
@@ -129,8 +128,7 @@ def convert(
     firsts = [next(_documents(path, format, chosen), None) for path in paths]
     if all(first is None for first in firsts):
         raise DataError(f"--source {' '.join(sources)}: holds no documents, nothing to convert")
-    with locked(folder), file_errors(folder):
-        refuse_finished(folder, overwrite)
+    with locked(folder, overwrite):
         remove_dataset(folder)
         chosen.save(folder)
         written: dict[str, list[WrittenShard]] = {split: [] for split in SPLITS}

@@ -41,7 +41,7 @@ def faults(dataset: Dataset) -> Iterator[str]:
     """
     try:
         dataset.check_tokenizer()
-    except DataError as error:
+    except (DataError, DamagedError) as error:
         yield str(error)
     shards = [(split, number) for split in dataset.splits.values() for number in range(len(split.shards))]
     with ThreadPoolExecutor(THREADS) as threads:

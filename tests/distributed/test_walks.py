@@ -62,7 +62,7 @@ def draw_training(dice: random.Random, datasets: list[str]) -> tuple[int, list[s
         f"--run.seed={dice.randrange(1000)}",
         f"--model.vocab_size={dice.choice([0, 0, 576, 600])}",
         f"--data.mask_documents={dice.choice(['false', 'true'])}",
-        f"--data.shuffle_samples={dice.choice(['false', 'true'])}",
+        f"--data.prefetch_steps={dice.choice([2, 0])}",
         f"--data.window_blocks={dice.choice([1, 3, 16])}",
     ]
     used = dice.choice([datasets[:1], datasets])
@@ -93,7 +93,6 @@ def draw_layout(dice: random.Random, sequences: int) -> tuple[int, list[str]]:
         ("--parallelism.reduce_scatter=all_to_all",),
         ("--parallelism.cpu_offload=true",),
         ("--checkpoint.mode=async",),
-        ("--data.prefetch_steps=0",),
     ]
     if axes["cp"] > 1:
         options.append(("--parallelism.cp_method=ring",))

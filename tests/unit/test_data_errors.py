@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from isal import isal_zlib
 
-from config import ConfigError
+from config import ConfigError, TitaniteError
 from data.files import Cache
 from data.loader import DataLoader
 from data.shards import DataError, check_datasets, open_dataset, seal
@@ -56,28 +55,23 @@ def middle_of(folder: Path, block: int) -> tuple[Path, int]:
     return file, int(split.offset[block] + split.size[block]) - 20
 
 
-def test_sound_data_passes(folder):
-    check(folder, validation__enable=True)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda d: shutil.rmtree(d), r"manifest\.json: missing\. Make a dataset with: python -m data\.prepare"),
         (lambda d: (d / "manifest.json").write_text("{}"), r"manifest\.json: not a manifest: KeyError 'format'"),
-        (lambda d: (d / "manifest.json").write_text("{"), r"manifest\.json: not a manifest: JSONDecodeError"),
-        (lambda d: change_manifest(d, version=9), r"version 9; this code reads titanite-tokens up to version 3"),
-        (lambda d: (d / "train-00001.arrow").unlink(), r"train-00001\.arrow: is missing, the manifest says \d+ bytes"),
+        (lambda d: change_manifest(d, version=9), r"format titanite-tokens 9; this code reads titanite-tokens up to 3"),
+        (lambda d: (d / "train-00001.arrow").unlink(), r"train-00001\.arrow: has 0 bytes, the manifest says \d+"),
         (lambda d: (d / "train-00000.arrow").write_bytes(b"x"), r"train-00000\.arrow: has 1 bytes, the manifest says"),
         (lambda d: damage(d / "blocks.arrow", 200), r"blocks\.arrow: is damaged, its checksum does not match"),
-        (lambda d: (d / "blocks.arrow").unlink(), r"blocks\.arrow: missing"),
         (lambda d: word_tokenizer(999).save(d), r"its tokenizer\.json .*is not the one that made the data"),
         (lambda d: (d / "tokenizer.json").unlink(), r"tokenizer\.json: missing"),
     ],
 )
 def test_unusable_folder(folder, change, message):
+    check(folder, validation__enable=True)
     change(folder)
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(TitaniteError, match=message):
         check(folder)
 
 
@@ -86,7 +80,7 @@ def test_any_flipped_bit_of_a_manifest_is_found(folder):
     file = folder / "manifest.json"
     sound = file.read_bytes()
     version = 8 * sound.index(b'"version": ')
-    for bit in [*range(0, 8 * len(sound), 5), *range(version, version + 8 * 12)]:  # a fifth, in all places of a byte
+    for bit in [*range(0, 8 * len(sound), 13), *range(version, version + 8 * 12)]:  # in all places of a byte
         damaged = bytearray(sound)
         damaged[bit // 8] ^= 1 << bit % 8
         file.write_bytes(damaged)
@@ -122,8 +116,6 @@ def test_combinations_that_do_not_fit(folder, tmp_path):
     check(bare, validation__enable=True, validation__datasets=[str(folder)])
     with pytest.raises(DataError, match="has no validation documents"):
         check(folder, validation__datasets=[str(bare)])
-    with pytest.raises(StoreError, match=r"must be a folder or s3://bucket/prefix"):
-        check("nosuchprotocol://x/y")
 
 
 def test_a_run_goes_on_only_with_its_own_tokenizer(folder, tmp_path):
@@ -166,7 +158,7 @@ def test_token_above_the_vocabulary_is_named(folder, vocab_size):
     change_manifest(folder, vocab_size=vocab_size)  # ids go up to 399
     split = open_dataset(str(folder)).splits["train"]
     split.read(8)
-    message = rf"train-00001\.arrow, block 4, row 3: token id {vocab_size} is not below .* size {vocab_size}"
+    message = rf"train-00001\.arrow, block 4, row 3: token id 399 is not below vocab_size {vocab_size}"
     with pytest.raises(DataError, match=message):
         split.read(9)
 
@@ -174,17 +166,7 @@ def test_token_above_the_vocabulary_is_named(folder, vocab_size):
 # ---------------------------------------------------------------- bad blocks
 
 
-def test_a_run_with_masked_blocks_is_refused_in_one_line(folder):
-    """A version before could train on with zeros in the place of damaged blocks."""
-    loader = DataLoader(data_config(folder, training__seq_len=8), 0, 1)
-    loader.load_state_dict(loader.state_dict() | {"masked": {}})
-    with pytest.raises(DataError, match=r"with masked blocks; .* resume at commit 7cc964e .*docs/migration\.md"):
-        loader.load_state_dict(loader.state_dict() | {"masked": {"a" * 16: [7]}})
-    loader.close()
-
-
-@pytest.mark.parametrize("prefetch_steps", [0, 2])
-@pytest.mark.parametrize("kind", ["flipped", "short", "missing"])
+@pytest.mark.parametrize(("kind", "prefetch_steps"), [("flipped", 0), ("short", 2), ("missing", 2)])
 def test_a_bad_block_stops_the_run_and_is_named(folder, kind, prefetch_steps):
     file, place = middle_of(folder, 7)
     config = data_config(folder, training__seq_len=8, data__prefetch_steps=prefetch_steps)
@@ -204,27 +186,14 @@ def test_a_bad_block_stops_the_run_and_is_named(folder, kind, prefetch_steps):
     loader.close()
 
 
-@pytest.mark.parametrize("kind", ["too many open files", "not readable"])
-def test_what_says_nothing_about_the_data_is_no_bad_block(folder, kind):
+def test_a_file_that_cannot_be_opened_is_no_bad_block(folder):
     loader = DataLoader(data_config(folder, training__seq_len=8), 0, 1)
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    message = r"dataset/train-0000\d\.arrow: "
-    try:
-        if kind == "too many open files":
-            message += "Too many open files"
-            resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
-        else:
-            message += "Too many levels of symbolic links$"  # unlike permissions, this refuses root, too
-            for file in (*folder.glob("train-*.arrow"), folder / "manifest.json"):
-                file.unlink()
-                file.symlink_to(file)
-            with pytest.raises(StoreError, match=r"manifest\.json: Too many levels"):
-                open_dataset(str(folder))
-        with pytest.raises(StoreError, match=message):
-            loader.next_step()
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        loader.close()
+    for file in folder.glob("train-*.arrow"):
+        file.unlink()
+        file.symlink_to(file)  # unlike permissions, this refuses root, too
+    with pytest.raises(StoreError, match=r"dataset/train-0000\d\.arrow: Too many levels of symbolic links$"):
+        loader.next_step()
+    loader.close()
 
 
 def test_blocks_that_are_held_keep_no_file_open(folder):
@@ -254,36 +223,28 @@ def refusals(cases):
 def test_ranks_with_other_settings_or_datasets_do_not_start(folder, tmp_path):
     copy = shutil.copytree(folder, tmp_path / "copy")
     other = write_dataset(tmp_path / "other", DOCUMENTS[:1], validation=[[5, 6, 0]])
+    hashes = [open_dataset(str(dataset)).hash for dataset in (folder, other)]
 
-    def config(*folders, **overrides):
-        return data_config(*folders, training__seq_len=8, **overrides)
+    def config(*folders, validation=(), **overrides):
+        places = [str(folder) for folder in validation]
+        return data_config(*folders, training__seq_len=8, validation__datasets=places, **overrides)
 
-    def names(*folders):
-        return [str(folder) for folder in folders]
+    def of_node(number):
+        name = f"/tmp/node-{number}"
+        return {"data__cache_folder": name, "run__folder": name, "run__outputs": name, "data__cache_gb": 1 + number}
 
-    def of_node(copy, name):
-        places = {"data__cache_folder": name, "run__folder": name, "run__outputs": name}
-        places |= {"validation__datasets": names(copy)}
-        return places | {"data__cache_gb": 1 + int(name)}
-
-    one = config(folder)
+    one, end = config(folder), "; every node needs the same copy of the data and the same config"
     cases = [
-        ((config(folder, **of_node(folder, "0")), config(copy, **of_node(copy, "1"))), ""),
-        ((one, config(folder, data__mask_documents=True)), "data.mask_documents: true on rank 1, false on rank 0"),
-        ((one, config(folder, validation__max_samples=7)), "validation.max_samples: 7 on rank 1, 256 on rank 0"),
-        ((one, config(folder, optimizer__lr=0.5)), "optimizer.lr: 0.5 on rank 1, 0.0003 on rank 0"),
-        ((config(folder, other), config(other)), "number of datasets: 1 on rank 1, 2 on rank 0; every node needs the"),
-        ((config(folder, other), config(other, copy)), f"dataset {other}: "),
+        ((config(folder, validation=[folder], **of_node(0)), config(copy, validation=[copy], **of_node(1))), ""),
+        ((one, config(folder, optimizer__lr=0.5)), f"optimizer.lr: 0.5 on rank 1, 0.0003 on rank 0{end}"),
+        ((one, config(other)), f'data.datasets: ["{hashes[1]}"] on rank 1, ["{hashes[0]}"] on rank 0{end}'),
         (
-            (config(folder, validation__datasets=names(other)), config(folder, validation__datasets=names(copy))),
-            f"dataset {copy}: ",
+            (config(folder, validation=[folder]), config(folder, validation=[other])),
+            f'validation.datasets: ["{hashes[1]}"] on rank 1, ["{hashes[0]}"] on rank 0{end}',
         ),
     ]
     first, second = run_ranks(2, refusals, cases)
-    assert first == second
-    for said, (_, expected) in zip(first, cases, strict=True):
-        assert said.startswith(expected)
-        assert bool(said) == bool(expected)
+    assert first == second == [expected for _, expected in cases]
 
 
 @pytest.mark.parametrize("key", ["data__datasets", "validation__datasets"])
@@ -294,7 +255,7 @@ def test_a_file_that_is_missing_or_cut_is_found_before_the_start(folder, tmp_pat
     for change in (lambda: file.write_bytes(file.read_bytes()[:-9]), file.unlink):
         change()
         named = {key: [str(folder), str(copy)]} if key == "data__datasets" else {key: [str(copy)]}
-        with pytest.raises(DataError, match=rf"{file}: (has \d+ bytes|is missing), the manifest says"):
+        with pytest.raises(DataError, match=rf"{file}: has \d+ bytes, the manifest says"):
             check(folder, **named)
 
 

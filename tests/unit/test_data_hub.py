@@ -151,22 +151,16 @@ def contents(folder: Path) -> dict[str, bytes]:
     ("source", "local", "processes"),
     [
         ("me/corpus", "me/corpus/main", 2),
-        ("me/corpus/data/*.jsonl*", "me/corpus/main/data/*.jsonl*", 1),
-        ("me/corpus@v1", "me/corpus/v1", 1),
+        ("me/corpus@v1/data/*.jsonl*", "me/corpus/v1/data/*.jsonl*", 1),
     ],
 )
 def test_what_is_prepared_from_the_hub_is_what_its_files_give(hub, tmp_path, source, local, processes):
     options = {"vocab_size": 300, "validation_fraction": 0.2}
     prepare([str(hub.root / local)], str(tmp_path / "local"), processes=1, **options)
     sent = hub.bytes_sent
-    command = [
-        "--output",
-        str(tmp_path / "out"),
-        "--vocab-size=300",
-        "--validation-fraction=0.2",
-        f"--processes={processes}",
-    ]
-    result = run_prepare(hub, tmp_path / "cache", "--source", f"hf://datasets/{source}", *command)
+    words = [f"--output={tmp_path / 'out'}", "--vocab-size=300", "--validation-fraction=0.2"]
+    words += ["--source", f"hf://datasets/{source}", f"--processes={processes}"]
+    result = run_prepare(hub, tmp_path / "cache", *words)
     assert result.returncode == 0, result.stderr
     assert contents(tmp_path / "out") == contents(tmp_path / "local")
     assert hub.bytes_sent > sent
@@ -181,7 +175,7 @@ def test_a_gated_dataset_needs_the_token_of_the_environment(hub, tmp_path):
     assert run_prepare(hub, tmp_path / "cache", *command, token=TOKEN).returncode == 0
 
 
-@pytest.mark.parametrize("source", ["me/nothing", "me/corpus@v9", "me/corpus/data/*.txt", "nothing"])
+@pytest.mark.parametrize("source", ["me/corpus@v9", "me/corpus/data/*.txt"])
 def test_what_is_not_on_the_hub_is_named(hub, tmp_path, source):
     source = f"hf://datasets/{source}"
     result = run_prepare(hub, tmp_path / "cache", "--source", source, "--output", str(tmp_path / "out"))

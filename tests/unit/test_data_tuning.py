@@ -3,7 +3,6 @@
 import json
 import random
 import zlib
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers.processors import TemplateProcessing
 
-from config import TitaniteError, from_dict
+from config import Config, TitaniteError, from_dict
 from data.chat import ChatTemplate, encode_examples
 from data.loader import IGNORED, DataLoader, validation_batches
 from data.packing import HIDDEN, START, TOKEN_BITS, pack
@@ -23,7 +22,7 @@ from data.prepare import main as prepare
 from data.shards import open_dataset
 from data.sources import documents, list_files, plan_units
 from data.tokenizer import Tokenizer
-from tests.corpus import write_dataset
+from tests.corpus import word_tokenizer, write_dataset
 from tools.audit import Auditor, trained_steps
 from tools.verify import faults
 
@@ -109,7 +108,6 @@ def test_answers_are_tokens_that_can_follow_their_question(tokenizer: Tokenizer,
 @pytest.mark.parametrize(
     ("format", "values", "said"),
     [
-        ("sft", ["two", 3], "must be strings"),
         ("sft", [3, "two"], "must be strings"),
         ("chat", [[{"role": "user", "content": "two"}]], "no message from the assistant"),
         ("chat", ["two"], "must be a list of messages"),
@@ -149,11 +147,8 @@ def test_packing_keeps_every_example_whole_and_wastes_little() -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A packed dataset of 300 prompts and responses, each with a number of its own in it."""
     folder = tmp_path_factory.mktemp("tuning")
-    raw = RawTokenizer(models.WordLevel({"<eos>": 0} | {f"w{i}": i for i in range(1, 1000)}, unk_token="w1"))
-    raw.pre_tokenizer = pre_tokenizers.Whitespace()
-    raw.add_special_tokens([AddedToken("<eos>", special=True)])
     (folder / "tokenizer").mkdir()
-    Tokenizer(raw, "<eos>").save(folder / "tokenizer")
+    word_tokenizer(1000).save(folder / "tokenizer")
     numbers = random.Random(2)
     with (folder / "examples.jsonl").open("w") as file:
         for i in range(300):
@@ -166,13 +161,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def settings(folder: Path, **training: Any) -> Any:
-    return from_dict(
-        {
-            "data": {"datasets": [str(folder / "set")], "mask_documents": True, "window_blocks": 2},
-            "training": {"seq_len": 32, "local_batch_size": 4} | training,
-        }
-    )
+def settings(folder: Path) -> Config:
+    data = {"datasets": [str(folder / "set")], "mask_documents": True, "window_blocks": 2}
+    return from_dict({"data": data, "training": {"seq_len": 32, "local_batch_size": 4}})
 
 
 def check_row(tokens: list[int], labels: list[int], positions: list[int]) -> list[int]:
@@ -196,10 +187,8 @@ def check_row(tokens: list[int], labels: list[int], positions: list[int]) -> lis
     return found
 
 
-@pytest.mark.parametrize("shuffle_samples", [False, True])
-def test_batches_hold_whole_examples_each_seen_once_per_epoch(folder: Path, shuffle_samples: bool) -> None:
+def test_batches_hold_whole_examples_each_seen_once_per_epoch(folder: Path) -> None:
     config = settings(folder)
-    config = replace(config, data=replace(config.data, shuffle_samples=shuffle_samples))
     dataset = open_dataset(str(folder / "set"))
     rows = dataset.split("train").total_tokens // 32
     loaders = [DataLoader(config, rank, 2) for rank in range(2)]
@@ -236,24 +225,6 @@ def test_the_dataset_verifies_and_the_audit_rebuilds_its_batches(folder: Path) -
     loader.close()
 
 
-@pytest.mark.parametrize("began_with", [16, 48, 32, 64])
-def test_a_run_that_shuffles_pieces_of_another_length_cuts_no_example(folder: Path, began_with: int) -> None:
-    config = settings(folder)
-    config = replace(config, data=replace(config.data, shuffle_samples=True))
-    loader = DataLoader(config, 0, 1)
-    state = loader.state_dict() | {"piece_tokens": began_with, "datasets": [["an earlier one", 0, 1.0]]}
-    if began_with % 32:
-        with pytest.raises(TitaniteError, match=rf"began with training.seq_len = {began_with}, .* rows of .*set"):
-            loader.load_state_dict(state)
-    else:
-        loader.load_state_dict(state)
-        for _ in range(3):
-            (batch,) = loader.next_step()
-            for row in zip(*(tensor.tolist() for tensor in batch), strict=True):
-                check_row(*row)
-    loader.close()
-
-
 @pytest.mark.parametrize("section", ["data", "validation"])
 def test_settings_that_would_cut_or_mix_examples_are_refused(folder: Path, tmp_path: Path, section: str) -> None:
     plain = write_dataset(tmp_path / "plain", [[[1, 2, 0]] * 20])
@@ -267,22 +238,17 @@ def test_settings_that_would_cut_or_mix_examples_are_refused(folder: Path, tmp_p
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ([], "give the --tokenizer"),
-        (["TOKENIZER", "--seq-len=1"], "--seq-len 1: must be at least 2"),
-        (["TOKENIZER", "--seq-len=5"], "is longer than --seq-len 5"),
-        (["TOKENIZER", "--seq-len=32", "--example-keys=q"], "needs 2, such as prompt,response"),
-        (["TOKENIZER", "--seq-len=32", "--example-keys=q,b"], "nothing under 'b'; it has q, a"),
+        ("--keys=q,a --seq-len=2", "--seq-len 2: every example is longer"),
+        ("--keys=q --seq-len=32", "--keys q: must be as many as in prompt,response"),
+        ("--keys=q,b --seq-len=32", "nothing under 'b'; it has q, a"),
     ],
 )
 def test_options_that_do_not_fit_are_explained(
-    folder: Path, tmp_path: Path, options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, options: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [word.replace("TOKENIZER", f"--tokenizer={folder / 'tokenizer'}") for word in options]
-    if not any("example-keys" in word for word in words):
-        words.append("--example-keys=q,a")
     command = ["--source", str(folder / "examples.jsonl"), "--format=sft", "--output", str(tmp_path / "out")]
     with pytest.raises(SystemExit):
-        prepare([*command, *words])
+        prepare([*command, "--tokenizer", str(folder / "tokenizer"), *options.split()])
     assert said in capsys.readouterr().err
 
 
@@ -290,14 +256,11 @@ def test_long_examples_are_left_out_and_counted(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["--source", str(folder / "examples.jsonl"), "--tokenizer", str(folder / "tokenizer"), "--format=sft"]
-    command += ["--example-keys=q,a", "--seq-len=12", "--drop-long", "--output", str(tmp_path / "out")]
-    prepare(command)
+    prepare([*command, "--keys=q,a", "--seq-len=12", "--output", str(tmp_path / "out")])
     lines = [json.loads(line) for line in (folder / "examples.jsonl").read_text().splitlines()]
     long = sum(len(f"{line['q']} {line['a']}".split()) + 1 > 12 for line in lines)
     assert f"examples longer than 12 tokens, left out: {long}" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        prepare([*command, "--seq-len=2", "--overwrite"])
-    assert "--seq-len 2: every example is longer" in capsys.readouterr().err
+    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["dropped"] == long
 
 
 def test_a_chat_dataset_carries_its_template(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ ENVIRONMENT = {
     "run/processes.py",
     "storage.py",
     "run/run.py",
-    "data/workers.py",
+    "data/prepare.py",
     "float8/__init__.py",
 }
 
