@@ -21,8 +21,8 @@ from benchmarks.chaos import prepare_data
 from benchmarks.report import build_parser, finish, print_row, require_cpu
 from config import load_config
 from parallel.mesh import ParallelDims
-from tools.plan import build_work
-from tools.plan_costs import sent_bytes, traffic
+from tools.plan_count import Case, count
+from tools.plan_time import sent_bytes
 
 ROOT = Path(__file__).parents[1]
 NODES = (("titanite-a", "ta", "10.77.7.1"), ("titanite-b", "tb", "10.77.7.2"))
@@ -91,16 +91,17 @@ RATES = {"unshaped": None, "1 Gbit/s": 1000, "200 Mbit/s": 200}  # Mbit/s
 
 
 def predict_bytes(setting: Setting) -> float:
-    """Bytes that a node sends in a step, by the planner's count of collectives and its ring formulas."""
+    """Bytes that a node sends in a step, by the planner's count of collectives, sent round rings."""
     config = load_config(setting.arguments())
     dims = ParallelDims.from_config(config.parallelism, len(NODES) * setting.ranks_per_node)
     total = 0.0
-    for item in traffic(build_work(config, dims)):
+    (counted,) = count([Case(config, len(NODES) * setting.ranks_per_node)], sure=False)
+    for (axis, kind), (_, size) in counted.sent.items():
         ranks, groups = {
             "world": (len(NODES) * setting.ranks_per_node, 1),
             "dp_replicate": (dims.dp_replicate, setting.ranks_per_node),  # a ring crosses for each rank of a node
-        }.get(item.axis, (1, 0))  # the other axes stay on a node
-        total += groups * sent_bytes(item.kind, item.bytes, ranks, gloo=True)
+        }.get(axis, (1, 0))  # the other axes stay on a node
+        total += groups * sent_bytes(kind, size, ranks, gloo=True)
     return total / max(1, config.parallelism.local_steps)
 
 

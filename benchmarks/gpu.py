@@ -38,14 +38,13 @@ from torch import nn
 import metrics
 from benchmarks.report import build_parser, finish, prepare_once, print_row
 from config import Config, load_config
+from float8.convert import convert_to_float8
+from models import build_model, find_model
 from models.llama.hf import to_hf_config
 from parallel.device import synchronize
-from parallel.mesh import ParallelDims
 from records import read_records
 from tools.devices import GIB
-from tools.plan import build_work
-from tools.plan_costs import Work, block_weights
-from tools.plan_memory import memory
+from tools.plan_count import Case, count
 from train import train
 
 WARMUP_STEPS = 3
@@ -205,7 +204,8 @@ def measure_training(run: Run, device: torch.device, started: float) -> dict[str
 def result(run: Run, device: torch.device, elapsed: float, first_step: float) -> dict[str, Any]:
     """The row of a run whose timed steps took `elapsed` seconds. MFU by torchtitan's count of operations."""
     speed = run.steps * run.global_batch_size * run.seq_len / elapsed
-    flops, peak = planned(run).flops_per_token, metrics.peak_flops(device)
+    model, peak = build_meta_model(run), metrics.peak_flops(device)
+    flops = model.flops_per_token(run.seq_len)  # type: ignore[operator]
     return {
         "tokens/s": speed,
         "MFU %": 100 * flops * speed / peak if peak else None,  # of the data sheet's peak; None if unknown
@@ -234,9 +234,9 @@ def training_config(run: Run, steps: int, outputs: str) -> Config:
     return load_config([*options, *run.options])
 
 
-def planned(run: Run) -> Work:
-    """The run as the planner's formulas see it."""
-    return build_work(training_config(run, 1, "unused"), ParallelDims(1, 1))
+def build_meta_model(run: Run) -> nn.Module:
+    """The run's model on the meta device."""
+    return build_model(*find_model(training_config(run, 1, "unused").model, 0))
 
 
 def measure_transformers(run: Run, device: torch.device, started: float) -> dict[str, Any]:
@@ -247,7 +247,7 @@ def measure_transformers(run: Run, device: torch.device, started: float) -> dict
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    flavor = planned(run).shape
+    flavor: Any = build_meta_model(run).config
     shape = to_hf_config(flavor, run.seq_len, "float32") | {"use_cache": False}
     with device:
         model: nn.Module = LlamaForCausalLM(LlamaConfig(**shape))
@@ -286,8 +286,9 @@ def measure_torchtitan(run: Run, device: torch.device, started: float) -> dict[s
     from torchtitan.models.llama3 import TransformerModelArgs
     from torchtitan.protocols.train_spec import get_train_spec
 
-    work = planned(run)
-    flavor = work.shape
+    ours = build_meta_model(run)
+    flavor: Any = ours.config
+    of_ours = sum(parameter.numel() for parameter in ours.parameters())
     job, spec = JobConfig(), get_train_spec("llama3")
     job.training.seq_len, job.training.local_batch_size = run.seq_len, run.local_batch_size
     job.compile.enable, job.activation_checkpoint.mode = True, "none"
@@ -311,7 +312,7 @@ def measure_torchtitan(run: Run, device: torch.device, started: float) -> dict[s
     with torch.no_grad():
         model.init_weights()
     parameters = sum(p.numel() for p in model.parameters())
-    assert parameters == work.parameters, f"not the same shape: {parameters}, ours has {work.parameters}"
+    assert parameters == of_ours, f"not the same shape: {parameters}, ours has {of_ours}"
     optimizers = spec.build_optimizers_fn([model], job.optimizer, dims)
     loss_fn = spec.build_loss_fn(job, parallel_dims=dims)
     samples = torch.randint(0, flavor.vocab_size, (run.local_batch_size, run.seq_len + 1), device=device)
@@ -411,17 +412,14 @@ def merged(spans: Iterator[tuple[float, float]]) -> Iterator[tuple[float, float]
 
 def attainable(run: Run, peak: dict[str, Any]) -> float:
     """Tokens/s if only matmuls and attention took time, at the peaks measured in this run."""
-    work = planned(run)
-    flavor = work.shape
-    weights = [weight for weight in block_weights(work) if weight.columns]
-    low, high = (
-        flavor.n_layers * sum(w.size for w in weights if (w.name in work.float8_layers) == is_low)
-        for is_low in (True, False)
-    )
+    model, config = build_meta_model(run), training_config(run, 1, "unused")
+    flavor: Any = model.config
     attention = 6 * flavor.n_layers * flavor.n_heads * flavor.head_dim * run.seq_len  # the causal half
-    in_bf16 = 6 * (high + flavor.vocab_size * flavor.dim) + attention
-    in_float8 = 6 * low / (peak["float8 TFLOP/s"] * 1e12) if low else 0.0
-    return 1 / (in_float8 + in_bf16 / (peak["bf16 TFLOP/s"] * 1e12))
+    in_bf16 = model.flops_per_token(run.seq_len) - attention  # type: ignore[operator]
+    converted = convert_to_float8(model, config.float8)[0] if config.float8.enable else []
+    in_float8 = sum(6 * model.get_parameter(f"{name}.weight").numel() for name in converted)
+    float8_seconds = in_float8 / (peak["float8 TFLOP/s"] * 1e12) if in_float8 else 0.0
+    return 1 / (float8_seconds + (in_bf16 - in_float8) / (peak["bf16 TFLOP/s"] * 1e12))
 
 
 # ---------------------------------------------------------------- rows, each in a process of its own
@@ -443,15 +441,11 @@ def measure_row(name: str, sequences: int, rehearse: bool, started: float) -> di
 
 
 def least_gib(run: Run) -> float:
-    """The least GiB that a run holds, by the plan; nothing is known about a peer's.
-
-    For these rows the planner's peak was at most 4 % too high, with float8 or a memory budget 20 % (docs/plan.md).
-    """
+    """The least GiB that a run holds: a little less than the planner counts. Nothing is known about a peer's."""
     if run.peer:
         return 0.0
-    work = planned(run)
-    uncertain = work.config.float8.enable or work.config.activation_checkpoint.mode == "budget"
-    return memory(work).peak / GIB / (1.2 if uncertain else 1.04)
+    (counted,) = count([Case(training_config(run, 1, "unused"), 1)], sure=False)
+    return counted.peak / GIB / 1.05
 
 
 def run_fitting(

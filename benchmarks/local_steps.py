@@ -3,7 +3,7 @@
     python -m benchmarks.local_steps [--quick] [--check] [--json=benchmarks/results/local_steps.json]
 
 The debug model on the data of ./run_llama_train.sh, two ranks, one seed for weights and order. `bytes` is what a rank
-sends per step on average, by the planner's formulas, as a share of the synchronous run's.
+sends per step on average, by the planner's count, as a share of the synchronous run's.
 """
 
 import subprocess
@@ -14,10 +14,9 @@ from typing import Any
 
 from benchmarks.report import build_parser, finish, prepare_once, print_row
 from config import load_config
-from parallel.mesh import ParallelDims
 from records import read_records
-from tools.plan import build_work
-from tools.plan_costs import sent_bytes, traffic
+from tools.plan_count import Case, count
+from tools.plan_time import sent_bytes
 
 DATASET = Path("datasets/stdlib")
 RANKS, STEPS, QUICK_STEPS = 2, 200, 30
@@ -69,9 +68,8 @@ def train_and_validate(local_steps: int, outer: tuple[float, float], steps: int)
 def bytes_per_step(local_steps: int) -> float:
     """Bytes that a rank sends per step, with meetings spread over the steps between them."""
     config = load_config(arguments(local_steps, AVERAGE, STEPS, ""))
-    work = build_work(config, ParallelDims.from_config(config.parallelism, RANKS))
-    sent = sum(sent_bytes(item.kind, item.bytes, RANKS) for item in traffic(work))
-    return sent / max(1, local_steps)
+    (counted,) = count([Case(config, RANKS)], sure=False)
+    return sum(sent_bytes(kind, size, RANKS) for (_, kind), (_, size) in counted.sent.items()) / max(1, local_steps)
 
 
 def main() -> int:

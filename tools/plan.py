@@ -2,292 +2,214 @@
 
     python -m tools.plan --config train_configs/llama3_8b.toml --world-size 64 --device h100
     python -m tools.plan --config train_configs/llama3_70b.toml --world-size 256 --sweep
-    python -m tools.plan --config train_configs/llama3_8b.toml --world-size 64 --dry-run
 
-Weights are counted on the model, built on the meta device. The rest are formulas for Llamas (docs/plan.md), which tests
-compare with counts of the real step. `--dry-run` makes that count for a config of any model: it runs one step of
-train.py on fake ranks and fake tensors, with everything but data, checkpoints and kernels. No data is needed.
+Memory, traffic and operations are counted on the real step of train.py, on fake ranks and fake tensors, with a few of
+its layers (tools.plan_count). So they hold for any model and optimizer, and a config that breaks in the step is found.
+The speed is modelled on these counts (tools.plan_time). No data and no GPU are needed.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from typing import Any, Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
+from unittest import mock
 
-from config import Config, ConfigError, load_config
-from data.ledger import grad_accum_steps
-from float8.convert import check_float8, convert_to_float8
-from loss import loss_chunks
-from metrics import find_hook
-from models import ModelSpec, build_model, find_model
-from parallel.mesh import ParallelDims
+import models
+from config import Config, ConfigError, Model, load_config
+from metrics import check_log_ranks, find_hook
+from models import build_model, find_model
+from parallel.fsdp import needs_fsdp
 from run.run import run_and_leave
 from tools.devices import DEVICES, GIB
-from tools.plan_costs import DEFAULT_VOCAB_SIZE, Work, traffic
-from tools.plan_memory import Memory, memory, reserved
+from tools.dry_run import DEFAULT_VOCAB_SIZE, DryRun, check
+from tools.plan_count import Case, count, goal
 from tools.plan_time import Cluster, estimate
 
-# Errors against published runs and against counts, from benchmarks/results/plan.json and plan_counts.json.
-KNOWN_BY = {
-    "parameters": "counted on the real module",
-    "memory": "modelled, reserved too; within 5 % of a count of the real step, except as docs/plan.md says",
-    "traffic": "modelled; equal to a count of the real step, except as docs/plan.md says",
-    "speed": "modelled; errors against published runs in docs/plan.md",
-    "checkpoint": "size exact; times from --storage-bandwidth",
-    "failures": "Young's and Daly's formulas, from --mttf-hours",
-}
-OF_THE_FORMULAS = ("device", "gpus_per_node", "bandwidth", "tokens", "mttf_hours", "storage_bandwidth")  # options
-MODES: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
+RESERVED = {False: 1.03, True: 1.25}  # memory that torch reserves / allocated: of a rank alone; with FSDP2
+BEST_LAYOUTS = 3  # of a sweep, tried in all modes and with larger batches
 
 
-class Options(NamedTuple):
-    """The planner's settings beside the config."""
-
-    world_size: int
-    cluster: Cluster
-    tokens: float
-    mttf_hours: float
-    storage_bandwidth: float
-
-
-def plan(config: Config, options: Options) -> dict[str, Any]:
-    """The whole plan of a run, as plain values. Raises ConfigError for a run that is impossible, or no Llama's."""
-    return plan_work(build_work(config, _check(config, options.world_size)), options)
+def plan(
+    configs: Sequence[Config], world_size: int, cluster: Cluster, eager_loss: bool = False, sure: bool = True
+) -> list[dict[str, Any]]:
+    """The plans of these runs, as plain values. Raises ConfigError for a run that is impossible."""
+    runs = []
+    for config in configs:
+        check(config, world_size)
+        pp = config.parallelism.pp
+        runs.append([Case(config, world_size, stage, eager_loss) for stage in sorted({0, pp // 2, pp - 1})])
+    counts = iter(count([case for cases in runs for case in cases], sure))
+    return [_plan_one(cases, [next(counts) for _ in cases], cluster) for cases in runs]
 
 
-def build_work(config: Config, dims: ParallelDims) -> Work:
-    """The run as the formulas take it, with counts from the model itself. Raises ConfigError for other than a Llama."""
-    spec, flavor = _find_model(config)
-    model = build_model(spec, flavor)
-    converted = convert_to_float8(model, config.float8, dims.tp, dims.shards)[0] if config.float8.enable else []
-    return Work(
-        shape=flavor,
-        config=config,
-        dims=dims,
-        float8_layers=frozenset(name.rpartition(".")[2] for name in converted),
-        compiled_loss=config.compile.enable,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        flops_per_token=model.flops_per_token(config.training.seq_len),  # type: ignore[operator]
-    )
-
-
-def plan_work(work: Work, options: Options) -> dict[str, Any]:
-    """The plan by the formulas, as plain values."""
-    config, dims = work.config, work.dims
-    stages = [dataclasses.replace(work, stage=stage) for stage in range(dims.pp)]
-    fullest = max(stages, key=lambda stage: memory(stage).peak)
-    held, speed, device = memory(fullest), estimate(stages[-1], options.cluster), options.cluster.device
-    mfu = speed.tokens_per_second * work.flops_per_token / device.flops  # as in metrics.py
-    step_tokens = work.accumulation * config.training.local_batch_size * dims.dp * config.training.seq_len
-    tokens = options.tokens or config.training.steps * step_tokens
-    outer = 4 if dims.islands > 1 else 0  # the outer optimizer's momentum
-    state_bytes = work.parameters * (4 + 2 * work.moment_bytes + outer)
-    sizes = {**held._asdict(), "allocated": held.peak, "reserved": reserved(held), "device": device.memory_bytes}
+def _plan_one(cases: list[Case], counts: list[DryRun], cluster: Cluster) -> dict[str, Any]:
+    config, dims, device = cases[0].config, check(cases[0].config, cases[0].world_size), cluster.device
+    fullest, last = max(range(len(counts)), key=lambda i: counts[i].peak), counts[-1]
+    held, speed = counts[fullest], max(estimate(counted, config, dims, cluster) for counted in counts)
+    model = build_model(*find_model(config.model, DEFAULT_VOCAB_SIZE))
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    mfu = speed.tokens_per_second * model.flops_per_token(config.training.seq_len) / device.flops  # type: ignore[operator]
+    reserved = held.peak * RESERVED[needs_fsdp(config, dims.dp * dims.copies // dims.islands)]
+    sizes = {"weights": held.weights, "optimizer": held.optimizer, "peak": held.peak, "reserved": reserved}
     return {
-        "world_size": options.world_size,
         "layout": str(dims),
-        "parameters": work.parameters,
-        "flops_per_token": work.flops_per_token,
-        "tokens_per_step": step_tokens,
-        "memory_gib": {name: size / GIB for name, size in sizes.items()},
-        "stage": fullest.stage,
-        "fits": reserved(held) <= device.memory_bytes,
-        "traffic": [item._asdict() for item in traffic(stages[-1])],
-        "speed": speed._asdict() | {"mfu": mfu, "bound": speed.bound},
-        "tokens": tokens,
-        "days": tokens / (speed.tokens_per_second * options.world_size) / 86400,
-        "checkpoint": _checkpoint(state_bytes, tokens, speed.tokens_per_second * options.world_size, options),
-        "known_by": KNOWN_BY,
+        "mode": config.activation_checkpoint.mode,
+        "local_batch_size": config.training.local_batch_size,
+        "parameters": parameters,
+        "tokens_per_step": config.training.seq_len * config.training.local_batch_size * dims.dp * goal(cases[0])[1],
+        "memory_gib": {name: size / GIB for name, size in (sizes | {"device": device.memory_bytes}).items()},
+        "stage": cases[fullest].stage,
+        "fits": reserved <= device.memory_bytes,
+        "traffic": [[*key, calls, size] for key, (calls, size) in sorted(last.sent.items())],
+        "tflop": {kind: flops / 1e12 for kind, flops in last.flops.items()},
+        "speed": speed._asdict() | {"mfu": mfu},
+        "fitted": device.fitted,
+        "checkpoint_bytes": round(4 * parameters * (1 + held.optimizer / held.weights)),
     }
 
 
-def _find_model(config: Config) -> tuple[ModelSpec, Any]:
-    """The model family and its flavor. Raises ConfigError for other than a Llama, which the formulas are for."""
-    spec, flavor = find_model(config.model, 0)
-    if config.model.name != "llama":
-        raise ConfigError(
-            f"model.name = {config.model.name!r}: the formulas are for Llama only; add --dry-run to count its step"
-        )
-    return spec, flavor if flavor.vocab_size else dataclasses.replace(flavor, vocab_size=DEFAULT_VOCAB_SIZE)
-
-
-def _check(config: Config, world_size: int) -> ParallelDims:
-    """The layout. Raises ConfigError if train.py would refuse it."""
-    spec, flavor = _find_model(config)
-    dims = ParallelDims.from_config(config.parallelism, world_size)
-    # async_tp needs a GPU to run, but not for a plan.
-    parallelism = dataclasses.replace(config.parallelism, async_tp=False)
-    spec.check_parallelism(flavor, dataclasses.replace(config, parallelism=parallelism))
-    check_float8(config, here=False)
-    loss_chunks(config)
-    grad_accum_steps(config.training, dims.dp)
-    return dims
-
-
-def _checkpoint(size: int, tokens: float, tokens_per_second: float, options: Options) -> dict[str, float]:
-    """Size and time of a checkpoint, failures of the run, and the interval that loses least time to both.
+def plan_run(found: Mapping[str, Any], steps: int, options: argparse.Namespace) -> dict[str, float]:
+    """Days of a run, time of a checkpoint, failures, and the interval that loses least time to both.
 
     Young 1974: sqrt(2 C M) for a checkpoint of C seconds and M seconds between failures. Daly 2006 adds terms of C / M.
     The run's mean time to failure is that of a node divided by the number of nodes.
     """
-    seconds = size / options.storage_bandwidth
-    nodes = math.ceil(options.world_size / options.cluster.gpus_per_node)
-    mttf = 3600 * options.mttf_hours / nodes
-    ratio = seconds / (2 * mttf)
-    daly = math.sqrt(2 * seconds * mttf) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - seconds if ratio < 1 else mttf
+    tokens = options.tokens or steps * found["tokens_per_step"]
+    seconds = tokens / found["speed"]["tokens_per_second"] / options.world_size
+    write = found["checkpoint_bytes"] / (1e9 * options.storage_bandwidth)
+    mttf = 3600 * options.mttf_hours / math.ceil(options.world_size / options.gpus_per_node)
+    young, ratio = math.sqrt(2 * write * mttf), write / (2 * mttf)
+    daly = young * (1 + math.sqrt(ratio) / 3 + ratio / 9) - write if ratio < 1 else mttf
     return {
-        "gib": size / GIB,
-        "write_seconds": seconds,
-        "failures": tokens / tokens_per_second / mttf,
-        "interval_seconds_young": math.sqrt(2 * seconds * mttf),
+        "tokens": tokens,
+        "days": seconds / 86400,
+        "write_seconds": write,
+        "failures": seconds / mttf,
+        "interval_seconds_young": young,
         "interval_seconds_daly": daly,
-        "lost_pct": 100 * (seconds / daly + daly / (2 * mttf)),
+        "lost_pct": 100 * (write / daly + daly / (2 * mttf)),
     }
 
 
-def sweep(config: Config, options: Options) -> list[dict[str, Any]]:
-    """Plans of all layouts, batch sizes and checkpointing modes that fit, the fastest first.
+def sweep(config: Config, world_size: int, cluster: Cluster) -> list[dict[str, Any]]:
+    """Plans of the fastest layouts that fit, in all modes and with larger batches, the fastest first.
 
-    The number of replicas is the config's, or one per node. A global batch size in the config stays as it is.
+    All layouts are counted in mode `full` with their smallest batch. The best that fit are tried further.
     """
-    plans = []
-    degrees = [2**i for i in range(6)]
-    base = build_work(config, ParallelDims(1, 1))
-    for tp, pp, cp, mode, batch in itertools.product(
-        degrees[:4], degrees[:5], degrees[:4], MODES, sorted({config.training.local_batch_size, *degrees[:5]})
-    ):
-        on_node = options.world_size // (options.cluster.gpus_per_node * pp)
-        for replicas in sorted({config.parallelism.dp_replicate, max(1, on_node)}):
+
+    def vary(layout: Any, mode: Any, batch: int) -> Config:
+        checkpointing = dataclasses.replace(config.activation_checkpoint, mode=mode)
+        training = dataclasses.replace(config.training, local_batch_size=batch)
+        return dataclasses.replace(config, parallelism=layout, activation_checkpoint=checkpointing, training=training)
+
+    degrees, on_node = [1, 2, 4, 8], cluster.gpus_per_node
+    context = degrees if config.training.seq_len >= 2**15 else [config.parallelism.cp]
+    layouts = []
+    for tp, pp, cp in itertools.product(degrees, degrees, context):
+        for replicas in sorted({config.parallelism.dp_replicate, max(1, world_size // (on_node * pp))}):
             layout = dataclasses.replace(config.parallelism, tp=tp, pp=pp, cp=cp, dp_replicate=replicas, dp_shard=-1)
-            changed = dataclasses.replace(
-                config,
-                parallelism=layout,
-                activation_checkpoint=dataclasses.replace(config.activation_checkpoint, mode=mode),
-                training=dataclasses.replace(config.training, local_batch_size=batch),
-            )
-            try:
-                dims = _check(changed, options.world_size)
-            except ConfigError:
-                continue  # the world, the batch or the model does not divide so
-            work = dataclasses.replace(base, config=changed, dims=dims)
-            found = plan_work(work, options)
-            if found["fits"]:
-                plans.append({"mode": mode, "local_batch_size": batch, **found})
-    return sorted(plans, key=lambda found: -found["speed"]["tokens_per_second"])
+            layouts.append(vary(layout, "full", layout.pp_microbatch_size * pp if pp > 1 else 1))
+    best = [tried for _, tried in _plan_possible(layouts, world_size, cluster)[:BEST_LAYOUTS]]
+    further = itertools.product(best, ("none", "selective", "full"), (1, 2, 4))
+    others = [vary(tried.parallelism, mode, times * tried.training.local_batch_size) for tried, mode, times in further]
+    return [found for found, _ in _plan_possible(others, world_size, cluster)]
 
 
-def plan_text(found: dict[str, Any]) -> str:
+def _plan_possible(configs: Sequence[Config], world_size: int, cluster: Cluster) -> list[tuple[dict[str, Any], Config]]:
+    """Plans of those that train.py would not refuse and that fit, the fastest first."""
+    possible = []
+    for config in configs:
+        with contextlib.suppress(ConfigError):  # the world, the batch or the model does not divide so
+            check(config, world_size)
+            possible.append(config)
+    plans = zip(plan(possible, world_size, cluster, sure=False), possible, strict=True)
+    return sorted((both for both in plans if both[0]["fits"]), key=lambda both: -both[0]["speed"]["tokens_per_second"])
+
+
+def plan_text(found: Mapping[str, Any]) -> str:
     """A plan as text."""
-    held, speed, saved = found["memory_gib"], found["speed"], found["checkpoint"]
-    waits = ("matmul", "pointwise", "intra_node", "inter_node", "bubble")
-    known = found["known_by"]
+    held, speed, run = found["memory_gib"], found["speed"], found["run"]
+    parts = ("matmul", "attention", "pointwise", "optimizer", "intra_node", "inter_node", "bubble", "idle")
     lines = [
-        f"{found['parameters']:,} parameters, world size {found['world_size']}: {found['layout']}",
-        f"{found['tokens_per_step']:,} tokens per step, {found['flops_per_token'] / 1e9:.1f} GFLOP per token",
-        "",
-        f"memory per rank, GiB  [{known['memory']}]",
-        *(f"  {cause:<14}{held[cause]:>9.2f}" for cause in (*Memory._fields, "allocated")),
-        f"  {'reserved':<14}{held['reserved']:>9.2f}  of {held['device']:.1f}: "
-        + ("fits" if found["fits"] else "DOES NOT FIT"),
-        "",
-        f"traffic per step and rank, whole tensors  [{known['traffic']}]",
-        *_traffic_lines(found["traffic"]),
-        "",
-        f"speed  [{known['speed']}]",
-        f"  {speed['tokens_per_second']:,.0f} tokens/s/device, MFU {100 * speed['mfu']:.1f} %; bound: {speed['bound']}",
-        f"  {speed['step_seconds']:.3f} s per step: " + ", ".join(f"{name} {speed[name]:.3f}" for name in waits),
-        f"  {found['tokens'] / 1e9:,.1f} G tokens in {found['days']:,.1f} days",
-        "",
-        f"checkpoints  [{known['checkpoint']}; {known['failures']}]",
-        f"  {saved['gib']:,.1f} GiB, written in {saved['write_seconds']:,.0f} s",
-        f"  {saved['failures']:.1f} failures expected; cheapest interval {saved['interval_seconds_daly'] / 60:.0f} min "
-        f"(Daly; Young {saved['interval_seconds_young'] / 60:.0f}), {saved['lost_pct']:.1f} % of the time lost",
+        f"{found['parameters']:,} parameters; {found['layout']}; {found['tokens_per_step']:,} tokens per step",
+        f"\nmemory of a rank of stage {found['stage']}, GiB  [counted on the real step; reserved: estimated]",
+        *(f"  {cause:<14}{held[cause]:>9.2f}" for cause in ("weights", "optimizer", "peak", "reserved")),
+        f"  of {held['device']:.1f}: {'fits' if found['fits'] else 'DOES NOT FIT'}",
+        "\ntraffic per step of a rank of the last stage, whole tensors  [counted on the real step]",
+        *(f"  {x[0]:<14}{x[1]:<16}{x[2]:>7} calls {x[3] / GIB:>10.3f} GiB" for x in found["traffic"]),
+        f"\nspeed  [modelled on the counts{'' if found['fitted'] else '; unfitted: no run on this device is known'}]",
+        f"  {_rates(found)}; MFU {100 * speed['mfu']:.1f} %",
+        f"  {speed['step_seconds']:.3f} s per step: " + ", ".join(f"{name} {speed[name]:.3f}" for name in parts),
+        "  TFLOP: " + ", ".join(f"{kind} {value:,.2f}" for kind, value in found["tflop"].items()),
+        f"  {run['tokens'] / 1e9:,.1f} G tokens in {run['days']:,.1f} days",
+        "\ncheckpoints  [size counted; Young's and Daly's formulas, from --storage-bandwidth and --mttf-hours]",
+        f"  {found['checkpoint_bytes'] / GIB:,.1f} GiB, written in {run['write_seconds']:,.0f} s",
+        f"  {run['failures']:.1f} failures expected; cheapest interval {run['interval_seconds_daly'] / 60:.0f} min "
+        f"(Daly; Young {run['interval_seconds_young'] / 60:.0f}), {run['lost_pct']:.1f} % of the time lost",
     ]
     return "\n".join(lines)
 
 
 def sweep_text(plans: list[dict[str, Any]]) -> str:
     """The fastest layouts as text."""
-    lines = [f"layouts that fit: {len(plans)}; the fastest:"]
-    for found in plans[:20]:
-        rate, gib = found["speed"]["tokens_per_second"], found["memory_gib"]["reserved"]
-        settings = f"{found['layout']}, {found['mode']}, local_batch_size {found['local_batch_size']}"
-        lines.append(f"  {rate:>8,.0f} tokens/s/device  {gib:>6.1f} GiB  {settings}")
-    return "\n".join(lines)
+    what = "{layout}, {mode}, local_batch_size {local_batch_size}"
+    return "\n".join(f"{_rates(x)}  {x['memory_gib']['reserved']:.1f} GiB  {what.format(**x)}" for x in plans)
 
 
-def _traffic_lines(rows: list[dict[str, Any]]) -> list[str]:
-    return [f"  {x['axis']:<14}{x['kind']:<16}{x['calls']:>7} calls {x['bytes'] / GIB:>10.3f} GiB" for x in rows]
+def _rates(found: Mapping[str, Any]) -> str:
+    speed, unfitted = found["speed"], "" if found["fitted"] else " (unfitted)"
+    low, high = speed["low"], speed["high"]
+    return f"{speed['tokens_per_second']:,.0f} tokens/s/device{unfitted}, from {low:,.0f} to {high:,.0f}"
 
 
-def run_dry(config: Config, world_size: int, rank: int) -> dict[str, Any]:
-    """Count one real step; the result as plain values."""
-    from tools.dry_run import dry_run  # here: it loads train.py and all that needs
-
-    counted = dry_run(config, world_size, rank)
-    return {
-        "rank": rank,
-        "memory_gib": {name: getattr(counted, name) / GIB for name in ("weights", "optimizer", "peak")},
-        "matmul_tflop": counted.matmul_flops / 1e12,
-        "traffic": [item._asdict() for item in counted.traffic],
-        "known_by": "counted on one step of train.py with fake ranks and tensors; kernels are the CPU's, not fused",
-    }
-
-
-def dry_text(counted: dict[str, Any]) -> str:
-    """A dry run as text."""
-    head = f"one step of train.py ran as rank {counted['rank']}  [{counted['known_by']}]"
-    held = "  " + ", ".join(f"{name} {value:.2f} GiB" for name, value in counted["memory_gib"].items())
-    held += f"; {counted['matmul_tflop']:,.2f} TFLOP in matmuls, without attention's"
-    return "\n".join([head, held, *_traffic_lines(counted["traffic"])])
-
-
-def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Config, Options]:
-    """Parse the planner's own options and, from all others, the config. Raises ConfigError."""
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Config, Cluster, dict[str, str]]:
+    """The planner's own options, the config, the cluster, and changes to the flavor. Raises ConfigError."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.plan", description="plan a run for any cluster", allow_abbrev=False,
-        epilog="other options are the config's: --config=FILE --section.field=value",
+        epilog="other options are the config's, --config=FILE --section.field=value, and any field of the model's "
+        "flavor, such as --model.dim=5120",
     )  # fmt: skip
     parser.add_argument("--world-size", type=int, required=True, help="ranks")
     parser.add_argument("--device", choices=sorted(DEVICES), default="h100")
     parser.add_argument("--gpus-per-node", type=int, default=8)
     parser.add_argument("--bandwidth", type=_positive, help="network per device and direction, 1e9 bytes/s")
-    parser.add_argument("--tokens", type=_positive, default=0.0, help="token budget; else the config's steps")
+    parser.add_argument("--tokens", type=_positive, default=0.0, help="token budget; default: the config's steps")
     parser.add_argument("--mttf-hours", type=_positive, default=20_000.0, help="mean time to failure of a node")
     parser.add_argument("--storage-bandwidth", type=_positive, default=10.0, help="of all ranks together, 1e9 bytes/s")
+    parser.add_argument("--eager-loss", action="store_true", help="the loss is not compiled, even if the blocks are")
+    parser.add_argument("--flash-attention", action="store_true", help="torch's own attention, not the fastest")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    modes = parser.add_mutually_exclusive_group()
-    modes.add_argument("--sweep", action="store_true", help="rank the layouts that fit")
-    modes.add_argument("--dry-run", action="store_true", help="run and count one real step on fake ranks")
-    parser.add_argument("--rank", type=int, help="the rank to count with --dry-run (default 0)")
-    arguments, rest = parser.parse_known_args(argv)
-    # Which options were given: argparse keeps values that exist, here None, instead of its defaults.
-    said, _ = parser.parse_known_args(argv, argparse.Namespace(**dict.fromkeys(OF_THE_FORMULAS)))
-    for name in OF_THE_FORMULAS:
-        if arguments.dry_run and (value := getattr(said, name)) is not None:
-            raise ConfigError(f"--{name.replace('_', '-')} = {value}: is for the formulas, not for --dry-run")
-    if arguments.rank is not None and not arguments.dry_run:
-        raise ConfigError(f"--rank = {arguments.rank}: is for --dry-run; the formulas take the fullest rank")
+    parser.add_argument("--sweep", action="store_true", help="rank the layouts that fit")
+    options, rest = parser.parse_known_args(argv)
     for name in ("world_size", "gpus_per_node"):
-        if getattr(arguments, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} = {getattr(arguments, name)}: must be at least 1")
-    if not 0 <= (arguments.rank or 0) < arguments.world_size:
-        raise ConfigError(f"--rank = {arguments.rank}: must be from 0 to {arguments.world_size - 1}")
-    device = DEVICES[arguments.device]
-    bandwidth = 1e9 * arguments.bandwidth if arguments.bandwidth else device.network_bandwidth
-    cluster = Cluster(device, arguments.gpus_per_node, bandwidth)
-    storage = 1e9 * arguments.storage_bandwidth
-    options = Options(arguments.world_size, cluster, arguments.tokens, arguments.mttf_hours, storage)
-    config = load_config(rest)
+        if getattr(options, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} = {getattr(options, name)}: must be at least 1")
+    own = {f"--model.{field.name}" for field in dataclasses.fields(Model)}
+    changes = [word for word in rest if word.startswith("--model.") and word.partition("=")[0] not in own]
+    device, config = DEVICES[options.device], load_config([word for word in rest if word not in changes])
+    bandwidth = 1e9 * options.bandwidth if options.bandwidth else device.network_bandwidth
+    check_log_ranks(config.metrics.log_ranks, options.world_size)
     find_hook(config.metrics.hook)
     if config.float8.enable and device.float8_flops is None and not config.float8.emulate:
-        raise ConfigError(f"float8.enable = true: {arguments.device} has no float8 matmul")
-    return arguments, config, options
+        raise ConfigError(f"float8.enable = true: {options.device} has no float8 matmul")
+    split = (word.removeprefix("--model.").partition("=") for word in changes)
+    cluster = Cluster(device, options.gpus_per_node, bandwidth, options.flash_attention)
+    return options, config, cluster, {name: value for name, _, value in split}
+
+
+def changed_models(model: Model, changes: Mapping[str, str]) -> Mapping[str, Any]:
+    """All models, with other fields for the flavor that `model` names. Raises ConfigError."""
+    spec, flavor = find_model(model, 0)
+    try:
+        flavor = dataclasses.replace(flavor, **{name: json.loads(value) for name, value in changes.items()})
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"model.flavor = {model.flavor!r} with {dict(changes)}: {error}") from None
+    return {**models.MODELS, model.name: dataclasses.replace(spec, flavors={**spec.flavors, model.flavor: flavor})}
 
 
 def _positive(text: str) -> float:
@@ -298,19 +220,19 @@ def _positive(text: str) -> float:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Print the plan, the layouts or the dry run. Raises TitaniteError."""
-    arguments, config, options = parse(argv)
-    found: Any
-    text: Callable[[Any], str]
-    if arguments.sweep:
-        found, text = sweep(config, options), sweep_text
-    elif arguments.dry_run:
-        found, text = run_dry(config, arguments.world_size, arguments.rank or 0), dry_text
-    else:
-        found, text = plan(config, options), plan_text
-    with suppress(BrokenPipeError):  # a reader that stops early, such as `| head`
-        print(json.dumps(found, indent=1) if arguments.json else text(found))
+    """Print the plan or the layouts. Raises TitaniteError."""
+    options, config, cluster, changes = parse(argv)
+    with mock.patch.object(models, "MODELS", changed_models(config.model, changes)):
+        if options.sweep:
+            plans = sweep(config, options.world_size, cluster)
+        else:
+            plans = plan([config], options.world_size, cluster, options.eager_loss)
+    for found in plans:
+        found["run"] = plan_run(found, config.training.steps, options)
+    text = sweep_text(plans) if options.sweep else plan_text(plans[0])
+    with contextlib.suppress(BrokenPipeError):  # a reader that stops early, such as `| head`
+        print(json.dumps(plans if options.sweep else plans[0], indent=1) if options.json else text)
 
 
 if __name__ == "__main__":
-    run_and_leave(lambda: main(sys.argv[1:]))  # fake ranks cannot leave their process group
+    run_and_leave(lambda: main(sys.argv[1:]))
