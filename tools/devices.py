@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,11 +21,11 @@ class Device:
     link_bandwidth: float
     network_bandwidth: float
     watts: int
-    matmul_share: float = 0.71
+    matmul_share: float = 0.72
     float8_share: float = 0.7
-    attention_share: float = 0.45
+    attention_share: float = 0.46
     flash_share: float = 0.24
-    memory_share: float = 0.74
+    memory_share: float = 0.75
     fitted: bool = False
 
 
@@ -32,7 +33,8 @@ GIB = 2**30
 # Peaks and links are from the makers' data sheets, dense, one direction. Memory is the "total capacity" in torch's
 # out-of-memory errors, as users have posted them; data sheets say GB and mean GiB. h100-96gb's is set as near to its
 # sheet as h100's.
-HOPPER = {"flops": 989e12, "float8_flops": 1979e12, "link_bandwidth": 450e9, "network_bandwidth": 50e9}
+RATES = {"flops": 989e12, "float8_flops": 1979e12, "link_bandwidth": 450e9, "network_bandwidth": 50e9}
+HOPPER: dict[str, Any] = {**RATES}
 DEVICES = MappingProxyType(
     {
         # FlashAttention-2 reaches up to 225 of 312 TFLOP/s there (Dao 2023), less for short sequences.
@@ -43,8 +45,8 @@ DEVICES = MappingProxyType(
         "h100": Device(**HOPPER, memory_bytes=79.1 * GIB, memory_bandwidth=3.35e12, watts=700),
         # The H100 of Meta's Grand Teton: more and slower memory, limited to 500 W.
         "h100-96gb": Device(
-            **HOPPER, memory_bytes=95.0 * GIB, memory_bandwidth=2.4e12, watts=500, matmul_share=0.55, float8_share=0.5,
-            attention_share=0.4, flash_share=0.24, fitted=True,
+            **HOPPER, memory_bytes=95.0 * GIB, memory_bandwidth=2.4e12, watts=500, matmul_share=0.55, float8_share=0.42,
+            attention_share=0.41, flash_share=0.24, fitted=True,
         ),
         "h200": Device(**HOPPER, memory_bytes=139.8 * GIB, memory_bandwidth=4.8e12, watts=700, fitted=True),
         "b200": Device(

@@ -47,8 +47,8 @@ DEFAULT_VOCAB_SIZE = 4096  # for a flavor that takes its tokenizer's: that of th
 class DryRun(NamedTuple):
     """What one rank computed, moved, sent and held in a step: numbers, and collections of them.
 
-    `memory` and `updating` are the bytes held after each operation, in lists that begin and end with each forward and
-    backward; the second are those from the optimizer's step on.
+    `memory` are the bytes held after each operation up to the optimizer's step, in lists that begin and end with each
+    forward and backward; `updating` are the most from there on.
     """
 
     sent: dict[tuple[str, str], list[int]]  # (axis, kind) → number of collectives, bytes of the whole tensors
@@ -57,14 +57,14 @@ class DryRun(NamedTuple):
     weights: int
     optimizer: int
     memory: list[list[int]]
-    updating: list[list[int]]
+    updating: int
     on_host: bool  # with `cpu_offload` weights and states are on the host, which runs the optimizer
 
     @property
     def peak(self) -> int:
         """Most bytes held on the device in a step that finds the optimizer's states allocated."""
         before = max(map(max, self.memory))
-        return before - self.weights if self.on_host else max(before + self.optimizer, *map(max, self.updating))
+        return before - self.weights if self.on_host else max(before + self.optimizer, self.updating)
 
 
 def check(config: Config, world_size: int) -> ParallelDims:
@@ -106,6 +106,7 @@ def dry_run(config: Config, world_size: int, rank: int = 0, eager_loss: bool = F
     def begin_update(stepping: torch.optim.Optimizer, *_: Any) -> None:
         nonlocal before, states
         before, tally.memory, tally.part, states = tally.memory, [[tally.live]], "update", stepping.state
+        before[-1] = [max(before[-1])]  # clipping, weight after weight, has no one place where layers are added
 
     def end_of_step(step: int) -> None:
         nonlocal optimizer
@@ -116,10 +117,11 @@ def dry_run(config: Config, world_size: int, rank: int = 0, eager_loss: bool = F
     def make_loss(compile: Compile, mesh: Any) -> Any:
         return build_loss(Compile() if eager_loss else compile, mesh)
 
-    def attend(*args: Any, attn_mask: Tensor | None = None, is_causal: bool = False, **kwargs: Any) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
         """A GPU's kernels get a mask in blocks, and leave out what it hides: about half, as if it were causal."""
-        masked = attn_mask is not None and attn_mask.dtype == torch.bool
-        return attention(*args, None if masked else attn_mask, is_causal=is_causal or masked, **kwargs)
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            return attention(q, k, v, **kwargs | {"is_causal": True})
+        return attention(q, k, v, attn_mask, **kwargs)
 
     def zeros(config: Config, *_: Any, **__: Any) -> Any:
         """A stand-in for the data loader."""
@@ -175,9 +177,8 @@ def dry_run(config: Config, world_size: int, rank: int = 0, eager_loss: bool = F
         warnings.simplefilter("ignore")
         register_optimizer_step_pre_hook(begin_update)
         train.train(_one_step(config, folder), after_step=end_of_step)
-    computed = dict(tally.flops), dict(tally.moved)
-    held = weights, optimizer, before, tally.memory, config.parallelism.cpu_offload
-    return DryRun(tally.sent, *computed, *held)
+    on_host, flops, moved = config.parallelism.cpu_offload, dict(tally.flops), dict(tally.moved)
+    return DryRun(tally.sent, flops, moved, weights, optimizer, before, max(map(max, tally.memory)), on_host)
 
 
 def _one_step(config: Config, folder: str) -> Config:

@@ -177,18 +177,18 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Config, Cluster, dic
     parser.add_argument("--world-size", type=int, required=True, help="ranks")
     parser.add_argument("--device", choices=sorted(DEVICES), default="h100")
     parser.add_argument("--gpus-per-node", type=int, default=8)
-    parser.add_argument("--bandwidth", type=_positive, help="network per device and direction, 1e9 bytes/s")
-    parser.add_argument("--tokens", type=_positive, default=0.0, help="token budget; default: the config's steps")
-    parser.add_argument("--mttf-hours", type=_positive, default=20_000.0, help="mean time to failure of a node")
-    parser.add_argument("--storage-bandwidth", type=_positive, default=10.0, help="of all ranks together, 1e9 bytes/s")
+    parser.add_argument("--bandwidth", type=float, help="network per device and direction, 1e9 bytes/s")
+    parser.add_argument("--tokens", type=float, default=0.0, help="token budget; default: the config's steps")
+    parser.add_argument("--mttf-hours", type=float, default=20_000.0, help="mean time to failure of a node")
+    parser.add_argument("--storage-bandwidth", type=float, default=10.0, help="of all ranks together, 1e9 bytes/s")
     parser.add_argument("--eager-loss", action="store_true", help="the loss is not compiled, even if the blocks are")
     parser.add_argument("--flash-attention", action="store_true", help="torch's own attention, not the fastest")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--sweep", action="store_true", help="rank the layouts that fit")
     options, rest = parser.parse_known_args(argv)
-    for name in ("world_size", "gpus_per_node"):
-        if getattr(options, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} = {getattr(options, name)}: must be at least 1")
+    for name in ("world_size", "gpus_per_node", "bandwidth", "mttf_hours", "storage_bandwidth"):
+        if (value := getattr(options, name)) is not None and not 0 < value < math.inf:
+            raise ConfigError(f"--{name.replace('_', '-')} = {value}: must be above 0")
     own = {f"--model.{field.name}" for field in dataclasses.fields(Model)}
     changes = [word for word in rest if word.startswith("--model.") and word.partition("=")[0] not in own]
     device, config = DEVICES[options.device], load_config([word for word in rest if word not in changes])
@@ -210,13 +210,6 @@ def changed_models(model: Model, changes: Mapping[str, str]) -> Mapping[str, Any
     except (TypeError, ValueError) as error:
         raise ConfigError(f"model.flavor = {model.flavor!r} with {dict(changes)}: {error}") from None
     return {**models.MODELS, model.name: dataclasses.replace(spec, flavors={**spec.flavors, model.flavor: flavor})}
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not (math.isfinite(value) and value > 0):
-        raise argparse.ArgumentTypeError(f"{text}: must be above 0")
-    return value
 
 
 def main(argv: Sequence[str]) -> None:

@@ -1,7 +1,6 @@
 """Counts what a rank computes, moves, sends and holds, operator by operator."""
 
 import contextlib
-import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -138,8 +137,9 @@ class Tally(TorchDispatchMode):
             new[self.n_storages] = x
             self.needed.add(self.n_storages)
         if not self.in_graph:
-            largest = max(map(_size, new.values())) if "embedding" in func.name() else math.inf  # not the whole table
-            self.moved[self.part] += sum(min(_size(x), largest) for x in inputs) + sum(map(_size, new.values()))
+            written = sum(map(_size, new.values()))
+            table = "embedding" in func.name()  # of which only some rows are read
+            self.moved[self.part] += written + sum(min(_size(x), written) if table else _size(x) for x in inputs)
             self._sample()
             return
         level = self._level(inputs)

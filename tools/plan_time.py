@@ -21,8 +21,8 @@ NETWORK_SHARE = 0.8  # of a link's or the network's bandwidth, for a collective
 CALL_SECONDS = 20e-6  # of a collective between kernels, beside what its bytes take
 CONTENTION = 0.5  # of a collective's time, lost by kernels beside it: it takes some of their cores and bandwidth
 ASYNC_TP_SHOWS = 0.5  # of tensor parallelism's messages, not hidden when the compiler overlaps them
-IDLE = 0.01  # of the step
-RANGE = 0.87, 1.15  # of the tokens per second planned
+IDLE = 0.008  # of the step
+RANGE = 0.84, 1.1  # of the tokens per second planned
 
 
 class Cluster(NamedTuple):
@@ -88,11 +88,11 @@ def estimate(counted: DryRun, config: Config, dims: ParallelDims, cluster: Clust
         zero = 1 / 3 if "ZeroBubble" in parallelism.pp_schedule else 1.0
         microbatches = training.local_batch_size // parallelism.pp_microbatch_size
         bubble = (kernels * slowed + sum(between)) * zero * (dims.pp - 1) / (pieces * microbatches)
-    parts = (matmul * slowed, attention * slowed, pointwise * slowed, optimizer, *between, bubble)
+    parts = (matmul * slowed, attention * slowed, pointwise * slowed, optimizer, between[0], between[1], bubble)
     step = sum(parts) * (1 + IDLE)
     tokens = grad_accum_steps(training, dims.dp) * training.local_batch_size * training.seq_len
     rate = tokens / step / (dims.cp * dims.tp * dims.pp)
-    return Estimate(step, *parts, step - sum(parts), rate, *(rate * bound for bound in RANGE))
+    return Estimate(step, *parts, step - sum(parts), rate, RANGE[0] * rate, RANGE[1] * rate)
 
 
 def sent_bytes(kind: str, size: float, ranks: int, gloo: bool = False) -> float:
