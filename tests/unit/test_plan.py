@@ -304,14 +304,14 @@ def test_checkpoints_and_failures_by_hand() -> None:
 # The command.
 
 
-def test_a_sweep_ranks_what_fits() -> None:
+def test_a_sweep_ranks_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tools.plan.BEST_LAYOUTS", 1)
     words = [*DEBUG, "--model.flavor=tiny", f"{BATCH}=0", "--world-size=2"]
     options, config, cluster, _ = parse(words)
     plans = sweep(config, options.world_size, cluster)
     rates = [found["speed"]["tokens_per_second"] for found in plans]
     assert rates == sorted(rates, reverse=True)
     assert {found["mode"] for found in plans} == {"none", "selective", "full"}
-    assert len({found["layout"] for found in plans}) > 1
     assert "(unfitted)" in plan_text(plans[0] | {"run": plan_run(plans[0], 10, options)})
 
 
