@@ -21,7 +21,7 @@ from unittest import mock
 
 import models
 from config import Config, ConfigError, Model, load_config
-from metrics import check_log_ranks, find_hook
+from metrics import find_hook
 from models import build_model, find_model
 from parallel.fsdp import needs_fsdp
 from run.run import run_and_leave
@@ -193,7 +193,6 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Config, Cluster, dic
     changes = [word for word in rest if word.startswith("--model.") and word.partition("=")[0] not in own]
     device, config = DEVICES[options.device], load_config([word for word in rest if word not in changes])
     bandwidth = 1e9 * options.bandwidth if options.bandwidth else device.network_bandwidth
-    check_log_ranks(config.metrics.log_ranks, options.world_size)
     find_hook(config.metrics.hook)
     if config.float8.enable and device.float8_flops is None and not config.float8.emulate:
         raise ConfigError(f"float8.enable = true: {options.device} has no float8 matmul")

@@ -85,9 +85,8 @@ def estimate(counted: DryRun, config: Config, dims: ParallelDims, cluster: Clust
     between[beside[True] > beside[False]] += max(0.0, sum(beside) - kernels * slowed - sum(between))
     bubble, pieces = 0.0, len(stages_of_rank(0, parallelism))
     if dims.pp > 1:
-        zero = 1 / 3 if "ZeroBubble" in parallelism.pp_schedule else 1.0
         microbatches = training.local_batch_size // parallelism.pp_microbatch_size
-        bubble = (kernels * slowed + sum(between)) * zero * (dims.pp - 1) / (pieces * microbatches)
+        bubble = (kernels * slowed + sum(between)) * (dims.pp - 1) / (pieces * microbatches)
     parts = (matmul * slowed, attention * slowed, pointwise * slowed, optimizer, between[0], between[1], bubble)
     step = sum(parts) * (1 + IDLE)
     tokens = grad_accum_steps(training, dims.dp) * training.local_batch_size * training.seq_len
