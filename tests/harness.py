@@ -35,6 +35,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, start_g
     with tempfile.TemporaryDirectory() as folder:
         sys.stdout.flush()
         sys.stderr.flush()
+        prepare_fork()
         children = {
             os.fork() or _run_child(rank, world_size, folder, start_group, function, args): rank
             for rank in range(world_size)
@@ -51,12 +52,20 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, start_g
         return [pickle.loads((Path(folder) / f"result{rank}").read_bytes()) for rank in range(world_size)]
 
 
+def prepare_fork() -> None:
+    """Collect garbage here, and leave what stays out of every later collection, which walks through a million objects.
+
+    A fork that collected a process group of its parent would wait for ever for a thread that it does not have.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 def _run_child(
     rank: int, world_size: int, folder: str, start_group: bool, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> int:
     """The life of a rank; never returns."""
     code = 1
-    gc.freeze()  # else a collection walks through, and so copies, the million objects of the parent: 0.3 s each
     try:
         error = open(Path(folder) / f"error{rank}", "w", buffering=1)  # noqa: SIM115  # as long as the rank lives
         faulthandler.enable(error)

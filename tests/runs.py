@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from config import load_config
 from run.run import run_and_leave
-from tests.harness import run_ranks
+from tests.harness import prepare_fork, run_ranks
 from train import main, train
 
 STEPS = 12
@@ -69,6 +69,7 @@ class Ended(NamedTuple):
 def call(tmp_path: Path, *arguments: str) -> Ended:
     """train.py's main in a process of its own, forked after one import of torch."""
     log = tmp_path / "stderr.txt"
+    prepare_fork()
     pid = os.fork()
     if not pid:
         try:

@@ -129,7 +129,7 @@ def test_ranks_that_would_read_different_data_do_not_start(
     other = tmp_path / "set"
     command = [f"--source={dataset.parent / 'text'}", f"--output={other}", f"--tokenizer={dataset}"]
     prepare([*command, "--validation-fraction=0.1", "--block-mb=0.01"])
-    own, hashes = [str(dataset), str(other)], [json.dumps(open_dataset(str(url)).hash) for url in (dataset, other)]
+    own, hashes = [str(dataset), str(other)], [json.dumps([open_dataset(str(url)).hash]) for url in (dataset, other)]
     for setting, values, shown in (
         ("data.datasets", own, hashes),
         ("validation.datasets", own, hashes),
