@@ -187,8 +187,9 @@ def main(argv: list[str]) -> None:
     if not datasets:
         raise ConfigError(f"{arguments.place}: no run says which datasets to measure; name them with --datasets")
     config = replace(config, validation=replace(config.validation, datasets=tuple(datasets)))
-    for name, held_out in validation_sets(config).items():
-        loss, tokens = measure(trained, as_packed(held_out, arguments.seq_len, recorded))
+    sets = {name: as_packed(own, arguments.seq_len, recorded) for name, own in validation_sets(config).items()}
+    for name, held_out in sets.items():
+        loss, tokens = measure(trained, held_out)
         print(f"{name}  loss {loss:.4f}  perplexity {math.exp(loss):.3f}  {tokens:,} tokens", flush=True)
 
 

@@ -137,7 +137,7 @@ def test_training_sets_of_one_name_are_measured_apart(tmp_path: Path, capsys: py
     assert last_validation(run, "validation_loss")["validation_loss"] == pytest.approx(pooled, abs=1e-5)
 
     folders[1].rename(tmp_path / "moved")
-    with pytest.raises(TitaniteError, match="b/train/manifest.json: missing"):
+    with pytest.raises(TitaniteError, match=r"b/train/manifest\.json: missing"):
         validate([str(run)])
     assert not capsys.readouterr().out
 
