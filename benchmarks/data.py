@@ -335,9 +335,9 @@ def prepare(root: Path, quick: bool) -> tuple[list[Row], Bars]:
     rows = [row]
     for copies in (1, 4):
         code = (
-            "from data.prepare import prepare; from pathlib import Path; "
-            f"prepare([{str(root / 'copies')!r}], {str(root / f'memory-{copies}')!r}, "
-            f"tokenizer={str(root / 'tokenizer')!r}, shard_mb=8, processes=1);"
+            "from data.prepare import main; from pathlib import Path; "
+            f"main(['--source={root / 'copies'}', '--output={root / f'memory-{copies}'}', "
+            f"'--tokenizer={root / 'tokenizer'}', '--shard-mb=8', '--processes=1']);"
             "print(Path('/proc/self/status').read_text().split('VmHWM:')[1].split()[0])"
         )
         for number in range(copies):

@@ -1,15 +1,15 @@
 """Chat templates, rendered as transformers renders them, and examples for fine-tuning, of which only answers train."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import chain, pairwise
 from typing import Any, NoReturn
 
 import numpy as np
-from jinja2 import TemplateError, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
+from jinja2 import TemplateError
+from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as RawTokenizer
 
@@ -28,29 +28,20 @@ Message = Mapping[str, str]
 Parts = list[tuple[list[int], bool]]  # (tokens, whether they are trained)
 
 
-class GenerationTag(Extension):
-    """`{% generation %}`, which some templates put around the assistant's text; renders that text unchanged."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
 class ChatTemplate:
-    """A Jinja template for conversations, and the tokenizer of its text.
+    """A Jinja template for conversations ("": the built-in one), and the tokenizer of its text. Raises TitaniteError.
 
-    The template sees `messages`, `add_generation_prompt`, `bos_token` and `eos_token`, but no date: a conversation is
-    the same text every day. `source` "" takes the built-in template. Raises TitaniteError.
+    The template sees no date: a conversation is the same text every day.
     """
 
     def __init__(self, source: str, tokenizer: Tokenizer):
-        extensions = (loopcontrols, GenerationTag)
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
         environment.globals["raise_exception"] = _raise
         environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
         self.tokenizer = tokenizer
+        # Some templates put `{% generation %}` around the assistant's text, which is rendered all the same.
+        for name, always in (("generation", "if true"), ("endgeneration", "endif")):
+            source = re.sub(rf"({{%[-+]?\s*){name}\b", rf"\1{always}", source)
         try:
             self._template = environment.from_string(source or BUILT_IN)
         except TemplateError as error:
@@ -65,12 +56,8 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
         """The conversation as text, with a generation prompt up to where an answer begins. Raises TitaniteError."""
         try:
-            return self._template.render(
-                messages=messages,
-                add_generation_prompt=add_generation_prompt,
-                bos_token=self._bos,
-                eos_token=self.tokenizer.eos_token,
-            )
+            names = {"bos_token": self._bos, "eos_token": self.tokenizer.eos_token}
+            return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **names)
         except (TemplateError, TypeError) as error:
             raise TitaniteError(f"chat template: refuses the conversation: {error}") from None
 
@@ -133,9 +120,8 @@ def _raise(message: str) -> NoReturn:
 def encode_examples(texts: Sequence[str], format: str, tokenizer: Tokenizer) -> list[np.ndarray]:
     """The tokens of examples, uint32 with the bits of data.packing. Each example ends with eos.
 
-    A text is the JSON list of an example's values: of format "sft" [prompt, response], whose eos is trained with the
-    response; of "chat" [messages], for the tokenizer's template. The first token of an example is never trained, since
-    nothing comes before it. Raises TitaniteError quoting the example.
+    A text is a JSON list: of format "sft" [prompt, response], whose eos is trained; of "chat" [messages]. The first
+    token is never trained, since nothing comes before it. Raises TitaniteError quoting the example.
     """
     examples = []
     for text in texts:

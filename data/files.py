@@ -17,7 +17,6 @@ from storage import DamagedError, LocalStore, MissingError, S3Store, StoreError,
 
 LOCKS = 64  # lock files of a cache; each fetch holds one
 CHECKSUM_ATTEMPTS = 3  # fetches of a range before it counts as damaged
-FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk or the user's quota is full
 
 
 class Files:
@@ -28,10 +27,8 @@ class Files:
         self.store = open_store(self.url, config.comm.store_retry_seconds)
         self._cache: Cache | None = None
         if isinstance(self.store, S3Store):
-            own = Path(tempfile.gettempdir()) / f"titanite-data-{os.getuid()}"
-            self._cache = Cache(Path(data.cache_folder or own), int(data.cache_gb * 1e9))
-            if not data.cache_folder and (own.is_symlink() or own.stat().st_uid != os.getuid()):
-                raise StoreError(f"data.cache_folder: {own} was made by another user, who can write there; set another")
+            folder = data.cache_folder or f"{tempfile.gettempdir()}/titanite-data-{os.getuid()}"
+            self._cache = Cache(Path(folder), int(data.cache_gb * 1e9))
 
     def read(self, name: str) -> bytes:
         """Read a small file, without a check. Raises DamagedError, StoreError."""
@@ -55,7 +52,7 @@ class Files:
 
 
 def _map(path: Path, offset: int, size: int, crc32: int) -> memoryview:
-    """Map part of a file, read-only, and check it. Keeps no file open, unlike Python's mmap."""
+    """Map part of a file and check it. Keeps no file open, unlike Python's mmap."""
     try:
         with pa.memory_map(str(path)) as file:
             file.seek(min(offset, file.size()))
@@ -72,9 +69,9 @@ def _map(path: Path, offset: int, size: int, crc32: int) -> memoryview:
 
 
 class Cache:
-    """A folder with ranges of remote files, at most `limit_bytes`, shared by processes.
+    """A folder with ranges of remote files, shared by processes. Beyond `limit_bytes` the least recently used go.
 
-    Removes the least recently used ranges first. A mapped range stays usable after its removal.
+    A mapped range stays usable after its removal.
     """
 
     def __init__(self, folder: Path, limit_bytes: int) -> None:
@@ -94,8 +91,8 @@ class Cache:
                     content = self._store(key, fetch(), size, crc32)
             self._shrink()
         except OSError as error:  # full, no permission, too many open files
-            hint = "; it needs room for the blocks in use, whatever data.cache_gb says" if error.errno in FULL else ""
-            raise StoreError(f"data.cache_folder = {self.folder}: cannot be used: {error.strerror}{hint}") from None
+            advice = "; does data.cache_gb fit the disk?"
+            raise StoreError(f"data.cache_folder = {self.folder}: cannot be used: {error.strerror}{advice}") from None
         return content
 
     def _lookup(self, key: str, size: int, crc32: int) -> memoryview | None:
@@ -110,31 +107,21 @@ class Cache:
     def _store(self, key: str, content: memoryview, size: int, crc32: int) -> memoryview:
         temporary = self.folder / f"{key}.tmp"
         try:
-            while True:
-                try:
-                    temporary.write_bytes(content)
-                    break
-                except OSError as error:  # the disk may be smaller than the cache's limit
-                    if error.errno not in FULL or not self._shrink(len(content)):
-                        raise
+            temporary.write_bytes(content)
             mapped = _map(temporary, 0, size, crc32)  # before other processes see it and may remove it
             temporary.replace(self.folder / f"{key}.range")
             return mapped
         finally:
             temporary.unlink(missing_ok=True)
 
-    def _shrink(self, room: int = 0) -> bool:
-        """Remove ranges down to the limit, and at least `room` bytes. Returns whether any was removed."""
+    def _shrink(self) -> None:
+        """Remove ranges down to the limit."""
         with self._locked("lock-shrink"):
-            files = [(path, path.stat()) for path in self.folder.glob("*.range")]
-            entries = [(status.st_mtime_ns, status.st_size, path) for path, status in files]
-            total = before = sum(size for _, size, _ in entries)
-            for _, size, path in sorted(entries):
-                if total <= min(self.limit_bytes, before - room):
-                    break
-                path.unlink(missing_ok=True)
-                total -= size
-            return total < before
+            files = sorted(self.folder.glob("*.range"), key=lambda path: path.stat().st_mtime_ns)
+            total = sum(path.stat().st_size for path in files)
+            while total > self.limit_bytes:
+                total -= files[0].stat().st_size
+                files.pop(0).unlink()
 
     @contextmanager
     def _locked(self, name: str) -> Iterator[None]:

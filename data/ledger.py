@@ -1,8 +1,7 @@
 """Where a run stands in its data, and the ledger of what each data-parallel rank was given. Imports no torch.
 
-Each data-parallel rank has a ledger in the run folder, such as `data/rank-00000.jsonl`, for the proof of tools.audit.
-Every start writes a line with the place it continues from and where its datasets are. Every step writes a line with the
-samples of the segment consumed before it and a checksum of the rank's tokens.
+A ledger such as `data/rank-00000.jsonl` in the run folder has a line for every start, with the place it continues from,
+and one for every step, with a checksum of the rank's tokens. tools.audit proves by it what a run was trained on.
 """
 
 import json
@@ -21,7 +20,6 @@ from data.shards import DataError, Dataset
 from records import open_records, read_records
 
 STATE_VERSION = 3
-FORMER = {"masked": "masked blocks", "piece_tokens": "shuffled samples"}  # in a state of before the rebuild
 
 
 class StepShape(NamedTuple):
@@ -116,11 +114,9 @@ def first_place(config: Config, datasets: Sequence[Dataset]) -> Place:
 
 def saved_place(state: Mapping[str, Any]) -> Place:
     """The place that `Place.state` recorded. Raises DataError for what only earlier commits can read."""
-    former = [text for key, text in FORMER.items() if state.get(key)]
-    if state.get("version") != STATE_VERSION or former:
-        what = " with ".join([f"version {state.get('version')}", *former])
+    if state.get("version") != STATE_VERSION or state.get("masked") or state.get("piece_tokens"):
         advice = "resume at commit 7cc964e (see docs/migration.md) or, with checkpoint.initial_load, start a new run"
-        raise DataError(f"data state: {what}; this code reads {STATE_VERSION} without them; {advice}")
+        raise DataError(f"data state: of another version, or with masked blocks or shuffled samples; {advice}")
     names, starts, weights = zip(*state["datasets"], strict=True)
     segment = Segment(names, weights, starts, state["seq_len"])
     return Place(state["seed"], state["window_blocks"], segment, state["samples"], dict(state["earlier"]))
@@ -195,10 +191,7 @@ class Records(NamedTuple):
 
 
 def read_ledger(path: Path) -> Records:
-    """Read the ledger of one rank, empty if there is no file. Leaves out a last line that a kill cut.
-
-    Raises ValueError, KeyError or TypeError for a file that is otherwise no ledger.
-    """
+    """The ledger of one rank, empty if there is no file. Raises ValueError, KeyError or TypeError if it is none."""
     steps: list[Step] = []
     begins: dict[str, Any] = {}
     for line in read_records(path):

@@ -1,7 +1,6 @@
 """Batches for training and validation, in the order of data.order, read ahead by a thread."""
 
 import itertools
-import json
 import logging
 import time
 from collections import deque
@@ -49,8 +48,7 @@ class DataLoader:
     """The batches of data-parallel rank `dp_rank` of `dp_size`, as a function of the number of samples consumed.
 
     The place counts only what `next_step` has returned, not what was read ahead. It is the same on all ranks, so its
-    state fits any number of ranks and any batch size. Raises DataError if the data cannot be used, ConfigError if the
-    batch sizes do not divide.
+    state fits any number of ranks and any batch size. Raises DataError, ConfigError.
     """
 
     def __init__(self, config: Config, dp_rank: int, dp_size: int, pin_memory: bool = False):
@@ -76,10 +74,9 @@ class DataLoader:
         """Refuse to go on with a run that began with another tokenizer. Raises ConfigError."""
         if not (folder / TOKENIZER).is_file() or not (folder / "model.json").is_file():
             return  # not the folder of a run
-        began, own = load_tokenizer(folder).fingerprint, self.tokenizer.fingerprint
-        if began != own:
-            data = f"the data in {self._datasets[0].url} was made with {own}; prepare it with --tokenizer {folder}"
-            raise ConfigError(f"{folder}: this run began with tokenizer {began}, but {data}, or begin a new run")
+        if load_tokenizer(folder).fingerprint != self.tokenizer.fingerprint:
+            data = f"{self._datasets[0].url} was made with; prepare the data with --tokenizer {folder}"
+            raise ConfigError(f"{folder}: this run began with another tokenizer than {data}, or begin a new run")
 
     def check_place(self, state: dict[str, Any]) -> None:
         """Raise DataError for a place of another run that this one cannot go on from."""
@@ -88,16 +85,14 @@ class DataLoader:
     def check_ranks(self) -> None:
         """Raise ConfigError on all ranks, naming the setting, if ranks have different data or settings. Collective."""
         facts = {f"{part}.{key}": value for part, own in asdict(self._config).items() for key, value in own.items()}
-        for key, datasets in (("data.datasets", self._datasets), ("validation.datasets", self._held_out)):
-            facts[key] = [dataset.hash for dataset in datasets]
+        facts["data.datasets"] = [dataset.hash for dataset in self._datasets]
+        facts["validation.datasets"] = [dataset.hash for dataset in self._held_out]
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, facts)
+        dist.all_gather_object(everyone, {key: str(value) for key, value in facts.items() if key not in OF_THE_NODE})
         for rank, own in enumerate(everyone):
-            for what, first in everyone[0].items():
-                if own[what] != first and what not in OF_THE_NODE:
-                    found = f"{json.dumps(own[what])} on rank {rank}, {json.dumps(first)} on rank 0"
-                    advice = "every node needs the same copy of the data and the same config"
-                    raise ConfigError(f"{what}: {found}; {advice}", agreed=True)
+            for key, value in sorted(own.items() - everyone[0].items()):
+                found = f"{value} on rank {rank}, {everyone[0][key]} on rank 0"
+                raise ConfigError(f"{key}: {found}; every node needs the same data and config", agreed=True)
 
     def next_step(self) -> list[Batch]:
         """This rank's microbatches of the next optimizer step. Raises DataError, StoreError."""
@@ -131,11 +126,7 @@ class DataLoader:
         return self._place.state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from the place `state`.
-
-        World size, batch sizes and prefetch may have changed freely. A change of seq_len, of the weights or of the set
-        of datasets starts a new segment, in which no token comes again. Raises DataError if the order would change.
-        """
+        """Continue from the place `state`, as `Place.resumed` says. Raises DataError if the order would change."""
         saved = saved_place(state)
         place = self._place.resumed(saved)
         for name in sorted(place.earlier.keys() - saved.earlier.keys()):
@@ -189,10 +180,7 @@ class DataLoader:
 
 
 def _fill(batch: Batch, rows: list[int], stream: Stream, start: int) -> None:
-    """Fill `rows` one after the other with the tokens of a stream from `start` on.
-
-    Each label is the next token of the stream. Positions restart in each row and document.
-    """
+    """Fill `rows` with the tokens of a stream from `start` on, labels with the next token of each."""
     seq_len = batch.tokens.shape[1]
     count = len(rows) * seq_len
     tokens, lengths, hidden = stream.read(start, count + 1)
@@ -214,10 +202,9 @@ def _fill(batch: Batch, rows: list[int], stream: Stream, start: int) -> None:
 
 
 def validation_batches(config: Config, dp_rank: int, dp_size: int) -> Iterator[Batch]:
-    """Yield the held-out documents as batches of local_batch_size, in a fixed order.
+    """Yield validation.max_samples held-out samples (0: all), evenly spread, the same whatever dp_size, as batches.
 
-    Takes at most validation.max_samples samples, evenly spread over all (0: all), whatever dp_size. Every rank gets the
-    same number of batches; missing rows are padding with labels IGNORED. Raises DataError, StoreError.
+    Every rank gets equally many batches; missing rows are padding with labels IGNORED. Raises DataError, StoreError.
     """
     splits = [open_dataset(url, config).split("validation") for url in config.data.datasets]
     seq_len, size = config.training.seq_len, config.training.local_batch_size

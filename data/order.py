@@ -1,13 +1,11 @@
 """The order of the data, as pure functions of integers. Imports numpy only.
 
 An epoch of a dataset permutes its blocks. Every `window_blocks` consecutive blocks form a window, whose documents are
-permuted. All documents laid end to end are one stream of tokens. Epochs follow each other, each in its own order.
-Sample j of a dataset is the tokens [j * seq_len, (j + 1) * seq_len], both ends included, of that endless stream. Its
-last token is only a label and comes again as the first input of sample j + 1, so every token of an epoch is an input
-exactly once.
+permuted. All documents laid end to end, epoch after epoch, are one endless stream of tokens. Sample j is its tokens
+[j * seq_len, (j + 1) * seq_len], both ends included. The last one is only a label and comes again as the first input of
+sample j + 1, so every token of an epoch is an input exactly once.
 
-Several datasets are interleaved by weight. A `Segment` fixes which datasets are mixed and where each stands. A sample's
-index in the segment then determines its tokens.
+Several datasets are interleaved by weight. A sample's index in a `Segment` determines its tokens.
 """
 
 import hashlib
@@ -92,10 +90,7 @@ def mixture_counts(total: int, weights: np.ndarray) -> np.ndarray:
 
 
 def interleave(start: int, count: int, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(dataset, number in that dataset), int64 [count] each, of the samples [start, start + count).
-
-    Both depend only on the sample's index and the weights, not on the range asked for.
-    """
+    """(dataset, number in that dataset), int64 [count] each, of the samples [start, start + count), however cut."""
     if len(weights) == 1:
         return np.zeros(count, np.int64), np.arange(start, start + count)
     first = mixture_counts(start, weights)

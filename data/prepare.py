@@ -2,18 +2,16 @@
 
     python -m data.prepare --source stdlib --output datasets/stdlib
 
-Two passes run on all cores, or on one for a small input. The first tokenises each unit of the input into a file, its
-documents sorted into buckets. The second shuffles each bucket and writes it as one shard. A hash of a document's
-position in the input decides its bucket and place, a hash of its whole text whether it is held out. So the output does
-not depend on the number of processes. Finished work stays in OUTPUT/.parts: after a kill, the same command continues
-from there. manifest.json is written last and makes the dataset valid.
+Two passes run on all cores. The first tokenises each unit of the input into a file, its documents sorted into buckets.
+The second shuffles each bucket and writes it as one shard. A hash of a document's position in the input decides its
+bucket and place, a hash of its whole text whether it is held out. So the output does not depend on the processes.
+Finished work stays in OUTPUT/.parts: after a kill, the same command goes on. manifest.json is written last.
 """
 
 import argparse
 import ctypes
 import hashlib
 import json
-import logging
 import multiprocessing
 import os
 import signal
@@ -32,7 +30,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from tqdm import tqdm
 
-from config import TitaniteError, command_line
+from config import command_line
 from data import writer
 from data.chat import BUILT_IN, encode_examples
 from data.order import derive_key, random_words
@@ -51,8 +49,6 @@ AT_ONCE = 1024  # tasks given to a pool: more than processes, but submitting tho
 PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that this process gets when its parent ends
 
 Map = Callable[..., Iterator[int]]
-
-log = logging.getLogger(__name__)
 
 
 class Plan(NamedTuple):
@@ -75,64 +71,54 @@ class Plan(NamedTuple):
         return self.train_buckets + self.validation_buckets
 
 
-def prepare(
-    sources: Sequence[str],
-    output: str,
-    tokenizer: str = "",
-    vocab_size: int = 0,
-    eos_token: str = "",
-    format: str = "text",
-    keys: str = "",
-    seq_len: int = 0,
-    max_characters: int = 0,
-    validation_fraction: float = 0.02,
-    block_mb: float = 8,
-    shard_mb: float = 256,
-    processes: int = 0,
-    overwrite: bool = False,
-) -> dict[str, Any]:
-    """Prepare a dataset and return its manifest. `--help` explains the parameters. Raises DataError, TitaniteError."""
-    folder = writer.check_output(output, overwrite, validation_fraction, block_mb, shard_mb)
-    is_text, names = format == "text", tuple((keys or KEYS[format]).split(","))
+def prepare(o: argparse.Namespace) -> dict[str, Any]:
+    """Prepare a dataset by `parse_options` and return its manifest. Raises DataError, TitaniteError."""
+    folder = writer.check_output(o.output, o.overwrite, o.validation_fraction, o.block_mb, o.shard_mb)
+    is_text, default_keys = o.format == "text", KEYS[o.format]
+    names = tuple((o.keys or default_keys).split(","))
     for mistake, message in (
-        (tokenizer and vocab_size, f"--vocab-size {vocab_size}: is to train a tokenizer, not for --tokenizer"),
-        (vocab_size and vocab_size < 257, f"--vocab-size {vocab_size}: must be at least 257: all bytes and eos"),
-        (eos_token and not tokenizer, f"--eos-token {eos_token}: needs --tokenizer; a newly trained one has its own"),
-        (not is_text and not tokenizer, f"--format {format}: give the --tokenizer of the model to be tuned"),
-        (not is_text and seq_len < 2, f"--seq-len {seq_len}: must be at least 2, the later training.seq_len"),
-        (is_text and seq_len, f"--seq-len {seq_len}: is for --format sft and chat"),
-        (keys.count(",") != KEYS[format].count(",") and keys, f"--keys {keys}: must be as many as in {KEYS[format]}"),
-        (max_characters and not is_text, f"--max-characters {max_characters}: examples are never cut"),
-        (processes < 0, f"--processes {processes}: must be at least 0"),
+        (o.tokenizer and o.vocab_size, f"--vocab-size {o.vocab_size}: is to train a tokenizer, not for --tokenizer"),
+        (o.vocab_size and o.vocab_size < 257, f"--vocab-size {o.vocab_size}: must be at least 257: all bytes and eos"),
+        (o.eos_token and not o.tokenizer, f"--eos-token {o.eos_token}: needs --tokenizer; a trained one has its own"),
+        (not is_text and not o.tokenizer, f"--format {o.format}: give the --tokenizer of the model to be tuned"),
+        (not is_text and o.seq_len < 2, f"--seq-len {o.seq_len}: must be at least 2, the later training.seq_len"),
+        (is_text and o.seq_len, f"--seq-len {o.seq_len}: is for --format sft and chat"),
+        (len(names) != len(default_keys.split(",")), f"--keys {o.keys}: must be as many as in {default_keys}"),
+        (o.max_characters and not is_text, f"--max-characters {o.max_characters}: examples are never cut"),
     ):
         if mistake:
             raise DataError(message)
 
     # -- the input, its tokenizer and what decides the bytes to write
-    units = plan_units(files := list_files(sources))
-    if tokenizer:
-        chosen = load_tokenizer(tokenizer, eos_token)
+    units = plan_units(files := list_files(o.sources))
+    if o.tokenizer:
+        chosen = load_tokenizer(o.tokenizer, o.eos_token)
     else:
-        chosen = train_tokenizer(_sample_texts(units, names), vocab_size or VOCAB_SIZE)
-    if format == "chat":
+        chosen = train_tokenizer(_sample_texts(units, names), o.vocab_size or VOCAB_SIZE)
+    if o.format == "chat":
         chosen.chat_template = chosen.chat_template or BUILT_IN
     dtype = writer.token_dtype(chosen.vocab_size) if is_text else "uint32"
     plain = {("text", ""), ("jsonl", "")}  # Parquet and compressed files hold about five times their size
     text_bytes = sum(file.size * (1 if kind_of(file.url) in plain else 5) for file in files)
-    shards = text_bytes / 4 * np.dtype(dtype).itemsize / (shard_mb * 2**20)  # a token is about four bytes of text
+    shards = text_bytes / 4 * np.dtype(dtype).itemsize / (o.shard_mb * 2**20)  # a token is about four bytes of text
     inputs = json.dumps([VERSION, units, chosen.fingerprint, chosen.chat_template])
-    buckets = (max(1, round(shards * share)) for share in (1 - validation_fraction, validation_fraction))
-    wanted = format, names, seq_len, max_characters, dtype, validation_fraction, int(block_mb * 2**20)
-    plan = Plan(hashlib.sha256(inputs.encode()).hexdigest(), *wanted, *buckets)
-    _check_first(plan, chosen, units)
+    shares = 1 - o.validation_fraction, o.validation_fraction
+    wanted = o.format, names, o.seq_len, o.max_characters, dtype, o.validation_fraction, int(o.block_mb * 2**20)
+    plan = Plan(
+        hashlib.sha256(inputs.encode()).hexdigest(), *wanted, *(max(1, round(shards * share)) for share in shares)
+    )
+    if not (first := next(chain.from_iterable(_batches(plan, unit) for unit in units), None)):
+        raise DataError("the input holds no text: nothing to prepare")
+    if not is_text:  # a mistake in the template or the keys is found before anything is removed
+        _tokenize(plan, chosen, first[:1], np.zeros(1, np.uint64))
 
     # -- both passes, continuing an interrupted preparation by the same plan
-    with writer.locked(folder, overwrite):
+    with writer.locked(folder):
         _start_or_go_on(folder, plan, chosen)
         waiting = [(bucket, 1) for bucket in range(plan.buckets) if not _record(folder, bucket).exists()]
         # Starting a process takes most of a second, in which it could tokenise a few MB.
         is_small = sum(unit.bytes for unit in units) < 2 * UNIT_BYTES
-        workers = processes or (1 if is_small else len(os.sched_getaffinity(0)))
+        workers = o.processes or (1 if is_small else len(os.sched_getaffinity(0)))
         with _worker_pool(min(workers, max(len(units), plan.buckets))) as pool_map:
             if waiting:
                 numbered = [(pair, pair[1].bytes) for pair in enumerate(units)]
@@ -144,10 +130,8 @@ def prepare(
         written = [
             writer.WrittenShard(Shard(*shard), pa.Table.from_pylist(rows, INDEX_SCHEMA)) for shard, rows, _ in records
         ]
-        if not any(shard.documents for shard, _ in written):  # of other input, `_check_first` found a document
-            raise DataError(f"--seq-len {seq_len}: every example is longer; give a larger one")
         dropped = sum(number for *_, number in records)
-        facts = {} if is_text else {"dtype": dtype, "packed_seq_len": seq_len, "dropped": dropped}
+        facts = {} if is_text else {"dtype": dtype, "packed_seq_len": o.seq_len, "dropped": dropped}
         manifest = writer.write_manifest(folder, chosen, written, facts)
         writer.remove_parts(folder)
         return manifest
@@ -165,25 +149,12 @@ def _sample_texts(units: list[Unit], keys: Sequence[str]) -> Iterator[str]:
                 break
 
 
-def _check_first(plan: Plan, tokenizer: Tokenizer, units: list[Unit]) -> None:
-    """Tokenise the first document, to find a wrong option before anything is removed. Raises DataError."""
-    batch = next(chain.from_iterable(_batches(plan, unit) for unit in units), None)
-    if not batch:
-        raise DataError("the input holds no text: nothing to prepare")
-    text, held_out = batch[0]
-    text = text[:1000] if plan.format == "text" else text  # it may be gigabytes long
-    _tokenize(plan, tokenizer, [(text, held_out)], np.zeros(1, np.uint64))
-
-
 def _start_or_go_on(folder: Path, plan: Plan, tokenizer: Tokenizer) -> None:
     """Keep the parts of an interrupted preparation by the same plan. Remove everything else that we wrote."""
     plan_file = folder / writer.PARTS / "plan.json"
     record = json.dumps(plan._asdict(), indent=1)
     (folder / "manifest.json").unlink(missing_ok=True)  # first, so that nothing reads a dataset replaced in part
-    before = plan_file.read_text(encoding="utf-8") if plan_file.is_file() else ""
-    if before != record:
-        if before:
-            log.warning("%s: starting over, since the input, the options or the version changed", folder)
+    if not plan_file.is_file() or plan_file.read_text(encoding="utf-8") != record:
         writer.remove_dataset(folder)
         plan_file.parent.mkdir()
         write_atomically(plan_file, record.encode())
@@ -192,7 +163,7 @@ def _start_or_go_on(folder: Path, plan: Plan, tokenizer: Tokenizer) -> None:
 
 @lru_cache(maxsize=1)
 def _stored_tokenizer(folder: Path, plan: Plan) -> Tokenizer:
-    """The tokenizer of the plan that a folder is prepared by. Each worker process reads it once."""
+    """The tokenizer of a plan, read once by each worker process."""
     return load_tokenizer(folder)
 
 
@@ -200,10 +171,7 @@ def _stored_tokenizer(folder: Path, plan: Plan) -> Tokenizer:
 
 
 def _tokenize_unit(folder: Path, plan: Plan, numbered: tuple[int, Unit]) -> int:
-    """Write the documents of a unit as an Arrow file, unless it is there. Returns the number of tokens.
-
-    The file repeats one record batch per bucket, in their order, as often as HELD_TOKENS are reached.
-    """
+    """Write a unit's documents as a file, one record batch per bucket every HELD_TOKENS. Returns its tokens."""
     number, unit = numbered
     path, tokenizer = folder / writer.PARTS / f"unit-{number:06}.arrow", _stored_tokenizer(folder, plan)
     if path.exists():
@@ -213,10 +181,7 @@ def _tokenize_unit(folder: Path, plan: Plan, numbered: tuple[int, Unit]) -> int:
     schema = pa.schema({"word": pa.uint64(), "tokens": token_type(plan.dtype)})
     with writer.written_whole(path) as sink, pa.ipc.new_file(sink, schema) as part_writer:
         for batch in _batches(plan, unit):
-            try:
-                batches.append(_tokenize(plan, tokenizer, batch, random_words(len(batch), key, first=seen)))
-            except TitaniteError as error:  # quotes the text, by which to find it there
-                raise DataError(f"{unit.files[0].url}, or a file after it: {error}") from None
+            batches.append(_tokenize(plan, tokenizer, batch, random_words(len(batch), key, first=seen)))
             seen += len(batch)
             size = len(batches[-1].column("tokens").values)
             tokens, held = tokens + size, held + size
@@ -289,8 +254,17 @@ def _write_bucket(folder: Path, plan: Plan, bucket: int) -> int:
     """Write the shard of a bucket and a record: its blocks and the examples left out. Returns the number of tokens."""
     is_train = bucket < plan.train_buckets
     split, number = ("train", bucket) if is_train else ("validation", bucket - plan.train_buckets)
+    batches = []
+    for path in sorted((folder / writer.PARTS).glob("unit-*.arrow")):
+        with pa.OSFile(str(path)) as part:  # read, not mapped: units may outnumber the allowed open files
+            file = pa.ipc.open_file(part)
+            batches += [file.get_batch(i) for i in range(bucket, file.num_record_batches, plan.buckets)]
     with failures_of(f"{split}-{number:05}, which a smaller --shard-mb makes smaller"):
-        documents = _shuffled_documents(folder / writer.PARTS, bucket, plan.buckets)
+        table = pa.Table.from_batches(batches)
+        order = np.argsort(table.column("word").to_numpy(), kind="stable")
+        documents = table.column("tokens").combine_chunks()
+        del table, batches  # to hold the documents twice, not three times
+        documents = documents.take(pa.array(order))
     dropped = 0
     if plan.seq_len:
         fitting = documents.filter(pc.greater(pc.list_value_length(documents), 0))
@@ -299,20 +273,6 @@ def _write_bucket(folder: Path, plan: Plan, bucket: int) -> int:
     shard, blocks = writer.write_shard(folder, split, number, documents, plan.block_bytes)
     write_atomically(_record(folder, bucket), json.dumps([shard, blocks.to_pylist(), dropped]).encode())
     return shard.tokens
-
-
-def _shuffled_documents(parts: Path, bucket: int, buckets: int) -> pa.ListArray:
-    """The documents of a bucket, from all units, in the order of their sort keys."""
-    batches = []
-    for path in sorted(parts.glob("unit-*.arrow")):
-        with pa.OSFile(str(path)) as part:  # read, not mapped: units may outnumber the allowed open files
-            file = pa.ipc.open_file(part)
-            batches += [file.get_batch(i) for i in range(bucket, file.num_record_batches, buckets)]
-    table = pa.Table.from_batches(batches)
-    order = np.argsort(table.column("word").to_numpy(), kind="stable")
-    tokens = table.column("tokens").combine_chunks()
-    del table, batches  # to hold the documents twice, not three times
-    return tokens.take(pa.array(order))
 
 
 def _record(folder: Path, bucket: int) -> Path:
@@ -332,10 +292,8 @@ def _worker_pool(count: int) -> Iterator[Map]:
     try:
         yield pool.map
     except BrokenProcessPool:
-        raise DataError(
-            "the system killed a worker, most often for lack of memory; run the same command again to "
-            "continue, best with fewer --processes, or start over with a smaller --shard-mb"
-        ) from None
+        advice = "continue with the same command, best with fewer --processes, or begin with a smaller --shard-mb"
+        raise DataError(f"the system killed a worker, most often for lack of memory; {advice}") from None
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -364,10 +322,8 @@ def _start_worker() -> None:
 # ---------------------------------------------------------------- command line
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m data.prepare", description="Turn text, JSON lines and Parquet into a dataset."
-    )
+def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("python -m data.prepare", description="Turn text into a dataset for training.")
     add = parser.add_argument
     add("--source", dest="sources", nargs="+", required=True, help="stdlib, or folders, files, globs or URLs")
     writer.add_output_options(parser)
@@ -380,9 +336,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--seq-len", type=int, default=0, help="tokens per row of packed examples; longer ones are left out, counted")
     add("--max-characters", type=int, default=0, help="cut longer texts at line ends; 0 (default): never")
     add("--processes", type=int, default=0, help="0 (default): one per available core, or one for a few MB")
-    options = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = parse_options(argv)
     with command_line():
-        manifest = prepare(**vars(options))
+        manifest = prepare(options)
         if manifest.get("dropped"):
             print(f"examples longer than {manifest['packed_seq_len']} tokens, left out: {manifest['dropped']:,}")
         writer.report(manifest, options.output)

@@ -1,20 +1,13 @@
-"""Prepared datasets: a manifest, and blocks of documents in Arrow files.
+"""Prepared datasets: manifest.json, an index of blocks (blocks.arrow), and blocks of documents in Arrow files.
 
-    manifest.json        what the dataset is; its SHA-256 names the dataset; written last
-    blocks.arrow         one row per block: byte range, documents, tokens, checksum
-    train-00000.arrow    Arrow IPC file; column `tokens: list<uint16 | uint32>`, a row is a
-                         document, a record batch is a block; validation-00000.arrow likewise
-    tokenizer.json       the tokenizer; tokenizer_config.json names its eos token
-    chat_template.jinja  the tokenizer's chat template, if it has one
-
-A dataset for fine-tuning is packed: see data.packing. Imports no torch.
+In a file such as train-00000.arrow a row is a document, a record batch is a block. tokenizer.json lies beside it.
+A dataset for fine-tuning is packed: see data.packing. docs/data.md describes the files. Imports no torch.
 """
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,15 +22,9 @@ from storage import DamagedError
 FORMAT = "titanite-tokens"
 VERSION = 3  # version 1 had no seal; 1 and 2 had a file of the documents' lengths beside each shard
 SPLITS = ("train", "validation")
-INDEX_SCHEMA = pa.schema(
-    [
-        ("offset", pa.uint64()),  # of the record batch message in its file
-        ("size", pa.uint32()),  # of that message, in bytes
-        ("documents", pa.uint32()),
-        ("tokens", pa.uint32()),
-        ("crc32", pa.uint32()),  # of that message
-    ]
-)
+# Offset, size and checksum are those of the record batch message in its file, in bytes.
+_UINT32 = dict.fromkeys(("size", "documents", "tokens", "crc32"), pa.uint32())
+INDEX_SCHEMA = pa.schema({"offset": pa.uint64(), **_UINT32})
 
 
 class DataError(TitaniteError):
@@ -56,7 +43,7 @@ class Shard(NamedTuple):
 
 
 class Block(NamedTuple):
-    """The documents of one block, as views of the mapped file."""
+    """The documents of a block, as views of the mapped file."""
 
     values: np.ndarray  # [tokens] uint16 or uint32
     offsets: np.ndarray  # [documents + 1] int32
@@ -79,11 +66,9 @@ class Split:
     files: Files
     dtype: str
     vocab_size: int
-    packed_seq_len: int
-    """Tokens per row, with the bits of data.packing. 0: rows are documents and tokens are ids."""
+    packed_seq_len: int  # tokens per row, with the bits of data.packing; 0: rows are documents and tokens are ids
     shards: tuple[Shard, ...]
-    bounds: np.ndarray
-    """[shards + 1] The first block of each shard, then the number of blocks."""
+    bounds: np.ndarray  # [shards + 1] the first block of each shard, then the number of blocks
     offset: np.ndarray
     size: np.ndarray
     documents: np.ndarray
@@ -106,8 +91,7 @@ class Split:
         try:
             return self.decode(block, self.files.map(shard.file, *where))
         except DamagedError as error:
-            advice = "`python -m tools.verify` names every file to fetch again"
-            raise DataError(f"{error} (block {number}); {advice}") from None
+            raise DataError(f"{error} (block {number}); `python -m tools.verify` names all files to replace") from None
 
     def decode(self, block: int, content: memoryview) -> Block:
         """The documents in the bytes of a block. Raises DataError naming the block if they are not what it had."""
@@ -133,14 +117,12 @@ class Dataset:
     """A prepared dataset: its manifest and index, without tokens."""
 
     files: Files
-    hash: str
-    """First 16 hex digits of the SHA-256 of the manifest, which covers everything else."""
+    hash: str  # first 16 hex digits of the SHA-256 of the manifest, which covers everything else
     vocab_size: int
     eos_id: int
     tokenizer_fingerprint: str
     splits: dict[str, Split]
-    chat_template: str
-    """Digest of chat_template.jinja, "" without one."""
+    chat_template: str  # digest of chat_template.jinja, "" without one
 
     @property
     def url(self) -> str:
@@ -154,8 +136,7 @@ class Dataset:
     def split(self, name: str) -> Split:
         """One split. Raises DataError if it is empty."""
         if not self.splits[name].shards:
-            advice = "prepare it with another --validation-fraction, name validation.datasets, or do not validate"
-            raise DataError(f"{self.url}: has no {name} documents; {advice}")
+            raise DataError(f"{self.url}: has no {name} documents; name validation.datasets, or do not validate")
         return self.splits[name]
 
     def tokenizer(self) -> Tokenizer:
@@ -184,10 +165,7 @@ def seal(content: bytes) -> bytes:
 
 
 def open_dataset(url: str, config: Config | None = None) -> Dataset:
-    """Read and check the manifest and the index of a prepared dataset.
-
-    `config` says how to fetch remote data. Raises DataError, StoreError (DamagedError if a file is missing or damaged).
-    """
+    """Read and check manifest and index of a dataset; `config` says how to fetch them. Raises DataError, StoreError."""
     files = Files(url, config or Config())
     text = files.read("manifest.json")
     try:
@@ -248,7 +226,7 @@ def check_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
     held_out = [_open_to_train(url, config) for url in config.validation.datasets]
     chat, needed = with_chat_template(datasets), config.training.seq_len + 1
     for dataset in datasets:
-        _check_fits("data.datasets", dataset, dataset.splits.values(), datasets[0], config)
+        _check_fits(dataset, datasets[0], config)
         if (tokens := dataset.split("train").total_tokens) < needed:
             raise DataError(f"{dataset.url}: {tokens} training tokens are too few for training.seq_len + 1 = {needed}")
         if config.validation.enable and not held_out:
@@ -257,7 +235,8 @@ def check_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
         if dataset.packed_seq_len and dataset.chat_template not in ("", chat.chat_template):
             raise DataError(f"data.datasets: {dataset.url} was made with another chat template than {chat.url}")
     for dataset in held_out:
-        _check_fits("validation.datasets", dataset, [dataset.split("validation")], datasets[0], config)
+        dataset.split("validation")
+        _check_fits(dataset, datasets[0], config)
     if len({dataset.hash for dataset in datasets}) < len(datasets):
         raise DataError(f"data.datasets = {list(data.datasets)}: two folders hold the same dataset")
     return datasets, held_out
@@ -268,12 +247,10 @@ def _open_to_train(url: str, config: Config) -> Dataset:
     try:
         return open_dataset(url, config)
     except (DataError, DamagedError) as error:
-        output = f"FOLDER, and copy it to {url}" if "://" in url else url
-        advice = f"Make a dataset with: python -m data.prepare --source FILES --output {output}"
-        raise DataError(f"{error}. {advice}") from None
+        raise DataError(f"{error}. `python -m data.prepare --source FILES --output FOLDER` makes a dataset") from None
 
 
-def _check_fits(key: str, dataset: Dataset, splits: Iterable[Split], first: Dataset, config: Config) -> None:
+def _check_fits(dataset: Dataset, first: Dataset, config: Config) -> None:
     """Refuse settings that do not suit packed rows, a tokenizer other than the `first`'s, and files of a wrong size."""
     packed, seq_len = dataset.packed_seq_len, config.training.seq_len
     if packed and seq_len != packed:  # would cut examples
@@ -282,10 +259,10 @@ def _check_fits(key: str, dataset: Dataset, splits: Iterable[Split], first: Data
         raise DataError(f"data.mask_documents = false: must be true for {dataset.url}, whose rows hold examples")
     if dataset.tokenizer_fingerprint != first.tokenizer_fingerprint:
         advice = "prepare one of them again with the other's folder as --tokenizer"
-        raise DataError(f"{key}: {dataset.url} was made with another tokenizer than {first.url}; {advice}")
+        raise DataError(f"{dataset.url} was made with another tokenizer than {first.url}; {advice}")
     if "://" in dataset.url:  # there it is not cheap, or not permitted
         return
     sizes = dataset.files.store.sizes()
-    for shard in chain.from_iterable(split.shards for split in splits):
+    for shard in (*dataset.splits["train"].shards, *dataset.splits["validation"].shards):
         if (size := sizes.get(shard.file, 0)) != shard.bytes:
             raise DataError(f"{dataset.url}/{shard.file}: has {size} bytes, the manifest says {shard.bytes}")

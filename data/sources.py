@@ -1,7 +1,6 @@
 """Read documents from text, JSON lines and Parquet, on any file system that fsspec knows. Imports no torch.
 
-The input is cut into units, each read by one process. Units depend only on the input, so the result does not depend on
-the number of processes.
+The input is cut into units, each read by one process. Units depend only on the input, not on the number of processes.
 """
 
 import glob
@@ -142,7 +141,7 @@ def _read_from_folder(folder: str, names: Collection[str]) -> list[str]:
 
 
 def _stdlib_files(_: str) -> Iterator[tuple[str, File]]:
-    """Yield the .py files of the running Python's standard library, without tests."""
+    """Yield the .py files of Python's standard library, without tests."""
     root = Path(sysconfig.get_path("stdlib"))
     left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     for path in root.rglob("*.py"):
@@ -167,16 +166,14 @@ def plan_units(files: Sequence[File]) -> list[Unit]:
         elif compression:
             units.append(Unit((file,), bytes=file.size))
         else:
-            whole = _row_groups(file) if kind == "parquet" else file.size
+            whole = file.size
+            if kind == "parquet":
+                with failures_of(f"{file.url}: cannot be read"), _open(file) as stream:
+                    whole = pq.ParquetFile(stream).num_row_groups
             each = max(1, unit_bytes * whole // file.size)
             bounds = pairwise([*range(0, whole, each), whole])
             units += [Unit((file,), start, stop, file.size * (stop - start) // whole) for start, stop in bounds]
     return [*units, Unit(tuple(group), bytes=size)] if group else units
-
-
-def _row_groups(file: File) -> int:
-    with failures_of(f"{file.url}: cannot be read"), _open(file) as stream:
-        return pq.ParquetFile(stream).num_row_groups
 
 
 def kind_of(url: str) -> tuple[str, str]:
@@ -196,25 +193,17 @@ def _suffixes(url: str) -> tuple[str, str]:
 
 
 def documents(unit: Unit, keys: Sequence[str], is_text: bool = True) -> Iterator[str]:
-    """Yield the texts of a unit in order, or with `is_text` false the JSON list of each example's values under `keys`.
-
-    Raises DataError naming file and place.
-    """
+    """Yield the texts of a unit, or without `is_text` the JSON list of each example's values. Raises DataError."""
     for file in unit.files:
         with failures_of(f"{file.url}: cannot be read"), _open(file) as stream:
             for place, record in _records(file, stream, unit, keys):
-                if missing := [key for key in keys if record.get(key) is None]:
-                    names = ", ".join(record)
-                    raise DataError(f"{place}: nothing under {missing[0]!r}; it has {names}; choose with --keys")
-                values = [record[key] for key in keys]
-                if is_text and not isinstance(values[0], str):
-                    raise DataError(f"{place}: {keys[0]!r} holds {repr(values[0])[:100]}, which is no text")
-                text = values[0] if is_text else json.dumps(values, ensure_ascii=False)
+                values = [record.get(key) for key in keys]
+                if None in values or (is_text and not isinstance(values[0], str)):
+                    names, what = ", ".join(record), "text" if is_text else "value"
+                    raise DataError(f"{place}: no {what} under {','.join(keys)!r}; it has {names}; choose with --keys")
+                text = str(values[0]) if is_text else json.dumps(values, ensure_ascii=False)
                 text.encode()  # fails if it holds half a character, as JSON can
                 yield text
-            # Units of both versions would mix silently.
-            if "://" not in file.url and _described(file.url) != file:
-                raise DataError(f"{file.url}: was changed while it was read; stop what writes to it, and start again")
 
 
 def _open(file: File) -> Any:
@@ -230,13 +219,12 @@ def _records(file: File, raw: Any, unit: Unit, keys: Sequence[str]) -> Iterator[
     stream = pa.CompressedInputStream(pa.PythonFile(raw), compression) if compression else raw
     if kind == "parquet":
         yield from _parquet_records(file, stream, unit, keys)
-        return
-    if kind == "jsonl":  # buffered, since a remote file's own readline copies its whole read-ahead
+    elif kind == "jsonl":  # buffered, since a remote file's own readline copies its whole read-ahead
         yield from _json_records(file, io.BufferedReader(stream, 2**20), unit)
     else:
         yield file.url, {keys[0]: stream.read().decode()}
     # An empty answer, from the server or a proxy, looks like the end of the file.
-    if "://" in file.url and raw.tell() < (unit.stop or file.size):
+    if kind != "parquet" and "://" in file.url and raw.tell() < (unit.stop or file.size):
         raise DataError(f"{file.url}: cannot be read: the server has sent {raw.tell():,} bytes of {file.size:,}")
 
 
@@ -266,8 +254,7 @@ def _parquet_records(file: File, stream: Any, unit: Unit, keys: Sequence[str]) -
     names = table.schema_arrow.names
     first = sum(table.metadata.row_group(i).num_rows for i in range(unit.start))
     groups = range(unit.start, unit.stop or table.num_row_groups)
-    # All columns if one is missing, so that the error can say which there are.
-    columns = list(keys) if set(keys) <= set(names) else names
+    columns = list(keys) if set(keys) <= set(names) else names  # all, for the error to show
     for batch in table.iter_batches(ROWS, row_groups=list(groups), columns=columns):
         rows = enumerate(batch.to_pylist(), start=first)
         yield from ((f"{file.url}, row {i}", _without_nulls(row)) for i, row in rows)

@@ -1,7 +1,7 @@
 """The tokens of one dataset as an endless stream, readable at any place. Imports no torch."""
 
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -25,17 +25,16 @@ class Window(NamedTuple):
 
 
 class Stream:
-    """A split as one stream of tokens, epoch after epoch (data.order). Without a `seed`: once, as stored.
+    """A split as one stream of tokens, epoch after epoch, ordered by `seed` and `name`. Seed None: once, as stored.
 
-    `name` goes into the key of its order. Keeps the window in use and, with `read_ahead`, the next one, whose blocks
-    `readers` fetch meanwhile.
+    Keeps the window in use and, with `read_ahead`, the next one, whose blocks `readers` fetch meanwhile.
     """
 
     def __init__(
         self,
         split: Split,
         name: str,
-        readers: ThreadPoolExecutor,
+        readers: Executor,
         seed: int | None,
         window_blocks: int = 1,
         read_ahead: bool = True,
@@ -76,10 +75,7 @@ class Stream:
         return found
 
     def _parts(self, start: int, count: int) -> Iterator[tuple[Window, slice, list[int], list[int]]]:
-        """Yield the parts of documents in tokens [start, start + count) of the stream, window by window.
-
-        Each item is (window, slice of its documents, first token of each part, end of each part).
-        """
+        """Yield (window, slice of its documents, first token of each part, end of each part) of a range of tokens."""
         end = start + count
         while start < end:
             window, token = self._locate(start)

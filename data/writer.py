@@ -1,11 +1,9 @@
 """Write the files of a prepared dataset, which data.shards describes. Imports no torch."""
 
 import argparse
-import errno
 import fcntl
 import hashlib
 import json
-import logging
 import os
 import re
 import shutil
@@ -26,8 +24,6 @@ from records import write_atomically
 LARGEST_SHARD_MB = 2048  # twice as much would be more tokens than Arrow's lists can count
 PARTS = ".parts"  # folder of a preparation's finished work, until its end
 SHARDS = re.compile(r"(train|validation)-\d{5,}\.(arrow|lengths)(\.tmp)?")
-
-log = logging.getLogger(__name__)
 
 
 class WrittenShard(NamedTuple):
@@ -72,45 +68,38 @@ def report(manifest: Mapping[str, Any], output: str) -> None:
 
 def check_output(output: str, overwrite: bool, validation_fraction: float, block_mb: float, shard_mb: float) -> Path:
     """Check the output options and return the folder to write a dataset to. Raises DataError."""
-    limits = {"block-mb": (block_mb, 1e-6, LARGEST_SHARD_MB), "shard-mb": (shard_mb, 1e-6, LARGEST_SHARD_MB)}
-    for name, (value, least, most) in (limits | {"validation-fraction": (validation_fraction, 0, 1)}).items():
+    for name, value, least, most in (
+        ("block-mb", block_mb, 1e-6, LARGEST_SHARD_MB),
+        ("shard-mb", shard_mb, 1e-6, LARGEST_SHARD_MB),
+        ("validation-fraction", validation_fraction, 0, 1),
+    ):
         if not least <= value <= most:
             raise DataError(f"--{name} {value}: must be from {least} to {most}")
     if not output or output not in LOCAL:
         raise DataError(f"--output {output}: must be a string {LOCAL}")
-    refuse_finished(Path(output), overwrite)
+    if Path(output, "manifest.json").exists() and not overwrite:
+        raise DataError(f"{output}: already holds a finished dataset; give --overwrite to replace it")
     return Path(output)
 
 
 @contextmanager
-def locked(folder: Path, overwrite: bool) -> Iterator[None]:
-    """Make a folder and lock it until the context ends. Raises DataError if it is locked, or finished meanwhile."""
+def locked(folder: Path) -> Iterator[None]:
+    """Make a folder and lock it until the context ends. Raises DataError if another process writes there."""
     with file_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / ".lock").open("a")  # writable, since NFS locks no others
-    with file, file_errors(folder):
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DataError(f"{folder}: another process is writing there; wait until it has ended") from None
-        except OSError as error:
-            if error.errno != errno.ENOSYS:
-                raise
-            log.warning("%s: on a file system without locks; make sure that nothing else writes there", folder)
-        refuse_finished(folder, overwrite)
-        yield
-
-
-def refuse_finished(folder: Path, overwrite: bool) -> None:
-    if (folder / "manifest.json").exists() and not overwrite:
-        raise DataError(f"{folder}: already holds a finished dataset; give --overwrite to replace it")
+        with (folder / ".lock").open("a") as file:  # writable, since NFS locks no others
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise DataError(f"{folder}: another process is writing there; wait until it has ended") from None
+            yield
 
 
 def remove_dataset(folder: Path) -> None:
     """Remove manifest, shards and parts from a folder, and nothing else: it may hold the user's own files."""
     (folder / "manifest.json").unlink(missing_ok=True)
     remove_parts(folder)
-    for file in filter(lambda file: SHARDS.fullmatch(file.name), list(folder.iterdir())):
+    for file in [file for file in folder.iterdir() if SHARDS.fullmatch(file.name)]:
         file.unlink()
 
 
@@ -133,10 +122,7 @@ def written_whole(path: Path) -> Iterator[pa.OSFile]:
 
 
 def write_shard(folder: Path, split: str, number: int, documents: pa.ListArray, block_bytes: int) -> WrittenShard:
-    """Write documents (list<uint16 | uint32>) as one shard, in blocks of at most about `block_bytes`.
-
-    Writes nothing without documents. The file appears whole or not at all.
-    """
+    """Write documents (list<uint16 | uint32>) as a shard in blocks of about `block_bytes`. Without documents: none."""
     path = folder / f"{split}-{number:05}.arrow"
     if not len(documents):
         return WrittenShard(Shard(path.name, split, 0, 0, 0, 0), INDEX_SCHEMA.empty_table())
@@ -161,19 +147,18 @@ def write_shard(folder: Path, split: str, number: int, documents: pa.ListArray, 
 def write_manifest(
     folder: Path, tokenizer: Tokenizer, written: Sequence[WrittenShard], facts: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Write blocks.arrow and then, as the commit, manifest.json. Returns the manifest.
+    """Write blocks.arrow and then, as the commit, manifest.json, with `facts` in it, too. Returns the manifest.
 
-    `written` holds train's shards first; `facts` are more entries of the manifest. Raises DataError without documents.
+    `written` holds train's shards first. Raises DataError without documents.
     """
     shards = [shard for shard, _ in written if shard.blocks]
     if not shards:
-        raise DataError(f"{folder}: no documents, so there is no dataset")
+        raise DataError(f"{folder}: no documents, or all longer than --seq-len, so there is no dataset")
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, INDEX_SCHEMA) as writer:
         writer.write_table(pa.concat_tables([blocks for _, blocks in written]).combine_chunks())
     index = memoryview(sink.getvalue())
     write_atomically(folder / "blocks.arrow", index)
-    template = {"chat_template": digest(tokenizer.chat_template.encode())} if tokenizer.chat_template else {}
     manifest = {
         "format": FORMAT,
         "version": VERSION,
@@ -185,9 +170,10 @@ def write_manifest(
         "index_crc32": isal_zlib.crc32(index),
         "index_sha256": hashlib.sha256(index).hexdigest(),
         "shards": [shard._asdict() for shard in shards],
-        **template,
-        **(facts or {}),
     }
+    if tokenizer.chat_template:
+        manifest["chat_template"] = digest(tokenizer.chat_template.encode())
+    manifest |= facts or {}
     content = json.dumps(manifest, indent=1).removesuffix("\n}").encode()
     write_atomically(folder / "manifest.json", content + seal(content))
     return manifest

@@ -3,12 +3,14 @@
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
 
 from config import Config, from_dict
+from data import prepare as preparation
 from data.order import derive_key, permutation
 from data.shards import token_type
 from data.tokenizer import END_OF_TEXT, Tokenizer
@@ -46,19 +48,20 @@ def write_dataset(
     tokenizer = word_tokenizer(vocab_size)
     tokenizer.save(folder)
     dtype = token_dtype(vocab_size)
+    block_bytes = block_tokens * (2 if dtype == "uint16" else 4)
     written = [
-        write_shard(
-            folder,
-            split,
-            number,
-            pa.array(documents, token_type(dtype)),
-            block_tokens * (2 if dtype == "uint16" else 4),
-        )
+        write_shard(folder, split, number, pa.array(documents, token_type(dtype)), block_bytes)
         for split, shards in (("train", train), ("validation", [validation or []]))
         for number, documents in enumerate(shards)
     ]
     write_manifest(folder, tokenizer, written)
     return folder
+
+
+def prepare(sources: list[str], output: str, overwrite: bool = False, **options: object) -> dict[str, Any]:
+    """Run data.prepare in this process. Raises what its command prints."""
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()] + ["--overwrite"] * overwrite
+    return preparation.prepare(preparation.parse_options(["--source", *sources, "--output", output, *words]))
 
 
 def stored_blocks(folder: Path, split: str = "train") -> list[list[list[int]]]:

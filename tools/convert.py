@@ -128,7 +128,7 @@ def convert(
     firsts = [next(_documents(path, format, chosen), None) for path in paths]
     if all(first is None for first in firsts):
         raise DataError(f"--source {' '.join(sources)}: holds no documents, nothing to convert")
-    with locked(folder, overwrite):
+    with locked(folder):
         remove_dataset(folder)
         chosen.save(folder)
         written: dict[str, list[WrittenShard]] = {split: [] for split in SPLITS}

@@ -58,11 +58,14 @@ def middle_of(folder: Path, block: int) -> tuple[Path, int]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: shutil.rmtree(d), r"manifest\.json: missing\. Make a dataset with: python -m data\.prepare"),
+        (lambda d: shutil.rmtree(d), r"manifest\.json: missing\. `python -m data\.prepare .* makes a dataset"),
         (lambda d: (d / "manifest.json").write_text("{}"), r"manifest\.json: not a manifest: KeyError 'format'"),
         (lambda d: change_manifest(d, version=9), r"format titanite-tokens 9; this code reads titanite-tokens up to 3"),
         (lambda d: (d / "train-00001.arrow").unlink(), r"train-00001\.arrow: has 0 bytes, the manifest says \d+"),
-        (lambda d: (d / "train-00000.arrow").write_bytes(b"x"), r"train-00000\.arrow: has 1 bytes, the manifest says"),
+        (
+            lambda d: (d / "validation-00000.arrow").write_bytes(b"x"),
+            r"validation-00000\.arrow: has 1 bytes, the manif",
+        ),
         (lambda d: damage(d / "blocks.arrow", 200), r"blocks\.arrow: is damaged, its checksum does not match"),
         (lambda d: word_tokenizer(999).save(d), r"its tokenizer\.json .*is not the one that made the data"),
         (lambda d: (d / "tokenizer.json").unlink(), r"tokenizer\.json: missing"),
@@ -73,6 +76,14 @@ def test_unusable_folder(folder, change, message):
     change(folder)
     with pytest.raises(TitaniteError, match=message):
         check(folder)
+
+
+def test_a_cut_file_of_held_out_text_is_found_before_the_start(folder, tmp_path):
+    """It is read at the first validation only."""
+    other = write_dataset(tmp_path / "other", DOCUMENTS[::-1], validation=[[7, 0]])
+    (other / "validation-00000.arrow").write_bytes(b"x")
+    with pytest.raises(DataError, match=r"other/validation-00000\.arrow: has 1 bytes, the manifest says"):
+        check(folder, validation__datasets=[str(other)])
 
 
 def test_any_flipped_bit_of_a_manifest_is_found(folder):
@@ -88,17 +99,14 @@ def test_any_flipped_bit_of_a_manifest_is_found(folder):
             open_dataset(str(folder))
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_datasets_of_earlier_versions_are_read(folder, version):
+def test_datasets_of_earlier_versions_are_read(folder):
     """They also say what is in the files of lengths; version 1 had no checksum of itself."""
     file = folder / "manifest.json"
     manifest = json.loads(file.read_text())
     shards = [shard | {"lengths_crc32": 5} for shard in manifest["shards"]]
-    change_manifest(folder, version=version, shards=shards)
-    if version == 1:
-        manifest = json.loads(file.read_text())
-        del manifest["sha256"]
-        file.write_text(json.dumps(manifest))
+    change_manifest(folder, version=2, shards=shards)
+    check(folder)
+    file.write_text(json.dumps({key: value for key, value in manifest.items() if key != "sha256"} | {"version": 1}))
     check(folder)
 
 
@@ -130,16 +138,14 @@ def test_a_run_goes_on_only_with_its_own_tokenizer(folder, tmp_path):
         loader.close()
 
     start(folder)
-    saved = {file: (run / file).read_text() for file in ("tokenizer.json", "tokenizer_config.json")}
-    start(folder)
-    text = json.dumps(json.loads(saved["tokenizer.json"]), indent=1)  # as another version of tokenizers might write it
+    saved = (run / "tokenizer.json").read_text()
+    text = json.dumps(json.loads(saved), indent=1)  # as another version of tokenizers might write it
     (folder / "tokenizer.json").write_text(text)
     change_manifest(folder, tokenizer=fingerprint(text.encode(), END_OF_TEXT))
     start(folder)
-    with pytest.raises(ConfigError, match=r"run: this run began with tokenizer \w+, but the data in .*other"):
+    with pytest.raises(ConfigError, match=r"run: this run began with another tokenizer than .*other was made with"):
         start(other)
-    assert {file: (run / file).read_text() for file in saved} == saved
-    assert {path.name for path in run.iterdir()} == {*saved, "model.json"}
+    assert (run / "tokenizer.json").read_text() == saved
     (run / "model.json").unlink()  # what is no run, train() will say
     start(other)
 
@@ -186,16 +192,6 @@ def test_a_bad_block_stops_the_run_and_is_named(folder, kind, prefetch_steps):
     loader.close()
 
 
-def test_a_file_that_cannot_be_opened_is_no_bad_block(folder):
-    loader = DataLoader(data_config(folder, training__seq_len=8), 0, 1)
-    for file in folder.glob("train-*.arrow"):
-        file.unlink()
-        file.symlink_to(file)  # unlike permissions, this refuses root, too
-    with pytest.raises(StoreError, match=r"dataset/train-0000\d\.arrow: Too many levels of symbolic links$"):
-        loader.next_step()
-    loader.close()
-
-
 def test_blocks_that_are_held_keep_no_file_open(folder):
     """A rank holds two windows of blocks of every dataset, thousands where there are many."""
     split, before = open_dataset(str(folder)).splits["train"], len(os.listdir("/proc/self/fd"))
@@ -206,10 +202,10 @@ def test_blocks_that_are_held_keep_no_file_open(folder):
     ]
 
 
-def refusals(cases):
-    """What this rank says in each case, (configs of the ranks, what is said)."""
+def refusals(configs_of_ranks):
+    """What this rank says to each pair of configs."""
     said = []
-    for configs, _ in cases:
+    for configs in configs_of_ranks:
         loader = DataLoader(configs[dist.get_rank()], dist.get_rank(), dist.get_world_size())
         try:
             loader.check_ranks()
@@ -225,38 +221,26 @@ def test_ranks_with_other_settings_or_datasets_do_not_start(folder, tmp_path):
     other = write_dataset(tmp_path / "other", DOCUMENTS[:1], validation=[[5, 6, 0]])
     hashes = [open_dataset(str(dataset)).hash for dataset in (folder, other)]
 
-    def config(*folders, validation=(), **overrides):
-        places = [str(folder) for folder in validation]
-        return data_config(*folders, training__seq_len=8, validation__datasets=places, **overrides)
+    def config(data, validation=None, **overrides):
+        return data_config(data, training__seq_len=8, validation__datasets=[str(validation or data)], **overrides)
 
-    def of_node(number):
-        name = f"/tmp/node-{number}"
-        return {"data__cache_folder": name, "run__folder": name, "run__outputs": name, "data__cache_gb": 1 + number}
-
-    one, end = config(folder), "; every node needs the same copy of the data and the same config"
+    own = ("data__cache_folder", "run__folder", "run__outputs")
+    nodes = [dict.fromkeys(own, f"/tmp/node-{i}") | {"data__cache_gb": 1 + i} for i in range(2)]
+    end = "; every node needs the same data and config"
     cases = [
-        ((config(folder, validation=[folder], **of_node(0)), config(copy, validation=[copy], **of_node(1))), ""),
-        ((one, config(folder, optimizer__lr=0.5)), f"optimizer.lr: 0.5 on rank 1, 0.0003 on rank 0{end}"),
-        ((one, config(other)), f'data.datasets: ["{hashes[1]}"] on rank 1, ["{hashes[0]}"] on rank 0{end}'),
+        ((config(folder, **nodes[0]), config(copy, **nodes[1])), ""),
+        ((config(folder), config(folder, optimizer__lr=0.5)), f"optimizer.lr: 0.5 on rank 1, 0.0003 on rank 0{end}"),
         (
-            (config(folder, validation=[folder]), config(folder, validation=[other])),
-            f'validation.datasets: ["{hashes[1]}"] on rank 1, ["{hashes[0]}"] on rank 0{end}',
+            (config(folder), config(other, folder)),
+            f"data.datasets: ['{hashes[1]}'] on rank 1, ['{hashes[0]}'] on rank 0{end}",
+        ),
+        (
+            (config(folder), config(folder, other)),
+            f"validation.datasets: ['{hashes[1]}'] on rank 1, ['{hashes[0]}'] on rank 0{end}",
         ),
     ]
-    first, second = run_ranks(2, refusals, cases)
+    first, second = run_ranks(2, refusals, [configs for configs, _ in cases])
     assert first == second == [expected for _, expected in cases]
-
-
-@pytest.mark.parametrize("key", ["data__datasets", "validation__datasets"])
-def test_a_file_that_is_missing_or_cut_is_found_before_the_start(folder, tmp_path, key):
-    """Also of data that is read at the first validation only."""
-    copy = shutil.copytree(write_dataset(tmp_path / "other", DOCUMENTS[::-1], validation=[[7, 0]]), tmp_path / "copy")
-    file = copy / "validation-00000.arrow"
-    for change in (lambda: file.write_bytes(file.read_bytes()[:-9]), file.unlink):
-        change()
-        named = {key: [str(folder), str(copy)]} if key == "data__datasets" else {key: [str(copy)]}
-        with pytest.raises(DataError, match=rf"{file}: has \d+ bytes, the manifest says"):
-            check(folder, **named)
 
 
 def test_a_cache_folder_that_went_away_is_named(tmp_path: Path) -> None:

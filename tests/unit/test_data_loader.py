@@ -18,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpoint.manifest import encode_manifest
-from config import ConfigError
 from data.loader import IGNORED, DataLoader, validation_batches
 from data.shards import DataError, Split, open_dataset
 from data.stream import Stream
@@ -140,16 +139,11 @@ def test_order_survives_every_change_between_two_steps(folders, phases):
         state = states[0]
 
 
-@pytest.mark.parametrize(("order", "weights"), [((0, 1), (1.0, 1.0)), ((1, 0), (1.0, 1.0)), ((1, 0), (0.3, 0.7))])
-def test_a_mixture_goes_on_where_it_stood_whatever_order_its_datasets_have(folders, order, weights):
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_mixture_goes_on_where_it_stood_whatever_order_its_datasets_have(folders, order):
     """What a checkpoint stores is sorted; with equal weights two samples are due at once, and the order decides."""
-    config = config_of(
-        [folders[i] for i in order],
-        data__weights=list(weights),
-        data__mask_documents=True,
-        training__seq_len=7,
-        training__local_batch_size=1,
-    )
+    settings = {"data__weights": [1.0, 1.0], "data__mask_documents": True, "training__seq_len": 7}
+    config = config_of([folders[i] for i in order], training__local_batch_size=1, **settings)
     loader = DataLoader(config, 0, 1)
     expected = global_samples([loader], 20)
     loader.close()
@@ -238,12 +232,13 @@ def test_state_counts_what_was_consumed_not_what_was_read_ahead(folders):
     loader.close()
 
 
+FORMER = {"version": 2}, {"masked": {"a": [7]}}, {"piece_tokens": 4}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 2}, "data state: version 2; this code reads 3 without them; resume at commit 7cc964e "),
-        ({"masked": {"a": [7]}}, "data state: version 3 with masked blocks; .* commit 7cc964e .*docs/migration"),
-        ({"piece_tokens": 4}, "data state: version 3 with shuffled samples; .* commit 7cc964e .*docs/migration"),
+        *((former, "data state: of another version, .*7cc964e .*docs/migr") for former in FORMER),
         ({"seed": 4}, r"run\.seed = 3: the checkpoint was trained with 4"),
         ({"window_blocks": 16}, r"data\.window_blocks = 3: the checkpoint was trained with 16"),
     ],
@@ -308,11 +303,6 @@ def test_close_ends_the_threads(folders):
     assert {thread.name.partition("_")[0] for thread in own} == {"prefetch", "reader"}
     loader.close()
     assert not any(thread.is_alive() for thread in own)
-
-
-def test_global_batch_must_divide(folders):
-    with pytest.raises(ConfigError, match="global_batch_size = 7"):
-        DataLoader(config_of(folders[:1], training__global_batch_size=7, training__seq_len=4), 0, 1)
 
 
 # ---------------------------------------------------------------- validation

@@ -235,28 +235,20 @@ def test_settings_that_would_cut_or_mix_examples_are_refused(folder: Path, tmp_p
         DataLoader(from_dict(values | {"training": {"seq_len": 32}}), 0, 1)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ("--keys=q,a --seq-len=2", "--seq-len 2: every example is longer"),
-        ("--keys=q --seq-len=32", "--keys q: must be as many as in prompt,response"),
-        ("--keys=q,b --seq-len=32", "nothing under 'b'; it has q, a"),
-    ],
-)
-def test_options_that_do_not_fit_are_explained(
-    folder: Path, tmp_path: Path, options: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = ["--source", str(folder / "examples.jsonl"), "--format=sft", "--output", str(tmp_path / "out")]
-    with pytest.raises(SystemExit):
-        prepare([*command, "--tokenizer", str(folder / "tokenizer"), *options.split()])
-    assert said in capsys.readouterr().err
-
-
-def test_long_examples_are_left_out_and_counted(
+def test_long_examples_are_left_out_and_counted_and_wrong_options_explained(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["--source", str(folder / "examples.jsonl"), "--tokenizer", str(folder / "tokenizer"), "--format=sft"]
-    prepare([*command, "--keys=q,a", "--seq-len=12", "--output", str(tmp_path / "out")])
+    command += ["--output", str(tmp_path / "out")]
+    for options, said in (
+        ("--keys=q,a --seq-len=2", "no documents, or all longer than --seq-len"),
+        ("--keys=q --seq-len=32", "--keys q: must be as many as in prompt,response"),
+        ("--keys=q,b --seq-len=32", "no value under 'q,b'; it has q, a"),
+    ):
+        with pytest.raises(SystemExit):
+            prepare([*command, *options.split()])
+        assert said in capsys.readouterr().err
+    prepare([*command, "--keys=q,a", "--seq-len=12"])
     lines = [json.loads(line) for line in (folder / "examples.jsonl").read_text().splitlines()]
     long = sum(len(f"{line['q']} {line['a']}".split()) + 1 > 12 for line in lines)
     assert f"examples longer than 12 tokens, left out: {long}" in capsys.readouterr().out
