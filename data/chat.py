@@ -114,9 +114,6 @@ def _raise(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-# ---------------------------------------------------------------- examples for fine-tuning
-
-
 def encode_examples(texts: Sequence[str], format: str, tokenizer: Tokenizer) -> list[np.ndarray]:
     """The tokens of examples, uint32 with the bits of data.packing. Each example ends with eos.
 

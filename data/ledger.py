@@ -46,10 +46,8 @@ def grad_accum_steps(training: Training, dp: int) -> int:
     per_microbatch = training.local_batch_size * dp
     accumulation, rest = divmod(training.global_batch_size or per_microbatch, per_microbatch)
     if rest or not accumulation:
-        raise ConfigError(
-            f"training.global_batch_size = {training.global_batch_size}: must be a multiple of "
-            f"training.local_batch_size x data-parallel ranks = {training.local_batch_size} x {dp} = {per_microbatch}"
-        )
+        needed = f"training.local_batch_size x data-parallel ranks = {training.local_batch_size} x {dp}"
+        raise ConfigError(f"training.global_batch_size = {training.global_batch_size}: must be a multiple of {needed}")
     return accumulation
 
 
@@ -87,10 +85,9 @@ class Place(NamedTuple):
         }
 
     def resumed(self, saved: "Place") -> "Place":
-        """The place at which a run with this place's settings continues from `saved`.
+        """The place from which a run with these settings continues `saved`. Raises DataError for another order.
 
-        A change of seq_len, weights or datasets begins a new segment there, in which no token comes again. Raises
-        DataError if the order itself would change.
+        A change of seq_len, weights or datasets begins a new segment there, in which no token comes again.
         """
         for name, old, new in zip(("run.seed", "data.window_blocks"), saved[:2], self[:2], strict=True):
             if old != new:
@@ -125,22 +122,13 @@ def saved_place(state: Mapping[str, Any]) -> Place:
 class Ledger:
     """Appends to the file of one rank. Every line is flushed to the operating system at once."""
 
-    def __init__(
-        self,
-        folder: Path,
-        dp_rank: int,
-        shape: StepShape,
-        state: Mapping[str, Any],
-        urls: Mapping[str, str],
-        writing: Callable[[object], AbstractContextManager[None]] = file_errors,
-    ):
-        """Record that the next steps continue from the place `state`. This makes void earlier records beyond it."""
-        path = folder / "data" / f"rank-{dp_rank:05}.jsonl"
+    def __init__(self, path: Path, start: Mapping[str, Any], writing: Callable[..., AbstractContextManager[None]]):
+        """Record a start, whose place makes void earlier records beyond it."""
         with file_errors(path):  # on nodes other than rank 0's this is the first that is written
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open_records(path)
         self._writing = writing
-        self._write({"start": dict(state), "shape": shape._asdict(), "urls": dict(urls)})
+        self._write(start)
 
     def step(self, first: int, tokens: Iterable[np.ndarray]) -> None:
         """Record a step that begins at sample `first` of the segment, with `tokens` of the rank's microbatches."""

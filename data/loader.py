@@ -33,7 +33,7 @@ OF_THE_NODE = ("data.cache_folder", "data.cache_gb", "run.folder", "run.outputs"
 
 
 class Batch(NamedTuple):
-    """One microbatch of one data-parallel rank. Every tensor is int64 [local_batch_size, seq_len]."""
+    """A microbatch of one data-parallel rank. Every tensor is int64 [local_batch_size, seq_len]."""
 
     tokens: torch.Tensor
     labels: torch.Tensor  # the next token; IGNORED where nothing is trained
@@ -140,7 +140,8 @@ class DataLoader:
     def open_ledger(self, run_folder: Path, writing: Callable[..., AbstractContextManager[None]] = file_errors) -> None:
         """Record from here on what this rank is given, in the run's folder. For one rank of each dp_rank."""
         urls = {dataset.hash: dataset.url for dataset in self._datasets}
-        self._ledger = Ledger(run_folder, self._dp_rank, self._shape, self.state_dict(), urls, writing)
+        start = {"start": self.state_dict(), "shape": self._shape._asdict(), "urls": urls}
+        self._ledger = Ledger(run_folder / "data" / f"rank-{self._dp_rank:05}.jsonl", start, writing)
 
     def close(self) -> None:
         """Stop reading. Afterwards none of its threads touches a file or the cache."""

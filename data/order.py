@@ -67,9 +67,6 @@ def build_epoch(block_tokens: np.ndarray, window_blocks: int, key: int | None) -
     return Epoch(blocks, np.append(np.int64(0), ends[last]))
 
 
-# ---------------------------------------------------------------- mixtures
-
-
 def mixture_counts(total: int, weights: np.ndarray) -> np.ndarray:
     """How many of the first `total` samples come from each dataset; int64 [datasets].
 

@@ -279,9 +279,6 @@ def _record(folder: Path, bucket: int) -> Path:
     return folder / writer.PARTS / f"bucket-{bucket:06}.json"
 
 
-# ---------------------------------------------------------------- processes
-
-
 @contextmanager
 def _worker_pool(count: int) -> Iterator[Map]:
     """The `map` of a pool of `count` processes, each started when it gets a task. For 1: Python's own."""
@@ -317,9 +314,6 @@ def _start_worker() -> None:
     parent = multiprocessing.parent_process()
     if not parent or not parent.is_alive():
         os._exit(1)
-
-
-# ---------------------------------------------------------------- command line
 
 
 def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -199,19 +199,13 @@ def _shard_or_dict(entry: dict[str, Any]) -> Any:
     return Shard(*(entry[name] for name in Shard._fields)) if "file" in entry else entry
 
 
-# ---------------------------------------------------------------- what a run may train on
-
-
 def with_chat_template(datasets: Sequence[Dataset]) -> Dataset:
     """The dataset whose chat template a run on all uses: one with a template, preferably packed, or the first."""
     return max(datasets, key=lambda dataset: (bool(dataset.chat_template), dataset.packed_seq_len))
 
 
 def check_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
-    """Open data.datasets and validation.datasets, and refuse what cannot be trained on. Reads no tokens.
-
-    Raises ConfigError, DataError, StoreError, TitaniteError.
-    """
+    """Open data.datasets and validation.datasets, and refuse what cannot be trained on. Raises TitaniteError."""
     data, checkpoint, comm = config.data, config.checkpoint, config.comm
     if not data.datasets:
         raise ConfigError("data.datasets = []: name at least one folder made by `python -m data.prepare`")

@@ -44,14 +44,11 @@ class File(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """A piece of the input that one process reads: whole files, or a range of one file. `stop` 0: whole files.
-
-    The range counts row groups in Parquet and bytes in JSON lines, where a line belongs to the unit it starts in.
-    """
+    """A piece of the input that one process reads: whole files, or a range of one file."""
 
     files: tuple[File, ...]
-    start: int = 0
-    stop: int = 0
+    start: int = 0  # Parquet: row groups; JSON lines: bytes, and a line belongs to the unit it starts in
+    stop: int = 0  # 0: whole files
     bytes: int = 0
 
 
@@ -66,24 +63,16 @@ def failures_of(what: str) -> Iterator[None]:
         raise DataError(f"{what}: {type(error).__name__}: {' '.join(str(error).split())}") from None
 
 
-# ---------------------------------------------------------------- which files, and how they are cut
-
-
 def list_files(sources: Sequence[str]) -> list[File]:
-    """The files that the sources (stdlib, folders, files, globs, URLs) name, each once, in a fixed order.
-
-    Raises DataError naming a source without files.
-    """
+    """The files of stdlib, folders, files, globs and URLs, each once, in a fixed order. Raises DataError if none."""
     files: dict[str, File] = {}
     for source in sources:
         with failures_of(f"--source {source}: cannot be listed"):
             find = _stdlib_files if source == STDLIB else _remote_files if "://" in source else _local_files
             found = sorted(find(source), reverse=True)  # of a file's names, the first counts
         if not found:
-            raise DataError(
-                f"--source {source}: no files there; a folder is searched for {' '.join((*TEXT_SUFFIXES, *KINDS))}, "
-                "also with .gz or .zst, but not for plain .json; a file or glob may have any suffix"
-            )
+            kinds = f"{' '.join((*TEXT_SUFFIXES, *KINDS))}, also with .gz or .zst, but not for plain .json"
+            raise DataError(f"--source {source}: no files there; a folder is searched for {kinds}")
         files |= dict(found)
     return sorted(files.values())
 
@@ -187,9 +176,6 @@ def _suffixes(url: str) -> tuple[str, str]:
     name = url.partition("?")[0] if "://" in url else url
     stem, suffix = os.path.splitext(name.lower())
     return (os.path.splitext(stem)[1], suffix) if suffix in COMPRESSIONS else (suffix, "")
-
-
-# ---------------------------------------------------------------- their documents
 
 
 def documents(unit: Unit, keys: Sequence[str], is_text: bool = True) -> Iterator[str]:

@@ -24,8 +24,7 @@ KNOWN_EOS = ("<|end_of_text|>", END_OF_TEXT, "</s>", "<eos>", "<|eos|>", "[EOS]"
 class Tokenizer:
     """A `tokenizers` tokenizer with the ids that training needs. Raises TitaniteError if it lacks them.
 
-    Text never becomes a special token. A document that spells out `<|endoftext|>` is encoded as those characters, so
-    documents end exactly where `encode_documents` ends them.
+    Text never becomes a special token: a document that spells out `<|endoftext|>` does not end there.
     """
 
     def __init__(self, raw: RawTokenizer, eos_token: str, name: str = "tokenizer", chat_template: str = ""):
@@ -65,15 +64,11 @@ class Tokenizer:
         return self.raw.decode(list(ids), skip_special_tokens=True)
 
     def save(self, folder: Path) -> None:
-        """Write tokenizer_config.json with the eos token, any chat template, and tokenizer.json to `folder`.
-
-        In this order, so that even after a kill a tokenizer.json has its eos token beside it.
-        """
+        """Write eos token, any chat template, and last tokenizer.json, so that a kill leaves none without its eos."""
         write_atomically(folder / CONFIG, (json.dumps({"eos_token": self.eos_token}) + "\n").encode())
+        (folder / CHAT_TEMPLATE).unlink(missing_ok=True)
         if self.chat_template:
             write_atomically(folder / CHAT_TEMPLATE, self.chat_template.encode())
-        else:
-            (folder / CHAT_TEMPLATE).unlink(missing_ok=True)
         write_atomically(folder / TOKENIZER, self.raw.to_str().encode())
 
 
@@ -90,8 +85,7 @@ def load_tokenizer(path: str | Path, eos_token: str = "") -> Tokenizer:
 def parse_tokenizer(files: Mapping[str, bytes], folder: str, eos_token: str = "") -> Tokenizer:
     """Make a tokenizer from its files, name → content; `folder` is named in errors. Raises TitaniteError.
 
-    The token that ends a document is `eos_token`, or the one that tokenizer_config.json names, or the first of
-    `KNOWN_EOS` in the vocabulary. The chat template is that of chat_template.jinja, or of tokenizer_config.json.
+    A document ends with `eos_token`, or the eos that tokenizer_config.json names, or the first of `KNOWN_EOS`.
     """
     name = f"{folder}/{TOKENIZER}"
     eos_token = eos_token or declared_eos(files, folder)
@@ -136,12 +130,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     # Training time grows with the square of a word's length, and a text may be one word of a million letters.
     raw.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.FixedLength(LEARNT_WORD_BYTES)])
     raw.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    raw.train_from_iterator(texts, trainer)
+    all_bytes = sorted(pre_tokenizers.ByteLevel.alphabet())
+    options: dict[str, Any] = {"special_tokens": [END_OF_TEXT], "initial_alphabet": all_bytes, "show_progress": False}
+    raw.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab_size, **options))
     raw.pre_tokenizer = words
     return Tokenizer(raw, END_OF_TEXT)

@@ -90,8 +90,9 @@ def locked(folder: Path) -> Iterator[None]:
         with (folder / ".lock").open("a") as file:  # writable, since NFS locks no others
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise DataError(f"{folder}: another process is writing there; wait until it has ended") from None
+            except OSError as error:  # others: a file system without locks
+                if isinstance(error, BlockingIOError):
+                    raise DataError(f"{folder}: another process is writing there; wait until it has ended") from None
             yield
 
 
