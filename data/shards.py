@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -216,13 +217,30 @@ def check_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
     if any("://" in place for place in places) and comm.store_retry_seconds >= limit:
         asked = f"must be below {limit:g} = {PATIENCE:g} x the shorter timeout of comm, or waits look like hangs"
         raise ConfigError(f"comm.store_retry_seconds = {comm.store_retry_seconds}: {asked}")
-    datasets = [_open_to_train(url, config) for url in data.datasets]
-    held_out = [_open_to_train(url, config) for url in config.validation.datasets]
-    chat, needed = with_chat_template(datasets), config.training.seq_len + 1
+    try:
+        datasets = [open_dataset(url, config) for url in data.datasets]
+        held_out = [open_dataset(url, config) for url in config.validation.datasets]
+    except (DataError, DamagedError) as error:
+        raise DataError(f"{error}. `python -m data.prepare --source FILES --output FOLDER` makes a dataset") from None
+    first, chat, seq_len = datasets[0], with_chat_template(datasets), config.training.seq_len
+    for dataset in (*datasets, *held_out):
+        if dataset.packed_seq_len not in (0, seq_len):  # would cut examples
+            needed = f"{dataset.packed_seq_len}, the --seq-len of {dataset.url}"
+            raise DataError(f"training.seq_len = {seq_len}: must be {needed}")
+        if dataset.packed_seq_len and not data.mask_documents:  # would let them see each other
+            raise DataError(f"data.mask_documents = false: must be true for {dataset.url}, whose rows hold examples")
+        if dataset.tokenizer_fingerprint != first.tokenizer_fingerprint:
+            advice = "prepare one of them again with the other's folder as --tokenizer"
+            raise DataError(f"{dataset.url} was made with another tokenizer than {first.url}; {advice}")
+        if "://" in dataset.url:  # there a listing is not cheap, or not permitted
+            continue
+        sizes = dataset.files.store.sizes()
+        for shard in chain.from_iterable(split.shards for split in dataset.splits.values()):
+            if (size := sizes.get(shard.file, 0)) != shard.bytes:
+                raise DataError(f"{dataset.url}/{shard.file}: has {size} bytes, the manifest says {shard.bytes}")
     for dataset in datasets:
-        _check_fits(dataset, datasets[0], config)
-        if (tokens := dataset.split("train").total_tokens) < needed:
-            raise DataError(f"{dataset.url}: {tokens} training tokens are too few for training.seq_len + 1 = {needed}")
+        if (tokens := dataset.split("train").total_tokens) <= seq_len:
+            raise DataError(f"{dataset.url}: {tokens} training tokens are too few for training.seq_len = {seq_len}")
         if config.validation.enable and not held_out:
             dataset.split("validation")
         dataset.check_tokenizer()
@@ -230,33 +248,6 @@ def check_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
             raise DataError(f"data.datasets: {dataset.url} was made with another chat template than {chat.url}")
     for dataset in held_out:
         dataset.split("validation")
-        _check_fits(dataset, datasets[0], config)
     if len({dataset.hash for dataset in datasets}) < len(datasets):
         raise DataError(f"data.datasets = {list(data.datasets)}: two folders hold the same dataset")
     return datasets, held_out
-
-
-def _open_to_train(url: str, config: Config) -> Dataset:
-    """Open a dataset that the config names. Errors also say how to make one."""
-    try:
-        return open_dataset(url, config)
-    except (DataError, DamagedError) as error:
-        raise DataError(f"{error}. `python -m data.prepare --source FILES --output FOLDER` makes a dataset") from None
-
-
-def _check_fits(dataset: Dataset, first: Dataset, config: Config) -> None:
-    """Refuse settings that do not suit packed rows, a tokenizer other than the `first`'s, and files of a wrong size."""
-    packed, seq_len = dataset.packed_seq_len, config.training.seq_len
-    if packed and seq_len != packed:  # would cut examples
-        raise DataError(f"training.seq_len = {seq_len}: must be {packed}, the --seq-len of {dataset.url}")
-    if packed and not config.data.mask_documents:  # would let them see each other
-        raise DataError(f"data.mask_documents = false: must be true for {dataset.url}, whose rows hold examples")
-    if dataset.tokenizer_fingerprint != first.tokenizer_fingerprint:
-        advice = "prepare one of them again with the other's folder as --tokenizer"
-        raise DataError(f"{dataset.url} was made with another tokenizer than {first.url}; {advice}")
-    if "://" in dataset.url:  # there it is not cheap, or not permitted
-        return
-    sizes = dataset.files.store.sizes()
-    for shard in (*dataset.splits["train"].shards, *dataset.splits["validation"].shards):
-        if (size := sizes.get(shard.file, 0)) != shard.bytes:
-            raise DataError(f"{dataset.url}/{shard.file}: has {size} bytes, the manifest says {shard.bytes}")

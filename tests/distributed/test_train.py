@@ -129,7 +129,7 @@ def test_ranks_that_would_read_different_data_do_not_start(
     other = tmp_path / "set"
     command = [f"--source={dataset.parent / 'text'}", f"--output={other}", f"--tokenizer={dataset}"]
     prepare([*command, "--validation-fraction=0.1", "--block-mb=0.01"])
-    own, hashes = [str(dataset), str(other)], [json.dumps([open_dataset(str(url)).hash]) for url in (dataset, other)]
+    own, hashes = [str(dataset), str(other)], [str([open_dataset(str(url)).hash]) for url in (dataset, other)]
     for setting, values, shown in (
         ("data.datasets", own, hashes),
         ("validation.datasets", own, hashes),
@@ -139,7 +139,7 @@ def test_ranks_that_would_read_different_data_do_not_start(
         words = [f"--{setting}={value}" for value in values]
         first, second = launch(2, tmp_path / "run", small, words, function=refusal)
         assert first == second
-        assert f": {shown[1]} on rank 1, {shown[0]} on rank 0; every node needs the same copy of the data" in first
+        assert f": {shown[1]} on rank 1, {shown[0]} on rank 0; every node needs the same data and config" in first
         assert not (tmp_path / "run").exists()
 
 
@@ -201,7 +201,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "batch": (["--training.global_batch_size=7"], ["training.global_batch_size = 7", "2 x 1"]),
     "vocabulary": (["--model.vocab_size=64"], ["model.vocab_size = 64", "512"]),
     "model": (["--model.name=lama"], ["model.name", "lama", "llama"]),
-    "length": (["--training.seq_len=1000000"], ["training.seq_len", "1000001"]),
+    "length": (["--training.seq_len=1000000"], ["training.seq_len = 1000000", "too few"]),
     "rank": (["--metrics.log_ranks=8,9"], ["metrics.log_ranks: rank 8", "0 to 0"]),
     "long name": (["--run.folder=" + 300 * "a"], ["/tokenizer.json: File name too long"]),
     "no run": (["--run.folder={empty}"], ["run.folder", "not the folder of a run"]),
@@ -211,7 +211,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "another tokenizer": (
         ["--run.folder={single}", "--data.datasets={other}", "--model.vocab_size=512"],
-        ["{single}: this run began with tokenizer", "--tokenizer"],
+        ["{single}: this run began with another tokenizer", "--tokenizer"],
     ),
 }
 

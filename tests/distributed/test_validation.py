@@ -104,7 +104,7 @@ def test_named_sets_are_measured_in_a_run_and_afterwards(tmp_path: Path, capsys:
     other = write_dataset(tmp_path / "other", [documents(numbers, 1, 5)], documents(numbers, 2, 5), vocab_size=600)
     with pytest.raises(TitaniteError, match="was made with tokenizer"):
         validate([str(run), "--datasets", str(other)])
-    with pytest.raises(TitaniteError, match=r"validation.datasets: .*other was made with another tokenizer"):
+    with pytest.raises(TitaniteError, match="other was made with another tokenizer"):
         train(load_config([*words[:1], f"--validation.datasets={other}", f"--training.seq_len={SEQ_LEN}"]))
 
 

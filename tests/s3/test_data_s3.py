@@ -165,7 +165,7 @@ def test_what_does_not_pass_stops_the_run_and_names_the_file(remote, tmp_path, p
 
 
 def test_missing_files_are_named(remote, bucket, tmp_path):
-    with pytest.raises(DataError, match=r"s3://.*/nothing/manifest\.json: missing. Make a dataset with"):
+    with pytest.raises(DataError, match=r"s3://.*/nothing/manifest\.json: missing. .*python -m data\.prepare"):
         DataLoader(config_of(f"{bucket}/nothing", tmp_path), 0, 1)
     system, _ = fsspec.core.url_to_fs(remote, skip_instance_cache=True)
     system.rm_file(f"{remote}/train-00000.arrow")
