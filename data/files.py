@@ -6,7 +6,7 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pyarrow as pa
@@ -68,6 +68,13 @@ def _map(path: Path, offset: int, size: int, crc32: int) -> memoryview:
     return content
 
 
+def _map_used(path: Path, size: int, crc32: int) -> memoryview:
+    """Map a cached range and mark it as used now."""
+    content = _map(path, 0, size, crc32)
+    os.utime(path)
+    return content
+
+
 class Cache:
     """A folder with ranges of remote files, shared by processes. Beyond `limit_bytes` the least recently used go.
 
@@ -81,38 +88,25 @@ class Cache:
 
     def map(self, key: str, fetch: Callable[[], memoryview], size: int, crc32: int) -> memoryview:
         """The range `key`, from the cache or from `fetch`, which one process calls for all. Raises StoreError."""
-        try:
-            content = self._lookup(key, size, crc32)
-            if content is not None:
-                return content
-            with self._locked(f"lock-{int(key[:8], 16) % LOCKS}"):
-                content = self._lookup(key, size, crc32)  # another process may have fetched it meanwhile
-                if content is None:
-                    content = self._store(key, fetch(), size, crc32)
-            self._shrink()
-        except OSError as error:  # full, no permission, too many open files
-            advice = "; does data.cache_gb fit the disk?"
-            raise StoreError(f"data.cache_folder = {self.folder}: cannot be used: {error.strerror}{advice}") from None
-        return content
-
-    def _lookup(self, key: str, size: int, crc32: int) -> memoryview | None:
         path = self.folder / f"{key}.range"
         try:
-            content = _map(path, 0, size, crc32)
-            os.utime(path)
+            with suppress(FileNotFoundError, DamagedError):
+                return _map_used(path, size, crc32)
+            with self._locked(f"lock-{int(key[:8], 16) % LOCKS}"):
+                with suppress(FileNotFoundError, DamagedError):  # another process may have fetched it meanwhile
+                    return _map_used(path, size, crc32)
+                temporary = self.folder / f"{key}.tmp"
+                try:
+                    temporary.write_bytes(fetch())
+                    content = _map(temporary, 0, size, crc32)  # before other processes see it and may remove it
+                    temporary.replace(path)
+                finally:
+                    temporary.unlink(missing_ok=True)
+            self._shrink()
             return content
-        except (FileNotFoundError, DamagedError):
-            return None
-
-    def _store(self, key: str, content: memoryview, size: int, crc32: int) -> memoryview:
-        temporary = self.folder / f"{key}.tmp"
-        try:
-            temporary.write_bytes(content)
-            mapped = _map(temporary, 0, size, crc32)  # before other processes see it and may remove it
-            temporary.replace(self.folder / f"{key}.range")
-            return mapped
-        finally:
-            temporary.unlink(missing_ok=True)
+        except OSError as error:  # full, no permission, too many open files
+            what = f"cannot be used: {error.strerror}; does data.cache_gb fit the disk?"
+            raise StoreError(f"data.cache_folder = {self.folder}: {what}") from None
 
     def _shrink(self) -> None:
         """Remove ranges down to the limit."""

@@ -42,7 +42,7 @@ from records import write_atomically
 
 KEYS = {"text": "text", "sft": "prompt,response", "chat": "messages"}  # format → keys of a record
 BATCH_BYTES = 2**20  # text per tokenizer call: its tokens are Python integers at first, and few fit the caches
-HELD_TOKENS = 64 * 2**20  # that a process holds before it writes them
+HELD_BYTES = 128 * 2**20  # of tokens that a process holds before it writes them
 VOCAB_SIZE = 4096  # default for a trained tokenizer
 TOKENIZER_SAMPLE_BYTES = 64 * 2**20  # text to train a tokenizer on
 AT_ONCE = 1024  # tasks given to a pool: more than processes, but submitting thousands may block (cpython 105829)
@@ -171,23 +171,21 @@ def _stored_tokenizer(folder: Path, plan: Plan) -> Tokenizer:
 
 
 def _tokenize_unit(folder: Path, plan: Plan, numbered: tuple[int, Unit]) -> int:
-    """Write a unit's documents as a file, one record batch per bucket every HELD_TOKENS. Returns its tokens."""
+    """Write a unit's documents as a file, one record batch per bucket every HELD_BYTES. Returns its tokens."""
     number, unit = numbered
     path, tokenizer = folder / writer.PARTS / f"unit-{number:06}.arrow", _stored_tokenizer(folder, plan)
     if path.exists():
         return 0
-    key, seen, tokens, held = derive_key("document", number), 0, 0, 0
+    key, seen, tokens = derive_key("document", number), 0, 0
     batches: list[pa.RecordBatch] = []
     schema = pa.schema({"word": pa.uint64(), "tokens": token_type(plan.dtype)})
     with writer.written_whole(path) as sink, pa.ipc.new_file(sink, schema) as part_writer:
         for batch in _batches(plan, unit):
             batches.append(_tokenize(plan, tokenizer, batch, random_words(len(batch), key, first=seen)))
-            seen += len(batch)
-            size = len(batches[-1].column("tokens").values)
-            tokens, held = tokens + size, held + size
-            if held >= HELD_TOKENS:
+            seen, tokens = seen + len(batch), tokens + len(batches[-1].column("tokens").values)
+            if sum(batch.nbytes for batch in batches) >= HELD_BYTES:
                 _write_sorted(plan, batches, part_writer)
-                held, batches = 0, []
+                batches = []
         if batches:
             _write_sorted(plan, batches, part_writer)
     return tokens

@@ -166,9 +166,9 @@ def test_the_same_bytes_by_any_number_of_processes_and_parts(texts, alone, tmp_p
     file = write_jsonl(tmp_path / "in.jsonl", texts * 3)
     monkeypatch.setattr(sources, "UNIT_BYTES", 100_000)
     made, sizes = [], {"shard_mb": 0.01, "block_mb": 0.004, "validation_fraction": 0.1}
-    for processes, held_tokens in ((1, 2**20), (3, 2**20), (1, 1)):  # the last: each unit in several parts
-        monkeypatch.setattr(prepare_module, "HELD_TOKENS", held_tokens)
-        monkeypatch.setattr(prepare_module, "BATCH_BYTES", 500 if held_tokens == 1 else 2**20)
+    for processes, held_bytes in ((1, 2**20), (3, 2**20), (1, 1)):  # the last: each unit in several parts
+        monkeypatch.setattr(prepare_module, "HELD_BYTES", held_bytes)
+        monkeypatch.setattr(prepare_module, "BATCH_BYTES", 500 if held_bytes == 1 else 2**20)
         output = tmp_path / f"out{len(made)}"
         prepare([str(file)], str(output), **alone | {"processes": processes}, **sizes)
         made.append(contents(output))
@@ -368,15 +368,10 @@ def test_bad_input_is_named(tmp_path, name, content, message, capsys):
 @pytest.mark.parametrize(
     "flags",
     [
-        *(
-            "--shard-mb=0.0",
-            "--block-mb=inf",
-            "--validation-fraction=nan",
-            "--tokenizer=nothing",
-            "--source=nothing.txt",
-        ),
+        *("--shard-mb=0.0", "--block-mb=inf", "--validation-fraction=nan", "--tokenizer=nothing", "--keys a,b"),
         *("--output=s3://bucket/out", "--output=a-file/out", "--vocab-size=256", "--vocab-size=300 --tokenizer=T"),
-        *("--eos-token=</s>", "--seq-len=8", "--format sft", "--seq-len=1 --format chat --tokenizer=T", "--keys a,b"),
+        *("--eos-token=</s>", "--seq-len=8", "--format sft", "--seq-len=1 --format chat --tokenizer=T"),
+        "--source=nothing.txt",
     ],
 )
 def test_options_that_make_no_sense_are_refused(texts, tokenizer_folder, tmp_path, monkeypatch, flags, capsys):
