@@ -127,7 +127,13 @@ def encode_examples(texts: Sequence[str], format: str, tokenizer: Tokenizer) -> 
             parts = _pair(tokenizer, *values) if format == "sft" else _template(tokenizer).encode_parts(*values)
         except TitaniteError as error:
             raise TitaniteError(f"{error}; in the example {text[:100]}") from None
-        examples.append(_marked(parts, tokenizer.eos_id))
+        ids = list(chain.from_iterable(tokens for tokens, _ in parts))
+        hidden = [not trained for tokens, trained in parts for _ in tokens]
+        if not ids or ids[-1] != tokenizer.eos_id:
+            ids, hidden = [*ids, tokenizer.eos_id], [*hidden, True]
+        tokens = np.array(ids, np.uint32) | np.where(hidden, np.uint32(HIDDEN), np.uint32(0))
+        tokens[0] |= np.uint32(START | HIDDEN)
+        examples.append(tokens)
     return examples
 
 
@@ -141,14 +147,3 @@ def _pair(tokenizer: Tokenizer, prompt: Any, response: Any) -> Parts:
         raise TitaniteError("prompt and response must be strings")
     asked, answer = tokenizer.raw.encode_batch_fast([prompt, response], add_special_tokens=False)
     return [([*tokenizer.prefix, *asked.ids], False), ([*answer.ids, tokenizer.eos_id], True)]
-
-
-def _marked(parts: Parts, eos_id: int) -> np.ndarray:
-    """The tokens of one example with their bits. Adds a hidden eos if they do not end with one."""
-    ids = list(chain.from_iterable(tokens for tokens, _ in parts))
-    hidden = [not trained for tokens, trained in parts for _ in tokens]
-    if not ids or ids[-1] != eos_id:
-        ids, hidden = [*ids, eos_id], [*hidden, True]
-    tokens = np.array(ids, np.uint32) | np.where(hidden, np.uint32(HIDDEN), np.uint32(0))
-    tokens[0] |= np.uint32(START | HIDDEN)
-    return tokens

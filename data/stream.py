@@ -108,7 +108,9 @@ class Stream:
             for result in self._reading.pop(key):
                 result.cancel()
         reading = self._reading.pop((number, index), [])
-        if not reading or any(map(_failed, reading)):  # failed when it was read ahead, perhaps long ago
+        if not reading or any(
+            one.done() and one.exception() for one in reading
+        ):  # when it was read ahead, perhaps long ago
             reading = self._read(number, index)
         contents = [result.result() for result in reading]
         window = _open_window(self._blocks(number, index), contents, self._key(number, index))
@@ -127,10 +129,6 @@ class Stream:
     def _key(self, *place: int | str) -> int | None:
         """The key for the order of an epoch's blocks, or of a window's documents. None: as stored."""
         return None if self._seed is None else derive_key(self._seed, self._name, *place)
-
-
-def _failed(result: Future[Block]) -> bool:
-    return result.done() and (result.cancelled() or result.exception() is not None)
 
 
 def _open_window(blocks: np.ndarray, contents: list[Block], key: int | None) -> Window:
