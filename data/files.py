@@ -105,7 +105,7 @@ class Cache:
             self._shrink()
             return content
         except OSError as error:  # full, no permission, too many open files
-            what = f"cannot be used: {error.strerror}; does data.cache_gb fit the disk?"
+            what = f"cannot be used: {error.strerror}; data.cache_gb = {self.limit_bytes / 1e9:g} must fit there"
             raise StoreError(f"data.cache_folder = {self.folder}: {what}") from None
 
     def _shrink(self) -> None:
