@@ -300,8 +300,6 @@ class Checkpoint:
     """Run, `PLACE@STEP` or just `PLACE` for its newest checkpoint, which a new run continues with its own settings."""
     timeout_seconds: Positive = 1800
     """Longest time a rank waits for the others while a checkpoint is written or read."""
-    visibility_seconds: NonNegative = 10.0
-    """Longest wait for an object that was written but that object storage does not show yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -415,6 +413,7 @@ REMOVED = {  # former setting → what to use instead
     "data.retry_seconds": "comm.store_retry_seconds is for data and checkpoints alike",
     "data.tokenizer": "the run's own tokenizer is checked at each start",
     "checkpoint.request_timeout_seconds": "comm.store_retry_seconds says how long a request is repeated",
+    "checkpoint.visibility_seconds": "object storage is expected to show an object as soon as it is written",
     "training.gc_interval": "every 50 steps all ranks collect garbage together",
     "failures.straggler_interval": "python -m tools.preflight compares the devices of all ranks before a run",
 }

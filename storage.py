@@ -75,7 +75,7 @@ class LocalStore:
     """A folder of a file system. The methods are those of S3Store, which documents them."""
 
     def __init__(self, folder: str | Path) -> None:
-        self.url, self.folder, self.read_threads = str(folder), Path(folder), 1  # in order, as disks prefer
+        self.url, self.folder, self.read_threads = str(folder), Path(folder), 2  # nearly in order, as disks prefer
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
         sizes, errors = dict[str, int](), list[OSError]()
@@ -135,16 +135,16 @@ class LocalStore:
 
 
 class S3Store:
-    """The objects under `s3://bucket/prefix`. All methods raise StoreError, after `retry_seconds` if tries may help.
+    """The objects under `s3://bucket/prefix`. All methods raise StoreError, after `retry_seconds` if tries may help."""
 
-    An object that must exist but is not seen is waited for, `visibility_seconds`: some stores show new objects late.
-    """
-
-    def __init__(self, url: str, retry_seconds: float, visibility_seconds: float) -> None:
-        self.url, self.retry_seconds, self.visibility_seconds = url.rstrip("/"), retry_seconds, visibility_seconds
+    def __init__(self, url: str, retry_seconds: float) -> None:
+        self.url, self.retry_seconds = url.rstrip("/"), retry_seconds
         self.bucket, _, prefix = self.url.removeprefix("s3://").partition("/")
         self.prefix = f"{prefix}/" if prefix else ""  # without the slash, a listing of `run` would also show `run-2`
         self.client, self.read_threads = cast(Any, None), 8  # parallel reads that it serves well
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"client": None}  # of another process, which has its own
 
     def connect(self) -> Any:
         """Make a client with the current settings and credentials. It reads their files only once."""
@@ -298,11 +298,12 @@ class S3Store:
                 self.client, renewed = None, True
                 continue
             seconds = 0 if method in CLEANING else self.retry_seconds
-            limit = {OutageError: seconds, MissingError: (verb == "get") * self.visibility_seconds}.get(type(reason), 0)
-            if waited >= limit:
-                raise type(reason)(f"{reason}; tried for {waited:.0f} s" if limit else str(reason))
+            if not isinstance(reason, OutageError) or not seconds:
+                raise reason
+            if waited >= seconds:
+                raise OutageError(f"{reason}; tried for {waited:.0f} s")
             if attempt == 5:  # after some seconds
-                logger.warning(f"{reason}; retrying for up to {limit:g} s")
+                logger.warning(f"{reason}; retrying for up to {seconds:g} s")
             time.sleep(0.1 * 2 ** min(attempt, 6) * random.uniform(0.5, 1.0))
             attempt += 1
 
@@ -310,12 +311,12 @@ class S3Store:
 Store = LocalStore | S3Store
 
 
-def open_store(url: str | Path, retry_seconds: float = 180, visibility_seconds: float = 0) -> Store:
-    """The store at a path or `s3://bucket/prefix`; the waits are S3Store's. Raises StoreError."""
+def open_store(url: str | Path, retry_seconds: float = 180) -> Store:
+    """The store at a path or `s3://bucket/prefix`. Raises StoreError."""
     scheme, separator, _ = str(url).partition("://")
     if not scheme or (separator and scheme != "s3"):
         raise StoreError(f"{str(url)!r}: must be a folder or s3://bucket/prefix")
-    return S3Store(str(url), retry_seconds, visibility_seconds) if separator else LocalStore(url)
+    return S3Store(str(url), retry_seconds) if separator else LocalStore(url)
 
 
 def join(url: str | Path, name: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from checkpoint.checks import check_checkpoints
+from checkpoint.checks import check_checkpoints, check_settings
 from checkpoint.companions import check_vocabulary
 from checkpoint.manager import CheckpointManager
 from config import Config, file_errors, load_config
@@ -47,6 +47,7 @@ def check_start(
     check_optim(config)
     check_profiling(config.profiling, config.training.steps)
     check_failures(config, environment)
+    check_settings(config)
     check_sample(config, data.tokenizer)
     spec.check_parallelism(flavor, config)
     check_run_folder(config, identity)
@@ -93,7 +94,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         parameters = [parameter for part in parts for parameter in part.parameters()]
         forward_backward = run.watch(compute, parameters)
         optimizer = build_optimizer(parts, config.optimizer, config.compile)
-        optimizer.register_step_pre_hook(run.enter_update)
+        optimizer.register_step_pre_hook(lambda *_: watchdog.enter("optimizer"))
         islands = OuterOptimizer(optimizer, mesh.islands, config.parallelism, steps) if mesh.islands else None
         refresh_weights = build_refresh(parts, config, islands.meet if islands else None)
         checkpoint = CheckpointManager(

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from checkpoint.companions import companion_tokenizer, find_companions
+from checkpoint.companions import find_tokenizer
 from checkpoint.files import read_state
 from checkpoint.loading import check_same_names, load_place
 from checkpoint.manifest import Manifest, Opened
@@ -44,8 +44,7 @@ def load_trained(place: str, *, device: torch.device, dtype: torch.dtype, tokeni
 
     def fill(opened: Opened) -> Trained:
         spec, flavor = recorded_model((opened.manifest or _stock_manifest(place)).get("identity", {}))
-        companions = find_companions(opened, place, Path(tokenizer) if tokenizer else None)
-        text = companion_tokenizer(*companions, flavor.vocab_size)
+        text, _ = find_tokenizer(opened, place, Path(tokenizer) if tokenizer else None, flavor.vocab_size)
         model = build_model(spec, flavor).to(dtype).to_empty(device=device).eval()
         tensors = model_tensors([model])
         check_same_names(opened, tensors)

@@ -1,14 +1,10 @@
-"""A branch: a run that began from a checkpoint of another, its parent, which it only reads. Imports no torch.
-
-`parent.json` in its folder, and `parent` in the manifests of its own checkpoints, say where it began.
-"""
+"""A branch: a run that began from a checkpoint of another, its parent, which it only reads. Imports no torch."""
 
 import json
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from checkpoint import CheckpointError
 from records import write_atomically
 
 PARENT = "parent.json"
@@ -30,12 +26,9 @@ class Parent(NamedTuple):
 
 
 def read_parent(folder: Path) -> Parent | None:
-    """The parent of the run in `folder`, None if it is no branch. Raises CheckpointError."""
+    """The parent of the run in `folder`, None if it is no branch."""
     file = folder / PARENT
-    try:
-        return Parent(**json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else None
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(f"{file}: is damaged: {error}") from None
+    return Parent(**json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else None
 
 
 def record_parent(folder: Path, parent: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -45,7 +38,7 @@ def record_parent(folder: Path, parent: dict[str, Any] | None) -> dict[str, Any]
     return recorded._asdict() if (recorded := read_parent(folder)) else None
 
 
-def find_fork(branch_from: str, parent: Parent | None = None) -> tuple[str, int | None]:
-    """The place and step (None: the newest) that `PLACE@STEP` says, or the record of a run that began there before."""
+def find_fork(branch_from: str) -> tuple[str, int | None]:
+    """The place and step (None: the newest) that `PLACE@STEP` says."""
     match = re.fullmatch(r"(.+)@(\d+)", branch_from)
-    return parent[:2] if parent else (match[1], int(match[2])) if match else (branch_from, None)
+    return (match[1], int(match[2])) if match else (branch_from, None)

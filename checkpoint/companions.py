@@ -1,6 +1,5 @@
 """The tokenizer's files that stand in a checkpoint or near it: found, read, and compared with the data's."""
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from checkpoint import CheckpointError
@@ -17,25 +16,35 @@ COMPANIONS = (
 )
 
 
-def find_companions(opened: Opened, place: str, tokenizer: Path | None) -> tuple[str, dict[str, bytes]]:
-    """Find the tokenizer's files. Returns where they are, and name → content.
+def find_tokenizer(
+    opened: Opened, place: str, named: Path | None, vocab_size: int
+) -> tuple[Tokenizer, dict[str, bytes]]:
+    """The tokenizer of a checkpoint and its files, name → content. Raises TitaniteError if it exceeds `vocab_size`."""
+    origin, companions = _find_companions(opened, place, named)
+    tokenizer = parse_tokenizer(companions, origin)
+    if tokenizer.vocab_size > vocab_size:
+        raise CheckpointError(
+            f"{origin}: its tokenizer has ids up to {tokenizer.vocab_size - 1}, the model only {vocab_size} rows of "
+            "embedding; name the tokenizer it was trained with by --tokenizer"
+        )
+    return tokenizer, companions
 
-    Looks in `tokenizer`, a tokenizer.json or its folder. Without it, in the checkpoint, then in `place`, by which it
-    was found, and the two folders above. Raises CheckpointError if there are none.
+
+def _find_companions(opened: Opened, place: str, named: Path | None) -> tuple[str, dict[str, bytes]]:
+    """Where the tokenizer's files are, and name → content. Raises CheckpointError if there are none.
+
+    Looks in `named`, a tokenizer.json or its folder; without it in the checkpoint, `place`, two folders above.
     """
+    digests = opened.manifest.get("companions", {})
+    if TOKENIZER in digests and not named:
+        return opened.url, {file: read_small(opened.store, opened.name, file, digests[file]) for file in digests}
     folders = [Path(place), *Path(place).absolute().parents[:2]]
-    if tokenizer:
-        folders = [tokenizer.parent if tokenizer.name == TOKENIZER else tokenizer]
-    else:
-        digests = opened.manifest.get("companions", {})
-        inside = {path.removeprefix(f"{opened.name}/") for path in opened.store.sizes(opened.name)} | digests.keys()
-        if TOKENIZER in inside:
-            own = [file for file in COMPANIONS if file in inside]
-            return opened.url, {file: read_small(opened.store, opened.name, file, digests.get(file)) for file in own}
+    if named:
+        folders = [named.parent if named.name == TOKENIZER else named]
     for folder in folders:
         if (folder / TOKENIZER).is_file():
             return str(folder), read_companions(folder)
-    raise CheckpointError(f"{tokenizer or place}: no {TOKENIZER} found there; name one with --tokenizer")
+    raise CheckpointError(f"{named or place}: no {TOKENIZER} found there; name one with --tokenizer")
 
 
 def read_companions(folder: Path) -> dict[str, bytes]:
@@ -43,25 +52,14 @@ def read_companions(folder: Path) -> dict[str, bytes]:
     return {file: (folder / file).read_bytes() for file in COMPANIONS if (folder / file).is_file()}
 
 
-def companion_tokenizer(origin: str, companions: Mapping[str, bytes], vocab_size: int) -> Tokenizer:
-    """The tokenizer that `find_companions` found. Raises TitaniteError if it is invalid or exceeds `vocab_size`."""
-    tokenizer = parse_tokenizer(companions, origin)
-    if tokenizer.vocab_size > vocab_size:
-        raise CheckpointError(
-            f"{origin}: its tokenizer has ids up to {tokenizer.vocab_size - 1}, the model only {vocab_size} rows of "
-            "embedding; name the tokenizer it was trained with by --tokenizer"
-        )
-    return tokenizer
-
-
 def check_vocabulary(tokenizer: Tokenizer, place: str, opened: Opened) -> None:
     """Refuse data whose token ids are other tokens to the weights of `opened`, which was found by `place`.
 
-    A tenth may differ, such as reserved tokens that were given a use. Weights without a tokenizer pass, and those
-    beside one that was changed since. Raises TitaniteError.
+    A tenth may differ, such as reserved tokens that were given a use. Weights without a tokenizer pass. Raises
+    TitaniteError.
     """
     try:
-        origin, companions = find_companions(opened, place, None)
+        origin, companions = _find_companions(opened, place, None)
     except CheckpointError:
         return
     theirs = {id: token for token, id in parse_tokenizer(companions, origin).raw.get_vocab().items()}

@@ -1,29 +1,17 @@
-"""The files of one checkpoint: DCP's layout, with a checksum per item and a manifest that commits it.
+"""The files of one checkpoint, in DCP's layout with a checksum per item: docs/checkpoints.md.
 
-Each checkpoint has its own folder `step-00000100-6920d3f2a41c`, which is never written twice:
-
-    __0_0.distcp ...   the items of each rank, in torch.save's format, one after the other
-    .metadata          DCP's pickled index: where each piece of each tensor lies, and its CRC-32
-    MANIFEST.json      written last, the commit: sizes of all files, SHA-256 of .metadata, step, ...
-
-Stock readers (`torch.distributed.checkpoint.FileSystemReader`) read it. Stock checkpoints are read here too,
-but unchecked, since they hold no checksums. Only the classes that DCP's index is made of are unpickled.
+Stock readers read it. Stock checkpoints are read here too, but unchecked, since they hold no checksums.
 """
 
 import dataclasses
 import io
-import pickle
 import struct
 import zipfile
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from datetime import datetime, timezone
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import groupby
-from math import prod
-from typing import IO, Any, cast
+from typing import IO, Any, NamedTuple, cast
 
 import pyarrow as pa
 import torch
@@ -31,39 +19,18 @@ from isal import isal_zlib
 from torch import Tensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _split_by_size_and_type, _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.filesystem import _split_by_size_and_type, _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.utils.serialization import config as serialization
 
 from checkpoint import CheckpointError
-from checkpoint.manifest import (
-    FORMAT_VERSION,
-    MANIFEST,
-    METADATA,
-    ChecksumError,
-    Manifest,
-    Opened,
-    checked_twice,
-    encode_manifest,
-    read_manifest,
-    read_small,
-    sha256,
-    unpickle_metadata,
-)
+from checkpoint.manifest import ChecksumError, Manifest, Opened, checked_twice, write_commit
 from checkpoint.ranks import Ranks
 from storage import DamagedError, Store, join
 
 FILES = 2  # per rank, written at the same time
 RANGE_BYTES = 16 << 20  # neighbouring items are read together up to this size
-WINDOW_BYTES = 256 << 20  # most bytes read and not yet copied, unless a single range is larger
 
 Item = tuple[_StorageInfo, MetadataIndex, list[ReadItem]]  # its place, and what it is wanted for
 State = dict[str, Any]  # nested dicts of tensors, as DCP's planners take them
@@ -73,12 +40,11 @@ Written = dict[MetadataIndex, _StorageInfo]  # item → its place, with its CRC-
 # ---------------------------------------------------------------- planning, by DCP
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """Who writes what. Depends only on names, shapes and placements, so later saves of a run reuse it."""
 
     files: list[list[WriteItem]]  # what this rank writes into each of its files, in order
-    metadata: Metadata | None  # DCP's index, without the places in the files; on rank 0 only
+    metadata: Any  # DCP's index, without the places in the files; on rank 0 only
 
 
 def plan_save(state: State, ranks: Ranks) -> Plan:
@@ -88,27 +54,22 @@ def plan_save(state: State, ranks: Ranks) -> Plan:
     return _share_out(planner.create_local_plan(), ranks)
 
 
-def plan_pieces(items: list[WriteItem]) -> Plan:
-    """A plan in which this process alone writes all `items`, from `split_rows`."""
-    paths = {item.index.fqn: tuple(item.index.fqn.split(".", 1)) for item in items}
-    return _share_out(SavePlan(items, planner_data=paths), Ranks())
-
-
-def split_rows(path: tuple[str, ...], dtype: torch.dtype, shape: Sequence[int], piece_bytes: int) -> list[WriteItem]:
-    """Split a tensor into pieces of whole rows, about `piece_bytes` each."""
-    rows, *rest = shape
-    step = max(1, piece_bytes // (prod(rest) * dtype.itemsize))
+def plan_rows(weights: dict[str, Tensor], piece_bytes: int) -> Plan:
+    """A plan in which this process alone writes a model, of (meta) tensors by name, in pieces of whole rows."""
     items = []
-    for start in range(0, rows, step):
-        offsets, sizes = torch.Size([start, *(0 for _ in rest)]), torch.Size([min(step, rows - start), *rest])
-        data = TensorWriteData(ChunkStorageMetadata(offsets, sizes), TensorProperties(dtype=dtype), torch.Size(shape))
-        items.append(WriteItem(MetadataIndex(".".join(path), offsets), WriteItemType.SHARD, tensor_data=data))
-    return items
+    for name, weight in weights.items():
+        step = max(1, piece_bytes // (weight[0].numel() * weight.itemsize))
+        for start in range(0, len(weight), step):
+            offsets, sizes = torch.Size([start, *[0] * (weight.ndim - 1)]), weight[start : start + step].shape
+            properties = TensorProperties(dtype=weight.dtype)
+            data = TensorWriteData(ChunkStorageMetadata(offsets, sizes), properties, weight.shape)
+            items.append(WriteItem(MetadataIndex(f"model.{name}", offsets), WriteItemType.SHARD, tensor_data=data))
+    return _share_out(SavePlan(items, planner_data={f"model.{name}": ("model", name) for name in weights}), Ranks())
 
 
 def _share_out(plan: SavePlan, ranks: Ranks) -> Plan:
     """Give each piece to one of the ranks that planned it. Collective."""
-    metadata = None
+    metadata: Any = None
 
     def choose(plans: list[SavePlan]) -> list[SavePlan]:
         nonlocal metadata
@@ -137,10 +98,7 @@ def write_items(
     resolve: Callable[[WriteItem], Tensor],
     on_progress: Callable[[], None] = lambda: None,
 ) -> Written:
-    """Write this rank's `files`, lists of items, to the checkpoint folder `name`. Returns the items' places and CRC-32.
-
-    Several threads call `on_progress`, after each write. Raises StoreError; the failed file then does not exist.
-    """
+    """Write this rank's `files` of items to checkpoint `name`. Returns their places and CRC-32. Raises StoreError."""
 
     def write(file: str, items: Sequence[WriteItem]) -> Written:
         written = {}
@@ -164,35 +122,12 @@ def write_items(
         return {index: info for own in threads.map(write, names, files) for index, info in own.items()}
 
 
-def commit(
-    store: Store, name: str, plan: Plan, written: Sequence[Written], facts: Manifest, companions: Mapping[str, bytes]
-) -> None:
-    """Write the index, then the manifest, after which the checkpoint exists. For rank 0, after all ranks have written.
-
-    `written` has an entry per rank. `facts` go into the manifest unchanged, `companions` are small files beside it.
-    """
-    assert plan.metadata is not None
+def commit(store: Store, name: str, plan: Plan, written: Sequence[Written], facts: Manifest) -> None:
+    """Write the index, then the manifest with `facts`. For rank 0, after all have written; `written` is by rank."""
     places = {index: info for own in written for index, info in own.items()}
     if len(places) != sum(len(getattr(item, "chunks", ())) for item in plan.metadata.state_dict_metadata.values()):
         raise CheckpointError("not all items that were planned were written")
-    index = dataclasses.replace(plan.metadata, storage_data=places, version=CURRENT_DCP_VERSION)
-    pickled = pickle.dumps(dataclasses.replace(index, storage_meta=StorageMeta()))
-    unpickle_metadata(pickled)  # a later Python or torch may pickle other classes, which no load would accept
-    sizes = {METADATA: len(pickled)} | {file: len(content) for file, content in companions.items()}
-    for info in places.values():
-        sizes[info.relative_path] = max(sizes.get(info.relative_path, 0), info.offset + info.length)
-    manifest = {
-        "format": FORMAT_VERSION,
-        "files": dict(sorted(sizes.items())),
-        "metadata_sha256": sha256(pickled),
-        "companions": {file: sha256(content) for file, content in companions.items()},
-        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "torch": torch.__version__,
-        **facts,
-    }
-    for file, content in {**companions, METADATA: pickled}.items():
-        store.put(f"{name}/{file}", content)
-    store.put(f"{name}/{MANIFEST}", encode_manifest(manifest))
+    write_commit(store, name, dataclasses.replace(plan.metadata, storage_data=places), facts)
 
 
 class _ChecksummedStream(io.RawIOBase):
@@ -217,22 +152,14 @@ def copy_files(source: Store, target: Store, name: str, written: Written, on_pro
     def copy(path: str, places: Sequence[Any]) -> None:
         with target.create(path) as raw:
             for info in places:
-                stream = _ChecksummedStream(raw, on_progress)
-                for start in range(0, info.length, RANGE_BYTES):
-                    size = min(RANGE_BYTES, info.length - start)
-                    stream.write(source.read(path, info.offset + start, size))
-                if stream.crc32 != info.crc32:
+                data = source.read(path, info.offset, info.length)
+                if isal_zlib.crc32(data) != info.crc32:
                     raise ChecksumError(f"{join(source.url, path)}: checksum differs at byte {info.offset}; not copied")
+                raw.write(data)
+                on_progress()
 
     for file, places in groupby(written.values(), lambda info: info.relative_path):  # as written: file by file
         checked_twice(partial(copy, f"{name}/{file}", list(places)))
-
-
-def copy_commit(source: Store, target: Store, name: str) -> None:
-    """Copy the index and then the manifest of checkpoint `name`, after all ranks have copied their files."""
-    manifest = read_manifest(source, name)
-    target.put(f"{name}/{METADATA}", read_small(source, name, METADATA, manifest["metadata_sha256"]))
-    target.put(f"{name}/{MANIFEST}", encode_manifest(manifest))
 
 
 # ---------------------------------------------------------------- reading
@@ -246,7 +173,11 @@ def read_state(opened: Opened, state: State, on_progress: Callable[[], None] = l
     """
     planner, metadata = DefaultLoadPlanner(), opened.metadata
     planner.set_up_planner(state, metadata)
-    _check_tensors(opened, planner.state_dict)
+    try:
+        items = planner.create_local_plan().items
+    except (RuntimeError, ValueError) as error:  # of DCP: a tensor is missing or has another shape
+        hint = "" if opened.manifest else "; torchtitan's come in by `python -m tools.hf import --from torchtitan`"
+        raise CheckpointError(f"{opened.url}: {error}{hint}") from None
 
     def copy(info: _StorageInfo, index: MetadataIndex, wanted: list[ReadItem], data: memoryview) -> None:
         try:
@@ -260,7 +191,7 @@ def read_state(opened: Opened, state: State, on_progress: Callable[[], None] = l
         on_progress()
 
     wanted = dict[MetadataIndex, list[ReadItem]]()
-    for item in planner.create_local_plan().items:
+    for item in items:
         wanted.setdefault(item.storage_index, []).append(item)
     _read_items(opened, [(metadata.storage_data[index], index, items) for index, items in wanted.items()], copy)
 
@@ -271,31 +202,12 @@ def verify_items(opened: Opened, progress: Callable[[int], None]) -> None:
     _read_items(opened, items, lambda info, index, wanted, data: progress(info.length))
 
 
-def tensors_in(metadata: Metadata, prefix: str) -> set[str]:
-    """Names of the checkpoint's tensors that start with `prefix`."""
-    return {name for name in metadata.state_dict_metadata if name.startswith(prefix)}
-
-
-def _check_tensors(opened: Opened, tensors: Mapping[str, Any]) -> None:
-    held = opened.metadata.state_dict_metadata
-    if missing := sorted(tensors.keys() - held.keys()):
-        hint = "" if opened.manifest else "; torchtitan's come in by `python -m tools.hf import --from torchtitan`"
-        raise CheckpointError(f"{opened.url}: lacks {len(missing)} tensors, such as {missing[0]}{hint}")
-    for fqn, tensor in tensors.items():
-        stored = getattr(held[fqn], "size", None)
-        if stored is None or tuple(stored) != tuple(tensor.size()):
-            kind = "not a tensor" if stored is None else f"of shape {tuple(stored)}"
-            raise CheckpointError(f"{opened.url}: {fqn} is {kind}, must be of shape {tuple(tensor.size())}")
-
-
-def _decode(info: _StorageInfo, data: memoryview, metadata: Metadata, index: MetadataIndex) -> Tensor:
+def _decode(info: _StorageInfo, data: memoryview, metadata: Any, index: MetadataIndex) -> Tensor:
     """The tensor of an item. For our own checkpoints, a view of `data`, found without unpickling."""
     if not hasattr(info, "crc32"):
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    stored = metadata.state_dict_metadata[index.fqn]
-    assert isinstance(stored, TensorStorageMetadata)
-    assert index.index is not None  # DCP's planner numbers the chunks
-    shape, dtype = stored.chunks[index.index].sizes, stored.properties.dtype
+    stored: Any = metadata.state_dict_metadata[index.fqn]
+    shape, dtype = stored.chunks[index.index].sizes, stored.properties.dtype  # DCP's planner numbers the chunks
     with zipfile.ZipFile(pa.BufferReader(data)) as archive:  # what torch.save writes
         record = next(entry for entry in archive.infolist() if entry.filename.endswith("/data/0"))
     name_bytes, extra_bytes = struct.unpack_from("<HH", data, record.header_offset + 26)
@@ -305,15 +217,16 @@ def _decode(info: _StorageInfo, data: memoryview, metadata: Metadata, index: Met
 
 
 def _read_items(opened: Opened, items: Iterable[Item], consume: Callable[..., None]) -> None:
-    """Read `items` by place, neighbours together. Hand each to `consume` with its bytes, once those are checked.
+    """Read `items` by place, neighbours together. Threads hand each to `consume` with its bytes, which are checked.
 
-    Threads read and check the next ranges meanwhile, at most WINDOW_BYTES (or one range, if that is larger).
+    Each thread holds the bytes of one range, RANGE_BYTES or one larger item.
     """
-    store = opened.store
 
     def read(group: list[Item]) -> list[memoryview]:
         first = group[0][0]
-        data = store.read(opened.path(first.relative_path), first.offset, _size(group))
+        data = opened.store.read(
+            f"{opened.name}/{first.relative_path}".lstrip("/"), first.offset, _end(group) - first.offset
+        )
         pieces = [data[info.offset - first.offset :][: info.length] for info, *_ in group]
         for (info, index, _), piece in zip(group, pieces, strict=True):
             expected = getattr(info, "crc32", None)  # stock checkpoints have none
@@ -322,38 +235,37 @@ def _read_items(opened: Opened, items: Iterable[Item], consume: Callable[..., No
                 raise ChecksumError(f"{where}: checksum of {index.fqn} differs, at byte {info.offset}")
         return pieces
 
-    ahead: deque[tuple[list[Item], Future[list[memoryview]]]] = deque()
-
-    def consume_first() -> None:
-        group, future = ahead.popleft()
-        for item, piece in zip(group, future.result(), strict=True):
+    def load(group: list[Item]) -> None:
+        for item, piece in zip(group, checked_twice(partial(read, group)), strict=True):
             consume(*item, piece)
 
-    with ThreadPoolExecutor(store.read_threads) as threads:
+    device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+
+    def use_device() -> None:
+        if device is not None:
+            torch.accelerator.set_device_index(
+                device
+            )  # a new thread has the first one, where a copy would make a context
+
+    with ThreadPoolExecutor(opened.store.read_threads, initializer=use_device) as threads:
         try:
-            for group in _neighbours(sorted(items, key=lambda item: (item[0].relative_path, item[0].offset))):
-                ahead.append((group, threads.submit(checked_twice, partial(read, group))))
-                while len(ahead) > store.read_threads or sum(_size(group) for group, _ in ahead) > WINDOW_BYTES:
-                    consume_first()
-            while ahead:
-                consume_first()
+            list(threads.map(load, _neighbours(items)))
         finally:
             threads.shutdown(cancel_futures=True)
 
 
-def _size(group: Sequence[Item]) -> int:
-    """Bytes from the start of the first neighbour to the end of the last."""
-    return group[-1][0].offset + group[-1][0].length - group[0][0].offset
+def _end(group: Sequence[Item]) -> int:
+    return group[-1][0].offset + group[-1][0].length
 
 
 def _neighbours(items: Iterable[Item]) -> list[list[Item]]:
     """Runs of items that touch in one file, up to RANGE_BYTES."""
     groups = list[list[Item]]()
-    for item in items:
+    for item in sorted(items, key=lambda item: (item[0].relative_path, item[0].offset)):
         if groups:
-            info, last = item[0], groups[-1][-1][0]
-            touches = (info.relative_path, info.offset) == (last.relative_path, last.offset + last.length)
-            if touches and _size([groups[-1][0], item]) <= RANGE_BYTES:
+            info, first = item[0], groups[-1][0][0]
+            touches = (info.relative_path, info.offset) == (first.relative_path, _end(groups[-1]))
+            if touches and info.offset + info.length - first.offset <= RANGE_BYTES:
                 groups[-1].append(item)
                 continue
         groups.append([item])

@@ -1,5 +1,6 @@
 """What a checkpoint is called, the manifest that commits it and vouches for it, and a safe reader of DCP's index."""
 
+import dataclasses
 import hashlib
 import io
 import json
@@ -9,12 +10,14 @@ import re
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from checkpoint import CheckpointError
 from storage import DamagedError, Store, join
@@ -30,9 +33,6 @@ T = TypeVar("T")
 
 class ChecksumError(DamagedError):
     """Bytes read do not have the checksum that they were written with."""
-
-
-# ---------------------------------------------------------------- names
 
 
 def new_checkpoint_name(step: int, kind: str = "step") -> str:
@@ -61,11 +61,7 @@ def run_name(run_folder: Path) -> str:
     return (file.read_text(encoding="utf-8").strip() if file.is_file() else "") or str(run_folder.absolute())
 
 
-# ---------------------------------------------------------------- manifest and index
-
-
-@dataclass(frozen=True)
-class Opened:
+class Opened(NamedTuple):
     """A checkpoint to read: its place, its manifest ({} for a stock one) and DCP's index."""
 
     store: Store
@@ -77,9 +73,9 @@ class Opened:
     def url(self) -> str:
         return join(self.store.url, self.name)
 
-    def path(self, file: str) -> str:
-        """The name in the store of one of its files."""
-        return f"{self.name}/{file}".lstrip("/")
+    def tensors(self, prefix: str) -> set[str]:
+        """Names of its tensors that start with `prefix`."""
+        return {name for name in self.metadata.state_dict_metadata if name.startswith(prefix)}
 
 
 def open_checkpoint(store: Store, name: str) -> Opened:
@@ -106,48 +102,63 @@ def encode_manifest(manifest: Manifest) -> bytes:
     return json.dumps({"manifest": manifest, "sha256": sha256(body)}, indent=1, sort_keys=True).encode()
 
 
+def write_commit(store: Store, name: str, metadata: Metadata, facts: Manifest) -> None:
+    """Write DCP's index, then the manifest with `facts`, after which the checkpoint exists."""
+    pickled = pickle.dumps(dataclasses.replace(metadata, version=CURRENT_DCP_VERSION, storage_meta=StorageMeta()))
+    unpickle_metadata(pickled)  # a later Python or torch may pickle other classes, which no load would accept
+    sizes = {METADATA: len(pickled)}
+    for info in metadata.storage_data.values():
+        sizes[info.relative_path] = max(sizes.get(info.relative_path, 0), info.offset + info.length)
+    manifest = {
+        "format": FORMAT_VERSION,
+        "files": sizes,
+        "metadata_sha256": sha256(pickled),
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "torch": torch.__version__,
+        **facts,
+    }
+    store.put(f"{name}/{METADATA}", pickled)
+    store.put(f"{name}/{MANIFEST}", encode_manifest(manifest))
+
+
+def copy_commit(source: Store, target: Store, name: str) -> None:
+    """Copy the index and then the manifest of checkpoint `name`, after all ranks have copied their files."""
+    manifest = read_manifest(source, name)
+    target.put(f"{name}/{METADATA}", read_small(source, name, METADATA, manifest["metadata_sha256"]))
+    target.put(f"{name}/{MANIFEST}", encode_manifest(manifest))
+
+
 def read_manifest(store: Store, name: str) -> Manifest:
     """Read the manifest of checkpoint `name`. Raises DamagedError if it is missing or any byte was altered."""
+    where = join(store.url, name)
 
-    def is_intact(content: bytes) -> bool:
-        try:
-            return encode_manifest(json.loads(content)["manifest"]) == content
-        except (ValueError, TypeError, KeyError):
-            return False
+    def read() -> Manifest:
+        content = read_small(store, name, MANIFEST, None)
+        with suppress(ValueError, TypeError, KeyError):
+            if encode_manifest(manifest := json.loads(content)["manifest"]) == content:
+                return manifest
+        raise ChecksumError(f"{where}/{MANIFEST}: its checksum differs")
 
-    manifest = json.loads(_read_checked(store, name, MANIFEST, is_intact))["manifest"]
-    if manifest["format"] != FORMAT_VERSION:
-        where = join(store.url, name)
+    if (manifest := checked_twice(read))["format"] != FORMAT_VERSION:
         raise CheckpointError(f"{where}: has format {manifest['format']}; this version reads {FORMAT_VERSION}")
     return manifest
 
 
 def read_small(store: Store, name: str, file: str, digest: str | None) -> bytes:
     """Read a small file of checkpoint `name`. Raises DamagedError if its SHA-256 is not `digest`, if given."""
-    return _read_checked(store, name, file, lambda content: digest in (None, sha256(content)))
 
-
-def _read_checked(store: Store, name: str, file: str, is_intact: Callable[[bytes], bool]) -> bytes:
     def read() -> bytes:
-        path = f"{name}/{file}".lstrip("/")
-        if is_intact(content := bytes(store.read(path))):
+        content = bytes(store.read(f"{name}/{file}".lstrip("/")))
+        if digest in (None, sha256(content)):
             return content
-        raise ChecksumError(f"{join(store.url, path)}: its checksum differs")
+        raise ChecksumError(f"{join(store.url, name)}/{file}: its checksum differs")
 
     return checked_twice(read)
-
-
-def jsonable(value: dict[str, Any]) -> dict[str, Any]:
-    """`value` after a round trip through JSON: tuples become lists, keys become strings."""
-    return json.loads(json.dumps(value))
 
 
 def sha256(data: bytes | str) -> str:
     """The SHA-256 of `data`, in hex."""
     return hashlib.sha256(data.encode() if isinstance(data, str) else data).hexdigest()
-
-
-# ---------------------------------------------------------------- unpickling
 
 
 _METADATA_CLASSES = (
@@ -178,9 +189,8 @@ def unpickle_metadata(pickled: bytes) -> Metadata:
     """Unpickle DCP's index. Raises DamagedError if the pickle asks for a class that no index contains."""
     try:
         metadata = _IndexUnpickler(io.BytesIO(pickled)).load()
-        if isinstance(metadata, Metadata):
-            return metadata
-        raise TypeError(f"holds a {type(metadata).__name__}, not DCP's Metadata")
+        assert isinstance(metadata, Metadata)
+        return metadata
     except DamagedError:
         raise
     except Exception as error:

@@ -21,14 +21,11 @@ class Ranks(_DistWrapper):
         self.size = self.get_world_size()
 
     def together(self, step: Callable[[], T]) -> T:
-        """Run `step` on every rank. If it fails on any, raise the same error on all.
-
-        Prefers other errors to a DamagedError, which is raised only if no rank failed for another reason.
-        """
+        """Run `step` on every rank. If it fails on any, raise the same error on all, a DamagedError only if all are."""
         result, error = _tried(step)
-        failed = [failure for failure in self.gather_object(error) or [] if failure is not None]
+        failed = [failure for failure in self.all_gather_object(error) if failure is not None]
         failed.sort(key=lambda failure: isinstance(failure, DamagedError))
-        _raise_agreed(self.broadcast_object(failed[0] if failed else None), error)
+        _raise_agreed(failed[0] if failed else None, error)
         return result  # type: ignore[return-value]
 
     def from_rank_0(self, step: Callable[[], T]) -> T:

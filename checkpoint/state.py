@@ -23,10 +23,8 @@ def model_tensors(model_parts: Sequence[nn.Module]) -> dict[str, Tensor]:
     for part in model_parts:
         state = part.state_dict()  # its hooks also bring FSDP2 parameters back to their sharded form
         unique = {name for name, _ in part.named_parameters()}
-        duplicates = {_clean(name) for name, _ in part.named_parameters(remove_duplicate=False) if name not in unique}
-        tensors |= {
-            _clean(name): _plain(name, value) for name, value in state.items() if _clean(name) not in duplicates
-        }
+        tied = {_clean(name) for name, _ in part.named_parameters(remove_duplicate=False) if name not in unique}
+        tensors |= {_clean(name): _plain(name, value) for name, value in state.items() if _clean(name) not in tied}
     return tensors
 
 
@@ -48,13 +46,11 @@ def optimizer_tensors(model_parts: Sequence[nn.Module], optimizer: torch.optim.O
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             name = f"{names[id(parameter)]}.{key}"
-            if not isinstance(value, Tensor):
-                raise CheckpointError(f"optimizer state {name} is a {type(value).__name__}: only tensors can be saved")
             is_whole = isinstance(value, DTensor) and not any(placement.is_partial() for placement in value.placements)
-            if isinstance(parameter, DTensor) and value.ndim and not is_whole:
+            if not isinstance(value, Tensor) or (isinstance(parameter, DTensor) and value.ndim and not is_whole):
                 raise CheckpointError(
-                    f"optimizer state {name} is a plain tensor or a partial sum, but its weight is sharded: only one "
-                    "rank's part would be saved; make it by torch.zeros_like(weight) or redistribute it to Replicate()"
+                    f"optimizer state {name} must be a tensor and, as its weight may be sharded, made by "
+                    "torch.zeros_like(weight) or redistributed to Replicate(): otherwise it cannot be saved"
                 )
             tensors[name] = _plain(name, value)
     return tensors
@@ -138,7 +134,7 @@ class Staging:
                     torch.accelerator.set_stream(self.stream)
                 for index, tensor in sources.items():
                     if index not in self.copies:
-                        self.copies[index] = self._allocate(tensor)
+                        self.copies[index] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=bool(self.stream))
                     self.copies[index].copy_(tensor, non_blocking=True)
                 copied = self.copied = self.stream.record_event() if self.stream else None
             finally:
@@ -153,10 +149,3 @@ class Staging:
         self.queued.wait()
         if self.stream is not None and self.copied is not None:
             torch.accelerator.current_stream(self.stream.device).wait_event(self.copied)
-
-    def _allocate(self, tensor: Tensor) -> Tensor:
-        try:
-            return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.stream is not None)
-        except torch.AcceleratorError as error:  # its "out of memory" would be taken for the device's
-            what = f'checkpoint.mode = "async": {tensor.nbytes / 1e9:.2f} GB more of pinned memory of the host'
-            raise CheckpointError(f'{what}: {str(error).splitlines()[0]}; mode = "sync" needs none') from None

@@ -43,9 +43,8 @@ class RolledBackError(TitaniteError):
 class BadSteps:
     """The steps whose update is left out, in `skipped.jsonl` of the run's folder. The same on all ranks.
 
-    A record has the `first` and `last` step left out and the `cause`, found at the last. The data of these steps is
-    consumed as usual, so the order of the data does not change. A resume leaves the steps out again, without computing
-    them. A start that writes no checkpoints neither reads nor writes the file.
+    The data of these steps is consumed as usual. A resume leaves the steps out again, without computing them. A start
+    that writes no checkpoints neither reads nor writes the file.
     """
 
     def __init__(self, failures: Failures, folder: Path, step: int, saves: bool, last_saved: Callable[[], int | None]):
@@ -66,8 +65,7 @@ class BadSteps:
     def accepts(self, step: int, loss: Tensor, grad_norm: Tensor) -> bool:
         """Whether the update of a step is to be made; the same on all ranks. Waits for the device if it has to judge.
 
-        Raises TitaniteError if the run is to stop at a bad step or has spent its budget of them, RolledBackError if it
-        is to go on from its last checkpoint.
+        Raises TitaniteError if the run is to stop, RolledBackError if it is to go on from its last checkpoint.
         """
         if step in self.skipped:
             return False
@@ -77,10 +75,9 @@ class BadSteps:
         first = step if saved is None else saved + 1
         self.leave_out(first, step, trouble)
         if saved is not None:
+            goes_on = f"goes on after step {saved}, without the updates of steps {first} to {step}"
             raise RolledBackError(
-                f"step {step}: {trouble}, so the run goes on after step {saved}, without the updates of steps {first} "
-                f"to {step}; a start of it leaves them out",
-                agreed=True,
+                f"step {step}: {trouble}, so the run {goes_on}; a start of it leaves them out", agreed=True
             )
         return False
 

@@ -80,9 +80,9 @@ def start_run(
     check: Callable[[Path], None],
     save: Callable[[Path], None],
 ) -> tuple[Path, dict[str, tuple[Any, Any]]]:
-    """Choose, check and lock the run's folder and record this start. Rank 0 only. Raises TitaniteError.
+    """Choose, check and lock the run's folder, record this start, `save` last. Returns the folder and what changed.
 
-    Calls `check(folder)` before writing there, `save(folder)` last. Returns the folder and what `record_start` does.
+    Rank 0 only. Raises TitaniteError.
     """
     with file_errors():
         folder = choose_run_folder(config, environment.job)
@@ -104,10 +104,7 @@ def start_run(
 
 
 def _lock(folder: Path) -> None:
-    """Hold the folder until this process ends, however it ends. Raises TitaniteError if another process here holds it.
-
-    Ignores another machine's lock, which a lost machine may leave.
-    """
+    """Hold the folder until this process ends. Raises TitaniteError if another process of this machine holds it."""
     folder.mkdir(parents=True, exist_ok=True)
     file = os.open(folder / RUNNING, os.O_RDWR | os.O_CREAT, 0o666)  # never closed: that would release the lock
     try:
@@ -159,8 +156,7 @@ def record_start(
         "changed": changed,
         "git_commit": git_commit(),
         "python": sys.version.split()[0],
-        # torch's own version also names CUDA's
-        "packages": package_versions() | {"torch": torch.__version__},
+        "packages": package_versions() | {"torch": torch.__version__},  # this also names CUDA's
     }
     with open_records(folder / STARTS) as file:
         file.write(json.dumps(start) + "\n")

@@ -85,7 +85,6 @@ def run_and_leave(main: Callable[[], object]) -> NoReturn:
 class Run:
     """What a start has beside the training itself. The loop calls `begin` and `end` once a step. Raises TitaniteError.
 
-    It starts the process group, chooses and records the run's folder, and explains the exception that ends the run.
     `check` gets the folder on rank 0, before anything is written there.
     """
 
@@ -139,10 +138,7 @@ class Run:
 
     @contextlib.contextmanager
     def writing(self, file: object) -> Iterator[None]:
-        """Write `file` inside. If that fails, as on a full disk, all ranks stop after a step, save, and `close` raises.
-
-        The folder's disk is not that of the checkpoints, if these lie elsewhere.
-        """
+        """Write `file` inside. If that fails, as on a full disk, all ranks stop after a step, save and raise it."""
         try:
             with file_errors(file):
                 yield
@@ -171,10 +167,6 @@ class Run:
         if self.environment.rank == 0:
             with self.writing(self.folder / PROGRESS):
                 (self.folder / PROGRESS).touch()  # earlier restarts of the job no longer count
-
-    def enter_update(self, *_: Any) -> None:
-        """Note that the optimizer begins: a hook of its step."""
-        self.watchdog.enter("optimizer")
 
     def watch(self, compute: Step, parameters: Sequence[Tensor]) -> ForwardBackward:
         """The forward and backward of all microbatches of a step; now and then twice, to compare (failures.replay)."""
@@ -242,6 +234,6 @@ class Run:
 
     def _check_written(self, step: int) -> None:
         if self._unwritten:
-            saved = " is saved" if self.config.checkpoint.enable else " was the last"
+            saved = "is saved" if self.config.checkpoint.enable else "was the last"
             again = f"make room there, then start again with --run.folder={self.folder}"
-            raise TitaniteError(f"{self._unwritten}; step {step}{saved}: {again}")
+            raise TitaniteError(f"{self._unwritten}; step {step} {saved}: {again}")

@@ -12,23 +12,19 @@ import torch.distributed as dist
 from config import TitaniteError
 from run.processes import LaunchEnvironment
 
-# A signal → this rank's vote; the largest vote of all ranks counts. SIGTERM and SIGHUP take one node from the run,
-# SIGUSR1 announces that the scheduler ends the whole job and starts it again, SIGINT and the file `stop` come from a
-# person.
+# A signal → this rank's vote; the largest vote of all ranks counts. SIGTERM and SIGHUP take one node from the run. By
+# SIGUSR1 a scheduler says that it ends the job and starts it again. SIGINT and the file `stop` come from a person.
 A_NODE, A_JOB, A_PERSON = 1, 2, 3
 VOTES = MappingProxyType({"SIGTERM": A_NODE, "SIGHUP": A_NODE, "SIGUSR1": A_JOB, "SIGINT": A_PERSON})
 
 
 class StopRequest:
-    """SIGTERM, Ctrl-C, a closed terminal, SIGUSR1 (Slurm's warning) or a file `stop` in the run's folder.
+    """A signal or a file `stop` in the run's folder, on which ranks agree. A second Ctrl-C raises KeyboardInterrupt.
 
-    All ranks agree on it. Afterwards `elsewhere` says that only other nodes were taken, so that the run should go on,
-    and `again` that the scheduler should start the job again.
-
-    Signals are caught inside `with`, except those that were ignored before, as SIGHUP is under nohup. Before `start`
-    there is nothing to save, so a signal ends this rank at once. Then each step casts a vote and reads that of the step
-    before, on the host in a gloo group of its own: no rank waits for the device or for a slower rank, and all stop
-    after the same step. A second Ctrl-C raises KeyboardInterrupt.
+    Signals are caught inside `with`, except those ignored before, as SIGHUP is under nohup. Before `start` they end the
+    rank at once. Then each step casts a vote and reads that of the step before, on the host in a gloo group of its own:
+    no rank waits for the device or for a slower rank. At the end `elsewhere` says that only other nodes were taken, so
+    that the run should go on, and `again` that the scheduler should start the job again.
     """
 
     def __init__(self, run_folder: Path, environment: LaunchEnvironment):

@@ -38,10 +38,7 @@ QUEUEING = ("forward/backward", "optimizer", "validation")
 
 
 class Watchdog:
-    """Knows where this rank is, and says why the run ends. Collective to build.
-
-    Without torchrun, which starts the job again, it ends nothing.
-    """
+    """Knows where this rank is, and says why the run ends. Ends nothing without torchrun. Collective to build."""
 
     def __init__(self, folder: Path, environment: LaunchEnvironment, config: Config):
         self.folder, self.environment, self.config = folder, environment, config
@@ -65,10 +62,7 @@ class Watchdog:
         self._entered = time.monotonic()
 
     def alive(self) -> None:
-        """Say that checkpoint bytes have moved, in any thread, or a weight got its initial values.
-
-        It counts as progress while this rank does this or waits for it.
-        """
+        """Say that checkpoint bytes have moved, in any thread, or that a weight got its initial values."""
         if self.section in (*CHECKPOINTING, "init"):
             self._entered = time.monotonic()
 

@@ -28,10 +28,10 @@ from torch.distributed.checkpoint.planner import WriteItem
 from tqdm import tqdm
 
 from checkpoint import CheckpointError
-from checkpoint.companions import companion_tokenizer, find_companions, read_companions
-from checkpoint.files import commit, plan_pieces, read_state, split_rows, write_items
+from checkpoint.companions import find_tokenizer, read_companions
+from checkpoint.files import commit, plan_rows, read_state, write_items
 from checkpoint.loading import check_same_names, load_place
-from checkpoint.manifest import MANIFEST, Manifest, Opened
+from checkpoint.manifest import MANIFEST, Manifest, Opened, sha256
 from checkpoint.state import model_tensors
 from config import LOCAL_OR_S3, TitaniteError, command_line, file_errors, tomllib
 from data.chat import ChatTemplate
@@ -66,8 +66,7 @@ def export_model(
         adapter, model, flavor = exported_model(opened.manifest)
         names = adapter.hf_names(flavor)
         check_same_names(opened, names)
-        origin, companions = find_companions(opened, place, tokenizer)
-        text = companion_tokenizer(origin, companions, flavor.vocab_size)
+        text, companions = find_tokenizer(opened, place, tokenizer, flavor.vocab_size)
         imported, run = (opened.manifest.get(key) for key in ("imported", "config"))
         positions = imported["max_position_embeddings"] if imported else tomllib.loads(run)["training"]["seq_len"]
         config = adapter.to_hf_config(flavor, max_positions or positions, dtype)
@@ -87,7 +86,7 @@ def export_model(
                 partial.rename(folder)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{folder}: not exported: {error}") from error
-        logger.info(f"{folder}: step {opened.manifest['step']} of {opened.url}, {dtype}, tokenizer from {origin}")
+        logger.info(f"{folder}: step {opened.manifest['step']} of {opened.url}, {dtype}")
         return opened.url
 
     return load_place(place, fill)
@@ -170,14 +169,14 @@ def import_model(folder: Path, place: str) -> None:
     except (ValueError, KeyError, TypeError) as error:
         reason = f"has no {error}" if isinstance(error, KeyError) else str(error)
         raise CheckpointError(f"{folder / 'config.json'}: {reason}") from None
-    model, names, pieces = build_model(MODELS[family], flavor), adapter.hf_names(flavor), list[WriteItem]()
+    model, names, typed = build_model(MODELS[family], flavor), adapter.hf_names(flavor), dict[str, Tensor]()
     for ours, weight in model.named_parameters():
         with open_weights(file := weights[names[ours]]) as tensors:
             kind, shape = (part := tensors.get_slice(names[ours])).get_dtype(), part.get_shape()
         if kind not in DTYPES or shape != list(weight.shape):
             wanted = f"{list(weight.shape)} by config.json, in {', '.join(DTYPES)}"
             raise CheckpointError(f"{file}: {names[ours]} has shape {shape} in {kind}, must be {wanted}")
-        pieces += split_rows(("model", ours), DTYPES[kind], weight.shape, PIECE_BYTES)
+        typed[ours] = weight.detach().to(DTYPES[kind])
 
     def read(item: WriteItem) -> Tensor:
         assert item.tensor_data is not None
@@ -188,11 +187,15 @@ def import_model(folder: Path, place: str) -> None:
 
     identity, imported = {"name": family, **dataclasses.asdict(flavor)}, {"max_position_embeddings": 2048, **raw}
     facts = {"step": 0, "world_size": 1, "identity": identity, "dataloader": {}, "imported": imported}
+    companions = read_companions(folder)
+    facts["companions"] = {file: sha256(content) for file, content in companions.items()}
     try:
-        plan = plan_pieces(pieces)
-        with tqdm(total=len(pieces), desc="import", disable=None, leave=False) as bar:
+        plan = plan_rows(typed, PIECE_BYTES)
+        with tqdm(total=sum(map(len, plan.files)), desc="import", disable=None, leave=False) as bar:
             written = write_items(store, name, 0, plan.files, read)
-        commit(store, name, plan, [written], facts, read_companions(folder))
+        for companion, content in companions.items():
+            store.put(f"{name}/{companion}", content)
+        commit(store, name, plan, [written], facts)
         load_place(place, lambda opened: compare_logits(folder, opened, model))
     except BaseException:
         with suppress(CheckpointError, StoreError):  # the first error says more

@@ -220,14 +220,10 @@ def train_bias_late(folder, mesh, first):
     return loaded, run.everything()
 
 
-def test_a_first_gradient_on_one_stage_of_a_pipeline_alone_does_not_stop_the_next_save(tmp_path):
+@pytest.mark.parametrize("first_is_frozen", [False, True])
+def test_stages_of_a_pipeline_may_have_state_at_different_steps_or_never(tmp_path, first_is_frozen):
     """The ranks plan a save together, and only one of them has something new to plan."""
-    assert run_ranks(2, save_stages, str(tmp_path), False) == [2, 2]
-
-
-def test_a_stage_of_a_pipeline_may_be_frozen(tmp_path):
-    """The first, with the lower layers: it has no state at all."""
-    assert run_ranks(2, save_stages, str(tmp_path), True) == [2, 2]
+    assert run_ranks(2, save_stages, str(tmp_path), first_is_frozen) == [2, 2]
 
 
 def save_stages(folder, first_is_frozen):
@@ -255,28 +251,23 @@ def test_a_weight_with_part_of_its_state_is_refused(tmp_path):
     run.step()
     del run.optimizer.state[run.model.head.bias]["exp_avg_sq"]
     run.checkpoint.save(1)
-    with pytest.raises(CheckpointError, match=r"lacks 1 tensors, such as optimizer\.head\.bias\.exp_avg_sq$"):
+    with pytest.raises(CheckpointError, match=r"Missing key .*: optimizer\.head\.bias\.exp_avg_sq\.$"):
         Run(tmp_path).checkpoint.load()
 
 
-@pytest.mark.parametrize("saves", [False, True])
-def test_state_that_differs_between_ranks_is_refused_before_anything_is_written(tmp_path, saves):
-    """A sum over own rows, plain or still to be added up, or no tensor; by the first step, if no save is sooner."""
-    run_ranks(2, keep_own_rows, str(tmp_path), saves)
+def test_state_that_differs_between_ranks_is_refused_before_anything_is_written(tmp_path):
+    """A sum over own rows, plain or still to be added up, or no tensor."""
+    run_ranks(2, keep_own_rows, str(tmp_path))
     assert list(tmp_path.iterdir()) == []
 
 
-def keep_own_rows(folder, saves):
+def keep_own_rows(folder):
     run = Run(folder, (2,))
     run.step()
     state = run.optimizer.state[run.model.blocks["0"][1].weight]
     mean = state["exp_avg"]
-    for name, value, said in (
-        ("exp_avg_row", mean.to_local().sum(1), "is a plain tensor or a partial sum, but its weight is sharded"),
-        ("exp_avg_column", mean.sum(0), "is a plain tensor or a partial sum, but its weight is sharded"),
-        ("count", 1, "is a int: only tensors can be saved"),
-    ):
+    for name, value in (("exp_avg_row", mean.to_local().sum(1)), ("exp_avg_column", mean.sum(0)), ("count", 1)):
         state[name] = value
-        with pytest.raises(CheckpointError, match=rf"state blocks\.0\.1\.weight\.{name} {said}"):
-            run.checkpoint.save(1) if saves else run.checkpoint.check()
+        with pytest.raises(CheckpointError, match=rf"state blocks\.0\.1\.weight\.{name} must be a tensor and"):
+            run.checkpoint.save(1)
         del state[name]

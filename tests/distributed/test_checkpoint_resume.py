@@ -34,6 +34,7 @@ def test_an_accelerators_random_state_is_kept_where_the_weights_are_on_the_host(
     run, generator = Run(tmp_path), torch.Generator()
     device = SimpleNamespace(get_rng_state=generator.get_state, set_rng_state=generator.set_state)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     monkeypatch.setattr(torch, "get_device_module", lambda kind: device)
     run.checkpoint.load()
     run.checkpoint.save(1)

@@ -11,9 +11,6 @@ What it can do, by rule, to the requests that match an operation, a key and a vi
     flip, flip_sent    one bit of the answer's body is wrong, or of the request's once it reaches the server
     no_etag         the answer has no ETag
     complete_error  CompleteMultipartUpload answers 200 with an error in its body
-
-And views that lag, as a store without strong consistency: an object that was written is seen only `delay`
-seconds later, by `views="others"` than the one that wrote it or by `views="all"`; a removal, too, takes effect late.
 """
 
 import asyncio
@@ -22,9 +19,7 @@ import os
 import re
 import subprocess
 import sys
-import time
 import urllib.request
-import xml.etree.ElementTree as ET
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,7 +31,6 @@ from yarl import URL
 
 from tests.ports import free_port
 
-XML_NAMESPACE = "http://s3.amazonaws.com/doc/2006-03-01/"
 CONTROL = "/__control"
 CODES = {  # of S3's errors
     "503": (503, "SlowDown"),
@@ -56,7 +50,7 @@ class FaultProxy:
         self.endpoints = [f"http://127.0.0.1:{port}" for port in ports]
 
     def reset(self) -> None:
-        """No faults, no delay, counts from zero."""
+        """No faults, counts from zero."""
         self._control({"reset": True})
 
     def fault(
@@ -75,10 +69,6 @@ class FaultProxy:
         """
         rule = {"fault": fault, "operation": operation, "key": key, "view": view, "skip": skip, "times": times}
         self._control({"rule": rule})
-
-    def lag(self, delay: float, views: str = "others") -> None:
-        """From now on writes and removals are seen `delay` seconds later."""
-        self._control({"delay": delay, "views": views})
 
     def counts(self) -> dict[str, int]:
         """Requests by operation, faults as `fault:NAME`, and `bytes_in`, `bytes_out` of the bodies."""
@@ -107,14 +97,11 @@ def fault_proxy(upstream: str, views: int = 1) -> Iterator[FaultProxy]:
 class _Proxy:
     def __init__(self, upstream: str, ports: list[int]) -> None:
         self.upstream, self.ports = upstream, ports
-        self.later: set[asyncio.Task[None]] = set()
         self.clear()
 
     def clear(self) -> None:
         self.rules: list[dict[str, Any]] = []
         self.counts: Counter[str] = Counter()
-        self.delay, self.views = 0.0, "others"
-        self.born: dict[str, tuple[float, int]] = {}  # bucket/key → when, by which view
 
     async def control(self, request: web.Request) -> web.Response:
         message = await request.json()
@@ -122,13 +109,7 @@ class _Proxy:
             self.clear()
         if rule := message.pop("rule", None):
             self.rules.append(rule)
-        for name, value in message.items():
-            setattr(self, name, value)
         return web.json_response(self.counts)
-
-    def visible(self, key: str, view: int) -> bool:
-        written, writer = self.born.get(key, (0.0, view))
-        return time.monotonic() - written >= self.delay or (self.views == "others" and writer == view)
 
     def matching_rule(self, operation: str, key: str, view: int) -> dict[str, Any]:
         for rule in self.rules:
@@ -166,21 +147,9 @@ class _Proxy:
             await asyncio.sleep(3600)
         if fault == "complete_error":
             return _error(200, "InternalError")
-        if operation in ("get", "head") and not self.visible(key, view):
-            self.counts["stale"] += 1
-            return _error(404, "NoSuchKey")
-        if operation == "delete" and self.delay:
-            self.later.add(asyncio.create_task(self.forward_later(request, body)))
-            return web.Response(status=204)
-
         if fault == "flip_sent":
             body = _flipped(body)
         status, headers, answer = await self.forward(request, body)
-        if status < 300:
-            if operation in ("put", "complete_multipart"):
-                self.born[key] = (time.monotonic(), view)
-            if operation == "list" and self.delay:
-                answer = self.hide(answer, key.partition("/")[0], view)
         self.counts["bytes_out"] += len(answer)
         if fault == "reset_after":
             request.transport.abort()
@@ -212,22 +181,6 @@ class _Proxy:
             if request.method == "HEAD":
                 kept["Content-Length"] = answer.headers.get("Content-Length", "0")
             return answer.status, kept, await answer.read()
-
-    async def forward_later(self, request: web.Request, body: bytes) -> None:
-        await asyncio.sleep(self.delay)
-        await self.forward(request, body)
-
-    def hide(self, listing: bytes, bucket: str, view: int) -> bytes:
-        """A listing without the objects that this view does not see yet."""
-        ET.register_namespace("", XML_NAMESPACE)
-        root = ET.fromstring(listing)
-        for entry in root.findall("{*}Contents"):  # with the namespace of S3 or, as Ceph, without
-            name = entry.find("{*}Key")
-            assert name is not None
-            if not self.visible(f"{bucket}/{unquote(str(name.text))}", view):
-                root.remove(entry)
-                self.counts["stale"] += 1
-        return ET.tostring(root)
 
     async def serve(self) -> None:
         timeout = ClientTimeout(total=None)

@@ -2,7 +2,6 @@
 
 import os
 import random
-import re
 import shutil
 from pathlib import Path
 
@@ -19,17 +18,16 @@ from tests.corpus import write_dataset
 from tests.distributed.checkpoint_kills import survive_kills
 from tests.distributed.checkpoint_runs import Run, load_run, same, train_run
 from tests.harness import run_ranks
-from tests.ports import free_port
 from tests.runs import call
 
 # Short waits, so that what is never answered is soon given up.
-WAITS = {"retry_seconds": 20, "visibility_seconds": 1.0, "interval": 1, "keep": 2}
-IMPATIENT, PATIENT = {**WAITS, "retry_seconds": 1}, {**WAITS, "visibility_seconds": 20.0}
+WAITS = {"retry_seconds": 20, "interval": 1, "keep": 2}
+IMPATIENT = {**WAITS, "retry_seconds": 1}
 DAMAGES = int(os.environ.get("DAMAGES", "12"))
 
 
 def store_at(url: str) -> S3Store:
-    store = open_store(url, 20, 0.5)
+    store = open_store(url, 20)
     assert isinstance(store, S3Store)
     return store
 
@@ -65,7 +63,7 @@ def test_killed_at_random_moments_of_saves(bucket):
 
 def test_every_damage_is_found_and_named_and_the_one_before_is_used(two_steps, caplog):
     """Flipped, cut off, deleted, in turn, in any file, anywhere; loaded by one run again and again."""
-    store, rng, run = store_at(two_steps), random.Random(0), Run(two_steps, **{**WAITS, "visibility_seconds": 0.0})
+    store, rng, run = store_at(two_steps), random.Random(0), Run(two_steps, **WAITS)
     newest = committed(store)[0]
     before = Run(two_steps + "/reference", interval=100)
     before.train(0, 1)
@@ -90,38 +88,9 @@ def test_every_damage_is_found_and_named_and_the_one_before_is_used(two_steps, c
     assert run.checkpoint.load() == 2
 
 
-# ---------------------------------------------------------------- a store that shows things late
-
-
 def _on_own_view(endpoints, function, *arguments):
     os.environ["AWS_ENDPOINT_URL_S3"] = endpoints[dist.get_rank()]
     return function(*arguments)
-
-
-@pytest.mark.parametrize("views", ["others", "all"])
-def test_late_views_of_writes_and_removals(bucket, proxy, views):
-    """Every rank sees the others' (or even its own) objects late: saves, retention and loads go on alike."""
-    straight = run_ranks(2, train_run, bucket + "/straight", (2,), 0, 5, {"interval": 100})
-    proxy.lag(2.0, views)
-    run_ranks(2, _on_own_view, proxy.endpoints, train_run, bucket + "/run", (2,), 0, 3, PATIENT)
-    while 3 not in steps_in(bucket + "/run"):  # until the manifest is seen, a new run would rightly take the one before
-        pass
-    resumed = run_ranks(2, _on_own_view, proxy.endpoints, train_run, bucket + "/run", (2,), 3, 5, PATIENT)
-    for ours, theirs in zip(resumed, straight, strict=True):
-        assert same(ours, theirs) == []
-    assert proxy.counts()["stale"] > 0
-
-
-def test_data_seen_later_than_its_manifest_is_waited_for(bucket, proxy):
-    proxy.lag(4.0)
-    run_ranks(2, _on_own_view, proxy.endpoints, _save_then_load_on_the_other_view, bucket)
-    assert proxy.counts()["stale"] > 0
-
-
-def _save_then_load_on_the_other_view(url):
-    """Rank 1 loads, through a view that lags, what rank 0 tells it of."""
-    Run(url, (2,), **PATIENT).train(0, 1)
-    assert Run(url, (2,), seed=9, **PATIENT).checkpoint.load() == 1
 
 
 # ---------------------------------------------------------------- requests that fail
@@ -188,16 +157,6 @@ def test_a_lost_answer_to_the_commit_is_harmless(bucket, proxy):
     assert torch.equal(resumed.model.head.weight, run.model.head.weight)
 
 
-@pytest.mark.parametrize("fault", ["403", "503"])
-def test_removals_that_fail_are_tried_once_each_and_counted_in_one_line(bucket, proxy, caplog, fault):
-    """They hold up no later save. Before, each was tried five times, by each save, before the next one."""
-    proxy.fault(fault, "delete")
-    Run(bucket, **{**WAITS, "retry_seconds": 180}).train(0, 4)
-    assert re.findall(r"could not be removed: (\d), the first step-00000001-", caplog.text) == ["1", "2"]
-    assert steps_in(bucket) == [4, 3, 2, 1]
-    assert proxy.counts()["delete"] == (1 + 2 if fault == "403" else 1 + 1)  # an outage is not asked for each
-
-
 def test_uploads_that_cannot_be_listed_are_asked_for_once(bucket, proxy, caplog):
     """Many stores answer 501."""
     proxy.fault("501", "list_uploads")
@@ -210,12 +169,7 @@ def test_uploads_that_cannot_be_listed_are_asked_for_once(bucket, proxy, caplog)
 @pytest.mark.parametrize(
     ("fault", "operation", "kind", "said"),
     [
-        (
-            "no_etag",
-            "get",
-            None,
-            "",
-        ),  # as of some gateways, which are right: the length and our CRC tell whether all came
+        ("no_etag", "get", None, ""),  # as of some gateways: the length and our CRC tell whether all came
         ("403", "get", StoreError, "AccessDenied.*check what the credentials permit"),
         ("503", "list", OutageError, "SlowDown.*tried for"),
     ],
@@ -236,21 +190,6 @@ def test_a_start_tries_the_place(bucket, proxy, fault, operation, kind, said):
     assert steps_in(bucket) == ([] if kind else [1])
 
 
-def test_a_save_outlasts_refused_connections(bucket, proxy):
-    """20 s of refusals ended a run once: five attempts last no longer than 15 s."""
-    run = Run(bucket, **{**WAITS, "retry_seconds": 60})
-    proxy.fault("reset", "put|get|list", times=12)
-    run.train(0, 1)
-    assert steps_in(bucket) == [1]
-
-
-def test_a_save_that_removes_one_lists_once(two_steps, proxy):
-    Run(two_steps, **WAITS).train(2, 3)
-    assert steps_in(two_steps) == [3, 2]
-    counts = proxy.counts()
-    assert (counts["list"] - 1, "list_uploads" in counts) == (1, False)  # one is the test's own
-
-
 def test_leftovers_of_killed_saves_go_at_the_next_start(two_steps, proxy):
     store = store_at(two_steps)
     store.put("step-00000009-0123456789ab/__0_0.distcp", b"begun")
@@ -260,7 +199,7 @@ def test_leftovers_of_killed_saves_go_at_the_next_start(two_steps, proxy):
     assert "Uploads" not in store.client.list_multipart_uploads(Bucket=store.bucket)
 
 
-def test_a_bucket_is_one_runs_which_may_be_lost_and_made_again(bucket, tmp_path, monkeypatch):
+def test_a_lost_run_is_made_again_and_branched_from_by_its_bucket(bucket, tmp_path, monkeypatch):
     """Whole runs of train.py, as by SkyPilot: the run folder goes with the machine, the bucket stays."""
     data = write_dataset(tmp_path / "data", [[[1 + i % 90] * 60 + [0] for i in range(60)]], vocab_size=100)
     monkeypatch.chdir(tmp_path)
@@ -268,33 +207,24 @@ def test_a_bucket_is_one_runs_which_may_be_lost_and_made_again(bucket, tmp_path,
     arguments += ["--training.local_batch_size=2", "--training.param_dtype=float32", "--lr_scheduler.warmup_steps=1"]
     arguments += ["--metrics.tensorboard=false", f"--data.datasets={data}", f"--checkpoint.folder={bucket}/run"]
     assert call(tmp_path, *arguments, "--run.folder=a", "--training.steps=2").returncode == 0
-    before = store_at(bucket).sizes()
-    refused = call(tmp_path, *arguments, "--run.folder=b", "--training.steps=3")
-    assert (refused.returncode, store_at(bucket).sizes(), Path("b").exists()) == (2, before, False)
-    assert f"error: checkpoint.folder = '{bucket}/run': step-00000002-" in refused.stderr
-    assert f"{Path('a').absolute()}: set another checkpoint.folder." in refused.stderr
     shutil.rmtree("a")
     again = call(tmp_path, *arguments, "--run.folder=a", "--training.steps=3")
-    assert again.returncode == 0, again.stderr
-    assert f"resumed from {bucket}/run/step-00000002-" in again.stderr
-
+    assert f"resumed from {bucket}/run/step-00000002-" in again.stderr, again.stderr
     before = content(f"{bucket}/run")
     own = ["--run.folder=c", f"--checkpoint.folder={bucket}/branch", "--training.steps=4"]
     branch = call(tmp_path, *arguments, *own, f"--checkpoint.branch_from={bucket}/run@2")
-    assert f"branched from {bucket}/run/step-00000002-" in branch.stderr
+    assert f"branched from {bucket}/run/step-00000002-" in branch.stderr, branch.stderr
     assert (content(f"{bucket}/run"), steps_in(f"{bucket}/branch")) == (before, [4])
     assert (parent := read_parent(Path("c")))
     assert parent.folder == Path("a").absolute()
 
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://127.0.0.1:{free_port()}")
-    away = call(tmp_path, *arguments, "--run.folder=a", "--training.steps=3", "--comm.store_retry_seconds=1")
-    assert away.returncode == 1, "an outage is no mistake of the user, which would be 2"
-    assert "tried for" in away.stderr
 
-
-def test_removal_takes_the_manifest_first(two_steps, proxy):
+def test_removal_takes_the_manifest_first_and_its_failure_stops_no_run(two_steps, proxy, caplog):
     proxy.fault("403", "delete", skip=1)
-    Run(two_steps, **WAITS).train(2, 3)
+    run = Run(two_steps, **WAITS)
+    run.checkpoint.load()
+    run.train(2, 3)
+    assert caplog.text.count("old checkpoints could not be removed: ") == 1
     assert steps_in(two_steps) == [3, 2]
     left = {name.partition("/")[0] for name in store_at(two_steps).sizes()}
     assert len(left) == 3

@@ -237,6 +237,9 @@ REFUSED = [  # words, ranks, what is said: each would otherwise train wrongly, f
     (["--data.weights=1,2"], 1, "an entry for each of data.datasets"),
     (["--validation.datasets=s3://b/x", LONG], 1, "comm.store_retry_seconds = 240: must be below 240 = 0.8 x"),
     (["--checkpoint.upload=s3://b/x", LONG], 1, "comm.store_retry_seconds = 240: must be below 240 = 0.8 x"),
+    (["--checkpoint.enable=false", "--checkpoint.save_model"], 1, "save_model is set and needs checkpoint.enable"),
+    (["--checkpoint.folder=./x", "--checkpoint.upload=y/../x"], 1, "is checkpoint.folder itself"),
+    (["--checkpoint.branch_from=a", "--checkpoint.initial_load=b"], 1, "two ways to begin"),
     (["--validation.sample_tokens=5"], 1, "validation.sample_prompt = '': .* nothing to continue"),
 ]
 

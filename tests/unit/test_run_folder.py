@@ -88,17 +88,6 @@ def test_starts_are_recorded_with_what_changed(tmp_path: Path) -> None:
     assert starts[0]["git_commit"]
 
 
-def test_the_name_of_a_run_is_made_once(tmp_path: Path) -> None:
-    """A run folder that is moved brings it along; one of an older version has none."""
-    (tmp_path / "run").mkdir()
-    record_start(tmp_path / "run", Config(), {}, 1)
-    name = f"{tmp_path}/run\n"
-    assert (tmp_path / "run" / ".run_name").read_text() == name
-    (tmp_path / "run").rename(tmp_path / "moved")
-    record_start(tmp_path / "moved", Config(), {}, 1)
-    assert (tmp_path / "moved" / ".run_name").read_text() == name
-
-
 def test_a_line_cut_by_a_kill_spoils_no_later_one(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     for _ in range(3):

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from config import Comm, Config, ConfigError, TitaniteError
-from run.processes import LaunchEnvironment, launch_environment
+from run.processes import LaunchEnvironment
 from run.run import run_and_leave
 from run.stop import StopRequest
 from run.watchdog import Watchdog
@@ -281,18 +281,3 @@ def test_ranks_end_with_their_torchrun(tmp_path: Path) -> None:
     assert [process.stdout.readline() for _ in range(2)] == ["began\n"] * 2
     process.kill()
     assert process.stdout.read() == "", "the pipe is closed once all are gone"
-
-
-def test_what_torchrun_says_of_a_rank_and_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    variables = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID"
-    for name in variables.split():
-        monkeypatch.delenv(name, raising=False)
-    assert launch_environment() == LaunchEnvironment(0, 0, 1)
-    for name, value in zip(variables.split(), ("3", "1", "4", "2", "host", "29500", "a job"), strict=True):
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "5")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    assert launch_environment() == LaunchEnvironment(3, 1, 4, "a job", 2, 5, 2, ("host", 29500), True)
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    assert launch_environment().job.split("-")[-2] == str(os.getppid())
