@@ -298,10 +298,8 @@ class S3Store:
                 self.client, renewed = None, True
                 continue
             seconds = 0 if method in CLEANING else self.retry_seconds
-            if not isinstance(reason, OutageError) or not seconds:
-                raise reason
-            if waited >= seconds:
-                raise OutageError(f"{reason}; tried for {waited:.0f} s")
+            if not isinstance(reason, OutageError) or waited >= seconds:
+                raise type(reason)(f"{reason}; tried for {waited:.0f} s" if waited >= seconds > 0 else str(reason))
             if attempt == 5:  # after some seconds
                 logger.warning(f"{reason}; retrying for up to {seconds:g} s")
             time.sleep(0.1 * 2 ** min(attempt, 6) * random.uniform(0.5, 1.0))

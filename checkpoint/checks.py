@@ -14,7 +14,7 @@ from checkpoint.manifest import Opened, run_name, step_of
 from checkpoint.ranks import Ranks
 from checkpoint.retention import check_owner, committed, finished
 from config import Config, ConfigError, TitaniteError
-from storage import LocalStore, Store, StoreError, join
+from storage import LocalStore, StoreError, join
 
 
 def check_settings(config: Config) -> None:
@@ -83,10 +83,8 @@ def check_checkpoints(
             raise type(error)(f"checkpoint.{'branch_from' if fork else 'initial_load'}: {error}") from None
 
 
-def check_shared(key: str, store: Store, ranks: Ranks) -> None:
+def check_shared(key: str, store: LocalStore, ranks: Ranks) -> None:
     """Refuse a folder in which ranks do not see what rank 0 writes. Collective. Raises ConfigError on all."""
-    if not isinstance(store, LocalStore):
-        return
     probe = ranks.broadcast_object(f".probe-{secrets.token_hex(4)}")
 
     def look() -> None:

@@ -21,6 +21,8 @@ def find_tokenizer(
 ) -> tuple[Tokenizer, dict[str, bytes]]:
     """The tokenizer of a checkpoint and its files, name → content. Raises TitaniteError if it exceeds `vocab_size`."""
     origin, companions = _find_companions(opened, place, named)
+    if not companions:
+        raise CheckpointError(f"{origin}: no {TOKENIZER} found there; name one with --tokenizer")
     tokenizer = parse_tokenizer(companions, origin)
     if tokenizer.vocab_size > vocab_size:
         raise CheckpointError(
@@ -31,20 +33,18 @@ def find_tokenizer(
 
 
 def _find_companions(opened: Opened, place: str, named: Path | None) -> tuple[str, dict[str, bytes]]:
-    """Where the tokenizer's files are, and name → content. Raises CheckpointError if there are none.
+    """Where the tokenizer's files are, and name → content; {} if there are none.
 
     Looks in `named`, a tokenizer.json or its folder; without it in the checkpoint, `place`, two folders above.
     """
     digests = opened.manifest.get("companions", {})
     if TOKENIZER in digests and not named:
         return opened.url, {file: read_small(opened.store, opened.name, file, digests[file]) for file in digests}
-    folders = [Path(place), *Path(place).absolute().parents[:2]]
-    if named:
-        folders = [named.parent if named.name == TOKENIZER else named]
-    for folder in folders:
+    near = [Path(place), *Path(place).absolute().parents[:2]]
+    for folder in [named.parent if named.name == TOKENIZER else named] if named else near:
         if (folder / TOKENIZER).is_file():
             return str(folder), read_companions(folder)
-    raise CheckpointError(f"{named or place}: no {TOKENIZER} found there; name one with --tokenizer")
+    return str(named or place), {}
 
 
 def read_companions(folder: Path) -> dict[str, bytes]:
@@ -55,12 +55,10 @@ def read_companions(folder: Path) -> dict[str, bytes]:
 def check_vocabulary(tokenizer: Tokenizer, place: str, opened: Opened) -> None:
     """Refuse data whose token ids are other tokens to the weights of `opened`, which was found by `place`.
 
-    A tenth may differ, such as reserved tokens that were given a use. Weights without a tokenizer pass. Raises
-    TitaniteError.
+    A tenth may differ, such as reserved tokens that were given a use. Weights without a tokenizer pass.
     """
-    try:
-        origin, companions = _find_companions(opened, place, None)
-    except CheckpointError:
+    origin, companions = _find_companions(opened, place, None)
+    if not companions:
         return
     theirs = {id: token for token, id in parse_tokenizer(companions, origin).raw.get_vocab().items()}
     ours = tokenizer.raw.get_vocab()

@@ -27,11 +27,11 @@ from checkpoint.loading import load_newest, locate
 from checkpoint.manifest import Manifest, Opened, copy_commit, new_checkpoint_name, run_name, step_of
 from checkpoint.ranks import Ranks
 from checkpoint.retention import Retention, check_room, committed, finished
-from checkpoint.state import Staging, model_tensors, optimizer_tensors, random_state, set_random_state, tensors_to_fill
+from checkpoint.state import Staging, model_tensors, optimizer_tensors, random_state, tensors_to_fill
 from config import Config, to_toml
 from data.ledger import saved_place
 from records import write_atomically
-from storage import Store, join
+from storage import LocalStore, Store, join
 
 SAVED = ".saved"  # in the run's folder: names the last committed checkpoint
 LOWEST_PRIORITY = 19  # a `nice` value
@@ -98,7 +98,8 @@ class CheckpointManager:
             self._load_initial()
             return 0
         for key, store in self.stores.items():
-            check_shared(key, store, self.ranks)
+            if isinstance(store, LocalStore):
+                check_shared(key, store, self.ranks)
         own = self.ranks.from_rank_0(self._find)
         moments = 1 if self.config.optimizer.state_dtype == "bfloat16" else 2  # of the weights' size; islands: one more
         needed = (1 + moments + bool(self.config.parallelism.local_steps)) * sum(self.model_bytes.values())
@@ -108,7 +109,13 @@ class CheckpointManager:
             self.dataloader.load_state_dict(opened.manifest["dataloader"])
             self.newest_step, size = opened.manifest["step"], opened.manifest["world_size"]
             logger.info(f"{'resumed' if own else 'branched'} from {opened.url}, world size {size} then")
-            began = opened.manifest.get("parent") if own else self._describe_parent(opened.manifest)
+            began = opened.manifest.get("parent")
+            if not own:
+                place, tokens = (
+                    find_fork(self.settings.branch_from)[0],
+                    saved_place(opened.manifest["dataloader"]).tokens,
+                )
+                began = Parent(place, self.newest_step, opened.manifest.get("run", ""), tokens)._asdict()
             self.parent = self.ranks.from_rank_0(partial(record_parent, self.run_folder, began))
         else:
             self._load_initial()
@@ -137,10 +144,6 @@ class CheckpointManager:
         place, step = parent[:2] if parent else find_fork(self.settings.branch_from)
         return locate(place, self.config.comm.store_retry_seconds, step) if place else []
 
-    def _describe_parent(self, manifest: Manifest) -> dict[str, Any]:
-        place, tokens = find_fork(self.settings.branch_from)[0], saved_place(manifest["dataloader"]).tokens
-        return Parent(place, manifest["step"], manifest.get("run", ""), tokens)._asdict()
-
     def _load_initial(self) -> None:
         """Load the weights of `checkpoint.initial_load`, if set, into the model. Collective."""
         if place := self.settings.initial_load:
@@ -168,7 +171,8 @@ class CheckpointManager:
             random_states = {kind: value for kind, value in random_state().items() if f"{prefix}{kind}" in held}
             state["rng"] = {str(self.ranks.rank): random_states}
         read_state(opened, state, self.on_progress)
-        set_random_state(random_states)
+        for kind, value in random_states.items():
+            (torch if kind == "cpu" else torch.get_device_module(kind)).set_rng_state(value)
 
     # ------------------------------------------------------------ save
 
@@ -235,8 +239,8 @@ class CheckpointManager:
 
     def wait(self) -> None:
         """Wait for the background work. Raises its failure."""
-        if self.under_way is not None:
-            under_way, self.under_way = self.under_way, None
+        under_way, self.under_way = self.under_way, None
+        if under_way is not None:
             under_way.result()
 
     def _write(self, name: str, plan: Plan, resolve: Callable[[WriteItem], Tensor], facts: Manifest) -> Written:

@@ -79,12 +79,6 @@ def random_state() -> dict[str, Tensor]:
     return states
 
 
-def set_random_state(states: dict[str, Tensor]) -> None:
-    """Restore states from `random_state`."""
-    for kind, value in states.items():
-        (torch if kind == "cpu" else torch.get_device_module(kind)).set_rng_state(value)
-
-
 def _clean(name: str) -> str:
     return re.sub(WRAPPER_PREFIXES, "", name)
 

@@ -52,10 +52,7 @@ def _check_model(folder: Path, identity: dict[str, Any]) -> None:
 
 
 def choose_run_folder(config: Config, job: str = "") -> Path:
-    """The folder that the config names, else that of the job's earlier starts, else a new one in `run.outputs`.
-
-    Call on rank 0 only: clocks and views of a shared folder differ between nodes.
-    """
+    """The folder that the config names, or that of the job's earlier starts, or a new one. For rank 0."""
     if config.run.folder:
         return Path(config.run.folder)
     for starts in Path(config.run.outputs).glob(f"*/{STARTS}") if job else ():

@@ -165,38 +165,6 @@ def test_bytes_that_are_written_uploaded_and_read_are_progress(tmp_path):
     assert moved == {"ThreadPoolExecutor"}
 
 
-def test_a_save_does_not_wait_for_the_removal_of_older_ones(tmp_path, monkeypatch):
-    run = Run(tmp_path, interval=1, keep=1)
-    run.train(0, 1)
-    gate, remove = threading.Event(), LocalStore.remove
-
-    def remove_when_open(store, names):
-        assert gate.wait(20)
-        remove(store, names)
-
-    monkeypatch.setattr(LocalStore, "remove", remove_when_open)
-    run.step()
-    run.checkpoint.save(2)
-    assert steps_in(tmp_path) == [2, 1]
-    gate.set()
-    run.checkpoint.wait()
-    assert steps_in(tmp_path) == [2]
-
-
-def test_what_was_just_saved_is_never_the_one_that_goes(tmp_path, monkeypatch):
-    """A run that could not see step 3 begins anew beside it, and ends with a save of the model alone."""
-    Run(tmp_path, interval=1, keep=1).train(0, 3)
-    run = Run(tmp_path, interval=1, keep=1, save_model=True, steps=2)
-    with monkeypatch.context() as late:
-        late.setattr(LocalStore, "sizes", lambda self, prefix="": {})
-        assert run.checkpoint.load() == 0
-    run.train(0, 1)
-    assert steps_in(tmp_path) == [3, 1]
-    run.train(1, 2)
-    assert steps_in(tmp_path) == [3, 2]
-    assert list(tmp_path.glob("model-00000002-*"))
-
-
 def test_a_run_that_has_saved_never_begins_anew(tmp_path):
     """As where it is started again and the folder that was named for its checkpoints is forgotten."""
     run, saved, other = (tmp_path / name for name in ("run", "saved", "other"))

@@ -403,24 +403,15 @@ def test_mistakes_in_settings_are_named_at_once(monkeypatch, tmp_path):
         assert not isinstance(caught.value, OutageError)
 
 
-@pytest.fixture
-def profile(monkeypatch, tmp_path):
-    """A function that writes a file of AWS's, from which alone credentials come."""
-
-    def write(variable, *lines):
-        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-            monkeypatch.delenv(name, raising=False)
-        (tmp_path / variable).write_text("\n".join(("[default]", *lines)))
-        monkeypatch.setenv(variable, str(tmp_path / variable))
-
-    return write
-
-
 @pytest.mark.parametrize(("status", "code"), [(400, "ExpiredToken"), (403, "InvalidAccessKeyId")])
-def test_credentials_that_were_renewed_in_their_file_are_used(monkeypatch, profile, status, code):
+def test_credentials_that_were_renewed_in_their_file_are_used(monkeypatch, tmp_path, status, code):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+
     def write(key):
-        lines = (f"aws_access_key_id={key}", "aws_secret_access_key=s", "aws_session_token=t")
-        profile("AWS_SHARED_CREDENTIALS_FILE", *lines)
+        lines = f"aws_access_key_id={key}", "aws_secret_access_key=s", "aws_session_token=t"
+        (tmp_path / "credentials").write_text("\n".join(("[default]", *lines)))
 
     key = ["first"]
     with answering(only_for(key, status, code)) as url:

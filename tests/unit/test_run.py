@@ -24,7 +24,7 @@ from config import (
 from metrics import MetricsLogger, configure_logging, find_hook, peak_flops
 from models import find_model
 from parallel.mesh import ParallelDims
-from profiling import check_profiling, profile
+from profiling import profile
 from run.processes import LaunchEnvironment, init_distributed
 from tests.harness import run_ranks
 from tools.processes import processes
@@ -46,12 +46,6 @@ def test_each_start_leaves_a_trace_of_its_own_or_says_that_it_has_none(
     ]
     told = [line.partition("to begin with ")[2].partition(",")[0] for line in caplog.messages if "no trace" in line]
     assert told == ["step 11", "step 11", "step 3", "step 3"]
-
-
-def test_a_memory_snapshot_needs_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match=r"profiling\.memory_snapshot = true: needs CUDA"):
-        check_profiling(Profiling(memory_snapshot=True), steps=9)
 
 
 def log_on(log_ranks: tuple[int, ...]) -> None:
