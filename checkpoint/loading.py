@@ -82,9 +82,7 @@ def load_newest(
             if ranks.is_coordinator:
                 logger.warning(f"damaged checkpoint skipped: {error}")
     names = ", ".join(join(store.url, name) for store, name in candidates)
-    raise CheckpointError(
-        f"no checkpoint is intact ({len(candidates)} tried): {names}; the last: {reason}", agreed=True
-    )
+    raise CheckpointError(f"no checkpoint is intact ({len(candidates)} tried): {names}; {reason}", agreed=True)
 
 
 def load_place(place: str | Path, fill: Callable[[Opened], T]) -> T:

@@ -30,7 +30,6 @@ def begun(sizes: Collection[str]) -> list[str]:
 
 def check_owner(key: str, store: Store, names: Collection[str], run: str) -> None:
     """Refuse a place if another run saved one of these checkpoints. Raises ConfigError."""
-
     for name in names:
         with suppress(DamagedError):
             if (other := read_manifest(store, name).get("run", run)) != run:
