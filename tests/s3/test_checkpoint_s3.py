@@ -157,15 +157,6 @@ def test_a_lost_answer_to_the_commit_is_harmless(bucket, proxy):
     assert torch.equal(resumed.model.head.weight, run.model.head.weight)
 
 
-def test_uploads_that_cannot_be_listed_are_asked_for_once(bucket, proxy, caplog):
-    """Many stores answer 501."""
-    proxy.fault("501", "list_uploads")
-    Run(bucket, **WAITS).train(0, 4)
-    assert Run(bucket, **WAITS).checkpoint.load() == 4
-    assert proxy.counts()["list_uploads"] == caplog.text.count("what killed saves have left stays") == 1
-    assert steps_in(bucket) == [4, 3]
-
-
 @pytest.mark.parametrize(
     ("fault", "operation", "kind", "said"),
     [

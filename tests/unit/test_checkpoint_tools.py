@@ -130,9 +130,3 @@ def test_a_run_may_lose_its_first_place_or_have_newer_ones_in_the_second(folder,
     settings = {"folder": str(run / "lost"), "upload": str(run / "nothing")}
     (run / "config.toml").write_text(to_toml(from_dict({"checkpoint": settings})))
     assert f"in {run / 'lost'} nor in {run / 'nothing'}" in tool("list", run)[1]
-
-
-def test_nothing_there_is_an_error_in_one_line(tmp_path, tool):
-    code, text = tool("list", tmp_path / "nothing")
-    assert (code, text.count("\n")) == (1, 1)
-    assert text.startswith(f"error: {tmp_path}/nothing: no checkpoint in ")

@@ -137,13 +137,6 @@ def test_degrees(dp_replicate: int, dp_shard: int, expected: tuple[int, int]) ->
     assert [dims.dp_rank(rank) for rank in range(8)] == list(range(8))
 
 
-@pytest.mark.parametrize(("dp_replicate", "dp_shard"), [(3, -1), (2, 2), (1, 0), (16, -1)])
-def test_impossible_degrees_are_printed_with_every_factor(dp_replicate: int, dp_shard: int) -> None:
-    said = rf"dp_replicate {dp_replicate} x dp_shard {dp_shard} .* must multiply to the world size, 8"
-    with pytest.raises(ConfigError, match=said):
-        ParallelDims.from_config(Parallelism(dp_replicate=dp_replicate, dp_shard=dp_shard), 8)
-
-
 @pytest.mark.parametrize(
     ("devices", "global_batch_size", "layout", "expected"),
     [

@@ -51,11 +51,9 @@ def votes(folder: Path, asked: dict[int, tuple[signal.Signals | str, ...]]) -> t
     ("asked", "others", "again"),
     [
         ({2: (signal.SIGTERM,), 3: (signal.SIGTERM,)}, [0, 1], True),
-        ({0: (signal.SIGHUP,), 1: (signal.SIGHUP,)}, [2, 3], True),
         (dict.fromkeys(range(4), (signal.SIGTERM,)), [], True),
         ({3: (signal.SIGUSR1,)}, [], True),
         ({3: (signal.SIGTERM, signal.SIGINT)}, [], False),
-        ({2: (signal.SIGINT, signal.SIGTERM)}, [], False),
         ({0: ("stop",), 3: (signal.SIGTERM,)}, [], False),
         ({}, [], False),
     ],
