@@ -39,8 +39,7 @@ def check_checkpoints(
 ) -> None:
     """Refuse a run that could not save or resume, or that cannot begin as set. For rank 0. Raises TitaniteError.
 
-    `check_initial` and, for a branch, `check_place` refuse the checkpoint to begin from. Nothing is left
-    behind.
+    `check_initial` and, for a branch, `check_place` refuse the checkpoint to begin from. Nothing is left behind.
     """
     settings, steps = config.checkpoint, config.training.steps
     stores = open_stores(config, run_folder) if settings.enable else {}
