@@ -40,8 +40,7 @@ from metrics import quiet_noisy_loggers
 from models import MODELS, build_model, recorded_model
 from records import output_path
 from storage import Store, StoreError, open_store
-from tools import torchtitan
-from tools.weights import DTYPES, FILE_BYTES, find_weights, open_weights, write_weights
+from tools.weights import DTYPES, FILE_BYTES, convert_torchtitan, find_weights, open_weights, write_weights
 
 PIECE_BYTES = 16 << 20  # of an imported tensor, so that each rank reads little more than it needs
 LOGITS_TOLERANCE = 1e-4  # of the largest logit: both compute in float32, but in different orders
@@ -50,30 +49,24 @@ logger = logging.getLogger(__name__)
 
 
 def export_model(
-    place: str, folder: Path, *, dtype: str = "bfloat16", tokenizer: Path | None = None, max_positions: int = 0,
-    file_bytes: int = FILE_BYTES,
-) -> str:  # fmt: skip
+    place: str, folder: Path, *, dtype: str = "bfloat16", tokenizer: Path | None = None, file_bytes: int = FILE_BYTES
+) -> None:
     """Write the newest intact checkpoint at `place` to the new folder `folder`, which appears once it is whole.
 
-    `dtype` is "bfloat16" or "float32". A file of about `file_bytes` at a time is in memory. `tokenizer` is a
-    tokenizer.json or its folder; None: the run's own. `max_positions` 0: the training's sequence length, or that of an
-    imported model. Returns the checkpoint's own folder or URL. Raises TitaniteError.
+    A file of about `file_bytes` at a time is in memory. `tokenizer` is a tokenizer.json or its folder; None: the run's
+    own. Raises TitaniteError.
     """
     if folder.exists():
         raise CheckpointError(f"{folder}: exists; name a new folder")
 
-    def fill(opened: Opened) -> str:
+    def fill(opened: Opened) -> None:
         adapter, model, flavor = exported_model(opened.manifest)
         names = adapter.hf_names(flavor)
         check_same_names(opened, names)
         text, companions = find_tokenizer(opened, place, tokenizer, flavor.vocab_size)
         imported, run = (opened.manifest.get(key) for key in ("imported", "config"))
         positions = imported["max_position_embeddings"] if imported else tomllib.loads(run)["training"]["seq_len"]
-        config = adapter.to_hf_config(flavor, max_positions or positions, dtype)
-
-        def read(tensors: dict[str, Tensor]) -> None:
-            read_state(opened, {"model": tensors})
-
+        config = adapter.to_hf_config(flavor, positions, dtype)
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             prefix = f"{folder.name}.partial-"
@@ -81,15 +74,15 @@ def export_model(
                 partial = Path(made, folder.name)
                 partial.mkdir()
                 write_companions(partial, companions, text, config)
-                write_weights(partial, model, names, getattr(torch, dtype), read, file_bytes)
+                kind = getattr(torch, dtype)
+                write_weights(partial, model, names, kind, lambda own: read_state(opened, {"model": own}), file_bytes)
                 compare_logits(partial, opened, model)
                 partial.rename(folder)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{folder}: not exported: {error}") from error
         logger.info(f"{folder}: step {opened.manifest['step']} of {opened.url}, {dtype}")
-        return opened.url
 
-    return load_place(place, fill)
+    load_place(place, fill)
 
 
 def write_companions(
@@ -144,7 +137,7 @@ def import_torchtitan(origin: str, place: str, flavor_name: str) -> None:
     """
     new_checkpoint(place)
     with TemporaryDirectory(dir=None if "://" in place else Path(place).absolute().parent) as folder:
-        load_place(origin, lambda opened: torchtitan.to_hugging_face(opened, flavor_name, Path(folder)))
+        load_place(origin, lambda opened: convert_torchtitan(opened, flavor_name, Path(folder)))
         import_model(Path(folder), place)
 
 
@@ -249,7 +242,6 @@ def main(argv: list[str]) -> None:
     out.add_argument("folder", type=output_path, metavar="HF_FOLDER", help="new folder")
     out.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="default %(default)s")
     out.add_argument("--tokenizer", type=Path, help="tokenizer.json or its folder; default: the run's own")
-    out.add_argument("--max-positions", type=int, default=0, help="longest context; default: the training's seq_len")
     back = commands.add_parser("import", help="a Hugging Face or torchtitan Llama as a checkpoint to start from")
     back.add_argument("origin", metavar="ORIGIN", help="config.json and safetensors files, or torchtitan's checkpoint")
     back.add_argument("place", metavar="CHECKPOINT", help="new folder or s3://bucket/prefix")

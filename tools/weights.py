@@ -1,10 +1,10 @@
-"""A model's weights in safetensors files, as Hugging Face lays them out, with one file in memory at a time."""
+"""A model's weights in safetensors files, as Hugging Face lays them out, one file in memory at a time; torchtitan's."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -14,10 +14,15 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from checkpoint import CheckpointError
+from checkpoint.files import read_state
+from checkpoint.manifest import Opened
+from config import Model
+from models import build_model, find_model
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES: Mapping[str, torch.dtype] = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 FILE_BYTES = 5_000_000_000
+TORCHTITAN_PARTS = ("tok_embeddings.", "layers.", "norm.", "output.", "lm_head.")
 
 
 def write_weights(
@@ -61,3 +66,42 @@ def open_weights(path: Path) -> Iterator[Any]:
             yield file
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: cannot be read as safetensors: {error}") from None
+
+
+def convert_torchtitan(opened: Opened, flavor_name: str, folder: Path) -> None:
+    """Write torchtitan's Llama (0.2.2, and main of 2026-08) as config.json and weights, in their own type, to `folder`.
+
+    Its checkpoints have the weights at the top level, as stock DCP writes them, with our names but for two, and our
+    shapes. torchtitan rotates pairs of neighbours in a head, we and Hugging Face its two halves, so the rows of wq and
+    wk are in another order. Raises CheckpointError if they are not those of the flavor, whose vocabulary may differ.
+    """
+    held = cast(dict[str, Any], opened.metadata.state_dict_metadata)
+    found = [name for name in held if name.startswith(TORCHTITAN_PARTS)]
+    theirs = {name.replace("qkv_linear.", "").replace("lm_head.", "output."): name for name in found}
+    embedding, output = "tok_embeddings.weight", "output.weight"
+    if embedding not in theirs:
+        raise CheckpointError(f"{opened.url}: has no {embedding}, so it is not torchtitan's")
+    size, dtype = held[embedding].size, held[embedding].properties.dtype
+    spec, flavor = find_model(Model(flavor=flavor_name, vocab_size=size[0]), data_vocab_size=1)
+    assert spec.hf is not None
+    names = spec.hf.hf_names(flavor)
+    if output in theirs and output not in names:  # torchtitan stores a tied weight twice
+        twice = {theirs[name]: torch.empty(size, dtype=dtype) for name in (embedding, output)}
+        read_state(opened, twice)
+        if torch.equal(*twice.values()):
+            del theirs[output]
+    if odd := sorted(theirs.keys() ^ names.keys()):
+        where = "is" if odd[0] in theirs else "is not"
+        raise CheckpointError(f"{opened.url}: not the weights of --flavor {flavor_name}: {odd[0]} {where} among them")
+
+    def read(tensors: dict[str, Tensor]) -> None:
+        read_state(opened, {theirs[name]: tensor for name, tensor in tensors.items()})
+        for name, tensor in tensors.items():
+            if heads := {"wq": flavor.n_heads, "wk": flavor.n_kv_heads}.get(name.split(".")[-2]):
+                pairs = tensor.unflatten(0, (heads, -1, 2))
+                tensor.copy_(pairs.transpose(1, 2).reshape(tensor.shape))
+
+    positions = 8192  # the checkpoint does not say for how many it was trained
+    config = spec.hf.to_hf_config(flavor, positions, str(dtype).removeprefix("torch."))
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    write_weights(folder, build_model(spec, flavor), names, dtype, read)
