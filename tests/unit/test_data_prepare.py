@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections import Counter
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -33,7 +34,7 @@ from data import sources, writer
 from data.prepare import main
 from data.shards import SPLITS, DataError
 from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
-from tests.corpus import prepare, stored_blocks, write_dataset
+from tests.corpus import prepare, stored_blocks, word_tokenizer, write_dataset
 from tools import convert as convert_module
 from tools import verify
 from tools.convert import convert
@@ -570,46 +571,15 @@ def test_which_template_a_tokenizer_has(tokenizer_folder, tmp_path):
 # ---------------------------------------------------------------- other projects' tokens
 
 
-def write_nanogpt(folder, documents, eos):
-    np.array([token for document in documents for token in [*document, eos]], "<u2").tofile(folder / "a.bin")
-
-
-def write_megatron(folder, documents, eos, code=4, dtype="<i4"):
-    """By the layout in Megatron-LM's indexed_dataset.py; every second document in two sequences."""
-    sequences, bounds = [], [0]
-    for i, document in enumerate(documents):
-        parts = [document[:1], [*document[1:], eos]] if i % 2 else [[*document, eos, eos]]
-        sequences += parts
-        bounds.append(len(sequences))
-    np.array([token for sequence in sequences for token in sequence], dtype).tofile(folder / "a.bin")
-    sizes = np.array([len(sequence) for sequence in sequences], "<i4")
-    pointers = (np.cumsum([0, *sizes[:-1]]) * np.dtype(dtype).itemsize).astype("<i8")
-    counts = np.array([len(sequences), len(bounds)], "<u8").tobytes()
-    head = b"MMIDIDX\x00\x00" + np.array([1], "<u8").tobytes() + bytes([code]) + counts
-    (folder / "a.idx").write_bytes(head + sizes.tobytes() + pointers.tobytes() + np.array(bounds, "<i8").tobytes())
-
-
-def write_fms(folder, documents, eos):
-    schema = pa.schema([("tokens", pa.uint32())])
-    with pa.OSFile(str(folder / "a.bin"), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
-        for document in documents:
-            writer.write_batch(pa.record_batch([pa.array(document, pa.uint32())], schema=schema))
-
-
-FORMATS = {"nanogpt": write_nanogpt, "megatron": write_megatron, "fms": write_fms}
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_other_formats_are_converted_with_one_eos_each(texts, tokenizer_folder, tmp_path, monkeypatch, format):
-    """An eos ends a document wherever it stands. nanoGPT's last one may lack it, Megatron's files have a prefix."""
+def test_token_ids_are_converted_with_one_eos_for_each_document(texts, tokenizer_folder, tmp_path, monkeypatch):
+    """The last one may lack it."""
     tokenizer = load_tokenizer(tokenizer_folder)
     documents, eos = [tokenizer.encode(text) for text in texts], tokenizer.eos_id
-    FORMATS[format](tmp_path, [[eos, 5, 6], [7, eos, 8, eos], [eos], *documents], eos)
-    if format == "nanogpt":
-        monkeypatch.setattr(convert_module, "IDS_AT_ONCE", 7)
-        os.truncate(tmp_path / "a.bin", (tmp_path / "a.bin").stat().st_size - 2)
-    source, output = str(tmp_path / ("a" if format == "megatron" else "a.bin")), tmp_path / "out"
-    manifest = convert([source], str(output), format, str(tokenizer_folder), shard_mb=0.01, validation_fraction=0.1)
+    ids = [eos, 5, 6, eos, 7, eos, eos, 8, eos, *chain.from_iterable([*document, eos] for document in documents)]
+    np.array(ids[:-1], "<u2").tofile(tmp_path / "a.bin")
+    monkeypatch.setattr(convert_module, "IDS_AT_ONCE", 7)
+    source, output = str(tmp_path / "a.bin"), tmp_path / "out"
+    manifest = convert([source], str(output), str(tokenizer_folder), shard_mb=0.01, validation_fraction=0.1)
     stored = {split: [tuple(d) for block in stored_blocks(output, split) for d in block] for split in SPLITS}
     assert Counter(stored["train"] + stored["validation"]) == Counter((*d, eos) for d in [[5, 6], [7], [8], *documents])
     assert 15 < len(stored["validation"]) < 75
@@ -619,32 +589,27 @@ def test_other_formats_are_converted_with_one_eos_each(texts, tokenizer_folder, 
     verify.main([str(output)])
 
 
-def write_lists(folder, *rows):
-    batch = pa.record_batch({"tokens": pa.array(rows, pa.list_(pa.uint32()))})
-    with pa.ipc.new_file(str(folder / "a.bin"), batch.schema) as file:
-        file.write_batch(batch)
-
-
-def damage_index(folder, change) -> None:
-    write_megatron(folder, [[5, 6], [7, 8, 9]], 0)
-    (folder / "a.idx").write_bytes(change((folder / "a.idx").read_bytes()))
+def test_ids_of_a_large_vocabulary_have_32_bits(tmp_path):
+    word_tokenizer(70_000).save(tmp_path)
+    np.array([69_999, 5, 0, 7, 0], "<u4").tofile(tmp_path / "a.bin")
+    convert([str(tmp_path / "a.bin")], str(tmp_path / "out"), str(tmp_path), validation_fraction=0)
+    assert [d for block in stored_blocks(tmp_path / "out") for d in block] == [[69_999, 5, 0], [7, 0]]
 
 
 @pytest.mark.parametrize(
-    ("format", "write", "message"),
+    ("content", "message"),
     [
-        ("nanogpt", lambda folder: write_nanogpt(folder, [[]], 0), r"--source .*a\.bin: holds no documents"),
-        ("megatron", lambda folder: write_megatron(folder, [[1], [400]], 0), r"document 1: token id 400 is not in the"),
-        ("megatron", lambda folder: write_megatron(folder, [[1], [-3]], 0), r"document 1: token id -3 is not in the"),
-        ("fms", lambda folder: write_lists(folder, [5], None), r"a\.bin, record batch 0: holds a null"),
-        ("megatron", lambda folder: (folder / "a.bin").touch(), r"a\.bin: cannot be read: .*a\.idx"),
-        ("megatron", lambda folder: damage_index(folder, lambda i: i[:-24] + b"\1" + i[-23:]), r"a\.idx: damaged"),
+        (b"\0\0", r"--source .*a\.bin: holds no documents"),
+        (b"\1\0\x90\1", r"a\.bin: token 1: id 400 is not in the tokenizer's vocabulary of 400"),
+        (b"odd", r"a\.bin: cannot be read: .*multiple"),
+        (None, r"a\.bin: cannot be read: IsADirectoryError"),
     ],
 )
-def test_tokens_that_cannot_be_converted_are_named(tokenizer_folder, tmp_path, format, write, message):
-    write(tmp_path)
+def test_tokens_that_cannot_be_converted_are_named(tokenizer_folder, tmp_path, content, message):
+    (tmp_path / "a.bin").write_bytes(content) if content else (tmp_path / "a.bin").mkdir()
     with pytest.raises(DataError, match=message):
-        convert([str(tmp_path / "a.bin")], str(tmp_path / "out"), format, str(tokenizer_folder))
+        convert([str(tmp_path / "a.bin")], str(tmp_path / "out"), str(tokenizer_folder))
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
