@@ -22,15 +22,12 @@ TITLES = {
     "validation_loss": "validation loss",
     "tps": "tokens/s per device",
     "mfu": "MFU",
-    "tflops": "TFLOP/s per device",
     "step_seconds": "seconds per step",
     "grad_norm": "gradient norm",
     "lr": "learning rate",
     "memory_gib": "memory, GiB",
     "data_wait_pct": "waiting for data, %",
 }
-
-
 Charts = dict[str, dict[str, list[Any]]]  # chart → columns step, tokens, hours and value
 
 
@@ -43,7 +40,8 @@ def write_page(runs: Sequence[Path], output: Path) -> None:
     if not read:
         raise TitaniteError("no run to compare")
     names = name_runs(list(read))
-    found = sorted({chart for charts, _ in read.values() for chart in charts}, key=_place)
+    found = sorted({chart for charts, _ in read.values() for chart in charts})
+    found.sort(key=lambda chart: list(TITLES).index(chart.partition("/")[0]))
     summaries = [summarize(charts, settings.get("world_size"), found) for charts, settings in read.values()]
     data = {
         "runs": [
@@ -71,9 +69,9 @@ def read_run(folder: Path) -> tuple[Charts, dict[str, Any]]:
             file, starts = folder / "config.toml", read_records(folder / "starts.jsonl")
             sections = tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
             settings = {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
-            start = starts[-1] if starts else {}
-            settings |= {key: start[key] for key in ("world_size", "git_commit", "python") if key in start}
-            settings |= {f"package {name}": version for name, version in start.get("packages", {}).items()}
+            for start in starts[-1:]:
+                settings |= {key: start[key] for key in ("world_size", "git_commit", "python") if key in start}
+                settings |= {f"package {name}": version for name, version in start.get("packages", {}).items()}
             return read_charts(folder), settings
     except (ValueError, KeyError, TypeError) as error:
         raise TitaniteError(
@@ -85,9 +83,8 @@ def read_run(folder: Path) -> tuple[Charts, dict[str, Any]]:
 def read_charts(folder: Path) -> Charts:
     """The charts of a run. If a step was trained again or left out, its last row counts.
 
-    Hours are step times added up. A row times its last `interval_steps` steps. Those before, up to a validation, a
-    checkpoint or the end of a start, were not timed. They count as the faster of the two rows, since a start's first
-    row may include compilation. Raises ValueError, KeyError or TypeError for rows that no run wrote.
+    Hours are step times added up: each row times the `interval_steps` before it. Raises ValueError, KeyError or
+    TypeError for rows that no run wrote.
     """
     rows, last = list[dict[str, Any]](), 0
     for row in read_records(folder / "metrics.jsonl"):
@@ -97,24 +94,15 @@ def read_charts(folder: Path) -> Charts:
             last = row["step"]
         rows.append(row)
     charts: Charts = {}
-    parent, usual = read_parent(folder), math.inf  # step time of the last trained row
-    hours, before = 0.0, parent.step if parent else 0  # up to that row, its step
+    hours = 0.0
     for row in rows:
-        step, seconds = row["step"], row["step_seconds"]
-        if row.get("skipped"):
-            before += 1  # a step less that was trained since then
-            continue
-        if seconds is not None:
-            timed = row.get("interval_steps") or step - before  # runs of earlier versions do not say
-            hours += (timed * seconds + (step - before - timed) * min(seconds, usual)) / 3600
-            before, usual = step, seconds
+        hours += (row["step_seconds"] or 0) * (row["interval_steps"] or 0) / 3600
         for key, value in row.items():
             charted = key in TITLES or key.startswith("validation_loss/")
             if charted and value is not None and math.isfinite(value):
-                point = {"step": step, "tokens": row["tokens"], "hours": hours, "value": value}
-                table = charts.setdefault(key, {name: [] for name in point})
-                for name, x in point.items():
-                    table[name].append(x)
+                table = charts.setdefault(key, {"step": [], "tokens": [], "hours": [], "value": []})
+                for column, x in zip(table.values(), (row["step"], row["tokens"], hours, value), strict=True):
+                    column.append(x)
     return charts
 
 
@@ -126,20 +114,16 @@ def differing_settings(runs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 
 def summarize(charts: Charts, devices: int | None, found: Sequence[str]) -> dict[str, float | None]:
-    """Column → value of a run, with the validation losses among the charts `found` last. None: it has no value."""
-    last = {chart: table["value"][-1] for chart, table in charts.items()}
-    middle = {chart: median(table["value"]) for chart, table in charts.items()}
-    tps, longest = middle.get("tps"), charts.get("loss", {})
+    """Column → value of a run, with the losses among the charts `found`. None: it has no value."""
+    tps, mfu, memory = (charts[name]["value"] if name in charts else None for name in ("tps", "mfu", "memory_gib"))
+    longest = charts.get("loss", {})
+    losses = [chart for chart in found if chart.partition("/")[0] in ("loss", "validation_loss")]
     return {
         **{name: longest[name][-1] if longest else None for name in ("step", "tokens", "hours")},
-        "loss": last.get("loss"),
-        "tokens/s per device": tps,
-        "devices": devices,
-        "tokens/s": tps * devices if tps and devices else None,
-        "MFU": middle.get("mfu"),
-        "memory GiB": max(charts["memory_gib"]["value"]) if "memory_gib" in charts else None,
-        "waiting for data %": middle.get("data_wait_pct"),
-        **{chart.replace("_", " "): last.get(chart) for chart in found if chart.startswith("validation_loss")},
+        "tokens/s": median(tps) * devices if tps and devices else None,
+        "MFU": median(mfu) if mfu else None,
+        "memory GiB": max(memory) if memory else None,
+        **{chart.replace("_", " "): charts[chart]["value"][-1] if chart in charts else None for chart in losses},
     }
 
 
@@ -155,10 +139,6 @@ def name_runs(folders: Sequence[Path]) -> list[str]:
     names = last if len(set(last)) == len(last) else [str(folder) for folder in folders]
     parents = map(read_parent, folders)
     return [f"{name} from {at.place}@{at.step}" if at else name for name, at in zip(names, parents, strict=True)]
-
-
-def _place(chart: str) -> tuple[int, str]:
-    return list(TITLES).index(chart if chart in TITLES else chart.partition("/")[0]), chart
 
 
 def main(argv: Sequence[str]) -> None:
