@@ -1,23 +1,22 @@
 """List the documents that a run was trained on, and prove that each sample came once.
 
-    python -m tools.audit --run outputs/RUN --steps 100:103     the documents of steps 100 to 102
+    python -m tools.audit --run outputs/RUN --steps 100:103     the documents of steps 100 to 102, and their text
     python -m tools.audit --run outputs/RUN --prove             read back every step of a run
 
-The proof uses the ledger that every rank keeps (data.ledger). It drops the steps that a
-resume from an earlier checkpoint made void. It checks that the other steps follow each other
-without gap or overlap, alike on every rank, and that the tokens that each rank recorded are
-those of the dataset at that place in the order, and that no step is missing at the end, as far
-as exit.json tells. It follows that each token was an input exactly once per consumed epoch.
+The proof uses the ledger that every rank keeps (data.ledger). It drops the steps that a resume from an earlier
+checkpoint made void. It checks that the other steps follow each other without gap or overlap, alike on every rank, that
+the tokens that each rank recorded are those of the dataset at that place in the order, and that no step is missing at
+the end, as far as exit.json tells. It follows that each token was an input exactly once per consumed epoch.
 """
 
 import argparse
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from itertools import chain, groupby
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -27,62 +26,36 @@ from config import Config, TitaniteError, command_line, from_dict, read_recorded
 from data.ledger import Place, Records, Step, checksum, read_ledger
 from data.shards import Dataset, Split, open_dataset
 from data.stream import Stream
-from data.tokenizer import Tokenizer
 
 
-class Part(NamedTuple):
-    """Part of a document in a sample."""
-
-    sample: int  # its number in the step
-    split: Split
-    block: int  # its number in the split
-    row: int  # in the block
-    first: int  # tokens [first, stop) of the document
-    stop: int
-
-    def text(self, tokenizer: Tokenizer) -> str:
-        block = self.split.read(self.block)
-        start = int(block.offsets[self.row])
-        return tokenizer.decode(self.split.ids(block.values[start + self.first : start + self.stop]).tolist())
-
-
-class Auditor:
-    """Reads the datasets of `steps` at any place of their order.
+def open_datasets(config: Config, steps: Sequence[Step]) -> tuple[list[Dataset], dict[str, Stream]]:
+    """The datasets of `steps`, and hash → stream, to be read at any place.
 
     Looks for each where the steps found it, then where `config` names it. Raises TitaniteError.
     """
+    urls = {name: step.urls.get(name, "") for step in steps for name in step.began.segment.datasets}
+    found = [_find(name, url, config) for name, url in urls.items()]
+    order, readers = steps[0].place, ThreadPoolExecutor(8)  # not the config's order: a refused start may have left it
+    streams = [Stream(own.split("train"), own.hash, readers, order.seed, order.window_blocks) for own in found]
+    return found, dict(zip(urls, streams, strict=True))
 
-    def __init__(self, config: Config, steps: Sequence[Step]):
-        urls = {name: step.urls.get(name, "") for step in steps for name in step.began.segment.datasets}
-        self.datasets: list[Dataset] = [_find(name, url, config) for name, url in urls.items()]
-        order = steps[0].place  # not the config's: a refused start may have left its own there
-        readers = ThreadPoolExecutor(8)
-        self._streams = {
-            dataset.hash: Stream(dataset.split("train"), dataset.hash, readers, order.seed, order.window_blocks)
-            for dataset in self.datasets
-        }
 
-    def samples(self, step: Step, first: int, count: int) -> Iterator[tuple[Stream, int, int]]:
-        """Yield (stream, first token, tokens) of samples [first, first + count) of the step's segment."""
-        segment = step.place.segment
-        for dataset, start in zip(*segment.locate(first, count), strict=True):
-            yield self._streams[segment.datasets[dataset]], int(start), segment.seq_len
+def samples(streams: Mapping[str, Stream], step: Step, first: int, count: int) -> Iterator[tuple[Stream, int, int]]:
+    """Yield (stream, first token, tokens) of samples [first, first + count) of the step's segment."""
+    segment = step.place.segment
+    for dataset, start in zip(*segment.locate(first, count), strict=True):
+        yield streams[segment.datasets[dataset]], int(start), segment.seq_len
 
-    def checksums(self, step: Step) -> list[int]:
-        """The checksum that each rank should have recorded for a step. Opens every window of the data once."""
-        shape, stop = step.shape, step.first + step.shape.samples
-        sums = [0] * shape.dp_size
-        for number, first in enumerate(range(step.first, stop, shape.local_batch_size)):
-            rank, samples = number % shape.dp_size, self.samples(step, first, shape.local_batch_size)
-            rows = [stream.read(start, seq_len)[0] for stream, start, seq_len in samples]
-            sums[rank] = checksum([np.stack(rows)], sums[rank])
-        return sums
 
-    def documents(self, step: Step) -> Iterator[Part]:
-        """Yield the document parts of a step in the order of its samples, over all ranks and microbatches."""
-        for number, (stream, start, seq_len) in enumerate(self.samples(step, step.first, step.shape.samples)):
-            for block, row, first, stop in stream.documents(start, seq_len):
-                yield Part(number, stream.split, block, row, first, stop)
+def checksums(streams: Mapping[str, Stream], step: Step) -> list[int]:
+    """The checksum that each rank should have recorded for a step. Opens every window of the data once."""
+    shape, stop = step.shape, step.first + step.shape.samples
+    sums = [0] * shape.dp_size
+    for number, first in enumerate(range(step.first, stop, shape.local_batch_size)):
+        rank, own = number % shape.dp_size, samples(streams, step, first, shape.local_batch_size)
+        rows = [stream.read(start, seq_len)[0] for stream, start, seq_len in own]
+        sums[rank] = checksum([np.stack(rows)], sums[rank])
+    return sums
 
 
 def _find(name: str, url: str, config: Config) -> Dataset:
@@ -91,12 +64,11 @@ def _find(name: str, url: str, config: Config) -> Dataset:
     for place in filter(None, dict.fromkeys([url, *config.data.datasets])):
         try:
             dataset = open_dataset(place.rstrip("/"), config)
+            if dataset.hash == name:
+                return dataset
+            others.append(f"{place}: holds dataset {dataset.hash}")
         except TitaniteError as error:
             others.append(str(error))
-            continue
-        if dataset.hash == name:
-            return dataset
-        others.append(f"{place}: holds dataset {dataset.hash}")
     raise TitaniteError(
         f"{'; '.join(others)}; this run has read dataset {name} at {url}: put it back, or name its new place in "
         "data.datasets of the run's config.toml"
@@ -137,11 +109,9 @@ def _lineage(recorded: list[Step], last_began: Place) -> list[Step]:
 
 def _check_follows(run: Path, number: int, before: Step | None, step: Step) -> None:
     """Raise TitaniteError unless `step` continues all datasets, in the same order, where `before` (`number`) ended."""
-    if before and before.place[:2] != step.place[:2]:
-        raise TitaniteError(
-            f"{run}: step {number} has another data order than the next (seed, window_blocks): "
-            f"{before.place[:2]}, {step.place[:2]}"
-        )
+    if before and (old := before.place[:2]) != (new := step.place[:2]):
+        order = "data order than the next (seed, window_blocks)"
+        raise TitaniteError(f"{run}: step {number} has another {order}: {old}, {new}")
     begins, ended = step.place.consumed, before.end.consumed if before else {}
     for name in sorted(begins.keys() | ended.keys()):
         if gap := begins.get(name, 0) - ended.get(name, 0):
@@ -179,22 +149,20 @@ def prove(run: Path) -> list[str]:
     begun = [steps.pop()] if cut else []
     if not steps:
         raise TitaniteError(f"{run}: no step is recorded on all of its {begun[0].shape.dp_size} data-parallel ranks")
-    auditor = Auditor(config, steps)
+    datasets, streams = open_datasets(config, steps)
     for number, step in enumerate(tqdm(steps, desc="prove", unit=" steps"), start=1):
         own = recorded[: step.shape.dp_size, number - 1]
         if (own < 0).any():
             raise TitaniteError(f"{run}: rank {(own < 0).argmax()} has no record of step {number} that fits rank 0's")
-        if (wrong := own != auditor.checksums(step)).any():
-            raise TitaniteError(
-                f"{run}: step {number}: rank {wrong.argmax()} was given other tokens than the dataset has there"
-            )
+        if (wrong := own != checksums(streams, step)).any():
+            raise TitaniteError(f"{run}: step {number}: rank {wrong.argmax()} was given other tokens than the data has")
     end, ranks = steps[-1].end, [step.shape.dp_size for step in steps]
+    all_ranks = f"{sorted(set(ranks))} data-parallel ranks"
     lines = [
-        f"{len(steps):,} steps, {end.tokens:,} tokens, without gap or overlap, on {sorted(set(ranks))} data-parallel "
-        "ranks",
+        f"{len(steps):,} steps, {end.tokens:,} tokens, without gap or overlap, on {all_ranks}",
         f"steps made void by a resume, left out: {void:,}; batches rebuilt and found equal: {sum(ranks):,}",
     ]
-    for dataset in auditor.datasets:
+    for dataset in datasets:
         size = dataset.split("train").total_tokens
         epochs, rest = divmod(end.consumed.get(dataset.hash, 0), size)
         lines.append(f"{dataset.url}: each of its {size:,} tokens x {epochs}, and {rest:,} of epoch {epochs + 1}")
@@ -259,13 +227,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--steps", type=_numbers, help="N or FIRST:STOP, counted from 1: list what these steps read")
     what.add_argument("--prove", action="store_true", help="prove that each sample was trained once")
-    parser.add_argument("--text", action="store_true", help="print the text of each document's part")
     options = parser.parse_args(argv)
     with command_line():
-        if options.prove:
-            print("\n".join(prove(options.run)), "proven", sep="\n")
-        else:
-            list_documents(options.run, options.steps, options.text)
+        lines = [*prove(options.run), "proven"] if options.prove else list_documents(options.run, options.steps)
+        for line in lines:
+            print(line)
 
 
 def _numbers(steps: str) -> range:
@@ -277,21 +243,22 @@ def _numbers(steps: str) -> range:
     return numbers
 
 
-def list_documents(run: Path, numbers: range, text: bool) -> None:
-    """Print where each document of the steps `numbers` lies, and its text. Raises TitaniteError."""
+def list_documents(run: Path, numbers: range) -> Iterator[str]:
+    """Yield where each document of the steps `numbers` lies, and the text that was read. Raises TitaniteError."""
     config, (recorded, _) = run_config(run), trained_steps(run)
     if numbers[-1] > len(recorded):
         raise TitaniteError(f"--steps {numbers[0]}:{numbers.stop}: the run has steps 1 to {len(recorded)}")
     steps = recorded[numbers[0] - 1 : numbers[-1]]
-    auditor = Auditor(config, steps)
-    tokenizer = auditor.datasets[0].tokenizer()
+    datasets, streams = open_datasets(config, steps)
+    tokenizer, read = datasets[0].tokenizer(), lru_cache(64)(Split.read)
     for number, step in zip(numbers, steps, strict=True):
-        for part in auditor.documents(step):
-            shard, block = part.split.find(part.block)
-            place = f"{part.split.files.url}/{shard.file} block {block} row {part.row} tokens {part.first}:{part.stop}"
-            print(f"step {number} sample {part.sample}: {place}")
-            if text:
-                print(part.text(tokenizer))
+        for sample, (stream, start, seq_len) in enumerate(samples(streams, step, step.first, step.shape.samples)):
+            split = stream.split
+            for block, row, first, stop in stream.documents(start, seq_len):
+                (shard, of_shard), content = split.find(block), read(split, block)
+                text = tokenizer.decode(split.ids(content.values[content.offsets[row] :][first:stop]).tolist())
+                place = f"{split.files.url}/{shard.file} block {of_shard} row {row} tokens {first}:{stop}"
+                yield f"step {number} sample {sample}: {place}: {json.dumps(text, ensure_ascii=False)}"
 
 
 if __name__ == "__main__":

@@ -13,9 +13,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from itertools import chain
 
-from isal import isal_zlib
 from tqdm import tqdm
 
 from checkpoint import CheckpointError
@@ -28,69 +26,35 @@ from data.files import Files
 from data.shards import DataError, Dataset, Split, open_dataset
 from storage import DamagedError, MissingError, Store
 
-THREADS = 4  # each holds a file of a dataset in memory
-
-
-# ---------------------------------------------------------------- datasets
+THREADS = 4
 
 
 def faults(dataset: Dataset) -> Iterator[str]:
-    """Yield a message for each fault of a dataset; none if it is as it was made.
-
-    Raises StoreError if it cannot be read.
-    """
+    """Yield a message for each fault of a dataset. Raises StoreError if it cannot be read."""
     try:
         dataset.check_tokenizer()
     except (DataError, DamagedError) as error:
         yield str(error)
-    shards = [(split, number) for split in dataset.splits.values() for number in range(len(split.shards))]
-    with ThreadPoolExecutor(THREADS) as threads:
-        found = threads.map(lambda shard: list(_faults_of_shard(dataset, *shard)), shards)
-        yield from chain.from_iterable(tqdm(found, desc="verify", unit=" files", total=len(shards)))
 
-
-def _faults_of_shard(dataset: Dataset, split: Split, number: int) -> Iterator[str]:
-    shard, blocks = split.shards[number], range(int(split.bounds[number]), int(split.bounds[number + 1]))
-    name = f"{dataset.url}/{shard.file}"
-    try:
-        content = memoryview(dataset.files.read(shard.file))
-    except DamagedError as error:
-        yield str(error)
-        return
-    if len(content) != shard.bytes:
-        yield f"{name}: has {len(content)} bytes, the manifest says {shard.bytes}"
-    for i, block in enumerate(blocks):
-        message = content[int(split.offset[block]) :][: int(split.size[block])]
-        if isal_zlib.crc32(message) != split.crc32[block]:
-            yield f"{name}, block {i}: is damaged, its checksum does not match"
-            continue
+    def check(split: Split, block: int) -> str:
+        shard, number = split.find(block)
+        where = int(split.offset[block]), int(split.size[block]), int(split.crc32[block])
         try:
-            split.decode(block, message)
-        except DataError as error:
-            yield str(error)
-    if (split.documents[blocks].sum(), split.tokens[blocks].sum()) != (shard.documents, shard.tokens):
-        yield f"{name}: blocks.arrow and manifest.json differ in its documents or tokens"
+            split.decode(block, dataset.files.map(shard.file, *where))
+        except (DataError, DamagedError) as error:
+            return f"{error} (block {number})"
+        return ""
 
-
-def verify_dataset(url: str, config: Config) -> int:
-    """Print a line per fault, and the sizes of the splits. Returns the number of faults."""
-    dataset, wrong = open_dataset(url, config), 0
-    for message in faults(dataset):
-        wrong += 1
-        print(message)
-    for name, split in dataset.splits.items():
-        documents = sum(shard.documents for shard in split.shards)
-        print(f"{dataset.url}: {name}: documents {documents:,}, tokens {split.total_tokens:,}")
-    return wrong
-
-
-# ---------------------------------------------------------------- checkpoints
+    blocks = [(split, block) for split in dataset.splits.values() for block in range(len(split.size))]
+    with ThreadPoolExecutor(THREADS) as threads:
+        found = threads.map(lambda block: check(*block), blocks)
+        yield from filter(None, tqdm(found, desc="verify", unit=" blocks", total=len(blocks)))
 
 
 def judge(store: Store, name: str, reads: bool) -> tuple[str, bool]:
-    """What to say of checkpoint `name`, and whether it is damaged or has no checksums. `reads`: also its data.
+    """What to say of checkpoint `name`, and whether it is doubtful. `reads`: also checks its data.
 
-    Also doubtful is one, named by the user, that was never committed: beside others it is a usual leftover.
+    One that was never committed is doubtful only if the user named it: beside others it is a usual leftover.
     """
     sizes, at = store.sizes(name), f"{name}/" if name else ""
     try:
@@ -103,25 +67,22 @@ def judge(store: Store, name: str, reads: bool) -> tuple[str, bool]:
         for file, size in manifest["files"].items():
             if sizes.get(f"{at}{file}") != size:
                 raise DamagedError(f"{file} has {sizes.get(f'{at}{file}', 'no')} bytes, not {size}")
-        state = f"intact, {verify_checkpoint(store, name)} items" if reads else "committed"
+        state = "committed"
+        if reads:
+            for file, digest in manifest.get("companions", {}).items():
+                read_small(store, name, file, digest)
+            opened = open_checkpoint(store, name)
+            items = opened.metadata.storage_data
+            total = sum(info.length for info in items.values())
+            with tqdm(total=total, unit="B", unit_scale=True, desc=name[:13], disable=None, leave=False) as bar:
+                verify_items(opened, bar.update)
+            state = f"intact, {len(items)} items"
     except DamagedError as error:
         if name and f"{name}/{MANIFEST}" not in store.sizes(name):
             return "removed during this check, as a run in training removes its older ones", False
         return f"DAMAGED: {error}", True
     gigabytes, ranks = sum(manifest["files"].values()) / 1e9, manifest.get("world_size", "?")
     return f"{state}, step {manifest['step']}, {gigabytes:.3f} GB by {ranks} ranks, {manifest['created']}", False
-
-
-def verify_checkpoint(store: Store, name: str) -> int:
-    """Check all of a checkpoint, with a progress bar. Returns its number of items. Raises DamagedError."""
-    opened = open_checkpoint(store, name)
-    for file, digest in opened.manifest.get("companions", {}).items():
-        read_small(store, name, file, digest)
-    items = opened.metadata.storage_data
-    total = sum(info.length for info in items.values())
-    with tqdm(total=total, unit="B", unit_scale=True, desc=name[:13], disable=None, leave=False) as bar:
-        verify_items(opened, bar.update)
-    return len(items)
 
 
 def verify_checkpoints(place: str, reads: bool) -> int:
@@ -140,11 +101,19 @@ def verify_checkpoints(place: str, reads: bool) -> int:
 def verify_place(place: str, reads: bool) -> int:
     """Verify the dataset or the checkpoints at a folder or URL. Returns how many faults or doubtful checkpoints."""
     with tempfile.TemporaryDirectory() as cache:  # a run's own cache would hide faults of the dataset
-        config = Config(data=Data(cache_folder=cache, cache_gb=1))
-        with suppress(MissingError):
+        config, wrong = Config(data=Data(cache_folder=cache, cache_gb=1)), 0
+        try:
             Files(place, config).read("manifest.json")
-            return verify_dataset(place, config)
-    return verify_checkpoints(place, reads)
+        except MissingError:
+            return verify_checkpoints(place, reads)
+        dataset = open_dataset(place, config)
+        for message in faults(dataset):
+            wrong += 1
+            print(message)
+        for name, split in dataset.splits.items():
+            documents = sum(shard.documents for shard in split.shards)
+            print(f"{dataset.url}: {name}: documents {documents:,}, tokens {split.total_tokens:,}")
+        return wrong
 
 
 def main(argv: Sequence[str] | None = None) -> None:
