@@ -2,19 +2,19 @@
 
     torchrun --nnodes=2 --nproc-per-node=8 ... -m tools.preflight --storage=s3://bucket/preflight --expect-gbits=100
 
-Run it as the job will be run. It compares all ranks' software, clocks and disks, writes to the storage (on S3, also
-reads that back), times a matrix product on every device and checks it bit for bit, and times transfers between pairs of
-ranks and an all-reduce. Exits with 1 and a line per fault.
+Run it as the job will be run. It compares all ranks' software, writes to the storage (on S3, also reads that back),
+times a matrix product on every device and checks it bit for bit, and times transfers between pairs of ranks and an
+all-reduce. Exits with 1 and a line per fault.
 """
 
 import argparse
 import logging
 import platform
-import shutil
 import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median_low
 from typing import Any, NamedTuple
 
@@ -23,47 +23,41 @@ import torch.distributed as dist
 
 from config import Comm, TitaniteError, command_line
 from parallel.device import synchronize
-from records import package_versions
+from records import PACKAGES, package_versions
 from run.processes import init_distributed, launch_environment, shut_down
 from storage import open_store
 
-CLOCK_SECONDS = 2.0  # clocks may differ by this; S3 refuses requests 900 s off
-FREE_GB = 20.0
 STORAGE_SECONDS = 15.0  # how long requests to the storage are repeated; the other ranks wait for this
 TRANSFER_BYTES = 16 * 2**20
 SLOW = 1.5  # times the usual time, for compute and transfers
-REPEATS = 5
+TRIES = 6
 
 
 class Report(NamedTuple):
-    """What a rank found out by itself."""
+    """What a rank found out."""
 
     host: str
-    versions: dict[str, str]
-    clock_seconds: float
-    free_gb: float
     storage_error: str
+    alike: dict[str, Any]  # what must be the same on all ranks
     gemm_seconds: float
-    gemm_checksum: int
+    gbits: dict[int, float]  # other rank → Gbit/s received from it
 
 
-def make_report(device: torch.device, storage: str) -> Report:
-    """This rank's report. Whatever the storage raises is a finding, not a failure of this test."""
-    error = ""
-    if storage:
-        try:
+def try_storage(storage: str) -> str:
+    """Why the storage cannot be used, "" if it can: a finding, not a failure of this test."""
+    try:
+        if storage:
             open_store(storage, STORAGE_SECONDS).check_writable()
-        except TitaniteError as raised:
-            error = str(raised)
-    versions = package_versions() | {"python": platform.python_version(), "torch": torch.__version__}
-    free_gb = shutil.disk_usage(".").free / 1e9
-    return Report(socket.gethostname(), versions, time.time(), free_gb, error, *time_gemm(device))
+    except TitaniteError as error:
+        return str(error)
+    return ""
 
 
-def best_seconds(work: Callable[[], object], device: torch.device, tries: int) -> float:
-    """Seconds of `work` on the device, the best of several tries."""
+def best_seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds of `work`, which all ranks begin together. The best of several tries: the first may have to connect."""
     times = []
-    for _ in range(tries):
+    for _ in range(TRIES):
+        dist.barrier()
         synchronize(device)
         begin = time.perf_counter()
         work()
@@ -73,70 +67,48 @@ def best_seconds(work: Callable[[], object], device: torch.device, tries: int) -
 
 
 def time_gemm(device: torch.device) -> tuple[float, int]:
-    """(seconds, sum of the bits) of a product of whole numbers, which is exact in any order of summation."""
-    size, dtype = (512, torch.float32) if device.type == "cpu" else (8192, torch.bfloat16)
+    """Seconds of a matrix product of whole numbers and its checksum, which rounding cannot change."""
+    size, dtype = (1024, torch.float32) if device.type == "cpu" else (8192, torch.bfloat16)
     generator = torch.Generator().manual_seed(0)
     left, right = (torch.randint(-2, 3, (size, size), generator=generator).to(device, dtype) for _ in range(2))
-    seconds = best_seconds(lambda: left @ right, device, REPEATS)
+    seconds = best_seconds(lambda: left @ right, device)
     product = (left @ right).to(torch.float32)
     return seconds, int(product.view(torch.int32).sum(dtype=torch.int64))
 
 
-def time_transfers(device: torch.device) -> tuple[dict[tuple[int, int], float], float]:
-    """Bytes per second from every rank to its neighbour and to the rank half of all away, and of an all-reduce."""
+def time_transfers(device: torch.device) -> tuple[dict[int, float], float]:
+    """Gbit/s from the previous rank and from the rank half of all away, by rank, and of an all-reduce."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    own: dict[tuple[int, int], float] = {}
-    buffer = torch.ones(TRANSFER_BYTES // 4, device=device)
-    for shift in sorted({1, size // 2} if size > 1 else ()):
-        target, source = (rank + shift) % size, (rank - shift) % size
-        received = torch.empty_like(buffer)
-        times = []
-        for _ in range(1 + REPEATS):  # the first connects
-            dist.barrier()
-            begin = time.perf_counter()
-            operations = [dist.P2POp(dist.isend, buffer, target), dist.P2POp(dist.irecv, received, source)]
-            for work in dist.batch_isend_irecv(operations):
-                work.wait()
-            synchronize(device)
-            times.append(time.perf_counter() - begin)
-        # The best time: ranks leave a barrier one after another, and GPUs transfer in a fraction of a millisecond.
-        own[source, rank] = TRANSFER_BYTES / min(times[1:])
-    seconds = best_seconds(lambda: dist.all_reduce(buffer), device, REPEATS)
-    return {pair: rate for rates in gather(own) for pair, rate in rates.items()}, TRANSFER_BYTES / seconds
+    sent, received = (torch.ones(TRANSFER_BYTES // 4, device=device) for _ in range(2))
+
+    def exchange(shift: int) -> None:
+        to = dist.P2POp(dist.isend, sent, (rank + shift) % size)
+        for work in dist.batch_isend_irecv([to, dist.P2POp(dist.irecv, received, (rank - shift) % size)]):
+            work.wait()
+
+    seconds = {shift: best_seconds(partial(exchange, shift), device) for shift in ({1, size // 2} if size > 1 else ())}
+    gbits = {(rank - shift) % size: 8e-9 * TRANSFER_BYTES / seconds[shift] for shift in seconds}
+    return gbits, 8e-9 * TRANSFER_BYTES / best_seconds(lambda: dist.all_reduce(sent), device)
 
 
-def gather(own: Any) -> list[Any]:
-    """The objects of all ranks."""
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, own)
-    return gathered
-
-
-def find_faults(reports: Sequence[Report], pairs: dict[tuple[int, int], float], expect_gbits: float) -> list[str]:
+def find_faults(reports: Sequence[Report], expect_gbits: float) -> list[str]:
     """A line per fault, with its rank. What most ranks have counts as right."""
-    clock = median_low([report.clock_seconds for report in reports])
     gemm = median_low([report.gemm_seconds for report in reports])
-    equal = [{**report.versions, "the result of a matrix product": report.gemm_checksum} for report in reports]
+    wanted = expect_gbits or median_low([rate for report in reports for rate in report.gbits.values()] or [0.0])
     faults = []
     for rank, report in enumerate(reports):
         found = [report.storage_error] if report.storage_error else []
-        for what in sorted({name for values in equal for name in values}):
-            values = [values.get(what) for values in equal]
-            if values[rank] != (usual := max(values, key=values.count)):
-                found.append(f"{what} is {values[rank]}, the others have {usual}")
-        if abs(report.clock_seconds - clock) > CLOCK_SECONDS:
-            found.append(f"its clock is {report.clock_seconds - clock:+.1f} s off")
-        if report.free_gb < FREE_GB:
-            found.append(f"{report.free_gb:.1f} GB free on its disk, {FREE_GB:.0f} wanted")
+        for what, value in report.alike.items():
+            values = [other.alike[what] for other in reports]
+            if value != (usual := max(values, key=values.count)):
+                found.append(f"{what} is {value}, the others have {usual}")
         if report.gemm_seconds > SLOW * gemm:
             found.append(f"a matrix product takes {1e3 * report.gemm_seconds:.2f} ms, usual are {1e3 * gemm:.2f} ms")
+        for source, rate in report.gbits.items():
+            if rate * SLOW < wanted:
+                place = f"rank {source} ({reports[source].host})"
+                found.append(f"{rate:.2f} Gbit/s from {place}, wanted {wanted:.2f} Gbit/s")
         faults += [f"rank {rank} ({report.host}): {fault}" for fault in found]
-    wanted = expect_gbits * 1e9 / 8 or (median_low(list(pairs.values())) if pairs else 0.0)
-    for (source, target), rate in pairs.items():
-        if rate * SLOW < wanted:
-            hosts = f"{reports[source].host} to {reports[target].host}"
-            rates = f"{8e-9 * rate:.2f} Gbit/s, wanted {8e-9 * wanted:.2f} Gbit/s"
-            faults.append(f"rank {source} to {target} ({hosts}): {rates}")
     return faults
 
 
@@ -147,23 +119,26 @@ def main(argv: Sequence[str]) -> int:
     help_text = "between two ranks; default: what most pairs have"
     parser.add_argument("--expect-gbits", type=float, default=0.0, help=help_text)
     arguments = parser.parse_args(argv)
-    begin, environment = time.monotonic(), launch_environment()
+    environment = launch_environment()
     logging.disable(logging.WARNING)
     device = init_distributed(environment, Comm(init_timeout_seconds=120))
-    own = make_report(device, arguments.storage)
-    dist.barrier()  # read all clocks together
-    reports: list[Report] = gather(own._replace(clock_seconds=time.time()))
-    pairs, all_reduce = time_transfers(device)
-    faults = find_faults(reports, pairs, arguments.expect_gbits)
+    storage_error, (gemm_seconds, checksum) = try_storage(arguments.storage), time_gemm(device)
+    gbits, all_reduce = time_transfers(device)
+    versions = {"python": platform.python_version(), "torch": torch.__version__, **package_versions()}
+    alike = {**dict.fromkeys(PACKAGES), **versions, "the result of a matrix product": checksum}
+    reports: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(reports, Report(socket.gethostname(), storage_error, alike, gemm_seconds, gbits))
+    faults = find_faults(reports, arguments.expect_gbits)
     if environment.rank == 0:
-        gemm, rates = [1e3 * report.gemm_seconds for report in reports], [8e-9 * rate for rate in pairs.values()]
-        hosts = len({report.host for report in reports})
-        print(f"ranks: {len(reports)}, hosts: {hosts}, {device.type}, {own.versions}")
-        print(f"matrix product {min(gemm):.2f} to {max(gemm):.2f} ms")
-        if rates:
-            print(f"pairs {min(rates):.2f} to {max(rates):.2f}, all-reduce {8e-9 * all_reduce:.2f} Gbit/s")
+        print(f"ranks: {len(reports)}, hosts: {len({report.host for report in reports})}, {device.type}, {versions}")
+        table = {
+            "matrix product, ms": [1e3 * report.gemm_seconds for report in reports],
+            "pairs, Gbit/s": [rate for report in reports for rate in report.gbits.values()],
+            "all-reduce, Gbit/s": [all_reduce],
+        }
+        for what, values in table.items():
+            print(f"{what:18} {min(values, default=0):10.2f} to {max(values, default=0):10.2f}")
         print(*(f"fault: {fault}" for fault in faults), f"faults found: {len(faults)}", sep="\n")
-        print(f"in {time.monotonic() - begin:.1f} s")
     dist.barrier()  # until rank 0 has printed
     shut_down()
     return int(bool(faults))
