@@ -1,9 +1,10 @@
 """Lines of Python per room, against what a reader may be asked to carry.
 
-python -m tools.size
+python -m tools.size --check
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -38,7 +39,11 @@ def count_lines(place: str) -> int:
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(prog="python -m tools.size", description="Lines per room, against its budget.").parse_args()
+    parser = argparse.ArgumentParser(prog="python -m tools.size", description="Lines per room, against its budget.")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a room is over its budget")
+    check, over = parser.parse_args().check, 0
     for room, budget in ROOMS.items():
         lines = sum(map(count_lines, room.split()))
+        over += lines > budget
         print(f"{'core' if room == CORE else room:65} {lines:6,} of {budget:6,}{'   over' if lines > budget else ''}")
+    sys.exit(int(check and over > 0))
