@@ -37,18 +37,15 @@ PATIENCE = 0.8  # share of a collective's timeout after which the watchdog decla
 
 @dataclass(frozen=True)
 class Range:
-    """Allowed numbers, all of them finite. `min` and `max` are included, `below` is not."""
+    """Allowed numbers, all of them finite."""
 
     min: float = -math.inf
     max: float = math.inf
-    below: float = math.inf
 
     def __contains__(self, number: float) -> bool:
-        return self.min <= number <= self.max and number < self.below
+        return self.min <= number <= self.max and math.isfinite(number)
 
     def __str__(self) -> str:
-        if self.below < math.inf:
-            return f"from {self.min:g} to below {self.below:g}"
         return f">= {self.min:g}" if self.max == math.inf else f"from {self.min:g} to {self.max:g}"
 
 
@@ -68,13 +65,12 @@ class Form:
 
 LOCAL = Form(r"(?!~|\w+:/)", "that names a folder or file, not a URL, with ~ written out")
 LOCAL_OR_S3 = Form(r"s3://[^/]|(?!~|\w+:/)", "that names a folder, with ~ written out, or s3://bucket/prefix")
-
 Count = Annotated[int, Range(0)]
 Positive = Annotated[int, Range(1)]
 NonNegative = Annotated[float, Range(0.0)]
 AboveZero = Annotated[float, Range(1e-30)]
 Fraction = Annotated[float, Range(0.0, 1.0)]
-Decay = Annotated[float, Range(0.0, below=1.0)]
+Decay = Annotated[float, Range(0.0, 0.99999)]
 Folder = Annotated[str, LOCAL]
 FolderOrS3 = Annotated[str, LOCAL_OR_S3]
 

@@ -30,14 +30,12 @@ def check_optim(config: Config) -> None:
         )
     slowest = max(optimizer.beta1, optimizer.beta2)
     if optimizer.state_dtype == "bfloat16" and slowest > SLOWEST_BFLOAT16:
-        limit = f'at most {SLOWEST_BFLOAT16} with optimizer.state_dtype = "bfloat16"'
-        raise ConfigError(f"optimizer.beta1 or beta2 = {slowest}: must be {limit}")
+        raise ConfigError(f"optimizer.beta1 or beta2 = {slowest}: must be at most {SLOWEST_BFLOAT16} in bfloat16")
     for name in ("checkpoint", "validation"):
         section, local_steps = getattr(config, name), config.parallelism.local_steps
         if local_steps and section.enable and section.interval % local_steps:
             raise ConfigError(
-                f"{name}.interval = {section.interval}: must be a multiple of parallelism.local_steps = {local_steps}, "
-                "after which the islands meet"
+                f"{name}.interval = {section.interval}: must be a multiple of parallelism.local_steps = {local_steps}"
             )
 
 
@@ -53,11 +51,11 @@ def build_optimizer(
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": optimizer.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    betas = (optimizer.beta1, optimizer.beta2)
+    options: Any = {"lr": optimizer.lr, "betas": (optimizer.beta1, optimizer.beta2), "eps": optimizer.eps}
     if optimizer.state_dtype == "bfloat16":
         update = compile_each_shape(_adamw_update, compile) if compile else _adamw_update
-        return SmallStateAdamW(groups, optimizer.lr, betas, optimizer.eps, update)
-    return torch.optim.AdamW(groups, lr=optimizer.lr, betas=betas, eps=optimizer.eps, fused=True)
+        return SmallStateAdamW(groups, update, **options)
+    return torch.optim.AdamW(groups, **options, fused=True)
 
 
 class SmallStateAdamW(torch.optim.Optimizer):
@@ -67,15 +65,8 @@ class SmallStateAdamW(torch.optim.Optimizer):
     any closer, an update is less than half of bfloat16's last bit and rounds away.
     """
 
-    def __init__(
-        self,
-        groups: list[dict[str, Any]],
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        update: Callable[..., None],
-    ):
-        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+    def __init__(self, groups: list[dict[str, Any]], update: Callable[..., None], **defaults: Any):
+        super().__init__(groups, defaults)
         self.update = update
 
     @torch.no_grad()
@@ -90,9 +81,9 @@ class SmallStateAdamW(torch.optim.Optimizer):
                     continue
                 state = self.state[parameter]
                 if not state:
-                    state["step"] = torch.zeros((), dtype=torch.float32)
-                    state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
-                    state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
+                    state["step"] = torch.zeros(())
+                    for name in ("exp_avg", "exp_avg_sq"):
+                        state[name] = torch.zeros_like(parameter, dtype=torch.bfloat16)
                 state["step"] += 1
                 rate = group["lr"] / (1 - beta1 ** state["step"])
                 correction = 1 - beta2 ** state["step"]
@@ -146,11 +137,6 @@ class OuterOptimizer:
         self.steps_alone += 1
         for parameter in self.parameters:
             state = self.optimizer.state[parameter]
-            if not state:
-                raise ConfigError(
-                    f"parallelism.local_steps = {self.local_steps}: a weight of shape {tuple(parameter.shape)} got no "
-                    "gradient, and islands average what the optimizer keeps of each; freeze it, or set local_steps = 0"
-                )
             if "outer_momentum" not in state:
                 state["outer_momentum"] = torch.zeros_like(parameter)
 
@@ -223,10 +209,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def clip_grad_norm_(
-    parameters: Sequence[Tensor],
-    max_norm: float,
-    pp: DeviceMesh | None = None,
-    islands: DeviceMesh | None = None,
+    parameters: Sequence[Tensor], max_norm: float, pp: DeviceMesh | None = None, islands: DeviceMesh | None = None
 ) -> Tensor:
     """Scale gradients in place to a total norm of at most `max_norm` (0: leave them). Returns the norm before.
 

@@ -23,6 +23,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 compiled_flex_attention = torch.compile(flex_attention) if torch.cuda.is_available() else flex_attention
 # Uncompiled it would make the whole boolean [B, S, T], several times.
 compiled_block_mask = torch.compile(create_block_mask) if torch.cuda.is_available() else create_block_mask
+Mask = Tensor | BlockMask | None  # None: causal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +127,7 @@ def causal_mask(positions_BT: Tensor, queries_S: Tensor) -> Tensor | BlockMask:
     return same_document & (queries_S[:, None] >= torch.arange(T, device=queries_S.device))
 
 
-def attention(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
+def attention(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, mask: Mask) -> Tensor:
     """Softmax attention, [B, N, S, H]; causal if `mask` is None."""
     grouped = q_BNSH.shape[1] != k_BKTH.shape[1]
     if isinstance(mask, BlockMask):
@@ -171,13 +172,7 @@ class Attention(nn.Module):
         self.wo = Linear(config.n_heads * config.head_dim, config.dim, bias=False)
 
     def forward(
-        self,
-        x_BSD: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        mask: Tensor | BlockMask | None,
-        cache: KVCache | None,
-        positions_BS: Tensor | None,
+        self, x_BSD: Tensor, cos: Tensor, sin: Tensor, mask: Mask, cache: KVCache | None, positions_BS: Tensor | None
     ) -> Tensor:
         q, k, v = (w(x_BSD).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
         q, k, v = (x.view(-1, cos.shape[1], *x.shape[-2:]) for x in (q, k, v))
@@ -215,7 +210,7 @@ class Block(nn.Module):
         x_BSD: Tensor,
         cos: Tensor,
         sin: Tensor,
-        mask: Tensor | BlockMask | None = None,
+        mask: Mask = None,
         cache: KVCache | None = None,
         positions_BS: Tensor | None = None,
     ) -> Tensor:
@@ -268,7 +263,7 @@ class Llama(nn.Module):
         """
         S, device = self.seq_len or x.shape[1], x.device
         positions = torch.arange(S, device=device)[None] if positions_BS is None else positions_BS
-        mask: Tensor | BlockMask | None = None
+        mask: Mask = None
         if caches:
             mask = torch.arange(caches[0].max_seq_len, device=device) <= positions[:, None, :, None]
         elif self.local_indices is not None:

@@ -15,11 +15,10 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from torch.nn.attention.flex_attention import BlockMask
 
 from config import Config, ConfigError
 from float8.tensor import float8_plan, gathers_activations
-from models.llama.model import Llama, LlamaConfig, attention
+from models.llama.model import Llama, LlamaConfig, Mask, attention
 from parallel.activation_checkpoint import apply_activation_checkpoint, check_activation_checkpoint, guide_compiler
 from parallel.context import build_gather, local_indices, ring_attention
 from parallel.fsdp import apply_fsdp, needs_fsdp
@@ -58,17 +57,11 @@ def check_parallelism(flavor: LlamaConfig, config: Config) -> None:
             raise ConfigError(f"parallelism.tp = {settings.tp}: must divide {name} = {getattr(flavor, name)}")
     pieces = settings.tp * (2 * settings.cp if settings.cp > 1 else 1)
     if seq_len % pieces:
-        raise ConfigError(
-            f"training.seq_len = {seq_len}: must be a multiple of {pieces}, into which parallelism.tp = {settings.tp} "
-            f"and cp = {settings.cp} (twice, if above 1) cut it"
-        )
+        raise ConfigError(f"training.seq_len = {seq_len}: must be a multiple of {pieces}, for parallelism.tp and cp")
     if settings.cp > 1 and settings.cp_method == "ring" and config.data.mask_documents:
         raise ConfigError('parallelism.cp_method = "ring": cannot tell documents apart; set it to "allgather"')
     if settings.pp > 1 and flavor.tie_embeddings:
-        raise ConfigError(
-            f"parallelism.pp = {settings.pp}: model.flavor = {config.model.flavor!r} uses one weight as embedding and "
-            "output, and the two would be on different stages; set pp = 1"
-        )
+        raise ConfigError(f"parallelism.pp = {settings.pp}: the model has one weight as embedding and output")
     check_async_tensor_parallel(config)
     check_activation_checkpoint(config)
     check_pipeline(config, flavor.n_layers)
@@ -119,8 +112,8 @@ def apply_tensor_plans(part: Llama, block_plan: Mapping[str, ParallelStyle], mes
         weight.requires_grad_(name not in frozen)
     if missed := [name for name, weight in part.named_parameters() if not isinstance(weight, DTensor)]:
         raise ConfigError(
-            f"parallelism.tp = {mesh.tp.size()}: {missed[0]} is in no plan for tensor parallelism, and each "
-            "rank would train a copy of its own; add its module to the block_plan, or set tp = 1"
+            f"parallelism.tp = {mesh.tp.size()}: {missed[0]} is in no plan, and each rank would train a copy of its "
+            "own; add its module to the block_plan, or set tp = 1"
         )
     if config.parallelism.async_tp:
         enable_async_tensor_parallel(mesh.tp)
@@ -133,7 +126,7 @@ def apply_context_parallel(part: Llama, mesh: Mesh, method: str) -> None:
     part.local_mask = method == "allgather"
     gather, group_name = build_gather(mesh.cp), mesh.cp.get_group().group_name
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         if method == "ring":
             return ring_attention(q, k, v, group_name)[0]
         return attention(q, *gather(k, v), mask)
@@ -178,13 +171,9 @@ def split_stages(model: Llama, mesh: Mesh, config: Config) -> list[Llama]:
     Raises ConfigError for a weight that more than one stage would train.
     """
     settings = config.parallelism
-    dealt = ("tok_embeddings.", "layers.", "norm.", "output.")
-    trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
-    if others := [name for name in trained if not name.startswith(dealt)]:
-        raise ConfigError(
-            f"parallelism.pp = {settings.pp}: each stage would train a {others[0]} of its own, and a checkpoint keeps "
-            "one of them; let split_stages give it to one stage, or set pp = 1"
-        )
+    for name, weight in model.named_parameters():
+        if weight.requires_grad and not name.startswith(("tok_embeddings.", "layers.", "norm.", "output.")):
+            raise ConfigError(f"parallelism.pp = {settings.pp}: each stage would train a {name} of its own; set pp = 1")
     own = stages_of_rank(mesh.pp.get_local_rank(), settings)
     layers = layers_of_stages(model.config.n_layers, mesh.pp.size() * len(own))
     parts = []

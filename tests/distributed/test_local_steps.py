@@ -9,19 +9,17 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
 
 from checkpoint.manager import CheckpointManager
 from checkpoint.state import model_tensors
-from config import ConfigError, Parallelism, load_config
+from config import load_config
 from data.loader import DataLoader
 from float8.convert import convert_to_float8
 from loss import IGNORED
 from models import find_model
 from models.init import init_weights
 from models.llama.model import Llama
-from optim import OuterOptimizer, learning_rate
-from tests.harness import run_ranks
+from optim import learning_rate
 from tests.runs import STEPS, column, final_weights, flat, launch, same, saved_steps
 from train import train
 
@@ -161,18 +159,3 @@ def stop_after_7(arguments: list[str]) -> list[dict[str, bytes]]:
     with mock.patch.object(CheckpointManager, "save", note_and_save):
         train(config, after_step)
     return saved
-
-
-def step_with_an_unused_weight() -> str:
-    used, unused = (torch.nn.Parameter(torch.ones(shape)) for shape in ((2, 3), (4, 5)))
-    optimizer = torch.optim.AdamW([used, unused])
-    OuterOptimizer(optimizer, init_device_mesh("cpu", (2,)), Parallelism(local_steps=3), steps=9)
-    used.grad = torch.ones(2, 3)
-    with pytest.raises(ConfigError) as raised:
-        optimizer.step()
-    return str(raised.value)
-
-
-def test_a_weight_without_a_gradient_is_named_before_the_islands_meet() -> None:
-    for said in run_ranks(2, step_with_an_unused_weight):
-        assert said.startswith("parallelism.local_steps = 3: a weight of shape (4, 5) got no gradient")

@@ -51,7 +51,6 @@ def test_command_line_values(words, get, value) -> None:
     [
         (["--training.stpes=3"], ["training.stpes", "did you mean --training.steps"]),
         (["--learning-rate", "1"], ["learning-rate: unknown key; --help WORD prints"]),
-        (["--batch_size=4"], ["did you mean --training.local_batch_size?"]),
         (["--stpes=3"], ["did you mean --training.steps?"]),
         (["training.steps=3"], ["training.steps=3", "FILE.toml", "--section.field=value"]),
         (["--training.steps=ten"], ["training.steps", "ten", "an integer >= 1"]),
@@ -61,10 +60,8 @@ def test_command_line_values(words, get, value) -> None:
         (["--training.param_dtype=bf16"], ["param_dtype", "bf16", "bfloat16, float32", "did you mean bfloat16"]),
         (["--resume=x", "--run.folder=y"], ["--resume=x", "leave those out"]),
         (["--resume=x"], ["x/config.toml: No such file"]),
-        (["--help", "training.stpes"], ["--help training.stpes: no setting", "did you mean --training.steps?"]),
         (["--config=debug.toml"], ["debug.toml: cannot be read: No such file", "mean train_configs/debug.toml?"]),
         (["--run.folder=s3://b/x"], ['run.folder = "s3://b/x"', "not a URL"]),
-        (["--run.folder=~/x"], ['run.folder = "~/x"', "~ written out"]),
         (["--checkpoint.folder=s3:/b/x"], ['checkpoint.folder = "s3:/b/x"', "s3://bucket/prefix"]),
         (["--checkpoint.aws_secret_access_key=abc"], ["credentials are never part of a config"]),
         (["--checkpoint.folder=s3://key:secret@bucket/x"], ["checkpoint.folder", "s3://***@bucket/x", "environment"]),
@@ -214,12 +211,9 @@ GROUPS, IN_CHUNKS = "--parallelism.reshard_group_size=2", "--training.loss_chunk
 BUDGET, INDUCTOR = "--activation_checkpoint.mode=budget", 'needs compile.enable = true and compile.backend = "inductor"'
 REFUSED = [  # words, ranks, what is said: each would otherwise train wrongly, fail late or be ignored
     ([PP, "--model.flavor=1B"], 2, "one weight as embedding and output"),
-    ([PP, "--training.local_batch_size=3", "--parallelism.pp_microbatch_size=2"], 2, "whole number, at least"),
     ([PP, IN_CHUNKS], 2, "needs parallelism.tp = 1 and pp = 1"),
     (["--float8.enable", "--float8.skip=[]", IN_CHUNKS], 1, 'unless float8.skip names "output"'),
     ([PP, GROUPS], 8, "needs reshard_after_forward = true, pp = 1, tp = 1 and local_steps = 0"),
-    ([GROUPS, "--parallelism.local_steps=50", DP], 8, "and local_steps = 0"),
-    (["--parallelism.reshard_group_size=3"], 8, "must divide the 8 ranks that share the weights into smaller groups"),
     ([BUDGET], 1, INDUCTOR),
     ([CP, RING, "--data.mask_documents"], 2, "cannot tell documents apart"),
     ([CP, "--training.seq_len=254"], 2, "must be a multiple of 4"),
@@ -228,14 +222,11 @@ REFUSED = [  # words, ranks, what is said: each would otherwise train wrongly, f
     (["--parallelism.local_steps=10"], 2, "needs dp_replicate above 1"),
     (["--parallelism.local_steps=30", DP], 2, "checkpoint.interval = 200: must be a multiple of"),
     (["--failures.replay_interval=5"], 1, "needs run.deterministic"),
-    (["--failures.on_bad_step=rollback", "--checkpoint.enable=false"], 1, "needs checkpoint.enable"),
+    (["--failures.on_bad_step=rollback"], 1, "needs checkpoint.enable = true and a torchrun that starts it again"),
     (["--optimizer.beta2=0.99", "--optimizer.state_dtype=bfloat16"], 1, "= 0.99: must be at most 0.98"),
     (["--training.steps=10"], 1, "warmup_steps = 20: does not fit in training.steps = 10"),
-    (["--profiling.trace", "--profiling.trace_start=401"], 1, "trace_start = 401: exceeds training.steps = 400"),
     (["--data.datasets="], 1, "name at least one"),
-    (["--data.datasets=data,data/"], 1, "two folders hold the same dataset"),
     (["--data.weights=1,2"], 1, "an entry for each of data.datasets"),
-    (["--validation.datasets=s3://b/x", LONG], 1, "comm.store_retry_seconds = 240: must be below 240 = 0.8 x"),
     (["--checkpoint.upload=s3://b/x", LONG], 1, "comm.store_retry_seconds = 240: must be below 240 = 0.8 x"),
     (["--checkpoint.enable=false", "--checkpoint.save_model"], 1, "save_model is set and needs checkpoint.enable"),
     (["--checkpoint.folder=./x", "--checkpoint.upload=y/../x"], 1, "is checkpoint.folder itself"),
@@ -264,14 +255,3 @@ def test_what_cannot_train_is_refused_before_anything_starts(
         train.train(load_config(["--data.datasets=data", *words]))
     assert not dist.is_initialized()
     assert {*place.rglob("*")} == before
-
-
-def test_limits_may_be_reached_and_what_shapes_a_feature_that_is_off_may_stay(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = ["--lr_scheduler.decay_fraction=0.95", "--profiling.trace", "--profiling.trace_start=400"]
-    words += ["--parallelism.outer_lr=1", RING, "--float8.recipe=rowwise", "--float8.skip=[]", IN_CHUNKS]
-    monkeypatch.chdir(place)
-    monkeypatch.setattr(train, "Run", mock.Mock(side_effect=InterruptedError))
-    with pytest.raises(InterruptedError):
-        train.train(load_config(["--data.datasets=data", *words]))

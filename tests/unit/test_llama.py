@@ -12,11 +12,10 @@ from transformers import LlamaConfig as HFConfig
 from transformers import LlamaForCausalLM
 
 from config import Config, ConfigError, Parallelism, Training
-from models import MODELS, build_model
 from models.init import init_weights
 from models.llama import FLAVORS
 from models.llama.hf import from_hf_config, hf_names
-from models.llama.model import KVCache, Linear, Llama, LlamaConfig, RMSNorm, attention, causal_mask
+from models.llama.model import KVCache, Llama, LlamaConfig, RMSNorm, attention, causal_mask
 from models.llama.parallelize import BLOCK_PLAN, apply_parallelism
 from parallel.mesh import ParallelDims
 from tests.harness import run_ranks
@@ -131,38 +130,6 @@ def test_initial_weights_follow_the_rule() -> None:
         assert model.init_std(name) is None or not torch.equal(parameter, other.get_parameter(name))
 
 
-def test_a_linear_layer_with_a_bias_adds_it() -> None:
-    torch.manual_seed(0)
-    layer, x = Linear(8, 4, bias=True), torch.randn(3, 8)
-    torch.testing.assert_close(layer(x), x @ layer.weight.T + layer.bias)
-    assert layer(x.bfloat16()).dtype == torch.bfloat16
-
-
-class WithBuffer(Llama):
-    def __init__(self, config: LlamaConfig):
-        super().__init__(config)
-        self.register_buffer("angles", torch.zeros(4), persistent=False)
-
-
-class SharedLayer(Llama):
-    def __init__(self, config: LlamaConfig):
-        super().__init__(config)
-        self.layers["1"].feed_forward = self.layers["0"].feed_forward
-
-
-@pytest.mark.parametrize(
-    ("model", "said"),
-    [
-        (WithBuffer, "has a buffer, angles"),  # its memory would never be filled
-        (SharedLayer, "has layers.1.feed_forward.w1.weight, a weight with two names"),  # each would get its own
-    ],
-)
-def test_what_would_not_train_as_written_is_refused(model: type[Llama], said: str) -> None:
-    spec = dataclasses.replace(MODELS["llama"], model=model)
-    with pytest.raises(ConfigError, match=f"{model.__name__} {said}"):
-        build_model(spec, dataclasses.replace(FLAVORS["tiny"], vocab_size=64))
-
-
 class NormedHeads(Llama):
     """With a norm of each head's queries, of which tensor parallelism gives a rank some."""
 
@@ -199,47 +166,6 @@ def test_a_block_with_more_in_it_is_split_by_a_plan_of_its_own_or_refused() -> N
         torch.testing.assert_close(found, expected)
     for said in run_ranks(2, gradients_of_normed_heads, BLOCK_PLAN):
         assert said.startswith("parallelism.tp = 2: layers.0.attention.q_norm.weight is in no plan")
-
-
-def frozen_where_shared() -> tuple[set[str], set[str]]:
-    """What is frozen before and after tensor parallelism."""
-    config = Config(parallelism=Parallelism(tp=2), training=Training(param_dtype="float32"))
-    mesh = ParallelDims.from_config(config.parallelism, 2).build_mesh("cpu")
-    with torch.device("meta"):
-        model: Any = Llama(dataclasses.replace(FLAVORS["tiny"], vocab_size=64))
-    for frozen in (model.tok_embeddings, model.layers["0"]):
-        frozen.requires_grad_(False)
-    before = {name for name, weight in model.named_parameters() if not weight.requires_grad}
-    (part,) = apply_parallelism(model, mesh, config)
-    return before, {name for name, weight in part.named_parameters() if not weight.requires_grad}
-
-
-def test_tensor_parallelism_trains_no_frozen_weight() -> None:
-    for before, after in run_ranks(2, frozen_where_shared):
-        assert before == after
-        assert len(after) == 10
-
-
-class MoreOnTop(Llama):
-    def __init__(self, config: LlamaConfig):
-        super().__init__(config)
-        self.last = Linear(config.dim, config.dim, bias=False)
-
-
-def split_in_two() -> None:
-    config = Config(parallelism=Parallelism(pp=2), training=Training(param_dtype="float32"))
-    with torch.device("meta"):
-        model = MoreOnTop(dataclasses.replace(FLAVORS["tiny"], vocab_size=64))
-    with pytest.raises(ConfigError, match=r"parallelism\.pp = 2: each stage would train a last\.weight of its own"):
-        apply_parallelism(model, ParallelDims.from_config(config.parallelism, 2).build_mesh("cpu"), config)
-    model.last.requires_grad_(False)  # a table, say
-    (part,) = apply_parallelism(model, ParallelDims.from_config(config.parallelism, 2).build_mesh("cpu"), config)
-    assert isinstance(part.last, Linear)
-
-
-def test_a_weight_that_every_stage_of_a_pipeline_would_have_is_refused() -> None:
-    """A resume would take that of a stage which does not use it."""
-    run_ranks(2, split_in_two)
 
 
 @pytest.mark.parametrize(
