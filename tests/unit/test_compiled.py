@@ -1,17 +1,13 @@
 """What the compiler makes of a block: one graph for all layers, and no more kernels than it takes."""
 
 import os
-import re
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
-import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
-from torch._functorch import config as compiler
 from torch._inductor import config as inductor
 from torch._inductor import metrics
 from torch._inductor.async_compile import AsyncCompile
@@ -100,98 +96,12 @@ def test_activations_kept_for_the_backward() -> None:
 KEEP_ALL = ActivationCheckpoint(mode="none")
 
 
-def keeps_the_residual_stream(mode: str) -> tuple[bool, bool]:
-    """Whether a compiled block keeps for its backward the sum after attention, and what was added there."""
-    model = Llama(FLAVOR)
-    init_weights(model, torch.device("cpu"), seed=0)
-    block = model.layers["0"]
-    cos, sin = rope_cos_sin(FLAVOR, torch.arange(32)[None])
-    x = torch.randn(2, 32, FLAVOR.dim, requires_grad=True)
-    added = block.attention(block.attention_norm(x), cos, sin, None, None, None).detach()
-    kept: list[Tensor] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        kept.append(tensor.detach().clone())
-        return tensor
-
-    guide_compiler()
-    apply_activation_checkpoint(block, ActivationCheckpoint(mode=mode))
-    block.compile(backend="aot_eager_decomp_partition", fullgraph=True)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        block(x, cos, sin, None)
-    alike = [tensor.reshape(x.shape) for tensor in kept if tensor.numel() == x.numel()]
-    found = (any(torch.allclose(tensor, wanted, atol=1e-5) for tensor in alike) for wanted in (x + added, added))
-    return next(found), next(found)
-
-
-@pytest.mark.parametrize("mode", ["none", "selective"])
-def test_a_block_keeps_the_sum_not_what_was_added(mode: str) -> None:
-    assert run_ranks(1, keeps_the_residual_stream, mode) == [(True, False)]
-
-
-def readers_of_scales() -> list[set[str]]:
-    """What reads each scale of float8, recipe rowwise, in the graph of forward and backward."""
-    joint: list[fx.Graph] = []
-    guide_compiler()
-    guide = compiler.joint_custom_pass
-
-    def look(module: fx.GraphModule, inputs: Any) -> fx.GraphModule:
-        module = guide(module, inputs)
-        joint.append(module.graph)
-        return module
-
-    model = Llama(LlamaConfig(dim=128, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=256, vocab_size=64))
-    convert_to_float8(model, Float8(enable=True, recipe="rowwise", filter="all"))
-    init_weights(model, torch.device("cpu"), seed=0)
-    feed_forward = torch.compile(model.layers["0"].feed_forward, backend="aot_eager_decomp_partition", fullgraph=True)
-    with mock.patch.object(compiler, "joint_custom_pass", look):
-        feed_forward(torch.randn(64, 128, dtype=torch.bfloat16, requires_grad=True))
-
-    def rounded(scale: fx.Node) -> fx.Node:
-        to_a_power = [user for user in scale.users if re.search("log2|floor|exp2", str(user.target))]
-        return rounded(to_a_power[0]) if to_a_power else scale
-
-    in_float64 = [node for node in joint[0].nodes if getattr(node.meta.get("val"), "dtype", None) == torch.float64]
-    scales = [rounded(user) for node in in_float64 for user in node.users if user not in in_float64]
-    return [{str(user.target) for user in scale.users} for scale in scales]
-
-
-def test_a_scale_of_float8_is_kept_from_being_computed_again() -> None:
-    (readers,) = run_ranks(1, readers_of_scales)
-    assert len(readers) > 6
-    assert all(targets == {"aten.as_strided.default"} for targets in readers)
-
-
 def test_a_memory_budget_is_a_share_of_the_activations_alone() -> None:
     """Few tokens: copies of the weights in bfloat16, which the compiler would keep as well, are larger than all that
     depends on the tokens. Down to 0.7 the budget is met by what is cheap to compute again."""
     budget = ActivationCheckpoint(mode="budget", memory_budget=0.8)
     (whole,), (share,) = (run_ranks(1, kept_bytes, Float8(), mode, 32) for mode in (KEEP_ALL, budget))
     assert share < 0.8 * whole
-
-
-def forwards_of_attention(memory_budget: float) -> int:
-    """How often a compiled block's forward and backward together compute attention."""
-    B, S, D = 2, 128, 256
-    model = Llama(LlamaConfig(dim=D, n_layers=1, n_heads=8, n_kv_heads=2, hidden_dim=7 * D // 2, vocab_size=8))
-    init_weights(model, torch.device("cpu"), seed=0)
-    block = model.layers["0"]
-    guide_compiler()
-    apply_activation_checkpoint(block, ActivationCheckpoint(mode="budget", memory_budget=memory_budget))
-    block.compile(backend="aot_eager_decomp_partition", fullgraph=True)
-    cos, sin = rope_cos_sin(model.config, torch.arange(S)[None])
-    x = torch.randn(B, S, D, requires_grad=True)
-
-    block(x, cos, sin, None).sum().backward()  # to compile it computes with shapes, which counts as well
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        block(x, cos, sin, None).sum().backward()
-    name = "aten::_scaled_dot_product_flash_attention_for_cpu"
-    return sum(event.name == name for event in profile.events() or [])
-
-
-def test_no_memory_budget_recomputes_attention() -> None:
-    """The CPU's operator is one of those that the compiler by itself would compute again, as cuDNN's is."""
-    assert [run_ranks(1, forwards_of_attention, budget) for budget in (0.9, 0.3)] == [[1], [1]]
 
 
 def compile_with_cache(folder: Path, guided: bool = True) -> tuple[int, int]:

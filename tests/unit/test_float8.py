@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput
 
 from config import Config, ConfigError, Float8, Parallelism, Training, load_config
 from float8.convert import check_float8, convert_to_float8, summarize
@@ -47,43 +45,18 @@ def test_weights_whose_rows_ranks_cannot_share_evenly_are_gathered_as_without_fl
         assert {name.split(".")[-1] for name in in_float8} == even, (tp, shards)
 
 
-class OwnColumns(ColwiseParallel):
-    """A model's own style of a layer."""
-
-
-class OwnInput(PrepareModuleInput):
-    """A model's own style of a layer's input."""
-
-
-OWN_INPUT = OwnInput(input_layouts=Shard(0), desired_input_layouts=Replicate())
-
-
 @pytest.mark.parametrize(
-    ("own", "skip", "changed"),
+    ("skip", "changed"),
     [
-        ({}, (), {"attention", "wq", "wk", "wv", "wo", "feed_forward", "w1", "w2", "w3"}),
-        ({}, ("wk", "w2"), {"wo", "feed_forward", "w1", "w3"}),  # wq and wv read what wk does
-        ({"feed_forward.w3": OwnColumns(), "attention": OWN_INPUT}, (), {"wo", "w2"}),
+        ((), {"attention", "wq", "wk", "wv", "wo", "feed_forward", "w1", "w2", "w3"}),
+        (("wk", "w2"), {"wo", "feed_forward", "w1", "w3"}),  # wq and wv read what wk does
     ],
-    ids=["all", "some not converted", "styles of its own"],
 )
-def test_only_what_all_its_readers_take_is_gathered_in_float8(
-    own: dict[str, ParallelStyle], skip: tuple[str, ...], changed: set[str]
-) -> None:
+def test_only_what_all_its_readers_take_is_gathered_in_float8(skip: tuple[str, ...], changed: set[str]) -> None:
     model = Llama(dataclasses.replace(FLAVOR, n_layers=1))
     convert_to_float8(model, Float8(enable=True, filter="all", skip=("output", *skip)), tp=2)
-    plan = float8_plan(model.layers["0"], BLOCK_PLAN | own, "cpu")
-    assert {n.split(".")[-1] for n, style in plan.items() if style is not (BLOCK_PLAN | own)[n]} == changed
-
-
-def test_a_layer_that_is_split_in_its_own_way_stays_so() -> None:
-    """Such as the scores of experts, which each rank must have whole."""
-    model = Llama(dataclasses.replace(FLAVOR, n_layers=1))
-    convert_to_float8(model, Float8(enable=True, filter="all"), tp=2)
-    for own in (ColwiseParallel(output_layouts=Replicate()), ColwiseParallel(use_local_output=False)):
-        plan = float8_plan(model.layers["0"], BLOCK_PLAN | {"feed_forward.w3": own}, "cpu")
-        for what in ("output_layouts", "use_local_output"):
-            assert getattr(plan["feed_forward.w3"], what) == getattr(own, what)
+    plan = float8_plan(model.layers["0"], BLOCK_PLAN, "cpu")
+    assert {n.split(".")[-1] for n, style in plan.items() if style is not BLOCK_PLAN[n]} == changed
 
 
 def test_the_auto_filter_keeps_small_layers_in_high_precision() -> None:

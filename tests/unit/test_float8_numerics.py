@@ -1,4 +1,4 @@
-"""Outputs and gradients of float8 layers against float64, a reference of our own, and the compiler; faults are caught.
+"""Outputs and gradients of float8 layers against float64, a reference of our own, and the compiler.
 
 The reference rounds to float8 in float64 arithmetic, from the definitions of the formats (Micikevicius et al. 2022) and
 of torchao's recipes, and shares no code with them. Losses of small runs are no such check: they hide these faults.
@@ -6,13 +6,10 @@ of torchao's recipes, and shares no code with them. Losses of small runs are no 
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-import torchao.float8.float8_scaling_utils as casts
 from torch import Tensor, nn
-from torchao.float8.float8_training_tensor import GemmInputRole
 
 from config import Float8
 from float8.convert import convert_to_float8
@@ -114,41 +111,6 @@ def check(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_within_the_floors_and_equal_to_the_reference(recipe: str) -> None:
     check(recipe)
-
-
-# ---------------------------------------------------------------- planted faults
-
-Cast = Callable[..., Any]
-
-
-def scaled_by(factor: Callable[[Tensor], Tensor], role: GemmInputRole | None = None) -> Callable[[Cast], Cast]:
-    """The scale is `factor(scale)`, used and recorded, for tensors in `role` (None: all)."""
-
-    def plant(cast: Cast) -> Cast:
-        def faulty(x: Tensor, scale: Tensor, dtype: Any, config: Any, its_role: Any, dim: Any = None) -> Any:
-            return cast(x, scale if role not in (None, its_role) else factor(scale), dtype, config, its_role, dim)
-
-        return faulty
-
-    return plant
-
-
-FAULTS = {
-    "saturated input": scaled_by(lambda s: 4 * s, GemmInputRole.INPUT),
-    "stale scale": scaled_by(lambda s: 0.9 * s, GemmInputRole.WEIGHT),
-    # 1.5: what rowwise has rounded down before is to be rounded up, too.
-    "scale rounded up": scaled_by(lambda s: 2 ** (1.5 * s).log2().ceil()),
-    "gradients unscaled": scaled_by(torch.ones_like, GemmInputRole.GRAD_OUTPUT),
-}
-
-
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_caught(fault: str, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "hp_tensor_and_scale_to_float8"
-    monkeypatch.setattr(casts, name, FAULTS[fault](getattr(casts, name)))
-    with pytest.raises(AssertionError, match="dB"):
-        check(recipe)
 
 
 # ---------------------------------------------------------------- the compiler

@@ -5,7 +5,6 @@ import json
 import random
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -26,7 +25,7 @@ from transformers import (
 from config import TitaniteError
 from data.chat import ChatTemplate
 from data.tokenizer import Tokenizer
-from generate import Request, Sampling, TextStream, generate, main, sample, stream_texts
+from generate import Sampling, TextStream, generate, main, sample
 from models.llama.model import Llama
 from tests.unit.test_llama import FAMILIES, SMALL, hf_model, ours_from
 from tools.hf import main as checkpoint_hf
@@ -152,18 +151,6 @@ BYTES, AFTER_BYTES = ([6 + byte for byte in text.encode()] for text in ("ሰላ�
 )
 def test_a_stream_goes_on_from_its_prompt(prompt: list[int], tokens: list[int], pieces: list[str]) -> None:
     assert feed(TextStream(metaspace_tokenizer(), prompt, frozenset(), ()), tokens) == pieces
-
-
-@pytest.mark.parametrize(("stop", "rows", "unmade"), [("<|tool|>", [0], [[3, 3]]), ("<|other|>", [0, 1, 0, 1], [])])
-def test_a_special_token_is_a_stop_too_and_each_row_has_its_own_end(
-    stop: str, rows: list[int], unmade: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trained = SimpleNamespace(tokenizer=metaspace_tokenizer(), model=None, device=CPU)
-    made = iter([[3, 5], [5, 3], [3, 3]])
-    monkeypatch.setattr("generate.generate", lambda *_: made)
-    pieces = stream_texts(trained, [[2, 4], [2]], Request(max_tokens=3, stops=(stop,)))  # type: ignore[arg-type]
-    assert list(pieces) == [(row, " world") for row in rows]
-    assert list(made) == unmade, "once all rows have ended"
 
 
 @pytest.mark.parametrize(
@@ -298,12 +285,10 @@ def test_a_chat_goes_on_from_what_was_said(
     ("words", "message"),
     [
         (["--prompt=a", "--temperature=-1"], "--temperature and --top-k at least 0"),
-        (["--prompt=a", "--max-tokens=0"], "--max-tokens and --batch-size must be at least 1"),
         (["--prompt=a", "--top-p=0"], "--top-p 0.0: must be above 0 and at most 1"),
         (["--prompt=a", "--system=b"], "--system is for --chat"),
         (["--prompt="], "prompt = '': the tokenizer makes no token of it"),
         (["--prompts-file=bad.jsonl"], r"bad\.jsonl, line 2: must be an object with a text "),
-        (["--prompts-file=none.jsonl"], r"none\.jsonl: No such file"),
     ],
 )
 def test_mistakes_on_the_command_line(

@@ -12,10 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu, local_steps
-from config import load_config
-from optim import check_optim
-
 ROOT = Path(__file__).parents[2]
 # Makes environments of itself, and installs nothing in them.
 PYTHON = """#!/bin/bash
@@ -116,45 +112,12 @@ def test_setup_installs_what_is_missing(checkout: Path) -> None:
     assert set_up(checkout) == (0, "setup: installing requirements.txt\n")
 
 
-@pytest.mark.parametrize("writable", [True, False])
-def test_an_environment_that_does_not_work_here_is_named_and_left(checkout: Path, writable: bool) -> None:
-    """It may work on other machines that share it, and be in use there."""
-    set_up(checkout)
-    python = checkout / ".venv" / "bin" / "python"
-    python.unlink()
-    python.symlink_to("/nowhere/python3.9")
-    if not writable:
-        shutil.rmtree(checkout / ".cache")
-        (checkout / ".cache").touch()  # also root cannot take the lock there
-    code, said = set_up(checkout)
-    cause, _, said = said.partition("\nerror: .venv does not work here")
-    assert (code, ".venv/bin/python: No such file" in cause, "rm -rf .venv" in said) == (1, True, True)
-    assert (checkout / ".venv" / ".installed-requirements.txt").exists()
-
-
-def start_two(folder: Path, *command: str, **environment: str) -> list[str]:
-    """The log of two starts at once."""
-    starts = [start(folder, *command, **environment) for _ in range(2)]
-    said = [process.communicate()[0] for process in starts]
-    assert [process.returncode for process in starts] == [0, 0], said
-    return log_of(folder)
-
-
-def test_of_two_first_starts_at_once_one_installs(checkout: Path) -> None:
-    assert start_two(checkout, "./setup.sh", PYTHON="./python") == ["install requirements.txt"]
-
-
-def test_of_two_first_runs_at_once_one_prepares_the_data(runner: Path) -> None:
-    assert len(start_two(runner, "./run_llama_train.sh", NGPU="1")) == 2
-
-
 @pytest.mark.parametrize(
     ("words", "default"),
     [
         (["a.toml"], False),
         (["--config", "a b.toml"], False),
         (["--resume=outputs/a"], False),
-        (["--compile.enable", "a.toml"], False),
         ([], True),
         (["--run.folder", "outputs/a"], True),
         (["--validation.sample_prompt=try -h now"], True),
@@ -168,32 +131,10 @@ def test_a_config_on_the_command_line_takes_the_place_of_the_default_one(
     assert log_of(runner)[-1].endswith(" ".join(["train.py", *given]))
 
 
-def test_the_script_prints_the_help_of_a_word(runner: Path) -> None:
-    program = f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} "$@"\n'
-    write_program(runner / ".venv" / "bin" / "python", program)
-    code, said = run(runner, "./run_llama_train.sh", "--help", "nesterov")
-    assert (code, said.count("--"), said.count("--parallelism.outer_momentum=")) == (0, 1, 1)
-
-
-@pytest.mark.parametrize("name", ["setup.sh", "run_llama_train.sh", "run_tests.sh"])
-def test_scripts_find_their_folder_through_a_link(tmp_path: Path, name: str) -> None:
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    shutil.copy(ROOT / name, folder)
-    for program in {"setup.sh", "run_tests.sh"} - {name}:
-        write_program(folder / program, "#!/bin/sh\npwd; exit 3\n")
-    write_program(folder / ".venv" / "bin" / "python", "#!/bin/sh\npwd; exit 1\n")
-    (tmp_path / "link").symlink_to(folder / name)
-    for command in (str(tmp_path / "link"), f"folder/{name}"):
-        _, said = run(tmp_path, "bash", command, PYTHON=str(folder / ".venv/bin/python"))
-        assert set(said.splitlines()[:1]) == {str(folder)}, said
-
-
 @pytest.mark.parametrize(
     ("before", "ended", "code"),
     [
         ("", {"kind": "finished", "start_again": False}, 0),
-        ("", {"kind": "stopped", "start_again": False}, 0),  # by a person
         ("old", {"kind": "hung", "start_again": True}, 75),
         ("", {"kind": "error", "start_again": False}, 100),
         ('{"kind": "stopped", "start_again": true}', None, 100),  # a mistake before the start was recorded
@@ -223,12 +164,3 @@ def test_a_node_passes_a_request_to_stop_on_and_waits(tmp_path: Path) -> None:
     process.terminate()
     assert process.wait(60) == 100
     assert log_of(tmp_path) == ["asked"]
-
-
-def test_benchmarks_name_configs_that_train_takes() -> None:
-    for steps in (local_steps.STEPS, local_steps.QUICK_STEPS):
-        check_optim(load_config(local_steps.arguments(10, local_steps.AVERAGE, steps, "run")))
-    assert not [name for name in gpu.runs() if "," in name], "--rows separates names by commas"
-    for row in gpu.runs().values():
-        assert gpu.training_config(row, 1, "outputs").compile.enable
-        assert gpu.training_config(gpu.rehearsal(row), 1, "outputs").training.seq_len == 64
