@@ -29,6 +29,7 @@ from config import (
     Compile,
     Config,
     Data,
+    Float8,
     LRScheduler,
     Metrics,
     Optimizer,
@@ -284,6 +285,7 @@ def config_for(
     documents: bool = False,
     loss_chunks: int = 1,
     param_dtype: str = "float32",
+    float8: Float8 | None = None,
     **parallelism: Any,
 ) -> Config:
     return Config(
@@ -299,6 +301,7 @@ def config_for(
         parallelism=Parallelism(dp_replicate=dp_replicate, dp_shard=dp_shard, **parallelism),
         compile=Compile(enable=bool(compile), backend=compile or "inductor"),
         activation_checkpoint=ActivationCheckpoint(mode=mode),
+        float8=float8 or Float8(),
     )
 
 

@@ -6,26 +6,18 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from config import ActivationCheckpoint, Checkpoint, Config, Failures, Training
-from loss import IGNORED, count_trained
-from models import build_model, find_model
 from models.init import init_weights
 from models.llama.model import Llama
 from optim import clip_grad_norm_
-from parallel.activation_checkpoint import apply_activation_checkpoint
-from parallel.fsdp import apply_fsdp, set_last_microbatch
-from parallel.mesh import ParallelDims
 from tests.harness import run_ranks
 from tests.parity import FLAVOR, GLOBAL_BATCH, SEED, SEQ_LEN, STEPS, VOCAB, close, config_for, our_run, plain_run
 
@@ -104,43 +96,6 @@ def test_a_rollback_goes_on_with_the_weights_of_the_checkpoint(tmp_path: Path, m
     assert result["grads_after"] == 2, "the steps left out are not computed"
     result["grads"] = {}  # of another step
     close(result, expected, loss_tolerance=3e-5, grad_tolerance=1e-7)
-
-
-def trained_of_four_ranks(labels: list[list[int]]) -> int:
-    """Ranks of a tp of two see the same labels."""
-    dims = ParallelDims(dp_replicate=1, dp_shard=2, tp=2)
-    own = torch.tensor(labels[dist.get_rank() // 2])
-    return int(count_trained([own, own], dims, torch.device("cpu")))
-
-
-def test_tokens_with_a_label_are_counted_once_and_are_at_least_one() -> None:
-    assert run_ranks(4, trained_of_four_ranks, [[1, IGNORED, 2], [IGNORED, IGNORED, 3]]) == [6] * 4
-    assert run_ranks(4, trained_of_four_ranks, [[IGNORED] * 3] * 2) == [1] * 4
-
-
-def prefetched(config: Config) -> dict[str, dict[str, list[str]]]:
-    """Direction → group → the groups gathered while it computes."""
-    asked: dict[str, dict[Any, Any]] = {"forward": {}, "backward": {}}
-    with mock.patch.multiple(
-        FSDPModule,
-        set_modules_to_forward_prefetch=lambda self, modules: asked["forward"].update({self: modules}),
-        set_modules_to_backward_prefetch=lambda self, modules: asked["backward"].update({self: modules}),
-    ):
-        spec, _ = find_model(config.model, VOCAB)
-        model = build_model(spec, FLAVOR)
-        spec.apply_parallelism(model, ParallelDims.from_config(config.parallelism, 2).build_mesh("cpu"), config)
-    names = {module: name for name, module in model.named_modules()}
-    return {
-        direction: {names[module]: [names[other] for other in others] for module, others in by_module.items()}
-        for direction, by_module in asked.items()
-    }
-
-
-def test_prefetched_are_the_groups_that_come_next() -> None:
-    order = ["tok_embeddings", "layers.0", "layers.1", "norm"]
-    for found in run_ranks(2, prefetched, config_for(1, 2, prefetch_layers=2)):
-        assert found["forward"] == {name: order[i + 1 : i + 3] for i, name in enumerate(order)}
-        assert found["backward"] == {name: order[max(0, i - 2) : i][::-1] for i, name in enumerate(order)}
 
 
 def test_compiled_by_inductor() -> None:
@@ -260,48 +215,3 @@ def test_activation_checkpointing_keeps_less_recomputes_what_it_says_and_changes
     assert selective[2] - none[2] == matmuls / 2
     assert full[3] - none[3] == FLAVOR.n_layers
     assert selective[3] == none[3], "selective keeps attention"
-
-
-@pytest.mark.parametrize("mode", ["full", "selective"])
-def test_dropout_is_the_same_when_it_is_recomputed(mode: str) -> None:
-    """A model of one's own may have it. Expected: what no recomputation gives."""
-    gradients = []
-    for settings in (ActivationCheckpoint(), ActivationCheckpoint(mode=mode)):
-        torch.manual_seed(0)
-        block = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 8))
-        apply_activation_checkpoint(block, settings)
-        block(torch.ones(4, 8)).square().sum().backward()
-        gradients.append(block[0].weight.grad)
-    assert torch.equal(*gradients)
-
-
-def summed_after_each_microbatch(world_size: int, **settings: Any) -> list[bool]:
-    """Of a step of two microbatches with `sync_every_microbatch = false`: whether there were gradients after each."""
-    config = config_for(1, world_size, sync_every_microbatch=False, **settings)
-    mesh = ParallelDims.from_config(config.parallelism, world_size).build_mesh("cpu")
-    model = torch.nn.Linear(8, 8, bias=False)
-    apply_fsdp(model, [], mesh.fsdp, config)
-    summed = []
-    for is_last in (False, True):
-        set_last_microbatch(model, is_last, mesh.fsdp, config.parallelism)
-        model(torch.ones(2, 8)).sum().backward()
-        summed.append(model.weight.grad is not None)
-    return summed
-
-
-@pytest.mark.parametrize(
-    ("world_size", "settings", "first"), [(1, {}, True), (1, {"cpu_offload": True}, False), (2, {}, False)]
-)
-def test_sums_are_put_off_where_that_saves_something(world_size: int, settings: dict[str, Any], first: bool) -> None:
-    for summed in run_ranks(world_size, partial(summed_after_each_microbatch, world_size, **settings)):
-        assert summed == [first, True]
-
-
-def test_the_compiler_keeps_to_a_memory_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a whole step; what inductor's block keeps at several budgets is in tests/unit/test_plan.py."""
-    monkeypatch.setattr("models.llama.parallelize.check_activation_checkpoint", lambda config: None)
-    backend = "aot_eager_decomp_partition"  # inductor's partitioner, whose choice this is, without its kernels
-    (none,) = run_ranks(1, run_counted, "none", backend)
-    ((loss, nbytes, *_),) = run_ranks(1, partial(run_counted, memory_budget=0.2), "budget", backend)
-    assert abs(loss - none[0]) < 1e-4 * loss
-    assert nbytes < 0.8 * none[1]

@@ -5,31 +5,22 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchao.float8 import Float8LinearConfig
 from torchao.float8.float8_linear import Float8Linear
 
-from checkpoint.state import _plain, model_tensors, optimizer_tensors
-from config import ActivationCheckpoint, Compile, Config, Float8, Optimizer, Parallelism, Training
+from config import Config, Float8
 from float8.convert import convert_to_float8
-from loss import build_loss
-from models import build_model, find_model
-from models.init import init_weights
-from models.llama.model import LlamaConfig
 from models.weights import build_refresh
-from optim import _local as local_values
-from optim import build_optimizer, clip_grad_norm_
-from parallel.fsdp import apply_fsdp, set_last_microbatch
+from parallel.fsdp import apply_fsdp
 from parallel.mesh import ParallelDims
+from tests import parity
 from tests.harness import run_ranks
+from tests.parity import our_run
 
-VOCAB, SEQ_LEN, GLOBAL_BATCH, LAYERS = 256, 16, 8, 2
-FLAVOR = LlamaConfig(dim=64, n_layers=LAYERS, n_heads=4, n_kv_heads=2, hidden_dim=128, vocab_size=VOCAB)
+LAYERS = 2
 
 
 class Traffic(TorchDispatchMode):
@@ -50,80 +41,24 @@ class Traffic(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def step_data(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(100 + step)
-    stream = torch.randint(0, VOCAB, (GLOBAL_BATCH, SEQ_LEN + 1), generator=generator)
-    return stream[:, :-1], stream[:, 1:]
-
-
 def config_for(mesh: tuple[int, int], compile: str = "", mode: str = "none", **float8: Any) -> Config:
-    return Config(
-        training=Training(seq_len=SEQ_LEN, local_batch_size=1),
-        optimizer=Optimizer(lr=1e-3),
-        parallelism=Parallelism(dp_replicate=mesh[0], dp_shard=mesh[1]),
-        compile=Compile(enable=bool(compile), backend=compile or "inductor"),
-        activation_checkpoint=ActivationCheckpoint(mode=mode),
-        float8=Float8(**{"enable": True, "filter": "all", **float8}),
-    )
-
-
-class Run:
-    """The step of train.py, on this rank."""
-
-    def __init__(self, config: Config):
-        self.config = config
-        dims = ParallelDims.from_config(config.parallelism, dist.get_world_size())
-        spec, _ = find_model(config.model, VOCAB)
-        self.model = build_model(spec, FLAVOR)
-        if config.float8.enable:
-            convert_to_float8(self.model, config.float8, dims.tp, dims.shards)
-        self.mesh = dims.build_mesh("cpu")
-        spec.apply_parallelism(self.model, self.mesh, config)
-        init_weights(self.model, torch.device("cpu"), seed=0)
-        self.optimizer, self.loss_fn = build_optimizer([self.model], config.optimizer), build_loss(config.compile)
-        self.refresh_weights = build_refresh([self.model], config)
-        self.refresh_weights(0)
-
-    def step(self, step: int, accumulation: int = 1) -> float:
-        """One optimizer step; the loss before it."""
-        tokens, labels = step_data(step)
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        local = GLOBAL_BATCH // accumulation // world_size
-        total = torch.zeros(())
-        for i in range(accumulation):
-            set_last_microbatch(self.model, i == accumulation - 1, self.mesh.fsdp, self.config.parallelism)
-            mine = slice((i * world_size + rank) * local, (i * world_size + rank + 1) * local)
-            loss = self.loss_fn(self.model(tokens[mine]), labels[mine]) / labels.numel()
-            loss.backward()
-            total += loss.detach()
-        dist.all_reduce(total)
-        clip_grad_norm_(list(self.model.parameters()), 1.0)
-        self.optimizer.step()
-        self.refresh_weights(0)
-        self.optimizer.zero_grad()
-        return total.item()
-
-    def tensors(self) -> list[torch.Tensor]:
-        state = model_tensors([self.model]) | optimizer_tensors([self.model], self.optimizer)
-        return [state[name] for name in sorted(state)]
+    settings = Float8(**{"enable": True, "filter": "all", **float8})
+    return parity.config_for(*mesh, compile, mode, param_dtype="bfloat16", float8=settings)
 
 
 def losses(config: Config, steps: int = 4, accumulation: int = 1) -> list[float]:
-    run = Run(config)
-    return [run.step(step, accumulation) for step in range(steps)]
+    return list(our_run(config, steps, accumulation, hidden_dim=128, n_layers=LAYERS)["losses"].values())
 
 
 def traffic(config: Config) -> tuple[list[int], int]:
-    """Of the second step: the bytes of every all-gather, and the all-reduces of maxima."""
-    run = Run(config)
-    run.step(0)
+    """Of a step and a validation: the bytes of every all-gather, and the all-reduces of maxima."""
     with Traffic() as counted:
-        run.step(1)
+        losses(config, 1)
     return counted.gathered_bytes, counted.max_reductions
 
 
 @pytest.mark.parametrize("mesh", [(1, 2), (2, 2)])
-def test_half_the_bytes_and_one_all_reduce_a_step(mesh: tuple[int, int]) -> None:
+def test_half_the_bytes_and_one_all_reduce_for_all_scales(mesh: tuple[int, int]) -> None:
     world_size = mesh[0] * mesh[1]
     bf16, float8, apart = (
         run_ranks(world_size, traffic, config_for(mesh, **settings))
@@ -131,13 +66,13 @@ def test_half_the_bytes_and_one_all_reduce_a_step(mesh: tuple[int, int]) -> None
     )
     for (before, _), (after, _) in zip(bf16, float8, strict=True):
         assert len(before) == len(after)
-        # In order: embedding, blocks, norm and output, and the blocks once more for backward.
+        # In order: embedding, blocks, norm and output; the blocks once more for backward; all once more to validate.
         ((block_bytes, count),) = Counter(before).most_common(1)
-        assert count == 2 * LAYERS
+        assert count == 3 * LAYERS
         for i, nbytes in enumerate(before):
             assert after[i] <= 0.505 * nbytes if nbytes == block_bytes else after[i] == nbytes
-    assert {reductions for _, reductions in float8} == {1}
-    assert {reductions for _, reductions in apart} == {2 * LAYERS * 7}  # each weight, in forward and in backward
+    assert {reductions for _, reductions in float8} == {2}  # at the start and after the step
+    assert {reductions for _, reductions in apart} == {3 * LAYERS * 7}  # each weight, whenever it is gathered
 
 
 @pytest.mark.parametrize("mesh", [(1, 2), (2, 2), (2, 1)])
@@ -151,48 +86,6 @@ def test_rows_that_three_ranks_cannot_share_evenly() -> None:
     """Gathered in float8, these weights would let the rank that has fewer rows run other collectives than the rest."""
     chosen = run_ranks(3, losses, config_for((1, 3)), 2)
     assert chosen == run_ranks(3, losses, config_for((1, 3), fsdp_all_gather="off"), 2)
-
-
-def losses_around_a_load(config: Config, refresh_after_load: bool) -> tuple[list[float], list[float]]:
-    """Losses of steps 2 and 3, and again after the state before step 2 was loaded in place, as checkpoints are."""
-    run = Run(config)
-    run.step(0)
-    run.step(1)
-    saved = [tensor.clone() for tensor in run.tensors()]
-    first = [run.step(2), run.step(3)]
-    with torch.no_grad():
-        for tensor, value in zip(run.tensors(), saved, strict=True):
-            tensor.copy_(value)
-    if refresh_after_load:
-        run.refresh_weights(0)
-    return first, [run.step(2), run.step(3)]
-
-
-def test_scales_are_those_of_the_weights_that_were_loaded() -> None:
-    for ranks in (1, 2):
-        for first, again in run_ranks(ranks, losses_around_a_load, config_for((1, ranks)), True):
-            assert first == again
-        # What the call after the load is for:
-        for first, again in run_ranks(ranks, losses_around_a_load, config_for((1, ranks)), False):
-            assert first != again
-
-
-def plain_weights(config: Config) -> tuple[bool, bool, bool]:
-    run = Run(config)
-    run.step(0)
-    weight = next(x for name, x in run.model.named_parameters() if name.endswith("attention.wq.weight"))
-    sharded = isinstance(weight, DTensor)
-    wrapped = weight._local_tensor if sharded else weight  # in torch 2.11 `to_local` returns it with its scale
-    plain, saved = local_values(wrapped), model_tensors([run.model])["layers.0.attention.wq.weight"]
-    same, saved = _plain("wq", wrapped), saved.to_local() if sharded else saved
-    return wrapped._precomputed_scale is not None, plain is wrapped._tensor is same, type(saved) is Tensor
-
-
-def test_a_precomputed_scale_does_not_hide_the_weights_from_optimizer_and_checkpoint() -> None:
-    assert run_ranks(2, plain_weights, config_for((1, 2))) == [(True, True, True)] * 2
-    assert run_ranks(1, plain_weights, config_for((1, 1))) == [
-        (False, True, True)
-    ]  # nor does the copy, of a rank alone
 
 
 CASES: dict[str, tuple[Config, int]] = {
@@ -222,54 +115,6 @@ def test_trains_as_bf16_does(name: str, bf16: list[float]) -> None:
     assert first == pytest.approx(bf16, rel=5e-4)
     assert first != bf16, "nothing was rounded"
     assert all(other == first for other in others)
-
-
-@pytest.mark.parametrize("mode", ["full", "selective"])
-def test_recomputed_activations_change_nothing(mode: str) -> None:
-    assert run_ranks(2, losses, config_for((1, 2), mode=mode), 2) == run_ranks(2, losses, config_for((1, 2)), 2)
-
-
-def kept_weights(mode: str) -> set[tuple[int, ...]]:
-    """Shapes of whole float8 weights of compiled blocks that a forward leaves in memory for the backward."""
-    run = Run(config_for((1, 2), mode=mode, compile="aot_eager"))
-    shapes = {tuple(weight.shape) for weight in run.model.parameters() if weight.ndim == 2}
-    kept: list[Tensor] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        if tensor.dtype is torch.float8_e4m3fn and {tuple(tensor.shape), tuple(tensor.shape[::-1])} & shapes:
-            kept.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        run.model(step_data(0)[0][:1])  # fewer tokens than any weight has rows
-    assert len(kept) >= LAYERS * 3  # nearly all of them FSDP2's own, which it has freed
-    return {tuple(tensor.shape) for tensor in kept if tensor.untyped_storage().nbytes()}
-
-
-def test_no_whole_weight_waits_for_the_backward() -> None:
-    assert run_ranks(2, kept_weights, "full") == [set()] * 2
-
-
-def gather_a_lone_weight() -> str:
-    """What becomes of an FSDP2 group that is one float8 weight and nothing else.
-
-    On a process group of its own: the barrier that ends a rank waits for the unfinished work of its
-    group, and raises its error again.
-    """
-    mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
-    linear = nn.Sequential(nn.Linear(32, 32, bias=False))
-    convert_to_float8(linear, Float8(enable=True, filter="all"))
-    fully_shard(linear, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    try:
-        linear(torch.ones(16, 32, dtype=torch.bfloat16))
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-def test_gloo_needs_another_type_in_every_group() -> None:
-    """Why the output layer shares its group with the last norm, and why "output too" above works on gloo."""
-    assert run_ranks(2, gather_a_lone_weight) == ["Invalid scalar type"] * 2
 
 
 def bits_beside_torchao(ranks: int, recipe: str, gradient_scale: float, shrink: float) -> list[bool]:

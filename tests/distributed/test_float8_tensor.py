@@ -1,6 +1,5 @@
 """Float8 together with tensor, context and pipeline parallelism."""
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -26,7 +25,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def float8_config(recipe: str, tp_all_gather: str = "auto", dp_shard: int = 1, **options: Any) -> Config:
     float8 = Float8(enable=True, filter="all", recipe=recipe, tp_all_gather=tp_all_gather)
-    return dataclasses.replace(config_for(1, dp_shard, **options), float8=float8)
+    return config_for(1, dp_shard, float8=float8, **options)
 
 
 def world_size(config: Config) -> int:
@@ -104,9 +103,7 @@ def gathered_bytes(config: Config) -> list[int]:
 
 def test_half_the_bytes_of_every_gather_in_a_block() -> None:
     def counted(how: str) -> list[int]:
-        config = float8_config("tensorwise", how, tp=2)
-        training = dataclasses.replace(config.training, param_dtype="bfloat16")
-        return run_ranks(2, gathered_bytes, dataclasses.replace(config, training=training))[0]
+        return run_ranks(2, gathered_bytes, float8_config("tensorwise", how, tp=2, param_dtype="bfloat16"))[0]
 
     before, after = counted("off"), counted("auto")
     assert len(before) == len(after)

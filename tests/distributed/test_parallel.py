@@ -1,7 +1,6 @@
 """TP, CP and PP, alone and together with data parallelism, against a plain loop in one process."""
 
 import re
-from dataclasses import replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -14,12 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from config import Config
 from loss import IGNORED, cross_entropy
-from models import build_model, find_model
-from models.init import init_weights
-from parallel.mesh import ParallelDims
 from parallel.tensor import vocab_parallel_cross_entropy
 from tests.harness import run_ranks
-from tests.parity import FLAVOR, GLOBAL_BATCH, STEPS, close, config_for, our_run, plain_run
+from tests.parity import GLOBAL_BATCH, STEPS, close, config_for, our_run, plain_run
 from tests.parity_ranks import Case, start_ranks
 
 DEEP = 6  # layers where stages are many
@@ -150,24 +146,6 @@ def test_documents(axes: dict[str, int]) -> None:
     """Positions restart and attention ends at documents, wherever the ranks' parts of a sequence begin."""
     config = config_for(1, 1, documents=True, local_batch_size=GLOBAL_BATCH, **axes)
     compare_forked(config, plain_run(STEPS, documents=True))
-
-
-def logits_of_shapes(compile: str) -> list[Tensor]:
-    """This rank's logits of a batch, and of one of another shape."""
-    config = config_for(1, 1, compile, tp=2)
-    mesh = ParallelDims.from_config(config.parallelism, 2).build_mesh("cpu")
-    spec, _ = find_model(config.model, FLAVOR.vocab_size)
-    model = build_model(spec, replace(FLAVOR, n_layers=1))
-    (part,) = spec.apply_parallelism(model, mesh, config)
-    init_weights(part, torch.device("cpu"), seed=0)
-    shapes = ((8, 32), (5, 16))
-    return [part(torch.arange(B * S).view(B, S) % FLAVOR.vocab_size).detach() for B, S in shapes]
-
-
-def test_a_compiled_model_split_by_tp_takes_batches_of_any_shape() -> None:
-    eager, compiled = (run_ranks(2, logits_of_shapes, backend) for backend in ("", "aot_eager_decomp_partition"))
-    for found, expected in zip(compiled, eager, strict=True):
-        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.skipif(torch.__version__.startswith("2.12."), reason="torch 2.12 cannot: it is refused there")

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from data.prepare import main as prepare
 from data.shards import DataError, open_dataset
 from generate import main as generate
 from models import MODELS
-from run.watchdog import Watchdog, _stack_of
+from run.watchdog import _stack_of
 from tests.harness import run_ranks
 from tests.runs import (
     STEPS,
@@ -194,15 +193,11 @@ def test_a_model_that_was_added_is_trained_and_used(
 
 MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "setting": (["--training.stpes=3"], ["training.stpes", "did you mean --training.steps"]),
-    "type": (["--training.steps=many"], ["training.steps", "many", "integer"]),
     "no dataset": (["--data.datasets=nowhere"], ["nowhere", "data.prepare"]),
     "damaged dataset": (["--data.datasets={damaged}"], ["train-00000.arrow"]),
-    "degrees": (["--parallelism.dp_replicate=3"], ["dp_replicate 3", "world size, 1"]),
     "batch": (["--training.global_batch_size=7"], ["training.global_batch_size = 7", "2 x 1"]),
     "vocabulary": (["--model.vocab_size=64"], ["model.vocab_size = 64", "512"]),
-    "model": (["--model.name=lama"], ["model.name", "lama", "llama"]),
     "length": (["--training.seq_len=1000000"], ["training.seq_len = 1000000", "too few"]),
-    "long name": (["--run.folder=" + 300 * "a"], ["/tokenizer.json: File name too long"]),
     "no run": (["--run.folder={empty}"], ["run.folder", "not the folder of a run"]),
     "another model": (
         ["--run.folder={single}", "--model.vocab_size=576"],
@@ -256,29 +251,6 @@ def test_a_loss_that_is_not_finite_stops_before_a_checkpoint(small: tuple[str, .
     assert re.search(r"error: step [23]: .*not finite", said)
     assert "Traceback" not in said
     assert not list((tmp_path / "run").glob("checkpoints/*"))
-
-
-def watch(arguments: list[str]) -> tuple[Counter[str], Counter[str]]:
-    """How often the run enters each section, and how often it says in each that the rank is alive."""
-    entered, alive, enter = Counter[str](), Counter[str](), Watchdog.enter
-
-    def note(self: Watchdog, section: str, step: int | None = None) -> None:
-        entered[section] += 1
-        enter(self, section, step)
-
-    with mock.patch.multiple(Watchdog, enter=note, alive=lambda self: alive.update([self.section])):
-        run(arguments)
-    return entered, alive
-
-
-def test_initial_weights_and_each_token_of_the_sample_are_progress_to_the_watchdog(
-    small: tuple[str, ...], tmp_path: Path
-) -> None:
-    """Otherwise it would take a run that draws many weights, or writes a long sample, for one that hangs."""
-    words = [*small, "--training.steps=3", "--validation.sample_prompt=ba", "--validation.sample_tokens=8"]
-    for entered, alive in launch(2, tmp_path, words, function=watch):
-        assert entered["end"] >= 8
-        assert alive["init"] == 3 + 2 * 9  # the weights of the model
 
 
 def count_tensors(arguments: list[str]) -> list[int]:
@@ -501,25 +473,6 @@ def test_asked_to_stop_during_a_validation_it_saves_without_awaiting_its_end(
     assert last[0] == last[1] > 2 * 3, "two whole validations"
     assert column(tmp_path, "loss") == uninterrupted
     assert list(validated(tmp_path)) == [10, STEPS]
-
-
-def train_each(runs: list[list[str]]) -> list[tuple[Path, float, bool]]:
-    """Several runs in this process: the folder and the last validation loss that `train` returns of each."""
-    returned = [train(load_config(arguments)) for arguments in runs]
-    return [(folder, row["validation_loss"], dist.is_initialized()) for folder, row in returned]
-
-
-def test_two_runs_in_a_process_have_the_bits_of_two_processes(small: tuple[str, ...], tmp_path: Path) -> None:
-    first, second, third = (
-        [*small, "--training.param_dtype=bfloat16", f"--run.folder={tmp_path / name}"] for name in ("a", "b", "alone")
-    )
-    (together,) = run_ranks(1, train_each, [first, second], start_group=False)
-    (alone,) = run_ranks(1, train_each, [third], start_group=False)
-    assert [folder for folder, *_ in together] == [tmp_path / "a", tmp_path / "b"]
-    assert [rest for _, *rest in together] == [rest for _, *rest in alone] * 2
-    for name in ("a", "b"):
-        for key in ("loss", "grad_norm"):
-            assert column(tmp_path / name, key) == column(tmp_path / "alone", key)
 
 
 def run_without_held_out_data(arguments: list[str]) -> None:

@@ -26,6 +26,8 @@ def test_the_tutorial_works_as_written(tmp_path: Path) -> None:
     script = "set -euo pipefail\n" + "\n".join(blocks)
     assert "--source stdlib " in script
     script = script.replace("--source stdlib ", f"--source {packages} ")
+    config = "--config=train_configs/tutorial.toml"
+    script = script.replace(config, f"{config} --training.seq_len=32 --model.n_layers=2")
     done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from torch import nn
 
 from config import Config, ConfigError, Data, Model, TitaniteError, Training, load_config
 from data.loader import IGNORED, validation_batches
@@ -24,7 +23,7 @@ from tests.harness import run_ranks
 from tests.unit.test_data_tuning import folder as tuning  # noqa: F401
 from train import train
 from trained import Trained, load_trained
-from validate import _no_training, as_packed, measure
+from validate import as_packed, measure
 from validate import main as validate
 
 SEQ_LEN = 16
@@ -67,14 +66,6 @@ def drop_some(self: FeedForward, x: torch.Tensor) -> torch.Tensor:
     return self.w2(F.dropout(F.silu(self.w1(x)) * self.w3(x), 0.5, self.training))
 
 
-def test_what_a_model_holds_out_of_training_stays_so_after_a_validation() -> None:
-    model = nn.Sequential(nn.Dropout(), nn.Dropout())
-    model[0].eval()
-    with _no_training([model]):
-        assert not model[1].training
-    assert (model[0].training, model[1].training) == (False, True)
-
-
 def test_named_sets_are_measured_in_a_run_and_afterwards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of a model with dropout, which a run then leaves out as well."""
     numbers = random.Random(0)
@@ -106,17 +97,6 @@ def test_named_sets_are_measured_in_a_run_and_afterwards(tmp_path: Path, capsys:
         validate([str(run), "--datasets", str(other)])
     with pytest.raises(TitaniteError, match="other was made with another tokenizer"):
         train(load_config([*words[:1], f"--validation.datasets={other}", f"--training.seq_len={SEQ_LEN}"]))
-
-
-def test_a_sample_that_cannot_be_continued_is_refused_before_the_run(tmp_path: Path) -> None:
-    """As of a text of spaces where the tokenizer drops them: the trained run would end in an error."""
-    data = write_dataset(tmp_path / "data", [documents(random.Random(5), 60)])
-    words = [*arguments(tmp_path / "run", data), "--validation.enable=false", "--validation.sample_tokens=2"]
-    with pytest.raises(ConfigError, match=r"validation.sample_prompt = '  ': the tokenizer makes no token of it"):
-        train(load_config([*words, "--validation.sample_prompt=  "]))
-    with pytest.raises(ConfigError, match=rf"validation.sample_prompt: has {SEQ_LEN} tokens, must have fewer than"):
-        train(load_config([*words, "--validation.sample_prompt=" + "w1 " * SEQ_LEN]))
-    assert not (tmp_path / "run").exists()
 
 
 def test_training_sets_of_one_name_are_measured_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

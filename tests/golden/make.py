@@ -2,14 +2,13 @@
 
     python -m tests.golden.make              the dataset, the run folder and runs.json, all anew
     python -m tests.golden.make run runs     only these, with the dataset that is there
-    python -m tests.golden.make compare      how far fresh runs are from runs.json; nothing is written
 
 Run it in a clone without changes, whose commit the run folder then names. `tests/distributed/test_golden.py` holds
 later code to these files. Make them again only where a change is meant to change these numbers, and say so in its
 commit. The dataset is made of documents as they stand here, so at another commit it is another one.
 
-The runs know of the code the command line of train.py and metrics.jsonl. All else they lean on is in `given`, `loaded`
-and `make_run`.
+The runs know of the code the command line of train.py and metrics.jsonl. All else they lean on is in `given` and
+`make_run`.
 """
 
 import hashlib
@@ -147,15 +146,6 @@ def given(arguments: list[str], stop_after: int = 0) -> Given:
     return steps
 
 
-def loaded(arguments: list[str], dp_rank: int, dp_size: int, steps: int) -> Given:
-    """What the loader alone gives to a rank. The working directory must be the root of the repository."""
-    loader = DataLoader(load_config(arguments), dp_rank, dp_size)
-    try:
-        return [_arrays(loader.next_step()) for _ in range(steps)]
-    finally:
-        loader.close()
-
-
 def _arrays(batches: list[Batch]) -> list[np.ndarray]:
     return [np.stack((batch.tokens.numpy(), batch.labels.numpy()), axis=1).astype("<i4") for batch in batches]
 
@@ -250,15 +240,6 @@ def _to_json(value: Any, indent: str = "") -> str:
     return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
 
 
-def compare() -> None:
-    """Print how far fresh runs are, up to each of the steps UP_TO."""
-    for name, entry in stored()["cases"].items():
-        with tempfile.TemporaryDirectory() as folder:
-            fresh = run_case(stored_case(entry), Path(folder) / "run")
-        far = {key: " ".join(f"{x:.1e}" for x in distances(fresh[key], entry[key])) for key in FIGURES}
-        print(name, far, "the same data" if fresh["data"] == entry["data"] else "OTHER DATA", flush=True)
-
-
 if __name__ == "__main__":
     for part in sys.argv[1:] or ("dataset", "run", "runs"):
-        {"dataset": make_dataset, "run": make_run, "runs": make_runs, "compare": compare}[part]()
+        {"dataset": make_dataset, "run": make_run, "runs": make_runs}[part]()

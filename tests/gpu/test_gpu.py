@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.nn.attention.flex_attention import BlockMask
 
 from config import load_config
@@ -136,26 +135,6 @@ def test_attention_without_documents_takes_a_fused_kernel() -> None:
 
 def test_an_async_save_copies_what_was_there_before_the_next_step() -> None:
     check_copies("cuda")
-
-
-def save(dataset: Path, folder: Path, mode: str) -> None:
-    """Six steps, after each of which all is saved."""
-    arguments = [f"--data.datasets={dataset}", f"--run.folder={folder}", "--training.steps=6", "--run.deterministic"]
-    arguments += ["--checkpoint.interval=1", "--checkpoint.keep=0", f"--checkpoint.mode={mode}"]
-    train(load_config([*arguments, "--lr_scheduler.warmup_steps=1", "--validation.enable=false"]))
-
-
-def test_async_saves_hold_the_values_of_sync_ones(dataset: Path, tmp_path: Path) -> None:
-    saved: dict[str, list[torch.Tensor]] = {}
-    for mode in ("sync", "async"):
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-            pool.submit(save, dataset, tmp_path / mode, mode).result()
-        tensors = saved[mode] = []
-        for folder in sorted((tmp_path / mode / "checkpoints").iterdir()):
-            dcp_to_torch_save(folder, tmp_path / "all.pt")
-            tensors += torch.utils._pytree.tree_leaves(torch.load(tmp_path / "all.pt", weights_only=True))
-    assert len(saved["sync"]) > 6 * 3
-    torch.testing.assert_close(saved["async"], saved["sync"], rtol=0, atol=0)
 
 
 def test_the_rings_kernels_put_together_are_attention() -> None:
