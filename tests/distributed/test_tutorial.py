@@ -36,7 +36,7 @@ def test_the_tutorial_works_as_written(tmp_path: Path) -> None:
     assert [start["world_size"] for start in starts] == [1, 2]
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if row["loss"] is not None]
-    assert losses[-1] < losses[0] - 0.7
+    assert losses[-1] < losses[0] - 0.5
     assert "resumed from" in done.stderr
     assert "\nproven\n" in done.stdout
     assert "\ntutorial  loss " in done.stdout, "validate.py names the dataset"
