@@ -119,6 +119,7 @@ def test_training_sets_of_one_name_are_measured_apart(tmp_path: Path, capsys: py
     folders[1].rename(tmp_path / "moved")
     with pytest.raises(TitaniteError, match=r"b/train/manifest\.json: missing"):
         validate([str(run)])
+    assert not capsys.readouterr().out
 
 
 def test_a_checkpoint_that_names_no_length_is_measured_at_a_given_one(
