@@ -168,7 +168,7 @@ def dry_run(config: Config, world_size: int, rank: int = 0, eager_loss: bool = F
             init_distributed=start_fake_ranks,
             from_rank_0=lambda start: (Path(folder), {}),  # a name, and no settings changed
             StopRequest=lambda *_: no_stop,
-            Watchdog=mock.MagicMock(),
+            Watchdog=lambda *_, **__: mock.MagicMock(enter=lambda *_: None),  # a hook may not return anything
         ),
         # Fake tensors have no values.
         mock.patch.object(metrics.MetricsLogger, "check_finite"),
