@@ -75,7 +75,7 @@ class LocalStore:
     """A folder of a file system. The methods are those of S3Store, which documents them."""
 
     def __init__(self, folder: str | Path) -> None:
-        self.url, self.folder, self.read_threads = str(folder), Path(folder), 2  # nearly in order, as disks prefer
+        self.url, self.folder, self.read_threads = str(folder), Path(folder), 1  # in order, as disks prefer
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
         sizes, errors = dict[str, int](), list[OSError]()
