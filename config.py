@@ -413,6 +413,18 @@ REMOVED = {  # former setting → what to use instead
     "training.gc_interval": "every 50 steps all ranks collect garbage together",
     "failures.straggler_interval": "python -m tools.preflight compares the devices of all ranks before a run",
 }
+OTHER_NAMES = {  # setting → what other projects call it
+    "optimizer.lr": "learning_rate",
+    "training.local_batch_size": "batch_size micro_batch_size",
+    "training.global_batch_size": "gbs",
+    "training.steps": "max_steps num_steps iters max_iters",
+    "training.seq_len": "seq_length sequence_length context_length",
+    "training.max_norm": "grad_clip clip_grad",
+    "lr_scheduler.warmup_steps": "warmup warmup_iters",
+    "data.datasets": "dataset data_path",
+    "run.folder": "output_dir out_dir",
+    "resume": "resume_from",
+}
 
 
 def load_config(argv: Sequence[str]) -> Config:
@@ -563,12 +575,14 @@ def _kind_of(key: str, dashes: str = "") -> Any:
 
 
 def _hint(key: str, dashes: str = "") -> str:
-    """A hint to end an error with: the settings that have the last part of `key`, or the most similar one."""
-    last_parts = {known: known.rpartition(".")[2] for known in (*KINDS, "config", "resume")}
+    """The settings that `key` may mean, to end an error with: by the last part, another project's name or likeness."""
+    meant: dict[str, list[str]] = {}
+    for known in (*KINDS, "config", "resume"):
+        for name in {known, known.rpartition(".")[2], *OTHER_NAMES.get(known, "").split()}:
+            meant.setdefault(name, []).append(dashes + known)
     last = key.rpartition(".")[2].replace("-", "_").lower()
-    alike = difflib.get_close_matches(last, last_parts.values(), n=1)
-    meant = [known for known, part in last_parts.items() if part in alike]
-    nearest = [dashes + known for known in difflib.get_close_matches(key, meant, n=3, cutoff=0)]
+    names = [last] if last in meant else difflib.get_close_matches(key, meant, n=1)
+    nearest = [near for name in names for near in difflib.get_close_matches(key, meant[name], n=3, cutoff=0)]
     return f"; did you mean {' or '.join(nearest)}?" if nearest else "; --help WORD prints the settings about a word"
 
 

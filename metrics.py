@@ -241,3 +241,7 @@ class MetricsLogger:
         if self.board:
             with self.writing(self.board.log_dir):
                 self.board.close()
+
+
+if __name__ == "__main__":
+    raise SystemExit("error: moved: python -m tools.compare, see docs/migration.md")

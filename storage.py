@@ -68,7 +68,7 @@ class DamagedError(StoreError):
 
 
 class MissingError(DamagedError):
-    """There is no such file, or the store does not show it yet."""
+    """There is no such file."""
 
 
 class LocalStore:
@@ -141,7 +141,8 @@ class S3Store:
         self.url, self.retry_seconds = url.rstrip("/"), retry_seconds
         self.bucket, _, prefix = self.url.removeprefix("s3://").partition("/")
         self.prefix = f"{prefix}/" if prefix else ""  # without the slash, a listing of `run` would also show `run-2`
-        self.client, self.read_threads = cast(Any, None), 8  # parallel reads that it serves well
+        self.client: Any = None  # made by the first request
+        self.read_threads = 8  # parallel reads that it serves well
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"client": None}  # of another process, which has its own
@@ -272,11 +273,10 @@ class S3Store:
         with ThreadPoolExecutor(8) as threads:
             list(threads.map(delete, names[1:]))
 
-    def abort_uploads(self, belongs: Callable[[str], bool], older_than_seconds: float) -> None:
+    def abort_uploads(self, belongs: Callable[[str], bool]) -> None:
         """Drop unfinished uploads, which nothing else shows, of files that `belongs` accepts; at most 1,000 at once."""
         for upload in self._call("list_multipart_uploads", "").get("Uploads", ()):
-            name, age_seconds = upload["Key"].removeprefix(self.prefix), time.time() - upload["Initiated"].timestamp()
-            if age_seconds > older_than_seconds and belongs(name):
+            if belongs(name := upload["Key"].removeprefix(self.prefix)):
                 self._call("abort_multipart_upload", name, UploadId=upload["UploadId"])
 
     def _call(self, method: str, name: str, receive: Callable[..., Any] = dict, **arguments: Any) -> Any:

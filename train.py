@@ -107,9 +107,15 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         run.start_steps(step, checkpoint.ranks)
         tokens = data.tokens_per_step / world_size
         metrics = MetricsLogger(
-            config, run.folder, rank, device, first_step=step, flops_per_token=flops_per_token, tokens_per_step=tokens,
+            config,
+            run.folder,
+            rank,
+            device,
+            first_step=step,
+            flops_per_token=flops_per_token,
+            tokens_per_step=tokens,
             writing=run.writing,
-        )  # fmt: skip
+        )
 
         # -- the loop
         while step < steps and not run.asked_to_stop():

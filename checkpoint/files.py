@@ -242,10 +242,8 @@ def _read_items(opened: Opened, items: Iterable[Item], consume: Callable[..., No
     device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
 
     def use_device() -> None:
-        if device is not None:
-            torch.accelerator.set_device_index(
-                device
-            )  # a new thread has the first one, where a copy would make a context
+        if device is not None:  # a new thread has the first one, where a copy would make a context
+            torch.accelerator.set_device_index(device)
 
     with ThreadPoolExecutor(opened.store.read_threads, initializer=use_device) as threads:
         try:

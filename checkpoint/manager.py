@@ -111,10 +111,8 @@ class CheckpointManager:
             logger.info(f"{'resumed' if own else 'branched'} from {opened.url}, world size {size} then")
             began = opened.manifest.get("parent")
             if not own:
-                place, tokens = (
-                    find_fork(self.settings.branch_from)[0],
-                    saved_place(opened.manifest["dataloader"]).tokens,
-                )
+                place = find_fork(self.settings.branch_from)[0]
+                tokens = saved_place(opened.manifest["dataloader"]).tokens
                 began = Parent(place, self.newest_step, opened.manifest.get("run", ""), tokens)._asdict()
             self.parent = self.ranks.from_rank_0(partial(record_parent, self.run_folder, began))
         else:

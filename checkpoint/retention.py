@@ -35,8 +35,8 @@ def check_owner(key: str, store: Store, names: Collection[str], run: str) -> Non
             if (other := read_manifest(store, name).get("run", run)) != run:
                 raise ConfigError(
                     f"checkpoint.{key} = {store.url!r}: {name} there was saved by another run, {other}: set another "
-                    f"checkpoint.{key}. If this is that run, moved or renamed, write {other} into {RUN_NAME} in its "
-                    "run.folder"
+                    f"checkpoint.{key}, and to start from its weights checkpoint.initial_load = {store.url!r}. If this "
+                    f"is that run, moved or renamed, write {other} into {RUN_NAME} in its run.folder"
                 )
 
 
@@ -77,7 +77,7 @@ class Retention:
                     self.own.add(name)
             self._remove(({*begun(sizes)} - self.own) | self._superfluous(self.own, resumed), sizes)
             if isinstance(self.store, S3Store):
-                self.store.abort_uploads(lambda file: is_checkpoint_name(file.partition("/")[0]), 0)
+                self.store.abort_uploads(lambda file: is_checkpoint_name(file.partition("/")[0]))
         except StoreError as error:
             logger.warning(f"what killed saves have left stays, and takes room: {error}")
 

@@ -64,10 +64,8 @@ def estimate(counted: DryRun, config: Config, dims: ParallelDims, cluster: Clust
     }
     seconds = {kind: n / rates.get(kind, device.flops * device.matmul_share) for kind, n in counted.flops.items()}
     attention = seconds.pop("attention", 0.0)
-    matmul, optimizer = (
-        sum(seconds.values()),
-        (counted.moved["update"] - counted.optimizer) / memory,
-    )  # its states are made once
+    matmul = sum(seconds.values())
+    optimizer = (counted.moved["update"] - counted.optimizer) / memory  # its states are made once
     casts = device.flops * CAST_RATES[config.float8.recipe] if config.float8.enable else memory
     pointwise = counted.moved["step"] / min(memory, casts)
     kernels = matmul + attention + pointwise

@@ -113,6 +113,22 @@ def test_resume_at_another_world_size_sees_the_same_tokens(
     torch.testing.assert_close(column(tmp_path, "loss"), column(single, "loss"), rtol=1e-6, atol=0)
 
 
+def train_each(runs: list[list[str]]) -> list[tuple[Path, float, bool]]:
+    """Several runs in this process: the folder and the last validation loss that `train` returns of each."""
+    returned = [train(load_config(arguments)) for arguments in runs]
+    return [(folder, row["validation_loss"], dist.is_initialized()) for folder, row in returned]
+
+
+def test_two_runs_in_a_process_have_the_bits_of_two_processes(small: tuple[str, ...], tmp_path: Path) -> None:
+    runs = [[*small, "--training.param_dtype=bfloat16", f"--run.folder={tmp_path / name}"] for name in "abc"]
+    (together,) = run_ranks(1, train_each, runs[:2], start_group=False)
+    (alone,) = run_ranks(1, train_each, runs[2:], start_group=False)
+    assert [folder for folder, *_ in together] == [tmp_path / "a", tmp_path / "b"]
+    assert [rest for _, *rest in together] == [rest for _, *rest in alone] * 2
+    for key in ("loss", "grad_norm"):
+        assert column(tmp_path / "a", key) == column(tmp_path / "b", key) == column(tmp_path / "c", key)
+
+
 def refusal(arguments: list[str], own: list[str]) -> str:
     """What train.py says where this rank has one setting of its own."""
     with pytest.raises(ConfigError) as refused:  # which no restart by torchrun can mend

@@ -46,7 +46,8 @@ def test_a_place_is_one_runs_also_if_its_folder_is_moved(tmp_path, monkeypatch):
     name = Path("a/.run_name").read_text().strip()
     assert name == str(Path("a").absolute())
     assert f"error: checkpoint.folder = 'saved': {newest} there was saved by another run, {name}: set" in refused.stderr
-    assert f"write {name} into .run_name in its run.folder" in refused.stderr
+    for hint in ("checkpoint.initial_load = 'saved'", f"write {name} into .run_name in its run.folder"):
+        assert hint in refused.stderr
     Path("a").rename("moved")
     moved = call(tmp_path, *arguments, "--run.folder=moved", "--training.steps=3")
     assert (moved.returncode, steps_in("saved")) == (0, [3, 2]), moved.stderr

@@ -50,7 +50,8 @@ def test_command_line_values(words, get, value) -> None:
     ("words", "said"),
     [
         (["--training.stpes=3"], ["training.stpes", "did you mean --training.steps"]),
-        (["--learning-rate", "1"], ["learning-rate: unknown key; --help WORD prints"]),
+        (["--learning-rate", "1"], ["did you mean --optimizer.lr?"]),
+        (["--batch_size=4"], ["did you mean --training.local_batch_size?"]),
         (["--stpes=3"], ["did you mean --training.steps?"]),
         (["training.steps=3"], ["training.steps=3", "FILE.toml", "--section.field=value"]),
         (["--training.steps=ten"], ["training.steps", "ten", "an integer >= 1"]),
@@ -60,6 +61,7 @@ def test_command_line_values(words, get, value) -> None:
         (["--training.param_dtype=bf16"], ["param_dtype", "bf16", "bfloat16, float32", "did you mean bfloat16"]),
         (["--resume=x", "--run.folder=y"], ["--resume=x", "leave those out"]),
         (["--resume=x"], ["x/config.toml: No such file"]),
+        (["--help", "training.stpes"], ["--help training.stpes: no setting", "did you mean --training.steps?"]),
         (["--config=debug.toml"], ["debug.toml: cannot be read: No such file", "mean train_configs/debug.toml?"]),
         (["--run.folder=s3://b/x"], ['run.folder = "s3://b/x"', "not a URL"]),
         (["--checkpoint.folder=s3:/b/x"], ['checkpoint.folder = "s3:/b/x"', "s3://bucket/prefix"]),
@@ -145,6 +147,7 @@ def test_help_of_words_prints_the_settings_that_have_them_all(capsys: pytest.Cap
 
 def test_every_field_is_documented_and_help_prints_it() -> None:
     text = settings.help_text()
+    assert {*settings.OTHER_NAMES} <= {*settings.KINDS, "resume"}
     for section, kind in settings.SECTIONS.items():
         assert f"[{section}]  {kind.__doc__}" in text
         docs = settings.field_docs(kind)

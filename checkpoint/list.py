@@ -1,0 +1,1 @@
+raise SystemExit("error: moved: python -m tools.verify --list, see docs/migration.md")

@@ -1,0 +1,1 @@
+raise SystemExit("error: moved: python -m tools.verify, see docs/migration.md")

@@ -1,0 +1,1 @@
+raise SystemExit("error: moved: python -m tools.parity, see docs/migration.md")
