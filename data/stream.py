@@ -108,9 +108,8 @@ class Stream:
             for result in self._reading.pop(key):
                 result.cancel()
         reading = self._reading.pop((number, index), [])
-        if not reading or any(
-            one.done() and one.exception() for one in reading
-        ):  # when it was read ahead, perhaps long ago
+        failed = any(block.done() and block.exception() for block in reading)  # when read ahead, perhaps long ago
+        if failed or not reading:
             reading = self._read(number, index)
         contents = [result.result() for result in reading]
         window = _open_window(self._blocks(number, index), contents, self._key(number, index))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from checkpoint.branch import read_parent
 from checkpoint.checks import check_checkpoints
 from checkpoint.retention import committed
-from config import Checkpoint, Comm, Config
+from config import Checkpoint, Comm, Config, ConfigError
 from storage import OutageError, S3Store, StoreError, open_store
 from tests.corpus import write_dataset
 from tests.distributed.checkpoint_kills import survive_kills
@@ -179,6 +179,11 @@ def test_a_start_tries_the_place(bucket, proxy, fault, operation, kind, said):
         assert Run(bucket, **IMPATIENT).checkpoint.load() == 1
     proxy.reset()
     assert steps_in(bucket) == ([] if kind else [1])
+
+
+def test_a_start_is_refused_where_another_run_has_saved(two_steps):
+    with pytest.raises(ConfigError, match=r"was saved by another run, .* checkpoint\.initial_load = 's3://"):
+        check_checkpoints(Config(checkpoint=Checkpoint(folder=two_steps)), {}, Path("other"))
 
 
 def test_leftovers_of_killed_saves_go_at_the_next_start(two_steps, proxy):
