@@ -101,7 +101,8 @@ def predict_bytes(setting: Setting) -> float:
             "world": (len(NODES) * setting.ranks_per_node, 1),
             "dp_replicate": (dims.dp_replicate, setting.ranks_per_node),  # a ring crosses for each rank of a node
         }.get(axis, (1, 0))  # the other axes stay on a node
-        total += groups * sent_bytes(kind, size, ranks, gloo=True)
+        # gloo's reduce-scatter is an all-reduce, after which each rank keeps its piece.
+        total += groups * sent_bytes("all_reduce" if kind == "reduce_scatter" else kind, size, ranks)
     return total / max(1, config.parallelism.local_steps)
 
 

@@ -20,9 +20,8 @@ from benchmarks.gpu import BUDGET, ONCE, ROWWISE, SMALL_STATES, TENSORWISE, Run,
 from benchmarks.report import build_parser, finish, print_row
 from config import Config, from_dict
 from models.llama.model import LlamaConfig
-from tools.devices import DEVICES
 from tools.plan import plan
-from tools.plan_time import Cluster
+from tools.plan_time import DEVICES, Cluster
 
 # github.com/pytorch/torchtitan benchmarks/llama3_h100_202412_torchtitan.md: H100 of 96 GB and 500 W, 400 Gb/s per GPU.
 # The rest is from its commit 9dec370: sequences of 8,192, loss not compiled, as many pipeline microbatches as stages,

@@ -3,32 +3,28 @@
     python -m tools.plan --config train_configs/llama3_8b.toml --world-size 64 --device h100
     python -m tools.plan --config train_configs/llama3_70b.toml --world-size 256 --sweep
 
-Memory, traffic and operations are counted on the real step of train.py, on fake ranks and fake tensors, with a few of
-its layers (tools.plan_count). So they hold for any model and optimizer, and a config that breaks in the step is found.
+Memory, traffic and operations are counted on the real step of train.py (tools.plan_count), for any model and optimizer.
 The speed is modelled on these counts (tools.plan_time). No data and no GPU are needed.
 """
 
 import argparse
 import contextlib
-import dataclasses
 import itertools
 import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any
 from unittest import mock
 
 import models
 from config import Config, ConfigError, Model, load_config
-from metrics import find_hook
 from models import build_model, find_model
 from parallel.fsdp import needs_fsdp
 from run.run import run_and_leave
-from tools.devices import DEVICES, GIB
-from tools.dry_run import DEFAULT_VOCAB_SIZE, DryRun, check
-from tools.plan_count import Case, count, goal
-from tools.plan_time import Cluster, estimate
+from tools.plan_count import DEFAULT_VOCAB_SIZE, Case, DryRun, check, count
+from tools.plan_time import DEVICES, GIB, Cluster, estimate
 
 RESERVED = {False: 1.03, True: 1.25}  # memory that torch reserves / allocated: of a rank alone; with FSDP2
 BEST_LAYOUTS = 3  # of a sweep, tried in all modes and with larger batches
@@ -48,12 +44,13 @@ def plan(
 
 
 def _plan_one(cases: list[Case], counts: list[DryRun], cluster: Cluster) -> dict[str, Any]:
-    config, dims, device = cases[0].config, check(cases[0].config, cases[0].world_size), cluster.device
+    config, dims, device = cases[0].config, cases[0].dims, cluster.device
     fullest, last = max(range(len(counts)), key=lambda i: counts[i].peak), counts[-1]
-    held, speed = counts[fullest], max(estimate(counted, config, dims, cluster) for counted in counts)
+    held, speeds = counts[fullest], [estimate(counted, config, dims, cluster) for counted in counts]
+    speed = max(speeds, key=lambda speed: speed["step_seconds"])
     model = build_model(*find_model(config.model, DEFAULT_VOCAB_SIZE))
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    mfu = speed.tokens_per_second * model.flops_per_token(config.training.seq_len) / device.flops  # type: ignore[operator]
+    mfu = speed["tokens_per_second"] * model.flops_per_token(config.training.seq_len) / device.flops  # type: ignore[operator]
     reserved = held.peak * RESERVED[needs_fsdp(config, dims.dp * dims.copies // dims.islands)]
     sizes = {"weights": held.weights, "optimizer": held.optimizer, "peak": held.peak, "reserved": reserved}
     return {
@@ -61,39 +58,32 @@ def _plan_one(cases: list[Case], counts: list[DryRun], cluster: Cluster) -> dict
         "mode": config.activation_checkpoint.mode,
         "local_batch_size": config.training.local_batch_size,
         "parameters": parameters,
-        "tokens_per_step": config.training.seq_len * config.training.local_batch_size * dims.dp * goal(cases[0])[1],
+        "tokens_per_step": config.training.seq_len * config.training.local_batch_size * dims.dp * cases[0].goal[1],
         "memory_gib": {name: size / GIB for name, size in (sizes | {"device": device.memory_bytes}).items()},
         "stage": cases[fullest].stage,
         "fits": reserved <= device.memory_bytes,
         "traffic": [[*key, calls, size] for key, (calls, size) in sorted(last.sent.items())],
         "tflop": {kind: flops / 1e12 for kind, flops in last.flops.items()},
-        "speed": speed._asdict() | {"mfu": mfu},
+        "speed": speed | {"mfu": mfu},
         "fitted": device.fitted,
         "checkpoint_bytes": round(4 * parameters * (1 + held.optimizer / held.weights)),
     }
 
 
-def plan_run(found: Mapping[str, Any], steps: int, options: argparse.Namespace) -> dict[str, float]:
+def plan_run(planned: Mapping[str, Any], steps: int, options: argparse.Namespace) -> dict[str, float]:
     """Days of a run, time of a checkpoint, failures, and the interval that loses least time to both.
 
-    Young 1974: sqrt(2 C M) for a checkpoint of C seconds and M seconds between failures. Daly 2006 adds terms of C / M.
-    The run's mean time to failure is that of a node divided by the number of nodes.
+    That is sqrt(2 C M), for a checkpoint of C seconds and M seconds between failures (Young 1974). The run's mean time
+    to failure is that of a node divided by the number of nodes.
     """
-    tokens = options.tokens or steps * found["tokens_per_step"]
-    seconds = tokens / found["speed"]["tokens_per_second"] / options.world_size
-    write = found["checkpoint_bytes"] / (1e9 * options.storage_bandwidth)
+    tokens = options.tokens or steps * planned["tokens_per_step"]
+    seconds = tokens / planned["speed"]["tokens_per_second"] / options.world_size
+    write = planned["checkpoint_bytes"] / (1e9 * options.storage_bandwidth)
     mttf = 3600 * options.mttf_hours / math.ceil(options.world_size / options.gpus_per_node)
-    young, ratio = math.sqrt(2 * write * mttf), write / (2 * mttf)
-    daly = young * (1 + math.sqrt(ratio) / 3 + ratio / 9) - write if ratio < 1 else mttf
-    return {
-        "tokens": tokens,
-        "days": seconds / 86400,
-        "write_seconds": write,
-        "failures": seconds / mttf,
-        "interval_seconds_young": young,
-        "interval_seconds_daly": daly,
-        "lost_pct": 100 * (write / daly + daly / (2 * mttf)),
-    }
+    interval = math.sqrt(2 * write * mttf)
+    lost = write / interval + interval / (2 * mttf)
+    found = {"tokens": tokens, "days": seconds / 86400, "write_seconds": write, "failures": seconds / mttf}
+    return found | {"interval_seconds": interval, "lost_pct": 100 * lost}
 
 
 def sweep(config: Config, world_size: int, cluster: Cluster) -> list[dict[str, Any]]:
@@ -103,32 +93,29 @@ def sweep(config: Config, world_size: int, cluster: Cluster) -> list[dict[str, A
     """
 
     def vary(layout: Any, mode: Any, batch: int) -> Config:
-        checkpointing = dataclasses.replace(config.activation_checkpoint, mode=mode)
-        training = dataclasses.replace(config.training, local_batch_size=batch)
-        return dataclasses.replace(config, parallelism=layout, activation_checkpoint=checkpointing, training=training)
+        checkpointing = replace(config.activation_checkpoint, mode=mode)
+        training = replace(config.training, local_batch_size=batch)
+        return replace(config, parallelism=layout, activation_checkpoint=checkpointing, training=training)
 
-    degrees, on_node = [1, 2, 4, 8], cluster.gpus_per_node
+    def rank(configs: list[Config]) -> list[tuple[dict[str, Any], Config]]:
+        possible = []
+        for tried in configs:
+            with contextlib.suppress(ConfigError):  # the world, the batch or the model does not divide so
+                check(tried, world_size)
+                possible.append(tried)
+        plans = zip(plan(possible, world_size, cluster, sure=False), possible, strict=True)
+        return sorted((both for both in plans if both[0]["fits"]), key=lambda x: -x[0]["speed"]["tokens_per_second"])
+
+    degrees, layouts = [1, 2, 4, 8], []
     context = degrees if config.training.seq_len >= 2**15 else [config.parallelism.cp]
-    layouts = []
     for tp, pp, cp in itertools.product(degrees, degrees, context):
-        for replicas in sorted({config.parallelism.dp_replicate, max(1, world_size // (on_node * pp))}):
-            layout = dataclasses.replace(config.parallelism, tp=tp, pp=pp, cp=cp, dp_replicate=replicas, dp_shard=-1)
+        for replicas in sorted({config.parallelism.dp_replicate, max(1, world_size // (cluster.gpus_per_node * pp))}):
+            layout = replace(config.parallelism, tp=tp, pp=pp, cp=cp, dp_replicate=replicas, dp_shard=-1)
             layouts.append(vary(layout, "full", layout.pp_microbatch_size * pp if pp > 1 else 1))
-    best = [tried for _, tried in _plan_possible(layouts, world_size, cluster)[:BEST_LAYOUTS]]
+    best = [tried for _, tried in rank(layouts)[:BEST_LAYOUTS]]
     further = itertools.product(best, ("none", "selective", "full"), (1, 2, 4))
     others = [vary(tried.parallelism, mode, times * tried.training.local_batch_size) for tried, mode, times in further]
-    return [found for found, _ in _plan_possible(others, world_size, cluster)]
-
-
-def _plan_possible(configs: Sequence[Config], world_size: int, cluster: Cluster) -> list[tuple[dict[str, Any], Config]]:
-    """Plans of those that train.py would not refuse and that fit, the fastest first."""
-    possible = []
-    for config in configs:
-        with contextlib.suppress(ConfigError):  # the world, the batch or the model does not divide so
-            check(config, world_size)
-            possible.append(config)
-    plans = zip(plan(possible, world_size, cluster, sure=False), possible, strict=True)
-    return sorted((both for both in plans if both[0]["fits"]), key=lambda both: -both[0]["speed"]["tokens_per_second"])
+    return [found for found, _ in rank(others)]
 
 
 def plan_text(found: Mapping[str, Any]) -> str:
@@ -147,24 +134,18 @@ def plan_text(found: Mapping[str, Any]) -> str:
         f"  {speed['step_seconds']:.3f} s per step: " + ", ".join(f"{name} {speed[name]:.3f}" for name in parts),
         "  TFLOP: " + ", ".join(f"{kind} {value:,.2f}" for kind, value in found["tflop"].items()),
         f"  {run['tokens'] / 1e9:,.1f} G tokens in {run['days']:,.1f} days",
-        "\ncheckpoints  [size counted; Young's and Daly's formulas, from --storage-bandwidth and --mttf-hours]",
+        "\ncheckpoints  [size counted; the rest from --storage-bandwidth and --mttf-hours]",
         f"  {found['checkpoint_bytes'] / GIB:,.1f} GiB, written in {run['write_seconds']:,.0f} s",
-        f"  {run['failures']:.1f} failures expected; cheapest interval {run['interval_seconds_daly'] / 60:.0f} min "
-        f"(Daly; Young {run['interval_seconds_young'] / 60:.0f}), {run['lost_pct']:.1f} % of the time lost",
+        f"  {run['failures']:.1f} failures expected; cheapest interval {run['interval_seconds'] / 60:.0f} min, "
+        f"{run['lost_pct']:.1f} % of the time lost",
     ]
     return "\n".join(lines)
 
 
-def sweep_text(plans: list[dict[str, Any]]) -> str:
-    """The fastest layouts as text."""
-    what = "{layout}, {mode}, local_batch_size {local_batch_size}"
-    return "\n".join(f"{_rates(x)}  {x['memory_gib']['reserved']:.1f} GiB  {what.format(**x)}" for x in plans)
-
-
 def _rates(found: Mapping[str, Any]) -> str:
     speed, unfitted = found["speed"], "" if found["fitted"] else " (unfitted)"
-    low, high = speed["low"], speed["high"]
-    return f"{speed['tokens_per_second']:,.0f} tokens/s/device{unfitted}, from {low:,.0f} to {high:,.0f}"
+    rate, low, high = speed["tokens_per_second"], speed["low"], speed["high"]
+    return f"{rate:,.0f} tokens/s/device{unfitted}, from {low:,.0f} to {high:,.0f}"
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Config, Cluster, dict[str, str]]:
@@ -189,15 +170,14 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Config, Cluster, dic
     for name in ("world_size", "gpus_per_node", "bandwidth", "mttf_hours", "storage_bandwidth"):
         if (value := getattr(options, name)) is not None and not 0 < value < math.inf:
             raise ConfigError(f"--{name.replace('_', '-')} = {value}: must be above 0")
-    own = {f"--model.{field.name}" for field in dataclasses.fields(Model)}
+    own = {f"--model.{field.name}" for field in fields(Model)}
     changes = [word for word in rest if word.startswith("--model.") and word.partition("=")[0] not in own]
     device, config = DEVICES[options.device], load_config([word for word in rest if word not in changes])
-    bandwidth = 1e9 * options.bandwidth if options.bandwidth else device.network_bandwidth
-    find_hook(config.metrics.hook)
     if config.float8.enable and device.float8_flops is None and not config.float8.emulate:
         raise ConfigError(f"float8.enable = true: {options.device} has no float8 matmul")
-    split = (word.removeprefix("--model.").partition("=") for word in changes)
+    bandwidth = 1e9 * options.bandwidth if options.bandwidth else device.network_bandwidth
     cluster = Cluster(device, options.gpus_per_node, bandwidth, options.flash_attention)
+    split = (word.removeprefix("--model.").partition("=") for word in changes)
     return options, config, cluster, {name: value for name, _, value in split}
 
 
@@ -205,10 +185,10 @@ def changed_models(model: Model, changes: Mapping[str, str]) -> Mapping[str, Any
     """All models, with other fields for the flavor that `model` names. Raises ConfigError."""
     spec, flavor = find_model(model, 0)
     try:
-        flavor = dataclasses.replace(flavor, **{name: json.loads(value) for name, value in changes.items()})
+        flavor = replace(flavor, **{name: json.loads(value) for name, value in changes.items()})
     except (TypeError, ValueError) as error:
         raise ConfigError(f"model.flavor = {model.flavor!r} with {dict(changes)}: {error}") from None
-    return {**models.MODELS, model.name: dataclasses.replace(spec, flavors={**spec.flavors, model.flavor: flavor})}
+    return {**models.MODELS, model.name: replace(spec, flavors={**spec.flavors, model.flavor: flavor})}
 
 
 def main(argv: Sequence[str]) -> None:
@@ -221,9 +201,13 @@ def main(argv: Sequence[str]) -> None:
             plans = plan([config], options.world_size, cluster, options.eager_loss)
     for found in plans:
         found["run"] = plan_run(found, config.training.steps, options)
-    text = sweep_text(plans) if options.sweep else plan_text(plans[0])
-    with contextlib.suppress(BrokenPipeError):  # a reader that stops early, such as `| head`
-        print(json.dumps(plans if options.sweep else plans[0], indent=1) if options.json else text)
+    if options.json:
+        print(json.dumps(plans if options.sweep else plans[0], indent=1))
+    elif not options.sweep:
+        print(plan_text(plans[0]))
+    else:
+        what = "{layout}, {mode}, local_batch_size {local_batch_size}"
+        print(*(f"{_rates(x)}  {x['memory_gib']['reserved']:.1f} GiB  {what.format(**x)}" for x in plans), sep="\n")
 
 
 if __name__ == "__main__":

@@ -1,30 +1,57 @@
-"""Counts of a step with all layers, from dry runs with few.
+"""Counts of a real step of train.py for any number of ranks, on one CPU: fake ranks, fake tensors, the same code.
 
-Layers repeat. So what a step computes, moves and sends is a straight line in their number, and so is what it holds at
-any place, seen from the beginning or the end of a forward or backward. Two counts give the line. A third has to lie on
-it, or all layers are counted. Likewise two and three microbatches stand for many.
+Only what is outside a step is replaced: data, checkpoints, the other ranks, and the compiler's kernels. The model, its
+sharding, its graphs, loss, clipping, optimizer and metrics are those of a run. Fake tensors have shapes but no memory,
+and torch's fake backend answers every collective at once.
+
+Few layers stand for all, since they repeat. What a step computes, moves and sends is a straight line in their number,
+and so is what it holds at any place, seen from the beginning or the end of a forward or backward. Two counts give the
+line. A third has to lie on it, or all layers are counted. Likewise two and three microbatches stand for many.
 """
 
-import dataclasses
+import contextlib
 import gc
 import itertools
 import math
 import multiprocessing
 import os
+import tempfile
+import warnings
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
-from torch import nn
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.backends import registry
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
 
-from config import Config
+import metrics
+import run.run
+import train
+from config import Compile, Config, Failures, Metrics, Profiling
 from data.ledger import grad_accum_steps
-from float8.convert import convert_to_float8
+from data.loader import Batch
+from float8.convert import check_float8, convert_to_float8
+from loss import loss_chunks
 from models import build_model, find_model
 from parallel.mesh import ParallelDims
 from parallel.pipeline import stages_of_rank
-from tools.dry_run import DEFAULT_VOCAB_SIZE, DryRun, dry_run
+from run import failures
+from run.processes import LaunchEnvironment
+from tools.plan_tally import Tally
 
+DEFAULT_VOCAB_SIZE = 4096  # for a flavor that takes its tokenizer's: that of the default run
 FEW_MICROBATCHES = (2, 3)  # the first, the last, and one between
 Point = tuple[int, int]  # layers, microbatches of a step
 
@@ -37,46 +64,193 @@ class Case(NamedTuple):
     stage: int = 0
     eager_loss: bool = False
 
+    @property
+    def dims(self) -> ParallelDims:
+        """The layout."""
+        return ParallelDims.from_config(self.config.parallelism, self.world_size)
 
-def count(cases: Sequence[Case], sure: bool = True) -> list[DryRun]:
-    """What each case counts in a step; if not `sure`, without the third count.
+    @property
+    def goal(self) -> Point:
+        """Layers and microbatches of the run itself."""
+        layers = find_model(self.config.model, DEFAULT_VOCAB_SIZE)[1].n_layers
+        return layers, grad_accum_steps(self.config.training, self.dims.dp)
 
-    Raises what a run with these settings raises, above all ConfigError.
+
+class DryRun(NamedTuple):
+    """What one rank computed, moved, sent and held in a step: numbers, and collections of them.
+
+    `memory` are the bytes held after each operation up to the optimizer's step, in lists that begin and end with each
+    forward and backward; `updating` are the most from there on.
     """
-    asked = [(case, goal(case), points(case, sure)) for case in cases]
-    found = run_all([(case, point) for case, _, some in asked for point in some])
-    lines = [extend({point: found[case, point] for point in some}, end) for case, end, some in asked]
-    found |= run_all([(case, end) for (case, end, _), line in zip(asked, lines, strict=True) if line is None])
-    return [line or found[case, end] for (case, end, _), line in zip(asked, lines, strict=True)]
+
+    sent: dict[tuple[str, str], list[int]]  # (axis, kind) → number of collectives, bytes of the whole tensors
+    flops: dict[str, int]  # type of the operands → operations of matmuls, also recomputed ones; "attention"
+    moved: dict[str, int]  # "step", "update" → bytes that all else reads and writes, fused where compiled
+    weights: int
+    optimizer: int
+    memory: list[list[int]]
+    updating: int
+    on_host: bool  # with `cpu_offload` weights and states are on the host, which runs the optimizer
+
+    @property
+    def peak(self) -> int:
+        """Most bytes held on the device in a step that finds the optimizer's states allocated."""
+        before = max(map(max, self.memory))
+        return before - self.weights if self.on_host else max(before + self.optimizer, self.updating)
+
+
+def check(config: Config, world_size: int) -> None:
+    """Raise ConfigError if train.py would refuse the run, wherever it is to run."""
+    spec, flavor = find_model(config.model, DEFAULT_VOCAB_SIZE)
+    parallelism = replace(config.parallelism, async_tp=False)  # it needs a GPU
+    loss_chunks(config)
+    check_float8(config, here=False)
+    _ = Case(config, world_size).goal  # the layout and the batch
+    spec.check_parallelism(flavor, replace(config, parallelism=parallelism))
+
+
+def dry_run(case: Case, point: Point) -> DryRun:
+    """Run one step of train.py with the layers and microbatches of `point`, as a rank of the case's stage, and count.
+
+    It starts a process group of fake ranks, so call it once per process. Raises what a run with these settings raises,
+    above all ConfigError.
+    """
+    gc.freeze()  # otherwise a collection walks through, and so copies, all objects of the parent
+    torch._logging.set_logs(dynamo=50)
+    check(case.config, case.world_size)
+    (n_layers, microbatches), rank = point, case.stage * case.world_size // case.dims.pp
+    tally = Tally()
+    weights = optimizer = 0
+    before: list[list[int]] = []
+    states: Any = {}
+
+    def start_fake_ranks(*_: Any) -> torch.device:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=case.world_size)
+        return torch.device("cpu")
+
+    def begin_fake_tensors(model: nn.Module, *args: Any) -> None:
+        nonlocal weights
+        if not weights:
+            modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            modes.enter_context(tally.counting())
+        init_weights(model, *args)
+        weights = tally.live
+
+    def begin_update(stepping: torch.optim.Optimizer, *_: Any) -> None:
+        nonlocal before, states
+        before, tally.memory, tally.part, states = tally.memory, [[tally.live]], "update", stepping.state
+        before[-1] = [max(before[-1])]  # clipping, weight after weight, has no one place where layers are added
+
+    def end_of_step(step: int) -> None:
+        nonlocal optimizer
+        kept = [x for state in states.values() for x in state.values() if isinstance(x, Tensor)]
+        parts = (x.to_local() if isinstance(x, DTensor) else x for x in kept)
+        optimizer = sum(x.untyped_storage().nbytes() for x in parts)
+
+    def make_loss(compile: Compile, mesh: Any) -> Any:
+        return build_loss(Compile() if case.eager_loss else compile, mesh)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
+        """A GPU's kernels get a mask in blocks, and leave out what it hides: about half, as if it were causal."""
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            return attention(q, k, v, **kwargs | {"is_causal": True})
+        return attention(q, k, v, attn_mask, **kwargs)
+
+    def load_zeros(config: Config, *_: Any, **__: Any) -> Any:
+        """A stand-in for the data loader."""
+        shape = config.training.local_batch_size, config.training.seq_len
+
+        def next_step() -> list[Batch]:
+            tally.begin_step()
+            tokens, labels, positions = (torch.zeros(shape, dtype=torch.int64) for _ in range(3))
+            return [Batch(tokens, labels, positions if config.data.mask_documents else None)] * microbatches
+
+        tokens = config.training.global_batch_size * config.training.seq_len
+        words = min(config.model.vocab_size or DEFAULT_VOCAB_SIZE, DEFAULT_VOCAB_SIZE)
+        return mock.Mock(next_step=next_step, vocab_size=words, tokens_per_step=tokens, tokens_seen=0, wait_seconds=0.0)
+
+    init_weights, build_loss, attention = train.init_weights, train.build_loss, F.scaled_dot_product_attention
+    # DTensor propagates global shapes by fake tensors that no rank holds: not to be counted.
+    propagate = _disable_current_modes()(ShardingPropagator._propagate_tensor_meta_non_cached)
+    vote = mock.Mock(item=lambda: 1)  # of the stages of a pipeline, on whether all know their shapes; ours do
+    no_stop = contextlib.nullcontext(mock.Mock(agreed=lambda: False, asked_by=""))
+    with (
+        warnings.catch_warnings(),
+        mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate),
+        mock.patch.dict(registry._COMPILER_FNS, aot_eager=tally.backend),
+        mock.patch.object(F, "scaled_dot_product_attention", attend),
+        mock.patch.object(dist, "new_group", return_value=None),
+        mock.patch.object(failures, "from_rank_0", return_value=[]),  # no steps to skip
+        mock.patch.object(PipelineStage, "_warmup_forward_vote", create=True),
+        mock.patch.object(PipelineStage, "_warmup_backward_result", return_value=vote, create=True),
+        mock.patch.object(metrics.MetricsLogger, "check_finite"),  # fake tensors have no values
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.multiple(
+            train,
+            launch_environment=lambda: LaunchEnvironment(rank, 0, case.world_size),
+            check_start=lambda *_: None,
+            init_weights=begin_fake_tensors,
+            build_loss=make_loss,
+            DataLoader=load_zeros,
+            CheckpointManager=lambda *_, **__: mock.Mock(load=lambda: 0),
+        ),
+        mock.patch.multiple(
+            run.run,
+            init_distributed=start_fake_ranks,
+            from_rank_0=lambda start: (Path(folder), {}),  # a name, and no settings changed
+            StopRequest=lambda *_: no_stop,
+            Watchdog=lambda *_, **__: mock.MagicMock(enter=lambda *_: None),  # a hook may not return anything
+        ),
+        contextlib.ExitStack() as modes,
+    ):
+        warnings.simplefilter("ignore")
+        register_optimizer_step_pre_hook(begin_update)
+        train.train(_one_step(case, n_layers, microbatches, folder), after_step=end_of_step)
+    on_host, flops, moved = case.config.parallelism.cpu_offload, dict(tally.flops), dict(tally.moved)
+    return DryRun(tally.sent, flops, moved, weights, optimizer, before, max(map(max, tally.memory)), on_host)
+
+
+def _one_step(case: Case, n_layers: int, microbatches: int, folder: str) -> Config:
+    """The case's config for one silent step of this size that neither reads nor writes anything of the user's."""
+    config, sequences = case.config, microbatches * case.config.training.local_batch_size * case.dims.dp
+    return replace(
+        config,
+        run=replace(config.run, folder="", outputs=folder),
+        model=replace(config.model, n_layers=n_layers),
+        training=replace(config.training, steps=1, global_batch_size=sequences),
+        lr_scheduler=replace(config.lr_scheduler, warmup_steps=0),  # one step has no room for it
+        compile=replace(config.compile, backend="aot_eager"),  # where the tally's is
+        parallelism=replace(config.parallelism, async_tp=False),  # it needs the GPU's compiler
+        checkpoint=replace(config.checkpoint, enable=False),
+        validation=replace(config.validation, enable=False, sample_tokens=0),
+        profiling=Profiling(),
+        failures=Failures(),  # fake tensors have no values to judge
+        metrics=Metrics(log_ranks=(), tensorboard=False),
+    )
 
 
 def run_all(jobs: Sequence[tuple[Case, Point]]) -> dict[tuple[Case, Point], DryRun]:
     """Dry runs in parallel, each in a process of its own: forked, since imports take longer than small runs."""
     jobs = list(dict.fromkeys(jobs))
     with multiprocessing.get_context("fork").Pool(len(os.sched_getaffinity(0)), maxtasksperchild=1) as pool:
-        return dict(zip(jobs, pool.starmap(_run, jobs, chunksize=1), strict=True))
+        return dict(zip(jobs, pool.starmap(dry_run, jobs, chunksize=1), strict=True))
 
 
-def _run(case: Case, point: Point) -> DryRun:
-    gc.freeze()  # otherwise a collection walks through, and so copies, all objects of the parent
-    torch._logging.set_logs(dynamo=50)
-    config, dims = case.config, ParallelDims.from_config(case.config.parallelism, case.world_size)
-    sequences = point[1] * config.training.local_batch_size * dims.dp
-    model = dataclasses.replace(config.model, n_layers=point[0])
-    training = dataclasses.replace(config.training, global_batch_size=sequences)
-    few = dataclasses.replace(config, model=model, training=training)
-    return dry_run(few, case.world_size, case.stage * case.world_size // dims.pp, case.eager_loss)
+def count(cases: Sequence[Case], sure: bool = True) -> list[DryRun]:
+    """What each case counts in a step; if not `sure`, without the third count.
 
-
-def goal(case: Case) -> Point:
-    """Layers and microbatches of the run itself."""
-    config, dims = case.config, ParallelDims.from_config(case.config.parallelism, case.world_size)
-    return find_model(config.model, DEFAULT_VOCAB_SIZE)[1].n_layers, grad_accum_steps(config.training, dims.dp)
+    Raises what a run with these settings raises, above all ConfigError.
+    """
+    asked = [(case, points(case, sure)) for case in cases]
+    found = run_all([(case, point) for case, some in asked for point in some])
+    lines = [extend({point: found[case, point] for point in some}, case.goal) for case, some in asked]
+    found |= run_all([(case, case.goal) for case, line in zip(cases, lines, strict=True) if line is None])
+    return [line or found[case, case.goal] for case, line in zip(cases, lines, strict=True)]
 
 
 def points(case: Case, sure: bool) -> list[Point]:
     """The numbers of layers and microbatches to count: two of each, or all there are, and a third of layers."""
-    (layers, microbatches), step, parallelism = goal(case), _period(case), case.config.parallelism
+    (layers, microbatches), step, parallelism = case.goal, _period(case), case.config.parallelism
     least = 2 * step if parallelism.pp > 1 else 2 * step + 1 + parallelism.prefetch_layers
     first = least + (layers - least) % step
     few = [first, first + step, first + 2 * step] if first + 2 * step < layers else [layers]
@@ -86,7 +260,7 @@ def points(case: Case, sure: bool) -> list[Point]:
 
 def _period(case: Case) -> int:
     """After how many layers a model, its checkpointing and its pipeline repeat. As many as there are if they do not."""
-    config, dims = case.config, ParallelDims.from_config(case.config.parallelism, case.world_size)
+    config, dims = case.config, case.dims
     spec, flavor = find_model(config.model, DEFAULT_VOCAB_SIZE)
     model = build_model(spec, flavor)
     if config.float8.enable:

@@ -67,8 +67,7 @@ class Tally(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.part, self.in_graph = "step", False
-        self.held: dict[int, int] = {}  # storage → bytes
-        self.numbers: dict[int, int] = {}  # storage → a number that no other storage had before
+        self.held: dict[int, tuple[int, int]] = {}  # storage → a number that no other storage had before, bytes
         self.n_storages = self.live = 0
         self.begin_step()
         self._begin_graph()
@@ -137,9 +136,7 @@ class Tally(TorchDispatchMode):
             new[self.n_storages] = x
             self.needed.add(self.n_storages)
         if not self.in_graph:
-            written = sum(map(_size, new.values()))
-            table = "embedding" in func.name()  # of which only some rows are read
-            self.moved[self.part] += written + sum(min(_size(x), written) if table else _size(x) for x in inputs)
+            self.moved[self.part] += sum(map(_size, [*inputs, *new.values()]))
             self._sample()
             return
         level = self._level(inputs)
@@ -151,7 +148,7 @@ class Tally(TorchDispatchMode):
                 self.needed.add(number)  # small: kept, not computed again
 
     def _number(self, x: Tensor) -> int:
-        return self.numbers.get(x.untyped_storage()._cdata, -1)
+        return self.held.get(x.untyped_storage()._cdata, (-1, 0))[0]
 
     def _level(self, inputs: list[Tensor]) -> int:
         return max((self.levels.get(self._number(x), 0) for x in inputs), default=0)
@@ -190,17 +187,18 @@ class Tally(TorchDispatchMode):
         key = storage._cdata
         if key not in self.held:
             self.n_storages += 1
-            self.held[key], self.numbers[key] = 0, self.n_storages
+            self.held[key] = self.n_storages, 0
             weakref.finalize(storage, self._free, key)
         self._resize(key, 0 if x.dtype == torch.bool else storage.nbytes())
 
     def _resize(self, key: int, size: int) -> None:
-        self.live += size - self.held[key]
-        self.held[key] = size
+        number, before = self.held[key]
+        self.held[key], self.live = (number, size), self.live + size - before
 
     def _free(self, key: int) -> None:
-        self.live -= self.held.pop(key)
-        self.freed.add(self.numbers.pop(key))
+        number, size = self.held.pop(key)
+        self.live -= size
+        self.freed.add(number)
 
     def backend(self, *args: Any, **kwargs: Any) -> Any:
         """A backend for torch.compile: inductor's graphs of forward and backward, whose operators run one by one."""

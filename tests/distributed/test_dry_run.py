@@ -8,13 +8,12 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 
 import train
 from config import load_config
 from models import find_model
 from tests.harness import run_ranks
-from tools.dry_run import DryRun, dry_run
+from tools.plan_count import Case, DryRun, dry_run
 
 CONFIGS = Path(__file__).parents[2] / "train_configs"
 WORLD_SIZES = {"debug": 2, "tutorial": 2, "llama3_8b": 64, "llama3_70b": 256, "llama3_405b": 128}
@@ -24,8 +23,8 @@ BLOCK_OF_8B, ENDS_OF_8B = 218_112_000, 1_050_677_248  # numbers: (8,030,261,248 
 
 def step(name: str, world_size: int, *arguments: str) -> DryRun:
     """A dry run in a process of its own."""
-    torch._logging.set_logs(dynamo=50)
-    return dry_run(load_config([f"--config={CONFIGS}/{name}.toml", "--model.n_layers=2", *arguments]), world_size)
+    case = Case(load_config([f"--config={CONFIGS}/{name}.toml", "--model.n_layers=2", *arguments]), world_size)
+    return dry_run(case, case.goal)
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.toml")))
