@@ -147,9 +147,6 @@ def dry_run(case: Case, point: Point) -> DryRun:
         parts = (x.to_local() if isinstance(x, DTensor) else x for x in kept)
         optimizer = sum(x.untyped_storage().nbytes() for x in parts)
 
-    def make_loss(compile: Compile, mesh: Any) -> Any:
-        return build_loss(Compile() if case.eager_loss else compile, mesh)
-
     def attend(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
         """A GPU's kernels get a mask in blocks, and leave out what it hides: about half, as if it were causal."""
         if attn_mask is not None and attn_mask.dtype == torch.bool:
@@ -190,7 +187,7 @@ def dry_run(case: Case, point: Point) -> DryRun:
             launch_environment=lambda: LaunchEnvironment(rank, 0, case.world_size),
             check_start=lambda *_: None,
             init_weights=begin_fake_tensors,
-            build_loss=make_loss,
+            build_loss=(lambda _, mesh: build_loss(Compile(), mesh)) if case.eager_loss else build_loss,
             DataLoader=load_zeros,
             CheckpointManager=lambda *_, **__: mock.Mock(load=lambda: 0),
         ),
