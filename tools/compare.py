@@ -8,6 +8,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,18 +18,9 @@ from config import TitaniteError, command_line, file_errors, tomllib
 from records import output_file, read_records, write_output
 
 MAX_POINTS = 4000  # per curve: longer ones keep every n-th row
-TITLES = {
-    "loss": "loss",
-    "validation_loss": "validation loss",
-    "tps": "tokens/s per device",
-    "mfu": "MFU",
-    "step_seconds": "seconds per step",
-    "grad_norm": "gradient norm",
-    "lr": "learning rate",
-    "memory_gib": "memory, GiB",
-    "data_wait_pct": "waiting for data, %",
-}
-Charts = dict[str, dict[str, list[Any]]]  # chart → columns step, tokens, hours and value
+AXES = ("step", "tokens", "hours")
+NO_CURVE = ("step", "tokens", "interval_steps", "skipped", "time")  # of a row: every other field is drawn
+Charts = dict[str, dict[str, list[Any]]]  # field of metrics.jsonl → columns AXES and value
 
 
 def write_page(runs: Sequence[Path], output: Path) -> None:
@@ -40,21 +32,15 @@ def write_page(runs: Sequence[Path], output: Path) -> None:
     if not read:
         raise TitaniteError("no run to compare")
     names = name_runs(list(read))
-    found = sorted({chart for charts, _ in read.values() for chart in charts})
-    found.sort(key=lambda chart: list(TITLES).index(chart.partition("/")[0]))
-    summaries = [summarize(charts, settings.get("world_size"), found) for charts, settings in read.values()]
+    charts, settings = zip(*read.values(), strict=True)
+    found = sorted(dict.fromkeys(chain.from_iterable(charts)), key=lambda field: "loss" not in field)  # losses first
     data = {
         "runs": [
-            {"name": name, "charts": {chart: _thinned(table) for chart, table in charts.items()}}
-            for name, (charts, _) in zip(names, read.values(), strict=True)
+            {"name": name, "summary": summarize(own, found), "charts": {field: _thinned(own[field]) for field in own}}
+            for name, own in zip(names, charts, strict=True)
         ],
         "charts": found,
-        "titles": TITLES,
-        "summary": {
-            "columns": list(summaries[0]),
-            "rows": [[name, *summary.values()] for name, summary in zip(names, summaries, strict=True)],
-        },
-        "settings": differing_settings([settings for _, settings in read.values()]),
+        "settings": differing_settings(settings),
     }
     template = Path(__file__).with_name("compare.html").read_text(encoding="utf-8")
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")  # cannot end the script
@@ -74,9 +60,9 @@ def read_run(folder: Path) -> tuple[Charts, dict[str, Any]]:
                 settings |= {f"package {name}": version for name, version in start.get("packages", {}).items()}
             return read_charts(folder), settings
     except (ValueError, KeyError, TypeError) as error:
+        files = "metrics.jsonl, starts.jsonl or config.toml"
         raise TitaniteError(
-            f"{folder}: its metrics.jsonl, starts.jsonl or config.toml is not as a run writes it: "
-            f"{type(error).__name__}: {error}"
+            f"{folder}: its {files} is not as a run writes it: {type(error).__name__}: {error}"
         ) from None
 
 
@@ -97,10 +83,9 @@ def read_charts(folder: Path) -> Charts:
     hours = 0.0
     for row in rows:
         hours += (row["step_seconds"] or 0) * (row["interval_steps"] or 0) / 3600
-        for key, value in row.items():
-            charted = key in TITLES or key.startswith("validation_loss/")
-            if charted and value is not None and math.isfinite(value):
-                table = charts.setdefault(key, {"step": [], "tokens": [], "hours": [], "value": []})
+        for field, value in row.items():
+            if field not in NO_CURVE and value is not None and math.isfinite(value):
+                table = charts.setdefault(field, {column: [] for column in (*AXES, "value")})
                 for column, x in zip(table.values(), (row["step"], row["tokens"], hours, value), strict=True):
                     column.append(x)
     return charts
@@ -113,18 +98,15 @@ def differing_settings(runs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     return [[key, *values] for key, values in shown.items() if len(set(values)) > 1]
 
 
-def summarize(charts: Charts, devices: int | None, found: Sequence[str]) -> dict[str, float | None]:
-    """Column → value of a run, with the losses among the charts `found`. None: it has no value."""
-    tps, mfu, memory = (charts[name]["value"] if name in charts else None for name in ("tps", "mfu", "memory_gib"))
-    longest = charts.get("loss", {})
-    losses = [chart for chart in found if chart.partition("/")[0] in ("loss", "validation_loss")]
-    return {
-        **{name: longest[name][-1] if longest else None for name in ("step", "tokens", "hours")},
-        "tokens/s": median(tps) * devices if tps and devices else None,
-        "MFU": median(mfu) if mfu else None,
-        "memory GiB": max(memory) if memory else None,
-        **{chart.replace("_", " "): charts[chart]["value"][-1] if chart in charts else None for chart in losses},
-    }
+def summarize(charts: Charts, found: Sequence[str]) -> list[float | None]:
+    """How far a run has come on each axis, then for each field of `found` the last loss or the median of other values.
+
+    None: the run does not have the field.
+    """
+    values = {field: table["value"] for field, table in charts.items()}
+    figures = {field: own[-1] if "loss" in field else median(own) for field, own in values.items()}
+    ends = [max(table[axis][-1] for table in charts.values()) for axis in AXES]
+    return ends + [figures.get(field) for field in found]
 
 
 def _thinned(table: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
@@ -143,9 +125,7 @@ def name_runs(folders: Sequence[Path]) -> list[str]:
 
 def main(argv: Sequence[str]) -> None:
     """The command line. Raises TitaniteError."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.compare", description="A page of curves, throughput and settings of several runs."
-    )
+    parser = argparse.ArgumentParser(prog="python -m tools.compare", description="Compare runs on an HTML page.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument("--output", type=output_file, default=Path("compare.html"), help="default %(default)s")
     arguments = parser.parse_args(argv)

@@ -65,18 +65,19 @@ def test_curves_tables_and_settings(tmp_path: Path) -> None:
     assert charts["validation_loss"]["value"] == [4.5]
     assert charts["validation_loss/code"]["hours"] == pytest.approx([0.055])
     losses = ["loss", "validation_loss", "validation_loss/code"]
-    assert data["charts"] == [*losses, "tps", "step_seconds", "grad_norm", "memory_gib"]
+    assert data["charts"] == [*losses, "grad_norm", "tps", "memory_gib", "step_seconds"]
     settings = {line[0]: line[1:] for line in data["settings"]}
     assert settings == {
         "training.seq_len": ["256", "128"],
         "optimizer.lr": ["0.0003", "0.5"],
         "world_size": ["2", "4"],
     }
-    summary = [dict(zip(["run", *data["summary"]["columns"]], line, strict=True)) for line in data["summary"]["rows"]]
-    assert (summary[0]["loss"], summary[0]["validation loss"], summary[0]["tokens/s"]) == (3.9, 4.5, 200.0)
-    assert [line["validation loss/code"] for line in summary] == [3.5, None]
-    assert [line["memory GiB"] for line in summary] == [2.5, None]
-    assert (summary[1]["tokens/s"], summary[1]["MFU"]) == (200.0, None)
+    summary = [
+        dict(zip(["step", "tokens", "hours", *data["charts"]], run["summary"], strict=True)) for run in data["runs"]
+    ]
+    assert [(line["step"], line["tokens"]) for line in summary] == [(11, 1100), (5, 500)]
+    assert [(line["loss"], line["validation_loss"]) for line in summary] == [(3.9, 4.5), (2.0, None)]
+    assert [(line["tps"], line["memory_gib"]) for line in summary] == [(100.0, 2.25), (50.0, None)]
     assert "<b>first" not in page, "names cannot become markup"
     assert not re.search(r"""(src|href)=|url\(|@import|fetch\(|https?://(?!www\.w3\.org/2000/svg)""", page)
 
