@@ -11,7 +11,6 @@ the end, as far as exit.json tells. It follows that each token was an input exac
 
 import argparse
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -28,11 +27,12 @@ from data.shards import Dataset, Split, open_dataset
 from data.stream import Stream
 
 
-def open_datasets(config: Config, steps: Sequence[Step]) -> tuple[list[Dataset], dict[str, Stream]]:
+def open_datasets(run: Path, steps: Sequence[Step]) -> tuple[list[Dataset], dict[str, Stream]]:
     """The datasets of `steps`, and hash → stream, to be read at any place.
 
-    Looks for each where the steps found it, then where `config` names it. Raises TitaniteError.
+    Looks for each where the steps found it, then where the run's config names it. Raises TitaniteError.
     """
+    config = from_dict(read_recorded((run / "config.toml").read_bytes(), run))
     urls = {name: step.urls.get(name, "") for step in steps for name in step.began.segment.datasets}
     found = [_find(name, url, config) for name, url in urls.items()]
     order, readers = steps[0].place, ThreadPoolExecutor(8)  # not the config's order: a refused start may have left it
@@ -53,8 +53,7 @@ def checksums(streams: Mapping[str, Stream], step: Step) -> list[int]:
     sums = [0] * shape.dp_size
     for number, first in enumerate(range(step.first, stop, shape.local_batch_size)):
         rank, own = number % shape.dp_size, samples(streams, step, first, shape.local_batch_size)
-        rows = [stream.read(start, seq_len)[0] for stream, start, seq_len in own]
-        sums[rank] = checksum([np.stack(rows)], sums[rank])
+        sums[rank] = checksum((stream.read(start, seq_len)[0] for stream, start, seq_len in own), sums[rank])
     return sums
 
 
@@ -94,16 +93,15 @@ def _lineage(recorded: list[Step], last_began: Place) -> list[Step]:
     """The steps that led to the last weights, in order."""
     starts = [list(steps) for _, steps in groupby(recorded, key=lambda step: id(step.began))]
     ends = [steps[-1].end.tokens for steps in starts]
-    until = math.inf if last_began is recorded[-1].began else last_began.tokens
+    until = ends[-1] if last_began is recorded[-1].began else last_began.tokens
     pieces = []
-    while starts:
-        # The piece found before begins at `until`. Find the last earlier start whose steps reach that place. A start
-        # in between may not reach it, if it resumed from an older checkpoint because the newest was unreadable. If no
-        # start reaches it, steps are missing, and `_check_follows` reports that.
-        i = next((i for i in reversed(range(len(starts))) if ends[i] >= until), len(starts) - 1)
-        pieces.append([step for step in starts[i] if step.place.tokens < until])
-        until = min(until, starts[i][0].began.tokens)
-        del starts[i:]
+    for number, start in reversed(list(enumerate(starts))):
+        # The piece found before begins at `until`. A start may not reach that place, if it resumed from an older
+        # checkpoint because the newest was unreadable: an earlier one does. If none does, steps are missing:
+        # `_check_follows` reports that behind the start that came furthest.
+        if ends[number] >= min(until, max(ends[: number + 1])):
+            pieces.append([step for step in start if step.place.tokens < until])
+            until = min(until, start[0].began.tokens)
     return list(chain.from_iterable(reversed(pieces)))
 
 
@@ -138,18 +136,16 @@ def prove(run: Path) -> list[str]:
 
     Raises TitaniteError naming the first step and rank that fails.
     """
-    config = run_config(run)
     steps, void = trained_steps(run)
     recorded, reached = _recorded(run, steps), _reached(run)
     if len(steps) < reached:
-        raise TitaniteError(
-            f"{run}: step {reached:,} was trained, as exit.json says, but rank 0's ledger ends with step {len(steps):,}"
-        )
+        ledger = f"but rank 0's ledger ends with step {len(steps):,}"
+        raise TitaniteError(f"{run}: step {reached:,} was trained, as exit.json says, {ledger}")
     cut = len(steps) > reached and (recorded[: steps[-1].shape.dp_size, -1] < 0).any()  # killed before all began it
     begun = [steps.pop()] if cut else []
     if not steps:
         raise TitaniteError(f"{run}: no step is recorded on all of its {begun[0].shape.dp_size} data-parallel ranks")
-    datasets, streams = open_datasets(config, steps)
+    datasets, streams = open_datasets(run, steps)
     for number, step in enumerate(tqdm(steps, desc="prove", unit=" steps"), start=1):
         own = recorded[: step.shape.dp_size, number - 1]
         if (own < 0).any():
@@ -198,10 +194,8 @@ def _recorded(run: Path, steps: list[Step]) -> np.ndarray:
         before = None
         for own in _read_rank(run, rank).steps:
             if before and own.began is before.began and own.first != before.first + before.shape.samples:
-                raise TitaniteError(
-                    f"{run}: rank {rank}: the step from sample {own.first:,} on follows the one from "
-                    f"{before.first:,} on, but a step has {before.shape.samples:,} samples"
-                )
+                order = f"the step from sample {own.first:,} on follows the one from {before.first:,} on"
+                raise TitaniteError(f"{run}: rank {rank}: {order}, which has {before.shape.samples:,} samples")
             before = own
             number = numbers.get(_line_key(own))
             if number is not None:
@@ -212,13 +206,6 @@ def _recorded(run: Path, steps: list[Step]) -> np.ndarray:
 
 def _line_key(step: Step) -> tuple[int, int, int]:
     return step.place.tokens, step.began.tokens, step.began.segment.seq_len
-
-
-def run_config(run: Path) -> Config:
-    """The config in a run folder. Raises TitaniteError."""
-    if not (file := run / "config.toml").is_file():
-        raise TitaniteError(f"{run}: no config.toml there; is it a run folder?")
-    return from_dict(read_recorded(file.read_bytes(), file))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -245,11 +232,11 @@ def _numbers(steps: str) -> range:
 
 def list_documents(run: Path, numbers: range) -> Iterator[str]:
     """Yield where each document of the steps `numbers` lies, and the text that was read. Raises TitaniteError."""
-    config, (recorded, _) = run_config(run), trained_steps(run)
+    recorded, _ = trained_steps(run)
     if numbers[-1] > len(recorded):
         raise TitaniteError(f"--steps {numbers[0]}:{numbers.stop}: the run has steps 1 to {len(recorded)}")
     steps = recorded[numbers[0] - 1 : numbers[-1]]
-    datasets, streams = open_datasets(config, steps)
+    datasets, streams = open_datasets(run, steps)
     tokenizer, read = datasets[0].tokenizer(), lru_cache(64)(Split.read)
     for number, step in zip(numbers, steps, strict=True):
         for sample, (stream, start, seq_len) in enumerate(samples(streams, step, step.first, step.shape.samples)):

@@ -61,9 +61,7 @@ def read_run(folder: Path) -> tuple[Charts, dict[str, Any]]:
             return read_charts(folder), settings
     except (ValueError, KeyError, TypeError) as error:
         files = "metrics.jsonl, starts.jsonl or config.toml"
-        raise TitaniteError(
-            f"{folder}: its {files} is not as a run writes it: {type(error).__name__}: {error}"
-        ) from None
+        raise TitaniteError(f"{folder}: its {files} is not as a run writes it: {error!r}") from None
 
 
 def read_charts(folder: Path) -> Charts:

@@ -217,10 +217,10 @@ def test_the_dataset_verifies_and_the_audit_rebuilds_its_batches(folder: Path) -
     loader.open_ledger(folder / "run")
     batches = [batch for _ in range(3) for batch in loader.next_step()]
     steps, _ = trained_steps(folder / "run")
-    _, streams = open_datasets(config, steps)
+    (folder / "run" / "config.toml").write_text(to_toml(config))
+    _, streams = open_datasets(folder / "run", steps)
     for step, batch in zip(steps, batches, strict=True):
         assert checksums(streams, step) == [zlib.crc32(batch.tokens.numpy().astype("<i8").tobytes())]
-    (folder / "run" / "config.toml").write_text(to_toml(config))
     line = next(list_documents(folder / "run", range(3, 4)))
     assert f': "w{batch.tokens[0, 0]} ' in line
     loader.close()
