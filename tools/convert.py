@@ -28,23 +28,20 @@ IDS_AT_ONCE = 2**24  # searched for ends of documents
 
 def read_documents(path: Path, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
     """Yield the documents of a file, each with one eos at its end. Leaves out empty ones. Raises DataError."""
-    waiting: list[np.ndarray] = []  # the document that a piece of the file has cut
     with failures_of(f"{path}: cannot be read"):
-        ids = np.memmap(path, writer.token_dtype(tokenizer.vocab_size), "r")
+        ids = np.asarray(np.memmap(path, writer.token_dtype(tokenizer.vocab_size), "r"))
+        start = 0  # of the document
         for first in range(0, len(ids), IDS_AT_ONCE):
-            piece = np.asarray(ids[first : first + IDS_AT_ONCE])
+            piece = ids[first : first + IDS_AT_ONCE]
             if (bad := piece >= tokenizer.vocab_size).any():
                 known = f"the tokenizer's vocabulary of {tokenizer.vocab_size}"
                 raise DataError(f"{path}: token {first + bad.argmax()}: id {piece[bad][0]} is not in {known}")
-            *ended, rest = np.split(piece, np.flatnonzero(piece == tokenizer.eos_id) + 1)
-            for end in ended:
-                document = np.concatenate([*waiting, end])
-                waiting = []
-                if len(document) > 1:
-                    yield document
-            waiting.append(rest)
-        if len(document := np.concatenate([*waiting, ids[:0]])):
-            yield np.append(document, ids.dtype.type(tokenizer.eos_id))
+            for stop in (first + 1 + np.flatnonzero(piece == tokenizer.eos_id)).tolist():
+                if stop - start > 1:
+                    yield ids[start:stop]
+                start = stop
+        if start < len(ids):
+            yield np.append(ids[start:], ids.dtype.type(tokenizer.eos_id))
 
 
 def convert(

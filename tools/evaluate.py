@@ -24,10 +24,8 @@ TASKS = "mmlu,arc_easy,arc_challenge,hellaswag,sciq,openbookqa,piqa,winogrande"
 
 def main(argv: list[str]) -> int:
     """The command line. Returns lm-eval's exit code. Raises TitaniteError."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.evaluate", allow_abbrev=False,
-        description="Benchmarks on a trained model. Further options are lm-eval's.",
-    )  # fmt: skip
+    about = "Benchmarks on a trained model. Further options are lm-eval's."
+    parser = argparse.ArgumentParser(prog="python -m tools.evaluate", description=about, allow_abbrev=False)
     add_place_arguments(parser)
     parser.add_argument("--tasks", default=TASKS, help="names of lm-eval's tasks, by commas (default %(default)s)")
     arguments, options = parser.parse_known_args(argv)

@@ -11,12 +11,10 @@ its output and gradients, on its own activations.
 
 import argparse
 import json
-import math
 import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,31 +43,31 @@ def measure_layers(
 ) -> dict[str, dict[str, float]]:
     """Layer → SQNR in dB, against float64, of its own y, dx and dw, on a validation batch of `model` in bfloat16."""
     from torchao.float8.float8_linear import Float8Linear
+    from torchao.float8.float8_utils import compute_error  # SQNR in dB
 
     settings = build_linear_config(replace(config.float8, fsdp_all_gather="off"))
-    inputs, noise = dict[str, Tensor](), dict[str, dict[str, float]]()
+    noise = dict[str, dict[str, float]]()
 
-    def keep(name: str, linear: nn.Module, args: tuple[Tensor, ...]) -> None:
-        inputs[name] = args[0].detach().flatten(0, -2).bfloat16()
+    def watch(name: str, linear: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> None:
+        y.register_hook(partial(measure, name, linear, args[0].detach()))
 
-    def measure(name: str, linear: nn.Module, _: Any, gradients: tuple[Tensor, ...]) -> None:
+    def measure(name: str, linear: nn.Module, x: Tensor, dy: Tensor) -> None:
         weight = linear.weight.detach().bfloat16()  # type: ignore[operator]
         plain = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
         plain.weight = nn.Parameter(weight)
         float8 = Float8Linear.from_float(plain, settings)
-        x, dy = inputs.pop(name).requires_grad_(), gradients[0].flatten(0, -2).bfloat16()
+        x, dy = (tensor.flatten(0, -2).bfloat16() for tensor in (x, dy))
         with torch.enable_grad():
-            y = float8(x)
+            y = float8(x.requires_grad_())
             dx, dw = torch.autograd.grad(y, (x, float8.weight), dy)
         x64, w64, dy64 = x.detach().double(), weight.double(), dy.double()
-        noise[name] = {"y": sqnr(x64 @ w64.T, y), "dx": sqnr(dy64 @ w64, dx), "dw": sqnr(dy64.T @ x64, dw)}
+        pairs = {"y": (x64 @ w64.T, y.detach()), "dx": (dy64 @ w64, dx), "dw": (dy64.T @ x64, dw)}
+        noise[name] = {key: compute_error(exact, found.double()).item() for key, (exact, found) in pairs.items()}
 
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     for name in names:
-        linear = model.get_submodule(name)
-        linear.register_forward_pre_hook(partial(keep, name))
-        linear.register_full_backward_hook(partial(measure, name))
+        model.get_submodule(name).register_forward_hook(partial(watch, name))
     model.tok_embeddings.weight.requires_grad_(True)  # type: ignore[union-attr]
     model.compute_dtype = torch.bfloat16  # type: ignore[assignment]
     tokens, labels, positions = next(validation_batches(config, 0, 1)).to(device)
@@ -77,19 +75,10 @@ def measure_layers(
     return noise
 
 
-def sqnr(exact: Tensor, approximate: Tensor) -> float:
-    """Signal to quantization noise, dB."""
-    noise = (exact - approximate.detach().double()).norm().item()
-    return 20 * math.log10(exact.norm().item() / noise) if noise else math.inf
-
-
 def main(argv: list[str]) -> None:
     """The command line. Raises TitaniteError."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.parity",
-        description="Train a config in bfloat16 and in float8 and compare. Other options are settings of the run.",
-        allow_abbrev=False,
-    )
+    about = "Train a config in bfloat16 and in float8 and compare. Other options are settings of the run."
+    parser = argparse.ArgumentParser(prog="python -m tools.parity", description=about, allow_abbrev=False)
     default = Path("outputs/float8-parity")
     parser.add_argument("--output", type=output_path, default=default, help="new folder (default %(default)s)")
     arguments, rest = parser.parse_known_args(argv)

@@ -106,8 +106,7 @@ def find_faults(reports: Sequence[Report], expect_gbits: float) -> list[str]:
             found.append(f"a matrix product takes {1e3 * report.gemm_seconds:.2f} ms, usual are {1e3 * gemm:.2f} ms")
         for source, rate in report.gbits.items():
             if rate * SLOW < wanted:
-                place = f"rank {source} ({reports[source].host})"
-                found.append(f"{rate:.2f} Gbit/s from {place}, wanted {wanted:.2f} Gbit/s")
+                found.append(f"{rate:.2f} Gbit/s from rank {source} ({reports[source].host}), wanted {wanted:.2f}")
         faults += [f"rank {rank} ({report.host}): {fault}" for fault in found]
     return faults
 
@@ -116,8 +115,7 @@ def main(argv: Sequence[str]) -> int:
     """The command line. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tools.preflight", description="Is this cluster fit to train on?")
     parser.add_argument("--storage", default="", help="folder or s3://bucket/prefix to write to and read from")
-    help_text = "between two ranks; default: what most pairs have"
-    parser.add_argument("--expect-gbits", type=float, default=0.0, help=help_text)
+    parser.add_argument("--expect-gbits", type=float, default=0.0, help="between two ranks; default: what most have")
     arguments = parser.parse_args(argv)
     environment = launch_environment()
     logging.disable(logging.WARNING)
@@ -130,14 +128,11 @@ def main(argv: Sequence[str]) -> int:
     dist.all_gather_object(reports, Report(socket.gethostname(), storage_error, alike, gemm_seconds, gbits))
     faults = find_faults(reports, arguments.expect_gbits)
     if environment.rank == 0:
+        gemms = [1e3 * report.gemm_seconds for report in reports]
+        rates = [rate for report in reports for rate in report.gbits.values()] or [0.0]
         print(f"ranks: {len(reports)}, hosts: {len({report.host for report in reports})}, {device.type}, {versions}")
-        table = {
-            "matrix product, ms": [1e3 * report.gemm_seconds for report in reports],
-            "pairs, Gbit/s": [rate for report in reports for rate in report.gbits.values()],
-            "all-reduce, Gbit/s": [all_reduce],
-        }
-        for what, values in table.items():
-            print(f"{what:18} {min(values, default=0):10.2f} to {max(values, default=0):10.2f}")
+        print(f"matrix product: {min(gemms):.2f} to {max(gemms):.2f} ms")
+        print(f"pairs: {min(rates):.2f} to {max(rates):.2f} Gbit/s, all-reduce: {all_reduce:.2f} Gbit/s")
         print(*(f"fault: {fault}" for fault in faults), f"faults found: {len(faults)}", sep="\n")
     dist.barrier()  # until rank 0 has printed
     shut_down()
