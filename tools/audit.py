@@ -68,24 +68,32 @@ def _find(name: str, url: str, config: Config) -> Dataset:
             others.append(f"{place}: holds dataset {dataset.hash}")
         except TitaniteError as error:
             others.append(str(error))
-    raise TitaniteError(
-        f"{'; '.join(others)}; this run has read dataset {name} at {url}: put it back, or name its new place in "
-        "data.datasets of the run's config.toml"
-    )
+    advice = "put it back, or name its new place in data.datasets of the run's config.toml"
+    raise TitaniteError(f"{'; '.join(others)}; this run has read dataset {name} at {url}: {advice}")
 
 
 def trained_steps(run: Path) -> tuple[list[Step], int]:
     """The steps that led to the run's last weights, and the number of steps that resumes made void.
 
-    Reads the ledger of data-parallel rank 0. Raises TitaniteError if a step is missing or came twice.
+    Reads the ledger of data-parallel rank 0. Raises TitaniteError unless each step continues all datasets, in the same
+    order, where the one before ended.
     """
     recorded, last_began = _read_rank(run, 0)
     kept = _lineage(recorded, last_began) if recorded and last_began else []
     if not kept:
         otherwise = f"all {len(recorded):,} were made void by a resume" if recorded else "is it a run folder?"
         raise TitaniteError(f"{run}: no step of data-parallel rank 0 is recorded; {otherwise}")
+    ended: dict[str, int] = {}  # dataset → its tokens that the steps before have consumed
     for number, step in enumerate(kept):
-        _check_follows(run, number, kept[number - 1] if number else None, step)
+        if (old := kept[0].place[:2]) != (new := step.place[:2]):
+            order = "data order than the next (seed, window_blocks)"
+            raise TitaniteError(f"{run}: step {number} has another {order}: {old}, {new}")
+        begins = step.place.consumed
+        for name in sorted(begins.keys() | ended.keys()):
+            if gap := begins.get(name, 0) - ended.get(name, 0):
+                what = f"{abs(gap):,} tokens of dataset {name} {'are missing' if gap > 0 else 'are repeated'}"
+                raise TitaniteError(f"{run}: {what} between step {number} and the next")
+        ended = step.end.consumed
     return kept, len(recorded) - len(kept)
 
 
@@ -98,23 +106,11 @@ def _lineage(recorded: list[Step], last_began: Place) -> list[Step]:
     for number, start in reversed(list(enumerate(starts))):
         # The piece found before begins at `until`. A start may not reach that place, if it resumed from an older
         # checkpoint because the newest was unreadable: an earlier one does. If none does, steps are missing:
-        # `_check_follows` reports that behind the start that came furthest.
+        # `trained_steps` reports that, behind the start that came furthest.
         if ends[number] >= min(until, max(ends[: number + 1])):
             pieces.append([step for step in start if step.place.tokens < until])
             until = min(until, start[0].began.tokens)
     return list(chain.from_iterable(reversed(pieces)))
-
-
-def _check_follows(run: Path, number: int, before: Step | None, step: Step) -> None:
-    """Raise TitaniteError unless `step` continues all datasets, in the same order, where `before` (`number`) ended."""
-    if before and (old := before.place[:2]) != (new := step.place[:2]):
-        order = "data order than the next (seed, window_blocks)"
-        raise TitaniteError(f"{run}: step {number} has another {order}: {old}, {new}")
-    begins, ended = step.place.consumed, before.end.consumed if before else {}
-    for name in sorted(begins.keys() | ended.keys()):
-        if gap := begins.get(name, 0) - ended.get(name, 0):
-            what = f"{abs(gap):,} tokens of dataset {name} {'are missing' if gap > 0 else 'are repeated'}"
-            raise TitaniteError(f"{run}: {what} between step {number} and the next")
 
 
 def _read_rank(run: Path, rank: int) -> Records:
@@ -153,9 +149,9 @@ def prove(run: Path) -> list[str]:
         if (wrong := own != checksums(streams, step)).any():
             raise TitaniteError(f"{run}: step {number}: rank {wrong.argmax()} was given other tokens than the data has")
     end, ranks = steps[-1].end, [step.shape.dp_size for step in steps]
-    all_ranks = f"{sorted(set(ranks))} data-parallel ranks"
+    sizes = f"{sorted(set(ranks))} data-parallel ranks"
     lines = [
-        f"{len(steps):,} steps, {end.tokens:,} tokens, without gap or overlap, on {all_ranks}",
+        f"{len(steps):,} steps, {end.tokens:,} tokens, without gap or overlap, on {sizes}",
         f"steps made void by a resume, left out: {void:,}; batches rebuilt and found equal: {sum(ranks):,}",
     ]
     for dataset in datasets:

@@ -85,12 +85,8 @@ def export_model(
     load_place(place, fill)
 
 
-def write_companions(
-    folder: Path, companions: Mapping[str, bytes], tokenizer: Tokenizer, config: dict[str, Any]
-) -> None:
+def write_companions(folder: Path, given: Mapping[str, bytes], tokenizer: Tokenizer, config: dict[str, Any]) -> None:
     """Write config.json, generation_config.json and the tokenizer's files, with all that AutoTokenizer needs."""
-    for file, content in companions.items():
-        (folder / file).write_bytes(content)
     ends = {tokenizer.eos_id}
     if tokenizer.chat_template:
         with suppress(TitaniteError):  # a template that is not for chats
@@ -104,11 +100,12 @@ def write_companions(
         "model_max_length": config["max_position_embeddings"],
         "clean_up_tokenization_spaces": False,
     }
-    declared = json_object(companions.get("tokenizer_config.json", b"{}"), "tokenizer_config.json")
+    declared = json_object(given.get("tokenizer_config.json", b"{}"), "tokenizer_config.json")
     made = {"tokenizer_config.json": defaults | declared, "config.json": config | ids}
-    made |= {} if "generation_config.json" in companions else {"generation_config.json": ids}
-    for file, values in made.items():
-        (folder / file).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    made |= {} if "generation_config.json" in given else {"generation_config.json": ids}
+    encoded = {file: f"{json.dumps(values, indent=2)}\n".encode() for file, values in made.items()}
+    for file, content in {**given, **encoded}.items():
+        (folder / file).write_bytes(content)
 
 
 def exported_model(manifest: Manifest) -> tuple[Any, nn.Module, Any]:
@@ -209,7 +206,7 @@ def how_to_start(place: str, family: str, flavor: Any) -> str:
 def compare_logits(folder: Path, opened: Opened, model: nn.Module) -> None:
     """Compare logits of 64 tokens, in float32, of the checkpoint and of the Hugging Face folder.
 
-    `model` is on the meta device, and afterwards on the host, with weights rounded as in the files. Only logs why, if
+    `model` is on the meta device, and afterwards on the host, with weights rounded as in the folder. Only logs why, if
     transformers is not installed or memory is too small. Raises CheckpointError if they differ.
     """
     needed = 2 * 4 * sum(parameter.numel() for parameter in model.parameters())
@@ -220,13 +217,11 @@ def compare_logits(folder: Path, opened: Opened, model: nn.Module) -> None:
     from transformers import AutoModelForCausalLM
 
     theirs = AutoModelForCausalLM.from_pretrained(folder).eval()
-    ours, dtype, vocab_size = model.to_empty(device="cpu"), theirs.dtype, theirs.config.vocab_size
+    ours, vocab_size = model.to_empty(device="cpu"), theirs.config.vocab_size
     read_state(opened, {"model": model_tensors([ours])})
     tokens = torch.arange(64)[None] * max(1, vocab_size // 64) % vocab_size
     with torch.no_grad():
-        for parameter in ours.parameters():
-            parameter.copy_(parameter.to(dtype))
-        logits, expected = ours(tokens), theirs.float()(tokens).logits
+        logits, expected = ours.to(theirs.dtype).float()(tokens), theirs.float()(tokens).logits
     difference, largest = (logits - expected).abs().max().item(), expected.abs().max().item()
     if not difference <= LOGITS_TOLERANCE * largest:
         raise CheckpointError(f"{folder}: logits differ from those of transformers by {difference:.2e}, of {largest:g}")

@@ -64,8 +64,7 @@ def measure_layers(
         pairs = {"y": (x64 @ w64.T, y.detach()), "dx": (dy64 @ w64, dx), "dw": (dy64.T @ x64, dw)}
         noise[name] = {key: compute_error(exact, found.double()).item() for key, (exact, found) in pairs.items()}
 
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
+    model.requires_grad_(False)
     for name in names:
         model.get_submodule(name).register_forward_hook(partial(watch, name))
     model.tok_embeddings.weight.requires_grad_(True)  # type: ignore[union-attr]

@@ -26,8 +26,6 @@ from data.files import Files
 from data.shards import DataError, Dataset, Split, open_dataset
 from storage import DamagedError, MissingError, Store
 
-THREADS = 4
-
 
 def faults(dataset: Dataset) -> Iterator[str]:
     """Yield a message for each fault of a dataset. Raises StoreError if it cannot be read."""
@@ -44,7 +42,7 @@ def faults(dataset: Dataset) -> Iterator[str]:
         return ""
 
     blocks = [(split, block) for split in dataset.splits.values() for block in range(len(split.size))]
-    with ThreadPoolExecutor(THREADS) as threads:
+    with ThreadPoolExecutor(4) as threads:
         found = threads.map(lambda block: check(*block), blocks)
         yield from filter(None, tqdm(found, desc="verify", unit=" blocks", total=len(blocks)))
 
@@ -70,11 +68,10 @@ def judge(store: Store, name: str, reads: bool) -> tuple[str, bool]:
             for file, digest in manifest.get("companions", {}).items():
                 read_small(store, name, file, digest)
             opened = open_checkpoint(store, name)
-            items = opened.metadata.storage_data
-            total = sum(info.length for info in items.values())
+            total = sum(info.length for info in opened.metadata.storage_data.values())
             with tqdm(total=total, unit="B", unit_scale=True, desc=name[:13], disable=None, leave=False) as bar:
                 verify_items(opened, bar.update)
-            state = f"intact, {len(items)} items"
+            state = f"intact, {len(opened.metadata.storage_data)} items"
     except DamagedError as error:
         if name and f"{name}/{MANIFEST}" not in store.sizes(name):
             return "removed during this check, as a run in training removes its older ones", False
