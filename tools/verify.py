@@ -38,7 +38,7 @@ def faults(dataset: Dataset) -> Iterator[str]:
         try:
             split.read(block)
         except DataError as error:
-            return str(error).partition("; `python -m tools.verify`")[0]  # an advice to run this command
+            return str(error).partition("; `python -m tools.verify`")[0]  # without the advice to run this command
         return ""
 
     blocks = [(split, block) for split in dataset.splits.values() for block in range(len(split.size))]
