@@ -18,9 +18,9 @@ from torch.nn.utils.rnn import pad_sequence
 from config import ConfigError, TitaniteError, command_line, file_errors
 from data.tokenizer import Tokenizer
 from models.llama.model import KVCache
-from trained import Trained, add_place_arguments, load_from_arguments
+from trained import Trained, add_place_arguments, check_least, load_from_arguments
 
-PREFILL_TOKENS = 512  # of a prompt per forward: limits the memory of the logits, most of which go unused
+PREFILL_TOKENS = 512  # of a prompt per forward: limits the memory of the logits, which go unused
 
 
 # ---------------------------------------------------------------- token by token
@@ -47,32 +47,18 @@ def generate(
     """
     generators = [torch.Generator(device).manual_seed(sampling.seed + row) for row in range(len(prompts))]
     caches = [KVCache(max(map(len, prompts)) + max_tokens) for _ in range(len(model.layers))]  # type: ignore[arg-type]
-    logits_BV = _prefill(model, prompts, caches, device)
-    positions_B1 = torch.tensor([[len(prompt)] for prompt in prompts], device=device)
-    for drawn in range(1, max_tokens + 1):
-        rows = zip(logits_BV.float(), generators, strict=True)
+    # Shorter prompts are padded at the end. What padding stores is overwritten before any token sees it.
+    prompts_BS = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True).to(device)
+    for start in range(0, prompts_BS.shape[1] - 1, PREFILL_TOKENS):
+        piece_BS = prompts_BS[:, start : start + PREFILL_TOKENS]
+        model(piece_BS, torch.arange(start, start + piece_BS.shape[1], device=device)[None], caches)
+    tokens_B = torch.tensor([prompt[-1] for prompt in prompts], device=device)  # the first whose logits are used
+    positions_B1 = torch.tensor([[len(prompt) - 1] for prompt in prompts], device=device)
+    for _ in range(max_tokens):
+        rows = zip(model(tokens_B[:, None], positions_B1, caches)[:, -1].float(), generators, strict=True)
         tokens_B = torch.stack([sample(logits_V, sampling, generator) for logits_V, generator in rows])
         yield tokens_B.tolist()
-        if drawn < max_tokens:
-            logits_BV = model(tokens_B[:, None], positions_B1, caches)[:, -1]
-            positions_B1 = positions_B1 + 1
-
-
-def _prefill(model: nn.Module, prompts: Sequence[Sequence[int]], caches: list[KVCache], device: torch.device) -> Tensor:
-    """Fill the caches with the prompts. Returns the logits [B, V] after the last token of each.
-
-    Shorter prompts are padded at the end. What padding stores is overwritten before any token sees it.
-    """
-    tokens_BS = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True).to(device)
-    last: dict[int, Tensor] = {}
-    for start in range(0, tokens_BS.shape[1], PREFILL_TOKENS):
-        piece_BS = tokens_BS[:, start : start + PREFILL_TOKENS]
-        positions_1S = torch.arange(start, start + piece_BS.shape[1], device=device)[None]
-        logits_BSV = model(piece_BS, positions_1S, caches)
-        for row, prompt in enumerate(prompts):
-            if start < len(prompt) <= start + PREFILL_TOKENS:
-                last[row] = logits_BSV[row, len(prompt) - 1 - start]
-    return torch.stack([last[row] for row in range(len(prompts))])
+        positions_B1 = positions_B1 + 1
 
 
 def sample(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
@@ -103,7 +89,6 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop_ids: frozenset[int], stops: Sequence[str]):
         self.tokenizer, self.stop_ids, self.stops = tokenizer, stop_ids, stops
-        self.without_text = special_ids(tokenizer)
         # Tokens whose text is out, on which the next text may depend. All of the prompt, since its last few may begin
         # in the middle of a character: a decoder of bytes would then decode none of the whole run.
         self.shown = list(prompt)
@@ -115,34 +100,30 @@ class TextStream:
         """Add a token. Returns the text that has become certain."""
         if token in self.stop_ids:
             return self.finish()
-        if token in self.without_text:
-            return ""
         self.pending.append(token)
-        text = self._decode_pending()
-        return "" if text.endswith("\ufffd") else self._release(text)
+        return self._release()
 
     def finish(self) -> str:
         """End the text. Returns what was still held back."""
-        text = self._release(self._decode_pending())
-        if not self.done:
-            text, self.held, self.done = text + self.held, "", True
+        text = "" if self.done else self._release(all_of_it=True)
+        self.done = True
         return text
 
-    def _decode_pending(self) -> str:
+    def _release(self, all_of_it: bool = False) -> str:
+        """The text, held or pending, that ends a character and neither is nor can become part of a stop string."""
         before, after = (self.tokenizer.decode(ids) for ids in (self.shown, self.shown + self.pending))
-        return after[len(before) :]
-
-    def _release(self, text: str) -> str:
-        """The beginning of the held text and `text` that neither is nor can become part of a stop string."""
-        if self.pending:  # those without text (special tokens) join `shown`: the next word follows what came before
-            self.shown, self.pending = self.pending if text else self.shown + self.pending, []
+        text = after[len(before) :]
+        if text.endswith("\ufffd") and not all_of_it:
+            return ""
+        # Tokens without text (special tokens) join `shown`: the next word follows what came before.
+        self.shown, self.pending = self.pending if text else self.shown + self.pending, []
         text = self.held + text
         ends = [text.index(stop) for stop in self.stops if stop in text]
         if ends:
-            self.held, self.done = "", True
+            self.done = True
             return text[: min(ends)]
         begun = (n for stop in self.stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
-        certain = len(text) - max(begun, default=0)
+        certain = len(text) if all_of_it else len(text) - max(begun, default=0)
         self.held = text[certain:]
         return text[:certain]
 
@@ -156,28 +137,19 @@ class Request(Sampling):
     stops: tuple[str, ...] = ()  # texts; a special token is named by its text
 
 
-def special_ids(tokenizer: Tokenizer, texts: Sequence[str] | None = None) -> frozenset[int]:
-    """The ids of all special tokens, or of those among `texts`. Decoded text never shows them."""
-    added = tokenizer.raw.get_added_tokens_decoder().items()
-    return frozenset(id for id, token in added if token.special and (texts is None or token.content in texts))
-
-
 def stream_texts(trained: Trained, prompts: Sequence[Sequence[int]], request: Request) -> Iterator[tuple[int, str]]:
     """Yield (row, its next text) as tokens come, until all rows are finished."""
-    stop_ids = request.stop_ids | special_ids(trained.tokenizer, request.stops)
-    streams = [TextStream(trained.tokenizer, prompt, stop_ids, request.stops) for prompt in prompts]
-    steps = generate(trained.model, prompts, request.max_tokens, trained.device, request)
-    for number, tokens in enumerate(steps, start=1):
+    added = trained.tokenizer.raw.get_added_tokens_decoder().items()
+    special = {id for id, token in added if token.special and token.content in request.stops}  # no text shows them
+    streams = [TextStream(trained.tokenizer, ids, request.stop_ids | special, request.stops) for ids in prompts]
+    for tokens in generate(trained.model, prompts, request.max_tokens, trained.device, request):
         for row, (stream, token) in enumerate(zip(streams, tokens, strict=True)):
-            if stream.done:
-                continue
-            text = stream.push(token)
-            if number == request.max_tokens and not stream.done:
-                text += stream.finish()
-            if text:
-                yield row, text
+            if not stream.done:
+                yield row, stream.push(token)
         if all(stream.done for stream in streams):
             return
+    for row, stream in enumerate(streams):
+        yield row, stream.finish()
 
 
 # ---------------------------------------------------------------- command line
@@ -192,12 +164,14 @@ def check_prompt(name: str, prompt: str, tokenizer: Tokenizer, seq_len: float = 
         raise ConfigError(f"{name} = {prompt!r}: the tokenizer makes no token of it, so there is nothing to continue")
 
 
-def continue_one(trained: Trained, prompt: str, request: Request) -> None:
-    """Print the prompt, then its continuation as it comes."""
-    print(prompt, end="", flush=True)
-    for _, text in stream_texts(trained, [trained.tokenizer.encode(prompt)], request):
+def continue_one(trained: Trained, prompt: Sequence[int], request: Request) -> str:
+    """Print what follows the prompt as it comes, and end the line. Returns it."""
+    pieces = []
+    for _, text in stream_texts(trained, [prompt], request):
+        pieces.append(text)
         print(text, end="", flush=True)
     print(flush=True)
+    return "".join(pieces)
 
 
 def continue_many(trained: Trained, prompts: Sequence[str], request: Request, batch_size: int) -> None:
@@ -223,26 +197,19 @@ def chat(trained: Trained, system: str, request: Request) -> None:
         except TitaniteError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
             continue
-        answer = ""
-        for _, text in stream_texts(trained, [prompt], request):
-            answer += text
-            print(text, end="", flush=True)
-        print(flush=True)
-        messages = [*turn, {"role": "assistant", "content": answer}]
+        messages = [*turn, {"role": "assistant", "content": continue_one(trained, prompt, request)}]
 
 
 def read_prompts(file: Path) -> list[str]:
     """The `prompt` of every line of a jsonl file. Raises TitaniteError that names the line."""
-    with file_errors():
-        lines = file.read_bytes().removesuffix(b"\n").split(b"\n")  # JSON may hold other line ends
     prompts = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            prompt = json.loads(line)["prompt"]
-            prompt.encode()  # raises if it is no text, or has lone surrogates
-            prompts.append(prompt)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f'{file}, line {number}: must be an object with a text "prompt": {error!r}') from None
+    with file_errors(), file.open("rb") as lines:  # as bytes, since JSON may hold other line ends
+        for number, line in enumerate(lines, start=1):
+            try:
+                prompts.append(json.loads(line)["prompt"])
+                prompts[-1].encode()  # raises if it is no text, or has lone surrogates
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ConfigError(f'{file}, line {number}: must be an object with a text "prompt": {error!r}') from None
     return prompts
 
 
@@ -263,8 +230,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--stop", action="append", default=[], help="text or special token that ends it; repeatable")
     parser.add_argument("--batch-size", type=int, default=8, help="prompts continued together (default %(default)s)")
     arguments = parser.parse_args(argv)
-    if arguments.max_tokens < 1 or arguments.batch_size < 1 or not arguments.temperature >= 0 or arguments.top_k < 0:
-        parser.error("--max-tokens and --batch-size must be at least 1, --temperature and --top-k at least 0")
+    check_least(parser, arguments, max_tokens=1, batch_size=1, temperature=0, top_k=0)
     if not 0 < arguments.top_p <= 1:
         parser.error(f"--top-p {arguments.top_p}: must be above 0 and at most 1")
     if arguments.system and not arguments.chat:
@@ -288,7 +254,8 @@ def main(argv: list[str]) -> None:
     elif arguments.prompts_file or len(prompts) > 1:
         continue_many(trained, prompts, request, arguments.batch_size)
     else:
-        continue_one(trained, prompts[0], request)
+        print(prompts[0], end="", flush=True)
+        continue_one(trained, trained.tokenizer.encode(prompts[0]), request)
 
 
 if __name__ == "__main__":

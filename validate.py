@@ -7,7 +7,7 @@ import argparse
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ from torch import nn
 
 import config as settings
 from config import Config, ConfigError, command_line
-from data.loader import Batch, validation_batches
+from data.loader import validation_batches
 from data.shards import DataError, open_dataset
 from data.tokenizer import Tokenizer
 from generate import Sampling, TextStream, check_prompt, generate
@@ -46,44 +46,27 @@ def validation_sets(config: Config) -> dict[str, Config]:
     }
 
 
-def validate_all(run: Run, parts: list[nn.Module], compute: Step, step: int) -> dict[str, float]:
-    """Name → loss of every held-out set after `step` of a run. None of them if the run is to stop before the end."""
-    losses = {}
-    for name, held_out in validation_sets(run.config).items():
-        dp_rank = run.dims.dp_rank(run.environment.rank)
-        batches = validation_batches(held_out, dp_rank, run.dims.dp)
-        batches = run.watchdog.follow(batches, "validation")
-        loss = validate(parts, compute, batches, run.dims, run.device, run.asked_to_stop)
-        if loss is None:
-            logger.info(f"step {step}: not validated to the end, since the run is to stop")
-            return {}
-        losses[name] = loss
-    return losses
-
-
 @torch.no_grad()
-def validate(
-    parts: list[nn.Module],
-    step: Step,
-    batches: Iterable[Batch],
-    dims: ParallelDims,
-    device: torch.device,
-    stopped: Callable[[], bool],
-) -> float | None:
-    """Mean loss per token, in nats, over the batches of all ranks; None if `stopped` before the last one.
+def validate_all(run: Run, parts: list[nn.Module], compute: Step, step: int) -> dict[str, float]:
+    """Name → mean loss per token, in nats, of every held-out set after `step` of a run. Collective.
 
-    All ranks must have the same number of batches. `stopped` is asked before each and must agree on all ranks.
+    None of them if the run is to stop before the end.
     """
-    total = torch.zeros(2, dtype=torch.float64, device=device)  # summed loss, tokens
-    with _no_training(parts):
-        for batch in batches:
-            if stopped():
-                return None
-            tokens, labels, positions = batch.to(device)
-            total[0] += step.forward(tokens, labels, positions) / dims.tp
-            total[1] += labels.ne(IGNORED).sum() / dims.copies
+    dims, losses = run.dims, {}
+    for name, held_out in validation_sets(run.config).items():
+        batches = validation_batches(held_out, dims.dp_rank(run.environment.rank), dims.dp)  # as many on every rank
+        total = torch.zeros(2, dtype=torch.float64, device=run.device)  # summed loss, tokens
+        with _no_training(parts):
+            for batch in run.watchdog.follow(batches, "validation"):
+                if run.asked_to_stop():
+                    logger.info(f"step {step}: not validated to the end, since the run is to stop")
+                    return {}
+                tokens, labels, positions = batch.to(run.device)
+                total[0] += compute.forward(tokens, labels, positions) / dims.tp
+                total[1] += labels.ne(IGNORED).sum() / dims.copies
         dist.all_reduce(total)
-    return float(total[0] / total[1])
+        losses[name] = float(total[0] / total[1])
+    return losses
 
 
 @contextmanager

@@ -284,7 +284,7 @@ def test_a_chat_goes_on_from_what_was_said(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--prompt=a", "--temperature=-1"], "--temperature and --top-k at least 0"),
+        (["--prompt=a", "--temperature=-1"], "--temperature -1.0: must be at least 0"),
         (["--prompt=a", "--top-p=0"], "--top-p 0.0: must be above 0 and at most 1"),
         (["--prompt=a", "--system=b"], "--system is for --chat"),
         (["--prompt="], "prompt = '': the tokenizer makes no token of it"),
