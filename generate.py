@@ -27,26 +27,30 @@ PREFILL_TOKENS = 512  # of a prompt per forward: limits the memory of the logits
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How a token is drawn. Temperature 0 takes the likeliest token; `top_k` 0 and `top_p` 1 exclude none."""
+class Request:
+    """What to generate for each prompt. Temperature 0 takes the likeliest token; `top_k` 0, `top_p` 1 exclude none."""
 
     temperature: float = 0.8
     top_k: int = 50
     top_p: float = 1.0
     seed: int = 0
+    max_tokens: int = 128
+    stop_ids: frozenset[int] = frozenset()
+    stops: tuple[str, ...] = ()  # texts; a special token is named by its text
 
 
 @torch.no_grad()
 def generate(
-    model: nn.Module, prompts: Sequence[Sequence[int]], max_tokens: int, device: torch.device, sampling: Sampling
+    model: nn.Module, prompts: Sequence[Sequence[int]], device: torch.device, request: Request
 ) -> Iterator[list[int]]:
-    """Yield the next token of every prompt, `max_tokens` times. Each takes one forward with a KV cache.
+    """Yield the next token of every prompt, `request.max_tokens` times. Each takes one forward with a KV cache.
 
     Prompts may differ in length. A row gets the same tokens as alone: it has its own positions, and its own random
-    generator with the seed `sampling.seed` + row.
+    generator with the seed `request.seed` + row.
     """
-    generators = [torch.Generator(device).manual_seed(sampling.seed + row) for row in range(len(prompts))]
-    caches = [KVCache(max(map(len, prompts)) + max_tokens) for _ in range(len(model.layers))]  # type: ignore[arg-type]
+    generators = [torch.Generator(device).manual_seed(request.seed + row) for row in range(len(prompts))]
+    length = max(map(len, prompts)) + request.max_tokens
+    caches = [KVCache(length) for _ in range(len(model.layers))]  # type: ignore[arg-type]
     # Shorter prompts are padded at the end. What padding stores is overwritten before any token sees it.
     prompts_BS = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True).to(device)
     for start in range(0, prompts_BS.shape[1] - 1, PREFILL_TOKENS):
@@ -54,28 +58,28 @@ def generate(
         model(piece_BS, torch.arange(start, start + piece_BS.shape[1], device=device)[None], caches)
     tokens_B = torch.tensor([prompt[-1] for prompt in prompts], device=device)  # the first whose logits are used
     positions_B1 = torch.tensor([[len(prompt) - 1] for prompt in prompts], device=device)
-    for _ in range(max_tokens):
+    for _ in range(request.max_tokens):
         rows = zip(model(tokens_B[:, None], positions_B1, caches)[:, -1].float(), generators, strict=True)
-        tokens_B = torch.stack([sample(logits_V, sampling, generator) for logits_V, generator in rows])
+        tokens_B = torch.stack([sample(logits_V, request, generator) for logits_V, generator in rows])
         yield tokens_B.tolist()
         positions_B1 = positions_B1 + 1
 
 
-def sample(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
+def sample(logits_V: Tensor, request: Request, generator: torch.Generator) -> Tensor:
     """Draw a token id from softmax(logits / temperature), limited to the `top_k` likeliest, then by `top_p`.
 
     Top-p (Holtzman et al. 2020) keeps the fewest likeliest tokens whose probabilities add up to `top_p`.
     """
-    if sampling.temperature == 0:
+    if request.temperature == 0:
         return logits_V.argmax()
-    logits_V = logits_V / sampling.temperature
-    if sampling.top_k:
-        threshold = logits_V.topk(min(sampling.top_k, logits_V.numel())).values[-1]
+    logits_V = logits_V / request.temperature
+    if request.top_k:
+        threshold = logits_V.topk(min(request.top_k, logits_V.numel())).values[-1]
         logits_V = logits_V.masked_fill(logits_V < threshold, -torch.inf)
     probabilities_V = logits_V.softmax(-1)
-    if sampling.top_p < 1:
+    if request.top_p < 1:
         sorted_V, order_V = probabilities_V.sort(descending=True)
-        beyond_V = sorted_V.cumsum(-1) - sorted_V >= sampling.top_p
+        beyond_V = sorted_V.cumsum(-1) - sorted_V >= request.top_p
         sorted_V = sorted_V.masked_fill(beyond_V, 0.0)
         probabilities_V = torch.zeros_like(sorted_V).scatter(0, order_V, sorted_V)
     return torch.multinomial(probabilities_V, 1, generator=generator)[0]
@@ -128,21 +132,12 @@ class TextStream:
         return text[:certain]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Request(Sampling):
-    """What to generate for each prompt: how to draw tokens, how many at most, and what ends them earlier."""
-
-    max_tokens: int = 128
-    stop_ids: frozenset[int] = frozenset()
-    stops: tuple[str, ...] = ()  # texts; a special token is named by its text
-
-
 def stream_texts(trained: Trained, prompts: Sequence[Sequence[int]], request: Request) -> Iterator[tuple[int, str]]:
     """Yield (row, its next text) as tokens come, until all rows are finished."""
     added = trained.tokenizer.raw.get_added_tokens_decoder().items()
     special = {id for id, token in added if token.special and token.content in request.stops}  # no text shows them
     streams = [TextStream(trained.tokenizer, ids, request.stop_ids | special, request.stops) for ids in prompts]
-    for tokens in generate(trained.model, prompts, request.max_tokens, trained.device, request):
+    for tokens in generate(trained.model, prompts, trained.device, request):
         for row, (stream, token) in enumerate(zip(streams, tokens, strict=True)):
             if not stream.done:
                 yield row, stream.push(token)

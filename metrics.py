@@ -74,12 +74,8 @@ def peak_memory_gib(device: torch.device) -> float:
 def configure_logging(log_ranks: tuple[int, ...], rank: int) -> None:
     """Log progress on the chosen ranks, of which some may not exist; if several, each line names its rank."""
     prefix = f"[rank {rank}] " if len(log_ranks) > 1 else ""
-    logging.basicConfig(
-        level=logging.INFO if rank in log_ranks else logging.ERROR,
-        format=f"%(asctime)s {prefix}%(message)s",
-        datefmt="%H:%M:%S",
-        force=True,
-    )
+    level = logging.INFO if rank in log_ranks else logging.ERROR
+    logging.basicConfig(level=level, format=f"%(asctime)s {prefix}%(message)s", datefmt="%H:%M:%S", force=True)
     quiet_noisy_loggers()
 
 
@@ -95,10 +91,9 @@ def find_hook(name: str) -> Callable[[dict[str, Any]], object] | None:
         return None
     module, _, function = name.partition(":")
     try:
-        hook = getattr(importlib.import_module(module), function)
+        return getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise ConfigError(f"metrics.hook = {name!r}: must be of the form package.module:function; {error}") from None
-    return hook
 
 
 class MetricsLogger:
@@ -110,7 +105,6 @@ class MetricsLogger:
         run_folder: Path,
         rank: int,
         device: torch.device,
-        *,
         first_step: int,
         flops_per_token: int,
         tokens_per_step: float,
@@ -156,11 +150,9 @@ class MetricsLogger:
         history = torch.stack(list(self.waiting.values())).tolist() if self.waiting else []
         for step, (loss, grad_norm, *_) in zip(self.waiting, history, strict=True):
             if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-                raise TitaniteError(
-                    f"step {step}: loss {loss}, gradient norm {grad_norm}: not finite, so training stops and nothing "
-                    "of it is saved; resume from the last checkpoint, with a lower optimizer.lr or another run.seed",
-                    agreed=True,
-                )
+                advice = "resume from the last checkpoint, with a lower optimizer.lr or another run.seed"
+                said = f"step {step}: loss {loss}, gradient norm {grad_norm}: not finite, so nothing of it is saved"
+                raise TitaniteError(f"{said}; {advice}", agreed=True)
             self.loss, self.grad_norm = loss, grad_norm
         self.waiting.clear()
 

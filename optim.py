@@ -24,19 +24,17 @@ def check_optim(config: Config) -> None:
     optimizer, schedule, steps = config.optimizer, config.lr_scheduler, config.training.steps
     decay_steps = round(schedule.decay_fraction * steps) if schedule.schedule == "wsd" else 0
     if schedule.warmup_steps + decay_steps > steps:
-        raise ConfigError(
-            f"lr_scheduler.warmup_steps = {schedule.warmup_steps}: does not fit in training.steps = {steps}, of which "
-            f"lr_scheduler.decay_fraction = {schedule.decay_fraction} takes {decay_steps}"
-        )
+        left = f"of which lr_scheduler.decay_fraction = {schedule.decay_fraction} takes {decay_steps}"
+        warmup = f"lr_scheduler.warmup_steps = {schedule.warmup_steps}"
+        raise ConfigError(f"{warmup}: does not fit in training.steps = {steps}, {left}")
     slowest = max(optimizer.beta1, optimizer.beta2)
     if optimizer.state_dtype == "bfloat16" and slowest > SLOWEST_BFLOAT16:
         raise ConfigError(f"optimizer.beta1 or beta2 = {slowest}: must be at most {SLOWEST_BFLOAT16} in bfloat16")
     for name in ("checkpoint", "validation"):
         section, local_steps = getattr(config, name), config.parallelism.local_steps
         if local_steps and section.enable and section.interval % local_steps:
-            raise ConfigError(
-                f"{name}.interval = {section.interval}: must be a multiple of parallelism.local_steps = {local_steps}"
-            )
+            needed = f"a multiple of parallelism.local_steps = {local_steps}"
+            raise ConfigError(f"{name}.interval = {section.interval}: must be {needed}")
 
 
 def build_optimizer(
@@ -107,8 +105,8 @@ class OuterOptimizer:
         self.lr, self.momentum = parallelism.outer_lr, parallelism.outer_momentum
         self.local_steps = parallelism.local_steps
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.anchors = [_local(p.detach()).clone() for p in self.parameters]
-        self.started, self.steps_alone = False, 0
+        self.anchors: list[Tensor] = []  # the weights of the last meeting
+        self.steps_alone = 0
         optimizer.register_step_post_hook(self._count_step)
 
     @torch.no_grad()
@@ -117,10 +115,9 @@ class OuterOptimizer:
 
         The first call, after a load and before any step, finds them with the same weights.
         """
-        if not self.started:
-            for anchor, parameter in zip(self.anchors, self.parameters, strict=True):
-                anchor.copy_(_local(parameter))
-            self.started, self.steps_alone = True, 0  # a load makes a step of its own, so that there is a state to fill
+        if not self.anchors:
+            self.anchors = [_local(parameter).clone() for parameter in self.parameters]
+            self.steps_alone = 0  # a load makes a step of its own, so that there is a state to fill
         if not (self.steps_alone and due(step, self.local_steps, self.steps)):
             return
         for anchor, parameter in zip(self.anchors, self.parameters, strict=True):

@@ -26,8 +26,8 @@ def check_profiling(profiling: settings.Profiling, steps: int) -> None:
 def profile(
     profiling: settings.Profiling, folder: Path, rank: int, steps_done: int,
     writing: Callable[[object], contextlib.AbstractContextManager[None]] = file_errors,
-) -> Iterator[Callable[[int], None]]:  # fmt: skip
-    """A function that the loop must call with the number of each step before it, and after the last step.
+) -> Iterator[Callable[[], None]]:  # fmt: skip
+    """A function that the loop must call before each step, and after the last.
 
     Steps are counted from the start of the run, which has done `steps_done` of them; those left out count too. A trace
     whose first step has passed begins as soon as it can: with this start's second step, since the first warms the
@@ -43,10 +43,6 @@ def profile(
                 trace.export_chrome_trace(str(path))
                 logger.info(f"profile: wrote {path}")
 
-    def enter_step(step: int) -> None:
-        if profiler and steps_done + profiler.step_num < step:  # after a rollback steps come again, and are left out
-            profiler.step()
-
     if profiling.trace:
         wait, active = first - steps_done - 1, profiling.trace_steps
         schedule = torch.profiler.schedule(wait=wait, warmup=1, active=active, repeat=1)
@@ -55,7 +51,7 @@ def profile(
         torch.cuda.memory._record_memory_history(max_entries=200_000)
     try:
         with profiler or contextlib.nullcontext():
-            yield enter_step
+            yield profiler.step if profiler else lambda: None
         if profiler and steps_done + profiler.step_num <= first:
             logger.info(f"profile: no trace: it was to begin with step {first}, which this start did not take")
     finally:

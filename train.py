@@ -106,16 +106,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         guard = BadSteps(config.failures, run.folder, step, config.checkpoint.enable, checkpoint.last_saved)
         run.start_steps(step, checkpoint.ranks)
         tokens = data.tokens_per_step / world_size
-        metrics = MetricsLogger(
-            config,
-            run.folder,
-            rank,
-            device,
-            first_step=step,
-            flops_per_token=flops_per_token,
-            tokens_per_step=tokens,
-            writing=run.writing,
-        )
+        metrics = MetricsLogger(config, run.folder, rank, device, step, flops_per_token, tokens, run.writing)
 
         # -- the loop
         while step < steps and not run.asked_to_stop():

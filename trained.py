@@ -64,14 +64,8 @@ def add_place_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that all commands on a trained model share."""
     parser.add_argument("place", metavar="RUN_OR_CHECKPOINT", help="run, checkpoints or one checkpoint; folder or URL")
     parser.add_argument("--tokenizer", default="", help="tokenizer.json or its folder; default: the run's own")
-    parser.add_argument(
-        "--dtype", choices=["bfloat16", "float32"], help="of weights and computation; default: float32 on CPU"
-    )
-
-
-def default_dtype() -> str:
-    """What a trained model computes in on this machine."""
-    return "float32" if device_type() == "cpu" else "bfloat16"
+    dtype = "float32" if device_type() == "cpu" else "bfloat16"
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default=dtype, help="to compute in (%(default)s)")
 
 
 def check_least(parser: argparse.ArgumentParser, arguments: argparse.Namespace, **least: int) -> None:
@@ -83,5 +77,5 @@ def check_least(parser: argparse.ArgumentParser, arguments: argparse.Namespace, 
 
 def load_from_arguments(arguments: argparse.Namespace) -> Trained:
     """Load the model that these arguments name to this machine's device. Raises TitaniteError."""
-    dtype = getattr(torch, arguments.dtype or default_dtype())
+    dtype = getattr(torch, arguments.dtype)
     return load_trained(arguments.place, device=torch.device(device_type()), dtype=dtype, tokenizer=arguments.tokenizer)

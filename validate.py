@@ -20,7 +20,7 @@ from config import Config, ConfigError, command_line
 from data.loader import validation_batches
 from data.shards import DataError, open_dataset
 from data.tokenizer import Tokenizer
-from generate import Sampling, TextStream, check_prompt, generate
+from generate import Request, TextStream, check_prompt, generate
 from loss import IGNORED, cross_entropy
 from parallel.fsdp import reshard
 from parallel.mesh import ParallelDims
@@ -94,14 +94,15 @@ def sample_text(
     if dims.copies > 1:
         yield "none, since tp, cp or pp split the model; generate.py writes text from its checkpoint"
         return
-    prompt, sampling = config.validation.sample_prompt, Sampling(seed=config.run.seed)
+    prompt = config.validation.sample_prompt
     tokens = tokenizer.encode(prompt)
     max_tokens = min(config.validation.sample_tokens, config.training.seq_len - len(tokens))
+    request = Request(seed=config.run.seed, max_tokens=max_tokens)
     stream = TextStream(tokenizer, tokens, frozenset({tokenizer.eos_id}), stops=())
     yield prompt
     # Not compiled, since the length changes with each token.
     with _no_training(parts), torch.compiler.set_stance("force_eager"):
-        for (token,) in generate(parts[0], [tokens], max_tokens, device, sampling):
+        for (token,) in generate(parts[0], [tokens], device, request):
             yield "" if stream.done else stream.push(token)
     if not stream.done:
         yield stream.finish()

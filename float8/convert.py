@@ -31,27 +31,23 @@ def check_float8(config: Config, here: bool = True) -> None:
     if not float8.enable:
         return
     if gathers_float8(float8) and config.parallelism.reshard_group_size:
-        raise ConfigError(
-            f"float8.enable = true with parallelism.reshard_group_size = {config.parallelism.reshard_group_size}: "
-            'FSDP2 gathers no float8 weights from such groups; set float8.fsdp_all_gather = "off"'
-        )
+        asked = f"parallelism.reshard_group_size = {config.parallelism.reshard_group_size}"
+        advice = 'set float8.fsdp_all_gather = "off"'
+        raise ConfigError(f"{asked}: FSDP2 gathers no float8 weights from such groups; {advice}")
     if float8.emulate:
         return
     parallelism = config.parallelism
     sequences = training.local_batch_size if parallelism.pp == 1 else parallelism.pp_microbatch_size
     tokens = sequences * training.seq_len // parallelism.cp
     if tokens % 16 and float8.recipe != "rowwise_with_gw_hp":
+        product = f"sequences x training.seq_len / parallelism.cp = {sequences} x {training.seq_len} / {parallelism.cp}"
         raise ConfigError(
-            f"float8.enable = true: {sequences} sequences x training.seq_len / parallelism.cp = {sequences} x "
-            f"{training.seq_len} / {parallelism.cp} = {tokens} tokens must be a multiple of 16, over which float8 "
-            "matmuls of the weight gradients sum"
+            f"float8.enable = true: {product} = {tokens} tokens must be a multiple of 16, as it sums them"
         )
     # CPUs need no check: they compute float8 matmuls for real, if not fast.
     if here and torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
-        raise ConfigError(
-            f"float8.enable = true: {torch.cuda.get_device_name()} has no float8 matmul (compute capability "
-            "8.9 or newer has); set float8.emulate = true to try the numerics"
-        )
+        needed = "has no float8 matmul, as from compute capability 8.9 on; float8.emulate = true tries the numerics"
+        raise ConfigError(f"float8.enable = true: {torch.cuda.get_device_name()} {needed}")
 
 
 def convert_to_float8(
@@ -82,10 +78,8 @@ def convert_to_float8(
         convert_to_float8_training(model, module_filter_fn=lambda _, name, own=names: name in own, config=linear_config)
     if not converted:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in list(skipped.items())[:3])
-        hint = ', or set float8.filter = "all"' if float8.filter == "auto" else ""
-        raise ConfigError(
-            f"float8.enable = true, but no linear layer can be converted ({reasons}); train without float8{hint}"
-        )
+        hint = '; for small layers set float8.filter = "all"' if float8.filter == "auto" else ""
+        raise ConfigError(f"float8.enable = true: no linear layer can be converted ({reasons}){hint}")
     return converted, skipped
 
 
@@ -121,22 +115,15 @@ def _check_skip(names: Sequence[str], float8: settings.Float8) -> None:
             raise ConfigError(f"float8.skip names {part!r}, which is in the name of no linear layer{hint}")
 
 
-def _gains(linear: nn.Linear, name: str, recipe: str) -> bool:
-    """Whether a layer gains from float8, by torchao's filter, which was measured on H100 GPUs."""
+def _reason_to_skip(linear: nn.Linear, name: str, float8: settings.Float8, tp: int) -> str:
     from torchao.float8 import _auto_filter_for_recipe
 
-    # There is no filter for rowwise_with_gw_hp, whose forward is rowwise's.
-    recipe = "rowwise" if recipe == "rowwise_with_gw_hp" else recipe
-    return _auto_filter_for_recipe(recipe, filter_fqns=[])(linear, name)
-
-
-def _reason_to_skip(linear: nn.Linear, name: str, float8: settings.Float8, tp: int) -> str:
     matches = [part for part in float8.skip if part in name]
     shape = f"{linear.out_features} x {linear.in_features}"
     if matches:
         return f"float8.skip names {matches[0]!r}"
     if linear.in_features % (16 * tp) or linear.out_features % (16 * tp):
         return f"{shape} is not divisible by 16" + (f" on each of {tp} ranks" if tp > 1 else "")
-    if float8.filter == "auto" and not _gains(linear, name, float8.recipe):
-        return f"{shape} is too small to gain"
-    return ""
+    # torchao's thresholds, measured on H100 GPUs. None are for rowwise_with_gw_hp, whose forward is rowwise's.
+    gains = _auto_filter_for_recipe(float8.recipe.removesuffix("_with_gw_hp"), filter_fqns=[])
+    return f"{shape} is too small to gain" if float8.filter == "auto" and not gains(linear, name) else ""

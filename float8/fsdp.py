@@ -10,22 +10,15 @@ from config import Compile, Config
 from float8.convert import gathers_float8
 
 
-def precomputes_scales(config: Config) -> bool:
-    """Whether one all-reduce per step computes the scales of the gathered weights ahead.
-
-    Not for weights on the host, which lose their scales on the way to the device (torch 2.13).
-    """
-    float8 = config.float8
-    return gathers_float8(float8) and float8.precompute_scale == "auto" and not config.parallelism.cpu_offload
-
-
 def precompute_scales(parts: list[nn.Module], config: Config) -> None:
     """Compute the scales of all float8 weights with one all-reduce per part, if the config uses such scales.
 
     Call it whenever the weights have changed, after an optimizer step or a load: FSDP2 casts by the scales it last
     found and does not look at the weights again.
     """
-    if not precomputes_scales(config):
+    if not gathers_float8(config.float8) or config.float8.precompute_scale == "off":
+        return
+    if config.parallelism.cpu_offload:  # weights would lose their scales on the way to the device (torch 2.13)
         return
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 

@@ -43,20 +43,14 @@ MODELS = MappingProxyType(
 
 def find_model(model: settings.Model, data_vocab_size: int) -> tuple[ModelSpec, Any]:
     """The model family and flavor that `model` names, with its layers and room for the data. Raises ConfigError."""
-    if model.name not in MODELS:
-        raise _unknown("model.name", model.name, MODELS)
-    spec = MODELS[model.name]
-    if model.flavor not in spec.flavors:
-        raise _unknown("model.flavor", model.flavor, spec.flavors)
-    flavor = spec.flavors[model.flavor]
+    spec = _look_up("model.name", model.name, MODELS)
+    flavor = _look_up("model.flavor", model.flavor, spec.flavors)
     # A multiple of 64 keeps the output matmul on the fast path of GPUs, and 16 divides it for float8.
     vocab_size = model.vocab_size or flavor.vocab_size or -(-data_vocab_size // 64) * 64
     if vocab_size < data_vocab_size:
         key = f"model.vocab_size = {vocab_size}" if model.vocab_size else f"model.flavor = {model.flavor!r}"
-        raise ConfigError(
-            f"{key}: {vocab_size} rows of embedding are too few for the data's tokenizer, "
-            f"whose vocabulary has {data_vocab_size}; set model.vocab_size to at least that"
-        )
+        needed = f"the data's tokenizer needs {data_vocab_size}; set model.vocab_size to at least that"
+        raise ConfigError(f"{key}: {vocab_size} rows of embedding are too few; {needed}")
     if model.n_layers:
         flavor = dataclasses.replace(flavor, n_layers=model.n_layers)
     return spec, dataclasses.replace(flavor, vocab_size=vocab_size)
@@ -66,10 +60,9 @@ def recorded_model(identity: Mapping[str, Any]) -> tuple[ModelSpec, Any]:
     """The model family and flavor that a run recorded in its checkpoints. Raises ConfigError."""
     fields = dict(identity)
     name = fields.pop("name", None)
-    if name not in MODELS:
-        raise ConfigError(f"the checkpoint holds a model {name!r}: must be one of {', '.join(MODELS)}")
+    spec = _look_up("model of the checkpoint", name, MODELS)
     try:
-        return MODELS[name], MODELS[name].recorded_flavor(fields)
+        return spec, spec.recorded_flavor(fields)
     except TypeError as error:
         raise ConfigError(f"the checkpoint holds a model {name!r} of another version of this code: {error}") from None
 
@@ -79,18 +72,16 @@ def build_model(spec: ModelSpec, flavor: Any) -> nn.Module:
     with torch.device("meta"):
         model = spec.model(flavor)
     if buffers := [name for name, _ in model.named_buffers()]:
-        raise ConfigError(
-            f"{type(model).__name__} has a buffer, {buffers[0]}: it would stay empty, since only parameters get "
-            "initial values; compute it in forward, or make it a parameter"
-        )
+        advice = "compute it in forward, or make it a parameter"
+        raise ConfigError(f"buffer {buffers[0]}: would stay empty, since only parameters get initial values; {advice}")
     names = {name for name, _ in model.named_parameters()}
     if others := [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in names]:
-        raise ConfigError(
-            f"{type(model).__name__} has {others[0]}, a weight with two names: moved to a device or sharded, each name "
-            "gets a weight of its own; let forward use one module in both places, as Llama does for tied embeddings"
-        )
+        advice = "let forward use one module in both places, as Llama does for tied embeddings"
+        raise ConfigError(f"{others[0]}: second name of a weight, would get a weight of its own if sharded; {advice}")
     return model
 
 
-def _unknown(key: str, value: str, known: Mapping[str, Any]) -> ConfigError:
-    return ConfigError(f"{key} = {value!r}: must be one of {', '.join(known)}{close_match(value, known)}")
+def _look_up(key: str, name: Any, known: Mapping[str, Any]) -> Any:
+    if name not in known:
+        raise ConfigError(f"{key} = {name!r}: must be one of {', '.join(known)}{close_match(str(name), known)}")
+    return known[name]

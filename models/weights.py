@@ -1,6 +1,7 @@
 """Copies and scales of the weights, which must be refreshed whenever the weights have changed."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +13,6 @@ from float8.fsdp import build_cast, precompute_scales
 from parallel.gradients import build_add
 
 
-def keeps_copies(config: Config) -> bool:
-    """Whether a rank alone, without FSDP2, casts its weights once per step, not at each use in each microbatch."""
-    casts = config.training.param_dtype != "float32" or gathers_float8(config.float8)
-    return casts and (config.float8.enable or not config.parallelism.reshard_after_forward)
-
-
 def build_refresh(
     parts: list[nn.Module], config: Config, meet: Callable[[int], None] | None = None
 ) -> Callable[[int], None]:
@@ -27,13 +22,15 @@ def build_refresh(
     cast weights to float8 by old scales, and a rank alone would compute with old copies.
     """
     cast, add = build_cast(getattr(torch, config.training.param_dtype), config.compile), build_add(config.compile)
+    casts = config.training.param_dtype != "float32" or gathers_float8(config.float8)
+    once_a_step = casts and (config.float8.enable or not config.parallelism.reshard_after_forward)  # not at each use
 
     def refresh(step: int) -> None:
         if meet:
             meet(step)
         precompute_scales(parts, config)
         for part in parts:
-            if not isinstance(part, FSDPModule) and keeps_copies(config):
+            if once_a_step and not isinstance(part, FSDPModule):
                 refresh_copies(part, cast, add)
 
     return refresh
@@ -52,14 +49,11 @@ def refresh_copies(model: nn.Module, cast: Callable[[Tensor], Tensor], add: Call
             assert weight is not None
             copy = cast(weight).requires_grad_(weight.requires_grad)
             if weight.requires_grad:
-                copy.register_post_accumulate_grad_hook(_hand_over(weight, add))
+                copy.register_post_accumulate_grad_hook(partial(_hand_over, weight, add))
             # `layer.weight` finds this copy first. The parameter keeps its name for the optimizer and checkpoints.
             layer.__dict__["weight"] = copy
 
 
-def _hand_over(weight: Tensor, add: Callable[..., Tensor]) -> Callable[[Tensor], None]:
-    def hand_over(copy: Tensor) -> None:
-        gradient, copy.grad = copy.grad, None
-        weight.grad = add(weight.grad, gradient, weight.dtype)
-
-    return hand_over
+def _hand_over(weight: Tensor, add: Callable[..., Tensor], copy: Tensor) -> None:
+    gradient, copy.grad = copy.grad, None
+    weight.grad = add(weight.grad, gradient, weight.dtype)

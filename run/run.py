@@ -190,7 +190,7 @@ class Run:
 
     def begin(self, step: int) -> None:
         """Begin a step."""
-        self._trace(step)
+        self._trace()
         self.watchdog.enter("data", step)
 
     def end(self, step: int) -> None:
@@ -209,7 +209,7 @@ class Run:
 
     def end_steps(self, step: int) -> None:
         """Say that the loop has ended after `step`."""
-        self._trace(step + 1)
+        self._trace()
         self.watchdog.enter("end", step)
         if step < self.config.training.steps:
             logger.info(f"stopped after step {step}: {self.stop.asked_by or 'another rank was asked'}")

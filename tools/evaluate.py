@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from config import TitaniteError, command_line
 from parallel.device import device_type
 from tools.hf import export_model
-from trained import add_place_arguments, default_dtype
+from trained import add_place_arguments
 
 # What IBM's and PyTorch's float8 study compares models by.
 TASKS = "mmlu,arc_easy,arc_challenge,hellaswag,sciq,openbookqa,piqa,winogrande"
@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
     if find_spec("lm_eval") is None:
         raise TitaniteError("lm_eval is not installed; evaluation needs: pip install -r requirements-eval.txt")
     with TemporaryDirectory() as temporary:
-        folder, dtype = Path(temporary, "exported"), arguments.dtype or default_dtype()
+        folder, dtype = Path(temporary, "exported"), arguments.dtype
         tokenizer = Path(arguments.tokenizer) if arguments.tokenizer else None
         export_model(arguments.place, folder, dtype=dtype, tokenizer=tokenizer)
         model = ["--model=hf", f"--model_args=pretrained={folder},dtype={dtype}", f"--device={device_type()}"]

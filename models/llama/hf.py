@@ -35,6 +35,7 @@ ROPE_KEYS = {
 }
 # Keys of config.json that our model supports with one value only: key → that value.
 ONLY = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+UNWRITTEN = {"sliding_window": None, "quantization_config": None, "partial_rotary_factor": 1.0}  # likewise
 
 
 def hf_names(config: LlamaConfig) -> dict[str, str]:
@@ -66,20 +67,14 @@ def from_hf_config(hf: dict[str, Any]) -> LlamaConfig:
     missing = [key for key in CONFIG_KEYS.values() if key not in hf]
     if missing:
         raise ValueError(f"has no {', '.join(missing)}")
-    for key, only in ONLY.items():
-        if hf.get(key, only) not in (only, None):
-            raise ValueError(f"{key} = {hf[key]!r}: only {only!r} can be run")
-    for key in ("sliding_window", "quantization_config"):
-        if hf.get(key):
-            raise ValueError(f"{key} = {hf[key]!r}: cannot be run")
     # transformers 5 keeps the rotary settings in one dict; older files spread them over two fields.
     rope = hf.get("rope_parameters") or {"rope_theta": hf.get("rope_theta", 10_000.0), **(hf.get("rope_scaling") or {})}
+    for key, only in (ONLY | UNWRITTEN).items():
+        if (value := (hf | rope).get(key)) not in (only, None):
+            raise ValueError(f"{key} = {value!r}: only {only!r} can be run")
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type not in ("default", "llama3"):
         raise ValueError(f"rope_type = {rope_type!r}: only 'default' and 'llama3' can be run")
-    rotated = (hf | rope).get("partial_rotary_factor", 1.0)
-    if rotated != 1.0:
-        raise ValueError(f"partial_rotary_factor = {rotated!r}: only 1.0 can be run")
     scaling = None
     if rope_type == "llama3":
         scaling = RopeScaling(**{field: rope[key] for field, key in ROPE_KEYS.items()})

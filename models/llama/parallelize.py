@@ -83,25 +83,20 @@ BLOCK_PLAN: dict[str, ParallelStyle] = {
     "feed_forward.w3": ColwiseParallel(),
     "feed_forward.w2": RowwiseParallel(output_layouts=Shard(0)),
 }
+# How it splits the layers outside the blocks: embedding and output by vocabulary, and with them the loss.
+OUTER_PLAN: dict[str, ParallelStyle] = {
+    "tok_embeddings": VocabParallelEmbedding(),
+    "norm": SequenceParallel(sequence_dim=0),
+    "output": ColwiseParallel(input_layouts=Shard(0), output_layouts=Shard(-1)),
+}
 ALL_TOKENS = PrepareModuleOutput(output_layouts=Shard(0), desired_output_layouts=Replicate(), use_local_output=False)
-
-
-def tensor_plan(part: Llama) -> dict[str, ParallelStyle]:
-    """How TP splits the layers outside the blocks: embedding and output by vocabulary, and with them the loss."""
-    plan: dict[str, ParallelStyle] = {}
-    if part.tok_embeddings is not None:
-        plan["tok_embeddings"] = VocabParallelEmbedding()
-    if part.norm is not None:
-        plan["norm"] = SequenceParallel(sequence_dim=0)
-        if part.output is not None:
-            plan["output"] = ColwiseParallel(input_layouts=Shard(0), output_layouts=Shard(-1))
-    return plan
 
 
 def apply_tensor_plans(part: Llama, block_plan: Mapping[str, ParallelStyle], mesh: Mesh, config: Config) -> None:
     """Split the blocks and the layers outside them over tp. Raises ConfigError for a weight that is in no plan."""
     frozen = {name for name, weight in part.named_parameters() if not weight.requires_grad}
-    parallelize_module(part, mesh.tp, tensor_plan(part))
+    outer_plan = {name: style for name, style in OUTER_PLAN.items() if getattr(part, name) is not None}
+    parallelize_module(part, mesh.tp, outer_plan)
     if part.config.tie_embeddings:  # the embedding is also the output, which needs all tokens
         parallelize_module(part, mesh.tp, {"norm": ALL_TOKENS})
     in_float8 = gathers_activations(config.float8)

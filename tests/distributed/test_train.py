@@ -200,7 +200,7 @@ def test_a_model_that_was_added_is_trained_and_used(
     with pytest.raises(CheckpointError, match="its ModelSpec has no `hf`"):
         exported_model({"identity": json.loads((folder / "model.json").read_text())})
     monkeypatch.undo()
-    with pytest.raises(ConfigError, match="holds a model 'toy': must be one of llama"):
+    with pytest.raises(ConfigError, match="model of the checkpoint = 'toy': must be one of llama"):
         generate([str(folder), "--prompt=ba"])
 
 

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from config import load_config
 from data.prepare import main as prepare
 from data.tokenizer import Tokenizer
-from generate import Sampling, generate
+from generate import Request, generate
 from models.llama import FLAVORS
 from tests.corpus import write_dataset
 from tests.harness import run_ranks
@@ -75,5 +75,6 @@ def test_an_imported_model_learns_to_answer(tmp_path: Path) -> None:
     assert "without gap or overlap" in prove(run)[0]
     trained = load_trained(str(run), device=torch.device("cpu"), dtype=torch.float32)
     prompts = [trained.tokenizer.encode(f"after n{i} ?") for i in range(NUMBERS)]
-    answers = list(zip(*generate(trained.model, prompts, 2, torch.device("cpu"), Sampling(temperature=0)), strict=True))
+    request = Request(temperature=0, max_tokens=2)
+    answers = list(zip(*generate(trained.model, prompts, torch.device("cpu"), request), strict=True))
     assert answers == [(words[f"n{(i + 1) % NUMBERS}"], 0) for i in range(NUMBERS)]

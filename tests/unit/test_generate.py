@@ -25,14 +25,13 @@ from transformers import (
 from config import TitaniteError
 from data.chat import ChatTemplate
 from data.tokenizer import Tokenizer
-from generate import Sampling, TextStream, generate, main, sample
+from generate import Request, TextStream, generate, main, sample
 from models.llama.model import Llama
 from tests.unit.test_llama import FAMILIES, SMALL, hf_model, ours_from
 from tools.hf import main as checkpoint_hf
 from trained import load_trained
 
 CPU = torch.device("cpu")
-GREEDY = Sampling(temperature=0)
 CHATML = (
     "{{ bos_token }}{% for message in messages %}\n  {% if message.role == 'nobody' %}{% break %}{% endif %}"
     "{{ '<|im_start|>' + message.role + '\n' }}{% if message.role == 'assistant' %}"
@@ -49,9 +48,10 @@ def prompts_of(*lengths: int) -> list[list[int]]:
     return [[numbers.randrange(96) for _ in range(n)] for n in lengths]
 
 
-def tokens_of(model: Llama, prompts: list[list[int]], n: int, sampling: Sampling = GREEDY) -> list[list[int]]:
-    """The tokens of each row."""
-    return [list(row) for row in zip(*generate(model, prompts, n, CPU, sampling), strict=True)]
+def tokens_of(model: Llama, prompts: list[list[int]], n: int, **options: Any) -> list[list[int]]:
+    """The tokens of each row, by default the likeliest."""
+    request = Request(**(options or {"temperature": 0}), max_tokens=n)
+    return [list(row) for row in zip(*generate(model, prompts, CPU, request), strict=True)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -74,16 +74,16 @@ def test_greedy_tokens_equal_transformers_in_a_batch_of_unequal_lengths(
 
 def test_a_row_is_drawn_as_it_would_be_alone() -> None:
     model, prompts = ours_from(hf_model("llama3")), prompts_of(5, 12, 3)
-    together = tokens_of(model, prompts, 12, Sampling(seed=7))
-    assert together == [tokens_of(model, [prompt], 12, Sampling(seed=7 + i))[0] for i, prompt in enumerate(prompts)]
-    assert together != tokens_of(model, prompts, 12, Sampling(seed=8))
+    together = tokens_of(model, prompts, 12, seed=7)
+    assert together == [tokens_of(model, [prompt], 12, seed=7 + i)[0] for i, prompt in enumerate(prompts)]
+    assert together != tokens_of(model, prompts, 12, seed=8)
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (3, 1.0), (0, 0.7), (4, 0.6), (0, 0.01)])
 def test_sampling_follows_the_probabilities_that_transformers_leaves(top_k: int, top_p: float) -> None:
     logits = torch.tensor([1.0, 3.0, 2.0, -1.0, 2.5, 0.0])
     generator = torch.Generator().manual_seed(0)
-    draws = torch.stack([sample(logits, Sampling(temperature=0.7, top_k=top_k, top_p=top_p), generator)
+    draws = torch.stack([sample(logits, Request(temperature=0.7, top_k=top_k, top_p=top_p), generator)
                          for _ in range(4000)])  # fmt: skip
     warped = TemperatureLogitsWarper(0.7)(torch.empty(1, 0), logits[None])
     if top_k:
@@ -94,7 +94,7 @@ def test_sampling_follows_the_probabilities_that_transformers_leaves(top_k: int,
     share = torch.bincount(draws, minlength=6) / len(draws)
     torch.testing.assert_close(share, expected, rtol=0, atol=0.03)
     assert (share[expected == 0] == 0).all()
-    assert sample(logits, Sampling(temperature=0.0, top_k=top_k, top_p=top_p), generator) == 1
+    assert sample(logits, Request(temperature=0.0, top_k=top_k, top_p=top_p), generator) == 1
 
 
 # ---------------------------------------------------------------- text

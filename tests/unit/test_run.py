@@ -38,8 +38,8 @@ def test_each_start_leaves_a_trace_of_its_own_or_says_that_it_has_none(
     caplog.set_level("INFO")
     for steps_done, steps in ((0, 4), (5, 4), (9, 1), (9, 0), (0, 0), (0, 1)):  # four end before theirs could begin
         with profile(Profiling(trace=True, trace_start=3, trace_steps=1), tmp_path, 0, steps_done) as enter_step:
-            for step in range(steps + 1):
-                enter_step(steps_done + step + 1)
+            for _ in range(steps + 1):
+                enter_step()
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "trace-step3-rank0.json.gz",
         "trace-step7-rank0.json.gz",
@@ -70,7 +70,7 @@ def test_progress_is_logged_by_the_chosen_ranks_and_errors_by_all(
 
 def build_metrics(config: Config, folder: Path, rank: int = 0, first_step: int = 0, **options: Any) -> MetricsLogger:
     options = {"flops_per_token": 1, "tokens_per_step": 1000} | options
-    return MetricsLogger(config, folder, rank, torch.device("cpu"), first_step=first_step, **options)
+    return MetricsLogger(config, folder, rank, torch.device("cpu"), first_step, **options)
 
 
 def log(metrics: MetricsLogger, step: int, loss: float = 1.0) -> None:
