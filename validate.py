@@ -104,8 +104,7 @@ def sample_text(
     with _no_training(parts), torch.compiler.set_stance("force_eager"):
         for (token,) in generate(parts[0], [tokens], device, request):
             yield "" if stream.done else stream.push(token)
-    if not stream.done:
-        yield stream.finish()
+    yield stream.finish()
 
 
 # ---------------------------------------------------------------- of a trained model

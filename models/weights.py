@@ -23,14 +23,15 @@ def build_refresh(
     """
     cast, add = build_cast(getattr(torch, config.training.param_dtype), config.compile), build_add(config.compile)
     casts = config.training.param_dtype != "float32" or gathers_float8(config.float8)
-    once_a_step = casts and (config.float8.enable or not config.parallelism.reshard_after_forward)  # not at each use
+    # A rank alone, without FSDP2, then casts its weights once a step, not at each use in each microbatch.
+    keeps_copies = casts and (config.float8.enable or not config.parallelism.reshard_after_forward)
 
     def refresh(step: int) -> None:
         if meet:
             meet(step)
         precompute_scales(parts, config)
         for part in parts:
-            if once_a_step and not isinstance(part, FSDPModule):
+            if keeps_copies and not isinstance(part, FSDPModule):
                 refresh_copies(part, cast, add)
 
     return refresh
