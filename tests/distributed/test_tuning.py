@@ -75,6 +75,5 @@ def test_an_imported_model_learns_to_answer(tmp_path: Path) -> None:
     assert "without gap or overlap" in prove(run)[0]
     trained = load_trained(str(run), device=torch.device("cpu"), dtype=torch.float32)
     prompts = [trained.tokenizer.encode(f"after n{i} ?") for i in range(NUMBERS)]
-    request = Request(temperature=0, max_tokens=2)
-    answers = list(zip(*generate(trained.model, prompts, torch.device("cpu"), request), strict=True))
-    assert answers == [(words[f"n{(i + 1) % NUMBERS}"], 0) for i in range(NUMBERS)]
+    answers = generate(trained.model, prompts, torch.device("cpu"), Request(temperature=0, max_tokens=2))
+    assert list(zip(*answers, strict=True)) == [(words[f"n{(i + 1) % NUMBERS}"], 0) for i in range(NUMBERS)]

@@ -293,6 +293,7 @@ def quantize(folder: Path) -> None:
     [
         (partial(edit, model_type="mistral"), "model_type = 'mistral': must be one of llama"),
         (partial(edit, sliding_window=4096), "sliding_window = 4096"),
+        (partial(edit, quantization_config={"quant_method": "fp8"}), "quantization_config"),
         (partial(edit, rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}), "rope_type = 'yarn'"),
         (partial(edit, partial_rotary_factor=0.5), r"partial_rotary_factor = 0\.5"),
         (partial(edit, num_hidden_layers=4), r"missing model\.layers\.3\.input_layernorm\.weight"),
