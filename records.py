@@ -8,7 +8,8 @@ import json
 import mmap
 import os
 import subprocess
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
@@ -28,18 +29,25 @@ def open_records(path: Path) -> IO[str]:
     return open(path, "a", encoding="utf-8")
 
 
-def write_atomically(path: Path, data: bytes | memoryview) -> None:
+@contextmanager
+def written_whole(path: Path) -> Iterator[IO[bytes]]:
     """Create or replace a file. After a kill, a full disk or a power cut, either the old or the new file is whole."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("wb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def write_atomically(path: Path, data: bytes | memoryview) -> None:
+    """Create or replace a file as `written_whole` does."""
+    with written_whole(path) as file:
+        file.write(data)
 
 
 def output_path(text: str) -> Path:

@@ -38,7 +38,7 @@ from data.packing import pack
 from data.shards import INDEX_SCHEMA, VERSION, DataError, Shard, token_type
 from data.sources import UNIT_BYTES, Unit, documents, failures_of, kind_of, list_files, plan_units
 from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
-from records import write_atomically
+from records import write_atomically, written_whole
 
 KEYS = {"text": "text", "sft": "prompt,response", "chat": "messages"}  # format → keys of a record
 BATCH_BYTES = 2**20  # text per tokenizer call: its tokens are Python integers at first, and few fit the caches
@@ -179,7 +179,7 @@ def _tokenize_unit(folder: Path, plan: Plan, numbered: tuple[int, Unit]) -> int:
     key, seen, tokens = derive_key("document", number), 0, 0
     batches: list[pa.RecordBatch] = []
     schema = pa.schema({"word": pa.uint64(), "tokens": token_type(plan.dtype)})
-    with writer.written_whole(path) as sink, pa.ipc.new_file(sink, schema) as part_writer:
+    with written_whole(path) as sink, pa.ipc.new_file(sink, schema) as part_writer:
         for batch in _batches(plan, unit):
             batches.append(_tokenize(plan, tokenizer, batch, random_words(len(batch), key, first=seen)))
             seen, tokens = seen + len(batch), tokens + len(batches[-1].column("tokens").values)

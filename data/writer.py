@@ -4,7 +4,6 @@ import argparse
 import fcntl
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,11 +18,11 @@ from isal import isal_zlib
 from config import LOCAL, file_errors
 from data.shards import FORMAT, INDEX_SCHEMA, SPLITS, VERSION, DataError, Shard, digest, seal, token_schema
 from data.tokenizer import Tokenizer
-from records import write_atomically
+from records import write_atomically, written_whole
 
 LARGEST_SHARD_MB = 2048  # twice as much would be more tokens than Arrow's lists can count
 PARTS = ".parts"  # folder of a preparation's finished work, until its end
-SHARDS = re.compile(r"(train|validation)-\d{5,}\.(arrow|lengths)(\.tmp)?")
+SHARDS = re.compile(r"\.?(train|validation)-\d{5,}\.(arrow|lengths)(\.tmp)?")
 
 
 class WrittenShard(NamedTuple):
@@ -109,17 +108,6 @@ def remove_parts(folder: Path) -> None:
     (folder / PARTS / "plan.json").unlink(missing_ok=True)
     if (folder / PARTS).exists():
         shutil.rmtree(folder / PARTS)
-
-
-@contextmanager
-def written_whole(path: Path) -> Iterator[pa.OSFile]:
-    """A file to write, which appears once it is whole and on the disk, or not at all."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    with pa.OSFile(str(temporary), "wb") as sink:
-        yield sink
-        sink.flush()
-        os.fsync(sink.fileno())
-    temporary.replace(path)
 
 
 def write_shard(folder: Path, split: str, number: int, documents: pa.ListArray, block_bytes: int) -> WrittenShard:

@@ -301,7 +301,7 @@ def test_the_files_of_others_in_the_folder_are_kept(texts, alone, tmp_path):
     source, output = write_jsonl(tmp_path / "in.jsonl", texts), tmp_path / "out"
     output.mkdir()
     others = ["train-00000-of-00002.parquet", "train-00000.arrow.bak", "train-0.arrow"]
-    shards = ["train-00099.arrow", "train-00099.lengths", "validation-00001.arrow.tmp", "train-100000.arrow"]
+    shards = ["train-00099.arrow", "train-00099.lengths", ".validation-00001.arrow.tmp", "train-100000.arrow"]
     for name in (*others, *shards):
         (output / name).write_bytes(b"old")
     prepare([str(source)], str(output), **alone)
