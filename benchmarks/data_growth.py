@@ -14,7 +14,7 @@ import pyarrow as pa
 from data.order import Segment, build_epoch
 from data.shards import INDEX_SCHEMA, Shard, open_dataset
 from data.tokenizer import Tokenizer
-from data.writer import WrittenShard, write_manifest
+from data.writer import write_manifest
 
 BLOCKS_PER_SHARD = 32
 SEQ_LEN, BATCH = 4096, 16
@@ -43,7 +43,7 @@ def write_simulated(folder: Path, blocks: int, tokenizer: Tokenizer) -> None:
             documents=6700 * len(size[part]),
             tokens=int(tokens[part].sum()),
         )
-        written.append(WrittenShard(shard, table[part]))
+        written.append((shard, table[part]))
     write_manifest(folder, tokenizer, written)
 
 

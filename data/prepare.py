@@ -127,9 +127,7 @@ def prepare(o: argparse.Namespace) -> dict[str, Any]:
         for part in (folder / writer.PARTS).glob("unit-*"):  # before the manifest, after which no start takes them up
             part.unlink()
         records = [json.loads(_record(folder, bucket).read_text(encoding="utf-8")) for bucket in range(plan.buckets)]
-        written = [
-            writer.WrittenShard(Shard(*shard), pa.Table.from_pylist(rows, INDEX_SCHEMA)) for shard, rows, _ in records
-        ]
+        written = [(Shard(*shard), pa.Table.from_pylist(rows, INDEX_SCHEMA)) for shard, rows, _ in records]
         dropped = sum(number for *_, number in records)
         facts = {} if is_text else {"dtype": dtype, "packed_seq_len": o.seq_len, "dropped": dropped}
         manifest = writer.write_manifest(folder, chosen, written, facts)

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -22,14 +22,8 @@ from records import write_atomically, written_whole
 
 LARGEST_SHARD_MB = 2048  # twice as much would be more tokens than Arrow's lists can count
 PARTS = ".parts"  # folder of a preparation's finished work, until its end
+WrittenShard = tuple[Shard, pa.Table]  # with its rows in blocks.arrow (INDEX_SCHEMA)
 SHARDS = re.compile(r"\.?(train|validation)-\d{5,}\.(arrow|lengths)(\.tmp)?")
-
-
-class WrittenShard(NamedTuple):
-    """A shard and its rows in blocks.arrow."""
-
-    shard: Shard
-    blocks: pa.Table  # INDEX_SCHEMA
 
 
 def token_dtype(vocab_size: int) -> str:
@@ -114,7 +108,7 @@ def write_shard(folder: Path, split: str, number: int, documents: pa.ListArray, 
     """Write documents (list<uint16 | uint32>) as a shard in blocks of about `block_bytes`. Without documents: none."""
     path = folder / f"{split}-{number:05}.arrow"
     if not len(documents):
-        return WrittenShard(Shard(path.name, split, 0, 0, 0, 0), INDEX_SCHEMA.empty_table())
+        return Shard(path.name, split, 0, 0, 0, 0), INDEX_SCHEMA.empty_table()
     offsets, dtype = documents.offsets.to_numpy(), str(documents.type.value_type)
     schema, block_tokens = token_schema(dtype), block_bytes // np.dtype(dtype).itemsize
     blocks, first = [], 0
@@ -130,7 +124,7 @@ def write_shard(folder: Path, split: str, number: int, documents: pa.ListArray, 
             first = stop
     tokens = int(offsets[-1] - offsets[0])
     shard = Shard(path.name, split, path.stat().st_size, len(blocks), len(documents), tokens)
-    return WrittenShard(shard, pa.Table.from_pylist(blocks, INDEX_SCHEMA))
+    return shard, pa.Table.from_pylist(blocks, INDEX_SCHEMA)
 
 
 def write_manifest(

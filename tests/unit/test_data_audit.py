@@ -16,7 +16,7 @@ from data.ledger import read_ledger
 from data.loader import DataLoader
 from data.packing import HIDDEN, START
 from data.shards import INDEX_SCHEMA, open_dataset, token_type
-from data.writer import WrittenShard, write_manifest, write_shard
+from data.writer import write_manifest, write_shard
 from tests.corpus import data_config, stored_blocks, unique_documents, word_tokenizer, write_dataset
 from tools import audit, verify
 from tools.audit import prove
@@ -350,8 +350,8 @@ def test_verify_finds_any_flipped_bit(folders, tmp_path, capsys):
 def test_verify_compares_what_is_said_about_a_block_with_its_documents(tmp_path):
     tokenizer = word_tokenizer(10)
     tokenizer.save(tmp_path)
-    written = write_shard(tmp_path, "train", 0, pa.array([[1, 2, 0], [3, 0]], token_type("uint16")), 1000)
-    blocks = pa.Table.from_pylist([written.blocks.to_pylist()[0] | {"tokens": 6}], INDEX_SCHEMA)
-    write_manifest(tmp_path, tokenizer, [WrittenShard(written.shard._replace(tokens=6), blocks)])
+    shard, rows = write_shard(tmp_path, "train", 0, pa.array([[1, 2, 0], [3, 0]], token_type("uint16")), 1000)
+    blocks = pa.Table.from_pylist([rows.to_pylist()[0] | {"tokens": 6}], INDEX_SCHEMA)
+    write_manifest(tmp_path, tokenizer, [(shard._replace(tokens=6), blocks)])
     (fault,) = verify.faults(open_dataset(str(tmp_path)))
     assert f"{tmp_path}/train-00000.arrow, block 0: holds other documents than blocks.arrow says" in fault
