@@ -171,15 +171,11 @@ class Step(NamedTuple):
         return self.began._replace(samples=self.first + self.shape.samples)
 
 
-class Records(NamedTuple):
-    """The content of a rank's ledger."""
+def read_ledger(path: Path) -> tuple[list[Step], Place | None]:
+    """The steps of one rank as they ran, and where its last start continued from, even if it ran none; None: no start.
 
-    steps: list[Step]  # in the order in which they ran
-    last_began: Place | None  # where the last start continued from, even if it ran no step; None without a start
-
-
-def read_ledger(path: Path) -> Records:
-    """The ledger of one rank, empty if there is no file. Raises ValueError, KeyError or TypeError if it is none."""
+    Raises ValueError, KeyError or TypeError if the file is no ledger. Without a file nothing ran.
+    """
     steps: list[Step] = []
     begins: dict[str, Any] = {}
     for line in read_records(path):
@@ -190,4 +186,4 @@ def read_ledger(path: Path) -> Records:
             if "masked" in line:
                 raise DataError(f"{path}: a step with masked blocks; read it at commit 7cc964e, see docs/migration.md")
             steps.append(Step(**begins, first=line["first"], crc32=int(line["crc32"])))
-    return Records(steps, begins.get("began"))
+    return steps, begins.get("began")

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from checkpoint.branch import read_parent
 from config import Config, TitaniteError, command_line, from_dict, read_recorded
-from data.ledger import Place, Records, Step, checksum, read_ledger
+from data.ledger import Place, Step, checksum, read_ledger
 from data.shards import Dataset, Split, open_dataset
 from data.stream import Stream
 
@@ -113,18 +113,18 @@ def _lineage(recorded: list[Step], last_began: Place) -> list[Step]:
     return list(chain.from_iterable(reversed(pieces)))
 
 
-def _read_rank(run: Path, rank: int) -> Records:
+def _read_rank(run: Path, rank: int) -> tuple[list[Step], Place | None]:
     """The ledger of a data-parallel rank; a branch's after its parent's up to the fork. Raises TitaniteError."""
     try:
-        own = read_ledger(run / "data" / f"rank-{rank:05}.jsonl")
+        steps, last_began = read_ledger(run / "data" / f"rank-{rank:05}.jsonl")
     except (ValueError, KeyError, TypeError) as error:
         raise TitaniteError(f"{run}/data: not a ledger: {type(error).__name__} {error}") from None
     if not (parent := read_parent(run)):
-        return own
+        return steps, last_began
     if not (parent.folder / "config.toml").is_file():
         raise TitaniteError(f"{run}: its parent is not in {parent.folder}: put it, or a link to it, back there")
-    before = [step for step in _read_rank(parent.folder, rank).steps if step.end.tokens <= parent.tokens]
-    return Records(before + own.steps, own.last_began)
+    before = [step for step in _read_rank(parent.folder, rank)[0] if step.end.tokens <= parent.tokens]
+    return before + steps, last_began
 
 
 def prove(run: Path) -> list[str]:
@@ -188,7 +188,7 @@ def _recorded(run: Path, steps: list[Step]) -> np.ndarray:
     found[0] = [step.crc32 for step in steps]
     for rank in range(1, len(found)):
         before = None
-        for own in _read_rank(run, rank).steps:
+        for own in _read_rank(run, rank)[0]:
             if before and own.began is before.began and own.first != before.first + before.shape.samples:
                 order = f"the step from sample {own.first:,} on follows the one from {before.first:,} on"
                 raise TitaniteError(f"{run}: rank {rank}: {order}, which has {before.shape.samples:,} samples")
