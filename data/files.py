@@ -25,7 +25,6 @@ class Files:
     def __init__(self, url: str, config: Config) -> None:
         self.url, data = url.rstrip("/") or url, config.data
         self.store = open_store(self.url, config.comm.store_retry_seconds)
-        self._cache: Cache | None = None
         if isinstance(self.store, S3Store):
             folder = data.cache_folder or f"{tempfile.gettempdir()}/titanite-data-{os.getuid()}"
             self._cache = Cache(Path(folder), int(data.cache_gb * 1e9))
@@ -46,7 +45,6 @@ class Files:
                     return content
             raise DamagedError(f"{join(self.url, name)}: is damaged, its checksum does not match")
 
-        assert self._cache
         key = hashlib.sha256(f"{self.url}/{name}:{offset}:{size}:{crc32}".encode()).hexdigest()[:24]
         return self._cache.map(key, fetch, size, crc32)
 

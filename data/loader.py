@@ -218,7 +218,7 @@ def validation_batches(config: Config, dp_rank: int, dp_size: int) -> Iterator[B
     datasets = bounds.searchsorted(chosen, side="right") - 1
     starts = (chosen - bounds[datasets]) * seq_len
     with ThreadPoolExecutor(READERS, thread_name_prefix="reader") as readers:
-        streams = [Stream(split, "", readers, seed=None, read_ahead=len(chosen) == total) for split in splits]
+        streams = [Stream(split, "", readers, None, 1, read_ahead=len(chosen) == total) for split in splits]
         for first in range(dp_rank * size, len(chosen) + dp_rank * size, size * dp_size):
             own = slice(first, first + size)
             tokens = torch.zeros(size, seq_len, dtype=torch.int64)

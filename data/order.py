@@ -88,8 +88,6 @@ def mixture_counts(total: int, weights: np.ndarray) -> np.ndarray:
 
 def interleave(start: int, count: int, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(dataset, number in that dataset), int64 [count] each, of the samples [start, start + count), however cut."""
-    if len(weights) == 1:
-        return np.zeros(count, np.int64), np.arange(start, start + count)
     first = mixture_counts(start, weights)
     taken = mixture_counts(start + count, weights) - first
     dataset = np.repeat(np.arange(len(weights)), taken)

@@ -10,12 +10,10 @@ Finished work stays in OUTPUT/.parts: after a kill, the same command goes on. ma
 
 import argparse
 import ctypes
-import hashlib
 import json
 import multiprocessing
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -35,7 +33,7 @@ from data import writer
 from data.chat import BUILT_IN, encode_examples
 from data.order import derive_key, random_words
 from data.packing import pack
-from data.shards import INDEX_SCHEMA, VERSION, DataError, Shard, token_type
+from data.shards import INDEX_SCHEMA, VERSION, DataError, Shard, digest, token_type
 from data.sources import UNIT_BYTES, Unit, documents, failures_of, kind_of, list_files, plan_units
 from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from records import write_atomically, written_whole
@@ -54,7 +52,7 @@ Map = Callable[..., Iterator[int]]
 class Plan(NamedTuple):
     """Everything that decides the bytes of the dataset. Any change makes finished parts useless."""
 
-    input: str  # hash of version, units (names, sizes and versions of files, how they are cut) and tokenizer
+    input: str  # digest of version, units (names, sizes and versions of files, how they are cut) and tokenizer
     format: str
     keys: tuple[str, ...]
     seq_len: int
@@ -101,12 +99,10 @@ def prepare(o: argparse.Namespace) -> dict[str, Any]:
     plain = {("text", ""), ("jsonl", "")}  # Parquet and compressed files hold about five times their size
     text_bytes = sum(file.size * (1 if kind_of(file.url) in plain else 5) for file in files)
     shards = text_bytes / 4 * np.dtype(dtype).itemsize / (o.shard_mb * 2**20)  # a token is about four bytes of text
-    inputs = json.dumps([VERSION, units, chosen.fingerprint, chosen.chat_template])
-    shares = 1 - o.validation_fraction, o.validation_fraction
+    inputs = digest(json.dumps([VERSION, units, chosen.fingerprint, chosen.chat_template]).encode())
     wanted = o.format, names, o.seq_len, o.max_characters, dtype, o.validation_fraction, int(o.block_mb * 2**20)
-    plan = Plan(
-        hashlib.sha256(inputs.encode()).hexdigest(), *wanted, *(max(1, round(shards * share)) for share in shares)
-    )
+    buckets = (max(1, round(shards * share)) for share in (1 - o.validation_fraction, o.validation_fraction))
+    plan = Plan(inputs, *wanted, *buckets)
     if not (first := next(chain.from_iterable(_batches(plan, unit) for unit in units), None)):
         raise DataError("the input holds no text: nothing to prepare")
     if not is_text:  # a mistake in the template or the keys is found before anything is removed
@@ -219,9 +215,8 @@ def _tokenize(plan: Plan, tokenizer: Tokenizer, batch: list[tuple[str, bool]], w
     """A record batch with bucket, sort key and tokens of each document. Validation's buckets follow train's."""
     texts, held_out = zip(*batch, strict=True)
     buckets = np.where(held_out, plan.train_buckets + words % plan.validation_buckets, words % plan.train_buckets)
-    ids: Sequence[Sequence[int] | np.ndarray]
     if plan.format == "text":
-        ids = tokenizer.encode_documents(texts)
+        ids: Sequence[Any] = tokenizer.encode_documents(texts)
     else:
         examples = encode_examples(texts, plan.format, tokenizer)
         ids = [example if len(example) <= plan.seq_len else () for example in examples]  # counted by `_write_bucket`
@@ -293,13 +288,13 @@ def _worker_pool(count: int) -> Iterator[Map]:
 
 def _run_all(pool_map: Map, function: Callable[..., int], tasks: list[tuple[Any, int]], title: str, unit: str) -> None:
     """Run `function(task)`, which returns a number of tokens, for each (task, its size in `unit`), with a bar."""
-    tokens, begin = 0, time.monotonic()
+    tokens = 0
     with tqdm(total=sum(size for _, size in tasks), desc=title, unit=unit, unit_scale=True) as bar:
         for first in range(0, len(tasks), AT_ONCE):
             given, sizes = zip(*tasks[first : first + AT_ONCE], strict=True)
             for size, result in zip(sizes, pool_map(function, given), strict=True):
                 tokens += result
-                bar.set_postfix_str(f"{tokens / max(time.monotonic() - begin, 1e-9):,.0f} tokens/s", refresh=False)
+                bar.set_postfix_str(f"{tokens / (bar.format_dict['elapsed'] or 1):,.0f} tokens/s", refresh=False)
                 bar.update(size)
 
 

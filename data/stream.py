@@ -31,20 +31,14 @@ class Stream:
     """
 
     def __init__(
-        self,
-        split: Split,
-        name: str,
-        readers: Executor,
-        seed: int | None,
-        window_blocks: int = 1,
-        read_ahead: bool = True,
+        self, split: Split, name: str, readers: Executor, seed: int | None, window_blocks: int, read_ahead: bool = True
     ):
         self.split = split
         self._name, self._seed, self._window_blocks = name, seed, window_blocks
         self._readers, self._read_ahead = readers, read_ahead
         self._tokens = split.total_tokens
         self._epoch = lru_cache(2)(lambda number: build_epoch(split.tokens, window_blocks, self._key(number)))
-        self._reading: dict[tuple[int, int], list[Future[Block]]] = {}  # (epoch, window) → its blocks, being read
+        self._ahead: tuple[tuple[int, int] | None, list[Future[Block]]] = None, []  # (epoch, window), its blocks
         self._window: Window | None = None
         self._window_start = 0  # its first token in the stream
 
@@ -104,18 +98,17 @@ class Stream:
         """Get the blocks of a window and start to read those of the next."""
         is_last = index + 2 == len(self._epoch(number).starts)
         following = (number + 1, 0) if is_last else (number, index + 1)
-        for key in self._reading.keys() - {(number, index), following}:
-            for result in self._reading.pop(key):
-                result.cancel()
-        reading = self._reading.pop((number, index), [])
-        failed = any(block.done() and block.exception() for block in reading)  # when read ahead, perhaps long ago
-        if failed or not reading:
+        (key, reading), self._ahead = self._ahead, (None, [])
+        # What failed when it was read ahead, perhaps long ago, is tried again.
+        if key != (number, index) or any(block.done() and block.exception() for block in reading):
+            for block in reading:
+                block.cancel()
             reading = self._read(number, index)
         contents = [result.result() for result in reading]
         window = _open_window(self._blocks(number, index), contents, self._key(number, index))
         # Not earlier: the first batch of a start would wait for cores.
-        if self._read_ahead and following not in self._reading:
-            self._reading[following] = self._read(*following)
+        if self._read_ahead:
+            self._ahead = following, self._read(*following)
         return window
 
     def _read(self, number: int, index: int) -> list[Future[Block]]:
