@@ -96,7 +96,7 @@ def prepare(o: argparse.Namespace) -> dict[str, Any]:
     if o.format == "chat":
         chosen.chat_template = chosen.chat_template or BUILT_IN
     dtype = writer.token_dtype(chosen.vocab_size) if is_text else "uint32"
-    plain = {("text", ""), ("jsonl", "")}  # Parquet and compressed files hold about five times their size
+    plain = {(kind, "") for kind in ("text", "jsonl", "other")}  # the others hold about five times their size
     text_bytes = sum(file.size * (1 if kind_of(file.url) in plain else 5) for file in files)
     shards = text_bytes / 4 * np.dtype(dtype).itemsize / (o.shard_mb * 2**20)  # a token is about four bytes of text
     inputs = digest(json.dumps([VERSION, units, chosen.fingerprint, chosen.chat_template]).encode())

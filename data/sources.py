@@ -22,9 +22,8 @@ import pyarrow.parquet as pq
 from config import TitaniteError
 from data.shards import DataError
 
-STDLIB = "stdlib"
-TEXT_SUFFIXES = (".txt", ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cc", ".cpp", ".rs", ".go", ".java", ".js")
-KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
+TEXTS = (".txt", ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cc", ".cpp", ".rs", ".go", ".java", ".js")
+KINDS = dict.fromkeys(TEXTS, "text") | dict.fromkeys((".jsonl", ".ndjson", ".json"), "jsonl") | {".parquet": "parquet"}
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 UNIT_BYTES = 4 * 2**20
 MOST_UNITS = 10_000  # about; a larger input gets larger units
@@ -68,10 +67,10 @@ def list_files(sources: Sequence[str]) -> list[File]:
     files: dict[str, File] = {}
     for source in sources:
         with failures_of(f"--source {source}: cannot be listed"):
-            find = _stdlib_files if source == STDLIB else _remote_files if "://" in source else _local_files
+            find = _stdlib_files if source == "stdlib" else _remote_files if "://" in source else _local_files
             found = sorted(find(source), reverse=True)  # of a file's names, the first counts
         if not found:
-            kinds = f"{' '.join((*TEXT_SUFFIXES, *KINDS))}, also with .gz or .zst, but not for plain .json"
+            kinds = f"{' '.join(KINDS)}, also with .gz or .zst, but not for plain .json"
             raise DataError(f"--source {source}: no files there; a folder is searched for {kinds}")
         files |= dict(found)
     return sorted(files.values())
@@ -122,11 +121,10 @@ def _described(path: str) -> File:
 
 def _read_from_folder(folder: str, names: Collection[str]) -> list[str]:
     """The files of a folder to read. Not plain .json, which there holds settings as often as data."""
-    kinds = {(suffix, end) for suffix in (*TEXT_SUFFIXES, *KINDS) for end in ("", *COMPRESSIONS)} - {(".json", "")}
-    left_out = [name for name in names if _suffixes(name) not in kinds]
-    if left_out:
+    read = [name for name in names if kind_of(name)[0] != "other" and not name.lower().endswith(".json")]
+    if left_out := set(names).difference(read):
         log.warning("--source: %s: %s files of other kinds left out, such as %s", folder, len(left_out), min(left_out))
-    return [name for name in names if _suffixes(name) in kinds]
+    return read
 
 
 def _stdlib_files(_: str) -> Iterator[tuple[str, File]]:
@@ -146,7 +144,7 @@ def plan_units(files: Sequence[File]) -> list[Unit]:
     size = 0  # of the group
     for file in files:
         kind, compression = kind_of(file.url)
-        if kind == "text" or file.size < unit_bytes:
+        if kind in ("text", "other") or file.size < unit_bytes:
             group.append(file)
             size += file.size
             if size >= unit_bytes:
@@ -166,16 +164,12 @@ def plan_units(files: Sequence[File]) -> list[Unit]:
 
 
 def kind_of(url: str) -> tuple[str, str]:
-    """("text" | "jsonl" | "parquet", compression or "") from the file's name."""
-    suffix, compression = _suffixes(url)
-    return KINDS.get(suffix, "text"), COMPRESSIONS.get(compression, "")
-
-
-def _suffixes(url: str) -> tuple[str, str]:
-    """The suffix of a file's name and its compression suffix or "", in lower case."""
+    """("text" | "jsonl" | "parquet" | "other", read as text; compression or "") from the file's name."""
     name = url.partition("?")[0] if "://" in url else url
     stem, suffix = os.path.splitext(name.lower())
-    return (os.path.splitext(stem)[1], suffix) if suffix in COMPRESSIONS else (suffix, "")
+    if compression := COMPRESSIONS.get(suffix, ""):
+        suffix = os.path.splitext(stem)[1]
+    return KINDS.get(suffix, "other"), compression
 
 
 def documents(unit: Unit, keys: Sequence[str], is_text: bool = True) -> Iterator[str]:
