@@ -68,13 +68,6 @@ def add_place_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default=dtype, help="to compute in (%(default)s)")
 
 
-def check_least(parser: argparse.ArgumentParser, arguments: argparse.Namespace, **least: int) -> None:
-    """End with the usage if one of these arguments is given and below its least value."""
-    for name, lowest in least.items():
-        if (value := getattr(arguments, name)) is not None and value < lowest:
-            parser.error(f"--{name.replace('_', '-')} {value}: must be at least {lowest}")
-
-
 def load_from_arguments(arguments: argparse.Namespace) -> Trained:
     """Load the model that these arguments name to this machine's device. Raises TitaniteError."""
     dtype = getattr(torch, arguments.dtype)

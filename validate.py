@@ -26,7 +26,7 @@ from parallel.fsdp import reshard
 from parallel.mesh import ParallelDims
 from parallel.pipeline import Step
 from run.run import Run
-from trained import Trained, add_place_arguments, check_least, load_from_arguments
+from trained import Trained, add_place_arguments, load_from_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +155,6 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--seq-len", type=int, help="tokens of a sequence; default: as the run")
     parser.add_argument("--batch-size", type=int, help="sequences in a forward; default: as the run")
     arguments = parser.parse_args(argv)
-    check_least(parser, arguments, max_samples=0, seq_len=1, batch_size=1)
     trained = load_from_arguments(arguments)
     values = settings.read_recorded(trained.manifest.get("config", "").encode(), trained.place)
     recorded = "seq_len" in values.get("training", {})
