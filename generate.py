@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from config import ConfigError, TitaniteError, command_line, file_errors
+from data.chat import chat_of
 from data.tokenizer import Tokenizer
 from models.llama.model import KVCache
 from trained import Trained, add_place_arguments, check_least, load_from_arguments
@@ -186,7 +187,7 @@ def chat(trained: Trained, system: str, request: Request) -> None:
     while True:
         try:
             turn = [*messages, {"role": "user", "content": input("> ")}]
-            prompt = trained.chat.encode(turn, add_generation_prompt=True)
+            prompt = chat_of(trained.tokenizer).encode(turn, add_generation_prompt=True)
         except EOFError:
             return
         except TitaniteError as error:
@@ -235,13 +236,14 @@ def main(argv: list[str]) -> None:
     trained = load_from_arguments(arguments)
     for prompt in prompts or ():
         check_prompt("prompt", prompt, trained.tokenizer)
+    answer_ends = chat_of(trained.tokenizer).stop_ids if arguments.chat else ()
     request = Request(
         temperature=arguments.temperature,
         top_k=arguments.top_k,
         top_p=arguments.top_p,
         seed=arguments.seed,
         max_tokens=arguments.max_tokens,
-        stop_ids=frozenset({trained.tokenizer.eos_id}) | (trained.chat.stop_ids if arguments.chat else frozenset()),
+        stop_ids=frozenset({trained.tokenizer.eos_id, *answer_ends}),
         stops=tuple(filter(None, arguments.stop)),
     )
     if arguments.chat:

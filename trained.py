@@ -3,7 +3,6 @@
 import argparse
 import json
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -14,7 +13,6 @@ from checkpoint.files import read_state
 from checkpoint.loading import check_same_names, load_place
 from checkpoint.manifest import Manifest, Opened
 from checkpoint.state import model_tensors
-from data.chat import ChatTemplate
 from data.tokenizer import Tokenizer
 from models import build_model, recorded_model
 from parallel.device import device_type
@@ -29,11 +27,6 @@ class Trained:
     manifest: Manifest
     place: str  # of the checkpoint
     device: torch.device
-
-    @cached_property
-    def chat(self) -> ChatTemplate:
-        """The tokenizer's chat template, or the built-in one. Raises TitaniteError."""
-        return ChatTemplate(self.tokenizer.chat_template, self.tokenizer)
 
 
 def load_trained(place: str, *, device: torch.device, dtype: torch.dtype, tokenizer: str = "") -> Trained:

@@ -124,7 +124,7 @@ def encode_examples(texts: Sequence[str], format: str, tokenizer: Tokenizer) -> 
     for text in texts:
         try:
             values = json.loads(text)
-            parts = _pair(tokenizer, *values) if format == "sft" else _template(tokenizer).encode_parts(*values)
+            parts = _pair(tokenizer, *values) if format == "sft" else chat_of(tokenizer).encode_parts(*values)
         except TitaniteError as error:
             raise TitaniteError(f"{error}; in the example {text[:100]}") from None
         ids = list(chain.from_iterable(tokens for tokens, _ in parts))
@@ -138,7 +138,8 @@ def encode_examples(texts: Sequence[str], format: str, tokenizer: Tokenizer) -> 
 
 
 @lru_cache(maxsize=1)  # ChatTemplate copies the whole tokenizer
-def _template(tokenizer: Tokenizer) -> ChatTemplate:
+def chat_of(tokenizer: Tokenizer) -> ChatTemplate:
+    """The tokenizer's chat template, or the built-in one. Raises TitaniteError."""
     return ChatTemplate(tokenizer.chat_template, tokenizer)
 
 

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from config import TitaniteError
-from data.chat import ChatTemplate
+from data.chat import ChatTemplate, chat_of
 from data.tokenizer import Tokenizer
 from generate import Request, TextStream, generate, main, sample
 from models.llama.model import Llama
@@ -318,7 +318,7 @@ def test_a_checkpoint_of_stock_dcp_in_a_run(tmp_path: Path) -> None:
 def test_the_built_in_template_is_used_where_there_is_none(imported: Path, tmp_path: Path) -> None:
     byte_tokenizer().save(tmp_path)
     trained = load_trained(str(imported), device=CPU, dtype=torch.bfloat16, tokenizer=str(tmp_path))
-    assert trained.chat.render([{"role": "user", "content": "a"}], add_generation_prompt=True) == (
+    assert chat_of(trained.tokenizer).render([{"role": "user", "content": "a"}], add_generation_prompt=True) == (
         "<|user|>\na\n<|assistant|>\n"
     )
     assert next(trained.model.parameters()).dtype == torch.bfloat16
