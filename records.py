@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 
-from config import LOCAL, file_errors
+from config import LOCAL
 
 PACKAGES = ("torchao", "triton", "numpy", "pyarrow", "tokenizers", "s3fs", "transformers", "torchtitan")
 
@@ -66,15 +66,6 @@ def output_file(text: str) -> Path:
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{path}: cannot be written: {error.strerror}") from None
     return path
-
-
-def write_output(path: Path, text: str) -> None:
-    """Write the file of an `--output`, atomically unless it is a pipe or a device. Raises TitaniteError."""
-    with file_errors(path):
-        if path.is_file():
-            write_atomically(path.resolve(), text.encode())
-        else:
-            path.write_text(text, encoding="utf-8")
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

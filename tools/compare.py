@@ -15,7 +15,7 @@ from typing import Any
 
 from checkpoint.branch import read_parent
 from config import TitaniteError, command_line, file_errors, tomllib
-from records import output_file, read_records, write_output
+from records import output_file, read_records
 
 MAX_POINTS = 4000  # per curve: longer ones keep every n-th row
 AXES = ("step", "tokens", "hours")
@@ -44,7 +44,8 @@ def write_page(runs: Sequence[Path], output: Path) -> None:
     }
     template = Path(__file__).with_name("compare.html").read_text(encoding="utf-8")
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")  # cannot end the script
-    write_output(output, template.replace('"DATA"', text))
+    with file_errors(output):
+        output.write_text(template.replace('"DATA"', text), encoding="utf-8")
     print(f"{output}: open it in a browser; runs compared: {len(read)}")
 
 
