@@ -5,7 +5,6 @@ A kill or a full disk may cut the last line. A cut line counts as never written.
 
 import argparse
 import json
-import mmap
 import os
 import subprocess
 from collections.abc import Iterator
@@ -21,11 +20,8 @@ PACKAGES = ("torchao", "triton", "numpy", "pyarrow", "tokenizers", "s3fs", "tran
 
 def open_records(path: Path) -> IO[str]:
     """Open the file to append lines. Removes a cut last line first, which the next one would be glued to."""
-    if path.is_file() and path.stat().st_size:
-        with open(path, "r+b") as file:
-            with mmap.mmap(file.fileno(), 0) as content:
-                whole = content.rfind(b"\n") + 1
-            file.truncate(whole)
+    if path.is_file():
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
     return open(path, "a", encoding="utf-8")
 
 
