@@ -23,7 +23,6 @@ from types import SimpleNamespace
 from typing import IO, Any, cast
 
 import botocore.exceptions as aws
-import botocore.session
 import numpy as np
 from botocore.config import Config
 from botocore.parsers import ResponseParserError
@@ -153,6 +152,8 @@ class S3Store:
         checksums = dict.fromkeys(("request_checksum_calculation", "response_checksum_validation"), "when_required")
         waits = {"connect_timeout": CONNECT_SECONDS, "read_timeout": ANSWER_SECONDS}
         config = Config(**checksums, **waits, max_pool_connections=64, retries={"total_max_attempts": 1})
+        import botocore.session  # slow, and most processes never need it
+
         session = botocore.session.get_session()  # it does not know AWS_REGION
         region = os.environ.get("AWS_REGION") or session.get_config_variable("region") or "us-east-1"
         client = session.create_client("s3", region_name=region, config=config)
