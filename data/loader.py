@@ -197,9 +197,7 @@ def _fill(batch: Batch, rows: list[int], stream: Stream, start: int) -> None:
         positions = np.concatenate([ramp[: stop - begin] for begin, stop in pairwise([*begins, count])])
         filled.append((batch.positions, positions))
     for tensor, values in filled:
-        array = tensor.numpy()
-        for i, row in enumerate(rows):
-            array[row] = values[i * seq_len : (i + 1) * seq_len]
+        tensor.numpy()[rows] = values[:count].reshape(-1, seq_len)
 
 
 def validation_batches(config: Config, dp_rank: int, dp_size: int) -> Iterator[Batch]:

@@ -21,22 +21,15 @@ def derive_key(*parts: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
 
 
-def mix(x: np.ndarray) -> np.ndarray:
-    """A bijection of uint64 with random-looking output: the finaliser of SplitMix64.
+def random_words(size: int, key: int, first: int = 0) -> np.ndarray:
+    """Words [first, first + size) of SplitMix64 seeded with `key`: distinct uint64 [size].
 
     Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014).
     """
+    x = np.arange(first, first + size, dtype=np.uint64) * np.uint64(GOLDEN_GAMMA) + np.uint64(key)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
-
-
-def random_words(size: int, key: int, first: int = 0) -> np.ndarray:
-    """Words [first, first + size) of SplitMix64 seeded with `key`: distinct uint64 [size]."""
-    words = np.arange(first, first + size, dtype=np.uint64)
-    words *= np.uint64(GOLDEN_GAMMA)
-    words += np.uint64(key)
-    return mix(words)
 
 
 def permutation(size: int, key: int | None) -> np.ndarray:

@@ -135,11 +135,10 @@ def _sample_texts(units: list[Unit], keys: Sequence[str]) -> Iterator[str]:
     """Yield the first documents of units spread evenly over the input, about TOKENIZER_SAMPLE_BYTES in all."""
     chosen = units[:: max(1, len(units) * UNIT_BYTES // TOKENIZER_SAMPLE_BYTES)]
     for unit in chosen:
-        characters = 0
+        left = TOKENIZER_SAMPLE_BYTES // len(chosen)
         for text in documents(unit, keys):
             yield text
-            characters += len(text)
-            if characters >= TOKENIZER_SAMPLE_BYTES // len(chosen):
+            if (left := left - len(text)) <= 0:
                 break
 
 
@@ -147,7 +146,6 @@ def _start_or_go_on(folder: Path, plan: Plan, tokenizer: Tokenizer) -> None:
     """Keep the parts of an interrupted preparation by the same plan. Remove everything else that we wrote."""
     plan_file = folder / writer.PARTS / "plan.json"
     record = json.dumps(plan._asdict(), indent=1)
-    (folder / "manifest.json").unlink(missing_ok=True)  # first, so that nothing reads a dataset replaced in part
     if not plan_file.is_file() or plan_file.read_text(encoding="utf-8") != record:
         writer.remove_dataset(folder)
         plan_file.parent.mkdir()

@@ -122,17 +122,13 @@ class Dataset:
     vocab_size: int
     eos_id: int
     tokenizer_fingerprint: str
+    packed_seq_len: int  # as in every split
     splits: dict[str, Split]
     chat_template: str  # digest of chat_template.jinja, "" without one
 
     @property
     def url(self) -> str:
         return self.files.url
-
-    @property
-    def packed_seq_len(self) -> int:
-        """The same in every split."""
-        return self.splits["train"].packed_seq_len
 
     def split(self, name: str) -> Split:
         """One split. Raises DataError if it is empty."""
@@ -192,8 +188,8 @@ def open_dataset(url: str, config: Config | None = None) -> Dataset:
         columns = {column: values[first:stop] for column, values in index.items()}
         splits[name] = Split(files, manifest["dtype"], vocab_size, packed, own, bounds, **columns)
         first = stop
-    template = manifest.get("chat_template", "")
-    return Dataset(files, digest(text), vocab_size, manifest["eos_id"], manifest["tokenizer"], splits, template)
+    made_by, template = manifest["tokenizer"], manifest.get("chat_template", "")
+    return Dataset(files, digest(text), vocab_size, manifest["eos_id"], made_by, packed, splits, template)
 
 
 def with_chat_template(datasets: Sequence[Dataset]) -> Dataset:
@@ -237,12 +233,10 @@ def check_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
     for dataset in datasets:
         if (tokens := dataset.split("train").total_tokens) <= seq_len:
             raise DataError(f"{dataset.url}: {tokens} training tokens are too few for training.seq_len = {seq_len}")
-        if config.validation.enable and not held_out:
-            dataset.split("validation")
         dataset.check_tokenizer()
         if dataset.packed_seq_len and dataset.chat_template not in ("", chat.chat_template):
             raise DataError(f"data.datasets: {dataset.url} was made with another chat template than {chat.url}")
-    for dataset in held_out:
+    for dataset in held_out or (datasets if config.validation.enable else ()):
         dataset.split("validation")
     if len({dataset.hash for dataset in datasets}) < len(datasets):
         raise DataError(f"data.datasets = {list(data.datasets)}: two folders hold the same dataset")

@@ -213,9 +213,8 @@ def _json_records(file: File, stream: Any, unit: Unit) -> Iterator[tuple[str, di
     if position:
         stream.seek(position - 1)
         position += len(stream.readline()) - 1  # a line that began earlier belongs to the unit before
-    while not unit.stop or position < unit.stop:
-        line = stream.readline()
-        if not line:
+    for line in stream:
+        if unit.stop and position >= unit.stop:
             return
         if line.strip():
             place = f"{file.url}, line at byte {position}"

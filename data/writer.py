@@ -91,7 +91,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 def remove_dataset(folder: Path) -> None:
     """Remove manifest, shards and parts from a folder, and nothing else: it may hold the user's own files."""
-    (folder / "manifest.json").unlink(missing_ok=True)
+    (folder / "manifest.json").unlink(missing_ok=True)  # first, so that nothing reads a dataset replaced in part
     remove_parts(folder)
     for file in [file for file in folder.iterdir() if SHARDS.fullmatch(file.name)]:
         file.unlink()
