@@ -36,9 +36,9 @@ class ChatTemplate:
 
     def __init__(self, source: str, tokenizer: Tokenizer):
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-        environment.globals["raise_exception"] = _raise
+        bos_token = "" if tokenizer.bos_id is None else tokenizer.raw.id_to_token(tokenizer.bos_id)
+        environment.globals |= {"raise_exception": _raise, "bos_token": bos_token, "eos_token": tokenizer.eos_token}
         environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
-        self.tokenizer = tokenizer
         # Some templates put `{% generation %}` around the assistant's text, which is rendered all the same.
         for name, always in (("generation", "if true"), ("endgeneration", "endif")):
             source = re.sub(rf"({{%[-+]?\s*){name}\b", rf"\1{always}", source)
@@ -51,13 +51,11 @@ class ChatTemplate:
         self._raw.encode_special_tokens = False
         added = self._raw.get_added_tokens_decoder()
         self._special = {token.content: id for id, token in added.items() if token.special}
-        self._bos = "" if tokenizer.bos_id is None else tokenizer.raw.id_to_token(tokenizer.bos_id)
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
         """The conversation as text, with a generation prompt up to where an answer begins. Raises TitaniteError."""
         try:
-            names = {"bos_token": self._bos, "eos_token": self.tokenizer.eos_token}
-            return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **names)
+            return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt)
         except (TemplateError, TypeError) as error:
             raise TitaniteError(f"chat template: refuses the conversation: {error}") from None
 

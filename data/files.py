@@ -66,13 +66,6 @@ def _map(path: Path, offset: int, size: int, crc32: int) -> memoryview:
     return content
 
 
-def _map_used(path: Path, size: int, crc32: int) -> memoryview:
-    """Map a cached range and mark it as used now."""
-    content = _map(path, 0, size, crc32)
-    os.utime(path)
-    return content
-
-
 class Cache:
     """A folder with ranges of remote files, shared by processes. Beyond `limit_bytes` the least recently used go.
 
@@ -89,10 +82,12 @@ class Cache:
         path = self.folder / f"{key}.range"
         try:
             with suppress(FileNotFoundError, DamagedError):
-                return _map_used(path, size, crc32)
+                os.utime(path)  # used now
+                return _map(path, 0, size, crc32)
             with self._locked(f"lock-{int(key[:8], 16) % LOCKS}"):
                 with suppress(FileNotFoundError, DamagedError):  # another process may have fetched it meanwhile
-                    return _map_used(path, size, crc32)
+                    os.utime(path)
+                    return _map(path, 0, size, crc32)
                 temporary = self.folder / f"{key}.tmp"
                 try:
                     temporary.write_bytes(fetch())

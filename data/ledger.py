@@ -71,16 +71,15 @@ class Place(NamedTuple):
         return self.earlier | dict(zip(self.segment.datasets, self.segment.consumed(self.samples), strict=True))
 
     def state(self) -> dict[str, Any]:
-        """The place as plain JSON."""
+        """The place as plain JSON. The order of the datasets is part of it."""
         segment = self.segment
-        parts = zip(segment.datasets, segment.starts, segment.weights, strict=True)
         return {
             "version": STATE_VERSION,
             "seed": self.seed,
             "window_blocks": self.window_blocks,
             "seq_len": segment.seq_len,
             "samples": self.samples,
-            "datasets": [[name, start, weight] for name, start, weight in parts],  # their order is part of the place
+            "datasets": [list(own) for own in zip(segment.datasets, segment.starts, segment.weights, strict=True)],
             "earlier": dict(self.earlier),
         }
 

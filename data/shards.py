@@ -69,16 +69,13 @@ class Split:
     vocab_size: int
     packed_seq_len: int  # tokens per row, with the bits of data.packing; 0: rows are documents and tokens are ids
     shards: tuple[Shard, ...]
+    total_tokens: int
     bounds: np.ndarray  # [shards + 1] the first block of each shard, then the number of blocks
     offset: np.ndarray
     size: np.ndarray
     documents: np.ndarray
     tokens: np.ndarray
     crc32: np.ndarray
-
-    @property
-    def total_tokens(self) -> int:
-        return sum(shard.tokens for shard in self.shards)
 
     def find(self, block: int) -> tuple[Shard, int]:
         """The shard that holds a block, and the block's number in that shard."""
@@ -183,10 +180,11 @@ def open_dataset(url: str, config: Config | None = None) -> Dataset:
     splits, first = {}, 0
     for name in SPLITS:  # the manifest has the shards in this order
         own = tuple(shard for shard in manifest["shards"] if shard.split == name)
+        total = sum(shard.tokens for shard in own)
         bounds = np.cumsum([0, *(shard.blocks for shard in own)])
         stop = first + int(bounds[-1])
         columns = {column: values[first:stop] for column, values in index.items()}
-        splits[name] = Split(files, manifest["dtype"], vocab_size, packed, own, bounds, **columns)
+        splits[name] = Split(files, manifest["dtype"], vocab_size, packed, own, total, bounds, **columns)
         first = stop
     made_by, template = manifest["tokenizer"], manifest.get("chat_template", "")
     return Dataset(files, digest(text), vocab_size, manifest["eos_id"], made_by, packed, splits, template)

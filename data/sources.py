@@ -11,7 +11,7 @@ import os
 import sysconfig
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -234,10 +234,9 @@ def _parquet_records(file: File, stream: Any, unit: Unit, keys: Sequence[str]) -
     first = sum(table.metadata.row_group(i).num_rows for i in range(unit.start))
     groups = range(unit.start, unit.stop or table.num_row_groups)
     columns = list(keys) if set(keys) <= set(names) else names  # all, for the error to show
-    for batch in table.iter_batches(ROWS, row_groups=list(groups), columns=columns):
-        rows = enumerate(batch.to_pylist(), start=first)
-        yield from ((f"{file.url}, row {i}", _without_nulls(row)) for i, row in rows)
-        first += len(batch)
+    batches = table.iter_batches(ROWS, row_groups=list(groups), columns=columns)
+    for number, row in enumerate(chain.from_iterable(batch.to_pylist() for batch in batches), start=first):
+        yield f"{file.url}, row {number}", _without_nulls(row)
 
 
 def _without_nulls(value: Any) -> Any:

@@ -36,7 +36,6 @@ class Stream:
         self.split = split
         self._name, self._seed, self._window_blocks = name, seed, window_blocks
         self._readers, self._read_ahead = readers, read_ahead
-        self._tokens = split.total_tokens
         self._epoch = lru_cache(2)(lambda number: build_epoch(split.tokens, window_blocks, self._key(number)))
         self._ahead: tuple[tuple[int, int] | None, list[Future[Block]]] = None, []  # (epoch, window), its blocks
         self._window: Window | None = None
@@ -48,7 +47,7 @@ class Stream:
         Returns the tokens [count], the length of each document's (or packed example's) part in order, and the hidden
         slices, which must not be trained. Raises DataError, StoreError.
         """
-        there = count if self._seed is not None else min(count, self._tokens - start)
+        there = count if self._seed is not None else min(count, self.split.total_tokens - start)
         parts: list[np.ndarray] = []
         for window, documents, begins, ends in self._parts(start, there):
             blocks, starts = window.block[documents].tolist(), window.start[documents].tolist()
@@ -87,11 +86,11 @@ class Stream:
         """The window that holds a token of the stream, and the token's place in the window."""
         if self._window is None or not 0 <= token - self._window_start < self._window.cumulative[-1]:
             self._window = None  # frees its memory before the next is opened
-            number, in_epoch = divmod(token, self._tokens)
+            number, in_epoch = divmod(token, self.split.total_tokens)
             epoch = self._epoch(number)
             index = epoch.window_of(in_epoch)
             self._window = self._open(number, index)
-            self._window_start = number * self._tokens + int(epoch.starts[index])
+            self._window_start = number * self.split.total_tokens + int(epoch.starts[index])
         return self._window, token - self._window_start
 
     def _open(self, number: int, index: int) -> Window:
