@@ -5,6 +5,7 @@ that length is therefore a whole row, wherever data.order puts it, and no exampl
 """
 
 from bisect import bisect_left, insort
+from collections import defaultdict
 
 import numpy as np
 import pyarrow as pa
@@ -21,19 +22,17 @@ def pack(examples: pa.ListArray, seq_len: int, eos_id: int) -> pa.ListArray:
     Uses best fit, in the order of the examples. Hidden eos tokens fill the rest of a row.
     """
     offsets, values = examples.offsets.to_numpy(), examples.values.to_numpy()
-    rows: list[list[int]] = []
+    rows: defaultdict[int, list[int]] = defaultdict(list)  # number → its examples
     room: list[tuple[int, int]] = []  # (tokens left, row), sorted
     for i, size in enumerate(np.diff(offsets).tolist()):
         fitting = bisect_left(room, (size, 0))
         left, row = room.pop(fitting) if fitting < len(room) else (seq_len, len(rows))
-        if row == len(rows):
-            rows.append([])
         rows[row].append(i)
         insort(room, (left - size, row))
         if len(room) > MAX_OPEN_ROWS:
             room.pop(0)
     packed = np.full((len(rows), seq_len), eos_id | HIDDEN, np.uint32)
-    for out, members in zip(packed, rows, strict=True):
+    for out, members in zip(packed, rows.values(), strict=True):
         whole = np.concatenate([values[offsets[i] : offsets[i + 1]] for i in members])
         out[: len(whole)] = whole
         if len(whole) < seq_len:

@@ -114,6 +114,7 @@ class Split:
 class Dataset:
     """A prepared dataset: its manifest and index, without tokens."""
 
+    url: str
     files: Files
     hash: str  # first 16 hex digits of the SHA-256 of the manifest, which covers everything else
     vocab_size: int
@@ -122,10 +123,6 @@ class Dataset:
     packed_seq_len: int  # as in every split
     splits: dict[str, Split]
     chat_template: str  # digest of chat_template.jinja, "" without one
-
-    @property
-    def url(self) -> str:
-        return self.files.url
 
     def split(self, name: str) -> Split:
         """One split. Raises DataError if it is empty."""
@@ -187,7 +184,7 @@ def open_dataset(url: str, config: Config | None = None) -> Dataset:
         splits[name] = Split(files, manifest["dtype"], vocab_size, packed, own, total, bounds, **columns)
         first = stop
     made_by, template = manifest["tokenizer"], manifest.get("chat_template", "")
-    return Dataset(files, digest(text), vocab_size, manifest["eos_id"], made_by, packed, splits, template)
+    return Dataset(files.url, files, digest(text), vocab_size, manifest["eos_id"], made_by, packed, splits, template)
 
 
 def with_chat_template(datasets: Sequence[Dataset]) -> Dataset:
