@@ -174,8 +174,7 @@ class DataLoader:
         empty = partial(torch.empty, shape, dtype=torch.int64, pin_memory=self._pin_memory)
         batch = Batch(empty(), empty(), empty() if self._config.data.mask_documents else None)
         for i, stream in enumerate(self._streams):
-            rows = [row for row, dataset in enumerate(datasets) if dataset == i]
-            if rows:  # they follow each other in the stream
+            if rows := [row for row, dataset in enumerate(datasets) if dataset == i]:  # consecutive in the stream
                 _fill(batch, rows, stream, starts[rows[0]])
         return batch
 

@@ -77,8 +77,7 @@ def load_tokenizer(path: str | Path, eos_token: str = "") -> Tokenizer:
     with file_errors():
         file = Path(path) / TOKENIZER if Path(path).is_dir() else Path(path)
         beside = [file.with_name(name) for name in (CONFIG, CHAT_TEMPLATE)]
-        files = {other.name: other.read_bytes() for other in beside if other.is_file()}
-        files[TOKENIZER] = file.read_bytes()
+        files = {other.name: other.read_bytes() for other in beside if other.is_file()} | {TOKENIZER: file.read_bytes()}
     return parse_tokenizer(files, str(file.parent), eos_token)
 
 

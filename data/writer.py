@@ -61,13 +61,11 @@ def report(manifest: Mapping[str, Any], output: str) -> None:
 
 def check_output(output: str, overwrite: bool, validation_fraction: float, block_mb: float, shard_mb: float) -> Path:
     """Check the output options and return the folder to write a dataset to. Raises DataError."""
-    for name, value, least, most in (
-        ("block-mb", block_mb, 1e-6, LARGEST_SHARD_MB),
-        ("shard-mb", shard_mb, 1e-6, LARGEST_SHARD_MB),
-        ("validation-fraction", validation_fraction, 0, 1),
-    ):
-        if not least <= value <= most:
-            raise DataError(f"--{name} {value}: must be from {least} to {most}")
+    for name, value in (("block-mb", block_mb), ("shard-mb", shard_mb)):
+        if not 1e-6 <= value <= LARGEST_SHARD_MB:
+            raise DataError(f"--{name} {value}: must be from 1e-6 to {LARGEST_SHARD_MB}")
+    if not 0 <= validation_fraction <= 1:
+        raise DataError(f"--validation-fraction {validation_fraction}: must be from 0 to 1")
     if not output or output not in LOCAL:
         raise DataError(f"--output {output}: must be a string {LOCAL}")
     if Path(output, "manifest.json").exists() and not overwrite:
