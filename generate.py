@@ -19,7 +19,7 @@ from config import ConfigError, TitaniteError, command_line, file_errors
 from data.chat import chat_of
 from data.tokenizer import Tokenizer
 from models.llama.model import KVCache
-from trained import Trained, add_place_arguments, check_least, load_from_arguments
+from trained import Trained, add_place_arguments, load_from_arguments
 
 PREFILL_TOKENS = 512  # of a prompt per forward: limits the memory of the logits, which go unused
 
@@ -226,7 +226,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--stop", action="append", default=[], help="text or special token that ends it; repeatable")
     parser.add_argument("--batch-size", type=int, default=8, help="prompts continued together (default %(default)s)")
     arguments = parser.parse_args(argv)
-    check_least(parser, arguments, max_tokens=1, batch_size=1, temperature=0, top_k=0)
+    for name, least in (("max_tokens", 1), ("batch_size", 1), ("temperature", 0), ("top_k", 0)):
+        if (value := getattr(arguments, name)) is not None and value < least:
+            parser.error(f"--{name.replace('_', '-')} {value}: must be at least {least}")
     if not 0 < arguments.top_p <= 1:
         parser.error(f"--top-p {arguments.top_p}: must be above 0 and at most 1")
     if arguments.system and not arguments.chat:
