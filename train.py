@@ -92,7 +92,6 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         chunked = build_chunked_loss(config.compile, mesh, chunks) if chunks > 1 else None
         compute = build_step(parts, loss_fn, flavor.dim, flavor.vocab_size, mesh, config, chunked)
         parameters = [parameter for part in parts for parameter in part.parameters()]
-        forward_backward = run.watch(compute, parameters)
         optimizer = build_optimizer(parts, config.optimizer, config.compile)
         optimizer.register_step_pre_hook(lambda *_: watchdog.enter("optimizer"))
         islands = OuterOptimizer(optimizer, mesh.islands, config.parallelism, steps) if mesh.islands else None
@@ -114,7 +113,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
             run.begin(step)
             batches = [batch.to(device) for batch in data.next_step() if step not in guard.skipped]
             n_tokens = count_trained((batch.labels for batch in batches), dims, device)
-            loss = sum_losses(forward_backward(batches, n_tokens), dims, device)
+            loss = sum_losses(run.forward_backward(compute, batches, n_tokens), dims, device)
             grad_norm = clip_grad_norm_(parameters, training.max_norm, mesh.pp, mesh.islands).to(device)
             lr = learning_rate(step, steps, config.optimizer.lr, config.lr_scheduler)
             set_learning_rate(optimizer, lr)

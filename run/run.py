@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -25,7 +25,7 @@ from parallel.device import bfloat16_is_slow
 from parallel.mesh import ParallelDims
 from parallel.pipeline import Step
 from profiling import profile
-from run.failures import RolledBackError, check_replay
+from run.failures import RolledBackError
 from run.folder import PROGRESS, record_config, start_run
 from run.processes import (
     AGAIN,
@@ -44,7 +44,6 @@ logger = logging.getLogger(__name__)
 
 GC_INTERVAL_STEPS = 50  # between two collections of garbage, on all ranks together
 SPEAKER_TIMEOUT_SECONDS = 20  # for ranks to wait until they are ended, while local rank 0 says what is wrong
-ForwardBackward = Callable[[list[Batch], Tensor], list[Tensor]]  # (microbatches, tokens of the step) → their losses
 
 
 def run_and_leave(main: Callable[[], object]) -> NoReturn:
@@ -109,7 +108,6 @@ class Run:
         if config.run.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it to be deterministic
         torch.use_deterministic_algorithms(config.run.deterministic)
-        self._begins = not dist.is_initialized()
         self.device = init_distributed(environment, config.comm)
         self.data.check_ranks()
         self.mesh = self.dims.build_mesh(self.device.type)
@@ -133,7 +131,7 @@ class Run:
             cause = f"stopped by {self.stop.asked_by}, before any step"
             self.watchdog.announce("stopped", cause, again=self.stop.again)
         self._contexts.__exit__(kind, error, trace)
-        if self._begins and error is None:  # after an error other ranks may wait in a collective
+        if error is None:  # after an error other ranks may wait in a collective
             shut_down()
 
     @contextlib.contextmanager
@@ -168,25 +166,14 @@ class Run:
             with self.writing(self.folder / PROGRESS):
                 (self.folder / PROGRESS).touch()  # earlier restarts of the job no longer count
 
-    def watch(self, compute: Step, parameters: Sequence[Tensor]) -> ForwardBackward:
-        """The forward and backward of all microbatches of a step; now and then twice, to compare (failures.replay)."""
-        every = self.config.failures.replay_interval
-
-        def compute_all(microbatches: list[Batch], n_tokens: Tensor) -> list[Tensor]:
-            losses = []
-            for i, batch in enumerate(microbatches):
-                self.watchdog.enter("forward/backward")
-                losses.append(compute.forward_backward(*batch, n_tokens, i == len(microbatches) - 1))
-            self._computed = bool(microbatches)
-            return losses
-
-        def forward_backward(microbatches: list[Batch], n_tokens: Tensor) -> list[Tensor]:
-            losses = compute_all(microbatches, n_tokens)
-            if every and microbatches and self.watchdog.step % every == 0:
-                check_replay(self.watchdog.step, parameters, losses, partial(compute_all, microbatches, n_tokens))
-            return losses
-
-        return forward_backward
+    def forward_backward(self, compute: Step, microbatches: list[Batch], n_tokens: Tensor) -> list[Tensor]:
+        """Forward and backward of all microbatches of a step of `n_tokens`. Returns their losses."""
+        losses = []
+        for i, batch in enumerate(microbatches):
+            self.watchdog.enter("forward/backward")
+            losses.append(compute.forward_backward(*batch, n_tokens, i == len(microbatches) - 1))
+        self._computed = bool(microbatches)
+        return losses
 
     def begin(self, step: int) -> None:
         """Begin a step."""
