@@ -3,7 +3,6 @@
 Stock readers read it. Stock checkpoints are read here too, but unchecked, since they hold no checksums.
 """
 
-import dataclasses
 import io
 import struct
 import zipfile
@@ -25,7 +24,7 @@ from torch.distributed.checkpoint.planner import ReadItem, SavePlan, TensorWrite
 from torch.utils.serialization import config as serialization
 
 from checkpoint import CheckpointError
-from checkpoint.manifest import ChecksumError, Manifest, Opened, checked_twice, write_commit
+from checkpoint.manifest import ChecksumError, Opened, checked_twice
 from checkpoint.ranks import Ranks
 from storage import DamagedError, Store, join
 
@@ -69,15 +68,10 @@ def plan_rows(weights: dict[str, Tensor], piece_bytes: int) -> Plan:
 
 def _share_out(plan: SavePlan, ranks: Ranks) -> Plan:
     """Give each piece to one of the ranks that planned it. Collective."""
-    metadata: Any = None
-
-    def choose(plans: list[SavePlan]) -> list[SavePlan]:
-        nonlocal metadata
-        chosen, metadata = DefaultSavePlanner().create_global_plan(plans)
-        return chosen
-
-    own: SavePlan = ranks.reduce_scatter("plan", lambda: plan, choose)
-    return Plan([file for file in _split_by_size_and_type(FILES, own.items) if file], metadata)
+    planner = DefaultSavePlanner()
+    own: SavePlan = ranks.reduce_scatter("plan", lambda: plan, lambda plans: planner.create_global_plan(plans)[0])
+    files = [file for file in _split_by_size_and_type(FILES, own.items) if file]
+    return Plan(files, planner.metadata if ranks.is_coordinator else None)
 
 
 def resolver(state: State) -> Callable[[WriteItem], Tensor]:
@@ -120,14 +114,6 @@ def write_items(
     names = [f"__{rank}_{number}.distcp" for number in range(FILES)]
     with ThreadPoolExecutor(FILES) as threads:
         return {index: info for own in threads.map(write, names, files) for index, info in own.items()}
-
-
-def commit(store: Store, name: str, plan: Plan, written: Sequence[Written], facts: Manifest) -> None:
-    """Write the index, then the manifest with `facts`. For rank 0, after all have written; `written` is by rank."""
-    places = {index: info for own in written for index, info in own.items()}
-    if len(places) != sum(len(getattr(item, "chunks", ())) for item in plan.metadata.state_dict_metadata.values()):
-        raise CheckpointError("not all items that were planned were written")
-    write_commit(store, name, dataclasses.replace(plan.metadata, storage_data=places), facts)
 
 
 class _ChecksummedStream(io.RawIOBase):
@@ -239,13 +225,10 @@ def _read_items(opened: Opened, items: Iterable[Item], consume: Callable[..., No
         for item, piece in zip(group, checked_twice(partial(read, group)), strict=True):
             consume(*item, piece)
 
-    device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
-
-    def use_device() -> None:
-        if device is not None:  # a new thread has the first one, where a copy would make a context
-            torch.accelerator.set_device_index(device)
-
-    with ThreadPoolExecutor(opened.store.read_threads, initializer=use_device) as threads:
+    start: Callable[[], None] | None = None
+    if torch.accelerator.is_available():  # a new thread has the first device, where a copy would make a context
+        start = partial(torch.accelerator.set_device_index, torch.accelerator.current_device_index())
+    with ThreadPoolExecutor(opened.store.read_threads, initializer=start) as threads:
         try:
             list(threads.map(load, _neighbours(items)))
         finally:

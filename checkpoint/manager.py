@@ -2,7 +2,6 @@
 
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,7 +23,7 @@ from checkpoint.branch import Parent, find_fork, read_parent, record_parent
 from checkpoint.checks import check_shared
 from checkpoint.files import Plan, State, Written, read_state
 from checkpoint.loading import load_newest, locate
-from checkpoint.manifest import Manifest, Opened, copy_commit, new_checkpoint_name, run_name, step_of
+from checkpoint.manifest import Manifest, Opened, commit, copy_commit, new_checkpoint_name, run_name, step_of
 from checkpoint.ranks import Ranks
 from checkpoint.retention import Retention, check_room, committed, finished
 from checkpoint.state import Staging, model_tensors, optimizer_tensors, random_state, tensors_to_fill
@@ -76,7 +75,9 @@ class CheckpointManager:
         self.run = self.ranks.from_rank_0(lambda: run_name(run_folder))
         self.retentions = [Retention(store, self.settings) for store in self.stores.values()]  # of rank 0
         self.newest_step: int | None = None  # of the last save or load
-        self.background = ThreadPoolExecutor(1, "checkpoint", _lower_priority)
+        # Training gets the cores first. On Linux 0 is this thread alone, and those it starts.
+        lower_priority = partial(os.setpriority, os.PRIO_PROCESS, 0, LOWEST_PRIORITY)
+        self.background = ThreadPoolExecutor(1, "checkpoint", lower_priority)
         self.under_way: Future[Any] | None = None
         self.staging = Staging(next(model[0].parameters()).device)
         if self.settings.mode == "async":
@@ -247,7 +248,7 @@ class CheckpointManager:
         write = partial(files.write_items, self.store, name, rank, plan.files, resolve, self.on_progress)
         written = self.ranks.together(write)
         gathered = self.ranks.gather_object(written) or []
-        self.ranks.from_rank_0(lambda: files.commit(self.store, name, plan, gathered, facts))
+        self.ranks.from_rank_0(lambda: commit(self.store, name, plan.metadata, gathered, facts))
         if step_of(name) is not None:  # a run cannot resume from a model alone
             if self.ranks.is_coordinator:
                 with suppress(OSError):  # the disk may be full; the checkpoint is safe anyway
@@ -265,8 +266,3 @@ class CheckpointManager:
         if self.ranks.is_coordinator:
             for retention in self.retentions:
                 retention.tidy(name)
-
-
-def _lower_priority() -> None:
-    """Training gets the cores first. On Linux this affects only this thread and those it starts."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)

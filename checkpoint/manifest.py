@@ -9,7 +9,7 @@ import pickle
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 
 from checkpoint import CheckpointError
 from storage import DamagedError, Store, join
@@ -102,12 +102,21 @@ def encode_manifest(manifest: Manifest) -> bytes:
     return json.dumps({"manifest": manifest, "sha256": sha256(body)}, indent=1, sort_keys=True).encode()
 
 
-def write_commit(store: Store, name: str, metadata: Metadata, facts: Manifest) -> None:
-    """Write DCP's index, then the manifest with `facts`, after which the checkpoint exists."""
-    pickled = pickle.dumps(dataclasses.replace(metadata, version=CURRENT_DCP_VERSION, storage_meta=StorageMeta()))
+def commit(
+    store: Store, name: str, index: Metadata, written: Sequence[Mapping[MetadataIndex, Any]], facts: Manifest
+) -> None:
+    """Write DCP's index, then the manifest with `facts`, after which the checkpoint exists.
+
+    For rank 0, after all have written: `written` is each rank's item → its place. Raises CheckpointError, StoreError.
+    """
+    places = {item: info for own in written for item, info in own.items()}
+    if len(places) != sum(len(getattr(stored, "chunks", ())) for stored in index.state_dict_metadata.values()):
+        raise CheckpointError("not all items that were planned were written")
+    added: dict[str, Any] = {"storage_data": places, "version": CURRENT_DCP_VERSION, "storage_meta": StorageMeta()}
+    pickled = pickle.dumps(dataclasses.replace(index, **added))
     unpickle_metadata(pickled)  # a later Python or torch may pickle other classes, which no load would accept
     sizes = {METADATA: len(pickled)}
-    for info in metadata.storage_data.values():
+    for info in places.values():
         sizes[info.relative_path] = max(sizes.get(info.relative_path, 0), info.offset + info.length)
     manifest = {
         "format": FORMAT_VERSION,

@@ -29,9 +29,9 @@ from tqdm import tqdm
 
 from checkpoint import CheckpointError
 from checkpoint.companions import find_tokenizer, read_companions
-from checkpoint.files import commit, plan_rows, read_state, write_items
+from checkpoint.files import plan_rows, read_state, write_items
 from checkpoint.loading import check_same_names, load_place
-from checkpoint.manifest import MANIFEST, Manifest, Opened, sha256
+from checkpoint.manifest import MANIFEST, Manifest, Opened, commit, sha256
 from checkpoint.state import model_tensors
 from config import LOCAL_OR_S3, TitaniteError, command_line, file_errors, tomllib
 from data.chat import ChatTemplate
@@ -185,7 +185,7 @@ def import_model(folder: Path, place: str) -> None:
             written = write_items(store, name, 0, plan.files, read)
         for companion, content in companions.items():
             store.put(f"{name}/{companion}", content)
-        commit(store, name, plan, [written], facts)
+        commit(store, name, plan.metadata, [written], facts)
         load_place(place, lambda opened: compare_logits(folder, opened, model))
     except BaseException:
         with suppress(CheckpointError, StoreError):  # the first error says more

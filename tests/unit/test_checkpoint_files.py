@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 import storage
 from checkpoint import CheckpointError, files
 from checkpoint.checks import check_checkpoints
-from checkpoint.files import commit, plan_save, read_state, resolver, write_items
-from checkpoint.manifest import encode_manifest, open_checkpoint, read_manifest, unpickle_metadata
+from checkpoint.files import plan_save, read_state, resolver, write_items
+from checkpoint.manifest import commit, encode_manifest, open_checkpoint, read_manifest, unpickle_metadata
 from checkpoint.ranks import Ranks
 from checkpoint.retention import committed
 from config import Checkpoint, Config
@@ -274,7 +274,7 @@ def test_an_item_that_was_planned_and_not_written_is_no_checkpoint(tmp_path):
     written = write_items(store, "one", 0, plan.files, resolver(state))
     written.popitem()
     with pytest.raises(CheckpointError, match="planned"):
-        commit(store, "one", plan, [written], {})
+        commit(store, "one", plan.metadata, [written], {})
     assert not (tmp_path / "one" / "MANIFEST.json").exists()
 
 
@@ -403,7 +403,7 @@ def test_values_come_back_wherever_they_lie_in_a_file(tmp_path, dtype):
 def written_alone(store, values):
     """A checkpoint of tensors, by this process."""
     plan = plan_save({"model": values}, Ranks())
-    commit(store, "one", plan, [write_items(store, "one", 0, plan.files, resolver({"model": values}))], {})
+    commit(store, "one", plan.metadata, [write_items(store, "one", 0, plan.files, resolver({"model": values}))], {})
     return open_checkpoint(store, "one")
 
 
