@@ -25,10 +25,8 @@ def find_tokenizer(
         raise CheckpointError(f"{origin}: no {TOKENIZER} found there; name one with --tokenizer")
     tokenizer = parse_tokenizer(companions, origin)
     if tokenizer.vocab_size > vocab_size:
-        raise CheckpointError(
-            f"{origin}: its tokenizer has ids up to {tokenizer.vocab_size - 1}, the model only {vocab_size} rows of "
-            "embedding; name the tokenizer it was trained with by --tokenizer"
-        )
+        rows = f"ids up to {tokenizer.vocab_size - 1}, the model only {vocab_size} rows of embedding"
+        raise CheckpointError(f"{origin}: its tokenizer has {rows}; name the one it was trained with by --tokenizer")
     return tokenizer, companions
 
 

@@ -131,10 +131,8 @@ class CheckpointManager:
         found = loading.by_age((store, committed(store)) for store in self.stores.values())
         if not found and (self.run_folder / SAVED).is_file():
             places, saved = (store.url for store in self.stores.values()), (self.run_folder / SAVED).read_text()
-            raise CheckpointError(
-                f"{', '.join(places)}: no checkpoint found, but this run has saved {saved}; set checkpoint.folder to "
-                "where it is now, or another run.folder for a new run"
-            )
+            hint = "set checkpoint.folder to where it is now, or another run.folder for a new run"
+            raise CheckpointError(f"{', '.join(places)}: no checkpoint, but this run has saved {saved}; {hint}")
         return found
 
     def _find_fork(self) -> list[tuple[Store, str]]:

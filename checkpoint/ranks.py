@@ -21,38 +21,33 @@ class Ranks(_DistWrapper):
         self.size = self.get_world_size()
 
     def together(self, step: Callable[[], T]) -> T:
-        """Run `step` on every rank. If it fails on any, raise the same error on all, a DamagedError only if all are."""
-        result, error = _tried(step)
-        failed = [failure for failure in self.all_gather_object(error) if failure is not None]
-        failed.sort(key=lambda failure: isinstance(failure, DamagedError))
-        _raise_agreed(failed[0] if failed else None, error)
+        """Run `step` on every rank. If it fails on any, raise the same error on all, a DamagedError only if all are.
+
+        An error that cannot be pickled becomes a RuntimeError.
+        """
+        result, own = None, None
+        try:
+            result = step()
+        except Exception as error:
+            own = _portable(error)
+        failed = [error for error in self.all_gather_object(own) if error is not None]
+        if failed:
+            chosen = min(failed, key=lambda error: isinstance(error, DamagedError))
+            if isinstance(chosen, TitaniteError):
+                chosen.agreed = True
+            raise chosen from (chosen.__cause__ if chosen is own else own)
         return result  # type: ignore[return-value]
 
     def from_rank_0(self, step: Callable[[], T]) -> T:
         """Run `step` on rank 0 and return its result on every rank. Raises its error on all."""
-        result, error = _tried(step) if self.is_coordinator else (None, None)
-        result, verdict = self.broadcast_object((result, error))
-        _raise_agreed(verdict, error)
-        return result  # type: ignore[return-value]
+        return self.broadcast_object(self.together(step if self.is_coordinator else lambda: None))
 
 
-def _tried(step: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """(result of `step` or None, its error or None). An error that cannot be pickled becomes a RuntimeError."""
+def _portable(error: Exception) -> Exception:
     try:
-        return step(), None
-    except Exception as error:
-        try:
-            pickle.loads(pickle.dumps(error))
-            return None, error
-        except Exception:
-            portable = RuntimeError(f"{type(error).__name__}: {error}")
-            portable.__cause__ = error
-            return None, portable
-
-
-def _raise_agreed(verdict: Exception | None, own: Exception | None) -> None:
-    """Raise `verdict`, the error that all ranks raise, if any."""
-    if isinstance(verdict, TitaniteError):
-        verdict.agreed = True
-    if verdict is not None:
-        raise verdict from (verdict.__cause__ if verdict is own else own)
+        pickle.loads(pickle.dumps(error))
+        return error
+    except Exception:
+        portable = RuntimeError(f"{type(error).__name__}: {error}")
+        portable.__cause__ = error
+        return portable

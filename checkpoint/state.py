@@ -18,18 +18,13 @@ WRAPPER_PREFIXES = r"_orig_mod\.|_checkpoint_wrapped_module\."
 
 
 def model_tensors(model_parts: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """Name → parameter or persistent buffer, sharing memory with the model. A tied weight appears once."""
-    tensors: dict[str, Tensor] = {}
-    for part in model_parts:
-        state = part.state_dict()  # its hooks also bring FSDP2 parameters back to their sharded form
-        unique = {name for name, _ in part.named_parameters()}
-        tied = {_clean(name) for name, _ in part.named_parameters(remove_duplicate=False) if name not in unique}
-        tensors |= {_clean(name): _plain(name, value) for name, value in state.items() if _clean(name) not in tied}
-    return tensors
+    """Name → parameter or persistent buffer, sharing memory with the model."""
+    # The hooks of `state_dict` also bring FSDP2's parameters back to their sharded form.
+    return {_clean(name): _plain(name, value) for part in model_parts for name, value in part.state_dict().items()}
 
 
 def parameters(model_parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
-    """Name → parameter as the optimizer holds it, sharded with FSDP2. A tied weight appears once."""
+    """Name → parameter as the optimizer holds it, sharded with FSDP2."""
     for part in model_parts:
         part.state_dict()  # its hooks bring FSDP2's sharded parameters back
     return {_clean(name): parameter for part in model_parts for name, parameter in part.named_parameters()}

@@ -137,8 +137,11 @@ def _settle_scales(graph: fx.Graph) -> None:
 
     torchao divides in float64, and recipe `rowwise` rounds to a power of two. The compiler takes that for cheap.
     """
+    casts = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
     rounding = (aten.log2.default, aten.floor.default, aten.exp2.default)
-    for scale in [node for node in graph.nodes if _is_cast(node, torch.float64, torch.float32)]:
+    for scale in [node for node in graph.nodes if node.target in casts]:
+        if (scale.all_input_nodes[0].meta["val"].dtype, scale.meta["val"].dtype) != (torch.float64, torch.float32):
+            continue
         while users := [user for user in scale.users if user.target in rounding]:
             scale = users[0]
         value = scale.meta["val"]
@@ -148,12 +151,6 @@ def _settle_scales(graph: fx.Graph) -> None:
             settled = graph.call_function(aten.as_strided.default, (scale, value.shape, value.stride()))
         settled.meta |= scale.meta
         scale.replace_all_uses_with(settled, delete_user_cb=lambda user, settled=settled: user is not settled)
-
-
-def _is_cast(node: fx.Node, source: torch.dtype, target: torch.dtype) -> bool:
-    if node.target not in (aten._to_copy.default, torch.ops.prims.convert_element_type.default):
-        return False
-    return (node.all_input_nodes[0].meta["val"].dtype, node.meta["val"].dtype) == (source, target)
 
 
 def exempt_from_budget(compiled: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -174,10 +174,7 @@ def check_pipeline(config: Config, n_layers: int) -> None:
         return
     n_stages = settings.pp * len(stages_of_rank(0, settings))
     if n_layers < n_stages:
-        raise ConfigError(
-            f"parallelism.pp = {settings.pp}: {n_stages} stages ({settings.pp_schedule}) for n_layers = {n_layers}; "
-            "a stage needs at least one"
-        )
+        raise ConfigError(f"parallelism.pp = {settings.pp}: n_layers = {n_layers} are too few for {n_stages} stages")
     microbatches, rest = divmod(batch, settings.pp_microbatch_size)
     in_turn = settings.pp_schedule != "1F1B"
     if rest or microbatches < settings.pp or (in_turn and microbatches % settings.pp):

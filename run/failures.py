@@ -71,10 +71,8 @@ class BadSteps:
         first = step if saved is None else saved + 1
         self.leave_out(first, step, trouble)
         if saved is not None:
-            goes_on = f"goes on after step {saved}, without the updates of steps {first} to {step}"
-            raise RolledBackError(
-                f"step {step}: {trouble}, so the run {goes_on}; a start of it leaves them out", agreed=True
-            )
+            again = f"the run starts again after step {saved}, without the updates since"
+            raise RolledBackError(f"step {step}: {trouble}, so {again}", agreed=True)
         return False
 
     def judge(self, loss: Tensor, grad_norm: Tensor) -> str:

@@ -45,10 +45,8 @@ def _check_model(folder: Path, identity: dict[str, Any]) -> None:
     file = folder / "model.json"
     saved = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else identity
     if different := model_differences(saved, identity):
-        raise ConfigError(
-            f"{folder} holds a run with another model: {different}. Resume it with its own model, leave run.folder "
-            "empty for a new run, or give a new job another --rdzv-id"
-        )
+        hint = "leave run.folder empty for a new run, or give a new job another --rdzv-id"
+        raise ConfigError(f"{folder} holds a run with another model: {different}; {hint}")
 
 
 def choose_run_folder(config: Config, job: str = "") -> Path:

@@ -72,10 +72,8 @@ def init_distributed(environment: LaunchEnvironment, comm: Comm) -> torch.device
     Raises ConfigError if this node has too few devices or another type than rank 0, or if torchrun did not start it.
     """
     if environment.world_size == 1 and (tasks := os.environ.get("SLURM_STEP_NUM_TASKS", "1")) != "1":
-        raise ConfigError(
-            f"SLURM_STEP_NUM_TASKS = {tasks}: srun has started that many processes, and each would train alone; "
-            "let it start one torchrun per node, as launch/slurm.sh does"
-        )
+        hint = "and each would train alone; let it start one torchrun per node, as launch/slurm.sh does"
+        raise ConfigError(f"SLURM_STEP_NUM_TASKS = {tasks}: srun has started that many processes, {hint}")
     if environment.job:  # if torchrun is killed, this rank must not train on beside the job that replaces it
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -167,30 +167,6 @@ def test_replicas_are_written_once(tmp_path):
     assert max(values) < 1.1 * min(values), "nor are all by one"
 
 
-def tied(model: Tower) -> list[nn.Module]:
-    model.head.weight = model.blocks["0"][1].weight
-    return [model]
-
-
-def tied_and_sharded(model: Tower) -> list[nn.Module]:
-    return [fully_shard(*tied(model), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))]
-
-
-def test_a_tied_weight_is_written_once_and_read_back(tmp_path):
-    expected = run_ranks(1, write, str(tmp_path / "one"), tied)[0]
-    run_ranks(2, write, str(tmp_path / "two"), tied_and_sharded)
-    for folder, ranks in (("one", 1), ("two", 2)):
-        store = open_store(tmp_path / folder)
-        metadata = unpickle_metadata(read_small(store, committed(store)[0], METADATA, None))
-        pieces = Counter(index.fqn for index in metadata.storage_data)
-        assert pieces["model.blocks.0.1.weight"] == pieces["optimizer.blocks.0.1.weight.exp_avg"] == ranks
-        assert not {name for name in pieces if "head.weight" in name}
-    sharded = run_ranks(2, read, str(tmp_path / "one"), tied_and_sharded)
-    for tensors in (*sharded, *run_ranks(1, read, str(tmp_path / "two"), tied)):
-        assert tensors.keys() == expected.keys()
-        assert [name for name, value in tensors.items() if not torch.equal(value, expected[name])] == []
-
-
 @pytest.mark.parametrize(("wrote", "before"), [(1, ()), (2, (2,))])
 @pytest.mark.parametrize(("ranks", "mesh"), [(1, ()), (2, (2,))])
 def test_a_weight_may_have_its_first_gradient_after_a_save(tmp_path, wrote, before, ranks, mesh):
