@@ -132,7 +132,7 @@ class CheckpointManager:
         if not found and (self.run_folder / SAVED).is_file():
             places, saved = (store.url for store in self.stores.values()), (self.run_folder / SAVED).read_text()
             hint = "set checkpoint.folder to where it is now, or another run.folder for a new run"
-            raise CheckpointError(f"{', '.join(places)}: no checkpoint, but this run has saved {saved}; {hint}")
+            raise CheckpointError(f"{', '.join(places)}: no checkpoint found, but this run has saved {saved}; {hint}")
         return found
 
     def _find_fork(self) -> list[tuple[Store, str]]:

@@ -97,31 +97,29 @@ class Run:
         check: Callable[[Path], None],
     ):
         self.config, self.environment, self.dims, self.data = config, environment, dims, data
-        self.identity, self.check = identity, check
         self.starting, self._computed = True, False  # starting: until all is compiled and connected, by a first step
         self._unwritten: TitaniteError | None = None  # the first file of this rank's that could not be written
         self._contexts = contextlib.ExitStack()
-
-    def __enter__(self) -> "Run":
-        config, environment = self.config, self.environment
         torch.manual_seed(config.run.seed)
         if config.run.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it to be deterministic
         torch.use_deterministic_algorithms(config.run.deterministic)
         self.device = init_distributed(environment, config.comm)
-        self.data.check_ranks()
-        self.mesh = self.dims.build_mesh(self.device.type)
-        start = partial(start_run, config, self.identity, environment, self.check, self.data.tokenizer.save)
+        data.check_ranks()
+        self.mesh = dims.build_mesh(self.device.type)
+        start = partial(start_run, config, identity, environment, check, data.tokenizer.save)
         self.folder, changed = from_rank_0(start)
         for key, (old, new) in changed.items():
             logger.info(f"resume: {key} was {old!r}, is now {new!r}")
-        logger.info(f"run folder {self.folder}  {environment.world_size} x {self.device.type}  {self.dims}")
+        logger.info(f"run folder {self.folder}  {environment.world_size} x {self.device.type}  {dims}")
         if config.training.param_dtype == "bfloat16" and bfloat16_is_slow(self.device):
             logger.info('bfloat16 is very slow on this CPU: training.param_dtype = "float32" is faster')
         self.stop = self._contexts.enter_context(StopRequest(self.folder, environment))
         self.asked_to_stop = self.stop.agreed
         self.watchdog = Watchdog(self.folder, environment, config)
         self._contexts.push(self.watchdog.explain)
+
+    def __enter__(self) -> "Run":
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:

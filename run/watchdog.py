@@ -142,7 +142,8 @@ class Watchdog:
             found = self.find_lost(0) if idle_seconds > PATIENCE * self.limit_seconds else None
             if not found and idle_seconds > PATIENCE * self._limit():
                 stack, rank = _stack_of(self._main), self.environment.rank
-                where = " > ".join(map(_short, stack))
+                short = (f"{'/'.join(Path(frame.filename).parts[-2:])}:{frame.lineno} {frame.name}" for frame in stack)
+                where = " > ".join(short)
                 if device_type() != "cpu" and self.section in QUEUEING:
                     waits = f"all ranks wait, perhaps for the network; the stack of rank {rank}: {where}"
                     found = "hung", f"hung: {waits}", None
@@ -168,7 +169,3 @@ def _in_collective(frames: Iterable[traceback.FrameSummary]) -> bool:
         or file.endswith(("run/stop.py", "parallel/context.py"))
         for file in files
     )
-
-
-def _short(frame: traceback.FrameSummary) -> str:
-    return f"{'/'.join(Path(frame.filename).parts[-2:])}:{frame.lineno} {frame.name}"
