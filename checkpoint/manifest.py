@@ -112,8 +112,8 @@ def commit(
     places = {item: info for own in written for item, info in own.items()}
     if len(places) != sum(len(getattr(stored, "chunks", ())) for stored in index.state_dict_metadata.values()):
         raise CheckpointError("not all items that were planned were written")
-    added: dict[str, Any] = {"storage_data": places, "version": CURRENT_DCP_VERSION, "storage_meta": StorageMeta()}
-    pickled = pickle.dumps(dataclasses.replace(index, **added))
+    whole = dataclasses.replace(index, storage_data=places, version=CURRENT_DCP_VERSION, storage_meta=StorageMeta())
+    pickled = pickle.dumps(whole)
     unpickle_metadata(pickled)  # a later Python or torch may pickle other classes, which no load would accept
     sizes = {METADATA: len(pickled)}
     for info in places.values():

@@ -21,10 +21,7 @@ class Ranks(_DistWrapper):
         self.size = self.get_world_size()
 
     def together(self, step: Callable[[], T]) -> T:
-        """Run `step` on every rank. If it fails on any, raise the same error on all, a DamagedError only if all are.
-
-        An error that cannot be pickled becomes a RuntimeError.
-        """
+        """Run `step` on every rank. If it fails on any, raise the same error on all, a DamagedError only if all are."""
         result, own = None, None
         try:
             result = step()
@@ -44,6 +41,7 @@ class Ranks(_DistWrapper):
 
 
 def _portable(error: Exception) -> Exception:
+    """`error`, or what stands for it where its pickle does not come back: other ranks would be left waiting."""
     try:
         pickle.loads(pickle.dumps(error))
         return error

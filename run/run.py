@@ -104,6 +104,7 @@ class Run:
         if config.run.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it to be deterministic
         torch.use_deterministic_algorithms(config.run.deterministic)
+        self._begins = not dist.is_initialized()
         self.device = init_distributed(environment, config.comm)
         data.check_ranks()
         self.mesh = dims.build_mesh(self.device.type)
@@ -129,7 +130,7 @@ class Run:
             cause = f"stopped by {self.stop.asked_by}, before any step"
             self.watchdog.announce("stopped", cause, again=self.stop.again)
         self._contexts.__exit__(kind, error, trace)
-        if error is None:  # after an error other ranks may wait in a collective
+        if self._begins and error is None:  # after an error other ranks may wait in a collective
             shut_down()
 
     @contextlib.contextmanager
