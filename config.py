@@ -369,6 +369,8 @@ class Failures:
     """Also treat a loss above this multiple of the median of the 32 steps before as bad. 0: off."""
     restarts_without_progress: Count = 3
     """Restarts of a job in a row without a new checkpoint. One more is refused."""
+    replay_interval: Count = 0
+    """Steps between two replays: a step is computed twice, compared bit for bit. 0: none. Needs run.deterministic."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -410,7 +412,6 @@ REMOVED = {  # former setting → what to use instead
     "checkpoint.visibility_seconds": "object storage is expected to show an object as soon as it is written",
     "training.gc_interval": "every 50 steps all ranks collect garbage together",
     "failures.straggler_interval": "python -m tools.preflight compares the devices of all ranks before a run",
-    "failures.replay_interval": "python -m tools.preflight compares the devices of all ranks before a run",
 }
 OTHER_NAMES = {  # setting → what other projects call it
     "optimizer.lr": "learning_rate",

@@ -113,7 +113,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
             run.begin(step)
             batches = [batch.to(device) for batch in data.next_step() if step not in guard.skipped]
             n_tokens = count_trained((batch.labels for batch in batches), dims, device)
-            loss = sum_losses(run.forward_backward(compute, batches, n_tokens), dims, device)
+            loss = sum_losses(run.forward_backward(compute, parameters, batches, n_tokens), dims, device)
             grad_norm = clip_grad_norm_(parameters, training.max_norm, mesh.pp, mesh.islands).to(device)
             lr = learning_rate(step, steps, config.optimizer.lr, config.lr_scheduler)
             set_learning_rate(optimizer, lr)

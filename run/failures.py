@@ -1,16 +1,18 @@
-"""Trouble in a run that goes on: steps that must be left out."""
+"""Trouble in a run that goes on: steps that must be left out, and results that a device has computed wrongly."""
 
 import json
 import logging
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from config import Config, ConfigError, Failures, TitaniteError, file_errors
 from records import open_records, read_records
@@ -23,8 +25,10 @@ SPIKE_WINDOW = 32  # good steps that a loss is compared with
 
 
 def check_failures(config: Config, environment: LaunchEnvironment) -> None:
-    """Raises ConfigError if nobody would start the run again after a rollback."""
+    """Raises ConfigError for a setting that needs another, and if nobody would start the run again after a rollback."""
     failures = config.failures
+    if failures.replay_interval and not config.run.deterministic:
+        raise ConfigError("failures.replay_interval: needs run.deterministic = true, for the same bits twice")
     if failures.on_bad_step == "rollback" and not (config.checkpoint.enable and environment.max_restarts):
         raise ConfigError(
             'failures.on_bad_step = "rollback": needs checkpoint.enable = true and a torchrun that starts it again, by '
@@ -99,3 +103,30 @@ class BadSteps:
                 file.write(json.dumps({"first": first, "last": last, "cause": cause}) + "\n")
         self.skipped |= set(range(first, last + 1))
         logger.info(f"step {last}: {cause}; no update by steps {first} to {last}")
+
+
+def compute_twice(step: int, compute: Callable[[], list[Tensor]], parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Call `compute` twice, for this rank's losses and the gradients, and compare them bit for bit.
+
+    This finds a processor that now and then computes wrongly (Dixit et al. 2021, "Silent data corruptions at scale").
+    Returns the losses; the gradients of one computation stay in place. Raises TitaniteError on all ranks.
+    """
+    found = []
+    for _ in range(2):
+        for parameter in parameters:
+            parameter.grad = None
+        losses = compute()
+        found.append((_bits(losses), _bits([p.grad for p in parameters if p.grad is not None])))
+    differ: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(differ, [first != second for first, second in zip(*found, strict=True)])
+    for kind, what in enumerate(("the loss differs", "no loss differs but gradients do")):
+        if ranks := [rank for rank, kinds in enumerate(differ) if kinds[kind]]:
+            hint = "a device or the network is suspect, `python -m tools.preflight` tests them"
+            raise TitaniteError(f"step {step}: computed twice, {what} on rank {ranks}: {hint}", agreed=True)
+    return losses
+
+
+def _bits(tensors: Sequence[Tensor]) -> list[int]:
+    """The sum of the bytes of each tensor, which one wrong bit changes."""
+    own = [t.to_local() if isinstance(t, DTensor) else t.detach() for t in tensors]
+    return [int(t.reshape(-1).view(torch.uint8).sum(dtype=torch.int64)) for t in own]

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -25,7 +25,7 @@ from parallel.device import bfloat16_is_slow
 from parallel.mesh import ParallelDims
 from parallel.pipeline import Step
 from profiling import profile
-from run.failures import RolledBackError
+from run.failures import RolledBackError, compute_twice
 from run.folder import PROGRESS, record_config, start_run
 from run.processes import (
     AGAIN,
@@ -165,14 +165,21 @@ class Run:
             with self.writing(self.folder / PROGRESS):
                 (self.folder / PROGRESS).touch()  # earlier restarts of the job no longer count
 
-    def forward_backward(self, compute: Step, microbatches: list[Batch], n_tokens: Tensor) -> list[Tensor]:
-        """Forward and backward of all microbatches of a step of `n_tokens`. Returns their losses."""
-        losses = []
-        for i, batch in enumerate(microbatches):
-            self.watchdog.enter("forward/backward")
-            losses.append(compute.forward_backward(*batch, n_tokens, i == len(microbatches) - 1))
-        self._computed = bool(microbatches)
-        return losses
+    def forward_backward(
+        self, compute: Step, parameters: Sequence[Tensor], microbatches: list[Batch], n_tokens: Tensor
+    ) -> list[Tensor]:
+        """The losses of all microbatches of a step of `n_tokens`, after forward and backward; now and then of two."""
+
+        def compute_all() -> list[Tensor]:
+            losses = []
+            for i, batch in enumerate(microbatches):
+                self.watchdog.enter("forward/backward")
+                losses.append(compute.forward_backward(*batch, n_tokens, i == len(microbatches) - 1))
+            return losses
+
+        step, every, self._computed = self.watchdog.step, self.config.failures.replay_interval, bool(microbatches)
+        twice = every and microbatches and step % every == 0
+        return compute_twice(step, compute_all, parameters) if twice else compute_all()
 
     def begin(self, step: int) -> None:
         """Begin a step."""

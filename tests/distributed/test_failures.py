@@ -1,4 +1,4 @@
-"""Bad steps left out, timeouts, and a short chaos under torchrun."""
+"""Bad steps left out, results that differ between two computations, timeouts; and a short chaos under torchrun."""
 
 import contextlib
 import json
@@ -15,13 +15,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from benchmarks.chaos import ARGUMENTS, Job, judge_job, prepare_data, schedule, suffer, weights
 from benchmarks.chaos_rank import tiny_model
 from checkpoint.manager import CheckpointManager
 from config import Failures, TitaniteError, load_config
-from run.failures import SPIKE_WINDOW, BadSteps, RolledBackError
+from run.failures import SPIKE_WINDOW, BadSteps, RolledBackError, compute_twice
 from run.folder import record_exit
 from run.processes import AGAIN, shut_down
 from run.stop import StopRequest
@@ -166,6 +166,48 @@ def test_spikes_are_measured_by_the_steps_before(tmp_path: Path) -> None:
     assert [bool(verdict) for verdict in verdicts[-4:]] == [False, True, False, True]
     assert not any(verdicts[:-4])
     assert verdicts[-1].startswith("loss 3.1000 is above 3.0000")
+
+
+# ---------------------------------------------------------------- replay
+
+
+def replay(wrong: str) -> str:
+    """Two computations of a gradient; on rank 1 the second one has a wrong bit in the loss or a gradient."""
+    other, weight = nn.Parameter(torch.ones(2)), nn.Parameter(torch.arange(8.0))
+    calls = []
+
+    def compute() -> list[Tensor]:
+        loss = (weight * torch.arange(8.0)).square().sum() + other.sum()
+        loss.backward()
+        calls.append(loss.detach())
+        if len(calls) == 2 and dist.get_rank() == 1 and wrong:
+            tensor = calls[-1] if wrong == "loss" else weight.grad
+            assert tensor is not None
+            tensor.view(torch.int32).view(-1)[-1:] ^= 1
+        return calls[-1:]
+
+    try:
+        compute_twice(10, compute, [other, weight])
+    except TitaniteError as error:
+        return str(error)
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, 2 * torch.arange(8.0) ** 3), "one computation's gradients are left in place"
+    return ""
+
+
+def test_a_wrong_bit_is_found_by_replay() -> None:
+    assert run_ranks(2, replay, "") == ["", ""]
+    for said in run_ranks(2, replay, "loss"):
+        assert "step 10: computed twice, the loss differs on rank [1]" in said
+    for said in run_ranks(2, replay, "gradient"):
+        assert "no loss differs but gradients do on rank [1]" in said
+
+
+def test_replayed_steps_train_the_same(small: tuple[str, ...], tmp_path: Path) -> None:
+    words = [*small, "--run.deterministic"]
+    launch(2, tmp_path / "once", words)
+    launch(2, tmp_path / "twice", [*words, "--failures.replay_interval=3"])
+    assert same_weights(tmp_path / "once", tmp_path / "twice", tmp_path)
 
 
 def timeouts(arguments: list[str]) -> list[set[float]]:

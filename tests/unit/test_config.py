@@ -224,6 +224,7 @@ REFUSED = [  # words, ranks, what is said: each would otherwise train wrongly, f
     (["--parallelism.async_tp", TP], 2, "needs .* compile.enable = true"),
     (["--parallelism.local_steps=10"], 2, "needs dp_replicate above 1"),
     (["--parallelism.local_steps=30", DP], 2, "checkpoint.interval = 200: must be a multiple of"),
+    (["--failures.replay_interval=5"], 1, "needs run.deterministic"),
     (["--failures.on_bad_step=rollback"], 1, "needs checkpoint.enable = true and a torchrun that starts it again"),
     (["--optimizer.beta2=0.99", "--optimizer.state_dtype=bfloat16"], 1, "= 0.99: must be at most 0.98"),
     (["--training.steps=10"], 1, "warmup_steps = 20: does not fit in training.steps = 10"),
