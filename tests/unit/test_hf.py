@@ -204,10 +204,9 @@ def test_weights_of_torchtitan_give_its_logits(tmp_path, monkeypatch, caplog, ne
         dim=64, n_layers=2, n_heads=8, n_kv_heads=2, hidden_dim=112, vocab_size=320, rope_scaling=scaling,
         rope_theta=500_000.0, tie_embeddings=tied,
     )  # fmt: skip
-    others = {"theirs": {"vocab_size": 500}, "deeper": {"n_layers": 3}, "wider": {"hidden_dim": 128}}
+    claimed = {"vocab_size": 500, "tie_embeddings": newer}  # the weights decide
+    others = {"theirs": claimed, "deeper": {"n_layers": 3}, "wider": {"hidden_dim": 128}}
     refused = {"deeper": r"--flavor deeper: layers\.2\..* is not among them", "wider": "Size mismatch"}
-    if not tied:
-        others["tied"], refused["tied"] = {"tie_embeddings": True}, "--flavor tied: output.weight is among them"
     flavors = {name: dataclasses.replace(flavor, **fields) for name, fields in others.items()}
     monkeypatch.setattr("models.MODELS", {"llama": dataclasses.replace(MODELS["llama"], flavors=flavors)})
     theirs, tokens = torchtitan_checkpoint(tmp_path / "step-7", flavor, newer), torch.arange(150)[None] * 2
@@ -274,8 +273,20 @@ def test_weights_are_not_trained_on_the_tokens_of_another_tokenizer(llama):
 
 
 def edit(folder: Path, **changes) -> None:
+    """Change config.json; None removes a key."""
     path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    fields = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in fields.items() if value is not None}))
+
+
+def remove_weights(folder: Path) -> None:
+    for file in folder.glob("model*safetensors*"):
+        file.unlink()
+
+
+def rewrite(folder: Path, state: dict[str, torch.Tensor]) -> None:
+    remove_weights(folder)
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
 
 
 def cut(folder: Path) -> None:
@@ -284,8 +295,55 @@ def cut(folder: Path) -> None:
 
 
 def quantize(folder: Path) -> None:
-    state = {name: value.to(torch.float8_e4m3fn) for name, value in hf_model("llama3").state_dict().items()}
-    save_file(state, folder / "model.safetensors")
+    rewrite(folder, {name: value.to(torch.float8_e4m3fn) for name, value in hf_model("llama3").state_dict().items()})
+
+
+def save_without_head(folder: Path) -> None:
+    rewrite(folder, hf_model("llama3").model.state_dict())  # names without "model."
+    edit(folder, tie_word_embeddings=True)
+
+
+def keep_old_frequencies(folder: Path) -> None:
+    frequencies = 10_000.0 ** (-torch.arange(0, 8, 2) / 8)
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    rewrite(folder, hf_model("llama3").state_dict() | {name: frequencies.bfloat16()})
+
+
+def save_pickled(file: str, folder: Path) -> None:
+    remove_weights(folder)
+    torch.save({}, folder / file)
+
+
+def add_file(folder: Path) -> None:
+    save_file(hf_model("llama3").state_dict(), folder / "model.safetensors", {"format": "pt"})
+
+
+def drop_index(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").unlink()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        partial(edit, tie_word_embeddings=True),  # but lm_head is another one
+        partial(edit, rope_theta=123.0, rope_parameters={"rope_type": "default"}),
+        partial(edit, rms_norm_eps=None),
+        partial(edit, hidden_act="swish"),
+        save_without_head,
+        drop_index,
+    ],
+)
+def test_unusual_folders_are_read_as_transformers_reads_them(llama, made, monkeypatch, change):
+    """Without our own comparison. transformers does not find files without an index: those are unchanged."""
+    monkeypatch.setattr(hf, "find_spec", lambda name: None)
+    change(llama / "hf")
+    import_model(llama / "hf", str(llama / "new"))
+    export_model(str(llama / "new"), llama / "back", dtype="float32")
+    source = made / "hf" if change is drop_index else llama / "hf"
+    theirs, back = (LlamaForCausalLM.from_pretrained(folder).eval() for folder in (source, llama / "back"))
+    assert_same_weights(theirs, back)
+    tokens = torch.arange(40)[None]
+    torch.testing.assert_close(back(tokens).logits, theirs(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -301,7 +359,11 @@ def quantize(folder: Path) -> None:
         (partial(edit, vocab_size=321), r"has shape \[320, 64\] in F32, must be \[321, 64\] by config\.json"),
         (cut, "00001-of-.*cannot be read as safetensors"),
         (lambda folder: min(folder.glob("*.safetensors")).unlink(), "00001-of-.*cannot be read .*No such file"),
-        (lambda folder: (folder / "model.safetensors.index.json").unlink(), r"model\.safetensors: .*No such file"),
+        (add_file, r"model\.safetensors: not listed in model\.safetensors\.index\.json; remove whichever"),
+        (lambda folder: (add_file(folder), drop_index(folder)), r"model\.safetensors: .* is in model-0000.* too"),
+        (keep_old_frequencies, r"rope_theta = 500000, but the weights hold the rotary_emb\.inv_freq of another one"),
+        (partial(save_pickled, "pytorch_model.bin"), r"hf: no safetensors files; convert them by python -c .*hf'\)\""),
+        (partial(save_pickled, "consolidated.00.pth"), r"torch_to_dcp .*hf/consolidated\.00\.pth NEW, then import"),
         (quantize, "in F8_E4M3, must be .* in BF16, F16, F32"),
     ],
 )
