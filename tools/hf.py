@@ -91,17 +91,23 @@ def write_companions(folder: Path, given: Mapping[str, bytes], tokenizer: Tokeni
     if tokenizer.chat_template:
         with suppress(TitaniteError):  # a template that is not for chats
             ends |= ChatTemplate(tokenizer.chat_template, tokenizer).stop_ids  # the token that ends an answer
-    ids: dict[str, Any] = {"eos_token_id": sorted(ends) if len(ends) > 1 else tokenizer.eos_id}
-    ids |= {} if tokenizer.bos_id is None else {"bos_token_id": tokenizer.bos_id}
-    defaults = {
+    declared = json_object(given.get("tokenizer_config.json", b"{}"), "tokenizer_config.json")
+    tokens = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": None if tokenizer.bos_id is None else tokenizer.raw.id_to_token(tokenizer.bos_id),
         "eos_token": tokenizer.eos_token,
         "model_max_length": config["max_position_embeddings"],
         "clean_up_tokenization_spaces": False,
     }
-    declared = json_object(given.get("tokenizer_config.json", b"{}"), "tokenizer_config.json")
-    made = {"tokenizer_config.json": defaults | declared, "config.json": config | ids}
+    if tokenizer.bos_id is not None or "bos_token" not in tokenizer.chat_template:  # ctranslate2 takes no null
+        first = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id  # as in GPT-2
+        tokens["bos_token"] = tokenizer.raw.id_to_token(first)
+    tokens |= {key: value for key, value in declared.items() if value is not None}
+    ids: dict[str, Any] = {"eos_token_id": sorted(ends) if len(ends) > 1 else tokenizer.eos_id}
+    for key in ("bos_token", "pad_token"):
+        token = tokens.get(key, "")
+        token = token["content"] if isinstance(token, dict) else token
+        ids[f"{key}_id"] = tokenizer.raw.token_to_id(token)  # null if there is none: transformers takes 1 as bos
+    made = {"tokenizer_config.json": tokens, "config.json": config | ids}
     made |= {} if "generation_config.json" in given else {"generation_config.json": ids}
     encoded = {file: f"{json.dumps(values, indent=2)}\n".encode() for file, values in made.items()}
     for file, content in {**given, **encoded}.items():
@@ -247,7 +253,7 @@ def main(argv: list[str]) -> None:
     out = commands.add_parser("export", help="a checkpoint as a folder that transformers and vLLM load")
     out.add_argument("place", metavar="RUN_OR_CHECKPOINT", help="run, checkpoints or one checkpoint; folder or s3://")
     out.add_argument("folder", type=output_path, metavar="HF_FOLDER", help="new folder")
-    out.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="default %(default)s")
+    out.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16", help="(%(default)s)")
     out.add_argument("--tokenizer", type=Path, help="tokenizer.json or its folder; default: the run's own")
     back = commands.add_parser("import", help="a Hugging Face or torchtitan Llama as a checkpoint to start from")
     back.add_argument("origin", metavar="ORIGIN", help="config.json and safetensors files, or torchtitan's checkpoint")

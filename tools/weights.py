@@ -50,6 +50,8 @@ def write_weights(
     for file, held in tqdm(split.filename_to_tensors.items(), desc="write", disable=None, leave=False):
         tensors = {n: torch.empty(model.get_parameter(ours[n]).shape, dtype=dtype) for n in held}
         read({ours[n]: tensor for n, tensor in tensors.items()})
+        if broken := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
+            raise CheckpointError(f"{broken[0]} is not finite in {dtype}; try another --dtype")
         save_file(tensors, folder / file, {"format": "pt"})
         (folder / file).chmod(folder.stat().st_mode & 0o666)  # safetensors 0.8 lets only the owner read
         del tensors  # before the next file's are made

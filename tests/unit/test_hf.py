@@ -243,9 +243,43 @@ def test_an_export_loads_in_transformers_and_stops_where_its_answers_end(llama, 
     theirs, model = (kind.from_pretrained(llama / "back") for kind in (AutoTokenizer, AutoModelForCausalLM))
     expected = raw.token_to_id(ends) if isinstance(ends, str) else [raw.token_to_id(token) for token in ends]
     assert model.generation_config.eos_token_id == expected == model.config.eos_token_id
-    assert theirs.eos_token == "<|endoftext|>"
+    # ctranslate2 reads no null, and transformers takes 1 for a missing id.
+    assert theirs.eos_token == theirs.bos_token == "<|endoftext|>"
+    assert model.generation_config.bos_token_id == model.config.bos_token_id == theirs.bos_token_id
     assert theirs("the quick fox").input_ids == ours.encode("the quick fox")
     assert theirs.decode(ours.encode("the quick fox")) == "the quick fox"
+
+
+@pytest.mark.parametrize("bos", [None, "<|begin|>"])
+def test_declared_tokens_and_template_reach_the_export(llama, bos):
+    raw = load_tokenizer(llama / "hf").raw
+    raw.add_special_tokens(["<|begin|>", "<|pad|>", "<|unk|>"])
+    Tokenizer(raw, "<|endoftext|>", chat_template="{{ bos_token }}{{ messages[0].content }}").save(llama / "hf")
+    pad = {"__type": "AddedToken", "content": "<|pad|>"}
+    declared = {"bos_token": bos, "eos_token": "<|endoftext|>", "pad_token": pad, "unk_token": "<|unk|>"}
+    (llama / "hf" / "tokenizer_config.json").write_text(json.dumps(declared | {"padding_side": "left"}))
+    export_model(str(llama / "ours"), llama / "back", tokenizer=llama / "hf")
+    first, back = (AutoTokenizer.from_pretrained(llama / folder) for folder in ("hf", "back"))
+    assert back.special_tokens_map == first.special_tokens_map
+    assert (back.unk_token, back.padding_side) == ("<|unk|>", "left")
+    chat = [{"role": "user", "content": "fox"}]
+    assert back.apply_chat_template(chat, tokenize=False) == (bos or "") + "fox"
+    model = LlamaForCausalLM.from_pretrained(llama / "back")
+    for config in (model.config, model.generation_config):
+        assert (config.bos_token_id, config.pad_token_id) == (first.bos_token_id, raw.token_to_id("<|pad|>"))
+
+
+def test_float16_is_written_unless_a_weight_is_too_large_for_it(llama):
+    hf.main(["export", str(llama / "ours"), str(llama / "back"), "--dtype=float16"])
+    back = LlamaForCausalLM.from_pretrained(llama / "back", dtype="auto")
+    assert_same_weights(hf_model("llama3").half(), back)
+    state = hf_model("llama3").state_dict()
+    state["model.norm.weight"][3] = 70_000.0
+    rewrite(llama / "hf", state)
+    import_model(llama / "hf", str(llama / "large"))
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight is not finite in torch.float16"):
+        hf.main(["export", str(llama / "large"), str(llama / "new"), "--dtype=float16"])
+    assert not (llama / "new").exists()
 
 
 def test_weights_are_not_trained_on_the_tokens_of_another_tokenizer(llama):
