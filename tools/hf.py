@@ -40,7 +40,7 @@ from metrics import quiet_noisy_loggers
 from models import MODELS, build_model, recorded_model
 from records import output_path
 from storage import Store, StoreError, open_store
-from tools.weights import DTYPES, FILE_BYTES, convert_torchtitan, find_weights, open_weights, write_weights
+from tools.weights import DTYPES, FILE_BYTES, convert_torchtitan, find_weights, open_weights, read_rows, write_weights
 
 PIECE_BYTES = 16 << 20  # of an imported tensor, so that each rank reads little more than it needs
 LOGITS_TOLERANCE = 1e-4  # of the largest logit: both compute in float32, but in different orders
@@ -91,17 +91,23 @@ def write_companions(folder: Path, given: Mapping[str, bytes], tokenizer: Tokeni
     if tokenizer.chat_template:
         with suppress(TitaniteError):  # a template that is not for chats
             ends |= ChatTemplate(tokenizer.chat_template, tokenizer).stop_ids  # the token that ends an answer
-    ids: dict[str, Any] = {"eos_token_id": sorted(ends) if len(ends) > 1 else tokenizer.eos_id}
-    ids |= {} if tokenizer.bos_id is None else {"bos_token_id": tokenizer.bos_id}
-    defaults = {
+    declared = json_object(given.get("tokenizer_config.json", b"{}"), "tokenizer_config.json")
+    tokens = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": None if tokenizer.bos_id is None else tokenizer.raw.id_to_token(tokenizer.bos_id),
         "eos_token": tokenizer.eos_token,
         "model_max_length": config["max_position_embeddings"],
         "clean_up_tokenization_spaces": False,
     }
-    declared = json_object(given.get("tokenizer_config.json", b"{}"), "tokenizer_config.json")
-    made = {"tokenizer_config.json": defaults | declared, "config.json": config | ids}
+    if tokenizer.bos_id is not None or "bos_token" not in tokenizer.chat_template:  # ctranslate2 takes no null
+        first = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id  # as in GPT-2
+        tokens["bos_token"] = tokenizer.raw.id_to_token(first)
+    tokens |= {key: value for key, value in declared.items() if value is not None}
+    ids: dict[str, Any] = {"eos_token_id": sorted(ends) if len(ends) > 1 else tokenizer.eos_id}
+    for key in ("bos_token", "pad_token"):
+        token = tokens.get(key, "")
+        token = token["content"] if isinstance(token, dict) else token
+        ids[f"{key}_id"] = tokenizer.raw.token_to_id(token)  # null if there is none: transformers takes 1 as bos
+    made = {"tokenizer_config.json": tokens, "config.json": config | ids}
     made |= {} if "generation_config.json" in given else {"generation_config.json": ids}
     encoded = {file: f"{json.dumps(values, indent=2)}\n".encode() for file, values in made.items()}
     for file, content in {**given, **encoded}.items():
@@ -141,14 +147,15 @@ def import_torchtitan(origin: str, place: str, flavor_name: str) -> None:
 def import_model(folder: Path, place: str) -> None:
     """Write a Hugging Face model as a checkpoint of step 0 without moments. Values and types stay the same.
 
-    Also copies the tokenizer's files, if there are any. Raises TitaniteError.
+    Tensors whose values follow from others or config.json are left out. The tokenizer's files, if any, are copied.
+    Raises TitaniteError.
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder; `hf download OWNER/NAME --local-dir FOLDER` gets one")
     store, name = new_checkpoint(place)
+    weights = find_weights(folder)
     with file_errors():
         raw = json_object((folder / "config.json").read_bytes(), f"{folder}/config.json")
-    weights = find_weights(folder)
     by_type = {spec.hf.MODEL_TYPE: (name, spec.hf) for name, spec in MODELS.items() if spec.hf}
     try:
         if raw.get("model_type") not in by_type:
@@ -156,10 +163,19 @@ def import_model(folder: Path, place: str) -> None:
         family, adapter = by_type[raw["model_type"]]
         flavor = adapter.from_hf_config(raw)
         adapter.check_hf_names(weights.keys(), flavor)
+        names = adapter.hf_names(flavor, weights.keys())
+        for left_out in sorted(weights.keys() - names.values()):
+            values = read_rows(weights, left_out).float()
+            if left_out.endswith(adapter.FREQUENCIES):
+                adapter.check_frequencies(values, flavor)
+            elif not torch.equal(values, read_rows(weights, names["tok_embeddings.weight"]).float()):
+                logger.info(f"{left_out} is not the embedding, so it is imported, although config.json ties them")
+                flavor = adapter.from_hf_config(raw := raw | {"tie_word_embeddings": False})
     except (ValueError, KeyError, TypeError) as error:
         reason = f"has no {error}" if isinstance(error, KeyError) else str(error)
         raise CheckpointError(f"{folder / 'config.json'}: {reason}") from None
-    model, names, typed = build_model(MODELS[family], flavor), adapter.hf_names(flavor), dict[str, Tensor]()
+    model, typed = build_model(MODELS[family], flavor), dict[str, Tensor]()
+    names = adapter.hf_names(flavor, weights.keys())
     for ours, weight in model.named_parameters():
         with open_weights(file := weights[names[ours]]) as tensors:
             kind, shape = (part := tensors.get_slice(names[ours])).get_dtype(), part.get_shape()
@@ -171,9 +187,8 @@ def import_model(folder: Path, place: str) -> None:
     def read(item: WriteItem) -> Tensor:
         assert item.tensor_data is not None
         hf_name, chunk = names[item.index.fqn.removeprefix("model.")], item.tensor_data.chunk
-        with open_weights(weights[hf_name]) as file:
-            bar.update()
-            return file.get_slice(hf_name)[chunk.offsets[0] : chunk.offsets[0] + chunk.sizes[0]]
+        bar.update()
+        return read_rows(weights, hf_name, slice(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]))
 
     identity, imported = {"name": family, **dataclasses.asdict(flavor)}, {"max_position_embeddings": 2048, **raw}
     facts = {"step": 0, "world_size": 1, "identity": identity, "dataloader": {}, "imported": imported}
@@ -207,12 +222,15 @@ def compare_logits(folder: Path, opened: Opened, model: nn.Module) -> None:
     """Compare logits of 64 tokens, in float32, of the checkpoint and of the Hugging Face folder.
 
     `model` is on the meta device, and afterwards on the host, with weights rounded as in the folder. Only logs why, if
-    transformers is not installed or memory is too small. Raises CheckpointError if they differ.
+    transformers is not installed, memory is too small, or an index is missing. Raises CheckpointError if they differ.
     """
     needed = 2 * 4 * sum(parameter.numel() for parameter in model.parameters())
     found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
     if find_spec("transformers") is None or (found and needed > 0.8 * 1024 * int(found[1])):
         logger.info(f"logits not compared: needs transformers, and {needed / 1e9:.1f} GB of memory for both models")
+        return
+    if not any(folder.glob("model.safetensors*")):
+        logger.info("logits not compared: transformers does not find weights without model.safetensors or its index")
         return
     from transformers import AutoModelForCausalLM
 
@@ -235,7 +253,7 @@ def main(argv: list[str]) -> None:
     out = commands.add_parser("export", help="a checkpoint as a folder that transformers and vLLM load")
     out.add_argument("place", metavar="RUN_OR_CHECKPOINT", help="run, checkpoints or one checkpoint; folder or s3://")
     out.add_argument("folder", type=output_path, metavar="HF_FOLDER", help="new folder")
-    out.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="default %(default)s")
+    out.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16", help="(%(default)s)")
     out.add_argument("--tokenizer", type=Path, help="tokenizer.json or its folder; default: the run's own")
     back = commands.add_parser("import", help="a Hugging Face or torchtitan Llama as a checkpoint to start from")
     back.add_argument("origin", metavar="ORIGIN", help="config.json and safetensors files, or torchtitan's checkpoint")

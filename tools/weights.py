@@ -1,5 +1,6 @@
 """A model's weights in safetensors files, as Hugging Face lays them out, one file in memory at a time; torchtitan's."""
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,10 +18,18 @@ from checkpoint import CheckpointError
 from checkpoint.files import read_state
 from checkpoint.manifest import Opened
 from config import Model
+from data.tokenizer import json_object
 from models import build_model, find_model
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+INDEX = "model.safetensors.index.json"
 DTYPES: Mapping[str, torch.dtype] = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+# Files that are not read → what to do with them.
+OTHERS: Mapping[str, str] = {
+    "consolidated.*.pth": "Meta's own; if it is one file, python -m torch.distributed.checkpoint.format_utils "
+    "torch_to_dcp FOLDER/consolidated.00.pth NEW, then import --from torchtitan --flavor NAME NEW CHECKPOINT",
+    "pytorch_model*.bin": 'convert them by python -c "from transformers import AutoModelForCausalLM as M; '
+    "M.from_pretrained('FOLDER', dtype='auto').save_pretrained('FOLDER')\"",
+}
 FILE_BYTES = 5_000_000_000
 TORCHTITAN_PARTS = ("tok_embeddings.", "layers.", "norm.", "output.", "lm_head.")
 
@@ -41,6 +50,8 @@ def write_weights(
     for file, held in tqdm(split.filename_to_tensors.items(), desc="write", disable=None, leave=False):
         tensors = {n: torch.empty(model.get_parameter(ours[n]).shape, dtype=dtype) for n in held}
         read({ours[n]: tensor for n, tensor in tensors.items()})
+        if broken := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
+            raise CheckpointError(f"{broken[0]} is not finite in {dtype}; try another --dtype")
         save_file(tensors, folder / file, {"format": "pt"})
         (folder / file).chmod(folder.stat().st_mode & 0o666)  # safetensors 0.8 lets only the owner read
         del tensors  # before the next file's are made
@@ -50,12 +61,30 @@ def write_weights(
 
 
 def find_weights(folder: Path) -> dict[str, Path]:
-    """Tensor name → the safetensors file that holds it. Raises CheckpointError if there are none."""
-    if (folder / INDEX).is_file() and not (folder / SINGLE).is_file():
-        weights = json.loads((folder / INDEX).read_bytes())["weight_map"]
-        return {name: folder / file for name, file in weights.items()}
-    with open_weights(folder / SINGLE) as file:
-        return dict.fromkeys(file.keys(), folder / SINGLE)
+    """Tensor name → the safetensors file that holds it. Raises CheckpointError if there are none, or too many."""
+    files = set(folder.glob("model*.safetensors")) or set(folder.glob("*.safetensors"))
+    if (folder / INDEX).is_file():
+        index = json_object((folder / INDEX).read_bytes(), f"{folder / INDEX}")
+        listed = {folder / file for file in index.get("weight_map", {}).values()}
+        if surplus := files - listed:
+            raise CheckpointError(f"{min(surplus)}: not listed in {INDEX}; remove whichever is not the model's")
+        files = listed
+    if not files:
+        hints = [hint for pattern, hint in OTHERS.items() if any(folder.glob(pattern))]
+        raise CheckpointError("; ".join([f"{folder}: no safetensors files", *hints]).replace("FOLDER", str(folder)))
+    weights = dict[str, Path]()
+    for path in sorted(files):
+        with open_weights(path) as file:
+            if twice := weights.keys() & set(file.keys()):
+                raise CheckpointError(f"{path}: {min(twice)} is in {weights[min(twice)].name} too; remove one")
+            weights |= dict.fromkeys(file.keys(), path)
+    return weights
+
+
+def read_rows(weights: Mapping[str, Path], name: str, rows: slice = slice(None)) -> Tensor:
+    """Rows of a tensor that `find_weights` found. Raises CheckpointError."""
+    with open_weights(weights[name]) as file:
+        return file.get_slice(name)[rows]
 
 
 @contextmanager
@@ -84,12 +113,8 @@ def convert_torchtitan(opened: Opened, flavor_name: str, folder: Path) -> None:
     size, dtype = held[embedding].size, held[embedding].properties.dtype
     spec, flavor = find_model(Model(flavor=flavor_name, vocab_size=size[0]), data_vocab_size=1)
     assert spec.hf is not None
-    names = spec.hf.hf_names(flavor)
-    if output in theirs and output not in names:  # torchtitan stores a tied weight twice
-        twice = {theirs[name]: torch.empty(size, dtype=dtype) for name in (embedding, output)}
-        read_state(opened, twice)
-        if torch.equal(*twice.values()):
-            del theirs[output]
+    stored = dataclasses.replace(flavor, tie_embeddings=flavor.tie_embeddings and output not in theirs)
+    names = spec.hf.hf_names(stored)  # a tied weight too if it is stored twice: the import compares the two
     if odd := sorted(theirs.keys() ^ names.keys()):
         where = "is" if odd[0] in theirs else "is not"
         raise CheckpointError(f"{opened.url}: not the weights of --flavor {flavor_name}: {odd[0]} {where} among them")
@@ -104,4 +129,4 @@ def convert_torchtitan(opened: Opened, flavor_name: str, folder: Path) -> None:
     positions = 8192  # the checkpoint does not say for how many it was trained
     config = spec.hf.to_hf_config(flavor, positions, str(dtype).removeprefix("torch."))
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    write_weights(folder, build_model(spec, flavor), names, dtype, read)
+    write_weights(folder, build_model(spec, stored), names, dtype, read)

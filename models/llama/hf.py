@@ -3,9 +3,13 @@
 from collections.abc import Collection
 from typing import Any
 
-from models.llama.model import LlamaConfig, RopeScaling
+import torch
+from torch import Tensor
+
+from models.llama.model import LlamaConfig, RopeScaling, rope_frequencies
 
 MODEL_TYPE = "llama"
+FREQUENCIES = "rotary_emb.inv_freq"  # in old files, which follow from config.json
 BLOCK_NAMES = {
     "attention_norm.weight": "input_layernorm.weight",
     "attention.wq.weight": "self_attn.q_proj.weight",
@@ -18,7 +22,7 @@ BLOCK_NAMES = {
     "feed_forward.w3.weight": "mlp.up_proj.weight",
 }
 
-# Fields of LlamaConfig → keys of config.json, all required. from_hf_config handles the other fields.
+# Fields of LlamaConfig → keys of config.json, all required but the last. from_hf_config handles the other fields.
 CONFIG_KEYS = {
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",
@@ -38,12 +42,16 @@ ONLY = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 UNWRITTEN = {"sliding_window": None, "quantization_config": None, "partial_rotary_factor": 1.0}  # likewise
 
 
-def hf_names(config: LlamaConfig) -> dict[str, str]:
-    """Our name → Hugging Face's for every parameter, in the model's order. Tied embeddings have no output.weight."""
-    names = {"tok_embeddings.weight": "model.embed_tokens.weight"}
+def hf_names(config: LlamaConfig, found: Collection[str] = ()) -> dict[str, str]:
+    """Our name → Hugging Face's for every parameter, in the model's order. Tied embeddings have no output.weight.
+
+    Among `found`, the names in files saved without lm_head, none may begin with "model.".
+    """
+    base = "model." if not found or any(name.startswith("model.") for name in found) else ""
+    names = {"tok_embeddings.weight": f"{base}embed_tokens.weight"}
     for i in range(config.n_layers):
-        names |= {f"layers.{i}.{ours}": f"model.layers.{i}.{theirs}" for ours, theirs in BLOCK_NAMES.items()}
-    names["norm.weight"] = "model.norm.weight"
+        names |= {f"layers.{i}.{ours}": f"{base}layers.{i}.{theirs}" for ours, theirs in BLOCK_NAMES.items()}
+    names["norm.weight"] = f"{base}norm.weight"
     if not config.tie_embeddings:
         names["output.weight"] = "lm_head.weight"
     return names
@@ -52,25 +60,33 @@ def hf_names(config: LlamaConfig) -> dict[str, str]:
 def check_hf_names(found: Collection[str], config: LlamaConfig) -> None:
     """Raises ValueError that says which of a Hugging Face Llama's weight names are missing or left over.
 
-    Not left over are a tied lm_head, which is the embedding, and the rotary frequencies of old files.
+    Not left over are a tied lm_head, which is the embedding, and FREQUENCIES; the caller checks that by their values.
     """
-    names = set(hf_names(config).values())
+    names = set(hf_names(config, found).values())
     missing = names - set(found)
     known = names | ({"lm_head.weight"} if config.tie_embeddings else set())
-    surplus = {name for name in set(found) - known if not name.endswith("rotary_emb.inv_freq")}
+    surplus = {name for name in set(found) - known if not name.endswith(FREQUENCIES)}
     if missing or surplus:
         raise ValueError(f"not the weights of this model: missing {_some(missing)}; left over {_some(surplus)}")
 
 
+def check_frequencies(found: Tensor, config: LlamaConfig) -> None:
+    """Raises ValueError if a file's FREQUENCIES, maybe rounded to bfloat16 or float16, are not those of `config`."""
+    expected = rope_frequencies(config, found.device)
+    if found.shape != expected.shape or not torch.allclose(found.float(), expected, rtol=1e-2, atol=1e-7):
+        raise ValueError(f"rope_theta = {config.rope_theta:g}, but the weights hold the {FREQUENCIES} of another one")
+
+
 def from_hf_config(hf: dict[str, Any]) -> LlamaConfig:
     """The shape that a config.json of MODEL_TYPE describes. Raises ValueError for one we cannot run."""
+    hf = {"rms_norm_eps": 1e-6, **hf}  # transformers' default
     missing = [key for key in CONFIG_KEYS.values() if key not in hf]
     if missing:
         raise ValueError(f"has no {', '.join(missing)}")
     # transformers 5 keeps the rotary settings in one dict; older files spread them over two fields.
-    rope = hf.get("rope_parameters") or {"rope_theta": hf.get("rope_theta", 10_000.0), **(hf.get("rope_scaling") or {})}
+    rope = {"rope_theta": hf.get("rope_theta", 10_000.0), **(hf.get("rope_scaling") or hf.get("rope_parameters") or {})}
     for key, only in (ONLY | UNWRITTEN).items():
-        if (value := (hf | rope).get(key)) not in (only, None):
+        if (value := (hf | rope).get(key)) not in (only, None, "swish"):  # which is silu
             raise ValueError(f"{key} = {value!r}: only {only!r} can be run")
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type not in ("default", "llama3"):

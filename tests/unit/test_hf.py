@@ -204,10 +204,9 @@ def test_weights_of_torchtitan_give_its_logits(tmp_path, monkeypatch, caplog, ne
         dim=64, n_layers=2, n_heads=8, n_kv_heads=2, hidden_dim=112, vocab_size=320, rope_scaling=scaling,
         rope_theta=500_000.0, tie_embeddings=tied,
     )  # fmt: skip
-    others = {"theirs": {"vocab_size": 500}, "deeper": {"n_layers": 3}, "wider": {"hidden_dim": 128}}
+    claimed = {"vocab_size": 500, "tie_embeddings": newer}  # the weights decide
+    others = {"theirs": claimed, "deeper": {"n_layers": 3}, "wider": {"hidden_dim": 128}}
     refused = {"deeper": r"--flavor deeper: layers\.2\..* is not among them", "wider": "Size mismatch"}
-    if not tied:
-        others["tied"], refused["tied"] = {"tie_embeddings": True}, "--flavor tied: output.weight is among them"
     flavors = {name: dataclasses.replace(flavor, **fields) for name, fields in others.items()}
     monkeypatch.setattr("models.MODELS", {"llama": dataclasses.replace(MODELS["llama"], flavors=flavors)})
     theirs, tokens = torchtitan_checkpoint(tmp_path / "step-7", flavor, newer), torch.arange(150)[None] * 2
@@ -244,9 +243,43 @@ def test_an_export_loads_in_transformers_and_stops_where_its_answers_end(llama, 
     theirs, model = (kind.from_pretrained(llama / "back") for kind in (AutoTokenizer, AutoModelForCausalLM))
     expected = raw.token_to_id(ends) if isinstance(ends, str) else [raw.token_to_id(token) for token in ends]
     assert model.generation_config.eos_token_id == expected == model.config.eos_token_id
-    assert theirs.eos_token == "<|endoftext|>"
+    # ctranslate2 reads no null, and transformers takes 1 for a missing id.
+    assert theirs.eos_token == theirs.bos_token == "<|endoftext|>"
+    assert model.generation_config.bos_token_id == model.config.bos_token_id == theirs.bos_token_id
     assert theirs("the quick fox").input_ids == ours.encode("the quick fox")
     assert theirs.decode(ours.encode("the quick fox")) == "the quick fox"
+
+
+@pytest.mark.parametrize("bos", [None, "<|begin|>"])
+def test_declared_tokens_and_template_reach_the_export(llama, bos):
+    raw = load_tokenizer(llama / "hf").raw
+    raw.add_special_tokens(["<|begin|>", "<|pad|>", "<|unk|>"])
+    Tokenizer(raw, "<|endoftext|>", chat_template="{{ bos_token }}{{ messages[0].content }}").save(llama / "hf")
+    pad = {"__type": "AddedToken", "content": "<|pad|>"}
+    declared = {"bos_token": bos, "eos_token": "<|endoftext|>", "pad_token": pad, "unk_token": "<|unk|>"}
+    (llama / "hf" / "tokenizer_config.json").write_text(json.dumps(declared | {"padding_side": "left"}))
+    export_model(str(llama / "ours"), llama / "back", tokenizer=llama / "hf")
+    first, back = (AutoTokenizer.from_pretrained(llama / folder) for folder in ("hf", "back"))
+    assert back.special_tokens_map == first.special_tokens_map
+    assert (back.unk_token, back.padding_side) == ("<|unk|>", "left")
+    chat = [{"role": "user", "content": "fox"}]
+    assert back.apply_chat_template(chat, tokenize=False) == (bos or "") + "fox"
+    model = LlamaForCausalLM.from_pretrained(llama / "back")
+    for config in (model.config, model.generation_config):
+        assert (config.bos_token_id, config.pad_token_id) == (first.bos_token_id, raw.token_to_id("<|pad|>"))
+
+
+def test_float16_is_written_unless_a_weight_is_too_large_for_it(llama):
+    hf.main(["export", str(llama / "ours"), str(llama / "back"), "--dtype=float16"])
+    back = LlamaForCausalLM.from_pretrained(llama / "back", dtype="auto")
+    assert_same_weights(hf_model("llama3").half(), back)
+    state = hf_model("llama3").state_dict()
+    state["model.norm.weight"][3] = 70_000.0
+    rewrite(llama / "hf", state)
+    import_model(llama / "hf", str(llama / "large"))
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight is not finite in torch.float16"):
+        hf.main(["export", str(llama / "large"), str(llama / "new"), "--dtype=float16"])
+    assert not (llama / "new").exists()
 
 
 def test_weights_are_not_trained_on_the_tokens_of_another_tokenizer(llama):
@@ -274,8 +307,20 @@ def test_weights_are_not_trained_on_the_tokens_of_another_tokenizer(llama):
 
 
 def edit(folder: Path, **changes) -> None:
+    """Change config.json; None removes a key."""
     path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    fields = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in fields.items() if value is not None}))
+
+
+def remove_weights(folder: Path) -> None:
+    for file in folder.glob("model*safetensors*"):
+        file.unlink()
+
+
+def rewrite(folder: Path, state: dict[str, torch.Tensor]) -> None:
+    remove_weights(folder)
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
 
 
 def cut(folder: Path) -> None:
@@ -284,8 +329,55 @@ def cut(folder: Path) -> None:
 
 
 def quantize(folder: Path) -> None:
-    state = {name: value.to(torch.float8_e4m3fn) for name, value in hf_model("llama3").state_dict().items()}
-    save_file(state, folder / "model.safetensors")
+    rewrite(folder, {name: value.to(torch.float8_e4m3fn) for name, value in hf_model("llama3").state_dict().items()})
+
+
+def save_without_head(folder: Path) -> None:
+    rewrite(folder, hf_model("llama3").model.state_dict())  # names without "model."
+    edit(folder, tie_word_embeddings=True)
+
+
+def keep_old_frequencies(folder: Path) -> None:
+    frequencies = 10_000.0 ** (-torch.arange(0, 8, 2) / 8)
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    rewrite(folder, hf_model("llama3").state_dict() | {name: frequencies.bfloat16()})
+
+
+def save_pickled(file: str, folder: Path) -> None:
+    remove_weights(folder)
+    torch.save({}, folder / file)
+
+
+def add_file(folder: Path) -> None:
+    save_file(hf_model("llama3").state_dict(), folder / "model.safetensors", {"format": "pt"})
+
+
+def drop_index(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").unlink()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        partial(edit, tie_word_embeddings=True),  # but lm_head is another one
+        partial(edit, rope_theta=123.0, rope_parameters={"rope_type": "default"}),
+        partial(edit, rms_norm_eps=None),
+        partial(edit, hidden_act="swish"),
+        save_without_head,
+        drop_index,
+    ],
+)
+def test_unusual_folders_are_read_as_transformers_reads_them(llama, made, monkeypatch, change):
+    """Without our own comparison. transformers does not find files without an index: those are unchanged."""
+    monkeypatch.setattr(hf, "find_spec", lambda name: None)
+    change(llama / "hf")
+    import_model(llama / "hf", str(llama / "new"))
+    export_model(str(llama / "new"), llama / "back", dtype="float32")
+    source = made / "hf" if change is drop_index else llama / "hf"
+    theirs, back = (LlamaForCausalLM.from_pretrained(folder).eval() for folder in (source, llama / "back"))
+    assert_same_weights(theirs, back)
+    tokens = torch.arange(40)[None]
+    torch.testing.assert_close(back(tokens).logits, theirs(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -301,7 +393,11 @@ def quantize(folder: Path) -> None:
         (partial(edit, vocab_size=321), r"has shape \[320, 64\] in F32, must be \[321, 64\] by config\.json"),
         (cut, "00001-of-.*cannot be read as safetensors"),
         (lambda folder: min(folder.glob("*.safetensors")).unlink(), "00001-of-.*cannot be read .*No such file"),
-        (lambda folder: (folder / "model.safetensors.index.json").unlink(), r"model\.safetensors: .*No such file"),
+        (add_file, r"model\.safetensors: not listed in model\.safetensors\.index\.json; remove whichever"),
+        (lambda folder: (add_file(folder), drop_index(folder)), r"model\.safetensors: .* is in model-0000.* too"),
+        (keep_old_frequencies, r"rope_theta = 500000, but the weights hold the rotary_emb\.inv_freq of another one"),
+        (partial(save_pickled, "pytorch_model.bin"), r"hf: no safetensors files; convert them by python -c .*hf'\)\""),
+        (partial(save_pickled, "consolidated.00.pth"), r"torch_to_dcp .*hf/consolidated\.00\.pth NEW, then import"),
         (quantize, "in F8_E4M3, must be .* in BF16, F16, F32"),
     ],
 )
