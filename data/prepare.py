@@ -11,13 +11,14 @@ Finished work stays in OUTPUT/.parts: after a kill, the same command goes on. ma
 import argparse
 import ctypes
 import json
+import logging
 import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
 from itertools import chain, pairwise
 from pathlib import Path
@@ -28,9 +29,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from tqdm import tqdm
 
-from config import command_line
+from config import TitaniteError, command_line, file_errors
 from data import writer
-from data.chat import BUILT_IN, encode_examples
+from data.chat import BUILT_IN, chat_of, encode_examples
 from data.order import derive_key, random_words
 from data.packing import pack
 from data.shards import INDEX_SCHEMA, VERSION, DataError, Shard, digest, token_type
@@ -46,6 +47,7 @@ TOKENIZER_SAMPLE_BYTES = 64 * 2**20  # text to train a tokenizer on
 AT_ONCE = 1024  # tasks given to a pool: more than processes, but submitting thousands may block (cpython 105829)
 PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that this process gets when its parent ends
 
+log = logging.getLogger(__name__)
 Map = Callable[..., Iterator[int]]
 
 
@@ -57,6 +59,8 @@ class Plan(NamedTuple):
     keys: tuple[str, ...]
     seq_len: int
     max_characters: int
+    date: str
+    train_eos: bool
     dtype: str
     validation_fraction: float
     block_bytes: int
@@ -83,6 +87,8 @@ def prepare(o: argparse.Namespace) -> dict[str, Any]:
         (is_text and o.seq_len, f"--seq-len {o.seq_len}: is for --format sft and chat"),
         (len(names) != len(default_keys.split(",")), f"--keys {o.keys}: must be as many as in {default_keys}"),
         (o.max_characters and not is_text, f"--max-characters {o.max_characters}: examples are never cut"),
+        (o.format != "chat" and (o.chat_template or o.date), "--chat-template and --date are for --format chat"),
+        (o.format != "chat" and o.train_eos, "--train-eos is for --format chat; others train eos anyway"),
     ):
         if mistake:
             raise DataError(message)
@@ -94,15 +100,20 @@ def prepare(o: argparse.Namespace) -> dict[str, Any]:
     else:
         chosen = train_tokenizer(_sample_texts(units, names), o.vocab_size or VOCAB_SIZE)
     if o.format == "chat":
-        chosen.chat_template = chosen.chat_template or BUILT_IN
+        with file_errors():
+            given = Path(o.chat_template).read_text(encoding="utf-8") if o.chat_template else ""
+        chosen.chat_template = given or chosen.chat_template or BUILT_IN
+        with suppress(TitaniteError):  # the example below gives the reason
+            for warning in chat_of(chosen, o.date).warnings(o.train_eos):
+                log.warning(warning)
     dtype = writer.token_dtype(chosen.vocab_size) if is_text else "uint32"
     plain = {(kind, "") for kind in ("text", "jsonl", "other")}  # the others hold about five times their size
     text_bytes = sum(file.size * (1 if kind_of(file.url) in plain else 5) for file in files)
     shards = text_bytes / 4 * np.dtype(dtype).itemsize / (o.shard_mb * 2**20)  # a token is about four bytes of text
-    inputs = digest(json.dumps([VERSION, units, chosen.fingerprint, chosen.chat_template]).encode())
-    wanted = o.format, names, o.seq_len, o.max_characters, dtype, o.validation_fraction, int(o.block_mb * 2**20)
+    inputs = digest(json.dumps([VERSION, units, chosen.fingerprint, chosen.chat_template, chosen.special]).encode())
+    wanted = o.format, names, o.seq_len, o.max_characters, o.date, o.train_eos
     buckets = (max(1, round(shards * share)) for share in (1 - o.validation_fraction, o.validation_fraction))
-    plan = Plan(inputs, *wanted, *buckets)
+    plan = Plan(inputs, *wanted, dtype, o.validation_fraction, int(o.block_mb * 2**20), *buckets)
     if not (first := next(chain.from_iterable(_batches(plan, unit) for unit in units), None)):
         raise DataError("the input holds no text: nothing to prepare")
     if not is_text:  # a mistake in the template or the keys is found before anything is removed
@@ -123,9 +134,9 @@ def prepare(o: argparse.Namespace) -> dict[str, Any]:
         for part in (folder / writer.PARTS).glob("unit-*"):  # before the manifest, after which no start takes them up
             part.unlink()
         records = [json.loads(_record(folder, bucket).read_text(encoding="utf-8")) for bucket in range(plan.buckets)]
-        written = [(Shard(*shard), pa.Table.from_pylist(rows, INDEX_SCHEMA)) for shard, rows, _ in records]
-        dropped = sum(number for *_, number in records)
-        facts = {} if is_text else {"dtype": dtype, "packed_seq_len": o.seq_len, "dropped": dropped}
+        written = [(Shard(*shard), pa.Table.from_pylist(rows, INDEX_SCHEMA)) for shard, rows, *_ in records]
+        dropped, divided = (sum(numbers) for numbers in zip(*(record[2:] for record in records), strict=True))
+        facts = {} if is_text else {"dtype": dtype, "packed_seq_len": o.seq_len, "dropped": dropped, "divided": divided}
         manifest = writer.write_manifest(folder, chosen, written, facts)
         writer.remove_parts(folder)
         return manifest
@@ -169,10 +180,11 @@ def _tokenize_unit(folder: Path, plan: Plan, numbered: tuple[int, Unit]) -> int:
     if path.exists():
         return 0
     key, seen, tokens = derive_key("document", number), 0, 0
+    keys: dict[str, set[str]] = {}  # file → those of its examples
     batches: list[pa.RecordBatch] = []
     schema = pa.schema({"word": pa.uint64(), "tokens": token_type(plan.dtype)})
     with written_whole(path) as sink, pa.ipc.new_file(sink, schema) as part_writer:
-        for batch in _batches(plan, unit):
+        for batch in _batches(plan, unit, keys):
             batches.append(_tokenize(plan, tokenizer, batch, random_words(len(batch), key, first=seen)))
             seen, tokens = seen + len(batch), tokens + len(batches[-1].column("tokens").values)
             if sum(batch.nbytes for batch in batches) >= HELD_BYTES:
@@ -180,14 +192,20 @@ def _tokenize_unit(folder: Path, plan: Plan, numbered: tuple[int, Unit]) -> int:
                 batches = []
         if batches:
             _write_sorted(plan, batches, part_writer)
+    for url, found in keys.items() if plan.format == "chat" else ():
+        if unread := found - chat_of(tokenizer, plan.date).keys - {*plan.keys}:
+            line = f"{url}: keys that the chat template does not read: {', '.join(sorted(unread))}"
+            with suppress(FileExistsError):  # told by another unit of the file
+                path.with_name(f"told-{digest(line.encode())}").touch(exist_ok=False)
+                log.warning(f"\n{line}")  # below the bar
     return tokens
 
 
-def _batches(plan: Plan, unit: Unit) -> Iterator[list[tuple[str, bool]]]:
+def _batches(plan: Plan, unit: Unit, keys: dict[str, set[str]] | None = None) -> Iterator[list[tuple[str, bool]]]:
     """Yield (document, whether it is held out) of a unit, without empty ones, in lists of about BATCH_BYTES."""
     batch: list[tuple[str, bool]] = []
     size = 0
-    for text in filter(None, documents(unit, plan.keys, plan.format == "text")):
+    for text in filter(None, documents(unit, plan.keys, plan.format == "text", keys)):
         held_out = writer.is_held_out(text.encode(), plan.validation_fraction)
         for piece in _pieces(text, plan.max_characters):
             batch.append((piece, held_out))
@@ -216,7 +234,9 @@ def _tokenize(plan: Plan, tokenizer: Tokenizer, batch: list[tuple[str, bool]], w
     if plan.format == "text":
         ids: Sequence[Any] = tokenizer.encode_documents(texts)
     else:
-        examples = encode_examples(texts, plan.format, tokenizer)
+        made = encode_examples(texts, plan.format, tokenizer, plan.date, plan.train_eos)
+        buckets, words = (np.repeat(values, [len(examples) for examples in made]) for values in (buckets, words))
+        examples = chain.from_iterable(made)
         ids = [example if len(example) <= plan.seq_len else () for example in examples]  # counted by `_write_bucket`
     lengths = [len(document) for document in ids]
     values = np.fromiter(chain.from_iterable(ids), plan.dtype, sum(lengths))
@@ -240,7 +260,7 @@ def _write_sorted(plan: Plan, batches: list[pa.RecordBatch], part_writer: pa.Rec
 
 
 def _write_bucket(folder: Path, plan: Plan, bucket: int) -> int:
-    """Write the shard of a bucket and a record: its blocks and the examples left out. Returns the number of tokens."""
+    """Write a bucket's shard and a record: blocks, examples left out and divided ones. Returns the number of tokens."""
     is_train = bucket < plan.train_buckets
     split, number = ("train", bucket) if is_train else ("validation", bucket - plan.train_buckets)
     batches = []
@@ -251,6 +271,7 @@ def _write_bucket(folder: Path, plan: Plan, bucket: int) -> int:
     with failures_of(f"{split}-{number:05}, which a smaller --shard-mb makes smaller"):
         table = pa.Table.from_batches(batches)
         order = np.argsort(table.column("word").to_numpy(), kind="stable")
+        divided = len(table) - len(table.column("word").unique())
         documents = table.column("tokens").combine_chunks()
         del table, batches  # to hold the documents twice, not three times
         documents = documents.take(pa.array(order))
@@ -260,7 +281,7 @@ def _write_bucket(folder: Path, plan: Plan, bucket: int) -> int:
         dropped = len(documents) - len(fitting)
         documents = pack(fitting, plan.seq_len, _stored_tokenizer(folder, plan).eos_id)
     shard, blocks = writer.write_shard(folder, split, number, documents, plan.block_bytes)
-    write_atomically(_record(folder, bucket), json.dumps([shard, blocks.to_pylist(), dropped]).encode())
+    write_atomically(_record(folder, bucket), json.dumps([shard, blocks.to_pylist(), dropped, divided]).encode())
     return shard.tokens
 
 
@@ -317,6 +338,9 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     keys = f"keys or columns of a record, comma-separated (default of each format: {KEYS})"
     add("--keys", "--text-key", "--example-keys", default="", help=keys)
     add("--seq-len", type=int, default=0, help="tokens per row of packed examples; longer ones are left out, counted")
+    add("--chat-template", default="", help="file with a Jinja template for --format chat (default: the tokenizer's)")
+    add("--date", default="", help="YYYY-MM-DD, for chat templates that tell the model the day (default: they do not)")
+    add("--train-eos", action="store_true", help="chat: end each answer with eos, for templates without an end token")
     add("--max-characters", type=int, default=0, help="cut longer texts at line ends; 0 (default): never")
     add("--processes", type=int, default=0, help="0 (default): one per available core, or one for a few MB")
     return parser.parse_args(argv)
@@ -328,6 +352,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         manifest = prepare(options)
         if manifest.get("dropped"):
             print(f"examples longer than {manifest['packed_seq_len']} tokens, left out: {manifest['dropped']:,}")
+        if manifest.get("divided"):
+            print(f"answers in an example of their own, beyond one per conversation: {manifest['divided']:,}")
         writer.report(manifest, options.output)
 
 

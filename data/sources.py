@@ -172,15 +172,24 @@ def kind_of(url: str) -> tuple[str, str]:
     return KINDS.get(suffix, "other"), compression
 
 
-def documents(unit: Unit, keys: Sequence[str], is_text: bool = True) -> Iterator[str]:
-    """Yield the texts of a unit, or without `is_text` the JSON list of each example's values. Raises DataError."""
+def documents(
+    unit: Unit, keys: Sequence[str], is_text: bool = True, seen: dict[str, set[str]] | None = None
+) -> Iterator[str]:
+    """Yield the texts of a unit, or without `is_text` the JSON list of each example's values, of `tools` if it has any.
+
+    `seen` gets file → keys of its rows and, as messages.KEY, of their messages. Raises DataError.
+    """
     for file in unit.files:
         with failures_of(f"{file.url}: cannot be read"), _open(file) as stream:
-            for place, record in _records(file, stream, unit, keys):
+            for place, record in _records(file, stream, unit, keys if is_text else (*keys, "tools")):
                 values = [record.get(key) for key in keys]
                 if None in values or (is_text and not isinstance(values[0], str)):
                     names, what = ", ".join(record), "text" if is_text else "value"
                     raise DataError(f"{place}: no {what} under {','.join(keys)!r}; it has {names}; choose with --keys")
+                values += [record["tools"]] if record.get("tools") else []
+                if seen is not None and isinstance(values[0], list):
+                    own = (f"messages.{key}" for message in values[0] if isinstance(message, dict) for key in message)
+                    seen.setdefault(file.url, set()).update(record, own)
                 text = str(values[0]) if is_text else json.dumps(values, ensure_ascii=False)
                 text.encode()  # fails if it holds half a character, as JSON can
                 yield text
@@ -233,10 +242,10 @@ def _parquet_records(file: File, stream: Any, unit: Unit, keys: Sequence[str]) -
     names = table.schema_arrow.names
     first = sum(table.metadata.row_group(i).num_rows for i in range(unit.start))
     groups = range(unit.start, unit.stop or table.num_row_groups)
-    columns = list(keys) if set(keys) <= set(names) else names  # all, for the error to show
+    columns = [name for name in names if name in keys]
     batches = table.iter_batches(ROWS, row_groups=list(groups), columns=columns)
     for number, row in enumerate(chain.from_iterable(batch.to_pylist() for batch in batches), start=first):
-        yield f"{file.url}, row {number}", _without_nulls(row)
+        yield f"{file.url}, row {number}", dict.fromkeys(names) | _without_nulls(row)
 
 
 def _without_nulls(value: Any) -> Any:

@@ -15,6 +15,7 @@ from records import write_atomically
 TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 CONFIG = "tokenizer_config.json"
+OLDER_CONFIG = "special_tokens_map.json"
 END_OF_TEXT = "<|endoftext|>"
 LEARNT_WORD_BYTES = 2000  # longer words are cut, only while a tokenizer is trained
 # Tried in this order if no tokenizer_config.json names the end-of-document token.
@@ -27,7 +28,7 @@ class Tokenizer:
     Text never becomes a special token: a document that spells out `<|endoftext|>` does not end there.
     """
 
-    def __init__(self, raw: RawTokenizer, eos_token: str, name: str = "tokenizer", chat_template: str = ""):
+    def __init__(self, raw: RawTokenizer, eos_token: str, name: str = "tokenizer", /, **declared: Any):
         eos_id = raw.token_to_id(eos_token)
         if eos_id is None:
             special = ", ".join(token.content for token in raw.get_added_tokens_decoder().values())
@@ -37,9 +38,10 @@ class Tokenizer:
         raw.encode_special_tokens = True
         self.raw = raw
         self.eos_token = eos_token
-        self.chat_template = chat_template  # Jinja, "" without one
+        self.chat_template: str = declared.pop("chat_template", "")  # Jinja, "" without one
         self.eos_id: int = eos_id
-        self.vocab_size: int = max(raw.get_vocab().values()) + 1
+        ids = raw.get_vocab()
+        self.vocab_size: int = max(ids.values()) + 1
         self.fingerprint: str = fingerprint(raw.to_str().encode(), eos_token)
         spellings = [eos_token, f"a{eos_token}a", f"a {eos_token} a", f"\n{eos_token}\n"]
         if any(eos_id in encoding.ids for encoding in raw.encode_batch(spellings, add_special_tokens=False)):
@@ -48,7 +50,11 @@ class Tokenizer:
         template = raw.encode("a")
         before = template.ids[: template.special_tokens_mask.index(0)]
         self.prefix: list[int] = [token for token in before if token != eos_id]
-        self.bos_id: int | None = self.prefix[0] if self.prefix else None
+        # The fields of tokenizer_config.json, such as its class, and those that name a token: bos_token, pad_token.
+        bos = {"bos_token": raw.id_to_token(self.prefix[0])} if self.prefix else {}
+        self.declared = {key: _content(field) for key, field in (bos | declared | {"eos_token": eos_token}).items()}
+        self.special = {key: token for key, token in self.declared.items() if key[-6:] == "_token" and token in ids}
+        self.bos_id = ids.get(self.special.get("bos_token", ""))
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, with any bos of the tokenizer's template and without an eos."""
@@ -64,8 +70,8 @@ class Tokenizer:
         return self.raw.decode(list(ids), skip_special_tokens=True)
 
     def save(self, folder: Path) -> None:
-        """Write eos token, any chat template, and last tokenizer.json, so that a kill leaves none without its eos."""
-        write_atomically(folder / CONFIG, (json.dumps({"eos_token": self.eos_token}) + "\n").encode())
+        """Write declared fields, any chat template, and last tokenizer.json: a kill leaves none without its eos."""
+        write_atomically(folder / CONFIG, (json.dumps(self.declared) + "\n").encode())
         (folder / CHAT_TEMPLATE).unlink(missing_ok=True)
         if self.chat_template:
             write_atomically(folder / CHAT_TEMPLATE, self.chat_template.encode())
@@ -76,7 +82,7 @@ def load_tokenizer(path: str | Path, eos_token: str = "") -> Tokenizer:
     """Load the tokenizer of a tokenizer.json, or of a folder with one; see `parse_tokenizer`. Raises TitaniteError."""
     with file_errors():
         file = Path(path) / TOKENIZER if Path(path).is_dir() else Path(path)
-        beside = [file.with_name(name) for name in (CONFIG, CHAT_TEMPLATE)]
+        beside = [file.with_name(name) for name in (CONFIG, OLDER_CONFIG, CHAT_TEMPLATE)]
         files = {other.name: other.read_bytes() for other in beside if other.is_file()} | {TOKENIZER: file.read_bytes()}
     return parse_tokenizer(files, str(file.parent), eos_token)
 
@@ -88,7 +94,8 @@ def parse_tokenizer(files: Mapping[str, bytes], folder: str, eos_token: str = ""
     """
     name = f"{folder}/{TOKENIZER}"
     eos_token = eos_token or declared_eos(files, folder)
-    template = json_object(files.get(CONFIG, b"{}"), f"{folder}/{CONFIG}").get("chat_template") or ""
+    declared = _declared_fields(files, folder)
+    template = declared.get("chat_template") or ""
     try:
         if CHAT_TEMPLATE in files:
             template = files[CHAT_TEMPLATE].decode()
@@ -96,7 +103,7 @@ def parse_tokenizer(files: Mapping[str, bytes], folder: str, eos_token: str = ""
             template = {entry["name"]: entry["template"] for entry in template}.get("default", "")
         raw = RawTokenizer.from_str(files[TOKENIZER].decode())
         eos_token = eos_token or next((eos for eos in KNOWN_EOS if raw.token_to_id(eos) is not None), KNOWN_EOS[0])
-        return Tokenizer(raw, eos_token, name, template)
+        return Tokenizer(raw, eos_token, name, **declared | {"chat_template": template})
     except TitaniteError:
         raise
     except Exception as error:  # tokenizers raises bare Exception
@@ -105,8 +112,18 @@ def parse_tokenizer(files: Mapping[str, bytes], folder: str, eos_token: str = ""
 
 def declared_eos(files: Mapping[str, bytes], folder: str) -> str:
     """The eos token that a tokenizer_config.json among `files` names, or "". Raises TitaniteError."""
-    declared = json_object(files.get(CONFIG, b"{}"), f"{folder}/{CONFIG}").get("eos_token") or ""
-    return declared["content"] if isinstance(declared, dict) else declared
+    return _content(_declared_fields(files, folder).get("eos_token")) or ""
+
+
+def _declared_fields(files: Mapping[str, bytes], folder: str) -> dict[str, Any]:
+    """The fields of tokenizer_config.json and, in older folders, special_tokens_map.json, as transformers has them."""
+    config, older = (json_object(files.get(name, b"{}"), f"{folder}/{name}") for name in (CONFIG, OLDER_CONFIG))
+    return config if "added_tokens_decoder" in config else config | older
+
+
+def _content(field: Any) -> Any:
+    """A token's text, which may stand in an object; other fields as they are."""
+    return field.get("content", field) if isinstance(field, dict) else field
 
 
 def json_object(content: bytes, name: str) -> dict[str, Any]:

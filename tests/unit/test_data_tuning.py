@@ -47,14 +47,14 @@ def shown(tokens: np.ndarray) -> list[tuple[int, bool]]:
 
 
 def test_only_responses_are_trained() -> None:
-    (pair,) = encode_examples([json.dumps(["two plus two", "is four"])], "sft", tokenizer())
+    ((pair,),) = encode_examples([json.dumps(["two plus two", "is four"])], "sft", tokenizer())
     assert shown(pair) == [(TWO, False), (PLUS, False), (TWO, False), (IS, True), (FOUR, True), (EOS, True)]
     assert [bool(token & START) for token in pair] == [True] + [False] * 5
-    (bare,) = encode_examples([json.dumps(["", "is four"])], "sft", tokenizer())
+    ((bare,),) = encode_examples([json.dumps(["", "is four"])], "sft", tokenizer())
     assert shown(bare) == [(IS, False), (FOUR, True), (EOS, True)], "nothing comes before the first token"
     with_bos = tokenizer().raw
     with_bos.post_processor = TemplateProcessing("<|u|> $A", special_tokens=[("<|u|>", USER)])
-    (begun,) = encode_examples([json.dumps(["two", "is"])], "sft", Tokenizer(with_bos, "<eos>"))
+    ((begun,),) = encode_examples([json.dumps(["two", "is"])], "sft", Tokenizer(with_bos, "<eos>"))
     assert shown(begun) == [(USER, False), (TWO, False), (IS, True), (EOS, True)]
     conversation = [
         {"role": "user", "content": "what ?"},
@@ -62,7 +62,7 @@ def test_only_responses_are_trained() -> None:
         {"role": "user", "content": "so ?"},
         {"role": "assistant", "content": "five"},
     ]
-    (chat,) = encode_examples([json.dumps([conversation])], "chat", tokenizer())
+    ((chat,),) = encode_examples([json.dumps([conversation])], "chat", tokenizer())
     no, yes = False, True
     assert shown(chat) == [
         *((USER, no), (WHAT, no), (ASK, no), (END, no), (ASSISTANT, no), (FOUR, yes), (END, yes)),
@@ -94,7 +94,7 @@ def piecewise(*merges: str, begin: bool) -> Tokenizer:
 def test_answers_are_tokens_that_can_follow_their_question(tokenizer: Tokenizer, question: str, answers: str) -> None:
     words = [("user", "hi"), ("assistant", "ho"), ("user", "so"), ("assistant", "no")]
     conversation = [{"role": role, "content": content} for role, content in words]
-    (chat,) = encode_examples([json.dumps([conversation])], "chat", tokenizer)
+    ((chat,),) = encode_examples([json.dumps([conversation])], "chat", tokenizer)
     expected = [
         (token, role == "assistant")
         for role, content in words
@@ -111,6 +111,10 @@ def test_answers_are_tokens_that_can_follow_their_question(tokenizer: Tokenizer,
         ("sft", [3, "two"], "must be strings"),
         ("chat", [[{"role": "user", "content": "two"}]], "no message from the assistant"),
         ("chat", ["two"], "must be a list of messages"),
+        ("chat", [["two"]], 'must have a "role"'),
+        ("chat", [[{"role": "assistant", "content": "two", "weight": 0.5}]], "weight = 0.5: must be 1, or 0"),
+        ("chat", [[{"role": "assistant", "tool_calls": ["two"]}]], "tool_calls = ['two']: must be a list of objects"),
+        ("chat", [[{"role": "assistant", "content": "two"}], "two"], "tools = 'two': must be a list of objects"),
         (
             "chat",
             [[{"role": "user", "content": "<eos>"}, {"role": "assistant", "content": "is"}]],

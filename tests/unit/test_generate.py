@@ -198,9 +198,8 @@ def test_a_conversation_has_the_tokens_that_transformers_gives_it(bos: str) -> N
     expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert template.encode(messages, add_generation_prompt=True) == expected
     assert template.stop_ids == {tokenizer.raw.token_to_id("<|im_end|>")}
-    parts = [
-        (tokenizer.raw.decode(ids, skip_special_tokens=False), own) for ids, own in template.encode_parts(messages)
-    ]
+    (example,) = template.encode_parts(messages)
+    parts = [(tokenizer.raw.decode(ids, skip_special_tokens=False), own) for ids, own in example]
     prompt = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello, 中?<|im_end|>\n<|im_start|>assistant\n"
     assert parts == [(bos + prompt, False), ("Yes.<|im_end|>\n", True)], "only the answers are trained on"
 
@@ -212,12 +211,11 @@ def test_templates_that_cannot_be_used_say_why() -> None:
     with pytest.raises(TitaniteError, match="no system, please"):
         refusing.render([{"role": "user", "content": "a"}])
     turns = [{"role": role, "content": role[:1]} for role in ("user", "assistant") * 2]
-    for answered in (  # otherwise than it is prompted for, or told otherwise once more is said
-        "{{ messages | map(attribute='content') | join }}{{ '>' if add_generation_prompt }}",
-        "{% for m in messages %}{{ m.content if m.role == 'user' or loop.last else '-' }}{% endfor %}",
+    counted = ChatTemplate("{{ messages | length }}{{ messages | map(attribute='content') | join }}", byte_tokenizer())
+    with pytest.raises(
+        TitaniteError, match=r"an answer changes the text before it.*; --chat-template FILE takes another"
     ):
-        with pytest.raises(TitaniteError, match="an answer changes the text before it"):
-            ChatTemplate(answered, byte_tokenizer()).encode_parts(turns)
+        counted.encode_parts(turns)
 
 
 # ---------------------------------------------------------------- command line

@@ -1,0 +1,204 @@
+"""Conversations as examples: the texts are those that transformers renders, and each answer is trained once."""
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pyarrow as pa
+import pytest
+from tokenizers import Tokenizer as RawTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from config import TitaniteError
+from data.chat import ChatTemplate, chat_of
+from data.packing import HIDDEN, TOKEN_BITS
+from data.prepare import main as prepare
+from data.tokenizer import Tokenizer, load_tokenizer
+from tests.unit.test_generate import SPECIAL, byte_tokenizer
+
+END = "<|im_end|>"
+TURNS = [{"role": role, "content": f"{role[0]}{n}"} for n in (1, 2) for role in ("user", "assistant")]
+LOOP = "{% for m in messages %}"
+ROLE = LOOP + "<|im_start|>{{ m.role }}:"
+ASK = "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant:"
+PLAIN = ROLE + "{{ m.content }}<|im_end|>" + ASK + "{% endif %}"
+
+
+def tokenizer() -> Tokenizer:
+    return Tokenizer(byte_tokenizer(*SPECIAL, "<s>").raw, "<|endoftext|>", bos_token="<s>")
+
+
+def rendered(template: str, messages: list[dict[str, Any]], **options: Any) -> str:
+    """The text that transformers makes of a conversation."""
+    raw = RawTokenizer.from_str(tokenizer().raw.to_str())
+    theirs = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="<|endoftext|>")
+    return theirs.apply_chat_template(messages, chat_template=template, tokenize=False, **options)
+
+
+def texts_of(parts: list[tuple[list[int], bool]]) -> tuple[str, list[str]]:
+    """The whole text of an example, and those that are trained."""
+    texts = [(tokenizer().raw.decode(ids, skip_special_tokens=False), trained) for ids, trained in parts]
+    return "".join(text for text, _ in texts), [text for text, trained in texts if trained]
+
+
+# Name → template, the trained texts of the examples, and how transformers must be called to render the same.
+KINDS: dict[str, tuple[str, list[list[str]], dict[str, Any]]] = {
+    "as it is asked": (PLAIN, [["a1" + END, "a2" + END]], {}),
+    "begun anew by each question": (
+        LOOP
+        + "{{ bos_token + '[Q] ' + m.content + ' [/Q]' if m.role == 'user' else m.content + eos_token }}{% endfor %}",
+        [["a1<|endoftext|>", "a2<|endoftext|>"]],
+        {},
+    ),
+    "thoughts in the last answer": (
+        ROLE
+        + "{% if loop.last and m.role == 'assistant' %}<think></think>{% endif %}{{ m.content }}<|im_end|>"
+        + ASK
+        + "{% endif %}",
+        [["<think></think>a1" + END], ["<think></think>a2" + END]],
+        {},
+    ),
+    "asked to think, thoughts left out": (
+        ROLE + "{{ m.content.split('</think>')[-1] }}<|im_end|>" + ASK + "<think>{% endif %}",
+        [["a1" + END, "a2" + END]],
+        {},
+    ),
+    "another header once answered": (
+        LOOP + "{{ '[' ~ m.role ~ ('!' if loop.last and m.role == 'assistant') ~ ']' ~ m.content }}<|im_end|>"
+        "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}",
+        [["!]a1" + END], ["!]a2" + END]],
+        {},
+    ),
+    "eos at the end of all": (
+        PLAIN.removesuffix("{% endif %}") + "{% else %}{{ eos_token }}{% endif %}",
+        [["a1<|im_end|><|endoftext|>"], ["a2<|im_end|><|endoftext|>"]],
+        {},
+    ),
+    "ended by the next header": (
+        LOOP + "<|im_start|>{{ m.role }}\n{{ m.content }}" + ASK.replace(":", "\n") + "{% endif %}",
+        [["a1", "a2"]],
+        {},
+    ),
+    "only the last question kept": (
+        "{% set n = namespace(last=0) %}{% for m in messages if m.role == 'user' %}{% set n.last = loop.index0 * 2 %}"
+        "{% endfor %}{% for m in messages[n.last:] %}{{ m.role[0] ~ '>' ~ m.content ~ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}a>{% endif %}",
+        [["a1<|endoftext|>"], ["a2<|endoftext|>"]],
+        {},
+    ),
+    "contents in parts": (
+        ROLE + "{% for part in m.content %}{{ part.text }}{% endfor %}<|im_end|>" + ASK + "{% endif %}",
+        [["a1" + END, "a2" + END]],
+        {"in_parts": True},
+    ),
+    "for tools only": ("{% for tool in tools %}{% endfor %}" + PLAIN, [["a1" + END, "a2" + END]], {"tools": []}),
+    "a day": (
+        "{{ strftime_now('%d %b %Y') }} {{ tools is none and documents is none }}\n" + PLAIN,
+        [["a1" + END, "a2" + END]],
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_answer_is_trained_once_in_the_text_of_transformers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    template, trained, options = KINDS[kind]
+    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Mock(now=lambda: datetime(2026, 1, 31)))
+    examples = ChatTemplate(template, tokenizer(), "2026-01-31").encode_parts(TURNS)
+    assert [texts_of(parts)[1] for parts in examples] == trained
+    in_parts = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in TURNS]
+    turns = in_parts if options.get("in_parts") else TURNS
+    ends = (2, 4) if len(trained) == 2 else (4,)
+    tools = {"tools": options["tools"]} if "tools" in options else {}
+    assert [texts_of(parts)[0] for parts in examples] == [rendered(template, turns[:end], **tools) for end in ends]
+
+
+def test_a_template_that_asks_for_the_day_gets_only_the_one_given() -> None:
+    with pytest.raises(TitaniteError, match="'strftime_now' is undefined; --date DAY tells it one"):
+        ChatTemplate("{{ strftime_now('%Y') }}", tokenizer(), "").encode_parts(TURNS)
+    guarded = ChatTemplate("{{ strftime_now('%Y') if strftime_now is defined else 'then' }}", tokenizer(), "")
+    assert guarded.render(TURNS) == "then"
+    with pytest.raises(TitaniteError, match=r"--date 31\.1\.: must be a day such as 2026-01-31"):
+        ChatTemplate(PLAIN, tokenizer(), "31.1.")
+
+
+PRINTED = "{{ m.tool_calls[0].function.arguments }}"
+ENCODED = "{{ m.tool_calls | tojson }}"
+
+
+@pytest.mark.parametrize("call", [ENCODED, PRINTED, "{{ m.tool_calls[0].function.arguments.items() | list }}"])
+def test_tools_and_their_calls_are_those_that_transformers_renders_from_objects(call: str) -> None:
+    template = "{% if tools %}{{ tools | tojson(ensure_ascii=False) }}{% endif %}" + PLAIN.replace(
+        "{{ m.content }}", "{{ m.reasoning_content }}{{ m.content }}{% if m.tool_calls %}" + call + "{% endif %}"
+    )
+    tools = [{"type": "function", "function": {"name": "clock", "parameters": {}}}]
+
+    def turns(arguments: Any) -> list[dict[str, Any]]:
+        calls = [{"id": "1", "type": "function", "function": {"name": "clock", "arguments": arguments}}]
+        called = {"role": "assistant", "content": None, "reasoning": "hm", "tool_calls": calls}
+        return [TURNS[0], called, {"role": "tool", "content": "noon"}, {**TURNS[1], "weight": 0}, *TURNS[2:]]
+
+    text, given = '{"zone": "é"}', {"zone": "é"}
+    expected = rendered(template, turns(text if call == PRINTED else given), tools=tools)
+    for kept in (tools, json.dumps(tools)):
+        (example,) = ChatTemplate(template, tokenizer()).encode_parts(turns(text), kept)
+        whole, trained = texts_of(example)
+        assert whole == expected
+        assert trained[0].startswith("hm")
+        assert trained[1:] == ["a2" + END], "a1 has weight 0"
+
+
+def test_the_special_tokens_that_a_folder_declares_are_those_of_transformers(tmp_path: Path) -> None:
+    template = "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}|{{ unk_token }}|" + PLAIN
+    declared = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": {"__type": "AddedToken", "content": "<s>"}}
+    declared |= {"pad_token": "<|im_end|>", "model_max_length": 99, "eos_token": "<|endoftext|>"}
+    tokenizer().save(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(declared | {"chat_template": template}))
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"unk_token": {"content": "<|im_start|>"}}))
+    theirs = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(TURNS, return_dict=False)
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": TURNS}))
+    command = ["--source", str(tmp_path / "a.jsonl"), "--format=chat", "--seq-len=256", "--validation-fraction=0"]
+    prepare([*command, "--tokenizer", str(tmp_path), "--output", str(tmp_path / "set")])
+    for folder in (tmp_path, tmp_path / "set"):
+        assert chat_of(load_tokenizer(folder)).encode(TURNS) == theirs
+    kept = json.loads((tmp_path / "set" / "tokenizer_config.json").read_text())
+    assert kept == declared | {"bos_token": "<s>", "unk_token": "<|im_start|>"}
+    assert AutoTokenizer.from_pretrained(tmp_path / "set").apply_chat_template(TURNS, return_dict=False) == theirs
+    assert [token & TOKEN_BITS for token in rows(tmp_path / "set")[0][: len(theirs)]] == theirs
+
+
+def rows(folder: Path) -> list[list[int]]:
+    """The tokens of each row of a small packed dataset, with their bits."""
+    return pa.ipc.open_file((folder / "train-00000.arrow").read_bytes()).read_all().column(0).to_pylist()
+
+
+def test_a_preparation_says_what_is_not_learnt_and_how_many_examples_a_conversation_makes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    endless = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: "
+    )
+    (tmp_path / "endless.jinja").write_text(endless + "<think>{% endif %}")
+    tokenizer().save(tmp_path)
+    row = {"system": "be kind", "messages": [TURNS[0], {**TURNS[1], "train": True}, *TURNS[2:]]}
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text((json.dumps(row) + "\n") * 2 + json.dumps({**row, "tools": []}) + "\n")
+    command = ["--source", str(tmp_path / "*.jsonl"), "--format=chat", "--seq-len=256", "--validation-fraction=0"]
+    command += ["--tokenizer", str(tmp_path), "--output", str(tmp_path / "set"), "--overwrite"]
+    command += ["--chat-template", str(tmp_path / "endless.jinja")]
+    prepare([*command, "--processes=1"])
+    assert "beyond one per conversation" not in capsys.readouterr().out
+    unread = ": keys that the chat template does not read: messages.train, system, tools"
+    assert caplog.messages == [
+        "the chat template ends answers with no special token, so no model learns to stop; give --train-eos",
+        "the chat template asks with '<think>', with which its answers do not begin, so it is not trained",
+        *(f"\n{tmp_path}/{name}.jsonl{unread}" for name in ("a", "b")),
+    ]
+    prepare([*command, "--train-eos"])
+    assert "answers in an example of their own, beyond one per conversation: 6" in capsys.readouterr().out
+    assert "no special token" not in "".join(caplog.messages[4:])
+    kept = [token & TOKEN_BITS for row in rows(tmp_path / "set") for token in row if token < HIDDEN]
+    answers = tokenizer().raw.decode(kept, skip_special_tokens=False).split("<|endoftext|>")
+    assert sorted(answers) == ["", *["a1"] * 6, *["a2"] * 6]
