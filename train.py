@@ -73,6 +73,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
 
     def check_places_of_run(folder: Path) -> None:  # on rank 0, before a byte is written
         data.check_run(folder)
+        check_optim(config, folder)
         check_checkpoints(config, identity, folder, partial(check_vocabulary, data.tokenizer), data.check_place)
 
     with Run(config, environment, dims, data, identity, check_places_of_run) as run:
