@@ -328,6 +328,8 @@ class Metrics:
     """Write TensorBoard files to `tensorboard` in the run folder."""
     hook: str = ""
     """`package.module:function` to call on rank 0 with each row of metrics.jsonl, as a dict. Empty: none."""
+    wandb_project: str = ""
+    """Project of Weights & Biases to report to, by the package wandb. Empty: none."""
 
 
 @dataclass(frozen=True, kw_only=True)

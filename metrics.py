@@ -1,12 +1,15 @@
 """What a run reports: metrics.jsonl, TensorBoard and a readable line per log step."""
 
+import dataclasses
 import importlib
 import json
 import logging
 import math
 import resource
+import secrets
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
@@ -14,8 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
-from config import Config, ConfigError, TitaniteError, file_errors
+from config import Config, ConfigError, TitaniteError, file_errors, to_toml
 from records import open_records
 
 logger = logging.getLogger(__name__)
@@ -38,6 +42,9 @@ FIELDS = (
     "step", "loss", "validation_loss", "grad_norm", "lr", "tokens", "tps", "mfu", "tflops", "memory_gib",
     "data_wait_pct", "step_seconds", "interval_steps", "skipped", "time",
 )  # fmt: skip
+SPEED = ("tps", "mfu", "tflops", "memory_gib", "data_wait_pct", "step_seconds")
+TRACKER_SECONDS = 60  # that a call of a tracker may take
+LINE_WIDTH = 101  # of a step's log line, after the time
 # Loggers whose warnings are of no use here, most on every rank: that a gradient norm over two axes takes two messages,
 # that a checkpointed region must not change anything in place, that a later torch will refuse one of torchao's calls,
 # that parts of torchao are missing, which nothing here uses.
@@ -85,15 +92,71 @@ def quiet_noisy_loggers() -> None:
         logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.ERROR)
 
 
-def find_hook(name: str) -> Callable[[dict[str, Any]], object] | None:
-    """Import the function that `metrics.hook` names; None for "". Raises ConfigError."""
-    if not name:
-        return None
-    module, _, function = name.partition(":")
+class Tracker:
+    """Functions that get the config, each row, and the end of the run, or None; `name` is the setting that names them.
+
+    What goes wrong there ends no run: it is said the first time, counted, and named again at the end.
+    """
+
+    def __init__(self, name: str, start: Any, log: Any, close: Any):
+        self.name, self.start, self.log, self.close = name, start, log, close
+        self.failed, self.trouble, self.stuck = 0, "", False
+        self.thread = ThreadPoolExecutor(1)  # so that the run can go on without an answer
+
+    def call(self, function: Callable[..., object] | None, *arguments: object) -> None:
+        """Call one of the functions, unless an earlier call has not come back."""
+        if function is None or self.stuck:
+            return
+        future = self.thread.submit(function, *arguments)
+        try:
+            future.result(TRACKER_SECONDS)
+        except (Exception, SystemExit) as error:
+            self.failed, self.stuck = self.failed + 1, not future.done()
+            self.trouble = f"no answer in {TRACKER_SECONDS} s, so it is called no more" if self.stuck else repr(error)
+            if self.failed == 1:
+                logger.error(f"warning: {self.name}: {self.trouble}; training goes on, failures are counted")
+
+
+def find_trackers(config: Config) -> list[Tracker]:
+    """Import what `metrics.hook` and `metrics.wandb_project` name. Raises ConfigError."""
+    trackers, name = [], f"metrics.hook = {config.metrics.hook!r}"
+    if config.metrics.hook:
+        module, _, function = config.metrics.hook.partition(":")
+        try:
+            code = importlib.import_module(module)
+            log, start, close = getattr(code, function), getattr(code, "start", None), getattr(code, "close", None)
+        except (ImportError, AttributeError, ValueError, TypeError) as error:
+            raise ConfigError(f"{name}: must be of the form package.module:function; {error}") from None
+        trackers.append(Tracker(name, start, log, close))
+    return trackers + ([_wandb_tracker(config.metrics.wandb_project)] if config.metrics.wandb_project else [])
+
+
+def _wandb_tracker(project: str) -> Tracker:
+    """Weights & Biases. A run keeps its id in its folder, so that a resume continues the curves. Raises ConfigError."""
+    name = f"metrics.wandb_project = {project!r}"
     try:
-        return getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError, TypeError) as error:
-        raise ConfigError(f"metrics.hook = {name!r}: must be of the form package.module:function; {error}") from None
+        import wandb
+        from wandb import init  # a folder `wandb`, as a run elsewhere may have left it, has none
+    except ImportError as error:
+        raise ConfigError(f"{name}: needs Weights & Biases: pip install wandb; {error}") from None
+
+    def start(config: dict[str, Any]) -> None:
+        folder = Path(config["run"]["folder"])
+        if not (file := folder / ".wandb_id").exists():
+            file.write_text(secrets.token_hex(8))
+        init(project=project, id=file.read_text(), name=folder.name, dir=folder, config=config, resume="allow")
+
+    return Tracker(name, start, lambda row: wandb.log(grouped(row), step=row["step"]), wandb.finish)
+
+
+def grouped(row: Mapping[str, float | None]) -> dict[str, float]:
+    """The known figures of a row, under the groups `train/`, `valid/` and `speed/` of trackers."""
+    figures = {}
+    for name, value in row.items():
+        group = "speed/" if name in SPEED else "valid/" if name.startswith("validation_") else "train/"
+        if value is not None and name not in ("step", "interval_steps", "time"):
+            figures[group + name.removeprefix("validation_")] = value
+    return figures
 
 
 class MetricsLogger:
@@ -104,42 +167,53 @@ class MetricsLogger:
         config: Config,
         run_folder: Path,
         rank: int,
+        world_size: int,
         device: torch.device,
         first_step: int,
         flops_per_token: int,
-        tokens_per_step: float,
+        tokens_per_step: int,
         writing: Callable[[object], AbstractContextManager[None]] = file_errors,
     ):
-        """`tokens_per_step`: of the whole run, divided by its ranks. `writing(file)` surrounds each write."""
+        """`tokens_per_step`: of the whole run. `writing(file)` surrounds each write."""
         self.device, self.steps, self.flops_per_token = device, config.training.steps, flops_per_token
-        self.tokens_per_step, self.writing = tokens_per_step, writing
+        self.tokens_per_step, self.world_size, self.writing = tokens_per_step, world_size, writing
+        self.line_width = LINE_WIDTH - (10 if len(config.metrics.log_ranks) > 1 else 0)  # then it names the rank
         self.waiting: dict[int, Tensor] = {}  # step → loss and gradient norm that the host has not fetched yet
-        self.loss = self.grad_norm = self.lr = math.nan  # of the last step that was trained and fetched
+        self.losses: list[float] = []  # of the steps trained since the last row, as far as they are fetched
+        self.grad_norm = self.lr = math.nan  # of the last step that was trained and fetched
         self.peak = peak_flops(device)
         self.file = open_records(run_folder / "metrics.jsonl") if rank == 0 else None
-        self.hook = find_hook(config.metrics.hook) if rank == 0 else None
+        config = dataclasses.replace(config, run=dataclasses.replace(config.run, folder=str(run_folder)))
+        self.trackers = find_trackers(config) if rank == 0 else []
+        for tracker in self.trackers:
+            tracker.call(tracker.start, dataclasses.asdict(config))
         self.board: Any = None
         if rank == 0 and config.metrics.tensorboard:
             # Imported here: TensorBoard takes a second to load.
             from torch.utils.tensorboard import SummaryWriter
+            from torch.utils.tensorboard.summary import hparams
 
+            sections = dataclasses.asdict(config).items()
+            flat = {f"{section}.{key}": value for section, keys in sections for key, value in keys.items()}
+            flat = {key: value if isinstance(value, (int, float)) else str(value) for key, value in flat.items()}
             with file_errors(run_folder / "tensorboard"):
                 self.board = SummaryWriter(str(run_folder / "tensorboard"), purge_step=first_step + 1)
+                self.board.add_text("config", f"```toml\n{to_toml(config)}```", first_step)
+                for summary in hparams(flat, {"train/loss": 0, "valid/loss": 0}):
+                    self.board.file_writer.add_summary(summary)
         self.last: dict[str, Any] = {}  # row
         self.restart_clock()
 
     def restart_clock(self) -> None:
         """Begin a new interval, so that the time of a validation, say, counts for no step."""
         self.since = time.perf_counter()
-        self.interval_steps = 0
-        self.interval_tokens = self.data_wait_seconds = 0.0
+        self.interval_steps, self.data_wait_seconds = 0, 0.0
 
     def add(self, step: int, loss: Tensor, grad_norm: Tensor, lr: float, data_wait_seconds: float) -> None:
         """Count a trained step. Its figures stay on the device until something is due."""
         self.waiting[step] = torch.stack((loss, grad_norm))
         self.lr = lr
         self.interval_steps += 1
-        self.interval_tokens += self.tokens_per_step
         self.data_wait_seconds += data_wait_seconds
 
     def check_finite(self) -> None:
@@ -153,27 +227,29 @@ class MetricsLogger:
                 advice = "resume from the last checkpoint, with a lower optimizer.lr or another run.seed"
                 said = f"step {step}: loss {loss}, gradient norm {grad_norm}: not finite, so nothing of it is saved"
                 raise TitaniteError(f"{said}; {advice}", agreed=True)
-            self.loss, self.grad_norm = loss, grad_norm
+            self.losses.append(loss)
+            self.grad_norm = grad_norm
         self.waiting.clear()
 
     def log(self, step: int, tokens: int) -> None:
         """Write a row and a log line, with the rates of this interval, and begin the next.
 
-        The figures are those of the last trained step. Nothing is written if all of the interval's were left out.
+        The loss is the mean of the steps trained since the last row, whatever came between; gradient norm and rate are
+        those of the last. Nothing is written if all of the interval's steps were left out.
         """
         self.check_finite()
-        if not self.interval_steps:
+        if not (self.interval_steps and self.losses):
             return
         seconds = time.perf_counter() - self.since
-        tps = self.interval_tokens / seconds
-        flops = self.flops_per_token * tps
+        total = self.interval_steps * self.tokens_per_step / seconds
+        flops = self.flops_per_token * total / self.world_size
         row: dict[str, float | None] = {
             "step": step,
-            "loss": self.loss,
+            "loss": (loss := math.fsum(self.losses) / len(self.losses)),
             "grad_norm": self.grad_norm,
             "lr": self.lr,
             "tokens": tokens,
-            "tps": tps,
+            "tps": total / self.world_size,
             "mfu": flops / self.peak if self.peak else None,
             "tflops": flops / 1e12,
             "memory_gib": (memory := peak_memory_gib(self.device)),
@@ -181,14 +257,23 @@ class MetricsLogger:
             "step_seconds": (step_seconds := seconds / self.interval_steps),
             "interval_steps": self.interval_steps,
         }
-        mfu = f"{100 * flops / self.peak:.1f}%" if self.peak else "unknown"
-        eta = timedelta(seconds=round(step_seconds * (self.steps - step)))
-        logger.info(
-            f"step {step:>{len(str(self.steps))}}/{self.steps}  loss {self.loss:.4f}  grad norm {self.grad_norm:.3f}  "
-            f"lr {self.lr:.2e}  {tps:,.0f} tokens/s/device  MFU {mfu}  "
-            f"memory {memory:.2f} GiB  data wait {waited:.1f}%  ETA {eta}"
+        eta = step_seconds * (self.steps - step)
+        line, *parts = (
+            f"step {step:>{len(str(self.steps))}}/{self.steps}",
+            f"loss {loss:.4f}",
+            f"norm {self.grad_norm:#.3g}",
+            f"lr {self.lr:.1e}",
+            f"{tqdm.format_sizeof(total)} tokens/s  {tqdm.format_sizeof(tokens)} seen".replace("G", "B"),
+            f"ETA {f'{eta / 86_400:.1f}d' if eta > 86_400 else timedelta(seconds=round(eta))}" if eta else "",
+            f"MFU {100 * flops / self.peak:.0f}%" if self.peak else "",
+            f"data wait {waited:.0f}%" if waited >= 1 else "",
+            f"{memory:.2f} GiB",
         )
+        for part in parts:  # the last ones only where there is room
+            line += f"  {part}" if part and len(line) + len(part) + 2 <= self.line_width else ""
+        logger.info(line)
         self._write(row)
+        self.losses = []
         self.restart_clock()
 
     def log_validation(self, step: int, losses: Mapping[str, float], tokens: int) -> None:
@@ -218,21 +303,24 @@ class MetricsLogger:
             self.file.flush()
         if self.board:
             with self.writing(self.board.log_dir):
-                for name, value in row.items():
-                    if value is not None and name not in ("step", "interval_steps", "time"):
-                        self.board.add_scalar(name, value, row["step"])
+                for name, value in grouped(row).items():
+                    self.board.add_scalar(name, value, row["step"])
                 self.board.flush()
-        if self.hook:  # last: it may take the row apart, such as by row.pop("step")
-            self.hook(row)
+        for tracker in self.trackers:
+            tracker.call(tracker.log, dict(row))  # a copy: it may take it apart, such as by row.pop("step")
 
     def close(self) -> None:
-        """Flush and close the files."""
+        """Flush and close the files and trackers."""
         if self.file:
             with self.writing(self.file.name):
                 self.file.close()
         if self.board:
             with self.writing(self.board.log_dir):
                 self.board.close()
+        for tracker in self.trackers:
+            tracker.call(tracker.close)
+            if tracker.failed:
+                logger.error(f"warning: {tracker.name}: calls failed: {tracker.failed}, the last by {tracker.trouble}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,10 @@
 """The optimizer, the learning rate and gradient clipping."""
 
+import dataclasses
+import logging
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,18 +18,22 @@ import config as settings
 from config import Config, ConfigError
 from parallel.gradients import compile_each_shape
 
+logger = logging.getLogger(__name__)
+
 PIECE = 1024  # numbers whose squares are added up in float32
 SLOWEST_BFLOAT16 = 0.98  # decay of a bfloat16 mean: it comes within 24 % of its input; at 0.999 it may never move
 
 
-def check_optim(config: Config) -> None:
-    """Raises ConfigError for a schedule that does not fit the steps, and for means and islands that would not move."""
+def check_optim(config: Config, run_folder: Path | None = None) -> None:
+    """Raises ConfigError for means and islands that would not move and, in a run under way, too long a schedule."""
     optimizer, schedule, steps = config.optimizer, config.lr_scheduler, config.training.steps
-    decay_steps = round(schedule.decay_fraction * steps) if schedule.schedule == "wsd" else 0
-    if schedule.warmup_steps + decay_steps > steps:
-        left = f"of which lr_scheduler.decay_fraction = {schedule.decay_fraction} takes {decay_steps}"
-        warmup = f"lr_scheduler.warmup_steps = {schedule.warmup_steps}"
-        raise ConfigError(f"{warmup}: does not fit in training.steps = {steps}, {left}")
+    if run_folder and (fitted := fit_schedule(schedule, steps)) != schedule:
+        asked = f"lr_scheduler.warmup_steps = {schedule.warmup_steps} and decay_fraction = {schedule.decay_fraction:g}"
+        asked, file = f"{asked} do not fit in training.steps = {steps}", run_folder / "config.toml"
+        began = settings.from_dict(settings.read_recorded(file.read_bytes(), file)) if file.is_file() else config
+        if config.checkpoint.branch_from or (began.lr_scheduler, began.training.steps) != (schedule, steps):
+            raise ConfigError(f"{asked}, and only a new run may shrink them")
+        logger.info(f"{asked}: in this run they are {fitted.warmup_steps} and {fitted.decay_fraction:g}")
     slowest = max(optimizer.beta1, optimizer.beta2)
     if optimizer.state_dtype == "bfloat16" and slowest > SLOWEST_BFLOAT16:
         raise ConfigError(f"optimizer.beta1 or beta2 = {slowest}: must be at most {SLOWEST_BFLOAT16} in bfloat16")
@@ -176,6 +183,16 @@ def _adamw_update(
     parameter.mul_(shrink).sub_(rate * mean / ((square / correction).sqrt() + eps))
 
 
+def fit_schedule(schedule: settings.LRScheduler, steps: int) -> settings.LRScheduler:
+    """The schedule. If warm-up and decay take more than all steps, as in a short trial, both shrink in proportion."""
+    decay_steps = round(schedule.decay_fraction * steps) if schedule.schedule == "wsd" else 0
+    if (both := schedule.warmup_steps + decay_steps) <= steps:
+        return schedule
+    warmup_steps = schedule.warmup_steps * steps // both
+    decay_fraction = 1 - warmup_steps / steps if decay_steps else schedule.decay_fraction
+    return dataclasses.replace(schedule, warmup_steps=warmup_steps, decay_fraction=decay_fraction)
+
+
 def learning_rate(step: int, steps: int, peak: float, schedule: settings.LRScheduler) -> float:
     """The learning rate of a step; the first step is 1.
 
@@ -183,6 +200,7 @@ def learning_rate(step: int, steps: int, peak: float, schedule: settings.LRSched
     `wsd` holds the peak, then decays linearly over the last `decay_fraction` of all steps (Hu et al. 2024, MiniCPM);
     `cosine` follows half a cosine from the end of the warm-up to the last step (Loshchilov and Hutter 2017).
     """
+    schedule = fit_schedule(schedule, steps)
     if step <= schedule.warmup_steps:
         return peak * step / schedule.warmup_steps
     if schedule.schedule == "wsd":

@@ -20,7 +20,7 @@ from config import Config, file_errors, load_config
 from data.loader import DataLoader
 from float8.convert import check_float8, convert_to_float8, summarize
 from loss import build_chunked_loss, build_loss, count_trained, loss_chunks, sum_losses
-from metrics import MetricsLogger, configure_logging, find_hook
+from metrics import MetricsLogger, configure_logging, find_trackers
 from models import ModelSpec, build_model, find_model
 from models.init import init_weights
 from models.weights import build_refresh
@@ -43,7 +43,7 @@ def check_start(
 ) -> None:
     """Find mistakes in the config and in local files, before any process group starts and any byte is written."""
     check_float8(config)
-    find_hook(config.metrics.hook)
+    find_trackers(config)
     check_optim(config)
     check_profiling(config.profiling, config.training.steps)
     check_failures(config, environment)
@@ -73,13 +73,14 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
 
     def check_places_of_run(folder: Path) -> None:  # on rank 0, before a byte is written
         data.check_run(folder)
+        check_optim(config, folder)
         check_checkpoints(config, identity, folder, partial(check_vocabulary, data.tokenizer), data.check_place)
 
     with Run(config, environment, dims, data, identity, check_places_of_run) as run:
         # -- model, optimizer, checkpoint
         device, mesh, watchdog = run.device, run.mesh, run.watchdog
         n_parameters = sum(parameter.numel() for parameter in model.parameters())
-        flops_per_token = model.flops_per_token(training.seq_len)  # type: ignore[operator]
+        flops = model.flops_per_token(training.seq_len)  # type: ignore[operator]
         logger.info(f"model {config.model.name} {config.model.flavor}: {n_parameters:,} parameters")
         parts = spec.apply_parallelism(model, mesh, config)
         set_timeout(config.comm.init_timeout_seconds)
@@ -104,8 +105,8 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         refresh_weights(step)
         guard = BadSteps(config.failures, run.folder, step, config.checkpoint.enable, checkpoint.last_saved)
         run.start_steps(step, checkpoint.ranks)
-        tokens = data.tokens_per_step / world_size
-        metrics = MetricsLogger(config, run.folder, rank, device, step, flops_per_token, tokens, run.writing)
+        tokens = data.tokens_per_step
+        metrics = MetricsLogger(config, run.folder, rank, world_size, device, step, flops, tokens, run.writing)
 
         # -- the loop
         while step < steps and not run.asked_to_stop():

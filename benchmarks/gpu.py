@@ -226,7 +226,7 @@ def training_config(run: Run, steps: int, outputs: str) -> Config:
         "--compile.enable",
         f"--lr_scheduler.warmup_steps={steps}",  # a first step at full rate throws losses about: none would compare
         "--lr_scheduler.decay_fraction=0",
-        "--metrics.log_interval=1000",
+        f"--metrics.log_interval={max(1, steps - 1)}",  # so that the last loss logged is that of the last step alone
         "--metrics.tensorboard=false",
         "--validation.enable=false",
         "--checkpoint.enable=false",

@@ -1,9 +1,11 @@
 """The folder of a run: its name, which model it trains, and the record of every start and of its end."""
 
 import fcntl
+import hashlib
 import json
 import logging
 import os
+import re
 import socket
 import sys
 from collections.abc import Callable
@@ -18,7 +20,7 @@ import config as settings
 from checkpoint.loading import model_differences
 from checkpoint.manifest import RUN_NAME, run_name
 from config import Config, ConfigError, TitaniteError, file_errors
-from records import git_commit, open_records, package_versions, read_records, write_atomically
+from records import code_changes, git_commit, open_records, package_versions, read_records, write_atomically
 from run.processes import LaunchEnvironment
 
 logger = logging.getLogger(__name__)
@@ -131,15 +133,18 @@ def record_start(
     """Write model.json and a line of starts.jsonl, which also says how the start before ended. Rank 0 only.
 
     Writes .run_name and config.toml only if there are none; later `record_config` replaces config.toml. Returns the
-    settings that differ from config.toml, dotted key → (old, new). Raises ConfigError.
+    settings that differ from config.toml, dotted key → (old, new), and the key "code" if that differs from the last
+    start's. Raises ConfigError.
     """
-    count = _count_without_progress(folder, job, config.failures.restarts_without_progress)
+    before = _last_start(folder)
+    count = _count_without_progress(folder, before, job, config.failures.restarts_without_progress)
     recorded = folder / "config.toml"
     write_atomically(folder / "model.json", json.dumps(identity, indent=2).encode())  # first: it marks a run's folder
     if not (folder / RUN_NAME).exists():
         write_atomically(folder / RUN_NAME, f"{run_name(folder)}\n".encode())
     if not recorded.exists():
         record_config(folder, config)
+    patch, files = _record_code(folder, before)
     changed = settings.differences(settings.from_dict(settings.read_recorded(recorded.read_bytes(), recorded)), config)
     changed.pop("run.folder", None)
     start = {
@@ -150,6 +155,7 @@ def record_start(
         "world_size": world_size,
         "changed": changed,
         "git_commit": git_commit(),
+        "patch": patch,
         "python": sys.version.split()[0],
         "packages": package_versions() | {"torch": torch.__version__},  # this also names CUDA's
     }
@@ -157,6 +163,9 @@ def record_start(
         file.write(json.dumps(start) + "\n")
     for name in (PROGRESS, EXIT):  # last: if the disk is full, both must stay
         (folder / name).unlink(missing_ok=True)
+    was, now = (f"{at.get('git_commit')} {at.get('patch', '')}".strip() for at in (before, start))
+    if before and was != now:
+        changed["code"] = was, ", ".join((now, *files))
     return changed
 
 
@@ -165,12 +174,23 @@ def record_config(folder: Path, config: Config) -> None:
     write_atomically(folder / "config.toml", settings.to_toml(config).encode())
 
 
-def _count_without_progress(folder: Path, job: str, allowed: int) -> int:
+def _record_code(folder: Path, before: dict[str, Any]) -> tuple[str, list[str]]:
+    """Keep code that differs from its commit. Returns the patch's name, or "", and the files new since `before`."""
+    name, patch, old = "", code_changes(folder), folder / before.get("patch", "")
+    if patch:
+        name = f"code-{hashlib.sha256(patch).hexdigest()[:12]}.patch"
+        write_atomically(folder / name, patch)
+    patches = patch, old.read_bytes() if old.is_file() else b""
+    ours, theirs = (set(re.split(rb"^diff --git ", text, flags=re.MULTILINE)[1:]) for text in patches)
+    return name, sorted({part.split(b"\n")[0].decode().rpartition(" b/")[2] for part in ours ^ theirs})
+
+
+def _count_without_progress(folder: Path, last: dict[str, Any], job: str, allowed: int) -> int:
     """Count the starts of this job in a row without a checkpoint, including this one; not those that ended in order.
 
     Raises ConfigError above 1 + `allowed`.
     """
-    last, ended = _last_start(folder), read_exit(folder) or {"kind": "unknown", "cause": "unknown, it was killed"}
+    ended = read_exit(folder) or {"kind": "unknown", "cause": "unknown, it was killed"}
     before = last.get("starts_since_checkpoint", 0) if job and last.get("job") == job else 0
     if (folder / PROGRESS).exists() or not before:
         return 1

@@ -220,7 +220,7 @@ class Run:
             end = ("stopped", f"stopped by {stop.asked_by or 'another rank'}", None, stop.again)
         if self.environment.local_rank == 0:  # each node may have a disk of its own
             self.watchdog.announce(*end)
-        logger.info(f"done: step {step} of {steps}, run folder {self.folder}")
+        logger.info(f"{'done' if step == steps else 'stopped'}: step {step} of {steps}, run folder {self.folder}")
         dist.barrier()  # when a rank leaves with AGAIN, torchrun ends the others: let rank 0 record the end first
         if step < steps and stop.elsewhere:
             sys.exit(AGAIN)  # torchrun starts us again, with the nodes that remain

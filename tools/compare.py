@@ -8,7 +8,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -49,16 +49,22 @@ def write_page(runs: Sequence[Path], output: Path) -> None:
     print(f"{output}: open it in a browser; runs compared: {len(read)}")
 
 
-def read_run(folder: Path) -> tuple[Charts, dict[str, Any]]:
-    """(charts, settings) of a run: those of its config and of its last start. Raises TitaniteError."""
+def read_run(folder: Path) -> tuple[Charts, dict[str, list[Any]]]:
+    """(charts, settings) of a run; a setting has the values of its starts, in order. Raises TitaniteError."""
     try:
         with file_errors():
             file, starts = folder / "config.toml", read_records(folder / "starts.jsonl")
             sections = tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-            settings = {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
-            for start in starts[-1:]:
-                settings |= {key: start[key] for key in ("world_size", "git_commit", "python") if key in start}
-                settings |= {f"package {name}": version for name, version in start.get("packages", {}).items()}
+            last = {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
+            settings: dict[str, list[Any]] = {key: [] for key in last}
+            for start in starts:
+                found = {key: old for key, (old, _) in start.get("changed", {}).items()}  # from config.toml until then
+                found |= {key: start[key] for key in ("world_size", "git_commit", "patch", "python") if key in start}
+                found |= {f"package {name}": version for name, version in start.get("packages", {}).items()}
+                for key, value in found.items():
+                    settings.setdefault(key, []).append(value)
+            for key, value in last.items():
+                settings[key].append(value)
             return read_charts(folder), settings
     except (ValueError, KeyError, TypeError) as error:
         files = "metrics.jsonl, starts.jsonl or config.toml"
@@ -90,11 +96,12 @@ def read_charts(folder: Path) -> Charts:
     return charts
 
 
-def differing_settings(runs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """A row for each setting that differs between the runs: its key, then its value in each run."""
+def differing_settings(runs: Sequence[Mapping[str, list[Any]]]) -> list[list[str]]:
+    """A row for each setting that differs between the runs, or the starts of one: its key, then its values by run."""
     keys = dict.fromkeys(key for run in runs for key in run if key != "run.folder")
-    shown = {key: [json.dumps(run[key]) if key in run else "–" for run in runs] for key in keys}
-    return [[key, *values] for key, values in shown.items() if len(set(values)) > 1]
+    texts = {key: [groupby(map(json.dumps, run.get(key, []))) for run in runs] for key in keys}
+    shown = {key: [" → ".join(text for text, _ in own) or "–" for own in by_run] for key, by_run in texts.items()}
+    return [[key, *values] for key, values in shown.items() if len(set(values)) > 1 or "→" in values[0]]
 
 
 def summarize(charts: Charts, found: Sequence[str]) -> list[float | None]:

@@ -10,7 +10,7 @@ import pytest
 from checkpoint.branch import Parent, record_parent
 from config import Config, Optimizer, TitaniteError, Training
 from metrics import FIELDS
-from run.folder import record_start
+from run.folder import record_config, record_start
 from tools import compare
 from tools.compare import main, read_charts
 
@@ -80,6 +80,18 @@ def test_curves_tables_and_settings(tmp_path: Path) -> None:
     assert [(line["tps"], line["memory_gib"]) for line in summary] == [(100.0, 2.25), (50.0, None)]
     assert "<b>first" not in page, "names cannot become markup"
     assert not re.search(r"""(src|href)=|url\(|@import|fetch\(|https?://(?!www\.w3\.org/2000/svg)""", page)
+
+
+def test_settings_that_changed_between_the_starts_of_a_run_are_shown(tmp_path: Path) -> None:
+    """Also of one run alone; without a start that the checkpoint refused, which never took its settings over."""
+    for lr, world_size, accepted in ((0.1, 2, True), (0.2, 4, True), (0.7, 4, False), (0.3, 4, True)):
+        config = Config(optimizer=Optimizer(lr=lr))
+        run = write_run(tmp_path / "run", [row(5, loss=2.0, step_seconds=1.0)], config, world_size)
+        if accepted:
+            record_config(run, config)
+    main([str(run), "--output", str(tmp_path / "page.html")])
+    settings = data_of((tmp_path / "page.html").read_text())["settings"]
+    assert settings == [["optimizer.lr", "0.1 → 0.2 → 0.3"], ["world_size", "2 → 4"]]
 
 
 def test_a_branch_is_drawn_from_its_fork(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -9,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from config import Compile, LRScheduler, Optimizer
+from config import Checkpoint, Compile, Config, ConfigError, LRScheduler, Optimizer, Training, to_toml
 from loss import IGNORED, build_chunked_loss, build_loss, cross_entropy
-from optim import build_optimizer, clip_grad_norm_, learning_rate, set_learning_rate
+from optim import build_optimizer, check_optim, clip_grad_norm_, learning_rate, set_learning_rate
 from parallel.gradients import build_add
 
 ONE_RANK = mock.Mock(cp=mock.Mock(size=lambda: 1))  # a mesh of it
@@ -83,6 +84,41 @@ def test_wsd_schedule() -> None:
     assert rates[100] == pytest.approx(0.2)
     no_decay = LRScheduler(warmup_steps=0, decay_fraction=0.0)
     assert [learning_rate(step, 10, 2.0, no_decay) for step in (1, 10)] == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "warmup", "decay"),
+    [  # of 10 steps
+        (LRScheduler(warmup_steps=20, decay_fraction=0.2), 9, 1),  # 20 : 2
+        (LRScheduler(warmup_steps=6, decay_fraction=0.6), 5, 5),
+        (LRScheduler(warmup_steps=2000, decay_fraction=0.0), 10, 0),
+        (LRScheduler(schedule="cosine", warmup_steps=20), 10, 0),
+        (LRScheduler(warmup_steps=8, decay_fraction=0.2), 8, 2),  # fits
+    ],
+)
+def test_a_short_trial_warms_up_and_decays_in_proportion(schedule: LRScheduler, warmup: int, decay: int) -> None:
+    rates = [learning_rate(step, 10, 2.0, schedule) for step in range(1, 11)]
+    rising = [2.0 * step / warmup for step in range(1, warmup + 1)]
+    falling = [2.0 * (0.1 + 0.9 * (decay - step) / decay) for step in range(1, decay + 1)]
+    assert rates == pytest.approx(rising + falling)
+
+
+def test_only_a_new_run_may_shrink_its_schedule(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    trial, resumed = Config(training=Training(steps=10)), Config(training=Training(steps=15))
+    check_optim(trial, tmp_path)
+    (tmp_path / "config.toml").write_text(to_toml(trial))
+    check_optim(trial, tmp_path)  # as after a crash: the rates stay those of the first start
+    said = "lr_scheduler.warmup_steps = 20 and decay_fraction = 0.2 do not fit in training.steps = 10"
+    assert caplog.messages == [f"{said}: in this run they are 9 and 0.1"] * 2
+    for config in (resumed, Config(training=Training(steps=10), lr_scheduler=LRScheduler(warmup_steps=19))):
+        with pytest.raises(
+            ConfigError, match=r"do not fit in training.steps = 1\d, and only a new run may shrink them"
+        ):
+            check_optim(config, tmp_path)
+    with pytest.raises(ConfigError, match="only a new run"):
+        check_optim(dataclasses.replace(trial, checkpoint=Checkpoint(branch_from="trunk")), tmp_path / "branch")
+    check_optim(Config(training=Training(steps=25)), tmp_path)  # fits
 
 
 def test_cosine_schedule_is_torchs_after_the_warmup() -> None:

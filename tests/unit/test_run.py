@@ -1,8 +1,13 @@
 """The small modules beside train.py: run folder, metrics, mesh, launcher."""
 
+import dataclasses
 import importlib
+import itertools
 import json
 import logging
+import struct
+import sys
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from config import (
     Comm,
@@ -19,9 +25,10 @@ from config import (
     Model,
     Parallelism,
     Profiling,
+    Run,
     Training,
 )
-from metrics import MetricsLogger, configure_logging, find_hook, peak_flops
+from metrics import MetricsLogger, configure_logging, find_trackers, peak_flops
 from models import find_model
 from parallel.mesh import ParallelDims
 from profiling import profile
@@ -69,8 +76,8 @@ def test_progress_is_logged_by_the_chosen_ranks_and_errors_by_all(
 
 
 def build_metrics(config: Config, folder: Path, rank: int = 0, first_step: int = 0, **options: Any) -> MetricsLogger:
-    options = {"flops_per_token": 1, "tokens_per_step": 1000} | options
-    return MetricsLogger(config, folder, rank, torch.device("cpu"), first_step, **options)
+    options = {"world_size": 2, "flops_per_token": 1, "tokens_per_step": 2000} | options
+    return MetricsLogger(config, folder, rank, device=torch.device("cpu"), first_step=first_step, **options)
 
 
 def log(metrics: MetricsLogger, step: int, loss: float = 1.0) -> None:
@@ -99,10 +106,58 @@ def test_metrics_rows_hold_the_rates_of_the_interval(tmp_path: Path, monkeypatch
     assert row["tflops"] == pytest.approx(50 * 250 / 1e12)
     assert row["data_wait_pct"] == 25
     assert (row["step_seconds"], row["interval_steps"]) == (4, 2)
-    assert (row["loss"], row["validation_loss"], row["tokens"]) == (3.5, None, 4000)
+    assert (row["loss"], row["validation_loss"], row["tokens"]) == (3.0, None, 4000)
     assert (validation["validation_loss"], validation["loss"], validation["mfu"]) == (3.25, None, None)
     assert row.keys() == validation.keys()
     assert (named["validation_loss/web"], named["validation_loss/code"], named["validation_loss"]) == (3.0, 2.0, None)
+
+
+def test_the_loss_is_the_mean_of_the_trained_steps_since_the_last_line(tmp_path: Path) -> None:
+    """Over a checkpoint and a validation between, without the step that was left out, exactly."""
+    torch.manual_seed(0)
+    metrics, losses = build_metrics(Config(metrics=Metrics(tensorboard=False)), tmp_path), torch.rand(9) * 10
+    log(metrics, 1)
+    for step, loss in enumerate(losses, 2):
+        if step == 6:
+            metrics.log_skipped(step, tokens=step)
+        else:
+            metrics.add(step, loss, loss, lr=1e-3, data_wait_seconds=0.0)
+        if step == 4:
+            metrics.check_finite()
+            metrics.log_validation(step, {"": 3.25}, tokens=step)
+    metrics.log(10, tokens=10)
+    metrics.close()
+    row = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    trained = [Fraction(loss) for step, loss in enumerate(losses.tolist(), 2) if step != 6]
+    assert row["loss"] == float(sum(trained) / len(trained))
+    assert row["grad_norm"] == losses[-1]
+
+
+@pytest.mark.parametrize(
+    ("steps", "at", "seconds", "peak", "ranks", "first", "last"),
+    [
+        (400, 10, 2.0, None, (0,), "step  10/400", "1.00k tokens/s  7.00M seen  ETA 0:13:00  0.50 GiB"),
+        (400, 400, 2.0, 1e6, (0,), "step 400/400", "1.00k tokens/s  7.00M seen  MFU 50%  0.50 GiB"),
+        (99_999, 12_345, 20.0, 1e6, (0, 1), "[rank 0] step 12345/99999", "100 tokens/s  7.00M seen  ETA 20.3d"),
+        (10**7, 12, 1e-6, 1e6, (0,), "step       12/10000000", "2.00B tokens/s  7.00M seen  ETA 0:00:10"),
+    ],
+)
+def test_a_log_line_says_what_is_known_in_110_characters(
+    steps: int, at: int, seconds: float, peak: float | None, ranks: tuple[int, ...], first: str, last: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Each look at the clock comes `seconds` after the one before."""
+    monkeypatch.setattr("metrics.time.perf_counter", itertools.count(0.0, seconds).__next__)
+    monkeypatch.setattr("metrics.peak_memory_gib", lambda device: 0.5)
+    configure_logging(ranks, 0)
+    settings = Config(metrics=Metrics(tensorboard=False, log_ranks=ranks), training=Training(steps=steps))
+    metrics = build_metrics(settings, tmp_path, flops_per_token=1000)
+    metrics.peak = peak
+    metrics.add(at, torch.tensor(5.123), torch.tensor(0.5), lr=1e-3, data_wait_seconds=0.0)
+    metrics.log(at, tokens=7_000_000)
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.partition(" ")[2] == f"{first}  loss 5.1230  norm 0.500  lr 1.0e-03  {last}"
+    assert len(line) <= 110
 
 
 def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path: Path) -> None:
@@ -112,13 +167,19 @@ def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path: Path) -> None
             metrics.log_skipped(6, tokens=6)
         for step in steps:
             log(metrics, step, loss=first_step + step)
+        metrics.log_validation(steps[-1], {"": 3.0, "code": 2.0}, tokens=steps[-1])
         metrics.close()
     shown = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(event.step, event.value) for event in shown.Scalars("loss")] == [
+    assert [(event.step, event.value) for event in shown.Scalars("train/loss")] == [
         *[(1, 1.0), (2, 2.0), (3, 3.0), (4, 7.0), (5, 8.0)],
         (7, 12.0),
     ]
-    assert [event.step for event in shown.Scalars("skipped")] == [6]
+    assert [event.step for event in shown.Scalars("train/skipped")] == [6]
+    assert {tag.split("/")[0] for tag in shown.Tags()["scalars"]} == {"train", "valid", "speed"}
+    assert {"speed/tps", "train/lr", "valid/loss", "valid/loss/code"} <= set(shown.Tags()["scalars"])
+    assert b"warmup_steps = 20" in shown.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
+    content = shown.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    assert HParamsPluginData.FromString(content).session_start_info.hparams["optimizer.lr"].number_value == 3e-4
 
 
 @pytest.mark.parametrize(("name", "peak"), [("NVIDIA H100 80GB HBM3", 989e12), ("Some new GPU", None)])
@@ -165,7 +226,9 @@ def test_vocabularies() -> None:
 
 
 def test_a_hook_is_given_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_tracker.py").write_text("rows = []\nlog = rows.append\n")
+    (tmp_path / "my_tracker.py").write_text(
+        "rows, others = [], []\nlog, start = rows.append, others.append\ndef close(): others.append('closed')\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     hooked = Config(metrics=Metrics(hook="my_tracker:log", tensorboard=False))
     for rank in (0, 1):
@@ -174,7 +237,10 @@ def test_a_hook_is_given_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         metrics.log_validation(1, {"": 3.25}, tokens=40)
         metrics.close()
     written = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert importlib.import_module("my_tracker").rows == written
+    tracker = importlib.import_module("my_tracker")
+    assert tracker.rows == written
+    started = dataclasses.replace(hooked, run=Run(folder=str(tmp_path)))
+    assert tracker.others == [dataclasses.asdict(started), "closed"]
     assert len(written) == 2
     assert not (tmp_path / "tensorboard").exists()
     for name, said in {
@@ -184,7 +250,69 @@ def test_a_hook_is_given_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "no_such:f": "no_such",
     }.items():
         with pytest.raises(ConfigError, match=said):
-            find_hook(name)
+            find_trackers(Config(metrics=Metrics(hook=name)))
+
+
+def test_a_tracker_in_trouble_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It raises, wants to exit, and at last does not answer. All is counted, and said at its beginning and end."""
+    (tmp_path / "poor_tracker.py").write_text(
+        "import threading\nanswer = threading.Event()\n"
+        "def start(config): raise ConnectionError('down')\n"
+        "def log(row): row.pop('nothing') if row.pop('step') < 3 else answer.wait() if row['tokens'] > 3 else exit(3)\n"
+        "def close(): raise OSError('closed as well')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("metrics.TRACKER_SECONDS", 0.2)
+    metrics = build_metrics(Config(metrics=Metrics(hook="poor_tracker:log", tensorboard=False)), tmp_path)
+    for step in range(1, 7):
+        log(metrics, step)
+    metrics.close()
+    importlib.import_module("poor_tracker").answer.set()
+    begin, end = [line for line in caplog.messages if "poor_tracker:log" in line]
+    assert "ConnectionError('down'); training goes on" in begin
+    assert "calls failed: 5, the last by no answer in 0.2 s" in end, "start, steps 1 to 4"
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").open()] == [1, 2, 3, 4, 5, 6]
+
+
+def test_weights_and_biases_is_asked_for_and_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match="wandb_project = 'titanite': needs Weights & Biases: pip install wandb"):
+        find_trackers(Config(metrics=Metrics(wandb_project="titanite")))
+
+
+def test_weights_and_biases_gets_rows_and_config_and_a_resume_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By the package itself, offline: what it wrote for its server."""
+    pytest.importorskip("wandb")
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for step in (1, 2):
+        metrics = build_metrics(Config(metrics=Metrics(wandb_project="titanite", tensorboard=False)), tmp_path)
+        log(metrics, step, loss=step + 0.5)
+        metrics.log_validation(step, {"": 3.25}, tokens=step)
+        metrics.close()
+    assert not [line for line in caplog.messages if "wandb" in line]
+    runs, rows = [], []
+    for file in sorted(tmp_path.glob("wandb/offline-run-*/*.wandb")):
+        content, at = file.read_bytes(), 7  # LevelDB's log, after a header; all of it fits in its first block
+        while at < len(content):
+            _, size, kind = struct.unpack_from("<IHB", content, at)
+            assert kind == 1, "a whole record"
+            record = Record.FromString(content[at + 7 : (at := at + 7 + size)])
+            if record.HasField("run"):
+                runs.append(record.run)
+            elif record.HasField("history"):
+                items = record.history.item
+                rows.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
+    assert len({run.run_id for run in runs}) == 1
+    assert {run.project for run in runs} == {"titanite"}
+    config = {item.key: json.loads(item.value_json) for item in runs[0].config.update}
+    assert config["optimizer"]["lr"] == 3e-4
+    assert [(row["_step"], row["train/loss"], row["valid/loss"]) for row in rows] == [(1, 1.5, 3.25), (2, 2.5, 3.25)]
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,43 @@ def test_starts_are_recorded_with_what_changed(tmp_path: Path) -> None:
     assert starts[0]["git_commit"]
 
 
+def test_code_that_changed_between_two_starts_is_kept_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is kept makes of the commit the code as it was."""
+    code, again, run = tmp_path / "code", tmp_path / "again", tmp_path / "code" / "a run"
+    run.mkdir(parents=True)
+    (code / "model.py").write_text("dim = 4\n")
+    (code / ".gitignore").write_text("*.log\n")
+    git = ["git", "-C", str(code), "-c", "user.name=a", "-c", "user.email=a"]
+    for words in (["init", "-q"], ["add", "model.py", ".gitignore"], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *words], check=True)
+    monkeypatch.setattr("records.CODE", code)
+    assert record_start(run, Config(), {}, 1) == record_start(run, Config(), {}, 1) == {}
+    assert not list(run.glob("*.patch"))
+
+    new = {"model.py": "dim = 8\n", "läuft neu.py": "x = 1", "big.txt": "x" * 2**20, "sub/deep.py": "y = 2\n"}
+    left_out = {"huge.txt": "x" * (2**20 + 1), "ignored.log": "x", "binary": "a\0b", ".env": "secret"}
+    (code / "sub").mkdir()
+    for name, text in (new | left_out).items():
+        (code / name).write_text(text)
+    changed = record_start(run, Config(), {}, 1)
+    (patch,) = run.glob("*.patch")
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    names = "big.txt, läuft neu.py, model.py, sub/deep.py"
+    assert changed == {"code": (commit, f"{commit}-dirty {patch.name}, {names}")}
+    subprocess.run(["git", "clone", "-q", code, again], check=True)
+    subprocess.run(["git", "-C", again, "apply", patch], check=True)
+    made = {
+        str(file.relative_to(again)): file for file in again.rglob("*") if file.is_file() and ".git" not in file.parts
+    }
+    assert {name: file.read_text() for name, file in made.items()} == {".gitignore": "*.log\n", **new}
+    assert record_start(run, Config(), {}, 1) == {}
+    (code / "model.py").write_text("dim = 16\n")
+    assert record_start(run, Config(), {}, 1)["code"][1].endswith(".patch, model.py")
+    assert [start["patch"] for start in starts_of(run)][:4] == ["", "", patch.name, patch.name]
+
+
 def test_a_line_cut_by_a_kill_spoils_no_later_one(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     for _ in range(3):
