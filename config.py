@@ -387,6 +387,9 @@ class Failures:
     """Bad steps skipped or rolled back in the whole run. One more stops it."""
     spike_factor: NonNegative = 0.0
     """Also treat a loss above this multiple of the median of the 32 steps before as bad. 0: off."""
+    spike_sigmas: NonNegative = 0.0
+    """Also treat as bad a loss or gradient norm above the mean of the 128 steps before by so many of their standard
+    deviations, such as 6. 0: off."""
     restarts_without_progress: Count = 3
     """Restarts of a job in a row without a new checkpoint. One more is refused."""
     replay_interval: Count = 0

@@ -2,6 +2,7 @@
 
 import math
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -35,6 +36,8 @@ def check_optim(config: Config) -> None:
         raise ConfigError(
             f"optimizer.beta1, beta2 or betas = {slowest}: must be at most {SLOWEST_BFLOAT16} in bfloat16"
         )
+    if config.parallelism.cpu_offload and "muon" in (optimizer.name, *(group.kind for group in optimizer.groups)):
+        raise ConfigError("parallelism.cpu_offload = true: Muon's matrices are not sent from host to host")
     for name in ("checkpoint", "validation"):
         section, local_steps = getattr(config, name), config.parallelism.local_steps
         if local_steps and section.enable and section.interval % local_steps:
@@ -80,12 +83,17 @@ def build_groups(
 
 def summarize_groups(model: nn.Module, optimizer: settings.Optimizer) -> list[str]:
     """A line for each group of the whole model's weights. Raises ConfigError."""
-    line = (
-        "optimizer: {kind} for {pattern}: {weights} weights of {numbers:,} numbers, lr {lr:g}, decay {weight_decay:g}"
-    )
-    groups = build_groups(model.named_parameters(), optimizer, whole=True)
-    sizes = [[weight.numel() for weight in group["params"]] for group in groups]
-    return [line.format(weights=len(n), numbers=sum(n), **group) for n, group in zip(sizes, groups, strict=True)]
+    names = {id(weight): re.sub(r"\.\d+\.", ".*.", name) for name, weight in model.named_parameters()}
+    lines = []
+    for group in build_groups(model.named_parameters(), optimizer, whole=True):
+        kinds = sorted({names[id(weight)] for weight in group["params"]})
+        which = ", ".join(kinds[:2]) + (f" and {len(kinds) - 2} more" if len(kinds) > 2 else "")
+        numbers, rate = sum(weight.numel() for weight in group["params"]), f"lr {group['lr']:g}"
+        kind, decay = group["kind"], f"decay {group['weight_decay']:g}"
+        lines.append(
+            f"optimizer: {kind}, {rate}, {decay}: {len(group['params'])} weights, {numbers:,} numbers: {which}"
+        )
+    return lines
 
 
 def build_optimizer(
@@ -237,3 +245,18 @@ def _with_same_norm(grad: Tensor) -> Tensor:
         pieces = flat[: len(flat) // PIECE * PIECE].view(-1, PIECE)
         norms = torch.cat((torch.linalg.vector_norm(pieces, dim=1), flat[pieces.numel() :].norm()[None]))
     return torch.linalg.vector_norm(norms, dtype=torch.float64)[None].to(grad.dtype)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Draw the learning rate of a config over its steps."""
+    loaded = settings.load_config(argv)
+    steps, peak = loaded.training.steps, loaded.optimizer.lr
+    check_optim(loaded)
+    for step in sorted({max(1, round(steps * tenth / 20)) for tenth in range(21)}):
+        lr = learning_rate(step, steps, peak, loaded.lr_scheduler)
+        print(f"{step:>9,} {lr:>9.2e} {'#' * round(60 * lr / peak)}")
+
+
+if __name__ == "__main__":
+    with settings.command_line():
+        main(sys.argv[1:])

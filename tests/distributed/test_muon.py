@@ -2,6 +2,7 @@
 
 from functools import partial
 from math import prod
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,6 +19,7 @@ from muon import GroupedOptimizer, orthogonalize
 from optim import build_groups, build_optimizer, set_learning_rate
 from tests.harness import run_ranks
 from tests.parity import STEPS, close, config_for, our_run, plain_run
+from tests.runs import column, final_weights, flat, launch, same
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one rank": {},
@@ -105,6 +107,31 @@ def test_each_matrix_is_computed_once_and_its_parts_travel_once() -> None:
     assert computed == (2, 2, 2, 2)
     assert sum(sent) == 8 * (24 + 3 * 24)
     assert max(sent) == min(sent)
+
+
+def test_a_run_is_resumed_with_the_same_bits_and_in_any_layout(small: tuple[str, ...], tmp_path: Path) -> None:
+    words = [*small, "--optimizer.name=muon"]
+    launch(2, tmp_path / "whole", words)
+    launch(2, tmp_path / "cut", words, 7)
+    launch(2, tmp_path / "cut", words)
+    assert same(flat(final_weights(tmp_path / "cut", tmp_path)), flat(final_weights(tmp_path / "whole", tmp_path)))
+    launch(4, tmp_path / "other", [*words, "--parallelism.dp_replicate=2"], 7)
+    with pytest.raises(AssertionError, match="is of another optimizer; set optimizer.name and groups as it had them"):
+        launch(2, tmp_path / "other", small)
+    launch(2, tmp_path / "other", [*words, "--parallelism.tp=2", "--training.local_batch_size=4"])
+    torch.testing.assert_close(
+        column(tmp_path / "other", "loss"), column(tmp_path / "whole", "loss"), rtol=1e-5, atol=0
+    )
+
+
+def test_islands_train_with_muon(small: tuple[str, ...], tmp_path: Path) -> None:
+    """Islands of two ranks each own their matrices; after a meeting they have one state."""
+    apart = ["--parallelism.dp_replicate=2", "--parallelism.local_steps=3", "--checkpoint.interval=6"]
+    launch(4, tmp_path, [*small, "--optimizer.name=muon", "--validation.interval=6", *apart])
+    losses = column(tmp_path, "loss")
+    assert losses[-1] < losses[0] - 0.1
+    weights = flat(final_weights(tmp_path, tmp_path))
+    assert any(name.endswith("momentum_buffer") and value.any() for name, value in weights.items())
 
 
 GROUPS = '[{pattern = "*norm*", lr = 0.5}, {pattern = "layers.1.*", weight_decay = 0, betas = [0.8]}]'

@@ -2,6 +2,8 @@
 
 import copy
 import dataclasses
+from itertools import pairwise
+from typing import Any, get_args, get_type_hints
 from unittest import mock
 
 import pytest
@@ -83,6 +85,20 @@ def test_wsd_schedule() -> None:
     assert rates[100] == pytest.approx(0.2)
     no_decay = LRScheduler(warmup_steps=0, decay_fraction=0.0)
     assert [learning_rate(step, 10, 2.0, no_decay) for step in (1, 10)] == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("name", get_args(get_type_hints(LRScheduler)["schedule"]))
+@pytest.mark.parametrize("decay", get_args(get_type_hints(LRScheduler)["decay"]))
+def test_every_schedule_but_a_constant_one_ends_at_its_minimum(name: Any, decay: Any) -> None:
+    schedule = LRScheduler(schedule=name, decay=decay, warmup_steps=10, decay_steps=40, min_lr_factor=0.25)
+    rates = [learning_rate(step, 100, 2.0, schedule) for step in range(1, 101)]
+    assert rates[9] == 2.0
+    assert rates[-1] == pytest.approx(2.0 if name == "constant" else 0.5)
+    assert all(before >= after for before, after in pairwise(rates[9:]))
+    if name == "wsd":
+        assert rates[59] == 2.0
+        halfway = {"linear": 0.5, "sqrt": 1 - 0.5**0.5, "cosine": 0.5}[decay]
+        assert rates[79] == pytest.approx(0.5 + 1.5 * halfway)
 
 
 def test_cosine_schedule_is_torchs_after_the_warmup() -> None:
