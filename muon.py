@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -178,12 +177,23 @@ def plan_rounds(matrices: Sequence[Tensor], group: dist.ProcessGroup | None) -> 
 def _places(
     shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...], group: dist.ProcessGroup | None
 ) -> tuple[Mapping[int, tuple[int, ...]], Mapping[int, Part]]:
-    """Rank of the group → its place in the mesh, and → the part of a matrix that it holds."""
+    """Rank of the group → its place in the mesh, and → the part of a matrix that it holds.
+
+    A matrix is cut into parts of equal size, but for the last. FSDP2 cuts what tp has cut: its cuts, which have a
+    `split_factor` then, come last. All of this without tensors, which have no values where the planner counts.
+    """
     places, parts = {}, {}
+    axes, own = [dist.get_process_group_ranks(one) for one in mesh.get_all_groups()], mesh.get_coordinate()
     for at in itertools.product(*map(range, mesh.shape)):
-        size, start = _compute_local_shape_and_global_offset(shape, mesh.shape, list(at), placements)
-        rank = dist.get_group_rank(group or dist.distributed_c10d._get_default_group(), int(mesh.mesh[at]))
-        places[rank], parts[rank] = at, (start[0], start[0] + size[0], start[1], start[1] + size[1])
+        steps = (ranks[there] - ranks[here] for ranks, there, here in zip(axes, at, own, strict=True))  # type: ignore[arg-type]
+        rank = dist.get_group_rank(group or dist.distributed_c10d._get_default_group(), dist.get_rank() + sum(steps))
+        bounds = {0: (0, shape[0]), 1: (0, shape[1])}
+        for axis in sorted(range(len(at)), key=lambda axis: hasattr(placements[axis], "split_factor")):
+            if (dim := getattr(placements[axis], "dim", None)) is not None:
+                first, last = bounds[dim]
+                size = -((first - last) // mesh.shape[axis])  # rounded up
+                bounds[dim] = min(first + at[axis] * size, last), min(first + (at[axis] + 1) * size, last)
+        places[rank], parts[rank] = at, (*bounds[0], *bounds[1])
     return places, parts
 
 
