@@ -146,11 +146,22 @@ class Training:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Optimizer:
-    """AdamW. Weight decay skips norms and biases (tensors of one dimension)."""
+class ParameterGroup:
+    """Settings of the weights whose name, such as `layers.0.attention.wq.weight`, is like `pattern` (*, ?)."""
 
-    name: Literal["adamw"] = "adamw"
-    """Kind of optimizer."""
+    pattern: str = "*"
+    kind: Literal["", "adamw", "muon"] = ""  # "": as optimizer.name has it
+    lr: NonNegative = 1.0  # times optimizer.lr
+    weight_decay: Annotated[float, Range(-1)] = -1.0  # -1: as without the group
+    betas: tuple[Decay, ...] = ()  # AdamW's two, or Muon's momentum; none: as without the group
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """AdamW or Muon. Weight decay skips norms and biases (tensors of one dimension)."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    """Kind of optimizer. `muon` is for the matrices of the layers, the other weights then have AdamW."""
     lr: NonNegative = 3e-4
     """Peak learning rate."""
     beta1: Decay = 0.9
@@ -159,22 +170,31 @@ class Optimizer:
     """Decay of the running mean of the squared gradient."""
     eps: AboveZero = 1e-8
     """Added to AdamW's denominator."""
+    momentum: Decay = 0.95
+    """Decay of Muon's running mean of the gradient."""
     weight_decay: NonNegative = 0.1
     """Decoupled weight decay."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type of the stored running means. bfloat16 halves their memory and needs decays of at most 0.98."""
+    groups: tuple[ParameterGroup, ...] = ()
+    """Tables of other settings for some weights, by name: [{pattern = "*norm*", lr = 0.5}]. The first match counts.
+    Keys: pattern, kind, lr (a factor), weight_decay, betas."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LRScheduler:
     """The learning rate as a function of the step alone."""
 
-    schedule: Literal["wsd", "cosine"] = "wsd"
-    """Shape. `wsd`: warm up, hold, then decay linearly at the end. `cosine`: warm up, then half a cosine to the end."""
+    schedule: Literal["wsd", "cosine", "constant"] = "wsd"
+    """Shape. `wsd`: warm up, hold, decay at the end. `cosine`: warm up, half a cosine to the end. `constant`: hold."""
     warmup_steps: Count = 20
     """Steps of linear warm-up from 0."""
     decay_fraction: Fraction = 0.2
     """Share of all steps, at the end of the run, over which `wsd` decays."""
+    decay_steps: Count = 0
+    """Steps over which `wsd` decays, in place of a share. 0: by `decay_fraction`."""
+    decay: Literal["linear", "sqrt", "cosine"] = "linear"
+    """Shape of the decay of `wsd`. `sqrt`: fast at first, 1 - the root of the decay's share."""
     min_lr_factor: Fraction = 0.1
     """Final learning rate as a share of the peak."""
 
@@ -369,6 +389,9 @@ class Failures:
     """Bad steps skipped or rolled back in the whole run. One more stops it."""
     spike_factor: NonNegative = 0.0
     """Also treat a loss above this multiple of the median of the 32 steps before as bad. 0: off."""
+    spike_sigmas: NonNegative = 0.0
+    """Also treat as bad a loss or gradient norm above the mean of the 128 steps before by so many of their standard
+    deviations, such as 6. 0: off."""
     restarts_without_progress: Count = 3
     """Restarts of a job in a row without a new checkpoint. One more is refused."""
     replay_interval: Count = 0
@@ -545,6 +568,11 @@ def _check_value(key: str, value: Any, kind: Any = None) -> Any:
         hint = close_match(str(value), get_args(base))
     elif get_origin(base) is tuple and isinstance(value, (list, tuple)):
         return tuple(_check_value(key, item, get_args(base)[0]) for item in value)
+    elif base is ParameterGroup and isinstance(value, dict):
+        kinds = get_type_hints(base, include_extras=True)
+        if unknown := sorted(value.keys() - kinds.keys()):
+            raise ConfigError(f"{key}.{unknown[0]}: unknown key; one of {', '.join(kinds)}")
+        return base(**{name: _check_value(f"{key}.{name}", entry, kinds[name]) for name, entry in value.items()})
     elif base is float and type(value) is int:
         return _check_value(key, float(value), kind)
     elif base is str and re.search(r"://[^/@]*@", str(value)):
@@ -562,7 +590,8 @@ def _kind_name(kind: Any) -> str:
         return f"a list, each {_kind_name(get_args(kind)[0])}"
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(get_args(kind))
-    return {int: "an integer", float: "a number", str: "a string", bool: "true or false"}[kind]
+    names = {int: "an integer", float: "a number", str: "a string", bool: "true or false", ParameterGroup: "a table"}
+    return names[kind]
 
 
 def _kind_of(key: str, dashes: str = "") -> Any:
@@ -603,8 +632,16 @@ def to_toml(config: Config) -> str:
     """The resolved config as TOML with every field. Reading it gives the same Config."""
     lines = []
     for section, fields in dataclasses.asdict(config).items():
-        lines += [f"[{section}]", *(f"{k} = {json.dumps(v, ensure_ascii=False)}" for k, v in fields.items()), ""]
+        lines += [f"[{section}]", *(f"{name} = {_toml(value)}" for name, value in fields.items()), ""]
     return "\n".join(lines)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{name} = {_toml(entry)}' for name, entry in value.items())}}}"
+    return json.dumps(value, ensure_ascii=False)
 
 
 def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:

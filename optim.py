@@ -3,7 +3,10 @@
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Sequence
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +15,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import config as settings
-from config import Config, ConfigError
-from parallel.gradients import compile_each_shape
+from config import Config, ConfigError, ParameterGroup
+from muon import GroupedOptimizer, local
+from parallel.device import device_type
 
 logger = logging.getLogger(__name__)
 
+WRAPPER_PREFIXES = r"_orig_mod\.|_checkpoint_wrapped_module\."
 PIECE = 1024  # numbers whose squares are added up in float32
 SLOWEST_BFLOAT16 = 0.98  # decay of a bfloat16 mean: it comes within 24 % of its input; at 0.999 it may never move
 
@@ -28,15 +32,19 @@ def check_optim(config: Config, run_folder: Path | None = None) -> None:
     """Raises ConfigError for means and islands that would not move and, in a run under way, too long a schedule."""
     optimizer, schedule, steps = config.optimizer, config.lr_scheduler, config.training.steps
     if run_folder and (fitted := fit_schedule(schedule, steps)) != schedule:
-        asked = f"lr_scheduler.warmup_steps = {schedule.warmup_steps} and decay_fraction = {schedule.decay_fraction:g}"
-        asked, file = f"{asked} do not fit in training.steps = {steps}", run_folder / "config.toml"
+        both = f"warmup_steps = {schedule.warmup_steps} and a decay of {decay_length(steps, schedule)} steps"
+        asked, file = f"lr_scheduler.{both} do not fit in training.steps = {steps}", run_folder / "config.toml"
         began = settings.from_dict(settings.read_recorded(file.read_bytes(), file)) if file.is_file() else config
         if config.checkpoint.branch_from or (began.lr_scheduler, began.training.steps) != (schedule, steps):
             raise ConfigError(f"{asked}, and only a new run may shrink them")
-        logger.info(f"{asked}: in this run they are {fitted.warmup_steps} and {fitted.decay_fraction:g}")
-    slowest = max(optimizer.beta1, optimizer.beta2)
+        logger.info(f"{asked}: in this run they are {fitted.warmup_steps} and {decay_length(steps, fitted)}")
+    slowest = max(optimizer.beta1, optimizer.beta2, *(beta for group in optimizer.groups for beta in group.betas))
     if optimizer.state_dtype == "bfloat16" and slowest > SLOWEST_BFLOAT16:
-        raise ConfigError(f"optimizer.beta1 or beta2 = {slowest}: must be at most {SLOWEST_BFLOAT16} in bfloat16")
+        raise ConfigError(
+            f"optimizer.beta1, beta2 or betas = {slowest}: must be at most {SLOWEST_BFLOAT16} in bfloat16"
+        )
+    if config.parallelism.cpu_offload and "muon" in (optimizer.name, *(group.kind for group in optimizer.groups)):
+        raise ConfigError("parallelism.cpu_offload = true: Muon's matrices are not sent from host to host")
     for name in ("checkpoint", "validation"):
         section, local_steps = getattr(config, name), config.parallelism.local_steps
         if local_steps and section.enable and section.interval % local_steps:
@@ -44,56 +52,74 @@ def check_optim(config: Config, run_folder: Path | None = None) -> None:
             raise ConfigError(f"{name}.interval = {section.interval}: must be {needed}")
 
 
+def build_groups(
+    weights: Iterable[tuple[str, Tensor]], settings: settings.Optimizer, whole: bool = False
+) -> list[dict[str, Any]]:
+    """Groups of weights for an optimizer. The first of `optimizer.groups` whose pattern matches a name counts.
+
+    Without one, weights of less than two dimensions have no decay and, if the optimizer is Muon, it gets the matrices
+    of the layers and AdamW the rest. Raises ConfigError for Muon of what is no matrix and, if these are all weights of
+    the `whole` model, for a pattern without a match.
+    """
+    groups: dict[tuple[int, str, float], dict[str, Any]] = {}
+    for name, weight in weights:
+        name = re.sub(WRAPPER_PREFIXES, "", name)
+        matches = (i for i, group in enumerate(settings.groups) if fnmatchcase(name, group.pattern))
+        number = next(matches, len(settings.groups))
+        group = [*settings.groups, ParameterGroup()][number]
+        is_inner = weight.ndim == 2 and name.startswith("layers.")
+        kind = group.kind or (settings.name if is_inner else "adamw")
+        if kind == "muon" and weight.ndim != 2:
+            raise ConfigError(f'optimizer.groups: {group.pattern!r} has kind = "muon", but {name} is no matrix')
+        if group.betas and len(group.betas) != (needed := 1 if kind == "muon" else 2):
+            raise ConfigError(
+                f"optimizer.groups: betas = {list(group.betas)} of {group.pattern!r}: {kind} has {needed}"
+            )
+        decay = group.weight_decay if group.weight_decay >= 0 else settings.weight_decay if weight.ndim >= 2 else 0.0
+        first = settings.momentum if kind == "muon" else settings.beta1
+        shared = {
+            "kind": kind, "pattern": group.pattern, "lr": settings.lr * group.lr, "factor": group.lr,
+            "weight_decay": decay, "betas": tuple(group.betas) or (first, settings.beta2), "eps": settings.eps,
+        }  # fmt: skip
+        groups.setdefault((number, kind, decay), {"params": [], **shared})["params"].append(weight)
+    for number, group in enumerate(settings.groups):
+        if whole and not any(number == key[0] for key in groups):
+            raise ConfigError(f"optimizer.groups: {group.pattern!r} matches no weight that an earlier pattern leaves")
+    return list(groups.values())
+
+
+def summarize_groups(model: nn.Module, optimizer: settings.Optimizer) -> list[str]:
+    """A line for each group of the whole model's weights. Raises ConfigError."""
+    names = {id(weight): re.sub(r"\.\d+\.", ".*.", name) for name, weight in model.named_parameters()}
+    lines = []
+    for group in build_groups(model.named_parameters(), optimizer, whole=True):
+        kinds = sorted({names[id(weight)] for weight in group["params"]})
+        which = ", ".join(kinds[:2]) + (f" and {len(kinds) - 2} more" if len(kinds) > 2 else "")
+        numbers, rate = sum(weight.numel() for weight in group["params"]), f"lr {group['lr']:g}"
+        kind, decay = group["kind"], f"decay {group['weight_decay']:g}"
+        lines.append(
+            f"optimizer: {kind}, {rate}, {decay}: {len(group['params'])} weights, {numbers:,} numbers: {which}"
+        )
+    return lines
+
+
 def build_optimizer(
-    parts: list[nn.Module], optimizer: settings.Optimizer, compile: settings.Compile | None = None
+    parts: list[nn.Module],
+    optimizer: settings.Optimizer,
+    compile: settings.Compile | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> torch.optim.Optimizer:
-    """AdamW (Loshchilov and Hutter 2019), without weight decay for norms and biases.
+    """AdamW (Loshchilov and Hutter 2019) or, for some of the weights, Muon. `group`: ranks that update together.
 
-    It is torch's fused kernel. That refuses bfloat16 states, for which it is our own, compiled if the model is.
+    AdamW alone is torch's fused kernel, which refuses bfloat16 states. Otherwise it is our own, compiled if the model
+    is.
     """
-    parameters = [p for part in parts for p in part.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": optimizer.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    options: Any = {"lr": optimizer.lr, "betas": (optimizer.beta1, optimizer.beta2), "eps": optimizer.eps}
-    if optimizer.state_dtype == "bfloat16":
-        update = compile_each_shape(_adamw_update, compile) if compile else _adamw_update
-        return SmallStateAdamW(groups, update, **options)
-    return torch.optim.AdamW(groups, **options, fused=True)
-
-
-class SmallStateAdamW(torch.optim.Optimizer):
-    """AdamW that stores its running means in bfloat16, under the state names of torch's AdamW.
-
-    Both means are updated in float32 and rounded to nearest. With beta2 0.95 a mean follows its input to within 8 %:
-    any closer, an update is less than half of bfloat16's last bit and rounds away.
-    """
-
-    def __init__(self, groups: list[dict[str, Any]], update: Callable[..., None], **defaults: Any):
-        super().__init__(groups, defaults)
-        self.update = update
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            # What changes with the step is computed on the host, as tensors: a Python number that changes would cause
-            # another compilation.
-            shrink = torch.tensor(1 - group["lr"] * group["weight_decay"], dtype=torch.float32)
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if not state:
-                    state["step"] = torch.zeros(())
-                    for name in ("exp_avg", "exp_avg_sq"):
-                        state[name] = torch.zeros_like(parameter, dtype=torch.bfloat16)
-                state["step"] += 1
-                rate = group["lr"] / (1 - beta1 ** state["step"])
-                correction = 1 - beta2 ** state["step"]
-                tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
-                self.update(*map(_local, tensors), shrink, rate, correction, beta1, beta2, group["eps"])
+    groups = build_groups(((n, p) for part in parts for n, p in part.named_parameters() if p.requires_grad), optimizer)
+    if optimizer.state_dtype == "float32" and all(group["kind"] == "adamw" for group in groups):
+        return torch.optim.AdamW(groups, fused=True)
+    # bfloat16 suffices for Newton-Schulz, but many CPUs are slow in it.
+    dtype = torch.float32 if device_type() == "cpu" else torch.bfloat16
+    return GroupedOptimizer(groups, getattr(torch, optimizer.state_dtype), dtype, compile or settings.Compile(), group)
 
 
 class OuterOptimizer:
@@ -123,18 +149,18 @@ class OuterOptimizer:
         The first call, after a load and before any step, finds them with the same weights.
         """
         if not self.anchors:
-            self.anchors = [_local(parameter).clone() for parameter in self.parameters]
+            self.anchors = [local(parameter).clone() for parameter in self.parameters]
             self.steps_alone = 0  # a load makes a step of its own, so that there is a state to fill
         if not (self.steps_alone and due(step, self.local_steps, self.steps)):
             return
         for anchor, parameter in zip(self.anchors, self.parameters, strict=True):
-            weights, state = _local(parameter), self.optimizer.state[parameter]
+            weights, state = local(parameter), self.optimizer.state[parameter]
             way = _mean_of_islands(anchor - weights, self.islands)
-            momentum = _local(state["outer_momentum"]).mul_(self.momentum).add_(way)
+            momentum = local(state["outer_momentum"]).mul_(self.momentum).add_(way)
             weights.copy_(anchor.sub_(way.add_(momentum, alpha=self.momentum), alpha=self.lr))
             for name in sorted(state):
                 if name != "outer_momentum" and state[name].ndim > 0:  # AdamW's means; not its step
-                    _mean_of_islands(_local(state[name]), self.islands)
+                    _mean_of_islands(local(state[name]), self.islands)
         self.steps_alone = 0
 
     def _count_step(self, *_: Any) -> None:
@@ -151,65 +177,39 @@ def _mean_of_islands(value: Tensor, islands: DeviceMesh) -> Tensor:
     return value.div_(islands.size())
 
 
-def _local(x: Tensor) -> Tensor:
-    """This rank's values as a plain tensor that shares memory: no DTensor, no float8 wrapper."""
-    x = x.to_local() if isinstance(x, DTensor) else x
-    if is_traceable_wrapper_subclass(x):
-        return x._tensor  # __tensor_flatten__ would wait for the device, to see whether the scale is 0
-    return x
-
-
-def _adamw_update(
-    parameter: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    shrink: Tensor,
-    rate: Tensor,
-    correction: Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-) -> None:
-    """One AdamW step, in place (Loshchilov and Hutter 2019, algorithm 2).
-
-    Numbers on the host: `shrink` is the factor of weight decay, `rate` the learning rate with the mean's bias
-    correction, `correction` that of the mean square.
-    """
-    mean = torch.lerp(exp_avg.float(), grad.float(), 1 - beta1)
-    square = torch.lerp(exp_avg_sq.float(), grad.float().square(), 1 - beta2)
-    exp_avg.copy_(mean)
-    exp_avg_sq.copy_(square)
-    parameter.mul_(shrink).sub_(rate * mean / ((square / correction).sqrt() + eps))
-
-
 def fit_schedule(schedule: settings.LRScheduler, steps: int) -> settings.LRScheduler:
     """The schedule. If warm-up and decay take more than all steps, as in a short trial, both shrink in proportion."""
-    decay_steps = round(schedule.decay_fraction * steps) if schedule.schedule == "wsd" else 0
+    decay_steps = decay_length(steps, schedule)
     if (both := schedule.warmup_steps + decay_steps) <= steps:
         return schedule
     warmup_steps = schedule.warmup_steps * steps // both
-    decay_fraction = 1 - warmup_steps / steps if decay_steps else schedule.decay_fraction
-    return dataclasses.replace(schedule, warmup_steps=warmup_steps, decay_fraction=decay_fraction)
+    return dataclasses.replace(schedule, warmup_steps=warmup_steps, decay_steps=steps - warmup_steps)
 
 
 def learning_rate(step: int, steps: int, peak: float, schedule: settings.LRScheduler) -> float:
     """The learning rate of a step; the first step is 1.
 
-    A pure function of the step, so a checkpoint holds no schedule. After a linear warm-up
-    `wsd` holds the peak, then decays linearly over the last `decay_fraction` of all steps (Hu et al. 2024, MiniCPM);
-    `cosine` follows half a cosine from the end of the warm-up to the last step (Loshchilov and Hutter 2017).
+    A pure function of the step, so a checkpoint holds no schedule. After a linear warm-up `constant` holds the peak;
+    `wsd` (Hu et al. 2024, MiniCPM) holds it, then decays at the end: as a line, as 1 - the root of the decay's share
+    (Hägele et al. 2024), or as half a cosine; `cosine` does that from the end of the warm-up (Loshchilov and Hutter
+    2017).
     """
     schedule = fit_schedule(schedule, steps)
     if step <= schedule.warmup_steps:
         return peak * step / schedule.warmup_steps
-    if schedule.schedule == "wsd":
-        decay_steps = round(schedule.decay_fraction * steps)
-        share = min(1.0, (steps - step) / decay_steps) if decay_steps else 1.0
-    else:
-        done = (step - schedule.warmup_steps) / (steps - schedule.warmup_steps)
-        share = 0.5 * (1 + math.cos(math.pi * done))
+    shape, decay_steps = schedule.decay, decay_length(steps, schedule)
+    if schedule.schedule == "cosine":
+        shape = "cosine"
+    done = max(0.0, 1 - (steps - step) / decay_steps) if decay_steps else 0.0
+    share = {"linear": 1 - done, "sqrt": 1 - math.sqrt(done), "cosine": 0.5 * (1 + math.cos(math.pi * done))}[shape]
     return peak * (schedule.min_lr_factor + (1 - schedule.min_lr_factor) * share)
+
+
+def decay_length(steps: int, schedule: settings.LRScheduler) -> int:
+    """Steps at the end of a run in which the rate falls."""
+    if schedule.schedule == "wsd":
+        return schedule.decay_steps or round(schedule.decay_fraction * steps)
+    return max(0, steps - schedule.warmup_steps) if schedule.schedule == "cosine" else 0
 
 
 def due(step: int, interval: int, steps: int) -> bool:
@@ -218,9 +218,9 @@ def due(step: int, interval: int, steps: int) -> bool:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the same rate in every group."""
+    """Set the rate of every group: `lr` times its factor."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("factor", 1.0)
 
 
 def clip_grad_norm_(
@@ -262,3 +262,18 @@ def _with_same_norm(grad: Tensor) -> Tensor:
         pieces = flat[: len(flat) // PIECE * PIECE].view(-1, PIECE)
         norms = torch.cat((torch.linalg.vector_norm(pieces, dim=1), flat[pieces.numel() :].norm()[None]))
     return torch.linalg.vector_norm(norms, dtype=torch.float64)[None].to(grad.dtype)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Draw the learning rate of a config over its steps."""
+    loaded = settings.load_config(argv)
+    steps, peak = loaded.training.steps, loaded.optimizer.lr
+    check_optim(loaded)
+    for step in sorted({max(1, round(steps * tenth / 20)) for tenth in range(21)}):
+        lr = learning_rate(step, steps, peak, loaded.lr_scheduler)
+        print(f"{step:>9,} {lr:>9.2e} {'#' * round(60 * lr / peak)}")
+
+
+if __name__ == "__main__":
+    with settings.command_line():
+        main(sys.argv[1:])

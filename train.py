@@ -24,7 +24,16 @@ from metrics import MetricsLogger, configure_logging, find_trackers
 from models import ModelSpec, build_model, find_model
 from models.init import init_weights
 from models.weights import build_refresh
-from optim import OuterOptimizer, build_optimizer, check_optim, clip_grad_norm_, due, learning_rate, set_learning_rate
+from optim import (
+    OuterOptimizer,
+    build_optimizer,
+    check_optim,
+    clip_grad_norm_,
+    due,
+    learning_rate,
+    set_learning_rate,
+    summarize_groups,
+)
 from parallel.device import device_type
 from parallel.mesh import ParallelDims
 from parallel.pipeline import build_step
@@ -71,6 +80,9 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
     if config.float8.enable:
         logger.info(f"float8: {summarize(*convert_to_float8(model, config.float8, dims.tp, dims.shards))}")
 
+    for line in summarize_groups(model, config.optimizer):
+        logger.info(line)
+
     def check_places_of_run(folder: Path) -> None:  # on rank 0, before a byte is written
         data.check_run(folder)
         check_optim(config, folder)
@@ -93,7 +105,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         chunked = build_chunked_loss(config.compile, mesh, chunks) if chunks > 1 else None
         compute = build_step(parts, loss_fn, flavor.dim, flavor.vocab_size, mesh, config, chunked)
         parameters = [parameter for part in parts for parameter in part.parameters()]
-        optimizer = build_optimizer(parts, config.optimizer, config.compile)
+        optimizer = build_optimizer(parts, config.optimizer, config.compile, dims.build_update_group())
         optimizer.register_step_pre_hook(lambda *_: watchdog.enter("optimizer"))
         islands = OuterOptimizer(optimizer, mesh.islands, config.parallelism, steps) if mesh.islands else None
         refresh_weights = build_refresh(parts, config, islands.meet if islands else None)

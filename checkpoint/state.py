@@ -54,7 +54,10 @@ def optimizer_tensors(model_parts: Sequence[nn.Module], optimizer: torch.optim.O
 def tensors_to_fill(
     model_parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer, saved: Collection[str]
 ) -> dict[str, Tensor]:
-    """The optimizer's tensors to fill from those in a checkpoint, `saved`. Drops state that it lacks."""
+    """The optimizer's tensors to fill from those in a checkpoint, `saved`. Drops state of weights without any there.
+
+    Raises CheckpointError if the checkpoint is of another optimizer.
+    """
     _init_optim_state(optimizer)
     stateful = {name.rpartition(".")[0] for name in saved}
     for name, parameter in parameters(model_parts).items():
@@ -63,6 +66,11 @@ def tensors_to_fill(
     tensors = optimizer_tensors(model_parts, optimizer)
     for new in [name for name in tensors if name.endswith(OUTER_MOMENTUM) and name not in saved]:
         tensors.pop(new).zero_()  # of the islands: parallelism.local_steps was turned on after the save
+    if other := [name for name in tensors if name not in saved]:
+        raise CheckpointError(
+            f"the checkpoint holds no {other[0]} of the optimizer: it is of another optimizer; set optimizer.name and "
+            "groups as it had them, or begin a new run from its weights by checkpoint.initial_load"
+        )
     return tensors
 
 

@@ -8,6 +8,8 @@ axes that communicate most stay within a node.
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from config import ConfigError, Parallelism
@@ -93,6 +95,13 @@ class ParallelDims:
     def is_first_copy(self, rank: int) -> bool:
         """Whether a rank is the first of those with the same samples."""
         return rank < self.dp * self.cp * self.tp and rank % (self.cp * self.tp) == 0
+
+    def build_update_group(self) -> dist.ProcessGroup | None:
+        """Build the group of the ranks that compute an update together: of a pipeline's stage and an island."""
+        if self.pp == self.islands == 1:
+            return None
+        ranks = torch.arange(dist.get_world_size()).view(self.pp * self.islands, -1)
+        return dist.new_subgroups_by_enumeration(ranks.tolist())[0]
 
     def build_mesh(self, device_type: str) -> Mesh:
         """Build the device meshes. Needs a process group."""

@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median, stdev
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 SKIPPED = "skipped.jsonl"
 SPIKE_WINDOW = 32  # good steps that a loss is compared with
+SIGMA_WINDOW = 128  # good steps whose mean and deviation are taken
 
 
 def check_failures(config: Config, environment: LaunchEnvironment) -> None:
@@ -59,8 +60,8 @@ class BadSteps:
         if to_come := sorted(left_out for left_out in self.skipped if left_out > step):
             steps = f"{to_come[0]} to {to_come[-1]} ({len(to_come)})"
             logger.info(f"steps left out again: {steps}; to train on them remove their lines from {self.file}")
-        self.recent: deque[float] = deque(maxlen=SPIKE_WINDOW)
-        self.active = failures.on_bad_step != "stop" or failures.spike_factor > 0
+        self.recent: deque[tuple[float, float]] = deque(maxlen=SIGMA_WINDOW)  # losses and gradient norms
+        self.active = failures.on_bad_step != "stop" or failures.spike_factor > 0 or failures.spike_sigmas > 0
 
     def accepts(self, step: int, loss: Tensor, grad_norm: Tensor) -> bool:
         """Whether the update of a step is to be made; the same on all ranks. Waits for the device if it has to judge.
@@ -82,12 +83,20 @@ class BadSteps:
     def judge(self, loss: Tensor, grad_norm: Tensor) -> str:
         """What is wrong with a step; empty: nothing. Both tensors are the same on all ranks. Waits for the device."""
         value, norm = torch.stack((loss, grad_norm)).tolist()
-        limit = self.settings.spike_factor * median(self.recent) if len(self.recent) == SPIKE_WINDOW else 0.0
         if not (math.isfinite(value) and math.isfinite(norm)):
             return f"loss {value}, gradient norm {norm}: not finite"
-        if 0 < limit < value:
-            return f"loss {value:.4f} is above {limit:.4f}, {self.settings.spike_factor:g} times the median before"
-        self.recent.append(value)
+        factor, sigmas, recent = self.settings.spike_factor, self.settings.spike_sigmas, list(self.recent)
+        if factor and len(recent) >= SPIKE_WINDOW:
+            limit = factor * median(loss for loss, _ in recent[-SPIKE_WINDOW:])
+            if value > limit:
+                return f"loss {value:.4f} is above {limit:.4f}, {factor:g} times the median before"
+        if sigmas and len(recent) == SIGMA_WINDOW:
+            losses, norms = zip(*recent, strict=True)
+            for what, found, before in (("loss", value, losses), ("gradient norm", norm, norms)):
+                limit = fmean(before) + sigmas * stdev(before)
+                if found > limit:
+                    return f"{what} {found:.4f} is above {limit:.4f}, {sigmas:g} deviations above the mean before"
+        self.recent.append((value, norm))
         return ""
 
     def leave_out(self, first: int, last: int, cause: str) -> None:

@@ -84,6 +84,7 @@ def plain_run(
     pieces: int = 1,
     sum_dtype: torch.dtype = torch.float32,
     left_out: range = range(0),
+    muon: bool = False,
     device: str = "cpu",
     home: str = "",
     **model_options: Any,
@@ -91,20 +92,24 @@ def plain_run(
     """The same training by torch alone: no sharding, no fused kernels, weights in float32.
 
     Forward and backward are in `dtype`, of one of `pieces` of the batch at a time, whose gradients are summed in
-    `sum_dtype`. Steps `left_out` change nothing. The weights are drawn on `home`, by default on `device`. Losses and
-    norms are by step, as a run counts them.
+    `sum_dtype`. Steps `left_out` change nothing. With `muon` the matrices of the layers have torch's Muon, made to work
+    in float32. The weights are drawn on `home`, by default on `device`. Losses and norms are by step, as a run counts
+    them.
     """
     model = Llama(dataclasses.replace(FLAVOR, **model_options))
     init_weights(model, torch.device(home or device), seed=SEED)
     model.to(device)
     weights = dict(model.named_parameters())
     init = {n: p.detach().clone() for n, p in weights.items()}
-    decayed = [p for p in model.parameters() if p.ndim > 1]
+    inner = [p for n, p in model.named_parameters() if muon and n.startswith("layers.") and p.ndim > 1]
+    matrices = {id(p) for p in inner}
+    decayed = [p for p in model.parameters() if p.ndim > 1 and id(p) not in matrices]
     others = [p for p in model.parameters() if p.ndim <= 1]
     optimizer = torch.optim.AdamW(
         [{"params": decayed}, {"params": others, "weight_decay": 0.0}],
         lr=LR, betas=(0.9, 0.95), weight_decay=0.1, foreach=False, fused=False,
     )  # fmt: skip
+    torchs_muon = torch.optim.Muon(inner, lr=LR, weight_decay=0.1, adjust_lr_fn="match_rms_adamw") if muon else None
 
     def summed_loss(low: Llama, step: int, rows: slice = slice(None)) -> torch.Tensor:
         tokens, labels, positions = (x[rows].to(device) for x in (*step_data(step), step_positions(step)))
@@ -136,7 +141,10 @@ def plain_run(
             p.grad *= min(1.0, MAX_NORM / norm)
         result["losses"][step], result["norms"][step] = loss.item(), norm
         optimizer.step()
-        optimizer.zero_grad()
+        if torchs_muon:
+            with mock.patch.object(torch.Tensor, "bfloat16", torch.Tensor.clone):
+                torchs_muon.step()
+        model.zero_grad()
         with torch.no_grad():
             loss = summed_loss(copy.deepcopy(model).to(dtype), HELD_OUT) / (step_data(HELD_OUT)[1] != IGNORED).sum()
         result["validation_losses"][step] = loss.item()
@@ -285,6 +293,7 @@ def config_for(
     documents: bool = False,
     loss_chunks: int = 1,
     param_dtype: str = "float32",
+    optimizer: str = "adamw",
     float8: Float8 | None = None,
     **parallelism: Any,
 ) -> Config:
@@ -297,7 +306,7 @@ def config_for(
         training=Training(
             param_dtype=param_dtype, seq_len=SEQ_LEN, local_batch_size=local_batch_size, loss_chunks=loss_chunks
         ),
-        optimizer=Optimizer(lr=LR),
+        optimizer=Optimizer(lr=LR, name=optimizer),  # type: ignore[arg-type]
         parallelism=Parallelism(dp_replicate=dp_replicate, dp_shard=dp_shard, **parallelism),
         compile=Compile(enable=bool(compile), backend=compile or "inductor"),
         activation_checkpoint=ActivationCheckpoint(mode=mode),

@@ -21,7 +21,7 @@ from benchmarks.chaos import ARGUMENTS, Job, judge_job, prepare_data, schedule, 
 from benchmarks.chaos_rank import tiny_model
 from checkpoint.manager import CheckpointManager
 from config import Failures, TitaniteError, load_config
-from run.failures import SPIKE_WINDOW, BadSteps, RolledBackError, compute_twice
+from run.failures import SIGMA_WINDOW, SPIKE_WINDOW, BadSteps, RolledBackError, compute_twice
 from run.folder import record_exit
 from run.processes import AGAIN, shut_down
 from run.stop import StopRequest
@@ -166,6 +166,24 @@ def test_spikes_are_measured_by_the_steps_before(tmp_path: Path) -> None:
     assert [bool(verdict) for verdict in verdicts[-4:]] == [False, True, False, True]
     assert not any(verdicts[:-4])
     assert verdicts[-1].startswith("loss 3.1000 is above 3.0000")
+
+
+def judge_deviations(folder: Path) -> list[str]:
+    """The mean of the losses before is 2, their deviation 0.1 x sqrt(128 / 127); the norms are twice as large."""
+    bad_steps = BadSteps(Failures(on_bad_step="skip", spike_sigmas=6), folder, 0, True, lambda: None)
+    usual = [1.9, 2.1] * (SIGMA_WINDOW // 2)
+    pairs = [(9.0, 1.0)] + [(loss, 2 * loss) for loss in usual] + [(2.61, 4.0), (2.59, 4.0), (2.0, 5.3)]
+    return [bad_steps.judge(torch.tensor(loss), torch.tensor(norm)) for loss, norm in pairs]
+
+
+def test_spikes_are_measured_by_deviations(tmp_path: Path) -> None:
+    (verdicts,) = run_ranks(1, judge_deviations, tmp_path)
+    assert not any(verdicts[:-3])
+    assert [verdict.partition(" is above")[0] for verdict in verdicts[-3:]] == [
+        "loss 2.6100",
+        "",
+        "gradient norm 5.3000",
+    ]
 
 
 # ---------------------------------------------------------------- replay

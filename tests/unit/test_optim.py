@@ -2,7 +2,9 @@
 
 import copy
 import dataclasses
+from itertools import pairwise
 from pathlib import Path
+from typing import Any, get_args, get_type_hints
 from unittest import mock
 
 import pytest
@@ -109,8 +111,8 @@ def test_only_a_new_run_may_shrink_its_schedule(tmp_path: Path, caplog: pytest.L
     check_optim(trial, tmp_path)
     (tmp_path / "config.toml").write_text(to_toml(trial))
     check_optim(trial, tmp_path)  # as after a crash: the rates stay those of the first start
-    said = "lr_scheduler.warmup_steps = 20 and decay_fraction = 0.2 do not fit in training.steps = 10"
-    assert caplog.messages == [f"{said}: in this run they are 9 and 0.1"] * 2
+    said = "lr_scheduler.warmup_steps = 20 and a decay of 2 steps do not fit in training.steps = 10"
+    assert caplog.messages == [f"{said}: in this run they are 9 and 1"] * 2
     for config in (resumed, Config(training=Training(steps=10), lr_scheduler=LRScheduler(warmup_steps=19))):
         with pytest.raises(
             ConfigError, match=r"do not fit in training.steps = 1\d, and only a new run may shrink them"
@@ -119,6 +121,20 @@ def test_only_a_new_run_may_shrink_its_schedule(tmp_path: Path, caplog: pytest.L
     with pytest.raises(ConfigError, match="only a new run"):
         check_optim(dataclasses.replace(trial, checkpoint=Checkpoint(branch_from="trunk")), tmp_path / "branch")
     check_optim(Config(training=Training(steps=25)), tmp_path)  # fits
+
+
+@pytest.mark.parametrize("name", get_args(get_type_hints(LRScheduler)["schedule"]))
+@pytest.mark.parametrize("decay", get_args(get_type_hints(LRScheduler)["decay"]))
+def test_every_schedule_but_a_constant_one_ends_at_its_minimum(name: Any, decay: Any) -> None:
+    schedule = LRScheduler(schedule=name, decay=decay, warmup_steps=10, decay_steps=40, min_lr_factor=0.25)
+    rates = [learning_rate(step, 100, 2.0, schedule) for step in range(1, 101)]
+    assert rates[9] == 2.0
+    assert rates[-1] == pytest.approx(2.0 if name == "constant" else 0.5)
+    assert all(before >= after for before, after in pairwise(rates[9:]))
+    if name == "wsd":
+        assert rates[59] == 2.0
+        halfway = {"linear": 0.5, "sqrt": 1 - 0.5**0.5, "cosine": 0.5}[decay]
+        assert rates[79] == pytest.approx(0.5 + 1.5 * halfway)
 
 
 def test_cosine_schedule_is_torchs_after_the_warmup() -> None:

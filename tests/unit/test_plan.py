@@ -178,6 +178,13 @@ def test_memory_is_that_of_torch_s_own_tracker() -> None:
     assert ours == pytest.approx(theirs, rel=0.02)
 
 
+def test_muon_is_counted_on_all_layers() -> None:
+    """Of 42 matrices in 21 rounds of two, half of each goes to an owner and comes back: no line in the layers."""
+    (found,) = count([case(2, f"{LAYERS}=6", "--optimizer.name=muon")])
+    assert found.sent["world", "all_to_all"] == [2 * 21, BYTES * 2 * 6 * WEIGHTS // 2]
+    assert found.optimizer == pytest.approx(BYTES * (6 * WEIGHTS + 2 * (2 * END + (2 * 6 + 1) * DIM)) / 2, rel=1e-3)
+
+
 # What a fork adds.
 
 

@@ -1,0 +1,275 @@
+"""AdamW and Muon by groups of weights, as one optimizer. Muon's matrices may be spread over ranks in any way.
+
+Muon (Jordan et al. 2024) replaces a matrix's momentum by the nearest matrix with orthogonal rows or columns. That needs
+the whole matrix. So one of the ranks that share it, its owner, receives all parts, computes, and sends the parts of the
+result back: in a step each element of a matrix goes to its owner once and back to each rank that holds it.
+"""
+
+import itertools
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from operator import ne
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from config import Compile
+from parallel.gradients import compile_each_shape
+
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Jordan's: all singular values come between about 0.7 and 1.2
+NEWTON_SCHULZ_STEPS = 5
+ADAMW_RMS = 0.2  # of the elements of AdamW's updates, which Muon's match (Liu et al. 2025, "Muon is scalable")
+Part = tuple[int, int, int, int]  # of a matrix: rows from, to; columns from, to
+
+
+class GroupedOptimizer(torch.optim.Optimizer):
+    """Each group has a `kind`: "adamw" or "muon". Running means are stored as `state_dtype` and updated in float32.
+
+    Rounded to bfloat16, an AdamW mean with beta2 0.95 follows its input to within 8 %: any closer, an update is less
+    than half of the last bit and rounds away. States have the names of torch's AdamW and Muon. Matrices are sent and
+    orthogonalized as `dtype`. `group`: the ranks that compute an update together.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        state_dtype: torch.dtype,
+        dtype: torch.dtype,
+        compile: Compile,
+        group: dist.ProcessGroup | None = None,
+    ):
+        super().__init__(groups, {})
+        self.state_dtype, self.dtype, self.group = state_dtype, dtype, group
+        self.update_adamw = compile_each_shape(_adamw_update, compile)
+        self.rounds: dict[tuple[int, ...], list[list[Share]]] = {}  # plans, by the matrices that have a gradient
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        matrices = []
+        for group in self.param_groups:
+            for parameter in (parameter for parameter in group["params"] if parameter.grad is not None):
+                if group["kind"] == "muon":
+                    matrices.append((parameter, group))
+                else:
+                    self._step_adamw(parameter, group)
+        updates = [self._momentum(matrix, group["betas"][0]) for matrix, group in matrices]
+        key = tuple(id(matrix) for matrix, _ in matrices)  # those with a gradient
+        if key not in self.rounds:
+            self.rounds[key] = plan_rounds([matrix for matrix, _ in matrices], self.group)
+        for i, update in orthogonalize_all(updates, self.rounds[key], self.dtype, self.group):
+            matrix, group = matrices[i]
+            scale = ADAMW_RMS * math.sqrt(max(matrix.shape))
+            local(matrix).mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"] * scale)
+
+    def _states(self, parameter: Tensor, *names: str) -> dict[str, Tensor]:
+        state = self.state[parameter]
+        for name in names:
+            if name not in state:
+                state[name] = torch.zeros_like(parameter, dtype=self.state_dtype)
+        return state
+
+    def _momentum(self, parameter: Tensor, momentum: float) -> Tensor:
+        """This rank's part of a matrix's gradient with Nesterov momentum, which goes into its state."""
+        grad = local(parameter.grad)  # type: ignore[arg-type]
+        mean = local(self._states(parameter, "momentum_buffer")["momentum_buffer"])
+        new = mean.to(grad.dtype).lerp(grad, 1 - momentum)
+        mean.copy_(new)
+        return grad.lerp(new, momentum)
+
+    def _step_adamw(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        beta1, beta2 = group["betas"]
+        state = self._states(parameter, "exp_avg", "exp_avg_sq")
+        state.setdefault("step", torch.zeros(())).add_(1)
+        # What changes with the step is computed on the host, as tensors: a Python number that changes would cause
+        # another compilation.
+        shrink = torch.tensor(1 - group["lr"] * group["weight_decay"], dtype=torch.float32)
+        rate = group["lr"] / (1 - beta1 ** state["step"])
+        correction = 1 - beta2 ** state["step"]
+        tensors: tuple[Any, ...] = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
+        self.update_adamw(*map(local, tensors), shrink, rate, correction, beta1, beta2, group["eps"])
+
+
+def local(x: Tensor) -> Tensor:
+    """This rank's values as a plain tensor that shares memory: no DTensor, no float8 wrapper."""
+    x = x.to_local() if isinstance(x, DTensor) else x
+    if is_traceable_wrapper_subclass(x):
+        return x._tensor  # __tensor_flatten__ would wait for the device, to see whether the scale is 0
+    return x
+
+
+def _adamw_update(
+    parameter: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    shrink: Tensor,
+    rate: Tensor,
+    correction: Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+) -> None:
+    """One AdamW step, in place (Loshchilov and Hutter 2019, algorithm 2).
+
+    Numbers on the host: `shrink` is the factor of weight decay, `rate` the learning rate with the mean's bias
+    correction, `correction` that of the mean square.
+    """
+    mean = torch.lerp(exp_avg.float(), grad.float(), 1 - beta1)
+    square = torch.lerp(exp_avg_sq.float(), grad.float().square(), 1 - beta2)
+    exp_avg.copy_(mean)
+    exp_avg_sq.copy_(square)
+    parameter.mul_(shrink).sub_(rate * mean / ((square / correction).sqrt() + eps))
+
+
+def orthogonalize(matrix: Tensor) -> Tensor:
+    """U S V^T with singular values S between about 0.7 and 1.2, of a matrix U X V^T; of its type (Jordan et al. 2024).
+
+    Five Newton-Schulz steps in which all singular values approach 1 and then scatter around it.
+    """
+    a, b, c = NEWTON_SCHULZ
+    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if matrix.shape[0] > matrix.shape[1] else x
+
+
+class Share(NamedTuple):
+    """A matrix on its way to its owner and back."""
+
+    number: int  # of the matrix
+    owner: int  # rank of the group
+    shape: torch.Size
+    parts: Mapping[int, Part]  # rank of the group → what it holds
+    senders: Mapping[int, Part]  # of the ranks that hold a part, the nearest to the owner
+
+
+def plan_rounds(matrices: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[list[Share]]:
+    """Give each spread matrix an owner, so that all ranks compute about the same. In a round each owns at most one."""
+    rounds: list[list[Share]] = []
+    load, owned = Counter[int](), Counter[int]()
+    spread = [(i, matrix) for i, matrix in enumerate(matrices) if isinstance(matrix, DTensor)]
+    for i, matrix in sorted(spread, key=lambda pair: -pair[1].numel() * min(pair[1].shape)):
+        places, parts = _places(matrix.shape, matrix.device_mesh, matrix.placements, group)
+        owner = min(parts, key=lambda rank: load[rank])
+        holders: dict[Part, list[int]] = {}
+        for rank in sorted(parts, key=lambda rank: sum(map(ne, places[rank], places[owner]))):  # its own replica first
+            holders.setdefault(parts[rank], []).append(rank)
+        senders = {ranks[0]: part for part, ranks in holders.items()}
+        if owned[owner] == len(rounds):
+            rounds.append([])
+        rounds[owned[owner]].append(Share(i, owner, matrix.shape, parts, senders))
+        owned[owner] += 1
+        load[owner] += matrix.numel() * min(matrix.shape)
+    return rounds
+
+
+@lru_cache
+def _places(
+    shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...], group: dist.ProcessGroup | None
+) -> tuple[Mapping[int, tuple[int, ...]], Mapping[int, Part]]:
+    """Rank of the group → its place in the mesh, and → the part of a matrix that it holds.
+
+    A matrix is cut into parts of equal size, but for the last. FSDP2 cuts what tp has cut: its cuts, which have a
+    `split_factor` then, come last. All of this without tensors, which have no values where the planner counts.
+    """
+    places, parts = {}, {}
+    axes, own = [dist.get_process_group_ranks(one) for one in mesh.get_all_groups()], mesh.get_coordinate()
+    for at in itertools.product(*map(range, mesh.shape)):
+        steps = (ranks[there] - ranks[here] for ranks, there, here in zip(axes, at, own, strict=True))  # type: ignore[arg-type]
+        rank = dist.get_group_rank(group or dist.distributed_c10d._get_default_group(), dist.get_rank() + sum(steps))
+        bounds = {0: (0, shape[0]), 1: (0, shape[1])}
+        for axis in sorted(range(len(at)), key=lambda axis: hasattr(placements[axis], "split_factor")):
+            if (dim := getattr(placements[axis], "dim", None)) is not None:
+                first, last = bounds[dim]
+                size = -((first - last) // mesh.shape[axis])  # rounded up
+                bounds[dim] = min(first + at[axis] * size, last), min(first + (at[axis] + 1) * size, last)
+        places[rank], parts[rank] = at, (*bounds[0], *bounds[1])
+    return places, parts
+
+
+def orthogonalize_all(
+    updates: Sequence[Tensor], rounds: Sequence[Sequence[Share]], dtype: torch.dtype, group: dist.ProcessGroup | None
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield (index, this rank's part of the result) for each matrix of whose update this rank has `updates[index]`.
+
+    The parts of the next round are on their way while one is computed. Collective in `group`.
+    """
+    spread = {share.number for shares in rounds for share in shares}
+    yield from ((i, orthogonalize(update.to(dtype))) for i, update in enumerate(updates) if i not in spread)
+    arriving = deque(_gather(shares, updates, dtype, group) for shares in rounds[:1])
+    for number, shares in enumerate(rounds):
+        arriving.extend(_gather(later, updates, dtype, group) for later in rounds[number + 1 : number + 2])
+        yield from _scatter(shares, arriving.popleft(), updates, dtype, group)
+
+
+def _gather(
+    shares: Sequence[Share], updates: Sequence[Tensor], dtype: torch.dtype, group: dist.ProcessGroup | None
+) -> Callable[[], Tensor | None]:
+    """Send this rank's parts to their owners. Returns a function that waits for the matrix of this rank."""
+    me = dist.get_rank(group)
+    own = next((share for share in shares if share.owner == me), None)
+    outgoing = {share.owner: updates[share.number].to(dtype) for share in shares if me in share.senders}
+    incoming = {rank: _numel(part) for rank, part in own.senders.items()} if own else {}
+    wait = _exchange(outgoing, incoming, updates[0].new_empty(0, dtype=dtype), group)
+
+    def assemble() -> Tensor | None:
+        received = wait()
+        if own is None:
+            return None
+        matrix = updates[0].new_empty(own.shape, dtype=dtype)
+        for rank, (top, bottom, left, right) in own.senders.items():
+            matrix[top:bottom, left:right] = received[rank].view(bottom - top, right - left)
+        return matrix
+
+    return assemble
+
+
+def _scatter(
+    shares: Sequence[Share],
+    whole: Callable[[], Tensor | None],
+    updates: Sequence[Tensor],
+    dtype: torch.dtype,
+    group: dist.ProcessGroup | None,
+) -> Iterator[tuple[int, Tensor]]:
+    """Orthogonalize the matrix of this rank, send its parts to all that hold one, and yield what others send."""
+    me, outgoing = dist.get_rank(group), {}
+    if (matrix := whole()) is not None:
+        own, result = next(share for share in shares if share.owner == me), orthogonalize(matrix)
+        outgoing = {rank: result[part[0] : part[1], part[2] : part[3]] for rank, part in own.parts.items()}
+    wanted = {share.owner: share.number for share in shares if me in share.parts}
+    incoming = {owner: updates[index].numel() for owner, index in wanted.items()}
+    received = _exchange(outgoing, incoming, updates[0].new_empty(0, dtype=dtype), group)()
+    for owner, index in wanted.items():
+        yield index, received[owner].view(updates[index].shape)
+
+
+def _exchange(
+    outgoing: Mapping[int, Tensor], incoming: Mapping[int, int], empty: Tensor, group: dist.ProcessGroup | None
+) -> Callable[[], Sequence[Tensor]]:
+    """Send a tensor to each rank of `outgoing`. Returns a function that waits for the flat answers, by rank."""
+    ranks = range(dist.get_world_size(group))
+    sizes = [incoming.get(rank, 0) for rank in ranks]
+    sent = torch.cat([empty, *(outgoing[rank].flatten() for rank in ranks if rank in outgoing)])
+    received = empty.new_empty(sum(sizes))
+    sent_sizes = [outgoing[rank].numel() if rank in outgoing else 0 for rank in ranks]
+    work: Any = dist.all_to_all_single(received, sent, sizes, sent_sizes, group=group, async_op=True)
+
+    def wait() -> Sequence[Tensor]:
+        work.wait()
+        return received.split(sizes)
+
+    return wait
+
+
+def _numel(part: Part) -> int:
+    return (part[1] - part[0]) * (part[3] - part[2])

@@ -1,0 +1,176 @@
+"""Muon: in every layout as torch's own in one process; what it sends; groups of weights."""
+
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import tomllib
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from config import ConfigError, Optimizer, from_dict, load_config, to_toml
+from muon import GroupedOptimizer, orthogonalize
+from optim import build_groups, build_optimizer, set_learning_rate
+from tests.harness import run_ranks
+from tests.parity import STEPS, close, config_for, our_run, plain_run
+from tests.runs import column, final_weights, flat, launch, same
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one rank": {},
+    "DDP 2": {"dp_replicate": 2},
+    "FSDP 4, uneven": {"dp_shard": 4},
+    "HSDP 2 x 2": {"dp_replicate": 2, "dp_shard": 2},
+    "TP 2": {"tp": 2},
+    "FSDP 2 x TP 2": {"dp_shard": 2, "tp": 2},
+    "FSDP 2 x CP 2": {"dp_shard": 2, "cp": 2},
+    "FSDP 2 x PP 2": {"dp_shard": 2, "pp": 2, "pp_microbatch_size": 2},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_trains_as_torchs_muon_in_one_process(layout: str) -> None:
+    sizes = {"dp_replicate": 1, "dp_shard": 1} | LAYOUTS[layout]
+    ranks = prod(value for key, value in sizes.items() if key != "pp_microbatch_size")
+    shape = {"hidden_dim": 110} if "uneven" in layout else {}
+    expected = plain_run(STEPS, muon=True, **shape)
+    for result in run_ranks(ranks, partial(our_run, **shape), config_for(**sizes, optimizer="muon"), STEPS, 1):
+        close(result, expected)
+
+
+@pytest.mark.parametrize("shape", [(48, 96), (96, 48), (64, 64)])
+def test_orthogonal_matrices_keep_singular_vectors(shape: tuple[int, int]) -> None:
+    matrix = torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.bfloat16, 0.03)):
+        inner = u.T @ orthogonalize(matrix.to(dtype)).double() @ vh.T
+        assert (inner - inner.diag().diag()).abs().max() < tolerance, "diagonal between the singular vectors"
+        strong = inner.diag()[s > 0.1 * s[0]]
+        assert 0.65 < strong.min() < strong.max() < 1.25
+
+
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+def test_in_bfloat16_it_is_torchs_muon(state_dtype: Any) -> None:
+    torch.manual_seed(0)
+    ours, torchs = (nn.ModuleDict({"layers": nn.Linear(24, 40, bias=False)}) for _ in range(2))
+    torchs.load_state_dict(ours.state_dict())
+    optimizer = build_optimizer([ours], Optimizer(name="muon", state_dtype=state_dtype, lr=0.1, beta2=0.9))
+    assert isinstance(optimizer, GroupedOptimizer)
+    optimizer.dtype = torch.bfloat16
+    reference = torch.optim.Muon(torchs.parameters(), weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    for step in range(1, 4):
+        set_learning_rate(optimizer, 0.1 / step)
+        set_learning_rate(reference, 0.1 / step)
+        for model in (ours, torchs):
+            model["layers"].weight.grad = torch.randn(40, 24, generator=torch.Generator().manual_seed(step))
+        optimizer.step()
+        reference.step()
+    difference = (ours["layers"].weight - torchs["layers"].weight).abs().max()
+    assert difference == 0 if state_dtype == "float32" else 0 < difference < 0.01
+    assert optimizer.state[ours["layers"].weight]["momentum_buffer"].dtype == getattr(torch, state_dtype)
+
+
+def numbers_sent() -> tuple[int, int]:
+    """Numbers that this rank of two shards x two replicas sends to others in a step, and matrices that it computes."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    weights = [distribute_tensor(torch.randn(8, 6), mesh, [Replicate(), Shard(0)]) for _ in range(8)]
+    model = nn.ModuleDict({"layers": nn.ParameterList(nn.Parameter(weight) for weight in weights)})
+    for weight in model.parameters():
+        weight.grad = torch.ones_like(weight)
+    optimizer = build_optimizer([model], Optimizer(name="muon"))
+    sent, me, send = 0, dist.get_rank(), dist.all_to_all_single
+
+    def count(received: Any, data: Any, sizes: Any, sent_sizes: list[int], **options: Any) -> Any:
+        nonlocal sent
+        sent += sum(sent_sizes) - sent_sizes[me]
+        return send(received, data, sizes, sent_sizes, **options)
+
+    with (
+        mock.patch.object(dist, "all_to_all_single", count),
+        mock.patch("muon.orthogonalize", side_effect=orthogonalize) as computed,
+    ):
+        optimizer.step()
+    return sent, computed.call_count
+
+
+def test_each_matrix_is_computed_once_and_its_parts_travel_once() -> None:
+    """Of 8 matrices of 48 numbers each rank owns 2.
+
+    To owners: half of each from the other shard, on one of the replicas. Back: half to each of the three others.
+    """
+    sent, computed = zip(*run_ranks(4, numbers_sent), strict=True)
+    assert computed == (2, 2, 2, 2)
+    assert sum(sent) == 8 * (24 + 3 * 24)
+    assert max(sent) == min(sent)
+
+
+def test_a_run_is_resumed_with_the_same_bits_and_in_any_layout(small: tuple[str, ...], tmp_path: Path) -> None:
+    words = [*small, "--optimizer.name=muon"]
+    launch(2, tmp_path / "whole", words)
+    launch(2, tmp_path / "cut", words, 7)
+    launch(2, tmp_path / "cut", words)
+    assert same(flat(final_weights(tmp_path / "cut", tmp_path)), flat(final_weights(tmp_path / "whole", tmp_path)))
+    launch(4, tmp_path / "other", [*words, "--parallelism.dp_replicate=2"], 7)
+    with pytest.raises(AssertionError, match=r"another optimizer; set optimizer\.name and groups as"):
+        launch(2, tmp_path / "other", small)
+    launch(2, tmp_path / "other", [*words, "--parallelism.tp=2", "--training.local_batch_size=4"])
+    torch.testing.assert_close(
+        column(tmp_path / "other", "loss"), column(tmp_path / "whole", "loss"), rtol=1e-5, atol=0
+    )
+
+
+def test_islands_train_with_muon(small: tuple[str, ...], tmp_path: Path) -> None:
+    """Islands of two ranks each own their matrices; after a meeting they have one state."""
+    apart = ["--parallelism.dp_replicate=2", "--parallelism.local_steps=3", "--checkpoint.interval=6"]
+    launch(4, tmp_path, [*small, "--optimizer.name=muon", "--validation.interval=6", *apart])
+    losses = column(tmp_path, "loss")
+    assert losses[-1] < losses[0] - 0.1
+    weights = flat(final_weights(tmp_path, tmp_path))
+    assert any(name.endswith("momentum_buffer") and value.any() for name, value in weights.items())
+
+
+GROUPS = '[{pattern = "*norm*", lr = 0.5}, {pattern = "layers.1.*", weight_decay = 0, betas = [0.8]}]'
+
+
+def test_groups_are_chosen_by_the_first_pattern() -> None:
+    words = ["--optimizer.name=muon", "--optimizer.lr=0.1", f"--optimizer.groups={GROUPS}"]
+    config = load_config(words)
+    assert from_dict(tomllib.loads(to_toml(config))) == config
+    shapes = {
+        "tok_embeddings.weight": (8, 4), "layers.0.wq.weight": (4, 4), "layers.0.norm.weight": (4,),
+        "layers.1.wq.weight": (4, 4), "layers.1.norm.weight": (4,), "norm.weight": (4,), "output.weight": (8, 4),
+    }  # fmt: skip
+    weights = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    names = {id(weight): name for name, weight in weights.items()}
+    found = {
+        names[id(weight)]: (group["kind"], group["lr"], group["weight_decay"], group["betas"][0])
+        for group in build_groups(weights.items(), config.optimizer, whole=True)
+        for weight in group["params"]
+    }
+    others = dict.fromkeys(("tok_embeddings.weight", "output.weight"), ("adamw", 0.1, 0.1, 0.9))
+    norms = dict.fromkeys((name for name in shapes if "norm" in name), ("adamw", 0.05, 0.0, 0.9))
+    layers = {"layers.0.wq.weight": ("muon", 0.1, 0.1, 0.95), "layers.1.wq.weight": ("muon", 0.1, 0.0, 0.8)}
+    assert found == others | norms | layers
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ('[{pattern = "layers.9.*"}]', "'layers.9.*' matches no weight"),
+        ('[{pattern = "*"}, {pattern = "*norm*"}]', "matches no weight that an earlier pattern leaves"),
+        ('[{kind = "muon"}]', "norm.weight is no matrix"),
+        ('[{betas = [0.9]}]', r"betas = \[0.9\] of '\*': adamw has 2"),
+        ('[{patern = "*"}]', "optimizer.groups.patern: unknown key; one of pattern, kind"),
+        ('[{lr = -1}]', "optimizer.groups.lr = -1.0: must be a number >= 0"),
+        ('["*norm*"]', "must be a table"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_groups_are_named(groups: str, message: str) -> None:
+    weights = {"norm.weight": torch.zeros(4), "layers.0.wq.weight": torch.zeros(4, 4)}
+    with pytest.raises(ConfigError, match=message):
+        build_groups(weights.items(), load_config([f"--optimizer.groups={groups}"]).optimizer, whole=True)
