@@ -180,7 +180,8 @@ class MetricsLogger:
         self.line_width = LINE_WIDTH - (10 if len(config.metrics.log_ranks) > 1 else 0)  # then it names the rank
         self.waiting: dict[int, Tensor] = {}  # step → loss and gradient norm that the host has not fetched yet
         self.losses: list[float] = []  # of the steps trained since the last row, as far as they are fetched
-        self.grad_norm = self.lr = math.nan  # of the last step that was trained and fetched
+        self.grad_norm = math.nan  # of the last step that was trained and fetched
+        self.rates: Mapping[str, float] = {}
         self.peak = peak_flops(device)
         self.file = open_records(run_folder / "metrics.jsonl") if rank == 0 else None
         config = dataclasses.replace(config, run=dataclasses.replace(config.run, folder=str(run_folder)))
@@ -209,10 +210,12 @@ class MetricsLogger:
         self.since = time.perf_counter()
         self.interval_steps, self.data_wait_seconds = 0, 0.0
 
-    def add(self, step: int, loss: Tensor, grad_norm: Tensor, lr: float, data_wait_seconds: float) -> None:
-        """Count a trained step. Its figures stay on the device until something is due."""
+    def add(
+        self, step: int, loss: Tensor, grad_norm: Tensor, rates: Mapping[str, float], data_wait_seconds: float
+    ) -> None:
+        """Count a trained step. Its figures stay on the device until something is due. `rates`: `lr`, and of groups."""
         self.waiting[step] = torch.stack((loss, grad_norm))
-        self.lr = lr
+        self.rates = rates
         self.interval_steps += 1
         self.data_wait_seconds += data_wait_seconds
 
@@ -247,7 +250,7 @@ class MetricsLogger:
             "step": step,
             "loss": (loss := math.fsum(self.losses) / len(self.losses)),
             "grad_norm": self.grad_norm,
-            "lr": self.lr,
+            **self.rates,
             "tokens": tokens,
             "tps": total / self.world_size,
             "mfu": flops / self.peak if self.peak else None,
@@ -262,7 +265,7 @@ class MetricsLogger:
             f"step {step:>{len(str(self.steps))}}/{self.steps}",
             f"loss {loss:.4f}",
             f"norm {self.grad_norm:#.3g}",
-            f"lr {self.lr:.1e}",
+            f"lr {self.rates['lr']:.1e}",
             f"{tqdm.format_sizeof(total)} tokens/s  {tqdm.format_sizeof(tokens)} seen".replace("G", "B"),
             f"ETA {f'{eta / 86_400:.1f}d' if eta > 86_400 else timedelta(seconds=round(eta))}" if eta else "",
             f"MFU {100 * flops / self.peak:.0f}%" if self.peak else "",

@@ -217,10 +217,14 @@ def due(step: int, interval: int, steps: int) -> bool:
     return step % interval == 0 or step == steps
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the rate of every group: `lr` times its factor."""
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> dict[str, float]:
+    """Set the rate of every group: `lr` times its factor. Returns `lr`, and `lr/PATTERN` of groups with a factor."""
+    rates = {"lr": lr}
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("factor", 1.0)
+        if group["lr"] != lr:
+            rates[f"lr/{group['pattern']}"] = group["lr"]
+    return rates
 
 
 def clip_grad_norm_(

@@ -129,10 +129,10 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
             loss = sum_losses(run.forward_backward(compute, parameters, batches, n_tokens), dims, device)
             grad_norm = clip_grad_norm_(parameters, training.max_norm, mesh.pp, mesh.islands).to(device)
             lr = learning_rate(step, steps, config.optimizer.lr, config.lr_scheduler)
-            set_learning_rate(optimizer, lr)
+            rates = set_learning_rate(optimizer, lr)
             if guard.accepts(step, loss, grad_norm):
                 optimizer.step()
-                metrics.add(step, loss, grad_norm, lr, data.wait_seconds)
+                metrics.add(step, loss, grad_norm, rates, data.wait_seconds)
             else:  # no update; everything else goes on
                 metrics.log_skipped(step, data.tokens_seen)
             refresh_weights(step)

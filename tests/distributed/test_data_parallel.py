@@ -90,12 +90,13 @@ def test_a_rollback_goes_on_with_the_weights_of_the_checkpoint(tmp_path: Path, m
     run_ranks(1, partial(our_run, folder=tmp_path, bad_step=5), config, 8, 2)
     (result,) = run_ranks(1, partial(our_run, folder=tmp_path), config, 8, 2)
     assert sorted(result["losses"]) == [1, 2, 4, 6, 8]
-    assert result["losses"].pop(4) == pytest.approx(before["losses"][4], rel=3e-5), "trained, then taken back"
+    taken_back = (before["losses"][3] + before["losses"][4]) / 2
+    assert result["losses"].pop(4) == pytest.approx(taken_back, rel=3e-5)
     result["norms"].pop(4)
     result["rows"] = []  # the sixth step's rate counts the time of those left out
     assert result["grads_after"] == 2, "the steps left out are not computed"
     result["grads"] = {}  # of another step
-    close(result, expected, loss_tolerance=3e-5, grad_tolerance=1e-7)
+    close(result, expected, loss_tolerance=3e-5, grad_tolerance=1e-7, starts=(0, 3))
 
 
 def test_compiled_by_inductor() -> None:

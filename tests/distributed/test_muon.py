@@ -156,6 +156,8 @@ def test_groups_are_chosen_by_the_first_pattern() -> None:
     norms = dict.fromkeys((name for name in shapes if "norm" in name), ("adamw", 0.05, 0.0, 0.9))
     layers = {"layers.0.wq.weight": ("muon", 0.1, 0.1, 0.95), "layers.1.wq.weight": ("muon", 0.1, 0.0, 0.8)}
     assert found == others | norms | layers
+    model = nn.ModuleDict({"norm": nn.RMSNorm(4), "other": nn.Linear(4, 4)})
+    assert set_learning_rate(build_optimizer([model], config.optimizer), 0.4) == {"lr": 0.4, "lr/*norm*": 0.2}
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def build_metrics(config: Config, folder: Path, rank: int = 0, first_step: int =
 
 def log(metrics: MetricsLogger, step: int, loss: float = 1.0) -> None:
     """A trained step, and its row."""
-    metrics.add(step, torch.tensor(loss), torch.tensor(0.5), lr=1e-3, data_wait_seconds=0.0)
+    metrics.add(step, torch.tensor(loss), torch.tensor(0.5), rates={"lr": 1e-3}, data_wait_seconds=0.0)
     metrics.log(step, tokens=step)
 
 
@@ -95,7 +95,7 @@ def test_metrics_rows_hold_the_rates_of_the_interval(tmp_path: Path, monkeypatch
     metrics.restart_clock()
     for step in (1, 2):
         now[0] += 4.0
-        metrics.add(step, torch.tensor(1.5 + step), torch.tensor(0.5), lr=1e-3, data_wait_seconds=1.0)
+        metrics.add(step, torch.tensor(1.5 + step), torch.tensor(0.5), rates={"lr": 1e-3}, data_wait_seconds=1.0)
     metrics.log(2, tokens=4000)
     metrics.log_validation(2, {"": 3.25}, tokens=4000)
     metrics.log_validation(2, {"web": 3.0, "code": 2.0}, tokens=4000)
@@ -121,7 +121,7 @@ def test_the_loss_is_the_mean_of_the_trained_steps_since_the_last_line(tmp_path:
         if step == 6:
             metrics.log_skipped(step, tokens=step)
         else:
-            metrics.add(step, loss, loss, lr=1e-3, data_wait_seconds=0.0)
+            metrics.add(step, loss, loss, rates={"lr": 1e-3}, data_wait_seconds=0.0)
         if step == 4:
             metrics.check_finite()
             metrics.log_validation(step, {"": 3.25}, tokens=step)
@@ -153,7 +153,7 @@ def test_a_log_line_says_what_is_known_in_110_characters(
     settings = Config(metrics=Metrics(tensorboard=False, log_ranks=ranks), training=Training(steps=steps))
     metrics = build_metrics(settings, tmp_path, flops_per_token=1000)
     metrics.peak = peak
-    metrics.add(at, torch.tensor(5.123), torch.tensor(0.5), lr=1e-3, data_wait_seconds=0.0)
+    metrics.add(at, torch.tensor(5.123), torch.tensor(0.5), rates={"lr": 1e-3}, data_wait_seconds=0.0)
     metrics.log(at, tokens=7_000_000)
     (line,) = capfd.readouterr().err.splitlines()
     assert line.partition(" ")[2] == f"{first}  loss 5.1230  norm 0.500  lr 1.0e-03  {last}"
