@@ -79,7 +79,7 @@ class Watchdog:
     def _say_where(self) -> None:
         where = f"{SILENT_SECONDS:g} s so far, now in {self.section}{self.part}"
         compiling = ", and the first step compiles" if self.config.compile.enable else ""
-        stop = f"to stop: touch {self.folder}/stop (after this step), or Ctrl-C twice (at once)"
+        stop = f"to stop: touch {self.folder}/stop (after this step), or Ctrl-C until it ends (at once)"
         logger.info(f"step {self.step}: {where}{compiling}; {stop}")
 
     # ------------------------------------------------------------ why the run ends

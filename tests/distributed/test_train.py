@@ -454,7 +454,7 @@ def test_a_long_first_step_says_once_where_it_is_and_how_to_stop_it(
     (place,) = (i for i, line in enumerate(lines) if "so far" in line)
     assert lines[place][9:] == (  # 8 samples, 2 in a microbatch
         "step 1: 0.125 s so far, now in forward/backward, microbatch 4 of 4; to stop: "
-        f"touch {tmp_path}/run/stop (after this step), or Ctrl-C twice (at once)"
+        f"touch {tmp_path}/run/stop (after this step), or Ctrl-C until it ends (at once)"
     )
     assert "step 1/2  loss" in "".join(lines[place:])
 
