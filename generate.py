@@ -66,8 +66,7 @@ def generate(
     tokens_B = torch.tensor([prompt[-1] for prompt in prompts], device=device)  # the first whose logits are used
     positions_B1 = torch.tensor([[len(prompt) - 1] for prompt in prompts], device=device)
     for step in range(request.max_tokens):
-        logits_BV = model(tokens_B[:, None], positions_B1, caches)[:, -1].float()
-        tokens_B = sample(logits_BV, request, draws_BT[:, step])
+        tokens_B = sample(model(tokens_B[:, None], positions_B1, caches)[:, -1].float(), request, draws_BT[:, step])
         yield tokens_B.tolist()
         left = [i for i, row in enumerate(rows) if row not in finished]
         if not left:
@@ -76,7 +75,7 @@ def generate(
             rows = [rows[i] for i in left]
             tokens_B, positions_B1, draws_BT = tokens_B[left], positions_B1[left], draws_BT[left]
             for cache in caches:
-                cache.keep(left)
+                cache.k, cache.v = cache.k[left], cache.v[left]
         positions_B1 = positions_B1 + 1
 
 
@@ -99,8 +98,7 @@ def sample(logits_BV: Tensor, request: Request, draws_B: Tensor) -> Tensor:
         sorted_BV = sorted_BV.masked_fill(beyond_BV, 0.0)
         probabilities_BV = torch.zeros_like(sorted_BV).scatter(-1, order_BV, sorted_BV)
     sums_BV = (probabilities_BV * 2**DRAW_BITS).long().cumsum(-1)
-    places_B1 = draws_B[:, None] * sums_BV[:, -1:] >> DRAW_BITS
-    return torch.searchsorted(sums_BV, places_B1, right=True)[:, 0]
+    return torch.searchsorted(sums_BV, draws_B[:, None] * sums_BV[:, -1:] >> DRAW_BITS, right=True)[:, 0]
 
 
 # ---------------------------------------------------------------- text

@@ -77,10 +77,9 @@ class Watchdog:
             yield item
 
     def _say_where(self) -> None:
-        where = f"{SILENT_SECONDS:g} s so far, now in {self.section}{self.part}"
-        compiling = ", and the first step compiles" if self.config.compile.enable else ""
+        where = f"{self.section}{self.part}{', and the first step compiles' if self.config.compile.enable else ''}"
         stop = f"to stop: touch {self.folder}/stop (after this step), or Ctrl-C until it ends (at once)"
-        logger.info(f"step {self.step}: {where}{compiling}; {stop}")
+        logger.info(f"step {self.step}: {SILENT_SECONDS:g} s so far, now in {where}; {stop}")
 
     # ------------------------------------------------------------ why the run ends
 

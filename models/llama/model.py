@@ -66,25 +66,19 @@ class KVCache:
     Rows may be at different positions. No token sees what is stored beyond its row's position.
     """
 
-    k: Tensor | None = None
-    v: Tensor | None = None
+    k = v = torch.empty(0)
 
     def store(self, k_BKSH: Tensor, v_BKSH: Tensor, positions_BS: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Store keys and values at `positions_BS`; return the first `length` places, [B, K, T, H]."""
         B, K, _, H = k_BKSH.shape
-        if self.k is None or self.v is None:
-            self.k, self.v = (x.new_zeros(B, K, 0, H) for x in (k_BKSH, v_BKSH))
+        if not self.k.numel():
+            self.k = self.v = k_BKSH.new_zeros(B, K, 0, H)
         if (more := length - self.k.shape[2]) > 0:  # zeros, since even a masked position must not hold NaN
             self.k, self.v = (F.pad(x, (0, 0, 0, more)) for x in (self.k, self.v))
         rows_B1 = torch.arange(B, device=k_BKSH.device)[:, None]
         self.k[rows_B1, :, positions_BS] = k_BKSH.transpose(1, 2)
         self.v[rows_B1, :, positions_BS] = v_BKSH.transpose(1, 2)
         return self.k[:, :, :length], self.v[:, :, :length]
-
-    def keep(self, rows: list[int]) -> None:
-        """Keep only these rows."""
-        if self.k is not None and self.v is not None:
-            self.k, self.v = self.k[rows], self.v[rows]
 
 
 def rope_frequencies(config: LlamaConfig, device: torch.device) -> Tensor:
