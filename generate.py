@@ -7,7 +7,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from models.llama.model import KVCache
 from trained import Trained, add_place_arguments, load_from_arguments
 
 PREFILL_TOKENS = 512  # of a prompt per forward: limits the memory of the logits, which go unused
+DRAW_BITS = 31  # of random numbers and probabilities: as integers, since a GPU may add floats in any order
 
 
 # ---------------------------------------------------------------- token by token
@@ -42,16 +43,22 @@ class Request:
 
 @torch.no_grad()
 def generate(
-    model: nn.Module, prompts: Sequence[Sequence[int]], device: torch.device, request: Request
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    device: torch.device,
+    request: Request,
+    finished: Collection[int] = (),
 ) -> Iterator[list[int]]:
-    """Yield the next token of every prompt, `request.max_tokens` times. Each takes one forward with a KV cache.
+    """Yield the next token of every row, `request.max_tokens` times. Each takes one forward with a KV cache.
 
+    Between two tokens the caller may add to `finished`: these rows leave the batch, and the list has no place for them.
     Prompts may differ in length. A row gets the same tokens as alone: it has its own positions, and its own random
-    generator with the seed `request.seed` + row.
+    numbers, of the seed `request.seed` + row.
     """
-    generators = [torch.Generator(device).manual_seed(request.seed + row) for row in range(len(prompts))]
-    length = max(map(len, prompts)) + request.max_tokens
-    caches = [KVCache(length) for _ in range(len(model.layers))]  # type: ignore[arg-type]
+    rows = list(range(len(prompts)))
+    seeded = [torch.Generator().manual_seed(request.seed + row) for row in rows]
+    draws_BT = torch.stack([torch.randint(2**DRAW_BITS, (request.max_tokens,), generator=g) for g in seeded]).to(device)
+    caches = [KVCache() for _ in range(len(model.layers))]  # type: ignore[arg-type]
     # Shorter prompts are padded at the end. What padding stores is overwritten before any token sees it.
     prompts_BS = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True).to(device)
     for start in range(0, prompts_BS.shape[1] - 1, PREFILL_TOKENS):
@@ -59,31 +66,40 @@ def generate(
         model(piece_BS, torch.arange(start, start + piece_BS.shape[1], device=device)[None], caches)
     tokens_B = torch.tensor([prompt[-1] for prompt in prompts], device=device)  # the first whose logits are used
     positions_B1 = torch.tensor([[len(prompt) - 1] for prompt in prompts], device=device)
-    for _ in range(request.max_tokens):
-        rows = zip(model(tokens_B[:, None], positions_B1, caches)[:, -1].float(), generators, strict=True)
-        tokens_B = torch.stack([sample(logits_V, request, generator) for logits_V, generator in rows])
+    for step in range(request.max_tokens):
+        tokens_B = sample(model(tokens_B[:, None], positions_B1, caches)[:, -1].float(), request, draws_BT[:, step])
         yield tokens_B.tolist()
+        left = [i for i, row in enumerate(rows) if row not in finished]
+        if not left:
+            return
+        if len(left) < len(rows):
+            rows = [rows[i] for i in left]
+            tokens_B, positions_B1, draws_BT = tokens_B[left], positions_B1[left], draws_BT[left]
+            for cache in caches:
+                cache.k, cache.v = cache.k[left], cache.v[left]
         positions_B1 = positions_B1 + 1
 
 
-def sample(logits_V: Tensor, request: Request, generator: torch.Generator) -> Tensor:
-    """Draw a token id from softmax(logits / temperature), limited to the `top_k` likeliest, then by `top_p`.
+def sample(logits_BV: Tensor, request: Request, draws_B: Tensor) -> Tensor:
+    """Token ids [B] from softmax(logits / temperature), limited to the `top_k` likeliest, then by `top_p`.
 
-    Top-p (Holtzman et al. 2020) keeps the fewest likeliest tokens whose probabilities add up to `top_p`.
+    Top-p (Holtzman et al. 2020) keeps the fewest likeliest tokens whose probabilities add up to `top_p`. `draws_B` are
+    integers below 2**DRAW_BITS: the token is where the draw falls in the running sum of the probabilities.
     """
     if request.temperature == 0:
-        return logits_V.argmax()
-    logits_V = logits_V / request.temperature
+        return logits_BV.argmax(-1)
+    logits_BV = logits_BV / request.temperature
     if request.top_k:
-        threshold = logits_V.topk(min(request.top_k, logits_V.numel())).values[-1]
-        logits_V = logits_V.masked_fill(logits_V < threshold, -torch.inf)
-    probabilities_V = logits_V.softmax(-1)
+        threshold_B1 = logits_BV.topk(min(request.top_k, logits_BV.shape[-1])).values[:, -1:]
+        logits_BV = logits_BV.masked_fill(logits_BV < threshold_B1, -torch.inf)
+    probabilities_BV = logits_BV.softmax(-1)
     if request.top_p < 1:
-        sorted_V, order_V = probabilities_V.sort(descending=True)
-        beyond_V = sorted_V.cumsum(-1) - sorted_V >= request.top_p
-        sorted_V = sorted_V.masked_fill(beyond_V, 0.0)
-        probabilities_V = torch.zeros_like(sorted_V).scatter(0, order_V, sorted_V)
-    return torch.multinomial(probabilities_V, 1, generator=generator)[0]
+        sorted_BV, order_BV = probabilities_BV.sort(descending=True)
+        beyond_BV = sorted_BV.cumsum(-1) - sorted_BV >= request.top_p
+        sorted_BV = sorted_BV.masked_fill(beyond_BV, 0.0)
+        probabilities_BV = torch.zeros_like(sorted_BV).scatter(-1, order_BV, sorted_BV)
+    sums_BV = (probabilities_BV * 2**DRAW_BITS).long().cumsum(-1)
+    return torch.searchsorted(sums_BV, draws_B[:, None] * sums_BV[:, -1:] >> DRAW_BITS, right=True)[:, 0]
 
 
 # ---------------------------------------------------------------- text
@@ -138,12 +154,12 @@ def stream_texts(trained: Trained, prompts: Sequence[Sequence[int]], request: Re
     added = trained.tokenizer.raw.get_added_tokens_decoder().items()
     special = {id for id, token in added if token.special and token.content in request.stops}  # no text shows them
     streams = [TextStream(trained.tokenizer, ids, request.stop_ids | special, request.stops) for ids in prompts]
-    for tokens in generate(trained.model, prompts, trained.device, request):
-        for row, (stream, token) in enumerate(zip(streams, tokens, strict=True)):
-            if not stream.done:
-                yield row, stream.push(token)
-        if all(stream.done for stream in streams):
-            return
+    finished: set[int] = set()
+    for tokens in generate(trained.model, prompts, trained.device, request, finished):
+        for row, token in zip([row for row in range(len(prompts)) if row not in finished], tokens, strict=True):
+            yield row, streams[row].push(token)
+            if streams[row].done:
+                finished.add(row)
     for row, stream in enumerate(streams):
         yield row, stream.finish()
 
@@ -151,13 +167,21 @@ def stream_texts(trained: Trained, prompts: Sequence[Sequence[int]], request: Re
 # ---------------------------------------------------------------- command line
 
 
-def check_prompt(name: str, prompt: str, tokenizer: Tokenizer, seq_len: float = math.inf) -> None:
-    """Raises ConfigError for a prompt without a token to go on from, or without room for one more in `seq_len`."""
+def check_prompt(name: str, prompt: str, tokenizer: Tokenizer, seq_len: float = math.inf) -> int:
+    """The tokens of a prompt. Raises ConfigError if there are none, or if they leave no room for one in `seq_len`."""
     tokens = len(tokenizer.encode(prompt))
     if tokens >= seq_len:
         raise ConfigError(f"{name}: has {tokens} tokens, must have fewer than training.seq_len = {seq_len}")
     if not tokens:
         raise ConfigError(f"{name} = {prompt!r}: the tokenizer makes no token of it, so there is nothing to continue")
+    return tokens
+
+
+def warn_if_longer(trained: Trained, prompt_tokens: int, request: Request) -> None:
+    """Warn if a text may outgrow the sequences that the model was trained on: beyond them it often makes no sense."""
+    if 0 < trained.seq_len < prompt_tokens + request.max_tokens:
+        asked = f"a prompt of {prompt_tokens} tokens and --max-tokens {request.max_tokens} exceed the {trained.seq_len}"
+        print(f"warning: {asked} that the model was trained on; text beyond may be poor", file=sys.stderr, flush=True)
 
 
 def continue_one(trained: Trained, prompt: Sequence[int], request: Request) -> str:
@@ -193,6 +217,7 @@ def chat(trained: Trained, system: str, request: Request) -> None:
         except TitaniteError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
             continue
+        warn_if_longer(trained, len(prompt), request)
         messages = [*turn, {"role": "assistant", "content": continue_one(trained, prompt, request)}]
 
 
@@ -236,8 +261,7 @@ def main(argv: list[str]) -> None:
     prompts = read_prompts(arguments.prompts_file) if arguments.prompts_file else arguments.prompt
 
     trained = load_from_arguments(arguments)
-    for prompt in prompts or ():
-        check_prompt("prompt", prompt, trained.tokenizer)
+    longest = max((check_prompt("prompt", prompt, trained.tokenizer) for prompt in prompts or ()), default=0)
     answer_ends = chat_of(trained.tokenizer).stop_ids if arguments.chat else ()
     request = Request(
         temperature=arguments.temperature,
@@ -248,6 +272,8 @@ def main(argv: list[str]) -> None:
         stop_ids=frozenset({trained.tokenizer.eos_id, *answer_ends}),
         stops=tuple(filter(None, arguments.stop)),
     )
+    if longest:
+        warn_if_longer(trained, longest, request)
     if arguments.chat:
         chat(trained, arguments.system, request)
     elif arguments.prompts_file or len(prompts) > 1:

@@ -13,6 +13,7 @@ from checkpoint.files import read_state
 from checkpoint.loading import check_same_names, load_place
 from checkpoint.manifest import Manifest, Opened
 from checkpoint.state import model_tensors
+from config import tomllib
 from data.tokenizer import Tokenizer
 from models import build_model, recorded_model
 from parallel.device import device_type
@@ -27,6 +28,12 @@ class Trained:
     manifest: Manifest
     place: str  # of the checkpoint
     device: torch.device
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of the sequences it was trained on, or those that an import's config.json allows; 0 if unknown."""
+        imported, run = self.manifest.get("imported", {}), tomllib.loads(self.manifest.get("config", ""))
+        return imported.get("max_position_embeddings") or run.get("training", {}).get("seq_len", 0)
 
 
 def load_trained(place: str, *, device: torch.device, dtype: torch.dtype, tokenizer: str = "") -> Trained:

@@ -153,6 +153,7 @@ class Run:
             self.data.open_ledger(self.folder, self.writing)
         self.ranks = ranks
         self.stop.start(config.comm.init_timeout_seconds)
+        self.watchdog.silence.start()
         self._trace = self._contexts.enter_context(
             profile(config.profiling, self.folder / "profile", rank, step, self.writing)
         )
@@ -173,7 +174,7 @@ class Run:
         def compute_all() -> list[Tensor]:
             losses = []
             for i, batch in enumerate(microbatches):
-                self.watchdog.enter("forward/backward")
+                self.watchdog.enter("forward/backward", part=f", microbatch {i + 1} of {len(microbatches)}")
                 losses.append(compute.forward_backward(*batch, n_tokens, i == len(microbatches) - 1))
             return losses
 
@@ -191,6 +192,7 @@ class Run:
         comm = self.config.comm
         if self.starting and self._computed:
             self.starting = False
+            self.watchdog.silence.cancel()
             gc.collect()
             gc.freeze()  # all long-lived objects exist: later collections leave them out
             self.watchdog.enter("start")

@@ -6,6 +6,7 @@ other machines in a collective is ended by the collective's own timeout.
 """
 
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -29,7 +30,9 @@ from run.processes import AGAIN, LaunchEnvironment, process_state
 from storage import OutageError
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
+SILENT_SECONDS = 60.0  # of the first step, until a line says what takes so long
 SAYING_SECONDS = 10.0  # most time to report a hang before a rank ends
 LOST_SECONDS = 3.0  # for a rank that lost a connection to look for the rank it lost
 CHECKPOINTING = ("checkpoint", "load", "end")  # sections that may last checkpoint.timeout_seconds
@@ -42,7 +45,8 @@ class Watchdog:
 
     def __init__(self, folder: Path, environment: LaunchEnvironment, config: Config):
         self.folder, self.environment, self.config = folder, environment, config
-        self.section, self.step = "start", 0
+        self.section, self.part, self.step = "start", "", 0
+        self.silence = threading.Timer(SILENT_SECONDS, self._say_where)  # runs during the first step
         self.last_checkpoint: int | None = None  # that this start has read or committed
         self.limit_seconds: float = config.comm.init_timeout_seconds
         self._entered, self._main = time.monotonic(), threading.get_ident()
@@ -56,9 +60,9 @@ class Watchdog:
 
     # ------------------------------------------------------------ where this rank is
 
-    def enter(self, section: str, step: int | None = None) -> None:
+    def enter(self, section: str, step: int | None = None, part: str = "") -> None:
         """Say that this rank begins a section, such as data, forward/backward, optimizer, validation or checkpoint."""
-        self.section, self.step = section, self.step if step is None else step
+        self.section, self.part, self.step = section, part, self.step if step is None else step
         self._entered = time.monotonic()
 
     def alive(self) -> None:
@@ -72,11 +76,17 @@ class Watchdog:
             self.enter(section)
             yield item
 
+    def _say_where(self) -> None:
+        where = f"{self.section}{self.part}{', and the first step compiles' if self.config.compile.enable else ''}"
+        stop = f"to stop: touch {self.folder}/stop (after this step), or Ctrl-C until it ends (at once)"
+        logger.info(f"step {self.step}: {SILENT_SECONDS:g} s so far, now in {where}; {stop}")
+
     # ------------------------------------------------------------ why the run ends
 
     def explain(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
         """Announce the exception that ends the run, as the exit of a context."""
         self._closed.set()
+        self.silence.cancel()
         if not isinstance(error, Exception):
             return
         rank: int | None = self.environment.rank

@@ -4,7 +4,7 @@ Weights have the layout of Hugging Face's checkpoints: rotary embeddings rotate 
 permuted when loading or exporting.
 
 Shapes are written with these letters:
-    B batch   S sequence   T keys (S, or the length of the cache)   D dim   F hidden_dim
+    B batch   S sequence   T keys (S, or the filled part of the cache)   D dim   F hidden_dim
     N query heads   K key/value heads   H head_dim   V vocabulary
 Tensor parallelism makes one dimension of B and S in hidden states, [B * S, D], and nothing here may tell them apart but
 attention.
@@ -24,6 +24,7 @@ compiled_flex_attention = torch.compile(flex_attention) if torch.cuda.is_availab
 # Uncompiled it would make the whole boolean [B, S, T], several times.
 compiled_block_mask = torch.compile(create_block_mask) if torch.cuda.is_available() else create_block_mask
 Mask = Tensor | BlockMask | None  # None: causal
+CACHE_STEP = 256  # places by which caches grow: a kernel may have to be built for each length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,25 +61,24 @@ class LlamaConfig:
 
 
 class KVCache:
-    """Keys and values of one layer, for rows of up to `max_seq_len` tokens, stored at their tokens' positions.
+    """Keys and values of one layer, stored at their tokens' positions. It grows as far as it is filled.
 
     Rows may be at different positions. No token sees what is stored beyond its row's position.
     """
 
-    def __init__(self, max_seq_len: int):
-        self.max_seq_len = max_seq_len
-        self.k: Tensor | None = None
-        self.v: Tensor | None = None
+    k = v = torch.empty(0)
 
-    def store(self, k_BKSH: Tensor, v_BKSH: Tensor, positions_BS: Tensor) -> tuple[Tensor, Tensor]:
-        """Store keys and values at `positions_BS`; return the whole cache, [B, K, T, H] with T = max_seq_len."""
+    def store(self, k_BKSH: Tensor, v_BKSH: Tensor, positions_BS: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """Store keys and values at `positions_BS`; return the first `length` places, [B, K, T, H]."""
         B, K, _, H = k_BKSH.shape
-        if self.k is None or self.v is None:  # zeros, since even a masked position must not hold NaN
-            self.k, self.v = (x.new_zeros(B, K, self.max_seq_len, H) for x in (k_BKSH, v_BKSH))
+        if not self.k.numel():
+            self.k = self.v = k_BKSH.new_zeros(B, K, 0, H)
+        if (more := length - self.k.shape[2]) > 0:  # zeros, since even a masked position must not hold NaN
+            self.k, self.v = (F.pad(x, (0, 0, 0, more)) for x in (self.k, self.v))
         rows_B1 = torch.arange(B, device=k_BKSH.device)[:, None]
         self.k[rows_B1, :, positions_BS] = k_BKSH.transpose(1, 2)
         self.v[rows_B1, :, positions_BS] = v_BKSH.transpose(1, 2)
-        return self.k, self.v
+        return self.k[:, :, :length], self.v[:, :, :length]
 
 
 def rope_frequencies(config: LlamaConfig, device: torch.device) -> Tensor:
@@ -178,8 +178,8 @@ class Attention(nn.Module):
         q, k, v = (x.view(-1, cos.shape[1], *x.shape[-2:]) for x in (q, k, v))
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)  # before the transpose: after it, they would be copied
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        if cache is not None and positions_BS is not None:
-            k, v = cache.store(k, v, positions_BS)
+        if cache is not None and positions_BS is not None and mask is not None:
+            k, v = cache.store(k, v, positions_BS, mask.shape[-1])
         out = self.attend(q, k, v, mask)
         return self.wo(out.transpose(1, 2).reshape(*x_BSD.shape[:-1], -1))
 
@@ -265,7 +265,8 @@ class Llama(nn.Module):
         positions = torch.arange(S, device=device)[None] if positions_BS is None else positions_BS
         mask: Mask = None
         if caches:
-            mask = torch.arange(caches[0].max_seq_len, device=device) <= positions[:, None, :, None]
+            filled = (int(positions.max()) // CACHE_STEP + 1) * CACHE_STEP
+            mask = torch.arange(filled, device=device) <= positions[:, None, :, None]
         elif self.local_indices is not None:
             own = self.local_indices(S)
             mask = causal_mask(positions, own) if self.local_mask or positions_BS is not None else None

@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import gzip
 import json
+import logging
 import os
 import re
 import signal
@@ -27,7 +28,8 @@ from data.prepare import main as prepare
 from data.shards import DataError, open_dataset
 from generate import main as generate
 from models import MODELS
-from run.watchdog import _stack_of
+from optim import clip_grad_norm_
+from run.watchdog import Watchdog, _stack_of
 from tests.harness import run_ranks
 from tests.runs import (
     STEPS,
@@ -170,9 +172,11 @@ def test_steps_may_change_on_resume_also_of_a_run_of_a_version_with_other_settin
     with monkeypatch.context() as other_version:
         other_version.setattr("config.to_toml", lambda config: to_toml(config) + "[branch]\nidea = 3\n")
         launch(1, folder, [*small, "--training.steps=4"])
-    generate([str(folder), "--prompt=ba", "--max-tokens=4"])
+    generate([str(folder), "--prompt=ba", "--max-tokens=32"])
     validate([str(folder)])
-    assert f"{dataset.name}  loss " in capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert "--max-tokens 32 exceed the 32 that the model was trained on" in err
+    assert f"{dataset.name}  loss " in out
     with pytest.raises(ConfigError, match=r"\[branch\]: must be a section"):
         load_config([f"--config={folder / 'config.toml'}"])
     launch(1, folder, [*small, "--training.steps=6"])
@@ -429,6 +433,31 @@ def test_layouts_change_from_start_to_start(
     assert column(tmp_path, "tokens") == column(single, "tokens")
     torch.testing.assert_close(column(tmp_path, "loss"), column(single, "loss"), rtol=1e-6, atol=0)
     assert prove(tmp_path)[0].startswith(f"{STEPS} steps")
+
+
+def wait_in_first_step(arguments: list[str]) -> None:
+    """train.py in this process, which between the gradients and the update of step 1 waits for a line about it."""
+    reached, said, say = threading.Event(), threading.Event(), Watchdog._say_where
+    logging.getLogger("run.watchdog").addFilter(lambda record: said.set() or True)
+    with (
+        mock.patch("run.watchdog.SILENT_SECONDS", 0.125),
+        mock.patch.object(Watchdog, "_say_where", lambda self: reached.wait(60) and say(self)),
+        mock.patch("train.clip_grad_norm_", lambda *rest: reached.set() or (said.wait(60) and clip_grad_norm_(*rest))),
+    ):
+        run(arguments)
+
+
+def test_a_long_first_step_says_once_where_it_is_and_how_to_stop_it(
+    small: tuple[str, ...], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    launch(1, tmp_path / "run", [*small, "--training.steps=2"], function=wait_in_first_step)
+    lines = capfd.readouterr().err.splitlines()
+    (place,) = (i for i, line in enumerate(lines) if "so far" in line)
+    assert lines[place][9:] == (  # 8 samples, 2 in a microbatch
+        "step 1: 0.125 s so far, now in forward/backward, microbatch 4 of 4; to stop: "
+        f"touch {tmp_path}/run/stop (after this step), or Ctrl-C until it ends (at once)"
+    )
+    assert "step 1/2  loss" in "".join(lines[place:])
 
 
 def ask_to_stop(arguments: list[str], how: str) -> None:

@@ -12,6 +12,7 @@ pytest.importorskip("accelerate", reason="the harness's transformers model needs
 
 import lm_eval
 from lm_eval.tasks import TaskManager
+from transformers import AutoTokenizer
 
 from tests.unit.test_generate import imported  # noqa: F401
 from tools.evaluate import TASKS, main
@@ -79,6 +80,21 @@ def test_scores_of_a_run_are_those_of_the_model_it_was_imported_from(imported: P
         score = results["results"][task][f"{metric},none"]
         assert score == pytest.approx(expected["results"][task][f"{metric},none"], rel=1e-5)
     assert main([str(imported), "--no_such_option"]) == 2
+
+
+def test_a_question_is_asked_by_the_chat_template_of_the_model(imported: Path, tasks: Path) -> None:  # noqa: F811
+    own = ["--tasks=colours", "--num_fewshot=0", "--limit=2", f"--include_path={tasks}", f"--output_path={tasks}/made"]
+    chat = ["--apply_chat_template", "--system_instruction", "Be kind.", "--log_samples"]
+    assert main([str(imported), *own, *chat]) == 0
+    (file,) = (tasks / "made").rglob("samples_colours_*.jsonl")
+    samples = [json.loads(line) for line in file.read_text().splitlines()]
+    theirs = AutoTokenizer.from_pretrained(imported.parent / "hf")
+    for sample in samples:
+        user = {"role": "user", "content": f"Question: {sample['doc']['question']}\nAnswer:"}
+        messages = [{"role": "system", "content": "Be kind."}, user]
+        asked = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert [sample["arguments"][f"gen_args_{i}"]["arg_0"] for i in range(4)] == [asked] * 4
+    assert len(samples) == 2
 
 
 def test_the_benchmarks_of_the_float8_study_are_the_harness_s_own() -> None:

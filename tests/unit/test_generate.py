@@ -59,6 +59,7 @@ def test_greedy_tokens_equal_transformers_in_a_batch_of_unequal_lengths(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("generate.PREFILL_TOKENS", 16)  # the longer prompts come in pieces
+    monkeypatch.setattr("models.llama.model.CACHE_STEP", 8)
     hf, prompts = hf_model(family), prompts_of(9, 1, 40, 16, 17)
     hf.generation_config.eos_token_id = None
     expected = []
@@ -79,12 +80,27 @@ def test_a_row_is_drawn_as_it_would_be_alone() -> None:
     assert together != tokens_of(model, prompts, 12, seed=8)
 
 
+def test_attention_reads_what_is_filled_and_finished_rows_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("models.llama.model.CACHE_STEP", 8)
+    model, prompts, finished, read = ours_from(hf_model("llama3")), prompts_of(5, 12, 3), set[int](), []
+    layer, attend = model.layers["0"].attention, model.layers["0"].attention.attend
+    monkeypatch.setattr(layer, "attend", lambda q, k, *rest: read.append((len(k), k.shape[2])) or attend(q, k, *rest))
+    rows: list[list[int]] = [[], [], []]
+    for step, tokens in enumerate(generate(model, prompts, CPU, Request(max_tokens=1000), finished), start=1):
+        for row, token in zip([row for row in range(3) if row not in finished], tokens, strict=True):
+            rows[row].append(token)
+        finished |= {2: {1}, 6: {0, 2}}.get(step, set())
+    # Rows and places: the prompts; the 12th and 13th place of row 1; from the 7th to the 10th of row 0.
+    assert read == [(3, 16), (3, 16), (3, 16), (2, 8), (2, 8), (2, 16), (2, 16)]
+    assert rows == [tokens_of(model, [prompt], n, seed=row)[0] for row, (prompt, n) in
+                    enumerate(zip(prompts, (6, 2, 6), strict=True))]  # fmt: skip
+
+
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (3, 1.0), (0, 0.7), (4, 0.6), (0, 0.01)])
 def test_sampling_follows_the_probabilities_that_transformers_leaves(top_k: int, top_p: float) -> None:
     logits = torch.tensor([1.0, 3.0, 2.0, -1.0, 2.5, 0.0])
-    generator = torch.Generator().manual_seed(0)
-    draws = torch.stack([sample(logits, Request(temperature=0.7, top_k=top_k, top_p=top_p), generator)
-                         for _ in range(4000)])  # fmt: skip
+    numbers = torch.randint(2**31, (4000,), generator=torch.Generator().manual_seed(0))
+    draws = sample(logits.expand(4000, -1), Request(temperature=0.7, top_k=top_k, top_p=top_p), numbers)
     warped = TemperatureLogitsWarper(0.7)(torch.empty(1, 0), logits[None])
     if top_k:
         warped = TopKLogitsWarper(top_k)(torch.empty(1, 0), warped)
@@ -94,7 +110,11 @@ def test_sampling_follows_the_probabilities_that_transformers_leaves(top_k: int,
     share = torch.bincount(draws, minlength=6) / len(draws)
     torch.testing.assert_close(share, expected, rtol=0, atol=0.03)
     assert (share[expected == 0] == 0).all()
-    assert sample(logits, Request(temperature=0.0, top_k=top_k, top_p=top_p), generator) == 1
+    # The lowest and highest draw take the first and last token left. Each row has its own logits.
+    two, ends = torch.stack((logits, logits.flip(0))), torch.tensor([0, 2**31 - 1])
+    first, last = (int(tokens[i]) for tokens, i in ((expected.nonzero(), 0), (expected.flip(0).nonzero(), -1)))
+    assert sample(two, Request(temperature=0.7, top_k=top_k, top_p=top_p), ends).tolist() == [first, last]
+    assert sample(two, Request(temperature=0.0, top_k=top_k, top_p=top_p), ends).tolist() == [1, 4]
 
 
 # ---------------------------------------------------------------- text
@@ -255,6 +275,20 @@ def test_one_prompt_and_many_prompts(imported: Path, tmp_path: Path, capsys: pyt
         main([str(imported), *several, f"--batch-size={size}", "--seed=7", "--max-tokens=20"])
         drawn.add(capsys.readouterr().out)
     assert len(drawn) == 1, "a prompt's seed goes by its place among all"
+
+
+def test_a_text_that_may_outgrow_the_trained_length_is_warned_of(
+    imported: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for words, tokens in (
+        ([f"--prompt={'a' * 509}", "--prompt=b"], 509),
+        (["--chat"], len("user\n\nassistant\n") + 3 + 480),
+    ):
+        for room, warned in ((512 - tokens, False), (513 - tokens, True)):  # of the origin's max_position_embeddings
+            monkeypatch.setattr("builtins.input", mock.Mock(side_effect=["a" * 480, EOFError]))
+            main([str(imported), *words, f"--max-tokens={room}"])
+            said = f"warning: a prompt of {tokens} tokens and --max-tokens {room} exceed the 512 that the model was"
+            assert capsys.readouterr().err.count(said) == warned
 
 
 def test_a_chat_goes_on_from_what_was_said(

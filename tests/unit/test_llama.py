@@ -87,7 +87,7 @@ def test_logits_and_gradients_equal_transformers(family: str) -> None:
 def test_cached_decoding_gives_the_same_logits() -> None:
     model, tokens = ours_from(hf_model("llama3.1")), random_tokens(2, 40)
     expected = model(tokens)
-    caches = [KVCache(40) for _ in model.layers]
+    caches = [KVCache() for _ in model.layers]
     parts = [torch.arange(a, b)[None] for a, b in ((0, 17), (17, 18), (18, 19), (19, 40))]
     pieces = [model(tokens[:, part[0]], part, caches) for part in parts]
     torch.testing.assert_close(torch.cat(pieces, dim=1), expected, rtol=1e-5, atol=1e-5)
