@@ -33,7 +33,7 @@ from data import prepare as prepare_module
 from data import sources, writer
 from data.prepare import main
 from data.shards import SPLITS, DataError
-from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from data.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer, train_tokenizer
 from tests.corpus import prepare, stored_blocks, word_tokenizer, write_dataset
 from tools import convert as convert_module
 from tools import verify
@@ -589,11 +589,32 @@ def test_token_ids_are_converted_with_one_eos_for_each_document(texts, tokenizer
     verify.main([str(output)])
 
 
-def test_ids_of_a_large_vocabulary_have_32_bits(tmp_path):
-    word_tokenizer(70_000).save(tmp_path)
-    np.array([69_999, 5, 0, 7, 0], "<u4").tofile(tmp_path / "a.bin")
-    convert([str(tmp_path / "a.bin")], str(tmp_path / "out"), str(tmp_path), validation_fraction=0)
-    assert [d for block in stored_blocks(tmp_path / "out") for d in block] == [[69_999, 5, 0], [7, 0]]
+def llm_c_header(magic: int, ids: list[int], dtype: str) -> bytes:
+    return np.array([magic, 1, len(ids), *[0] * 253], "<i4").tobytes() + np.array(ids, dtype).tobytes()
+
+
+@pytest.mark.parametrize("layout", ["<u2", "<u4", "<i8", "GPT-2 header", "Llama 3 header", "npy", "--dtype"])
+@pytest.mark.parametrize(("vocab_size", "eos"), [(400, 0), (400, 399), (70_000, 0), (70_000, 69_999)])
+def test_ids_are_read_as_they_were_written(layout, vocab_size, eos, tmp_path):
+    if vocab_size == 70_000 and layout in ("<u2", "GPT-2 header"):
+        return
+    rng = random.Random(vocab_size + eos)
+    documents = [[*(rng.randrange(1, vocab_size - 1) for _ in range(rng.randint(2, 20))), eos] for _ in range(50)]
+    ids = list(chain.from_iterable(documents))
+    with (tmp_path / "a.bin").open("wb") as file:
+        if layout == "npy":
+            np.save(file, np.array(ids, "<i4"))
+        elif "header" in layout:
+            magic, dtype = (20240520, "<u2") if "GPT-2" in layout else (20240801, "<u4")
+            file.write(llm_c_header(magic, ids, dtype))
+        else:
+            file.write(np.array(ids, "<u4" if layout == "--dtype" else layout).tobytes())
+    raw = word_tokenizer(max(vocab_size - 1, eos)).raw
+    raw.add_special_tokens([AddedToken("</s>", special=True)])  # the last id
+    Tokenizer(raw, "</s>" if eos else END_OF_TEXT).save(tmp_path)
+    dtype = {"dtype": "uint32"} if layout == "--dtype" else {}
+    convert([str(tmp_path / "a.bin")], str(tmp_path / "out"), str(tmp_path), validation_fraction=0, **dtype)
+    assert [d for block in stored_blocks(tmp_path / "out") for d in block] == documents
 
 
 @pytest.mark.parametrize(
@@ -601,6 +622,10 @@ def test_ids_of_a_large_vocabulary_have_32_bits(tmp_path):
     [
         (b"\0\0", r"--source .*a\.bin: holds no documents"),
         (b"\1\0\x90\1", r"a\.bin: token 1: id 400 is not in the tokenizer's vocabulary of 400"),
+        (b"\1\1\2\1" * 9, r"a\.bin: .* as uint16, .*none ends .* with --eos-token, or name --dtype if it is one doc"),
+        (b"\1\2\1\0\1\1\0\0" * 9, r"a\.bin: may hold uint16 or uint32; name --dtype, one of"),
+        (llm_c_header(20240522, [7, 8, 0], "<u2"), r"a\.bin: its header \[20240522, 1, 3\] is unknown"),
+        (llm_c_header(20240520, [7, 8, 0], "<u4"), r"header .*, 3\] is unknown or not that of its 6 uint16"),
         (b"odd", r"a\.bin: cannot be read: .*multiple"),
         (None, r"a\.bin: cannot be read: IsADirectoryError"),
     ],
