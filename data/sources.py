@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
+from isal import igzip
 
 from config import TitaniteError
 from data.shards import DataError
@@ -196,13 +197,15 @@ def _open(file: File) -> Any:
 def _records(file: File, raw: Any, unit: Unit, keys: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (place, record) of everything in a unit's part of a file. A text file is one record."""
     kind, compression = kind_of(file.url)
-    stream = pa.CompressedInputStream(pa.PythonFile(raw), compression) if compression else raw
+    stream = pa.CompressedInputStream(pa.PythonFile(raw), "zstd") if compression == "zstd" else raw
+    if compression == "gzip":  # pyarrow refuses zeros after the end, with which tapes and block devices pad
+        stream = igzip.IGzipFile(fileobj=raw)
     if kind == "parquet":
         yield from _parquet_records(file, stream, unit, keys)
     elif kind == "jsonl":  # buffered, since a remote file's own readline copies its whole read-ahead
         yield from _json_records(file, io.BufferedReader(stream, 2**20), unit)
     else:
-        yield file.url, {keys[0]: stream.read().decode()}
+        yield file.url, {keys[0]: stream.read().decode("utf-8-sig")}
     # An empty answer, from the server or a proxy, looks like the end of the file.
     if kind != "parquet" and "://" in file.url and raw.tell() < (unit.stop or file.size):
         raise DataError(f"{file.url}: cannot be read: the server has sent {raw.tell():,} bytes of {file.size:,}")

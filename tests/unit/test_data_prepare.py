@@ -177,6 +177,19 @@ def test_the_same_bytes_by_any_number_of_processes_and_parts(texts, alone, tmp_p
     assert sum(name.startswith("train-") for name in made[0]) > 1
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.md.gz", "a.html.zst", "a", "a.jsonl", "a.jsonl.gz"])
+def test_a_byte_order_mark_is_no_text_and_zeros_after_gzip_are_no_content(name, tmp_path):
+    plain = content = b"\xef\xbb\xbf" + (b'{"text": "def f():"}' if "jsonl" in name else b"def f():")
+    if name.endswith("gz"):
+        content = gzip.compress(content[:5]) + gzip.compress(content[5:]) + bytes(1000)
+        assert subprocess.run(["gzip", "-dc"], input=content, capture_output=True, check=True).stdout == plain
+    elif name.endswith("zst"):
+        content = pa.compress(content, codec="zstd", asbytes=True)
+    (tmp_path / name).write_bytes(content)
+    (unit,) = sources.plan_units(sources.list_files([str(tmp_path / name)]))
+    assert [*sources.documents(unit, ["text"])] == ["def f():"]
+
+
 @pytest.mark.parametrize("unit_bytes", [1, 20, 41, 59])
 def test_units_cut_at_and_between_line_ends(tmp_path, monkeypatch, unit_bytes):
     """Each line belongs to one unit, in order; lines of 20 bytes, so that cuts fall on their ends, too."""
