@@ -309,7 +309,7 @@ def prepare(root: Path, quick: bool) -> tuple[list[Row], Bars]:
     """
     from data.sources import documents, list_files, plan_units
 
-    texts = [text for unit in plan_units(list_files(["stdlib"])) for text in documents(unit, ["text"])]
+    texts = [text for unit in plan_units(list_files(["stdlib"])) for _, text in documents(unit, ["text"])]
     train_tokenizer(texts, 4096).save(_made(root / "tokenizer"))
     repeats = 2 if quick else 12
     source = root / "text.jsonl"

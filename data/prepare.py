@@ -15,7 +15,8 @@ import logging
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
@@ -35,7 +36,7 @@ from data.chat import BUILT_IN, chat_of, encode_examples
 from data.order import derive_key, random_words
 from data.packing import pack
 from data.shards import INDEX_SCHEMA, VERSION, DataError, Shard, digest, token_type
-from data.sources import UNIT_BYTES, Unit, documents, failures_of, kind_of, list_files, plan_units
+from data.sources import UNIT_BYTES, Reject, Unit, documents, failures_of, kind_of, list_files, plan_units, split_keys
 from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from records import write_atomically, written_whole
 
@@ -49,6 +50,7 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that this process gets when it
 
 log = logging.getLogger(__name__)
 Map = Callable[..., Iterator[int]]
+Batch = list[tuple[str, str, bool]]  # documents: place in the input, text, whether it is held out
 
 
 class Plan(NamedTuple):
@@ -73,9 +75,21 @@ class Plan(NamedTuple):
         return self.train_buckets + self.validation_buckets
 
 
-def prepare(o: argparse.Namespace) -> dict[str, Any]:
-    """Prepare a dataset by `parse_options` and return its manifest. Raises DataError, TitaniteError."""
-    folder = writer.check_output(o.output, o.overwrite, o.validation_fraction, o.block_mb, o.shard_mb)
+def prepare(texts: Iterable[str | Mapping[str, Any]], output: str, **options: Any) -> dict[str, Any]:
+    """Prepare texts, or records that hold a format's keys, and return the manifest. Raises DataError, TitaniteError.
+
+    The options are the command's: `seq_len=4096` is --seq-len=4096, `overwrite=True` is --overwrite.
+    """
+    given = [(f"--{name.replace('_', '-')}", value) for name, value in options.items() if value is not False]
+    words = [name if value is True else f"{name}={value}" for name, value in given]
+    o = parse_options(["--source=-", f"--output={output}", *words])
+    records = ({o.keys or KEYS["text"]: text} if isinstance(text, str) else dict(text) for text in texts)
+    return prepare_sources(o, (json.dumps(record).encode() + b"\n" for record in records))
+
+
+def prepare_sources(o: argparse.Namespace, piped: Iterator[bytes] | None = None) -> dict[str, Any]:
+    """Prepare a dataset by `parse_options` and return its manifest. `piped` is the content of source "-"."""
+    folder = writer.check_output(o.output, o.overwrite or o.dry_run, o.validation_fraction, o.block_mb, o.shard_mb)
     is_text, default_keys = o.format == "text", KEYS[o.format]
     names = tuple((o.keys or default_keys).split(","))
     for mistake, message in (
@@ -89,16 +103,28 @@ def prepare(o: argparse.Namespace) -> dict[str, Any]:
         (o.max_characters and not is_text, f"--max-characters {o.max_characters}: examples are never cut"),
         (o.format != "chat" and (o.chat_template or o.date), "--chat-template and --date are for --format chat"),
         (o.format != "chat" and o.train_eos, "--train-eos is for --format chat; others train eos anyway"),
+        (o.separator and not is_text, f"--separator {o.separator!r}: is for --format text"),
+        (o.skip_bad < 0, f"--skip-bad {o.skip_bad}: must be at least 0"),
     ):
         if mistake:
             raise DataError(message)
 
+    for number, (name, keys) in enumerate(map(split_keys, o.sources)):
+        if name == "-" or Path(name).is_fifo():  # kept as a file meanwhile, since every pass reads it again
+            with _kept(name, folder, piped) as path:
+                o.sources[number] = ":".join([str(path), ",".join(keys)]).rstrip(":")
+                return prepare_sources(o)
+
     # -- the input, its tokenizer and what decides the bytes to write
-    units = plan_units(files := list_files(o.sources))
+    units = plan_units(files := list_files(o.sources), o.separator)
+    if wrong := [file.keys for file in files if len(file.keys or names) != len(names)]:
+        raise DataError(f"--source FILE:{','.join(wrong[0])}: must be as many keys as in {default_keys}")
+    bad: list[str] = []
+    reject = partial(_reject, bad, sys.maxsize if o.dry_run else o.skip_bad)
     if o.tokenizer:
         chosen = load_tokenizer(o.tokenizer, o.eos_token)
     else:
-        chosen = train_tokenizer(_sample_texts(units, names), o.vocab_size or VOCAB_SIZE)
+        chosen = train_tokenizer(_sample_texts(units, names, reject), o.vocab_size or VOCAB_SIZE)
     if o.format == "chat":
         with file_errors():
             given = Path(o.chat_template).read_text(encoding="utf-8") if o.chat_template else ""
@@ -114,10 +140,14 @@ def prepare(o: argparse.Namespace) -> dict[str, Any]:
     wanted = o.format, names, o.seq_len, o.max_characters, o.date, o.train_eos
     buckets = (max(1, round(shards * share)) for share in (1 - o.validation_fraction, o.validation_fraction))
     plan = Plan(inputs, *wanted, dtype, o.validation_fraction, int(o.block_mb * 2**20), *buckets)
-    if not (first := next(chain.from_iterable(_batches(plan, unit) for unit in units), None)):
-        raise DataError("the input holds no text: nothing to prepare")
-    if not is_text:  # a mistake in the template or the keys is found before anything is removed
-        _tokenize(plan, chosen, first[:1], np.zeros(1, np.uint64))
+    # A mistake in the template or the keys is found before anything is removed. A dry run finds every one.
+    bad.clear()
+    batches = (batch if o.dry_run else batch[:1] for unit in units for batch in _batches(plan, unit, reject))
+    tried = (_tokenize(plan, chosen, batch, np.zeros(len(batch), np.uint64), reject) for batch in batches)
+    if o.dry_run:
+        return {"documents": sum(map(len, tried)), "bad_records": bad}
+    if not any(map(len, tried)):
+        raise DataError("the input holds no text that can be used: nothing to prepare")
 
     # -- both passes, continuing an interrupted preparation by the same plan
     with writer.locked(folder):
@@ -129,7 +159,12 @@ def prepare(o: argparse.Namespace) -> dict[str, Any]:
         with _worker_pool(min(workers, max(len(units), plan.buckets))) as pool_map:
             if waiting:
                 numbered = [(pair, pair[1].bytes) for pair in enumerate(units)]
-                _run_all(pool_map, partial(_tokenize_unit, folder, plan), numbered, "tokenise", "B")
+                _run_all(pool_map, partial(_tokenize_unit, folder, plan, o.skip_bad), numbered, "tokenise", "B")
+                lists = sorted((folder / writer.PARTS).glob("unit-*.bad"))
+                if skipped := b"".join(path.read_bytes() for path in lists):
+                    if (count := skipped.count(b"\n")) > o.skip_bad:  # finished parts are kept for a larger --skip-bad
+                        raise DataError(f"{count} bad records are more than --skip-bad {o.skip_bad}")
+                    write_atomically(folder / writer.BAD_RECORDS, skipped)
             _run_all(pool_map, partial(_write_bucket, folder, plan), waiting, "write", " shards")
         for part in (folder / writer.PARTS).glob("unit-*"):  # before the manifest, after which no start takes them up
             part.unlink()
@@ -137,17 +172,42 @@ def prepare(o: argparse.Namespace) -> dict[str, Any]:
         written = [(Shard(*shard), pa.Table.from_pylist(rows, INDEX_SCHEMA)) for shard, rows, *_ in records]
         dropped, divided = (sum(numbers) for numbers in zip(*(record[2:] for record in records), strict=True))
         facts = {} if is_text else {"dtype": dtype, "packed_seq_len": o.seq_len, "dropped": dropped, "divided": divided}
+        if (folder / writer.BAD_RECORDS).exists():
+            facts["bad_records"] = (folder / writer.BAD_RECORDS).read_bytes().count(b"\n")
         manifest = writer.write_manifest(folder, chosen, written, facts)
         writer.remove_parts(folder)
         return manifest
 
 
-def _sample_texts(units: list[Unit], keys: Sequence[str]) -> Iterator[str]:
+@contextmanager
+def _kept(name: str, folder: Path, piped: Iterator[bytes] | None) -> Iterator[Path]:
+    """A file in `folder` with what `piped`, or the pipe `name`, yields. Removes it at the end."""
+    with open(os.devnull if piped else 0 if name == "-" else name, "rb", closefd=bool(piped) or name != "-") as pipe:
+        chunks = piped or iter(partial(pipe.read, BATCH_BYTES), b"")
+        first = next(chunks, b"")
+        suffix = "jsonl" if first.lstrip(b"\xef\xbb\xbf \r\n").startswith(b"{") else "txt"
+        path = folder.absolute() / f".{Path(name).name}.{suffix}"
+        with writer.locked(folder), written_whole(path) as file:
+            file.writelines(chain([first], chunks))
+    try:
+        yield path
+    finally:
+        path.unlink()
+
+
+def _reject(bad: list[str], limit: int, place: str, reason: str) -> None:
+    """Note a bad record. Raises DataError if it is one too many."""
+    bad.append(" ".join(f"{place}: {reason}".split()))
+    if len(bad) > limit:
+        raise DataError(f"{bad[-1]} (--skip-bad {limit} leaves out no more; --dry-run lists all)")
+
+
+def _sample_texts(units: list[Unit], keys: Sequence[str], reject: Reject) -> Iterator[str]:
     """Yield the first documents of units spread evenly over the input, about TOKENIZER_SAMPLE_BYTES in all."""
     chosen = units[:: max(1, len(units) * UNIT_BYTES // TOKENIZER_SAMPLE_BYTES)]
     for unit in chosen:
         left = TOKENIZER_SAMPLE_BYTES // len(chosen)
-        for text in documents(unit, keys):
+        for _, text in documents(unit, keys, "text", reject):
             yield text
             if (left := left - len(text)) <= 0:
                 break
@@ -173,7 +233,7 @@ def _stored_tokenizer(folder: Path, plan: Plan) -> Tokenizer:
 # ---------------------------------------------------------------- pass 1: tokenise
 
 
-def _tokenize_unit(folder: Path, plan: Plan, numbered: tuple[int, Unit]) -> int:
+def _tokenize_unit(folder: Path, plan: Plan, skip_bad: int, numbered: tuple[int, Unit]) -> int:
     """Write a unit's documents as a file, one record batch per bucket every HELD_BYTES. Returns its tokens."""
     number, unit = numbered
     path, tokenizer = folder / writer.PARTS / f"unit-{number:06}.arrow", _stored_tokenizer(folder, plan)
@@ -181,17 +241,21 @@ def _tokenize_unit(folder: Path, plan: Plan, numbered: tuple[int, Unit]) -> int:
         return 0
     key, seen, tokens = derive_key("document", number), 0, 0
     keys: dict[str, set[str]] = {}  # file → those of its examples
+    bad: list[str] = []
+    reject = partial(_reject, bad, skip_bad)
     batches: list[pa.RecordBatch] = []
     schema = pa.schema({"word": pa.uint64(), "tokens": token_type(plan.dtype)})
     with written_whole(path) as sink, pa.ipc.new_file(sink, schema) as part_writer:
-        for batch in _batches(plan, unit, keys):
-            batches.append(_tokenize(plan, tokenizer, batch, random_words(len(batch), key, first=seen)))
+        for batch in _batches(plan, unit, reject, keys):
+            batches.append(_tokenize(plan, tokenizer, batch, random_words(len(batch), key, first=seen), reject))
             seen, tokens = seen + len(batch), tokens + len(batches[-1].column("tokens").values)
             if sum(batch.nbytes for batch in batches) >= HELD_BYTES:
                 _write_sorted(plan, batches, part_writer)
                 batches = []
         if batches:
             _write_sorted(plan, batches, part_writer)
+        if bad:  # on the disk before the unit counts as done
+            write_atomically(path.with_suffix(".bad"), "".join(f"{line}\n" for line in bad).encode())
     for url, found in keys.items() if plan.format == "chat" else ():
         if unread := found - chat_of(tokenizer, plan.date).keys - {*plan.keys}:
             line = f"{url}: keys that the chat template does not read: {', '.join(sorted(unread))}"
@@ -201,14 +265,14 @@ def _tokenize_unit(folder: Path, plan: Plan, numbered: tuple[int, Unit]) -> int:
     return tokens
 
 
-def _batches(plan: Plan, unit: Unit, keys: dict[str, set[str]] | None = None) -> Iterator[list[tuple[str, bool]]]:
-    """Yield (document, whether it is held out) of a unit, without empty ones, in lists of about BATCH_BYTES."""
-    batch: list[tuple[str, bool]] = []
+def _batches(plan: Plan, unit: Unit, reject: Reject, keys: dict[str, set[str]] | None = None) -> Iterator[Batch]:
+    """Yield the documents of a unit, without empty ones, in lists of about BATCH_BYTES. `keys`: see `documents`."""
+    batch: Batch = []
     size = 0
-    for text in filter(None, documents(unit, plan.keys, plan.format == "text", keys)):
+    for place, text in documents(unit, plan.keys, plan.format, reject, keys):
         held_out = writer.is_held_out(text.encode(), plan.validation_fraction)
-        for piece in _pieces(text, plan.max_characters):
-            batch.append((piece, held_out))
+        for piece in filter(None, _pieces(text, plan.max_characters)):
+            batch.append((place, piece, held_out))
             size += len(piece)
             if size >= BATCH_BYTES:
                 yield batch
@@ -227,17 +291,22 @@ def _pieces(text: str, max_characters: int) -> Iterator[str]:
     yield text[start:]
 
 
-def _tokenize(plan: Plan, tokenizer: Tokenizer, batch: list[tuple[str, bool]], words: np.ndarray) -> pa.RecordBatch:
+def _tokenize(plan: Plan, tokenizer: Tokenizer, batch: Batch, words: np.ndarray, reject: Reject) -> pa.RecordBatch:
     """A record batch with bucket, sort key and tokens of each document. Validation's buckets follow train's."""
-    texts, held_out = zip(*batch, strict=True)
+    places, texts, held_out = zip(*batch, strict=True)
     buckets = np.where(held_out, plan.train_buckets + words % plan.validation_buckets, words % plan.train_buckets)
     if plan.format == "text":
         ids: Sequence[Any] = tokenizer.encode_documents(texts)
     else:
-        made = encode_examples(texts, plan.format, tokenizer, plan.date, plan.train_eos)
-        buckets, words = (np.repeat(values, [len(examples) for examples in made]) for values in (buckets, words))
-        examples = chain.from_iterable(made)
-        ids = [example if len(example) <= plan.seq_len else () for example in examples]  # counted by `_write_bucket`
+        made: list[list[Any]] = [[] for _ in batch]  # none of a bad one
+        for place, text, examples in zip(places, texts, made, strict=True):
+            try:
+                examples += encode_examples([text], plan.format, tokenizer, plan.date, plan.train_eos)[0]
+            except TitaniteError as error:
+                reject(place, str(error))
+        buckets, words = (np.repeat(values, list(map(len, made))) for values in (buckets, words))
+        # Those that are too long are counted by `_write_bucket`.
+        ids = [example if len(example) <= plan.seq_len else () for example in chain.from_iterable(made)]
     lengths = [len(document) for document in ids]
     values = np.fromiter(chain.from_iterable(ids), plan.dtype, sum(lengths))
     offsets = np.cumsum([0, *lengths], dtype=np.int32)
@@ -329,7 +398,8 @@ def _start_worker() -> None:
 def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m data.prepare", description="Turn text into a dataset for training.")
     add = parser.add_argument
-    add("--source", dest="sources", nargs="+", required=True, help="stdlib, or folders, files, globs or URLs")
+    sources = "stdlib, or folders, files, globs, URLs or pipes (-: standard input), each also as SOURCE:KEY"
+    add("--source", dest="sources", nargs="+", required=True, help=sources)
     writer.add_output_options(parser)
     add("--tokenizer", default="", help="tokenizer.json, or a folder with one; default: train one on the text")
     add("--vocab-size", type=int, default=0, help=f"size of the vocabulary to train (default {VOCAB_SIZE})")
@@ -337,6 +407,14 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--format", choices=KEYS, default="text", help=kinds)
     keys = f"keys or columns of a record, comma-separated (default of each format: {KEYS})"
     add("--keys", "--text-key", "--example-keys", default="", help=keys)
+    add(
+        "--separator",
+        type=lambda text: text.replace("\\n", "\n"),
+        default="",
+        help="what ends a document in text files",
+    )
+    add("--skip-bad", type=int, default=0, help=f"bad records to leave out at most, listed in {writer.BAD_RECORDS}")
+    add("--dry-run", action="store_true", help="list all bad records, prepare nothing")
     add("--seq-len", type=int, default=0, help="tokens per row of packed examples; longer ones are left out, counted")
     add("--chat-template", default="", help="file with a Jinja template for --format chat (default: the tokenizer's)")
     add("--date", default="", help="YYYY-MM-DD, for chat templates that tell the model the day (default: they do not)")
@@ -349,7 +427,13 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     options = parse_options(argv)
     with command_line():
-        manifest = prepare(options)
+        manifest = prepare_sources(options)
+        if options.dry_run:
+            bad = manifest["bad_records"]
+            print(*bad, f"documents {manifest['documents']:,}, bad records {len(bad):,}", sep="\n")
+            sys.exit(len(bad) > options.skip_bad)
+        if manifest.get("bad_records"):
+            print(f"bad records left out, listed in {writer.BAD_RECORDS}: {manifest['bad_records']:,}")
         if manifest.get("dropped"):
             print(f"examples longer than {manifest['packed_seq_len']} tokens, left out: {manifest['dropped']:,}")
         if manifest.get("divided"):

@@ -22,6 +22,7 @@ from records import write_atomically, written_whole
 
 LARGEST_SHARD_MB = 2048  # twice as much would be more tokens than Arrow's lists can count
 PARTS = ".parts"  # folder of a preparation's finished work, until its end
+BAD_RECORDS = "bad_records.txt"  # a line for each that was left out: place and reason
 WrittenShard = tuple[Shard, pa.Table]  # with its rows in blocks.arrow (INDEX_SCHEMA)
 SHARDS = re.compile(r"\.?(train|validation)-\d{5,}\.(arrow|lengths)(\.tmp)?")
 
@@ -90,6 +91,7 @@ def locked(folder: Path) -> Iterator[None]:
 def remove_dataset(folder: Path) -> None:
     """Remove manifest, shards and parts from a folder, and nothing else: it may hold the user's own files."""
     (folder / "manifest.json").unlink(missing_ok=True)  # first, so that nothing reads a dataset replaced in part
+    (folder / BAD_RECORDS).unlink(missing_ok=True)
     remove_parts(folder)
     for file in [file for file in folder.iterdir() if SHARDS.fullmatch(file.name)]:
         file.unlink()

@@ -61,7 +61,7 @@ def write_dataset(
 def prepare(sources: list[str], output: str, overwrite: bool = False, **options: object) -> dict[str, Any]:
     """Run data.prepare in this process. Raises what its command prints."""
     words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()] + ["--overwrite"] * overwrite
-    return preparation.prepare(preparation.parse_options(["--source", *sources, "--output", output, *words]))
+    return preparation.prepare_sources(preparation.parse_options(["--source", *sources, "--output", output, *words]))
 
 
 def stored_blocks(folder: Path, split: str = "train") -> list[list[list[int]]]:

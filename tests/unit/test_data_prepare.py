@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections import Counter
 from contextlib import suppress
 from itertools import chain
@@ -33,13 +34,14 @@ from data import prepare as prepare_module
 from data import sources, writer
 from data.prepare import main
 from data.shards import SPLITS, DataError
-from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from data.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer, train_tokenizer
 from tests.corpus import prepare, stored_blocks, word_tokenizer, write_dataset
 from tools import convert as convert_module
 from tools import verify
 from tools.convert import convert
 
 ROOT = Path(__file__).parents[2]
+SEPARATOR = "\n=====\n"
 WORDS = ["the", "quick", "naïve", "日本語", "def f(x):\n    return x\n", "🙂", "<|endoftext|>", "  ", "\r\n"]
 
 
@@ -111,25 +113,50 @@ def inputs(texts, tmp_path) -> dict[str, str]:
     compressed = pa.compress(jsonl.read_bytes(), codec="zstd", asbytes=True)
     (folder / "a.jsonl.zst").write_bytes(compressed)
     pq.write_table(pa.table({"n": range(len(texts)), "text": texts}), folder / "a.parquet", row_group_size=64)
+    write_jsonl(folder / "keys.jsonl", texts, "body")
+    (folder / "one.txt").write_bytes(SEPARATOR.join(texts).encode())
+    os.mkfifo(folder / "pipe")
     half = write_jsonl(folder / "b1.jsonl", texts[:200])
     write_jsonl(folder / "b2.jsonl", texts[200:])
     for file in folder.rglob("*"):
-        if file.is_file():
+        if file.is_file() and file.suffix:
             fsspec.filesystem("memory").pipe_file(str(file), file.read_bytes())
     return {
         "folder": str(folder / "files"),
         "glob": str(half.with_name("b?.jsonl")),
         "URL": f"memory:/{folder / 'files'}",
         "URL glob": f"memory:/{folder}/b?.jsonl",
+        "keys": f"{folder / 'keys.jsonl'}:body",
+        "URL with keys": f"memory:/{folder / 'keys.jsonl'}:body",
+        "pipe": str(folder / "pipe"),
+        "pipe with keys": f"{folder / 'pipe'}:body",
+        "Python": "",
+        "separator": str(folder / "one.txt"),
         **{kind: str(folder / f"a.{kind}") for kind in ("jsonl", "jsonl.gz", "jsonl.zst", "parquet")},
     }
 
 
-@pytest.mark.parametrize("kind", ["folder", "glob", "jsonl", "jsonl.gz", "jsonl.zst", "parquet", "URL", "URL glob"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("folder", "glob", "jsonl", "jsonl.gz", "jsonl.zst", "parquet", "URL", "URL glob", "separator", "keys"),
+        *("URL with keys", "pipe", "pipe with keys", "pipe with separator", "Python"),
+    ],
+)
 def test_every_source_gives_each_document_once(inputs, texts, alone, tmp_path, monkeypatch, kind):
     monkeypatch.setattr(sources, "UNIT_BYTES", 3000)  # many units, cut in the middle of lines
-    output = tmp_path / "out"
-    prepare([inputs[kind]], str(output), validation_fraction=0.1, **alone)
+    output, options = tmp_path / "out", alone | {"validation_fraction": 0.1}
+    if "separator" in kind:
+        options["separator"] = SEPARATOR.replace("\n", "\\n")
+    if "pipe" in kind:
+        content = Path(
+            inputs["separator"] if "separator" in kind else f"{tmp_path}/in/{'keys' if 'keys' in kind else 'a'}.jsonl"
+        )
+        threading.Thread(target=lambda: (tmp_path / "in" / "pipe").write_bytes(content.read_bytes())).start()
+    if kind == "Python":
+        prepare_module.prepare((text for text in texts), str(output), **options)
+    else:
+        prepare([inputs[kind.removesuffix(" with separator")]], str(output), **options)
     assert documents_of(output) == Counter(texts)
     assert 15 < len(decoded(output, "validation")) < 75
     numbers = [int(text.rpartition(" ")[2]) for text in decoded(output, "train")]  # in the order of the input
@@ -177,6 +204,19 @@ def test_the_same_bytes_by_any_number_of_processes_and_parts(texts, alone, tmp_p
     assert sum(name.startswith("train-") for name in made[0]) > 1
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.md.gz", "a.html.zst", "a", "a.jsonl", "a.jsonl.gz"])
+def test_a_byte_order_mark_is_no_text_and_zeros_after_gzip_are_no_content(name, tmp_path):
+    plain = content = b"\xef\xbb\xbf" + (b'{"text": "def f():"}' if "jsonl" in name else b"def f():")
+    if name.endswith("gz"):
+        content = gzip.compress(content[:5]) + gzip.compress(content[5:]) + bytes(1000)
+        assert subprocess.run(["gzip", "-dc"], input=content, capture_output=True, check=True).stdout == plain
+    elif name.endswith("zst"):
+        content = pa.compress(content, codec="zstd", asbytes=True)
+    (tmp_path / name).write_bytes(content)
+    (unit,) = sources.plan_units(sources.list_files([str(tmp_path / name)]))
+    assert [text for _, text in sources.documents(unit, ["text"])] == ["def f():"]
+
+
 @pytest.mark.parametrize("unit_bytes", [1, 20, 41, 59])
 def test_units_cut_at_and_between_line_ends(tmp_path, monkeypatch, unit_bytes):
     """Each line belongs to one unit, in order; lines of 20 bytes, so that cuts fall on their ends, too."""
@@ -186,7 +226,7 @@ def test_units_cut_at_and_between_line_ends(tmp_path, monkeypatch, unit_bytes):
     assert file.stat().st_size == 200
     monkeypatch.setattr(sources, "UNIT_BYTES", unit_bytes)
     units = sources.plan_units(sources.list_files([str(file)]))
-    assert [text for unit in units for text in sources.documents(unit, ["text"])] == texts
+    assert [text for unit in units for _, text in sources.documents(unit, ["text"])] == texts
 
 
 def test_a_tokenizer_is_learnt_from_pieces_of_a_very_long_word():
@@ -349,10 +389,14 @@ def test_a_finished_dataset_is_replaced_only_when_asked_and_never_read_in_part(t
         ("a.json", b'[{"text": "x"}]', r"a\.json, line at byte 0: must be a JSON object \(`jq"),
         ("a.jsonl", b'{"body": "x"}\n', r"line at byte 0: no text under 'text'; it has body; choose with --keys"),
         ("a.jsonl", b'{"text": 3}\n', r"line at byte 0: no text under 'text'; it has text; choose with --keys"),
-        ("a.jsonl", b'{"text": "a"}\n{"text": "cut \\ud83d here"}\n', r"a\.jsonl: .* '\\ud83d' .*surrogates"),
-        ("a.jsonl", b"\n", "holds no text: nothing to prepare"),
+        (
+            "a.jsonl",
+            b'{"text": "a"}\n{"text": "cut \\ud83d here"}\n',
+            r"a\.jsonl, line at byte 14: .* '\\ud83d' .*surrogates",
+        ),
+        ("a.jsonl", b"\n", "holds no text that can be used: nothing to prepare"),
         ("a.parquet", b"PAR1", r"a\.parquet: cannot be read: .*Parquet file size is 4 bytes"),
-        ("a.txt", b"abc\xff", r"a\.txt: cannot be read: .*utf-8.* byte 0xff in position 3"),
+        ("a.txt", b"abc\xff", r"a\.txt: .*utf-8.* byte 0xff in position 3"),
         ("a.jsonl.gz", b"not gzip", r"a\.jsonl\.gz"),
     ],
 )
@@ -366,12 +410,61 @@ def test_bad_input_is_named(tmp_path, name, content, message, capsys):
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
+def test_bad_records_are_left_out_counted_and_listed(texts, alone, tmp_path, monkeypatch, capsys):
+    """The same ones whatever the processes and kills, each with its place, which is counted here."""
+    monkeypatch.setattr(sources, "UNIT_BYTES", 3000)
+    bad = [
+        b'{"text": "cut \xe2\x82"}',
+        b'{"text": null}',
+        b'{"text": "\\ud83d"}',
+        b"no JSON",
+        b'["text"]',
+        b'{"text": 3}',
+    ]
+    lines, expected = [json.dumps({"text": text}).encode() for text in texts], []
+    for i, line in enumerate(bad * 3):
+        lines.insert(20 * i + 7, line)
+        expected.append(f"{tmp_path}/in.jsonl, line at byte {sum(len(line) + 1 for line in lines[: 20 * i + 7])}: ")
+    (tmp_path / "in.jsonl").write_bytes(b"".join(line + b"\n" for line in lines))
+    source, made = str(tmp_path / "in.jsonl"), []
+    with pytest.raises(DataError, match=r"\(--skip-bad 0 leaves out no more; --dry-run"):
+        prepare([source], str(tmp_path / "out"), **alone)
+    command = ["--source", source, "--tokenizer", alone["tokenizer"], "--output", str(tmp_path / "out"), "--dry-run"]
+    for allowed, code in ((17, 1), (18, 0)):
+        with pytest.raises(SystemExit) as ended:
+            main([*command, f"--skip-bad={allowed}"])
+        *said, last = capsys.readouterr().out.splitlines()
+        assert [place for line, place in zip(said, expected, strict=True) if line.startswith(place)] == expected
+        assert (last, ended.value.code) == ("documents 400, bad records 18", code)
+    assert not (tmp_path / "out").exists()
+    for processes in (1, 3):
+        output, options = tmp_path / f"out{processes}", alone | {"processes": processes}
+        with pytest.raises(DataError, match="18 bad records are more than --skip-bad 17"):
+            prepare([source], str(output), skip_bad=17, **options)
+        before = {file: file.stat().st_mtime_ns for file in output.glob(".parts/unit-*.arrow")}
+        with patch("data.writer.write_manifest", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            prepare([source], str(output), skip_bad=18, **options)
+        manifest = prepare([source], str(output), skip_bad=18, **options)
+        assert before, "and none is made again"
+        assert manifest["bad_records"] == 18
+        assert (output / "bad_records.txt").read_text().splitlines() == said
+        assert documents_of(output) == Counter(texts)
+        made.append(contents(output))
+    assert made[0] == made[1]
+
+
 @pytest.mark.parametrize(
     "flags",
     [
         *("--shard-mb=0.0", "--block-mb=inf", "--validation-fraction=nan", "--tokenizer=nothing", "--keys a,b"),
         *("--output=s3://bucket/out", "--output=a-file/out", "--vocab-size=256", "--vocab-size=300 --tokenizer=T"),
-        *("--eos-token=</s>", "--seq-len=8", "--format sft", "--seq-len=1 --format chat --tokenizer=T"),
+        *(
+            "--skip-bad=-1",
+            "--eos-token=</s>",
+            "--seq-len=8",
+            "--format sft",
+            "--seq-len=1 --format chat --tokenizer=T",
+        ),
         "--source=nothing.txt",
     ],
 )
@@ -589,11 +682,32 @@ def test_token_ids_are_converted_with_one_eos_for_each_document(texts, tokenizer
     verify.main([str(output)])
 
 
-def test_ids_of_a_large_vocabulary_have_32_bits(tmp_path):
-    word_tokenizer(70_000).save(tmp_path)
-    np.array([69_999, 5, 0, 7, 0], "<u4").tofile(tmp_path / "a.bin")
-    convert([str(tmp_path / "a.bin")], str(tmp_path / "out"), str(tmp_path), validation_fraction=0)
-    assert [d for block in stored_blocks(tmp_path / "out") for d in block] == [[69_999, 5, 0], [7, 0]]
+def llm_c_header(magic: int, ids: list[int], dtype: str) -> bytes:
+    return np.array([magic, 1, len(ids), *[0] * 253], "<i4").tobytes() + np.array(ids, dtype).tobytes()
+
+
+@pytest.mark.parametrize("layout", ["<u2", "<u4", "<i8", "GPT-2 header", "Llama 3 header", "npy", "--dtype"])
+@pytest.mark.parametrize(("vocab_size", "eos"), [(400, 0), (400, 399), (70_000, 0), (70_000, 69_999)])
+def test_ids_are_read_as_they_were_written(layout, vocab_size, eos, tmp_path):
+    if vocab_size == 70_000 and layout in ("<u2", "GPT-2 header"):
+        return
+    rng = random.Random(vocab_size + eos)
+    documents = [[*(rng.randrange(1, vocab_size - 1) for _ in range(rng.randint(2, 20))), eos] for _ in range(50)]
+    ids = list(chain.from_iterable(documents))
+    with (tmp_path / "a.bin").open("wb") as file:
+        if layout == "npy":
+            np.save(file, np.array(ids, "<i4"))
+        elif "header" in layout:
+            magic, dtype = (20240520, "<u2") if "GPT-2" in layout else (20240801, "<u4")
+            file.write(llm_c_header(magic, ids, dtype))
+        else:
+            file.write(np.array(ids, "<u4" if layout == "--dtype" else layout).tobytes())
+    raw = word_tokenizer(max(vocab_size - 1, eos)).raw
+    raw.add_special_tokens([AddedToken("</s>", special=True)])  # the last id
+    Tokenizer(raw, "</s>" if eos else END_OF_TEXT).save(tmp_path)
+    dtype = {"dtype": "uint32"} if layout == "--dtype" else {}
+    convert([str(tmp_path / "a.bin")], str(tmp_path / "out"), str(tmp_path), validation_fraction=0, **dtype)
+    assert [d for block in stored_blocks(tmp_path / "out") for d in block] == documents
 
 
 @pytest.mark.parametrize(
@@ -601,6 +715,10 @@ def test_ids_of_a_large_vocabulary_have_32_bits(tmp_path):
     [
         (b"\0\0", r"--source .*a\.bin: holds no documents"),
         (b"\1\0\x90\1", r"a\.bin: token 1: id 400 is not in the tokenizer's vocabulary of 400"),
+        (b"\1\1\2\1" * 9, r"a\.bin: .* as uint16, .*none ends .* with --eos-token, or name --dtype if it is one doc"),
+        (b"\1\2\1\0\1\1\0\0" * 9, r"a\.bin: may hold uint16 or uint32; name --dtype, one of"),
+        (llm_c_header(20240522, [7, 8, 0], "<u2"), r"a\.bin: its header \[20240522, 1, 3\] is unknown"),
+        (llm_c_header(20240520, [7, 8, 0], "<u4"), r"header .*, 3\] is unknown or not that of its 6 uint16"),
         (b"odd", r"a\.bin: cannot be read: .*multiple"),
         (None, r"a\.bin: cannot be read: IsADirectoryError"),
     ],

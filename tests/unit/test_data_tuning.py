@@ -284,8 +284,61 @@ def test_parquet_gives_the_messages_that_json_lines_give(tmp_path: Path) -> None
     read = {}
     for kind in ("jsonl", "parquet"):
         units = plan_units(list_files([str(tmp_path / f"a.{kind}")]))
-        read[kind] = [json.loads(text) for unit in units for text in documents(unit, ["messages"], is_text=False)]
+        read[kind] = [json.loads(text) for unit in units for _, text in documents(unit, ["messages"], "chat")]
     assert read["parquet"] == read["jsonl"] == [[turns] for turns in conversations]
+
+
+USER_A, BOT_B = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+CALL = {"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]}
+PARTS = [{"type": "text", "text": "a b"}, {"type": "text", "text": " c"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "messages"),
+    [
+        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, [USER_A, BOT_B]),
+        (
+            {"messages": [{"from": "system", "value": "s"}, {"from": "observation", "value": "t"}]},
+            [{"role": "system", "content": "s"}, {"role": "tool", "content": "t"}],
+        ),
+        ({"prompt": [USER_A, BOT_B], "completion": [BOT_B]}, [USER_A, BOT_B | {"weight": 0}, BOT_B]),
+        ({"messages": [{"role": "user", "content": PARTS}]}, [{"role": "user", "content": "a b c"}]),
+        ({"messages": [{"role": "developer", "content": "s"}]}, [{"role": "system", "content": "s"}]),
+        ({"messages": [{"role": "assistant", "content": None} | CALL]}, [{"role": "assistant", "content": ""} | CALL]),
+        ({"messages": [{"from": "narrator", "value": "a"}]}, "from 'narrator', not from one of assistant, developer,"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "no text: {'type': 'image_url'}"),
+        ({"prompt": "a", "completion": "b"}, "no value under 'messages'; it has prompt, completion"),
+        ({"messages": None}, "no value under 'messages'; it has"),
+        ({"messages": ["a"]}, "message 'a': must have a \"role\""),
+    ],
+)
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_conversations_of_other_projects_are_read(row: Any, messages: Any, kind: str, tmp_path: Path) -> None:
+    """As their own documentation shows them."""
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
+    (unit,), reasons = plan_units(list_files([str(tmp_path / f"a.{kind}")])), list[str]()
+    found = [*documents(unit, ["messages"], "chat", lambda _, reason: reasons.append(reason))]
+    if isinstance(messages, str):
+        assert not found
+        assert messages in reasons[0]
+    else:
+        assert [json.loads(text) for _, text in found] == [[messages]]
+
+
+def test_conversations_that_cannot_be_used_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer().save(tmp_path)
+    good, ask = {"role": "assistant", "content": "four"}, {"role": "user", "content": "what ?"}
+    rows = [[ask, good], [ask], [ask | {"content": "<eos>"}, good], [good, good, ask | {"role": 3}], [ask, good], []]
+    lines = [json.dumps({"messages": row}) + "\n" for row in rows]
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    command = ["--source", str(tmp_path / "a.jsonl"), "--tokenizer", str(tmp_path), "--format=chat", "--seq-len=16"]
+    prepare([*command, f"--output={tmp_path / 'set'}", "--skip-bad=4", "--validation-fraction=0"])
+    assert "left out, listed in bad_records.txt: 4\n" in capsys.readouterr().out
+    places = [line.split(":")[0] for line in (tmp_path / "set" / "bad_records.txt").read_text().splitlines()]
+    assert places == [f"{tmp_path}/a.jsonl, line at byte {sum(map(len, lines[:i]))}" for i in (1, 2, 3, 5)]
+    (packed,) = open_dataset(str(tmp_path / "set")).split("train").read(0).values.reshape(-1, 16).tolist()
+    assert sum(bool(token & START) for token in packed) == 2, "two examples, which fill the row"
 
 
 def test_a_mixture_has_the_template_of_its_conversations(tmp_path: Path) -> None:
