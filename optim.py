@@ -89,7 +89,7 @@ def build_groups(
 
 
 def summarize_groups(model: nn.Module, optimizer: settings.Optimizer) -> list[str]:
-    """A line for each group of the whole model's weights. Raises ConfigError."""
+    """A line for each group of the whole model's weights, none if all have the usual AdamW. Raises ConfigError."""
     names = {id(weight): re.sub(r"\.\d+\.", ".*.", name) for name, weight in model.named_parameters()}
     lines = []
     for group in build_groups(model.named_parameters(), optimizer, whole=True):
@@ -100,7 +100,7 @@ def summarize_groups(model: nn.Module, optimizer: settings.Optimizer) -> list[st
         lines.append(
             f"optimizer: {kind}, {rate}, {decay}: {len(group['params'])} weights, {numbers:,} numbers: {which}"
         )
-    return lines
+    return lines if optimizer.groups or optimizer.name != "adamw" else []
 
 
 def build_optimizer(

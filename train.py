@@ -80,8 +80,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
     if config.float8.enable:
         logger.info(f"float8: {summarize(*convert_to_float8(model, config.float8, dims.tp, dims.shards))}")
 
-    for line in summarize_groups(model, config.optimizer):
-        logger.info(line)
+    groups = summarize_groups(model, config.optimizer)
 
     def check_places_of_run(folder: Path) -> None:  # on rank 0, before a byte is written
         data.check_run(folder)
@@ -94,6 +93,8 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         n_parameters = sum(parameter.numel() for parameter in model.parameters())
         flops = model.flops_per_token(training.seq_len)  # type: ignore[operator]
         logger.info(f"model {config.model.name} {config.model.flavor}: {n_parameters:,} parameters")
+        for line in groups:
+            logger.info(line)
         parts = spec.apply_parallelism(model, mesh, config)
         set_timeout(config.comm.init_timeout_seconds)
         del model  # a pipeline holds only parts of it
@@ -105,7 +106,9 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         chunked = build_chunked_loss(config.compile, mesh, chunks) if chunks > 1 else None
         compute = build_step(parts, loss_fn, flavor.dim, flavor.vocab_size, mesh, config, chunked)
         parameters = [parameter for part in parts for parameter in part.parameters()]
-        optimizer = build_optimizer(parts, config.optimizer, config.compile, dims.build_update_group())
+        optimizer = build_optimizer(
+            parts, config.optimizer, config.compile, dims.build_update_group() if groups else None
+        )
         optimizer.register_step_pre_hook(lambda *_: watchdog.enter("optimizer"))
         islands = OuterOptimizer(optimizer, mesh.islands, config.parallelism, steps) if mesh.islands else None
         refresh_weights = build_refresh(parts, config, islands.meet if islands else None)

@@ -8,7 +8,6 @@ axes that communicate most stay within a node.
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -100,8 +99,9 @@ class ParallelDims:
         """Build the group of the ranks that compute an update together: of a pipeline's stage and an island."""
         if self.pp == self.islands == 1:
             return None
-        ranks = torch.arange(dist.get_world_size()).view(self.pp * self.islands, -1)
-        return dist.new_subgroups_by_enumeration(ranks.tolist())[0]
+        size = dist.get_world_size() // (self.pp * self.islands)
+        groups = [list(range(first, first + size)) for first in range(0, dist.get_world_size(), size)]
+        return dist.new_subgroups_by_enumeration(groups)[0]
 
     def build_mesh(self, device_type: str) -> Mesh:
         """Build the device meshes. Needs a process group."""

@@ -227,7 +227,7 @@ def test_a_weight_with_part_of_its_state_is_refused(tmp_path):
     run.step()
     del run.optimizer.state[run.model.head.bias]["exp_avg_sq"]
     run.checkpoint.save(1)
-    with pytest.raises(CheckpointError, match=r"Missing key .*: optimizer\.head\.bias\.exp_avg_sq\.$"):
+    with pytest.raises(CheckpointError, match=r"holds no head\.bias\.exp_avg_sq of the optimizer"):
         Run(tmp_path).checkpoint.load()
 
 
