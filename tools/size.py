@@ -24,9 +24,9 @@ ROOMS = {  # files and folders of a room → its budget in lines; ".": all but t
     "storage.py": 350,
     "run launch": 1000,
     "tools": 2200,
-    CORE: 2600,
-    ".": 11000,
-    "tests": 13000,
+    CORE: 2900,
+    ".": 12000,
+    "tests": 15000,
 }
 
 
