@@ -141,6 +141,8 @@ class Training:
     """Data type in which blocks compute. The weights and the optimizer's arithmetic stay in float32."""
     reduce_dtype: Literal["bfloat16", "float32"] = "float32"
     """Data type in which gradients are summed over the ranks."""
+    z_loss: NonNegative = 0.0
+    """Factor of the squared log-sum-exp of a token's logits in the loss, such as 1e-5. 0: none. Logged as z_loss."""
     loss_chunks: Count = 1
     """Pieces of the output layer and loss; only one piece's logits exist at a time. 0: 4 pieces, or 1 with tp or pp."""
 

@@ -18,6 +18,7 @@ from parallel.mesh import Mesh, ParallelDims
 from parallel.tensor import vocab_parallel_cross_entropy
 
 IGNORED = -100  # label of a token that is not trained on
+TERMS = ("z_loss",)  # of the loss beside the cross-entropy, in the order of `loss_terms`; logged under these names
 
 
 def loss_chunks(config: Config) -> int:
@@ -25,6 +26,8 @@ def loss_chunks(config: Config) -> int:
     chunks, split = config.training.loss_chunks, config.parallelism.tp > 1 or config.parallelism.pp > 1
     if chunks > 1 and split:
         raise ConfigError(f"training.loss_chunks = {chunks}: needs parallelism.tp = 1 and pp = 1")
+    if config.training.z_loss and config.parallelism.pp > 1:
+        raise ConfigError(f"training.z_loss = {config.training.z_loss:g}: needs parallelism.pp = 1")
     chunks = chunks or (1 if split else 4)
     if chunks > 1 and config.float8.enable and not any(part in "output" for part in config.float8.skip):
         raise ConfigError(f'training.loss_chunks = {chunks}: must be 1 unless float8.skip names "output"')
@@ -34,6 +37,17 @@ def loss_chunks(config: Config) -> int:
 def cross_entropy(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
     """Cross-entropy, in nats and float32, summed over the tokens whose label is not IGNORED."""
     return F.cross_entropy(logits_BSV.flatten(0, 1).float(), labels_BS.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def loss_terms(logits_BSV: Tensor, labels_BS: Tensor, z_loss: float) -> Tensor:
+    """The terms of the loss, each summed over tokens: the cross-entropy alone or, with `z_loss`, [cross-entropy, z].
+
+    z is `z_loss` times the square of each token's log-sum-exp (Chowdhery et al. 2022, PaLM), which keeps logits small.
+    """
+    if not z_loss:
+        return cross_entropy(logits_BSV, labels_BS)
+    log_sum_BS = torch.where(labels_BS != IGNORED, logits_BSV.float().logsumexp(-1), 0.0)
+    return torch.stack((cross_entropy(logits_BSV, labels_BS), z_loss * log_sum_BS.square().sum()))
 
 
 def count_trained(labels: Iterable[Tensor], dims: ParallelDims, device: torch.device) -> Tensor:
@@ -49,22 +63,24 @@ def count_trained(labels: Iterable[Tensor], dims: ParallelDims, device: torch.de
 
 
 def sum_losses(losses: Sequence[Tensor], dims: ParallelDims, device: torch.device) -> Tensor:
-    """A step's loss: the sum over its microbatches and all ranks, and the mean of the islands. Collective."""
-    total = torch.stack(tuple(losses)).sum() if losses else torch.zeros((), device=device)
+    """A step's loss, or its terms: the sum over its microbatches and all ranks, the mean of the islands. Collective."""
+    total = torch.stack(tuple(losses)).sum(0) if losses else torch.zeros((), device=device)
     total = total / dims.tp / dims.islands  # all ranks of tp computed the same loss
     dist.all_reduce(total)
     return total
 
 
-def build_loss(compile: settings.Compile, mesh: Mesh | None = None) -> Callable[[Tensor, Tensor], Tensor]:
-    """Build the function (logits [B, S, V], labels [B, S]) → summed loss.
+def build_loss(
+    compile: settings.Compile, mesh: Mesh | None = None, z_loss: float = 0.0
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """Build the function (logits [B, S, V], labels [B, S]) → summed loss, or its terms (`loss_terms`).
 
     It is compiled if the model is: float32 logits then exist only inside the kernel. With a `mesh`, logits are this
     rank's part: tp splits the vocabulary, cp the sequence. Labels are always whole.
     """
-    summed = cross_entropy
+    summed: Callable[..., Tensor] = partial(loss_terms, z_loss=z_loss)
     if mesh and mesh.tp.size() > 1:
-        summed = partial(vocab_parallel_cross_entropy, mesh=mesh.tp, ignored=IGNORED)
+        summed = partial(vocab_parallel_cross_entropy, mesh=mesh.tp, ignored=IGNORED, z_loss=z_loss)
     if compile.enable:
         summed = exempt_from_budget(torch.compile(summed, backend=compile.backend))
     if mesh is None or mesh.cp.size() == 1:
@@ -73,9 +89,9 @@ def build_loss(compile: settings.Compile, mesh: Mesh | None = None) -> Callable[
 
 
 def build_chunked_loss(
-    compile: settings.Compile, mesh: Mesh, chunks: int
+    compile: settings.Compile, mesh: Mesh, chunks: int, z_loss: float = 0.0
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Build the function (hidden [B, S, D], output weight [V, D], labels [B, S]) → summed loss.
+    """Build the function (hidden [B, S, D], output weight [V, D], labels [B, S]) → summed loss, or its terms.
 
     Only one of `chunks` chunks of the tokens has logits at a time. The forward computes its gradients at once, and
     backward only scales them, so nothing is computed twice (as in Liger-Kernel's fused linear cross-entropy, Hsu et
@@ -83,7 +99,7 @@ def build_chunked_loss(
     """
 
     def head(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        return cross_entropy(F.linear(hidden, weight.to(hidden.dtype))[None], labels)
+        return loss_terms(F.linear(hidden, weight.to(hidden.dtype))[None], labels[None], z_loss)
 
     def scale(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
         # The factor gets one dimension: otherwise it would be rounded to the gradient's type.
@@ -97,7 +113,7 @@ def build_chunked_loss(
             labels = labels[:, local_indices(labels.shape[1], mesh.cp, labels.device)]
         parts = hidden.flatten(0, 1).chunk(chunks), labels.flatten().chunk(chunks)
         if not torch.is_grad_enabled():
-            return torch.stack([summed(h, weight, label) for h, label in zip(*parts, strict=True)]).sum()
+            return torch.stack([summed(h, weight, label) for h, label in zip(*parts, strict=True)]).sum(0)
         return _ChunkedHead.apply(hidden, weight, labels, chunks, *tools)
 
     return chunked
@@ -118,8 +134,8 @@ class _ChunkedHead(torch.autograd.Function):
             with torch.enable_grad():
                 h, w = part.detach().requires_grad_(), low.detach().requires_grad_()
                 loss = summed(h, w, label)
-                grad_h, grad_w = torch.autograd.grad(loss, (h, w))
-            total += loss.detach()
+                grad_h, grad_w = torch.autograd.grad(loss.sum(), (h, w))
+            total = total + loss.detach()
             grad_part.copy_(grad_h)
             of_weight = add(of_weight, grad_w, torch.float32)  # since it sums many chunks
         assert of_weight is not None
@@ -130,5 +146,6 @@ class _ChunkedHead(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         of_hidden, of_weight = ctx.saved_tensors
+        grad = grad.reshape(-1)[0]  # the same for all terms, since their sum is trained
         of_weight = ctx.scale(of_weight, grad, ctx.weight_dtype)
         return ctx.scale(of_hidden, grad, of_hidden.dtype), of_weight, *[None] * 5

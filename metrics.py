@@ -179,7 +179,8 @@ class MetricsLogger:
         self.tokens_per_step, self.world_size, self.writing = tokens_per_step, world_size, writing
         self.line_width = LINE_WIDTH - (10 if len(config.metrics.log_ranks) > 1 else 0)  # then it names the rank
         self.waiting: dict[int, Tensor] = {}  # step → loss and gradient norm that the host has not fetched yet
-        self.losses: list[float] = []  # of the steps trained since the last row, as far as they are fetched
+        self.losses: list[tuple[float, ...]] = []  # with other terms, of the steps since the last row
+        self.terms: tuple[str, ...] = ()
         self.grad_norm = math.nan  # of the last step that was trained and fetched
         self.rates: Mapping[str, float] = {}
         self.peak = peak_flops(device)
@@ -211,10 +212,20 @@ class MetricsLogger:
         self.interval_steps, self.data_wait_seconds = 0, 0.0
 
     def add(
-        self, step: int, loss: Tensor, grad_norm: Tensor, rates: Mapping[str, float], data_wait_seconds: float
+        self,
+        step: int,
+        loss: Tensor,
+        grad_norm: Tensor,
+        rates: Mapping[str, float],
+        data_wait_seconds: float,
+        terms: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Count a trained step. Its figures stay on the device until something is due. `rates`: `lr`, and of groups."""
-        self.waiting[step] = torch.stack((loss, grad_norm))
+        """Count a trained step. Its figures stay on the device until something is due.
+
+        `rates`: `lr`, and of groups. `terms`: name → another term of the loss, logged as its mean.
+        """
+        self.terms = tuple(terms or ())
+        self.waiting[step] = torch.stack((loss, grad_norm, *(terms or {}).values()))
         self.rates = rates
         self.interval_steps += 1
         self.data_wait_seconds += data_wait_seconds
@@ -225,12 +236,12 @@ class MetricsLogger:
         Raises TitaniteError for a loss or norm that is not finite, on all ranks, since both are sums over them.
         """
         history = torch.stack(list(self.waiting.values())).tolist() if self.waiting else []
-        for step, (loss, grad_norm, *_) in zip(self.waiting, history, strict=True):
+        for step, (loss, grad_norm, *terms) in zip(self.waiting, history, strict=True):
             if not (math.isfinite(loss) and math.isfinite(grad_norm)):
                 advice = "resume from the last checkpoint, with a lower optimizer.lr or another run.seed"
                 said = f"step {step}: loss {loss}, gradient norm {grad_norm}: not finite, so nothing of it is saved"
                 raise TitaniteError(f"{said}; {advice}", agreed=True)
-            self.losses.append(loss)
+            self.losses.append((loss, *terms))
             self.grad_norm = grad_norm
         self.waiting.clear()
 
@@ -246,10 +257,12 @@ class MetricsLogger:
         seconds = time.perf_counter() - self.since
         total = self.interval_steps * self.tokens_per_step / seconds
         flops = self.flops_per_token * total / self.world_size
+        loss, *terms = (math.fsum(values) / len(values) for values in zip(*self.losses, strict=True))
         row: dict[str, float | None] = {
             "step": step,
-            "loss": (loss := math.fsum(self.losses) / len(self.losses)),
+            "loss": loss,
             "grad_norm": self.grad_norm,
+            **dict(zip(self.terms, terms, strict=True)),
             **self.rates,
             "tokens": tokens,
             "tps": total / self.world_size,

@@ -62,7 +62,7 @@ def validate_all(run: Run, parts: list[nn.Module], compute: Step, step: int) -> 
                     logger.info(f"step {step}: not validated to the end, since the run is to stop")
                     return {}
                 tokens, labels, positions = batch.to(run.device)
-                total[0] += compute.forward(tokens, labels, positions) / dims.tp
+                total[0] += compute.forward(tokens, labels, positions).reshape(-1)[0] / dims.tp  # the cross-entropy
                 total[1] += labels.ne(IGNORED).sum() / dims.copies
         dist.all_reduce(total)
         losses[name] = float(total[0] / total[1])

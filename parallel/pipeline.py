@@ -25,9 +25,9 @@ ChunkedLoss = Callable[[Tensor, Tensor, Tensor], Tensor]  # (hidden states, outp
 class Step(NamedTuple):
     """What a rank does with one microbatch of tokens [B, S], labels [B, S] and positions [B, S] or None.
 
-    forward_backward(tokens, labels, positions, n_tokens, is_last) adds to the gradients and returns the loss divided by
-    `n_tokens`. After the step's last microbatch the gradients are summed over all ranks. forward(tokens, labels,
-    positions) returns the summed loss. Both losses are 0 on a rank without the last layer.
+    forward_backward(tokens, labels, positions, n_tokens, is_last) adds to the gradients and returns the loss, or its
+    terms, divided by `n_tokens`. After the step's last microbatch the gradients are summed over all ranks.
+    forward(tokens, labels, positions) returns the summed loss. Both losses are 0 on a rank without the last layer.
     """
 
     forward_backward: Callable[[Tensor, Tensor, Tensor | None, Tensor, bool], Tensor]
@@ -61,9 +61,9 @@ def build_step(
     ) -> Tensor:
         set_last_microbatch(model, is_last, mesh.fsdp, config.parallelism)
         # Divided by the tokens of the whole step, so that the update does not depend on how they are split.
-        loss = forward(tokens, labels, positions) / n_tokens
-        loss.backward()
-        return loss.detach()
+        terms = forward(tokens, labels, positions) / n_tokens
+        terms.sum().backward()
+        return terms.detach()
 
     return Step(forward_backward, forward)
 

@@ -78,20 +78,22 @@ def enable_async_tensor_parallel(mesh: DeviceMesh) -> None:
             symmetric_memory.enable_symm_mem_for_group(group)
 
 
-def vocab_parallel_cross_entropy(logits_BSV: Tensor, labels_BS: Tensor, mesh: DeviceMesh, ignored: int) -> Tensor:
+def vocab_parallel_cross_entropy(
+    logits_BSV: Tensor, labels_BS: Tensor, mesh: DeviceMesh, ignored: int, z_loss: float = 0.0
+) -> Tensor:
     """Cross-entropy summed over tokens, in float32 and nats, of logits whose vocabulary is split over `mesh`.
 
     `logits_BSV` holds this rank's V / tp columns. `labels_BS` are global token ids, `ignored` for tokens not trained
     on. A token costs three numbers of communication instead of V (Megatron-LM, section 3). Only the logits are kept for
-    the backward: they make the probabilities again.
+    the backward: they make the probabilities again. With `z_loss`: [cross-entropy, z], as of `loss.loss_terms`.
     """
     local = logits_BSV.to_local() if isinstance(logits_BSV, DTensor) else logits_BSV
-    return _VocabParallelCrossEntropy.apply(local.flatten(0, 1), labels_BS.flatten(), mesh, ignored)
+    return _VocabParallelCrossEntropy.apply(local.flatten(0, 1), labels_BS.flatten(), mesh, ignored, z_loss)
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_TV: Tensor, labels_T: Tensor, mesh: DeviceMesh, ignored: int) -> Tensor:
+    def forward(ctx: Any, logits_TV: Tensor, labels_T: Tensor, mesh: DeviceMesh, ignored: int, z_loss: float) -> Tensor:
         trained_T = labels_T != ignored
         column_T, own_T = _own_part(torch.where(trained_T, labels_T, 0), logits_TV.shape[1], mesh)
         of_label_T = logits_TV.gather(1, column_T[:, None])[:, 0].float()
@@ -102,12 +104,17 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         sum_T, label_T = funcol.wait_tensor(funcol.all_reduce(parts, "sum", mesh))
         log_sum_T = largest_T + sum_T.log()
         ctx.save_for_backward(logits_TV, log_sum_T, torch.where(own_T, column_T, -1), trained_T)
-        return torch.where(trained_T, log_sum_T - label_T, 0.0).sum()
+        ctx.z_loss = z_loss
+        loss = torch.where(trained_T, log_sum_T - label_T, 0.0).sum()
+        return torch.stack((loss, z_loss * (trained_T * log_sum_T).square().sum())) if z_loss else loss
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits_TV, log_sum_T, column_T, trained_T = ctx.saved_tensors
         columns_V = torch.arange(logits_TV.shape[1], device=logits_TV.device)
-        of_logits_TV = (logits_TV - log_sum_T[:, None]).exp_().add_(columns_V == column_T[:, None], alpha=-1)
-        of_logits_TV *= (grad * trained_T)[:, None]
-        return of_logits_TV.to(logits_TV.dtype), None, None, None
+        of_logits_TV = (logits_TV - log_sum_T[:, None]).exp_()
+        if ctx.z_loss:
+            of_logits_TV *= (1 + 2 * ctx.z_loss * log_sum_T)[:, None]
+        of_logits_TV.add_(columns_V == column_T[:, None], alpha=-1)
+        of_logits_TV *= (grad.reshape(-1)[0] * trained_T)[:, None]  # the same for all terms: their sum is trained
+        return of_logits_TV.to(logits_TV.dtype), *[None] * 4

@@ -86,6 +86,7 @@ def plain_run(
     sum_dtype: torch.dtype = torch.float32,
     left_out: range = range(0),
     muon: bool = False,
+    z_loss: float = 0.0,
     device: str = "cpu",
     home: str = "",
     **model_options: Any,
@@ -94,8 +95,8 @@ def plain_run(
 
     Forward and backward are in `dtype`, of one of `pieces` of the batch at a time, whose gradients are summed in
     `sum_dtype`. Steps `left_out` change nothing. With `muon` the matrices of the layers have torch's Muon, made to work
-    in float32. The weights are drawn on `home`, by default on `device`. Losses and norms are by step, as a run counts
-    them.
+    in float32. With `z_loss` that times the squares of all log-sum-exps is trained, too. The weights are drawn on
+    `home`, by default on `device`. Losses and norms are by step, as a run counts them.
     """
     model = Llama(dataclasses.replace(FLAVOR, **model_options))
     init_weights(model, torch.device(home or device), seed=SEED)
@@ -112,13 +113,14 @@ def plain_run(
     )  # fmt: skip
     torchs_muon = torch.optim.Muon(inner, lr=LR, weight_decay=0.1, adjust_lr_fn="match_rms_adamw") if muon else None
 
-    def summed_loss(low: Llama, step: int, rows: slice = slice(None)) -> torch.Tensor:
+    def summed_loss(low: Llama, step: int, rows: slice = slice(None)) -> torch.Tensor:  # the cross-entropy, z
         tokens, labels, positions = (x[rows].to(device) for x in (*step_data(step), step_positions(step)))
-        logits = low(tokens, positions if documents else None)
-        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
+        logits = low(tokens, positions if documents else None).flatten(0, 1).float()
+        squares = logits[labels.flatten() != IGNORED].exp().sum(1).log().square().sum()
+        return torch.stack((F.cross_entropy(logits, labels.flatten(), reduction="sum"), z_loss * squares))
 
     looked_up = 0 if model.config.tie_embeddings else weights["tok_embeddings.weight"].numel()
-    result: dict[str, Any] = {"init": init, "losses": {}, "norms": {}, "validation_losses": {}}
+    result: dict[str, Any] = {"init": init, "losses": {}, "z_losses": {}, "norms": {}, "validation_losses": {}}
     result["flops_per_token"] = 6 * (sum(p.numel() for p in model.parameters()) - looked_up)
     result["flops_per_token"] += 12 * model.config.n_layers * FLAVOR.n_heads * FLAVOR.head_dim * SEQ_LEN
     for step in (step for step in range(1, steps + 1) if step not in left_out):
@@ -127,8 +129,8 @@ def plain_run(
         for rows in torch.arange(GLOBAL_BATCH).chunk(pieces):
             low = copy.deepcopy(model).to(dtype)
             piece = summed_loss(low, step, slice(int(rows[0]), int(rows[-1]) + 1)) / n_tokens
-            piece.backward()
-            loss += piece.detach()
+            piece.sum().backward()
+            loss = loss + piece.detach()
             for name, copied in low.named_parameters():
                 assert copied.grad is not None
                 total = copied.grad.to(sum_dtype)
@@ -140,7 +142,7 @@ def plain_run(
         norm = torch.cat([p.grad.double().flatten() for p in weights.values()]).norm().item()
         for p in weights.values():
             p.grad *= min(1.0, MAX_NORM / norm)
-        result["losses"][step], result["norms"][step] = loss.item(), norm
+        (result["losses"][step], result["z_losses"][step]), result["norms"][step] = loss.tolist(), norm
         optimizer.step()
         if torchs_muon:
             with mock.patch.object(torch.Tensor, "bfloat16", torch.Tensor.clone):
@@ -148,7 +150,7 @@ def plain_run(
         model.zero_grad()
         with torch.no_grad():
             loss = summed_loss(copy.deepcopy(model).to(dtype), HELD_OUT) / (step_data(HELD_OUT)[1] != IGNORED).sum()
-        result["validation_losses"][step] = loss.item()
+        result["validation_losses"][step] = loss[0].item()
     result["weights"] = {n: p.detach() for n, p in weights.items()}
     return result
 
@@ -294,6 +296,7 @@ def config_for(
     documents: bool = False,
     loss_chunks: int = 1,
     param_dtype: str = "float32",
+    z_loss: float = 0.0,
     optimizer: str = "adamw",
     float8: Float8 | None = None,
     **parallelism: Any,
@@ -305,7 +308,11 @@ def config_for(
         checkpoint=Checkpoint(enable=False),
         lr_scheduler=LRScheduler(warmup_steps=0, decay_fraction=0.0),
         training=Training(
-            param_dtype=param_dtype, seq_len=SEQ_LEN, local_batch_size=local_batch_size, loss_chunks=loss_chunks
+            param_dtype=param_dtype,
+            seq_len=SEQ_LEN,
+            local_batch_size=local_batch_size,
+            loss_chunks=loss_chunks,
+            z_loss=z_loss,
         ),
         optimizer=Optimizer(lr=LR, name=optimizer),  # type: ignore[arg-type]
         parallelism=Parallelism(dp_replicate=dp_replicate, dp_shard=dp_shard, **parallelism),

@@ -187,7 +187,7 @@ def dry_run(case: Case, point: Point) -> DryRun:
             launch_environment=lambda: LaunchEnvironment(rank, 0, case.world_size),
             check_start=lambda *_: None,
             init_weights=begin_fake_tensors,
-            build_loss=(lambda _, mesh: build_loss(Compile(), mesh)) if case.eager_loss else build_loss,
+            build_loss=(lambda _, *rest: build_loss(Compile(), *rest)) if case.eager_loss else build_loss,
             DataLoader=load_zeros,
             CheckpointManager=lambda *_, **__: mock.Mock(load=lambda: 0),
         ),

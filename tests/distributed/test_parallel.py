@@ -47,6 +47,29 @@ BFLOAT16 = {
 }
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {},
+        {"loss_chunks": 3},
+        {"dp_shard": 2, "loss_chunks": 4, "compile": "aot_eager"},
+        {"tp": 2},
+        {"cp": 2, "loss_chunks": 2},
+    ],
+    ids=["plain", "chunks", "compiled chunks, FSDP 2", "TP 2", "chunks, CP 2"],
+)
+def test_z_loss(layout: dict[str, Any]) -> None:
+    """It is trained and logged, and is no part of the loss that is logged or validated."""
+    ranks = prod(value for key, value in layout.items() if key in ("dp_shard", "tp", "cp"))
+    expected = plain_run(STEPS, z_loss=0.01)
+    assert expected["weights"]["output.weight"].norm() < 0.999 * plain_run(STEPS)["weights"]["output.weight"].norm()
+    for result in run_ranks(ranks, our_run, build_config(**layout, z_loss=0.01), STEPS, 1):
+        close(result, expected)
+        plain = expected["z_losses"]
+        wanted = {1: plain[1], 2: plain[2], 4: (plain[3] + plain[4]) / 2, 5: plain[5]}
+        assert {row["step"]: row["z_loss"] for row in result["rows"]} == pytest.approx(wanted, rel=1e-5)
+
+
 def build_config(dp_replicate: int = 1, dp_shard: int = 1, **options: Any) -> Config:
     return config_for(dp_replicate, dp_shard, **options)
 
