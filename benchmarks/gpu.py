@@ -115,6 +115,8 @@ def runs() -> dict[str, Run]:
         "8B rowwise 8192 of 12 layers": Run(
             "8B", 8192, 1, 8, (*large, *fewer, *ROWWISE), 3, instead_of="8B rowwise 8192"
         ),
+        "1.8B muon 8192": Run("1.8B", 8192, 4, 8, (*small, "--optimizer.name=muon")),
+        "8B muon 8192": Run("8B", 8192, 1, 8, (*large, "--optimizer.name=muon"), 3),
         "3B rowwise 8192": Run("3B", 8192, 2, 8, (*small, *ROWWISE)),
         "1.8B tensorwise 4096": Run("1.8B", 4096, 8, 16, (*small, *TENSORWISE)),
         "1.8B rowwise 4096": Run("1.8B", 4096, 8, 16, (*small, *ROWWISE)),
