@@ -132,8 +132,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
             total = sum_losses(run.forward_backward(compute, parameters, batches, n_tokens), dims, device)
             loss, *others = total.reshape(-1)  # the cross-entropy, and what else the loss has
             grad_norm = clip_grad_norm_(parameters, training.max_norm, mesh.pp, mesh.islands).to(device)
-            lr = learning_rate(step, steps, config.optimizer.lr, config.lr_scheduler)
-            rates = set_learning_rate(optimizer, lr)
+            rates = set_learning_rate(optimizer, learning_rate(step, steps, config.optimizer.lr, config.lr_scheduler))
             if guard.accepts(step, loss, grad_norm):
                 optimizer.step()
                 metrics.add(step, loss, grad_norm, rates, data.wait_seconds, dict(zip(TERMS, others, strict=False)))
