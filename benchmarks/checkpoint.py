@@ -399,8 +399,8 @@ def bars(rows: list[dict[str, Any]]) -> list[tuple[str, bool]]:
     copy = disk["MB"] / 2  # of one rank; a rank alone copies both halves
     stall = 0.05 * disk["save s"]
     asked = [
-        ("save to disk at 0.9 of stock or faster", disk["save MB/s"] >= 0.9 * stock["save MB/s"]),
-        ("load from disk at 0.9 of stock or faster", disk["load MB/s"] >= 0.9 * stock["load MB/s"]),
+        ("save to disk as fast as stock", disk["save MB/s"] >= stock["save MB/s"]),
+        ("load from disk as fast as stock", disk["load MB/s"] >= stock["load MB/s"]),
         ("at most 1.05 bytes read per byte needed", disk["read ratio"] <= 1.05),
         ("at most 2.1 when 3 ranks read what 2 wrote", resharded["read ratio"] <= 2.1),
         ("async stalls at most 5 % of a sync save", background["stall s"] <= stall),
@@ -412,10 +412,9 @@ def bars(rows: list[dict[str, Any]]) -> list[tuple[str, bool]]:
     for way, raw, copies in ((ALONE, RAW_ALONE, 2 * copy), (BUSY, RAW_BUSY, copy)):
         if ("disk", way) in by:  # not in a quick run
             ours, plain = by["disk", way], by["disk", raw]
-            asked += [
-                (f"{way}: stalls at most 5 % {least}", ours["stall s"] <= plain["stall s"] + stall),
-                (f"{way}: at most one copy and 256 MB more", ours["save extra MB"] <= copies + 256),
-            ]
+            asked.append((f"{way}: at most one copy and 256 MB more", ours["save extra MB"] <= copies + 256))
+            if way == ALONE:  # where all cores train the stall is reported without a bar
+                asked.append((f"{way}: stalls at most 5 % {least}", ours["stall s"] <= plain["stall s"] + stall))
     if ("disk", ALONE) in by:
         asked.append((f"{ALONE}: stalls at most 5 % of a sync save", by["disk", ALONE]["stall s"] <= stall))
     if ("s3", "ours") in by:
