@@ -273,7 +273,7 @@ def main(argv: Sequence[str]) -> None:
     loaded = settings.load_config(argv)
     steps, peak = loaded.training.steps, loaded.optimizer.lr
     check_optim(loaded)
-    for step in sorted({max(1, round(steps * tenth / 20)) for tenth in range(21)}):
+    for step in sorted({max(1, round(steps * part / 20)) for part in range(21)}):
         lr = learning_rate(step, steps, peak, loaded.lr_scheduler)
         print(f"{step:>9,} {lr:>9.2e} {'#' * round(60 * lr / peak)}")
 

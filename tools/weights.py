@@ -25,8 +25,9 @@ INDEX = "model.safetensors.index.json"
 DTYPES: Mapping[str, torch.dtype] = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 # Files that are not read → what to do with them.
 OTHERS: Mapping[str, str] = {
-    "consolidated.*.pth": "Meta's own; if it is one file, python -m torch.distributed.checkpoint.format_utils "
-    "torch_to_dcp FOLDER/consolidated.00.pth NEW, then import --from torchtitan --flavor NAME NEW CHECKPOINT",
+    "consolidated.*.pth": "Meta's own; instead of several take the Hugging Face format; for one, "
+    "python -m torch.distributed.checkpoint.format_utils torch_to_dcp FOLDER/consolidated.00.pth NEW, then "
+    "import --from torchtitan --flavor NAME NEW CHECKPOINT",
     "pytorch_model*.bin": 'convert them by python -c "from transformers import AutoModelForCausalLM as M; '
     "M.from_pretrained('FOLDER', dtype='auto').save_pretrained('FOLDER')\"",
 }

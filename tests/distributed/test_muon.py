@@ -125,7 +125,7 @@ def test_a_run_is_resumed_with_the_same_bits_and_in_any_layout(small: tuple[str,
 
 
 def test_islands_train_with_muon(small: tuple[str, ...], tmp_path: Path) -> None:
-    """Islands of two ranks each own their matrices; after a meeting they have one state."""
+    """The matrices of an island of two ranks are owned among these."""
     apart = ["--parallelism.dp_replicate=2", "--parallelism.local_steps=3", "--checkpoint.interval=6"]
     launch(4, tmp_path, [*small, "--optimizer.name=muon", "--validation.interval=6", *apart])
     losses = column(tmp_path, "loss")
