@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import config as settings
 from config import Config, ConfigError, ParameterGroup
 from muon import GroupedOptimizer, local
-from parallel.device import device_type
 
 logger = logging.getLogger(__name__)
 
@@ -108,8 +107,11 @@ def build_optimizer(
     optimizer: settings.Optimizer,
     compile: settings.Compile | None = None,
     group: dist.ProcessGroup | None = None,
+    param_dtype: str = "float32",
 ) -> torch.optim.Optimizer:
     """AdamW (Loshchilov and Hutter 2019) or, for some of the weights, Muon. `group`: ranks that update together.
+
+    Muon orthogonalizes in `param_dtype`, in which the model's matmuls compute: bfloat16 suffices for Newton-Schulz.
 
     AdamW alone is torch's fused kernel, which refuses bfloat16 states. Otherwise it is our own, compiled if the model
     is.
@@ -117,9 +119,8 @@ def build_optimizer(
     groups = build_groups(((n, p) for part in parts for n, p in part.named_parameters() if p.requires_grad), optimizer)
     if optimizer.state_dtype == "float32" and all(group["kind"] == "adamw" for group in groups):
         return torch.optim.AdamW(groups, fused=True)
-    # bfloat16 suffices for Newton-Schulz, but many CPUs are slow in it.
-    dtype = torch.float32 if device_type() == "cpu" else torch.bfloat16
-    return GroupedOptimizer(groups, getattr(torch, optimizer.state_dtype), dtype, compile or settings.Compile(), group)
+    dtypes = getattr(torch, optimizer.state_dtype), getattr(torch, param_dtype)
+    return GroupedOptimizer(groups, *dtypes, compile or settings.Compile(), group)
 
 
 class OuterOptimizer:

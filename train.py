@@ -106,9 +106,8 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         chunked = build_chunked_loss(config.compile, mesh, chunks, training.z_loss) if chunks > 1 else None
         compute = build_step(parts, loss_fn, flavor.dim, flavor.vocab_size, mesh, config, chunked)
         parameters = [parameter for part in parts for parameter in part.parameters()]
-        optimizer = build_optimizer(
-            parts, config.optimizer, config.compile, dims.build_update_group() if groups else None
-        )
+        group = dims.build_update_group() if groups else None
+        optimizer = build_optimizer(parts, config.optimizer, config.compile, group, training.param_dtype)
         optimizer.register_step_pre_hook(lambda *_: watchdog.enter("optimizer"))
         islands = OuterOptimizer(optimizer, mesh.islands, config.parallelism, steps) if mesh.islands else None
         refresh_weights = build_refresh(parts, config, islands.meet if islands else None)
