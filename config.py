@@ -137,8 +137,9 @@ class Training:
     """Sequences per optimizer step, over all ranks and microbatches. 0: one microbatch on every rank."""
     max_norm: NonNegative = 1.0
     """Clip gradients to this norm. 0: no clipping, the norm is only reported."""
-    param_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Data type in which blocks compute. The weights and the optimizer's arithmetic stay in float32."""
+    param_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Data type in which blocks compute. The weights and the optimizer's arithmetic stay in float32. `auto`: bfloat16,
+    or float32 on a CPU that has no instructions for it. A resumed run keeps its own."""
     reduce_dtype: Literal["bfloat16", "float32"] = "float32"
     """Data type in which gradients are summed over the ranks."""
     z_loss: NonNegative = 0.0
@@ -333,7 +334,7 @@ class Validation:
     datasets: tuple[str, ...] = ()
     """Prepared datasets whose held-out documents to measure, reported by folder name. Empty: `data.datasets`."""
     sample_prompt: str = ""
-    """Text that the model continues at the end of the run."""
+    """Text that the model continues every `interval` steps, and at the end of the run."""
     sample_tokens: Count = 0
     """Tokens to generate for that sample, at most up to training.seq_len. 0: no sample. Needs sample_prompt."""
 

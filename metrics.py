@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -39,9 +40,10 @@ PEAK_FLOPS = (
 )
 
 FIELDS = (
-    "step", "loss", "validation_loss", "grad_norm", "lr", "tokens", "tps", "mfu", "tflops", "memory_gib",
-    "data_wait_pct", "step_seconds", "interval_steps", "skipped", "time",
+    "step", "loss", "validation_loss", "bits_per_byte", "grad_norm", "lr", "tokens", "tps", "mfu", "tflops",
+    "memory_gib", "data_wait_pct", "step_seconds", "interval_steps", "skipped", "time",
 )  # fmt: skip
+VALIDATION = ("validation_", "bits_per_byte")
 SPEED = ("tps", "mfu", "tflops", "memory_gib", "data_wait_pct", "step_seconds")
 TRACKER_SECONDS = 60  # that a call of a tracker may take
 LINE_WIDTH = 101  # of a step's log line, after the time
@@ -153,7 +155,7 @@ def grouped(row: Mapping[str, float | None]) -> dict[str, float]:
     """The known figures of a row, under the groups `train/`, `valid/` and `speed/` of trackers."""
     figures = {}
     for name, value in row.items():
-        group = "speed/" if name in SPEED else "valid/" if name.startswith("validation_") else "train/"
+        group = "speed/" if name in SPEED else "valid/" if name.startswith(VALIDATION) else "train/"
         if value is not None and name not in ("step", "interval_steps", "time"):
             figures[group + name.removeprefix("validation_")] = value
     return figures
@@ -183,6 +185,7 @@ class MetricsLogger:
         self.terms: tuple[str, ...] = ()
         self.grad_norm = math.nan  # of the last step that was trained and fetched
         self.rates: Mapping[str, float] = {}
+        self.validation, self.totals = "", list[float]()  # the last one in words; tokens/s of each interval
         self.peak = peak_flops(device)
         self.file = open_records(run_folder / "metrics.jsonl") if rank == 0 else None
         config = dataclasses.replace(config, run=dataclasses.replace(config.run, folder=str(run_folder)))
@@ -256,6 +259,7 @@ class MetricsLogger:
             return
         seconds = time.perf_counter() - self.since
         total = self.interval_steps * self.tokens_per_step / seconds
+        self.totals.append(total)
         flops = self.flops_per_token * total / self.world_size
         loss, *terms = (math.fsum(values) / len(values) for values in zip(*self.losses, strict=True))
         row: dict[str, float | None] = {
@@ -292,18 +296,14 @@ class MetricsLogger:
         self.losses = []
         self.restart_clock()
 
-    def log_validation(self, step: int, losses: Mapping[str, float], tokens: int) -> None:
-        """Write a row and a log line for the held-out sets: name → loss; the training data's own set is named "".
-
-        Begins a new interval.
-        """
+    def log_validation(self, step: int, figures: Mapping[str, float], tokens: int) -> None:
+        """Write a row and a log line with the figures of the held-out sets, if there are any. Begins a new interval."""
         self.restart_clock()
-        if not losses:
+        if not figures:
             return
-        named = {f"validation_loss/{name}" if name else "validation_loss": loss for name, loss in losses.items()}
-        shown = "  ".join(f"{name.replace('_', ' ')} {loss:.4f}" for name, loss in named.items())
-        logger.info(f"step {step:>{len(str(self.steps))}}/{self.steps}  {shown}")
-        self._write({"step": step, **named, "tokens": tokens})
+        self.validation = "  ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in figures.items())
+        logger.info(f"step {step:>{len(str(self.steps))}}/{self.steps}  {self.validation}")
+        self._write({"step": step, **figures, "tokens": tokens})
 
     def log_skipped(self, step: int, tokens: int) -> None:
         """Write a row for a step whose update was left out, see run.failures."""
@@ -324,6 +324,11 @@ class MetricsLogger:
                 self.board.flush()
         for tracker in self.trackers:
             tracker.call(tracker.log, dict(row))  # a copy: it may take it apart, such as by row.pop("step")
+
+    def summary(self) -> str:
+        """The last validation and the usual rate, in words."""
+        rate = f"{tqdm.format_sizeof(median(self.totals))} tokens/s" if self.totals else ""
+        return "  ".join(filter(None, (self.validation, rate)))
 
     def close(self) -> None:
         """Flush and close the files and trackers."""

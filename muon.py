@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
+from torch.optim.adamw import adamw
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from config import Compile
@@ -55,10 +56,13 @@ class GroupedOptimizer(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         matrices = []
         for group in self.param_groups:
-            for parameter in (parameter for parameter in group["params"] if parameter.grad is not None):
-                if group["kind"] == "muon":
-                    matrices.append((parameter, group))
-                else:
+            trained = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if group["kind"] == "muon":
+                matrices += [(parameter, group) for parameter in trained]
+            elif self.state_dtype == torch.float32:
+                self._step_fused_adamw(trained, group)
+            else:
+                for parameter in trained:
                     self._step_adamw(parameter, group)
         updates = [self._momentum(matrix, group["betas"][0]) for matrix, group in matrices]
         key = tuple(id(matrix) for matrix, _ in matrices)  # those with a gradient
@@ -83,6 +87,21 @@ class GroupedOptimizer(torch.optim.Optimizer):
         new = mean.to(grad.dtype).lerp(grad, 1 - momentum)
         mean.copy_(new)
         return grad.lerp(new, momentum)
+
+    def _step_fused_adamw(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        """By torch's kernel, which takes float32 states only."""
+        names = "exp_avg", "exp_avg_sq"
+        states = [self._states(parameter, *names) for parameter in parameters]
+        for parameter, state in zip(parameters, states, strict=True):
+            state.setdefault("step", torch.zeros((), device=local(parameter).device))
+        grads = [local(parameter.grad) for parameter in parameters]  # type: ignore[arg-type]
+        means, squares = ([local(state[name]) for state in states] for name in names)
+        steps, (beta1, beta2) = [state["step"] for state in states], group["betas"]
+        settings = {key: group[key] for key in ("lr", "weight_decay", "eps")}
+        adamw(
+            [*map(local, parameters)], grads, means, squares, [], steps,
+            fused=True, amsgrad=False, maximize=False, beta1=beta1, beta2=beta2, **settings,
+        )  # fmt: skip
 
     def _step_adamw(self, parameter: Tensor, group: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]

@@ -3,19 +3,34 @@
 #
 #   ./run_llama_train.sh                                        a small Llama on Python's standard library
 #   ./run_llama_train.sh --training.steps=100                   with any setting changed
+#   ./run_llama_train.sh --data mytext/                         on your own text: folders, files or globs
 #   ./run_llama_train.sh --resume outputs/NAME                  a run continued, by its own config
 #   NGPU=8 ./run_llama_train.sh train_configs/llama3_8b.toml    another config
 #   ./run_llama_train.sh --help                                 every setting; --help WORD: those about it
 set -euo pipefail
+here=$PWD
 cd "$(dirname "$(readlink -f "$0")")"
 
-CONFIG_FILE=${CONFIG_FILE:-train_configs/debug.toml}
-NGPU=${NGPU:-}           # processes; default: one for each GPU, as many as can share the batch, or 2 where there is none
+CONFIG_FILE=${CONFIG_FILE:-train_configs/default.toml}
+NGPU=${NGPU:-}           # processes; default: one for each GPU, as many as can share the batch, or 1 where there is none
 MAX_RESTARTS=${MAX_RESTARTS:-0}  # how often torchrun may start the run again, as after a rollback to a checkpoint
 LOG_RANK=${LOG_RANK:-}   # ranks that print progress, such as 0,1; default: 0
 
 case $NGPU in 0* | *[!0-9]*) echo "error: NGPU=$NGPU: must be a number of processes, at least 1" >&2; exit 2 ;; esac
-default=--config=$CONFIG_FILE help=
+default=--config=$CONFIG_FILE help= own=() words=()
+while [ $# -gt 0 ]; do
+  case $1 in
+    --data | --data=*)
+      more=("${1#--data}") && more=("${more[@]#=}") && shift
+      while [[ ${1:--} != -* && $1 != *.toml ]]; do more+=("$1"); shift; done
+      for text in "${more[@]}"; do
+        case $text in "") ;; /* | *://*) own+=("$text") ;; *) own+=("$here/$text") ;; esac
+      done
+      [ "${own[*]}" ] || { echo "error: --data: must name folders, files or globs of text" >&2; exit 2; } ;;
+    *) words+=("$1") && shift ;;
+  esac
+done
+set -- "${words[@]}"
 for word in "$@"; do
   case $word in
     --config | --config=* | --resume | --resume=* | [!-]*.toml) default= ;;  # as config.py reads them
@@ -28,9 +43,20 @@ overrides=(${default:+"$default"} ${LOG_RANK:+--metrics.log_ranks="$LOG_RANK"} "
 python=.venv/bin/python
 
 settings=$($python -m config "${overrides[@]}")   # a mistake ends here, in one line
-if [ "$help" ]; then echo "$settings"; exit; fi
+if [ "$help" ]; then printf '%s\n\n  --data TEXT ...  your own text, folders, files or globs, prepared first\n' "$settings"; exit; fi
 
-if [ -z "$NGPU" ]; then NGPU=$($python -m tools.processes "${overrides[@]}"); fi
+if [ "${own[*]}" ]; then
+  settings=$($python -m tools.own_text "${own[@]}")
+  readarray -t more <<<"$settings"
+  overrides+=("${more[@]}")
+fi
+if [ -z "$NGPU" ]; then
+  NGPU=1
+  # Without a device there is no need to ask torch, which takes a second.
+  if compgen -G '/dev/nvidia[0-9]*' || [ -e /dev/kfd ] || [ -e /dev/dri ] || [ -e /dev/accel ] || [ -e /dev/dxg ]; then
+    NGPU=$($python -m tools.processes "${overrides[@]}")
+  fi >/dev/null
+fi
 if [ -z "${OMP_NUM_THREADS:-}" ]; then
   cores=$(nproc)
   export OMP_NUM_THREADS=$((cores > NGPU ? cores / NGPU : 1))
@@ -46,6 +72,7 @@ if grep -q '^datasets = .*"datasets/stdlib"' <<<"$settings" && [ ! -e datasets/s
   ) 9>>datasets/.lock
 fi
 
+echo "starting $NGPU x $OMP_NUM_THREADS threads: ${overrides[*]}" >&2
 # Signals to pass on to the ranks, which then save and stop; not SIGHUP under nohup, where it is ignored.
 signals=SIGTERM,SIGINT,SIGQUIT,SIGUSR1
 [[ $(trap -p HUP) ]] || signals+=,SIGHUP

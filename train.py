@@ -39,10 +39,10 @@ from parallel.mesh import ParallelDims
 from parallel.pipeline import build_step
 from profiling import check_profiling
 from run.failures import BadSteps, check_failures
-from run.folder import check_run_folder
+from run.folder import check_run_folder, choose_param_dtype
 from run.processes import LaunchEnvironment, launch_environment, set_timeout
 from run.run import Run, run_and_leave
-from validate import check_sample, sample_text, validate_all
+from validate import check_sample, show_sample, validate_all
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +67,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
 
     Calls `after_step(step)` after each step, for benchmarks and tests. Raises TitaniteError.
     """
+    config = choose_param_dtype(config)
     environment, training = launch_environment(), config.training
     rank, world_size, steps = environment.rank, environment.world_size, training.steps
     configure_logging(config.metrics.log_ranks, rank)
@@ -92,8 +93,8 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         device, mesh, watchdog = run.device, run.mesh, run.watchdog
         n_parameters = sum(parameter.numel() for parameter in model.parameters())
         flops = model.flops_per_token(training.seq_len)  # type: ignore[operator]
-        logger.info(f"model {config.model.name} {config.model.flavor}: {n_parameters:,} parameters")
-        for line in groups:
+        size = f"{n_parameters:,} parameters, in {training.param_dtype}"
+        for line in (f"model {config.model.name} {config.model.flavor}: {size}", *groups, data.describe(steps)):
             logger.info(line)
         parts = spec.apply_parallelism(model, mesh, config)
         set_timeout(config.comm.init_timeout_seconds)
@@ -148,9 +149,11 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
                 checkpoint.save(step)
                 metrics.restart_clock()
             checkpoint.check()  # raise a background save's error at once
-            if config.validation.enable and due(step, config.validation.interval, steps):
+            if due(step, config.validation.interval, steps):
                 metrics.check_finite()
                 metrics.log_validation(step, validate_all(run, parts, compute, step), data.tokens_seen)
+                show_sample(run, parts)
+                metrics.restart_clock()
             run.end(step)
             after_step(step)
 
@@ -160,13 +163,10 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         if step < steps:
             refresh_weights(steps)  # islands that have trained since they met meet now
         checkpoint.finish(step)  # saves if the run stopped between two saves
-        if step == steps and config.validation.sample_tokens:
-            sample = sample_text(parts, data.tokenizer, config, dims, device)
-            logger.info("sample:\n" + "".join(watchdog.follow(sample, "end")))
         checkpoint.wait()
         data.close()
         metrics.close()
-        run.close(step)
+        run.close(step, metrics.summary())
     return run.folder, metrics.last
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 import config as settings
 from config import Config, ConfigError, command_line
@@ -48,14 +48,18 @@ def validation_sets(config: Config) -> dict[str, Config]:
 
 @torch.no_grad()
 def validate_all(run: Run, parts: list[nn.Module], compute: Step, step: int) -> dict[str, float]:
-    """Name → mean loss per token, in nats, of every held-out set after `step` of a run. Collective.
+    """`validation_loss` in nats per token and, if the tokenizer keeps all bytes, `bits_per_byte` of text after `step`.
 
-    None of them if the run is to stop before the end.
+    The names of further held-out sets follow after a slash. {} without validation, and if the run is to stop before
+    the end. Collective. The ends of documents have a loss, but no bytes.
     """
-    dims, losses = run.dims, {}
+    if not run.config.validation.enable:
+        return {}
+    dims, figures = run.dims, dict[str, float]()
+    lengths = torch.from_numpy(run.data.tokenizer.byte_lengths).to(run.device)
     for name, held_out in validation_sets(run.config).items():
         batches = validation_batches(held_out, dims.dp_rank(run.environment.rank), dims.dp)  # as many on every rank
-        total = torch.zeros(2, dtype=torch.float64, device=run.device)  # summed loss, tokens
+        total = torch.zeros(3, dtype=torch.float64, device=run.device)  # summed loss, tokens, their bytes
         with _no_training(parts):
             for batch in run.watchdog.follow(batches, "validation"):
                 if run.asked_to_stop():
@@ -63,10 +67,22 @@ def validate_all(run: Run, parts: list[nn.Module], compute: Step, step: int) -> 
                     return {}
                 tokens, labels, positions = batch.to(run.device)
                 total[0] += compute.forward(tokens, labels, positions).reshape(-1)[0] / dims.tp  # the cross-entropy
-                total[1] += labels.ne(IGNORED).sum() / dims.copies
+                total[1:] += _count(labels, lengths) / dims.copies
         dist.all_reduce(total)
-        losses[name] = float(total[0] / total[1])
-    return losses
+        figures |= {f"{key}/{name}".rstrip("/"): value for key, value in _mean_figures(*total.tolist()).items()}
+    return figures
+
+
+def _count(labels: Tensor, byte_lengths: Tensor) -> Tensor:
+    """[tokens, bytes of their text] of the labels that are not IGNORED."""
+    counted = labels != IGNORED
+    return torch.stack((counted.sum(), (byte_lengths[labels.clamp(min=0)] * counted).sum()))
+
+
+def _mean_figures(nats: float, tokens: float, n_bytes: float) -> dict[str, float]:
+    """The mean loss and, where bytes are known, bits per byte."""
+    loss = {"validation_loss": nats / tokens}
+    return loss | ({"bits_per_byte": nats / math.log(2) / n_bytes} if n_bytes else {})
 
 
 @contextmanager
@@ -79,6 +95,13 @@ def _no_training(parts: list[nn.Module]) -> Iterator[None]:
     reshard(parts)
     for module in trained:
         module.training = True
+
+
+def show_sample(run: Run, parts: list[nn.Module]) -> None:
+    """Log the sample that `config.validation` asks for. Collective."""
+    if run.config.validation.sample_tokens:
+        sample = sample_text(parts, run.data.tokenizer, run.config, run.dims, run.device)
+        logger.info("sample:\n" + "".join(run.watchdog.follow(sample, "sample")))
 
 
 def check_sample(config: Config, tokenizer: Tokenizer) -> None:
@@ -111,8 +134,8 @@ def sample_text(
 
 
 @torch.no_grad()
-def measure(trained: Trained, config: Config) -> tuple[float, int]:
-    """(mean loss per token in nats, tokens) of a trained model on the held-out documents of `config.data`.
+def measure(trained: Trained, config: Config) -> tuple[float, int, int]:
+    """(summed loss in nats, tokens, their bytes) of a trained model on the held-out documents of `config.data`.
 
     Raises DataError for data that was made with another tokenizer than the model's.
     """
@@ -120,12 +143,14 @@ def measure(trained: Trained, config: Config) -> tuple[float, int]:
         made_by = open_dataset(url, config).tokenizer_fingerprint
         if made_by != trained.tokenizer.fingerprint:
             raise DataError(f"{url}: was made with tokenizer {made_by}, the model's is {trained.tokenizer.fingerprint}")
-    summed, count = torch.zeros((), dtype=torch.float64, device=trained.device), 0
+    lengths = torch.from_numpy(trained.tokenizer.byte_lengths).to(trained.device)
+    summed = torch.zeros((), dtype=torch.float64, device=trained.device)
+    count = torch.zeros(2, dtype=torch.int64, device=trained.device)
     for batch in validation_batches(config, 0, 1):
         tokens, labels, positions = batch.to(trained.device)
         summed += cross_entropy(trained.model(tokens, positions), labels)
-        count += int(labels.ne(IGNORED).sum())
-    return float(summed) / count, count
+        count += _count(labels, lengths)
+    return float(summed), *count.tolist()
 
 
 def as_packed(config: Config, seq_len: int | None, recorded: bool) -> Config:
@@ -171,8 +196,10 @@ def main(argv: list[str]) -> None:
     config = replace(config, validation=replace(config.validation, datasets=tuple(datasets)))
     sets = {name: as_packed(own, arguments.seq_len, recorded) for name, own in validation_sets(config).items()}
     for name, held_out in sets.items():
-        loss, tokens = measure(trained, held_out)
-        print(f"{name}  loss {loss:.4f}  perplexity {math.exp(loss):.3f}  {tokens:,} tokens", flush=True)
+        figures = _mean_figures(*(counts := measure(trained, held_out)))
+        loss, bits = figures["validation_loss"], figures.get("bits_per_byte")
+        line = f"{name}  loss {loss:.4f}  perplexity {math.exp(loss):.3f}  {counts[1]:,} tokens"
+        print(line + (f"  {bits:.4f} bits per byte" if bits else ""), flush=True)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from records import read_records
 from tools.compare import write_page
 
 CONFIG = "train_configs/debug.toml"
-RATES = (1e-3, 2e-3, 4e-3, 8e-3)
+RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
 SEEDS = (0, 1, 2)
 TRIAL_STEPS = 100
 

@@ -121,6 +121,11 @@ class DataLoader:
         """Tokens consumed by the whole run so far, including earlier starts."""
         return self._place.tokens
 
+    def describe(self, steps: int) -> str:
+        """What a run of `steps` reads, in words."""
+        total, read = sum(dataset.split("train").total_tokens for dataset in self._datasets), self.tokens_per_step
+        return f"data: {total:,} tokens; {steps:,} steps of {read:,} read them {steps * read / total:.3g} times"
+
     def state_dict(self) -> dict[str, Any]:
         """The current place as plain JSON, the same on all ranks."""
         return self._place.state()

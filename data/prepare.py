@@ -61,6 +61,7 @@ class Plan(NamedTuple):
     keys: tuple[str, ...]
     seq_len: int
     max_characters: int
+    hold_out_pieces: bool
     date: str
     train_eos: bool
     dtype: str
@@ -137,7 +138,7 @@ def prepare_sources(o: argparse.Namespace, piped: Iterator[bytes] | None = None)
     text_bytes = sum(file.size * (1 if kind_of(file.url) in plain else 5) for file in files)
     shards = text_bytes / 4 * np.dtype(dtype).itemsize / (o.shard_mb * 2**20)  # a token is about four bytes of text
     inputs = digest(json.dumps([VERSION, units, chosen.fingerprint, chosen.chat_template, chosen.special]).encode())
-    wanted = o.format, names, o.seq_len, o.max_characters, o.date, o.train_eos
+    wanted = o.format, names, o.seq_len, o.max_characters, o.hold_out_pieces, o.date, o.train_eos
     buckets = (max(1, round(shards * share)) for share in (1 - o.validation_fraction, o.validation_fraction))
     plan = Plan(inputs, *wanted, dtype, o.validation_fraction, int(o.block_mb * 2**20), *buckets)
     # A mistake in the template or the keys is found before anything is removed. A dry run finds every one.
@@ -272,6 +273,8 @@ def _batches(plan: Plan, unit: Unit, reject: Reject, keys: dict[str, set[str]] |
     for place, text in documents(unit, plan.keys, plan.format, reject, keys):
         held_out = writer.is_held_out(text.encode(), plan.validation_fraction)
         for piece in filter(None, _pieces(text, plan.max_characters)):
+            if plan.hold_out_pieces:
+                held_out = writer.is_held_out(piece.encode(), plan.validation_fraction)
             batch.append((place, piece, held_out))
             size += len(piece)
             if size >= BATCH_BYTES:
@@ -420,6 +423,7 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--date", default="", help="YYYY-MM-DD, for chat templates that tell the model the day (default: they do not)")
     add("--train-eos", action="store_true", help="chat: end each answer with eos, for templates without an end token")
     add("--max-characters", type=int, default=0, help="cut longer texts at line ends; 0 (default): never")
+    add("--hold-out-pieces", action="store_true", help="hold out pieces of a text, not only whole texts")
     add("--processes", type=int, default=0, help="0 (default): one per available core, or one for a few MB")
     return parser.parse_args(argv)
 

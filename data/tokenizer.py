@@ -2,23 +2,31 @@
 
 import hashlib
 import json
+import logging
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from config import TitaniteError, file_errors
 from records import write_atomically
 
+log = logging.getLogger(__name__)
+
 TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 CONFIG = "tokenizer_config.json"
 OLDER_CONFIG = "special_tokens_map.json"
 END_OF_TEXT = "<|endoftext|>"
+PROBE = "A b\n\tc0x1F: naïve 日本 🙂."  # a text whose bytes are counted
 LEARNT_WORD_BYTES = 2000  # longer words are cut, only while a tokenizer is trained
 # Tried in this order if no tokenizer_config.json names the end-of-document token.
+BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # a byte that no other token holds
 KNOWN_EOS = ("<|end_of_text|>", END_OF_TEXT, "</s>", "<eos>", "<|eos|>", "[EOS]")
 
 
@@ -55,6 +63,25 @@ class Tokenizer:
         self.declared = {key: _content(field) for key, field in (bos | declared | {"eos_token": eos_token}).items()}
         self.special = {key: token for key, token in self.declared.items() if key[-6:] == "_token" and token in ids}
         self.bos_id = ids.get(self.special.get("bos_token", ""))
+
+    @cached_property
+    def byte_lengths(self) -> np.ndarray:
+        """Bytes of text that each id stands for [vocab_size], special tokens 0; all 0 if text does not keep its bytes.
+
+        Ids are spelt in letters that each stand for a byte, or as text with ▁ for a space and <0x0A> for a byte.
+        """
+        names, added = self.raw.get_vocab(), self.raw.get_added_tokens_decoder()
+        for count in (len, lambda name: 1 if BYTE.fullmatch(name) else len(name.replace("▁", " ").encode())):
+            lengths = np.zeros(self.vocab_size, np.int64)
+            for name, id in names.items():
+                lengths[id] = count(name)
+            for id, token in added.items():
+                lengths[id] = 0 if token.special else len(token.content.encode())
+            ids = self.raw.encode(PROBE, add_special_tokens=False).ids
+            if 0 <= lengths[ids].sum() - len(PROBE.encode()) <= 1:  # some put a space before a text
+                return lengths
+        log.info("no bits per byte: the ids of this tokenizer do not stand for all bytes of a text")
+        return np.zeros(self.vocab_size, np.int64)
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, with any bos of the tokenizer's template and without an eos."""

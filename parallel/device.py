@@ -1,5 +1,7 @@
 """What kind of device computes, and how to wait for it."""
 
+from typing import Literal
+
 import torch
 
 
@@ -13,6 +15,12 @@ def synchronize(device: torch.device) -> None:
     """Wait until the device has finished all its work; a CPU always has."""
     if device.type != "cpu":
         torch.accelerator.synchronize()
+
+
+def fast_dtype() -> Literal["bfloat16", "float32"]:
+    """The type to compute in: bfloat16, or float32 on a CPU without instructions that multiply bfloat16."""
+    fast = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+    return "bfloat16" if device_type() != "cpu" or fast else "float32"
 
 
 def bfloat16_is_slow(device: torch.device) -> bool:

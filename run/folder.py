@@ -10,6 +10,7 @@ import socket
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import config as settings
 from checkpoint.loading import model_differences
 from checkpoint.manifest import RUN_NAME, run_name
 from config import Config, ConfigError, TitaniteError, file_errors
+from parallel.device import fast_dtype
 from records import code_changes, git_commit, open_records, package_versions, read_records, write_atomically
 from run.processes import LaunchEnvironment
 
@@ -68,6 +70,17 @@ def choose_run_folder(config: Config, job: str = "") -> Path:
         except FileExistsError:
             number += 1
             folder = folder.with_name(f"{name}-{number}")
+
+
+def choose_param_dtype(config: Config) -> Config:
+    """`config` with a type in place of "auto": that of the run so far, if it has begun, otherwise the fast one here."""
+    if config.training.param_dtype != "auto":
+        return config
+    file, began = Path(config.run.folder) / "config.toml", config
+    if config.run.folder and file.is_file():
+        began = settings.from_dict(settings.read_recorded(file.read_bytes(), file))
+    chosen = began.training.param_dtype
+    return replace(config, training=replace(config.training, param_dtype=fast_dtype() if chosen == "auto" else chosen))
 
 
 def start_run(

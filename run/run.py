@@ -4,6 +4,7 @@ import contextlib
 import gc
 import logging
 import os
+import shlex
 import signal
 import sys
 import time
@@ -209,10 +210,11 @@ class Run:
         if step < self.config.training.steps:
             logger.info(f"stopped after step {step}: {self.stop.asked_by or 'another rank was asked'}")
 
-    def close(self, step: int) -> None:
-        """Record that the run ended as it should. Exits with AGAIN if only other nodes were asked to stop.
+    def close(self, step: int, summary: str) -> None:
+        """Record that the run ended as it should, and say what to do with it.
 
-        Raises TitaniteError on all ranks if one could not write a file.
+        Exits with AGAIN if only other nodes were asked to stop. Raises TitaniteError on all ranks if one could not
+        write a file.
         """
         steps, stop = self.config.training.steps, self.stop
         self.ranks.together(partial(self._check_written, step))
@@ -223,9 +225,20 @@ class Run:
         if self.environment.local_rank == 0:  # each node may have a disk of its own
             self.watchdog.announce(*end)
         logger.info(f"{'done' if step == steps else 'stopped'}: step {step} of {steps}, run folder {self.folder}")
+        if step == steps:
+            self._say_what_next(summary)
         dist.barrier()  # when a rank leaves with AGAIN, torchrun ends the others: let rank 0 record the end first
         if step < steps and stop.elsewhere:
             sys.exit(AGAIN)  # torchrun starts us again, with the nodes that remain
+
+    def _say_what_next(self, summary: str) -> None:
+        python, folder, more = os.path.relpath(sys.executable), self.folder, 2 * self.config.training.steps
+        logger.info(f"  {summary}")
+        logger.info(f"  curves:      {python} -m tools.compare {folder}")
+        if self.config.checkpoint.enable:
+            prompt = self.config.validation.sample_prompt or "Once"
+            logger.info(f"  write text:  {python} generate.py {folder} --prompt {shlex.quote(prompt)}")
+            logger.info(f"  train on:    ./run_llama_train.sh --resume {folder} --training.steps={more}")
 
     def _check_written(self, step: int) -> None:
         if self._unwritten:

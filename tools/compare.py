@@ -33,7 +33,7 @@ def write_page(runs: Sequence[Path], output: Path) -> None:
         raise TitaniteError("no run to compare")
     names = name_runs(list(read))
     charts, settings = zip(*read.values(), strict=True)
-    found = sorted(dict.fromkeys(chain.from_iterable(charts)), key=lambda field: "loss" not in field)  # losses first
+    found = sorted(dict.fromkeys(chain.from_iterable(charts)), key=lambda field: not is_loss(field))  # losses first
     data = {
         "runs": [
             {"name": name, "summary": summarize(own, found), "charts": {field: _thinned(own[field]) for field in own}}
@@ -110,9 +110,14 @@ def summarize(charts: Charts, found: Sequence[str]) -> list[float | None]:
     None: the run does not have the field.
     """
     values = {field: table["value"] for field, table in charts.items()}
-    figures = {field: own[-1] if "loss" in field else median(own) for field, own in values.items()}
+    figures = {field: own[-1] if is_loss(field) else median(own) for field, own in values.items()}
     ends = [max(table[axis][-1] for table in charts.values()) for axis in AXES]
     return ends + [figures.get(field) for field in found]
+
+
+def is_loss(field: str) -> bool:
+    """Whether a field falls while a run learns, so that its last value counts."""
+    return "loss" in field or field.startswith("bits_per_byte")
 
 
 def _thinned(table: Mapping[str, list[Any]]) -> dict[str, list[Any]]:

@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from unittest import mock
 
 import torch
@@ -210,11 +210,13 @@ def dry_run(case: Case, point: Point) -> DryRun:
 def _one_step(case: Case, n_layers: int, microbatches: int, folder: str) -> Config:
     """The case's config for one silent step of this size that neither reads nor writes anything of the user's."""
     config, sequences = case.config, microbatches * case.config.training.local_batch_size * case.dims.dp
+    asked = config.training.param_dtype
+    dtype: Literal["bfloat16", "float32"] = "bfloat16" if asked == "auto" else asked  # which would ask this machine
     return replace(
         config,
         run=replace(config.run, folder="", outputs=folder),
         model=replace(config.model, n_layers=n_layers),
-        training=replace(config.training, steps=1, global_batch_size=sequences),
+        training=replace(config.training, steps=1, global_batch_size=sequences, param_dtype=dtype),
         lr_scheduler=replace(config.lr_scheduler, warmup_steps=0),  # one step has no room for it
         compile=replace(config.compile, backend="aot_eager"),  # where the tally's is
         parallelism=replace(config.parallelism, async_tp=False),  # it needs the GPU's compiler

@@ -24,4 +24,4 @@ def processes(config: Config, devices: int) -> int:
 
 if __name__ == "__main__":
     with command_line():
-        print(processes(load_config(sys.argv[1:]), torch.accelerator.device_count() or 2))
+        print(processes(load_config(sys.argv[1:]), torch.accelerator.device_count() or 1))

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -76,3 +77,21 @@ def check_run_script(folder: Path, environment: dict[str, str]) -> None:
     done = start("--config", "train_configs/tutorial.toml", *words, CONFIG_FILE="train_configs/no_such.toml", NGPU="")
     assert done.returncode == 0, done.stderr[-3000:]
     assert "done: step 2 of 2" in done.stderr
+    # On text of one's own, named from where one stands; then the commands that the run names at its end.
+    mine = folder / "mine"
+    mine.mkdir()
+    for number in range(9):
+        (mine / f"{number} note.md").write_text(f"# Note {number}\n\n" + f"Words of note {number}.\n" * 300)
+    assert "error: --data: must name" in start("--data").stderr
+    words = ["--model.flavor=tiny", "--training.steps=2", "--training.local_batch_size=2", "--run.folder=outputs/mine"]
+    command = [str(folder / "run_llama_train.sh"), "--data", "*note.md", "0 note.md", *words]
+    done = subprocess.run(command, cwd=mine, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    start, end = done.stderr.split("step 1/2")[0], done.stderr[done.stderr.index("done: step 2 of 2") :]
+    assert len(start.splitlines()) <= 20, start  # of preparation and start
+    assert "bits per byte" in end
+    assert len(end.splitlines()) <= 8
+    for line in end.splitlines()[2:]:
+        command = shlex.split(line.split(":  ", 1)[1].replace("steps=4", "steps=3"))
+        again = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+        assert again.returncode == 0, again.stderr[-3000:]

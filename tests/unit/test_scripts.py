@@ -141,7 +141,7 @@ def test_setup_installs_what_is_missing(checkout: Path) -> None:
 def test_a_config_on_the_command_line_takes_the_place_of_the_default_one(
     words: list[str], default: bool, runner: Path
 ) -> None:
-    given = ["--config=train_configs/debug.toml"] * default + ["--metrics.log_ranks=0,1", *words]
+    given = ["--config=train_configs/default.toml"] * default + ["--metrics.log_ranks=0,1", *words]
     assert run(runner, "./run_llama_train.sh", *words, NGPU="1", LOG_RANK="0,1")[0] == 0
     assert log_of(runner)[-1].endswith(" ".join(["train.py", *given]))
 

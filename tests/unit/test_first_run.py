@@ -1,0 +1,157 @@
+"""What a first start decides and says by itself: the type to compute in, bits per byte, one's own text."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+from benchmarks.first_run import parses
+from config import load_config, tomllib
+from data.prepare import main as prepare
+from data.tokenizer import Tokenizer, train_tokenizer
+from parallel.device import fast_dtype
+from records import read_records
+from tests.corpus import stored_blocks
+from tests.harness import run_ranks
+from tools.own_text import prepare_own_text
+from train import train
+from validate import main as validate
+
+TEXT = "Naïve 日本: a\tb 🙂\n\n  return x\n"
+WORDS = [f"def f{i}(x):\n    return x * {i} + {i % 7}  # number {i}\n" for i in range(400)]
+
+
+def spelt_in_bytes() -> Tokenizer:
+    return train_tokenizer(WORDS, 300)
+
+
+def spelt_in_text() -> Tokenizer:
+    """As Llama 2's: ▁ for a space, and a byte on its own as <0x0A>."""
+    letters = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdefnrtuvï日", "▁r"]
+    vocabulary = {letter: id for id, letter in enumerate(letters)}
+    raw = RawTokenizer(models.BPE(vocabulary, [("▁", "r")], unk_token="<unk>", byte_fallback=True))
+    raw.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    raw.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    raw.add_special_tokens(["</s>"])
+    return Tokenizer(raw, "</s>")
+
+
+@pytest.mark.parametrize(("make", "before"), [(spelt_in_bytes, 0), (spelt_in_text, 1)])
+def test_the_bytes_of_the_ids_are_those_of_their_text(make: Callable[[], Tokenizer], before: int) -> None:
+    """`before`: bytes that the tokenizer puts before a text."""
+    tokenizer = make()
+    for text in (TEXT, "x", "return 日"):
+        ids = tokenizer.encode(text)
+        assert tokenizer.byte_lengths[ids].sum() == len(text.encode()) + before
+        assert min(tokenizer.byte_lengths[ids]) > 0
+    assert tokenizer.byte_lengths[tokenizer.eos_id] == 0
+
+
+def test_a_tokenizer_that_loses_bytes_has_no_lengths_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    raw = RawTokenizer(models.WordLevel({"<unk>": 0, "</s>": 1, "a": 2}, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    raw.add_special_tokens(["</s>", "<unk>"])
+    with caplog.at_level("INFO"):
+        assert not Tokenizer(raw, "</s>").byte_lengths.any()
+    assert [record.message for record in caplog.records] == [
+        "no bits per byte: the ids of this tokenizer do not stand for all bytes of a text"
+    ]
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("texts")
+    for i, word in enumerate(WORDS):
+        (folder / f"{i}.py").write_text(word)
+    return folder
+
+
+def train_as(words: list[str], dtype: str) -> None:
+    with mock.patch("run.folder.fast_dtype", return_value=dtype):
+        train(load_config(words))
+
+
+@pytest.mark.parametrize("vocab_size", [257, 400])
+def test_bits_per_byte_are_the_loss_over_the_bytes_of_the_held_out_text(
+    vocab_size: int, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Counted by hand, over the ranks of a run and afterwards: all of the text but the first token, none for ends."""
+    data, run = tmp_path / "data", tmp_path / "run"
+    words = [f"--source={texts}", f"--output={data}", f"--vocab-size={vocab_size}", "--validation-fraction=0.1"]
+    prepare(words)
+    words = [f"--data.datasets={data}", f"--run.folder={run}", "--training.steps=2", "--training.seq_len=16"]
+    words += ["--model.flavor=tiny", "--training.local_batch_size=3", "--validation.max_samples=0"]
+    words += ["--lr_scheduler.warmup_steps=0", "--lr_scheduler.decay_fraction=0", "--metrics.tensorboard=false"]
+    run_ranks(2, train_as, words, "float32", start_group=False)
+    (row,) = (row for row in read_records(run / "metrics.jsonl") if row["validation_loss"])
+    stored = [[*document] for block in stored_blocks(data, "validation") for document in block]
+    decode = RawTokenizer.from_file(str(data / "tokenizer.json")).decode
+    held_out = [decode(ids[:-1]) for ids in stored]
+    assert {*held_out} < {*WORDS}
+    n_bytes = sum(map(len, held_out)) - len(decode(stored[0][:1]))
+    n_tokens = sum(map(len, stored)) - 1
+    assert row["bits_per_byte"] == pytest.approx(row["validation_loss"] * n_tokens / math.log(2) / n_bytes, rel=1e-9)
+    capsys.readouterr()
+    validate([str(run), "--dtype=float32"])
+    assert capsys.readouterr().out.endswith(f"  {row['bits_per_byte']:.4f} bits per byte\n")
+
+
+def test_a_run_computes_in_the_type_that_is_fast_and_a_resume_keeps_it(texts: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    prepare([f"--source={texts}", f"--output={data}", "--validation-fraction=0.1"])
+    for dtype, other in (("float32", "bfloat16"), ("bfloat16", "float32")):
+        run = tmp_path / dtype
+        words = [f"--data.datasets={data}", f"--run.folder={run}", "--training.seq_len=16", "--model.flavor=tiny"]
+        words += ["--training.local_batch_size=2", "--lr_scheduler.schedule=constant", "--lr_scheduler.warmup_steps=0"]
+        run_ranks(1, train_as, [*words, "--training.steps=1"], dtype, start_group=False)
+        run_ranks(1, train_as, [*words, "--training.steps=2"], other, start_group=False)
+        assert tomllib.loads((run / "config.toml").read_text())["training"]["param_dtype"] == dtype
+        run_ranks(1, train_as, [*words, "--training.steps=3", f"--training.param_dtype={other}"], "", start_group=False)
+        assert tomllib.loads((run / "config.toml").read_text())["training"]["param_dtype"] == other
+    with mock.patch("torch.cpu._is_amx_tile_supported", return_value=False):
+        with mock.patch("torch.cpu._is_avx512_bf16_supported", return_value=False):
+            assert fast_dtype() == "float32"
+        with mock.patch("torch.cpu._is_avx512_bf16_supported", return_value=True):
+            assert fast_dtype() == "bfloat16"
+
+
+def test_own_text_is_prepared_once_and_again_if_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text, small = tmp_path / "my text.txt", tmp_path / "small.md"
+    text.write_text("".join(WORDS * 4))  # one file, held out in pieces
+    small.write_text("# A note\n\nof two lines")
+    first, prompt = prepare_own_text(["my text.txt"])
+    (folder,) = json.loads(first.partition("=")[2])
+    assert Path(folder).name.startswith("my-text-")
+    assert prompt == "--validation.sample_prompt=def f0(x): return"
+    splits = [
+        sum(len(ids) for block in stored_blocks(Path(folder), s) for ids in block) for s in ("train", "validation")
+    ]
+    assert 0.02 < splits[1] / sum(splits) < 0.5
+    assert prepare_own_text(["my text.txt"]) == [first, prompt]
+    assert capsys.readouterr().out == "", "only settings go to the run script"
+    text.write_text("".join(WORDS * 5))
+    assert prepare_own_text(["my text.txt"])[0] != first
+    *_, last = prepare_own_text(["*.md"])
+    assert last in ("--validation.enable=false", "--validation.sample_prompt=# A note")
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        ("import os\nx = [\n    1,\n]\nif x:\n    y = 2\nz = (1,", True),
+        ("import os\n\n\n\n\ndef f(x):\n    return (x", True),  # an unfinished statement is left out
+        ("import os\nx = 1\ny = (", False),  # too little is left
+        ("import os\ndef f(:\n    pass\n\n\nx = 1\n", False),
+        ("", False),
+    ],
+)
+def test_what_counts_as_a_sample_that_parses(text: str, right: bool) -> None:
+    assert parses(text) == right
