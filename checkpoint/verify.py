@@ -1,1 +1,0 @@
-raise SystemExit("error: moved: python -m tools.verify, see docs/migration.md")
