@@ -288,13 +288,11 @@ def test_a_place_that_cannot_be_written_to_is_found_before_anything_is_written(t
 
 
 def test_disks_of_nodes_are_no_place_for_checkpoints(tmp_path):
-    """Each node would hold a part of every checkpoint. The message names the version that could resume from such."""
+    """Each node would hold a part of every checkpoint."""
     for key in ("folder", "upload"):
         shared = {"folder": str(tmp_path / "shared"), "upload": str(tmp_path / "far")}
         for message in run_ranks(2, _start_on_own_disks, str(tmp_path), {**shared, key: "own"}):
-            assert re.search(
-                rf"checkpoint.{key} = 'own': \S+ does not see what rank 0 writes .* at commit 7cc964e", message
-            )
+            assert re.search(rf"checkpoint.{key} = 'own': \S+ does not see what rank 0 writes", message)
         assert not list(tmp_path.rglob(".probe*"))
 
 

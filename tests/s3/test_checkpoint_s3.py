@@ -12,7 +12,7 @@ import torch.distributed as dist
 from checkpoint.branch import read_parent
 from checkpoint.checks import check_checkpoints
 from checkpoint.retention import committed
-from config import Checkpoint, Comm, Config, ConfigError
+from config import Checkpoint, Config
 from storage import OutageError, S3Store, StoreError, open_store
 from tests.corpus import write_dataset
 from tests.distributed.checkpoint_kills import survive_kills
@@ -157,33 +157,12 @@ def test_a_lost_answer_to_the_commit_is_harmless(bucket, proxy):
     assert torch.equal(resumed.model.head.weight, run.model.head.weight)
 
 
-@pytest.mark.parametrize(
-    ("fault", "operation", "kind", "said"),
-    [
-        ("no_etag", "get", None, ""),  # as of some gateways: the length and our CRC tell whether all came
-        ("403", "get", StoreError, "AccessDenied.*check what the credentials permit"),
-        ("503", "list", OutageError, "SlowDown.*tried for"),
-    ],
-)
-def test_a_start_tries_the_place(bucket, proxy, fault, operation, kind, said):
-    """One that cannot be read back is refused: every save would succeed and every resume fail. The probe is removed."""
-    proxy.fault(fault, operation)
-    config = Config(checkpoint=Checkpoint(folder=bucket), comm=Comm(store_retry_seconds=1))
-    if kind:
-        with pytest.raises(kind, match=f"{bucket}.*{said}") as caught:
-            check_checkpoints(config, {}, Path("unused"))
-        assert type(caught.value) is kind
-    else:
-        check_checkpoints(config, {}, Path("unused"))
-        Run(bucket, **IMPATIENT).train(0, 1)
-        assert Run(bucket, **IMPATIENT).checkpoint.load() == 1
-    proxy.reset()
-    assert steps_in(bucket) == ([] if kind else [1])
-
-
-def test_a_start_is_refused_where_another_run_has_saved(two_steps):
-    with pytest.raises(ConfigError, match=r"was saved by another run, .* checkpoint\.initial_load = 's3://"):
-        check_checkpoints(Config(checkpoint=Checkpoint(folder=two_steps)), {}, Path("other"))
+def test_a_gateway_that_sends_no_etag_will_do(bucket, proxy):
+    """The length and our CRC tell whether all came."""
+    proxy.fault("no_etag", "get")
+    check_checkpoints(Config(checkpoint=Checkpoint(folder=bucket)), {}, Path("unused"))
+    Run(bucket, **IMPATIENT).train(0, 1)
+    assert Run(bucket, **IMPATIENT).checkpoint.load() == 1
 
 
 def test_leftovers_of_killed_saves_go_at_the_next_start(two_steps, proxy):
@@ -224,16 +203,3 @@ def test_removal_takes_the_manifest_first_and_its_failure_stops_no_run(two_steps
     assert steps_in(two_steps) == [3, 2]
     left = {name.partition("/")[0] for name in store_at(two_steps).sizes()}
     assert len(left) == 3
-
-
-def test_stock_fsspec_reader_reads_ours(two_steps):
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
-
-    run = Run(two_steps, **WAITS)
-    run.checkpoint.load()
-    state = {"model": {name: torch.zeros_like(value) for name, value in run.model.state_dict().items()}}
-    place = f"{two_steps}/{committed(store_at(two_steps))[0]}"
-    reader = FsspecReader(place, endpoint_url=os.environ["AWS_ENDPOINT_URL_S3"])
-    dcp.load(state, storage_reader=reader, no_dist=True)
-    assert all(torch.equal(state["model"][name], value) for name, value in run.model.state_dict().items())

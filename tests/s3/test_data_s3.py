@@ -164,17 +164,6 @@ def test_what_does_not_pass_stops_the_run_and_names_the_file(remote, tmp_path, p
     loader.close()
 
 
-def test_missing_files_are_named(remote, bucket, tmp_path):
-    with pytest.raises(DataError, match=r"s3://.*/nothing/manifest\.json: missing. .*python -m data\.prepare"):
-        DataLoader(config_of(f"{bucket}/nothing", tmp_path), 0, 1)
-    system, _ = fsspec.core.url_to_fs(remote, skip_instance_cache=True)
-    system.rm_file(f"{remote}/train-00000.arrow")
-    loader = DataLoader(config_of(remote, tmp_path), 0, 1)
-    with pytest.raises(DataError, match=r"train-00000\.arrow: missing \(block \d+\)"):
-        [loader.next_step() for _ in range(35)]
-    loader.close()
-
-
 def test_prepare_reads_s3_and_verify_checks_what_lies_there(bucket, tmp_path, capsys):
     texts = [f"document {i} " + "words and more words " * (i % 7) for i in range(200)]
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()

@@ -162,21 +162,6 @@ def test_a_run_that_passed_over_its_newest_checkpoint_and_later_found_it_is_prov
     assert kept == [sum(len(row) for batch in (trained + after)[: n + 1] for row in batch) for n in range(7)]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "message"),
-    [
-        ((0, 1), r"tokens of dataset \w+ are repeated between step 3 and the next"),
-        ((1,), "rank 1: the step from sample .* follows the one from 16 on"),
-    ],
-)
-def test_steps_given_twice_without_a_resume_are_found(folders, tmp_path, ranks, message):
-    run_phase(tmp_path / "run", folders, None, 6, dp_size=2)
-    for rank in ranks:
-        rewrite(tmp_path / "run", rank, lambda lines: lines[:4] + lines[1:])
-    with pytest.raises(TitaniteError, match=message):
-        prove(tmp_path / "run")
-
-
 def test_a_run_that_was_killed_in_a_step_is_proven_up_to_it(folders, tmp_path):
     """As when a rank finds a bad block and stops: only the others have recorded that step."""
     run = tmp_path / "run"

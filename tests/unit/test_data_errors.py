@@ -78,14 +78,6 @@ def test_unusable_folder(folder, change, message):
         check(folder)
 
 
-def test_a_cut_file_of_held_out_text_is_found_before_the_start(folder, tmp_path):
-    """It is read at the first validation only."""
-    other = write_dataset(tmp_path / "other", DOCUMENTS[::-1], validation=[[7, 0]])
-    (other / "validation-00000.arrow").write_bytes(b"x")
-    with pytest.raises(DataError, match=r"other/validation-00000\.arrow: has 1 bytes, the manifest says"):
-        check(folder, validation__datasets=[str(other)])
-
-
 def test_any_flipped_bit_of_a_manifest_is_found(folder):
     """It would be another dataset, which a resume begins at its first token, or the same with a shard less."""
     file = folder / "manifest.json"

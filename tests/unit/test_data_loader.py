@@ -13,7 +13,6 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -221,15 +220,6 @@ def test_every_token_is_an_input_once_per_epoch(folders):
     epochs = [inputs[i * size : (i + 1) * size] for i in range(3)]
     assert all(Counter(epoch) == corpus_tokens for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3
-
-
-def test_state_counts_what_was_consumed_not_what_was_read_ahead(folders):
-    loader = DataLoader(config_of(folders[:1], training__seq_len=4, data__prefetch_steps=3), 0, 1)
-    (batch,) = loader.next_step()
-    assert loader.state_dict()["samples"] == 8
-    assert batch.positions is None
-    assert batch.tokens.dtype == batch.labels.dtype == torch.int64
-    loader.close()
 
 
 FORMER = {"version": 2}, {"masked": {"a": [7]}}, {"piece_tokens": 4}
