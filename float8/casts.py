@@ -47,9 +47,6 @@ def cast(
         parts = [part[i] if i < len(part) else part for part in found]
         for layout in (0, 2):
             parts[layout] = parts[layout].view(torch.float8_e5m2 if e5m2 and i < 2 else torch.float8_e4m3fn)
-            if recipe in ("rowwise", "blockwise"):
-                scales = parts[layout + 1]
-                parts[layout + 1] = scales[..., None] if recipe == "rowwise" else scales.mT
         outputs.append(Cast(*parts))
     return outputs
 
@@ -76,7 +73,7 @@ def empty_maxima(source: str, tensors: list[Tensor]) -> Tensor:
 def to_float8(
     source: str, recipe: str, tensors: list[Tensor], maxima: Tensor, e5m2: bool, rows: bool, columns: bool
 ) -> list[Tensor]:
-    """rows [outputs, M, N] as bytes, scales, columns [outputs, N, M], scales; as the kernels write them."""
+    """rows [outputs, M, N] as bytes, their scales, columns [outputs, N, M], theirs; none of what is not asked for."""
     found, (M, N) = empty(source, recipe, tensors, maxima, e5m2, rows, columns), tensors[0].shape
     for i, output in enumerate(source_values(source, tensors)):
         dtype, own = torch.float8_e5m2 if e5m2 and i < 2 else torch.float8_e4m3fn, maxima[i : i + 1].flatten()
@@ -95,11 +92,11 @@ def empty(
     M, N = tensors[0].shape
     found = []
     for wanted, outputs, m, n in ((rows, 2, M, N), (columns, 3, N, M)):
-        outputs, blocks = outputs if source == "gate_grad" else 1, -(-n // BLOCK)
-        scales = {"tensorwise": (), "rowwise": (m,), "blockwise": (blocks, m), "squares": (-(-m // BLOCK), blocks)}
-        found.append(tensors[0].new_empty((outputs, m, n) if wanted else (0, 0), dtype=torch.uint8))
-        shape = (outputs, *scales[recipe]) if wanted else (0, 0)
-        found.append(tensors[0].new_empty(shape, dtype=torch.float32))
+        outputs, blocks = (outputs if source == "gate_grad" else 1) * wanted, -(-n // BLOCK)
+        shape = {"tensorwise": (), "rowwise": (m, 1), "blockwise": (blocks, m), "squares": (-(-m // BLOCK), blocks)}
+        scales = tensors[0].new_empty(outputs, *shape[recipe], dtype=torch.float32)
+        found.append(tensors[0].new_empty(outputs, m, n, dtype=torch.uint8))
+        found.append(scales.mT if recipe == "blockwise" else scales)
     return found
 
 
@@ -118,20 +115,17 @@ def source_values(source: str, tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _quantize(recipe: str, values: Tensor, maxima: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Values [M, N] in float8, and the scales as `to_float8` returns them; torchao's arithmetic, in float64."""
+    """Values [M, N] in float8, and what to multiply them by; torchao's arithmetic, in float64."""
     largest = torch.finfo(dtype).max
     if recipe == "squares":
         maxima = values.abs().unflatten(0, (-1, BLOCK)).unflatten(-1, (-1, BLOCK)).amax((1, 3))
     elif recipe == "blockwise":
-        maxima = values.abs().unflatten(-1, (-1, BLOCK)).amax(-1).t()
+        maxima = values.abs().unflatten(-1, (-1, BLOCK)).amax(-1)
+    else:
+        maxima = maxima[:, None] if recipe == "rowwise" else maxima[0]
     scale = (largest / maxima.double().clamp(min=1e-12)).float()
-    if recipe == "tensorwise":
-        spread = scale = scale[0]
-    else:  # down to a power of two
-        spread = scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
-        spread = spread[:, None] if recipe == "rowwise" else spread
-        if recipe == "blockwise":
-            spread = scale.t().repeat_interleave(BLOCK, 1)
-        elif recipe == "squares":
-            spread = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+    if recipe != "tensorwise":  # down to a power of two
+        scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
+    spread = scale.repeat_interleave(BLOCK, 1) if recipe in ("blockwise", "squares") else scale
+    spread = spread.repeat_interleave(BLOCK, 0) if recipe == "squares" else spread
     return (values * spread).clamp(-largest, largest).to(dtype), 1 / scale

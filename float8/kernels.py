@@ -80,9 +80,7 @@ def _scale(maximum, RECIPE: tl.constexpr, E5M2: tl.constexpr):
 @triton.jit
 def _bytes(tile, scale, E5M2: tl.constexpr):
     """float8 as bytes. The cast saturates and keeps NaN; a clamp before it might not, and transposed miscompiles."""
-    if E5M2:
-        return (tile.to(tl.float32) * scale).to(tl.float8e5).to(tl.uint8, bitcast=True)
-    return (tile.to(tl.float32) * scale).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    return (tile.to(tl.float32) * scale).to(tl.float8e5 if E5M2 else tl.float8e4nv).to(tl.uint8, bitcast=True)
 
 
 @triton.jit
@@ -92,8 +90,7 @@ def _store_rows(
 ):  # fmt: skip
     """Cast a tile [BM, BN] with its `maximum`, one or [BM], into rows [M, N] at (row0, col0); store its scales, too.
 
-    For the columns the caller swaps all that belongs to rows and columns, and gives the transposed tile. Scales lie as
-    casts.to_float8 has them: [], [M], [N / 128, M] or [M / 128, N / 128].
+    For the columns the caller swaps all that belongs to rows and columns, and gives the transposed tile.
     """
     scale, inverse = _scale(maximum, RECIPE, E5M2)
     inside = row0 + rows < M

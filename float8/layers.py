@@ -153,15 +153,14 @@ class OwnFeedForward(nn.Module):
 
     def forward(self, x: Tensor | Quantized) -> Tensor:
         weights: list[Any] = [self.w1.weight, self.w3.weight, self.w2.weight]
+        mesh = x.device_mesh if isinstance(x, DTensor) else None
         if isinstance(x, DTensor):
-            y = self._compute(x.to_local(grad_placements=[Partial()]), [weight.to_local() for weight in weights])
-            whole = DTensor.from_local(y, x.device_mesh, [Partial()], run_check=False)
-            return whole.redistribute(placements=[Shard(0)]).to_local()
-        return self._compute(x, weights)
-
-    def _compute(self, x: Tensor | Quantized, weights: list[Tensor]) -> Tensor:
+            x, weights = x.to_local(grad_placements=[Partial()]), [weight.to_local() for weight in weights]
         x = quantize(x, self.w1.how[0])
-        return _FeedForward.apply(x.handle, *weights, *self.w1.how, *x.cast)
+        y = _FeedForward.apply(x.handle, *weights, *self.w1.how, *x.cast)
+        if mesh is not None:
+            y = DTensor.from_local(y, mesh, [Partial()], run_check=False).redistribute(placements=[Shard(0)]).to_local()
+        return y
 
 
 class OwnNorm(nn.RMSNorm):
