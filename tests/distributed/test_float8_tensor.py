@@ -71,7 +71,8 @@ def test_sharing_the_work_adds_no_error(
     config = float8_config(recipe, **LAYOUTS[layout])
     results = run_ranks(world_size(config), float8_run, config)
     assert 0.9 * alone[recipe] < error(results, exact) < 1.1 * alone[recipe]
-    assert results[-1]["losses"] == pytest.approx(exact["losses"], rel=2e-4)
+    tolerance = 5e-4 if recipe.startswith("own") else 2e-4  # own kernels: each rank has scales of its own
+    assert results[-1]["losses"] == pytest.approx(exact["losses"], rel=tolerance)
 
 
 def test_gathering_activations_in_float8_changes_no_bit() -> None:

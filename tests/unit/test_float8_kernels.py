@@ -68,23 +68,6 @@ def test_bytes_and_scales_are_torchaos(recipe: str, gradient: bool) -> None:
         )
 
 
-@pytest.mark.parametrize("recipe", ["blockwise", "squares"])
-def test_blocks_fill_the_range_by_a_power_of_two(recipe: str) -> None:
-    (x,) = operands("copy", SHAPE[recipe], 1e-4)
-    (found,) = cast("copy", recipe, [x])
-    for data, scales, values in ((found.rows, found.row_scales, x), (found.columns, found.column_scales, x.t())):
-        blocks = values.float().unflatten(-1, (-1, 128)).abs().amax(-1)
-        if recipe == "squares":
-            blocks = blocks.unflatten(0, (-1, 128)).amax(1)
-        assert scales.shape == blocks.shape
-        held = blocks.clamp(min=1e-12) / scales
-        assert ((held > 224) & (held <= 448) | (blocks < 1e-12)).all()
-        assert torch.equal(scales.log2(), scales.log2().round())
-        step = scales.repeat_interleave(128, 1)
-        step = step.repeat_interleave(128, 0) if recipe == "squares" else step
-        assert ((data.float() * step - values.float()).abs() <= values.float().abs() / 16 + step * 2**-10).all()
-
-
 def within_an_ulp(found: Tensor, exact: Tensor) -> bool:
     """Whether bfloat16 values are the exact ones, rounded, or their neighbours."""
     exponent = exact.abs().clamp(min=2.0**-126).log2().floor()
@@ -104,16 +87,6 @@ def test_values_are_within_an_ulp_of_float64(source: str) -> None:
         exact = [*torch.autograd.grad(product, (a, others[0]), others[1], retain_graph=True), product]
     for found, expected in zip(source_values(source, tensors), exact, strict=True):
         assert within_an_ulp(found, expected.detach())
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_stays_so(value: float) -> None:
-    (x,) = operands("copy", (256, 384))
-    x[9, 11] = value
-    for recipe in RECIPES:
-        (found,) = cast("copy", recipe, [x])
-        assert found.rows.float()[9, 11].isnan()
-        assert found.columns.float()[11, 9].isnan()
 
 
 # ---------------------------------------------------------------- Triton's kernels
@@ -150,6 +123,7 @@ def compare(recipe: str, source: str, fault: tuple[str, str] = ("", ""), value: 
         found = kernels.to_float8(source, recipe, tensors, maxima, e5m2, True, True)
         if value:  # where a maximum is NaN, only plain torch makes NaN of all that it scales
             found, expected = ([x[0].view(torch.float8_e4m3fn)[0, 9, 11].float()] for x in (found, expected))
+            differing += [] if expected[0].isnan() else ["not NaN"]
         differing += [name for name, *pair in zip(names, found, expected, strict=False) if not agree(*pair)]
     return differing
 
@@ -170,7 +144,7 @@ FAULTS = {
     "rows' maxima for the columns": ("tl.load(lines + M + col0 + cols", "tl.load(lines + col0 + cols"),
     "a block's scale at another block": ("(col0 // BN * M if", "(col0 // BN * 0 if"),
     "a maximum of only some rows": ("tl.max(size, axis=0), mask=cols < N", "tl.max(size, axis=0), mask=cols < N - 1"),
-    "a scale not a power of two": ("(bits + 0x1FFFFF) & 0x7F800000", "(bits + 0x1FFFFF) & 0x7FC00000"),
+    "a scale twice as large": ("(262 - (exponent >> 23))", "(263 - (exponent >> 23))"),
     "e4m3 for all gradients": ("tl.float8e5", "tl.float8e4nv"),
     "values not rounded first": ("first.to(dtype), second.to(dtype), third.to(dtype)", "first, second, third"),
     "gradients swapped": ("first.to(dtype), second.to(dtype)", "second.to(dtype), first.to(dtype)"),
