@@ -275,8 +275,12 @@ class Float8:
 
     enable: bool = False
     """Convert the linear layers of the blocks to float8 training."""
-    recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
-    """torchao's recipe: one scale per tensor, per row, or per row with weight gradients in high precision."""
+    recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise"] = "tensorwise"
+    """One scale per tensor, per row, per row with weight gradients in high precision, or per 128 values (Hopper)."""
+    kernels: Literal["compiler", "own"] = "compiler"
+    """What casts: the compiler, from torchao's code, or Triton kernels fused with SwiGLU, always with `blockwise`."""
+    fast_accumulation: Literal["forward", "all"] = "forward"
+    """Matmuls that a GPU sums in fewer bits: those of the forward, or also those of the gradients."""
     fsdp_all_gather: Literal["auto", "off"] = "auto"
     """Gather weights in float8, half bfloat16's bytes. `auto`: with `tensorwise`, if rows divide over the ranks."""
     tp_all_gather: Literal["auto", "off"] = "auto"
@@ -287,6 +291,8 @@ class Float8:
     """Layers to convert. `auto`: those that gain by torchao's thresholds. `all`: those whose sizes 16 divides."""
     skip: tuple[str, ...] = ("output",)
     """Layers whose name contains one of these stay in high precision."""
+    always: tuple[str, ...] = ()
+    """Layers whose name contains one of these are converted whatever `filter` and `skip` say: wk, wv, output."""
     emulate: bool = False
     """For devices without float8 matmul: compute in high precision on values rounded to float8."""
 

@@ -29,8 +29,14 @@ def loss_chunks(config: Config) -> int:
     if config.training.z_loss and config.parallelism.pp > 1:
         raise ConfigError(f"training.z_loss = {config.training.z_loss:g}: needs parallelism.pp = 1")
     chunks = chunks or (1 if split else 4)
-    if chunks > 1 and config.float8.enable and not any(part in "output" for part in config.float8.skip):
-        raise ConfigError(f'training.loss_chunks = {chunks}: must be 1 unless float8.skip names "output"')
+    float8 = config.float8
+    named = [any(part in "output" for part in parts) for parts in (float8.always, float8.skip)]
+    if chunks > 1 and float8.enable and not float8.emulate and (named[0] or not named[1]):  # the output is in float8
+        tokens = config.training.local_batch_size * config.training.seq_len // config.parallelism.cp
+        multiple = 128 if float8.recipe == "blockwise" else 16
+        if tokens % (chunks * multiple):
+            needs = f"to divide {tokens} tokens into multiples of {multiple}, as the output layer is in float8"
+            raise ConfigError(f"training.loss_chunks = {chunks}: needs {needs}")
     return chunks
 
 
@@ -90,16 +96,18 @@ def build_loss(
 
 def build_chunked_loss(
     compile: settings.Compile, mesh: Mesh, chunks: int, z_loss: float = 0.0
-) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+) -> Callable[..., Tensor]:
     """Build the function (hidden [B, S, D], output weight [V, D], labels [B, S]) → summed loss, or its terms.
+
+    A fourth argument may be what makes logits of hidden states and weight, for an output layer in float8.
 
     Only one of `chunks` chunks of the tokens has logits at a time. The forward computes its gradients at once, and
     backward only scales them, so nothing is computed twice (as in Liger-Kernel's fused linear cross-entropy, Hsu et
     al. 2024).
     """
 
-    def head(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        return loss_terms(F.linear(hidden, weight.to(hidden.dtype))[None], labels[None], z_loss)
+    def head(hidden: Tensor, weight: Tensor, labels: Tensor, linear: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        return loss_terms(linear(hidden, weight)[None], labels[None], z_loss)
 
     def scale(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
         # The factor gets one dimension: otherwise it would be rounded to the gradient's type.
@@ -108,32 +116,39 @@ def build_chunked_loss(
     summed = exempt_from_budget(torch.compile(head, backend=compile.backend)) if compile.enable else head
     tools = summed, build_add(compile), compile_each_shape(scale, compile)
 
-    def chunked(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    def chunked(
+        hidden: Tensor, weight: Tensor, labels: Tensor, linear: Callable[[Tensor, Tensor], Tensor] = _linear
+    ) -> Tensor:
         if mesh.cp.size() > 1:
             labels = labels[:, local_indices(labels.shape[1], mesh.cp, labels.device)]
         parts = hidden.flatten(0, 1).chunk(chunks), labels.flatten().chunk(chunks)
         if not torch.is_grad_enabled():
-            return torch.stack([summed(h, weight, label) for h, label in zip(*parts, strict=True)]).sum(0)
-        return _ChunkedHead.apply(hidden, weight, labels, chunks, *tools)
+            return torch.stack([summed(h, weight, label, linear) for h, label in zip(*parts, strict=True)]).sum(0)
+        return _ChunkedHead.apply(hidden, weight, labels, linear, chunks, *tools)
 
     return chunked
+
+
+def _linear(hidden: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(hidden, weight.to(hidden.dtype))
 
 
 class _ChunkedHead(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunks: int, *tools: Callable[..., Tensor]
-    ) -> Tensor:
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, linear: Callable[[Tensor, Tensor], Tensor],
+        chunks: int, *tools: Callable[..., Tensor],
+    ) -> Tensor:  # fmt: skip
         summed, add, scale = tools
         of_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)  # filled through a view
         of_weight: Tensor | None = None
-        low = weight.detach().to(hidden.dtype)  # once, not for each chunk
+        low = weight.detach().to(hidden.dtype) if linear is _linear else weight  # once, not for each chunk
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         parts = (x.flatten(0, 1).chunk(chunks) for x in (hidden, of_hidden, labels))
         for part, grad_part, label in zip(*parts, strict=True):
             with torch.enable_grad():
                 h, w = part.detach().requires_grad_(), low.detach().requires_grad_()
-                loss = summed(h, w, label)
+                loss = summed(h, w, label, linear)
                 grad_h, grad_w = torch.autograd.grad(loss.sum(), (h, w))
             total = total + loss.detach()
             grad_part.copy_(grad_h)
@@ -148,4 +163,4 @@ class _ChunkedHead(torch.autograd.Function):
         of_hidden, of_weight = ctx.saved_tensors
         grad = grad.reshape(-1)[0]  # the same for all terms, since their sum is trained
         of_weight = ctx.scale(of_weight, grad, ctx.weight_dtype)
-        return ctx.scale(of_hidden, grad, of_hidden.dtype), of_weight, *[None] * 5
+        return ctx.scale(of_hidden, grad, of_hidden.dtype), of_weight, *[None] * 6

@@ -17,6 +17,7 @@ from float8.cpu import replace_matmul
 
 logger = logging.getLogger(__name__)
 
+BLOCK = 128  # values that share a scale of recipe `blockwise`
 ONE_SCALE = "tensorwise"  # the recipe with one scale per tensor, independent of which rank holds which rows
 
 
@@ -34,20 +35,35 @@ def check_float8(config: Config, here: bool = True) -> None:
         asked = f"parallelism.reshard_group_size = {config.parallelism.reshard_group_size}"
         advice = 'set float8.fsdp_all_gather = "off"'
         raise ConfigError(f"{asked}: FSDP2 gathers no float8 weights from such groups; {advice}")
+    blocks = float8.recipe == "blockwise"
+    asked = f'float8.recipe = "{float8.recipe}"' if blocks else f'float8.kernels = "{float8.kernels}"'
+    for refused, other in (
+        (own_kernels(float8) and float8.emulate, "emulate = true"),
+        (own_kernels(float8) and float8.recipe == "rowwise_with_gw_hp", f'recipe = "{float8.recipe}"'),
+        (blocks and float8.fast_accumulation == "all", 'fast_accumulation = "all"'),
+    ):
+        if refused:
+            raise ConfigError(f"{asked}: cannot be used with float8.{other}")
     if float8.emulate:
         return
     parallelism = config.parallelism
     sequences = training.local_batch_size if parallelism.pp == 1 else parallelism.pp_microbatch_size
     tokens = sequences * training.seq_len // parallelism.cp
-    if tokens % 16 and float8.recipe != "rowwise_with_gw_hp":
+    multiple = BLOCK if blocks else 16
+    if tokens % multiple and float8.recipe != "rowwise_with_gw_hp":
         product = f"sequences x training.seq_len / parallelism.cp = {sequences} x {training.seq_len} / {parallelism.cp}"
         raise ConfigError(
-            f"float8.enable = true: {product} = {tokens} tokens must be a multiple of 16, as it sums them"
+            f"float8.enable = true: {product} = {tokens} tokens must be a multiple of {multiple}, as it sums them"
         )
     # CPUs need no check: they compute float8 matmuls for real, if not fast.
     if here and torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
         needed = "has no float8 matmul, as from compute capability 8.9 on; float8.emulate = true tries the numerics"
         raise ConfigError(f"float8.enable = true: {torch.cuda.get_device_name()} {needed}")
+    if here and torch.cuda.is_available() and blocks:
+        cuda = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
+        if torch.cuda.get_device_capability() != (9, 0) or cuda < (12, 9):
+            found = f"{torch.cuda.get_device_name()} with a torch for CUDA {torch.version.cuda}"
+            raise ConfigError(f"{asked}: needs a Hopper GPU, of compute capability 9.0, and CUDA 12.9; here is {found}")
 
 
 def convert_to_float8(
@@ -58,8 +74,6 @@ def convert_to_float8(
     Returns the names of the converted layers, and name → reason for the others. Raises ConfigError if none is
     converted, or if no layer matches a name in `skip`.
     """
-    from torchao.float8 import convert_to_float8_training
-
     replace_matmul()
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     _check_skip(list(linears), float8)
@@ -73,14 +87,34 @@ def convert_to_float8(
         which = f"the rows of {', '.join(rows)} cannot be shared evenly by {ranks} ranks"
         logger.info(f"float8: {which}: gathered as without float8")
     elsewhere = dataclasses.replace(float8, fsdp_all_gather="off")
-    for names, how in ((set(converted) - set(uneven), float8), (set(uneven), elsewhere)):
-        linear_config = build_linear_config(how)
-        convert_to_float8_training(model, module_filter_fn=lambda _, name, own=names: name in own, config=linear_config)
+    for name in converted:
+        model.set_submodule(name, build_linear(linears[name], elsewhere if name in uneven else float8))
     if not converted:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in list(skipped.items())[:3])
         hint = '; for small layers set float8.filter = "all"' if float8.filter == "auto" else ""
         raise ConfigError(f"float8.enable = true: no linear layer can be converted ({reasons}){hint}")
+    if own_kernels(float8):
+        from float8.layers import convert_around
+
+        convert_around(model, norms=tp == 1)
     return converted, skipped
+
+
+def own_kernels(float8: settings.Float8) -> bool:
+    """Whether layers cast by the kernels of float8/kernels.py, not as torchao does."""
+    return float8.enable and (float8.kernels == "own" or float8.recipe == "blockwise")
+
+
+def build_linear(linear: nn.Linear, float8: settings.Float8) -> nn.Linear:
+    """A float8 layer with the weight of `linear`."""
+    from float8.layers import Float8Linear, Output, OwnLinear
+
+    own, output = own_kernels(float8), type(linear).__name__ == "Output"
+    kind = OwnLinear if own else Output if output else Float8Linear
+    layer = kind.from_float(linear, build_linear_config(float8))
+    if own:
+        layer.how = float8.recipe, float8.fast_accumulation == "all"
+    return layer
 
 
 def build_linear_config(float8: settings.Float8) -> Any:
@@ -89,9 +123,12 @@ def build_linear_config(float8: settings.Float8) -> Any:
     `round_scales_to_power_of_2` is the recipe's. No recipe that sets it has the float8 all-gather, with which torchao
     (0.18) would ignore it.
     """
-    from torchao.float8 import Float8LinearConfig
+    from torchao.float8.config import Float8GemmConfig, Float8LinearConfig
 
-    recipe = Float8LinearConfig.from_recipe_name(float8.recipe)
+    recipe = Float8LinearConfig.from_recipe_name("rowwise" if float8.recipe == "blockwise" else float8.recipe)
+    if float8.fast_accumulation == "all":
+        fast = Float8GemmConfig(use_fast_accum=True)
+        recipe = dataclasses.replace(recipe, gemm_config_grad_input=fast, gemm_config_grad_weight=fast)
     return dataclasses.replace(recipe, enable_fsdp_float8_all_gather=gathers_float8(float8), emulate=float8.emulate)
 
 
@@ -108,22 +145,27 @@ def _kind(name: str) -> str:
 
 
 def _check_skip(names: Sequence[str], float8: settings.Float8) -> None:
-    for part in set(float8.skip) - set(settings.Float8().skip):  # the default may name what a model lacks
+    named = [("skip", part) for part in float8.skip if part not in settings.Float8().skip]  # a model may lack those
+    for field, part in named + [("always", part) for part in float8.always]:
         if not any(part in name for name in names):
             kinds = dict.fromkeys(word for name in names for word in (_kind(name), name.split(".")[-1]))
             hint = close_match(part, kinds) or f"; known are {', '.join(map(_kind, names[:7]))}"
-            raise ConfigError(f"float8.skip names {part!r}, which is in the name of no linear layer{hint}")
+            raise ConfigError(f"float8.{field} names {part!r}, which is in the name of no linear layer{hint}")
 
 
 def _reason_to_skip(linear: nn.Linear, name: str, float8: settings.Float8, tp: int) -> str:
     from torchao.float8 import _auto_filter_for_recipe
 
-    matches = [part for part in float8.skip if part in name]
+    always = any(part in name for part in float8.always)
+    matches = [part for part in float8.skip if part in name and not always]
+    multiple = BLOCK if float8.recipe == "blockwise" else 16
     shape = f"{linear.out_features} x {linear.in_features}"
     if matches:
         return f"float8.skip names {matches[0]!r}"
-    if linear.in_features % (16 * tp) or linear.out_features % (16 * tp):
-        return f"{shape} is not divisible by 16" + (f" on each of {tp} ranks" if tp > 1 else "")
-    # torchao's thresholds, measured on H100 GPUs. None are for rowwise_with_gw_hp, whose forward is rowwise's.
-    gains = _auto_filter_for_recipe(float8.recipe.removesuffix("_with_gw_hp"), filter_fqns=[])
-    return f"{shape} is too small to gain" if float8.filter == "auto" and not gains(linear, name) else ""
+    if linear.in_features % (multiple * tp) or linear.out_features % (multiple * tp):
+        return f"{shape} is not divisible by {multiple}" + (f" on each of {tp} ranks" if tp > 1 else "")
+    if float8.filter == "all" or always:
+        return ""
+    # torchao's thresholds, measured on H100 GPUs. For recipes without their own rowwise's are taken.
+    gains = _auto_filter_for_recipe("tensorwise" if float8.recipe == ONE_SCALE else "rowwise", filter_fqns=[])
+    return "" if gains(linear, name) else f"{shape} is too small to gain"

@@ -34,16 +34,26 @@ def scaled_mm(
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
 ) -> Tensor:
-    """torch._scaled_mm, summed in float32. Scales have one element, or shapes (M, 1) and (1, N). Returns (M, N).
+    """torch._scaled_mm, summed in float32. Returns (M, N).
+
+    Scales have one element, or shapes (M, 1) and (1, N), or one for each block of 128 values, or of 128 x 128.
 
     Raises NotImplementedError for a `scale_result`, which only float8 results need.
     """
     if scale_result is not None:
         raise NotImplementedError("scale_result")
-    y_MN = (a_MK.float() * scale_a) @ (b_KN.float() * scale_b)
+    y_MN = (a_MK.float() * spread(scale_a, a_MK.shape)) @ (b_KN.float() * spread(scale_b, b_KN.shape))
     if bias_N is not None:
         y_MN += bias_N
     return y_MN.to(out_dtype or a_MK.dtype)
+
+
+def spread(scale: Tensor, shape: torch.Size) -> Tensor:
+    """Repeat the scales of blocks until they broadcast to `shape`."""
+    for dim in range(scale.dim()):
+        if 1 < scale.shape[dim] < shape[dim]:
+            scale = scale.repeat_interleave(128, dim).narrow(dim, 0, shape[dim])
+    return scale
 
 
 def scaled_mm_out(*arguments: object, out: Tensor, **named: object) -> Tensor:

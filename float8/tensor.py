@@ -18,12 +18,13 @@ from torch.distributed.tensor.parallel import (
 )
 
 from config import Float8
-from float8.convert import ONE_SCALE
+from float8.convert import ONE_SCALE, own_kernels
 
 
 def gathers_activations(float8: Float8) -> bool:
     """Whether tensor parallelism gathers the inputs of the converted layers in float8."""
-    return float8.enable and float8.tp_all_gather != "off" and float8.recipe == ONE_SCALE
+    wanted = float8.enable and float8.tp_all_gather != "off" and not own_kernels(float8)
+    return wanted and float8.recipe == ONE_SCALE
 
 
 def float8_plan(module: nn.Module, plan: Mapping[str, ParallelStyle], device_type: str) -> dict[str, ParallelStyle]:

@@ -19,7 +19,7 @@ from parallel.fsdp import set_last_microbatch
 from parallel.mesh import Mesh
 
 LossFn = Callable[[Tensor, Tensor], Tensor]  # (logits, labels) → summed loss
-ChunkedLoss = Callable[[Tensor, Tensor, Tensor], Tensor]  # (hidden states, output weight, labels) → summed loss
+ChunkedLoss = Callable[..., Tensor]  # (hidden states, output weight, labels) → summed loss
 
 
 class Step(NamedTuple):
@@ -53,7 +53,7 @@ def build_step(
 
     def forward(tokens: Tensor, labels: Tensor, positions: Tensor | None) -> Tensor:
         if chunked_loss is not None:
-            return model(tokens, positions, loss=lambda hidden, weight: chunked_loss(hidden, weight, labels))
+            return model(tokens, positions, loss=lambda h, weight, *linear: chunked_loss(h, weight, labels, *linear))
         return loss_fn(model(tokens, positions), labels)
 
     def forward_backward(

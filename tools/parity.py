@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from config import Config, ConfigError, command_line, load_config
 from data.loader import validation_batches
-from float8.convert import build_linear_config, convert_to_float8
+from float8.convert import build_linear, convert_to_float8
 from loss import cross_entropy
 from models import build_model, find_model
 from parallel.device import device_type
@@ -42,10 +42,9 @@ def measure_layers(
     model: nn.Module, names: list[str], config: Config, device: torch.device
 ) -> dict[str, dict[str, float]]:
     """Layer → SQNR in dB, against float64, of its own y, dx and dw, on a validation batch of `model` in bfloat16."""
-    from torchao.float8.float8_linear import Float8Linear
     from torchao.float8.float8_utils import compute_error  # SQNR in dB
 
-    settings = build_linear_config(replace(config.float8, fsdp_all_gather="off"))
+    settings = replace(config.float8, fsdp_all_gather="off")
     noise = dict[str, dict[str, float]]()
 
     def watch(name: str, linear: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> None:
@@ -55,7 +54,7 @@ def measure_layers(
         weight = linear.weight.detach().bfloat16()  # type: ignore[operator]
         plain = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
         plain.weight = nn.Parameter(weight)
-        float8 = Float8Linear.from_float(plain, settings)
+        float8 = build_linear(plain, settings)
         x, dy = (tensor.flatten(0, -2).bfloat16() for tensor in (x, dy))
         with torch.enable_grad():
             y = float8(x.requires_grad_())

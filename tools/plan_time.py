@@ -55,8 +55,8 @@ DEVICES = MappingProxyType(
 )
 
 # Fitted, like the devices' shares, on the rows that benchmarks/plan.py marks.
-# Bytes per operation at the peak, which kernels with casts to float8 move at most: rowwise_with_gw_hp's is a guess.
-CAST_RATES = {"tensorwise": 3.0e-3, "rowwise": 2.2e-3, "rowwise_with_gw_hp": 2.6e-3}
+# Bytes per operation at the peak, which kernels with casts to float8 move at most: those of the last two are guesses.
+CAST_RATES = {"tensorwise": 3.0e-3, "rowwise": 2.2e-3, "rowwise_with_gw_hp": 2.6e-3, "blockwise": 2.2e-3}
 NETWORK_SHARE = 0.8  # of a link's or the network's bandwidth, for a collective
 CALL_SECONDS = 20e-6  # of a collective between kernels, beside what its bytes take
 CONTENTION = 0.5  # of a collective's time, lost by kernels beside it: it takes some of their cores and bandwidth

@@ -98,6 +98,12 @@ CASES: dict[str, tuple[Config, int]] = {
     "FSDP 2, output too": (config_for((1, 2), skip=()), 1),
     "FSDP 2, emulated": (config_for((1, 2), emulate=True), 1),
     "FSDP 2, rowwise": (config_for((1, 2), recipe="rowwise"), 1),
+    "one process, own kernels": (config_for((1, 1), kernels="own"), 1),
+    "FSDP 2, own kernels, selective": (config_for((1, 2), kernels="own", mode="selective"), 1),
+    "FSDP 2, own kernels, rowwise, full, compiled": (
+        config_for((1, 2), kernels="own", recipe="rowwise", mode="full", compile="aot_eager"),
+        2,
+    ),
     "HSDP 2 x 2, rowwise_with_gw_hp, full": (config_for((2, 2), recipe="rowwise_with_gw_hp", mode="full"), 1),
 }
 
@@ -117,12 +123,14 @@ def test_trains_as_bf16_does(name: str, bf16: list[float]) -> None:
     assert all(other == first for other in others)
 
 
-def bits_beside_torchao(ranks: int, recipe: str, gradient_scale: float, shrink: float) -> list[bool]:
+def bits_beside_torchao(
+    ranks: int, recipe: str, gradient_scale: float, shrink: float, kernels: str = "compiler"
+) -> list[bool]:
     """Whether y, dx, dw of our layer have the bits of torchao's own module, alone with the whole weight.
 
     Ours is under FSDP2, or on a rank alone. Its weight is multiplied by `shrink` after its scale was computed.
     """
-    config = config_for((1, ranks), recipe=recipe)
+    config = config_for((1, ranks), recipe=recipe, kernels=kernels)
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(96, 64, generator=generator) * 0.02
     x = torch.randn(32, 64, generator=generator).bfloat16()
@@ -159,10 +167,14 @@ def bits_beside_torchao(ranks: int, recipe: str, gradient_scale: float, shrink: 
 
 
 @pytest.mark.parametrize("gradient_scale", [1.0, 1e-4, 1e-9])
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
-def test_the_bits_of_torchaos_own_module(recipe: str, gradient_scale: float) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "kernels"),
+    [("tensorwise", ""), ("rowwise", ""), ("rowwise_with_gw_hp", ""), ("tensorwise", "own"), ("rowwise", "own")],
+)
+def test_the_bits_of_torchaos_own_module(recipe: str, kernels: str, gradient_scale: float) -> None:
     for ranks in (1, 2):
-        assert run_ranks(ranks, bits_beside_torchao, ranks, recipe, gradient_scale, 1.0) == [[True] * 3] * ranks
+        same = run_ranks(ranks, bits_beside_torchao, ranks, recipe, gradient_scale, 1.0, kernels or "compiler")
+        assert same == [[True] * 3] * ranks
 
 
 def test_a_stale_scale_is_caught_by_its_bits() -> None:

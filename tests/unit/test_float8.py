@@ -96,6 +96,19 @@ UNEVEN, ODD = Training(seq_len=20, local_batch_size=2), Training(seq_len=264, lo
         (Config(float8=Float8(enable=True, emulate=True), training=UNEVEN), ""),
         (Config(float8=Float8(enable=True), parallelism=Parallelism(cp=2), training=ODD), "= 264 tokens must be"),
         (Config(float8=Float8(enable=True), parallelism=Parallelism(reshard_group_size=2)), "no float8 weights from"),
+        (
+            Config(float8=Float8(enable=True, kernels="own", recipe="rowwise_with_gw_hp")),
+            '"own": cannot be used with f',
+        ),
+        (
+            Config(float8=Float8(enable=True, recipe="blockwise", emulate=True)),
+            '"blockwise": cannot be used with float8.e',
+        ),
+        (Config(float8=Float8(enable=True, recipe="blockwise", fast_accumulation="all")), "with float8.fast_acc"),
+        (
+            Config(float8=Float8(enable=True, recipe="blockwise"), training=ODD),
+            "= 528 tokens must be a multiple of 128",
+        ),
     ],
 )
 def test_contradictions_are_refused(settings: Config, message: str) -> None:
@@ -110,6 +123,49 @@ def test_a_gpu_without_float8_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(ConfigError, match="NVIDIA A100-SXM4-80GB has no float8 matmul"):
         check_float8(Config(float8=Float8(enable=True)))
     check_float8(Config(float8=Float8(enable=True, emulate=True)))
+
+
+def test_block_scales_are_refused_but_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    for capability, cuda, refused in (((10, 0), "13.0", True), ((9, 0), "12.8", True), ((9, 0), "12.9", False)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda own=capability: own)
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        message = (
+            r"needs a Hopper GPU, of compute capability 9\.0, and CUDA 12\.9; here is a GPU with a torch for CUDA 1"
+        )
+        with pytest.raises(ConfigError, match=message) if refused else contextlib.nullcontext():
+            check_float8(Config(float8=Float8(enable=True, recipe="blockwise")))
+
+
+def test_layers_are_converted_whatever_filter_and_skip_say() -> None:
+    with torch.device("meta"):
+        model = Llama(dataclasses.replace(FLAVORS["1.8B"], n_layers=1))
+    converted, skipped = convert_to_float8(model, Float8(enable=True, always=("wk", "wv", "output")))
+    assert ([name.split(".")[-1] for name in converted], skipped) == (
+        ["wq", "wk", "wv", "wo", "w1", "w2", "w3", "output"],
+        {},
+    )
+    with pytest.raises(ConfigError, match=r"float8\.always names 'w4'"):
+        convert_to_float8(build(), Float8(enable=True, always=("w4",)))
+
+
+def test_fast_accumulation_reaches_the_matmuls_of_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    real = torch._scaled_mm
+
+    def watch(*args: object, use_fast_accum: bool = False, **named: object) -> torch.Tensor:
+        asked.append(use_fast_accum)
+        return real(*args, use_fast_accum=use_fast_accum, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(torch, "_scaled_mm", watch)
+    for kernels in ("own", "compiler"):
+        for fast, expected in (("forward", [True, False, False]), ("all", [True, True, True])):
+            model = torch.nn.Sequential(torch.nn.Linear(64, 32, bias=False, dtype=torch.bfloat16))
+            settings = Float8(enable=True, filter="all", kernels=kernels, fast_accumulation=fast, fsdp_all_gather="off")  # type: ignore[arg-type]
+            convert_to_float8(model, settings)
+            model(torch.randn(16, 64, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
+            assert asked[-3:] == expected, (kernels, fast)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ of torchao's recipes, and shares no code with them. Losses of small runs are no 
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,9 @@ from torch import Tensor, nn
 from config import Float8
 from float8.convert import convert_to_float8
 
-RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "own tensorwise", "own rowwise", "blockwise")  # own: kernels
 GRADIENT_SCALES = (1.0, 1e-4, 1e-9)
-TOKENS, IN, OUT = 192, 256, 128
+TOKENS, IN, OUT = 256, 384, 128
 E4M3, E5M2 = (3, -6, 448.0), (2, -14, 57344.0)  # bits of mantissa, smallest normal exponent, largest value
 
 # Against exact arithmetic, dB, for y, dx, dw. Rounding to m bits of mantissa has a noise of about 2^-2m / 24 of the
@@ -25,6 +26,7 @@ FLOORS = {
     "tensorwise": (28.2, 24.3, 24.3),
     "rowwise": (28.2, 28.2, 28.2),
     "rowwise_with_gw_hp": (28.2, 28.2, 55.0),
+    "blockwise": (28.2, 28.2, 28.2),
 }
 REFERENCE_FLOOR = 55.0  # what is left against the reference is the rounding of the result to bfloat16
 
@@ -63,11 +65,22 @@ def rounded(x: Tensor, format: tuple[int, int, float], dim: int | None, power_of
     return ((scaled / step).round() * step).clamp(-largest, largest) / scale.double()  # round: ties to even
 
 
+def rounded_blocks(x: Tensor, rows: int, columns: int) -> Tensor:
+    """`x` as e4m3 holds it with a power of two as the scale of each block of `rows` x `columns`, in float64."""
+    tiles = x.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).transpose(1, 2)
+    held = rounded(tiles.flatten(2), E4M3, 2, True)
+    return held.view(tiles.shape).transpose(1, 2).reshape(x.shape)
+
+
 def reference(recipe: str, x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """y, dx, dw by the recipe's roundings, all sums in float64."""
     if recipe == "tensorwise":
         x8, w8, dy8 = rounded(x, E4M3, None, False), rounded(w, E4M3, None, False), rounded(dy, E5M2, None, False)
         return x8 @ w8.T, dy8 @ w8, dy8.T @ x8
+    if recipe == "blockwise":  # along what is summed over; of the weight in squares
+        w8 = rounded_blocks(w, 128, 128)
+        y, dx = rounded_blocks(x, 1, 128) @ w8.T, rounded_blocks(dy, 1, 128) @ w8
+        return y, dx, rounded_blocks(dy, 128, 1).T @ rounded_blocks(x, 128, 1)
     y = rounded(x, E4M3, 1, True) @ rounded(w, E4M3, 1, True).T
     if recipe == "rowwise":  # each factor has its scales along the dim that is summed over
         dx = rounded(dy, E4M3, 1, True) @ rounded(w, E4M3, 0, True)
@@ -78,7 +91,9 @@ def reference(recipe: str, x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, Te
 
 def build_linear(recipe: str, w: Tensor) -> nn.Linear:
     model = nn.Sequential(nn.Linear(IN, OUT, bias=False, dtype=torch.bfloat16))
-    convert_to_float8(model, Float8(enable=True, recipe=recipe, filter="all", fsdp_all_gather="off"))
+    kernels: Any = "own" if recipe.startswith("own ") else "compiler"
+    name: Any = recipe.removeprefix("own ")
+    convert_to_float8(model, Float8(enable=True, recipe=name, kernels=kernels, filter="all", fsdp_all_gather="off"))
     with torch.no_grad():
         model[0].weight.copy_(w)
     return model[0]
@@ -100,9 +115,9 @@ def check(recipe: str) -> None:
     for gradient_scale in GRADIENT_SCALES:
         x, w, dy = operands(gradient_scale)
         linear = build_linear(recipe, w)
-        results = run(linear, linear.weight, x, dy)
-        columns = zip(("y", "dx", "dw"), results, exact(x, w, dy), reference(recipe, x, w, dy), strict=True)
-        for (name, result, truth, expected), floor in zip(columns, FLOORS[recipe], strict=True):
+        results, plain = run(linear, linear.weight, x, dy), recipe.removeprefix("own ")
+        columns = zip(("y", "dx", "dw"), results, exact(x, w, dy), reference(plain, x, w, dy), strict=True)
+        for (name, result, truth, expected), floor in zip(columns, FLOORS[plain], strict=True):
             where = f"{name}, {recipe}, gradients of {gradient_scale}"
             assert sqnr(truth, result) >= floor, f"{where}: {sqnr(truth, result):.1f} dB, floor {floor}"
             assert sqnr(expected, result) >= REFERENCE_FLOOR, f"{where}: {sqnr(expected, result):.1f} dB of reference"

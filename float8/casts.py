@@ -1,0 +1,131 @@
+"""Casts to float8 in both layouts that matmuls take, as operators that torch.compile keeps whole.
+
+Here they are plain torch; float8/kernels.py has them for CUDA. A source says what is cast:
+    copy        x                      norm     of x, 1 / RMS and weight their product
+    gate        silu(g) * u            gate_grad  of g, u and a gradient those of g and u, and silu(g) * u for `columns`
+Shapes: M rows (tokens, or outputs of a weight), N columns. Scales are what to multiply float8 by.
+    tensorwise  one, []                rowwise  powers of two, [M, 1]
+    blockwise   of 1 x 128, [M, N / 128], column by column        squares  of 128 x 128, [M / 128, N / 128]
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BLOCK = 128
+
+
+class Cast(NamedTuple):
+    """A matrix [M, N] in float8, and transposed: what matmuls sum along N and along M. Empty if not asked for."""
+
+    rows: Tensor  # [M, N]
+    row_scales: Tensor
+    columns: Tensor  # [N, M]
+    column_scales: Tensor
+
+
+def cast(
+    source: str, recipe: str, tensors: list[Tensor], gradient: bool = False, rows: bool = True, columns: bool = True
+) -> list[Cast]:
+    """The outputs of a source: one, of "gate_grad" three. With "tensorwise" a `gradient` gets e5m2, all else e4m3.
+
+    The maxima for one scale are plain torch: of the rows and then of all, so that the compiler finds them in the kernel
+    that makes a tensor, if it makes that one.
+    """
+    e5m2 = gradient and recipe == "tensorwise"
+    maxima = tensors[0].new_empty(0, dtype=torch.float32)
+    if recipe == "tensorwise":
+        maxima = torch.stack([x.abs().amax(-1).amax() for x in source_values(source, tensors)]).float()
+    elif recipe == "rowwise":
+        maxima = line_maxima(source, tensors)
+    found = to_float8(source, recipe, tensors, maxima, e5m2, rows, columns)
+    outputs = []
+    for i in range(max(len(found[0]), len(found[2]))):
+        parts = [part[i] if i < len(part) else part for part in found]
+        for layout in (0, 2):
+            parts[layout] = parts[layout].view(torch.float8_e5m2 if e5m2 and i < 2 else torch.float8_e4m3fn)
+        outputs.append(Cast(*parts))
+    return outputs
+
+
+def multiply(a: Sequence[Tensor], b: Sequence[Tensor], dtype: torch.dtype, fast: bool) -> Tensor:
+    """a [M, K] times the transposed of b [N, K], each with its scales. `fast`: a GPU sums in fewer bits."""
+    b_scales = b[1].t() if b[1].dim() else b[1]
+    return torch._scaled_mm(a[0], b[0].t(), a[1], b_scales, out_dtype=dtype, use_fast_accum=fast)
+
+
+@torch.library.custom_op("titanite::line_maxima", mutates_args=(), device_types="cpu")
+def line_maxima(source: str, tensors: list[Tensor]) -> Tensor:
+    """Largest absolute values [outputs, M + N] of the rows of a source, followed by those of the columns, float32."""
+    sizes = [values.float().abs() for values in source_values(source, tensors)]
+    return torch.stack([torch.cat((size.amax(1), size.amax(0))) for size in sizes])
+
+
+@line_maxima.register_fake
+def empty_maxima(source: str, tensors: list[Tensor]) -> Tensor:
+    return tensors[0].new_empty(3 if source == "gate_grad" else 1, sum(tensors[0].shape), dtype=torch.float32)
+
+
+@torch.library.custom_op("titanite::to_float8", mutates_args=(), device_types="cpu")
+def to_float8(
+    source: str, recipe: str, tensors: list[Tensor], maxima: Tensor, e5m2: bool, rows: bool, columns: bool
+) -> list[Tensor]:
+    """rows [outputs, M, N] as bytes, their scales, columns [outputs, N, M], theirs; none of what is not asked for."""
+    found, (M, N) = empty(source, recipe, tensors, maxima, e5m2, rows, columns), tensors[0].shape
+    for i, output in enumerate(source_values(source, tensors)):
+        dtype, own = torch.float8_e5m2 if e5m2 and i < 2 else torch.float8_e4m3fn, maxima[i : i + 1].flatten()
+        for values, lines, (data, scales) in ((output, own[:M], found[:2]), (output.t(), own[-N:], found[2:])):
+            if i < len(data):
+                cast, scales[i] = _quantize(recipe, values.float(), lines, dtype)
+                data[i] = cast.view(torch.uint8)
+    return found
+
+
+@to_float8.register_fake
+def empty(
+    source: str, recipe: str, tensors: list[Tensor], maxima: Tensor, e5m2: bool, rows: bool, columns: bool
+) -> list[Tensor]:
+    """What `to_float8` returns, unfilled."""
+    M, N = tensors[0].shape
+    found = []
+    for wanted, outputs, m, n in ((rows, 2, M, N), (columns, 3, N, M)):
+        outputs, blocks = (outputs if source == "gate_grad" else 1) * wanted, -(-n // BLOCK)
+        shape = {"tensorwise": (), "rowwise": (m, 1), "blockwise": (blocks, m), "squares": (-(-m // BLOCK), blocks)}
+        scales = tensors[0].new_empty(outputs, *shape[recipe], dtype=torch.float32)
+        found.append(tensors[0].new_empty(outputs, m, n, dtype=torch.uint8))
+        found.append(scales.mT if recipe == "blockwise" else scales)
+    return found
+
+
+def source_values(source: str, tensors: list[Tensor]) -> list[Tensor]:
+    """What a source casts, [M, N] each, rounded to the type of its first tensor."""
+    a, *others = (tensor.float() for tensor in tensors)
+    values = [a]
+    if source == "norm":
+        values = [a * others[0][:, None] * others[1]]
+    elif source == "gate":
+        values = [F.silu(a) * others[0]]
+    elif source == "gate_grad":
+        (u, grad), sigmoid = others, a.sigmoid()
+        values = [grad * u * sigmoid * (1 + a * (1 - sigmoid)), grad * a * sigmoid, a * sigmoid * u]
+    return [value.to(tensors[0].dtype) for value in values]
+
+
+def _quantize(recipe: str, values: Tensor, maxima: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Values [M, N] in float8, and what to multiply them by; torchao's arithmetic, in float64."""
+    largest = torch.finfo(dtype).max
+    if recipe == "squares":
+        maxima = values.abs().unflatten(0, (-1, BLOCK)).unflatten(-1, (-1, BLOCK)).amax((1, 3))
+    elif recipe == "blockwise":
+        maxima = values.abs().unflatten(-1, (-1, BLOCK)).amax(-1)
+    else:
+        maxima = maxima[:, None] if recipe == "rowwise" else maxima[0]
+    scale = (largest / maxima.double().clamp(min=1e-12)).float()
+    if recipe != "tensorwise":  # down to a power of two
+        scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
+    spread = scale.repeat_interleave(BLOCK, 1) if recipe in ("blockwise", "squares") else scale
+    spread = spread.repeat_interleave(BLOCK, 0) if recipe == "squares" else spread
+    return (values * spread).clamp(-largest, largest).to(dtype), 1 / scale

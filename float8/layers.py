@@ -1,0 +1,195 @@
+"""Layers in float8 by the casts of float8/casts.py: each tensor is cast once, in both layouts that matmuls take.
+
+They take the places of torchao's linear layers, of the norm before them and of SwiGLU between them, and keep the names
+of the weights. With tensor parallelism norms stay torch's, since their results are gathered first.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Shard
+from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
+from torchao.float8.float8_training_tensor import Float8TrainingTensor
+
+from float8.casts import Cast, cast, multiply
+
+if torch.cuda.is_available():
+    from float8 import kernels  # noqa: F401  (registers them)
+
+How = tuple[str, bool]  # the recipe, and whether backward's matmuls sum in fewer bits
+# Llama's norms, and the layers that alone read what they return.
+READERS = {
+    "attention_norm": ("attention.wq", "attention.wk", "attention.wv"),
+    "ffn_norm": ("feed_forward.w1", "feed_forward.w3"),
+}
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """What linear layers read, in float8 already. Of `handle` they only take the shape, and give it the gradient."""
+
+    handle: Tensor
+    cast: Cast
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.handle.shape
+
+
+def quantize(x: Tensor | Quantized, recipe: str) -> Quantized:
+    """Cast x [..., K]; without gradients only what the forward reads."""
+    if isinstance(x, Quantized):
+        return x
+    flat = x.detach().reshape(-1, x.shape[-1]).contiguous()
+    return Quantized(x, cast("copy", recipe, [flat], columns=torch.is_grad_enabled())[0])
+
+
+def _weight(weight: Tensor, recipe: str, columns: bool = False) -> tuple[Tensor, Tensor]:
+    """A weight [N, K] in float8, or transposed, and its scales. FSDP2 may have gathered it in float8."""
+    if isinstance(weight, Float8TrainingTensor):
+        return weight._data.t().contiguous() if columns else weight._data, weight._scale.reciprocal()
+    scaling = "squares" if recipe == "blockwise" else recipe
+    (found,) = cast("copy", scaling, [weight], rows=not columns, columns=columns)
+    return found[2:] if columns else found[:2]
+
+
+def _forward(x: Cast, weight: Tensor, how: How, dtype: torch.dtype) -> Tensor:
+    """x [M, K] times the transposed of weight [N, K]. Blocks have no fast accumulation."""
+    return multiply(x[:2], _weight(weight, how[0]), dtype, how[0] != "blockwise")
+
+
+def _backward(dy: Cast, weight: Tensor, how: How, dtype: torch.dtype) -> Tensor:
+    return multiply(dy[:2], _weight(weight, how[0], columns=True), dtype, how[1])
+
+
+@torch._dynamo.allow_in_graph
+class _Linear(torch.autograd.Function):
+    """y [..., N] of the casts of x [..., K] and of weight [N, K]. The first argument only takes x's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: str, fast: bool, *casts: Tensor) -> Tensor:
+        ctx.save_for_backward(weight, *casts[2:])
+        ctx.how, ctx.shape = (recipe, fast), x.shape
+        return _forward(Cast(*casts), weight, ctx.how, x.dtype).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weight, *columns = ctx.saved_tensors
+        flat, needs = grad.reshape(-1, grad.shape[-1]).contiguous(), ctx.needs_input_grad
+        (dy,) = cast("copy", ctx.how[0], [flat], gradient=True)
+        of_x = _backward(dy, weight, ctx.how, grad.dtype).view(ctx.shape) if needs[0] else None
+        of_weight = multiply(dy[2:], columns, grad.dtype, ctx.how[1]) if needs[1] else None
+        return of_x, of_weight, *[None] * 6
+
+
+@torch._dynamo.allow_in_graph
+class _FeedForward(torch.autograd.Function):
+    """w2(silu(w1(x)) * w3(x)) of the casts of x [..., D]. The first argument only takes x's gradient.
+
+    Neither silu(g) * u nor the gradients of g and u exist in more than 8 bits.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, recipe: str, fast: bool, *casts: Tensor
+    ) -> Tensor:
+        ctx.how, ctx.shape = (recipe, fast), x.shape
+        g, u = (_forward(Cast(*casts), weight, ctx.how, x.dtype) for weight in (w1, w3))
+        (a,) = cast("gate", recipe, [g, u], columns=False)
+        ctx.save_for_backward(w1, w3, w2, g, u, *casts[2:])
+        return _forward(a, w2, ctx.how, x.dtype).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        w1, w3, w2, g, u, *columns = ctx.saved_tensors
+        how, dtype = ctx.how, grad.dtype
+        (dy,) = cast("copy", how[0], [grad.reshape(-1, grad.shape[-1]).contiguous()], gradient=True)
+        dg, du, a = cast("gate_grad", how[0], [g, u, _backward(dy, w2, how, dtype)], gradient=True)
+        of_x = (_backward(dg, w1, how, dtype) + _backward(du, w3, how, dtype)).view(ctx.shape)
+        pairs = zip(ctx.needs_input_grad[1:4], ((dg, columns), (du, columns), (dy, a[2:])), strict=True)
+        of_weights = [multiply(d[2:], read, dtype, how[1]) if needed else None for needed, (d, read) in pairs]
+        return of_x, *of_weights, *[None] * 6
+
+
+class OwnLinear(Float8Linear):
+    """torchao's layer and weight, with casts of our own. Its input may be cast already."""
+
+    how: How
+
+    def forward(self, input: Tensor | Quantized, loss: Callable[..., Tensor] | None = None) -> Tensor:
+        return self.compute(input, self.weight) if loss is None else loss(input, self.weight, self.compute)
+
+    def compute(self, x: Tensor | Quantized, weight: Tensor) -> Tensor:
+        """y [..., N] of x [..., K]. With tensor parallelism each rank casts its own part."""
+        if isinstance(x, DTensor) and isinstance(weight, DTensor):
+            by_rows = weight.placements[0].is_shard(0)
+            local = x.to_local(grad_placements=[Partial()] if by_rows else x.placements)
+            y = self.compute(local, weight.to_local())
+            return DTensor.from_local(y, x.device_mesh, [Shard(-1) if by_rows else Partial()], run_check=False)
+        x = quantize(x, self.how[0])
+        return _Linear.apply(x.handle, weight, *self.how, *x.cast)
+
+
+class Output(Float8Linear):
+    """torchao's layer for a loss that makes its own logits, like the model's `Output`."""
+
+    def forward(self, input: Tensor, loss: Callable[..., Tensor] | None = None) -> Tensor:
+        return super().forward(input) if loss is None else loss(input, self.weight, self.compute)
+
+    def compute(self, x: Tensor, weight: Tensor) -> Tensor:
+        return matmul_with_hp_or_float8_args.apply(x, weight.t(), self.linear_mm_config, self.config)
+
+
+class OwnFeedForward(nn.Module):
+    """SwiGLU of three `OwnLinear`. With tensor parallelism its result is split by tokens, the first dimension."""
+
+    def __init__(self, w1: OwnLinear, w2: OwnLinear, w3: OwnLinear):
+        super().__init__()
+        self.w1, self.w2, self.w3 = w1, w2, w3
+
+    def forward(self, x: Tensor | Quantized) -> Tensor:
+        weights: list[Any] = [self.w1.weight, self.w3.weight, self.w2.weight]
+        mesh = x.device_mesh if isinstance(x, DTensor) else None
+        if isinstance(x, DTensor):
+            x, weights = x.to_local(grad_placements=[Partial()]), [weight.to_local() for weight in weights]
+        x = quantize(x, self.w1.how[0])
+        y = _FeedForward.apply(x.handle, *weights, *self.w1.how, *x.cast)
+        if mesh is not None:
+            y = DTensor.from_local(y, mesh, [Partial()], run_check=False).redistribute(placements=[Shard(0)]).to_local()
+        return y
+
+
+class OwnNorm(nn.RMSNorm):
+    """RMSNorm whose result is also in float8, for the recipe of its readers.
+
+    Statistics and gradients are plain torch, which the compiler joins with the sums of the residual stream. It drops
+    the handle's values, since nothing reads them.
+    """
+
+    def __init__(self, norm: nn.RMSNorm, recipe: str):
+        super().__init__(norm.normalized_shape, norm.eps, device="meta")
+        self.weight, self.recipe = norm.weight, recipe
+
+    def forward(self, x: Tensor) -> Quantized:  # type: ignore[override]
+        weight, flat = self.weight.to(x.dtype), x.detach().reshape(-1, x.shape[-1]).contiguous()
+        rstd = torch.rsqrt(flat.float().square().mean(-1) + (self.eps or 0.0))
+        source = [flat, rstd, weight.detach()]
+        (casts,) = cast("norm", self.recipe, source, columns=torch.is_grad_enabled())
+        return Quantized(F.rms_norm(x, self.normalized_shape, weight, self.eps), casts)
+
+
+def convert_around(model: nn.Module, norms: bool) -> None:
+    """Fuse SwiGLU, and `norms` if asked, of each block of `model` with its linear layers, where all are `OwnLinear`."""
+    for block in list(model.modules()):
+        layers = dict(block.named_modules())
+        own = {name for name, layer in layers.items() if isinstance(layer, OwnLinear)}
+        for name, readers in READERS.items():
+            if norms and own.issuperset(readers) and isinstance(norm := layers.get(name), nn.RMSNorm):
+                setattr(block, name, OwnNorm(norm, layers[readers[0]].how[0]))
+        for name, child in block.named_children():
+            if type(child).__name__ == "FeedForward" and own.issuperset(f"{name}.{w}" for w in ("w1", "w2", "w3")):
+                setattr(block, name, OwnFeedForward(**dict(child.named_children())))  # type: ignore[arg-type]

@@ -1,0 +1,73 @@
+"""Triton's kernels on CPU: its interpreter, with the hardware's casts, in a process of its own.
+
+The interpreter (Triton 3.6 to 3.9) rounds to bfloat16 and float8 wrongly, so torch casts here. It must be asked for
+before Triton is imported, so `Interpreter` starts another process with TRITON_INTERPRET set.
+"""
+
+import importlib.util
+import multiprocessing
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+
+KERNELS = Path(__file__).parents[1] / "float8" / "kernels.py"
+
+
+class Interpreter:
+    """`interpreter(function, *args)` calls a function of a test module in the other process."""
+
+    def __init__(self) -> None:
+        with mock.patch.dict("os.environ", TRITON_INTERPRET="1"):
+            self.pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+            self.pool.submit(correct_casts).result()
+
+    def __call__(self, function: Callable[..., Any], *args: object) -> Any:
+        return self.pool.submit(function, *args).result()
+
+
+def correct_casts() -> None:
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    dtypes = {
+        tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2, tl.bfloat16: torch.bfloat16,
+        tl.float32: torch.float32,
+    }  # fmt: skip
+    builder: Any = interpreter.InterpreterBuilder
+    others = builder.cast_impl
+
+    def cast(self: Any, src: Any, dst_type: Any, *_: Any) -> Any:
+        old, new = src.dtype.scalar, dst_type.scalar
+        if old not in dtypes or new not in dtypes or old == new:
+            return others(self, src, dst_type)
+        bits = torch.from_numpy(src.data.copy().view(f"int{old.primitive_bitwidth}"))
+        values = bits.view(dtypes[old]).float()
+        if new.primitive_bitwidth == 8:  # as on the hardware finite and infinite values saturate
+            largest = torch.finfo(dtypes[new]).max
+            values = values.clamp(-largest, largest)
+        found = values.to(dtypes[new]).view(getattr(torch, f"int{new.primitive_bitwidth}")).numpy()
+        return interpreter.TensorHandle(found.view(interpreter._get_np_dtype(dst_type)), new)
+
+    for name in ("cast_impl", "create_fp_ext", "create_fp_trunc", "create_fp_to_fp"):
+        setattr(builder, name, cast)
+
+
+def load_kernels(old: str = "", new: str = "") -> ModuleType:
+    """float8/kernels.py as a module of its own, with `old` in its text replaced by `new`: a planted fault."""
+    text = KERNELS.read_text()
+    assert old in text, f"no longer in the kernels: {old}"
+    with tempfile.TemporaryDirectory() as folder:  # Triton reads the source when it decorates
+        path = Path(folder) / "planted.py"
+        path.write_text(text.replace(old, new) if old else text)
+        spec = importlib.util.spec_from_file_location("planted", path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return module

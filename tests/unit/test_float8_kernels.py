@@ -1,0 +1,168 @@
+"""Own casts to float8: plain torch against torchao and float64, Triton's kernels against plain torch, planted faults.
+
+The kernels run in Triton's interpreter and are compiled for sm_90, both without a GPU. Triton comes with torch's builds
+for CUDA and with requirements-test.txt.
+"""
+
+import re
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torchao.float8.config import ScalingGranularity
+from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+from torchao.float8.float8_training_tensor import LinearMMConfig
+
+from float8.casts import cast, line_maxima, source_values, to_float8
+from tests.interpreter import Interpreter, load_kernels
+
+RECIPES = ("tensorwise", "rowwise", "blockwise", "squares")
+SOURCES = ("copy", "norm", "gate", "gate_grad")
+SHAPE = {"tensorwise": (80, 144), "rowwise": (80, 144), "blockwise": (256, 384), "squares": (256, 384)}
+
+
+def operands(source: str, shape: tuple[int, int], gradient_scale: float = 1.0) -> list[Tensor]:
+    """A source's tensors in bfloat16, with a row of zeros, one that is 1000 times as large, and a tiny column."""
+    generator = torch.Generator().manual_seed(0)
+    x, u, grad = (torch.randn(shape, generator=generator) for _ in range(3))
+    x[3], x[5], x[:, 7] = 0, x[5] * 1000, x[:, 7] * 1e-6
+    x, u, grad = x.bfloat16(), u.bfloat16(), (grad * gradient_scale).bfloat16()
+    if source == "copy":
+        return [(x.float() * gradient_scale).bfloat16()]
+    if source == "norm":
+        rstd = torch.rsqrt(x.float().square().mean(-1) + 1e-5)
+        return [x, rstd, torch.rand(shape[1], generator=generator).bfloat16()]
+    return [x, u] if source == "gate" else [x, u, grad]
+
+
+# ---------------------------------------------------------------- plain torch
+
+
+def torchao_cast(x: Tensor, recipe: str, dtype: torch.dtype, dim: int) -> tuple[Tensor, Tensor]:
+    """Bytes and scale of torchao's own cast, for a matmul that sums along `dim`."""
+    rowwise = recipe == "rowwise"
+    kind = ScalingGranularity.AXISWISE if rowwise else ScalingGranularity.TENSORWISE
+    found = hp_tensor_to_float8_dynamic(
+        x, dtype, LinearMMConfig(), scaling_granularity=kind, axiswise_dim=dim if rowwise else None,
+        round_scales_to_power_of_2=rowwise,
+    )  # fmt: skip
+    return found._data.view(torch.uint8), found._scale
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_bytes_and_scales_are_torchaos(recipe: str, gradient: bool) -> None:
+    for scale in (1.0, 1e-4, 1e-9, 1e-14):
+        (x,) = operands("copy", SHAPE[recipe], scale)
+        (found,) = cast("copy", recipe, [x], gradient=gradient)
+        dtype = torch.float8_e5m2 if gradient and recipe == "tensorwise" else torch.float8_e4m3fn
+        rows, row_scales = torchao_cast(x, recipe, dtype, -1)
+        columns, column_scales = torchao_cast(x, recipe, dtype, 0)
+        assert found.rows.dtype == dtype
+        assert torch.equal(found.rows.view(torch.uint8), rows)
+        assert torch.equal(found.columns.view(torch.uint8), columns.t())
+        assert torch.equal(found.row_scales, row_scales.reciprocal())
+        assert torch.equal(
+            found.column_scales, column_scales.reciprocal().t() if recipe == "rowwise" else found.row_scales
+        )
+
+
+def within_an_ulp(found: Tensor, exact: Tensor) -> bool:
+    """Whether bfloat16 values are the exact ones, rounded, or their neighbours."""
+    exponent = exact.abs().clamp(min=2.0**-126).log2().floor()
+    return bool(((found.double() - exact).abs() <= 2.0 ** (exponent - 7)).all())
+
+
+@pytest.mark.parametrize("source", SOURCES[1:])
+def test_values_are_within_an_ulp_of_float64(source: str) -> None:
+    tensors = operands(source, (80, 144), 1e-4)
+    a, *others = (tensor.double().requires_grad_() for tensor in tensors)
+    if source == "norm":
+        exact = [torch.nn.functional.rms_norm(a, a.shape[1:], others[1], 1e-5)]
+    else:
+        product = torch.nn.functional.silu(a) * others[0]
+        exact = [product]
+    if source == "gate_grad":
+        exact = [*torch.autograd.grad(product, (a, others[0]), others[1], retain_graph=True), product]
+    for found, expected in zip(source_values(source, tensors), exact, strict=True):
+        assert within_an_ulp(found, expected.detach())
+
+
+# ---------------------------------------------------------------- Triton's kernels
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[Interpreter]:
+    pytest.importorskip("triton")
+    interpreter = Interpreter()
+    yield interpreter
+    interpreter.pool.shutdown()
+
+
+def agree(found: Tensor, expected: Tensor) -> bool:
+    """Whether bytes or floats are equal, or floats both NaN."""
+    return torch.equal(found, expected) or bool(((found == expected) | (found.isnan() & expected.isnan())).all())
+
+
+def compare(recipe: str, source: str, fault: tuple[str, str] = ("", ""), value: float = 0.0) -> list[str]:
+    """What of a kernel's outputs differs from plain torch's. In the interpreter's process."""
+    kernels = load_kernels(*fault)
+    tensors = operands(source, SHAPE[recipe], 1e-4)
+    tensors[0][9, 11] += value
+    maxima = torch.empty(0)
+    differing = []
+    if recipe == "tensorwise":
+        maxima = torch.stack([values.float().abs().amax() for values in source_values(source, tensors)])
+    elif recipe == "rowwise":
+        maxima = line_maxima(source, tensors)
+        differing = [] if value or agree(kernels.line_maxima(source, tensors), maxima) else ["maxima"]
+    names = ("rows", "row scales", "columns", "column scales")
+    for e5m2 in (False, True)[: 2 if recipe == "tensorwise" else 1]:
+        expected = to_float8(source, recipe, tensors, maxima, e5m2, True, True)
+        found = kernels.to_float8(source, recipe, tensors, maxima, e5m2, True, True)
+        if value:  # where a maximum is NaN, only plain torch makes NaN of all that it scales
+            found, expected = ([x[0].view(torch.float8_e4m3fn)[0, 9, 11].float()] for x in (found, expected))
+            differing += [] if expected[0].isnan() else ["not NaN"]
+        differing += [name for name, *pair in zip(names, found, expected, strict=False) if not agree(*pair)]
+    return differing
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_kernels_give_the_bytes_of_plain_torch(recipe: str, interpreter: Interpreter) -> None:
+    for source in SOURCES:
+        assert interpreter(compare, recipe, source) == [], source
+    for value in (float("nan"), float("inf")):
+        assert interpreter(compare, recipe, "copy", ("", ""), value) == [], value
+
+
+FAULTS = {
+    "a store not transposed": ("tl.trans(tiles[i])", "tl.reshape(tiles[i], [BN, BM])"),
+    "a stale maximum": ("of_rows = tl.load(maxima_ptr + i)", "of_rows = tl.load(maxima_ptr + i) * 0.5"),
+    "another output's maximum": ("of_rows = tl.load(maxima_ptr + i)", "of_rows = tl.load(maxima_ptr)"),
+    "a wrong row's scale": ("tl.load(lines + row0 + rows, mask", "tl.load(lines + row0 + (rows ^ 1), mask"),
+    "rows' maxima for the columns": ("tl.load(lines + M + col0 + cols", "tl.load(lines + col0 + cols"),
+    "a block's scale at another block": ("(col0 // BN * M if", "(col0 // BN * 0 if"),
+    "a maximum of only some rows": ("tl.max(size, axis=0), mask=cols < N", "tl.max(size, axis=0), mask=cols < N - 1"),
+    "a scale twice as large": ("(262 - (exponent >> 23))", "(263 - (exponent >> 23))"),
+    "e4m3 for all gradients": ("tl.float8e5", "tl.float8e4nv"),
+    "values not rounded first": ("first.to(dtype), second.to(dtype), third.to(dtype)", "first, second, third"),
+    "gradients swapped": ("first.to(dtype), second.to(dtype)", "second.to(dtype), first.to(dtype)"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_planted_faults_are_caught(name: str, interpreter: Interpreter) -> None:
+    found = [interpreter(compare, recipe, "gate_grad", FAULTS[name]) for recipe in RECIPES[:3]]
+    assert any(found)
+
+
+def test_kernels_compile_for_hopper_with_wide_accesses_and_without_spills() -> None:
+    pytest.importorskip("triton")
+    from benchmarks.float8_kernels import inspect, kernels
+
+    rows = [inspect(kernel) for kernel in kernels() if re.search("gate_grad|norm", kernel.name)]
+    assert len(rows) >= 7
+    for row in rows:
+        assert row["spilled bytes"] == 0, row
+        assert row["load bits"] == 128, row
