@@ -1,6 +1,7 @@
 """Float8 against bfloat16, layer by layer: where float8 wins for the shapes of a config, and which layers to skip.
 
-    python -m benchmarks.float8_gemm --config=train_configs/llama3_8b.toml [--matmuls] [--quick] [--json FILE] [options]
+    python -m benchmarks.float8_gemm --config=train_configs/llama3_8b.toml [--matmuls [--rehearse]] [--quick]
+        [--json FILE] [options]
 
 For each kind of linear layer it times a compiled forward and backward with the config's tokens per microbatch, in
 bfloat16 and in each recipe, casts included. With `--matmuls` it times the forward's matmul alone, without casts, for
@@ -8,11 +9,12 @@ each way to scale float8 that torch knows on Hopper, with fast accumulation and 
 against a product of the same rounded values in float32. Further options are those of train.py.
 
 It needs a GPU with float8, since a CPU's float8 matmuls say nothing about a GPU's. Without one it says so and ends with
-exit code 0 (1 with --check).
+exit code 0 (1 with --check). `--rehearse` tries the matmuls on CPU with a tiny shape, to find typos.
 """
 
 import statistics
 import sys
+import timeit
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -24,6 +26,7 @@ from benchmarks.report import build_parser, finish, print_row
 from config import Float8, TitaniteError, load_config
 from float8.convert import build_linear
 from models import build_model, find_model
+from parallel.device import device_type
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "own tensorwise", "own rowwise", "blockwise")  # own: kernels
 # Rows and columns of the tokens, and of the weights, that share a scale. 0: all of them.
@@ -58,7 +61,9 @@ def compiled(linear: nn.Module, backend: str | Callable[..., Any] = "inductor") 
 
 
 def milliseconds(action: Callable[[], Any], rounds: int) -> float:
-    """Median time of `action` by CUDA events. The first rounds compile and warm up."""
+    """Median time of `action` by CUDA events, or on CPU by its clock. The first rounds compile and warm up."""
+    if not torch.cuda.is_available():
+        return 1e3 * statistics.median(timeit.repeat(action, number=1, repeat=rounds))
     spans = []
     for _ in range(rounds + 5):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -113,8 +118,7 @@ def to_float8(x: torch.Tensor, tile: tuple[int, int]) -> tuple[torch.Tensor, tor
 def measure_matmuls(shape: tuple[int, int], tokens: int, rounds: int) -> dict[str, Any]:
     """TFLOP/s of the forward's matmul and its error, in bfloat16 and in float8 by each scaling. Errors become text."""
     n_out, n_in = shape
-    x = torch.randn(tokens, n_in, device="cuda", dtype=torch.bfloat16)
-    weight = torch.randn(n_out, n_in, device="cuda", dtype=torch.bfloat16)
+    x, weight = (torch.randn(n, n_in, device=device_type(), dtype=torch.bfloat16) for n in (tokens, n_out))
     result: dict[str, Any] = {}
 
     def add(way: str, product: Callable[[], torch.Tensor], x: torch.Tensor, weight: torch.Tensor) -> None:
@@ -140,19 +144,22 @@ def main() -> int:
     parser = build_parser("float8 linear layers against bfloat16, for the shapes of a config")
     parser.add_argument("--config", default="train_configs/llama3_8b.toml", help="default %(default)s")
     parser.add_argument("--matmuls", action="store_true", help="matmuls alone, by each scaling of float8")
+    parser.add_argument("--rehearse", action="store_true", help="with --matmuls: on CPU; the figures say nothing")
     arguments, options = parser.parse_known_args()
     try:
         config = load_config([f"--config={arguments.config}", *options])
     except TitaniteError as error:
         parser.error(str(error))
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
+    rehearse = arguments.matmuls and arguments.rehearse
+    if not rehearse and (not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9)):
         print(
             "no GPU with float8 matmuls (compute capability 8.9) here: where float8 wins cannot be told, none measured"
         )
         return int(arguments.check)
-    tokens = config.training.local_batch_size * config.training.seq_len
+    tokens = 128 if rehearse else config.training.local_batch_size * config.training.seq_len
     rows: list[dict[str, Any]] = []
-    for shape, kinds in layer_shapes(build_model(*find_model(config.model, data_vocab_size=1))).items():
+    shapes = layer_shapes(build_model(*find_model(config.model, data_vocab_size=1)))
+    for shape, kinds in {(256, 128): ["any"]}.items() if rehearse else shapes.items():
         if any(size % 128 for size in shape):  # as blocks need it
             continue
         row: dict[str, Any] = {"layers": " ".join(kinds), "out": shape[0], "in": shape[1], "tokens": tokens}

@@ -1,13 +1,16 @@
 """The speed of train.py on one GPU, beside what the GPU can do and beside a transformers loop of the same model.
 
-    python -m benchmarks.gpu [--rows NAME,...] [--budget-seconds 540] [--rehearse] [--check] [--json FILE]
+    python -m benchmarks.gpu [--rows NAME,...] [--add "NAME=OPTIONS"] [--budget-seconds 540] [--rehearse] [--check]
+        [--json FILE]
 
 The most important rows come first. Each is written as soon as it is measured, so that a run cut short keeps its first
 rows. Each runs in its own process. If memory runs out, another process tries half as many sequences at once, and later
 rows of that model begin with as many as fitted, so that they compare. A training row runs train.py itself: some steps
 to compile and warm up, some timed together (waiting for the device only at their ends), one under torch's profiler for
 the shares of the step. Peers do the same steps. `roofline` is tokens/s over what the measured matmul peaks allow if
-only matmuls and attention took time (attention at the bfloat16 peak, its causal half).
+only matmuls and attention took time (attention at the bfloat16 peak, its causal half). `TFLOP/s` counts a token as 6 x
+(parameters without the embedding + layers x heads x head_dim x seq_len), so attention's causal half, as NVIDIA's tables
+do; MFU counts all of attention, as torchtitan's do.
 
 `--rehearse` runs everything on CPU with tiny shapes, to find typos before using a GPU: its figures say nothing. The
 dataset is the one that ./run_llama_train.sh prepares.
@@ -34,10 +37,11 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import metrics
 from benchmarks.report import build_parser, finish, prepare_once, print_row
-from config import Config, load_config
+from config import Config, TitaniteError, load_config
 from float8.convert import convert_to_float8
 from models import build_model, find_model
 from models.llama.hf import to_hf_config
@@ -51,6 +55,7 @@ WARMUP_STEPS = 3
 QUICK = ("peaks", "1.8B bf16 8192")
 DATASET, REHEARSAL = Path("datasets/stdlib"), Path("datasets/rehearsal")
 TENSORWISE, ROWWISE = ("--float8.enable",), ("--float8.enable", "--float8.recipe=rowwise")
+BLOCKWISE = ("--float8.enable", "--float8.recipe=blockwise")
 EVERY_LAYER = "--float8.filter=all"
 ONCE = ("--parallelism.reshard_after_forward=false",)  # weights are cast once per step, as always in float8
 SMALL_STATES = ("--optimizer.state_dtype=bfloat16",)
@@ -79,12 +84,21 @@ class Run:
     instead_of: str = ""
 
 
+def is_known(options: Sequence[str]) -> bool:
+    """Whether config.py of this commit has these settings and values."""
+    try:
+        load_config(options)
+    except TitaniteError:
+        return False
+    return True
+
+
 def runs() -> dict[str, Run]:
-    """The training rows by name, the most important first."""
+    """The training rows by name, the most important first, without those whose settings are not known."""
     small, large = ("--training.loss_chunks=2", *ONCE), ("--training.loss_chunks=2", *SMALL_STATES, *BUDGET, *ONCE)
     full = ("--training.loss_chunks=4", *SMALL_STATES, "--activation_checkpoint.mode=full")
     fewer = ("--model.n_layers=12",)  # of 32, for a GPU of 80 GB
-    return {
+    rows = {
         "1.8B bf16 8192": Run("1.8B", 8192, 4, 8, small),
         "1.8B torchtitan 8192": Run("1.8B", 8192, 4, 8, peer="torchtitan"),
         "1.8B tensorwise 8192": Run("1.8B", 8192, 4, 8, (*small, *TENSORWISE)),
@@ -115,12 +129,18 @@ def runs() -> dict[str, Run]:
         "8B rowwise 8192 of 12 layers": Run(
             "8B", 8192, 1, 8, (*large, *fewer, *ROWWISE), 3, instead_of="8B rowwise 8192"
         ),
+        "8B blockwise 8192": Run("8B", 8192, 1, 8, (*large, *BLOCKWISE), 3),
+        "8B blockwise 8192 of 12 layers": Run(
+            "8B", 8192, 1, 8, (*large, *fewer, *BLOCKWISE), 3, instead_of="8B blockwise 8192"
+        ),
+        "1.8B blockwise 8192": Run("1.8B", 8192, 4, 8, (*small, *BLOCKWISE)),
         "1.8B muon 8192": Run("1.8B", 8192, 4, 8, (*small, "--optimizer.name=muon")),
         "8B muon 8192": Run("8B", 8192, 1, 8, (*large, "--optimizer.name=muon"), 3),
         "3B rowwise 8192": Run("3B", 8192, 2, 8, (*small, *ROWWISE)),
         "1.8B tensorwise 4096": Run("1.8B", 4096, 8, 16, (*small, *TENSORWISE)),
         "1.8B rowwise 4096": Run("1.8B", 4096, 8, 16, (*small, *ROWWISE)),
     }
+    return {name: run for name, run in rows.items() if is_known(run.options)}
 
 
 def rehearsal(run: Run) -> Run:
@@ -137,7 +157,7 @@ def rehearsal(run: Run) -> Run:
 
 
 def peaks(device: torch.device, rehearse: bool) -> dict[str, float | None]:
-    """TFLOP/s of bfloat16 and float8 matmuls at the 8B's shapes, and TB/s of a copy (read and written).
+    """TFLOP/s of matmuls and attention at the 8B's shapes, and TB/s of a copy (read and written).
 
     Float8's TFLOP/s are those of a forward and its backward.
     """
@@ -159,6 +179,32 @@ def peaks(device: torch.device, rehearse: bool) -> dict[str, float | None]:
     big = torch.empty(2**16 if rehearse else 2**30, dtype=torch.bfloat16, device=device)
     target = torch.empty_like(big)
     row["copy TB/s"] = 2 * big.nbytes / seconds(lambda: target.copy_(big), device) / 1e12
+    return row | attention_rates(device, rehearse)
+
+
+def attention_rates(device: torch.device, rehearse: bool) -> dict[str, float | None]:
+    """TFLOP/s of a forward and backward of the 8B's causal attention by cuDNN and by flash, None where it has none.
+
+    Its causal half is counted, with 2.5 times as much in the backward.
+    """
+    tokens, n_heads, n_kv_heads, head_dim = (64, 4, 2, 16) if rehearse else (8192, 32, 8, 128)
+    q, k, v, grad = (
+        torch.randn(1, tokens, n, head_dim, device=device, dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
+        for n in (n_heads, n_kv_heads, n_kv_heads, n_heads)
+    )
+
+    def step() -> None:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        torch.autograd.grad(out, (q, k, v), grad)
+
+    row: dict[str, float | None] = {}
+    for name, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)):
+        key, flops = f"attention {name} TFLOP/s", 7 * tokens**2 * n_heads * head_dim
+        try:
+            with sdpa_kernel(backend):
+                row[key] = flops / seconds(step, device) / 1e12
+        except RuntimeError:
+            row[key] = None
     return row
 
 
@@ -204,16 +250,24 @@ def measure_training(run: Run, device: torch.device, started: float) -> dict[str
 
 
 def result(run: Run, device: torch.device, elapsed: float, first_step: float) -> dict[str, Any]:
-    """The row of a run whose timed steps took `elapsed` seconds. MFU by torchtitan's count of operations."""
+    """The row of a run whose timed steps took `elapsed` seconds."""
     speed = run.steps * run.global_batch_size * run.seq_len / elapsed
     model, peak = build_meta_model(run), metrics.peak_flops(device)
-    flops = model.flops_per_token(run.seq_len)  # type: ignore[operator]
+    flops, causal_flops = count_flops(model, run.seq_len)
     return {
         "tokens/s": speed,
         "MFU %": 100 * flops * speed / peak if peak else None,  # of the data sheet's peak; None if unknown
+        "TFLOP/s": causal_flops * speed / 1e12,
         "peak GiB": metrics.peak_memory_gib(device),
         "first step s": first_step,
     }
+
+
+def count_flops(model: nn.Module, seq_len: int) -> tuple[float, float]:
+    """Operations of a token's training: with all of attention, as torchtitan counts; with its causal half."""
+    flavor: Any = model.config
+    flops = model.flops_per_token(seq_len)  # type: ignore[operator]
+    return flops, flops - 6 * flavor.n_layers * flavor.n_heads * flavor.head_dim * seq_len
 
 
 def training_config(run: Run, steps: int, outputs: str) -> Config:
@@ -415,9 +469,7 @@ def merged(spans: Iterator[tuple[float, float]]) -> Iterator[tuple[float, float]
 def attainable(run: Run, peak: dict[str, Any]) -> float:
     """Tokens/s if only matmuls and attention took time, at the peaks measured in this run."""
     model, config = build_meta_model(run), training_config(run, 1, "unused")
-    flavor: Any = model.config
-    attention = 6 * flavor.n_layers * flavor.n_heads * flavor.head_dim * run.seq_len  # the causal half
-    in_bf16 = model.flops_per_token(run.seq_len) - attention  # type: ignore[operator]
+    _, in_bf16 = count_flops(model, run.seq_len)
     converted = convert_to_float8(model, config.float8)[0] if config.float8.enable else []
     in_float8 = sum(6 * model.get_parameter(f"{name}.weight").numel() for name in converted)
     float8_seconds = in_float8 / (peak["float8 TFLOP/s"] * 1e12) if in_float8 else 0.0
@@ -427,17 +479,23 @@ def attainable(run: Run, peak: dict[str, Any]) -> float:
 # ---------------------------------------------------------------- rows, each in a process of its own
 
 
-def find_run(name: str, rehearse: bool) -> Run:
-    return rehearsal(runs()[name]) if rehearse else runs()[name]
+def find_run(name: str, rehearse: bool, added: Sequence[str] = ()) -> Run:
+    """The row, with `added` settings."""
+    run = runs()[name]
+    run = dataclasses.replace(run, options=(*run.options, *added))
+    return rehearsal(run) if rehearse else run
 
 
-def measure_row(name: str, sequences: int, rehearse: bool, started: float) -> dict[str, Any]:
-    """Measure one row in this process, with `sequences` at once. Raises RuntimeError if memory runs out."""
+def measure_row(name: str, added: Sequence[str], sequences: int, rehearse: bool, started: float) -> dict[str, Any]:
+    """Measure one row in this process, with `added` settings and `sequences` at once.
+
+    Raises RuntimeError if memory runs out.
+    """
     device = torch.device("cpu" if rehearse else "cuda")
     if name in (MEMORY, "peaks"):
         room = {} if rehearse else {MEMORY: torch.cuda.mem_get_info()[0] / GIB}
         return room if name == MEMORY else peaks(device, rehearse) | room
-    run = dataclasses.replace(find_run(name, rehearse), local_batch_size=sequences)
+    run = dataclasses.replace(find_run(name, rehearse, added), local_batch_size=sequences)
     measure = {"": measure_training, "transformers": measure_transformers, "torchtitan": measure_torchtitan}[run.peer]
     return measure(run, device, started) | {"sequences": run.local_batch_size}
 
@@ -451,11 +509,11 @@ def least_gib(run: Run) -> float:
 
 
 def run_fitting(
-    name: str, run: Run, room_gib: float, rehearse: bool, timeout_seconds: float, log: Path
+    name: str, run: Run, added: Sequence[str], room_gib: float, rehearse: bool, timeout_seconds: float, log: Path
 ) -> dict[str, Any]:
-    """Measure a row with the run's sequences at once. As long as memory runs out, it tries half as many.
+    """Measure a row with `added` settings and the run's sequences at once.
 
-    It starts no process for what cannot fit in `room_gib`.
+    As long as memory runs out, it tries half as many. It starts no process for what cannot fit in `room_gib`.
     """
     deadline = time.perf_counter() + timeout_seconds
     sequences = run.local_batch_size
@@ -465,7 +523,7 @@ def run_fitting(
         except ImportError as error:  # torchao's, which plans float8; the other rows need none
             return {"failed": f"{type(error).__name__}: {error}"}
         if needed_gib <= room_gib:
-            row = run_row(name, sequences, rehearse, deadline - time.perf_counter(), log)
+            row = run_row(name, sequences, rehearse, deadline - time.perf_counter(), log, added)
         else:
             row = no_room(sequences, f"planned are {needed_gib:.0f} GiB or more, the device has {room_gib:.0f}")
         if sequences == 1 or not row.get("failed", "").startswith(NO_ROOM):
@@ -477,10 +535,13 @@ def no_room(sequences: int, why: str) -> dict[str, Any]:
     return {"failed": f"{NO_ROOM} for {sequences} sequences at once: {why}"}
 
 
-def run_row(name: str, sequences: int, rehearse: bool, timeout_seconds: float, log: Path) -> dict[str, Any]:
+def run_row(
+    name: str, sequences: int, rehearse: bool, timeout_seconds: float, log: Path, added: Sequence[str] = ()
+) -> dict[str, Any]:
     """Measure one row in its own process. An error becomes part of the row; all output goes to `log`."""
     command = [sys.executable, "-m", "benchmarks.gpu", "--alone", name, f"--sequences={sequences}"]
     command += ["--rehearse"] if rehearse else []
+    command += [f"--add={name}={' '.join(added)}"] if added else []
     with open(log, "a+", encoding="utf-8") as errors:
         errors.write(f"--- {name}, {sequences} at once\n")
         errors.flush()
@@ -511,24 +572,29 @@ def main() -> int:
     parser = build_parser("train.py on one GPU")
     parser.add_argument("--rows", default="", help="names separated by commas; default: all that fit the budget")
     parser.add_argument(
+        "--add", action="append", default=[], metavar="ROW=OPTIONS", help="more settings for a row; may be repeated"
+    )
+    parser.add_argument(
         "--budget-seconds", type=float, default=540, help="no row begins that may pass it (%(default)s)"
     )
     parser.add_argument("--rehearse", action="store_true", help="on CPU, with tiny shapes; the figures say nothing")
     parser.add_argument("--alone", metavar="ROW", help="internal: measure one row in this process")
     parser.add_argument("--sequences", type=int, default=1, help="internal: of that row, at once")
     arguments = parser.parse_args()
+    added = {name: options.split() for name, _, options in (text.partition("=") for text in arguments.add)}
     if arguments.alone:
+        more = added.get(arguments.alone, [])
         try:
-            alone = measure_row(arguments.alone, arguments.sequences, arguments.rehearse, started)
+            alone = measure_row(arguments.alone, more, arguments.sequences, arguments.rehearse, started)
         except RuntimeError as error:  # kernels and cuBLAS handles can run out of memory too
             if not re.search("out of memory|ALLOC_FAILED", str(error)):
                 raise
             alone = no_room(arguments.sequences, str(error).splitlines()[0])
         print(json.dumps(alone), flush=True)
         os._exit(0)  # the row is printed: errors in Python's exit do not matter
-    unknown = set(filter(None, arguments.rows.split(","))) - {"peaks", *runs()}
+    unknown = {*filter(None, arguments.rows.split(",")), *added} - {"peaks", *runs()}
     if unknown:
-        parser.error(f"--rows: unknown {', '.join(sorted(unknown))}; known are peaks, {', '.join(runs())}")
+        parser.error(f"unknown rows {', '.join(sorted(unknown))}; known are peaks, {', '.join(runs())}")
     if not arguments.rehearse and not torch.cuda.is_available():
         print("no GPU here: nothing measured; --rehearse tries the command on CPU")
         return int(arguments.check)
@@ -547,7 +613,8 @@ def main() -> int:
     failed: dict[str, bool] = {}
     tokens_at_once: dict[str, int] = {}  # of each flavor's first row: other rows, peers' too, begin with it
     for name in chosen:
-        run = None if name == "peaks" else find_run(name, arguments.rehearse)
+        more = added.get(name, [])
+        run = None if name == "peaks" else find_run(name, arguments.rehearse, more)
         if run and failed.get(run.instead_of) is False and not arguments.rehearse:
             failed[name] = False
             continue
@@ -564,7 +631,8 @@ def main() -> int:
         if run:
             sequences = min(run.local_batch_size, tokens_at_once.get(run.flavor, sys.maxsize) // run.seq_len)
             run = dataclasses.replace(run, local_batch_size=sequences)
-            row |= run_fitting(name, run, room_gib, arguments.rehearse, left, log)
+            row |= {"added": " ".join(more)} if more else {}
+            row |= run_fitting(name, run, more, room_gib, arguments.rehearse, left, log)
         else:
             row |= run_row(name, 1, arguments.rehearse, left, log)
         longest[flavor] = max(longest.get(flavor, 0.0), time.perf_counter() - begin)

@@ -94,9 +94,9 @@ def plain_run(
     """The same training by torch alone: no sharding, no fused kernels, weights in float32.
 
     Forward and backward are in `dtype`, of one of `pieces` of the batch at a time, whose gradients are summed in
-    `sum_dtype`. Steps `left_out` change nothing. With `muon` the matrices of the layers have torch's Muon, made to work
-    in float32. With `z_loss` that times the squares of all log-sum-exps is trained, too. The weights are drawn on
-    `home`, by default on `device`. Losses and norms are by step, as a run counts them.
+    `sum_dtype`. Steps `left_out` change nothing. With `muon` the matrices of the layers have torch's Muon, on CPU made
+    to work in float32. With `z_loss` that times the squares of all log-sum-exps is trained, too. The weights are drawn
+    on `home`, by default on `device`. Losses and norms are by step, as a run counts them.
     """
     model = Llama(dataclasses.replace(FLAVOR, **model_options))
     init_weights(model, torch.device(home or device), seed=SEED)
@@ -145,7 +145,8 @@ def plain_run(
         (result["losses"][step], result["z_losses"][step]), result["norms"][step] = loss.tolist(), norm
         optimizer.step()
         if torchs_muon:
-            with mock.patch.object(torch.Tensor, "bfloat16", torch.Tensor.clone):
+            in_float32 = mock.patch.object(torch.Tensor, "bfloat16", torch.Tensor.clone)
+            with in_float32 if device == "cpu" else contextlib.nullcontext():
                 torchs_muon.step()
         model.zero_grad()
         with torch.no_grad():

@@ -4,7 +4,7 @@ torchrun --nproc-per-node=4 -m tests.parity_ranks FOLDER [--one-device]
 
 FOLDER/cases.pickle: name → a Case. FOLDER/plain.pt: what plain loops give, by the case's `expected`. Written:
 FOLDER/RANK.json, name → what went wrong; empty: nothing. `--one-device`: all ranks share the first GPU, which NCCL
-allows to ranks that name hosts of their own.
+allows to ranks that name hosts of their own, and symmetric memory to those that ask for it.
 """
 
 import json
@@ -33,10 +33,18 @@ class Case(NamedTuple):
     config: Config
     expected: str = ""  # which plain loop
     tolerances: tuple[float, float] = (1e-6, 1e-5)  # of losses and of gradients
+    n_layers: int = 0  # 0: as many as in all plain loops
+    folder: str = ""  # where the run's own folder stays; empty: nowhere
+    begins_after: int = 0  # the step whose checkpoint it takes
 
 
 def start_ranks(
-    world_size: int, cases: dict[str, Case], plain: dict[str, Any], folder: Path, *options: str
+    world_size: int,
+    cases: dict[str, Case],
+    plain: dict[str, Any],
+    folder: Path,
+    *options: str,
+    timeout_seconds: int = TIMEOUT_SECONDS,
 ) -> tuple[list[dict[str, Any]], str]:
     """Run the cases in one start of torchrun. Returns what each rank wrote of each, and stderr."""
     torch.save(plain, folder / "plain.pt")
@@ -46,7 +54,7 @@ def start_ranks(
     with open(folder / "log", "w") as log:
         ranks = subprocess.Popen(command, cwd=ROOT, stderr=log)
         try:
-            ranks.wait(TIMEOUT_SECONDS)
+            ranks.wait(timeout_seconds)
         except subprocess.TimeoutExpired:
             ranks.terminate()
             ranks.wait()
@@ -58,7 +66,7 @@ def main(folder: Path, *options: str) -> None:
     if options == ("--one-device",):
         loopback = dict.fromkeys(("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"), "lo")
         os.environ |= loopback | {"NCCL_IB_DISABLE": "1", "NCCL_HOSTID": f"host{os.environ['RANK']}"}
-        os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
     environment = launch_environment()
     configure_logging((0,), environment.rank)
     torch.set_num_threads(1)
@@ -67,11 +75,16 @@ def main(folder: Path, *options: str) -> None:
     seen: dict[str, dict[str, Any]] = {}
     for name, case in cases.items():
         device = init_distributed(environment, Comm(init_timeout_seconds=120))
+        model = {"n_layers": case.n_layers} if case.n_layers else {}
         try:
-            result = our_run(case.config, STEPS, accumulation=1, device=device)
-            close(result, expected[case.expected], *case.tolerances)
-            seen[name] = {"error": "", "gradients": sorted(result["grads"])}
-        except AssertionError:
+            result = our_run(case.config, STEPS, 1, Path(case.folder) if case.folder else None, device=device, **model)
+            gradients = sorted(result["grads"])
+            if case.begins_after:
+                assert case.begins_after + 1 in result["losses"], "a start logs its first step"
+                result |= {"rows": [], "grads": {}}  # of other steps than `close` expects
+            close(result, expected[case.expected], *case.tolerances, starts=(0, case.begins_after))
+            seen[name] = {"error": "", "gradients": gradients}
+        except Exception:
             seen[name] = {"error": traceback.format_exc(), "gradients": []}
         (folder / f"{environment.rank}.json").write_text(json.dumps(seen))  # at once: a later case may end the rank
         shut_down()
