@@ -78,7 +78,7 @@ def train_titanite(folder: Path, seconds: float, seed: int) -> dict[str, Any]:
         run(["train.py", f"--config={CONFIG}", *words, "--validation.sample_tokens=0"], Path.cwd())
         return read_records(folder / name / "metrics.jsonl")
 
-    trial = train("trial", TRIAL_STEPS, "--validation.enable=false", "--metrics.log_interval=5")
+    trial = train(f"trial-{seed}", TRIAL_STEPS, "--validation.enable=false", "--metrics.log_interval=5")
     steps = round(seconds / statistics.median(row["step_seconds"] for row in trial[2:]))
     rows = train(f"run-{seed}", steps, f"--validation.interval={steps}", "--validation.max_samples=0")
     (bits,) = (row["bits_per_byte"] for row in rows if row["bits_per_byte"])
