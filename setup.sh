@@ -10,7 +10,7 @@ python=${PYTHON:-python3}
 files=(requirements.txt)
 case $* in
   "") ;;
-  test) files+=(requirements-eval.txt requirements-test.txt) ;;
+  test) files+=(requirements-eval.txt requirements-test.txt requirements-triton.txt) ;;
   *) echo "error: $*: must be nothing, or test" >&2; exit 2 ;;
 esac
 
@@ -41,7 +41,9 @@ fi
 for file in "${files[@]}"; do
   if ! installed "$file"; then
     echo "setup: installing $file"
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check -r "$file"
+    apart=()
+    if [ "$file" = requirements-triton.txt ]; then apart=(--upgrade --target .venv/triton); fi
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check "${apart[@]}" -r "$file"
     cp "$file" ".venv/.installed-$file"
   fi
 done

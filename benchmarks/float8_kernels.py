@@ -227,6 +227,9 @@ def accumulation_noise(k: int, fast: bool, outputs: int = 256) -> float:
 
 def main() -> int:
     arguments = build_parser(__doc__ or "").parse_args()
+    from tests.interpreter import TRITON, WithTriton
+
+    sys.path.append(str(TRITON))
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     rows: list[dict[str, Any]] = []
     bars: list[tuple[str, bool]] = []
@@ -236,9 +239,7 @@ def main() -> int:
         print_row(row)
         bars.append((f"{kernel.name}: no registers are spilled", row["spilled bytes"] == 0))
         bars.append((f"{kernel.name}: loads of 128 bits", row["load bits"] == 128))
-    from tests.interpreter import Interpreter
-
-    interpreter = Interpreter()
+    interpreter = WithTriton(interpret=True)
     for recipe in RECIPES:
         calls = block_calls(recipe)
         bytes_of = {call: interpreter(count_bytes, call) for call in dict.fromkeys(call for call, _ in calls)}

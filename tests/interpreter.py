@@ -1,11 +1,12 @@
-"""Triton's kernels on CPU: its interpreter, with the hardware's casts, in a process of its own.
+"""Triton on CPU, in a process of its own: its compiler, or its interpreter with the hardware's casts.
 
 The interpreter (Triton 3.6 to 3.9) rounds to bfloat16 and float8 wrongly, so torch casts here. It must be asked for
-before Triton is imported, so `Interpreter` starts another process with TRITON_INTERPRET set.
+before Triton is imported. Triton lies in .venv/triton (requirements-triton.txt), unless torch has brought one.
 """
 
 import importlib.util
 import multiprocessing
+import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -14,21 +15,31 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
-KERNELS = Path(__file__).parents[1] / "float8" / "kernels.py"
+ROOT = Path(__file__).parents[1]
+KERNELS, TRITON = ROOT / "float8" / "kernels.py", ROOT / ".venv" / "triton"
 
 
-class Interpreter:
-    """`interpreter(function, *args)` calls a function of a test module in the other process."""
+class WithTriton:
+    """`call(function, *args)` calls a function of a test module in the other process. Skips the test without Triton."""
 
-    def __init__(self) -> None:
-        with mock.patch.dict("os.environ", TRITON_INTERPRET="1"):
+    def __init__(self, interpret: bool) -> None:
+        if not (TRITON.exists() or importlib.util.find_spec("triton")):
+            pytest.skip("needs Triton: ./setup.sh test")
+        with mock.patch.dict("os.environ", {"TRITON_INTERPRET": "1"} if interpret else {}):
             self.pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
-            self.pool.submit(correct_casts).result()
+            self.pool.submit(prepare, interpret).result()
 
     def __call__(self, function: Callable[..., Any], *args: object) -> Any:
         return self.pool.submit(function, *args).result()
+
+
+def prepare(interpret: bool) -> None:
+    sys.path.append(str(TRITON))
+    if interpret:
+        correct_casts()
 
 
 def correct_casts() -> None:

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -173,7 +174,8 @@ class Batches:
         self.clock, self.config, self.dp_rank, self.dp_size, self.step = clock, config, dp_rank, dp_size, 0
         self.tokens_per_step = config.training.global_batch_size * SEQ_LEN
         self.check_ranks = self.check_run = self.check_place = mock.Mock()
-        self.tokenizer = self.open_ledger = self.close = mock.Mock()
+        self.describe = self.open_ledger = self.close = mock.Mock()
+        self.tokenizer = mock.Mock(byte_lengths=np.zeros(VOCAB))
 
     def rows_of(self, step: int) -> Iterator[Batch]:
         size, training = self.config.training.local_batch_size, self.config.training

@@ -3,6 +3,7 @@
 python -m tools.own_text mytext/
 """
 
+import argparse
 import json
 import re
 import sys
@@ -45,4 +46,6 @@ def prepare_own_text(sources: Sequence[str]) -> list[str]:
 
 if __name__ == "__main__":
     with command_line():
-        print(*prepare_own_text(sys.argv[1:]), sep="\n")
+        parser = argparse.ArgumentParser("python -m tools.own_text", description="Prepare text for a run.")
+        parser.add_argument("sources", nargs="+", help="folders, files or globs")
+        print(*prepare_own_text(parser.parse_args().sources), sep="\n")

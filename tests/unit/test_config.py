@@ -194,7 +194,7 @@ def commands_of_run_llama_train() -> list[str]:
     """CONFIG_FILE, FILE.toml and options of every command with `run_llama_train.sh` in the pages and the script."""
     pages = (ROOT / "README.md", ROOT / "run_llama_train.sh", *(ROOT / "docs").glob("*.md"))
     text = "\n".join(page.read_text() for page in pages).replace("\\\n", " ")
-    words = r"((?:[A-Z_]+=\S+ )*)\./run_llama_train\.sh((?: +train_configs/\S+)?(?: +--(?!help|resume)\S+)*)"
+    words = r"((?:[A-Z_]+=\S+ )*)\./run_llama_train\.sh((?: +train_configs/\S+)?(?: +--(?!help|resume|data )\S+)*)"
     return sorted({" ".join("".join(found).split()) for found in re.findall(words, text)})
 
 

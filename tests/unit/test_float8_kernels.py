@@ -1,11 +1,12 @@
 """Own casts to float8: plain torch against torchao and float64, Triton's kernels against plain torch, planted faults.
 
 The kernels run in Triton's interpreter and are compiled for sm_90, both without a GPU. Triton comes with torch's builds
-for CUDA and with requirements-test.txt.
+for CUDA and with requirements-triton.txt.
 """
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
 from torchao.float8.float8_training_tensor import LinearMMConfig
 
 from float8.casts import cast, line_maxima, source_values, to_float8
-from tests.interpreter import Interpreter, load_kernels
+from tests.interpreter import WithTriton, load_kernels
 
 RECIPES = ("tensorwise", "rowwise", "blockwise", "squares")
 SOURCES = ("copy", "norm", "gate", "gate_grad")
@@ -93,9 +94,8 @@ def test_values_are_within_an_ulp_of_float64(source: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def interpreter() -> Iterator[Interpreter]:
-    pytest.importorskip("triton")
-    interpreter = Interpreter()
+def interpreter() -> Iterator[WithTriton]:
+    interpreter = WithTriton(interpret=True)
     yield interpreter
     interpreter.pool.shutdown()
 
@@ -129,7 +129,7 @@ def compare(recipe: str, source: str, fault: tuple[str, str] = ("", ""), value: 
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_kernels_give_the_bytes_of_plain_torch(recipe: str, interpreter: Interpreter) -> None:
+def test_kernels_give_the_bytes_of_plain_torch(recipe: str, interpreter: WithTriton) -> None:
     for source in SOURCES:
         assert interpreter(compare, recipe, source) == [], source
     for value in (float("nan"), float("inf")):
@@ -152,16 +152,21 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_planted_faults_are_caught(name: str, interpreter: Interpreter) -> None:
+def test_planted_faults_are_caught(name: str, interpreter: WithTriton) -> None:
     found = [interpreter(compare, recipe, "gate_grad", FAULTS[name]) for recipe in RECIPES[:3]]
     assert any(found)
 
 
-def test_kernels_compile_for_hopper_with_wide_accesses_and_without_spills() -> None:
-    pytest.importorskip("triton")
+def compiled() -> list[dict[str, Any]]:
     from benchmarks.float8_kernels import inspect, kernels
 
-    rows = [inspect(kernel) for kernel in kernels() if re.search("gate_grad|norm", kernel.name)]
+    return [inspect(kernel) for kernel in kernels() if re.search("gate_grad|norm", kernel.name)]
+
+
+def test_kernels_compile_for_hopper_with_wide_accesses_and_without_spills() -> None:
+    call = WithTriton(interpret=False)
+    rows = call(compiled)
+    call.pool.shutdown()
     assert len(rows) >= 7
     for row in rows:
         assert row["spilled bytes"] == 0, row

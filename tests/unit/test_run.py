@@ -97,8 +97,8 @@ def test_metrics_rows_hold_the_rates_of_the_interval(tmp_path: Path, monkeypatch
         now[0] += 4.0
         metrics.add(step, torch.tensor(1.5 + step), torch.tensor(0.5), rates={"lr": 1e-3}, data_wait_seconds=1.0)
     metrics.log(2, tokens=4000)
-    metrics.log_validation(2, {"": 3.25}, tokens=4000)
-    metrics.log_validation(2, {"web": 3.0, "code": 2.0}, tokens=4000)
+    metrics.log_validation(2, {"validation_loss": 3.25}, tokens=4000)
+    metrics.log_validation(2, {"validation_loss/web": 3.0, "validation_loss/code": 2.0}, tokens=4000)
     metrics.close()
     row, validation, named = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert row["tps"] == 2000 / 8
@@ -124,7 +124,7 @@ def test_the_loss_is_the_mean_of_the_trained_steps_since_the_last_line(tmp_path:
             metrics.add(step, loss, loss, rates={"lr": 1e-3}, data_wait_seconds=0.0)
         if step == 4:
             metrics.check_finite()
-            metrics.log_validation(step, {"": 3.25}, tokens=step)
+            metrics.log_validation(step, {"validation_loss": 3.25}, tokens=step)
     metrics.log(10, tokens=10)
     metrics.close()
     row = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
@@ -167,7 +167,7 @@ def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path: Path) -> None
             metrics.log_skipped(6, tokens=6)
         for step in steps:
             log(metrics, step, loss=first_step + step)
-        metrics.log_validation(steps[-1], {"": 3.0, "code": 2.0}, tokens=steps[-1])
+        metrics.log_validation(steps[-1], {"validation_loss": 3.0, "validation_loss/code": 2.0}, tokens=steps[-1])
         metrics.close()
     shown = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in shown.Scalars("train/loss")] == [
@@ -234,7 +234,7 @@ def test_a_hook_is_given_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for rank in (0, 1):
         metrics = build_metrics(hooked, tmp_path, rank)
         log(metrics, 1)
-        metrics.log_validation(1, {"": 3.25}, tokens=40)
+        metrics.log_validation(1, {"validation_loss": 3.25}, tokens=40)
         metrics.close()
     written = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     tracker = importlib.import_module("my_tracker")
@@ -293,7 +293,7 @@ def test_weights_and_biases_gets_rows_and_config_and_a_resume_goes_on(
     for step in (1, 2):
         metrics = build_metrics(Config(metrics=Metrics(wandb_project="titanite", tensorboard=False)), tmp_path)
         log(metrics, step, loss=step + 0.5)
-        metrics.log_validation(step, {"": 3.25}, tokens=step)
+        metrics.log_validation(step, {"validation_loss": 3.25}, tokens=step)
         metrics.close()
     assert not [line for line in caplog.messages if "wandb" in line]
     runs, rows = [], []
