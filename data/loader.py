@@ -25,6 +25,7 @@ from data.tokenizer import TOKENIZER, Tokenizer, load_tokenizer
 
 log = logging.getLogger(__name__)
 
+MANY_EPOCHS = 10  # so many that a model learns the text by heart
 IGNORED = -100  # the label that torch's cross-entropy skips
 LOCATED_AHEAD = 1024  # samples; affects the cost, never the order
 READERS = 8  # threads that fetch and check blocks
@@ -124,7 +125,9 @@ class DataLoader:
     def describe(self, steps: int) -> str:
         """What a run of `steps` reads, in words."""
         total, read = sum(dataset.split("train").total_tokens for dataset in self._datasets), self.tokens_per_step
-        return f"data: {total:,} tokens; {steps:,} steps of {read:,} read them {steps * read / total:.3g} times"
+        times, advice = steps * read / total, "; more text, or fewer steps, may give a lower validation loss"
+        line = f"data: {total:,} tokens; {steps:,} steps of {read:,} read them {times:.3g} times"
+        return line + (advice if times > MANY_EPOCHS else "")
 
     def state_dict(self) -> dict[str, Any]:
         """The current place as plain JSON, the same on all ranks."""
