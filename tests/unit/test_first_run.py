@@ -150,6 +150,7 @@ def test_own_text_is_prepared_once_and_again_if_it_changes(
         ("import os\n\n\n\n\ndef f(x):\n    return (x", True),  # an unfinished statement is left out
         ("import os\nx = 1\ny = (", False),  # too little is left
         ("import os\ndef f(:\n    pass\n\n\nx = 1\n", False),
+        ("import os\nx = (\n" + "y = 1\n" * 20, False),  # not its last statement
         ("", False),
     ],
 )
