@@ -72,7 +72,7 @@ if grep -q '^datasets = .*"datasets/stdlib"' <<<"$settings" && [ ! -e datasets/s
   ) 9>>datasets/.lock
 fi
 
-echo "starting $NGPU x $OMP_NUM_THREADS threads: ${overrides[*]}" >&2
+echo "starting: processes $NGPU, threads of each $OMP_NUM_THREADS" >&2
 # Signals to pass on to the ranks, which then save and stop; not SIGHUP under nohup, where it is ignored.
 signals=SIGTERM,SIGINT,SIGQUIT,SIGUSR1
 [[ $(trap -p HUP) ]] || signals+=,SIGHUP

@@ -19,8 +19,9 @@ def synchronize(device: torch.device) -> None:
 
 def fast_dtype() -> Literal["bfloat16", "float32"]:
     """The type to compute in: bfloat16, or float32 on a CPU without instructions that multiply bfloat16."""
-    fast = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
-    return "bfloat16" if device_type() != "cpu" or fast else "float32"
+    if device_type() != "cpu" or torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported():
+        return "bfloat16"
+    return "float32"
 
 
 def bfloat16_is_slow(device: torch.device) -> bool:
