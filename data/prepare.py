@@ -102,6 +102,7 @@ def prepare_sources(o: argparse.Namespace, piped: Iterator[bytes] | None = None)
         (is_text and o.seq_len, f"--seq-len {o.seq_len}: is for --format sft and chat"),
         (len(names) != len(default_keys.split(",")), f"--keys {o.keys}: must be as many as in {default_keys}"),
         (o.max_characters and not is_text, f"--max-characters {o.max_characters}: examples are never cut"),
+        (o.hold_out_pieces and not o.max_characters, "--hold-out-pieces: needs --max-characters"),
         (o.format != "chat" and (o.chat_template or o.date), "--chat-template and --date are for --format chat"),
         (o.format != "chat" and o.train_eos, "--train-eos is for --format chat; others train eos anyway"),
         (o.separator and not is_text, f"--separator {o.separator!r}: is for --format text"),
@@ -271,7 +272,7 @@ def _batches(plan: Plan, unit: Unit, reject: Reject, keys: dict[str, set[str]] |
     batch: Batch = []
     size = 0
     for place, text in documents(unit, plan.keys, plan.format, reject, keys):
-        held_out = writer.is_held_out(text.encode(), plan.validation_fraction)
+        held_out = not plan.hold_out_pieces and writer.is_held_out(text.encode(), plan.validation_fraction)
         for piece in filter(None, _pieces(text, plan.max_characters)):
             if plan.hold_out_pieces:
                 held_out = writer.is_held_out(piece.encode(), plan.validation_fraction)

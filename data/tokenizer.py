@@ -25,8 +25,8 @@ OLDER_CONFIG = "special_tokens_map.json"
 END_OF_TEXT = "<|endoftext|>"
 PROBE = "A b\n\tc0x1F: naïve 日本 🙂."  # a text whose bytes are counted
 LEARNT_WORD_BYTES = 2000  # longer words are cut, only while a tokenizer is trained
-# Tried in this order if no tokenizer_config.json names the end-of-document token.
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # a byte that no other token holds
+# Tried in this order if no tokenizer_config.json names the end-of-document token.
 KNOWN_EOS = ("<|end_of_text|>", END_OF_TEXT, "</s>", "<eos>", "<|eos|>", "[EOS]")
 
 

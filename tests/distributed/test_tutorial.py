@@ -89,7 +89,7 @@ def check_run_script(folder: Path, environment: dict[str, str]) -> None:
     done = subprocess.run(command, cwd=mine, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     start, end = done.stderr.split("step 1/2")[0], done.stderr[done.stderr.index("done: step 2 of 2") :]
-    assert len(start.splitlines()) <= 20, start  # of preparation and start
+    assert len(start.partition("starting: ")[2].splitlines()) <= 12, start
     assert "bits per byte" in end
     assert len(end.splitlines()) <= 8
     for line in end.splitlines()[2:]:

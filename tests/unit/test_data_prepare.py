@@ -460,6 +460,7 @@ def test_bad_records_are_left_out_counted_and_listed(texts, alone, tmp_path, mon
         *("--output=s3://bucket/out", "--output=a-file/out", "--vocab-size=256", "--vocab-size=300 --tokenizer=T"),
         *(
             "--skip-bad=-1",
+            "--hold-out-pieces",
             "--eos-token=</s>",
             "--seq-len=8",
             "--format sft",

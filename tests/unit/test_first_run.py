@@ -12,6 +12,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from benchmarks.first_run import parses
 from config import load_config, tomllib
+from data.loader import DataLoader
 from data.prepare import main as prepare
 from data.tokenizer import Tokenizer, train_tokenizer
 from parallel.device import fast_dtype
@@ -137,6 +138,12 @@ def test_own_text_is_prepared_once_and_again_if_it_changes(
     assert 0.02 < splits[1] / sum(splits) < 0.5
     assert prepare_own_text(["my text.txt"]) == [first, prompt]
     assert capsys.readouterr().out == "", "only settings go to the run script"
+    loader = DataLoader(load_config([first, "--training.seq_len=64", "--training.local_batch_size=2"]), 0, 1)
+    often = -(-11 * splits[0] // 128)  # steps, of 128 tokens
+    assert f" {splits[0]:,} tokens; 1 steps of 128 " in loader.describe(1)
+    assert "more text" in loader.describe(often)
+    assert "more text" not in loader.describe(often // 2)
+    loader.close()
     text.write_text("".join(WORDS * 5))
     assert prepare_own_text(["my text.txt"])[0] != first
     *_, last = prepare_own_text(["*.md"])
