@@ -288,7 +288,7 @@ class Float8:
     precompute_scale: Literal["auto", "off"] = "auto"
     """Compute the scales of all weights gathered in float8 by one all-reduce a step, not one each."""
     filter: Literal["auto", "all"] = "auto"
-    """Layers to convert. `auto`: those that gain by torchao's thresholds. `all`: those whose sizes 16 divides."""
+    """Layers to convert. `auto`: those that gain by torchao's thresholds. `all`: all whose sizes 16 or 512 divides."""
     skip: tuple[str, ...] = ("output",)
     """Layers whose name contains one of these stay in high precision."""
     always: tuple[str, ...] = ()

@@ -52,9 +52,32 @@ def cast(
 
 
 def multiply(a: Sequence[Tensor], b: Sequence[Tensor], dtype: torch.dtype, fast: bool) -> Tensor:
-    """a [M, K] times the transposed of b [N, K], each with its scales. `fast`: a GPU sums in fewer bits."""
-    b_scales = b[1].t() if b[1].dim() else b[1]
-    return torch._scaled_mm(a[0], b[0].t(), a[1], b_scales, out_dtype=dtype, use_fast_accum=fast)
+    """a [M, K] times the transposed of b [N, K], each with its scales. `fast`: a GPU sums in fewer bits.
+
+    Raises ValueError for squares of b whose number along K is no multiple of 4, with which cuBLASLt is silently wrong.
+    """
+    values, scales = b
+    if scales.dim():
+        lines, blocks = scales.shape
+        if lines < values.shape[0] and blocks % 4:
+            raise ValueError(f"{tuple(values.shape)} in float8: {blocks} blocks along the sum, not a multiple of 4")
+        scales = scales.t()
+    rows = a[0].shape[0]
+    a_values, a_scales = _rows_in_fours(*a)
+    product = torch._scaled_mm(a_values, values.t(), a_scales, scales, out_dtype=dtype, use_fast_accum=fast)
+    return product if a_values is a[0] else product[:rows]
+
+
+def _rows_in_fours(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Values [M, K] whose scales are of blocks, with zeros to a multiple of 4 rows, as cuBLASLt needs it.
+
+    Only a forward without gradients, as of a sample's last token, has another number of rows.
+    """
+    missing = -values.shape[0] % 4
+    if not missing or scales.dim() == 0 or scales.shape[1] == 1:
+        return values, scales
+    padded = F.pad(values.view(torch.uint8), (0, 0, 0, missing)).view(values.dtype)
+    return padded, F.pad(scales.t(), (0, missing)).t()
 
 
 @torch.library.custom_op("titanite::line_maxima", mutates_args=(), device_types="cpu")

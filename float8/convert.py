@@ -18,6 +18,12 @@ from float8.cpu import replace_matmul
 logger = logging.getLogger(__name__)
 
 BLOCK = 128  # values that share a scale of recipe `blockwise`
+# What 4 scales of 128 x 128 cover. cuBLASLt reads a weight's scales in columns of a multiple of 4 along what a matmul
+# sums, and is silently wrong where there are fewer ("Scaling factors layouts" in its documentation;
+# github.com/pytorch/pytorch/pull/166752). A forward sums in_features and a gradient of inputs sums out_features. The
+# gradient of a weight sums tokens, but has no squares: its scales of 1 x 128 need no more than whole blocks.
+FOUR_BLOCKS = 4 * BLOCK
+TOO_SMALL = "is too small to gain"
 ONE_SCALE = "tensorwise"  # the recipe with one scale per tensor, independent of which rank holds which rows
 
 
@@ -91,7 +97,9 @@ def convert_to_float8(
         model.set_submodule(name, build_linear(linears[name], elsewhere if name in uneven else float8))
     if not converted:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in list(skipped.items())[:3])
-        hint = '; for small layers set float8.filter = "all"' if float8.filter == "auto" else ""
+        hint = ""
+        if any(reason.endswith(TOO_SMALL) for reason in skipped.values()):
+            hint = '; for small layers set float8.filter = "all"'
         raise ConfigError(f"float8.enable = true: no linear layer can be converted ({reasons}){hint}")
     if own_kernels(float8):
         from float8.layers import convert_around
@@ -158,14 +166,16 @@ def _reason_to_skip(linear: nn.Linear, name: str, float8: settings.Float8, tp: i
 
     always = any(part in name for part in float8.always)
     matches = [part for part in float8.skip if part in name and not always]
-    multiple = BLOCK if float8.recipe == "blockwise" else 16
     shape = f"{linear.out_features} x {linear.in_features}"
     if matches:
         return f"float8.skip names {matches[0]!r}"
-    if linear.in_features % (multiple * tp) or linear.out_features % (multiple * tp):
-        return f"{shape} is not divisible by {multiple}" + (f" on each of {tp} ranks" if tp > 1 else "")
+    multiple = FOUR_BLOCKS if float8.recipe == "blockwise" else 16
+    each = multiple * tp  # of both sizes, since only the model's plan knows which of them tp splits
+    if linear.in_features % each or linear.out_features % each:
+        ranks = f" on each of {tp} ranks" if tp > 1 else ""
+        return f"{shape} is not divisible by {multiple}{ranks}"
     if float8.filter == "all" or always:
         return ""
     # torchao's thresholds, measured on H100 GPUs. For recipes without their own rowwise's are taken.
     gains = _auto_filter_for_recipe("tensorwise" if float8.recipe == ONE_SCALE else "rowwise", filter_fqns=[])
-    return "" if gains(linear, name) else f"{shape} is too small to gain"
+    return "" if gains(linear, name) else f"{shape} {TOO_SMALL}"

@@ -85,6 +85,43 @@ def test_one_line_suffices_for_every_config(file: Path) -> None:
         assert len(convert_to_float8(model, config.float8)[0]) >= 5
 
 
+ATTENTION, FEED_FORWARD = {"wq", "wk", "wv", "wo"}, {"w1", "w2", "w3"}
+
+
+@pytest.mark.parametrize(
+    ("flavor", "tp", "expected"),
+    [
+        ("8B", 1, ATTENTION | FEED_FORWARD),  # of the output layer's 128,256 rows are 1,002 blocks
+        ("8B", 2, ATTENTION | FEED_FORWARD),  # and 501 on each of 2 ranks
+        ("8B", 4, {"wq", "wo"} | FEED_FORWARD),  # wk and wv: 2 blocks each
+        ("8B", 8, {"wq", "wo"}),  # the feed-forward's 14,336: 14 blocks each
+        ("70B", 8, {"wq", "wo"} | FEED_FORWARD),
+        ("1.8B", 2, ATTENTION | FEED_FORWARD),
+        ("1.8B", 4, {"wq", "wo"}),  # 7,168: 14 blocks each
+        ("1.8B", 8, set()),  # 2,048: 2 blocks each
+        ("llama2_7B", 1, ATTENTION),  # 11,008: 86 blocks; the output's 32,000: 250
+        ("granite_7B", 1, ATTENTION),
+        ("llama2_7B", 2, ATTENTION),
+        ("debug", 1, set()),  # 256 and 768: 2 and 6 blocks
+        ("2M", 1, set()),  # 128 and 384: 1 and 3 blocks
+    ],
+)
+def test_blocks_that_a_gpu_would_scale_wrongly_stay_in_bfloat16(flavor: str, tp: int, expected: set[str]) -> None:
+    with torch.device("meta"):
+        model = Llama(dataclasses.replace(FLAVORS[flavor], n_layers=1, vocab_size=FLAVORS[flavor].vocab_size or 4096))
+    settings = Float8(enable=True, recipe="blockwise", filter="all", always=("output",))
+    if not expected:
+        with pytest.raises(ConfigError, match=r"no linear layer can be converted \(layers.0.*is not divisible by 512"):
+            convert_to_float8(model, settings, tp)
+        return
+    converted, skipped = convert_to_float8(model, settings, tp)
+    assert {name.split(".")[-1] for name in converted} == expected
+    assert {name.split(".")[-1] for name in skipped} == (ATTENTION | FEED_FORWARD | {"output"}) - expected
+    ranks = f" on each of {tp} ranks" if tp > 1 else ""
+    line = summarize(converted, skipped)
+    assert f"output ({model.config.vocab_size} x {model.config.dim} is not divisible by 512{ranks})" in line
+
+
 UNEVEN, ODD = Training(seq_len=20, local_batch_size=2), Training(seq_len=264, local_batch_size=2)
 
 

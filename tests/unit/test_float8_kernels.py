@@ -15,7 +15,8 @@ from torchao.float8.config import ScalingGranularity
 from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
 from torchao.float8.float8_training_tensor import LinearMMConfig
 
-from float8.casts import cast, line_maxima, source_values, to_float8
+from float8.casts import Cast, cast, line_maxima, multiply, source_values, to_float8
+from float8.cpu import replace_matmul
 from tests.interpreter import WithTriton, load_kernels
 
 RECIPES = ("tensorwise", "rowwise", "blockwise", "squares")
@@ -88,6 +89,41 @@ def test_values_are_within_an_ulp_of_float64(source: str) -> None:
         exact = [*torch.autograd.grad(product, (a, others[0]), others[1], retain_graph=True), product]
     for found, expected in zip(source_values(source, tensors), exact, strict=True):
         assert within_an_ulp(found, expected.detach())
+
+
+def check_product(device: str, tokens: int, blocks: int, squares: bool) -> None:
+    """y of x [tokens, K] and w [256, K] with K of some `blocks`, each as large as no other, against float32.
+
+    With `squares` w has scales as a weight has them, otherwise as gradients and activations have them.
+    """
+    generator = torch.Generator().manual_seed(0)
+    sizes = 2.0 ** torch.arange(blocks).repeat_interleave(128)
+    x, w = (torch.randn(n, blocks * 128, generator=generator) for n in (tokens, 256))
+    x, w = (x * sizes).bfloat16().to(device), (w / sizes).bfloat16().to(device)
+    w[128:] *= 32
+    (x8,) = cast("copy", "blockwise", [x], columns=False)
+    (w8,) = cast("copy", "squares" if squares else "blockwise", [w], columns=False)
+    found = multiply(x8[:2], w8[:2], torch.bfloat16, False)
+    exact = dequantized(x8) @ dequantized(w8).t()
+    assert (found.cpu().float() - exact).norm() < 0.01 * exact.norm()
+
+
+def dequantized(cast: Cast) -> Tensor:
+    """The rows of a cast in blocks, times their scales, in float32."""
+    rows, scales = cast.rows.cpu().float(), cast.row_scales.cpu().contiguous()
+    return rows * torch.kron(scales, torch.ones(rows.shape[0] // scales.shape[0], 128))
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 4, 6, 8])
+def test_products_of_blocks(blocks: int) -> None:
+    replace_matmul()
+    check_product("cpu", 256, blocks, squares=False)
+    if blocks % 4 == 0:
+        for tokens in (1, 37, 256):
+            check_product("cpu", tokens, blocks, squares=True)
+    else:  # a GPU would be silently wrong
+        with pytest.raises(ValueError, match=f"{blocks} blocks along the sum, not a multiple of 4"):
+            check_product("cpu", 256, blocks, squares=True)
 
 
 # ---------------------------------------------------------------- Triton's kernels

@@ -17,7 +17,7 @@ from float8.convert import convert_to_float8
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "own tensorwise", "own rowwise", "blockwise")  # own: kernels
 GRADIENT_SCALES = (1.0, 1e-4, 1e-9)
-TOKENS, IN, OUT = 256, 384, 128
+TOKENS, IN, OUT = 256, 512, 1024
 E4M3, E5M2 = (3, -6, 448.0), (2, -14, 57344.0)  # bits of mantissa, smallest normal exponent, largest value
 
 # Against exact arithmetic, dB, for y, dx, dw. Rounding to m bits of mantissa has a noise of about 2^-2m / 24 of the
