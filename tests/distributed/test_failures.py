@@ -46,10 +46,12 @@ def run(
     bad_steps: tuple[int, ...] = (),
     stop_after: int = 0,
     damage_after: int = 0,
+    spoils_gradients: bool = False,
 ) -> str:
     """Train; rank 1's n-th forward is NaN for n in `bad_steps`; the error that ended it, or "crash" if cut off.
 
-    The checkpoint of step `damage_after` is damaged once it is saved.
+    The checkpoint of step `damage_after` is damaged once it is saved. `spoils_gradients`: not the forward is NaN, but
+    its gradients.
     """
     config, forwards = load_config(arguments), [0]
 
@@ -57,7 +59,12 @@ def run(
         if not isinstance(module, nn.Embedding) or not torch.is_grad_enabled():
             return output
         forwards[0] += 1
-        return output * float("nan") if dist.get_rank() == 1 and forwards[0] in bad_steps else output
+        if dist.get_rank() != 1 or forwards[0] not in bad_steps:
+            return output
+        if not spoils_gradients:
+            return output * float("nan")
+        output.register_hook(lambda gradient: gradient * float("nan"))
+        return output
 
     def after_step(step: int) -> None:
         if step == stop_after:
@@ -94,7 +101,8 @@ def test_a_bad_step_is_skipped_on_all_ranks_and_again_after_a_crash(
     assert prove(tmp_path / "whole")[0].startswith("12 steps")
 
     launch(2, tmp_path / "cut", words, (7,), 8, function=run)
-    launch(2, tmp_path / "cut", words, function=run)  # step 7 would be sound now, and is left out all the same
+    # Step 7 would be sound now, and is left out all the same. It is not computed, so there is no seventh forward.
+    launch(2, tmp_path / "cut", words, (7,), function=run)
     assert "steps left out again: 7 to 7 (1)" in capfd.readouterr().err
     assert same_weights(tmp_path / "cut", tmp_path / "whole", tmp_path)
     assert prove(tmp_path / "cut")[0].startswith("12 steps")
@@ -105,12 +113,13 @@ def test_a_bad_step_rolls_back_to_the_checkpoint_and_leaves_out_all_since(
 ) -> None:
     words, rolled, told = [*small, ROLLBACK], tmp_path / "rolled", tmp_path / "told"
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
-    assert launch(2, rolled, words, (10,), function=run) == ["rolled back"] * 2
+    assert launch(2, rolled, words, (10,), 0, 0, True, function=run) == ["rolled back"] * 2
     ended = how_it_ended(rolled)
     assert (ended["kind"], ended["step"], ended["last_checkpoint"]) == ("rolled back", 10, 5)
     assert launch(2, rolled, words, function=run) == ["", ""]
     (record,) = read(rolled, "skipped.jsonl")
     assert (record["first"], record["last"]) == (6, 10)
+    assert re.match(r"loss \d\.\d+, gradient norm nan: not finite", record["cause"])
     rows = {row["step"]: row for row in read(rolled, "metrics.jsonl")}
     assert [step for step, row in rows.items() if row["skipped"]] == [6, 7, 8, 9, 10]
     assert read_charts(rolled)["loss"]["step"] == [1, 2, 3, 4, 5, 11, 12]

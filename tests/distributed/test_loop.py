@@ -1,0 +1,143 @@
+"""What the loop of train.py does beside training: its clocks, its checks before a save, background saves, its end."""
+
+import concurrent.futures
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+import train as loop
+from checkpoint.manager import CheckpointManager
+from config import TitaniteError, load_config
+from data.loader import DataLoader
+from optim import clip_grad_norm_
+from storage import StoreError
+from tests.runs import column, how_it_ended, launch, read, rows, saved_steps, validated
+from train import train
+
+# ---------------------------------------------------------------- clocks
+
+
+def train_by_a_clock(arguments: list[str]) -> None:
+    """A step takes 4 s, and 0.25 s of waiting for each of its 4 microbatches; what is no step takes far longer."""
+    now = [0.0]
+
+    def taking(seconds: float, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            now[0] += seconds
+            return function(*arguments, **options)
+
+        return call
+
+    with (
+        mock.patch("time.perf_counter", side_effect=lambda: now[0]),
+        mock.patch.object(loop, "clip_grad_norm_", taking(4, clip_grad_norm_)),
+        mock.patch.object(DataLoader, "_batch", taking(0.25, DataLoader._batch)),
+        mock.patch.object(CheckpointManager, "load", taking(100, CheckpointManager.load)),
+        mock.patch.object(CheckpointManager, "save", taking(1000, CheckpointManager.save)),
+        mock.patch.object(loop, "validate_all", taking(10_000, loop.validate_all)),
+        mock.patch.object(loop, "show_sample", taking(100_000, loop.show_sample)),
+    ):
+        train(load_config(arguments))
+
+
+def test_saves_validations_and_samples_are_no_time_of_a_step(small: tuple[str, ...], tmp_path: Path) -> None:
+    """Rows follow steps 1, 3, 6, 9 and 12. Steps 4, 8 and 12 are validated, steps 5, 10 and 12 saved."""
+    words = ["--metrics.log_interval=3", "--validation.interval=4", "--data.prefetch_steps=0"]
+    launch(1, tmp_path, [*small, *words], function=train_by_a_clock)
+    assert {step: row["interval_steps"] for step, row in rows(tmp_path).items()} == {1: 1, 3: 2, 6: 1, 9: 1, 12: 2}
+    assert column(tmp_path, "step_seconds") == [5.0] * 5
+    assert column(tmp_path, "data_wait_pct") == [20.0] * 5
+    assert column(tmp_path, "tps") == [8 * 32 / 5] * 5
+
+
+# ---------------------------------------------------------------- what a loss that is not finite must not reach
+
+
+def train_in_vain(arguments: list[str], stop_after: int = 0) -> str:
+    """The error that ends the run, which is asked to stop after a step."""
+    config = load_config(arguments)
+
+    def after_step(step: int) -> None:
+        if step == stop_after:
+            Path(config.run.folder, "stop").touch()
+
+    with pytest.raises(TitaniteError) as caught:
+        train(config, after_step)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "stop_after"),
+    [
+        (["--checkpoint.interval=4", "--validation.enable=false"], 0),
+        (["--checkpoint.interval=100", "--validation.interval=4"], 0),
+        (["--checkpoint.interval=100", "--validation.enable=false"], 4),
+    ],
+    ids=["save", "validation", "save after a stop"],
+)
+def test_a_loss_that_is_not_finite_is_found_before_anything_is_due(
+    words: list[str], stop_after: int, small: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Where the next log line is far away."""
+    words = ["--optimizer.lr=1e30", "--metrics.log_interval=100", *words]
+    (said,) = launch(1, tmp_path, [*small, *words], stop_after, function=train_in_vain)
+    assert "not finite, so nothing of it is saved" in said
+    assert (saved_steps(tmp_path), validated(tmp_path)) == ([], {})
+
+
+# ---------------------------------------------------------------- saves in the background
+
+
+def train_without_second_place(arguments: list[str], stop_after: int) -> str:
+    """Uploads fail. Each has ended when its save returns."""
+    save = CheckpointManager.save
+
+    def save_and_await(manager: CheckpointManager, *step: Any) -> None:
+        save(manager, *step)
+        assert manager.under_way
+        concurrent.futures.wait([manager.under_way])
+
+    with (
+        mock.patch("checkpoint.files.copy_files", side_effect=StoreError("the second place is away")),
+        mock.patch.object(CheckpointManager, "save", save_and_await),
+    ):
+        return train_in_vain(arguments, stop_after)
+
+
+@pytest.mark.parametrize(("stop_after", "last"), [(0, 5), (2, 3)], ids=["between two saves", "after the last"])
+def test_an_upload_that_fails_ends_the_run_at_once(
+    stop_after: int, last: int, small: tuple[str, ...], tmp_path: Path
+) -> None:
+    words = [*small, f"--checkpoint.upload={tmp_path / 'second'}"]
+    assert launch(1, tmp_path / "run", words, stop_after, function=train_without_second_place) == [
+        "the second place is away"
+    ]
+    assert (how_it_ended(tmp_path / "run")["step"], saved_steps(tmp_path / "run")) == (last, [last])
+
+
+# ---------------------------------------------------------------- the end
+
+
+def train_and_look(arguments: list[str]) -> list[str]:
+    """The threads that are left of a run."""
+    before = set(threading.enumerate())
+    train(load_config(arguments))
+    return [thread.name for thread in set(threading.enumerate()) - before]
+
+
+def test_a_run_closes_what_it_has_opened(
+    small: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tracker = f"def log(row): pass\ndef close(): open({str(tmp_path / 'closed')!r}, 'w')\n"
+    (tmp_path / "closing_tracker.py").write_text(tracker)
+    monkeypatch.syspath_prepend(tmp_path)
+    words = [*small, "--metrics.hook=closing_tracker:log"]
+    (left,) = launch(1, tmp_path / "run", words, function=train_and_look)
+    assert (tmp_path / "closed").exists()
+    assert not [name for name in left if name.startswith(("reader", "prefetch"))]
+    said, last = capfd.readouterr().err, read(tmp_path / "run", "metrics.jsonl")[-1]
+    assert f"  validation loss {last['validation_loss']:.4f}  bits per byte {last['bits_per_byte']:.4f}  " in said
