@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import signal
 import sys
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -36,7 +37,20 @@ from data.chat import BUILT_IN, chat_of, encode_examples
 from data.order import derive_key, random_words
 from data.packing import pack
 from data.shards import INDEX_SCHEMA, VERSION, DataError, Shard, digest, token_type
-from data.sources import UNIT_BYTES, Reject, Unit, documents, failures_of, kind_of, list_files, plan_units, split_keys
+from data.sources import (
+    UNIT_BYTES,
+    File,
+    Reject,
+    Seen,
+    Unit,
+    documents,
+    failures_of,
+    has_keys,
+    kind_of,
+    list_files,
+    plan_units,
+    split_keys,
+)
 from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from records import write_atomically, written_whole
 
@@ -51,6 +65,15 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that this process gets when it
 log = logging.getLogger(__name__)
 Map = Callable[..., Iterator[int]]
 Batch = list[tuple[str, str, bool]]  # documents: place in the input, text, whether it is held out
+
+
+class UnitFacts(NamedTuple):
+    """What the main process is to know of a unit, besides its documents."""
+
+    bad: list[str]  # a line for each bad record
+    undivided: list[str]  # files whose part in this unit has no separator
+    unread: dict[str, list[str]]  # file → keys that the chat template does not read
+    cut: int  # texts longer than --max-characters
 
 
 class Plan(NamedTuple):
@@ -91,25 +114,9 @@ def prepare(texts: Iterable[str | Mapping[str, Any]], output: str, **options: An
 def prepare_sources(o: argparse.Namespace, piped: Iterator[bytes] | None = None) -> dict[str, Any]:
     """Prepare a dataset by `parse_options` and return its manifest. `piped` is the content of source "-"."""
     folder = writer.check_output(o.output, o.overwrite or o.dry_run, o.validation_fraction, o.block_mb, o.shard_mb)
-    is_text, default_keys = o.format == "text", KEYS[o.format]
-    names = tuple((o.keys or default_keys).split(","))
-    for mistake, message in (
-        (o.tokenizer and o.vocab_size, f"--vocab-size {o.vocab_size}: is to train a tokenizer, not for --tokenizer"),
-        (o.vocab_size and o.vocab_size < 257, f"--vocab-size {o.vocab_size}: must be at least 257: all bytes and eos"),
-        (o.eos_token and not o.tokenizer, f"--eos-token {o.eos_token}: needs --tokenizer; a trained one has its own"),
-        (not is_text and not o.tokenizer, f"--format {o.format}: give the --tokenizer of the model to be tuned"),
-        (not is_text and o.seq_len < 2, f"--seq-len {o.seq_len}: must be at least 2, the later training.seq_len"),
-        (is_text and o.seq_len, f"--seq-len {o.seq_len}: is for --format sft and chat"),
-        (len(names) != len(default_keys.split(",")), f"--keys {o.keys}: must be as many as in {default_keys}"),
-        (o.max_characters and not is_text, f"--max-characters {o.max_characters}: examples are never cut"),
-        (o.hold_out_pieces and not o.max_characters, "--hold-out-pieces: needs --max-characters"),
-        (o.format != "chat" and (o.chat_template or o.date), "--chat-template and --date are for --format chat"),
-        (o.format != "chat" and o.train_eos, "--train-eos is for --format chat; others train eos anyway"),
-        (o.separator and not is_text, f"--separator {o.separator!r}: is for --format text"),
-        (o.skip_bad < 0, f"--skip-bad {o.skip_bad}: must be at least 0"),
-    ):
-        if mistake:
-            raise DataError(message)
+    check_options(o)
+    is_text = o.format == "text"
+    names = tuple((o.keys or KEYS[o.format]).split(","))
 
     for number, (name, keys) in enumerate(map(split_keys, o.sources)):
         if name == "-" or Path(name).is_fifo():  # kept as a file meanwhile, since every pass reads it again
@@ -118,15 +125,17 @@ def prepare_sources(o: argparse.Namespace, piped: Iterator[bytes] | None = None)
                 return prepare_sources(o)
 
     # -- the input, its tokenizer and what decides the bytes to write
-    units = plan_units(files := list_files(o.sources), o.separator)
-    if wrong := [file.keys for file in files if len(file.keys or names) != len(names)]:
-        raise DataError(f"--source FILE:{','.join(wrong[0])}: must be as many keys as in {default_keys}")
+    files = list_files(o.sources, names)
+    check_files(o, files)
+    units = plan_units(files, o.separator)
     bad: list[str] = []
     reject = partial(_reject, bad, sys.maxsize if o.dry_run else o.skip_bad)
     if o.tokenizer:
         chosen = load_tokenizer(o.tokenizer, o.eos_token)
     else:
         chosen = train_tokenizer(_sample_texts(units, names, reject), o.vocab_size or VOCAB_SIZE)
+        if chosen.vocab_size < o.vocab_size:
+            log.warning(f"--vocab-size {o.vocab_size}: the text has no more than {chosen.vocab_size} tokens to learn")
     if o.format == "chat":
         with file_errors():
             given = Path(o.chat_template).read_text(encoding="utf-8") if o.chat_template else ""
@@ -135,8 +144,7 @@ def prepare_sources(o: argparse.Namespace, piped: Iterator[bytes] | None = None)
             for warning in chat_of(chosen, o.date).warnings(o.train_eos):
                 log.warning(warning)
     dtype = writer.token_dtype(chosen.vocab_size) if is_text else "uint32"
-    plain = {(kind, "") for kind in ("text", "jsonl", "other")}  # the others hold about five times their size
-    text_bytes = sum(file.size * (1 if kind_of(file.url) in plain else 5) for file in files)
+    text_bytes = sum(map(_text_bytes, files))
     shards = text_bytes / 4 * np.dtype(dtype).itemsize / (o.shard_mb * 2**20)  # a token is about four bytes of text
     inputs = digest(json.dumps([VERSION, units, chosen.fingerprint, chosen.chat_template, chosen.special]).encode())
     wanted = o.format, names, o.seq_len, o.max_characters, o.hold_out_pieces, o.date, o.train_eos
@@ -162,11 +170,15 @@ def prepare_sources(o: argparse.Namespace, piped: Iterator[bytes] | None = None)
             if waiting:
                 numbered = [(pair, pair[1].bytes) for pair in enumerate(units)]
                 _run_all(pool_map, partial(_tokenize_unit, folder, plan, o.skip_bad), numbered, "tokenise", "B")
-                lists = sorted((folder / writer.PARTS).glob("unit-*.bad"))
-                if skipped := b"".join(path.read_bytes() for path in lists):
-                    if (count := skipped.count(b"\n")) > o.skip_bad:  # finished parts are kept for a larger --skip-bad
-                        raise DataError(f"{count} bad records are more than --skip-bad {o.skip_bad}")
-                    write_atomically(folder / writer.BAD_RECORDS, skipped)
+                paths = sorted((folder / writer.PARTS).glob("unit-*.json"))
+                of_units = [UnitFacts(*json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+                bad = list(chain.from_iterable(unit_facts.bad for unit_facts in of_units))
+                if len(bad) > o.skip_bad:  # finished parts are kept for a larger --skip-bad
+                    raise DataError(f"{len(bad)} bad records are more than --skip-bad {o.skip_bad}")
+                if bad:
+                    lines = "".join(f"{line}\n" for line in bad)
+                    write_atomically(folder / writer.BAD_RECORDS, lines.encode())
+                tell_effects(o, units, of_units)
             _run_all(pool_map, partial(_write_bucket, folder, plan), waiting, "write", " shards")
         for part in (folder / writer.PARTS).glob("unit-*"):  # before the manifest, after which no start takes them up
             part.unlink()
@@ -179,6 +191,57 @@ def prepare_sources(o: argparse.Namespace, piped: Iterator[bytes] | None = None)
         manifest = writer.write_manifest(folder, chosen, written, facts)
         writer.remove_parts(folder)
         return manifest
+
+
+def check_options(o: argparse.Namespace) -> None:
+    """Raises DataError for a value that makes no sense, and for an option that would have no effect."""
+    is_text = o.format == "text"
+    default_keys = KEYS[o.format]
+    if o.tokenizer and o.vocab_size:
+        raise DataError(f"--vocab-size {o.vocab_size}: is to train a tokenizer, not for --tokenizer")
+    if o.vocab_size and o.vocab_size < 257:
+        raise DataError(f"--vocab-size {o.vocab_size}: must be at least 257: all bytes and eos")
+    if o.eos_token and not o.tokenizer:
+        raise DataError(f"--eos-token {o.eos_token}: needs --tokenizer; a trained one has its own")
+    if not is_text and not o.tokenizer:
+        raise DataError(f"--format {o.format}: give the --tokenizer of the model to be tuned")
+    if not is_text and o.seq_len < 2:
+        raise DataError(f"--seq-len {o.seq_len}: must be at least 2, the later training.seq_len")
+    if is_text and o.seq_len:
+        raise DataError(f"--seq-len {o.seq_len}: is for --format sft and chat")
+    if o.keys.count(",") != default_keys.count(",") and o.keys:
+        raise DataError(f"--keys {o.keys}: must be as many as in {default_keys}")
+    if o.max_characters < 0:
+        raise DataError(f"--max-characters {o.max_characters}: must be at least 0")
+    if o.max_characters and not is_text:
+        raise DataError(f"--max-characters {o.max_characters}: examples are never cut")
+    if o.hold_out_pieces and not o.max_characters:
+        raise DataError("--hold-out-pieces: needs --max-characters")
+    if o.hold_out_pieces and not o.validation_fraction:
+        raise DataError("--hold-out-pieces: needs a --validation-fraction above 0")
+    if o.format != "chat" and (o.chat_template or o.date):
+        raise DataError("--chat-template and --date are for --format chat")
+    if o.format != "chat" and o.train_eos:
+        raise DataError("--train-eos is for --format chat; others train eos anyway")
+    if o.separator and not is_text:
+        raise DataError(f"--separator {o.separator!r}: is for --format text")
+    if o.skip_bad < 0:
+        raise DataError(f"--skip-bad {o.skip_bad}: must be at least 0")
+    if o.processes < 0:
+        raise DataError(f"--processes {o.processes}: must be at least 0")
+
+
+def check_files(o: argparse.Namespace, files: Sequence[File]) -> None:
+    """Raises DataError for keys and separators that do not fit the kinds of files."""
+    default_keys = KEYS[o.format]
+    for file in files:
+        if len(file.keys) != len(default_keys.split(",")):
+            raise DataError(f"--source FILE:{','.join(file.keys)}: must be as many keys as in {default_keys}")
+    with_keys = [file.url for file in files if has_keys(file)]
+    if o.keys and not with_keys:
+        raise DataError(f"--keys {o.keys}: no effect, as text such as {files[0].url} has no keys")
+    if o.separator and len(with_keys) == len(files):
+        raise DataError(f"--separator {o.separator!r}: no effect, as no file is text; {files[0].url} has records")
 
 
 @contextmanager
@@ -195,6 +258,13 @@ def _kept(name: str, folder: Path, piped: Iterator[bytes] | None) -> Iterator[Pa
         yield path
     finally:
         path.unlink()
+
+
+def _text_bytes(file: File) -> int:
+    """About how much text a file holds."""
+    kind, compression = kind_of(file.url)
+    is_compressed = compression or kind == "parquet"
+    return file.size * 5 if is_compressed else file.size
 
 
 def _reject(bad: list[str], limit: int, place: str, reason: str) -> None:
@@ -226,6 +296,24 @@ def _start_or_go_on(folder: Path, plan: Plan, tokenizer: Tokenizer) -> None:
     tokenizer.save(folder)
 
 
+def tell_effects(o: argparse.Namespace, units: Sequence[Unit], of_units: Sequence[UnitFacts]) -> None:
+    """Warn of options and keys that had no effect on the data."""
+    parts = Counter(file.url for unit in units for file in unit.files if not has_keys(file))
+    undivided = Counter(chain.from_iterable(unit_facts.undivided for unit_facts in of_units))
+    whole = [url for url, count in undivided.items() if count == parts[url]]
+    if whole:
+        which = f"{len(whole)} of {len(parts)} texts, such as {min(whole)}"
+        log.warning(f"--separator {o.separator!r}: does not occur in {which}; each of these is one document")
+    if o.max_characters and not any(unit_facts.cut for unit_facts in of_units):
+        log.warning(f"--max-characters {o.max_characters}: no text is longer, so none was cut")
+    unread = defaultdict[str, set[str]](set)
+    for unit_facts in of_units:
+        for url, keys in unit_facts.unread.items():
+            unread[url].update(keys)
+    for url in sorted(unread):
+        log.warning(f"{url}: keys that the chat template does not read: {', '.join(sorted(unread[url]))}")
+
+
 @lru_cache(maxsize=1)
 def _stored_tokenizer(folder: Path, plan: Plan) -> Tokenizer:
     """The tokenizer of a plan, read once by each worker process."""
@@ -238,49 +326,59 @@ def _stored_tokenizer(folder: Path, plan: Plan) -> Tokenizer:
 def _tokenize_unit(folder: Path, plan: Plan, skip_bad: int, numbered: tuple[int, Unit]) -> int:
     """Write a unit's documents as a file, one record batch per bucket every HELD_BYTES. Returns its tokens."""
     number, unit = numbered
-    path, tokenizer = folder / writer.PARTS / f"unit-{number:06}.arrow", _stored_tokenizer(folder, plan)
+    path = folder / writer.PARTS / f"unit-{number:06}.arrow"
+    tokenizer = _stored_tokenizer(folder, plan)
     if path.exists():
         return 0
-    key, seen, tokens = derive_key("document", number), 0, 0
-    keys: dict[str, set[str]] = {}  # file → those of its examples
+    key = derive_key("document", number)
+    count = 0  # of documents
+    tokens = 0
+    seen = Seen()
     bad: list[str] = []
     reject = partial(_reject, bad, skip_bad)
     batches: list[pa.RecordBatch] = []
     schema = pa.schema({"word": pa.uint64(), "tokens": token_type(plan.dtype)})
     with written_whole(path) as sink, pa.ipc.new_file(sink, schema) as part_writer:
-        for batch in _batches(plan, unit, reject, keys):
-            batches.append(_tokenize(plan, tokenizer, batch, random_words(len(batch), key, first=seen), reject))
-            seen, tokens = seen + len(batch), tokens + len(batches[-1].column("tokens").values)
+        for batch in _batches(plan, unit, reject, seen):
+            words = random_words(len(batch), key, first=count)
+            tokenized = _tokenize(plan, tokenizer, batch, words, reject)
+            batches.append(tokenized)
+            count += len(batch)
+            tokens += len(tokenized.column("tokens").values)
             if sum(batch.nbytes for batch in batches) >= HELD_BYTES:
                 _write_sorted(plan, batches, part_writer)
                 batches = []
         if batches:
             _write_sorted(plan, batches, part_writer)
-        if bad:  # on the disk before the unit counts as done
-            write_atomically(path.with_suffix(".bad"), "".join(f"{line}\n" for line in bad).encode())
-    for url, found in keys.items() if plan.format == "chat" else ():
-        if unread := found - chat_of(tokenizer, plan.date).keys - {*plan.keys}:
-            line = f"{url}: keys that the chat template does not read: {', '.join(sorted(unread))}"
-            with suppress(FileExistsError):  # told by another unit of the file
-                path.with_name(f"told-{digest(line.encode())}").touch(exist_ok=False)
-                log.warning(f"\n{line}")  # below the bar
+        undivided = {file.url for file in unit.files if unit.separator and file.size and not has_keys(file)}
+        unread: dict[str, list[str]] = {}
+        if plan.format == "chat":
+            read = chat_of(tokenizer, plan.date).keys.union(plan.keys)
+            unread = {url: sorted(keys - read) for url, keys in seen.keys.items() if keys - read}
+        facts = UnitFacts(bad, sorted(undivided - seen.separated), unread, seen.cut)
+        if any(facts):  # on the disk before the unit counts as done
+            write_atomically(path.with_suffix(".json"), json.dumps(facts).encode())
     return tokens
 
 
-def _batches(plan: Plan, unit: Unit, reject: Reject, keys: dict[str, set[str]] | None = None) -> Iterator[Batch]:
-    """Yield the documents of a unit, without empty ones, in lists of about BATCH_BYTES. `keys`: see `documents`."""
+def _batches(plan: Plan, unit: Unit, reject: Reject, seen: Seen | None = None) -> Iterator[Batch]:
+    """Yield the documents of a unit, without empty ones, in lists of about BATCH_BYTES. `seen`: see `documents`."""
+    seen = seen or Seen()
     batch: Batch = []
     size = 0
-    for place, text in documents(unit, plan.keys, plan.format, reject, keys):
+    for place, text in documents(unit, plan.keys, plan.format, reject, seen):
         held_out = not plan.hold_out_pieces and writer.is_held_out(text.encode(), plan.validation_fraction)
-        for piece in filter(None, _pieces(text, plan.max_characters)):
+        pieces = [piece for piece in _pieces(text, plan.max_characters) if piece]
+        seen.cut += len(pieces) > 1
+        for piece in pieces:
             if plan.hold_out_pieces:
                 held_out = writer.is_held_out(piece.encode(), plan.validation_fraction)
             batch.append((place, piece, held_out))
             size += len(piece)
             if size >= BATCH_BYTES:
                 yield batch
-                batch, size = [], 0
+                batch = []
+                size = 0
     if batch:
         yield batch
 
@@ -411,12 +509,8 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--format", choices=KEYS, default="text", help=kinds)
     keys = f"keys or columns of a record, comma-separated (default of each format: {KEYS})"
     add("--keys", "--text-key", "--example-keys", default="", help=keys)
-    add(
-        "--separator",
-        type=lambda text: text.replace("\\n", "\n"),
-        default="",
-        help="what ends a document in text files",
-    )
+    separator = "what ends a document in text files; \\n: a line end, LF or CRLF"
+    add("--separator", type=_unescaped, default="", help=separator)
     add("--skip-bad", type=int, default=0, help=f"bad records to leave out at most, listed in {writer.BAD_RECORDS}")
     add("--dry-run", action="store_true", help="list all bad records, prepare nothing")
     add("--seq-len", type=int, default=0, help="tokens per row of packed examples; longer ones are left out, counted")
@@ -427,6 +521,12 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--hold-out-pieces", action="store_true", help="hold out pieces of a text, not only whole texts")
     add("--processes", type=int, default=0, help="0 (default): one per available core, or one for a few MB")
     return parser.parse_args(argv)
+
+
+def _unescaped(text: str) -> str:
+    for escape, character in (("\\n", "\n"), ("\\r", "\r"), ("\\t", "\t")):
+        text = text.replace(escape, character)
+    return text
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -1,8 +1,10 @@
-"""Read documents from text, JSON lines and Parquet, on any file system that fsspec knows. Imports no torch.
+"""Read documents from text, JSON lines and tables, on any file system that fsspec knows. Imports no torch.
 
 The input is cut into units, each read by one process. Units depend only on the input, not on the number of processes.
 """
 
+import codecs
+import csv
 import glob
 import io
 import json
@@ -10,9 +12,10 @@ import logging
 import os
 import re
 import sysconfig
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain, pairwise
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,18 +28,29 @@ from config import TitaniteError
 from data.shards import DataError
 
 TEXTS = (".txt", ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cc", ".cpp", ".rs", ".go", ".java", ".js")
-KINDS = dict.fromkeys(TEXTS, "text") | dict.fromkeys((".jsonl", ".ndjson", ".json"), "jsonl") | {".parquet": "parquet"}
+LINES = (".jsonl", ".ndjson", ".json")
+TABLES = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".tsv": "tsv"}
+KINDS = dict.fromkeys(TEXTS, "text") | dict.fromkeys(LINES, "jsonl") | TABLES
+# In a folder these hold settings, labels or token ids as often as texts, so they are read only if they are named.
+ONLY_IF_NAMED = (".json", ".arrow", ".csv", ".tsv")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+# Kinds whose readers can begin within a file, and what a unit counts in. Readers of all others get whole files.
+DIVISIBLE = {"text": "bytes", "other": "bytes", "jsonl": "bytes", "parquet": "row groups"}
+POSITIONS = {"text": "document at byte", "other": "document at byte", "jsonl": "line at byte"}  # of others: row
+DELIMITERS = {"csv": ",", "tsv": "\t"}
 UNIT_BYTES = 4 * 2**20
 MOST_UNITS = 10_000  # about; a larger input gets larger units
 ROWS = 64  # Parquet rows converted to Python at once: more cost less per row, fewer take less memory
 VERSIONS = ("ETag", "etag", "blob_id", "LastModified", "created")  # what the stores call them, best first
 REQUEST_BYTES = 2 * 2**20  # read-ahead from a remote file; little, as a process may need only one unit
+ARROW_FILE = b"ARROW1"  # how one begins
+READ_BYTES = 2**20  # searched for separators at once, or as much as a longer document has by then
 # What others call the roles. A message of ShareGPT's is from one of these or those.
 ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "developer": "system"}
 IN_PLACE_OF_MESSAGES = ("conversations", "prompt", "completion")
 
 Located = Iterator[tuple[str, Any]]  # (place in the input, what is there)
+Records = Iterator[tuple[int, Any]]  # (byte or row in the file, the bytes, dict or, if it is bad, ValueError)
 Reject = Callable[[str, str], None]  # is given the place of a bad record, and a reason
 log = logging.getLogger(__name__)
 
@@ -54,10 +68,30 @@ class Unit(NamedTuple):
     """A piece of the input that one process reads: whole files, or a range of one file."""
 
     files: tuple[File, ...]
-    start: int = 0  # Parquet: row groups; others: bytes, and a line or document belongs to the unit it starts in
+    start: int = 0  # see DIVISIBLE; a line or document belongs to the unit in which the separator before it begins
     stop: int = 0  # 0: whole files
     bytes: int = 0
     separator: str = ""  # ends a document in a text file; "": the file is one document
+
+
+class Separator(NamedTuple):
+    """What divides the bytes of a file."""
+
+    pattern: re.Pattern[bytes]
+    longest: int  # bytes that the pattern matches at most
+    before: bytes = b""  # belongs to the separator if it stands before it
+
+
+LINE_END = Separator(re.compile(b"\n"), longest=1)
+
+
+@dataclass
+class Seen:
+    """What reading a unit has shown about its files."""
+
+    keys: dict[str, set[str]] = field(default_factory=dict)  # of conversations and, as messages.KEY, of messages
+    separated: set[str] = field(default_factory=set)  # files in which the separator occurs
+    cut: int = 0  # texts that are longer than asked for; left to the caller
 
 
 @contextmanager
@@ -71,17 +105,28 @@ def failures_of(what: str) -> Iterator[None]:
         raise DataError(f"{what}: {type(error).__name__}: {' '.join(str(error).split())}") from None
 
 
-def list_files(sources: Sequence[str]) -> list[File]:
-    """The files of stdlib, folders, files, globs and URLs, each once, in a fixed order. Raises DataError if none."""
+def list_files(sources: Sequence[str], keys: Sequence[str] = ()) -> list[File]:
+    """The files of stdlib, folders, files, globs and URLs, each once, in a fixed order. Raises DataError if none.
+
+    A file that several sources name is read again only for other keys. `keys` are those of sources that name none.
+    """
     files: dict[Any, File] = {}
-    for source, keys in map(split_keys, sources):
+    for source in sources:
+        place, named = split_keys(source)
         with failures_of(f"--source {source}: cannot be listed"):
-            find = _stdlib_files if source == "stdlib" else _remote_files if "://" in source else _local_files
-            found = sorted(find(source), reverse=True)  # of a file's names, the first counts
+            found = sorted(_find(place), key=lambda pair: pair[1], reverse=True)  # of a file's names, the first counts
         if not found:
-            kinds = f"{' '.join(KINDS)}, also with .gz or .zst, but not for plain .json"
+            kinds = f"{' '.join(KINDS)}, also with .gz or .zst, but not for plain {' '.join(ONLY_IF_NAMED)}"
             raise DataError(f"--source {source}: no files there; a folder is searched for {kinds}")
-        files |= {(name, keys): file._replace(keys=keys) for name, file in found}
+        if named and not any(has_keys(file) for _, file in found):
+            raise DataError(f"--source {source}: names keys, but {found[0][1].url} is read as text, which has none")
+        own_keys = named or tuple(keys)
+        own = {(identity, own_keys): file._replace(keys=own_keys) for identity, file in found}
+        repeated = len(found) - len(own) + len(own.keys() & files.keys())
+        if repeated:
+            known = "are in the list already, by this or another name; each is read once"
+            log.warning(f"--source {source}: {repeated} of {len(found)} files {known}")
+        files = own | files
     return sorted(files.values())
 
 
@@ -91,15 +136,70 @@ def split_keys(source: str) -> tuple[str, tuple[str, ...]]:
     return (named[1], tuple(named[2].split(","))) if named else (source, ())
 
 
+def has_keys(file: File) -> bool:
+    """Whether the file holds records with keys, not plain text."""
+    return kind_of(file.url)[0] not in ("text", "other")
+
+
+def _find(source: str) -> Iterator[tuple[str, File]]:
+    """Yield (what identifies the file, file) of a source without keys."""
+    scheme, separator, path = source.partition("://")
+    if source == "stdlib":
+        return _stdlib_files()
+    if separator and scheme not in ("file", "local"):
+        return _remote_files(source)
+    return _local_files(path or source)
+
+
 def _local_files(source: str) -> Iterator[tuple[str, File]]:
-    """Yield (real path, file) of a path or glob. Links are followed, so two names of a file are one file."""
-    for match in [source] if os.path.exists(source) else glob.glob(source, recursive=True):
+    """Yield (identity, file) of a path or glob. Links are followed: two names of a file have the same identity."""
+    walked: set[str] = set()
+    for match in [source] if os.path.exists(source) else _glob(source):
         names = [match]
         if os.path.isdir(match):
-            folders = os.walk(match, onerror=_raise, followlinks=True)
-            names = _read_from_folder(match, [os.path.join(folder, name) for folder, _, own in folders for name in own])
+            names = _read_from_folder(match, list(_names_below(match, walked)))
         for name in names:
-            yield os.path.realpath(name), _described(os.path.abspath(name))
+            yield _identity(name), _described(os.path.abspath(name))
+
+
+def _names_below(top: str, walked: set[str]) -> Iterator[str]:
+    for folder, names in _walk(top, walked):
+        for name in names:
+            path = os.path.join(folder, name)
+            if os.path.isfile(path) or not os.path.exists(path):  # no pipe; a broken link is an error later
+                yield path
+
+
+def _walk(top: str, walked: set[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield (folder, names of its files) of `top` and all below it, except folders `walked` before, by any name."""
+    for folder, below, names in os.walk(top, onerror=_raise, followlinks=True):
+        real = os.path.realpath(folder)
+        if real in walked:  # a link led back
+            below.clear()
+            continue
+        walked.add(real)
+        below.sort()
+        yield folder, names
+
+
+def _glob(pattern: str) -> Iterator[str]:
+    """Yield what matches. As for Python's glob, ** is any folder that is not hidden; unlike it, this ends at links."""
+    recursive = re.match(r"((?:.*?/)?)\*\*(?:/+|$)(.*)", pattern)
+    if not recursive:
+        yield from glob.glob(pattern)
+        return
+    before, after = recursive.groups()
+    for top in glob.glob(before) if before else ["."]:
+        for folder, _ in _walk(top, set()):
+            parts = Path(folder).relative_to(top).parts
+            if not any(part.startswith(".") for part in parts):
+                yield from _glob(os.path.join(glob.escape(folder), after or "*"))
+
+
+def _identity(path: str) -> str:
+    """What all names of a file share. Numbers of inodes only if it has several: not every file system's are unique."""
+    about = os.stat(path)
+    return f"{about.st_dev}:{about.st_ino}" if about.st_nlink > 1 else os.path.realpath(path)
 
 
 def _remote_files(source: str) -> Iterator[tuple[str, File]]:
@@ -135,14 +235,16 @@ def _described(path: str) -> File:
 
 
 def _read_from_folder(folder: str, names: Collection[str]) -> list[str]:
-    """The files of a folder to read. Not plain .json, which there holds settings as often as data."""
-    read = [name for name in names if kind_of(name)[0] != "other" and not name.lower().endswith(".json")]
-    if left_out := set(names).difference(read):
+    """The files of a folder to read."""
+    known = [name for name in names if kind_of(name)[0] != "other"]
+    read = [name for name in known if not name.lower().endswith(ONLY_IF_NAMED)]
+    left_out = set(names).difference(read)
+    if left_out:
         log.warning("--source: %s: %s files of other kinds left out, such as %s", folder, len(left_out), min(left_out))
     return read
 
 
-def _stdlib_files(_: str) -> Iterator[tuple[str, File]]:
+def _stdlib_files() -> Iterator[tuple[str, File]]:
     """Yield the .py files of Python's standard library, without tests."""
     root = Path(sysconfig.get_path("stdlib"))
     left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -158,29 +260,35 @@ def plan_units(files: Sequence[File], separator: str = "") -> list[Unit]:
     group: list[File] = []
     size = 0  # of the group
     for file in files:
-        kind, compression = kind_of(file.url)
-        if (kind in ("text", "other") and not separator) or file.size < unit_bytes:
+        is_document = not separator and not has_keys(file)
+        if is_document or file.size < unit_bytes:
             group.append(file)
             size += file.size
             if size >= unit_bytes:
                 units.append(Unit(tuple(group), bytes=size))
                 group, size = [], 0
-        elif compression:
-            units.append(Unit((file,), bytes=file.size))
         else:
-            whole = file.size
-            if kind == "parquet":
-                with failures_of(f"{file.url}: cannot be read"), _open(file) as stream:
-                    whole = pq.ParquetFile(stream).num_row_groups
-            each = max(1, unit_bytes * whole // file.size)
-            bounds = pairwise([*range(0, whole, each), whole])
-            units += [Unit((file,), start, stop, file.size * (stop - start) // whole) for start, stop in bounds]
+            units += _divided(file, unit_bytes)
     units += [Unit(tuple(group), bytes=size)] if group else []
     return [unit._replace(separator=separator) for unit in units]
 
 
+def _divided(file: File, unit_bytes: int) -> list[Unit]:
+    """The units of a file: parts of about `unit_bytes` if its reader can begin within it, otherwise one."""
+    kind, compression = kind_of(file.url)
+    if compression or kind not in DIVISIBLE:
+        return [Unit((file,), bytes=file.size)]
+    whole = file.size
+    if DIVISIBLE[kind] == "row groups":
+        with failures_of(f"{file.url}: cannot be read"), _open(file) as stream:
+            whole = pq.ParquetFile(stream).num_row_groups
+    each = max(1, unit_bytes * whole // file.size)
+    bounds = pairwise([*range(0, whole, each), whole])
+    return [Unit((file,), start, stop, file.size * (stop - start) // whole) for start, stop in bounds]
+
+
 def kind_of(url: str) -> tuple[str, str]:
-    """("text" | "jsonl" | "parquet" | "other", read as text; compression or "") from the file's name."""
+    """(a kind of KINDS, or "other", which is read as text; compression or "") from the file's name."""
     name = url.partition("?")[0] if "://" in url else url
     stem, suffix = os.path.splitext(name.lower())
     if compression := COMPRESSIONS.get(suffix, ""):
@@ -193,19 +301,31 @@ def documents(
     keys: Sequence[str],
     format: str = "text",
     reject: Reject | None = None,
-    seen: dict[str, set[str]] | None = None,
+    seen: Seen | None = None,
 ) -> Located:
     """Yield (place, text) of a unit's documents; the text of an example is the JSON list of its values.
 
-    A bad record is given to `reject`. `seen` gets file → keys of its conversations and, as messages.KEY, of their
-    messages. Raises DataError for a bad record without `reject`, and for a file that cannot be read.
+    A bad record is given to `reject`. Raises DataError for a bad record without `reject`, and for a file that cannot
+    be read.
     """
+    seen = seen or Seen()
+    others = ("tools", *IN_PLACE_OF_MESSAGES) if format == "chat" else ()
     for file in unit.files:
-        kind, names = kind_of(file.url)[0], file.keys or keys
+        kind = kind_of(file.url)[0]
+        names = file.keys or keys
+        found = seen.keys.setdefault(file.url, set())
+        is_document = not unit.separator and not has_keys(file)
         with failures_of(f"{file.url}: cannot be read"), _open(file) as stream:
-            others = ("tools", *IN_PLACE_OF_MESSAGES) if format == "chat" else ()
-            found = seen.setdefault(file.url, set()) if seen is not None else set()
-            for place, record in _records(file, stream, unit, (*names, *others)):
+            for position, record in _records(file, stream, unit, (*names, *others)):
+                place = file.url
+                if not is_document:
+                    place += f", {POSITIONS.get(kind, 'row')} {position}"
+                if position and not has_keys(file):
+                    seen.separated.add(file.url)
+                if isinstance(record, bytes):
+                    record = record.removeprefix(codecs.BOM_UTF8) if position == 0 else record
+                    if not record.strip() and not is_document:
+                        continue
                 try:
                     text = _text(record, kind, names, format, found)
                 except (ValueError, TypeError, RecursionError, DataError) as error:
@@ -225,8 +345,8 @@ def _text(record: Any, kind: str, keys: Sequence[str], format: str, found: set[s
             record = error
         if not isinstance(record, dict):
             raise DataError(f"must be a JSON object (`jq -c '.[]'` splits an array): {repr(record)[:100]}")
-    elif kind != "parquet":
-        record = {keys[0]: record.decode("utf-8-sig")}
+    elif isinstance(record, bytes):
+        record = {keys[0]: record.decode()}
     elif isinstance(record, ValueError):
         raise record
     values = [record.get(key) for key in keys]
@@ -279,64 +399,151 @@ def _open(file: File) -> Any:
     return system.open(path, "rb", block_size=REQUEST_BYTES)
 
 
-def _records(file: File, raw: Any, unit: Unit, keys: Sequence[str]) -> Located:
-    """Yield (place, record) of everything in a unit's part of a file, of JSON and text its bytes."""
+def _records(file: File, raw: Any, unit: Unit, keys: Sequence[str]) -> Records:
+    """Yield (position, record) of everything in a unit's part of a file. Only DIVISIBLE kinds have a part to mind."""
     kind, compression = kind_of(file.url)
-    stream = pa.CompressedInputStream(pa.PythonFile(raw), "zstd") if compression == "zstd" else raw
+    stream = raw
+    if compression == "zstd":
+        stream = pa.CompressedInputStream(pa.PythonFile(raw), "zstd")
     if compression == "gzip":  # pyarrow refuses zeros after the end, with which tapes and block devices pad
         stream = igzip.IGzipFile(fileobj=raw)
     if kind == "parquet":
-        yield from _parquet_records(file, stream, unit, keys)
-    elif separator := "\n" if kind == "jsonl" else unit.separator:
-        # Buffered, since a remote file's own readline copies its whole read-ahead.
-        for position, content in _pieces(io.BufferedReader(stream, 2**20), unit, separator.encode()):
-            yield f"{file.url}, {'line' if kind == 'jsonl' else 'document'} at byte {position}", content
+        yield from _parquet_records(stream, unit, keys)
+    elif kind == "arrow":
+        yield from _arrow_records(stream, keys)
+    elif kind in DELIMITERS:
+        yield from _csv_records(stream, DELIMITERS[kind])
+    elif kind == "jsonl":
+        yield from _pieces(stream, unit, LINE_END)
+    elif unit.separator:
+        yield from _pieces(stream, unit, _separator(unit.separator))
     else:
-        yield file.url, stream.read()
+        yield 0, stream.read()
     # An empty answer, from the server or a proxy, looks like the end of the file.
-    if kind != "parquet" and "://" in file.url and raw.tell() < (unit.stop or file.size):
+    is_read_through = DIVISIBLE.get(kind) == "bytes" or kind in DELIMITERS
+    if is_read_through and "://" in file.url and raw.tell() < (unit.stop or file.size):
         raise DataError(f"{file.url}: cannot be read: the server has sent {raw.tell():,} bytes of {file.size:,}")
 
 
-def _pieces(stream: Any, unit: Unit, separator: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield (position, content) of what begins in the unit and ends with the separator or the file, except blanks."""
-    if position := max(unit.start - len(separator), 0):
-        stream.seek(position)
-    pieces = stream if separator == b"\n" else _split(stream, separator)
-    if unit.start:
-        position += len(next(pieces, b""))  # what began earlier belongs to the unit before
-    for piece in pieces:
-        if unit.stop and position >= unit.stop:
+def _separator(text: str) -> Separator:
+    """A separator whose line ends, LF or CRLF, match both. One with a CR elsewhere matches as it is."""
+    lines = text.replace("\r\n", "\n").encode().split(b"\n")
+    if b"\r" in b"".join(lines):
+        return Separator(re.compile(re.escape(text.encode())), len(text.encode()))
+    pattern = b"\r?\n".join(map(re.escape, lines))
+    quick = pattern.removeprefix(b"\r?")  # a search for what may begin with either of two takes 20 times as long
+    before = b"\r" if quick != pattern else b""
+    return Separator(re.compile(quick), len(text.encode()) + len(lines), before)
+
+
+def _pieces(stream: Any, unit: Unit, separator: Separator) -> Records:
+    """Yield (position, content) of what separators divide, as `bytes.split` does, however the file is cut into units.
+
+    Where separators overlap, which of them divide depends on where their run begins, so a run is never cut: a unit has
+    all that follows the runs that begin in it, and the first unit also what comes before any. The beginning of a run
+    is seen from the bytes of one separator before it.
+    """
+    first = max(unit.start - separator.longest, 0)
+    if first:
+        stream.seek(first)
+    for begin, section in _sections(stream, first, separator):
+        if unit.stop and begin >= unit.stop:
             return
-        if (content := piece.removesuffix(separator)).strip():
-            yield position, content
-        position += len(piece)
+        if begin < unit.start:
+            continue
+        start = 0
+        for match in separator.pattern.finditer(section):
+            yield begin + start, section[start : match.start()].removesuffix(separator.before)
+            start = match.end()
+        yield begin + start, section[start:]
 
 
-def _split(stream: Any, separator: bytes) -> Iterator[bytes]:
+def _sections(stream: Any, position: int, separator: Separator) -> Records:
+    """Yield (position, content) of all that is left, cut where runs of separators begin."""
     rest = b""
-    while more := stream.read(max(2**20, len(rest))):  # at least as much as is left, to copy long documents seldom
-        *pieces, rest = (rest + more).split(separator)
-        yield from (piece + separator for piece in pieces)
-    yield rest
+    more = stream.read(READ_BYTES)
+    while more:
+        rest += more
+        start = 0
+        for begin in _runs(rest, separator.pattern):
+            yield position + start, rest[start:begin].removesuffix(separator.before)
+            start = begin
+        rest = rest[start:]
+        position += start
+        more = stream.read(max(READ_BYTES, len(rest)))  # more for a long document, which is searched again each time
+    yield position, rest
 
 
-def _parquet_records(file: File, stream: Any, unit: Unit, keys: Sequence[str]) -> Located:
+def _runs(content: bytes, pattern: re.Pattern[bytes]) -> Iterator[int]:
+    """Yield where each run of overlapping separators begins."""
+    end = 0  # of the separator before
+    match = pattern.search(content)
+    while match:
+        if match.start() >= end:
+            yield match.start()
+        end = match.end()
+        match = pattern.search(content, match.start() + 1)
+
+
+def _parquet_records(stream: Any, unit: Unit, keys: Sequence[str]) -> Records:
     table = pq.ParquetFile(stream, page_checksum_verification=True)
     names = table.schema_arrow.names
     first = sum(table.metadata.row_group(i).num_rows for i in range(unit.start))
     groups = range(unit.start, unit.stop or table.num_row_groups)
     columns = [name for name in names if name in keys]
     batches = table.iter_batches(ROWS, row_groups=list(groups), columns=columns)
-    for number, row in enumerate(chain.from_iterable(map(_rows, batches)), start=first):
-        record = row if isinstance(row, ValueError) else dict.fromkeys(names) | _without_nulls(row)
-        yield f"{file.url}, row {number}", record
+    return _table_records(batches, names, first)
+
+
+def _arrow_records(stream: Any, keys: Sequence[str]) -> Records:
+    schema, batches = open_arrow(stream)
+    columns = [name for name in schema.names if name in keys]
+    first = 0
+    for batch in batches:
+        few = [batch.slice(start, ROWS).select(columns) for start in range(0, len(batch), ROWS)]
+        yield from _table_records(few, schema.names, first)
+        first += len(batch)
+
+
+def open_arrow(stream: Any) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
+    """The schema and the batches of an Arrow file or stream. Hugging Face's datasets are stored as streams."""
+    magic = stream.read(len(ARROW_FILE))
+    stream.seek(0)
+    if magic == ARROW_FILE:
+        file = pa.ipc.open_file(stream)
+        return file.schema, map(file.get_batch, range(file.num_record_batches))
+    reader = pa.ipc.open_stream(stream)
+    return reader.schema, iter(reader)
+
+
+def _table_records(batches: Iterable[pa.RecordBatch], names: Sequence[str], first: int = 0) -> Records:
+    """Yield (row, record) of batches with some of the columns `names`; in others the record has None."""
+    number = first
+    for batch in batches:
+        for row in _rows(batch):
+            if isinstance(row, dict):
+                row = dict.fromkeys(names) | _without_nulls(row)
+            yield number, row
+            number += 1
+
+
+def _csv_records(stream: Any, delimiter: str) -> Records:
+    csv.field_size_limit(2**31 - 1)  # otherwise 128 KiB, and texts are longer
+    lines = io.TextIOWrapper(io.BufferedReader(stream, READ_BYTES), "utf-8-sig", "surrogateescape", newline="")
+    reader = csv.DictReader(lines, delimiter=delimiter, strict=True)
+    try:
+        for number, row in enumerate(reader):
+            surplus = row.pop(None, None)
+            yield number, ValueError(f"has {len(surplus)} cells more than the first line names") if surplus else row
+    except csv.Error as error:
+        raise ValueError(f"line {reader.reader.line_num}: {error}") from None
 
 
 def _rows(batch: pa.RecordBatch) -> list[Any]:
+    """Its rows as dicts, or a ValueError in place of a row whose text is not UTF-8."""
     try:
         return batch.to_pylist()
-    except ValueError as error:  # some text is not UTF-8
+    except ValueError as error:
         return [error] if len(batch) == 1 else [_rows(batch.slice(i, 1))[0] for i in range(len(batch))]
 
 

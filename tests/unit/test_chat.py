@@ -194,7 +194,7 @@ def test_a_preparation_says_what_is_not_learnt_and_how_many_examples_a_conversat
     assert caplog.messages == [
         "the chat template ends answers with no special token, so no model learns to stop; give --train-eos",
         "the chat template asks with '<think>', with which its answers do not begin, so it is not trained",
-        *(f"\n{tmp_path}/{name}.jsonl{unread}" for name in ("a", "b")),
+        *(f"{tmp_path}/{name}.jsonl{unread}" for name in ("a", "b")),
     ]
     prepare([*command, "--train-eos"])
     assert "answers in an example of their own, beyond one per conversation: 6" in capsys.readouterr().out

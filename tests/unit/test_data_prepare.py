@@ -1,5 +1,6 @@
 """From text to a dataset: every source, exact, the same bytes whatever happens on the way."""
 
+import csv
 import errno
 import gzip
 import json
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -25,6 +27,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from fsspec.spec import AbstractBufferedFile
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers.processors import TemplateProcessing
@@ -227,6 +231,76 @@ def test_units_cut_at_and_between_line_ends(tmp_path, monkeypatch, unit_bytes):
     monkeypatch.setattr(sources, "UNIT_BYTES", unit_bytes)
     units = sources.plan_units(sources.list_files([str(file)]))
     assert [text for unit in units for _, text in sources.documents(unit, ["text"])] == texts
+
+
+def read_in_units(path: Path, separator: str = "", unit_bytes: int = 2**22, read_bytes: int = 2**20) -> list[str]:
+    """The documents of a file, unit after unit."""
+    with patch.object(sources, "UNIT_BYTES", unit_bytes), patch.object(sources, "READ_BYTES", read_bytes):
+        units = sources.plan_units(sources.list_files([str(path)]), separator)
+        return [text for unit in units for _, text in sources.documents(unit, ["text"])]
+
+
+LETTERS = "ab\né"  # few, so that separators often occur and overlap
+SEPARATORS = ["\n\n", "aa", "abab", "aabaa", "aba", "\n---\n", "<|end|>", "é", "a\n", "\n"]
+
+
+@settings(max_examples=300)
+@given(
+    st.sampled_from(SEPARATORS) | st.text(LETTERS, min_size=1, max_size=5),
+    st.lists(st.text(LETTERS, max_size=12), max_size=8),
+    st.lists(st.integers(0, 3), min_size=7, max_size=7),
+    st.integers(1, 40),
+    st.integers(1, 40),
+    st.sampled_from(["\n", "\r\n"]),
+    st.booleans(),
+)
+@example("\n\n", ["a", "b"], [2, *[0] * 6], 5, 5, "\n", False)  # five line ends, and a unit ends after them
+@example("aba", ["", "ba", "b"], [1] * 7, 1, 1, "\n", False)  # begins with it, overlaps it
+@example("\n\n", ["a", "\nb"], [1] * 7, 3, 1, "\r\n", True)
+def test_separators_divide_as_python_does_whatever_the_units(
+    tmp_path_factory, separator, parts, repeats, unit_bytes, read_bytes, line_end, has_bom
+):
+    text = "".join(part + separator * count for part, count in zip(parts, [*repeats, 0], strict=False))
+    path = tmp_path_factory.getbasetemp() / "divided.txt"
+    path.write_bytes(text.replace("\n", line_end).encode("utf-8-sig" if has_bom else "utf-8"))
+    expected = [document for document in text.split(separator) if document.strip()]
+    assert read_in_units(path, separator, unit_bytes, read_bytes) == [d.replace("\n", line_end) for d in expected]
+
+
+@pytest.mark.parametrize(
+    ("separator", "content", "documents"),
+    [
+        ("\n---\n", b"one\r\n---\r\ntwo\n---\r\nthree\r", ["one", "two", "three\r"]),
+        ("\r\n---\r\n", b"one\n---\ntwo\r\n---\r\nthree", ["one", "two", "three"]),
+        ("\r", b"one\rtwo\r\nthree\n", ["one", "two", "\nthree\n"]),  # of old Macs: as it is
+        ("\n", b"one\r\r\ntwo\rtwo\n", ["one\r", "two\rtwo"]),
+        ("---", b"---one---\xef\xbb\xbftwo---", ["one", "\ufefftwo"]),  # a byte order mark begins a file only
+        ("---", b"", []),
+    ],
+)
+@pytest.mark.parametrize("unit_bytes", [1, 7, 100])
+def test_line_ends_of_a_separator_match_lf_and_crlf(tmp_path, separator, content, documents, unit_bytes):
+    (tmp_path / "a.txt").write_bytes(content)
+    assert read_in_units(tmp_path / "a.txt", separator, unit_bytes, 1) == documents
+
+
+def test_a_reader_that_knows_nothing_of_units_gets_whole_files(tmp_path, monkeypatch):
+    """As one that a fork adds: a suffix, and a branch of `_records`, which would repeat what it reads in each unit."""
+    monkeypatch.setitem(sources.KINDS, ".numbers", "numbers")
+    known = sources._records
+
+    def records(file, raw, unit, keys):
+        if sources.kind_of(file.url)[0] != "numbers":
+            return known(file, raw, unit, keys)
+        return ((i, {"text": line.decode()}) for i, line in enumerate(raw.read().split()))
+
+    monkeypatch.setattr(sources, "_records", records)
+    for name in ("a.numbers", "b.txt"):
+        (tmp_path / name).write_text(" ".join(map(str, range(1000))))
+    assert read_in_units(tmp_path / "a.numbers", unit_bytes=100) == [str(i) for i in range(1000)]
+    assert read_in_units(tmp_path / "b.txt", " ", unit_bytes=100) == [str(i) for i in range(1000)]
+    with pytest.raises(DataError, match=r"a\.numbers, row 0: no text under 'body'; it has text"):
+        prepare([f"{tmp_path / 'a.numbers'}:body"], str(tmp_path / "out"))
 
 
 def test_a_tokenizer_is_learnt_from_pieces_of_a_very_long_word():
@@ -482,6 +556,98 @@ def test_options_that_make_no_sense_are_refused(texts, tokenizer_folder, tmp_pat
     assert set(tmp_path.iterdir()) == files
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_options_without_effect_on_the_data_are_told(alone, tmp_path, monkeypatch, caplog, processes):
+    monkeypatch.setattr(sources, "UNIT_BYTES", 100)  # the separator of most.txt is in one unit of many
+    words = "word " * 100
+    contents = {"never.txt": words, "most.txt": f"{words}\n---\n{words}", "end.txt": "one\n---\n", "empty.txt": ""}
+    for name, text in contents.items():
+        (tmp_path / name).write_text(text)
+    given = [str(tmp_path / "*.txt")], str(tmp_path / "out")
+    options = alone | {"processes": processes, "overwrite": True, "separator": "\\n---\\n", "max_characters": 501}
+    prepare(*given, **options)
+    undivided = f"does not occur in 1 of 4 texts, such as {tmp_path}/never.txt; each of these is one document"
+    assert caplog.messages == [
+        f"--separator '\\n---\\n': {undivided}",
+        "--max-characters 501: no text is longer, so none was cut",
+    ]
+    assert documents_of(tmp_path / "out") == Counter([words, words, words, "one"])
+    caplog.clear()
+    (tmp_path / "never.txt").unlink()
+    prepare(*given, **options | {"max_characters": 499})
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--source=a.txt --keys=body", r"--keys body: no effect, as text such as .*/a\.txt has no keys"),
+        ("--source=a.txt:body", r"--source a\.txt:body: names keys, but .*/a\.txt is read as text, which has none"),
+        (
+            "--source=in.jsonl --separator=x",
+            r"--separator 'x': no effect, as no file is text; .*/in\.jsonl has records",
+        ),
+        ("--source=in.jsonl:text,id", "--source FILE:text,id: must be as many keys as in text"),
+        ("--source=in.jsonl --max-characters=-1", "--max-characters -1: must be at least 0"),
+        ("--source=in.jsonl --processes=-1", "--processes -1: must be at least 0"),
+        (
+            "--source=in.jsonl --hold-out-pieces --max-characters=9 --validation-fraction=0",
+            "--hold-out-pieces: needs a --validation-fraction above 0",
+        ),
+    ],
+)
+def test_options_that_can_have_no_effect_are_refused(texts, tmp_path, monkeypatch, capsys, flags, message):
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "in.jsonl", texts)
+    Path("a.txt").write_text("text")
+    with pytest.raises(SystemExit):
+        main(["--output=out", *flags.split()])
+    assert re.search(f"^error: {message}$", capsys.readouterr().err, re.MULTILINE)
+    assert not Path("out").exists()
+
+
+def test_a_vocabulary_that_a_text_is_too_small_for_is_told(tmp_path, caplog):
+    (tmp_path / "a.txt").write_text("abab")
+    prepare([str(tmp_path / "a.txt")], str(tmp_path / "out"), vocab_size=300, validation_fraction=0)
+    assert caplog.messages == ["--vocab-size 300: the text has no more than 259 tokens to learn"]
+
+
+def test_csv_gives_the_records_that_pythons_csv_module_wrote(texts, alone, tmp_path):
+    """Also with line ends and quotes in a text, and with texts longer than that module reads by default."""
+    long = [*texts, "x" * 200_000, 'a "quoted" word,\r\nand a\ttab']
+    for name, dialect in (("a.csv", "excel"), ("a.tsv", "excel-tab")):
+        with (tmp_path / name).open("w", newline="", encoding="utf-8-sig") as file:
+            rows = csv.writer(file, dialect)
+            rows.writerows([["number", "body"], *enumerate(long)])
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress((tmp_path / "a.csv").read_bytes()))
+    fsspec.filesystem("memory").pipe_file(f"{tmp_path}/a.csv", (tmp_path / "a.csv").read_bytes())
+    for source in (f"{tmp_path}/a.csv", f"{tmp_path}/a.tsv", f"{tmp_path}/a.csv.gz", f"memory:/{tmp_path}/a.csv"):
+        (unit,) = sources.plan_units(sources.list_files([source]))
+        assert [text for _, text in sources.documents(unit, ["body"])] == long
+    (tmp_path / "bad.csv").write_bytes(b"body,n\none,1\ntwo,2,3\n\xff,4\n,5\nfive\n")
+    manifest = prepare([f"{tmp_path}/bad.csv:body"], str(tmp_path / "out"), skip_bad=2, validation_fraction=0, **alone)
+    assert documents_of(tmp_path / "out") == Counter(["one", "five"])
+    reasons = (tmp_path / "out" / writer.BAD_RECORDS).read_text().splitlines()
+    assert manifest["bad_records"] == len(reasons) == 2
+    assert reasons[0] == f"{tmp_path}/bad.csv, row 1: has 1 cells more than the first line names"
+    assert re.match(r".*bad\.csv, row 2: .*surrogates not allowed", reasons[1])
+    (tmp_path / "open.csv").write_text('body\n"never closed\n')
+    with pytest.raises(DataError, match=r"open\.csv: cannot be read: ValueError: line 2: unexpected end of data"):
+        prepare([f"{tmp_path}/open.csv"], str(tmp_path / "other"), keys="body", **alone)
+
+
+@pytest.mark.parametrize("kind", ["file", "stream"])
+def test_texts_in_arrow_are_read_as_those_in_parquet(texts, tmp_path, kind):
+    table = pa.table({"n": range(len(texts)), "text": texts})
+    new = {"file": pa.ipc.new_file, "stream": pa.ipc.new_stream}[kind]
+    with new(tmp_path / "a.arrow", table.schema) as file:
+        file.write_table(table, max_chunksize=150)
+    (unit,) = sources.plan_units(sources.list_files([str(tmp_path / "a.arrow")]))
+    assert [text for _, text in sources.documents(unit, ["text"])] == texts
+    with pytest.raises(DataError, match=r"a\.arrow, row 0: no text under 'body'; it has n, text"):
+        list(sources.documents(unit, ["body"]))
+
+
 def test_a_damaged_page_of_parquet_is_named_where_it_has_a_checksum(tmp_path):
     file, column = tmp_path / "a.parquet", {"text": ["abcdefgh" * 1000] * 9}
     options = {"use_dictionary": False, "write_statistics": False, "write_page_checksum": True}
@@ -497,10 +663,11 @@ def test_a_damaged_page_of_parquet_is_named_where_it_has_a_checksum(tmp_path):
 def test_a_folder_is_read_with_all_below_it_and_what_is_left_out_is_said(tmp_path, caplog):
     read = ["a.TXT", "b.ndjson", "c.json.gz", "d.md.zst", "e.jsonl", "more/deep/f.Parquet"]
     (tmp_path / "more" / "deep").mkdir(parents=True)
-    for name in (*read, "package.json", "a.png"):
+    for name in (*read, "package.json", "a.png", "labels.csv", "train-00000.arrow"):
         (tmp_path / name).write_bytes(b"x")
+    os.mkfifo(tmp_path / "pipe.txt")  # to read it would take for ever
     assert [file.url.removeprefix(f"{tmp_path}/") for file in sources.list_files([str(tmp_path)])] == read
-    assert f"{tmp_path}: 2 files of other kinds left out, such as {tmp_path}/a.png" in caplog.text
+    assert f"{tmp_path}: 4 files of other kinds left out, such as {tmp_path}/a.png" in caplog.text
     caplog.clear()
     given = sources.list_files([str(tmp_path / "*.json"), str(tmp_path / "mor*")])  # a glob, also of a folder
     assert [Path(file.url).name for file in given] == ["f.Parquet", "package.json"]
@@ -525,6 +692,59 @@ def test_a_file_is_read_once_whatever_its_names(tmp_path, monkeypatch):
     (tmp_path / "snapshot" / "c.txt").symlink_to("../nowhere")
     with pytest.raises(DataError, match=r"cannot be listed: .*No such file or directory: .*c\.txt"):
         sources.list_files(["."])
+
+
+def test_a_file_that_several_sources_name_is_read_once_and_that_is_told(tmp_path, caplog):
+    """By the same path, a link, a hard link or a URL; read again only for other keys."""
+    write_jsonl(tmp_path / "a.jsonl", ["x"])
+    os.link(tmp_path / "a.jsonl", tmp_path / "hard.jsonl")
+    (tmp_path / "soft.jsonl").symlink_to("a.jsonl")
+    first = str(tmp_path / "a.jsonl")
+    told = "files are in the list already, by this or another name; each is read once"
+    for other in (first, f"{first}:text", f"{tmp_path}/hard.jsonl", f"{tmp_path}/soft.jsonl", f"file://{first}"):
+        assert [file.url for file in sources.list_files([first, other], ["text"])] == [first]
+        assert caplog.messages == [f"--source {other}: 1 of 1 {told}"]
+        caplog.clear()
+    assert [file.url for file in sources.list_files([str(tmp_path)])] == [first]
+    assert caplog.messages == [f"--source {tmp_path}: 2 of 3 {told}"]
+    assert len(sources.list_files([first, f"{first}:id"], ["text"])) == 2
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("", "a.txt sub/b.md sub/deep/c.txt"),
+        ("/sub", "a.txt sub/b.md sub/deep/c.txt"),  # up is the folder above
+        ("/**", "a.txt sub/b.md sub/deep/c.txt sub/d.png"),
+        ("/**/*.txt", "a.txt sub/deep/c.txt"),
+        ("/**/deep/**/*", "sub/deep/c.txt"),
+        ("/s*/*.md", "sub/b.md"),
+        ("/sub/up/sub/again/**/*.md", "sub/b.md"),
+    ],
+)
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_links_that_lead_back_end(tmp_path, monkeypatch, source, names, scheme):
+    """Each real folder once, though there are as many paths through two such links as steps to the power of two."""
+    (tmp_path / "loop" / "sub" / "deep").mkdir(parents=True)
+    (tmp_path / "loop" / ".hidden").mkdir()
+    for name in ("a.txt", "sub/b.md", "sub/deep/c.txt", "sub/d.png", ".hidden/e.png"):
+        (tmp_path / "loop" / name).write_text("text")
+    (tmp_path / "loop" / "sub" / "up").symlink_to("..")
+    (tmp_path / "loop" / "sub" / "again").symlink_to("../sub")
+    walked = []
+    monkeypatch.setattr("os.walk", lambda *top, walk=os.walk, **how: count(walked, walk(*top, **how)))
+    found = sources.list_files([f"{scheme}{tmp_path}/loop{source}"])
+    real = {os.path.relpath(os.path.realpath(file.url), tmp_path / "loop") for file in found}
+    assert real == {*names.split()}
+    assert len(found) == len(real)
+
+
+def count(steps: list[Any], walk: Iterator[Any]) -> Iterator[Any]:
+    """Fails where a walk does not end."""
+    for step in walk:
+        steps.append(step)
+        assert len(steps) < 100
+        yield step
 
 
 class Store(fsspec.AbstractFileSystem):
