@@ -11,6 +11,7 @@ the end, as far as exit.json tells. It follows that each token was an input exac
 
 import argparse
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -219,9 +220,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _numbers(steps: str) -> range:
     """argparse type of N or FIRST:STOP."""
-    first, _, stop = steps.partition(":")
-    numbers = range(int(first), int(stop) if stop else int(first) + 1)
-    if not numbers or numbers[0] < 1:
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", steps)
+    first = int(match[1]) if match else 0
+    stop = int(match[2]) if match and match[2] else first + 1
+    numbers = range(first, stop)
+    if not numbers or first < 1:
         raise argparse.ArgumentTypeError(f"{steps}: must be N or FIRST:STOP, counted from 1, STOP above FIRST")
     return numbers
 

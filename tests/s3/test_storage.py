@@ -199,7 +199,8 @@ class Answers(BaseHTTPRequestHandler):
         Answers.asked += 1
         Answers.clients.add(self.client_address)
         first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
-        last -= 100 * (self.kind == "range cut")
+        first += 100 * (self.kind == "range moved")
+        last += {"range cut": -100, "range moved": 100, "range longer": 100}.get(self.kind, 0)
         body = CONTENT if self.kind == "range ignored" else CONTENT[first : last + 1]
         self.send_response(206)
         if self.kind != "range ignored":
@@ -233,7 +234,7 @@ def test_a_body_is_received_however_its_end_is_told(monkeypatch, endpoint, kind)
             assert Answers.asked == requests
             assert len(Answers.clients) <= connections
         store.retry_seconds = 0
-        for way in ("range ignored", "range cut"):
+        for way in ("range ignored", "range cut", "range moved", "range longer"):
             monkeypatch.setattr(Answers, "kind", way)
             with pytest.raises(OutageError, match=r"run/file: .*asked for bytes=1000-2233, but the"):
                 store.read("file", 1000, 1234)  # the object may well be whole
@@ -355,6 +356,20 @@ def test_parts_grow_so_that_no_upload_has_too_many(parts_of):
     assert tags == [{"PartNumber": number, "ETag": str(number)} for number in sorted(parts)]
 
 
+def refused(code, status):
+    return ClientError({"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}, "x")
+
+
+def test_an_upload_that_is_gone_before_it_was_completed_is_no_success(parts_of):
+    """As where someone has aborted it. One that an attempt completed whose answer got lost leaves its object."""
+    store = parts_of(lambda number, body: None)
+    store.client.complete_multipart_upload.side_effect = refused("NoSuchUpload", 404)
+    store.client.get_object.side_effect = refused("NoSuchKey", 404)
+    with pytest.raises(MissingError, match="run/file: missing"), store.create("file") as stream:
+        stream.write(bytes(16))
+    assert store.client.get_object.call_args.kwargs["Key"] == "run/file"
+
+
 def test_an_upload_is_aborted_once_no_part_is_under_way(parts_of):
     sent, failed, order = threading.Event(), threading.Event(), []
 
@@ -362,7 +377,7 @@ def test_an_upload_is_aborted_once_no_part_is_under_way(parts_of):
         if number == 1:
             assert sent.wait(20)
             failed.set()
-            raise ClientError({"Error": {"Code": "AccessDenied"}, "ResponseMetadata": {"HTTPStatusCode": 403}}, "x")
+            raise refused("AccessDenied", 403)
         sent.set()
         assert failed.wait(20)
         time.sleep(0.2)  # an abort that does not wait comes now

@@ -94,16 +94,30 @@ def replaced(old: str, new: str):
     return lambda lines: [re.sub(old, new, line) for line in lines]
 
 
+NO_RECORD = "rank 1 has no record of step 1 that fits rank 0's"
+
+
 @pytest.mark.parametrize(
     ("rank", "change", "message"),
     [
         (0, lambda lines: lines[:2] + lines[3:], r"are missing between step 1 and"),
         (1, lambda lines: lines[:2] + lines[3:], r"rank 1: the step from sample 32 on"),
-        (1, replaced(r'"crc32": \d+', '"crc32": 1'), "given other tokens than"),
-        (0, replaced('"seed": 0', '"seed": 1'), "has no record of step 1|other t"),
+        (1, replaced(r'"crc32": \d+', '"crc32": 1'), "step 1: rank 1 was given other tokens than"),
+        (3, replaced(r'"crc32": \d+', '"crc32": 1'), "step 1: rank 3 was given other tokens than"),
+        (0, replaced('"seed": 0', '"seed": 1'), NO_RECORD),
+        (1, replaced('"seed": 0', '"seed": 1'), NO_RECORD),
+        (1, replaced('"window_blocks": 3', '"window_blocks": 4'), NO_RECORD),
+        (
+            1,
+            replaced('"local_batch_size": 2, "accumulation": 2', '"local_batch_size": 4, "accumulation": 1'),
+            NO_RECORD,
+        ),
+        (1, replaced(r'"datasets": \[\["\w+"', '"datasets": [["another"'), NO_RECORD),
+        (1, lambda lines: lines[:1], NO_RECORD),
         (0, replaced('("crc32")', r'"masked": {}, \1'), "read it at commit 7cc9"),
-        (1, lambda lines: ["not json", *lines], "not a ledger"),
-        (0, lambda lines: lines[1:], "not a ledger"),
+        (1, lambda lines: ["not json", *lines], "not a ledger: JSONDecodeError"),
+        (0, lambda lines: lines[1:], "not a ledger: TypeError"),
+        (1, replaced('"first"', '"last"'), "not a ledger: KeyError 'first'"),
     ],
 )
 def test_a_run_that_is_not_as_recorded_is_refused(run, rank, change, message):
@@ -150,6 +164,18 @@ def test_tokens_trained_twice_or_never_are_found(folders, tmp_path, moved, messa
         assert len(set(trained)) == len(trained)
 
 
+@pytest.mark.parametrize(("samples", "said"), [(11, "are repeated"), (13, "are missing")])
+def test_a_resume_from_between_two_steps_is_found(folders, tmp_path, samples, said):
+    """One sample, of 8 tokens, before or after the end of three steps of four."""
+    run = tmp_path / "run"
+    state, before = run_phase(run, folders[:1], None, 3)
+    _, after = run_phase(run, folders[:1], state | {"samples": samples}, 2)
+    rows = [tuple(row) for batch in before + after for row in batch]
+    assert len(rows) - len(set(rows)) == (samples == 11)
+    with pytest.raises(TitaniteError, match=rf": 8 tokens of dataset \w+ {said} between step 3 and the next"):
+        prove(run)
+
+
 def test_a_run_that_passed_over_its_newest_checkpoint_and_later_found_it_is_proven(folders, tmp_path):
     """As on a store whose listing is late: twice in a row it went on from an older one."""
     run, (older, _) = tmp_path / "run", run_phase(tmp_path / "other", folders, None, 3, dp_size=2)
@@ -181,6 +207,18 @@ def test_a_run_that_was_killed_in_a_step_is_proven_up_to_it(folders, tmp_path):
     run_phase(run, folders, None, 0)
     with pytest.raises(TitaniteError, match=r"no step .* is recorded; all 5 were made void by a resume"):
         prove(run)
+
+
+@pytest.mark.parametrize("ended", [None, '{"kind": "fini'])
+def test_a_run_that_was_killed_in_its_first_step_proves_nothing(folders, tmp_path, ended):
+    """Nor does a record of its end that was cut."""
+    run_phase(tmp_path / "run", folders, None, 1, dp_size=2)
+    if ended:
+        (tmp_path / "run" / "exit.json").write_text(ended)
+    assert prove(tmp_path / "run")[0].startswith("1 steps, ")
+    rewrite(tmp_path / "run", 1, lambda lines: lines[:-1])
+    with pytest.raises(TitaniteError, match="no step is recorded on all of its 2 data-parallel ranks"):
+        prove(tmp_path / "run")
 
 
 @pytest.mark.parametrize(
@@ -298,7 +336,10 @@ def test_the_documents_of_a_step_are_those_of_its_batch(run, capsys):
     ("words", "said"),
     [
         (["--steps=99"], "--steps 99:100: the run has steps 1 to 12"),
+        (["--steps=12:14"], "--steps 12:14: the run has steps 1 to 12"),
         (["--steps=5:3"], "--steps: 5:3: must be N or FIRST:STOP, counted from 1"),
+        (["--steps=0"], "--steps: 0: must be N or FIRST:STOP, counted from 1"),
+        (["--steps=two"], "--steps: two: must be N or FIRST:STOP, counted from 1"),
         (["--prove", "--run=nothing"], "is it a run folder?"),
     ],
 )
