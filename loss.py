@@ -11,11 +11,12 @@ from torch import Tensor
 
 import config as settings
 from config import Config, ConfigError
+from originals import check_original
 from parallel.activation_checkpoint import exempt_from_budget
 from parallel.context import local_indices
 from parallel.gradients import build_add, compile_each_shape
 from parallel.mesh import Mesh, ParallelDims
-from parallel.tensor import vocab_parallel_cross_entropy
+from parallel.tensor import CROSS_ENTROPY, LOSS_TERMS, vocab_parallel_cross_entropy
 
 IGNORED = -100  # label of a token that is not trained on
 TERMS = ("z_loss",)  # of the loss beside the cross-entropy, in the order of `loss_terms`; logged under these names
@@ -38,6 +39,14 @@ def loss_chunks(config: Config) -> int:
             needs = f"to divide {tokens} tokens into multiples of {multiple}, as the output layer is in float8"
             raise ConfigError(f"training.loss_chunks = {chunks}: needs {needs}")
     return chunks
+
+
+def check_loss(config: Config) -> None:
+    """Refuse an edited loss where tensor parallelism computes the loss of before. Raises ConfigError."""
+    if config.parallelism.tp > 1:
+        stand_in, instead = "parallel.tensor.vocab_parallel_cross_entropy", "parallelism.tp = 1"
+        check_original(cross_entropy, {CROSS_ENTROPY}, stand_in, instead)
+        check_original(loss_terms, {LOSS_TERMS}, stand_in, instead)
 
 
 def cross_entropy(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
@@ -97,17 +106,18 @@ def build_loss(
 def build_chunked_loss(
     compile: settings.Compile, mesh: Mesh, chunks: int, z_loss: float = 0.0
 ) -> Callable[..., Tensor]:
-    """Build the function (hidden [B, S, D], output weight [V, D], labels [B, S]) → summed loss, or its terms.
+    """Build the function (hidden [B, S, D], output weight [V, D], labels [B, S], compute) → summed loss, or its terms.
 
-    A fourth argument may be what makes logits of hidden states and weight, for an output layer in float8.
+    `compute(hidden, weight)` makes the logits. A fifth argument is true if it casts the weight itself, to float8.
 
     Only one of `chunks` chunks of the tokens has logits at a time. The forward computes its gradients at once, and
     backward only scales them, so nothing is computed twice (as in Liger-Kernel's fused linear cross-entropy, Hsu et
     al. 2024).
     """
 
-    def head(hidden: Tensor, weight: Tensor, labels: Tensor, linear: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        return loss_terms(linear(hidden, weight)[None], labels[None], z_loss)
+    def head(hidden: Tensor, weight: Tensor, labels: Tensor, compute: Callable[..., Tensor]) -> Tensor:
+        logits = compute(hidden, weight)
+        return loss_terms(logits[None], labels[None], z_loss)
 
     def scale(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
         # The factor gets one dimension: otherwise it would be rounded to the gradient's type.
@@ -117,38 +127,48 @@ def build_chunked_loss(
     tools = summed, build_add(compile), compile_each_shape(scale, compile)
 
     def chunked(
-        hidden: Tensor, weight: Tensor, labels: Tensor, linear: Callable[[Tensor, Tensor], Tensor] = _linear
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        compute: Callable[[Tensor, Tensor], Tensor],
+        casts_weight: bool = False,
     ) -> Tensor:
         if mesh.cp.size() > 1:
             labels = labels[:, local_indices(labels.shape[1], mesh.cp, labels.device)]
         parts = hidden.flatten(0, 1).chunk(chunks), labels.flatten().chunk(chunks)
         if not torch.is_grad_enabled():
-            return torch.stack([summed(h, weight, label, linear) for h, label in zip(*parts, strict=True)]).sum(0)
-        return _ChunkedHead.apply(hidden, weight, labels, linear, chunks, *tools)
+            losses = [summed(h, weight, label, compute) for h, label in zip(*parts, strict=True)]
+            return torch.stack(losses).sum(0)
+        return _ChunkedHead.apply(hidden, weight, labels, compute, casts_weight, chunks, *tools)
 
     return chunked
-
-
-def _linear(hidden: Tensor, weight: Tensor) -> Tensor:
-    return F.linear(hidden, weight.to(hidden.dtype))
 
 
 class _ChunkedHead(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, linear: Callable[[Tensor, Tensor], Tensor],
-        chunks: int, *tools: Callable[..., Tensor],
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        compute: Callable[[Tensor, Tensor], Tensor],
+        casts_weight: bool,
+        chunks: int,
+        *tools: Callable[..., Tensor],
+    ) -> Tensor:
         summed, add, scale = tools
         of_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)  # filled through a view
         of_weight: Tensor | None = None
-        low = weight.detach().to(hidden.dtype) if linear is _linear else weight  # once, not for each chunk
+        low = weight.detach()
+        if not casts_weight:
+            low = low.to(hidden.dtype)  # once, not for each chunk
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         parts = (x.flatten(0, 1).chunk(chunks) for x in (hidden, of_hidden, labels))
         for part, grad_part, label in zip(*parts, strict=True):
             with torch.enable_grad():
-                h, w = part.detach().requires_grad_(), low.detach().requires_grad_()
-                loss = summed(h, w, label, linear)
+                h = part.detach().requires_grad_()
+                w = low.detach().requires_grad_()
+                loss = summed(h, w, label, compute)
                 grad_h, grad_w = torch.autograd.grad(loss.sum(), (h, w))
             total = total + loss.detach()
             grad_part.copy_(grad_h)
@@ -163,4 +183,5 @@ class _ChunkedHead(torch.autograd.Function):
         of_hidden, of_weight = ctx.saved_tensors
         grad = grad.reshape(-1)[0]  # the same for all terms, since their sum is trained
         of_weight = ctx.scale(of_weight, grad, ctx.weight_dtype)
-        return ctx.scale(of_hidden, grad, of_hidden.dtype), of_weight, *[None] * 6
+        of_hidden = ctx.scale(of_hidden, grad, of_hidden.dtype)
+        return of_hidden, of_weight, *[None] * 7

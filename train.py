@@ -19,7 +19,7 @@ from checkpoint.manager import CheckpointManager
 from config import Config, file_errors, load_config
 from data.loader import DataLoader
 from float8.convert import check_float8, convert_to_float8, summarize
-from loss import TERMS, build_chunked_loss, build_loss, count_trained, loss_chunks, sum_losses
+from loss import TERMS, build_chunked_loss, build_loss, check_loss, count_trained, loss_chunks, sum_losses
 from metrics import MetricsLogger, configure_logging, find_trackers
 from models import ModelSpec, build_model, find_model
 from models.init import init_weights
@@ -78,6 +78,8 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         identity = {"name": config.model.name, **dataclasses.asdict(flavor)}
         check_start(config, environment, data, spec, flavor, identity)
     model = build_model(spec, flavor)  # on the meta device
+    check_loss(config)
+    spec.check_replacements(model, config, chunks)
     if config.float8.enable:
         logger.info(f"float8: {summarize(*convert_to_float8(model, config.float8, dims.tp, dims.shards))}")
 

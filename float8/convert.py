@@ -4,6 +4,7 @@ torchao is imported where it is used: it takes seconds to load, and only float8 
 """
 
 import dataclasses
+import inspect
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -14,9 +15,13 @@ from torch import nn
 import config as settings
 from config import Config, ConfigError, close_match
 from float8.cpu import replace_matmul
+from originals import check_forward, check_original
 
 logger = logging.getLogger(__name__)
 
+# Digests of the model's linear and output layers that float8 layers compute, see originals.py.
+LINEAR = ("b1ba63b3fe88", "f9c13d2b755c")
+LOGITS = "fda68fd1d73c"
 BLOCK = 128  # values that share a scale of recipe `blockwise`
 # What 4 scales of 128 x 128 cover. cuBLASLt reads a weight's scales in columns of a multiple of 4 along what a matmul
 # sums, and is silently wrong where there are fewer ("Scaling factors layouts" in its documentation;
@@ -94,6 +99,7 @@ def convert_to_float8(
         logger.info(f"float8: {which}: gathered as without float8")
     elsewhere = dataclasses.replace(float8, fsdp_all_gather="off")
     for name in converted:
+        _check_edits(name, linears[name], float8)
         model.set_submodule(name, build_linear(linears[name], elsewhere if name in uneven else float8))
     if not converted:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in list(skipped.items())[:3])
@@ -113,12 +119,28 @@ def own_kernels(float8: settings.Float8) -> bool:
     return float8.enable and (float8.kernels == "own" or float8.recipe == "blockwise")
 
 
+def _check_edits(name: str, linear: nn.Linear, float8: settings.Float8) -> None:
+    """Refuse a layer whose forward a fork has edited, or whose bias own kernels would drop. Raises ConfigError."""
+    instead = f'float8.skip = ["{name.rpartition(".")[2]}"]'
+    if own_kernels(float8) and linear.bias is not None:
+        raise ConfigError(f'{name}: has a bias, which float8.kernels = "own" cannot add: set {instead}')
+    stand_in = "the layer of float8.convert.build_linear"
+    if type(linear).forward is not nn.Linear.forward:
+        check_forward(linear, LINEAR, stand_in, instead)
+    compute: Any = getattr(linear, "compute", None)
+    if compute is not None:
+        check_original(compute, {LOGITS}, stand_in, instead)
+
+
 def build_linear(linear: nn.Linear, float8: settings.Float8) -> nn.Linear:
     """A float8 layer with the weight of `linear`."""
     from float8.layers import Float8Linear, Output, OwnLinear
 
-    own, output = own_kernels(float8), type(linear).__name__ == "Output"
-    kind = OwnLinear if own else Output if output else Float8Linear
+    own = own_kernels(float8)
+    takes_loss = "loss" in inspect.signature(type(linear).forward).parameters
+    kind: Any = Output if takes_loss else Float8Linear
+    if own:
+        kind = OwnLinear
     layer = kind.from_float(linear, build_linear_config(float8))
     if own:
         layer.how = float8.recipe, float8.fast_accumulation == "all"

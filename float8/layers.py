@@ -16,10 +16,15 @@ from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from float8.casts import Cast, cast, multiply
+from originals import check_forward
 
 if torch.cuda.is_available():
     from float8 import kernels  # noqa: F401  (registers them)
 
+# Digests of the model's SwiGLU and norm that are computed here, see originals.py.
+FEED_FORWARD = "eb3c0fb914cb"
+NORM = "dfc2e86b4b55"
+INSTEAD = 'float8.kernels = "compiler" and another recipe than blockwise'
 How = tuple[str, bool]  # the recipe, and whether backward's matmuls sum in fewer bits
 # Llama's norms, and the layers that alone read what they return.
 READERS = {
@@ -121,7 +126,9 @@ class OwnLinear(Float8Linear):
     how: How
 
     def forward(self, input: Tensor | Quantized, loss: Callable[..., Tensor] | None = None) -> Tensor:
-        return self.compute(input, self.weight) if loss is None else loss(input, self.weight, self.compute)
+        if loss is None:
+            return self.compute(input, self.weight)
+        return loss(input, self.weight, self.compute, True)
 
     def compute(self, x: Tensor | Quantized, weight: Tensor) -> Tensor:
         """y [..., N] of x [..., K]. With tensor parallelism each rank casts its own part."""
@@ -138,7 +145,9 @@ class Output(Float8Linear):
     """torchao's layer for a loss that makes its own logits, like the model's `Output`."""
 
     def forward(self, input: Tensor, loss: Callable[..., Tensor] | None = None) -> Tensor:
-        return super().forward(input) if loss is None else loss(input, self.weight, self.compute)
+        if loss is None:
+            return super().forward(input)
+        return loss(input, self.weight, self.compute, True)
 
     def compute(self, x: Tensor, weight: Tensor) -> Tensor:
         return matmul_with_hp_or_float8_args.apply(x, weight.t(), self.linear_mm_config, self.config)
@@ -188,8 +197,11 @@ def convert_around(model: nn.Module, norms: bool) -> None:
         layers = dict(block.named_modules())
         own = {name for name, layer in layers.items() if isinstance(layer, OwnLinear)}
         for name, readers in READERS.items():
-            if norms and own.issuperset(readers) and isinstance(norm := layers.get(name), nn.RMSNorm):
+            norm = layers.get(name)
+            if norms and own.issuperset(readers) and isinstance(norm, nn.RMSNorm):
+                check_forward(norm, {NORM}, "float8.layers.OwnNorm", INSTEAD)
                 setattr(block, name, OwnNorm(norm, layers[readers[0]].how[0]))
         for name, child in block.named_children():
-            if type(child).__name__ == "FeedForward" and own.issuperset(f"{name}.{w}" for w in ("w1", "w2", "w3")):
+            if own.issuperset(f"{name}.{w}" for w in ("w1", "w2", "w3")):
+                check_forward(child, {FEED_FORWARD}, "float8.layers.OwnFeedForward", INSTEAD)
                 setattr(block, name, OwnFeedForward(**dict(child.named_children())))  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from config import ConfigError, close_match
 from models.llama import FLAVORS, recorded_flavor
 from models.llama import hf as llama_hf
 from models.llama.model import Llama
-from models.llama.parallelize import apply_parallelism, check_parallelism
+from models.llama.parallelize import apply_parallelism, check_parallelism, check_replacements
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,8 @@ class ModelSpec:
 
     `model(flavor)` builds a module with `init_std(name)` and `flops_per_token(seq_len)`. Flavors are dataclasses with
     `vocab_size`, `dim` and `n_layers`; `recorded_flavor(fields)` builds one from its `asdict`.
-    `check_parallelism(flavor, config)` raises ConfigError if the two do not fit. `apply_parallelism(model, mesh,
+    `check_parallelism(flavor, config)` raises ConfigError if the two do not fit, `check_replacements(model, config,
+    chunks)` if a parallelism or the loss in chunks would ignore an edit of the model. `apply_parallelism(model, mesh,
     config)` shards the model and returns the parts this rank holds. `hf` is the family's module with the functions of
     models/llama/hf.py, for tools.hf; None: the family does not cross to Hugging Face.
     """
@@ -32,12 +33,23 @@ class ModelSpec:
     flavors: Mapping[str, Any]
     recorded_flavor: Callable[[Mapping[str, Any]], Any]
     check_parallelism: Callable[..., None]
+    check_replacements: Callable[..., None]
     apply_parallelism: Callable[..., list[nn.Module]]
     hf: Any = None
 
 
 MODELS = MappingProxyType(
-    {"llama": ModelSpec(Llama, FLAVORS, recorded_flavor, check_parallelism, apply_parallelism, llama_hf)}
+    {
+        "llama": ModelSpec(
+            model=Llama,
+            flavors=FLAVORS,
+            recorded_flavor=recorded_flavor,
+            check_parallelism=check_parallelism,
+            check_replacements=check_replacements,
+            apply_parallelism=apply_parallelism,
+            hf=llama_hf,
+        )
+    }
 )
 
 

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -52,9 +52,13 @@ def build_step(
     (model,) = parts
 
     def forward(tokens: Tensor, labels: Tensor, positions: Tensor | None) -> Tensor:
-        if chunked_loss is not None:
-            return model(tokens, positions, loss=lambda h, weight, *linear: chunked_loss(h, weight, labels, *linear))
-        return loss_fn(model(tokens, positions), labels)
+        if chunked_loss is None:
+            return loss_fn(model(tokens, positions), labels)
+
+        def loss(hidden: Tensor, weight: Tensor, *how: Any) -> Tensor:
+            return chunked_loss(hidden, weight, labels, *how)
+
+        return model(tokens, positions, loss=loss)
 
     def forward_backward(
         tokens: Tensor, labels: Tensor, positions: Tensor | None, n_tokens: Tensor, is_last: bool

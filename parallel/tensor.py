@@ -20,6 +20,10 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from config import Config, ConfigError
 from parallel.device import device_type
 
+# Digests of the loss that is computed on a split vocabulary, see originals.py.
+CROSS_ENTROPY = "0b10c8a68e79"
+LOSS_TERMS = "79dbbe26fa6a"
+
 
 def _own_part(ids: Tensor, size: int, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
     """(places of token ids in this rank's `size` of the vocabulary, 0 for other ranks' ids; which ids are its own)."""
@@ -34,6 +38,18 @@ class VocabParallelEmbedding(ParallelStyle):
     torch's RowwiseParallel sends as much, but makes the gradient of all V rows on each rank. It stays there until the
     step's end if gradients are summed late: 2 GB in float32 for the 8B, 8 GB for the 405B.
     """
+
+    @staticmethod
+    def check(module: nn.Module) -> None:
+        """Raises ConfigError for an embedding that is not torch's plain one."""
+        plain = nn.Embedding(1, 1, device="meta")
+        options = ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse")
+        changed = [name for name in options if getattr(module, name, None) != getattr(plain, name)]
+        edited = type(module).forward is not nn.Embedding.forward or "forward" in vars(module)
+        if edited or changed:
+            name = type(module).__qualname__
+            what = f"sets {changed[0]}" if changed else "has a forward of its own"
+            raise ConfigError(f"{name}: {what}, which parallel.tensor._look_up would ignore: set parallelism.tp = 1")
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, nn.Embedding)

@@ -147,11 +147,18 @@ class Linear(nn.Linear):
         return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
 
-class Output(Linear):
-    """The last matmul. With `loss` it returns `loss(hidden states, weight)`, for a loss that makes its own logits."""
+class Output(nn.Linear):
+    """The last matmul. With `loss` it returns `loss(hidden states, weight, self.compute)`, for a loss in chunks."""
 
-    def forward(self, x: Tensor, loss: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
-        return super().forward(x) if loss is None else loss(x, self.weight)
+    @staticmethod
+    def compute(x: Tensor, weight: Tensor) -> Tensor:
+        """Logits [..., V] of hidden states [..., D] and the weight [V, D]."""
+        return F.linear(x, weight.to(x.dtype))
+
+    def forward(self, x: Tensor, loss: Callable[..., Tensor] | None = None) -> Tensor:
+        if loss is None:
+            return self.compute(x, self.weight)
+        return loss(x, self.weight, self.compute)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -250,11 +257,11 @@ class Llama(nn.Module):
         x: Tensor,
         positions_BS: Tensor | None = None,
         caches: Sequence[KVCache] | None = None,
-        loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+        loss: Callable[..., Tensor] | None = None,
     ) -> Tensor:
         """Logits [B, S, V] of tokens [B, S]. Between pipeline stages input or result are hidden states.
 
-        With `loss`, a function of the last hidden states and the output's weight: what that returns.
+        With `loss`, a function of the last hidden states, the output's weight and `Output.compute`: what that returns.
 
         `positions_BS` are the tokens' places in their documents: they restart at 0 with each document, and a token
         sees only its own document. None: one document per row. With `caches` (one per layer) positions do not restart:
@@ -288,7 +295,7 @@ class Llama(nn.Module):
         else:
             assert self.tok_embeddings is not None, "tied: one weight at both ends"
             weight = self.tok_embeddings.weight
-            result = F.linear(h, weight.to(h.dtype)) if loss is None else loss(h, weight)
+            result = Output.compute(h, weight) if loss is None else loss(h, weight, Output.compute)
         return result.view(-1, positions.shape[1], result.shape[-1]) if loss is None else result
 
     def init_std(self, name: str) -> float | None:

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +20,15 @@ from torch.distributed.tensor.parallel import (
 from config import Config, ConfigError
 from float8.tensor import float8_plan, gathers_activations
 from models.llama.model import Llama, LlamaConfig, Mask, attention
+from originals import check_forward, check_original
 from parallel.activation_checkpoint import apply_activation_checkpoint, check_activation_checkpoint, guide_compiler
-from parallel.context import build_gather, local_indices, ring_attention
+from parallel.context import ATTENTION, build_gather, local_indices, ring_attention
 from parallel.fsdp import apply_fsdp, needs_fsdp
 from parallel.mesh import Mesh
 from parallel.pipeline import check_pipeline, layers_of_stages, stages_of_rank
 from parallel.tensor import VocabParallelEmbedding, check_async_tensor_parallel, enable_async_tensor_parallel
+
+OUTPUT = "f9c13d2b755c"  # digest of the output layer that the loss in chunks knows, see originals.py
 
 
 def apply_parallelism(
@@ -65,6 +69,27 @@ def check_parallelism(flavor: LlamaConfig, config: Config) -> None:
     check_async_tensor_parallel(config)
     check_activation_checkpoint(config)
     check_pipeline(config, flavor.n_layers)
+
+
+def check_replacements(model: Llama, config: Config, chunks: int) -> None:
+    """Refuse edits of the model that a parallelism, or the loss in `chunks`, would ignore. Raises ConfigError."""
+    settings = config.parallelism
+    if chunks > 1 and model.output is not None:
+        check_forward(model.output, {OUTPUT}, "loss.build_chunked_loss", "training.loss_chunks = 1")
+    if settings.tp > 1 and model.tok_embeddings is not None:
+        VocabParallelEmbedding.check(model.tok_embeddings)
+    if settings.cp == 1:
+        return
+    for block in model.layers.values():
+        layer: Any = block.attention
+        if settings.cp_method == "ring":
+            instead = 'parallelism.cp_method = "allgather"'
+            check_original(layer.attend, {ATTENTION}, "parallel.context.ring_attention", instead)
+        forward = type(layer).forward
+        if "attend" not in forward.__code__.co_names:
+            raise ConfigError(
+                f"{forward.__qualname__}: does not call self.attend, through which cp gathers: set cp = 1"
+            )
 
 
 # The matmuls of a block come in pairs, the first split by columns, the second by rows (Megatron-LM). So ranks

@@ -15,18 +15,19 @@ OWN = {path.stem for path in ROOT.glob("*.py")} | set(PACKAGES)
 MAY_IMPORT = {
     "errors": set(),
     "config": {"errors"},
+    "originals": {"errors"},
     "records": {"config"},
     "storage": {"config", "records"},
-    "parallel": {"config", "records"},
-    "float8": {"config"},
+    "parallel": {"config", "originals", "records"},
+    "float8": {"config", "originals"},
     "data": {"config", "records", "storage"},
     "checkpoint": {"config", "data", "records", "storage"},
-    "loss": {"config", "parallel"},
+    "loss": {"config", "originals", "parallel"},
     "optim": {"config", "muon", "parallel"},
     "muon": {"config", "parallel"},
     "metrics": {"config", "records"},
     "profiling": {"config"},
-    "models": {"config", "parallel", "float8"},
+    "models": {"config", "originals", "parallel", "float8"},
     "run": {"checkpoint", "config", "data", "parallel", "profiling", "records", "storage"},
 }
 # Who reads or sets variables of the environment: of the launcher, of AWS, and switches of libraries.

@@ -14,6 +14,7 @@ from torch import nn
 
 from config import Checkpoint, Compile, Config, ConfigError, LRScheduler, Optimizer, Training, to_toml
 from loss import IGNORED, build_chunked_loss, build_loss, cross_entropy
+from models.llama.model import Output
 from optim import build_optimizer, check_optim, clip_grad_norm_, learning_rate, set_learning_rate
 from parallel.gradients import build_add
 
@@ -184,7 +185,7 @@ def test_the_chunked_loss_sums_and_scales_in_float32(compile: bool) -> None:
     labels = torch.randint(0, 32, (1, 64))
     loss = build_chunked_loss(Compile(enable=compile, backend="aot_eager"), ONE_RANK, chunks=8)
     whole, third = (
-        torch.autograd.grad(loss(hidden, weight, labels) * torch.tensor(factor), (hidden, weight))
+        torch.autograd.grad(loss(hidden, weight, labels, Output.compute) * torch.tensor(factor), (hidden, weight))
         for factor in (1.0, 1 / 3)
     )
     expected = torch.zeros(32, 16)

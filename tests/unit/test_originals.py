@@ -1,0 +1,162 @@
+"""What stands in for a piece of the model or the loss refuses an edited original, in one line at the start."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import loss
+import train
+from config import ConfigError, TitaniteError, load_config
+from models.llama import model as llama
+from originals import check_forward, digest
+from tests.corpus import write_dataset
+
+SMALL = ("--data.datasets=data", "--model.flavor=debug", "--training.seq_len=256", "--training.local_batch_size=4")
+FLOAT8 = ("--float8.enable=true", "--float8.filter=all")
+OWN = (*FLOAT8, "--float8.kernels=own")
+CHUNKS, TP = ("--training.loss_chunks=4",), ("--parallelism.tp=2",)
+RING, GATHER = ("--parallelism.cp=2", "--parallelism.cp_method=ring"), ("--parallelism.cp=2",)
+
+
+class GeGLU(llama.FeedForward):
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        return self.w2(F.gelu(self.w1(x_BSD)) * self.w3(x_BSD))
+
+
+class Offset(llama.RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, 1 + self.weight.to(x.dtype), self.eps)
+
+
+class Noisy(llama.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(F.dropout(x))
+
+
+class Capped(llama.Output):
+    def forward(self, x: Tensor, loss: Any = None) -> Tensor:
+        return 30 * (super().forward(x) / 30).tanh() if loss is None else loss(x, self.weight, self.compute)
+
+
+class OtherLogits(llama.Output):
+    @staticmethod
+    def compute(x: Tensor, weight: Tensor) -> Tensor:
+        return 30 * (F.linear(x, weight.to(x.dtype)) / 30).tanh()
+
+
+class Scaled(nn.Embedding):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+SCALED = SimpleNamespace(**{**vars(nn), "Embedding": Scaled})
+
+
+class Deaf(llama.Attention):
+    def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, *_: Any, **__: Any) -> Tensor:
+        return self.wo(x_BSD)
+
+
+class OtherAttention(llama.Attention):
+    def __init__(self, config: llama.LlamaConfig):
+        super().__init__(config)
+        self.attend = lambda q, k, v, mask: llama.attention(q / 2, k, v, mask)
+
+
+class Biased(llama.Linear):
+    forward = llama.Linear.forward
+
+    def __init__(self, rows: int, columns: int, bias: bool = True):
+        super().__init__(rows, columns, bias=True)
+
+
+def smoothed(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum", label_smoothing=0.1)
+
+
+def squared(logits: Tensor, labels: Tensor, z_loss: float) -> Tensor:
+    return loss.cross_entropy(logits, labels).square()
+
+
+# (where, name, what a fork puts there, settings that ignored it, the stand-in, a setting that honours it)
+EDITS = {
+    "feed-forward": (llama, "FeedForward", GeGLU, OWN, "float8.layers.OwnFeedForward", FLOAT8),
+    "norm": (llama, "RMSNorm", Offset, OWN, "float8.layers.OwnNorm", FLOAT8),
+    "linear": (llama, "Linear", Noisy, FLOAT8, "float8.convert.build_linear", ()),
+    "bias": (llama, "Linear", Biased, OWN, "float8.skip", FLOAT8),
+    "output": (llama, "Output", Capped, CHUNKS, "loss.build_chunked_loss", ("--training.loss_chunks=1",)),
+    "output in float8": (
+        llama, "Output", OtherLogits, (*FLOAT8, "--float8.always=output"), "float8.convert.build_linear", CHUNKS,
+    ),
+    "attention": (llama, "Attention", OtherAttention, RING, "parallel.context.ring_attention", GATHER),
+    "attention without attend": (llama, "Attention", Deaf, GATHER, "self.attend", ()),
+    "embedding": (llama, "nn", SCALED, TP, "parallel.tensor._look_up", ()),
+    "cross-entropy": (loss, "cross_entropy", smoothed, TP, "parallel.tensor.vocab_parallel_cross_entropy", ()),
+    "terms": (loss, "loss_terms", squared, TP, "parallel.tensor.vocab_parallel_cross_entropy", ()),
+}  # fmt: skip
+
+
+class Started(Exception):
+    """Nothing was refused."""
+
+
+def start(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The start of a run on rank 0 of as many as the settings need, up to its process group."""
+    monkeypatch.setenv("WORLD_SIZE", "2" if "=2" in "".join(words) else "1")
+    monkeypatch.setattr(train, "Run", mock.Mock(side_effect=Started))
+    train.train(load_config([*SMALL, *words]))
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_dataset(tmp_path / "data", [[[*range(1, 99), 0]] * 99], [[1, 0]])
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("place")
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edit_is_refused_where_it_would_be_ignored(edit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, name, edited, ignoring, stand_in, honouring = EDITS[edit]
+    for settings in (ignoring, honouring):
+        with pytest.raises(Started):
+            start(settings, monkeypatch)
+    monkeypatch.setattr(module, name, edited)
+    with pytest.raises(TitaniteError, match=stand_in) as refused:
+        start(ignoring, monkeypatch)
+    assert "\n" not in str(refused.value)
+    assert "set " in str(refused.value)
+    with pytest.raises(Started):
+        start(honouring, monkeypatch)
+
+
+def test_a_hook_that_a_stand_in_would_drop_is_refused() -> None:
+    layer = llama.Linear(4, 4)
+    known = {digest(llama.Linear.forward)}
+    check_forward(layer, known, "float8", "float8.enable = false")
+    layer.register_forward_hook(lambda *_: None)
+    with pytest.raises(ConfigError, match="hooks"):
+        check_forward(layer, known, "float8", "float8.enable = false")
+
+
+def test_a_digest_is_of_the_code_alone() -> None:
+    def plain(x: int) -> int:
+        return x + 1
+
+    def commented(x: int) -> int:
+        """Its docstring."""
+        # why
+        return (
+            x
+            + 1
+        )  # fmt: skip
+
+    def other(x: int) -> int:
+        return x + 2
+
+    assert digest(plain) != digest(other)
+    assert digest(plain) == digest(commented)
