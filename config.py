@@ -32,6 +32,8 @@ else:
 
 logger = logging.getLogger(__name__)
 
+# Keys of settings that nobody should write into a config. `sample_token` is none, but a misspelt setting.
+CREDENTIALS = r"secret|password|credential|access_key|api_key|(^|\.|auth_|access_|api_|hf_|session_)token$"
 PATIENCE = 0.8  # share of a collective's timeout after which the watchdog declares the job hung
 
 
@@ -107,7 +109,7 @@ class Model:
 class Data:
     """Which prepared datasets to read (see `python -m data.prepare`), and in which order."""
 
-    datasets: tuple[str, ...] = ("datasets/stdlib",)
+    datasets: tuple[FolderOrS3, ...] = ("datasets/stdlib",)
     """Folders of prepared datasets, or URLs such as `s3://bucket/folder`."""
     weights: tuple[AboveZero, ...] = ()
     """Relative share of the samples drawn from each dataset. Empty: in proportion to their tokens."""
@@ -337,7 +339,7 @@ class Validation:
     """Steps between two validations."""
     max_samples: Count = 256
     """Sequences to measure, always the same ones: of each of `datasets`, or of all training data. 0: all."""
-    datasets: tuple[str, ...] = ()
+    datasets: tuple[FolderOrS3, ...] = ()
     """Prepared datasets whose held-out documents to measure, reported by folder name. Empty: `data.datasets`."""
     sample_prompt: str = ""
     """Text that the model continues every `interval` steps, and at the end of the run."""
@@ -584,7 +586,7 @@ def _check_value(key: str, value: Any, kind: Any = None) -> Any:
         return base(**{name: _check_value(f"{key}.{name}", entry, kinds[name]) for name, entry in value.items()})
     elif base is float and type(value) is int:
         return _check_value(key, float(value), kind)
-    elif base is str and re.search(r"://[^/@]*@", str(value)):
+    elif isinstance(allowed, Form) and re.search(r"://[^/@]*@", str(value)):  # other text may hold such words
         hint = ", without credentials, which are taken from the environment only"
     elif type(value) is base and (allowed is None or value in allowed):
         return value
@@ -609,7 +611,7 @@ def _kind_of(key: str, dashes: str = "") -> Any:
         return KINDS[key]
     if key in REMOVED:
         raise ConfigError(f"{key}: was removed; {REMOVED[key]}")
-    if re.search(r"secret|password|token$|credential|access_key|api_key", key, re.IGNORECASE):
+    if re.search(CREDENTIALS, key, re.IGNORECASE):
         raise ConfigError(f"{key}: credentials are never part of a config; they are taken from the environment")
     raise ConfigError(f"{key}: unknown key{_hint(key, dashes)}")
 

@@ -66,6 +66,10 @@ def test_command_line_values(words, get, value) -> None:
         (["--run.folder=s3://b/x"], ['run.folder = "s3://b/x"', "not a URL"]),
         (["--checkpoint.folder=s3:/b/x"], ['checkpoint.folder = "s3:/b/x"', "s3://bucket/prefix"]),
         (["--checkpoint.aws_secret_access_key=abc"], ["credentials are never part of a config"]),
+        (["--data.hf_token=abc"], ["credentials are never part of a config"]),
+        (["--validation.sample_token=9"], ["did you mean --validation.sample_tokens?"]),
+        (["--data.datasets=a,s3://key:secret@bucket/x"], ["data.datasets", "s3://***@bucket/x", "environment"]),
+        (["--validation.datasets=https://key:secret@host/x"], ["validation.datasets", "https://***@host/x"]),
         (["--checkpoint.folder=s3://key:secret@bucket/x"], ["checkpoint.folder", "s3://***@bucket/x", "environment"]),
     ],
 )
@@ -97,7 +101,7 @@ def test_bad_files_are_named(text: str, said: str, tmp_path: Path) -> None:
 
 
 def test_resolved_config_reads_back_the_same(tmp_path: Path) -> None:
-    prompt = "--validation.sample_prompt=tab\t, \u2028, \\ and 🙂"
+    prompt = "--validation.sample_prompt=tab\t, \u2028, \\ and 🙂, s3://visit http://example.org @someone"  # no place
     config = load_config(['--data.datasets=a b,c"d', "--optimizer.lr=3e-5", "--compile.enable", prompt])
     (tmp_path / "saved.toml").write_text(settings.to_toml(config), encoding="utf-8")
     assert load_config([f"--config={tmp_path / 'saved.toml'}"]) == config

@@ -15,6 +15,7 @@ from config import load_config, tomllib
 from data.loader import DataLoader
 from data.prepare import main as prepare
 from data.tokenizer import Tokenizer, train_tokenizer
+from data.writer import is_held_out
 from parallel.device import fast_dtype
 from records import read_records
 from tests.corpus import stored_blocks
@@ -148,6 +149,25 @@ def test_own_text_is_prepared_once_and_again_if_it_changes(
     assert prepare_own_text(["my text.txt"])[0] != first
     *_, last = prepare_own_text(["*.md"])
     assert last in ("--validation.enable=false", "--validation.sample_prompt=# A note")
+
+
+def test_own_text_of_any_kind_gives_settings_that_train_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text that chance holds out, one that begins like a URL with a password, and files without words at first."""
+    monkeypatch.chdir(tmp_path)
+    held_out = next(word for word in WORDS if is_held_out(word.encode(), 0.3))
+    (tmp_path / "out.txt").write_text(held_out)
+    data, prompt, validation = prepare_own_text(["out.txt"])
+    assert validation == "--validation.enable=false"
+    (folder,) = json.loads(data.partition("=")[2])
+    assert sum(map(len, stored_blocks(Path(folder)))) == 1
+    (tmp_path / "web").mkdir()
+    (tmp_path / "web" / "0.txt").write_text(" \n")
+    (tmp_path / "web" / "1.jsonl").write_text('{"text": "visit http://example.org @some"}\n')
+    _, prompt, *_ = prepare_own_text(["web"])
+    assert load_config([prompt]).validation.sample_prompt == "visit http://example.org @some"
+    (tmp_path / "long.txt").write_text("日本語" * 100)
+    prompts = [word for word in prepare_own_text(["long.txt"]) if "prompt" in word]
+    assert prompts == [f"--validation.sample_prompt={'日本語' * 4}日"], "no more than 40 bytes, in whole characters"
 
 
 @pytest.mark.parametrize(
