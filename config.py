@@ -439,16 +439,6 @@ KINDS = types.MappingProxyType(  # dotted key → type of its value, with its Ra
         for name, kind in get_type_hints(fields, include_extras=True).items()
     }
 )
-REMOVED = {  # former setting → what to use instead
-    "data.on_bad_block": "a damaged block stops the run; python -m tools.verify DATASET names the files to fetch again",
-    "data.shuffle_samples": "cut long texts with data.prepare --max-characters",
-    "data.retry_seconds": "comm.store_retry_seconds is for data and checkpoints alike",
-    "data.tokenizer": "the run's own tokenizer is checked at each start",
-    "checkpoint.request_timeout_seconds": "comm.store_retry_seconds says how long a request is repeated",
-    "checkpoint.visibility_seconds": "object storage is expected to show an object as soon as it is written",
-    "training.gc_interval": "every 50 steps all ranks collect garbage together",
-    "failures.straggler_interval": "python -m tools.preflight compares the devices of all ranks before a run",
-}
 OTHER_NAMES = {  # setting → what other projects call it
     "optimizer.lr": "learning_rate",
     "training.local_batch_size": "batch_size micro_batch_size",
@@ -609,8 +599,6 @@ def _kind_of(key: str, dashes: str = "") -> Any:
     """The type of the values of a setting. Raises ConfigError if there is none of that name."""
     if key in KINDS:
         return KINDS[key]
-    if key in REMOVED:
-        raise ConfigError(f"{key}: was removed; {REMOVED[key]}")
     if re.search(CREDENTIALS, key, re.IGNORECASE):
         raise ConfigError(f"{key}: credentials are never part of a config; they are taken from the environment")
     raise ConfigError(f"{key}: unknown key{_hint(key, dashes)}")

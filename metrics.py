@@ -342,7 +342,3 @@ class MetricsLogger:
             tracker.call(tracker.close)
             if tracker.failed:
                 logger.error(f"warning: {tracker.name}: calls failed: {tracker.failed}, the last by {tracker.trouble}")
-
-
-if __name__ == "__main__":
-    raise SystemExit("error: moved: python -m tools.compare, see docs/migration.md")

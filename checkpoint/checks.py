@@ -90,7 +90,7 @@ def check_shared(key: str, store: LocalStore, ranks: Ranks) -> None:
         if not (store.folder / probe).exists():  # by name: no network file system answers that from an old listing
             raise ConfigError(
                 f"checkpoint.{key} = {store.url!r}: {socket.gethostname()} does not see what rank 0 writes there: name "
-                "a shared folder or s3://bucket/prefix; see docs/migration.md"
+                "a shared folder or s3://bucket/prefix"
             )
 
     ranks.from_rank_0(partial(store.put, probe, b"x"))

@@ -109,10 +109,11 @@ def first_place(config: Config, datasets: Sequence[Dataset]) -> Place:
 
 
 def saved_place(state: Mapping[str, Any]) -> Place:
-    """The place that `Place.state` recorded. Raises DataError for what only earlier commits can read."""
-    if state.get("version") != STATE_VERSION or state.get("masked") or state.get("piece_tokens"):
-        advice = "resume at commit 7cc964e (see docs/migration.md) or, with checkpoint.initial_load, start a new run"
-        raise DataError(f"data state: of another version, or with masked blocks or shuffled samples; {advice}")
+    """The place that `Place.state` recorded. Raises DataError for another version's."""
+    version = state.get("version")
+    if version != STATE_VERSION:
+        advice = "start a new run, with checkpoint.initial_load"
+        raise DataError(f"data state: of version {version}, this code reads {STATE_VERSION}; {advice}")
     names, starts, weights = zip(*state["datasets"], strict=True)
     segment = Segment(names, weights, starts, state["seq_len"])
     return Place(state["seed"], state["window_blocks"], segment, state["samples"], dict(state["earlier"]))
@@ -155,7 +156,7 @@ class Step(NamedTuple):
 
     began: Place  # where its start continued from: the same object for all steps of a start
     shape: StepShape
-    urls: dict[str, str]  # hash → URL of the start's datasets; empty in ledgers of an older version
+    urls: dict[str, str]  # hash → URL of the start's datasets
     first: int  # samples of the segment consumed before it
     crc32: int
 
@@ -179,10 +180,8 @@ def read_ledger(path: Path) -> tuple[list[Step], Place | None]:
     begins: dict[str, Any] = {}
     for line in read_records(path):
         if "start" in line:
-            shape, urls = StepShape(**line["shape"]), line.get("urls", {})
-            begins = {"began": saved_place(line["start"]), "shape": shape, "urls": urls}
+            shape = StepShape(**line["shape"])
+            begins = {"began": saved_place(line["start"]), "shape": shape, "urls": line["urls"]}
         else:
-            if "masked" in line:
-                raise DataError(f"{path}: a step with masked blocks; read it at commit 7cc964e, see docs/migration.md")
             steps.append(Step(**begins, first=line["first"], crc32=int(line["crc32"])))
     return steps, begins.get("began")

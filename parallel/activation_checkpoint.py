@@ -67,10 +67,9 @@ def apply_activation_checkpoint(block: nn.Module, settings: ActivationCheckpoint
 
 
 def guide_compiler() -> None:
-    """Overrule choices of the compiler, for the whole process: what to keep, what to compute again, how many graphs."""
+    """Overrule choices of the compiler, for the whole process: what to compute again, and how many graphs to make."""
 
     def overrule(joint: fx.GraphModule, _: Any) -> fx.GraphModule:
-        _keep_sums(joint.graph)
         _copy_in_backward(joint.graph)
         _settle_scales(joint.graph)
         return joint
@@ -82,37 +81,6 @@ def guide_compiler() -> None:
     # The compiler's cache does not look at the pass, and would return graphs made without it, or by another.
     if OWN_HASH not in torch.compiler.config.cache_key_tag:
         torch.compiler.config.cache_key_tag += OWN_HASH
-
-
-def _keep_sums(graph: fx.Graph) -> None:
-    """Keep the sums along the residual stream, not what was added there.
-
-    Between attention and feed-forward the compiler would keep the result of the matmul, and `selective` does. The sum
-    takes as much memory, or less with tensor parallelism, and is what the backward needs. To sum again costs a fifth of
-    what a block's own kernels read and write there: each norm's then read the tensors of both (torch 2.13, code for an
-    H100).
-    """
-    # A budget that does without the matmul's result would be exceeded. In bfloat16 one of 0.7 keeps all matmuls'.
-    float8 = graph.find_nodes(op="call_function", target=aten._scaled_mm.default)
-    ample = compiler.activation_memory_budget >= (1 if float8 else 0.7)
-    sums = set(graph.find_nodes(op="call_function", target=aten.add.Tensor))
-    for term in {term for total in sums for term in total.all_input_nodes if term in sums}:
-        if term.meta.get("partitioner_tag") != "is_forward":
-            continue
-        added = [_source(node) for node in term.all_input_nodes if len(node.users) == 1]
-        instead = [node for node in added if node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE]
-        undecided = term.meta.get("recompute") in (None, CheckpointPolicy.PREFER_SAVE)
-        if instead or (undecided and ample):
-            term.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-        for node in instead:
-            node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _source(node: fx.Node) -> fx.Node:
-    """What `node` is made of by views and collectives, as far as it is for `node` alone."""
-    while len(node.all_input_nodes) == 1 and len(node.all_input_nodes[0].users) == 1:
-        (node,) = node.all_input_nodes
-    return node
 
 
 def _copy_in_backward(graph: fx.Graph) -> None:

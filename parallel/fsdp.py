@@ -2,16 +2,13 @@
 
 import warnings
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard import _fsdp_init
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from config import Config, Parallelism
@@ -43,19 +40,14 @@ def apply_fsdp(model: nn.Module, groups: list[list[nn.Module]], mesh: DeviceMesh
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
     # A pipeline does not reshard: each microbatch would gather the weights again.
     reshard: bool | int = settings.reshard_after_forward and settings.pp == 1
-    meshes: AbstractContextManager[object] = nullcontext()
     if settings.reshard_group_size:
+        # For each block FSDP2 makes process groups of that many ranks, each with connections of its own.
         reshard = settings.reshard_group_size
-        # FSDP2 (torch 2.11 to 2.15) would make groups of that many ranks, with new connections, for each block.
-        axes = ("reshard_groups", "reshard_group")
-        shared = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, reshard), mesh_dim_names=axes)
-        meshes = mock.patch.object(_fsdp_init, "DeviceMesh", return_value=shared)
     # Modules under tensor parallelism return views; nothing changes them in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    with meshes:
-        for group in groups:
-            is_last = group is groups[-1]
-            fully_shard(group, reshard_after_forward=False if is_last else reshard, **options)
+    for group in groups[:-1]:
+        fully_shard(group, reshard_after_forward=reshard, **options)
+    fully_shard(groups[-1], reshard_after_forward=False, **options)
     fully_shard(model, reshard_after_forward=False, **options)
 
     for module in model.modules():

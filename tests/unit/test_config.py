@@ -107,19 +107,6 @@ def test_resolved_config_reads_back_the_same(tmp_path: Path) -> None:
     assert load_config([f"--config={tmp_path / 'saved.toml'}"]) == config
 
 
-def test_a_removed_setting_names_what_replaces_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the command line and in a TOML file; a run that recorded it is resumed without it."""
-    assert not {*settings.REMOVED} & {*settings.KINDS}
-    monkeypatch.setitem(settings.REMOVED, "training.old", "use training.steps")
-    said = r"training\.old: was removed; use training\.steps"
-    with pytest.raises(ConfigError, match=f"^{said}$"):
-        load_config(["--training.old=3"])
-    (tmp_path / "config.toml").write_text("[training]\nold = 3\nseq_len = 64\n")
-    with pytest.raises(ConfigError, match=rf"config\.toml: {said}$"):
-        load_config([str(tmp_path / "config.toml")])
-    assert load_config([f"--resume={tmp_path}"]).training == Training(seq_len=64)
-
-
 def test_a_run_is_resumed_by_its_own_config(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """What another version recorded, and this one does not know, is left out and named."""
     text = settings.to_toml(Config(training=Training(steps=70, seq_len=64))) + '[branch]\nidea = "s3://me:secret@x"\n'

@@ -114,7 +114,6 @@ NO_RECORD = "rank 1 has no record of step 1 that fits rank 0's"
         ),
         (1, replaced(r'"datasets": \[\["\w+"', '"datasets": [["another"'), NO_RECORD),
         (1, lambda lines: lines[:1], NO_RECORD),
-        (0, replaced('("crc32")', r'"masked": {}, \1'), "read it at commit 7cc9"),
         (1, lambda lines: ["not json", *lines], "not a ledger: JSONDecodeError"),
         (0, lambda lines: lines[1:], "not a ledger: TypeError"),
         (1, replaced('"first"', '"last"'), "not a ledger: KeyError 'first'"),

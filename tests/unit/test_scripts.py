@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import runpy
 import shutil
 import subprocess
@@ -33,28 +32,14 @@ esac
 """
 
 
-MOVED = "error: moved: python -m "
-
-
 def command_lines() -> list[str]:
     """The modules of the project that are programs."""
     files = [file for pattern in ("*.py", "*/*.py") for file in ROOT.glob(pattern) if not file.match("tests/*")]
     return sorted(
         ".".join(file.relative_to(ROOT).with_suffix("").parts)
         for file in files
-        if '__name__ == "__main__"' in (text := file.read_text()) and MOVED not in text
+        if '__name__ == "__main__"' in file.read_text()
     )
-
-
-def test_an_old_name_of_a_command_says_the_new_one() -> None:
-    migration = (ROOT / "docs" / "migration.md").read_text()
-    files = [file for pattern in ("*.py", "*/*.py") for file in ROOT.glob(pattern) if not file.match("tests/*")]
-    moved = {file: file.read_text().split(MOVED)[1] for file in files if MOVED in file.read_text()}
-    assert len(moved) == 5
-    for file, rest in moved.items():
-        new, old = rest.split(",")[0].split(" ")[0], ".".join(file.relative_to(ROOT).with_suffix("").parts)
-        assert (ROOT / f"{new.replace('.', '/')}.py").is_file()
-        assert re.search(rf"^\| .*`python -m {old}\b.*\| `python -m {new}\b", migration, re.MULTILINE), old
 
 
 @pytest.mark.parametrize("module", command_lines())

@@ -1,1 +1,0 @@
-raise SystemExit("error: moved: python -m tools.evaluate, see docs/migration.md")

@@ -1,1 +1,0 @@
-raise SystemExit("error: moved: python -m tools.preflight, see docs/migration.md")
