@@ -1,6 +1,8 @@
 """The command line that lists and verifies checkpoints."""
 
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ import torch.distributed.checkpoint as dcp
 
 from checkpoint import CheckpointError
 from checkpoint.loading import locate
+from checkpoint.manifest import encode_manifest, read_manifest, sha256
 from checkpoint.retention import committed
 from config import from_dict, to_toml
 from storage import open_store
@@ -47,24 +50,50 @@ def test_list_shows_each_and_what_is_wrong(folder, tool):
     assert text.count(": committed, step ") == 2
     assert "never committed" in text
     assert "notes" not in text
-    file = next((folder / committed(open_store(folder))[0]).glob("__0_0*"))
-    file.write_bytes(file.read_bytes()[:-1])
-    code, text = tool("list", folder)
-    assert code == 1
-    assert "DAMAGED" in text
-    assert f"__0_0.distcp has {file.stat().st_size} bytes, not {file.stat().st_size + 1}" in text
 
 
-def test_verify_reads_every_byte(folder, tool):
+def test_verify_reads_all(folder, tool):
     code, text = tool("verify", folder)
     assert code == 0
     assert text.count("intact") == 2
-    newest = folder / committed(open_store(folder))[0]
-    file = newest / "__0_1.distcp"
+
+
+def flip(file):
     flip_bit(file, file.stat().st_size // 2)
-    code, text = tool("verify", folder)
-    assert code == 1
-    assert "__0_1.distcp: checksum of" in text
+
+
+def cut(file):
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "said", "listed"),
+    [
+        ("MANIFEST.json", flip, "MANIFEST.json: its checksum differs", True),
+        ("MANIFEST.json", cut, "MANIFEST.json: its checksum differs", True),
+        (".metadata", flip, ".metadata: its checksum differs", False),
+        (".metadata", Path.unlink, r".metadata has no bytes, not \d+", True),
+        ("__0_1.distcp", flip, r"__0_1.distcp: checksum of \S+ differs, at byte \d+", False),
+        ("__0_0.distcp", cut, r"__0_0.distcp has \d+ bytes, not \d+", True),
+        ("__0_0.distcp", Path.unlink, r"__0_0.distcp has no bytes, not \d+", True),
+        ("tokenizer.json", flip, "tokenizer.json: its checksum differs", False),
+        ("tokenizer.json", Path.unlink, "tokenizer.json: missing", False),
+    ],
+)
+def test_each_damage_is_named(folder, tool, name, damage, said, listed):
+    """`listed`: manifests and sizes alone tell it."""
+    store = open_store(folder)
+    newest = folder / committed(store)[0]
+    (newest / "tokenizer.json").write_bytes(b"{}")
+    manifest = read_manifest(store, newest.name) | {"companions": {"tokenizer.json": sha256(b"{}")}}
+    (newest / "MANIFEST.json").write_bytes(encode_manifest(manifest))
+    assert tool("verify", folder)[0] == 0
+    damage(newest / name)
+    for command, is_found in (("verify", True), ("list", listed)):
+        code, text = tool(command, folder)
+        assert bool(re.search(f"{newest.name}: DAMAGED: .*{said}", text)) == is_found
+        assert (code, "faults: 1" in text) == (is_found, is_found)
+        assert text.count(": committed, " if command == "list" else ": intact, ") == 2 - is_found
     assert tool("verify", newest)[0] == 1
 
 

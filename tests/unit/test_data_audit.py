@@ -372,6 +372,28 @@ def test_verify_finds_any_flipped_bit(folders, tmp_path, capsys):
     verify.main([str(folder)])
 
 
+def test_verify_names_every_fault(folders, tmp_path, capsys):
+    """Each bad block, a file that is gone, and a tokenizer that is another."""
+    folder = shutil.copytree(folders[0], tmp_path / "copy")
+    split = open_dataset(str(folder)).splits["train"]
+    content = bytearray((folder / "train-00000.arrow").read_bytes())
+    for block in (1, 3):
+        content[int(split.offset[block] + split.size[block]) - 20] ^= 1
+    (folder / "train-00000.arrow").write_bytes(content)
+    (folder / "validation-00000.arrow").unlink()
+    word_tokenizer(999).save(folder)
+    with pytest.raises(SystemExit, match="faults: 4"):
+        verify.main([str(folder)])
+    bad = f"{folder}/train-00000.arrow: is damaged, its checksum does not match"
+    assert capsys.readouterr().out.splitlines()[:4] == [
+        f"{folder}: its tokenizer.json or tokenizer_config.json is not the one that made the data; put that back",
+        *(f"{bad} (block {block})" for block in (1, 3)),
+        f"{folder}/validation-00000.arrow: missing (block 0)",
+    ]
+    (folder / "tokenizer.json").unlink()
+    assert next(verify.faults(open_dataset(str(folder)))) == f"{folder}/tokenizer.json: missing"
+
+
 def test_verify_compares_what_is_said_about_a_block_with_its_documents(tmp_path):
     tokenizer = word_tokenizer(10)
     tokenizer.save(tmp_path)

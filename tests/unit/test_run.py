@@ -5,6 +5,7 @@ import importlib
 import itertools
 import json
 import logging
+import math
 import struct
 import sys
 from fractions import Fraction
@@ -26,6 +27,7 @@ from config import (
     Parallelism,
     Profiling,
     Run,
+    TitaniteError,
     Training,
 )
 from metrics import MetricsLogger, configure_logging, find_trackers, peak_flops
@@ -131,6 +133,18 @@ def test_the_loss_is_the_mean_of_the_trained_steps_since_the_last_line(tmp_path:
     trained = [Fraction(loss) for step, loss in enumerate(losses.tolist(), 2) if step != 6]
     assert row["loss"] == float(sum(trained) / len(trained))
     assert row["grad_norm"] == losses[-1]
+
+
+@pytest.mark.parametrize(("loss", "norm"), [(math.nan, 0.5), (1.0, math.inf), (-math.inf, math.nan)])
+def test_figures_that_are_not_finite_are_found_with_their_step(loss: float, norm: float, tmp_path: Path) -> None:
+    metrics = build_metrics(Config(metrics=Metrics(tensorboard=False)), tmp_path)
+    for step, figures in enumerate(((1.0, 0.5), (loss, norm), (1.0, 0.5)), 4):
+        metrics.add(step, *torch.tensor(figures), rates={"lr": 1e-3}, data_wait_seconds=0.0)
+    with pytest.raises(TitaniteError, match=rf"step 5: loss {loss}, gradient norm {norm}: not finite") as caught:
+        metrics.log(6, tokens=6)
+    assert caught.value.agreed, "the same on all ranks"
+    metrics.close()
+    assert not (tmp_path / "metrics.jsonl").read_text()
 
 
 @pytest.mark.parametrize(
