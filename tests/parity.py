@@ -24,7 +24,6 @@ from torch.distributed.tensor import DTensor
 
 import metrics
 import train
-from checkpoint.manager import CheckpointManager
 from config import (
     ActivationCheckpoint,
     Checkpoint,
@@ -56,7 +55,7 @@ STEPS = 5  # that parity tests compare
 LOG_INTERVAL, VALIDATION_INTERVAL, HELD_OUT = 2, 3, 1000  # the last: the first step whose data is held out
 CPU = torch.device("cpu")
 # By the clock of `our_run`: a wait for data in each step, and what no rate may count.
-WAIT_SECONDS, VALIDATION_SECONDS, SAVE_SECONDS = 0.25, 100.0, 1000.0
+WAIT_SECONDS, VALIDATION_SECONDS = 0.25, 100.0
 PEAK_FLOPS = 1e9
 
 
@@ -245,12 +244,6 @@ def our_run(
         norm = clip_grad_norm_(*args)
         return norm * torch.nan if clipped == bad_step else norm
 
-    save = CheckpointManager.save
-
-    def save_slowly(manager: CheckpointManager, step: int) -> None:
-        clock[0] += SAVE_SECONDS
-        save(manager, step)
-
     def held_out(config: Config, dp_rank: int, dp_size: int, *_: Any) -> Iterator[Batch]:
         clock[0] += VALIDATION_SECONDS
         return Batches(clock, config, dp_rank, dp_size).rows_of(HELD_OUT)
@@ -265,7 +258,6 @@ def our_run(
         ),
         mock.patch("run.run.init_distributed", return_value=device),
         mock.patch("validate.validation_batches", held_out),
-        mock.patch.object(CheckpointManager, "save", save_slowly),
         mock.patch.object(metrics, "time", SimpleNamespace(perf_counter=lambda: clock[0], time=time.time)),
         mock.patch.object(metrics, "peak_flops", return_value=PEAK_FLOPS),
         contextlib.suppress(RolledBackError),
