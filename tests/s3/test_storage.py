@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import shutil
 import ssl
 import subprocess
 import threading
@@ -360,6 +361,23 @@ def refused(code, status):
     return ClientError({"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}, "x")
 
 
+def test_a_stream_holds_no_more_parts_than_are_under_way(parts_of):
+    may_end, ended = [threading.Event() for _ in range(9)], []
+
+    def send(number, body):
+        assert may_end[number].wait(20)
+        time.sleep(0.01)  # a write that does not wait returns now
+        ended.append(number)
+
+    with parts_of(send).create("file") as stream:
+        for number in range(1, 7):
+            may_end[number - storage.PARTS_IN_FLIGHT].set()
+            stream.write(bytes(8))
+            assert set(range(1, number - storage.PARTS_IN_FLIGHT + 1)) <= set(ended)
+        for event in may_end:
+            event.set()
+
+
 @pytest.mark.parametrize("is_there", [True, False])
 def test_the_lost_answer_of_a_completed_upload_is_success_only_if_the_object_is_there(parts_of, is_there):
     """The next attempt finds no upload: the first has completed it, or somebody has aborted it."""
@@ -448,7 +466,12 @@ def test_a_folder_keeps_files_whole_or_not_at_all(tmp_path):
     with suppress(KeyError), store.create("a/cut") as file:
         file.write(b"xyz")
         raise KeyError
+    (store.folder / "lost+found").mkdir()  # of a file system's top folder, where only root may look
+    (store.folder / "lost+found" / "piece").touch()
+    (store.folder / "a" / "removed").symlink_to("nowhere")  # as a file that goes once it is listed
     assert store.sizes() == store.sizes("a") == {"a/b": 5, "a/c": 3}
+    shutil.rmtree(store.folder / "lost+found")
+    (store.folder / "a" / "removed").unlink()
     assert (store.read("a/b"), store.read("a/b", 1, 3)) == (b"abcde", b"bcd")
     with pytest.raises(DamagedError, match="a/b: ends at byte 5, the rest is missing"):
         store.read("a/b", 1, 5)

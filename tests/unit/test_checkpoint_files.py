@@ -215,8 +215,9 @@ def test_no_checkpoint_is_step_0_and_an_error_for_load_model(tmp_path):
     assert Run(tmp_path / "nothing").checkpoint.load() == 0
     with pytest.raises(CheckpointError, match="no checkpoint in "):
         load_model(tmp_path, Tower())
-    with pytest.raises(StoreError, match="'': must be a folder or s3"):  # as of a variable that is not set
-        open_store("")
+    for place in ("", "gs://bucket/run"):  # the first as of a variable that is not set
+        with pytest.raises(StoreError, match=f"'{place}': must be a folder or s3"):
+            open_store(place)
 
 
 def test_initial_load_takes_weights_only(tmp_path, run):
