@@ -33,8 +33,8 @@ def store_at(url: str, retry_seconds: float = 2) -> S3Store:
 
 @pytest.fixture(autouse=True)
 def small_parts_and_pauses(monkeypatch):
-    monkeypatch.setattr(storage, "PART_BYTES", 5 << 20)  # the least that S3 takes
-    monkeypatch.setattr(storage.random, "uniform", lambda low, high: 0.05)
+    monkeypatch.setattr(storage.s3, "PART_BYTES", 5 << 20)  # the least that S3 takes
+    monkeypatch.setattr(storage.s3.random, "uniform", lambda low, high: 0.05)
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def endpoint(monkeypatch) -> Callable[[str], S3Store]:
 
 
 def test_an_object_of_several_parts_comes_back(bucket, monkeypatch):
-    monkeypatch.setattr(storage, "READ_BYTES", 3 << 20)
+    monkeypatch.setattr(storage.s3, "READ_BYTES", 3 << 20)
     data = os.urandom(23 << 20)
     store = store_at(bucket + "/a/b")
     with store.create("folder/object") as stream:
@@ -143,7 +143,7 @@ def test_a_failed_large_object_leaves_nothing(bucket, proxy, operation):
 
 def test_a_request_that_is_never_answered_ends_in_a_clear_error(bucket, proxy, monkeypatch):
     store_at(bucket).put("object", b"abc")
-    monkeypatch.setattr(storage, "ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(storage.s3, "ANSWER_SECONDS", 0.3)
     for operation, ask in (("put", lambda store: store.put("x", b"x")), ("get", lambda store: store.read("object"))):
         proxy.fault("hang", operation)
         with pytest.raises(OutageError, match=r"s3://.*[Tt]imeout.*tried for"):
@@ -163,7 +163,7 @@ def test_refused_connections_are_retried_for_the_time_set(endpoint, caplog, monk
             threading.Thread(target=server.serve_forever, daemon=True).start()
         return 0.0
 
-    monkeypatch.setattr(storage.random, "uniform", wait)
+    monkeypatch.setattr(storage.s3.random, "uniform", wait)
     assert endpoint(f"http://127.0.0.1:{port}", 60).read("file", 0, 100) == CONTENT[:100]
     assert "retrying for up to 60 s" in caplog.text
     server.shutdown()
@@ -329,7 +329,7 @@ def test_https_that_cannot_be_spoken_or_trusted_is_not_waited_for(endpoint, tmp_
 @pytest.fixture
 def parts_of(endpoint, monkeypatch):
     """A function that makes a store of 8 bytes a part, for which `send(PartNumber, Body)` takes the parts."""
-    monkeypatch.setattr(storage, "PART_BYTES", 8)
+    monkeypatch.setattr(storage.s3, "PART_BYTES", 8)
 
     def build(send):
         store, called = endpoint("http://127.0.0.1:9"), mock.Mock()

@@ -378,7 +378,7 @@ def test_a_read_or_a_write_that_fails_is_no_damage(tmp_path, monkeypatch):
         assert not isinstance(caught.value, DamagedError)
     monkeypatch.undo()
     run.train(0, 1)
-    monkeypatch.setattr(storage.np, "fromfile", mock.Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+    monkeypatch.setattr(storage.local.np, "fromfile", mock.Mock(side_effect=OSError(errno.EIO, "Input/output error")))
     with pytest.raises(StoreError, match="Input/output error") as caught:
         Run(tmp_path).checkpoint.load()
     assert not isinstance(caught.value, DamagedError)

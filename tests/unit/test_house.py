@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("models", "parallel", "data", "checkpoint", "float8", "launch", "run", "tools")
+PACKAGES = ("models", "parallel", "data", "checkpoint", "float8", "launch", "run", "storage", "tools")
 OWN = {path.stem for path in ROOT.glob("*.py")} | set(PACKAGES)
 # What each part may import of the project. Anything not listed (train.py and other commands) may import all but tools,
 # which only tools, tests and benchmarks may.
@@ -33,7 +33,7 @@ MAY_IMPORT = {
 # Who reads or sets variables of the environment: of the launcher, of AWS, and switches of libraries.
 ENVIRONMENT = {
     "run/processes.py",
-    "storage.py",
+    "storage/s3.py",
     "run/run.py",
     "data/prepare.py",
     "float8/__init__.py",
