@@ -159,7 +159,7 @@ def _local_files(source: str) -> Iterator[tuple[str, File]]:
         if os.path.isdir(match):
             names = _read_from_folder(match, list(_names_below(match, walked)))
         for name in names:
-            yield _identity(name), _described(os.path.abspath(name))
+            yield identity(name), _described(os.path.abspath(name))
 
 
 def _names_below(top: str, walked: set[str]) -> Iterator[str]:
@@ -196,7 +196,7 @@ def _glob(pattern: str) -> Iterator[str]:
                 yield from _glob(os.path.join(glob.escape(folder), after or "*"))
 
 
-def _identity(path: str) -> str:
+def identity(path: str) -> str:
     """What all names of a file share. Numbers of inodes only if it has several: not every file system's are unique."""
     about = os.stat(path)
     return f"{about.st_dev}:{about.st_ino}" if about.st_nlink > 1 else os.path.realpath(path)

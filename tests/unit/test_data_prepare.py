@@ -951,6 +951,98 @@ def test_tokens_that_cannot_be_converted_are_named(tokenizer_folder, tmp_path, c
     assert not (tmp_path / "out").exists()
 
 
+ROWS = [[5, 6, 0], [7, 8, 9], [3, 0, 4], [1, 0, 2], [0, 0, 0]]  # of which 0 is eos
+TABLES = {
+    "Arrow file": ("a.arrow", pa.ipc.new_file),
+    "Arrow stream": ("a.arrow", pa.ipc.new_stream),
+    "unnamed Arrow file": ("a.tokens", pa.ipc.new_file),
+    "Parquet": ("a.parquet", pq.ParquetWriter),
+}
+
+
+def write_table(folder: Path, kind: str, columns: dict[str, pa.Array]) -> str:
+    name, writer_of = TABLES[kind]
+    table = pa.table(columns)
+    with writer_of(folder / name, table.schema) as file:
+        for first in range(0, len(table), 3):  # several batches
+            file.write_table(table.slice(first, 3))
+    return str(folder / name)
+
+
+@pytest.mark.parametrize("kind", TABLES)
+@pytest.mark.parametrize("dtype", ["int8", "int32", "uint64"])
+@pytest.mark.parametrize("list_of", [pa.list_, pa.large_list, lambda dtype: pa.list_(dtype, 3)])
+def test_tokens_in_tables_are_documents_by_the_row(kind, dtype, list_of, tokenizer_folder, tmp_path, caplog):
+    rows = [*ROWS, None] if kind != "Parquet" else ROWS  # it has no fixed lists with null
+    ids = pa.array(rows, list_of(pa.type_for_alias(dtype)))
+    source = write_table(tmp_path, kind, {"text": pa.array(["text"] * len(rows)), "input_ids": ids})
+    convert([source], str(tmp_path / "out"), str(tokenizer_folder), validation_fraction=0)
+    assert stored_blocks(tmp_path / "out") == [[[5, 6, 0], [7, 8, 9, 0], [3, 0], [4, 0], [1, 0], [2, 0]]]
+    advice = "each becomes a document; give --packed if documents go on in the next row"
+    packed = [f"{source}: its rows are all of 3 ids, and not all end with eos: {advice}"]
+    assert caplog.messages == packed
+    convert([source], str(tmp_path / "out"), str(tokenizer_folder), validation_fraction=0, packed=True, overwrite=True)
+    assert stored_blocks(tmp_path / "out") == [[[5, 6, 0], [7, 8, 9, 3, 0], [4, 1, 0], [2, 0]]]
+
+
+@pytest.mark.parametrize(
+    ("columns", "options", "message"),
+    [
+        ({"n": [1], "text": ["a"]}, {}, r"no column of token ids, .*; it has n \(int64\), text \(string\)"),
+        (
+            {"input_ids": [[1]], "attention_mask": [[1]]},
+            {},
+            r"has several columns .*: name one by --column; it has input_ids \(list<.*>\), attention_mask",
+        ),
+        ({"ids": [[1]]}, {"column": "id"}, r"--column id: is no column of lists of integers; it has ids \(list"),
+        ({"ids": [[1, None]]}, {}, "column 'ids' holds null in place of an id"),
+        ({"ids": [[1], [2, -1]]}, {}, r"token 2: id -1 is not in the tokenizer's vocabulary of 400, read as int64"),
+        ({"ids": [[1]]}, {"dtype": "uint16"}, "--dtype uint16: no effect, a table has its own"),
+        ({"ids": [[1, 2]]}, {"packed": True}, "2 ids as int64, of which none ends a document, .* leave out --packed"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["Arrow stream", "Parquet"])
+def test_tables_without_tokens_say_what_they_hold(kind, columns, options, message, tokenizer_folder, tmp_path):
+    source = write_table(tmp_path, kind, {name: pa.array(values) for name, values in columns.items()})
+    with pytest.raises(DataError, match=f"{source}: {message}"):
+        convert([source], str(tmp_path / "out"), str(tokenizer_folder), **options)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("names", "options", "message"),
+    [
+        (["a.bin"], {"column": "ids"}, r"a\.bin: --column and --packed are for Arrow and Parquet"),
+        (["a.bin"], {"packed": True}, r"a\.bin: --column and --packed are for Arrow and Parquet"),
+        (["a.npy"], {"dtype": "uint32"}, r"a\.npy: --dtype uint32: its header says int16; leave --dtype out"),
+        (["header.bin"], {"dtype": "uint32"}, r"header\.bin: --dtype uint32: its header says uint16"),
+        (["float.npy"], {}, r"float\.npy: holds float32, not integers"),
+        (["a.csv"], {}, r"a\.csv: is text by its name, not token ids; python -m data\.prepare"),
+        (["a.bin", "b.bin", "link.bin"], {}, r"--source link\.bin: is the same file as a\.bin"),
+    ],
+)
+def test_files_of_ids_with_options_that_do_not_fit(names, options, message, tokenizer_folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.bin", "b.bin", "a.csv"):
+        np.array([5, 6, 0], "<u2").tofile(name)
+    Path("link.bin").symlink_to("a.bin")
+    np.save("a.npy", np.array([5, 6, 0], "<i2"))
+    np.save("float.npy", np.array([5, 6, 0], "<f4"))
+    Path("header.bin").write_bytes(llm_c_header(20240520, [5, 6, 0], "<u2"))
+    with pytest.raises(DataError, match=message):
+        convert(names, "out", str(tokenizer_folder), **options)
+    assert not Path("out").exists()
+
+
+def test_a_file_of_ids_without_documents_is_told(tokenizer_folder, tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    for name, ids in (("a.bin", [0, 0]), ("b.bin", [5, 6, 0, 7, 8, 0])):
+        np.array(ids, "<u2").tofile(name)
+    convert(["a.bin", "b.bin"], "out", str(tokenizer_folder), validation_fraction=0)
+    assert stored_blocks(Path("out")) == [[[5, 6, 0], [7, 8, 0]]]
+    assert caplog.messages == ["--source a.bin: holds no documents"]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
