@@ -19,7 +19,6 @@ from parallel.mesh import Mesh, ParallelDims
 from parallel.tensor import CROSS_ENTROPY, LOSS_TERMS, vocab_parallel_cross_entropy
 
 IGNORED = -100  # label of a token that is not trained on
-TERMS = ("z_loss",)  # of the loss beside the cross-entropy, in the order of `loss_terms`; logged under these names
 
 
 def loss_chunks(config: Config) -> int:
@@ -27,8 +26,6 @@ def loss_chunks(config: Config) -> int:
     chunks, split = config.training.loss_chunks, config.parallelism.tp > 1 or config.parallelism.pp > 1
     if chunks > 1 and split:
         raise ConfigError(f"training.loss_chunks = {chunks}: needs parallelism.tp = 1 and pp = 1")
-    if config.training.z_loss and config.parallelism.pp > 1:
-        raise ConfigError(f"training.z_loss = {config.training.z_loss:g}: needs parallelism.pp = 1")
     chunks = chunks or (1 if split else 4)
     float8 = config.float8
     named = [any(part in "output" for part in parts) for parts in (float8.always, float8.skip)]
@@ -42,11 +39,15 @@ def loss_chunks(config: Config) -> int:
 
 
 def check_loss(config: Config) -> None:
-    """Refuse an edited loss where tensor parallelism computes the loss of before. Raises ConfigError."""
-    if config.parallelism.tp > 1:
-        stand_in, instead = "parallel.tensor.vocab_parallel_cross_entropy", "parallelism.tp = 1"
-        check_original(cross_entropy, {CROSS_ENTROPY}, stand_in, instead)
-        check_original(loss_terms, {LOSS_TERMS}, stand_in, instead)
+    """Refuse terms that a pipeline cannot train, and an edited loss that tp would ignore. Raises ConfigError."""
+    parallelism = config.parallelism
+    names = term_names(config.training.z_loss)
+    if names and parallelism.pp > 1:
+        raise ConfigError(f"parallelism.pp = {parallelism.pp}: the loss has {', '.join(names)}, which needs pp = 1")
+    if parallelism.tp > 1:
+        stand_in = "parallel.tensor.vocab_parallel_cross_entropy"
+        check_original(cross_entropy, {CROSS_ENTROPY}, stand_in, "parallelism.tp = 1")
+        check_original(loss_terms, {LOSS_TERMS}, stand_in, "parallelism.tp = 1")
 
 
 def cross_entropy(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
@@ -54,15 +55,32 @@ def cross_entropy(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
     return F.cross_entropy(logits_BSV.flatten(0, 1).float(), labels_BS.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
-def loss_terms(logits_BSV: Tensor, labels_BS: Tensor, z_loss: float) -> Tensor:
-    """The terms of the loss, each summed over tokens: the cross-entropy alone or, with `z_loss`, [cross-entropy, z].
+def loss_terms(logits_BSV: Tensor, labels_BS: Tensor, z_loss: float) -> dict[str, Tensor]:
+    """The terms of the loss, each summed over tokens, under the names of their figures.
 
-    z is `z_loss` times the square of each token's log-sum-exp (Chowdhery et al. 2022, PaLM), which keeps logits small.
+    The sum of all terms is trained. The first is the cross-entropy, which alone is validated. With `z_loss` there is
+    also that times the square of each token's log-sum-exp (Chowdhery et al. 2022, PaLM), which keeps logits small.
     """
-    if not z_loss:
-        return cross_entropy(logits_BSV, labels_BS)
-    log_sum_BS = torch.where(labels_BS != IGNORED, logits_BSV.float().logsumexp(-1), 0.0)
-    return torch.stack((cross_entropy(logits_BSV, labels_BS), z_loss * log_sum_BS.square().sum()))
+    terms = {"loss": cross_entropy(logits_BSV, labels_BS)}
+    if z_loss:
+        log_sum_BS = torch.where(labels_BS != IGNORED, logits_BSV.float().logsumexp(-1), 0.0)
+        terms["z_loss"] = z_loss * log_sum_BS.square().sum()
+    return terms
+
+
+def term_names(z_loss: float) -> list[str]:
+    """The names of the terms after the first."""
+    logits_BSV = torch.zeros(1, 1, 2)
+    labels_BS = torch.zeros(1, 1, dtype=torch.int64)
+    return list(loss_terms(logits_BSV, labels_BS, z_loss))[1:]
+
+
+def stack_terms(logits_BSV: Tensor, labels_BS: Tensor, z_loss: float) -> Tensor:
+    """The terms of the loss as one tensor [terms]; a single term as a scalar."""
+    terms = list(loss_terms(logits_BSV, labels_BS, z_loss).values())
+    if len(terms) == 1:
+        return terms[0]
+    return torch.stack(terms)
 
 
 def count_trained(labels: Iterable[Tensor], dims: ParallelDims, device: torch.device) -> Tensor:
@@ -88,12 +106,12 @@ def sum_losses(losses: Sequence[Tensor], dims: ParallelDims, device: torch.devic
 def build_loss(
     compile: settings.Compile, mesh: Mesh | None = None, z_loss: float = 0.0
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """Build the function (logits [B, S, V], labels [B, S]) → summed loss, or its terms (`loss_terms`).
+    """Build the function (logits [B, S, V], labels [B, S]) → summed loss, or its terms.
 
     It is compiled if the model is: float32 logits then exist only inside the kernel. With a `mesh`, logits are this
     rank's part: tp splits the vocabulary, cp the sequence. Labels are always whole.
     """
-    summed: Callable[..., Tensor] = partial(loss_terms, z_loss=z_loss)
+    summed: Callable[..., Tensor] = partial(stack_terms, z_loss=z_loss)
     if mesh and mesh.tp.size() > 1:
         summed = partial(vocab_parallel_cross_entropy, mesh=mesh.tp, ignored=IGNORED, z_loss=z_loss)
     if compile.enable:
@@ -117,7 +135,7 @@ def build_chunked_loss(
 
     def head(hidden: Tensor, weight: Tensor, labels: Tensor, compute: Callable[..., Tensor]) -> Tensor:
         logits = compute(hidden, weight)
-        return loss_terms(logits[None], labels[None], z_loss)
+        return stack_terms(logits[None], labels[None], z_loss)
 
     def scale(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
         # The factor gets one dimension: otherwise it would be rounded to the gradient's type.

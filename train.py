@@ -19,7 +19,15 @@ from checkpoint.manager import CheckpointManager
 from config import Config, file_errors, load_config
 from data.loader import DataLoader
 from float8.convert import check_float8, convert_to_float8, summarize
-from loss import TERMS, build_chunked_loss, build_loss, check_loss, count_trained, loss_chunks, sum_losses
+from loss import (
+    build_chunked_loss,
+    build_loss,
+    check_loss,
+    count_trained,
+    loss_chunks,
+    sum_losses,
+    term_names,
+)
 from metrics import MetricsLogger, configure_logging, find_trackers
 from models import ModelSpec, build_model, find_model
 from models.init import init_weights
@@ -106,6 +114,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
             home = torch.device("cpu") if config.parallelism.cpu_offload else device
             init_weights(part, home, config.run.seed, watchdog.alive)
         loss_fn = build_loss(config.compile, mesh, training.z_loss)
+        other_names = term_names(training.z_loss)
         chunked = build_chunked_loss(config.compile, mesh, chunks, training.z_loss) if chunks > 1 else None
         compute = build_step(parts, loss_fn, flavor.dim, flavor.vocab_size, mesh, config, chunked)
         parameters = [parameter for part in parts for parameter in part.parameters()]
@@ -132,12 +141,13 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
             batches = [batch.to(device) for batch in data.next_step() if step not in guard.skipped]
             n_tokens = count_trained((batch.labels for batch in batches), dims, device)
             total = sum_losses(run.forward_backward(compute, parameters, batches, n_tokens), dims, device)
-            loss, *others = total.reshape(-1)  # the cross-entropy, and what else the loss has
+            loss, *other_terms = total.reshape(-1)  # the cross-entropy, and what else the loss has
             grad_norm = clip_grad_norm_(parameters, training.max_norm, mesh.pp, mesh.islands).to(device)
             rates = set_learning_rate(optimizer, learning_rate(step, steps, config.optimizer.lr, config.lr_scheduler))
             if guard.accepts(step, loss, grad_norm):
                 optimizer.step()
-                metrics.add(step, loss, grad_norm, rates, data.wait_seconds, dict(zip(TERMS, others, strict=False)))
+                terms = dict(zip(other_names, other_terms, strict=True))
+                metrics.add(step, loss, grad_norm, rates, data.wait_seconds, terms)
             else:  # no update; everything else goes on
                 metrics.log_skipped(step, data.tokens_seen)
             refresh_weights(step)

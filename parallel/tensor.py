@@ -22,7 +22,7 @@ from parallel.device import device_type
 
 # Digests of the loss that is computed on a split vocabulary, see originals.py.
 CROSS_ENTROPY = "0b10c8a68e79"
-LOSS_TERMS = "79dbbe26fa6a"
+LOSS_TERMS = "350729cbba7b"
 
 
 def _own_part(ids: Tensor, size: int, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
@@ -101,7 +101,7 @@ def vocab_parallel_cross_entropy(
 
     `logits_BSV` holds this rank's V / tp columns. `labels_BS` are global token ids, `ignored` for tokens not trained
     on. A token costs three numbers of communication instead of V (Megatron-LM, section 3). Only the logits are kept for
-    the backward: they make the probabilities again. With `z_loss`: [cross-entropy, z], as of `loss.loss_terms`.
+    the backward: they make the probabilities again. With `z_loss`: [cross-entropy, z], the terms of the loss.
     """
     local = logits_BSV.to_local() if isinstance(logits_BSV, DTensor) else logits_BSV
     return _VocabParallelCrossEntropy.apply(local.flatten(0, 1), labels_BS.flatten(), mesh, ignored, z_loss)

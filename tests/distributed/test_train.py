@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import loss
 from checkpoint import CheckpointError
 from config import ConfigError, load_config, to_toml
 from data.loader import Batch, validation_batches
@@ -102,6 +103,41 @@ def test_a_resumed_run_has_the_same_bits(
         for name in ("loss", "grad_norm", "lr", "tokens"):
             assert column(folder, name) == column(tmp_path / "whole", name), name
         assert same(flat(final_weights(folder, tmp_path)), whole)
+
+
+def smooth(logits_BSV: torch.Tensor, labels_BS: torch.Tensor, z_loss: float) -> dict[str, torch.Tensor]:
+    """The terms that CONTRIBUTING.md shows."""
+    terms = {"loss": loss.cross_entropy(logits_BSV, labels_BS)}
+    log_probs = logits_BSV.float().log_softmax(-1)
+    uniform = torch.where(labels_BS != loss.IGNORED, -log_probs.mean(-1), 0.0).sum()
+    terms["smoothing"] = 0.1 * (uniform - terms["loss"])
+    return terms
+
+
+def run_smoothed(arguments: list[str]) -> None:
+    with mock.patch.object(loss, "loss_terms", smooth):
+        run(arguments)
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_a_term_of_a_fork_is_trained_and_logged_but_not_validated(
+    chunks: int, small: tuple[str, ...], tmp_path: Path
+) -> None:
+    words = [*small, f"--training.loss_chunks={chunks}", "--training.steps=2", "--validation.interval=1"]
+    launch(1, tmp_path / "plain", words)
+    launch(1, tmp_path / "smoothed", words, function=run_smoothed)
+    plain, smoothed = (rows(tmp_path / name) for name in ("plain", "smoothed"))
+    assert smoothed[1]["loss"] == plain[1]["loss"]
+    assert smoothed[1]["grad_norm"] != pytest.approx(plain[1]["grad_norm"], rel=1e-3)
+    assert 0 < abs(smoothed[1]["smoothing"]) < 0.1
+    validation = [validated(tmp_path / name)[1] for name in ("plain", "smoothed")]
+    assert validation[0] == pytest.approx(validation[1], rel=0.05)  # 0.1 of the uniform part would show
+    logits, labels = torch.randn(2, 3, 5), torch.randint(0, 5, (2, 3))
+    labels[0, 0] = loss.IGNORED
+    exact = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1).double(), labels.flatten(), reduction="sum", label_smoothing=0.1
+    )
+    assert sum(smooth(logits, labels, 0.0).values()) == pytest.approx(exact.item(), rel=1e-5)
 
 
 def test_resume_at_another_world_size_sees_the_same_tokens(
