@@ -4,16 +4,10 @@ from pathlib import Path
 
 from checkpoint import CheckpointError
 from checkpoint.manifest import Opened, read_small
-from data.tokenizer import TOKENIZER, Tokenizer, parse_tokenizer
+from data.tokenizer import FILES, TOKENIZER, Tokenizer, parse_tokenizer
 
-# Files copied unchanged, by `tools.hf` to Hugging Face and back.
-COMPANIONS = (
-    TOKENIZER,
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "generation_config.json",
-)
+GENERATION = "generation_config.json"
+COMPANIONS = (*FILES, GENERATION)  # copied unchanged, by `tools.hf` to Hugging Face and back
 
 
 def find_tokenizer(

@@ -1,19 +1,20 @@
-"""Chat templates, rendered as transformers renders them, and examples for fine-tuning, of which only answers train."""
+"""Conversations and pairs as examples for fine-tuning, tokenised by transformers, of which only answers train."""
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from datetime import datetime
-from functools import cached_property, lru_cache, partial
-from itertools import chain, pairwise, product, takewhile
-from typing import Any, NoReturn
+from functools import cached_property, lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
+from operator import itemgetter
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 
 import numpy as np
-from jinja2 import TemplateError
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers import Tokenizer as RawTokenizer
 
 from config import TitaniteError
 from data.packing import HIDDEN, START
@@ -27,154 +28,305 @@ BUILT_IN = (
     "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
 )
+NO_TEMPLATE = "not a chat template"
+NEEDED = "transformers is not installed; chats and pairs need: pip install -r requirements-tuning.txt"
 
 Message = Mapping[str, Any]
-Parts = list[tuple[list[int], bool]]  # (tokens, whether they are trained)
 ARGUMENTS = '{"a": "b"}'
 CALL = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": ARGUMENTS}}
 ASKED = {"role": "user", "content": "a"}
 ANSWER = {"role": "assistant", "content": "☃"}  # as no template's own text begins
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # a message's, as transformers knows them
+END_OF_THOUGHTS = "</think>"  # of those in an answer's own text
+
+
+class Example(NamedTuple):
+    """Token ids, and whether each is trained."""
+
+    ids: list[int]
+    trained: list[bool]
+
+
+class Turn(NamedTuple):
+    """An answer in a conversation, as three texts."""
+
+    asked: str  # all before it, and the generation prompt
+    answered: str  # all up to it
+    closed: str  # that without what ends only a whole conversation
+
+
+@lru_cache(maxsize=1)
+def load_transformers(tokenizer: Tokenizer) -> Any:
+    """transformers' tokenizer of the same files. Raises TitaniteError."""
+    try:
+        from transformers import AutoTokenizer, logging
+    except ImportError:
+        raise TitaniteError(NEEDED) from None
+    logging.set_verbosity_error()
+    with TemporaryDirectory() as folder:
+        for name, content in tokenizer.files().items():
+            Path(folder, name).write_bytes(content)
+        try:
+            return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        except Exception as error:  # of any kind, from any of its classes
+            raise TitaniteError(f"transformers cannot read the tokenizer: {' '.join(str(error).split())}") from None
 
 
 class ChatTemplate:
-    """A Jinja template for conversations ("": the built-in one), and the tokenizer of its text. Raises TitaniteError.
+    """A chat template in Jinja, rendered and tokenised by transformers. Raises TitaniteError.
 
-    `date` is the day that it is told if it asks: None for today, "" for none, so that a template uses its own default.
+    `source` "" is the built-in one.
     """
 
-    def __init__(self, source: str, tokenizer: Tokenizer, date: str | None = None):
-        source = source or BUILT_IN
-        words = {"role", "content", "weight", *re.findall(r"\w+", source)}
-        self.keys = {"tools"} & words | {f"messages.{word}" for word in words}  # all that it reads, and more
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-        environment.globals |= {"raise_exception": _raise, "documents": None, "bos_token": "", **tokenizer.special}
-        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-        # Some templates put `{% generation %}` around the assistant's text, which is rendered all the same.
-        for name, always in (("generation", "if true"), ("endgeneration", "endif")):
-            source = re.sub(rf"({{%[-+]?\s*){name}\b", rf"\1{always}", source)
-        try:
-            if date != "":
-                told = datetime.fromisoformat(date) if date else datetime.now()
-                environment.globals["strftime_now"] = told.strftime
-            self._template = environment.from_string(source)
-        except ValueError:
-            raise TitaniteError(f"--date {date}: must be a day such as 2026-01-31") from None
-        except TemplateError as error:
-            raise TitaniteError(f"not a chat template: {error}") from None
-        # The template's own text may become special tokens. A message's text may not, see `_checked`.
-        self._raw = RawTokenizer.from_str(tokenizer.raw.to_str())
-        self._raw.encode_special_tokens = False
-        self._raw.add_special_tokens([*filter(None, (tokenizer.special.get("bos_token"), tokenizer.eos_token))])
-        added = self._raw.get_added_tokens_decoder()
-        self._special = {token.content: id for id, token in added.items() if token.special}
-        # What the template takes: no tools as None, as in transformers, or as []; contents as text or in parts.
-        self._no_tools: list[Any] | None
-        for self._no_tools, self._in_parts in product((None, []), (False, True)):
-            with suppress(TitaniteError):
+    def __init__(self, source: str, tokenizer: Tokenizer):
+        self._theirs = load_transformers(tokenizer)
+        self._eos_id = tokenizer.eos_id
+        # None: the tokenizer's own, which may have another text for conversations with tools.
+        self._source = source or BUILT_IN
+        own = source and source == tokenizer.chat_template
+        self._template = None if own else self._source
+        added = self._theirs.added_tokens_decoder
+        self._added = frozenset(added)
+        self._special = [token.content for token in added.values() if token.special]
+        self._vanishing: dict[tuple[Any, ...], dict[int, str]] = {}  # see `_unprinted`
+        self._no_tools, self._in_parts = self._find_forms()
+
+    def _find_forms(self) -> tuple[list[Any] | None, bool]:
+        """What the template takes: no tools as None or as [], and whether it wants contents in parts."""
+        forms: list[tuple[list[Any] | None, bool]] = [(None, False), (None, True), ([], False), ([], True)]
+        for no_tools, in_parts in forms:
+            self._no_tools, self._in_parts = no_tools, in_parts
+            try:
                 if ANSWER["content"] in self.render([ASKED, ANSWER]):
-                    break
-        else:
-            self._no_tools, self._in_parts = None, False
+                    return no_tools, in_parts
+            except TitaniteError as error:
+                if str(error).startswith(NO_TEMPLATE):
+                    raise
+        return None, False
 
     def render(self, messages: Sequence[Message], tools: Any = None, *, add_generation_prompt: bool = False) -> str:
         """The conversation as text, with a generation prompt up to where an answer begins. Raises TitaniteError."""
-        if self._in_parts:
-            parts = [[{"type": "text", "text": message.get("content", "")}] for message in messages]
-            messages = [{**message, "content": part} for message, part in zip(messages, parts, strict=True)]
-        given = {"tools": tools or self._no_tools, "add_generation_prompt": add_generation_prompt}
-        try:
-            return self._template.render(messages=messages, **given)
-        except Exception as error:  # a template is a program
-            advice = "--date DAY tells it one" if "strftime_now" in str(error) else "--chat-template FILE takes another"
-            raise TitaniteError(f"chat template: refuses the conversation: {error}; {advice}") from None
+        return self._apply(messages, tools, tokenize=False, add_generation_prompt=add_generation_prompt)
 
     def encode(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> list[int]:
         """The token ids of the conversation. Raises TitaniteError."""
-        return self._ids(self.render(self._checked(messages)[0], add_generation_prompt=add_generation_prompt))
+        checked, _ = self._checked(messages, None)
+        return self._apply(checked, None, return_dict=False, add_generation_prompt=add_generation_prompt)
 
-    def _ids(self, text: str) -> list[int]:
-        return self._raw.encode(text, add_special_tokens=False).ids
+    def _apply(self, messages: Sequence[Message], tools: Any, **options: Any) -> Any:
+        if self._in_parts:
+            messages = [_in_parts(message) for message in messages]
+        options |= {"tools": tools or self._no_tools, "chat_template": self._template}
+        try:
+            return self._theirs.apply_chat_template(list(messages), **options)
+        except Exception as error:  # a template is a program
+            if type(error).__name__ == "TemplateSyntaxError":
+                raise TitaniteError(f"{NO_TEMPLATE}: {error}") from None
+            advice = "--chat-template FILE takes another"
+            raise TitaniteError(f"chat template: refuses the conversation: {error}; {advice}") from None
 
-    def encode_parts(self, messages: Sequence[Message], tools: Any = None, train_eos: bool = False) -> list[Parts]:
-        """The tokens of the conversation in parts. Those that the assistant wrote are trained, unless of weight 0.
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        return self._theirs(texts, add_special_tokens=False)["input_ids"]
 
-        Text that the template puts after an answer, such as its end token, counts as the assistant's. Where the
-        template changes earlier text when a turn is added, another example begins, as it does for each answer if eos
-        is to be trained after it. Raises TitaniteError.
+    # ---------------------------------------------------------------- examples
+
+    def examples(
+        self,
+        messages: Sequence[Message],
+        tools: Any = None,
+        train_eos: bool = False,
+        counts: Counter[str] | None = None,
+    ) -> list[Example]:
+        """The conversation as examples, in which its answers are trained, except those of weight 0.
+
+        Where the template has `{% generation %}` marks, they say what is trained. Otherwise it is what the assistant
+        wrote and the end of its turn: the tokens of the whole text from where those of the question, with the
+        generation prompt, part from it. A conversation is one example, unless the template changes earlier text when
+        a turn is added, or eos is to be trained after each answer. What follows the last answer is left out.
+        `counts` is increased by what this costs. Raises TitaniteError.
         """
+        counts = Counter() if counts is None else counts
         messages, tools = self._checked(messages, tools)
-        examples: list[list[str]] = []  # the texts up to the end of each part
-        for i, message in enumerate(messages):
-            if message["role"] == "assistant" and message.get("weight", 1):
-                asked, answered = self._ask_and_answer(messages[: i + 1], tools)
-                if train_eos:
-                    answered = asked + answered[len(asked) :].rstrip()
-                if train_eos or not examples or not asked.startswith(examples[-1][-1]):
-                    examples.append([""])
-                examples[-1] += [asked, answered]
-        if not examples:
+        answers = [i for i, message in enumerate(messages) if _is_trained(message)]
+        if not answers:
             raise TitaniteError("no message from the assistant, or all of weight 0, so nothing to train")
-        return [self._encode_texts(texts) for texts in examples]
+        if not all(_says_something(messages[i]) for i in answers):
+            raise TitaniteError("an answer of the assistant is empty, so there is nothing to train")
+        messages = messages[: answers[-1] + 1]
+        if self._marked and not train_eos:
+            texts = [self.render(messages, tools)]
+            examples = [self._marked_example(messages, tools)]
+        else:
+            groups = self._grouped([self._turn(messages, tools, i) for i in answers], train_eos)
+            texts = [turns[-1].answered for turns in groups]
+            examples = [self._example(turns, train_eos) for turns in groups]
+        self._check_all_there(messages, tools, texts, counts)
+        lengths = [len(example.ids) for example in examples]
+        counts["repeated"] += sum(lengths[:-1])
+        counts["split"] += len(lengths) > 1
+        return examples
 
-    def _ask_and_answer(self, messages: Sequence[Message], tools: Any) -> tuple[str, str]:
-        """The text before the answer, which is the last message, and the text with it. Raises TitaniteError."""
-        before = messages[:-1]
-        asked, answered = self.render(before, tools, add_generation_prompt=True), self.render(messages, tools)
+    def _turn(self, messages: Sequence[Message], tools: Any, place: int) -> Turn:
+        """The answer that is the message at `place`. Raises TitaniteError if its text cannot be separated."""
+        before = messages[:place]
+        answered = self.render(messages[: place + 1], tools)
+        closed = answered.removesuffix(self._closing)
+        if not before:  # no question: the assistant begins
+            return Turn(_common(answered, self.render([ANSWER], tools)), answered, closed)
+        asked = self.render(before, tools, add_generation_prompt=True)
         if not answered.startswith(asked):
-            # As DeepSeek-R1's, which asks with "<think>" and drops thoughts: go back to where all answers begin.
-            shared = _shared_beginning(asked, answered, self.render([*before, ANSWER], tools))
-            if len(shared) < len(_shared_beginning(asked, self.render(before, tools))):
+            # As DeepSeek-R1's, which asks with "<think>" and drops thoughts: answers begin where the texts part.
+            begun = _common(asked, self.render(before, tools))
+            if not answered.startswith(begun):
                 advice = "so they cannot be separated; --chat-template FILE takes another"
                 raise TitaniteError(f"chat template: an answer changes the text before it, {advice}")
-            asked = shared
-        return asked, answered
+        return Turn(asked, answered, closed)
 
-    def _encode_texts(self, texts: Sequence[str]) -> Parts:
-        """The parts of the whole text's tokens. If the model, asked for some answer, would see others: each alone."""
-        encoded = [self._ids(text) for text in texts]
-        if all(encoded[-1][: len(ids)] == ids for ids in encoded):
-            parts = [encoded[-1][len(before) : len(ids)] for before, ids in pairwise(encoded)]
-        else:
-            parts = [self._ids(text[len(before) :]) for before, text in pairwise(texts)]
-        return [(part, number % 2 == 1) for number, part in enumerate(parts)]
+    def _grouped(self, turns: list[Turn], each_alone: bool) -> list[list[Turn]]:
+        """The turns of each example: those whose text stands unchanged in that of the next one."""
+        groups = [turns[:1]]
+        for before, turn in pairwise(turns):
+            if each_alone or not turn.answered.startswith(before.closed):
+                groups.append([])
+            groups[-1].append(turn)
+        return groups
 
-    def _checked(self, messages: Sequence[Message], tools: Any = None) -> tuple[list[Message], Any]:
-        """Copies as transformers gives them to templates: without nulls in messages, thoughts under both names.
+    def _example(self, turns: list[Turn], train_eos: bool) -> Example:
+        whole = turns[-1].answered
+        if train_eos:
+            whole = whole.rstrip()
+        bounds = [text for turn in turns for text in (turn.asked, turn.closed)]
+        ids, counts = self._beginnings(whole, bounds[:-1])
+        trained = [False] * len(ids)
+        for start, stop in zip(counts[::2], [*counts[1::2], len(ids)], strict=True):
+            trained[start:stop] = [True] * (stop - start)
+        if train_eos and ids[-1] != self._eos_id:
+            return Example([*ids, self._eos_id], [*trained, True])
+        return Example(ids, trained)
 
-        Tools and arguments that are JSON text become objects, except arguments that the template prints as they are.
-        Raises TitaniteError for what is no conversation or spells out a special token.
+    def _beginnings(self, whole: str, texts: Sequence[str]) -> tuple[list[int], list[int]]:
+        """The token ids of `whole`, and how many of them are also the first ones of each of `texts`.
+
+        Added tokens divide a text before anything else looks at it, so what precedes one cannot change what follows:
+        of each text only the end, from the last one in what it shares with `whole`, is tokenised again.
         """
-        if isinstance(tools, str):  # as in tables, whose rows cannot differ in their keys
-            with suppress(ValueError):
-                tools = json.loads(tools)
+        encoding = self._theirs(whole, add_special_tokens=False).encodings[0]
+        ids = encoding.ids
+        places = [place for place, token in enumerate(ids) if token in self._added]
+        spans = [encoding.token_to_chars(place) for place in places]
+        kept, ends = [], []
+        for text in texts:
+            shared = _shared(whole, text)
+            before = bisect_right(spans, shared, key=itemgetter(1)) - 1  # the last added token in it
+            kept.append(places[before] if before >= 0 else 0)
+            ends.append(text[spans[before][0] if before >= 0 else 0 :])
+        others = self._ids(ends) if ends else []
+        return ids, [place + _shared(ids[place:], other) for place, other in zip(kept, others, strict=True)]
+
+    @cached_property
+    def _marked(self) -> bool:
+        return re.search(r"{%-?\s*generation\s*-?%}", self._theirs.get_chat_template(self._template)) is not None
+
+    def _marked_example(self, messages: Sequence[Message], tools: Any) -> Example:
+        """What transformers' mask of the assistant's tokens trains, without answers of weight 0."""
+        options = {"return_dict": True, "return_assistant_tokens_mask": True}
+        made = self._apply(messages, tools, **options)
+        text = self.render(messages, tools)
+        ids = made["input_ids"]
+        trained = [bool(own) for own in made["assistant_masks"]]
+        for place, message in enumerate(messages):
+            if message["role"] == "assistant" and not _is_trained(message):
+                turn = self._turn(messages, tools, place)
+                _, (start, stop) = self._beginnings(text, [turn.asked, turn.closed])
+                trained[start:stop] = [False] * (stop - start)
+        if not any(trained):
+            raise TitaniteError("chat template: its {% generation %} marks hold no token, so nothing to train")
+        return Example(ids, trained)
+
+    # ---------------------------------------------------------------- what a template does not print
+
+    def _check_all_there(
+        self, messages: Sequence[Message], tools: Any, texts: Sequence[str], counts: Counter[str]
+    ) -> None:
+        """Refuse a conversation of which something is in none of `texts`. Thoughts of earlier turns are counted."""
+
+        def is_there(words: str) -> bool:
+            return any(_holds(text, words) for text in texts)
+
+        unprinted = self._unprinted(messages, tools)
+        missing = []
+        for place, message in enumerate(messages):
+            thoughts, content = _thoughts_and_content(message)
+            lost = unprinted.get(place, "")
+            if not lost and not is_there(content):
+                lost = content
+            if not lost and not is_there(thoughts):
+                counts["thoughts"] += 1
+                lost = thoughts if place == len(messages) - 1 else ""
+            if lost:
+                missing.append(f"the message of role {message['role']!r}: {lost[:60]!r}")
+        if tools and not all(is_there(_name_of(tool)) for tool in tools):
+            missing.append("the tools")
+        if missing:
+            advice = "--chat-template FILE takes another"
+            raise TitaniteError(f"chat template: does not print {', '.join(missing)}; {advice}")
+
+    def _unprinted(self, messages: Sequence[Message], tools: Any) -> dict[int, str]:
+        """Place → content or calls of each message that the template never prints, whatever its text is.
+
+        The same words may stand in another message, so each gets words of its own. Once for conversations of a shape.
+        """
+        shape = (bool(tools), *((m["role"], bool(m.get("content")), len(m.get("tool_calls", ()))) for m in messages))
+        if shape not in self._vanishing:
+            marked = [_with_own_words(message, f"zq{place}zq") for place, message in enumerate(messages)]
+            answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+            found = ""
+            for i in reversed(answers):
+                with suppress(TitaniteError):  # of a template that reads what it prints
+                    found += self.render(marked[: i + 1], tools)
+            lost = {}
+            for place, message in enumerate(messages):
+                says = message.get("content") or message.get("tool_calls")
+                if found and says and f"zq{place}zq" not in found:
+                    lost[place] = json.dumps(says, ensure_ascii=False)
+            self._vanishing[shape] = lost
+        return self._vanishing[shape]
+
+    # ---------------------------------------------------------------- conversations as templates expect them
+
+    def _checked(self, messages: Any, tools: Any) -> tuple[list[Message], Any]:
+        """Copies whose arguments of calls are objects, unless the template prints them as they are.
+
+        Raises TitaniteError for what is no conversation, an empty answer, or one that spells out a special token.
+        """
         if not isinstance(messages, list | tuple) or not messages:
             raise TitaniteError(f"messages = {repr(messages)[:80]}: must be a list of messages, at least one")
         if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
             raise TitaniteError(f"tools = {repr(tools)[:80]}: must be a list of objects")
         text = json.dumps([messages, tools], ensure_ascii=False)
-        if spelt := [token for token in self._special if token in text]:
+        spelt = [token for token in self._special if token in text]
+        if spelt:
             raise TitaniteError(f"a message spells out {spelt[0]!r}, which would become that special token")
-        checked: list[Message] = []
-        for message in json.loads(text)[0]:
-            items = message.items() if isinstance(message, dict) else ()
-            given = {key: value for key, value in items if value is not None}
-            content = given.get("content", "" if given.get("tool_calls") else None)
-            if not (isinstance(given.get("role"), str) and isinstance(content, str)):
-                raise TitaniteError(f'message {repr(message)[:80]}: must have a "role" and a string "content"')
-            if given.get("weight", 1) not in (0, 1):
-                raise TitaniteError(f"weight = {given['weight']!r}: must be 1, or 0 for an answer not to be trained")
-            try:
-                for call in given.get("tool_calls", ()):
-                    function = call.get("function", call)
-                    if isinstance(function.get("arguments"), str) and not self._prints_arguments:
-                        function["arguments"] = json.loads(function["arguments"])
-            except (AttributeError, TypeError, ValueError):
-                calls = repr(given["tool_calls"])[:80]
-                raise TitaniteError(f"tool_calls = {calls}: must be a list of objects with JSON as arguments") from None
-            if thoughts := next(filter(None, map(given.get, ("reasoning_content", "thinking", "reasoning"))), None):
-                given = {"thinking": thoughts, **given, "reasoning_content": thoughts}
-            checked.append(given)
-        return checked, tools
+        return [self._checked_message(message) for message in json.loads(text)[0]], tools
+
+    def _checked_message(self, message: Any) -> Message:
+        items = message.items() if isinstance(message, dict) else ()
+        given = {key: value for key, value in items if value is not None}
+        if given.get("tool_calls"):
+            given.setdefault("content", "")
+        if not (isinstance(given.get("role"), str) and isinstance(given.get("content"), str)):
+            raise TitaniteError(f'message {repr(message)[:80]}: must have a "role" and a string "content"')
+        if given.get("weight", 1) not in (0, 1):
+            raise TitaniteError(f"weight = {given['weight']!r}: must be 1, or 0 for an answer not to be trained")
+        if given["role"] == "function" and self._knows_tools:
+            given["role"] = "tool"
+        if not self._prints_arguments:
+            _parse_arguments(given.get("tool_calls", ()))
+        return given
+
+    @cached_property
+    def _knows_tools(self) -> bool:
+        return re.search(r"""["']tool["']""", self._source) is not None
 
     @cached_property
     def _prints_arguments(self) -> bool:
@@ -183,66 +335,214 @@ class ChatTemplate:
         return False
 
     @cached_property
+    def keys(self) -> frozenset[str]:
+        """All keys of a row and, as messages.KEY, of its messages that the template reads, and more."""
+        words = {"role", "content", "weight", *re.findall(r"\w+", self._source)}
+        return frozenset({"tools", "system"} | words | {f"messages.{word}" for word in words})
+
+    # ---------------------------------------------------------------- how answers begin and end
+
+    @cached_property
+    def _closing(self) -> str:
+        """What the template prints at the end of a conversation alone, such as eos, beside each answer's end token."""
+        answered = self.render([ASKED, ANSWER])
+        with suppress(TitaniteError):
+            more = self.render([ASKED, ANSWER, ASKED])
+            closing = answered.removeprefix(_common(answered, more))
+            if closing and ANSWER["content"] not in closing and self._end_of(answered.removesuffix(closing)):
+                return closing
+        return ""
+
+    def _end_of(self, answered: str) -> list[int]:
+        """The added tokens that a text has after ANSWER."""
+        (ids,) = self._ids([answered.rpartition(ANSWER["content"])[2]])
+        return [token for token in ids if token in self._added]
+
+    @cached_property
     def stop_ids(self) -> frozenset[int]:
-        """The special token that ends an answer in the template, if any."""
-        after = self._ids(self.render([ASKED, ANSWER]).rpartition(ANSWER["content"])[2])
-        return frozenset([token for token in after if token in self._special.values()][-1:])
+        """The added token that ends an answer in the template, if any."""
+        answered = self.render([ASKED, ANSWER]).removesuffix(self._closing)
+        return frozenset(self._end_of(answered)[-1:])
 
     def warnings(self, train_eos: bool) -> Iterator[str]:
         """What a model will not learn from examples of this template. Raises TitaniteError."""
-        if not (self.stop_ids or train_eos):
+        (example,) = self.examples([ASKED, ANSWER], train_eos=train_eos)
+        trained = {token for token, own in zip(*example, strict=True) if own}
+        if not self.stop_ids and not train_eos:
             yield "the chat template ends answers with no special token, so no model learns to stop; give --train-eos"
-        asked, answered = self.render([ASKED], add_generation_prompt=True), self.render([ASKED, ANSWER])
-        if missing := asked[len(_shared_beginning(asked, answered)) :]:
+        elif not train_eos and not self.stop_ids & trained:
+            yield "the chat template's {% generation %} marks leave out what ends an answer, so no model learns to stop"
+        asked = self.render([ASKED], add_generation_prompt=True)
+        answered = self.render([ASKED, ANSWER])
+        missing = asked.removeprefix(_common(asked, answered))
+        if missing:
             yield f"the chat template asks with {missing!r}, with which its answers do not begin, so it is not trained"
 
 
-def _shared_beginning(*texts: str) -> str:
-    same = takewhile(lambda letters: len(set(letters)) == 1, zip(*texts, strict=False))
-    return "".join(letter for letter, *_ in same)
+def _is_trained(message: Message) -> bool:
+    return message["role"] == "assistant" and bool(message.get("weight", 1))
 
 
-def _raise(message: str) -> NoReturn:
-    raise TemplateError(message)
+def _says_something(message: Message) -> bool:
+    return bool(message["content"].strip() or message.get("tool_calls"))
+
+
+def _in_parts(message: Message) -> Message:
+    return {**message, "content": [{"type": "text", "text": message.get("content", "")}]}
+
+
+def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many tokens, or letters, at the beginning are the same."""
+    shortest = min(len(one), len(other))
+    if one[:shortest] == other[:shortest]:
+        return shortest
+    return next(i for i in range(shortest) if one[i] != other[i])
+
+
+def _common(one: str, other: str) -> str:
+    return one[: _shared(one, other)]
+
+
+def _holds(text: str, words: str) -> bool:
+    """Whether a text has the words: as they are, with other spaces, or as JSON has them."""
+    if words.strip() in text:
+        return True
+    in_json = json.dumps(words, ensure_ascii=False)[1:-1]
+    squeezed = "".join(text.split())
+    return any("".join(form.split()) in squeezed for form in (words, in_json))
+
+
+def _parse_arguments(calls: Any) -> None:
+    """Turn the arguments of calls that are JSON text into objects, in place."""
+    try:
+        for call in calls:
+            function = call.get("function", call)
+            if isinstance(function.get("arguments"), str):
+                function["arguments"] = json.loads(function["arguments"])
+    except (AttributeError, TypeError, ValueError):
+        asked = "must be a list of objects with JSON as arguments"
+        raise TitaniteError(f"tool_calls = {repr(calls)[:80]}: {asked}") from None
+
+
+def _thoughts_and_content(message: Message) -> tuple[str, str]:
+    """The thoughts of a message, also those that its text begins with, and the rest of its text."""
+    thoughts = next((message[key] for key in THOUGHTS if message.get(key)), "")
+    content = message["content"]
+    if message["role"] == "assistant" and END_OF_THOUGHTS in content:
+        own, _, content = content.rpartition(END_OF_THOUGHTS)
+        thoughts = thoughts or own.strip().removeprefix("<think>")
+    return str(thoughts), content
+
+
+def _functions(message: Message) -> list[dict[str, Any]]:
+    return [call.get("function", call) for call in message.get("tool_calls", ())]
+
+
+def _name_of(tool: dict[str, Any]) -> str:
+    return str(tool.get("function", tool).get("name", ""))
+
+
+def _with_own_words(message: Message, words: str) -> Message:
+    """A message of the same shape that says, or calls, only `words`."""
+    if not message.get("tool_calls"):
+        return {**message, "content": words}
+    copy = json.loads(json.dumps(message))
+    copy["content"] = ""
+    for function in _functions(copy):
+        function["name"] = words
+        arguments = function.get("arguments")
+        function["arguments"] = dict.fromkeys(arguments, words) if isinstance(arguments, dict) else f'"{words}"'
+    return copy
+
+
+# ---------------------------------------------------------------- examples of a dataset
 
 
 def encode_examples(
-    texts: Sequence[str], format: str, tokenizer: Tokenizer, date: str = "", train_eos: bool = False
+    texts: Iterable[str],
+    format: str,
+    tokenizer: Tokenizer,
+    train_eos: bool = False,
+    counts: Counter[str] | None = None,
 ) -> list[list[np.ndarray]]:
-    """The tokens of each text's examples, uint32 with the bits of data.packing. Each example ends with eos.
+    """The tokens of each text's examples, uint32 with the bits of data.packing.
 
     A text is a JSON list: of format "sft" [prompt, response], whose eos is trained; of "chat" [messages] or
-    [messages, tools], with `date` and `train_eos` as of ChatTemplate. The first token is never trained, since nothing
-    comes before it. Raises TitaniteError quoting the text.
+    [messages, tools], see `ChatTemplate.examples`. The first token is never trained, since nothing comes before it.
+    Raises TitaniteError quoting the text.
     """
-    made: list[list[np.ndarray]] = []
+    made = []
     for text in texts:
+        values = json.loads(text)
+        first = values[0]
+        second = values[1] if len(values) > 1 else None
         try:
-            first, second = (*json.loads(text), None)[:2]
-            chat = chat_of(tokenizer, date) if format == "chat" else None
-            examples = chat.encode_parts(first, second, train_eos) if chat else [_pair(tokenizer, first, second)]
+            if format == "chat":
+                examples = chat_of(tokenizer).examples(first, second, train_eos, counts)
+            else:
+                examples = [_pair(tokenizer, first, second)]
         except TitaniteError as error:
             raise TitaniteError(f"{error}; in the example {text[:100]}") from None
-        made.append([])
-        for parts in examples:
-            ids = list(chain.from_iterable(tokens for tokens, _ in parts))
-            hidden = [not trained for tokens, trained in parts for _ in tokens]
-            if not ids or ids[-1] != tokenizer.eos_id:
-                ids, hidden = [*ids, tokenizer.eos_id], [*hidden, not train_eos]
-            tokens = np.array(ids, np.uint32) | np.where(hidden, np.uint32(HIDDEN), np.uint32(0))
-            tokens[0] |= np.uint32(START | HIDDEN)
-            made[-1].append(tokens)
+        made.append([_with_bits(example) for example in examples])
     return made
 
 
-@lru_cache(maxsize=1)  # ChatTemplate copies the whole tokenizer
-def chat_of(tokenizer: Tokenizer, date: str | None = None) -> ChatTemplate:
+def _with_bits(example: Example) -> np.ndarray:
+    tokens = np.array(example.ids, np.uint32)
+    tokens[~np.array(example.trained, bool)] |= np.uint32(HIDDEN)
+    tokens[0] |= np.uint32(START | HIDDEN)
+    return tokens
+
+
+@lru_cache(maxsize=1)  # it holds a tokenizer of its own
+def chat_of(tokenizer: Tokenizer) -> ChatTemplate:
     """The tokenizer's chat template, or the built-in one. Raises TitaniteError."""
-    return ChatTemplate(tokenizer.chat_template, tokenizer, date)
+    return ChatTemplate(tokenizer.chat_template, tokenizer)
 
 
-def _pair(tokenizer: Tokenizer, prompt: Any, response: Any) -> Parts:
+def use_template(tokenizer: Tokenizer, template: str, arguments: Sequence[str]) -> None:
+    """Make `template`, or the tokenizer's own, or the built-in one, the tokenizer's, with arguments NAME=VALUE.
+
+    They become what the template takes where it is not told otherwise, so runs and exports use the same. Raises
+    TitaniteError.
+    """
+    template = template or tokenizer.chat_template or BUILT_IN
+    defaults = ""
+    for argument in arguments:
+        name, separator, text = argument.partition("=")
+        if not separator or not re.search(rf"\b{re.escape(name)}\b", template):
+            raise TitaniteError(f"--template-argument {argument}: must be NAME=VALUE with a name in the chat template")
+        defaults += f"{{% if {name} is not defined %}}{{% set {name} = {_in_jinja(text)} %}}{{% endif %}}"
+    tokenizer.chat_template = f"{defaults}\n{template}" if defaults else template  # Jinja drops this line end
+
+
+def _in_jinja(text: str) -> str:
+    """A JSON value, or else a text, as Jinja spells it."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = text
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+def transformers_version() -> str:
+    """Of the package that tokenises. Raises TitaniteError if it is missing."""
+    try:
+        return version("transformers")
+    except PackageNotFoundError:
+        raise TitaniteError(NEEDED) from None
+
+
+def _pair(tokenizer: Tokenizer, prompt: Any, response: Any) -> Example:
+    """Prompt and response in one text. It is trained from where its tokens part from those of the prompt."""
     if not (isinstance(prompt, str) and isinstance(response, str)):
         raise TitaniteError("prompt and response must be strings")
-    asked, answer = tokenizer.raw.encode_batch_fast([prompt, response], add_special_tokens=False)
-    return [([*tokenizer.prefix, *asked.ids], False), ([*answer.ids, tokenizer.eos_id], True)]
+    if not response.strip():
+        raise TitaniteError("the response is empty, so there is nothing to train")
+    theirs = load_transformers(tokenizer)
+    # A special token that a text spells out stays characters.
+    asked, ids = theirs([prompt, prompt + response], split_special_tokens=True)["input_ids"]
+    if ids[-1] != tokenizer.eos_id:
+        ids = [*ids, tokenizer.eos_id]
+    start = _shared(ids, asked)
+    return Example(ids, [False] * start + [True] * (len(ids) - start))

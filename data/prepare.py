@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
+from datetime import date
 from functools import lru_cache, partial
 from itertools import chain, pairwise
 from pathlib import Path
@@ -28,14 +29,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from tqdm import tqdm
 
 from config import TitaniteError, command_line, file_errors
 from data import writer
-from data.chat import BUILT_IN, chat_of, encode_examples
+from data.chat import chat_of, encode_examples, transformers_version, use_template
 from data.order import derive_key, random_words
-from data.packing import pack
+from data.packing import HIDDEN, pack
 from data.shards import INDEX_SCHEMA, VERSION, DataError, Shard, digest, token_type
 from data.sources import (
     UNIT_BYTES,
@@ -55,6 +55,7 @@ from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from records import write_atomically, written_whole
 
 KEYS = {"text": "text", "sft": "prompt,response", "chat": "messages"}  # format → keys of a record
+COUNTED = ("conversations", "examples", "trained_tokens", "dropped", "truncated")  # in the manifest
 BATCH_BYTES = 2**20  # text per tokenizer call: its tokens are Python integers at first, and few fit the caches
 HELD_BYTES = 128 * 2**20  # of tokens that a process holds before it writes them
 VOCAB_SIZE = 4096  # default for a trained tokenizer
@@ -74,6 +75,7 @@ class UnitFacts(NamedTuple):
     undivided: list[str]  # files whose part in this unit has no separator
     unread: dict[str, list[str]]  # file → keys that the chat template does not read
     cut: int  # texts longer than --max-characters
+    counts: Mapping[str, Mapping[str, int]]  # file → what its examples are, and cost
 
 
 class Plan(NamedTuple):
@@ -85,8 +87,9 @@ class Plan(NamedTuple):
     seq_len: int
     max_characters: int
     hold_out_pieces: bool
-    date: str
+    day: str  # that a chat template which asks for it is told, otherwise ""
     train_eos: bool
+    truncate: bool
     dtype: str
     validation_fraction: float
     block_bytes: int
@@ -136,27 +139,38 @@ def prepare_sources(o: argparse.Namespace, piped: Iterator[bytes] | None = None)
         chosen = train_tokenizer(_sample_texts(units, names, reject), o.vocab_size or VOCAB_SIZE)
         if chosen.vocab_size < o.vocab_size:
             log.warning(f"--vocab-size {o.vocab_size}: the text has no more than {chosen.vocab_size} tokens to learn")
+    day = ""
     if o.format == "chat":
         with file_errors():
             given = Path(o.chat_template).read_text(encoding="utf-8") if o.chat_template else ""
-        chosen.chat_template = given or chosen.chat_template or BUILT_IN
+        use_template(chosen, given, o.template_argument)
+        day = _told_day(chosen.chat_template)
         with suppress(TitaniteError):  # the example below gives the reason
-            for warning in chat_of(chosen, o.date).warnings(o.train_eos):
+            for warning in chat_of(chosen).warnings(o.train_eos):
                 log.warning(warning)
+    made_by = {name: digest(content) for name, content in chosen.files().items()}
+    if not is_text:
+        made_by["transformers"] = transformers_version()
     dtype = writer.token_dtype(chosen.vocab_size) if is_text else "uint32"
     text_bytes = sum(map(_text_bytes, files))
     shards = text_bytes / 4 * np.dtype(dtype).itemsize / (o.shard_mb * 2**20)  # a token is about four bytes of text
-    inputs = digest(json.dumps([VERSION, units, chosen.fingerprint, chosen.chat_template, chosen.special]).encode())
-    wanted = o.format, names, o.seq_len, o.max_characters, o.hold_out_pieces, o.date, o.train_eos
+    inputs = digest(json.dumps([VERSION, units, chosen.fingerprint, made_by]).encode())
+    wanted = o.format, names, o.seq_len, o.max_characters, o.hold_out_pieces, day, o.train_eos, o.truncate
     buckets = (max(1, round(shards * share)) for share in (1 - o.validation_fraction, o.validation_fraction))
     plan = Plan(inputs, *wanted, dtype, o.validation_fraction, int(o.block_mb * 2**20), *buckets)
     # A mistake in the template or the keys is found before anything is removed. A dry run finds every one.
     bad.clear()
     batches = (batch if o.dry_run else batch[:1] for unit in units for batch in _batches(plan, unit, reject))
-    tried = (_tokenize(plan, chosen, batch, np.zeros(len(batch), np.uint64), reject) for batch in batches)
+    tried = 0
+    for batch in batches:
+        counts = defaultdict[str, Counter[str]](Counter)
+        tokenized = _tokenize(plan, chosen, batch, np.zeros(len(batch), np.uint64), reject, counts)
+        tried += len(tokenized) if is_text else sum(own["conversations"] for own in counts.values())
+        if tried and not o.dry_run:
+            break
     if o.dry_run:
-        return {"documents": sum(map(len, tried)), "bad_records": bad}
-    if not any(map(len, tried)):
+        return {"documents": tried, "bad_records": bad}
+    if not tried:
         raise DataError("the input holds no text that can be used: nothing to prepare")
 
     # -- both passes, continuing an interrupted preparation by the same plan
@@ -170,8 +184,7 @@ def prepare_sources(o: argparse.Namespace, piped: Iterator[bytes] | None = None)
             if waiting:
                 numbered = [(pair, pair[1].bytes) for pair in enumerate(units)]
                 _run_all(pool_map, partial(_tokenize_unit, folder, plan, o.skip_bad), numbered, "tokenise", "B")
-                paths = sorted((folder / writer.PARTS).glob("unit-*.json"))
-                of_units = [UnitFacts(*json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+                of_units = _read_facts(folder)
                 bad = list(chain.from_iterable(unit_facts.bad for unit_facts in of_units))
                 if len(bad) > o.skip_bad:  # finished parts are kept for a larger --skip-bad
                     raise DataError(f"{len(bad)} bad records are more than --skip-bad {o.skip_bad}")
@@ -180,12 +193,11 @@ def prepare_sources(o: argparse.Namespace, piped: Iterator[bytes] | None = None)
                     write_atomically(folder / writer.BAD_RECORDS, lines.encode())
                 tell_effects(o, units, of_units)
             _run_all(pool_map, partial(_write_bucket, folder, plan), waiting, "write", " shards")
+        facts = {} if is_text else _facts_of_examples(plan, _read_facts(folder), made_by["transformers"])
         for part in (folder / writer.PARTS).glob("unit-*"):  # before the manifest, after which no start takes them up
             part.unlink()
         records = [json.loads(_record(folder, bucket).read_text(encoding="utf-8")) for bucket in range(plan.buckets)]
-        written = [(Shard(*shard), pa.Table.from_pylist(rows, INDEX_SCHEMA)) for shard, rows, *_ in records]
-        dropped, divided = (sum(numbers) for numbers in zip(*(record[2:] for record in records), strict=True))
-        facts = {} if is_text else {"dtype": dtype, "packed_seq_len": o.seq_len, "dropped": dropped, "divided": divided}
+        written = [(Shard(*shard), pa.Table.from_pylist(rows, INDEX_SCHEMA)) for shard, rows in records]
         if (folder / writer.BAD_RECORDS).exists():
             facts["bad_records"] = (folder / writer.BAD_RECORDS).read_bytes().count(b"\n")
         manifest = writer.write_manifest(folder, chosen, written, facts)
@@ -219,8 +231,10 @@ def check_options(o: argparse.Namespace) -> None:
         raise DataError("--hold-out-pieces: needs --max-characters")
     if o.hold_out_pieces and not o.validation_fraction:
         raise DataError("--hold-out-pieces: needs a --validation-fraction above 0")
-    if o.format != "chat" and (o.chat_template or o.date):
-        raise DataError("--chat-template and --date are for --format chat")
+    if o.format != "chat" and (o.chat_template or o.template_argument):
+        raise DataError("--chat-template and --template-argument are for --format chat")
+    if is_text and o.truncate:
+        raise DataError("--truncate: is for --format sft and chat; --max-characters cuts texts")
     if o.format != "chat" and o.train_eos:
         raise DataError("--train-eos is for --format chat; others train eos anyway")
     if o.separator and not is_text:
@@ -265,6 +279,39 @@ def _text_bytes(file: File) -> int:
     kind, compression = kind_of(file.url)
     is_compressed = compression or kind == "parquet"
     return file.size * 5 if is_compressed else file.size
+
+
+def _told_day(template: str) -> str:
+    """The day, if a chat template asks for it: transformers tells it today's."""
+    if "strftime_now" not in template:
+        return ""
+    today = date.today().isoformat()
+    log.warning(f"the chat template asks for the day and is told {today}, unless a --template-argument names another")
+    return today
+
+
+def _read_facts(folder: Path) -> list[UnitFacts]:
+    paths = sorted((folder / writer.PARTS).glob("unit-*.json"))
+    return [UnitFacts(*json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+
+
+def _facts_of_examples(plan: Plan, of_units: Sequence[UnitFacts], transformers: str) -> dict[str, Any]:
+    """What the manifest says of packed examples. Warns of what the chat template costs each file."""
+    files = defaultdict[str, Counter[str]](Counter)
+    for unit_facts in of_units:
+        for url, counts in unit_facts.counts.items():
+            files[url].update(counts)
+    for url in sorted(files):
+        counts = files[url]
+        if counts["split"]:
+            cost = f"{counts['split']:,} conversations became several examples, {counts['repeated']:,} tokens more"
+            log.warning(f"{url}: the chat template changes earlier turns: {cost}")
+        if counts["thoughts"]:
+            log.warning(f"{url}: the chat template drops the thoughts of {counts['thoughts']:,} earlier answers")
+    total = sum(files.values(), Counter[str]())
+    facts: dict[str, Any] = {"dtype": plan.dtype, "packed_seq_len": plan.seq_len, "transformers": transformers}
+    facts |= {name: total[name] for name in COUNTED}
+    return facts | ({"day": plan.day} if plan.day else {})
 
 
 def _reject(bad: list[str], limit: int, place: str, reason: str) -> None:
@@ -334,6 +381,7 @@ def _tokenize_unit(folder: Path, plan: Plan, skip_bad: int, numbered: tuple[int,
     count = 0  # of documents
     tokens = 0
     seen = Seen()
+    counts = defaultdict[str, Counter[str]](Counter)
     bad: list[str] = []
     reject = partial(_reject, bad, skip_bad)
     batches: list[pa.RecordBatch] = []
@@ -341,7 +389,7 @@ def _tokenize_unit(folder: Path, plan: Plan, skip_bad: int, numbered: tuple[int,
     with written_whole(path) as sink, pa.ipc.new_file(sink, schema) as part_writer:
         for batch in _batches(plan, unit, reject, seen):
             words = random_words(len(batch), key, first=count)
-            tokenized = _tokenize(plan, tokenizer, batch, words, reject)
+            tokenized = _tokenize(plan, tokenizer, batch, words, reject, counts)
             batches.append(tokenized)
             count += len(batch)
             tokens += len(tokenized.column("tokens").values)
@@ -353,9 +401,9 @@ def _tokenize_unit(folder: Path, plan: Plan, skip_bad: int, numbered: tuple[int,
         undivided = {file.url for file in unit.files if unit.separator and file.size and not has_keys(file)}
         unread: dict[str, list[str]] = {}
         if plan.format == "chat":
-            read = chat_of(tokenizer, plan.date).keys.union(plan.keys)
+            read = chat_of(tokenizer).keys.union(plan.keys)
             unread = {url: sorted(keys - read) for url, keys in seen.keys.items() if keys - read}
-        facts = UnitFacts(bad, sorted(undivided - seen.separated), unread, seen.cut)
+        facts = UnitFacts(bad, sorted(undivided - seen.separated), unread, seen.cut, counts)
         if any(facts):  # on the disk before the unit counts as done
             write_atomically(path.with_suffix(".json"), json.dumps(facts).encode())
     return tokens
@@ -393,27 +441,61 @@ def _pieces(text: str, max_characters: int) -> Iterator[str]:
     yield text[start:]
 
 
-def _tokenize(plan: Plan, tokenizer: Tokenizer, batch: Batch, words: np.ndarray, reject: Reject) -> pa.RecordBatch:
-    """A record batch with bucket, sort key and tokens of each document. Validation's buckets follow train's."""
+def _tokenize(
+    plan: Plan,
+    tokenizer: Tokenizer,
+    batch: Batch,
+    words: np.ndarray,
+    reject: Reject,
+    counts: defaultdict[str, Counter[str]],
+) -> pa.RecordBatch:
+    """A record batch with bucket, sort key and tokens of each document. Validation's buckets follow train's.
+
+    `counts` gets file → what its examples are, and cost.
+    """
     places, texts, held_out = zip(*batch, strict=True)
     buckets = np.where(held_out, plan.train_buckets + words % plan.validation_buckets, words % plan.train_buckets)
     if plan.format == "text":
         ids: Sequence[Any] = tokenizer.encode_documents(texts)
     else:
-        made: list[list[Any]] = [[] for _ in batch]  # none of a bad one
-        for place, text, examples in zip(places, texts, made, strict=True):
-            try:
-                examples += encode_examples([text], plan.format, tokenizer, plan.date, plan.train_eos)[0]
-            except TitaniteError as error:
-                reject(place, str(error))
-        buckets, words = (np.repeat(values, list(map(len, made))) for values in (buckets, words))
-        # Those that are too long are counted by `_write_bucket`.
-        ids = [example if len(example) <= plan.seq_len else () for example in chain.from_iterable(made)]
+        made = []
+        for place, text in zip(places, texts, strict=True):
+            url = place.rpartition(", ")[0]
+            made.append(_examples(plan, tokenizer, place, text, reject, counts[url]))
+        of_each = [len(examples) for examples in made]
+        buckets = np.repeat(buckets, of_each)
+        words = np.repeat(words, of_each)
+        ids = list(chain.from_iterable(made))
     lengths = [len(document) for document in ids]
     values = np.fromiter(chain.from_iterable(ids), plan.dtype, sum(lengths))
     offsets = np.cumsum([0, *lengths], dtype=np.int32)
     tokens = pa.ListArray.from_arrays(offsets, values, type=token_type(plan.dtype))
     return pa.record_batch({"bucket": buckets.astype(np.uint32), "word": words, "tokens": tokens})
+
+
+def _examples(
+    plan: Plan, tokenizer: Tokenizer, place: str, text: str, reject: Reject, counts: Counter[str]
+) -> list[np.ndarray]:
+    """The examples of a conversation or pair that fit into a row; none of a bad one."""
+    try:
+        (examples,) = encode_examples([text], plan.format, tokenizer, plan.train_eos, counts)
+    except TitaniteError as error:
+        reject(place, str(error))
+        return []
+    fitting = []
+    for example in examples:
+        is_long = len(example) > plan.seq_len
+        row = example[: plan.seq_len]
+        trained = int((row < HIDDEN).sum())
+        if not trained or (is_long and not plan.truncate):
+            counts["dropped"] += 1
+            continue
+        counts["truncated"] += is_long
+        counts["trained_tokens"] += trained
+        fitting.append(row)
+    counts["conversations"] += 1
+    counts["examples"] += len(fitting)
+    return fitting
 
 
 def _write_sorted(plan: Plan, batches: list[pa.RecordBatch], part_writer: pa.RecordBatchFileWriter) -> None:
@@ -431,7 +513,7 @@ def _write_sorted(plan: Plan, batches: list[pa.RecordBatch], part_writer: pa.Rec
 
 
 def _write_bucket(folder: Path, plan: Plan, bucket: int) -> int:
-    """Write a bucket's shard and a record: blocks, examples left out and divided ones. Returns the number of tokens."""
+    """Write a bucket's shard and a record of its blocks. Returns the number of tokens."""
     is_train = bucket < plan.train_buckets
     split, number = ("train", bucket) if is_train else ("validation", bucket - plan.train_buckets)
     batches = []
@@ -442,17 +524,13 @@ def _write_bucket(folder: Path, plan: Plan, bucket: int) -> int:
     with failures_of(f"{split}-{number:05}, which a smaller --shard-mb makes smaller"):
         table = pa.Table.from_batches(batches)
         order = np.argsort(table.column("word").to_numpy(), kind="stable")
-        divided = len(table) - len(table.column("word").unique())
         documents = table.column("tokens").combine_chunks()
         del table, batches  # to hold the documents twice, not three times
         documents = documents.take(pa.array(order))
-    dropped = 0
     if plan.seq_len:
-        fitting = documents.filter(pc.greater(pc.list_value_length(documents), 0))
-        dropped = len(documents) - len(fitting)
-        documents = pack(fitting, plan.seq_len, _stored_tokenizer(folder, plan).eos_id)
+        documents = pack(documents, plan.seq_len, _stored_tokenizer(folder, plan).eos_id)
     shard, blocks = writer.write_shard(folder, split, number, documents, plan.block_bytes)
-    write_atomically(_record(folder, bucket), json.dumps([shard, blocks.to_pylist(), dropped, divided]).encode())
+    write_atomically(_record(folder, bucket), json.dumps([shard, blocks.to_pylist()]).encode())
     return shard.tokens
 
 
@@ -515,7 +593,9 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--dry-run", action="store_true", help="list all bad records, prepare nothing")
     add("--seq-len", type=int, default=0, help="tokens per row of packed examples; longer ones are left out, counted")
     add("--chat-template", default="", help="file with a Jinja template for --format chat (default: the tokenizer's)")
-    add("--date", default="", help="YYYY-MM-DD, for chat templates that tell the model the day (default: they do not)")
+    argument = "of the chat template, such as enable_thinking=false; repeatable; runs and exports keep it"
+    add("--template-argument", action="append", default=[], metavar="NAME=VALUE", help=argument)
+    add("--truncate", action="store_true", help="cut longer examples at the end of a row, not leave them out")
     add("--train-eos", action="store_true", help="chat: end each answer with eos, for templates without an end token")
     add("--max-characters", type=int, default=0, help="cut longer texts at line ends; 0 (default): never")
     add("--hold-out-pieces", action="store_true", help="hold out pieces of a text, not only whole texts")
@@ -541,8 +621,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"bad records left out, listed in {writer.BAD_RECORDS}: {manifest['bad_records']:,}")
         if manifest.get("dropped"):
             print(f"examples longer than {manifest['packed_seq_len']} tokens, left out: {manifest['dropped']:,}")
-        if manifest.get("divided"):
-            print(f"answers in an example of their own, beyond one per conversation: {manifest['divided']:,}")
+        if manifest.get("truncated"):
+            print(f"examples cut to {manifest['packed_seq_len']} tokens: {manifest['truncated']:,}")
+        if "examples" in manifest:
+            trained = f"examples {manifest['examples']:,}, trained tokens {manifest['trained_tokens']:,}"
+            print(f"conversations or pairs {manifest['conversations']:,}, {trained}")
         writer.report(manifest, options.output)
 
 

@@ -122,7 +122,8 @@ class Dataset:
     tokenizer_fingerprint: str
     packed_seq_len: int  # as in every split
     splits: dict[str, Split]
-    chat_template: str  # digest of chat_template.jinja, "" without one
+    chat_template: str  # digest of its text, "" without one
+    tokenizer_files: dict[str, str]  # name → digest; {} in older datasets
 
     def split(self, name: str) -> Split:
         """One split. Raises DataError if it is empty."""
@@ -136,12 +137,19 @@ class Dataset:
 
     def check_tokenizer(self) -> dict[str, bytes]:
         """The tokenizer's files, name → content. Raises DataError if they did not make the data, StoreError."""
-        names = [TOKENIZER, CONFIG, *([CHAT_TEMPLATE] if self.chat_template else [])]
-        files = {name: self.files.read(name) for name in names}
-        found = fingerprint(files[TOKENIZER], declared_eos(files, self.url))
-        template = digest(files[CHAT_TEMPLATE]) if self.chat_template else ""
-        if (found, template) != (self.tokenizer_fingerprint, self.chat_template):
-            raise DataError(f"{self.url}: its {' or '.join(names)} is not the one that made the data; put that back")
+        if self.tokenizer_files:
+            files = {name: self.files.read(name) for name in self.tokenizer_files}
+            found = {name: digest(content) for name, content in files.items()}
+            wrong = [name for name in files if found[name] != self.tokenizer_files[name]]
+        else:  # made before the manifest named them
+            names = [TOKENIZER, CONFIG, *([CHAT_TEMPLATE] if self.chat_template else [])]
+            files = {name: self.files.read(name) for name in names}
+            made_by = fingerprint(files[TOKENIZER], declared_eos(files, self.url))
+            template = digest(files[CHAT_TEMPLATE]) if self.chat_template else ""
+            same = (made_by, template) == (self.tokenizer_fingerprint, self.chat_template)
+            wrong = [] if same else names
+        if wrong:
+            raise DataError(f"{self.url}: its {' or '.join(wrong)} is not the one that made the data; put that back")
         return files
 
 
@@ -184,7 +192,8 @@ def open_dataset(url: str, config: Config | None = None) -> Dataset:
         splits[name] = Split(files, manifest["dtype"], vocab_size, packed, own, total, bounds, **columns)
         first = stop
     made_by, template = manifest["tokenizer"], manifest.get("chat_template", "")
-    return Dataset(files.url, files, digest(text), vocab_size, manifest["eos_id"], made_by, packed, splits, template)
+    of_tokenizer = manifest["eos_id"], made_by, packed, splits, template, manifest.get("tokenizer_files", {})
+    return Dataset(files.url, files, digest(text), vocab_size, *of_tokenizer)
 
 
 def with_chat_template(datasets: Sequence[Dataset]) -> Dataset:

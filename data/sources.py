@@ -25,6 +25,14 @@ import pyarrow.parquet as pq
 from isal import igzip
 
 from config import TitaniteError
+from data.conversations import (
+    BESIDE_MESSAGES,
+    IN_PLACE_OF_MESSAGES,
+    IN_PLACE_OF_PAIRS,
+    read_conversation,
+    read_pair,
+    without_nulls,
+)
 from data.shards import DataError
 
 TEXTS = (".txt", ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cc", ".cpp", ".rs", ".go", ".java", ".js")
@@ -45,9 +53,8 @@ VERSIONS = ("ETag", "etag", "blob_id", "LastModified", "created")  # what the st
 REQUEST_BYTES = 2 * 2**20  # read-ahead from a remote file; little, as a process may need only one unit
 ARROW_FILE = b"ARROW1"  # how one begins
 READ_BYTES = 2**20  # searched for separators at once, or as much as a longer document has by then
-# What others call the roles. A message of ShareGPT's is from one of these or those.
-ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "developer": "system"}
-IN_PLACE_OF_MESSAGES = ("conversations", "prompt", "completion")
+# Format → columns that count beside those that --keys names.
+OTHER_COLUMNS = {"chat": (*BESIDE_MESSAGES, *IN_PLACE_OF_MESSAGES), "sft": IN_PLACE_OF_PAIRS}
 
 Located = Iterator[tuple[str, Any]]  # (place in the input, what is there)
 Records = Iterator[tuple[int, Any]]  # (byte or row in the file, the bytes, dict or, if it is bad, ValueError)
@@ -309,7 +316,7 @@ def documents(
     be read.
     """
     seen = seen or Seen()
-    others = ("tools", *IN_PLACE_OF_MESSAGES) if format == "chat" else ()
+    others = OTHER_COLUMNS.get(format, ())
     for file in unit.files:
         kind = kind_of(file.url)[0]
         names = file.keys or keys
@@ -349,11 +356,13 @@ def _text(record: Any, kind: str, keys: Sequence[str], format: str, found: set[s
         record = {keys[0]: record.decode()}
     elif isinstance(record, ValueError):
         raise record
-    values = [record.get(key) for key in keys]
     if format == "chat":
-        values = [messages := _conversation(record, keys[0]), *filter(None, [record.get("tools")])]
-        own = (f"messages.{name}" for message in messages or () if isinstance(message, dict) for name in message)
-        found |= {*record, *own} - {*IN_PLACE_OF_MESSAGES}
+        values = read_conversation(record, keys[0])
+        found |= _keys_of(record, values[0])
+    elif format == "sft":
+        values = read_pair(record, keys)
+    else:
+        values = [record.get(key) for key in keys]
     if None in values or (format == "text" and not isinstance(values[0], str)):
         names, what = ", ".join(record), "text" if format == "text" else "value"
         raise DataError(f"no {what} under {','.join(keys)!r}; it has {names}; choose with --keys")
@@ -362,34 +371,13 @@ def _text(record: Any, kind: str, keys: Sequence[str], format: str, found: set[s
     return text
 
 
-def _conversation(record: dict[str, Any], key: str) -> Any:
-    """The messages of a record. In place of "messages", ShareGPT's, or TRL's untrained prompt and its completion."""
-    if key == "messages" and record.get(key) is None:
-        key = "conversations"
-        if all(isinstance(record.get(part), list) for part in ("prompt", "completion")):
-            prompt, completion = (list(map(_message, record[part])) for part in ("prompt", "completion"))
-            return [part | ({"weight": 0} if part["role"] == "assistant" else {}) for part in prompt] + completion
-    messages = record.get(key)
-    return list(map(_message, messages)) if isinstance(messages, list) else messages
-
-
-def _message(message: dict[str, Any]) -> dict[str, Any]:
-    """A message as templates expect it: role and content, its parts as one text, "" if there is only a call."""
-    if not isinstance(message, dict):
-        raise DataError(f'message {repr(message)[:80]}: must have a "role" and a "content"')
-    if "from" in message and "role" not in message:
-        names = {"from": "role", "value": "content"}
-        message = {names.get(key, key): value for key, value in message.items()}
-        if message["role"] not in (known := {*ROLES, *ROLES.values()}):
-            raise DataError(f"a message is from {message['role']!r}, not from one of {', '.join(sorted(known))}")
-    role, content = message.get("role"), message.get("content")
-    if isinstance(content, list):
-        if other := [part for part in content if not isinstance(part, dict) or part.get("type") != "text"]:
-            raise DataError(f"a part of a message is no text: {repr(other[0])[:80]}")
-        content = "".join(part.get("text") for part in content)
-    elif content is None and message.get("tool_calls"):
-        content = ""
-    return message | {"role": ROLES.get(str(role), role), "content": content}
+def _keys_of(record: dict[str, Any], messages: Any) -> set[str]:
+    """The keys of a record and, as messages.KEY, of its messages, except those that name its kind."""
+    found = set(record) - set(IN_PLACE_OF_MESSAGES)
+    if isinstance(messages, list):
+        for message in messages:
+            found |= {f"messages.{key}" for key in message}
+    return found
 
 
 def _open(file: File) -> Any:
@@ -522,7 +510,7 @@ def _table_records(batches: Iterable[pa.RecordBatch], names: Sequence[str], firs
     for batch in batches:
         for row in _rows(batch):
             if isinstance(row, dict):
-                row = dict.fromkeys(names) | _without_nulls(row)
+                row = dict.fromkeys(names) | without_nulls(row)
             yield number, row
             number += 1
 
@@ -545,10 +533,3 @@ def _rows(batch: pa.RecordBatch) -> list[Any]:
         return batch.to_pylist()
     except ValueError as error:
         return [error] if len(batch) == 1 else [_rows(batch.slice(i, 1))[0] for i in range(len(batch))]
-
-
-def _without_nulls(value: Any) -> Any:
-    """Drop keys that hold None: Arrow gives each struct the keys of all, and templates test whether a key exists."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
-    return [_without_nulls(part) for part in value] if isinstance(value, list) else value

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as RawTokenizer
-from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from config import TitaniteError, file_errors
 from records import write_atomically
@@ -22,9 +22,12 @@ TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 CONFIG = "tokenizer_config.json"
 OLDER_CONFIG = "special_tokens_map.json"
+FILES = (TOKENIZER, CONFIG, OLDER_CONFIG, "added_tokens.json", CHAT_TEMPLATE)
 END_OF_TEXT = "<|endoftext|>"
 PROBE = "A b\n\tc0x1F: naïve 日本 🙂."  # a text whose bytes are counted
 LEARNT_WORD_BYTES = 2000  # longer words are cut, only while a tokenizer is trained
+# In transformers' order. A tokenizer may name others.
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # a byte that no other token holds
 # Tried in this order if no tokenizer_config.json names the end-of-document token.
 KNOWN_EOS = ("<|end_of_text|>", END_OF_TEXT, "</s>", "<eos>", "<|eos|>", "[EOS]")
@@ -33,24 +36,36 @@ KNOWN_EOS = ("<|end_of_text|>", END_OF_TEXT, "</s>", "<eos>", "<|eos|>", "[EOS]"
 class Tokenizer:
     """A `tokenizers` tokenizer with the ids that training needs. Raises TitaniteError if it lacks them.
 
-    Text never becomes a special token: a document that spells out `<|endoftext|>` does not end there.
+    Text never becomes a special token: a document that spells out `<|endoftext|>` does not end there. `declared` are
+    the fields of tokenizer_config.json; `given` are the files that the tokenizer was read from, name → content.
     """
 
-    def __init__(self, raw: RawTokenizer, eos_token: str, name: str = "tokenizer", /, **declared: Any):
+    def __init__(
+        self,
+        raw: RawTokenizer,
+        eos_token: str,
+        name: str = "tokenizer",
+        /,
+        given: Mapping[str, bytes] | None = None,
+        **declared: Any,
+    ):
+        raw.no_truncation()
+        raw.no_padding()
+        self.fingerprint: str = fingerprint(raw.to_str().encode(), eos_token)
+        _add_declared(raw, declared)
         eos_id = raw.token_to_id(eos_token)
         if eos_id is None:
             special = ", ".join(token.content for token in raw.get_added_tokens_decoder().values())
             raise TitaniteError(f"{name}: has no token {eos_token!r}; give --eos-token, one of: {special}")
-        raw.no_truncation()
-        raw.no_padding()
         raw.encode_special_tokens = True
         self.raw = raw
         self.eos_token = eos_token
-        self.chat_template: str = declared.pop("chat_template", "")  # Jinja, "" without one
         self.eos_id: int = eos_id
-        ids = raw.get_vocab()
-        self.vocab_size: int = max(ids.values()) + 1
-        self.fingerprint: str = fingerprint(raw.to_str().encode(), eos_token)
+        self.chat_template: str = _template_of(declared.pop("chat_template", ""))  # Jinja, "" without one
+        self._given = dict(given or {})
+        self._given_template = self.chat_template if given else ""
+        self._declared = declared
+        self.vocab_size: int = max(raw.get_vocab().values()) + 1
         spellings = [eos_token, f"a{eos_token}a", f"a {eos_token} a", f"\n{eos_token}\n"]
         if any(eos_id in encoding.ids for encoding in raw.encode_batch(spellings, add_special_tokens=False)):
             raise TitaniteError(f"{name}: a text that spells out {eos_token!r} would become that token; choose another")
@@ -58,11 +73,6 @@ class Tokenizer:
         template = raw.encode("a")
         before = template.ids[: template.special_tokens_mask.index(0)]
         self.prefix: list[int] = [token for token in before if token != eos_id]
-        # The fields of tokenizer_config.json, such as its class, and those that name a token: bos_token, pad_token.
-        bos = {"bos_token": raw.id_to_token(self.prefix[0])} if self.prefix else {}
-        self.declared = {key: _content(field) for key, field in (bos | declared | {"eos_token": eos_token}).items()}
-        self.special = {key: token for key, token in self.declared.items() if key[-6:] == "_token" and token in ids}
-        self.bos_id = ids.get(self.special.get("bos_token", ""))
 
     @cached_property
     def byte_lengths(self) -> np.ndarray:
@@ -96,22 +106,41 @@ class Tokenizer:
         """The text of `ids`, without special tokens."""
         return self.raw.decode(list(ids), skip_special_tokens=True)
 
+    def files(self) -> dict[str, bytes]:
+        """Its files, name → content: those that it was read from, byte for byte, and what was changed since."""
+        files = dict(self._given)
+        if TOKENIZER not in files:
+            files[TOKENIZER] = self.raw.to_str().encode()
+        config = json_object(files.get(CONFIG, b"{}"), CONFIG)
+        if content_of(config.get("eos_token")) != self.eos_token:
+            first = {"bos_token": self.raw.id_to_token(self.prefix[0])} if self.prefix else {}
+            made = {"tokenizer_class": "PreTrainedTokenizerFast", **first, **self._declared, **config}
+            files[CONFIG] = (json.dumps(made | {"eos_token": self.eos_token}, indent=2) + "\n").encode()
+        if self.chat_template != self._given_template:
+            files[CHAT_TEMPLATE] = self.chat_template.encode()
+        return files
+
     def save(self, folder: Path) -> None:
-        """Write declared fields, any chat template, and last tokenizer.json: a kill leaves none without its eos."""
-        write_atomically(folder / CONFIG, (json.dumps(self.declared) + "\n").encode())
-        (folder / CHAT_TEMPLATE).unlink(missing_ok=True)
-        if self.chat_template:
-            write_atomically(folder / CHAT_TEMPLATE, self.chat_template.encode())
-        write_atomically(folder / TOKENIZER, self.raw.to_str().encode())
+        """Write its files, and last tokenizer.json: a kill leaves none without its eos."""
+        files = self.files()
+        for name in FILES:
+            if name not in files:
+                (folder / name).unlink(missing_ok=True)
+        for name in sorted(files, key=lambda name: name == TOKENIZER):
+            write_atomically(folder / name, files[name])
 
 
 def load_tokenizer(path: str | Path, eos_token: str = "") -> Tokenizer:
     """Load the tokenizer of a tokenizer.json, or of a folder with one; see `parse_tokenizer`. Raises TitaniteError."""
     with file_errors():
         file = Path(path) / TOKENIZER if Path(path).is_dir() else Path(path)
-        beside = [file.with_name(name) for name in (CONFIG, OLDER_CONFIG, CHAT_TEMPLATE)]
-        files = {other.name: other.read_bytes() for other in beside if other.is_file()} | {TOKENIZER: file.read_bytes()}
+        files = read_files(file.parent) | {TOKENIZER: file.read_bytes()}
     return parse_tokenizer(files, str(file.parent), eos_token)
+
+
+def read_files(folder: Path) -> dict[str, bytes]:
+    """Name → content of the tokenizer's files in a folder."""
+    return {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()}
 
 
 def parse_tokenizer(files: Mapping[str, bytes], folder: str, eos_token: str = "") -> Tokenizer:
@@ -120,17 +149,15 @@ def parse_tokenizer(files: Mapping[str, bytes], folder: str, eos_token: str = ""
     A document ends with `eos_token`, or the eos that tokenizer_config.json names, or the first of `KNOWN_EOS`.
     """
     name = f"{folder}/{TOKENIZER}"
+    given = {file: content for file, content in files.items() if file in FILES}
     eos_token = eos_token or declared_eos(files, folder)
     declared = _declared_fields(files, folder)
-    template = declared.get("chat_template") or ""
     try:
         if CHAT_TEMPLATE in files:
-            template = files[CHAT_TEMPLATE].decode()
-        elif isinstance(template, list):  # several, of which the default one is for conversations
-            template = {entry["name"]: entry["template"] for entry in template}.get("default", "")
+            declared["chat_template"] = files[CHAT_TEMPLATE].decode()
         raw = RawTokenizer.from_str(files[TOKENIZER].decode())
         eos_token = eos_token or next((eos for eos in KNOWN_EOS if raw.token_to_id(eos) is not None), KNOWN_EOS[0])
-        return Tokenizer(raw, eos_token, name, **declared | {"chat_template": template})
+        return Tokenizer(raw, eos_token, name, given=given, **declared)
     except TitaniteError:
         raise
     except Exception as error:  # tokenizers raises bare Exception
@@ -139,16 +166,54 @@ def parse_tokenizer(files: Mapping[str, bytes], folder: str, eos_token: str = ""
 
 def declared_eos(files: Mapping[str, bytes], folder: str) -> str:
     """The eos token that a tokenizer_config.json among `files` names, or "". Raises TitaniteError."""
-    return _content(_declared_fields(files, folder).get("eos_token")) or ""
+    return content_of(_declared_fields(files, folder).get("eos_token")) or ""
 
 
 def _declared_fields(files: Mapping[str, bytes], folder: str) -> dict[str, Any]:
     """The fields of tokenizer_config.json and, in older folders, special_tokens_map.json, as transformers has them."""
-    config, older = (json_object(files.get(name, b"{}"), f"{folder}/{name}") for name in (CONFIG, OLDER_CONFIG))
+    config = json_object(files.get(CONFIG, b"{}"), f"{folder}/{CONFIG}")
+    older = json_object(files.get(OLDER_CONFIG, b"{}"), f"{folder}/{OLDER_CONFIG}")
     return config if "added_tokens_decoder" in config else config | older
 
 
-def _content(field: Any) -> Any:
+def _template_of(declared: Any) -> str:
+    """The chat template in a tokenizer_config.json, which may hold several: the default one is for conversations."""
+    if isinstance(declared, list):
+        return {entry["name"]: entry["template"] for entry in declared}.get("default", "")
+    return declared or ""
+
+
+def _add_declared(raw: RawTokenizer, declared: Mapping[str, Any]) -> None:
+    """Add the tokens that only tokenizer_config.json declares, in the order in which transformers adds them."""
+    added = {token.content: repr(token) for token in raw.get_added_tokens_decoder().values()}
+    names = _named_tokens(declared)
+    numbered = declared.get("added_tokens_decoder") or {}
+    tokens = []
+    for id in sorted(numbered, key=int):
+        token = AddedToken(**numbered[id])
+        if added.get(token.content) != repr(token):
+            token.special = token.special or token.content in names
+            tokens.append(token)
+    known = {*added, *(token.content for token in tokens)}
+    tokens += [AddedToken(name, special=True) for name in names if name not in known]
+    raw.add_tokens(tokens)
+
+
+def _named_tokens(declared: Mapping[str, Any]) -> list[str]:
+    """The texts of the special tokens that a tokenizer_config.json names, each once."""
+    extra = declared.get("extra_special_tokens") or declared.get("additional_special_tokens") or []
+    keys = sorted((key for key in declared if key.endswith("_token")), key=_place_of_name)
+    fields = [declared[key] for key in keys]
+    fields += extra.values() if isinstance(extra, dict) else extra
+    texts = map(content_of, fields)
+    return list(dict.fromkeys(text for text in texts if isinstance(text, str)))
+
+
+def _place_of_name(key: str) -> int:
+    return NAMED.index(key) if key in NAMED else len(NAMED)
+
+
+def content_of(field: Any) -> Any:
     """A token's text, which may stand in an object; other fields as they are."""
     return field.get("content", field) if isinstance(field, dict) else field
 

@@ -149,6 +149,7 @@ def write_manifest(
         "vocab_size": tokenizer.vocab_size,
         "eos_id": tokenizer.eos_id,
         "tokenizer": tokenizer.fingerprint,
+        "tokenizer_files": {name: digest(content) for name, content in sorted(tokenizer.files().items())},
         "index_bytes": len(index),
         "index_crc32": isal_zlib.crc32(index),
         "index_sha256": hashlib.sha256(index).hexdigest(),

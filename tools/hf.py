@@ -98,8 +98,9 @@ def write_companions(folder: Path, given: Mapping[str, bytes], tokenizer: Tokeni
         "model_max_length": config["max_position_embeddings"],
         "clean_up_tokenization_spaces": False,
     }
-    if tokenizer.bos_id is not None or "bos_token" not in tokenizer.chat_template:  # ctranslate2 takes no null
-        first = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id  # as in GPT-2
+    bos_id = tokenizer.prefix[0] if tokenizer.prefix else None
+    if bos_id is not None or "bos_token" not in tokenizer.chat_template:  # ctranslate2 takes no null
+        first = tokenizer.eos_id if bos_id is None else bos_id  # as in GPT-2
         tokens["bos_token"] = tokenizer.raw.id_to_token(first)
     tokens |= {key: value for key, value in declared.items() if value is not None}
     ids: dict[str, Any] = {"eos_token_id": sorted(ends) if len(ends) > 1 else tokenizer.eos_id}

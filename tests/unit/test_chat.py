@@ -1,7 +1,9 @@
 """Conversations as examples: the texts are those that transformers renders, and each answer is trained once."""
 
+import itertools
 import json
 from datetime import datetime
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -12,7 +14,8 @@ from tokenizers import Tokenizer as RawTokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from config import TitaniteError
-from data.chat import ChatTemplate, chat_of
+from data.chat import ChatTemplate, Example, chat_of, use_template
+from data.conversations import read_conversation
 from data.packing import HIDDEN, TOKEN_BITS
 from data.prepare import main as prepare
 from data.tokenizer import Tokenizer, load_tokenizer
@@ -37,9 +40,11 @@ def rendered(template: str, messages: list[dict[str, Any]], **options: Any) -> s
     return theirs.apply_chat_template(messages, chat_template=template, tokenize=False, **options)
 
 
-def texts_of(parts: list[tuple[list[int], bool]]) -> tuple[str, list[str]]:
+def texts_of(example: Example, raw: RawTokenizer | None = None) -> tuple[str, list[str]]:
     """The whole text of an example, and those that are trained."""
-    texts = [(tokenizer().raw.decode(ids, skip_special_tokens=False), trained) for ids, trained in parts]
+    raw = raw or tokenizer().raw
+    runs = itertools.groupby(zip(*example, strict=True), key=itemgetter(1))
+    texts = [(raw.decode([id for id, _ in run], skip_special_tokens=False), trained) for trained, run in runs]
     return "".join(text for text, _ in texts), [text for text, trained in texts if trained]
 
 
@@ -73,7 +78,7 @@ KINDS: dict[str, tuple[str, list[list[str]], dict[str, Any]]] = {
     ),
     "eos at the end of all": (
         PLAIN.removesuffix("{% endif %}") + "{% else %}{{ eos_token }}{% endif %}",
-        [["a1<|im_end|><|endoftext|>"], ["a2<|im_end|><|endoftext|>"]],
+        [["a1<|im_end|>", "a2<|im_end|><|endoftext|>"]],
         {},
     ),
     "ended by the next header": (
@@ -106,22 +111,25 @@ KINDS: dict[str, tuple[str, list[list[str]], dict[str, Any]]] = {
 def test_each_answer_is_trained_once_in_the_text_of_transformers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     template, trained, options = KINDS[kind]
     monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Mock(now=lambda: datetime(2026, 1, 31)))
-    examples = ChatTemplate(template, tokenizer(), "2026-01-31").encode_parts(TURNS)
-    assert [texts_of(parts)[1] for parts in examples] == trained
+    examples = ChatTemplate(template, tokenizer()).examples(TURNS)
+    assert [texts_of(example)[1] for example in examples] == trained
     in_parts = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in TURNS]
     turns = in_parts if options.get("in_parts") else TURNS
     ends = (2, 4) if len(trained) == 2 else (4,)
     tools = {"tools": options["tools"]} if "tools" in options else {}
-    assert [texts_of(parts)[0] for parts in examples] == [rendered(template, turns[:end], **tools) for end in ends]
+    assert [texts_of(example)[0] for example in examples] == [rendered(template, turns[:end], **tools) for end in ends]
 
 
-def test_a_template_that_asks_for_the_day_gets_only_the_one_given() -> None:
-    with pytest.raises(TitaniteError, match="'strftime_now' is undefined; --date DAY tells it one"):
-        ChatTemplate("{{ strftime_now('%Y') }}", tokenizer(), "").encode_parts(TURNS)
-    guarded = ChatTemplate("{{ strftime_now('%Y') if strftime_now is defined else 'then' }}", tokenizer(), "")
-    assert guarded.render(TURNS) == "then"
-    with pytest.raises(TitaniteError, match=r"--date 31\.1\.: must be a day such as 2026-01-31"):
-        ChatTemplate(PLAIN, tokenizer(), "31.1.")
+def test_arguments_of_a_template_are_what_it_takes_unless_it_is_told_otherwise() -> None:
+    template = (
+        "{% macro say() %}{{ mood | default('calm') }}{% endmacro %}\n\n  {% if mood %}{{ say() }}{% endif %}" + PLAIN
+    )
+    ours = tokenizer()
+    use_template(ours, template, ['mood="gay"'])
+    assert chat_of(ours).render(TURNS) == rendered(template, TURNS, mood="gay")
+    assert rendered(ours.chat_template, TURNS, mood="sad") == rendered(template, TURNS, mood="sad")
+    with pytest.raises(TitaniteError, match="--template-argument moo=1: must be NAME=VALUE with a name in the chat"):
+        use_template(ours, template, ["moo=1"])
 
 
 PRINTED = "{{ m.tool_calls[0].function.arguments }}"
@@ -140,10 +148,13 @@ def test_tools_and_their_calls_are_those_that_transformers_renders_from_objects(
         called = {"role": "assistant", "content": None, "reasoning": "hm", "tool_calls": calls}
         return [TURNS[0], called, {"role": "tool", "content": "noon"}, {**TURNS[1], "weight": 0}, *TURNS[2:]]
 
+    def read(messages: list[dict[str, Any]], tools: Any) -> list[Any]:
+        return read_conversation({"messages": messages, "tools": tools})
+
     text, given = '{"zone": "é"}', {"zone": "é"}
     expected = rendered(template, turns(text if call == PRINTED else given), tools=tools)
     for kept in (tools, json.dumps(tools)):
-        (example,) = ChatTemplate(template, tokenizer()).encode_parts(turns(text), kept)
+        (example,) = ChatTemplate(template, tokenizer()).examples(*read(turns(text), kept))
         whole, trained = texts_of(example)
         assert whole == expected
         assert trained[0].startswith("hm")
@@ -163,8 +174,8 @@ def test_the_special_tokens_that_a_folder_declares_are_those_of_transformers(tmp
     prepare([*command, "--tokenizer", str(tmp_path), "--output", str(tmp_path / "set")])
     for folder in (tmp_path, tmp_path / "set"):
         assert chat_of(load_tokenizer(folder)).encode(TURNS) == theirs
-    kept = json.loads((tmp_path / "set" / "tokenizer_config.json").read_text())
-    assert kept == declared | {"bos_token": "<s>", "unk_token": "<|im_start|>"}
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        assert (tmp_path / "set" / name).read_bytes() == (tmp_path / name).read_bytes()
     assert AutoTokenizer.from_pretrained(tmp_path / "set").apply_chat_template(TURNS, return_dict=False) == theirs
     assert [token & TOKEN_BITS for token in rows(tmp_path / "set")[0][: len(theirs)]] == theirs
 
@@ -182,22 +193,23 @@ def test_a_preparation_says_what_is_not_learnt_and_how_many_examples_a_conversat
     )
     (tmp_path / "endless.jinja").write_text(endless + "<think>{% endif %}")
     tokenizer().save(tmp_path)
-    row = {"system": "be kind", "messages": [TURNS[0], {**TURNS[1], "train": True}, *TURNS[2:]]}
+    row = {"source": "web", "messages": [TURNS[0], {**TURNS[1], "mood": "kind"}, *TURNS[2:]]}
     for name in ("a", "b"):
         (tmp_path / f"{name}.jsonl").write_text((json.dumps(row) + "\n") * 2 + json.dumps({**row, "tools": []}) + "\n")
     command = ["--source", str(tmp_path / "*.jsonl"), "--format=chat", "--seq-len=256", "--validation-fraction=0"]
     command += ["--tokenizer", str(tmp_path), "--output", str(tmp_path / "set"), "--overwrite"]
     command += ["--chat-template", str(tmp_path / "endless.jinja")]
     prepare([*command, "--processes=1"])
-    assert "beyond one per conversation" not in capsys.readouterr().out
-    unread = ": keys that the chat template does not read: messages.train, system, tools"
+    said = capsys.readouterr().out
+    assert "conversations or pairs 6, examples 6, trained tokens 36\n" in said, "two letters and a line end, each"
+    unread = ": keys that the chat template does not read: messages.mood, source"
     assert caplog.messages == [
         "the chat template ends answers with no special token, so no model learns to stop; give --train-eos",
         "the chat template asks with '<think>', with which its answers do not begin, so it is not trained",
         *(f"{tmp_path}/{name}.jsonl{unread}" for name in ("a", "b")),
     ]
     prepare([*command, "--train-eos"])
-    assert "answers in an example of their own, beyond one per conversation: 6" in capsys.readouterr().out
+    assert "conversations or pairs 6, examples 12, trained tokens 36\n" in capsys.readouterr().out
     assert "no special token" not in "".join(caplog.messages[4:])
     kept = [token & TOKEN_BITS for row in rows(tmp_path / "set") for token in row if token < HIDDEN]
     answers = tokenizer().raw.decode(kept, skip_special_tokens=False).split("<|endoftext|>")

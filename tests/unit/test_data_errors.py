@@ -14,8 +14,7 @@ from isal import isal_zlib
 from config import ConfigError, TitaniteError
 from data.files import Cache
 from data.loader import DataLoader
-from data.shards import DataError, check_datasets, open_dataset, seal
-from data.tokenizer import END_OF_TEXT, fingerprint
+from data.shards import DataError, check_datasets, digest, open_dataset, seal
 from storage import StoreError
 from tests.corpus import data_config, stored_blocks, word_tokenizer, write_dataset
 from tests.harness import run_ranks
@@ -133,11 +132,14 @@ def test_a_run_goes_on_only_with_its_own_tokenizer(folder, tmp_path):
     saved = (run / "tokenizer.json").read_text()
     text = json.dumps(json.loads(saved), indent=1)  # as another version of tokenizers might write it
     (folder / "tokenizer.json").write_text(text)
-    change_manifest(folder, tokenizer=fingerprint(text.encode(), END_OF_TEXT))
+    with pytest.raises(DataError, match=r"its tokenizer\.json is not the one that made the data"):
+        start(folder)
+    files = {name: digest((folder / name).read_bytes()) for name in ("tokenizer.json", "tokenizer_config.json")}
+    change_manifest(folder, tokenizer_files=files)
     start(folder)
     with pytest.raises(ConfigError, match=r"run: this run began with another tokenizer than .*other was made with"):
         start(other)
-    assert (run / "tokenizer.json").read_text() == saved
+    assert (run / "tokenizer.json").read_text() == text
     (run / "model.json").unlink()  # what is no run, train() will say
     start(other)
 

@@ -808,7 +808,7 @@ def test_llama3_documents_have_one_bos_and_one_eos(texts, tmp_path, template):
     bos, eos = (tokenizer.raw.token_to_id(name) for name in ("<|begin_of_text|>", "<|end_of_text|>"))
     for text in ["plain", "<|begin_of_text|>spelt out<|end_of_text|>", ""]:
         (document,) = tokenizer.encode_documents([text])
-        assert (document[0], document[-1]) == (bos, eos) == (tokenizer.bos_id, tokenizer.eos_id)
+        assert (document[0], document[-1]) == (bos, eos) == (tokenizer.prefix[0], tokenizer.eos_id)
         assert document.count(bos) == document.count(eos) == 1
         assert tokenizer.decode(document) == text
         assert tokenizer.encode(text) == document[:-1]

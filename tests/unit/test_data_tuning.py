@@ -47,14 +47,14 @@ def shown(tokens: np.ndarray) -> list[tuple[int, bool]]:
 
 
 def test_only_responses_are_trained() -> None:
-    ((pair,),) = encode_examples([json.dumps(["two plus two", "is four"])], "sft", tokenizer())
+    ((pair,),) = encode_examples([json.dumps(["two plus two", " is four"])], "sft", tokenizer())
     assert shown(pair) == [(TWO, False), (PLUS, False), (TWO, False), (IS, True), (FOUR, True), (EOS, True)]
     assert [bool(token & START) for token in pair] == [True] + [False] * 5
     ((bare,),) = encode_examples([json.dumps(["", "is four"])], "sft", tokenizer())
     assert shown(bare) == [(IS, False), (FOUR, True), (EOS, True)], "nothing comes before the first token"
     with_bos = tokenizer().raw
     with_bos.post_processor = TemplateProcessing("<|u|> $A", special_tokens=[("<|u|>", USER)])
-    ((begun,),) = encode_examples([json.dumps(["two", "is"])], "sft", Tokenizer(with_bos, "<eos>"))
+    ((begun,),) = encode_examples([json.dumps(["two", " is"])], "sft", Tokenizer(with_bos, "<eos>"))
     assert shown(begun) == [(USER, False), (TWO, False), (IS, True), (EOS, True)]
     conversation = [
         {"role": "user", "content": "what ?"},
@@ -67,7 +67,6 @@ def test_only_responses_are_trained() -> None:
     assert shown(chat) == [
         *((USER, no), (WHAT, no), (ASK, no), (END, no), (ASSISTANT, no), (FOUR, yes), (END, yes)),
         *((USER, no), (SO, no), (ASK, no), (END, no), (ASSISTANT, no), (FIVE, yes), (END, yes)),
-        (EOS, no),
     ]
 
 
@@ -87,8 +86,8 @@ def piecewise(*merges: str, begin: bool) -> Tokenizer:
     [
         # On its own, the answer would begin with "▁▁".
         (piecewise("▁▁", begin=True), "▁ [ Q ] ▁ {} ▁ [ / Q ]", "▁ {} ▁ <eos>"),
-        # In the whole text, "]▁" would be in both: the model is asked with "]" and has to begin with "▁".
-        (piecewise("]▁", begin=False), "[ Q ]▁ {} ▁ [ / Q ]", "▁ {} ▁ <eos>"),
+        # In the whole text, "]▁" is in both, though the model is asked with "]": as in TRL, it is trained.
+        (piecewise("]▁", begin=False), "[ Q ]▁ {} ▁ [ / Q", "]▁ {} ▁ <eos>"),
     ],
 )
 def test_answers_are_tokens_that_can_follow_their_question(tokenizer: Tokenizer, question: str, answers: str) -> None:
@@ -102,7 +101,7 @@ def test_answers_are_tokens_that_can_follow_their_question(tokenizer: Tokenizer,
     ]
     assert [(tokenizer.raw.id_to_token(token), trained) for token, trained in shown(chat)] == expected
     at_once = ChatTemplate(tokenizer.chat_template, tokenizer).encode(conversation)
-    assert ([token for token, _ in shown(chat)] == at_once) == ("]▁" not in question)
+    assert [token for token, _ in shown(chat)] == at_once
 
 
 @pytest.mark.parametrize(
@@ -158,7 +157,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for i in range(300):
             question = " ".join(f"w{numbers.randint(400, 600)}" for _ in range(numbers.randint(1, 8)))
             answer = " ".join(f"w{numbers.randint(700, 900)}" for _ in range(numbers.randint(1, 8)))
-            file.write(json.dumps({"q": f"w{i + 1} {question}", "a": f"{answer} w{i + 1}"}) + "\n")
+            file.write(json.dumps({"q": f"w{i + 1} {question}", "a": f" {answer} w{i + 1}"}) + "\n")
     command = ["--source", str(folder / "examples.jsonl"), "--tokenizer", str(folder / "tokenizer")]
     command += ["--format=sft", "--example-keys=q,a", "--seq-len=32", "--validation-fraction=0.1", "--block-mb=0.002"]
     prepare([*command, "--output", str(folder / "set")])
@@ -255,7 +254,7 @@ def test_long_examples_are_left_out_and_counted_and_wrong_options_explained(
         assert said in capsys.readouterr().err
     prepare([*command, "--keys=q,a", "--seq-len=12"])
     lines = [json.loads(line) for line in (folder / "examples.jsonl").read_text().splitlines()]
-    long = sum(len(f"{line['q']} {line['a']}".split()) + 1 > 12 for line in lines)
+    long = sum(len(f"{line['q']}{line['a']}".split()) + 1 > 12 for line in lines)
     assert f"examples longer than 12 tokens, left out: {long}" in capsys.readouterr().out
     assert json.loads((tmp_path / "out" / "manifest.json").read_text())["dropped"] == long
 
@@ -332,12 +331,12 @@ def test_conversations_that_cannot_be_used_are_left_out(tmp_path: Path, capsys: 
     rows = [[ask, good], [ask], [ask | {"content": "<eos>"}, good], [good, good, ask | {"role": 3}], [ask, good], []]
     lines = [json.dumps({"messages": row}) + "\n" for row in rows]
     (tmp_path / "a.jsonl").write_text("".join(lines))
-    command = ["--source", str(tmp_path / "a.jsonl"), "--tokenizer", str(tmp_path), "--format=chat", "--seq-len=16"]
+    command = ["--source", str(tmp_path / "a.jsonl"), "--tokenizer", str(tmp_path), "--format=chat", "--seq-len=14"]
     prepare([*command, f"--output={tmp_path / 'set'}", "--skip-bad=4", "--validation-fraction=0"])
     assert "left out, listed in bad_records.txt: 4\n" in capsys.readouterr().out
     places = [line.split(":")[0] for line in (tmp_path / "set" / "bad_records.txt").read_text().splitlines()]
     assert places == [f"{tmp_path}/a.jsonl, line at byte {sum(map(len, lines[:i]))}" for i in (1, 2, 3, 5)]
-    (packed,) = open_dataset(str(tmp_path / "set")).split("train").read(0).values.reshape(-1, 16).tolist()
+    (packed,) = open_dataset(str(tmp_path / "set")).split("train").read(0).values.reshape(-1, 14).tolist()
     assert sum(bool(token & START) for token in packed) == 2, "two examples, which fill the row"
 
 

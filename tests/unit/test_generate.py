@@ -218,10 +218,9 @@ def test_a_conversation_has_the_tokens_that_transformers_gives_it(bos: str) -> N
     expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert template.encode(messages, add_generation_prompt=True) == expected
     assert template.stop_ids == {tokenizer.raw.token_to_id("<|im_end|>")}
-    (example,) = template.encode_parts(messages)
-    parts = [(tokenizer.raw.decode(ids, skip_special_tokens=False), own) for ids, own in example]
-    prompt = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello, 中?<|im_end|>\n<|im_start|>assistant\n"
-    assert parts == [(bos + prompt, False), ("Yes.<|im_end|>\n", True)], "only the answers are trained on"
+    (example,) = template.examples(messages)
+    made = theirs.apply_chat_template(messages[:3], return_dict=True, return_assistant_tokens_mask=True)
+    assert (example.ids, example.trained) == (made["input_ids"], [bool(own) for own in made["assistant_masks"]])
 
 
 def test_templates_that_cannot_be_used_say_why() -> None:
@@ -235,7 +234,7 @@ def test_templates_that_cannot_be_used_say_why() -> None:
     with pytest.raises(
         TitaniteError, match=r"an answer changes the text before it.*; --chat-template FILE takes another"
     ):
-        counted.encode_parts(turns)
+        counted.examples(turns)
 
 
 # ---------------------------------------------------------------- command line
