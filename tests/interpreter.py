@@ -69,13 +69,15 @@ def correct_casts() -> None:
         setattr(builder, name, cast)
 
 
-def load_kernels(old: str = "", new: str = "") -> ModuleType:
-    """float8/kernels.py as a module of its own, with `old` in its text replaced by `new`: a planted fault."""
+def load_kernels(*changes: tuple[str, str]) -> ModuleType:
+    """float8/kernels.py as a module of its own, with `changes` in its text, old and new: planted faults."""
     text = KERNELS.read_text()
-    assert old in text, f"no longer in the kernels: {old}"
+    for old, new in changes:
+        assert old in text, f"no longer in the kernels: {old}"
+        text = text.replace(old, new)
     with tempfile.TemporaryDirectory() as folder:  # Triton reads the source when it decorates
         path = Path(folder) / "planted.py"
-        path.write_text(text.replace(old, new) if old else text)
+        path.write_text(text)
         spec = importlib.util.spec_from_file_location("planted", path)
         assert spec is not None
         assert spec.loader is not None

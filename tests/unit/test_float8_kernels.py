@@ -6,7 +6,9 @@ for CUDA and with requirements-triton.txt.
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -96,6 +98,7 @@ def check_product(device: str, tokens: int, blocks: int, squares: bool) -> None:
 
     With `squares` w has scales as a weight has them, otherwise as gradients and activations have them.
     """
+    replace_matmul()  # that of CPUs, as every conversion does
     generator = torch.Generator().manual_seed(0)
     sizes = 2.0 ** torch.arange(blocks).repeat_interleave(128)
     x, w = (torch.randn(n, blocks * 128, generator=generator) for n in (tokens, 256))
@@ -116,7 +119,6 @@ def dequantized(cast: Cast) -> Tensor:
 
 @pytest.mark.parametrize("blocks", [1, 3, 4, 6, 8])
 def test_products_of_blocks(blocks: int) -> None:
-    replace_matmul()
     check_product("cpu", 256, blocks, squares=False)
     if blocks % 4 == 0:
         for tokens in (1, 37, 256):
@@ -141,9 +143,9 @@ def agree(found: Tensor, expected: Tensor) -> bool:
     return torch.equal(found, expected) or bool(((found == expected) | (found.isnan() & expected.isnan())).all())
 
 
-def compare(recipe: str, source: str, fault: tuple[str, str] = ("", ""), value: float = 0.0) -> list[str]:
+def compare(recipe: str, source: str, *faults: tuple[str, str], value: float = 0.0) -> list[str]:
     """What of a kernel's outputs differs from plain torch's. In the interpreter's process."""
-    kernels = load_kernels(*fault)
+    kernels = load_kernels(*faults)
     tensors = operands(source, SHAPE[recipe], 1e-4)
     tensors[0][9, 11] += value
     maxima = torch.empty(0)
@@ -169,7 +171,47 @@ def test_kernels_give_the_bytes_of_plain_torch(recipe: str, interpreter: WithTri
     for source in SOURCES:
         assert interpreter(compare, recipe, source) == [], source
     for value in (float("nan"), float("inf")):
-        assert interpreter(compare, recipe, "copy", ("", ""), value) == [], value
+        assert interpreter(partial(compare, value=value), recipe, "copy") == [], value
+
+
+M, N = 2**17, 2**14 + 256  # more values than an int32 counts
+
+
+def compare_last_tile(recipe: str, *faults: tuple[str, str]) -> list[str]:
+    """What differs of the last tile of such large outputs. All else stays unwritten, and so takes no memory."""
+    from triton.runtime import interpreter
+
+    source = "copy" if recipe == "squares" else "gate_grad"
+    last = [("tl.program_id(0)", "(M // BM - 1)"), ("tl.program_id(1)", "(N // BN - 1)")]
+    kernels = load_kernels(*last, *faults)
+    one_tile = mock.patch.object(kernels.triton, "cdiv", return_value=1)
+    copies_back = mock.patch.object(interpreter.GridExecutor, "_restore_args_dev")  # and so touches all memory
+    rows, columns, _ = kernels.tile_shape(source, recipe, recipe == "rowwise")
+    tensors = operands(source, (rows, columns))
+    wholes = [torch.empty(M, N, dtype=torch.bfloat16) for _ in tensors]
+    for whole, tensor in zip(wholes, tensors, strict=True):
+        whole[-rows:, -columns:] = tensor
+    with one_tile, copies_back:
+        if recipe == "rowwise":
+            found = kernels.line_maxima(source, wholes)
+            found = torch.cat((found[:, M - rows : M], found[:, -columns:]), dim=1)
+            return [] if torch.equal(found, line_maxima(source, tensors)) else ["maxima"]
+        maxima = torch.stack([values.float().abs().amax() for values in source_values(source, tensors)])
+        ours = kernels.to_float8(source, recipe, wholes, maxima, False, True, True)
+    expected = to_float8(source, recipe, tensors, maxima, False, True, True)
+    pairs = {
+        "rows": (ours[0][:, -rows:, -columns:], expected[0]),
+        "columns": (ours[2][:, -columns:, -rows:], expected[2]),
+    }
+    if recipe != "tensorwise":  # its scale is written by the first tile
+        pairs["row scales"] = ours[1][:, -expected[1].shape[1] :, -1:], expected[1]
+        pairs["column scales"] = ours[3][:, -expected[3].shape[1] :, -1:], expected[3]
+    return [name for name, pair in pairs.items() if not torch.equal(*pair)]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_tensors_of_more_values_than_an_int32_counts(recipe: str, interpreter: WithTriton) -> None:
+    assert interpreter(compare_last_tile, recipe) == []
 
 
 FAULTS = {

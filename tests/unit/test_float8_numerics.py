@@ -90,7 +90,8 @@ def reference(recipe: str, x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, Te
 
 
 def build_linear(recipe: str, w: Tensor) -> nn.Linear:
-    model = nn.Sequential(nn.Linear(IN, OUT, bias=False, dtype=torch.bfloat16))
+    """A converted layer with the weight `w`, on its device."""
+    model = nn.Sequential(nn.Linear(IN, OUT, bias=False, dtype=torch.bfloat16, device=w.device))
     kernels: Any = "own" if recipe.startswith("own ") else "compiler"
     name: Any = recipe.removeprefix("own ")
     convert_to_float8(model, Float8(enable=True, recipe=name, kernels=kernels, filter="all", fsdp_all_gather="off"))
@@ -110,17 +111,17 @@ def run(linear: Callable[[Tensor], Tensor], weight: Tensor, x: Tensor, dy: Tenso
     return y.detach(), x.grad, weight.grad
 
 
-def check(recipe: str) -> None:
+def check(recipe: str, device: str = "cpu", reference_floor: float = REFERENCE_FLOOR) -> None:
     """Fails if anything the layer gives is further from float64, or from the reference, than rounding explains."""
     for gradient_scale in GRADIENT_SCALES:
         x, w, dy = operands(gradient_scale)
-        linear = build_linear(recipe, w)
-        results, plain = run(linear, linear.weight, x, dy), recipe.removeprefix("own ")
+        linear, plain = build_linear(recipe, w.to(device)), recipe.removeprefix("own ")
+        results = [result.cpu() for result in run(linear, linear.weight, x.to(device), dy.to(device))]
         columns = zip(("y", "dx", "dw"), results, exact(x, w, dy), reference(plain, x, w, dy), strict=True)
         for (name, result, truth, expected), floor in zip(columns, FLOORS[plain], strict=True):
             where = f"{name}, {recipe}, gradients of {gradient_scale}"
             assert sqnr(truth, result) >= floor, f"{where}: {sqnr(truth, result):.1f} dB, floor {floor}"
-            assert sqnr(expected, result) >= REFERENCE_FLOOR, f"{where}: {sqnr(expected, result):.1f} dB of reference"
+            assert sqnr(expected, result) >= reference_floor, f"{where}: {sqnr(expected, result):.1f} dB of reference"
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -1,0 +1,120 @@
+"""The float8 kernels and matmuls of a GPU, against plain torch and float64 on CPU. No queue times what fails here.
+
+TEST_GPU=1 python -m pytest tests/gpu/test_kernels.py [-k blockwise]
+
+Without a GPU the same runs by plain torch on both sides, to find mistakes before a GPU is at hand.
+"""
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+from float8.casts import cast, line_maxima, to_float8
+from tests.unit.test_float8_kernels import SHAPE, SOURCES, check_product, operands
+from tests.unit.test_float8_layers import build, check_block, gradients
+from tests.unit.test_float8_numerics import check
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TEST_GPU") != "1", reason="needs TEST_GPU=1, and a CUDA GPU to say more"
+)
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+RECIPES = ("tensorwise", "rowwise", "blockwise")
+EXACT = ("copy", "norm")  # products of float32, which every device rounds alike; an exponential is not
+# A byte may be the next one, 2^-3 of its value away in e4m3 and 2^-2 in e5m2, where an exponential's last bit differs.
+LINE_TOLERANCE = 0.05
+
+
+Layout = tuple[Tensor, Tensor]  # values [M, N], and their scales
+
+
+def layouts(recipe: str, source: str, gradient: bool, device: str) -> list[Layout]:
+    """Rows and columns of each output, computed on a device. The third of "gate_grad" has columns alone."""
+    tensors = [tensor.to(device) for tensor in operands(source, SHAPE[recipe], 1e-4)]
+    found = []
+    for output in cast(source, recipe, tensors, gradient):
+        for values, scales in (output[:2], output[2:]):
+            if values.dim() == 2:
+                found.append((values.cpu(), scales.cpu()))
+    return found
+
+
+def dequantized(values: Tensor, scales: Tensor) -> Tensor:
+    """Values [M, N] times their scales: of all, of rows, of blocks or of squares."""
+    for dim in range(scales.dim()):
+        scales = scales.repeat_interleave(values.shape[dim] // scales.shape[dim], dim)
+    return values.float() * scales
+
+
+def lines_agree(found: Tensor, expected: Tensor) -> bool:
+    """Whether each row is that of plain torch, but for values whose last bit differed before the cast."""
+    return bool(((found - expected).norm(dim=1) <= LINE_TOLERANCE * expected.norm(dim=1)).all())
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("recipe", [*RECIPES, "blockwise squares"])
+def test_casts(recipe: str, source: str) -> None:
+    scaling = recipe.removeprefix("blockwise ")
+    for gradient in (False, True):
+        expected = layouts(scaling, source, gradient, "cpu")
+        assert len(expected) == (5 if source == "gate_grad" else 2)
+        for ours, plain in zip(layouts(scaling, source, gradient, DEVICE), expected, strict=True):
+            assert ours[0].dtype == plain[0].dtype
+            assert lines_agree(dequantized(*ours), dequantized(*plain))
+            if source in EXACT:
+                assert torch.equal(ours[0].view(torch.uint8), plain[0].view(torch.uint8))
+                assert torch.equal(ours[1], plain[1])
+
+
+@pytest.mark.parametrize("recipe", ["own tensorwise", "own rowwise", "blockwise"])
+def test_a_layers_three_matmuls(recipe: str) -> None:
+    """Fast accumulation differs from exact sums by 57 dB for 4,096 products; a wrong scale by less than 20."""
+    check(recipe, DEVICE, 45.0)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_block(recipe: str) -> None:
+    check_block(recipe, DEVICE, gradients(build(dtype=torch.float64)))
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 4, 6, 8])
+def test_products_blockwise(blocks: int) -> None:
+    """Scales of 1 x 128 on both sides, as for a weight's gradient; of squares only fours, for any number of tokens."""
+    check_product(DEVICE, 256, blocks, squares=False)
+    for tokens in (1, 37, 256):
+        if blocks % 4 == 0:
+            check_product(DEVICE, tokens, blocks, squares=True)
+    if blocks % 4:
+        with pytest.raises(ValueError, match="not a multiple of 4"):
+            check_product(DEVICE, 256, blocks, squares=True)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="18 GB; tests/unit/test_float8_kernels.py has the last tile of such a tensor")
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_more_values_than_an_int32_counts(recipe: str) -> None:
+    """The last rows of 2^31 + 2^25 values, for which plain torch is given the maxima of all of them."""
+    M, N, tail = 2**17, 2**14 + 2**8, 256
+    x = torch.randn(M, N, device="cuda", dtype=torch.bfloat16)
+    last, maxima, of_last = x[-tail:].cpu(), x.new_empty(0).float(), torch.empty(0)
+    if recipe == "tensorwise":
+        maxima = torch.stack([x.amax(), -x.amin()]).amax().float()[None]
+        of_last = maxima.cpu()
+    elif recipe == "rowwise":
+        maxima = line_maxima("copy", [x])
+        of_columns = torch.maximum(x.amax(0), -x.amin(0)).float().cpu()
+        of_last = torch.cat((last.float().abs().amax(1), of_columns))[None]
+        assert torch.equal(torch.cat((maxima[:, M - tail : M], maxima[:, M:]), dim=1).cpu(), of_last)
+    rows, row_scales, columns, column_scales = (
+        part.cpu() for part in to_float8("copy", recipe, [x], maxima, False, True, True)
+    )
+    expected = to_float8("copy", recipe, [last], of_last, False, True, True)
+    assert torch.equal(rows[:, -tail:], expected[0])
+    assert torch.equal(columns[:, :, -tail:], expected[2])
+    if recipe == "blockwise":
+        assert torch.equal(row_scales[:, -tail:], expected[1])
+        assert torch.equal(column_scales[:, :, -(tail // 128) :], expected[3])
+    elif recipe == "rowwise":
+        assert torch.equal(row_scales[:, -tail:], expected[1])
+        assert torch.equal(column_scales, expected[3])
