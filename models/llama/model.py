@@ -66,15 +66,20 @@ class KVCache:
     Rows may be at different positions. No token sees what is stored beyond its row's position.
     """
 
-    k = v = torch.empty(0)
+    def __init__(self) -> None:
+        self.k = torch.empty(0)
+        self.v = torch.empty(0)
 
     def store(self, k_BKSH: Tensor, v_BKSH: Tensor, positions_BS: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Store keys and values at `positions_BS`; return the first `length` places, [B, K, T, H]."""
         B, K, _, H = k_BKSH.shape
         if not self.k.numel():
-            self.k = self.v = k_BKSH.new_zeros(B, K, 0, H)
-        if (more := length - self.k.shape[2]) > 0:  # zeros, since even a masked position must not hold NaN
-            self.k, self.v = (F.pad(x, (0, 0, 0, more)) for x in (self.k, self.v))
+            self.k = k_BKSH.new_zeros(B, K, 0, H)
+            self.v = k_BKSH.new_zeros(B, K, 0, H)
+        missing = length - self.k.shape[2]
+        if missing > 0:  # zeros, since even a masked position must not hold NaN
+            self.k = F.pad(self.k, (0, 0, 0, missing))
+            self.v = F.pad(self.v, (0, 0, 0, missing))
         rows_B1 = torch.arange(B, device=k_BKSH.device)[:, None]
         self.k[rows_B1, :, positions_BS] = k_BKSH.transpose(1, 2)
         self.v[rows_B1, :, positions_BS] = v_BKSH.transpose(1, 2)
@@ -116,7 +121,8 @@ def causal_mask(positions_BT: Tensor, queries_S: Tensor) -> Tensor | BlockMask:
     github.com/pytorch/pytorch/issues/196678).
     """
     documents_BT = (positions_BT == 0).cumsum(dim=1)
-    (B, T), S = documents_BT.shape, queries_S.shape[0]
+    B, T = documents_BT.shape
+    S = queries_S.shape[0]
     if positions_BT.is_cuda:
 
         def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -132,19 +138,23 @@ def attention(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, mask: Mask) -> Ten
     grouped = q_BNSH.shape[1] != k_BKTH.shape[1]
     if isinstance(mask, BlockMask):
         return compiled_flex_attention(q_BNSH, k_BKTH, v_BKTH, block_mask=mask, enable_gqa=grouped)
-    k, v = k_BKTH, v_BKTH
-    if grouped and q_BNSH.dtype == torch.float32 and q_BNSH.device.type == "cuda":
+    if grouped and q_BNSH.dtype == torch.float32 and q_BNSH.is_cuda:
         # No fused kernel there takes both float32 and groups (torch 2.11 to 2.13): all of [B, N, S, T] would be made.
-        k, v = (x.repeat_interleave(q_BNSH.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        group = q_BNSH.shape[1] // k_BKTH.shape[1]
+        k_BKTH = k_BKTH.repeat_interleave(group, dim=1)
+        v_BKTH = v_BKTH.repeat_interleave(group, dim=1)
         grouped = False
-    return F.scaled_dot_product_attention(q_BNSH, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
+    return F.scaled_dot_product_attention(
+        q_BNSH, k_BKTH, v_BKTH, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
+    )
 
 
 class Linear(nn.Linear):
     """Computes in the type of its input, even if its weight is stored in a wider one."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, self.weight.to(x.dtype), bias)
 
 
 class Output(nn.Linear):
@@ -181,14 +191,23 @@ class Attention(nn.Module):
     def forward(
         self, x_BSD: Tensor, cos: Tensor, sin: Tensor, mask: Mask, cache: KVCache | None, positions_BS: Tensor | None
     ) -> Tensor:
-        q, k, v = (w(x_BSD).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
-        q, k, v = (x.view(-1, cos.shape[1], *x.shape[-2:]) for x in (q, k, v))
-        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)  # before the transpose: after it, they would be copied
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        S = cos.shape[1]
+        q = self._split_heads(self.wq(x_BSD), S)
+        k = self._split_heads(self.wk(x_BSD), S)
+        v = self._split_heads(self.wv(x_BSD), S)
+        # Rotated before the transpose: after it, they would be copied.
+        q = apply_rope(q, cos, sin).transpose(1, 2)
+        k = apply_rope(k, cos, sin).transpose(1, 2)
+        v = v.transpose(1, 2)
         if cache is not None and positions_BS is not None and mask is not None:
             k, v = cache.store(k, v, positions_BS, mask.shape[-1])
-        out = self.attend(q, k, v, mask)
-        return self.wo(out.transpose(1, 2).reshape(*x_BSD.shape[:-1], -1))
+        out_BNSH = self.attend(q, k, v, mask)
+        return self.wo(out_BNSH.transpose(1, 2).reshape(*x_BSD.shape[:-1], -1))
+
+    def _split_heads(self, x: Tensor, S: int) -> Tensor:
+        """[B, S, this rank's heads, H] of [B, S, heads * H]; with tp, of [B * S, heads * H]."""
+        x = x.unflatten(-1, (-1, self.head_dim))
+        return x.view(-1, S, *x.shape[-2:])
 
 
 class FeedForward(nn.Module):
@@ -268,7 +287,8 @@ class Llama(nn.Module):
         a token sees all that its row has stored up to its position. With context parallelism tokens and positions are
         whole sequences, hidden states and logits only this rank's part.
         """
-        S, device = self.seq_len or x.shape[1], x.device
+        S = self.seq_len or x.shape[1]
+        device = x.device
         positions = torch.arange(S, device=device)[None] if positions_BS is None else positions_BS
         mask: Mask = None
         if caches:
@@ -276,9 +296,11 @@ class Llama(nn.Module):
             mask = torch.arange(filled, device=device) <= positions[:, None, :, None]
         elif self.local_indices is not None:
             own = self.local_indices(S)
-            mask = causal_mask(positions, own) if self.local_mask or positions_BS is not None else None
+            if self.local_mask or positions_BS is not None:
+                mask = causal_mask(positions, own)
             positions = positions[:, own]
-            x = x if self.tok_embeddings is None else x[:, own]
+            if self.tok_embeddings is not None:  # tokens, not a pipeline's hidden states
+                x = x[:, own]
         elif positions_BS is not None:
             mask = causal_mask(positions, torch.arange(S, device=device))
         cos, sin = rope_cos_sin(self.config, positions)
@@ -286,17 +308,29 @@ class Llama(nn.Module):
         h = x if self.tok_embeddings is None else self.tok_embeddings(x)
         h = h.to(self.compute_dtype or h.dtype)
         for i, block in enumerate(self.layers.values()):
-            h = block(h, cos, sin, mask, caches[i], positions) if caches else block(h, cos, sin, mask)
+            if caches:
+                h = block(h, cos, sin, mask, caches[i], positions)
+            else:
+                h = block(h, cos, sin, mask)
         if self.norm is None:
             return h
         h = self.norm(h)
+        if loss is not None:
+            return self._compute_loss(h, loss)
+        logits = self._compute_logits(h)
+        return logits.view(-1, positions.shape[1], logits.shape[-1])
+
+    def _compute_logits(self, h: Tensor) -> Tensor:
         if self.output is not None:
-            result = self.output(h) if loss is None else self.output(h, loss)
-        else:
-            assert self.tok_embeddings is not None, "tied: one weight at both ends"
-            weight = self.tok_embeddings.weight
-            result = Output.compute(h, weight) if loss is None else loss(h, weight, Output.compute)
-        return result.view(-1, positions.shape[1], result.shape[-1]) if loss is None else result
+            return self.output(h)
+        assert self.tok_embeddings is not None, "tied: one weight at both ends"
+        return Output.compute(h, self.tok_embeddings.weight)
+
+    def _compute_loss(self, h: Tensor, loss: Callable[..., Tensor]) -> Tensor:
+        if self.output is not None:
+            return self.output(h, loss)
+        assert self.tok_embeddings is not None, "tied: one weight at both ends"
+        return loss(h, self.tok_embeddings.weight, Output.compute)
 
     def init_std(self, name: str) -> float | None:
         """Standard deviation of the initial values of parameter `name`; None for norms, which start at 1.
@@ -305,8 +339,9 @@ class Llama(nn.Module):
         """
         if "norm" in name:
             return None
-        into_residual = name.endswith(("wo.weight", "w2.weight"))
-        return 0.02 / math.sqrt(2 * self.config.n_layers) if into_residual else 0.02
+        if name.endswith(("wo.weight", "w2.weight")):
+            return 0.02 / math.sqrt(2 * self.config.n_layers)
+        return 0.02
 
     def flops_per_token(self, seq_len: int) -> int:
         """Floating-point operations per trained token in forward and backward, without recomputation.
