@@ -27,6 +27,7 @@ from parallel.gradients import compile_each_shape
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Jordan's: all singular values come between about 0.7 and 1.2
 NEWTON_SCHULZ_STEPS = 5
+STATES = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}  # running means of each kind of group
 ADAMW_RMS = 0.2  # of the elements of AdamW's updates, which Muon's match (Liu et al. 2025, "Muon is scalable")
 Part = tuple[int, int, int, int]  # of a matrix: rows from, to; columns from, to
 
@@ -73,29 +74,36 @@ class GroupedOptimizer(torch.optim.Optimizer):
             scale = ADAMW_RMS * math.sqrt(max(matrix.shape))
             local(matrix).mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"] * scale)
 
-    def _states(self, parameter: Tensor, *names: str) -> dict[str, Tensor]:
+    def allocate_state(self) -> None:
+        """Give every weight the state that its first step would begin with, for a load to fill."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self._state_of(parameter, group["kind"])
+
+    def _state_of(self, parameter: Tensor, kind: str) -> dict[str, Tensor]:
+        """The state of a weight in a group of a `kind`; zeros at first."""
         state = self.state[parameter]
-        for name in names:
+        for name in STATES[kind]:
             if name not in state:
                 state[name] = torch.zeros_like(parameter, dtype=self.state_dtype)
+        if kind == "adamw" and "step" not in state:
+            is_fused = self.state_dtype == torch.float32
+            state["step"] = torch.zeros((), device=local(parameter).device if is_fused else None)
         return state
 
     def _momentum(self, parameter: Tensor, momentum: float) -> Tensor:
         """This rank's part of a matrix's gradient with Nesterov momentum, which goes into its state."""
         grad = local(parameter.grad)  # type: ignore[arg-type]
-        mean = local(self._states(parameter, "momentum_buffer")["momentum_buffer"])
+        mean = local(self._state_of(parameter, "muon")["momentum_buffer"])
         new = mean.to(grad.dtype).lerp(grad, 1 - momentum)
         mean.copy_(new)
         return grad.lerp(new, momentum)
 
     def _step_fused_adamw(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         """By torch's kernel, which takes float32 states only."""
-        names = "exp_avg", "exp_avg_sq"
-        states = [self._states(parameter, *names) for parameter in parameters]
-        for parameter, state in zip(parameters, states, strict=True):
-            state.setdefault("step", torch.zeros((), device=local(parameter).device))
+        states = [self._state_of(parameter, "adamw") for parameter in parameters]
         grads = [local(parameter.grad) for parameter in parameters]  # type: ignore[arg-type]
-        means, squares = ([local(state[name]) for state in states] for name in names)
+        means, squares = ([local(state[name]) for state in states] for name in STATES["adamw"])
         steps, (beta1, beta2) = [state["step"] for state in states], group["betas"]
         settings = {key: group[key] for key in ("lr", "weight_decay", "eps")}
         adamw(
@@ -105,8 +113,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
 
     def _step_adamw(self, parameter: Tensor, group: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]
-        state = self._states(parameter, "exp_avg", "exp_avg_sq")
-        state.setdefault("step", torch.zeros(())).add_(1)
+        state = self._state_of(parameter, "adamw")
+        state["step"].add_(1)
         # What changes with the step is computed on the host, as tensors: a Python number that changes would cause
         # another compilation.
         shrink = torch.tensor(1 - group["lr"] * group["weight_decay"], dtype=torch.float32)

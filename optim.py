@@ -102,13 +102,27 @@ def summarize_groups(model: nn.Module, optimizer: settings.Optimizer) -> list[st
     return lines if optimizer.groups or optimizer.name != "adamw" else []
 
 
+class AdamW(torch.optim.AdamW):
+    """torch's, with a state that can be allocated before the first step."""
+
+    def allocate_state(self) -> None:
+        """Give every weight the state that its first step would begin with, for a load to fill."""
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.requires_grad and not self.state[weight]:
+                    state = self.state[weight]
+                    state["step"] = torch.zeros((), device=weight.device if group["fused"] else None)
+                    state["exp_avg"] = torch.zeros_like(weight)
+                    state["exp_avg_sq"] = torch.zeros_like(weight)
+
+
 def build_optimizer(
     parts: list[nn.Module],
     optimizer: settings.Optimizer,
     compile: settings.Compile | None = None,
     group: dist.ProcessGroup | None = None,
     param_dtype: str = "float32",
-) -> torch.optim.Optimizer:
+) -> AdamW | GroupedOptimizer:
     """AdamW (Loshchilov and Hutter 2019) or, for some of the weights, Muon. `group`: ranks that update together.
 
     Muon orthogonalizes in `param_dtype`, in which the model's matmuls compute: bfloat16 suffices for Newton-Schulz.
@@ -118,7 +132,7 @@ def build_optimizer(
     """
     groups = build_groups(((n, p) for part in parts for n, p in part.named_parameters() if p.requires_grad), optimizer)
     if optimizer.state_dtype == "float32" and all(group["kind"] == "adamw" for group in groups):
-        return torch.optim.AdamW(groups, fused=True)
+        return AdamW(groups, fused=True)
     dtypes = getattr(torch, optimizer.state_dtype), getattr(torch, param_dtype)
     return GroupedOptimizer(groups, *dtypes, compile or settings.Compile(), group)
 
@@ -133,7 +147,7 @@ class OuterOptimizer:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, islands: DeviceMesh, parallelism: settings.Parallelism, steps: int
+        self, optimizer: AdamW | GroupedOptimizer, islands: DeviceMesh, parallelism: settings.Parallelism, steps: int
     ):
         self.optimizer, self.islands, self.steps = optimizer, islands, steps
         self.lr, self.momentum = parallelism.outer_lr, parallelism.outer_momentum
@@ -151,7 +165,6 @@ class OuterOptimizer:
         """
         if not self.anchors:
             self.anchors = [local(parameter).clone() for parameter in self.parameters]
-            self.steps_alone = 0  # a load makes a step of its own, so that there is a state to fill
         if not (self.steps_alone and due(step, self.local_steps, self.steps)):
             return
         for anchor, parameter in zip(self.anchors, self.parameters, strict=True):
@@ -164,8 +177,16 @@ class OuterOptimizer:
                     _mean_of_islands(local(state[name]), self.islands)
         self.steps_alone = 0
 
+    def allocate_state(self) -> None:
+        """Give every weight the state of the optimizer and the outer momentum, for a load to fill."""
+        self.optimizer.allocate_state()
+        self._allocate_momentum()
+
     def _count_step(self, *_: Any) -> None:
         self.steps_alone += 1
+        self._allocate_momentum()
+
+    def _allocate_momentum(self) -> None:
         for parameter in self.parameters:
             state = self.optimizer.state[parameter]
             if "outer_momentum" not in state:

@@ -109,7 +109,6 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         parts = spec.apply_parallelism(model, mesh, config)
         set_timeout(config.comm.init_timeout_seconds)
         del model  # a pipeline holds only parts of it
-        watchdog.enter("init")
         for part in parts:
             home = torch.device("cpu") if config.parallelism.cpu_offload else device
             init_weights(part, home, config.run.seed, watchdog.alive)
@@ -120,12 +119,11 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         parameters = [parameter for part in parts for parameter in part.parameters()]
         group = dims.build_update_group() if groups else None
         optimizer = build_optimizer(parts, config.optimizer, config.compile, group, training.param_dtype)
-        optimizer.register_step_pre_hook(lambda *_: watchdog.enter("optimizer"))
         islands = OuterOptimizer(optimizer, mesh.islands, config.parallelism, steps) if mesh.islands else None
         refresh_weights = build_refresh(parts, config, islands.meet if islands else None)
         checkpoint = CheckpointManager(
-            config, run.folder, parts, optimizer, data, identity,
-            on_commit=run.saved, on_progress=watchdog.alive, on_begin=watchdog.enter,
+            config, run.folder, parts, optimizer, data, identity, (islands or optimizer).allocate_state,
+            on_commit=run.saved, on_progress=watchdog.alive, section=watchdog.section,
         )  # fmt: skip
         step = checkpoint.load()
         refresh_weights(step)
@@ -138,14 +136,17 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         while step < steps and not run.asked_to_stop():
             step += 1
             run.begin(step)
-            batches = [batch.to(device) for batch in data.next_step() if step not in guard.skipped]
+            with watchdog.section("data"):
+                batches = [batch.to(device) for batch in data.next_step() if step not in guard.skipped]
             n_tokens = count_trained((batch.labels for batch in batches), dims, device)
             total = sum_losses(run.forward_backward(compute, parameters, batches, n_tokens), dims, device)
             loss, *other_terms = total.reshape(-1)  # the cross-entropy, and what else the loss has
             grad_norm = clip_grad_norm_(parameters, training.max_norm, mesh.pp, mesh.islands).to(device)
             rates = set_learning_rate(optimizer, learning_rate(step, steps, config.optimizer.lr, config.lr_scheduler))
             if guard.accepts(step, loss, grad_norm):
-                optimizer.step()
+                checkpoint.wait_for_copies()  # a save in the background still reads weights and moments
+                with watchdog.section("optimizer"):
+                    optimizer.step()
                 terms = dict(zip(other_names, other_terms, strict=True))
                 metrics.add(step, loss, grad_norm, rates, data.wait_seconds, terms)
             else:  # no update; everything else goes on

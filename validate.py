@@ -60,8 +60,8 @@ def validate_all(run: Run, parts: list[nn.Module], compute: Step, step: int) -> 
     for name, held_out in validation_sets(run.config).items():
         batches = validation_batches(held_out, dims.dp_rank(run.environment.rank), dims.dp)  # as many on every rank
         total = torch.zeros(3, dtype=torch.float64, device=run.device)  # summed loss, tokens, their bytes
-        with _no_training(parts):
-            for batch in run.watchdog.follow(batches, "validation"):
+        with run.watchdog.section("validation"), _no_training(parts):
+            for batch in run.watchdog.follow(batches):
                 if run.asked_to_stop():
                     logger.info(f"step {step}: not validated to the end, since the run is to stop")
                     return {}
@@ -101,7 +101,9 @@ def show_sample(run: Run, parts: list[nn.Module]) -> None:
     """Log the sample that `config.validation` asks for. Collective."""
     if run.config.validation.sample_tokens:
         sample = sample_text(parts, run.data.tokenizer, run.config, run.dims, run.device)
-        logger.info("sample:\n" + "".join(run.watchdog.follow(sample, "sample")))
+        with run.watchdog.section("sample"):
+            text = "".join(run.watchdog.follow(sample))
+        logger.info(f"sample:\n{text}")
 
 
 def check_sample(config: Config, tokenizer: Tokenizer) -> None:

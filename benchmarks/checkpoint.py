@@ -37,7 +37,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -47,6 +46,7 @@ from checkpoint.manager import LOWEST_PRIORITY, CheckpointManager
 from checkpoint.retention import committed
 from checkpoint.state import model_tensors, optimizer_tensors
 from config import Checkpoint, Config
+from optim import AdamW
 from storage import open_store
 from tests.harness import run_ranks
 from tests.s3.fault_proxy import fault_proxy
@@ -83,14 +83,14 @@ def build(layers: int, dim: int, url: str, **settings: Any) -> tuple[CheckpointM
     for layer in model:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    _init_optim_state(optimizer)
+    optimizer = AdamW(model.parameters(), fused=True)
+    optimizer.allocate_state()
     for state in optimizer.state.values():
         state["exp_avg"].to_local().normal_()
         state["exp_avg_sq"].to_local().normal_()
     config = Config(checkpoint=Checkpoint(folder=url, keep=1, **settings))
     manager = CheckpointManager(
-        config, Path("unused"), model=[model], optimizer=optimizer, dataloader=Data(), identity={}
+        config, Path("unused"), [model], optimizer, Data(), identity={}, allocate_state=optimizer.allocate_state
     )
     state = {"model": model_tensors([model]), "optimizer": optimizer_tensors([model], optimizer)}
     tensors = [*state["model"].values(), *state["optimizer"].values()]
@@ -144,7 +144,7 @@ def save_while_training(layers: int, dim: int, url: str, way: str) -> dict[str, 
     assert libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
     assert libc.mallopt(M_MMAP_THRESHOLD, 32 << 20)
     manager, state, size = build(layers, dim, url, mode="async")
-    save, copied, written = lambda: manager.save(1), manager.staging.wait, manager.wait
+    save, copied, written = lambda: manager.save(1), manager.wait_for_copies, manager.wait
     if way in (RAW_BUSY, RAW_ALONE):
         save, copied, written = _raw_background(url, [*state["model"].values(), *state["optimizer"].values()])
     tokens_TD, blocking = torch.randn(STEP_TOKENS, dim), 0.0

@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -39,7 +39,10 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointManager:
-    """The checkpoints of one run. All methods but `check` are collective: every rank calls them at the same step."""
+    """The checkpoints of one run. All methods are collective: every rank calls them at the same step.
+
+    Not so `check` and `wait_for_copies`.
+    """
 
     def __init__(
         self,
@@ -49,20 +52,23 @@ class CheckpointManager:
         optimizer: torch.optim.Optimizer,
         dataloader: Stateful,
         identity: dict[str, Any],
+        allocate_state: Callable[[], None],
         *,
         on_commit: Callable[[int], None] = lambda step: None,
         on_progress: Callable[[], None] = lambda: None,
-        on_begin: Callable[[str], None] = lambda section: None,
+        section: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
     ) -> None:
         """`identity` (JSON-able) says what the model is. A checkpoint with another identity is refused.
 
-        `dataloader` knows its place in the data: a small JSON-able dict, the same on all ranks. `on_commit` is called
-        on every rank with the step of each committed checkpoint, by the background thread in mode `async`. Any thread
-        calls `on_progress` as bytes move. `on_begin` is called with "load" or "checkpoint" as one begins.
+        `dataloader` knows its place in the data: a small JSON-able dict, the same on all ranks. `allocate_state` gives
+        the optimizer the state that a load fills, without a step. `on_commit` is called on every rank with the step of
+        each committed checkpoint, by the background thread in mode `async`. Any thread calls `on_progress` as bytes
+        move. The context `section("load")` or `section("checkpoint")` is around whatever waits for them.
         """
         self.config, self.settings = config, config.checkpoint
         self.model, self.optimizer, self.dataloader = model, optimizer, dataloader
-        self.identity, self.on_commit, self.on_progress, self.on_begin = identity, on_commit, on_progress, on_begin
+        self.identity, self.allocate_state = identity, allocate_state
+        self.on_commit, self.on_progress, self.section = on_commit, on_progress, section
         # Over their own group of gloo: nothing goes through the accelerator, nor between training's collectives.
         wait = timedelta(seconds=self.settings.timeout_seconds)
         self.ranks = Ranks(dist.new_group(backend="gloo", timeout=wait)) if dist.is_initialized() else Ranks()
@@ -80,8 +86,6 @@ class CheckpointManager:
         self.background = ThreadPoolExecutor(1, "checkpoint", lower_priority)
         self.under_way: Future[Any] | None = None
         self.staging = Staging(next(model[0].parameters()).device)
-        if self.settings.mode == "async":
-            optimizer.register_step_pre_hook(lambda *_: self.staging.wait())
         self.planned: tuple[Any, Any] = (None, None)  # shapes, and the plan for them
 
     # ------------------------------------------------------------ load
@@ -93,7 +97,10 @@ class CheckpointManager:
         same world size the random states. If a checkpoint is damaged, logs it and takes the one before. Raises
         TitaniteError if none is intact, one is of another model, the disk has no room, or ranks do not share a folder.
         """
-        self.on_begin("load")
+        with self.section("load"):
+            return self._load()
+
+    def _load(self) -> int:
         self.wait()
         if not self.settings.enable:
             self._load_initial()
@@ -159,6 +166,7 @@ class CheckpointManager:
             read_state(opened, state, self.on_progress)
             return
         if saved := {name.partition(".")[2] for name in opened.tensors("optimizer.")}:
+            self.allocate_state()
             state["optimizer"] = tensors_to_fill(self.model, self.optimizer, saved)
         else:  # a checkpoint of step 0; a damaged one that was tried first may have left some state
             self.optimizer.state.clear()
@@ -183,15 +191,18 @@ class CheckpointManager:
             if not found:  # by an earlier start
                 self.save(step, "model")
 
-    @torch.no_grad()
     def save(self, step: int, kind: str = "step") -> None:
         """Write a checkpoint of `step`, or its "model" alone; in mode `async`, in the background.
 
-        In that mode, weights and moments are copied during the next forward and backward, and the optimizer's next step
-        waits for that; the rest is taken at once. Waits for the save before: only one is under way at a time. Raises
-        the error on all ranks if this save (`sync`) or the one before was not committed.
+        In that mode, weights and moments are copied during the next forward and backward, and who changes them next
+        must first call `wait_for_copies`; the rest is taken at once. Waits for the save before: only one is under way
+        at a time. Raises the error on all ranks if this save (`sync`) or the one before was not committed.
         """
-        self.on_begin("checkpoint")
+        with self.section("checkpoint"):
+            self._save(step, kind)
+
+    @torch.no_grad()
+    def _save(self, step: int, kind: str) -> None:
         self.wait()
         state: State = {"model": model_tensors(self.model)}
         if kind == "step":
@@ -238,7 +249,13 @@ class CheckpointManager:
         """Wait for the background work. Raises its failure."""
         under_way, self.under_way = self.under_way, None
         if under_way is not None:
-            under_way.result()
+            with self.section("checkpoint"):
+                under_way.result()
+
+    def wait_for_copies(self) -> None:
+        """Return when weights and moments may change: a background save then has copies of them."""
+        with self.section("checkpoint"):
+            self.staging.wait()
 
     def _write(self, name: str, plan: Plan, resolve: Callable[[WriteItem], Tensor], facts: Manifest) -> Written:
         """Write and commit a checkpoint. Returns what this rank has written. Collective."""

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -56,9 +55,8 @@ def tensors_to_fill(
 ) -> dict[str, Tensor]:
     """The optimizer's tensors to fill from those in a checkpoint, `saved`. Drops state of weights without any there.
 
-    Raises CheckpointError if the checkpoint is of another optimizer.
+    All its state is allocated. Raises CheckpointError if the checkpoint is of another optimizer.
     """
-    _init_optim_state(optimizer)
     stateful = {name.rpartition(".")[0] for name in saved}
     for name, parameter in parameters(model_parts).items():
         if name not in stateful:  # it had no gradient up to the save

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # The torchrun of one node, for the files in this folder. What it exits with is decided by exit.json in the run's folder:
 # 0: the run is finished, or a person has stopped it; 75: start the job again; 100: give up, see the log.
+# A start whose ranks were killed before one could write exit.json asks for another. If nothing but that happens, the run
+# itself refuses to start (failures.restarts_without_progress), as long as --rdzv-id names the same job: the folder does.
 #
 #   launch/node.sh RUN_FOLDER [options of torchrun] train.py [settings]
 set -uo pipefail
@@ -11,8 +13,10 @@ shift
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 # Seconds for the last checkpoint after a request to stop.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-100}
+export PET_RDZV_ID=${PET_RDZV_ID:-$(basename "$folder")}  # unless --rdzv-id says another
 
-before=$(cat "$folder/exit.json" 2>/dev/null)
+last_start() { cat "$folder/.started" 2>/dev/null; }
+before=$(last_start)
 # Slurm itself sends its signals to all processes; elsewhere only this one gets them.
 child=
 if [ "${SLURM_JOB_ID:-}" ]; then trap : TERM HUP USR1; else trap 'kill -TERM $child' TERM INT HUP USR1; fi
@@ -21,9 +25,9 @@ if [ "${SLURM_JOB_ID:-}" ]; then trap : TERM HUP USR1; else trap 'kill -TERM $ch
 child=$!
 while kill -0 "$child" 2>/dev/null; do wait "$child"; done
 
-ended=$(cat "$folder/exit.json" 2>/dev/null)
-[ "$ended" != "$before" ] || exit 100  # this start did not come as far as to write one: a mistake
-case $ended in
+[ "$(last_start)" != "$before" ] || exit 100  # no start came as far as to be recorded: a mistake
+[ -s "$folder/exit.json" ] || exit 75  # empty: its writer was killed
+case $(cat "$folder/exit.json") in
   *'"start_again": true'*) exit 75 ;;
   *'"kind": "finished"'* | *'"kind": "stopped"'*) exit 0 ;;
 esac

@@ -8,6 +8,7 @@ import os
 import re
 import socket
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -31,6 +32,7 @@ STARTS = "starts.jsonl"
 EXIT = "exit.json"
 PROGRESS = ".progress"  # exists once a start has saved a checkpoint
 RUNNING = ".running"  # locked by rank 0 of the running start
+STARTED = ".started"  # on each node, with other content for each recorded start; launch/node.sh compares it
 # What ranks write on a node with its own disk, which lacks rank 0's files.
 OF_RANKS = frozenset({"checkpoints", "data", "profile", EXIT})
 
@@ -218,12 +220,23 @@ def _count_without_progress(folder: Path, last: dict[str, Any], job: str, allowe
     return before + 1
 
 
+def note_start(folder: Path) -> None:
+    """Say on this node that a start was recorded, and remove `exit.json` of the one before. One rank of each node.
+
+    A node may have a disk of its own. If that is full the run goes on, and its scheduler may not start it again.
+    """
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / EXIT).unlink(missing_ok=True)
+        write_atomically(folder / STARTED, f"{os.getpid()} {time.time_ns()}\n".encode())
+
+
 def record_exit(folder: Path, record: dict[str, Any]) -> bool:
     """Write `exit.json`, unless this start has one: its writer knew the cause. Returns whether it had none."""
-    time = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     try:
         with open(folder / EXIT, "x", encoding="utf-8") as file:  # only one process succeeds
-            file.write(json.dumps(record | {"time": time}, indent=2) + "\n")
+            file.write(json.dumps(record | {"time": now}, indent=2) + "\n")
     except FileExistsError:
         return False
     except OSError as error:  # on a full disk the caller must still print its line

@@ -87,6 +87,9 @@ def init_distributed(environment: LaunchEnvironment, comm: Comm) -> torch.device
                 f"{environment.local_rank} sees {devices}; see torchrun's --nproc-per-node, and srun's --gpus-per-task"
             )
         torch.accelerator.set_device_index(environment.local_rank)
+    # Otherwise NCCL's own watchdog aborts the process at an error of CUDA, before the exception can explain it (torch
+    # 2.11 to 2.14). With this it also leaves a collective that has timed out to ours.
+    os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
     # gloo, also beside an accelerator's backend: for small CPU objects and checkpoints.
     backend = "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
     timeout = timedelta(seconds=comm.init_timeout_seconds)

@@ -27,7 +27,7 @@ from parallel.mesh import ParallelDims
 from parallel.pipeline import Step
 from profiling import profile
 from run.failures import RolledBackError, compute_twice
-from run.folder import PROGRESS, record_config, start_run
+from run.folder import PROGRESS, note_start, record_config, start_run
 from run.processes import (
     AGAIN,
     LaunchEnvironment,
@@ -118,6 +118,8 @@ class Run:
             logger.info('bfloat16 is very slow on this CPU: training.param_dtype = "float32" is faster')
         self.stop = self._contexts.enter_context(StopRequest(self.folder, environment))
         self.asked_to_stop = self.stop.agreed
+        if environment.local_rank == 0:
+            note_start(self.folder)  # before any rank can write exit.json: to build the watchdog all ranks meet
         self.watchdog = Watchdog(self.folder, environment, config)
         self._contexts.push(self.watchdog.explain)
 
@@ -126,13 +128,19 @@ class Run:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
         gc.enable()
-        if isinstance(error, SystemExit) and self.watchdog.step == 0 and not self.watchdog.find_lost(0):
-            # Before any step a request to stop ends this rank at once. (torchrun also asks when it has lost a rank.)
-            cause = f"stopped by {self.stop.asked_by}, before any step"
-            self.watchdog.announce("stopped", cause, again=self.stop.again)
+        if isinstance(error, (SystemExit, KeyboardInterrupt)) and self.stop.asked_by:
+            self._announce_stop_at_once()
         self._contexts.__exit__(kind, error, trace)
         if self._begins and error is None:  # after an error other ranks may wait in a collective
             shut_down()
+
+    def _announce_stop_at_once(self) -> None:
+        """Record that a request ends this rank outside the loop's order: before any step, or by a second Ctrl-C."""
+        if lost := self.watchdog.find_lost(0):  # torchrun also asks when it has lost a rank
+            self.watchdog.announce(*lost)
+            return
+        when = "at once" if self.watchdog.step else "before any step"
+        self.watchdog.announce("stopped", f"stopped by {self.stop.asked_by}, {when}", again=self.stop.again)
 
     @contextlib.contextmanager
     def writing(self, file: object) -> Iterator[None]:
@@ -175,8 +183,9 @@ class Run:
         def compute_all() -> list[Tensor]:
             losses = []
             for i, batch in enumerate(microbatches):
-                self.watchdog.enter("forward/backward", part=f", microbatch {i + 1} of {len(microbatches)}")
-                losses.append(compute.forward_backward(*batch, n_tokens, i == len(microbatches) - 1))
+                is_last = i == len(microbatches) - 1
+                with self.watchdog.section("forward/backward", f", microbatch {i + 1} of {len(microbatches)}"):
+                    losses.append(compute.forward_backward(*batch, n_tokens, is_last))
             return losses
 
         step, every, self._computed = self.watchdog.step, self.config.failures.replay_interval, bool(microbatches)
@@ -185,8 +194,9 @@ class Run:
 
     def begin(self, step: int) -> None:
         """Begin a step."""
-        self._trace()
-        self.watchdog.enter("data", step)
+        with self.watchdog.section("profile"):  # writes a trace, after its last step
+            self._trace()
+        self.watchdog.enter("training", step)
 
     def end(self, step: int) -> None:
         """End a step. Collective."""
@@ -196,8 +206,8 @@ class Run:
             self.watchdog.silence.cancel()
             gc.collect()
             gc.freeze()  # all long-lived objects exist: later collections leave them out
-            self.watchdog.enter("start")
-            dist.barrier()  # the shorter limit must not run while a rank still compiles
+            with self.watchdog.section("start"):
+                dist.barrier()  # the shorter limit must not run while a rank still compiles
             set_timeout(comm.train_timeout_seconds, apart=self.ranks.group)  # which has its own limit
             self.watchdog.limit_seconds = comm.train_timeout_seconds
         if step % GC_INTERVAL_STEPS == 0:
@@ -205,8 +215,8 @@ class Run:
 
     def end_steps(self, step: int) -> None:
         """Say that the loop has ended after `step`."""
-        self._trace()
         self.watchdog.enter("end", step)
+        self._trace()
         if step < self.config.training.steps:
             logger.info(f"stopped after step {step}: {self.stop.asked_by or 'another rank was asked'}")
 

@@ -1,8 +1,8 @@
 """Where each rank is, how it notices that it hangs, and what it says about the end of the run.
 
-A thread on every rank ends it when its main thread stays in one place for too long, so that torchrun starts the job
-again. It judges nothing but its own rank and those on the same machine that do not run. A rank that waits for ranks on
-other machines in a collective is ended by the collective's own timeout.
+A thread on every rank ends it when its main thread stays in one place for too long, or when a rank on the same machine
+is gone, so that torchrun starts the job again. It judges no other rank. A rank that waits in a collective for ranks on
+other machines is ended by the collective's own timeout.
 """
 
 import contextlib
@@ -33,11 +33,15 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 SILENT_SECONDS = 60.0  # of the first step, until a line says what takes so long
+POLL_SECONDS = 1.0  # between two looks of the thread
 SAYING_SECONDS = 10.0  # most time to report a hang before a rank ends
 LOST_SECONDS = 3.0  # for a rank that lost a connection to look for the rank it lost
+OVERDUE = 1.2  # times a collective's timeout: NCCL has then not ended it, see run.processes.init_distributed
 CHECKPOINTING = ("checkpoint", "load", "end")  # sections that may last checkpoint.timeout_seconds
 # Sections that queue kernels on an accelerator: when its queue is full, the host waits for other ranks anywhere.
-QUEUEING = ("forward/backward", "optimizer", "validation")
+QUEUEING = ("training", "forward/backward", "optimizer", "validation", "sample")
+
+Found = tuple[str, str, int | None]  # kind and cause of an end, and the rank that is to blame, if one is
 
 
 class Watchdog:
@@ -45,7 +49,9 @@ class Watchdog:
 
     def __init__(self, folder: Path, environment: LaunchEnvironment, config: Config):
         self.folder, self.environment, self.config = folder, environment, config
-        self.section, self.part, self.step = "start", "", 0
+        self.step = 0
+        self.current, self.part = "start", ""  # the innermost section, and what of it
+        self.left_by_error = ""  # the innermost section that an exception has just left
         self.silence = threading.Timer(SILENT_SECONDS, self._say_where)  # runs during the first step
         self.last_checkpoint: int | None = None  # that this start has read or committed
         self.limit_seconds: float = config.comm.init_timeout_seconds
@@ -60,24 +66,49 @@ class Watchdog:
 
     # ------------------------------------------------------------ where this rank is
 
-    def enter(self, section: str, step: int | None = None, part: str = "") -> None:
-        """Say that this rank begins a section, such as data, forward/backward, optimizer, validation or checkpoint."""
-        self.section, self.part, self.step = section, part, self.step if step is None else step
+    def enter(self, section: str, step: int) -> None:
+        """Say that this rank goes on, outside of any other section, in `section` of a step."""
+        self.step = step
+        self._go_to(section, "")
+
+    @contextlib.contextmanager
+    def section(self, name: str, part: str = "") -> Iterator[None]:
+        """What this rank does inside: data, forward/backward, optimizer, validation, sample, load or checkpoint.
+
+        Sections nest. Afterwards this rank is again where it was before, and its time there begins anew.
+        """
+        outer = self.current, self.part
+        self._go_to(name, part)
+        try:
+            yield
+            self.left_by_error = ""
+        except BaseException:
+            self.left_by_error = self.left_by_error or name
+            raise
+        finally:
+            self.current, self.part = outer
+            self._entered = time.monotonic()
+
+    def _go_to(self, section: str, part: str) -> None:
+        self.current, self.part, self.left_by_error = section, part, ""
         self._entered = time.monotonic()
 
     def alive(self) -> None:
-        """Say that checkpoint bytes have moved, in any thread, or that a weight got its initial values."""
-        if self.section in (*CHECKPOINTING, "init"):
+        """Say that something has moved: on the main thread anything, on another one bytes of a checkpoint.
+
+        Those count only where the main thread waits for them: beside training they are no progress of its own.
+        """
+        if self.current in CHECKPOINTING or threading.get_ident() == self._main:
             self._entered = time.monotonic()
 
-    def follow(self, items: Iterable[T], section: str) -> Iterator[T]:
-        """Yield `items`; each one is progress in the section."""
+    def follow(self, items: Iterable[T]) -> Iterator[T]:
+        """Yield `items`; each one is progress."""
         for item in items:
-            self.enter(section)
+            self.alive()
             yield item
 
     def _say_where(self) -> None:
-        where = f"{self.section}{self.part}{', and the first step compiles' if self.config.compile.enable else ''}"
+        where = f"{self.current}{self.part}{', and the first step compiles' if self.config.compile.enable else ''}"
         stop = f"to stop: touch {self.folder}/stop (after this step), or Ctrl-C until it ends (at once)"
         logger.info(f"step {self.step}: {SILENT_SECONDS:g} s so far, now in {where}; {stop}")
 
@@ -87,82 +118,113 @@ class Watchdog:
         """Announce the exception that ends the run, as the exit of a context."""
         self._closed.set()
         self.silence.cancel()
-        if not isinstance(error, Exception):
-            return
-        rank: int | None = self.environment.rank
-        what, cause = "failed", next(iter(str(error).splitlines()), type(error).__name__)
+        if error is not None:
+            found, again = self._judge(error, trace)
+            self.announce(*found, again=again)
+
+    def _judge(self, error: BaseException, trace: TracebackType | None) -> tuple[Found, bool]:
+        """What an exception says of the end, and whether a scheduler should start the run again."""
+        rank, first_line = self.environment.rank, next(iter(str(error).splitlines()), "")
         if isinstance(error, TitaniteError):
-            what, cause = "rolled back" if isinstance(error, RolledBackError) else "error", str(error)
-            rank = None if error.agreed else rank
-        elif isinstance(error, torch.OutOfMemoryError):  # even in a collective: no other rank is to blame
-            cause += "; a smaller training.local_batch_size or an activation_checkpoint.mode needs less: tools.plan"
-        elif isinstance(error, RuntimeError) and _in_collective(traceback.extract_tb(trace)[-10:]):
-            if found := self.find_lost(LOST_SECONDS):
-                what, cause, rank = found
-            elif isinstance(error, dist.DistError) or "gloo" in cause:  # much of torch.distributed only computes
-                what, cause, rank = "lost", f"a rank on another machine was lost or hangs: {cause}", None
-        else:
-            cause = f"{type(error).__name__}: {cause}"
-        again = what in ("lost", "hung", "rolled back") or isinstance(error, OutageError)
-        self.announce(what, cause, rank, again=again)
+            rolled_back = isinstance(error, RolledBackError)
+            blamed = None if error.agreed else rank
+            again = rolled_back or isinstance(error, OutageError)
+            return ("rolled back" if rolled_back else "error", str(error), blamed), again
+        of_device = isinstance(error, (torch.AcceleratorError, torch.OutOfMemoryError))
+        if of_device and "out of memory" in first_line:  # even in a collective: no other rank is to blame
+            less = "a smaller training.local_batch_size or an activation_checkpoint.mode needs less: tools.plan"
+            return ("failed", f"{first_line}; {less}", rank), False
+        in_collective = isinstance(error, RuntimeError) and _in_collective(traceback.extract_tb(trace)[-10:])
+        if (of_device or in_collective) and (lost := self.find_lost(LOST_SECONDS)):
+            return lost, True
+        if in_collective and (isinstance(error, dist.DistError) or "gloo" in first_line):  # others only compute there
+            return ("lost", f"a rank on another machine was lost or hangs: {first_line}", None), True
+        cause = ": ".join(filter(None, (type(error).__name__, first_line)))
+        return ("failed", cause, rank), of_device  # a device may work again, or another one may
 
     def announce(self, kind: str, cause: str, rank: int | None = None, again: bool = True) -> None:
-        """Record why this start ends, and print it if nothing else does; `again`: a scheduler should start the next."""
-        if not self.folder.is_dir():  # nothing is written yet, or the folder is on another node
+        """Record why this start ends, and print it if nothing else does; `again`: a scheduler should start the next.
+
+        Does nothing if a rank of this machine has recorded a cause: the first who writes knows best.
+        """
+        if not self.folder.is_dir():  # a person has removed it
             return
         orderly, last = kind in ("finished", "stopped"), self.last_checkpoint
         action = "none" if kind == "finished" else f"start again with --run.folder={self.folder}"
         if self.environment.restarts < self.environment.max_restarts and not orderly:
             action = "torchrun starts the job again"
-        record = {"kind": kind, "cause": cause, "rank": rank, "section": self.section, "step": self.step}
+        section = self.left_by_error or self.current
+        record = {"kind": kind, "cause": cause, "rank": rank, "section": section, "step": self.step}
         repeated = 0 if kind == "finished" else self.step - (last or 0)
         record |= {"last_checkpoint": last, "steps_repeated": repeated, "next_action": action, "start_again": again}
         if record_exit(self.folder, record) and kind != "error" and not orderly:  # run_and_leave prints errors
-            where = f"{'' if rank is None else f'rank {rank}, '}{self.section} of step {self.step}"
+            where = f"{'' if rank is None else f'rank {rank}, '}{section} of step {self.step}"
             saved = "no checkpoint yet" if last is None else f"last checkpoint step {last}"
             print(f"exit: {cause} ({where}); {saved}; next: {action}", file=sys.stderr, flush=True)
 
-    def find_lost(self, seconds: float) -> tuple[str, str, int | None] | None:
-        """Kind, cause and rank of what ended here: a rank on this machine that does not run, None if all do.
+    def find_lost(self, seconds: float) -> Found | None:
+        """What ended here: within `seconds`, a rank on this machine that does not run; None if all do.
 
         Kills one that is only stopped, since it would not notice the end of the job.
         """
         deadline = time.monotonic() + seconds
         while True:
-            for rank, pid in self._pids.items():
-                state = process_state(pid)[0]
-                if state == "T":
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-                    return "hung", f"hung: rank {rank} does not run, it was stopped", rank
-                if state in ("", "Z"):  # gone, a zombie
-                    return "lost", f"rank {rank} was lost (killed, or out of memory)", rank
-            if time.monotonic() >= deadline:
-                return None
+            found = self._gone() or self._stopped()
+            if found or time.monotonic() >= deadline:
+                return found
             time.sleep(0.05)
+
+    def _gone(self) -> Found | None:
+        """A rank on this machine that has ended."""
+        for rank, pid in self._pids.items():
+            if process_state(pid)[0] in ("", "Z"):  # nothing there, or a zombie
+                return "lost", f"rank {rank} was lost (killed, crashed, or out of memory)", rank
+        return None
+
+    def _stopped(self) -> Found | None:
+        """A rank on this machine that was stopped, and is now killed."""
+        for rank, pid in self._pids.items():
+            if process_state(pid)[0] == "T":
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                return "hung", f"hung: rank {rank} does not run, it was stopped", rank
+        return None
 
     # ------------------------------------------------------------ the thread
 
     def _limit(self) -> float:
-        return self.config.checkpoint.timeout_seconds if self.section in CHECKPOINTING else self.limit_seconds
+        return self.config.checkpoint.timeout_seconds if self.current in CHECKPOINTING else self.limit_seconds
 
     def _run(self) -> None:
-        while not self._closed.wait(min(1.0, self._limit() / 10)):
-            idle_seconds = time.monotonic() - self._entered
-            found = self.find_lost(0) if idle_seconds > PATIENCE * self.limit_seconds else None
-            if not found and idle_seconds > PATIENCE * self._limit():
-                stack, rank = _stack_of(self._main), self.environment.rank
-                short = (f"{'/'.join(Path(frame.filename).parts[-2:])}:{frame.lineno} {frame.name}" for frame in stack)
-                where = " > ".join(short)
-                if device_type() != "cpu" and self.section in QUEUEING:
-                    waits = f"all ranks wait, perhaps for the network; the stack of rank {rank}: {where}"
-                    found = "hung", f"hung: {waits}", None
-                elif not _in_collective(stack):
-                    found = "hung", f"hung: rank {rank} ({socket.gethostname()}) is stuck; its stack: {where}", rank
-            if found:
+        while not self._closed.wait(min(POLL_SECONDS, self._limit() / 10)):
+            found = self._look(time.monotonic() - self._entered)
+            # A rank that ends as it should is gone only after the main thread of every other has closed this.
+            if found and not self._closed.is_set():
                 threading.Timer(SAYING_SECONDS, os._exit, [AGAIN]).start()  # the run's folder may be what hangs
                 self.announce(*found)
                 os._exit(AGAIN)
+
+    def _look(self, idle_seconds: float) -> Found | None:
+        """Why this rank must end, whose main thread has been in one place for `idle_seconds`; None: it goes on.
+
+        Ranks that are gone are looked for at once: this main thread may wait for one in a kernel or a driver, where no
+        exception and no signal reaches it. A rank that is stopped may be a person's debugging, so it has time.
+        """
+        if gone := self._gone():
+            return gone
+        if idle_seconds > PATIENCE * self.limit_seconds and (stopped := self._stopped()):
+            return stopped
+        if idle_seconds <= PATIENCE * self._limit():
+            return None
+        stack, rank = _stack_of(self._main), self.environment.rank
+        short = (f"{'/'.join(Path(frame.filename).parts[-2:])}:{frame.lineno} {frame.name}" for frame in stack)
+        where, waits = " > ".join(short), _in_collective(stack)
+        overdue = waits and idle_seconds > OVERDUE * self._limit()
+        if device_type() != "cpu" and (self.current in QUEUEING or overdue):
+            return "hung", f"hung: all ranks wait, perhaps for the network; the stack of rank {rank}: {where}", None
+        if not waits:
+            return "hung", f"hung: rank {rank} ({socket.gethostname()}) is stuck; its stack: {where}", rank
+        return None
 
 
 def _stack_of(thread: int) -> list[traceback.FrameSummary]:

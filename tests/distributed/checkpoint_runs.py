@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from checkpoint.manager import CheckpointManager
 from checkpoint.manifest import Manifest
 from config import Checkpoint, Comm, Config, Training
+from optim import AdamW
 
 IDENTITY = {"name": "tower", "dim": 12, "layers": [2, 2]}
 
@@ -71,7 +72,7 @@ class Run:
             fully_shard(self.model, mesh=mesh)
         decayed = [p for p in self.model.parameters() if p.ndim > 1]
         others = [p for p in self.model.parameters() if p.ndim <= 1]
-        self.optimizer = torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=1e-2)
+        self.optimizer = AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=1e-2)
         self.data = Counter()
         torch.manual_seed(1000 + (dist.get_rank() if dist.is_initialized() else 0))
         config = Config(
@@ -86,6 +87,7 @@ class Run:
             optimizer=self.optimizer,
             dataloader=self.data,
             identity=IDENTITY,
+            allocate_state=self.optimizer.allocate_state,
         )
 
     def step(self) -> None:
@@ -94,6 +96,7 @@ class Run:
         x = torch.randn(4, 12, generator=generator)
         loss = (self.model(x) + 1e-3 * torch.randn(4, 13)).square().mean()
         loss.backward()
+        self.checkpoint.wait_for_copies()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.data.samples += 4
@@ -141,9 +144,9 @@ def load_run(folder: str, mesh_shape: Sequence[int]) -> Any:
 def load_model(place: str | Path, model: nn.Module) -> Manifest:
     """What `checkpoint.initial_load` gives a model, whatever its identity; the manifest of the checkpoint it took."""
     config = Config(checkpoint=Checkpoint(enable=False, initial_load=str(place)))
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = AdamW(model.parameters())
     manager = CheckpointManager(
-        config, Path("unused"), model=[model], optimizer=optimizer, dataloader=Counter(), identity={}
+        config, Path("unused"), [model], optimizer, Counter(), identity={}, allocate_state=optimizer.allocate_state
     )
     with patch("checkpoint.loading.check_identity") as check:
         assert manager.load() == 0

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
@@ -23,6 +22,7 @@ from checkpoint.manifest import METADATA, read_small, unpickle_metadata
 from checkpoint.retention import committed
 from checkpoint.state import model_tensors, optimizer_tensors
 from config import Checkpoint, Config
+from optim import AdamW
 from storage import open_store
 from tests.distributed import checkpoint_runs
 from tests.distributed.checkpoint_runs import IDENTITY, Run, Tower, same
@@ -95,8 +95,8 @@ def build(folder, parallelize, seed):
     model = Tower(DIM, DIM)
     moments = {name: torch.randn_like(value) for name, value in model.named_parameters()}
     parts = parallelize(model)
-    optimizer = torch.optim.AdamW([p for part in parts for p in part.parameters()])
-    _init_optim_state(optimizer)
+    optimizer = AdamW([p for part in parts for p in part.parameters()])
+    optimizer.allocate_state()
     for name, value in optimizer_tensors(parts, optimizer).items():
         parameter, _, key = name.rpartition(".")
         if key == "step":
@@ -114,6 +114,7 @@ def build(folder, parallelize, seed):
         optimizer=optimizer,
         dataloader=checkpoint_runs.Counter(),
         identity=IDENTITY,
+        allocate_state=optimizer.allocate_state,
     )
     return manager, parts, optimizer
 
@@ -205,10 +206,11 @@ def test_stages_of_a_pipeline_may_have_state_at_different_steps_or_never(tmp_pat
 def save_stages(folder, first_is_frozen):
     stage = nn.ModuleDict({str(dist.get_rank()): nn.Linear(4, 4)})
     stage.requires_grad_(dist.get_rank() > 0 or not first_is_frozen)
-    optimizer = torch.optim.AdamW(stage.parameters())
+    optimizer = AdamW(stage.parameters())
     config = Config(checkpoint=Checkpoint(folder=folder, timeout_seconds=5))
-    settings = {"optimizer": optimizer, "dataloader": checkpoint_runs.Counter(), "identity": IDENTITY}
-    manager = CheckpointManager(config, Path("unused"), model=[stage], **settings)
+    rest = Path("unused"), [stage]
+    facts = {"dataloader": checkpoint_runs.Counter(), "identity": IDENTITY}
+    manager = CheckpointManager(config, *rest, optimizer, **facts, allocate_state=optimizer.allocate_state)
     for step, late in ((1, "bias"), (2, "")):
         for name, weight in stage.named_parameters():
             if weight.requires_grad and name != f"1.{late}":
@@ -218,8 +220,8 @@ def save_stages(folder, first_is_frozen):
         manager.save(step)
         manager.wait()
     stage.requires_grad_(True)  # what is trained from here on begins anew
-    optimizer = torch.optim.AdamW(stage.parameters())
-    return CheckpointManager(config, Path("unused"), model=[stage], **settings | {"optimizer": optimizer}).load()
+    optimizer = AdamW(stage.parameters())
+    return CheckpointManager(config, *rest, optimizer, **facts, allocate_state=optimizer.allocate_state).load()
 
 
 def test_a_weight_with_part_of_its_state_is_refused(tmp_path):

@@ -7,8 +7,10 @@ import random
 import re
 import signal
 import subprocess
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,15 +18,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from benchmarks.chaos import ARGUMENTS, Job, judge_job, prepare_data, schedule, suffer, weights
 from benchmarks.chaos_rank import tiny_model
+from checkpoint import files
 from checkpoint.manager import CheckpointManager
+from checkpoint.state import Staging
 from config import Failures, TitaniteError, load_config
 from run.failures import SIGMA_WINDOW, SPIKE_WINDOW, BadSteps, RolledBackError, compute_twice
 from run.folder import record_exit
 from run.processes import AGAIN, shut_down
 from run.stop import StopRequest
+from storage import LocalStore
 from tests.harness import run_ranks
 from tests.runs import SMALL, final_weights, flat, how_it_ended, launch, read, rows, same, saved_steps
 from tests.runs import run as run_plainly
@@ -32,6 +38,7 @@ from tools.audit import prove
 from tools.compare import read_charts
 from train import train
 
+ROOT = Path(__file__).parents[2]
 SKIP, ROLLBACK = "--failures.on_bad_step=skip", "--failures.on_bad_step=rollback"
 
 
@@ -340,6 +347,199 @@ def test_a_full_disk_of_the_run_folder_ends_the_run_with_a_checkpoint(dataset: P
         assert f"{saved + 2} steps" in prove(disk / "run")[0]
     finally:
         subprocess.run(["umount", disk], check=True)
+
+
+# ---------------------------------------------------------------- slow, and yet no hang
+
+
+class Clock:
+    """The watchdog's clock, which moves only when it is told to."""
+
+    def __init__(self) -> None:
+        self.now, self.looks, self.looked = 0.0, 0, threading.Condition()
+
+    def monotonic(self) -> float:
+        if threading.current_thread().name == "watchdog":
+            with self.looked:
+                self.looks += 1
+                self.looked.notify_all()
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        """Return once the watchdog's thread has seen it and has let this rank live."""
+        with self.looked:
+            self.now += seconds
+            seen = self.looks + 2  # when it looks again, it has judged
+            assert self.looked.wait_for(lambda: self.looks >= seen, 60)
+
+
+def be_slow(arguments: list[str], what: str, seconds: float, bad_steps: tuple[int, ...] = ()) -> str:
+    """`run` under the watchdog, where each read, write, upload or copy of a checkpoint takes `seconds` by its clock."""
+    os.environ["TORCHELASTIC_RUN_ID"] = "job"  # without torchrun the watchdog ends nothing
+    clock, waited = Clock(), threading.Event()
+    read, write, copy, prepare = LocalStore.read, files.write_items, files.copy_files, Staging.prepare
+
+    def read_slowly(store: LocalStore, name: str, *rest: Any) -> Any:
+        if name.endswith(".distcp"):
+            clock.advance(seconds)
+        return read(store, name, *rest)
+
+    def write_slowly(*rest: Any) -> Any:
+        clock.advance(seconds)
+        return write(*rest)
+
+    def copy_slowly(*rest: Any) -> Any:
+        assert waited.wait(60), "the main thread goes on until it waits for this upload"
+        clock.advance(seconds)
+        return copy(*rest)
+
+    def prepare_slowly(staging: Staging, sources: Any) -> Any:
+        make = prepare(staging, sources)
+        waited.clear()
+        return lambda: (waited.wait(60), clock.advance(seconds), make())
+
+    def then_wait(method: Any) -> Any:
+        return lambda *rest: (waited.set(), method(*rest))[1]
+
+    slow = {
+        "read": [mock.patch.object(LocalStore, "read", read_slowly), mock.patch("checkpoint.files.RANGE_BYTES", 1)],
+        "write": [mock.patch("checkpoint.files.write_items", write_slowly)],
+        "upload": [
+            mock.patch("checkpoint.files.copy_files", copy_slowly),
+            mock.patch.object(CheckpointManager, "last_saved", then_wait(CheckpointManager.last_saved)),
+        ],
+        "copies": [
+            mock.patch.object(Staging, "prepare", prepare_slowly),
+            mock.patch.object(Staging, "wait", then_wait(Staging.wait)),
+            mock.patch.object(CheckpointManager, "wait", then_wait(CheckpointManager.wait)),
+        ],
+    }
+    with contextlib.ExitStack() as patches:
+        for patch in slow[what]:
+            patches.enter_context(patch)
+        patches.enter_context(mock.patch("run.watchdog.POLL_SECONDS", 0.01))
+        patches.enter_context(
+            mock.patch("run.watchdog.time", SimpleNamespace(monotonic=clock.monotonic, sleep=time.sleep))
+        )
+        return run(arguments, bad_steps)
+
+
+# Of the clock above: more than 80 % of what a step may take, less than 80 % of what a checkpoint may.
+LIMITS = ("--comm.init_timeout_seconds=600", "--comm.train_timeout_seconds=600", "--checkpoint.timeout_seconds=1800")
+SLOW, HUNG = 700.0, 1500.0
+
+
+@pytest.mark.parametrize("how", ["a resume", "a branch", "initial_load"])
+def test_a_load_may_take_long_as_long_as_it_moves(how: str, small: tuple[str, ...], tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    launch(1, first, [*small, "--training.steps=2"])
+    words = {
+        "a resume": [f"--run.folder={first}"],
+        "a branch": [f"--run.folder={second}", f"--checkpoint.branch_from={first}"],
+        "initial_load": [f"--run.folder={second}", f"--checkpoint.initial_load={first}"],
+    }[how]
+    arguments = [*small, *LIMITS, *words, "--training.steps=3"]
+    with pytest.raises(AssertionError, match="rank 0 ended with 75"):
+        run_ranks(1, be_slow, arguments, "read", HUNG, start_group=False)
+    ended = how_it_ended(first if how == "a resume" else second)
+    assert (ended["kind"], ended["section"]) == ("hung", "load")
+    assert run_ranks(1, be_slow, arguments, "read", SLOW, start_group=False) == [""]
+
+
+@pytest.mark.parametrize(("what", "mode"), [("write", "sync"), ("copies", "async")])
+def test_a_save_may_take_longer_than_a_step(what: str, mode: str, small: tuple[str, ...], tmp_path: Path) -> None:
+    """The bits of a save in the background are those of its step: the loop waits for the copies."""
+    words = [*small, *LIMITS, f"--checkpoint.mode={mode}"]
+    assert launch(1, tmp_path / "slow", words, what, SLOW, function=be_slow) == [""]
+    launch(1, tmp_path / "plain", small)
+    (slow, plain) = (next((tmp_path / name / "checkpoints").glob("step-00000005-*")) for name in ("slow", "plain"))
+    saved = []
+    for folder in (slow, plain):
+        dcp_to_torch_save(folder, tmp_path / "all.pt")
+        saved.append(flat(torch.load(tmp_path / "all.pt", weights_only=True)))
+    assert same(*saved)
+
+
+def test_a_rollback_may_wait_for_a_long_upload(
+    small: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    words = [*small, *LIMITS, ROLLBACK, f"--checkpoint.upload={tmp_path / 'far'}"]
+    assert launch(2, tmp_path / "run", words, "upload", SLOW, (7,), function=be_slow) == ["rolled back"] * 2
+    (record,) = read(tmp_path / "run", "skipped.jsonl")
+    assert (record["first"], record["last"]) == (6, 7)
+    assert how_it_ended(tmp_path / "run")["kind"] == "rolled back"
+
+
+# ---------------------------------------------------------------- launch/node.sh
+
+RANK = """
+import ctypes, itertools, os, signal
+from torch import nn
+import train
+from config import TitaniteError
+from run.run import run_and_leave
+
+forwards = itertools.count(1)
+
+def misbehave(module, *rest):
+    if not isinstance(module, nn.Embedding) or next(forwards) < 2:
+        return
+    if os.environ["RANK"] != os.environ["BAD_RANK"]:  # as in a driver, where no exception and no signal comes through
+        lock = ctypes.create_string_buffer(64)
+        for _ in range(2):
+            ctypes.CDLL(None).pthread_mutex_lock(lock)
+    if os.environ["HOW"] == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise TitaniteError("a mistake of rank 1")
+
+if os.environ["HOW"]:
+    nn.modules.module.register_module_forward_hook(misbehave)
+run_and_leave(train.main)
+"""
+
+
+def start_node(folder: Path, ranks: int, how: str, *words: str) -> tuple[int, str]:
+    """What launch/node.sh ends with and prints, for a run in folder/run whose last rank ends as `how` says."""
+    (folder / "rank.py").write_text(RANK)
+    torchrun = ("--nnodes=1", f"--nproc-per-node={ranks}", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
+    command = ["launch/node.sh", folder / "run", *torchrun, folder / "rank.py", *words]
+    bad = {"HOW": how, "BAD_RANK": str(ranks - 1)}
+    environment = os.environ | bad | {"PYTHONPATH": ".", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "30"}
+    ended = subprocess.run(command, cwd=ROOT, env=environment, text=True, stderr=subprocess.PIPE)
+    return ended.returncode, ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "kind", "cause", "said"),
+    [
+        ("killed", 75, "lost", "rank 1 was lost", "exit: rank 1 was lost"),
+        ("mistaken", 100, "error", "a mistake", "error (rank 1): a mistake"),
+    ],
+)
+def test_a_rank_that_waits_in_a_driver_notices_that_another_is_gone(
+    how: str, code: int, kind: str, cause: str, said: str, small: tuple[str, ...], tmp_path: Path
+) -> None:
+    """And leaves the last word to that rank, if it had one."""
+    ended, printed = start_node(tmp_path, 2, how, *small)
+    record = how_it_ended(tmp_path / "run")
+    assert (ended, record["kind"], record["rank"], record["start_again"]) == (code, kind, 1, code == 75)
+    assert record["cause"].startswith(cause)
+    assert said in printed
+    assert "Unable to shutdown process" not in printed, "torchrun had to kill the rank that waits"
+    assert ("was lost" in printed) == (kind == "lost")
+
+
+def test_a_node_whose_ranks_are_all_killed_starts_again_until_that_leads_nowhere(
+    small: tuple[str, ...], tmp_path: Path
+) -> None:
+    words = [*small, "--failures.restarts_without_progress=1", "--training.steps=1"]
+    ends = [start_node(tmp_path, 1, "killed", *words) for _ in range(3)]
+    assert [code for code, _ in ends] == [75, 75, 100]
+    assert "in a row that ended without a new checkpoint: 2" in ends[-1][1]
+    assert not (tmp_path / "run" / "exit.json").exists()
+    record = read(tmp_path / "run", "starts.jsonl")[0]
+    assert record["job"] == "run", "the folder names the job"
 
 
 # ---------------------------------------------------------------- chaos

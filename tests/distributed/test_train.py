@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import gzip
+import itertools
 import json
 import logging
 import os
@@ -20,6 +21,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import loss
 from checkpoint import CheckpointError
@@ -29,7 +31,6 @@ from data.prepare import main as prepare
 from data.shards import DataError, open_dataset
 from generate import main as generate
 from models import MODELS
-from optim import clip_grad_norm_
 from run.watchdog import Watchdog, _stack_of
 from tests.harness import run_ranks
 from tests.runs import (
@@ -490,13 +491,20 @@ def test_layouts_change_from_start_to_start(
 
 
 def wait_in_first_step(arguments: list[str]) -> None:
-    """train.py in this process, which between the gradients and the update of step 1 waits for a line about it."""
+    """train.py in this process, which in the last microbatch of step 1 waits for a line about it."""
     reached, said, say = threading.Event(), threading.Event(), Watchdog._say_where
     logging.getLogger("run.watchdog").addFilter(lambda record: said.set() or True)
+    forwards = itertools.count(1)
+
+    def wait(module: nn.Module, *rest: Any) -> None:
+        if isinstance(module, nn.Embedding) and next(forwards) == 4:
+            reached.set()
+            said.wait(60)
+
+    nn.modules.module.register_module_forward_hook(wait)
     with (
         mock.patch("run.watchdog.SILENT_SECONDS", 0.125),
         mock.patch.object(Watchdog, "_say_where", lambda self: reached.wait(60) and say(self)),
-        mock.patch("train.clip_grad_norm_", lambda *rest: reached.set() or (said.wait(60) and clip_grad_norm_(*rest))),
     ):
         run(arguments)
 

@@ -132,23 +132,27 @@ def test_a_config_on_the_command_line_takes_the_place_of_the_default_one(
 
 
 @pytest.mark.parametrize(
-    ("before", "ended", "code"),
+    ("ended", "starts", "code"),
     [
-        ("", {"kind": "finished", "start_again": False}, 0),
-        ("old", {"kind": "hung", "start_again": True}, 75),
-        ("", {"kind": "error", "start_again": False}, 100),
-        ('{"kind": "stopped", "start_again": true}', None, 100),  # a mistake before the start was recorded
+        ({"kind": "finished", "start_again": False}, True, 0),
+        ({"kind": "stopped", "start_again": False}, True, 0),
+        ({"kind": "hung", "start_again": True}, True, 75),
+        ({"kind": "error", "start_again": False}, True, 100),
+        (None, True, 75),  # all ranks were killed
+        ("", True, 75),  # while one of them wrote it
+        ({"kind": "stopped", "start_again": True}, False, 100),  # of a start before: this one was a mistake
+        (None, False, 100),
     ],
 )
 def test_exit_json_decides_whether_a_node_asks_for_another_start(
-    tmp_path: Path, before: str, ended: dict[str, object] | None, code: int
+    tmp_path: Path, ended: dict[str, object] | str | None, starts: bool, code: int
 ) -> None:
-    record = json.dumps(ended, indent=2) if ended else ""
-    python = '#!/bin/sh\necho "$@" > log\n' + (f"cat > run/exit.json <<'EOF'\n{record}\nEOF\n" if record else "")
-    write_program(tmp_path / ".venv" / "bin" / "python", python + "exit 1\n")
+    python = '#!/bin/sh\necho "$@" > log\n' + "echo 2 > run/.started\n" * starts + "exit 1\n"
+    write_program(tmp_path / ".venv" / "bin" / "python", python)
     (tmp_path / "run").mkdir()
-    if before:
-        (tmp_path / "run" / "exit.json").write_text(before)
+    (tmp_path / "run" / ".started").write_text("1\n")
+    if ended is not None:
+        (tmp_path / "run" / "exit.json").write_text(ended and json.dumps(ended, indent=2))
     node = str(ROOT / "launch" / "node.sh")
     assert run(tmp_path, node, "run", "--nnodes=2", "train.py", "--training.steps=9") == (code, "")
     assert log_of(tmp_path)[0].endswith("--nnodes=2 train.py --training.steps=9 --run.folder=run")

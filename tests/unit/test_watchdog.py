@@ -1,5 +1,6 @@
 """How a rank stops, hangs, fails and says why: run.stop, run.watchdog and run_and_leave."""
 
+import contextlib
 import ctypes
 import json
 import os
@@ -8,9 +9,12 @@ import signal
 import subprocess
 import sys
 import threading
+import traceback
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -114,7 +118,7 @@ def test_a_rank_that_torchrun_ends_since_another_failed_says_nothing(tmp_path: P
 # ---------------------------------------------------------------- why a run ends
 
 
-def raise_in_collective(error: Exception) -> None:
+def raise_in_collective(error: BaseException) -> None:
     """Raise `error` as if by code of torch.distributed."""
     scope: dict[str, Any] = {}
     exec(compile("def fail(error):\n    raise error", "/site-packages/torch/distributed/tensor/x.py", "exec"), scope)
@@ -122,12 +126,16 @@ def raise_in_collective(error: Exception) -> None:
 
 
 ENDS = [  # error, kind, rank, start_again (what a scheduler is told), cause
-    (RuntimeError("The size of tensor a (3) must match"), "failed", 0, False, "The size of tensor a"),
+    (RuntimeError("The size of tensor a (3) must match"), "failed", 0, False, "RuntimeError: The size of tensor a"),
     (RuntimeError("[gloo/transport/tcp/pair.cc:544] Connection closed by peer"), "lost", None, True, "a rank on"),
     (TitaniteError("a shard is damaged"), "error", 0, False, "a shard is damaged"),
     (TitaniteError("loss nan", agreed=True), "error", None, False, "loss nan"),
     (torch.OutOfMemoryError("CUDA out of memory.\nand more"), "failed", 0, False, "CUDA out of memory.; a smaller"),
+    (torch.AcceleratorError("CUDA error: out of memory\nand more"), "failed", 0, False, "CUDA error: out of memory; a"),
+    (torch.AcceleratorError("CUDA error: an illegal\nand more"), "failed", 0, True, "AcceleratorError: CUDA error: an"),
     (ValueError("wrong"), "failed", 0, False, "ValueError: wrong"),
+    (SystemExit(3), "failed", 0, False, "SystemExit: 3"),
+    (KeyboardInterrupt(), "failed", 0, False, "KeyboardInterrupt"),
 ]
 
 
@@ -137,12 +145,13 @@ def explain_all(folder: Path) -> None:
     for number, (error, *_) in enumerate(ENDS):
         (folder / str(number)).mkdir()
         watchdog = Watchdog(folder / str(number), environment, Config())
-        watchdog.enter("forward/backward", step=7)
+        watchdog.enter("training", step=7)
         watchdog.last_checkpoint = 5
         for raised in (error, ValueError("a consequence")):
             try:
-                raise_in_collective(raised)
-            except Exception as caught:
+                with watchdog.section("forward/backward"):
+                    raise_in_collective(raised)
+            except BaseException as caught:
                 watchdog.explain(type(caught), caught, caught.__traceback__)
 
 
@@ -167,7 +176,7 @@ def hang(folder: Path, how: str) -> None:
     config = Config(comm=Comm(init_timeout_seconds=2))
     watchdog = Watchdog(folder, LaunchEnvironment(rank, rank, 2, "job", local_world_size=2), config)
     group = dist.new_group(timeout=timedelta(seconds=4))
-    watchdog.enter("forward/backward", step=3)
+    watchdog.enter("training", step=3)
     if rank == 0:
         try:
             dist.barrier(group=group)
@@ -198,19 +207,105 @@ def test_a_rank_that_hangs_is_ended_and_named(how: str, kind: str, cause: str, t
     assert re.match(cause, record["cause"]), record["cause"]
 
 
-def progress(folder: Path) -> list[bool]:
-    """Whether a call of `alive` counts as progress, by section."""
+def nest(folder: Path) -> tuple[list[str], list[str]]:
+    """The section after each move, and those that an error is said to have ended."""
+    watchdog, been, ended = Watchdog(folder, LaunchEnvironment(0, 0, 1), Config()), list[str](), list[str]()
+    watchdog.enter("training", step=1)
+    with watchdog.section("load"):
+        with watchdog.section("optimizer"):
+            been.append(watchdog.current)
+        been.append(watchdog.current)
+        with contextlib.suppress(KeyError), watchdog.section("data"):
+            raise KeyError
+        been.append(watchdog.current)
+    been.append(watchdog.current)
+    for outer, inner in (("validation", "data"), ("sample", "data")):
+        with contextlib.suppress(ValueError), watchdog.section(outer):
+            with contextlib.suppress(KeyError), watchdog.section(inner):
+                raise KeyError
+            with watchdog.section("checkpoint"):
+                raise ValueError(outer)
+        watchdog.announce("failed", outer)
+        ended.append(exit_of(folder)["section"])
+        (folder / "exit.json").unlink()
+    return been, ended
+
+
+def test_sections_nest_and_are_left_again(tmp_path: Path) -> None:
+    """An exit names the innermost one that the last error has left."""
+    found = ["optimizer", "load", "load", "training"], ["checkpoint", "checkpoint"]
+    assert run_ranks(1, nest, tmp_path) == [found]
+
+
+def progress(folder: Path) -> list[tuple[bool, bool]]:
+    """Whether a call of `alive` counts as progress, in another thread and on the main one, by section."""
     watchdog, moved = Watchdog(folder, LaunchEnvironment(0, 0, 1), Config()), []
-    for section in ("checkpoint", "load", "end", "init", "forward/backward", "data"):
-        watchdog.enter(section)
+
+    def counts() -> bool:
         watchdog._entered = 0.0
         watchdog.alive()
-        moved.append(watchdog._entered > 0)
+        return watchdog._entered > 0
+
+    for section in ("checkpoint", "load", "end", "start", "forward/backward", "data"):
+        watchdog.enter(section, step=1)
+        with ThreadPoolExecutor(1) as other:
+            moved.append((other.submit(counts).result(), counts()))
     return moved
 
 
-def test_bytes_of_a_checkpoint_and_initial_weights_are_progress_of_who_waits_for_them(tmp_path: Path) -> None:
-    assert run_ranks(1, progress, tmp_path) == [[True, True, True, True, False, False]]
+def test_bytes_of_a_checkpoint_are_progress_where_the_main_thread_waits_for_them(tmp_path: Path) -> None:
+    assert run_ranks(1, progress, tmp_path) == [[(True, True)] * 3 + [(False, True)] * 3]
+
+
+def verdicts(folder: Path, device: str, section: str, waits: bool) -> list[Any]:
+    """Kind and blamed rank of a rank that has been in a section for a share of the limit."""
+    watchdog = Watchdog(folder, LaunchEnvironment(0, 0, 1), Config(comm=Comm(init_timeout_seconds=100)))
+    watchdog.enter(section, step=1)
+    place = "/site-packages/torch/distributed/x.py" if waits else "/x.py"
+    stack = [traceback.FrameSummary(place, 1, "wait", lookup_line=False)]
+    with (
+        mock.patch("run.watchdog._stack_of", return_value=stack),
+        mock.patch("run.watchdog.device_type", return_value=device),
+    ):
+        found = [watchdog._look(idle) for idle in (79.0, 81.0, 119.0, 121.0)]
+    return [verdict and (verdict[0], verdict[2]) for verdict in found]
+
+
+NO_ONE, ITSELF = ("hung", None), ("hung", 0)
+
+
+@pytest.mark.parametrize(
+    ("device", "section", "waits", "expected"),
+    [
+        ("cpu", "training", False, [None, ITSELF, ITSELF, ITSELF]),
+        ("cpu", "training", True, [None] * 4),  # gloo ends it
+        ("cuda", "training", False, [None, NO_ONE, NO_ONE, NO_ONE]),  # its queue of kernels may be full
+        ("cuda", "sample", True, [None, NO_ONE, NO_ONE, NO_ONE]),
+        ("cuda", "data", False, [None, ITSELF, ITSELF, ITSELF]),
+        ("cuda", "data", True, [None, None, None, NO_ONE]),  # NCCL ends nothing: TORCH_NCCL_RETHROW_CUDA_ERRORS = 0
+    ],
+)
+def test_who_is_blamed_when_depends_on_where_a_rank_waits(
+    device: str, section: str, waits: bool, expected: list[Any], tmp_path: Path
+) -> None:
+    assert run_ranks(1, verdicts, tmp_path, device, section, waits) == [expected]
+
+
+def close_while_looking(folder: Path) -> None:
+    """The thread sees that another rank is gone, which has left together with this one."""
+    watchdog = Watchdog(folder, LaunchEnvironment(0, 0, 1), Config())
+
+    def look(idle_seconds: float) -> Any:
+        watchdog.explain(None, None, None)
+        return "lost", "rank 1 was lost", 1
+
+    with mock.patch.object(watchdog, "_look", look), mock.patch("run.watchdog.POLL_SECONDS", 0.001):
+        watchdog._run()
+
+
+def test_ranks_that_leave_together_miss_no_other(tmp_path: Path) -> None:
+    run_ranks(1, close_while_looking, tmp_path)
+    assert not (tmp_path / "exit.json").exists()
 
 
 @pytest.mark.parametrize(
