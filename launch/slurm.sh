@@ -32,6 +32,8 @@ address=$(address_of "${hosts%%$'\n'*}")
 export RENDEZVOUS=${address:?scontrol names no address of node ${hosts%%$'\n'*}}:${PORT:-$((20000 + SLURM_JOB_ID % 20000))}
 export -f address_of
 
+last_start() { cat "$RUN_FOLDER/.started" 2>/dev/null || true; }
+before=$(last_start)
 trap : TERM  # the ranks are asked as well; this shell waits for them, as those on the nodes do
 code=0
 srun --kill-on-bad-exit=1 --export=ALL bash -c '
@@ -41,10 +43,14 @@ srun --kill-on-bad-exit=1 --export=ALL bash -c '
     --rdzv-conf="is_host=$is_host" --local-addr="$(address_of "$SLURMD_NODENAME")" train.py "$@"
 ' titanite "$@" || code=$?
 
+asks_again() {  # as in node.sh
+  [ "$(last_start)" != "$before" ] || return 1
+  [ ! -s "$RUN_FOLDER/exit.json" ] || grep -q '"start_again": true' "$RUN_FOLDER/exit.json"
+}
 # srun returns the highest exit code: 100 where a node gives up, 75 to start the job again; 137 or 143 if Slurm ended a node
 # that was slow to follow another. A job that ends by itself before Slurm takes its nodes would count as failed, so it asks
 # to be queued again; not when it was cancelled.
-if [[ $code = 75 || $code = 137 || $code = 143 ]] && grep -q '"start_again": true' "$RUN_FOLDER/exit.json" &&
+if [[ $code = 75 || $code = 137 || $code = 143 ]] && asks_again &&
   [[ $(scontrol show job "$job") = *JobState=RUNNING* ]]; then
   scontrol requeue "$job"
 fi

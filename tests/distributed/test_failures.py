@@ -27,8 +27,8 @@ from checkpoint.manager import CheckpointManager
 from checkpoint.state import Staging
 from config import Failures, TitaniteError, load_config
 from run.failures import SIGMA_WINDOW, SPIKE_WINDOW, BadSteps, RolledBackError, compute_twice
-from run.folder import record_exit
-from run.processes import AGAIN, shut_down
+from run.folder import note_start, record_exit
+from run.processes import AGAIN, process_state, shut_down
 from run.stop import StopRequest
 from storage import LocalStore
 from tests.harness import run_ranks
@@ -571,6 +571,58 @@ def test_jobs_survive_faults_with_the_same_weights_and_the_right_verdicts(tmp_pa
         assert end["rank"] == fault.rank
     ended = how_it_ended(job.run)
     assert ended["kind"] == "finished"
+
+
+def test_a_second_ctrl_c_is_a_persons_wish_and_starts_nothing_again(small: tuple[str, ...], tmp_path: Path) -> None:
+    twice = (signal.SIGINT, signal.SIGINT)
+    with pytest.raises(AssertionError, match="KeyboardInterrupt"):
+        launch(2, tmp_path, small, 12, *twice, function=exit_code)
+    ended = how_it_ended(tmp_path)
+    assert (ended["kind"], ended["cause"], ended["start_again"]) == ("stopped", "stopped by SIGINT, at once", False)
+
+
+def lose_a_rank_before_training(arguments: list[str]) -> None:
+    """Rank 1 is killed in the load; rank 0 is then asked to stop, as torchrun does."""
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+
+    def load(self: CheckpointManager) -> int:
+        other = self.ranks.all_gather_object(os.getpid())[1]
+        if dist.get_rank() == 1:
+            os.kill(other, signal.SIGKILL)
+        while process_state(other)[0] not in ("", "Z"):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return 0
+
+    with mock.patch.object(CheckpointManager, "load", load):
+        train(load_config(arguments))
+
+
+def test_a_rank_that_is_lost_before_training_is_named(small: tuple[str, ...], tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="rank 1 ended with -9"):
+        launch(2, tmp_path, small, function=lose_a_rank_before_training)
+    ended = how_it_ended(tmp_path)
+    assert (ended["kind"], ended["rank"], ended["section"], ended["start_again"]) == ("lost", 1, "start", True)
+
+
+def starts_noted(arguments: list[str], node_of_one_rank: bool) -> bool:
+    """Whether this rank notes the start on its node."""
+    os.environ |= {"LOCAL_RANK": "0"} if node_of_one_rank else {}
+    with mock.patch("run.run.note_start", wraps=note_start) as note:
+        run(arguments)
+    return note.called
+
+
+def test_each_node_notes_a_start_and_forgets_how_the_one_before_ended(small: tuple[str, ...], tmp_path: Path) -> None:
+    words = [*small, "--training.steps=1"]
+    assert launch(2, tmp_path / "run", words, False, function=starts_noted) == [True, False]
+    assert launch(2, tmp_path / "run", words, True, function=starts_noted) == [True, True]
+    node, noted = tmp_path / "a disk of its own" / "run", set()
+    for _ in range(2):
+        note_start(node)
+        noted.add((node / ".started").read_bytes())
+        assert record_exit(node, {"kind": "lost"}), "the next start has removed it"
+    assert len(noted) == 2
 
 
 def stop_before_training(arguments: list[str]) -> Any:

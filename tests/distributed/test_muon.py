@@ -14,12 +14,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from checkpoint.manager import CheckpointManager
 from config import ConfigError, Optimizer, from_dict, load_config, to_toml
 from muon import GroupedOptimizer, orthogonalize
 from optim import build_groups, build_optimizer, set_learning_rate
 from tests.harness import run_ranks
 from tests.parity import STEPS, close, config_for, our_run, plain_run
-from tests.runs import column, final_weights, flat, launch, same
+from tests.runs import column, final_weights, flat, launch, run, same
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one rank": {},
@@ -109,11 +110,23 @@ def test_each_matrix_is_computed_once_and_its_parts_travel_once() -> None:
     assert max(sent) == min(sent)
 
 
+def resume_without_a_step(arguments: list[str]) -> None:
+    """train.py in this process, whose optimizer must not step while a checkpoint is loaded."""
+    load = CheckpointManager.load
+
+    def load_without_a_step(manager: CheckpointManager) -> int:
+        with mock.patch.object(GroupedOptimizer, "step", side_effect=AssertionError("a step")):
+            return load(manager)
+
+    with mock.patch.object(CheckpointManager, "load", load_without_a_step):
+        run(arguments)
+
+
 def test_a_run_is_resumed_with_the_same_bits_and_in_any_layout(small: tuple[str, ...], tmp_path: Path) -> None:
     words = [*small, "--optimizer.name=muon"]
     launch(2, tmp_path / "whole", words)
     launch(2, tmp_path / "cut", words, 7)
-    launch(2, tmp_path / "cut", words)
+    launch(2, tmp_path / "cut", words, function=resume_without_a_step)
     assert same(flat(final_weights(tmp_path / "cut", tmp_path)), flat(final_weights(tmp_path / "whole", tmp_path)))
     launch(4, tmp_path / "other", [*words, "--parallelism.dp_replicate=2"], 7)
     with pytest.raises(AssertionError, match=r"another optimizer; set optimizer\.name and groups as"):

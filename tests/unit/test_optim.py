@@ -11,12 +11,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from config import Checkpoint, Compile, Config, ConfigError, LRScheduler, Optimizer, Training, to_toml
 from loss import IGNORED, build_chunked_loss, build_loss, cross_entropy
 from models.llama.model import Output
 from optim import build_optimizer, check_optim, clip_grad_norm_, learning_rate, set_learning_rate
 from parallel.gradients import build_add
+from tests.harness import run_ranks
 
 ONE_RANK = mock.Mock(cp=mock.Mock(size=lambda: 1))  # a mesh of it
 
@@ -75,6 +77,41 @@ def test_small_states_follow_torchs_adamw_up_to_their_rounding(compile: bool) ->
         assert small.state[p]["exp_avg"].dtype == small.state[p]["exp_avg_sq"].dtype == torch.bfloat16
         torch.testing.assert_close(p.detach().double(), expected[name], rtol=1e-3, atol=1e-4, msg=name)
         torch.testing.assert_close(p, dict(torchs.named_parameters())[name], rtol=0.02, atol=2e-3, msg=name)
+
+
+def state_of(settings: Optimizer, sharded: bool, stepped: bool) -> list[dict[str, Any]]:
+    """Each weight's state, after a step or as allocated without one: shape, type, device and places of each tensor."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"layers": nn.Linear(6, 5), "head": nn.Linear(5, 3)})
+    for layer in model.values() if sharded else ():
+        fully_shard(layer)
+    optimizer = build_optimizer([model], settings)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    if stepped:
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    else:
+        optimizer.allocate_state()
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        assert not any(value.any() for state in optimizer.state.values() for value in state.values())
+    return [
+        {
+            name: (value.shape, value.dtype, value.device, getattr(value, "placements", None))
+            for name, value in sorted(optimizer.state[parameter].items())
+        }
+        for parameter in model.parameters()
+    ]
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+def test_the_state_that_a_load_fills_is_that_of_a_step(name: Any, state_dtype: Any) -> None:
+    settings = Optimizer(name=name, state_dtype=state_dtype, beta2=0.95)
+    for ranks in (1, 2):
+        stepped, allocated = (run_ranks(ranks, state_of, settings, ranks > 1, way) for way in (True, False))
+        assert allocated == stepped
+        assert all(state for state in stepped[0])
 
 
 def test_wsd_schedule() -> None:

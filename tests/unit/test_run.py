@@ -6,11 +6,13 @@ import itertools
 import json
 import logging
 import math
+import os
 import struct
 import sys
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -348,3 +350,21 @@ def test_ranks_that_cannot_train_together_say_why(
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=said):
         init_distributed(environment, Comm())
+
+
+def start_group(chosen: str) -> list[str | None]:
+    """What NCCL finds in the environment as the group starts, where a user has `chosen` something or nothing."""
+    name, found = "TORCH_NCCL_RETHROW_CUDA_ERRORS", list[str | None]()
+    os.environ |= {name: chosen} if chosen else {}
+
+    def look(*rest: Any, **more: Any) -> None:
+        found.append(os.environ.get(name))
+
+    with mock.patch.object(dist, "init_process_group", look):
+        init_distributed(LaunchEnvironment(0, 0, 1), Comm())
+    return found
+
+
+def test_nccl_leaves_it_to_python_to_end_at_an_error_of_cuda() -> None:
+    assert run_ranks(1, start_group, "", start_group=False) == [["0"]]
+    assert run_ranks(1, start_group, "1", start_group=False) == [["1"]]
