@@ -59,20 +59,20 @@ WAIT_SECONDS, VALIDATION_SECONDS = 0.25, 100.0
 PEAK_FLOPS = 1e9
 
 
-def step_data(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+def step_data(step: int, seq_len: int = SEQ_LEN) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens and labels of a global batch; some labels are not trained, unevenly over the samples."""
     generator = torch.Generator().manual_seed(100 + step)
-    stream = torch.randint(0, VOCAB, (GLOBAL_BATCH, SEQ_LEN + 1), generator=generator)
+    stream = torch.randint(0, VOCAB, (GLOBAL_BATCH, seq_len + 1), generator=generator)
     tokens, labels = stream[:, :-1], stream[:, 1:].clone()
-    labels[: GLOBAL_BATCH // 3, : SEQ_LEN // 2] = IGNORED
+    labels[: GLOBAL_BATCH // 3, : seq_len // 2] = IGNORED
     return tokens, labels
 
 
-def step_positions(step: int) -> torch.Tensor:
+def step_positions(step: int, seq_len: int = SEQ_LEN) -> torch.Tensor:
     """Places in documents whose ends fall anywhere."""
     generator = torch.Generator().manual_seed(200 + step)
-    starts = torch.rand(GLOBAL_BATCH, SEQ_LEN, generator=generator) < 0.15
-    places = torch.arange(SEQ_LEN).expand(GLOBAL_BATCH, -1)
+    starts = torch.rand(GLOBAL_BATCH, seq_len, generator=generator) < 0.15
+    places = torch.arange(seq_len).expand(GLOBAL_BATCH, -1)
     first = torch.where(starts, places, 0).cummax(dim=1).values
     return places - first
 
@@ -89,6 +89,7 @@ def plain_run(
     z_loss: float = 0.0,
     device: str = "cpu",
     home: str = "",
+    seq_len: int = SEQ_LEN,
     **model_options: Any,
 ) -> dict[str, Any]:
     """The same training by torch alone: no sharding, no fused kernels, weights in float32.
@@ -114,7 +115,8 @@ def plain_run(
     torchs_muon = torch.optim.Muon(inner, lr=LR, weight_decay=0.1, adjust_lr_fn="match_rms_adamw") if muon else None
 
     def summed_loss(low: Llama, step: int, rows: slice = slice(None)) -> torch.Tensor:  # the cross-entropy, z
-        tokens, labels, positions = (x[rows].to(device) for x in (*step_data(step), step_positions(step)))
+        given = *step_data(step, seq_len), step_positions(step, seq_len)
+        tokens, labels, positions = (x[rows].to(device) for x in given)
         logits = low(tokens, positions if documents else None).flatten(0, 1).float()
         squares = logits[labels.flatten() != IGNORED].exp().sum(1).log().square().sum()
         return torch.stack((F.cross_entropy(logits, labels.flatten(), reduction="sum"), z_loss * squares))
@@ -122,9 +124,9 @@ def plain_run(
     looked_up = 0 if model.config.tie_embeddings else weights["tok_embeddings.weight"].numel()
     result: dict[str, Any] = {"init": init, "losses": {}, "z_losses": {}, "norms": {}, "validation_losses": {}}
     result["flops_per_token"] = 6 * (sum(p.numel() for p in model.parameters()) - looked_up)
-    result["flops_per_token"] += 12 * model.config.n_layers * FLAVOR.n_heads * FLAVOR.head_dim * SEQ_LEN
+    result["flops_per_token"] += 12 * model.config.n_layers * FLAVOR.n_heads * FLAVOR.head_dim * seq_len
     for step in (step for step in range(1, steps + 1) if step not in left_out):
-        n_tokens = (step_data(step)[1] != IGNORED).sum()
+        n_tokens = (step_data(step, seq_len)[1] != IGNORED).sum()
         loss = torch.zeros((), device=device)
         for rows in torch.arange(GLOBAL_BATCH).chunk(pieces):
             low = copy.deepcopy(model).to(dtype)
@@ -150,7 +152,8 @@ def plain_run(
                 torchs_muon.step()
         model.zero_grad()
         with torch.no_grad():
-            loss = summed_loss(copy.deepcopy(model).to(dtype), HELD_OUT) / (step_data(HELD_OUT)[1] != IGNORED).sum()
+            held_out_tokens = (step_data(HELD_OUT, seq_len)[1] != IGNORED).sum()
+            loss = summed_loss(copy.deepcopy(model).to(dtype), HELD_OUT) / held_out_tokens
         result["validation_losses"][step] = loss[0].item()
     result["weights"] = {n: p.detach() for n, p in weights.items()}
     return result
@@ -171,16 +174,17 @@ class Batches:
 
     def __init__(self, clock: list[float], config: Config, dp_rank: int, dp_size: int, pin_memory: bool = False):
         self.clock, self.config, self.dp_rank, self.dp_size, self.step = clock, config, dp_rank, dp_size, 0
-        self.tokens_per_step = config.training.global_batch_size * SEQ_LEN
+        self.tokens_per_step = config.training.global_batch_size * config.training.seq_len
         self.check_ranks = self.check_run = self.check_place = mock.Mock()
         self.describe = self.open_ledger = self.close = mock.Mock()
         self.tokenizer = mock.Mock(byte_lengths=np.zeros(VOCAB))
 
     def rows_of(self, step: int) -> Iterator[Batch]:
         size, training = self.config.training.local_batch_size, self.config.training
-        documents = step_positions(step) if self.config.data.mask_documents else None
+        documents = step_positions(step, training.seq_len) if self.config.data.mask_documents else None
         for first in range(self.dp_rank * size, training.global_batch_size, self.dp_size * size):
-            own = [None if x is None else x[first : first + size] for x in (*step_data(step), documents)]
+            whole_batch = *step_data(step, training.seq_len), documents
+            own = [None if x is None else x[first : first + size] for x in whole_batch]
             yield Batch._make(own)
 
     def next_step(self) -> list[Batch]:
@@ -190,7 +194,7 @@ class Batches:
 
     @property
     def tokens_seen(self) -> int:
-        return self.step * self.config.training.global_batch_size * SEQ_LEN
+        return self.step * self.tokens_per_step
 
     def state_dict(self) -> dict[str, int]:
         return {"step": self.step}
@@ -218,6 +222,7 @@ def our_run(
     dp_size = train.ParallelDims.from_config(config.parallelism, dist.get_world_size()).dp
     local = GLOBAL_BATCH // accumulation // dp_size
     batch = {"local_batch_size": local, "global_batch_size": local * dp_size * accumulation}
+    tokens_per_step = batch["global_batch_size"] * config.training.seq_len
     outputs = folder or Path(from_rank_0(tempfile.mkdtemp))
     config = dataclasses.replace(
         config,
@@ -275,7 +280,11 @@ def our_run(
     result["losses"] = {row["step"]: row["loss"] for row in result["rows"]}
     result["norms"] = {row["step"]: row["grad_norm"] for row in result["rows"]}
     held = {row["step"]: row["validation_loss"] for row in rows if row["validation_loss"] is not None}
-    return result | {"validation_losses": held, "world_size": dist.get_world_size(), "batch": batch, "steps": steps}
+    return (
+        result
+        | {"validation_losses": held, "world_size": dist.get_world_size(), "batch": batch, "steps": steps}
+        | {"tokens_per_step": tokens_per_step}
+    )
 
 
 def named_parameters(parts: list[torch.nn.Module]) -> list[tuple[str, torch.nn.Parameter]]:
@@ -294,6 +303,7 @@ def config_for(
     z_loss: float = 0.0,
     optimizer: str = "adamw",
     float8: Float8 | None = None,
+    seq_len: int = SEQ_LEN,
     **parallelism: Any,
 ) -> Config:
     return Config(
@@ -304,7 +314,7 @@ def config_for(
         lr_scheduler=LRScheduler(warmup_steps=0, decay_fraction=0.0),
         training=Training(
             param_dtype=param_dtype,
-            seq_len=SEQ_LEN,
+            seq_len=seq_len,
             local_batch_size=local_batch_size,
             loss_chunks=loss_chunks,
             z_loss=z_loss,
@@ -355,7 +365,7 @@ def check_rates(actual: dict[str, Any], flops_per_token: int) -> None:
     """Tokens, rates and waits of every logged step, by the run's clock. No step counts in two rows."""
     every = range(LOG_INTERVAL, actual["steps"], LOG_INTERVAL)
     assert not actual["rows"] or [row["step"] for row in actual["rows"]] == sorted({1, *every, actual["steps"]})
-    per_step, before = actual["batch"]["global_batch_size"] * SEQ_LEN, 0
+    per_step, before = actual["tokens_per_step"], 0
     for row in actual["rows"]:
         step, n = row["step"], row["interval_steps"]
         assert 1 <= n <= step - before
