@@ -280,11 +280,8 @@ def our_run(
     result["losses"] = {row["step"]: row["loss"] for row in result["rows"]}
     result["norms"] = {row["step"]: row["grad_norm"] for row in result["rows"]}
     held = {row["step"]: row["validation_loss"] for row in rows if row["validation_loss"] is not None}
-    return (
-        result
-        | {"validation_losses": held, "world_size": dist.get_world_size(), "batch": batch, "steps": steps}
-        | {"tokens_per_step": tokens_per_step}
-    )
+    result["tokens_per_step"] = tokens_per_step
+    return result | {"validation_losses": held, "world_size": dist.get_world_size(), "batch": batch, "steps": steps}
 
 
 def named_parameters(parts: list[torch.nn.Module]) -> list[tuple[str, torch.nn.Parameter]]:
