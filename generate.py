@@ -23,6 +23,8 @@ from trained import Trained, add_place_arguments, load_from_arguments
 
 PREFILL_TOKENS = 512  # of a prompt per forward: limits the memory of the logits, which go unused
 DRAW_BITS = 31  # of random numbers and probabilities: as integers, since a GPU may add floats in any order
+DRAWS = 256  # random numbers of a row made at once, since a text may end long before `max_tokens`
+GREEDY_BELOW = 1e-5  # the temperature under which the likeliest token is taken, as in vLLM
 
 
 # ---------------------------------------------------------------- token by token
@@ -30,7 +32,10 @@ DRAW_BITS = 31  # of random numbers and probabilities: as integers, since a GPU 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What to generate for each prompt. Temperature 0 takes the likeliest token; `top_k` 0, `top_p` 1 exclude none."""
+    """What to generate for each prompt. Temperature 0 takes the likeliest token; `top_k` 0, `top_p` 1 exclude none.
+
+    Raises ConfigError for numbers that mean nothing.
+    """
 
     temperature: float = 0.8
     top_k: int = 50
@@ -39,6 +44,20 @@ class Request:
     max_tokens: int = 128
     stop_ids: frozenset[int] = frozenset()
     stops: tuple[str, ...] = ()  # texts; a special token is named by its text
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < math.inf:
+            raise ConfigError(f"--temperature {self.temperature}: must be at least 0, and finite")
+        if self.top_k < 0:
+            raise ConfigError(f"--top-k {self.top_k}: must be at least 0")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"--top-p {self.top_p}: must be above 0 and at most 1")
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"--seed {self.seed}: must be from 0 to {2**63 - 1}")
+        if self.max_tokens < 1:
+            raise ConfigError(f"--max-tokens {self.max_tokens}: must be at least 1")
+        if "" in self.stops:
+            raise ConfigError("--stop: must not be empty")
 
 
 @torch.no_grad()
@@ -57,7 +76,6 @@ def generate(
     """
     rows = list(range(len(prompts)))
     seeded = [torch.Generator().manual_seed(request.seed + row) for row in rows]
-    draws_BT = torch.stack([torch.randint(2**DRAW_BITS, (request.max_tokens,), generator=g) for g in seeded]).to(device)
     caches = [KVCache() for _ in range(len(model.layers))]  # type: ignore[arg-type]
     # Shorter prompts are padded at the end. What padding stores is overwritten before any token sees it.
     prompts_BS = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True).to(device)
@@ -67,14 +85,20 @@ def generate(
     tokens_B = torch.tensor([prompt[-1] for prompt in prompts], device=device)  # the first whose logits are used
     positions_B1 = torch.tensor([[len(prompt) - 1] for prompt in prompts], device=device)
     for step in range(request.max_tokens):
-        tokens_B = sample(model(tokens_B[:, None], positions_B1, caches)[:, -1].float(), request, draws_BT[:, step])
+        if step % DRAWS == 0:
+            drawn = [torch.randint(2**DRAW_BITS, (DRAWS,), generator=seeded[row]) for row in rows]
+            draws_BT = torch.stack(drawn).to(device)
+        logits_BV = model(tokens_B[:, None], positions_B1, caches)[:, -1].float()
+        tokens_B = sample(logits_BV, request, draws_BT[:, step % DRAWS])
         yield tokens_B.tolist()
         left = [i for i, row in enumerate(rows) if row not in finished]
         if not left:
             return
         if len(left) < len(rows):
             rows = [rows[i] for i in left]
-            tokens_B, positions_B1, draws_BT = tokens_B[left], positions_B1[left], draws_BT[left]
+            tokens_B = tokens_B[left]
+            positions_B1 = positions_B1[left]
+            draws_BT = draws_BT[left]
             for cache in caches:
                 cache.k, cache.v = cache.k[left], cache.v[left]
         positions_B1 = positions_B1 + 1
@@ -84,11 +108,16 @@ def sample(logits_BV: Tensor, request: Request, draws_B: Tensor) -> Tensor:
     """Token ids [B] from softmax(logits / temperature), limited to the `top_k` likeliest, then by `top_p`.
 
     Top-p (Holtzman et al. 2020) keeps the fewest likeliest tokens whose probabilities add up to `top_p`. `draws_B` are
-    integers below 2**DRAW_BITS: the token is where the draw falls in the running sum of the probabilities.
+    integers below 2**DRAW_BITS: the token is where the draw falls in the running sum of the probabilities. Raises
+    TitaniteError for logits that are not finite.
     """
-    if request.temperature == 0:
+    if not logits_BV.isfinite().all():
+        advice = "see the loss and grad_norm in metrics.jsonl, try an earlier checkpoint, or --dtype float32"
+        raise TitaniteError(f"the model's logits are not finite, so its weights are damaged or too large: {advice}")
+    if request.temperature < GREEDY_BELOW:
         return logits_BV.argmax(-1)
-    logits_BV = logits_BV / request.temperature
+    below_BV = logits_BV - logits_BV.amax(-1, keepdim=True)  # so that no quotient overflows, except to -inf
+    logits_BV = below_BV / request.temperature
     if request.top_k:
         threshold_B1 = logits_BV.topk(min(request.top_k, logits_BV.shape[-1])).values[:, -1:]
         logits_BV = logits_BV.masked_fill(logits_BV < threshold_B1, -torch.inf)
@@ -96,6 +125,7 @@ def sample(logits_BV: Tensor, request: Request, draws_B: Tensor) -> Tensor:
     if request.top_p < 1:
         sorted_BV, order_BV = probabilities_BV.sort(descending=True)
         beyond_BV = sorted_BV.cumsum(-1) - sorted_BV >= request.top_p
+        beyond_BV[:, 0] = False  # a tiny top_p is 0 in float32
         sorted_BV = sorted_BV.masked_fill(beyond_BV, 0.0)
         probabilities_BV = torch.zeros_like(sorted_BV).scatter(-1, order_BV, sorted_BV)
     sums_BV = (probabilities_BV * 2**DRAW_BITS).long().cumsum(-1)
@@ -169,6 +199,10 @@ def stream_texts(trained: Trained, prompts: Sequence[Sequence[int]], request: Re
 
 def check_prompt(name: str, prompt: str, tokenizer: Tokenizer, seq_len: float = math.inf) -> int:
     """The tokens of a prompt. Raises ConfigError if there are none, or if they leave no room for one in `seq_len`."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{name} = {prompt!r}: is not UTF-8") from None
     tokens = len(tokenizer.encode(prompt))
     if tokens >= seq_len:
         raise ConfigError(f"{name}: has {tokens} tokens, must have fewer than training.seq_len = {seq_len}")
@@ -210,11 +244,13 @@ def chat(trained: Trained, system: str, request: Request) -> None:
     messages = [{"role": "system", "content": system}] if system else []
     while True:
         try:
-            turn = [*messages, {"role": "user", "content": input("> ")}]
+            line = input("> ")
+            line.encode()  # raises if it is not UTF-8
+            turn = [*messages, {"role": "user", "content": line}]
             prompt = chat_of(trained.tokenizer).encode(turn, add_generation_prompt=True)
         except EOFError:
             return
-        except TitaniteError as error:
+        except (TitaniteError, UnicodeError) as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
             continue
         warn_if_longer(trained, len(prompt), request)
@@ -231,6 +267,8 @@ def read_prompts(file: Path) -> list[str]:
                 prompts[-1].encode()  # raises if it is no text, or has lone surrogates
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ConfigError(f'{file}, line {number}: must be an object with a text "prompt": {error!r}') from None
+    if not prompts:
+        raise ConfigError(f"{file}: holds no prompts")
     return prompts
 
 
@@ -251,27 +289,26 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--stop", action="append", default=[], help="text or special token that ends it; repeatable")
     parser.add_argument("--batch-size", type=int, default=8, help="prompts continued together (default %(default)s)")
     arguments = parser.parse_args(argv)
-    for name, least in (("max_tokens", 1), ("batch_size", 1), ("temperature", 0), ("top_k", 0)):
-        if (value := getattr(arguments, name)) is not None and value < least:
-            parser.error(f"--{name.replace('_', '-')} {value}: must be at least {least}")
-    if not 0 < arguments.top_p <= 1:
-        parser.error(f"--top-p {arguments.top_p}: must be above 0 and at most 1")
+    if arguments.batch_size < 1:
+        parser.error(f"--batch-size {arguments.batch_size}: must be at least 1")
     if arguments.system and not arguments.chat:
         parser.error("--system is for --chat")
-    prompts = read_prompts(arguments.prompts_file) if arguments.prompts_file else arguments.prompt
-
-    trained = load_from_arguments(arguments)
-    longest = max((check_prompt("prompt", prompt, trained.tokenizer) for prompt in prompts or ()), default=0)
-    answer_ends = chat_of(trained.tokenizer).stop_ids if arguments.chat else ()
     request = Request(
         temperature=arguments.temperature,
         top_k=arguments.top_k,
         top_p=arguments.top_p,
         seed=arguments.seed,
         max_tokens=arguments.max_tokens,
-        stop_ids=frozenset({trained.tokenizer.eos_id, *answer_ends}),
-        stops=tuple(filter(None, arguments.stop)),
+        stops=tuple(arguments.stop),
     )
+    prompts = arguments.prompt or []
+    if arguments.prompts_file:
+        prompts = read_prompts(arguments.prompts_file)
+
+    trained = load_from_arguments(arguments)
+    longest = max((check_prompt("prompt", prompt, trained.tokenizer) for prompt in prompts), default=0)
+    answer_ends = chat_of(trained.tokenizer).stop_ids if arguments.chat else ()
+    request = replace(request, stop_ids=frozenset({trained.tokenizer.eos_id, *answer_ends}))
     if longest:
         warn_if_longer(trained, longest, request)
     if arguments.chat:

@@ -22,14 +22,14 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from config import TitaniteError
+from config import TitaniteError, command_line
 from data.chat import ChatTemplate, chat_of
 from data.tokenizer import Tokenizer
 from generate import Request, TextStream, generate, main, sample
 from models.llama.model import Llama
 from tests.unit.test_llama import FAMILIES, SMALL, hf_model, ours_from
 from tools.hf import main as checkpoint_hf
-from trained import load_trained
+from trained import load_from_arguments, load_trained
 
 CPU = torch.device("cpu")
 CHATML = (
@@ -115,6 +115,32 @@ def test_sampling_follows_the_probabilities_that_transformers_leaves(top_k: int,
     first, last = (int(tokens[i]) for tokens, i in ((expected.nonzero(), 0), (expected.flip(0).nonzero(), -1)))
     assert sample(two, Request(temperature=0.7, top_k=top_k, top_p=top_p), ends).tolist() == [first, last]
     assert sample(two, Request(temperature=0.0, top_k=top_k, top_p=top_p), ends).tolist() == [1, 4]
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 0}, {"top_k": 0, "top_p": 1e-320}, {"top_p": 0.9}])
+def test_a_low_temperature_takes_the_likeliest(options: dict[str, Any]) -> None:
+    """Also where a logit over the temperature, or the temperature itself, has no place in float32."""
+    draws = torch.tensor([2**31 - 1, 0])
+    for scale in (1.0, 1e30, 1e38):
+        logits = torch.tensor([[0.5, -3.0, 3.0, 1.0], [3.0, -3.0, 0.0, 2.0]]) * scale
+        for temperature in (5e-324, 1e-46, 1e-40, 1e-30, 1e-6, 1e-3):
+            assert sample(logits, Request(temperature=temperature, **options), draws).tolist() == [2, 0]
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1e-40, 0.8])
+def test_logits_that_are_not_finite_are_named(value: float, temperature: float) -> None:
+    logits = torch.zeros(2, 5)
+    logits[1, 3] = value
+    with pytest.raises(TitaniteError, match=r"^the model's logits are not finite, .* or --dtype float32$"):
+        sample(logits, Request(temperature=temperature), torch.zeros(2, dtype=torch.int64))
+
+
+def test_random_numbers_do_not_depend_on_how_many_are_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompts = ours_from(hf_model("llama3")), prompts_of(5, 12)
+    expected = tokens_of(model, prompts, 20, seed=7)
+    monkeypatch.setattr("generate.DRAWS", 3)
+    assert tokens_of(model, prompts, 20, seed=7) == expected
 
 
 # ---------------------------------------------------------------- text
@@ -276,6 +302,22 @@ def test_one_prompt_and_many_prompts(imported: Path, tmp_path: Path, capsys: pyt
     assert len(drawn) == 1, "a prompt's seed goes by its place among all"
 
 
+@pytest.mark.parametrize("words", [["--prompt=a"], ["--prompt=a", "--prompt=b"], ["--chat"]])
+def test_a_model_with_damaged_weights_ends_in_one_line(
+    imported: Path, words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def damaged(arguments: Any) -> Any:
+        trained = load_from_arguments(arguments)
+        next(trained.model.parameters()).data.fill_(torch.nan)
+        return trained
+
+    monkeypatch.setattr("generate.load_from_arguments", damaged)
+    monkeypatch.setattr("builtins.input", mock.Mock(side_effect=["a", EOFError]))
+    with pytest.raises(SystemExit), command_line():
+        main([str(imported), *words])
+    assert capsys.readouterr().err.startswith("error: the model's logits are not finite")
+
+
 def test_a_text_that_may_outgrow_the_trained_length_is_warned_of(
     imported: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,7 +335,7 @@ def test_a_text_that_may_outgrow_the_trained_length_is_warned_of(
 def test_a_chat_goes_on_from_what_was_said(
     imported: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = mock.Mock(side_effect=["Hi", "not <|im_end|> this", "Go on", EOFError])
+    lines = mock.Mock(side_effect=["Hi", "not <|im_end|> this", "nor \udcff", "Go on", EOFError])
     monkeypatch.setattr("builtins.input", lines)
     asked, encode = [], ChatTemplate.encode
 
@@ -305,6 +347,7 @@ def test_a_chat_goes_on_from_what_was_said(
     main([str(imported), "--chat", "--system=Be kind.", "--temperature=0", "--max-tokens=12"])
     out, err = capsys.readouterr()
     assert "spells out '<|im_end|>'" in err
+    assert "error: 'utf-8' codec can't encode character '\\udcff'" in err
     messages, prompt = asked[-1]
     assert [message["role"] for message in messages] == ["system", "user", "assistant", "user"]
     assert messages[2]["content"]
@@ -316,7 +359,18 @@ def test_a_chat_goes_on_from_what_was_said(
     ("words", "message"),
     [
         (["--prompt=a", "--temperature=-1"], "--temperature -1.0: must be at least 0"),
+        (["--prompt=a", "--temperature=nan"], "--temperature nan: must be at least 0, and finite"),
+        (["--prompt=a", "--temperature=inf"], "--temperature inf: must be at least 0, and finite"),
         (["--prompt=a", "--top-p=0"], "--top-p 0.0: must be above 0 and at most 1"),
+        (["--prompt=a", "--top-p=nan"], "--top-p nan: must be above 0 and at most 1"),
+        (["--prompt=a", "--top-k=-1"], "--top-k -1: must be at least 0"),
+        (["--prompt=a", "--seed=-1"], "--seed -1: must be from 0 to 9223372036854775807"),
+        (["--prompt=a", f"--seed={2**63}"], "--seed 9223372036854775808: must be from 0 to 9223372036854775807"),
+        (["--prompt=a", "--max-tokens=0"], "--max-tokens 0: must be at least 1"),
+        (["--prompt=a", "--batch-size=0"], "--batch-size 0: must be at least 1"),
+        (["--prompt=a", "--stop="], "--stop: must not be empty"),
+        (["--prompt=a\udcff"], r"prompt = 'a\\udcff': is not UTF-8"),
+        (["--prompts-file=empty.jsonl"], r"empty\.jsonl: holds no prompts"),
         (["--prompt=a", "--system=b"], "--system is for --chat"),
         (["--prompt="], "prompt = '': the tokenizer makes no token of it"),
         (["--prompts-file=bad.jsonl"], r"bad\.jsonl, line 2: must be an object with a text "),
@@ -327,6 +381,7 @@ def test_mistakes_on_the_command_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"text": "b"}\n')
+    (tmp_path / "empty.jsonl").touch()
     with pytest.raises((SystemExit, TitaniteError)) as ended:
         main([str(imported), *words])
     assert re.search(message, capsys.readouterr().err + str(ended.value))
