@@ -291,6 +291,23 @@ def test_who_is_blamed_when_depends_on_where_a_rank_waits(
     assert run_ranks(1, verdicts, tmp_path, device, section, waits) == [expected]
 
 
+def look_at_a_stopped_rank(folder: Path) -> list[Any]:
+    """What is said of a neighbour that was stopped, after a while and after four fifths of the limit; how it ended."""
+    neighbour = subprocess.Popen(["sleep", "1000"])
+    os.kill(neighbour.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, neighbour.pid, os.WSTOPPED)
+    watchdog = Watchdog(folder, LaunchEnvironment(0, 0, 1), Config(comm=Comm(init_timeout_seconds=100)))
+    watchdog._pids = {1: neighbour.pid}
+    found = [watchdog._look(idle) for idle in (0.0, 79.0)] + [neighbour.poll()]
+    return [*found, watchdog._look(81.0), neighbour.wait()]
+
+
+def test_a_rank_that_was_stopped_has_time(tmp_path: Path) -> None:
+    """A person may have stopped it to look at it."""
+    verdict = "hung", "hung: rank 1 does not run, it was stopped", 1
+    assert run_ranks(1, look_at_a_stopped_rank, tmp_path) == [[None, None, None, verdict, -signal.SIGKILL]]
+
+
 def close_while_looking(folder: Path) -> None:
     """The thread sees that another rank is gone, which has left together with this one."""
     watchdog = Watchdog(folder, LaunchEnvironment(0, 0, 1), Config())
