@@ -60,8 +60,6 @@ EVERY_LAYER = "--float8.filter=all"
 ONCE = ("--parallelism.reshard_after_forward=false",)  # weights are cast once per step, as always in float8
 SMALL_STATES = ("--optimizer.state_dtype=bfloat16",)
 BUDGET = ("--activation_checkpoint.mode=budget", "--activation_checkpoint.memory_budget=0.8")
-# Fewer holes in the GPU's memory, for the peers as well.
-ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 NO_ROOM = "no room"
 MEMORY = "device GiB"  # if named as a row, only this is measured
 
@@ -553,7 +551,6 @@ def run_row(
                 stderr=errors,
                 text=True,
                 timeout=timeout_seconds,
-                env=ALLOCATOR | os.environ,
             )
         except subprocess.TimeoutExpired:
             return {"failed": f"not done within {timeout_seconds:.0f} s, see {log}"}

@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import gc
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -30,7 +29,6 @@ from torch._inductor import config as inductor
 
 import metrics
 from benchmarks.gpu import (
-    ALLOCATOR,
     BLOCKWISE,
     BUDGET,
     DATASET,
@@ -169,8 +167,6 @@ def main() -> int:
         return int(arguments.check)
     prepare_once(*((REHEARSAL, "docs") if arguments.rehearse else (DATASET,)))
     metrics.quiet_noisy_loggers()
-    for name, value in ALLOCATOR.items():  # as the rows of benchmarks.gpu
-        os.environ.setdefault(name, value)
     device = torch.device("cpu" if arguments.rehearse else "cuda")
     measured: list[dict[str, Any]] = []
     for name in names:

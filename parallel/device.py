@@ -1,8 +1,18 @@
-"""What kind of device computes, and how to wait for it."""
+"""What kind of device computes, and how to wait for it.
 
+An import of this module, as by train.py, sets up the allocator of a GPU's memory, unless the user has.
+"""
+
+import os
 from typing import Literal
 
 import torch
+
+# Segments that grow leave fewer holes: an 8B that takes 132 of 139 GiB was measured with them. torch reads this when it
+# first allocates on a GPU, not when it is imported (2.11 to 2.14). Of the older names it reads the user's.
+ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+if not any(name in os.environ for name in ALLOCATOR_NAMES):
+    os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def device_type() -> str:

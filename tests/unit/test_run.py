@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import struct
+import subprocess
 import sys
 from fractions import Fraction
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
+import parallel.device
 from config import (
     Comm,
     Config,
@@ -368,3 +370,28 @@ def start_group(chosen: str) -> list[str | None]:
 def test_nccl_leaves_it_to_python_to_end_at_an_error_of_cuda() -> None:
     assert run_ranks(1, start_group, "", start_group=False) == [["0"]]
     assert run_ranks(1, start_group, "1", start_group=False) == [["1"]]
+
+
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+
+
+@pytest.mark.parametrize("users", ["", *ALLOCATOR])
+def test_segments_of_a_gpus_memory_grow_unless_the_user_has_set_the_allocator(
+    users: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ALLOCATOR:
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+    expected = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    if users:
+        expected = {users: "max_split_size_mb:512"}
+        monkeypatch.setenv(users, expected[users])
+    importlib.reload(parallel.device)
+    assert {name: value for name, value in os.environ.items() if name in ALLOCATOR} == expected
+
+
+def test_the_allocator_is_set_when_train_is_imported_and_before_cuda_starts() -> None:
+    environ = {name: value for name, value in os.environ.items() if name not in ALLOCATOR}
+    code = "import os, train, torch; print(os.environ['PYTORCH_ALLOC_CONF'], torch.cuda.is_initialized())"
+    ended = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
+    assert ended.stdout.split() == ["expandable_segments:True", "False"]
