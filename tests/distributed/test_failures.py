@@ -167,7 +167,9 @@ def test_the_budget_ends_the_run_on_all_ranks(small: tuple[str, ...], tmp_path: 
     assert prove(tmp_path)[-1].startswith(f"{tmp_path}/skipped.jsonl lists steps")
 
     # A start without checkpoints, from step 0, is bound by nothing, and nothing of it is left.
+    before = set((tmp_path / "checkpoints").iterdir())
     assert launch(2, tmp_path, [*words, "--checkpoint.enable=false"], (2, 4), function=run) == ["", ""]
+    assert set((tmp_path / "checkpoints").iterdir()) == before
     assert [record["last"] for record in read(tmp_path, "skipped.jsonl")] == [3, 6]
 
 
