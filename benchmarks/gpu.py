@@ -146,8 +146,13 @@ def rehearsal(run: Run) -> Run:
     options = (*run.options, "--training.param_dtype=float32")  # fast on every CPU
     if "--float8.enable" in options and EVERY_LAYER not in options:
         options = (*options, EVERY_LAYER)
+    flavor = "tiny"
+    if "--float8.recipe=blockwise" in options:  # whose layers need larger sizes
+        flavor = "1B"
+        others = [option for option in options if not option.startswith("--model.n_layers=")]
+        options = (*others, "--model.n_layers=1", "--model.vocab_size=4096")
     return dataclasses.replace(
-        run, flavor="tiny", seq_len=64, local_batch_size=2, global_batch_size=4, options=options, dataset=REHEARSAL
+        run, flavor=flavor, seq_len=64, local_batch_size=2, global_batch_size=4, options=options, dataset=REHEARSAL
     )
 
 

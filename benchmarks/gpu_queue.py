@@ -2,11 +2,12 @@
 
     python -m benchmarks.gpu_queue [--budget-seconds 540] [--only "GROUP;..."] [--output FOLDER] [--list] [--rehearse]
 
-It measures what has no result for the present code, in this order: rates of matmuls and attention, float8's settings
-one by one, tests with several ranks, rows of benchmarks.gpu for 8B and 1.8B with the settings that won, peers, the 3B,
-settings with less to hope for. What has failed is tried again last. FOLDER/gpu_queue-GPU.json gets each result as soon
-as it is there, with a hash of the files that it depends on; what the processes print goes into the .log beside it. The
-next call goes on from there.
+It measures what has no result for the present code, in this order: rates of matmuls and attention, tests of float8's
+kernels, float8's settings one by one, tests with several ranks, rows of benchmarks.gpu for 8B and 1.8B with the
+settings that won, peers, the 3B, settings with less to hope for. What has failed is tried again last. Own kernels are
+timed only after their tests have passed. FOLDER/gpu_queue-GPU.json gets each result as soon as it is there, with a hash
+of the files that it depends on; what the processes print goes into the .log beside it. The next call goes on from
+there. FOLDER is --output, else $OUT where that is set, else benchmarks/results, whose results the others begin with.
 
 A row whose estimate exceeds the rest of the budget is left out. A process that takes twice its estimate, or all of the
 rest, is killed. `--list` measures nothing, and without a GPU lists an H200's results. `--rehearse` runs everything on
@@ -19,6 +20,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,6 +32,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.bare import require_packages
+
+if __name__ == "__main__":
+    require_packages()  # before the next imports fail
+
 from benchmarks import gpu, gpu_settings
 from benchmarks.report import machine, prepare_once, print_row, table
 from records import output_path, write_atomically
@@ -39,6 +46,7 @@ RESULTS, REHEARSAL = ROOT / "benchmarks" / "results", ROOT / "outputs" / "rehear
 # What computes a step. If one of these files changes, results are old.
 STEP = ("train.py", "config.py", "loss.py", "optim.py", "muon.py", "models/**/*.py", "parallel/*.py", "float8/*.py")
 TESTS = (*STEP, "checkpoint/*.py", "run/*.py", "tests/gpu/*.py", "tests/parity*.py")
+KERNEL_TESTS = ("float8/*.py", "tests/gpu/test_kernels.py", "tests/unit/test_float8_*.py")
 # Group of tests → pytest's expression, and the seconds that it should take.
 RANKS = {
     "2 ranks": ("2ranks and not compiled", 100),
@@ -80,9 +88,12 @@ def build_groups(rehearse: bool) -> dict[str, Group]:
     def measure_settings(rows: Sequence[str], _: Results) -> list[str]:
         return ["benchmarks.gpu_settings", f"--rows={';'.join(rows)}", "--budget-seconds=inf", *flags]
 
-    def tests(expression: str, seconds: int) -> Group:
+    def tests(expression: str, seconds: int, files: tuple[str, ...] = TESTS) -> Group:
         words = ["pytest", "-q", "-rpfE", "-p", "no:cacheprovider", "-k", expression, "tests/gpu"]
-        return Group({expression: seconds}, lambda *_: words, files=TESTS)
+        return Group({expression: seconds}, lambda *_: words, files=files)
+
+    def kernels(recipe: str) -> Group:
+        return tests(f"test_kernels and {recipe}", 45, KERNEL_TESTS)
 
     def single(kinds: Sequence[str]) -> Group:
         rows = [f"float8, {recipe}, {kind}".strip(", ") for kind in kinds for recipe in gpu_settings.RECIPES]
@@ -104,6 +115,7 @@ def build_groups(rehearse: bool) -> dict[str, Group]:
     return {
         "matmuls": Group({"any": 5} if rehearse else shapes, lambda *_: gemm, files=("benchmarks/float8_gemm.py",)),
         "peaks": Group({"peaks": 10}, measure_runs, files=("benchmarks/gpu.py",)),
+        **{f"kernels, {recipe}": kernels(recipe) for recipe in gpu_settings.RECIPES},
         "settings": single(first),
         **{name: tests(*test) for name, test in RANKS.items()},
         "8B and 1.8B": Group(
@@ -114,6 +126,20 @@ def build_groups(rehearse: bool) -> dict[str, Group]:
         "3B": Group(estimate(*(name for name in runs if name.startswith("3B"))), measure_runs, always=compared[:1]),
         "settings, later": single(later),
     }  # fmt: skip
+
+
+def kernels_unproven(row: str, results: Results) -> str:
+    """Why a row must not be timed, as its own kernels have passed no test of the present code; empty if it may be."""
+    recipe = next((recipe for recipe in gpu_settings.RECIPES if recipe in row), "")
+    is_test = row.startswith("test_kernels")
+    if is_test or (recipe != "blockwise" and "own kernels" not in row):
+        return ""
+    result = results.get(f"kernels, {recipe}: test_kernels and {recipe}", {})
+    if "failed" in result:
+        return f"its kernels fail their tests: {result['failed']}"
+    if result.get("code") != hash_files(KERNEL_TESTS):
+        return "its kernels are not tested yet"
+    return ""
 
 
 def won(row: str, results: Results) -> tuple[str, ...]:
@@ -127,6 +153,8 @@ def won(row: str, results: Results) -> tuple[str, ...]:
     ratios = {key.partition(": ")[2]: row.get("ratio", 0) for key, row in results.items() if key.startswith("settings")}
     best: dict[str, tuple[float, tuple[str, ...]]] = {}
     for name, setting in gpu_settings.rows().items():
+        if kernels_unproven(name, results):
+            continue
         ratio, beside = ratios.get(name, 0), ratios.get(setting.beside, 0)
         if setting.beside == f"float8, {row.split()[1]}" and ratio > WON * beside > 0:
             kind = name.split(", ")[2]
@@ -140,6 +168,8 @@ def choose(name: str, group: Group, results: Results, tried: set[str], again: bo
     for row, of_row in group.seconds.items():
         result = results.get(key := f"{name}: {row}", {})
         is_wanted = "failed" in result if again else result.get("code") != code
+        if kernels_unproven(row, results):
+            continue
         if is_wanted and key not in tried and seconds + of_row <= left:
             rows.append(row)
             seconds += of_row
@@ -236,6 +266,13 @@ def count_tests(lines: Sequence[str]) -> Results:
     return {"": row | ({"failed": "; ".join(failed)} if failed else {})} if failed or row["passed"] else {}
 
 
+def take_up(earlier: Path, file: Path) -> None:
+    """Begin with earlier results, unless there are some in the folder asked for."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if earlier.exists() and not file.exists():
+        shutil.copyfile(earlier, file)
+
+
 def load(file: Path) -> Results:
     return json.loads(file.read_text(encoding="utf-8"))["results"] if file.exists() else {}
 
@@ -251,6 +288,9 @@ def summary(groups: dict[str, Group], results: Results) -> list[dict[str, Any]]:
             texts = [f"{value:,.0f} {key}" for key, value in rates.items()]
             texts += [f"{key} {result[key]:.4g}" for key in ("ratio", "passed") if key in result]
             texts += [f"{key} {result[key][:80]}" for key in ("added", "failed") if key in result]
+            unproven = kernels_unproven(row, results)
+            if unproven:
+                texts.append(f"not timed, {unproven[:80]}")
             code = "" if not result else "present" if result["code"] == hash_files(group.files) else "older"
             estimate = group.seconds.get(row)
             lines.append({"group": name, "row": row, "estimate s": estimate, "code": code, "result": ", ".join(texts)})
@@ -275,10 +315,11 @@ def main() -> int:
     if not device and not arguments.rehearse:
         print("no GPU here: nothing measured; --rehearse tries the command on CPU")
         return 0
-    folder = Path(arguments.output or (REHEARSAL if arguments.rehearse else RESULTS))
-    folder.mkdir(parents=True, exist_ok=True)
+    kept = REHEARSAL if arguments.rehearse else RESULTS
+    folder = Path(arguments.output or os.environ.get("OUT", "") or kept)
     name = "rehearsal" if arguments.rehearse else re.sub(r"\W+", "-", device.lower().removeprefix("nvidia "))
     file = folder / f"gpu_queue-{name}.json"
+    take_up(kept / file.name, file)
     if not arguments.list:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through `finally`: no process stays on the GPU
         with suppress(subprocess.CalledProcessError):  # some rows need no data

@@ -6,13 +6,27 @@ Its processes are stood in for, and its clock stands still while they work. One 
 import json
 import os
 import select
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from benchmarks.gpu_queue import END_SECONDS, Group, build_groups, load, main, summary, won, work
+from benchmarks.gpu_queue import (
+    END_SECONDS,
+    KERNEL_TESTS,
+    Group,
+    build_groups,
+    choose,
+    hash_files,
+    load,
+    main,
+    summary,
+    won,
+    work,
+)
 
 # Takes rows; writes as benchmarks do. `hangs` waits with a process of its own, as torchrun would.
 PROCESS = """
@@ -107,6 +121,74 @@ def test_settings_that_won_are_added() -> None:
     assert not [word for word in command if "=8B bf16" in word and "add" in word]
     results["8B and 1.8B: 8B tensorwise 8192"] = {"failed": "no room", "added": " ".join(expected)}
     assert won("8B tensorwise 8192", results) == ()
+
+
+TESTED, OWN = "kernels, rowwise: test_kernels and rowwise", "float8, rowwise, own kernels"
+
+
+@pytest.mark.parametrize(
+    ("tests", "why"),
+    [
+        ({}, "not tested yet"),
+        ({"code": "older", "passed": 9}, "not tested yet"),
+        (
+            {"code": hash_files(KERNEL_TESTS), "passed": 8, "failed": "FAILED test_casts"},
+            "fail their tests: FAILED test_",
+        ),
+        ({"code": hash_files(KERNEL_TESTS), "passed": 9}, ""),
+    ],
+)
+def test_own_kernels_are_timed_only_after_their_tests_have_passed(tests: dict[str, Any], why: str, file: Path) -> None:
+    ratios = {"float8, rowwise": 1.1, OWN: 1.2}
+    results = {TESTED: tests} | {f"settings: {row}": {"ratio": ratio} for row, ratio in ratios.items()}
+    assert won("8B rowwise 8192", results) == (() if why else ("--float8.kernels=own",))
+    file.write_text(json.dumps({"results": {TESTED: tests}}))
+    groups = {"settings": group("float8, rowwise", OWN)}
+    work(groups, file, 60)
+    assert measured(file) == ["float8, rowwise"] + [OWN] * (not why)
+    lines = {line["row"]: line["result"] for line in summary(groups, load(file))}
+    assert why in lines[OWN]
+    assert ("not timed" in lines[OWN]) == bool(why)
+    assert "not timed" not in lines["float8, rowwise"]
+
+
+def test_the_tests_of_kernels_wait_for_no_proof() -> None:
+    groups = build_groups(False)
+    for recipe in ("tensorwise", "rowwise", "blockwise"):
+        name = f"kernels, {recipe}"
+        assert choose(name, groups[name], {}, set(), False, 1000) == [f"test_kernels and {recipe}"]
+    assert "float8, blockwise" in groups["settings"].seconds
+    assert "float8, blockwise" not in choose("settings", groups["settings"], {}, set(), False, 1000)
+
+
+def test_results_go_where_OUT_says_and_begin_with_those_that_are_kept(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, out = tmp_path / "kept", tmp_path / "out"
+    kept.mkdir()
+    monkeypatch.setattr("benchmarks.gpu_queue.RESULTS", kept)
+    monkeypatch.setattr("benchmarks.gpu_queue.build_groups", lambda rehearse: {"a": group("first", "second")})
+    monkeypatch.setattr("benchmarks.gpu_queue.prepare_once", lambda *_: None)
+    monkeypatch.setattr("benchmarks.gpu_queue.machine", lambda: {"date": "", "commit": "", "gpu": "NVIDIA H200"})
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr("sys.argv", ["gpu_queue"])
+    work({"a": group("first")}, kept / "gpu_queue-h200.json", 60)
+    before = (kept / "gpu_queue-h200.json").read_bytes()
+    monkeypatch.setenv("OUT", str(out))
+    assert main() == 0
+    assert list(load(out / "gpu_queue-h200.json")) == ["a: first", "a: second"]
+    assert measured(out / "gpu_queue-h200.json") == ["second"]
+    assert (kept / "gpu_queue-h200.json").read_bytes() == before
+
+
+def test_what_a_bare_machine_lacks_is_said_in_one_line() -> None:
+    code = "import runpy, sys; sys.modules['isal'] = sys.modules['torchao'] = None; "
+    code += "runpy.run_module('benchmarks.gpu_queue', run_name='__main__')"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1].startswith("error: this Python lacks isal, torchao: install them, or bring ")
 
 
 def test_rehearsal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

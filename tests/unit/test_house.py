@@ -37,6 +37,7 @@ ENVIRONMENT = {
     "run/run.py",
     "data/prepare.py",
     "float8/__init__.py",
+    "parallel/device.py",  # the allocator of a GPU's memory, before CUDA starts
 }
 
 
