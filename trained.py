@@ -31,9 +31,15 @@ class Trained:
 
     @property
     def seq_len(self) -> int:
-        """Tokens of the sequences it was trained on, or those that an import's config.json allows; 0 if unknown."""
-        imported, run = self.manifest.get("imported", {}), tomllib.loads(self.manifest.get("config", ""))
-        return imported.get("max_position_embeddings") or run.get("training", {}).get("seq_len", 0)
+        """See `longest_sequence`."""
+        return longest_sequence(self.manifest)
+
+
+def longest_sequence(manifest: Manifest) -> int:
+    """Tokens of the longest sequences that a checkpoint was trained on, here or before its import; 0 if unknown."""
+    run = tomllib.loads(manifest.get("config", ""))
+    imported = manifest.get("imported", {}).get("max_position_embeddings", 0)
+    return max(imported, run.get("training", {}).get("seq_len", 0))
 
 
 def load_trained(place: str, *, device: torch.device, dtype: torch.dtype, tokenizer: str = "") -> Trained:

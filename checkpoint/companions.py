@@ -1,12 +1,14 @@
 """The tokenizer's files that stand in a checkpoint or near it: found, read, and compared with the data's."""
 
 from pathlib import Path
+from typing import Any
 
 from checkpoint import CheckpointError
 from checkpoint.manifest import Opened, read_small
-from data.tokenizer import FILES, TOKENIZER, Tokenizer, parse_tokenizer
+from data.tokenizer import FILES, TOKENIZER, Tokenizer, json_object, parse_tokenizer
 
 GENERATION = "generation_config.json"
+DECLARED = ("imported", "generation_config")  # keys of a manifest: config.json and generation_config.json of an import
 COMPANIONS = (*FILES, GENERATION)  # copied unchanged, by `tools.hf` to Hugging Face and back
 
 
@@ -37,6 +39,17 @@ def _find_companions(opened: Opened, place: str, named: Path | None) -> tuple[st
         if (folder / TOKENIZER).is_file():
             return str(folder), read_companions(folder)
     return str(named or place), {}
+
+
+def declared_by(opened: Opened) -> dict[str, Any]:
+    """What the Hugging Face model that a checkpoint comes from declared; {} if it comes from none."""
+    manifest = opened.manifest or {}
+    found = {key: manifest[key] for key in DECLARED if key in manifest}
+    digests = manifest.get("companions", {})
+    if "generation_config" not in found and GENERATION in digests:  # imported before the manifest had it
+        content = read_small(opened.store, opened.name, GENERATION, digests[GENERATION])
+        found["generation_config"] = json_object(content, f"{opened.url}/{GENERATION}")
+    return found
 
 
 def read_companions(folder: Path) -> dict[str, bytes]:

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map
 from checkpoint import CheckpointError, files, loading
 from checkpoint.branch import Parent, find_fork, read_parent, record_parent
 from checkpoint.checks import check_shared
+from checkpoint.companions import declared_by
 from checkpoint.files import Plan, State, Written, read_state
 from checkpoint.loading import load_newest, locate
 from checkpoint.manifest import Manifest, Opened, commit, copy_commit, new_checkpoint_name, run_name, step_of
@@ -78,6 +79,7 @@ class CheckpointManager:
         self.model_bytes: dict[str, int] = {k: v for part in parts for k, v in part.items()}  # of each whole tensor
         self.run_folder = run_folder
         self.parent: dict[str, Any] | None = None  # where this run branched from
+        self.declared: dict[str, Any] = {}  # by the Hugging Face model that the weights come from
         self.run = self.ranks.from_rank_0(lambda: run_name(run_folder))
         self.retentions = [Retention(store, self.settings) for store in self.stores.values()]  # of rank 0
         self.newest_step: int | None = None  # of the last save or load
@@ -115,6 +117,7 @@ class CheckpointManager:
         if candidates := own or self.ranks.from_rank_0(self._find_fork):
             opened, _, damaged = load_newest(candidates, self.ranks, self._fill)
             self.dataloader.load_state_dict(opened.manifest["dataloader"])
+            self.declared = declared_by(opened)
             self.newest_step, size = opened.manifest["step"], opened.manifest["world_size"]
             logger.info(f"{'resumed' if own else 'branched'} from {opened.url}, world size {size} then")
             began = opened.manifest.get("parent")
@@ -153,6 +156,7 @@ class CheckpointManager:
         if place := self.settings.initial_load:
             candidates = self.ranks.from_rank_0(partial(locate, place, self.config.comm.store_retry_seconds))
             opened, *_ = load_newest(candidates, self.ranks, partial(self._fill, weights_only=True))
+            self.declared = declared_by(opened)
             logger.info(f"model weights loaded from {opened.url}")
             if not opened.manifest:
                 logger.info("they are stock DCP's, assumed to rotate halves of a head: see docs/huggingface.md")
@@ -218,6 +222,7 @@ class CheckpointManager:
             "world_size": self.ranks.size,
             "run": self.run,
             "identity": self.identity,
+            **self.declared,
             "dataloader": self.dataloader.state_dict(),
             "parent": self.parent,
             "config": to_toml(self.config),

@@ -28,19 +28,20 @@ from torch.distributed.checkpoint.planner import WriteItem
 from tqdm import tqdm
 
 from checkpoint import CheckpointError
-from checkpoint.companions import find_tokenizer, read_companions
+from checkpoint.companions import GENERATION, declared_by, find_tokenizer, read_companions
 from checkpoint.files import plan_rows, read_state, write_items
 from checkpoint.loading import check_same_names, load_place
 from checkpoint.manifest import MANIFEST, Manifest, Opened, commit, sha256
 from checkpoint.state import model_tensors
-from config import LOCAL_OR_S3, TitaniteError, command_line, file_errors, tomllib
-from data.chat import ChatTemplate
-from data.tokenizer import Tokenizer, json_object
+from config import LOCAL_OR_S3, TitaniteError, command_line, file_errors
+from data.chat import chat_of, transformers_version
+from data.tokenizer import CONFIG, TOKENIZER, Tokenizer, content_of, json_object
 from metrics import quiet_noisy_loggers
 from models import MODELS, build_model, recorded_model
 from records import output_path
 from storage import Store, StoreError, open_store
 from tools.weights import DTYPES, FILE_BYTES, convert_torchtitan, find_weights, open_weights, read_rows, write_weights
+from trained import longest_sequence
 
 PIECE_BYTES = 16 << 20  # of an imported tensor, so that each rank reads little more than it needs
 LOGITS_TOLERANCE = 1e-4  # of the largest logit: both compute in float32, but in different orders
@@ -64,16 +65,15 @@ def export_model(
         names = adapter.hf_names(flavor)
         check_same_names(opened, names)
         text, companions = find_tokenizer(opened, place, tokenizer, flavor.vocab_size)
-        imported, run = (opened.manifest.get(key) for key in ("imported", "config"))
-        positions = imported["max_position_embeddings"] if imported else tomllib.loads(run)["training"]["seq_len"]
-        config = adapter.to_hf_config(flavor, positions, dtype)
+        declared = declared_by(opened)
+        config = adapter.to_hf_config(flavor, longest_sequence(opened.manifest), dtype)
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             prefix = f"{folder.name}.partial-"
             with TemporaryDirectory(dir=folder.parent, prefix=prefix, ignore_cleanup_errors=True) as made:
                 partial = Path(made, folder.name)
                 partial.mkdir()
-                write_companions(partial, companions, text, config)
+                write_companions(partial, companions, text, config, declared)
                 kind = getattr(torch, dtype)
                 write_weights(partial, model, names, kind, lambda own: read_state(opened, {"model": own}), file_bytes)
                 compare_logits(partial, opened, model)
@@ -85,34 +85,83 @@ def export_model(
     load_place(place, fill)
 
 
-def write_companions(folder: Path, given: Mapping[str, bytes], tokenizer: Tokenizer, config: dict[str, Any]) -> None:
-    """Write config.json, generation_config.json and the tokenizer's files, with all that AutoTokenizer needs."""
-    ends = {tokenizer.eos_id}
-    if tokenizer.chat_template:
-        with suppress(TitaniteError):  # a template that is not for chats
-            ends |= ChatTemplate(tokenizer.chat_template, tokenizer).stop_ids  # the token that ends an answer
-    declared = json_object(given.get("tokenizer_config.json", b"{}"), "tokenizer_config.json")
-    tokens = {
+def write_companions(
+    folder: Path,
+    given: Mapping[str, bytes],
+    tokenizer: Tokenizer,
+    config: dict[str, Any],
+    declared: Mapping[str, Any],
+) -> None:
+    """Write config.json, generation_config.json and the tokenizer's files.
+
+    `declared` is what an import declared: its files stay as they are, byte for byte, and its ids and settings are kept.
+    Others get all that AutoTokenizer needs.
+    """
+    files = dict(given)
+    generation = declared.get("generation_config") or json_object(given.get(GENERATION, b"{}"), GENERATION)
+    tokens = json_object(given.get(CONFIG, b"{}"), CONFIG)
+    if not declared:
+        tokens = _completed(tokens, tokenizer, config["max_position_embeddings"])
+        files[CONFIG] = _json_bytes(tokens)
+    ids = _token_ids(tokens, tokenizer, {**declared.get("imported", {}), **generation})
+    files["config.json"] = _json_bytes(config | ids)
+    files[GENERATION] = _json_bytes(generation | ids)
+    for file, content in files.items():
+        (folder / file).write_bytes(content)
+
+
+def _json_bytes(values: Mapping[str, Any]) -> bytes:
+    return f"{json.dumps(values, indent=2)}\n".encode()
+
+
+def _completed(given: Mapping[str, Any], tokenizer: Tokenizer, max_length: int) -> dict[str, Any]:
+    """The fields of tokenizer_config.json with what AutoTokenizer needs, for a tokenizer of our own."""
+    tokens: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": tokenizer.eos_token,
-        "model_max_length": config["max_position_embeddings"],
+        "model_max_length": max_length,
         "clean_up_tokenization_spaces": False,
     }
-    bos_id = tokenizer.prefix[0] if tokenizer.prefix else None
-    if bos_id is not None or "bos_token" not in tokenizer.chat_template:  # ctranslate2 takes no null
-        first = tokenizer.eos_id if bos_id is None else bos_id  # as in GPT-2
+    first = _first_id(tokenizer)
+    if first is not None:
         tokens["bos_token"] = tokenizer.raw.id_to_token(first)
-    tokens |= {key: value for key, value in declared.items() if value is not None}
-    ids: dict[str, Any] = {"eos_token_id": sorted(ends) if len(ends) > 1 else tokenizer.eos_id}
+    return tokens | {key: value for key, value in given.items() if value is not None}
+
+
+def _first_id(tokenizer: Tokenizer) -> int | None:
+    """A bos for a tokenizer that declares none: what it puts before a text, or its eos, as in GPT-2.
+
+    None if the chat template mentions a bos, which it would then print.
+    """
+    if tokenizer.prefix:
+        return tokenizer.prefix[0]
+    return None if "bos_token" in tokenizer.chat_template else tokenizer.eos_id  # ctranslate2 takes no null
+
+
+def _token_ids(tokens: Mapping[str, Any], tokenizer: Tokenizer, declared: Mapping[str, Any]) -> dict[str, Any]:
+    """The ids in config.json and generation_config.json: those declared, and where the chat template ends answers."""
+    known = declared.get("eos_token_id")
+    ends = known if isinstance(known, list) else [known]
+    ends = [*ends, *sorted({tokenizer.eos_id, *_answer_ends(tokenizer)})]
+    ends = list(dict.fromkeys(token for token in ends if token is not None))
+    ids: dict[str, Any] = {"eos_token_id": ends if len(ends) > 1 else ends[0]}
     for key in ("bos_token", "pad_token"):
-        token = tokens.get(key, "")
-        token = token["content"] if isinstance(token, dict) else token
-        ids[f"{key}_id"] = tokenizer.raw.token_to_id(token)  # null if there is none: transformers takes 1 as bos
-    made = {"tokenizer_config.json": tokens, "config.json": config | ids}
-    made |= {} if "generation_config.json" in given else {"generation_config.json": ids}
-    encoded = {file: f"{json.dumps(values, indent=2)}\n".encode() for file, values in made.items()}
-    for file, content in {**given, **encoded}.items():
-        (folder / file).write_bytes(content)
+        own = tokenizer.raw.token_to_id(content_of(tokens.get(key)) or "")
+        id = declared.get(f"{key}_id")
+        ids[f"{key}_id"] = own if id is None else id  # null if there is none: transformers takes 1 as bos
+    if ids["bos_token_id"] is None:
+        ids["bos_token_id"] = _first_id(tokenizer)
+    return ids
+
+
+def _answer_ends(tokenizer: Tokenizer) -> frozenset[int]:
+    if not tokenizer.chat_template:
+        return frozenset()
+    transformers_version()
+    try:
+        return chat_of(tokenizer).stop_ids
+    except TitaniteError:  # a template that is not for chats
+        return frozenset()
 
 
 def exported_model(manifest: Manifest) -> tuple[Any, nn.Module, Any]:
@@ -153,6 +202,12 @@ def import_model(folder: Path, place: str) -> None:
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder; `hf download OWNER/NAME --local-dir FOLDER` gets one")
+    if (folder / "adapter_config.json").is_file():
+        way = "PeftModel.from_pretrained(MODEL, FOLDER).merge_and_unload().save_pretrained(NEW) merges it"
+        raise CheckpointError(f"{folder}: holds an adapter of PEFT, no model; {way}")
+    if (folder / "tokenizer.model").is_file() and not (folder / TOKENIZER).is_file():
+        way = "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) makes that"
+        logger.info(f"{folder}: tokenizer.model is not taken along, since only {TOKENIZER} is read; {way}")
     store, name = new_checkpoint(place)
     weights = find_weights(folder)
     with file_errors():
@@ -192,8 +247,10 @@ def import_model(folder: Path, place: str) -> None:
         return read_rows(weights, hf_name, slice(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]))
 
     identity, imported = {"name": family, **dataclasses.asdict(flavor)}, {"max_position_embeddings": 2048, **raw}
-    facts = {"step": 0, "world_size": 1, "identity": identity, "dataloader": {}, "imported": imported}
+    facts: dict[str, Any] = {"step": 0, "world_size": 1, "identity": identity, "dataloader": {}, "imported": imported}
     companions = read_companions(folder)
+    if GENERATION in companions:
+        facts["generation_config"] = json_object(companions[GENERATION], f"{folder}/{GENERATION}")
     facts["companions"] = {file: sha256(content) for file, content in companions.items()}
     try:
         plan = plan_rows(typed, PIECE_BYTES)

@@ -45,10 +45,13 @@ UNWRITTEN = {"sliding_window": None, "quantization_config": None, "partial_rotar
 def hf_names(config: LlamaConfig, found: Collection[str] = ()) -> dict[str, str]:
     """Our name → Hugging Face's for every parameter, in the model's order. Tied embeddings have no output.weight.
 
-    Among `found`, the names in files saved without lm_head, none may begin with "model.".
+    Among `found`, the names in files saved without lm_head, none may begin with "model.", and of two tied weights
+    there may be either.
     """
     base = "model." if not found or any(name.startswith("model.") for name in found) else ""
     names = {"tok_embeddings.weight": f"{base}embed_tokens.weight"}
+    if config.tie_embeddings and "lm_head.weight" in found and names["tok_embeddings.weight"] not in found:
+        names["tok_embeddings.weight"] = "lm_head.weight"
     for i in range(config.n_layers):
         names |= {f"layers.{i}.{ours}": f"{base}layers.{i}.{theirs}" for ours, theirs in BLOCK_NAMES.items()}
     names["norm.weight"] = f"{base}norm.weight"

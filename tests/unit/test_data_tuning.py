@@ -34,6 +34,10 @@ TEMPLATE = (
 )
 
 
+ASKED = {"role": "user", "content": "what ?"}
+ANSWERED = {"role": "assistant", "content": "four"}
+
+
 def tokenizer() -> Tokenizer:
     raw = RawTokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="so"))
     raw.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -287,6 +291,47 @@ def test_parquet_gives_the_messages_that_json_lines_give(tmp_path: Path) -> None
     assert read["parquet"] == read["jsonl"] == [[turns] for turns in conversations]
 
 
+@pytest.mark.parametrize("options", [[], ["--keys=instruction,output"]])
+def test_all_of_a_record_of_alpaca_s_is_read(tmp_path: Path, options: list[str]) -> None:
+    tokenizer().save(tmp_path)
+    (tmp_path / "a.jsonl").write_text('{"instruction": "what", "input": "two plus", "output": "is four"}')
+    command = ["--source", str(tmp_path / "a.jsonl"), "--tokenizer", str(tmp_path), "--format=sft", "--seq-len=6"]
+    prepare([*command, *options, f"--output={tmp_path / 'set'}", "--validation-fraction=0"])
+    (row,) = open_dataset(str(tmp_path / "set")).split("train").read(0).values.reshape(-1, 6)
+    no, yes = False, True
+    assert shown(row) == [(WHAT, no), (TWO, no), (PLUS, no), (IS, yes), (FOUR, yes), (EOS, yes)]
+
+
+def test_long_examples_are_cut_if_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer().save(tmp_path)
+    rows = [{"prompt": "what ?", "response": " is four"}, {"prompt": "what ? so ?", "response": " is four"}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ["--source", str(tmp_path / "a.jsonl"), "--tokenizer", str(tmp_path), "--format=sft", "--seq-len=4"]
+    prepare([*command, f"--output={tmp_path / 'set'}", "--validation-fraction=0", "--truncate"])
+    (row,) = open_dataset(str(tmp_path / "set")).split("train").read(0).values.reshape(-1, 4)
+    assert shown(row) == [(WHAT, False), (ASK, False), (IS, True), (FOUR, True)]
+    said = "longer than 4 tokens, left out: 1\nexamples cut to 4 tokens: 1\nconversations or pairs 2, examples 1, "
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        ([{"role": "system", "content": "so"}, ASKED, ANSWERED], "the message of role 'system': '\"so\"'"),
+        # The answer has the same words.
+        ([ASKED, ANSWERED | {"weight": 0}, {"role": "function", "content": "four"}, ANSWERED], "of role 'function'"),
+        ([ASKED, {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}], "of role 'assis"),
+        ([ASKED, ANSWERED | {"reasoning_content": "so"}], "of role 'assistant': 'so'"),
+        ([ASKED, ANSWERED | {"content": " "}], "an answer of the assistant is empty"),
+    ],
+)
+def test_a_conversation_is_refused_if_the_template_leaves_something_out(messages: list[Any], said: str) -> None:
+    template = TEMPLATE.replace("{% for m in messages %}", "{% for m in messages if m.role in ('user', 'assistant') %}")
+    with pytest.raises(TitaniteError) as error:
+        encode_examples([json.dumps([messages])], "chat", Tokenizer(tokenizer().raw, "<eos>", chat_template=template))
+    assert said in str(error.value)
+
+
 USER_A, BOT_B = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 CALL = {"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]}
 PARTS = [{"type": "text", "text": "a b"}, {"type": "text", "text": " c"}]
@@ -304,6 +349,18 @@ PARTS = [{"type": "text", "text": "a b"}, {"type": "text", "text": " c"}]
         ({"messages": [{"role": "user", "content": PARTS}]}, [{"role": "user", "content": "a b c"}]),
         ({"messages": [{"role": "developer", "content": "s"}]}, [{"role": "system", "content": "s"}]),
         ({"messages": [{"role": "assistant", "content": None} | CALL]}, [{"role": "assistant", "content": ""} | CALL]),
+        ({"system": "s", "messages": [USER_A, BOT_B]}, [{"role": "system", "content": "s"}, USER_A, BOT_B]),
+        ({"messages": [USER_A, BOT_B | {"train": False}]}, [USER_A, BOT_B | {"weight": 0}]),
+        ({"messages": [USER_A | {"train": True}, BOT_B]}, "train = true: is for the assistant's messages"),
+        ({"instruction": "a", "input": "", "output": "b"}, [USER_A, BOT_B]),
+        (
+            {"instruction": "c", "input": "d", "output": "b", "history": [["a", "b"]], "system": "s"},
+            [{"role": "system", "content": "s"}, USER_A, BOT_B, {"role": "user", "content": "c\nd"}, BOT_B],
+        ),
+        (
+            {"conversations": [{"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'}]},
+            [{"role": "assistant", "content": ""} | CALL],
+        ),
         ({"messages": [{"from": "narrator", "value": "a"}]}, "from 'narrator', not from one of assistant, developer,"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "no text: {'type': 'image_url'}"),
         ({"prompt": "a", "completion": "b"}, "no value under 'messages'; it has prompt, completion"),

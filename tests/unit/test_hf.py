@@ -47,6 +47,7 @@ from tools.weights import write_weights
 from trained import load_trained
 
 CPU = torch.device("cpu")
+BOTH = ("config", "generation_config")
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +115,10 @@ def test_to_a_checkpoint_and_back_bit_for_bit(tmp_path, tokenizer_folder, family
 
 @pytest.mark.parametrize("family", ["llama3", "llama3.2"])
 def test_an_imported_model_loads_on_four_ranks_and_goes_back(tmp_path, tokenizer_folder, family):
+    """With all that its files declare, though the run's sequences are shorter and its tokenizer ends elsewhere."""
     model = hf_folder(tmp_path / "hf", family, tokenizer_folder, torch.bfloat16)
+    said = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "bos_token_id": 3, "eos_token_id": [7, 5]}
+    (tmp_path / "hf" / "generation_config.json").write_text(json.dumps(said))
     import_model(tmp_path / "hf", str(tmp_path / "ours"))
     run_ranks(4, _load_and_save, str(tmp_path / "ours"), str(tmp_path / "trained"))
     run = tmp_path / "run"  # its checkpoints are elsewhere
@@ -122,7 +126,35 @@ def test_an_imported_model_loads_on_four_ranks_and_goes_back(tmp_path, tokenizer
     (run / "config.toml").write_text(to_toml(from_dict({"checkpoint": {"folder": str(tmp_path / "trained")}})))
     export_model(str(run), tmp_path / "back")
     assert_same_weights(model, AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype="auto"))
-    assert json.loads((tmp_path / "back" / "config.json").read_text())["max_position_embeddings"] == 256  # seq_len
+    config, generation = (json.loads((tmp_path / "back" / f"{name}.json").read_text()) for name in BOTH)
+    assert config["max_position_embeddings"] == model.config.max_position_embeddings > 256, "the run's seq_len"
+    eos = load_tokenizer(tokenizer_folder).eos_id
+    assert generation == said | {"eos_token_id": [7, 5, eos], "pad_token_id": None}
+    assert {key: config[key] for key in generation if key.endswith("_id")} == {
+        key: value for key, value in generation.items() if key.endswith("_id")
+    }
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "back" / file).read_bytes() == (tokenizer_folder / file).read_bytes()
+
+
+def test_what_is_no_whole_model_is_said_in_a_line(tmp_path, tokenizer_folder, caplog):
+    caplog.set_level("INFO")
+    hf_folder(tmp_path / "hf", "llama3.2", tokenizer_folder)
+    (tmp_path / "hf" / "tokenizer.json").rename(tmp_path / "hf" / "tokenizer.model")
+    import_model(tmp_path / "hf", str(tmp_path / "ours"))
+    assert "tokenizer.model is not taken along, since only tokenizer.json is read" in caplog.text
+    (tmp_path / "hf" / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="holds an adapter of PEFT, no model"):
+        import_model(tmp_path / "hf", str(tmp_path / "other"))
+
+
+def test_a_tied_model_may_hold_its_output_alone(tmp_path, tokenizer_folder):
+    model = hf_folder(tmp_path / "hf", "llama3.2", tokenizer_folder)
+    state = {name.replace("model.embed_tokens", "lm_head"): value for name, value in model.state_dict().items()}
+    rewrite(tmp_path / "hf", state)
+    import_model(tmp_path / "hf", str(tmp_path / "ours"))
+    ours = load_trained(str(tmp_path / "ours"), device=CPU, dtype=torch.float32).model
+    assert torch.equal(ours.tok_embeddings.weight, model.lm_head.weight)
 
 
 def _load_and_save(place: str, folder: str) -> None:
@@ -247,8 +279,9 @@ def test_an_export_loads_in_transformers_and_stops_where_its_answers_end(llama, 
     expected = raw.token_to_id(ends) if isinstance(ends, str) else [raw.token_to_id(token) for token in ends]
     assert model.generation_config.eos_token_id == expected == model.config.eos_token_id
     # ctranslate2 reads no null, and transformers takes 1 for a missing id.
-    assert theirs.eos_token == theirs.bos_token == "<|endoftext|>"
-    assert model.generation_config.bos_token_id == model.config.bos_token_id == theirs.bos_token_id
+    assert model.generation_config.bos_token_id == model.config.bos_token_id == ours.eos_id
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        assert (llama / "back" / file).read_bytes() == (llama / "hf" / file).read_bytes()
     assert theirs("the quick fox").input_ids == ours.encode("the quick fox")
     assert theirs.decode(ours.encode("the quick fox")) == "the quick fox"
 
