@@ -131,6 +131,8 @@ class Training:
 
     steps: Positive = 400
     """Optimizer steps of the whole run, including those before a resume."""
+    epochs: NonNegative = 0.0
+    """Passes over the training data, in place of `steps`. 0: by `steps`."""
     seq_len: Annotated[int, Range(2)] = 256
     """Tokens per sequence."""
     local_batch_size: Positive = 8

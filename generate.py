@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from config import ConfigError, TitaniteError, command_line, file_errors
 from data.chat import chat_of
+from data.conversations import read_conversation
 from data.tokenizer import Tokenizer
 from models.llama.model import KVCache
 from trained import Trained, add_place_arguments, load_from_arguments
@@ -228,15 +229,33 @@ def continue_one(trained: Trained, prompt: Sequence[int], request: Request) -> s
     return "".join(pieces)
 
 
-def continue_many(trained: Trained, prompts: Sequence[str], request: Request, batch_size: int) -> None:
-    """Print a JSON line for each prompt, in their order, batch by batch."""
+def continue_many(
+    trained: Trained, prompts: Sequence[Sequence[int]], request: Request, batch_size: int
+) -> Iterator[str]:
+    """Yield what follows each prompt, in their order, batch by batch."""
     for first in range(0, len(prompts), batch_size):
         batch = prompts[first : first + batch_size]
-        ids, texts = [trained.tokenizer.encode(prompt) for prompt in batch], [""] * len(batch)
-        for row, text in stream_texts(trained, ids, replace(request, seed=request.seed + first)):
+        texts = [""] * len(batch)
+        for row, text in stream_texts(trained, batch, replace(request, seed=request.seed + first)):
             texts[row] += text
-        for prompt, text in zip(batch, texts, strict=True):
-            print(json.dumps({"prompt": prompt, "completion": text}, ensure_ascii=False), flush=True)
+        yield from texts
+
+
+def print_completions(trained: Trained, prompts: Sequence[str], request: Request, batch_size: int) -> None:
+    """Print a JSON line for each prompt."""
+    ids = [trained.tokenizer.encode(prompt) for prompt in prompts]
+    for prompt, text in zip(prompts, continue_many(trained, ids, request, batch_size), strict=True):
+        print(json.dumps({"prompt": prompt, "completion": text}, ensure_ascii=False), flush=True)
+
+
+def print_answers(trained: Trained, chats: Sequence[list[dict]], request: Request, batch_size: int) -> None:
+    """Print a JSON line for each conversation, with the answer at its end. Raises TitaniteError."""
+    template = chat_of(trained.tokenizer)
+    ids = [template.encode(messages, add_generation_prompt=True) for messages in chats]
+    warn_if_longer(trained, max(map(len, ids), default=0), request)
+    for messages, text in zip(chats, continue_many(trained, ids, request, batch_size), strict=True):
+        answered = [*messages, {"role": "assistant", "content": text}]
+        print(json.dumps({"messages": answered}, ensure_ascii=False), flush=True)
 
 
 def chat(trained: Trained, system: str, request: Request) -> None:
@@ -255,6 +274,19 @@ def chat(trained: Trained, system: str, request: Request) -> None:
             continue
         warn_if_longer(trained, len(prompt), request)
         messages = [*turn, {"role": "assistant", "content": continue_one(trained, prompt, request)}]
+
+
+def read_chats(file: Path) -> list[list[dict]]:
+    """The conversation of every line of a jsonl file, as data.prepare reads it. Raises TitaniteError."""
+    chats = []
+    with file_errors(), file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                messages, *_ = read_conversation(json.loads(line))
+            except (ValueError, TypeError, AttributeError, TitaniteError) as error:
+                raise ConfigError(f'{file}, line {number}: must be an object with "messages": {error}') from None
+            chats.append(messages)
+    return chats
 
 
 def read_prompts(file: Path) -> list[str]:
@@ -280,6 +312,7 @@ def main(argv: list[str]) -> None:
     what.add_argument("--prompt", action="append", help="text to continue; again for a batch of several")
     what.add_argument("--prompts-file", type=Path, help='jsonl with a "prompt" in each line')
     what.add_argument("--chat", action="store_true", help="a conversation by the model's chat template")
+    what.add_argument("--chats-file", type=Path, help='jsonl with "messages" in each line, to be answered')
     parser.add_argument("--system", default="", help="system message of the chat")
     parser.add_argument("--max-tokens", type=int, default=128, help="tokens per prompt or answer (%(default)s)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest token (default %(default)s)")
@@ -304,17 +337,20 @@ def main(argv: list[str]) -> None:
     prompts = arguments.prompt or []
     if arguments.prompts_file:
         prompts = read_prompts(arguments.prompts_file)
+    chats = read_chats(arguments.chats_file) if arguments.chats_file else []
 
     trained = load_from_arguments(arguments)
     longest = max((check_prompt("prompt", prompt, trained.tokenizer) for prompt in prompts), default=0)
-    answer_ends = chat_of(trained.tokenizer).stop_ids if arguments.chat else ()
+    answer_ends = chat_of(trained.tokenizer).stop_ids if arguments.chat or chats else ()
     request = replace(request, stop_ids=frozenset({trained.tokenizer.eos_id, *answer_ends}))
     if longest:
         warn_if_longer(trained, longest, request)
     if arguments.chat:
         chat(trained, arguments.system, request)
+    elif arguments.chats_file:
+        print_answers(trained, chats, request, arguments.batch_size)
     elif arguments.prompts_file or len(prompts) > 1:
-        continue_many(trained, prompts, request, arguments.batch_size)
+        print_completions(trained, prompts, request, arguments.batch_size)
     else:
         print(prompts[0], end="", flush=True)
         continue_one(trained, trained.tokenizer.encode(prompts[0]), request)

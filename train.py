@@ -76,12 +76,14 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
     Calls `after_step(step)` after each step, for benchmarks and tests. Raises TitaniteError.
     """
     config = choose_param_dtype(config)
-    environment, training = launch_environment(), config.training
-    rank, world_size, steps = environment.rank, environment.world_size, training.steps
+    environment = launch_environment()
+    rank, world_size = environment.rank, environment.world_size
     configure_logging(config.metrics.log_ranks, rank)
     dims, chunks = ParallelDims.from_config(config.parallelism, world_size), loss_chunks(config)
     with file_errors():
         data = DataLoader(config, dims.dp_rank(rank), dims.dp, pin_memory=device_type() != "cpu")
+        config = data.settle(config)
+        training, steps = config.training, config.training.steps
         spec, flavor = find_model(config.model, data.vocab_size)
         identity = {"name": config.model.name, **dataclasses.asdict(flavor)}
         check_start(config, environment, data, spec, flavor, identity)

@@ -2,12 +2,13 @@
 
 import itertools
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -122,9 +123,31 @@ class DataLoader:
         """Tokens consumed by the whole run so far, including earlier starts."""
         return self._place.tokens
 
+    @property
+    def _total_tokens(self) -> int:
+        """Of the training data."""
+        return sum(dataset.split("train").total_tokens for dataset in self._datasets)
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether the run learns conversations by a chat template."""
+        return any(dataset.kind == "chat" for dataset in self._datasets)
+
+    def settle(self, config: Config) -> Config:
+        """`config` with the steps of `training.epochs`, and without validation if the data holds nothing out."""
+        epochs = config.training.epochs
+        if epochs:
+            steps = max(1, math.ceil(epochs * self._total_tokens / self.tokens_per_step))
+            config = replace(config, training=replace(config.training, steps=steps))
+        held_out = [dataset for dataset in self._held_out or self._datasets if dataset.splits["validation"].shards]
+        if config.validation.enable and not held_out:
+            log.info("the data holds nothing out, so nothing is validated; --validation-fraction holds out more")
+            config = replace(config, validation=replace(config.validation, enable=False))
+        return config
+
     def describe(self, steps: int) -> str:
         """What a run of `steps` reads, in words."""
-        total, read = sum(dataset.split("train").total_tokens for dataset in self._datasets), self.tokens_per_step
+        total, read = self._total_tokens, self.tokens_per_step
         times, advice = steps * read / total, "; more text, or fewer steps, may give a lower validation loss"
         line = f"data: {total:,} tokens; {steps:,} steps of {read:,} read them {times:.3g} times"
         return line + (advice if times > MANY_EPOCHS else "")
@@ -212,7 +235,8 @@ def validation_batches(config: Config, dp_rank: int, dp_size: int) -> Iterator[B
 
     Every rank gets equally many batches; missing rows are padding with labels IGNORED. Raises DataError, StoreError.
     """
-    splits = [open_dataset(url, config).split("validation") for url in config.data.datasets]
+    splits = [open_dataset(url, config).splits["validation"] for url in config.data.datasets]
+    splits = [split for split in splits if split.shards]
     seq_len, size = config.training.seq_len, config.training.local_batch_size
     bounds = np.cumsum([0, *(-(-max(split.total_tokens - 1, 0) // seq_len) for split in splits)])  # samples of each
     total = int(bounds[-1])

@@ -309,7 +309,8 @@ def _facts_of_examples(plan: Plan, of_units: Sequence[UnitFacts], transformers: 
         if counts["thoughts"]:
             log.warning(f"{url}: the chat template drops the thoughts of {counts['thoughts']:,} earlier answers")
     total = sum(files.values(), Counter[str]())
-    facts: dict[str, Any] = {"dtype": plan.dtype, "packed_seq_len": plan.seq_len, "transformers": transformers}
+    facts: dict[str, Any] = {"dtype": plan.dtype, "packed_seq_len": plan.seq_len, "kind": plan.format}
+    facts["transformers"] = transformers
     facts |= {name: total[name] for name in COUNTED}
     return facts | ({"day": plan.day} if plan.day else {})
 

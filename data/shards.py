@@ -123,6 +123,7 @@ class Dataset:
     packed_seq_len: int  # as in every split
     splits: dict[str, Split]
     chat_template: str  # digest of its text, "" without one
+    kind: str  # of its examples, "chat" or "sft"; "" for documents and in older datasets
     tokenizer_files: dict[str, str]  # name → digest; {} in older datasets
 
     def split(self, name: str) -> Split:
@@ -192,8 +193,9 @@ def open_dataset(url: str, config: Config | None = None) -> Dataset:
         splits[name] = Split(files, manifest["dtype"], vocab_size, packed, own, total, bounds, **columns)
         first = stop
     made_by, template = manifest["tokenizer"], manifest.get("chat_template", "")
-    of_tokenizer = manifest["eos_id"], made_by, packed, splits, template, manifest.get("tokenizer_files", {})
-    return Dataset(files.url, files, digest(text), vocab_size, *of_tokenizer)
+    of_tokenizer = manifest["eos_id"], made_by, packed, splits, template
+    of_examples = manifest.get("kind", ""), manifest.get("tokenizer_files", {})
+    return Dataset(files.url, files, digest(text), vocab_size, *of_tokenizer, *of_examples)
 
 
 def with_chat_template(datasets: Sequence[Dataset]) -> Dataset:
@@ -240,7 +242,7 @@ def check_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
         dataset.check_tokenizer()
         if dataset.packed_seq_len and dataset.chat_template not in ("", chat.chat_template):
             raise DataError(f"data.datasets: {dataset.url} was made with another chat template than {chat.url}")
-    for dataset in held_out or (datasets if config.validation.enable else ()):
+    for dataset in held_out:
         dataset.split("validation")
     if len({dataset.hash for dataset in datasets}) < len(datasets):
         raise DataError(f"data.datasets = {list(data.datasets)}: two folders hold the same dataset")

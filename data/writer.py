@@ -56,7 +56,7 @@ def report(manifest: Mapping[str, Any], output: str) -> None:
         documents, tokens = (sum(shard[key] for shard in shards) for key in ("documents", "tokens"))
         print(f"{split}: documents {documents:,}, tokens {tokens:,}, files {len(shards)}")
     if not shards:
-        print("nothing is held out: raise --validation-fraction, or train with --validation.enable=false")
+        print("nothing is held out: raise --validation-fraction to validate")
     print(f"vocabulary {manifest['vocab_size']}, token {manifest['eos_id']} ends a document\nready: {output}")
 
 

@@ -242,13 +242,18 @@ class Run:
             sys.exit(AGAIN)  # torchrun starts us again, with the nodes that remain
 
     def _say_what_next(self, summary: str) -> None:
-        python, folder, more = os.path.relpath(sys.executable), self.folder, 2 * self.config.training.steps
+        python, folder = os.path.relpath(sys.executable), self.folder
+        training = self.config.training
+        more = f"--training.steps={2 * training.steps}"
+        if training.epochs:
+            more = f"--training.epochs={2 * training.epochs:g}"
         logger.info(f"  {summary}")
         logger.info(f"  curves:      {python} -m tools.compare {folder}")
         if self.config.checkpoint.enable:
             prompt = self.config.validation.sample_prompt or "Once"
-            logger.info(f"  write text:  {python} generate.py {folder} --prompt {shlex.quote(prompt)}")
-            logger.info(f"  train on:    ./run_llama_train.sh --resume {folder} --training.steps={more}")
+            ask = "--chat" if self.data.is_chat else f"--prompt {shlex.quote(prompt)}"
+            logger.info(f"  write text:  {python} generate.py {folder} {ask}")
+            logger.info(f"  train on:    ./run_llama_train.sh --resume {folder} {more}")
 
     def _check_written(self, step: int) -> None:
         if self._unwritten:

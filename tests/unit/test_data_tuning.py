@@ -216,6 +216,25 @@ def test_batches_hold_whole_examples_each_seen_once_per_epoch(folder: Path) -> N
         loader.close()
 
 
+def test_epochs_are_steps_and_a_set_that_holds_nothing_out_is_not_validated(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    rows = open_dataset(str(folder / "set")).split("train").total_tokens // 32
+    plain = write_dataset(tmp_path / "plain", [[[1] * 39 + [0]] * 40], vocab_size=64)  # 1,600 tokens, none held out
+    for values, steps, validates in (
+        ({"data": {"datasets": [str(folder / "set")], "mask_documents": True}}, -(-3 * rows // 4), True),
+        ({"data": {"datasets": [str(plain)]}}, 38, False),  # of 128 tokens each
+    ):
+        training = {"seq_len": 32, "local_batch_size": 4, "epochs": 3}
+        config = from_dict(values | {"training": training})
+        loader = DataLoader(config, 0, 1)
+        settled = loader.settle(config)
+        assert (settled.training.steps, settled.validation.enable) == (steps, validates)
+        loader.close()
+    assert "the data holds nothing out, so nothing is validated" in caplog.text
+
+
 def test_the_dataset_verifies_and_the_audit_rebuilds_its_batches(folder: Path) -> None:
     dataset = open_dataset(str(folder / "set"))
     assert list(faults(dataset)) == []

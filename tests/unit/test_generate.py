@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as RawTokenizer
 from transformers import (
+    AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -353,6 +354,24 @@ def test_a_chat_goes_on_from_what_was_said(
     assert messages[2]["content"]
     assert out.startswith(f"{messages[2]['content']}\n")
     assert byte_tokenizer().decode(prompt).endswith("Go on\nassistant\n")
+
+
+def test_conversations_of_a_file_are_answered_as_by_transformers(
+    imported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = [[{"role": "user", "content": text}] for text in ("Hi", "A longer question", "x")]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in asked))
+    words = ["--chats-file", str(tmp_path / "chats.jsonl"), "--temperature=0", "--max-tokens=12", "--batch-size=2"]
+    main([str(imported), *words])
+    answered = [json.loads(line)["messages"] for line in capsys.readouterr().out.splitlines()]
+    tokenizer = AutoTokenizer.from_pretrained(imported.parent / "hf")
+    model = LlamaForCausalLM.from_pretrained(imported.parent / "hf")
+    ends = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
+    for messages, found in zip(asked, answered, strict=True):
+        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")["input_ids"]
+        made = model.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=ends, pad_token_id=0)
+        text = tokenizer.decode(made[0, prompt.shape[1] :], skip_special_tokens=True)
+        assert found == [*messages, {"role": "assistant", "content": text}]
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,10 @@ def hf_folder(
     model = hf_model(family).to(dtype)
     model.save_pretrained(folder, max_shard_size="100KB")
     (folder / "generation_config.json").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    for key in ("bos_token_id", "eos_token_id"):  # defaults of transformers, which are no tokens of this tokenizer's
+        config.pop(key, None)
+    (folder / "config.json").write_text(json.dumps(config))
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (folder / file).write_bytes((tokenizer_folder / file).read_bytes())
     return model
