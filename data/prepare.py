@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 from config import TitaniteError, command_line, file_errors
 from data import writer
-from data.chat import chat_of, encode_examples, transformers_version, use_template
+from data.chat import chat_of, encode_examples, load_transformers, transformers_version, use_template
 from data.order import derive_key, random_words
 from data.packing import HIDDEN, pack
 from data.shards import INDEX_SCHEMA, VERSION, DataError, Shard, digest, token_type
@@ -150,6 +150,7 @@ def prepare_sources(o: argparse.Namespace, piped: Iterator[bytes] | None = None)
                 log.warning(warning)
     made_by = {name: digest(content) for name, content in chosen.files().items()}
     if not is_text:
+        load_transformers(chosen)  # what is wrong with it is wrong with every example
         made_by["transformers"] = transformers_version()
     dtype = writer.token_dtype(chosen.vocab_size) if is_text else "uint32"
     text_bytes = sum(map(_text_bytes, files))

@@ -2,6 +2,8 @@
 
 import json
 import random
+import subprocess
+import sys
 import zlib
 from pathlib import Path
 from typing import Any
@@ -280,6 +282,29 @@ def test_long_examples_are_left_out_and_counted_and_wrong_options_explained(
     long = sum(len(f"{line['q']}{line['a']}".split()) + 1 > 12 for line in lines)
     assert f"examples longer than 12 tokens, left out: {long}" in capsys.readouterr().out
     assert json.loads((tmp_path / "out" / "manifest.json").read_text())["dropped"] == long
+
+
+def test_training_on_prepared_conversations_needs_no_transformers(tmp_path: Path) -> None:
+    """And a preparation without it ends in one line."""
+    tokenizer().save(tmp_path)
+    (tmp_path / "chat.jsonl").write_text((json.dumps({"messages": [ASKED, ANSWERED]}) + "\n") * 20)
+    command = ["--source", str(tmp_path / "chat.jsonl"), "--tokenizer", str(tmp_path), "--format=chat", "--seq-len=14"]
+    command += ["--validation-fraction=0", "--output", str(tmp_path / "set")]
+    prepare(command)
+    data = {"datasets": [str(tmp_path / "set")], "mask_documents": True}
+    code = (
+        "import sys; sys.modules['transformers'] = None\n"
+        "import train, data.prepare; from config import from_dict\n"
+        f"config = from_dict({{'data': {data}, 'training': {{'seq_len': 14, 'local_batch_size': 2}}}})\n"
+        "loader = train.DataLoader(config, 0, 1)\n"
+        "print(loader.next_step()[0].tokens.tolist(), loader.tokenizer.vocab_size); loader.close()\n"
+        f"data.prepare.main({[*command, '--overwrite']})\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    row = [USER, WHAT, ASK, END, ASSISTANT, FOUR, END] * 2
+    assert ended.stdout == f"{[row, row]} {len(WORDS)}\n"
+    said = "error: transformers is not installed; chats and pairs need: pip install -r requirements-tuning.txt"
+    assert ended.stderr.splitlines()[-1] == said
 
 
 def test_a_chat_dataset_carries_its_template(tmp_path: Path) -> None:
