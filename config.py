@@ -19,7 +19,6 @@ import types
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -646,9 +645,24 @@ def _toml(value: Any) -> str:
 
 
 def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
-    """Dotted key → (old, new) of the settings that differ."""
-    pairs = {key: (attrgetter(key)(old), attrgetter(key)(new)) for key in KINDS}
-    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+    """Dotted key → (old, new) of the settings that differ, as plain values that JSON can hold."""
+    before = dataclasses.asdict(old)
+    after = dataclasses.asdict(new)
+    changed = {}
+    for key in KINDS:
+        section, name = key.split(".")
+        if before[section][name] != after[section][name]:
+            changed[key] = before[section][name], after[section][name]
+    return changed
+
+
+def change_text(value: Any) -> str:
+    """A value of `differences` for a log line, as in TOML; of a group of weights only what it sets."""
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(change_text, value))}]"
+    if isinstance(value, dict):
+        value = {name: entry for name, entry in value.items() if entry != getattr(ParameterGroup, name)}
+    return _toml(value)
 
 
 def help_text(words: Sequence[str] = ()) -> str:

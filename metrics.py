@@ -7,6 +7,7 @@ import logging
 import math
 import resource
 import secrets
+import socket
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from config import Config, ConfigError, TitaniteError, file_errors, to_toml
-from records import open_records
+from records import open_records, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ FIELDS = (
 VALIDATION = ("validation_", "bits_per_byte")
 SPEED = ("tps", "mfu", "tflops", "memory_gib", "data_wait_pct", "step_seconds")
 TRACKER_SECONDS = 60  # that a call of a tracker may take
+WANDB_ID = ".wandb_id"  # in the run's folder: its id at Weights & Biases, and the host and folder that use it
 LINE_WIDTH = 101  # of a step's log line, after the time
 # Loggers whose warnings are of no use here, most on every rank: that a gradient norm over two axes takes two messages,
 # that a checkpointed region must not change anything in place, that a later torch will refuse one of torchao's calls,
@@ -134,7 +136,10 @@ def find_trackers(config: Config) -> list[Tracker]:
 
 
 def _wandb_tracker(project: str) -> Tracker:
-    """Weights & Biases. A run keeps its id in its folder, so that a resume continues the curves. Raises ConfigError."""
+    """Weights & Biases. Raises ConfigError if it is not installed.
+
+    Rows carry our step beside W&B's own, which only grows: it would refuse the steps that a resume trains again.
+    """
     name = f"metrics.wandb_project = {project!r}"
     try:
         import wandb
@@ -144,11 +149,36 @@ def _wandb_tracker(project: str) -> Tracker:
 
     def start(config: dict[str, Any]) -> None:
         folder = Path(config["run"]["folder"])
-        if not (file := folder / ".wandb_id").exists():
-            file.write_text(secrets.token_hex(8))
-        init(project=project, id=file.read_text(), name=folder.name, dir=folder, config=config, resume="allow")
+        run = init(
+            project=project, id=wandb_id(folder), name=folder.name, dir=folder, config=config, resume="allow"
+        )  # fmt: skip
+        run.define_metric("step")
+        run.define_metric("*", step_metric="step")
 
-    return Tracker(name, start, lambda row: wandb.log(grouped(row), step=row["step"]), wandb.finish)
+    def log(row: dict[str, Any]) -> None:
+        wandb.log({"step": row["step"], **grouped(row)})
+
+    return Tracker(name, start, log, wandb.finish)
+
+
+def wandb_id(folder: Path) -> str:
+    """The id of a run at Weights & Biases. Its folder keeps it, so that a resume continues the curves.
+
+    It goes along with a folder that is moved. A copy gets another one: it must not write into the original's curves.
+    """
+    file = folder / WANDB_ID
+    host = socket.gethostname()
+    path = str(folder.absolute())
+    own_id = secrets.token_hex(8)
+    if file.is_file():
+        kept = json.loads(file.read_text())
+        is_moved = kept["host"] == host and not Path(kept["folder"]).exists()
+        if kept["folder"] == path or is_moved:
+            own_id = kept["id"]
+        else:
+            logger.info(f"Weights & Biases: {folder} is a copy of {kept['folder']}, and reports as a run of its own")
+    write_atomically(file, json.dumps({"id": own_id, "host": host, "folder": path}).encode())
+    return own_id
 
 
 def grouped(row: Mapping[str, float | None]) -> dict[str, float]:

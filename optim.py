@@ -37,11 +37,8 @@ def check_optim(config: Config, run_folder: Path | None = None) -> None:
         if config.checkpoint.branch_from or (began.lr_scheduler, began.training.steps) != (schedule, steps):
             raise ConfigError(f"{asked}, and only a new run may shrink them")
         logger.info(f"{asked}: in this run they are {fitted.warmup_steps} and {decay_length(steps, fitted)}")
-    slowest = max(optimizer.beta1, optimizer.beta2, *(beta for group in optimizer.groups for beta in group.betas))
-    if optimizer.state_dtype == "bfloat16" and slowest > SLOWEST_BFLOAT16:
-        raise ConfigError(
-            f"optimizer.beta1, beta2 or betas = {slowest}: must be at most {SLOWEST_BFLOAT16} in bfloat16"
-        )
+    if optimizer.state_dtype == "bfloat16":
+        _check_decays(optimizer)
     if config.parallelism.cpu_offload and "muon" in (optimizer.name, *(group.kind for group in optimizer.groups)):
         raise ConfigError("parallelism.cpu_offload = true: Muon's matrices are not sent from host to host")
     for name in ("checkpoint", "validation"):
@@ -49,6 +46,25 @@ def check_optim(config: Config, run_folder: Path | None = None) -> None:
         if local_steps and section.enable and section.interval % local_steps:
             needed = f"a multiple of parallelism.local_steps = {local_steps}"
             raise ConfigError(f"{name}.interval = {section.interval}: must be {needed}")
+
+
+def _check_decays(optimizer: settings.Optimizer) -> None:
+    """Refuse running means that would hardly move in bfloat16, of any group. Raises ConfigError."""
+    decays = {}
+    for group in (*optimizer.groups, ParameterGroup()):  # the last one is for weights that no other pattern matches
+        own = f"optimizer.groups: betas of {group.pattern!r}"
+        decays |= {f"{own}[{i}]": beta for i, beta in enumerate(group.betas)}
+        kind = group.kind or optimizer.name
+        if kind == "muon" and not group.betas:
+            decays["optimizer.momentum"] = optimizer.momentum
+        if group.kind != "muon" and not group.betas:  # Muon leaves to AdamW what is no matrix of a layer
+            decays |= {"optimizer.beta1": optimizer.beta1, "optimizer.beta2": optimizer.beta2}
+        if group.pattern == "*":
+            break  # later groups get no weights
+    for name, decay in decays.items():
+        if decay > SLOWEST_BFLOAT16:
+            limit = f'must be at most {SLOWEST_BFLOAT16} with optimizer.state_dtype = "bfloat16"'
+            raise ConfigError(f"{name} = {decay}: {limit}")
 
 
 def build_groups(

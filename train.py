@@ -95,10 +95,11 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
 
     groups = summarize_groups(model, config.optimizer)
 
-    def check_places_of_run(folder: Path) -> None:  # on rank 0, before a byte is written
+    def check_places_of_run(folder: Path) -> list[str]:  # on rank 0, before a byte is written
         data.check_run(folder)
         check_optim(config, folder)
-        check_checkpoints(config, identity, folder, partial(check_vocabulary, data.tokenizer), data.check_place)
+        fits = partial(check_vocabulary, data.tokenizer)
+        return check_checkpoints(config, identity, folder, fits, data.check_place, environment.job)
 
     with Run(config, environment, dims, data, identity, check_places_of_run) as run:
         # -- model, optimizer, checkpoint
@@ -125,7 +126,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         refresh_weights = build_refresh(parts, config, islands.meet if islands else None)
         checkpoint = CheckpointManager(
             config, run.folder, parts, optimizer, data, identity, (islands or optimizer).allocate_state,
-            on_commit=run.saved, on_progress=watchdog.alive, section=watchdog.section,
+            start=run.this_start, on_commit=run.saved, on_progress=watchdog.alive, section=watchdog.section,
         )  # fmt: skip
         step = checkpoint.load()
         refresh_weights(step)

@@ -10,11 +10,12 @@ from typing import Any
 from checkpoint import CheckpointError
 from checkpoint.branch import find_fork, read_parent
 from checkpoint.loading import by_age, check_identity, load_newest, locate, open_stores
-from checkpoint.manifest import Opened, run_name, step_of
+from checkpoint.manifest import Opened, step_of
+from checkpoint.owner import check_owner
 from checkpoint.ranks import Ranks
-from checkpoint.retention import check_owner, committed, finished
+from checkpoint.retention import finished
 from config import Config, ConfigError, TitaniteError
-from storage import LocalStore, StoreError, join
+from storage import LocalStore, Store, StoreError, join
 
 
 def check_settings(config: Config) -> None:
@@ -36,21 +37,27 @@ def check_checkpoints(
     run_folder: Path,
     check_initial: Callable[[str, Opened], object] = lambda place, opened: None,
     check_place: Callable[[dict[str, Any]], object] = lambda state: None,
-) -> None:
+    job: str = "",
+) -> list[str]:
     """Refuse a run that could not save or resume, or that cannot begin as set. For rank 0. Raises TitaniteError.
 
-    `check_initial` and, for a branch, `check_place` refuse the checkpoint to begin from. Nothing is left behind.
+    `check_initial` and, for a branch, `check_place` refuse the checkpoint to begin from. `job`: that of this start.
+    Nothing is left behind. Returns the names of the checkpoints in the run's places, which are its own.
     """
     settings, steps = config.checkpoint, config.training.steps
     stores = open_stores(config, run_folder) if settings.enable else {}
+    saved: list[tuple[Store, list[str]]] = []
     for key, store in stores.items():
         try:
             store.check_writable()
         except StoreError as error:
             what = "cannot be written to and read back"
             raise type(error)(f"checkpoint.{key} = {store.url!r}: {what}: {error}") from None
-        check_owner(key, store, finished(store.sizes()), run_name(run_folder))
-    found = by_age((store, committed(store)) for store in stores.values())
+        names = finished(store.sizes())
+        check_owner(key, store, names, run_folder, job)
+        saved.append((store, names))
+    own = by_age(saved)
+    found = [(store, name) for store, name in own if step_of(name) is not None]  # to resume from
     if found and (newest := step_of(found[0][1]) or 0) > steps:
         reached = f"{newest}, {join(found[0][0].url, found[0][1])}: set {newest} or more, or another run.folder"
         raise ConfigError(f"training.steps = {steps}: this run has reached step {reached}")
@@ -80,6 +87,7 @@ def check_checkpoints(
             load_newest(locate(place, config.comm.store_retry_seconds, step), Ranks(), fits)
         except TitaniteError as error:
             raise type(error)(f"checkpoint.{'branch_from' if fork else 'initial_load'}: {error}") from None
+    return [name for _, name in own]
 
 
 def check_shared(key: str, store: LocalStore, ranks: Ranks) -> None:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from checkpoint import CheckpointError
 from checkpoint.manifest import MANIFEST, METADATA, Manifest, Opened, by_step, open_checkpoint, step_of
+from checkpoint.owner import own_checkpoints
 from checkpoint.ranks import Ranks
 from checkpoint.retention import committed
 from config import Config, tomllib
@@ -32,8 +33,16 @@ def by_age(found: Iterable[tuple[Store, list[str]]]) -> list[tuple[Store, str]]:
 
 
 def locate(place: str | Path, retry_seconds: float = 180, step: int | None = None) -> list[tuple[Store, str]]:
-    """(store, name) of the checkpoints at `place` (of one `step`), newest first, over all its stores; see `find`."""
-    pairs = by_age(find(place, committed, retry_seconds))
+    """(store, name) of the checkpoints at `place` (of one `step`), newest first, over all its stores; see `find`.
+
+    A run folder stands for the checkpoints that it knows: others there may be those of a copy, or of the original.
+    """
+    found = by_age(find(place, committed, retry_seconds))
+    pairs = own_checkpoints(Path(place), found)
+    if not pairs:
+        store, name = found[0]
+        unknown = f"does not know {join(store.url, name)}"
+        raise CheckpointError(f"{place}: is a copy of a run, or an older state of it, and {unknown}: name that itself")
     chosen = [pair for pair in pairs if step in (None, step_of(pair[1]))]
     if not chosen:
         steps = dict.fromkeys(str(step_of(name)) for _, name in pairs)

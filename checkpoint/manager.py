@@ -3,9 +3,9 @@
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -24,14 +24,15 @@ from checkpoint.checks import check_shared
 from checkpoint.companions import declared_by
 from checkpoint.files import Plan, State, Written, read_state
 from checkpoint.loading import load_newest, locate
-from checkpoint.manifest import Manifest, Opened, commit, copy_commit, new_checkpoint_name, run_name, step_of
+from checkpoint.manifest import Manifest, Opened, commit, copy_commit, new_checkpoint_name, step_of
+from checkpoint.owner import Start, check_claim, new_start, read_known, record_known, run_name
 from checkpoint.ranks import Ranks
 from checkpoint.retention import Retention, check_room, committed, finished
 from checkpoint.state import Staging, model_tensors, optimizer_tensors, random_state, tensors_to_fill
-from config import Config, to_toml
+from config import Config, TitaniteError, to_toml
 from data.ledger import saved_place
 from records import write_atomically
-from storage import LocalStore, Store, join
+from storage import LocalStore, Store, StoreError, join
 
 SAVED = ".saved"  # in the run's folder: names the last committed checkpoint
 LOWEST_PRIORITY = 19  # a `nice` value
@@ -55,16 +56,18 @@ class CheckpointManager:
         identity: dict[str, Any],
         allocate_state: Callable[[], None],
         *,
+        start: Start | None = None,
         on_commit: Callable[[int], None] = lambda step: None,
         on_progress: Callable[[], None] = lambda: None,
         section: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
     ) -> None:
         """`identity` (JSON-able) says what the model is. A checkpoint with another identity is refused.
 
-        `dataloader` knows its place in the data: a small JSON-able dict, the same on all ranks. `allocate_state` gives
-        the optimizer the state that a load fills, without a step. `on_commit` is called on every rank with the step of
-        each committed checkpoint, by the background thread in mode `async`. Any thread calls `on_progress` as bytes
-        move. The context `section("load")` or `section("checkpoint")` is around whatever waits for them.
+        `start`: the run's start that saves, as the run's folder records it; that of rank 0 counts. `dataloader` knows
+        its place in the data: a small JSON-able dict, the same on all ranks. `allocate_state` gives the optimizer the
+        state that a load fills, without a step. `on_commit` is called on every rank with the step of each committed
+        checkpoint, by the background thread in mode `async`. Any thread calls `on_progress` as bytes move. The context
+        `section("load")` or `section("checkpoint")` is around whatever waits for them.
         """
         self.config, self.settings = config, config.checkpoint
         self.model, self.optimizer, self.dataloader = model, optimizer, dataloader
@@ -81,7 +84,8 @@ class CheckpointManager:
         self.parent: dict[str, Any] | None = None  # where this run branched from
         self.declared: dict[str, Any] = {}  # by the Hugging Face model that the weights come from
         self.run = self.ranks.from_rank_0(lambda: run_name(run_folder))
-        self.retentions = [Retention(store, self.settings) for store in self.stores.values()]  # of rank 0
+        self.start = start or new_start(run_folder)
+        self.retentions = [Retention(store, self.settings, self.start) for store in self.stores.values()]  # of rank 0
         self.newest_step: int | None = None  # of the last save or load
         # Training gets the cores first. On Linux 0 is this thread alone, and those it starts.
         lower_priority = partial(os.setpriority, os.PRIO_PROCESS, 0, LOWEST_PRIORITY)
@@ -114,6 +118,7 @@ class CheckpointManager:
         moments = 1 if self.config.optimizer.state_dtype == "bfloat16" else 2  # of the weights' size; islands: one more
         needed = (1 + moments + bool(self.config.parallelism.local_steps)) * sum(self.model_bytes.values())
         self.ranks.from_rank_0(lambda: check_room(self.store, self.settings, needed))
+        self.ranks.from_rank_0(partial(self._claim, own))
         if candidates := own or self.ranks.from_rank_0(self._find_fork):
             opened, _, damaged = load_newest(candidates, self.ranks, self._fill)
             self.dataloader.load_state_dict(opened.manifest["dataloader"])
@@ -144,6 +149,15 @@ class CheckpointManager:
             hint = "set checkpoint.folder to where it is now, or another run.folder for a new run"
             raise CheckpointError(f"{', '.join(places)}: no checkpoint found, but this run has saved {saved}; {hint}")
         return found
+
+    def _claim(self, own: list[tuple[Store, str]]) -> None:
+        """Claim the places for this start. Whatever it finds there, checked before, is from here on the run's own."""
+        for retention in self.retentions:
+            retention.claim()
+        found = {name for _, name in own}
+        known = read_known(self.run_folder) or set()
+        with suppress(OSError):  # then the next start asks again
+            record_known(self.run_folder, found - known)
 
     def _find_fork(self) -> list[tuple[Store, str]]:
         """The checkpoints of another run that this one branches from, newest first; none if it is no branch."""
@@ -221,6 +235,7 @@ class CheckpointManager:
             "step": step,
             "world_size": self.ranks.size,
             "run": self.run,
+            "start": self.start._asdict(),
             "identity": self.identity,
             **self.declared,
             "dataloader": self.dataloader.state_dict(),
@@ -266,9 +281,11 @@ class CheckpointManager:
         """Write and commit a checkpoint. Returns what this rank has written. Collective."""
         started, rank = time.monotonic(), self.ranks.rank
         write = partial(files.write_items, self.store, name, rank, plan.files, resolve, self.on_progress)
-        written = self.ranks.together(write)
-        gathered = self.ranks.gather_object(written) or []
-        self.ranks.from_rank_0(lambda: commit(self.store, name, plan.metadata, gathered, facts))
+        with self._unless_taken_over():
+            self.ranks.from_rank_0(partial(check_claim, self.store, self.start))  # again before the commit
+            written = self.ranks.together(write)
+            gathered = self.ranks.gather_object(written) or []
+            self.ranks.from_rank_0(lambda: self._commit(name, plan, gathered, facts))
         if step_of(name) is not None:  # a run cannot resume from a model alone
             if self.ranks.is_coordinator:
                 with suppress(OSError):  # the disk may be full; the checkpoint is safe anyway
@@ -277,12 +294,40 @@ class CheckpointManager:
         logger.info(f"checkpoint {name} saved in {time.monotonic() - started:.1f} s")
         return written
 
+    def _commit(self, name: str, plan: Plan, written: list[Written], facts: Manifest) -> None:
+        """Commit a checkpoint, unless a later start has claimed the place. For rank 0."""
+        check_claim(self.store, self.start)
+        try:
+            record_known(self.run_folder, [name])  # first: after a kill in between the checkpoint is no stranger
+        except OSError:  # the disk may be full; the checkpoint is safe anyway
+            facts = facts | {"unrecorded": True}
+        commit(self.store, name, plan.metadata, written, facts)
+
+    @contextmanager
+    def _unless_taken_over(self) -> Iterator[None]:
+        """Raise TakenOverError in place of an error that a later start may have caused. Collective, as those are."""
+        try:
+            yield
+        except TitaniteError:
+            self.ranks.from_rank_0(self._check_claims)
+            raise
+
+    def _check_claims(self) -> None:
+        for store in self.stores.values():
+            with suppress(StoreError):
+                check_claim(store, self.start)
+
     def _follow_up(self, name: str, written: Written) -> None:
         """After a commit, do what training need not wait for: upload what this rank has `written`, remove old ones."""
         if second := self.stores.get("upload"):
-            self.ranks.together(partial(files.copy_files, self.store, second, name, written, self.on_progress))
-            self.ranks.from_rank_0(partial(copy_commit, self.store, second, name))
+            with self._unless_taken_over():
+                self.ranks.together(partial(files.copy_files, self.store, second, name, written, self.on_progress))
+                self.ranks.from_rank_0(partial(self._commit_copy, second, name))
             logger.info(f"checkpoint {name} uploaded to {second.url}")
         if self.ranks.is_coordinator:
             for retention in self.retentions:
                 retention.tidy(name)
+
+    def _commit_copy(self, second: Store, name: str) -> None:
+        check_claim(second, self.start)
+        copy_commit(self.store, second, name)

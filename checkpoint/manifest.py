@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -25,7 +24,6 @@ from storage import DamagedError, Store, join
 MANIFEST = "MANIFEST.json"
 METADATA = ".metadata"
 FORMAT_VERSION = 1
-RUN_NAME = ".run_name"  # in the run's folder: holds its name, so that it moves with the folder
 
 Manifest = dict[str, Any]
 T = TypeVar("T")
@@ -53,12 +51,6 @@ def step_of(name: str) -> int | None:
 def by_step(name: str) -> str:
     """Sort key of names: by step, then by time. "" comes first."""
     return name.partition("-")[2]
-
-
-def run_name(run_folder: Path) -> str:
-    """The name that a run's checkpoints bear: that in `.run_name` in its folder, or the folder's absolute path."""
-    file = run_folder / RUN_NAME
-    return (file.read_text(encoding="utf-8").strip() if file.is_file() else "") or str(run_folder.absolute())
 
 
 class Opened(NamedTuple):
@@ -102,6 +94,15 @@ def encode_manifest(manifest: Manifest) -> bytes:
     return json.dumps({"manifest": manifest, "sha256": sha256(body)}, indent=1, sort_keys=True).encode()
 
 
+def decode_manifest(content: bytes, where: str) -> Manifest:
+    """What `encode_manifest` encoded. Raises ChecksumError for any other bytes."""
+    with suppress(ValueError, TypeError, KeyError):
+        manifest = json.loads(content)["manifest"]
+        if encode_manifest(manifest) == content:
+            return manifest
+    raise ChecksumError(f"{where}: its checksum differs")
+
+
 def commit(
     store: Store, name: str, index: Metadata, written: Sequence[Mapping[MetadataIndex, Any]], facts: Manifest
 ) -> None:
@@ -142,13 +143,10 @@ def read_manifest(store: Store, name: str) -> Manifest:
     where = join(store.url, name)
 
     def read() -> Manifest:
-        content = read_small(store, name, MANIFEST, None)
-        with suppress(ValueError, TypeError, KeyError):
-            if encode_manifest(manifest := json.loads(content)["manifest"]) == content:
-                return manifest
-        raise ChecksumError(f"{where}/{MANIFEST}: its checksum differs")
+        return decode_manifest(read_small(store, name, MANIFEST, None), f"{where}/{MANIFEST}")
 
-    if (manifest := checked_twice(read))["format"] != FORMAT_VERSION:
+    manifest = checked_twice(read)
+    if manifest["format"] != FORMAT_VERSION:
         raise CheckpointError(f"{where}: has format {manifest['format']}; this version reads {FORMAT_VERSION}")
     return manifest
 

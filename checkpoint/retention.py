@@ -5,8 +5,9 @@ import shutil
 from collections.abc import Collection
 from contextlib import suppress
 
-from checkpoint.manifest import MANIFEST, RUN_NAME, by_step, is_checkpoint_name, read_manifest, step_of
-from config import Checkpoint, ConfigError
+from checkpoint.manifest import MANIFEST, by_step, is_checkpoint_name, step_of
+from checkpoint.owner import Start, TakenOverError, check_claim, take_claim
+from config import Checkpoint
 from storage import DamagedError, LocalStore, S3Store, Store, StoreError
 
 logger = logging.getLogger(__name__)
@@ -26,18 +27,6 @@ def finished(sizes: Collection[str]) -> list[str]:
 def begun(sizes: Collection[str]) -> list[str]:
     """All checkpoints in a listing, committed or not, oldest first."""
     return sorted(filter(is_checkpoint_name, {file.partition("/")[0] for file in sizes if "/" in file}), key=by_step)
-
-
-def check_owner(key: str, store: Store, names: Collection[str], run: str) -> None:
-    """Refuse a place if another run saved one of these checkpoints. Raises ConfigError."""
-    for name in names:
-        with suppress(DamagedError):
-            if (other := read_manifest(store, name).get("run", run)) != run:
-                raise ConfigError(
-                    f"checkpoint.{key} = {store.url!r}: {name} there was saved by another run, {other}: set another "
-                    f"checkpoint.{key}, and to start from its weights checkpoint.initial_load = {store.url!r}. If this "
-                    f"is that run, moved or renamed, write {other} into {RUN_NAME} in its run.folder"
-                )
 
 
 def check_room(store: Store, settings: Checkpoint, checkpoint_bytes: int) -> None:
@@ -61,13 +50,22 @@ def check_room(store: Store, settings: Checkpoint, checkpoint_bytes: int) -> Non
 class Retention:
     """What a run keeps in one store. It removes only what it found at its start or has saved since. For rank 0."""
 
-    def __init__(self, store: Store, settings: Checkpoint) -> None:
-        self.store, self.settings = store, settings
+    def __init__(self, store: Store, settings: Checkpoint, start: Start) -> None:
+        self.store, self.settings, self.this_start = store, settings, start
         self.own = set[str]()
         self.damaged = set[str]()  # found while loading; removed after the next commit
+        self.leftovers: set[str] | None = None  # of saves that were not committed; None: removed
+        self.others_may_write = False  # to the leftovers
+
+    def claim(self) -> None:
+        """Claim the store for this start."""
+        self.others_may_write = take_claim(self.store, self.this_start)
 
     def start(self, resumed: str) -> None:
-        """Remove what killed saves have left, and more checkpoints than are kept, before this start's first save."""
+        """Remove what killed saves have left, and more checkpoints than are kept, before this start's first save.
+
+        If the start before was on another machine, it may not have ended: then what it has left stays until a commit.
+        """
         try:
             sizes = self.store.sizes()
             self.own = {*finished(sizes)}  # check_checkpoints has just asked whose they are
@@ -75,10 +73,11 @@ class Retention:
                 with suppress(DamagedError):
                     self.store.read(f"{name}/{MANIFEST}")  # a listing may lag
                     self.own.add(name)
-            self._remove(({*begun(sizes)} - self.own) | self._superfluous(self.own, resumed), sizes)
-            if isinstance(self.store, S3Store):
-                self.store.abort_uploads(lambda file: is_checkpoint_name(file.partition("/")[0]))
-        except StoreError as error:
+            self.leftovers = {*begun(sizes)} - self.own
+            self._remove(self._superfluous(self.own, resumed), sizes)
+            if not self.others_may_write:
+                self._remove_leftovers(sizes)
+        except (StoreError, TakenOverError) as error:
             logger.warning(f"what killed saves have left stays, and takes room: {error}")
 
     def tidy(self, saved: str) -> None:
@@ -89,8 +88,18 @@ class Retention:
             names = {*finished(sizes), saved} & self.own
             if step_of(saved) is not None:
                 self._remove(self._superfluous(names - self.damaged, saved) | self.damaged, sizes)
-        except StoreError as error:
+            self._remove_leftovers(sizes)
+        except (StoreError, TakenOverError) as error:
             logger.warning(f"old checkpoints could not be removed: {error}")
+
+    def _remove_leftovers(self, sizes: Collection[str]) -> None:
+        """Remove what was begun before this start and not committed, unfinished uploads included. Once."""
+        if self.leftovers is None:
+            return
+        self._remove(self.leftovers - {*finished(sizes)}, sizes)
+        if isinstance(self.store, S3Store):
+            self.store.abort_uploads(lambda file: is_checkpoint_name(file.partition("/")[0]))
+        self.leftovers = None
 
     def _superfluous(self, names: set[str], saved: str) -> set[str]:
         """All but `saved`, the `keep` newest (0: keep all), every `keep_every`-th step's and models alone."""
@@ -99,6 +108,8 @@ class Retention:
 
     def _remove(self, names: Collection[str], sizes: Collection[str]) -> None:
         """Remove those of these checkpoints that are in a listing, each manifest first, so that no half looks whole."""
+        if names:
+            check_claim(self.store, self.this_start)  # a later start may need them
         for name in filter(names.__contains__, begun(sizes)):
             files = [file for file in sizes if file.startswith(f"{name}/")]
             self.store.remove(sorted(files, key=lambda file: not file.endswith(f"/{MANIFEST}")))

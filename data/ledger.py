@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -127,12 +128,12 @@ class Ledger:
         with file_errors(path):  # on nodes other than rank 0's this is the first that is written
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open_records(path)
-        self._writing = writing
+        self._writing, self._start_id = writing, start["id"]
         self._write(start)
 
     def step(self, first: int, tokens: Iterable[np.ndarray]) -> None:
         """Record a step that begins at sample `first` of the segment, with `tokens` of the rank's microbatches."""
-        self._write({"first": first, "crc32": checksum(tokens)})
+        self._write({"first": first, "crc32": checksum(tokens), "id": self._start_id})
 
     def close(self) -> None:
         with self._writing(self._file.name):
@@ -172,16 +173,22 @@ class Step(NamedTuple):
 
 
 def read_ledger(path: Path) -> tuple[list[Step], Place | None]:
-    """The steps of one rank as they ran, and where its last start continued from, even if it ran none; None: no start.
+    """The steps of one rank, start by start, and where its last start continued from, even if it ran none.
 
-    Raises ValueError, KeyError or TypeError if the file is no ledger. Without a file nothing ran.
+    None: there was no start. A start that was taken for lost may have gone on beside the next one: its steps stand
+    before that one's. Raises ValueError, KeyError or TypeError if the file is no ledger. Without a file nothing ran.
     """
-    steps: list[Step] = []
-    begins: dict[str, Any] = {}
+    starts: list[list[Step]] = []
+    by_id: dict[str, tuple[dict[str, Any], list[Step]]] = {}  # what a start's steps share, and its steps
+    began = None
     for line in read_records(path):
+        start_id = line.get("id", "")
         if "start" in line:
-            shape = StepShape(**line["shape"])
-            begins = {"began": saved_place(line["start"]), "shape": shape, "urls": line["urls"]}
+            began = saved_place(line["start"])
+            shared = {"began": began, "shape": StepShape(**line["shape"]), "urls": line["urls"]}
+            starts.append([])
+            by_id[start_id] = shared, starts[-1]
         else:
-            steps.append(Step(**begins, first=line["first"], crc32=int(line["crc32"])))
-    return steps, begins.get("began")
+            shared, steps = by_id[start_id]
+            steps.append(Step(**shared, first=line["first"], crc32=int(line["crc32"])))
+    return [*chain.from_iterable(starts)], began

@@ -168,10 +168,12 @@ class DataLoader:
         self._stop_prefetch()
         self._place = place
 
-    def open_ledger(self, run_folder: Path, writing: Callable[..., AbstractContextManager[None]] = file_errors) -> None:
+    def open_ledger(
+        self, run_folder: Path, start_id: str = "", writing: Callable[..., AbstractContextManager[None]] = file_errors
+    ) -> None:
         """Record from here on what this rank is given, in the run's folder. For one rank of each dp_rank."""
         urls = {dataset.hash: dataset.url for dataset in self._datasets}
-        start = {"start": self.state_dict(), "shape": self._shape._asdict(), "urls": urls}
+        start = {"start": self.state_dict(), "shape": self._shape._asdict(), "urls": urls, "id": start_id}
         self._ledger = Ledger(run_folder / "data" / f"rank-{self._dp_rank:05}.jsonl", start, writing)
 
     def close(self) -> None:

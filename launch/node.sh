@@ -17,6 +17,8 @@ export PET_RDZV_ID=${PET_RDZV_ID:-$(basename "$folder")}  # unless --rdzv-id say
 
 last_start() { cat "$folder/.started" 2>/dev/null; }
 before=$(last_start)
+superseded=$folder/.superseded.$(uname -n)  # written if another start takes the folder over, from another machine
+rm -f "$superseded"
 # Slurm itself sends its signals to all processes; elsewhere only this one gets them.
 child=
 if [ "${SLURM_JOB_ID:-}" ]; then trap : TERM HUP USR1; else trap 'kill -TERM $child' TERM INT HUP USR1; fi
@@ -25,6 +27,7 @@ if [ "${SLURM_JOB_ID:-}" ]; then trap : TERM HUP USR1; else trap 'kill -TERM $ch
 child=$!
 while kill -0 "$child" 2>/dev/null; do wait "$child"; done
 
+[ ! -e "$superseded" ] || exit 100  # exit.json is the other start's, and so is the run
 [ "$(last_start)" != "$before" ] || exit 100  # no start came as far as to be recorded: a mistake
 [ -s "$folder/exit.json" ] || exit 75  # empty: its writer was killed
 case $(cat "$folder/exit.json") in

@@ -9,7 +9,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -20,7 +20,7 @@ import torch
 
 import config as settings
 from checkpoint.loading import model_differences
-from checkpoint.manifest import RUN_NAME, run_name
+from checkpoint.owner import RUN_NAME, Start, new_start, read_known, record_known, run_name
 from config import Config, ConfigError, TitaniteError, file_errors
 from parallel.device import fast_dtype
 from records import code_changes, git_commit, open_records, package_versions, read_records, write_atomically
@@ -32,6 +32,7 @@ STARTS = "starts.jsonl"
 EXIT = "exit.json"
 PROGRESS = ".progress"  # exists once a start has saved a checkpoint
 RUNNING = ".running"  # locked by rank 0 of the running start
+SUPERSEDED = ".superseded."  # and a node's name: its start ended after another had taken the folder over
 STARTED = ".started"  # on each node, with other content for each recorded start; launch/node.sh compares it
 # What ranks write on a node with its own disk, which lacks rank 0's files.
 OF_RANKS = frozenset({"checkpoints", "data", "profile", EXIT})
@@ -59,9 +60,12 @@ def choose_run_folder(config: Config, job: str = "") -> Path:
     """The folder that the config names, or that of the job's earlier starts, or a new one. For rank 0."""
     if config.run.folder:
         return Path(config.run.folder)
-    for starts in Path(config.run.outputs).glob(f"*/{STARTS}") if job else ():
-        if _last_start(starts.parent).get("job") == job:
-            return starts.parent
+    if job:
+        folders = [starts.parent for starts in Path(config.run.outputs).glob(f"*/{STARTS}")]
+        of_job = [folder for folder in folders if _last_start(folder).get("job") == job]
+        of_job.sort(key=_is_copy)  # a copy has the job's name, too
+        if of_job:
+            return of_job[0]
     stamp = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
     name = f"{config.model.name}-{config.model.flavor}-{stamp}"
     number, folder = 1, Path(config.run.outputs) / name
@@ -72,6 +76,11 @@ def choose_run_folder(config: Config, job: str = "") -> Path:
         except FileExistsError:
             number += 1
             folder = folder.with_name(f"{name}-{number}")
+
+
+def _is_copy(folder: Path) -> bool:
+    """Whether the last start of the run was in another folder than this one."""
+    return _last_start(folder).get("folder") != str(folder.absolute())
 
 
 def choose_param_dtype(config: Config) -> Config:
@@ -89,17 +98,19 @@ def start_run(
     config: Config,
     identity: dict[str, Any],
     environment: LaunchEnvironment,
-    check: Callable[[Path], None],
+    check: Callable[[Path], Iterable[str]],
     save: Callable[[Path], None],
-) -> tuple[Path, dict[str, tuple[Any, Any]]]:
-    """Choose, check and lock the run's folder, record this start, `save` last. Returns the folder and what changed.
+) -> tuple[Path, Start, dict[str, tuple[Any, Any]]]:
+    """Choose, check and lock the run's folder, record this start, `save` last.
 
-    Rank 0 only. Raises TitaniteError.
+    Returns the folder, the start and what changed. `check` returns the names of the run's checkpoints. Rank 0 only.
+    Raises TitaniteError.
     """
     with file_errors():
         folder = choose_run_folder(config, environment.job)
+        start = new_start(folder, environment.job)
         try:
-            check(folder)
+            own = check(folder)
         except TitaniteError:
             if not config.run.folder:
                 with suppress(OSError):  # removes only a folder made just now; any other is not empty
@@ -108,11 +119,13 @@ def start_run(
         _lock(folder)
         _check_model(folder, identity)  # again: a start that has ended meanwhile may have written there
         try:
-            changed = record_start(folder, config, identity, environment.world_size, environment.job)
+            changed = record_start(folder, config, identity, environment.world_size, start)
+            if config.checkpoint.enable and read_known(folder) is None:
+                record_known(folder, own)
             save(folder)
         except OSError as error:  # a ConfigError, since a restart would only meet it again
             raise ConfigError(f"run.folder = {str(folder)!r}: cannot be written: {error.strerror}") from None
-        return folder, changed
+        return folder, start, changed
 
 
 def _lock(folder: Path) -> None:
@@ -143,7 +156,7 @@ def _last_start(folder: Path) -> dict[str, Any]:
 
 
 def record_start(
-    folder: Path, config: Config, identity: dict[str, Any], world_size: int, job: str = ""
+    folder: Path, config: Config, identity: dict[str, Any], world_size: int, start: Start
 ) -> dict[str, tuple[Any, Any]]:
     """Write model.json and a line of starts.jsonl, which also says how the start before ended. Rank 0 only.
 
@@ -152,7 +165,7 @@ def record_start(
     start's. Raises ConfigError.
     """
     before = _last_start(folder)
-    count = _count_without_progress(folder, before, job, config.failures.restarts_without_progress)
+    count = _count_without_progress(folder, before, start.job, config.failures.restarts_without_progress)
     recorded = folder / "config.toml"
     write_atomically(folder / "model.json", json.dumps(identity, indent=2).encode())  # first: it marks a run's folder
     if not (folder / RUN_NAME).exists():
@@ -162,9 +175,8 @@ def record_start(
     patch, files = _record_code(folder, before)
     changed = settings.differences(settings.from_dict(settings.read_recorded(recorded.read_bytes(), recorded)), config)
     changed.pop("run.folder", None)
-    start = {
-        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "job": job,
+    record = {
+        **start._asdict(),
         "starts_since_checkpoint": count,
         "after": read_exit(folder),
         "world_size": world_size,
@@ -175,10 +187,10 @@ def record_start(
         "packages": package_versions() | {"torch": torch.__version__},  # this also names CUDA's
     }
     with open_records(folder / STARTS) as file:
-        file.write(json.dumps(start) + "\n")
+        file.write(json.dumps(record) + "\n")
     for name in (PROGRESS, EXIT):  # last: if the disk is full, both must stay
         (folder / name).unlink(missing_ok=True)
-    was, now = (f"{at.get('git_commit')} {at.get('patch', '')}".strip() for at in (before, start))
+    was, now = (f"{at.get('git_commit')} {at.get('patch', '')}".strip() for at in (before, record))
     if before and was != now:
         changed["code"] = was, ", ".join((now, *files))
     return changed
@@ -231,8 +243,16 @@ def note_start(folder: Path) -> None:
         write_atomically(folder / STARTED, f"{os.getpid()} {time.time_ns()}\n".encode())
 
 
-def record_exit(folder: Path, record: dict[str, Any]) -> bool:
-    """Write `exit.json`, unless this start has one: its writer knew the cause. Returns whether it had none."""
+def record_exit(folder: Path, record: dict[str, Any], start_id: str = "") -> bool:
+    """Write `exit.json`, unless this start has one: its writer knew the cause. Returns whether it had none.
+
+    Not if a later start than `start_id` has taken the folder over: how that one ends counts. A mark tells the scheduler
+    of this node (launch/node.sh) not to start this one again, which would take it back.
+    """
+    if start_id and _last_start(folder).get("id", start_id) != start_id:
+        with suppress(OSError):
+            (folder / f"{SUPERSEDED}{socket.gethostname()}").touch()
+        return False
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     try:
         with open(folder / EXIT, "x", encoding="utf-8") as file:  # only one process succeeds

@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from checkpoint.ranks import Ranks
-from config import Config, ConfigError, TitaniteError, file_errors
+from config import Config, ConfigError, TitaniteError, change_text, file_errors
 from data.loader import Batch, DataLoader
 from parallel.device import bfloat16_is_slow
 from parallel.mesh import ParallelDims
@@ -85,7 +85,7 @@ def run_and_leave(main: Callable[[], object]) -> NoReturn:
 class Run:
     """What a start has beside the training itself. The loop calls `begin` and `end` once a step. Raises TitaniteError.
 
-    `check` gets the folder on rank 0, before anything is written there.
+    `check` gets the folder on rank 0, before anything is written there, and returns its checkpoints' names.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Run:
         dims: ParallelDims,
         data: DataLoader,
         identity: dict[str, Any],
-        check: Callable[[Path], None],
+        check: Callable[[Path], Iterable[str]],
     ):
         self.config, self.environment, self.dims, self.data = config, environment, dims, data
         self.starting, self._computed = True, False  # starting: until all is compiled and connected, by a first step
@@ -109,10 +109,10 @@ class Run:
         self.device = init_distributed(environment, config.comm)
         data.check_ranks()
         self.mesh = dims.build_mesh(self.device.type)
-        start = partial(start_run, config, identity, environment, check, data.tokenizer.save)
-        self.folder, changed = from_rank_0(start)
+        begin = partial(start_run, config, identity, environment, check, data.tokenizer.save)
+        self.folder, self.this_start, changed = from_rank_0(begin)
         for key, (old, new) in changed.items():
-            logger.info(f"resume: {key} was {old!r}, is now {new!r}")
+            logger.info(f"resume: {key} was {change_text(old)}, is now {change_text(new)}")
         logger.info(f"run folder {self.folder}  {environment.world_size} x {self.device.type}  {dims}")
         if config.training.param_dtype == "bfloat16" and bfloat16_is_slow(self.device):
             logger.info('bfloat16 is very slow on this CPU: training.param_dtype = "float32" is faster')
@@ -120,7 +120,7 @@ class Run:
         self.asked_to_stop = self.stop.agreed
         if environment.local_rank == 0:
             note_start(self.folder)  # before any rank can write exit.json: to build the watchdog all ranks meet
-        self.watchdog = Watchdog(self.folder, environment, config)
+        self.watchdog = Watchdog(self.folder, environment, config, self.this_start.id)
         self._contexts.push(self.watchdog.explain)
 
     def __enter__(self) -> "Run":
@@ -159,7 +159,7 @@ class Run:
         if rank == 0:
             record_config(self.folder, config)
         if self.dims.is_first_copy(rank):
-            self.data.open_ledger(self.folder, self.writing)
+            self.data.open_ledger(self.folder, self.this_start.id, self.writing)
         self.ranks = ranks
         self.stop.start(config.comm.init_timeout_seconds)
         self.watchdog.silence.start()

@@ -47,8 +47,9 @@ Found = tuple[str, str, int | None]  # kind and cause of an end, and the rank th
 class Watchdog:
     """Knows where this rank is, and says why the run ends. Ends nothing without torchrun. Collective to build."""
 
-    def __init__(self, folder: Path, environment: LaunchEnvironment, config: Config):
+    def __init__(self, folder: Path, environment: LaunchEnvironment, config: Config, start_id: str = ""):
         self.folder, self.environment, self.config = folder, environment, config
+        self.start_id = start_id
         self.step = 0
         self.current, self.part = "start", ""  # the innermost section, and what of it
         self.left_by_error = ""  # the innermost section that an exception has just left
@@ -157,7 +158,8 @@ class Watchdog:
         record = {"kind": kind, "cause": cause, "rank": rank, "section": section, "step": self.step}
         repeated = 0 if kind == "finished" else self.step - (last or 0)
         record |= {"last_checkpoint": last, "steps_repeated": repeated, "next_action": action, "start_again": again}
-        if record_exit(self.folder, record) and kind != "error" and not orderly:  # run_and_leave prints errors
+        is_first = record_exit(self.folder, record, self.start_id)
+        if is_first and kind != "error" and not orderly:  # run_and_leave prints errors
             where = f"{'' if rank is None else f'rank {rank}, '}{section} of step {self.step}"
             saved = "no checkpoint yet" if last is None else f"last checkpoint step {last}"
             print(f"exit: {cause} ({where}); {saved}; next: {action}", file=sys.stderr, flush=True)

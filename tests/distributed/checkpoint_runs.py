@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from checkpoint.manager import CheckpointManager
 from checkpoint.manifest import Manifest
+from checkpoint.owner import new_start
 from config import Checkpoint, Comm, Config, Training
 from optim import AdamW
 
@@ -60,6 +61,7 @@ class Run:
         steps: int = 400,
         run_folder: Path = Path("unused"),
         retry_seconds: int = 180,
+        job: str = "",
         **settings: Any,
     ) -> None:
         torch.manual_seed(seed)
@@ -88,6 +90,7 @@ class Run:
             dataloader=self.data,
             identity=IDENTITY,
             allocate_state=self.optimizer.allocate_state,
+            start=new_start(run_folder, job),
         )
 
     def step(self) -> None:

@@ -159,7 +159,10 @@ def test_a_branch_of_a_branch(trunks: dict[int, Any], dataset: Path, tmp_path: P
     train_ranks(1, first, dataset, f"--checkpoint.branch_from={trunk}@4", "--checkpoint.interval=3")
     words = [f"--checkpoint.branch_from={first / 'checkpoints'}@6", "--checkpoint.save_initial"]
     assert train_ranks(2, second, dataset, *words) == trained[6:]
-    assert sorted(path.name[:13] for path in (second / "checkpoints").iterdir()) == ["step-00000006", "step-00000008"]
+    assert sorted(path.name[:13] for path in (second / "checkpoints").glob("step-*")) == [
+        "step-00000006",
+        "step-00000008",
+    ]
     assert prove(second)[0] == "8 steps, 512 tokens, without gap or overlap, on [1, 2] data-parallel ranks"
 
 

@@ -174,7 +174,7 @@ def test_a_run_that_has_saved_never_begins_anew(tmp_path):
     Run(saved, run_folder=run, interval=1).train(0, 2)
     with pytest.raises(CheckpointError, match=f"{other}: no checkpoint .* has saved {saved}/step-00000002-.*; set"):
         Run(other, run_folder=run).checkpoint.load()
-    other.rmdir()
+    shutil.rmtree(other)
     saved.rename(other)
     assert Run(other, run_folder=run).checkpoint.load() == 2
 
@@ -247,8 +247,9 @@ def test_a_disk_with_no_room_for_what_is_kept_is_refused_before_the_first_step(t
     with pytest.raises(StoreError, match="3 checkpoints of"):
         run.checkpoint.load()
     _fake_disk(monkeypatch, lambda: int(3.2 * one))
-    assert run.checkpoint.load() == 0
     assert os.listdir(tmp_path) == []
+    assert run.checkpoint.load() == 0
+    assert os.listdir(tmp_path) == [".claim"]
 
 
 def _fake_disk(monkeypatch, free_bytes):

@@ -165,13 +165,49 @@ def test_a_gateway_that_sends_no_etag_will_do(bucket, proxy):
     assert Run(bucket, **IMPATIENT).checkpoint.load() == 1
 
 
-def test_leftovers_of_killed_saves_go_at_the_next_start(two_steps, proxy):
+@pytest.mark.parametrize("host", ["this", "another"])
+def test_leftovers_of_killed_saves_go_at_the_next_start(two_steps, proxy, monkeypatch, host):
+    """If that is on another machine, after its first commit: the start before may still run."""
+    Run(two_steps, **WAITS).checkpoint.load()
     store = store_at(two_steps)
     store.put("step-00000009-0123456789ab/__0_0.distcp", b"begun")
     store.client.create_multipart_upload(Bucket=store.bucket, Key="step-00000001-0123456789ab/x")
-    assert Run(two_steps, **WAITS).checkpoint.load() == 2
-    assert not store.sizes("step-00000009-0123456789ab")
-    assert "Uploads" not in store.client.list_multipart_uploads(Bucket=store.bucket)
+
+    def are_left():
+        uploads = store.client.list_multipart_uploads(Bucket=store.bucket).get("Uploads", [])
+        left = {"upload"} & {"upload" for _ in uploads}
+        return left | {"files" for _ in store.sizes("step-00000009-0123456789ab")}
+
+    if host == "another":
+        monkeypatch.setattr("socket.gethostname", lambda: host)
+    run = Run(two_steps, **WAITS)
+    assert run.checkpoint.load() == 2
+    assert are_left() == ({"files", "upload"} if host == "another" else set())
+    run.train(2, 3)
+    assert are_left() == set()
+
+
+def test_a_start_reads_no_manifest_to_know_whose_a_place_is(bucket, proxy, tmp_path):
+    """However many checkpoints are kept. What a load reads does not depend on their number either."""
+    loads = []
+    for last in (1, 8):
+        run = Run(bucket, **WAITS | {"keep": 0}, run_folder=tmp_path)
+        run.train(run.checkpoint.load(), last)
+        proxy.reset()
+        check_checkpoints(Config(checkpoint=Checkpoint(folder=bucket)), {}, tmp_path)
+        assert proxy.counts()["get"] == 1, "the probe"
+        assert Run(bucket, **WAITS | {"keep": 0}, run_folder=tmp_path).checkpoint.load() == last
+        loads.append(proxy.counts()["get"])
+    assert loads[0] == loads[1]
+
+
+def test_a_flipped_bit_in_a_claim_ends_no_run(bucket, proxy):
+    run = Run(bucket, **WAITS)
+    run.checkpoint.load()
+    proxy.fault("flip", "get", key="claim", times=1)
+    run.train(0, 2)
+    assert proxy.counts()["fault:flip"] == 1
+    assert steps_in(bucket) == [2, 1]
 
 
 def test_a_lost_run_is_made_again_and_branched_from_by_its_bucket(bucket, tmp_path, monkeypatch):
@@ -201,5 +237,5 @@ def test_removal_takes_the_manifest_first_and_its_failure_stops_no_run(two_steps
     run.train(2, 3)
     assert caplog.text.count("old checkpoints could not be removed: ") == 1
     assert steps_in(two_steps) == [3, 2]
-    left = {name.partition("/")[0] for name in store_at(two_steps).sizes()}
+    left = {name.partition("/")[0] for name in store_at(two_steps).sizes()} - {".claim"}
     assert len(left) == 3

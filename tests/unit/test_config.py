@@ -204,6 +204,7 @@ RING = "--parallelism.cp_method=ring"
 LONG = "--comm.store_retry_seconds=240"
 GROUPS, IN_CHUNKS = "--parallelism.reshard_group_size=2", "--training.loss_chunks=4"
 BUDGET, INDUCTOR = "--activation_checkpoint.mode=budget", 'needs compile.enable = true and compile.backend = "inductor"'
+SMALL_STATE = "--optimizer.state_dtype=bfloat16"
 REFUSED = [  # words, ranks, what is said: each would otherwise train wrongly, fail late or be ignored
     ([PP, "--model.flavor=1B"], 2, "one weight as embedding and output"),
     ([PP, IN_CHUNKS], 2, "needs parallelism.tp = 1 and pp = 1"),
@@ -227,7 +228,11 @@ REFUSED = [  # words, ranks, what is said: each would otherwise train wrongly, f
     (["--profiling.trace", "--training.steps=9"], 1, "profiling.trace_start = 10: exceeds training.steps = 9"),
     (["--failures.replay_interval=5"], 1, "needs run.deterministic"),
     (["--failures.on_bad_step=rollback"], 1, "needs checkpoint.enable = true and a torchrun that starts it again"),
-    (["--optimizer.beta2=0.99", "--optimizer.state_dtype=bfloat16"], 1, "= 0.99: must be at most 0.98"),
+    (["--optimizer.beta2=0.99", SMALL_STATE], 1, "beta2 = 0.99: must be at most 0.98"),
+    (["--optimizer.momentum=0.999", "--optimizer.name=muon", SMALL_STATE], 1, "momentum = 0.999: must be"),
+    (["--optimizer.beta1=0.99", "--optimizer.name=muon", SMALL_STATE], 1, "beta1 = 0.99: must be"),
+    (["--optimizer.momentum=0.99", SMALL_STATE, '--optimizer.groups=[{kind="muon"}]'], 1, "momentum = 0.99: must be"),
+    ([SMALL_STATE, "--optimizer.groups=[{betas=[0.9,0.99]}]"], 1, r"betas of '\*'\[1\] = 0.99: must be"),
     (["--data.datasets="], 1, "name at least one"),
     (["--data.weights=1,2"], 1, "an entry for each of data.datasets"),
     (["--checkpoint.upload=s3://b/x", LONG], 1, "comm.store_retry_seconds = 240: must be below 240 = 0.8 x"),

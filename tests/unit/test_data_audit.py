@@ -119,7 +119,7 @@ NO_RECORD = "rank 1 has no record of step 1 that fits rank 0's"
         (1, replaced(r'"datasets": \[\["\w+"', '"datasets": [["another"'), NO_RECORD),
         (1, lambda lines: lines[:1], NO_RECORD),
         (1, lambda lines: ["not json", *lines], "not a ledger: JSONDecodeError"),
-        (0, lambda lines: lines[1:], "not a ledger: TypeError"),
+        (0, lambda lines: lines[1:], "not a ledger: KeyError"),
         (1, replaced('"first"', '"last"'), "not a ledger: KeyError 'first'"),
     ],
 )

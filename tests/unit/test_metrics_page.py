@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from checkpoint.branch import Parent, record_parent
+from checkpoint.owner import new_start
 from config import Config, Optimizer, TitaniteError, Training
 from metrics import FIELDS
 from run.folder import record_config, record_start
@@ -21,7 +22,7 @@ def row(step: int, **values: float) -> str:
 
 def write_run(folder: Path, rows: list[str], config: Config, world_size: int = 2) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    record_start(folder, config, {}, world_size)
+    record_start(folder, config, {}, world_size, new_start(folder))
     (folder / "metrics.jsonl").write_text("\n".join(rows) + "\n")
     return folder
 

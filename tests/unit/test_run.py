@@ -7,9 +7,11 @@ import json
 import logging
 import math
 import os
+import shutil
 import struct
 import subprocess
 import sys
+from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,7 @@ from config import (
     TitaniteError,
     Training,
 )
-from metrics import MetricsLogger, configure_logging, find_trackers, peak_flops
+from metrics import MetricsLogger, configure_logging, find_trackers, peak_flops, wandb_id
 from models import find_model
 from parallel.mesh import ParallelDims
 from profiling import profile
@@ -300,37 +302,76 @@ def test_weights_and_biases_is_asked_for_and_missing(monkeypatch: pytest.MonkeyP
         find_trackers(Config(metrics=Metrics(wandb_project="titanite")))
 
 
+def leveldb_records(content: bytes) -> Iterator[bytes]:
+    """The records of LevelDB's log format, here after a header of 7 bytes. One may go on in the next block."""
+    block_bytes, whole, first, last = 32_768, 1, 2, 4
+    at, record = 7, b""
+    while at < len(content):
+        if block_bytes - at % block_bytes < 7:  # too small for a header
+            at += block_bytes - at % block_bytes
+            continue
+        _, size, kind = struct.unpack_from("<IHB", content, at)
+        part = content[at + 7 : at + 7 + size]
+        record = part if kind in (whole, first) else record + part
+        if kind in (whole, last):
+            yield record
+        at += 7 + size
+
+
 def test_weights_and_biases_gets_rows_and_config_and_a_resume_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By the package itself, offline: what it wrote for its server."""
+    """By the package itself, offline: what it wrote for its server, also of steps trained again after a crash."""
     pytest.importorskip("wandb")
     from wandb.proto.wandb_internal_pb2 import Record
 
     monkeypatch.setenv("WANDB_MODE", "offline")
-    for step in (1, 2):
+    for steps, crashes in (((1, 2), True), ((2, 3), False), ((4,), False)):
         metrics = build_metrics(Config(metrics=Metrics(wandb_project="titanite", tensorboard=False)), tmp_path)
-        log(metrics, step, loss=step + 0.5)
-        metrics.log_validation(step, {"validation_loss": 3.25}, tokens=step)
-        metrics.close()
+        for step in steps:
+            log(metrics, step, loss=step + 0.5)
+            metrics.log_validation(step, {"validation_loss": 3.25}, tokens=step)
+        if not crashes:  # otherwise the package knows, as its server does for a new process, where the run was
+            metrics.close()
     assert not [line for line in caplog.messages if "wandb" in line]
-    runs, rows = [], []
+    runs, rows, axes = [], [], {}
     for file in sorted(tmp_path.glob("wandb/offline-run-*/*.wandb")):
-        content, at = file.read_bytes(), 7  # LevelDB's log, after a header; all of it fits in its first block
-        while at < len(content):
-            _, size, kind = struct.unpack_from("<IHB", content, at)
-            assert kind == 1, "a whole record"
-            record = Record.FromString(content[at + 7 : (at := at + 7 + size)])
+        for message in leveldb_records(file.read_bytes()):
+            record = Record.FromString(message)
             if record.HasField("run"):
                 runs.append(record.run)
             elif record.HasField("history"):
                 items = record.history.item
                 rows.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
+            elif record.HasField("metric"):
+                axes[record.metric.glob_name or record.metric.name] = record.metric.step_metric
     assert len({run.run_id for run in runs}) == 1
     assert {run.project for run in runs} == {"titanite"}
     config = {item.key: json.loads(item.value_json) for item in runs[0].config.update}
     assert config["optimizer"]["lr"] == 3e-4
-    assert [(row["_step"], row["train/loss"], row["valid/loss"]) for row in rows] == [(1, 1.5, 3.25), (2, 2.5, 3.25)]
+    losses = [(row["step"], row["train/loss"]) for row in rows if "train/loss" in row]
+    assert losses == [(1, 1.5), (2, 2.5), (2, 2.5), (3, 3.5), (4, 4.5)]
+    assert [row["step"] for row in rows if row.get("valid/loss") == 3.25] == [1, 2, 2, 3, 4]
+    assert axes["*"] == "step"
+
+
+def test_a_copy_of_a_folder_reports_as_a_run_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the original goes on as before; so does a folder that was moved, or is used by another machine."""
+    first = tmp_path / "first"
+    first.mkdir()
+    name = wandb_id(first)
+    shutil.copytree(first, tmp_path / "copy")
+    of_copy = wandb_id(tmp_path / "copy")
+    assert of_copy != name
+    assert (wandb_id(first), wandb_id(tmp_path / "copy")) == (name, of_copy)
+    moved = first.rename(tmp_path / "moved")
+    assert wandb_id(moved) == name
+    shutil.copytree(moved, tmp_path / "elsewhere")
+    with monkeypatch.context() as another:
+        another.setattr("socket.gethostname", lambda: "another")
+        assert wandb_id(moved) == name
+        moved.rename(tmp_path / "far")  # the folder that `elsewhere` names is not on this machine
+        assert wandb_id(tmp_path / "elsewhere") != name
 
 
 @pytest.mark.parametrize(

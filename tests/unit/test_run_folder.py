@@ -1,5 +1,6 @@
 """The folder of a run: its name, its locks and its records of starts."""
 
+import shutil
 import socket
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from checkpoint.owner import new_start
 from config import Config, ConfigError, Run, TitaniteError, Training, load_config
 from records import read_records
 from run.folder import (
@@ -31,8 +33,12 @@ def refuse(folder: Path) -> None:
     raise ConfigError(f"not {folder}")
 
 
-def start(config: Config, job: str = "", identity: dict[str, Any] | None = None, check: Any = lambda _: None) -> Path:
+def start(config: Config, job: str = "", identity: dict[str, Any] | None = None, check: Any = lambda _: []) -> Path:
     return start_run(config, identity or {}, LaunchEnvironment(0, 0, 2, job), check, lambda folder: None)[0]
+
+
+def record(folder: Path, config: Config, identity: dict[str, Any], world_size: int, job: str = "") -> Any:
+    return record_start(folder, config, identity, world_size, new_start(folder, job))
 
 
 def end(folder: Path, kind: str) -> None:
@@ -66,7 +72,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
 
 def test_another_models_run_is_not_resumed(tmp_path: Path) -> None:
     config = Config(run=Run(folder=str(tmp_path)))
-    record_start(tmp_path, config, {"dim": 4, "n_layers": 2}, world_size=1)
+    record(tmp_path, config, {"dim": 4, "n_layers": 2}, world_size=1)
     check_run_folder(config, {"dim": 4, "n_layers": 2, "a_field_added_since": False})
     with pytest.raises(ConfigError, match="another model: n_layers is 2 there and 3 here"):
         check_run_folder(config, {"dim": 4, "n_layers": 3})
@@ -75,12 +81,12 @@ def test_another_models_run_is_not_resumed(tmp_path: Path) -> None:
 
 
 def test_starts_are_recorded_with_what_changed(tmp_path: Path) -> None:
-    assert record_start(tmp_path, Config(), {"dim": 4}, world_size=2) == {}
-    changed = record_start(tmp_path, Config(training=Training(steps=9)), {"dim": 4}, world_size=4)
+    assert record(tmp_path, Config(), {"dim": 4}, world_size=2) == {}
+    changed = record(tmp_path, Config(training=Training(steps=9)), {"dim": 4}, world_size=4)
     assert changed == {"training.steps": (Training().steps, 9)}
     assert load_config([f"--config={tmp_path / 'config.toml'}"]) == Config(), "the checkpoint may refuse what changed"
     record_config(tmp_path, Config(training=Training(steps=9)))
-    assert record_start(tmp_path, Config(training=Training(steps=9)), {"dim": 4}, world_size=4) == {}
+    assert record(tmp_path, Config(training=Training(steps=9)), {"dim": 4}, world_size=4) == {}
     starts = starts_of(tmp_path)
     assert [start["world_size"] for start in starts] == [2, 4, 4]
     assert starts[0]["packages"]["torch"] == torch.__version__
@@ -100,7 +106,7 @@ def test_code_that_changed_between_two_starts_is_kept_and_named(
     for words in (["init", "-q"], ["add", "model.py", ".gitignore"], ["commit", "-qm", "first"]):
         subprocess.run([*git, *words], check=True)
     monkeypatch.setattr("records.CODE", code)
-    assert record_start(run, Config(), {}, 1) == record_start(run, Config(), {}, 1) == {}
+    assert record(run, Config(), {}, 1) == record(run, Config(), {}, 1) == {}
     assert not list(run.glob("*.patch"))
 
     new = {"model.py": "dim = 8\n", "läuft neu.py": "x = 1", "big.txt": "x" * 2**20, "sub/deep.py": "y = 2\n"}
@@ -108,7 +114,7 @@ def test_code_that_changed_between_two_starts_is_kept_and_named(
     (code / "sub").mkdir()
     for name, text in (new | left_out).items():
         (code / name).write_text(text)
-    changed = record_start(run, Config(), {}, 1)
+    changed = record(run, Config(), {}, 1)
     (patch,) = run.glob("*.patch")
     commit = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
     names = "big.txt, läuft neu.py, model.py, sub/deep.py"
@@ -119,16 +125,16 @@ def test_code_that_changed_between_two_starts_is_kept_and_named(
         str(file.relative_to(again)): file for file in again.rglob("*") if file.is_file() and ".git" not in file.parts
     }
     assert {name: file.read_text() for name, file in made.items()} == {".gitignore": "*.log\n", **new}
-    assert record_start(run, Config(), {}, 1) == {}
+    assert record(run, Config(), {}, 1) == {}
     (code / "model.py").write_text("dim = 16\n")
-    assert record_start(run, Config(), {}, 1)["code"][1].endswith(".patch, model.py")
+    assert record(run, Config(), {}, 1)["code"][1].endswith(".patch, model.py")
     assert [start["patch"] for start in starts_of(run)][:4] == ["", "", patch.name, patch.name]
 
 
 def test_a_line_cut_by_a_kill_spoils_no_later_one(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     for _ in range(3):
-        record_start(tmp_path / "run", Config(), {}, world_size=2, job="job 1")
+        record(tmp_path / "run", Config(), {}, world_size=2, job="job 1")
         file = tmp_path / "run" / STARTS
         file.write_text(file.read_text() + '{"time": "cut')
     assert [start["world_size"] for start in starts_of(tmp_path / "run")] == [2, 2, 2]
@@ -187,11 +193,36 @@ def test_restarts_of_a_job_share_a_folder(tmp_path: Path) -> None:
     assert starts_of(first)[1]["after"]["cause"] == "it lost"
 
 
+def test_a_restart_goes_on_in_the_original_not_in_a_copy(tmp_path: Path) -> None:
+    """Whose records name the same job, whichever folder is found first."""
+    config = Config(run=Run(outputs=str(tmp_path)))
+    folder = start(config, "job 1")
+    for name in ("a copy", "z copy"):
+        shutil.copytree(folder, tmp_path / name)
+    assert start(config, "job 1") == folder
+    moved = folder.rename(tmp_path / "moved")
+    for name in ("a copy", "z copy"):
+        shutil.rmtree(tmp_path / name)
+    assert start(config, "job 1") == moved
+
+
+def test_the_end_of_a_start_that_was_taken_for_lost_is_not_recorded(tmp_path: Path) -> None:
+    """How the later one ends counts, for schedulers too."""
+    config = Config(run=Run(folder=str(tmp_path)))
+    ids = []
+    for _ in range(2):
+        record(tmp_path, config, {}, 1)
+        ids.append(starts_of(tmp_path)[-1]["id"])
+    assert not record_exit(tmp_path, {"kind": "error"}, ids[0])
+    assert not (tmp_path / "exit.json").exists()
+    assert record_exit(tmp_path, {"kind": "finished"}, ids[1])
+
+
 def test_restarts_without_progress_are_refused(tmp_path: Path) -> None:
     config = Config(run=Run(folder=str(tmp_path)))
 
     def start_and_end(job: str, kind: str) -> None:
-        record_start(tmp_path, config, {}, 2, job)
+        record(tmp_path, config, {}, 2, job)
         end(tmp_path, kind)
 
     for kind in ("lost", "lost", "lost", "lost"):
@@ -199,7 +230,7 @@ def test_restarts_without_progress_are_refused(tmp_path: Path) -> None:
     (tmp_path / PROGRESS).touch()  # it has saved a checkpoint
     for kind in ("lost", "stopped", "lost", "rolled back", "finished", "lost"):
         start_and_end("job 1", kind)
-    record_start(tmp_path, config, {}, 2, "job 1")  # killed: nobody says why
+    record(tmp_path, config, {}, 2, "job 1")  # killed: nobody says why
     with pytest.raises(ConfigError, match=r"starts of this job in a row .*: 4, .* the last one: unknown, it was"):
-        record_start(tmp_path, config, {}, 2, "job 1")
+        record(tmp_path, config, {}, 2, "job 1")
     start_and_end("job 2", "lost")  # a person's, who has mended it

@@ -4,6 +4,7 @@ import json
 import os
 import runpy
 import shutil
+import socket
 import subprocess
 import sys
 from functools import partial
@@ -156,6 +157,21 @@ def test_exit_json_decides_whether_a_node_asks_for_another_start(
     node = str(ROOT / "launch" / "node.sh")
     assert run(tmp_path, node, "run", "--nnodes=2", "train.py", "--training.steps=9") == (code, "")
     assert log_of(tmp_path)[0].endswith("--nnodes=2 train.py --training.steps=9 --run.folder=run")
+
+
+@pytest.mark.parametrize("ended", [None, {"kind": "lost", "start_again": True}, {"kind": "finished"}])
+def test_a_node_whose_start_another_has_superseded_asks_for_no_other(
+    tmp_path: Path, ended: dict[str, object] | None
+) -> None:
+    """Whatever the other start, in the same folder, has written since. A mark of an earlier start does not count."""
+    (tmp_path / "run").mkdir()
+    mark = tmp_path / "run" / f".superseded.{socket.gethostname()}"
+    for supersedes, code in ((True, 100), (False, 75)):
+        written = json.dumps(ended if supersedes else {"kind": "lost", "start_again": True})
+        python = f"#!/bin/sh\necho $$ > run/.started\n{f'touch {mark}' * supersedes}\n"
+        python += f"echo '{written}' > run/exit.json\n" * (ended is not None) + "exit 1\n"
+        write_program(tmp_path / ".venv" / "bin" / "python", python)
+        assert run(tmp_path, str(ROOT / "launch" / "node.sh"), "run", "train.py") == (code, "")
 
 
 def test_a_node_passes_a_request_to_stop_on_and_waits(tmp_path: Path) -> None:
