@@ -187,6 +187,9 @@ class Batches:
             own = [None if x is None else x[first : first + size] for x in whole_batch]
             yield Batch._make(own)
 
+    def settle(self, config: Config) -> Config:
+        return config
+
     def next_step(self) -> list[Batch]:
         self.step += 1
         self.clock[0] += WAIT_SECONDS + self.step

@@ -164,7 +164,8 @@ def dry_run(case: Case, point: Point) -> DryRun:
 
         tokens = config.training.global_batch_size * config.training.seq_len
         words = min(config.model.vocab_size or DEFAULT_VOCAB_SIZE, DEFAULT_VOCAB_SIZE)
-        return mock.Mock(next_step=next_step, vocab_size=words, tokens_per_step=tokens, tokens_seen=0, wait_seconds=0.0)
+        figures = {"vocab_size": words, "tokens_per_step": tokens, "tokens_seen": 0, "wait_seconds": 0.0}
+        return mock.Mock(next_step=next_step, settle=lambda config: config, **figures)
 
     init_weights, build_loss, attention = train.init_weights, train.build_loss, F.scaled_dot_product_attention
     # DTensor propagates global shapes by fake tensors that no rank holds: not to be counted.
