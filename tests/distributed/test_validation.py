@@ -135,6 +135,8 @@ def test_a_checkpoint_that_names_no_length_is_measured_at_a_given_one(
     (place / "model.json").write_text(json.dumps({"name": "llama", **dataclasses.asdict(flavor)}))
     with pytest.raises(ConfigError, match=r"set: no run says how long .* --seq-len"):
         validate([str(place), "--tokenizer", str(folder), "--datasets", str(folder)])
+    with pytest.raises(ConfigError, match=r"stock: no run says which datasets to measure; name them with --datasets"):
+        validate([str(place), "--tokenizer", str(folder)])
     assert not capsys.readouterr().out
     words = ["--datasets", str(folder), f"--seq-len={SEQ_LEN}", "--max-samples=0"]
     validate([str(place), "--tokenizer", str(folder), *words])

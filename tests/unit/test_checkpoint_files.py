@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.testing._internal.two_tensor import TwoTensor
 
 import storage
 from checkpoint import CheckpointError, files
@@ -24,6 +25,7 @@ from checkpoint.files import plan_save, read_state, resolver, write_items
 from checkpoint.manifest import commit, encode_manifest, open_checkpoint, read_manifest, unpickle_metadata
 from checkpoint.ranks import Ranks
 from checkpoint.retention import committed
+from checkpoint.state import model_tensors
 from config import Checkpoint, Config
 from storage import DamagedError, LocalStore, StoreError, open_store
 from tests.distributed.checkpoint_runs import IDENTITY, Run, Tower, flip_bit, load_model
@@ -261,6 +263,9 @@ def test_payload_in_the_index_never_runs(tmp_path, run):
     assert not marker.exists()
     with pytest.raises(DamagedError, match=r"refused, .* to this\.float32, "):  # a name of torch's, elsewhere
         unpickle_metadata(b"cthis\nfloat32\n.")
+    for pickled, error in ((b"cut", "UnpicklingError"), (pickle.dumps([]), "AssertionError")):
+        with pytest.raises(DamagedError, match=rf"\.metadata: not a readable index: {error}"):
+            unpickle_metadata(pickled)
 
 
 def test_an_item_that_was_planned_and_not_written_is_no_checkpoint(tmp_path):
@@ -393,6 +398,14 @@ def test_values_come_back_wherever_they_lie_in_a_file(tmp_path, dtype):
     read_state(opened, {"model": {"none": read["none"]}})  # as on a rank that has no part of what is loaded
     read_state(opened, {"model": read})
     assert_same(read, values)
+
+
+def test_a_weight_of_two_tensors_is_refused(tmp_path):
+    """It would come back as one of them."""
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(TwoTensor(torch.ones(2), torch.ones(2)))
+    with pytest.raises(CheckpointError, match="weight is a TwoTensor of 2 tensors: it cannot be saved"):
+        model_tensors([model])
 
 
 def written_alone(store, values):

@@ -208,6 +208,7 @@ SMALL_STATE = "--optimizer.state_dtype=bfloat16"
 REFUSED = [  # words, ranks, what is said: each would otherwise train wrongly, fail late or be ignored
     ([PP, "--model.flavor=1B"], 2, "one weight as embedding and output"),
     ([PP, IN_CHUNKS], 2, "needs parallelism.tp = 1 and pp = 1"),
+    ([PP, "--training.z_loss=1e-4"], 2, "parallelism.pp = 2: the loss has z_loss, which needs pp = 1"),
     (
         ["--float8.enable", "--float8.skip=[]", IN_CHUNKS, "--training.seq_len=20"],
         1,
@@ -226,6 +227,8 @@ REFUSED = [  # words, ranks, what is said: each would otherwise train wrongly, f
     (['--optimizer.groups=[{pattern="norms", lr=0.1}]'], 1, "'norms' matches no weight"),
     (["--metrics.hook=nowhere:log"], 1, "metrics.hook = 'nowhere:log': must be of the form package.module:function"),
     (["--profiling.trace", "--training.steps=9"], 1, "profiling.trace_start = 10: exceeds training.steps = 9"),
+    (["--profiling.memory_snapshot"], 1, "memory_snapshot = true: needs CUDA"),
+    (["--optimizer.name=muon", "--parallelism.cpu_offload"], 1, "cpu_offload = true: Muon's matrices are not sent"),
     (["--failures.replay_interval=5"], 1, "needs run.deterministic"),
     (["--failures.on_bad_step=rollback"], 1, "needs checkpoint.enable = true and a torchrun that starts it again"),
     (["--optimizer.beta2=0.99", SMALL_STATE], 1, "beta2 = 0.99: must be at most 0.98"),

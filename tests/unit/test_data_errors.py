@@ -13,9 +13,9 @@ from isal import isal_zlib
 
 from config import ConfigError, TitaniteError
 from data.files import Cache
-from data.loader import DataLoader
+from data.loader import DataLoader, validation_batches
 from data.shards import DataError, check_datasets, digest, open_dataset, seal
-from storage import StoreError
+from storage import DamagedError, StoreError
 from tests.corpus import data_config, stored_blocks, word_tokenizer, write_dataset
 from tests.harness import run_ranks
 
@@ -183,6 +183,21 @@ def test_a_bad_block_stops_the_run_and_is_named(folder, kind, prefetch_steps):
         with pytest.raises(DataError, match=rf"train-00001\.arrow: {message}"):
             loader.next_step()
     loader.close()
+
+
+def test_what_is_no_file_is_named(folder):
+    """As where a disk is away, it says nothing of the data."""
+    (folder / "train-00001.arrow").unlink()
+    (folder / "train-00001.arrow").mkdir()
+    with pytest.raises(StoreError, match=r"train-00001\.arrow: ") as caught:
+        open_dataset(str(folder)).splits["train"].read(9)
+    assert not isinstance(caught.value, DamagedError)
+
+
+def test_held_out_documents_without_a_pair_of_tokens_are_named(tmp_path):
+    bare = write_dataset(tmp_path / "bare", DOCUMENTS, validation=[[0]])
+    with pytest.raises(DataError, match=r"bare'\]: no held-out document has two tokens"):
+        next(validation_batches(data_config(bare, training__seq_len=8), 0, 1))
 
 
 def test_blocks_that_are_held_keep_no_file_open(folder):

@@ -14,6 +14,7 @@ import lm_eval
 from lm_eval.tasks import TaskManager
 from transformers import AutoTokenizer
 
+from config import TitaniteError
 from tests.unit.test_generate import imported  # noqa: F401
 from tools.evaluate import TASKS, main
 
@@ -80,6 +81,12 @@ def test_scores_of_a_run_are_those_of_the_model_it_was_imported_from(imported: P
         score = results["results"][task][f"{metric},none"]
         assert score == pytest.approx(expected["results"][task][f"{metric},none"], rel=1e-5)
     assert main([str(imported), "--no_such_option"]) == 2
+
+
+def test_without_the_harness_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tools.evaluate.find_spec", {}.get)
+    with pytest.raises(TitaniteError, match="evaluation needs: pip install"):
+        main(["nowhere"])
 
 
 def test_a_question_is_asked_by_the_chat_template_of_the_model(imported: Path, tasks: Path) -> None:  # noqa: F811

@@ -374,12 +374,18 @@ def test_a_copy_of_a_folder_reports_as_a_run_of_its_own(tmp_path: Path, monkeypa
         assert wandb_id(tmp_path / "elsewhere") != name
 
 
+# The second of two nodes of one rank, whose store torchrun keeps over restarts.
+KEPT = LaunchEnvironment(1, 0, 2, address=("127.0.0.1", 1), store_of_torchrun=True)
+
+
 @pytest.mark.parametrize(
     ("environment", "variables", "said"),
     [
         (LaunchEnvironment(4, 4, 8), {}, "a cuda device of its own, but local rank 4 sees 4; see torchrun's --nproc"),
         (LaunchEnvironment(0, 0, 2), {}, "WORLD_SIZE = 2: needs MASTER_ADDR and MASTER_PORT"),
         (LaunchEnvironment(0, 0, 1), {"SLURM_STEP_NUM_TASKS": "8"}, "= 8: srun has started that many processes"),
+        (KEPT._replace(max_restarts=1), {}, "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun on all of them"),
+        (KEPT, {}, r"rank 1 found cuda on .*, rank 0 cpu on another: is a GPU or its driver gone\?"),
     ],
 )
 def test_ranks_that_cannot_train_together_say_why(
@@ -389,6 +395,9 @@ def test_ranks_that_cannot_train_together_say_why(
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
     monkeypatch.setattr(dist, "get_default_backend_for_device", lambda kind: "nccl")
+    store = dist.HashStore()
+    store.set("start/0/1/device of rank 0", "cpu on another")
+    monkeypatch.setattr(dist, "TCPStore", mock.Mock(return_value=store))
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=said):
