@@ -32,10 +32,14 @@ def test_resumed_bit_for_bit(
     assert losses(small, tmp_path, (*FLOAT8, f"--float8.precompute_scale={precompute_scale}")) == straight
 
 
-def test_from_bf16_to_float8_and_back(straight: list[float], small: tuple[str, ...], tmp_path: Path) -> None:
+def test_from_bf16_to_float8_and_back(
+    straight: list[float], small: tuple[str, ...], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     plain = losses(small, tmp_path / "plain", BF16)
+    assert "float8: " not in capfd.readouterr().err
     for name, before, after in (("to float8", BF16, FLOAT8), ("to bf16", FLOAT8, BF16)):
         losses(small, tmp_path / name, before, 2)
+        assert ("float8: 14 linear layers" in capfd.readouterr().err) == (before == FLOAT8)
         first, second = (plain, straight) if before == BF16 else (straight, plain)
         mixed = losses(small, tmp_path / name, after)
         assert mixed[:2] == first[:2]

@@ -1,21 +1,37 @@
 """What the loop of train.py does beside training: its clocks, its checks before a save, background saves, its end."""
 
 import concurrent.futures
+import gc
+import resource
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
+import torch
 
 import train as loop
 from checkpoint.manager import CheckpointManager
 from config import TitaniteError, load_config
 from data.loader import DataLoader
 from optim import clip_grad_norm_
+from run.watchdog import Watchdog
 from storage import StoreError
-from tests.runs import column, how_it_ended, launch, read, rows, saved_steps, validated
+from tests.runs import (
+    STEPS,
+    column,
+    final_weights,
+    flat,
+    how_it_ended,
+    launch,
+    read,
+    rows,
+    run,
+    saved_steps,
+    validated,
+)
 from train import train
 
 # ---------------------------------------------------------------- clocks
@@ -119,25 +135,90 @@ def test_an_upload_that_fails_ends_the_run_at_once(
     assert (how_it_ended(tmp_path / "run")["step"], saved_steps(tmp_path / "run")) == (last, [last])
 
 
-# ---------------------------------------------------------------- the end
+# ---------------------------------------------------------------- where a rank says it is
 
 
-def train_and_look(arguments: list[str]) -> list[str]:
-    """The threads that are left of a run."""
-    before = set(threading.enumerate())
-    train(load_config(arguments))
-    return [thread.name for thread in set(threading.enumerate()) - before]
+def train_and_tell(arguments: list[str], stop_after: int = 0) -> tuple[set[str], set[str]]:
+    """The sections that this rank has entered, and those in which it said that something moves."""
+    entered, moved, section, alive = set[str](), set[str](), Watchdog.section, Watchdog.alive
+
+    def enter(watchdog: Watchdog, name: str, *part: str) -> Any:
+        entered.add(name)
+        return section(watchdog, name, *part)
+
+    def move(watchdog: Watchdog) -> None:
+        moved.add(watchdog.current)
+        alive(watchdog)
+
+    with mock.patch.object(Watchdog, "section", enter), mock.patch.object(Watchdog, "alive", move):
+        run(arguments, stop_after)
+    return entered, moved
 
 
-def test_a_run_closes_what_it_has_opened(
+def test_a_rank_says_where_it_is_and_what_moves(small: tuple[str, ...], tmp_path: Path) -> None:
+    words = [*small, "--validation.interval=3", "--validation.sample_tokens=2", "--validation.sample_prompt=ba"]
+    ((entered, moved),) = launch(1, tmp_path, words, 6, function=train_and_tell)
+    sections = {"load", "data", "forward/backward", "optimizer", "checkpoint", "validation", "sample", "start"}
+    assert sections <= entered
+    assert {"start", "checkpoint", "validation", "sample"} <= moved, "initial weights at the start"
+    ((_, moved),) = launch(1, tmp_path, words, function=train_and_tell)
+    assert "load" in moved
+
+
+# ---------------------------------------------------------------- the process, and its end
+
+
+class Looked(NamedTuple):
+    """What a process saw of a run in itself."""
+
+    collected: list[int]  # steps in which garbage was
+    waiting: set[int]  # steps after which a timer still ran
+    threads: list[str]  # that are left
+    may_open: bool  # as many files as there may be
+    seed: int
+    deterministic: bool
+
+
+def train_and_look(arguments: list[str]) -> Looked:
+    before, collected, waiting, step = set(threading.enumerate()), list[int](), set[int](), 1
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, most))
+
+    def note(phase: str, _: Any) -> None:
+        if phase == "start" and not gc.isenabled():  # the loop collects by itself
+            collected.append(step)
+
+    def after_step(ended: int) -> None:
+        nonlocal step
+        step = ended + 1
+        timers = (thread for thread in threading.enumerate() if isinstance(thread, threading.Timer))
+        if not all(timer.finished.is_set() for timer in timers):
+            waiting.add(ended)
+
+    gc.callbacks.append(note)
+    with mock.patch("run.run.GC_INTERVAL_STEPS", 5):
+        train(load_config(arguments), after_step)
+    left = [thread.name for thread in set(threading.enumerate()) - before]
+    may_open = resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most)
+    return Looked(
+        collected, waiting, left, may_open, torch.initial_seed(), torch.are_deterministic_algorithms_enabled()
+    )
+
+
+def test_a_run_says_what_it_trains_and_closes_what_it_has_opened(
     small: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     tracker = f"def log(row): pass\ndef close(): open({str(tmp_path / 'closed')!r}, 'w')\n"
     (tmp_path / "closing_tracker.py").write_text(tracker)
     monkeypatch.syspath_prepend(tmp_path)
-    words = [*small, "--metrics.hook=closing_tracker:log"]
-    (left,) = launch(1, tmp_path / "run", words, function=train_and_look)
+    words = [*small, "--metrics.hook=closing_tracker:log", "--run.seed=7", "--run.deterministic"]
+    (looked,) = launch(1, tmp_path / "run", words, function=train_and_look)
+    assert looked.collected == [1, 5, 10]
+    assert (looked.waiting, looked.may_open, looked.seed, looked.deterministic) == (set(), True, 7, True)
+    assert not [name for name in looked.threads if name.startswith(("reader", "prefetch"))]
     assert (tmp_path / "closed").exists()
-    assert not [name for name in left if name.startswith(("reader", "prefetch"))]
     said, last = capfd.readouterr().err, read(tmp_path / "run", "metrics.jsonl")[-1]
+    numbers = sum(weight.numel() for weight in flat(final_weights(tmp_path / "run", tmp_path)["model"]).values())
+    assert f" model llama tiny: {numbers:,} parameters, in float32\n" in said
+    assert f" tokens; {STEPS} steps of 256 read them " in said
     assert f"  validation loss {last['validation_loss']:.4f}  bits per byte {last['bits_per_byte']:.4f}  " in said
