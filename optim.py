@@ -50,7 +50,7 @@ def check_optim(config: Config, run_folder: Path | None = None) -> None:
 
 def _check_decays(optimizer: settings.Optimizer) -> None:
     """Refuse running means that would hardly move in bfloat16, of any group. Raises ConfigError."""
-    decays = {}
+    decays: dict[str, float] = {}
     for group in (*optimizer.groups, ParameterGroup()):  # the last one is for weights that no other pattern matches
         own = f"optimizer.groups: betas of {group.pattern!r}"
         decays |= {f"{own}[{i}]": beta for i, beta in enumerate(group.betas)}
