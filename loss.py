@@ -86,7 +86,8 @@ def stack_terms(logits_BSV: Tensor, labels_BS: Tensor, z_loss: float) -> Tensor:
 def count_trained(labels: Iterable[Tensor], dims: ParallelDims, device: torch.device) -> Tensor:
     """Tokens with a label in a step, over all ranks that make an update together. Collective.
 
-    At least 1: if all tokens are masked, the loss is 0 instead of 0 / 0.
+    At least 1: if no token is trained, the loss and all gradients are 0 instead of 0 / 0. The update is then as for any
+    gradient of 0: running means and weight decay go on. To leave it out the host would have to wait in every step.
     """
     island = dims.island(dist.get_rank())
     tokens = torch.zeros(dims.islands, dtype=torch.int64, device=device)

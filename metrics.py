@@ -274,7 +274,8 @@ class MetricsLogger:
                 advice = "resume from the last checkpoint, with a lower optimizer.lr or another run.seed"
                 said = f"step {step}: loss {loss}, gradient norm {grad_norm}: not finite, so nothing of it is saved"
                 raise TitaniteError(f"{said}; {advice}", agreed=True)
-            self.losses.append((loss, *terms))
+            if loss or grad_norm:  # otherwise no token of the step was trained
+                self.losses.append((loss, *terms))
             self.grad_norm = grad_norm
         self.waiting.clear()
 
@@ -282,7 +283,7 @@ class MetricsLogger:
         """Write a row and a log line, with the rates of this interval, and begin the next.
 
         The loss is the mean of the steps trained since the last row, whatever came between; gradient norm and rate are
-        those of the last. Nothing is written if all of the interval's steps were left out.
+        those of the last. Nothing is written if all of the interval's steps were left out or had no trained token.
         """
         self.check_finite()
         if not (self.interval_steps and self.losses):

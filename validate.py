@@ -50,8 +50,8 @@ def validation_sets(config: Config) -> dict[str, Config]:
 def validate_all(run: Run, parts: list[nn.Module], compute: Step, step: int) -> dict[str, float]:
     """`validation_loss` in nats per token and, if the tokenizer keeps all bytes, `bits_per_byte` of text after `step`.
 
-    The names of further held-out sets follow after a slash. {} without validation, and if the run is to stop before
-    the end. Collective. The ends of documents have a loss, but no bytes.
+    The names of further held-out sets follow after a slash. A set without a trained token has no figures. {} without
+    validation, and if the run is to stop before the end. Collective. The ends of documents have a loss, but no bytes.
     """
     if not run.config.validation.enable:
         return {}
@@ -67,8 +67,12 @@ def validate_all(run: Run, parts: list[nn.Module], compute: Step, step: int) -> 
                     return {}
                 tokens, labels, positions = batch.to(run.device)
                 total[0] += compute.forward(tokens, labels, positions).reshape(-1)[0] / dims.tp  # the cross-entropy
-                total[1:] += _count(labels, lengths) / dims.copies
+                total[1:] += _count(labels, lengths)
         dist.all_reduce(total)
+        total[1:] /= dims.copies
+        if not total[1]:
+            logger.info(f"step {step}: not validated: {_no_label(held_out)}")
+            continue
         figures |= {f"{key}/{name}".rstrip("/"): value for key, value in _mean_figures(*total.tolist()).items()}
     return figures
 
@@ -77,6 +81,10 @@ def _count(labels: Tensor, byte_lengths: Tensor) -> Tensor:
     """[tokens, bytes of their text] of the labels that are not IGNORED."""
     counted = labels != IGNORED
     return torch.stack((counted.sum(), (byte_lengths[labels.clamp(min=0)] * counted).sum()))
+
+
+def _no_label(held_out: Config) -> str:
+    return f"no held-out token of {', '.join(held_out.data.datasets)} is one to train on, as answers are"
 
 
 def _mean_figures(nats: float, tokens: float, n_bytes: float) -> dict[str, float]:
@@ -139,6 +147,8 @@ def sample_text(
 def measure(trained: Trained, config: Config) -> tuple[float, int, int]:
     """(summed loss in nats, tokens, their bytes) of a trained model on the held-out documents of `config.data`.
 
+    Summed in float64: float32 would lose digits of a long set.
+
     Raises DataError for data that was made with another tokenizer than the model's.
     """
     for url in config.data.datasets:
@@ -198,7 +208,10 @@ def main(argv: list[str]) -> None:
     config = replace(config, validation=replace(config.validation, datasets=tuple(datasets)))
     sets = {name: as_packed(own, arguments.seq_len, recorded) for name, own in validation_sets(config).items()}
     for name, held_out in sets.items():
-        figures = _mean_figures(*(counts := measure(trained, held_out)))
+        counts = measure(trained, held_out)
+        if not counts[1]:
+            raise DataError(_no_label(held_out))
+        figures = _mean_figures(*counts)
         loss, bits = figures["validation_loss"], figures.get("bits_per_byte")
         line = f"{name}  loss {loss:.4f}  perplexity {math.exp(loss):.3f}  {counts[1]:,} tokens"
         print(line + (f"  {bits:.4f} bits per byte" if bits else ""), flush=True)

@@ -88,7 +88,11 @@ class ParallelDims:
         return rank // (self.cp * self.tp) % self.dp
 
     def island(self, rank: int) -> int:
-        """The island of a rank; 0 if there is only one."""
+        """The island of a rank; 0 if there is only one.
+
+        Islands are blocks of data-parallel ranks, as `dp_replicate` is outside `dp_shard`. Dealt in turn, they would
+        count other ranks' tokens than those whose gradients `fsdp` sums.
+        """
         return self.dp_rank(rank) * self.islands // self.dp
 
     def is_first_copy(self, rank: int) -> bool:

@@ -96,7 +96,8 @@ class BadSteps:
                 limit = fmean(before) + sigmas * stdev(before)
                 if found > limit:
                     return f"{what} {found:.4f} is above {limit:.4f}, {sigmas:g} deviations above the mean before"
-        self.recent.append((value, norm))
+        if norm:  # otherwise nothing of the step was trained
+            self.recent.append((value, norm))
         return ""
 
     def leave_out(self, first: int, last: int, cause: str) -> None:

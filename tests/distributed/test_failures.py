@@ -173,35 +173,37 @@ def test_the_budget_ends_the_run_on_all_ranks(small: tuple[str, ...], tmp_path: 
     assert [record["last"] for record in read(tmp_path, "skipped.jsonl")] == [3, 6]
 
 
-def judge_losses(folder: Path) -> list[str]:
-    bad_steps = BadSteps(Failures(on_bad_step="skip", spike_factor=1.5), folder, 0, True, lambda: None)
-    losses = [2.0, 3.1] + [2.0] * (SPIKE_WINDOW - 3) + [2.9, 3.1, 2.9, 3.1]
-    return [bad_steps.judge(torch.tensor(loss), torch.tensor(1.0)) for loss in losses]
+def judge_all(folder: Path, failures: Failures, pairs: list[tuple[float, float]]) -> list[str]:
+    """The verdict on each loss with its gradient norm."""
+    guard = BadSteps(failures, folder, 0, True, lambda: None)
+    return [guard.judge(torch.tensor(loss), torch.tensor(norm)) for loss, norm in pairs]
 
 
-def test_spikes_are_measured_by_the_steps_before(tmp_path: Path) -> None:
-    (verdicts,) = run_ranks(1, judge_losses, tmp_path)
-    assert [bool(verdict) for verdict in verdicts[-4:]] == [False, True, False, True]
-    assert not any(verdicts[:-4])
+def test_spikes_are_measured_by_the_good_steps_before(tmp_path: Path) -> None:
+    """By the median of the last 32: neither by fewer, nor by older ones, nor by spikes."""
+    assert SPIKE_WINDOW == 32
+    first = [9.0, *[4.0] * 30, 6.1]
+    losses = [*first, 6.1, 5.9, *[4.0] * 40, *[2.0] * 32, *[3.1] * 20, 2.9, 3.1]
+    spikes = [32, *range(106, 126), 127]
+    failures = Failures(on_bad_step="skip", spike_factor=1.5)
+    (verdicts,) = run_ranks(1, judge_all, tmp_path, failures, [(loss, 1.0) for loss in losses])
+    assert [i for i, verdict in enumerate(verdicts) if verdict] == spikes
     assert verdicts[-1].startswith("loss 3.1000 is above 3.0000")
 
 
-def judge_deviations(folder: Path) -> list[str]:
-    """The mean of the losses before is 2, their deviation 0.1 x sqrt(128 / 127); the norms are twice as large."""
-    bad_steps = BadSteps(Failures(on_bad_step="skip", spike_sigmas=6), folder, 0, True, lambda: None)
-    usual = [1.9, 2.1] * (SIGMA_WINDOW // 2)
-    pairs = [(9.0, 1.0)] + [(loss, 2 * loss) for loss in usual] + [(2.61, 4.0), (2.59, 4.0), (2.0, 5.3)]
-    return [bad_steps.judge(torch.tensor(loss), torch.tensor(norm)) for loss, norm in pairs]
-
-
 def test_spikes_are_measured_by_deviations(tmp_path: Path) -> None:
-    (verdicts,) = run_ranks(1, judge_deviations, tmp_path)
+    """Of 128 good steps: their losses' mean is 2, the deviation of a sample of them 0.1004; the norms' are twice that.
+
+    Among fewer, 9 would be a spike. A step of which nothing was trained is none of them.
+    """
+    assert SIGMA_WINDOW == 128
+    usual = [1.9, 2.1] * 64
+    pairs = [(loss, 2 * loss) for loss in (*usual[:100], 9.0, *usual)]
+    pairs += [(0.0, 0.0), (2.604, 4.0), (2.0, 5.21), (2.601, 4.0)]
+    (verdicts,) = run_ranks(1, judge_all, tmp_path, Failures(on_bad_step="skip", spike_sigmas=6), pairs)
     assert not any(verdicts[:-3])
-    assert [verdict.partition(" is above")[0] for verdict in verdicts[-3:]] == [
-        "loss 2.6100",
-        "",
-        "gradient norm 5.3000",
-    ]
+    kinds = [verdict.partition(" is above")[0] for verdict in verdicts[-3:]]
+    assert kinds == ["loss 2.6040", "gradient norm 5.2100", ""]
 
 
 # ---------------------------------------------------------------- replay

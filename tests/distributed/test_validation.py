@@ -2,28 +2,37 @@
 
 import dataclasses
 import json
+import math
 import random
+from collections.abc import Iterator
+from itertools import repeat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 
 from config import Config, ConfigError, Data, Model, TitaniteError, Training, load_config
-from data.loader import IGNORED, validation_batches
+from data.loader import IGNORED, Batch, validation_batches
 from data.shards import open_dataset
+from loss import cross_entropy
 from models import build_model, find_model
 from models.init import init_weights
 from models.llama.model import FeedForward
+from parallel.mesh import ParallelDims
+from parallel.pipeline import Step
 from tests.corpus import stored_blocks, write_dataset
 from tests.harness import run_ranks
 from tests.unit.test_data_tuning import folder as tuning  # noqa: F401
 from train import train
 from trained import Trained, load_trained
-from validate import as_packed, measure
+from validate import as_packed, measure, validate_all
 from validate import main as validate
 
 SEQ_LEN = 16
@@ -97,6 +106,52 @@ def test_named_sets_are_measured_in_a_run_and_afterwards(tmp_path: Path, capsys:
         validate([str(run), "--datasets", str(other)])
     with pytest.raises(TitaniteError, match="other was made with another tokenizer"):
         train(load_config([*words[:1], f"--validation.datasets={other}", f"--training.seq_len={SEQ_LEN}"]))
+
+
+BYTES = (3, 4, 0, 1)  # of the text of each token
+LABELS = torch.arange(4).repeat(1, 1023).roll(-1, 1)[:, :4091]
+LABELS[:, ::7] = IGNORED
+COUNTED = [token for token in LABELS.flatten().tolist() if token != IGNORED]
+BATCHES = 2500  # so many that a sum in float32 loses digits
+
+
+def held_out(labels: torch.Tensor, n: int) -> Iterator[Batch]:
+    return repeat(Batch(torch.zeros_like(labels), labels, None), n)
+
+
+def sums_of_a_long_set() -> list[dict[str, float]]:
+    """The figures of a long set and of one without labels, by two ranks of tp, of a model that deems all alike."""
+    logits = torch.zeros(*LABELS.shape, len(BYTES))
+    nats = cross_entropy(logits, LABELS)  # without training, each batch's is the same
+    run = mock.MagicMock(config=Config(), dims=ParallelDims(1, 1, tp=2), device=torch.device("cpu"))
+    run.environment.rank = dist.get_rank()
+    run.asked_to_stop.return_value = False
+    run.data.tokenizer.byte_lengths = np.array(BYTES)
+    run.watchdog.follow = lambda batches, *_: batches
+    found = []
+    for batches in (held_out(LABELS, BATCHES), held_out(torch.full_like(LABELS, IGNORED), 2)):
+        with mock.patch("validate.validation_batches", return_value=batches):
+            found.append(validate_all(run, [], Step(mock.Mock(), lambda *_: nats), 1))
+    return found
+
+
+def test_a_long_set_is_summed_in_float64_over_its_labels() -> None:
+    bits = 2 * len(COUNTED) / sum(BYTES[token] for token in COUNTED)  # of four tokens alike
+    for figures, without_labels in run_ranks(2, sums_of_a_long_set):
+        assert figures == pytest.approx({"validation_loss": math.log(4), "bits_per_byte": bits}, rel=1e-6)
+        assert without_labels == {}
+    tokenizer: Any = SimpleNamespace(byte_lengths=np.array(BYTES), fingerprint="one")
+    model: Any = lambda tokens, positions: torch.zeros(*tokens.shape, len(BYTES))  # noqa: E731
+    trained = Trained(model, tokenizer, {}, "", torch.device("cpu"))
+    nats = cross_entropy(model(LABELS, None), LABELS)
+    with (
+        mock.patch("validate.open_dataset", return_value=SimpleNamespace(tokenizer_fingerprint="one")),
+        mock.patch("validate.validation_batches", return_value=held_out(LABELS, BATCHES)),
+        mock.patch("validate.cross_entropy", return_value=nats),
+    ):
+        summed, tokens, n_bytes = measure(trained, Config(data=Data(datasets=("one",))))
+    assert (tokens, n_bytes) == (BATCHES * len(COUNTED), BATCHES * sum(BYTES[token] for token in COUNTED))
+    assert summed == pytest.approx(tokens * math.log(4), rel=1e-6)
 
 
 def test_training_sets_of_one_name_are_measured_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

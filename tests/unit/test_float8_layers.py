@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
 from config import Compile, Float8
@@ -76,6 +77,19 @@ def check_block(recipe: str, device: str, exact: dict[str, Tensor]) -> None:
     torchaos = errors(gradients(build(theirs)), exact)
     for name, error in own.items():
         assert error < 1.15 * torchaos[name] + 1e-3, name
+
+
+def test_a_norm_casts_the_values_of_float64() -> None:
+    """Of rows from so small that eps counts to large, their norm in float64 rounded to bfloat16 and then to e4m3."""
+    generator = torch.Generator().manual_seed(0)
+    x = (torch.randn(64, 512, generator=generator) * torch.logspace(-3, 1, 64)[:, None]).bfloat16()
+    norm = OwnNorm(nn.RMSNorm(512, eps=1e-5), "rowwise")
+    norm.weight = nn.Parameter((1 + 0.1 * torch.randn(512, generator=generator)).bfloat16())
+    found = norm(x).cast
+    exact = F.rms_norm(x.double(), (512,), norm.weight.double(), 1e-5).bfloat16()
+    expected = (exact.float() / found.row_scales).to(torch.float8_e4m3fn)
+    differing = (found.rows.view(torch.uint8) != expected.view(torch.uint8)).float().mean()
+    assert differing < 1e-3
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
