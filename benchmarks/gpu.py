@@ -17,7 +17,6 @@ dataset is the one that ./run_llama_train.sh prepares.
 """
 
 import dataclasses
-import importlib.util
 import json
 import math
 import os
@@ -32,11 +31,11 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import metrics
@@ -334,62 +333,97 @@ def measure_transformers(run: Run, device: torch.device, started: float) -> dict
 
 
 def measure_torchtitan(run: Run, device: torch.device, started: float) -> dict[str, Any]:
-    """Measure torchtitan 0.2.2 (requirements-bench.txt): its Llama, compilation, loss, clipping and AdamW.
+    """Measure torchtitan 0.3.0 (requirements-bench.txt): its Llama, compilation, loss, clipping and AdamW.
 
-    Its Trainer is left out, since it needs CUDA to be built, and its own data. The order of a step is the Trainer's.
+    Its Trainer is left out, since it needs its own data. The order of a step is the Trainer's.
     """
-    if importlib.util.find_spec("triton") is None:  # only mixtures of experts need it
-        sys.modules["torchtitan.models.moe.kernels"] = mock.Mock()
-    from torchtitan.config import JobConfig
     from torchtitan.distributed import ParallelDims, utils
-    from torchtitan.models.llama3 import TransformerModelArgs
-    from torchtitan.protocols.train_spec import get_train_spec
+    from torchtitan.distributed.cudagraph import wrap_with_cuda_graph
+    from torchtitan.distributed.spmd_types import annotate_input_spmd_types
 
-    ours = build_meta_model(run)
-    flavor: Any = ours.config
-    of_ours = sum(parameter.numel() for parameter in ours.parameters())
-    job, spec = JobConfig(), get_train_spec("llama3")
-    job.training.seq_len, job.training.local_batch_size = run.seq_len, run.local_batch_size
-    job.compile.enable, job.activation_checkpoint.mode = True, "none"
-    # torchtitan's hidden size is 2/3 of 4 dim, times a factor, rounded up.
-    shape = TransformerModelArgs(
-        dim=flavor.dim,
-        n_layers=flavor.n_layers,
-        n_heads=flavor.n_heads,
-        n_kv_heads=flavor.n_kv_heads,
-        vocab_size=flavor.vocab_size,
-        rope_theta=flavor.rope_theta,
-        multiple_of=flavor.hidden_dim,
-        ffn_dim_multiplier=(flavor.hidden_dim - 1) / (8 * flavor.dim / 3),
-    )
-    shape.update_from_config(job)
-    dims = ParallelDims(dp_shard=1, dp_replicate=1, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=1)
-    with torch.device("meta"):
-        model = spec.model_cls(shape)
-    model = spec.parallelize_fn(model, dims, job)
+    job = configure_torchtitan(run)
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    dims = ParallelDims.from_config(job.parallelism, world_size=1)
+    utils.set_spmd_backend(job.parallelism.spmd_backend)
+    model = build_torchtitan(job, dims, run)
+    loss_fn = job.loss.build(compile_config=job.compile)
     model.to_empty(device=device)
     with torch.no_grad():
-        model.init_weights()
-    parameters = sum(p.numel() for p in model.parameters())
-    assert parameters == of_ours, f"not the same shape: {parameters}, ours has {of_ours}"
-    optimizers = spec.build_optimizers_fn([model], job.optimizer, dims)
-    loss_fn = spec.build_loss_fn(job, parallel_dims=dims)
-    samples = torch.randint(0, flavor.vocab_size, (run.local_batch_size, run.seq_len + 1), device=device)
-    tokens, labels = samples[:, :-1], samples[:, 1:]
-    count = torch.tensor(float(run.global_batch_size * run.seq_len), device=device)
+        model.init_weights(buffer_device=None)
+    loss_fn.set_lm_head(model.lm_head)
+    model._skip_lm_head = True  # its loss applies the output layer, in chunks
+    optimizers = job.optimizer.build(model_parts=[model])
+    context = utils.get_spmd_context(parallel_dims=dims)
+
+    def forward_backward(tokens: Tensor, labels: Tensor, count: Tensor, more: dict[str, Any]) -> Tensor:
+        with context():
+            loss, _ = loss_fn(model(tokens, **more), labels, count, positions=more["positions"])
+            loss.backward()
+        return loss
+
+    samples = torch.randint(0, model.config.vocab_size, (run.local_batch_size, run.seq_len + 1), device=device)
+    positions = torch.arange(run.seq_len, device=device).repeat(run.local_batch_size, 1)
+    more = {"positions": positions, "attention_masks": model.get_attention_masks(positions=positions)}
+    tokens, labels, more = annotate_input_spmd_types(dims, samples[:, :-1], samples[:, 1:], more)
+    count = torch.tensor(run.global_batch_size * run.seq_len, device=device)
+    captured = wrap_with_cuda_graph(forward_backward)
 
     def step() -> None:
-        optimizers.zero_grad()
+        optimizers.zero_grad(set_to_none=False)
         for _ in range(run.global_batch_size // run.local_batch_size):
-            with torch.autocast(device.type, torch.bfloat16, enabled=device.type != "cpu"):
-                logits = model(tokens)
-                loss = loss_fn(logits, labels) / count
-            del logits
-            loss.backward()
+            captured(tokens, labels, count, more)
         utils.clip_grad_norm_(list(model.parameters()), 1.0, foreach=True)
         optimizers.step()
 
     return measure_loop(step, run, device, started)
+
+
+def configure_torchtitan(run: Run) -> Any:
+    """torchtitan's job of its 8B, with the shape of the run's model, without checkpointing, compiled."""
+    from torchtitan.config import CompileConfig
+    from torchtitan.models import llama3
+    from torchtitan.models.llama3.config_registry import llama3_8b
+
+    flavor: Any = build_meta_model(run).config
+    job = llama3_8b()
+    job.training.seq_len, job.training.local_batch_size = run.seq_len, run.local_batch_size
+    job.compile = CompileConfig(enable=True)
+    shape = job.model_spec.model
+    shape.dim, shape.vocab_size = flavor.dim, flavor.vocab_size
+    shape.tok_embeddings.num_embeddings, shape.tok_embeddings.embedding_dim = flavor.vocab_size, flavor.dim
+    shape.norm.normalized_shape = flavor.dim
+    shape.lm_head.in_features, shape.lm_head.out_features = flavor.dim, flavor.vocab_size
+    rope = dataclasses.replace(shape.layers[0].attention.rope, dim=flavor.head_dim, theta=flavor.rope_theta)
+    shape.layers = llama3._build_llama3_layers(
+        n_layers=flavor.n_layers,
+        dim=flavor.dim,
+        n_heads=flavor.n_heads,
+        n_kv_heads=flavor.n_kv_heads,
+        hidden_dim=flavor.hidden_dim,
+        rope=rope,
+        attn_backend="flex",
+    )
+    return job
+
+
+def build_torchtitan(job: Any, dims: Any, run: Run) -> Any:
+    """torchtitan's model on the meta device, compiled and sharded as its Trainer does."""
+    spec = job.model_spec
+    spec.model.update_from_config(config=job)
+    with torch.device("meta"):
+        model = spec.model.build()
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    ours = sum(parameter.numel() for parameter in build_meta_model(run).parameters())
+    assert parameters == ours, f"not the same shape: {parameters}, ours has {ours}"
+    return spec.parallelize_fn(
+        model,
+        parallel_dims=dims,
+        training=job.training,
+        parallelism=job.parallelism,
+        compile_config=job.compile,
+        ac_config=None,
+        dump_folder="",
+    )
 
 
 def measure_loop(step: Callable[[], None], run: Run, device: torch.device, started: float) -> dict[str, Any]:

@@ -13,8 +13,9 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -31,41 +32,59 @@ BEST_LAYOUTS = 3  # of a sweep, tried in all modes and with larger batches
 
 
 def plan(
-    configs: Sequence[Config], world_size: int, cluster: Cluster, eager_loss: bool = False, sure: bool = True
+    configs: Sequence[Config],
+    world_size: int,
+    cluster: Cluster,
+    eager_loss: bool = False,
+    counter: Callable[[Sequence[Case]], list[DryRun]] = count,
 ) -> list[dict[str, Any]]:
     """The plans of these runs, as plain values. Raises ConfigError for a run that is impossible."""
     runs = []
     for config in configs:
         check(config, world_size)
         pp = config.parallelism.pp
-        runs.append([Case(config, world_size, stage, eager_loss) for stage in sorted({0, pp // 2, pp - 1})])
-    counts = iter(count([case for cases in runs for case in cases], sure))
-    return [_plan_one(cases, [next(counts) for _ in cases], cluster) for cases in runs]
+        stages = sorted({0, pp // 2, pp - 1})
+        runs.append([Case(config, world_size, stage, eager_loss) for stage in stages])
+    counts = iter(counter(list(itertools.chain(*runs))))
+    return [_plan_one(cases, list(itertools.islice(counts, len(cases))), cluster) for cases in runs]
 
 
 def _plan_one(cases: list[Case], counts: list[DryRun], cluster: Cluster) -> dict[str, Any]:
-    config, dims, device = cases[0].config, cases[0].dims, cluster.device
-    fullest, last = max(range(len(counts)), key=lambda i: counts[i].peak), counts[-1]
-    held, speeds = counts[fullest], [estimate(counted, config, dims, cluster) for counted in counts]
+    """The plan of a run from its counts on the first, a middle and the last stage."""
+    config = cases[0].config
+    dims = cases[0].dims
+    device = cluster.device
+    fullest = max(range(len(counts)), key=lambda i: counts[i].peak)
+    held = counts[fullest]
+    last = counts[-1]
+    speeds = [estimate(counted, config, dims, cluster) for counted in counts]
     speed = max(speeds, key=lambda speed: speed["step_seconds"])
-    model = build_model(*find_model(config.model, DEFAULT_VOCAB_SIZE))
+    model: Any = build_model(*find_model(config.model, DEFAULT_VOCAB_SIZE))
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    mfu = speed["tokens_per_second"] * model.flops_per_token(config.training.seq_len) / device.flops  # type: ignore[operator]
-    reserved = held.peak * RESERVED[needs_fsdp(config, dims.dp * dims.copies // dims.islands)]
-    sizes = {"weights": held.weights, "optimizer": held.optimizer, "peak": held.peak, "reserved": reserved}
+    mfu = speed["tokens_per_second"] * model.flops_per_token(config.training.seq_len) / device.flops
+    sharded = needs_fsdp(config, dims.dp * dims.copies // dims.islands)
+    reserved = held.peak * RESERVED[sharded]
+    memory = {
+        "weights": held.weights,
+        "optimizer": held.optimizer,
+        "peak": held.peak,
+        "reserved": reserved,
+        "device": device.memory_bytes,
+    }
+    sequences = config.training.local_batch_size * dims.dp * cases[0].goal[1]
     return {
         "layout": str(dims),
         "mode": config.activation_checkpoint.mode,
         "local_batch_size": config.training.local_batch_size,
         "parameters": parameters,
-        "tokens_per_step": config.training.seq_len * config.training.local_batch_size * dims.dp * cases[0].goal[1],
-        "memory_gib": {name: size / GIB for name, size in (sizes | {"device": device.memory_bytes}).items()},
+        "tokens_per_step": config.training.seq_len * sequences,
+        "memory_gib": {name: size / GIB for name, size in memory.items()},
         "stage": cases[fullest].stage,
         "fits": reserved <= device.memory_bytes,
         "traffic": [[*key, calls, size] for key, (calls, size) in sorted(last.sent.items())],
         "tflop": {kind: flops / 1e12 for kind, flops in last.flops.items()},
         "speed": speed | {"mfu": mfu},
-        "fitted": device.fitted,
+        "fitted_to": device.fitted_to,
         "checkpoint_bytes": round(4 * parameters * (1 + held.optimizer / held.weights)),
     }
 
@@ -103,7 +122,7 @@ def sweep(config: Config, world_size: int, cluster: Cluster) -> list[dict[str, A
             with contextlib.suppress(ConfigError):  # the world, the batch or the model does not divide so
                 check(tried, world_size)
                 possible.append(tried)
-        plans = zip(plan(possible, world_size, cluster, sure=False), possible, strict=True)
+        plans = zip(plan(possible, world_size, cluster, counter=partial(count, sure=False)), possible, strict=True)
         return sorted((both for both in plans if both[0]["fits"]), key=lambda x: -x[0]["speed"]["tokens_per_second"])
 
     degrees, layouts = [1, 2, 4, 8], []
@@ -121,17 +140,23 @@ def sweep(config: Config, world_size: int, cluster: Cluster) -> list[dict[str, A
 def plan_text(found: Mapping[str, Any]) -> str:
     """A plan as text."""
     held, speed, run = found["memory_gib"], found["speed"], found["run"]
+    memory = [f"  {cause:<14}{held[cause]:>9.2f}" for cause in ("weights", "optimizer", "peak", "reserved")]
+    traffic = [
+        f"  {axis:<14}{kind:<16}{calls:>7} calls {size / GIB:>10.3f} GiB"
+        for axis, kind, calls, size in found["traffic"]
+    ]
     parts = ("matmul", "attention", "pointwise", "optimizer", "intra_node", "inter_node", "bubble", "idle")
+    seconds = ", ".join(f"{name} {speed[name]:.3f}" for name in parts)
     lines = [
         f"{found['parameters']:,} parameters; {found['layout']}; {found['tokens_per_step']:,} tokens per step",
         f"\nmemory of a rank of stage {found['stage']}, GiB  [counted on the real step; reserved: estimated]",
-        *(f"  {cause:<14}{held[cause]:>9.2f}" for cause in ("weights", "optimizer", "peak", "reserved")),
+        *memory,
         f"  of {held['device']:.1f}: {'fits' if found['fits'] else 'DOES NOT FIT'}",
         "\ntraffic per step of a rank of the last stage, whole tensors  [counted on the real step]",
-        *(f"  {x[0]:<14}{x[1]:<16}{x[2]:>7} calls {x[3] / GIB:>10.3f} GiB" for x in found["traffic"]),
-        f"\nspeed  [modelled on the counts{'' if found['fitted'] else '; unfitted: no run on this device is known'}]",
+        *traffic,
+        f"\nspeed  [modelled on the counts; {_trust(found)}]",
         f"  {_rates(found)}; MFU {100 * speed['mfu']:.1f} %",
-        f"  {speed['step_seconds']:.3f} s per step: " + ", ".join(f"{name} {speed[name]:.3f}" for name in parts),
+        f"  {speed['step_seconds']:.3f} s per step: {seconds}",
         "  TFLOP: " + ", ".join(f"{kind} {value:,.2f}" for kind, value in found["tflop"].items()),
         f"  {run['tokens'] / 1e9:,.1f} G tokens in {run['days']:,.1f} days",
         "\ncheckpoints  [size counted; the rest from --storage-bandwidth and --mttf-hours]",
@@ -142,9 +167,16 @@ def plan_text(found: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _trust(found: Mapping[str, Any]) -> str:
+    if found["fitted_to"]:
+        return f"fitted to {found['fitted_to']}"
+    return "unfitted: no run of today's software on this device is known"
+
+
 def _rates(found: Mapping[str, Any]) -> str:
-    speed, unfitted = found["speed"], "" if found["fitted"] else " (unfitted)"
+    speed = found["speed"]
     rate, low, high = speed["tokens_per_second"], speed["low"], speed["high"]
+    unfitted = "" if found["fitted_to"] else " (unfitted)"
     return f"{rate:,.0f} tokens/s/device{unfitted}, from {low:,.0f} to {high:,.0f}"
 
 

@@ -49,7 +49,7 @@ from parallel.mesh import ParallelDims
 from parallel.pipeline import stages_of_rank
 from run import failures
 from run.processes import LaunchEnvironment
-from tools.plan_tally import Tally
+from tools.plan_tally import Matmul, Tally
 
 DEFAULT_VOCAB_SIZE = 4096  # for a flavor that takes its tokenizer's: that of the default run
 FEW_MICROBATCHES = (2, 3)  # the first, the last, and one between
@@ -84,13 +84,22 @@ class DryRun(NamedTuple):
     """
 
     sent: dict[tuple[str, str], list[int]]  # (axis, kind) → number of collectives, bytes of the whole tensors
-    flops: dict[str, int]  # type of the operands → operations of matmuls, also recomputed ones; "attention"
+    matmuls: dict[Matmul, int]  # how many of each, also recomputed ones
+    attention: int  # operations
     moved: dict[str, int]  # "step", "update" → bytes that all else reads and writes, fused where compiled
     weights: int
     optimizer: int
     memory: list[list[int]]
     updating: int
     on_host: bool  # with `cpu_offload` weights and states are on the host, which runs the optimizer
+
+    @property
+    def flops(self) -> dict[str, int]:
+        """Type of the operands → operations of matmuls; "attention"."""
+        found = {"attention": self.attention}
+        for matmul, calls in self.matmuls.items():
+            found[matmul.kind] = found.get(matmul.kind, 0) + calls * matmul.flops
+        return found
 
     @property
     def peak(self) -> int:
@@ -204,8 +213,9 @@ def dry_run(case: Case, point: Point) -> DryRun:
         warnings.simplefilter("ignore")
         register_optimizer_step_pre_hook(begin_update)
         train.train(_one_step(case, n_layers, microbatches, folder), after_step=end_of_step)
-    on_host, flops, moved = case.config.parallelism.cpu_offload, dict(tally.flops), dict(tally.moved)
-    return DryRun(tally.sent, flops, moved, weights, optimizer, before, max(map(max, tally.memory)), on_host)
+    on_host, updating = case.config.parallelism.cpu_offload, max(map(max, tally.memory))
+    matmuls, moved = dict(tally.matmuls), dict(tally.moved)
+    return DryRun(tally.sent, matmuls, tally.attention, moved, weights, optimizer, before, updating, on_host)
 
 
 def _one_step(case: Case, n_layers: int, microbatches: int, folder: str) -> Config:
@@ -284,8 +294,8 @@ def extend(counts: dict[Point, DryRun], end: Point) -> DryRun | None:
 
     if len(layers) > 2:
         expected, third = at(layers[2], batches[0]), counts[layers[2], batches[0]]
-        if expected[:3] != third[:3] or not math.isclose(expected.peak, third.peak, rel_tol=1e-3):
-            return None  # sent, flops, moved or held
+        if expected[:4] != third[:4] or not math.isclose(expected.peak, third.peak, rel_tol=1e-3):
+            return None  # sent, matmuls, attention, moved or held
     return _line(at(end[0], batches[0]), at(end[0], batches[-1]), end[1] - batches[0])
 
 

@@ -5,7 +5,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -50,6 +50,20 @@ INSIDE = {
 }
 
 
+class Matmul(NamedTuple):
+    """A matmul of [rows, inner] by [inner, columns], and the type of its operands."""
+
+    kind: str
+    rows: int
+    inner: int
+    columns: int
+
+    @property
+    def flops(self) -> int:
+        """Operations."""
+        return 2 * self.rows * self.inner * self.columns
+
+
 class Tally(TorchDispatchMode):
     """Counts collectives, matmuls, bytes moved, and the bytes of all storages made since it began.
 
@@ -75,7 +89,8 @@ class Tally(TorchDispatchMode):
     def begin_step(self) -> None:
         """Forget what came before the step, except for what is held."""
         self.sent: dict[tuple[str, str], list[int]] = {}
-        self.flops: Counter[str] = Counter()
+        self.matmuls: Counter[Matmul] = Counter()
+        self.attention = 0
         self.moved: Counter[str] = Counter()
         self.memory = [[self.live]]
 
@@ -109,7 +124,7 @@ class Tally(TorchDispatchMode):
         return result
 
     def _count_call(self, func: Any, name: str, args: tuple[Any, ...], result: Any) -> None:
-        """Count a collective, or the operations of a matmul or attention."""
+        """Count a collective, a matmul, or the operations of attention."""
         if name in COLLECTIVES and func.namespace in ("c10d", "_c10d_functional"):
             kind, place = COLLECTIVES[name]
             key, whole = (_axis_of(args), kind), tree_leaves(result if place < 0 else args[place])
@@ -118,11 +133,12 @@ class Tally(TorchDispatchMode):
         elif name in MATMULS:
             kind = str(args[0].dtype).removeprefix("torch.")
             kind = "float8" if kind.startswith("float8") else kind
-            self.flops[kind] += 2 * result.numel() * args[MATMULS[name]].shape[-1]
+            inner, columns = args[MATMULS[name]].shape[-1], result.shape[-1]
+            self.matmuls[Matmul(kind, result.numel() // columns, inner, columns)] += 1
         elif name in ATTENTION:
             matmuls, first, causal = ATTENTION[name]
             q, k, is_causal = args[first], args[first + 1], len(args) > causal and args[causal]
-            self.flops["attention"] += matmuls * 2 * q.numel() * k.shape[2] // (2 if is_causal else 1)
+            self.attention += matmuls * 2 * q.numel() * k.shape[2] // (2 if is_causal else 1)
 
     def _count_moved(self, func: Any, args: Any, inputs: list[Tensor], results: list[Tensor]) -> None:
         """Count what an operator reads and writes; in a graph later, with the others of its kernel."""

@@ -13,6 +13,7 @@ from data.ledger import grad_accum_steps
 from parallel.mesh import ParallelDims
 from parallel.pipeline import stages_of_rank
 from tools.plan_count import DryRun
+from tools.plan_tally import Matmul
 
 GIB = 2**30
 
@@ -33,36 +34,54 @@ class Device(NamedTuple):
     watts: int
     # Shares of the peaks: of matmuls, in bfloat16 and float8; of attention, by the fastest kernel that torch takes
     # there and by torch's own (FlashAttention-2); of the memory's bandwidth, for other kernels.
-    matmul_share: float = 0.72
-    float8_share: float = 0.7
+    matmul_share: float = 0.77
+    float8_share: float = 0.83
     attention_share: float = 0.46
     flash_share: float = 0.24
     memory_share: float = 0.75
-    fitted: bool = False  # the shares, to rows of this device
+    fitted_to: str = ""  # the runs to which the shares are fitted; none: they are h200's
+    # The range in which a run should lie, of the tokens per second planned.
+    low: float = 0.75
+    high: float = 1.3
 
 
 # h100-96gb is the H100 of Meta's Grand Teton: more and slower memory (set as near to its sheet as h100's), 500 W.
 # FlashAttention-2 reaches up to 225 of 312 TFLOP/s on an A100 (Dao 2023), less for short sequences.
+# The known runs of b200 and mi300x, all of one week, give their shares: one factor on h200's, and one for float8.
+# With h200's shares they would be about twice as fast, up to `high`.
 DEVICES = MappingProxyType(
     {
-        "a100": Device(312e12, None, 79.1 * GIB, 2.04e12, 300e9, 25e9, 400, 0.77, 0.7, 0.6, 0.6),
+        "a100": Device(312e12, None, 79.1 * GIB, 2.04e12, 300e9, 25e9, 400, 0.8, 0.7, 0.6, 0.6),
         "h100": Device(989e12, 1979e12, 79.1 * GIB, 3.35e12, 450e9, 50e9, 700),
-        "h100-96gb": Device(989e12, 1979e12, 95.0 * GIB, 2.4e12, 450e9, 50e9, 500, 0.55, 0.42, 0.41, 0.24, fitted=True),
-        "h200": Device(989e12, 1979e12, 139.8 * GIB, 4.8e12, 450e9, 50e9, 700, fitted=True),
-        "b200": Device(2250e12, 4500e12, 178.3 * GIB, 8e12, 900e9, 50e9, 1000),
-        "mi300x": Device(1307e12, 2614e12, 191.7 * GIB, 5.3e12, 448e9, 50e9, 750),
+        "h100-96gb": Device(
+            989e12, 1979e12, 95.0 * GIB, 2.4e12, 450e9, 50e9, 500, 0.6, 0.5, 0.41, 0.24,
+            fitted_to="torchtitan's of 2025 and 2026", low=0.84, high=1.1,
+        ),
+        "h200": Device(
+            989e12, 1979e12, 139.8 * GIB, 4.8e12, 450e9, 50e9, 700,
+            fitted_to="this project's", low=0.84, high=1.1,
+        ),
+        "b200": Device(
+            2250e12, 4500e12, 178.3 * GIB, 8e12, 900e9, 50e9, 1000, 0.302, 0.262, 0.181, 0.094, 0.294,
+            fitted_to="two of 2025-08 on power-limited GPUs", low=0.84, high=2.6,
+        ),
+        "mi300x": Device(
+            1307e12, 2614e12, 191.7 * GIB, 5.3e12, 448e9, 50e9, 750, 0.384, 0.277, 0.229, 0.12, 0.374,
+            fitted_to="two of 2025-08", low=0.84, high=2.2,
+        ),
     }
-)
+)  # fmt: skip
 
 # Fitted, like the devices' shares, on the rows that benchmarks/plan.py marks.
-# Bytes per operation at the peak, which kernels with casts to float8 move at most: those of the last two are guesses.
-CAST_RATES = {"tensorwise": 3.0e-3, "rowwise": 2.2e-3, "rowwise_with_gw_hp": 2.6e-3, "blockwise": 2.2e-3}
-NETWORK_SHARE = 0.8  # of a link's or the network's bandwidth, for a collective
+# Of the memory's share, what kernels with casts to float8 reach: those of the last two are guesses.
+CAST_SHARES = {"tensorwise": 0.85, "rowwise": 0.58, "rowwise_with_gw_hp": 0.72, "blockwise": 0.58}
+MATMUL_SHOWS = 0.5  # of what a matmul reads and writes, not hidden by its operations
+NETWORK_SHARE = 0.75  # of a link's or the network's bandwidth, for a collective
 CALL_SECONDS = 20e-6  # of a collective between kernels, beside what its bytes take
 CONTENTION = 0.5  # of a collective's time, lost by kernels beside it: it takes some of their cores and bandwidth
-ASYNC_TP_SHOWS = 0.5  # of tensor parallelism's messages, not hidden when the compiler overlaps them
+ASYNC_TP_SHOWS = 0.65  # of tensor parallelism's messages, not hidden when the compiler overlaps them
 IDLE = 0.008  # of the step
-RANGE = 0.84, 1.1  # of the tokens per second planned
+BYTES = {"float8": 1, "bfloat16": 2, "float32": 4}  # of a number
 
 
 class Cluster(NamedTuple):
@@ -79,48 +98,84 @@ def estimate(counted: DryRun, config: Config, dims: ParallelDims, cluster: Clust
 
     As if all stages of the pipeline counted the same. Communication is what nothing hides.
     """
-    device, parallelism, training = cluster.device, config.parallelism, config.training
-    memory = device.memory_bandwidth * device.memory_share
+    device = cluster.device
+    kernels = kernel_seconds(counted, config, dims, cluster)
+    beside, between = message_seconds(counted, config, dims, cluster)
+    sending = sum(beside.values())
+    slowed = 1 + CONTENTION * min(1.0, sending / sum(kernels.values()))
+    kernels = {name: taken * slowed for name, taken in kernels.items()}
+    working = sum(kernels.values()) + sum(between.values())
+    slowest = max(beside, key=lambda where: beside[where])
+    between[slowest] += max(0.0, sending - working)
+    made_once = counted.optimizer
+    optimizer = (counted.moved["update"] - made_once) / (device.memory_bandwidth * device.memory_share)
+    bubble = (sum(kernels.values()) + sum(between.values())) * bubble_share(config, dims)
+    seconds = {**kernels, "optimizer": optimizer, **between, "bubble": bubble}
+    seconds["idle"] = IDLE * sum(seconds.values())
+    step = sum(seconds.values())
+    training = config.training
+    tokens = grad_accum_steps(training, dims.dp) * training.local_batch_size * training.seq_len
+    rate = tokens / step / (dims.cp * dims.tp * dims.pp)
+    ends = {"low": device.low * rate, "high": device.high * rate}
+    return {"step_seconds": step, **seconds, "tokens_per_second": rate, **ends}
+
+
+def kernel_seconds(counted: DryRun, config: Config, dims: ParallelDims, cluster: Cluster) -> dict[str, float]:
+    """Seconds of matmuls, attention and all other kernels, as if nothing ran beside them."""
+    device, float8 = cluster.device, config.float8
+    matmul = sum(calls * matmul_seconds(matmul, device) for matmul, calls in counted.matmuls.items())
     # A ring, and flex attention's masks, have torch's own kernels, not the device's fastest.
     own = cluster.flash or dims.cp > 1 or config.data.mask_documents
-    rates = {
-        "attention": device.flops * (device.flash_share if own else device.attention_share),
+    share = device.flash_share if own else device.attention_share
+    bandwidth = device.memory_bandwidth * device.memory_share
+    if float8.enable:
+        bandwidth *= CAST_SHARES[float8.recipe]
+    attention = counted.attention / (device.flops * share)
+    return {"matmul": matmul, "attention": attention, "pointwise": counted.moved["step"] / bandwidth}
+
+
+def matmul_seconds(matmul: Matmul, device: Device) -> float:
+    """Seconds of a matmul: its operations, and part of what it reads and writes, which counts if it is narrow."""
+    peaks = {
         "float8": (device.float8_flops or device.flops) * device.float8_share,
         "float32": device.flops * device.matmul_share / 15,  # without tensor cores
     }
-    seconds = {kind: n / rates.get(kind, device.flops * device.matmul_share) for kind, n in counted.flops.items()}
-    attention = seconds.pop("attention", 0.0)
-    matmul = sum(seconds.values())
-    optimizer = (counted.moved["update"] - counted.optimizer) / memory  # its states are made once
-    casts = device.flops * CAST_RATES[config.float8.recipe] if config.float8.enable else memory
-    pointwise = counted.moved["step"] / min(memory, casts)
-    kernels = matmul + attention + pointwise
-    beside, between = [0.0, 0.0], [0.0, 0.0]  # messages beside and between the kernels: within a node, across nodes
+    size = BYTES.get(matmul.kind, 2)
+    operands = matmul.rows * matmul.inner + matmul.inner * matmul.columns
+    moved = operands * size + matmul.rows * matmul.columns * max(size, 2)
+    computing = matmul.flops / peaks.get(matmul.kind, device.flops * device.matmul_share)
+    return computing + MATMUL_SHOWS * moved / (device.memory_bandwidth * device.memory_share)
+
+
+def message_seconds(
+    counted: DryRun, config: Config, dims: ParallelDims, cluster: Cluster
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds of the messages that run beside the kernels, and of those between them: in a node, across nodes."""
+    parallelism = config.parallelism
+    beside = {"intra_node": 0.0, "inter_node": 0.0}
+    between = dict(beside)
     for (axis, kind), (calls, size) in counted.sent.items():
         axis = "tp" if axis == "world" and dims.tp == dims.dp * dims.copies else axis
         ranks, rate, crosses = _link(axis, dims, parallelism.reshard_group_size, cluster)
+        where = "inter_node" if crosses else "intra_node"
         wait = sent_bytes(kind, size, ranks) / (rate * NETWORK_SHARE)
         if axis in ("tp", "cp", "pp") or kind == "send":
             hidden = axis == "tp" and parallelism.async_tp
-            between[crosses] += (wait + CALL_SECONDS * calls) * (ASYNC_TP_SHOWS if hidden else 1.0)
+            between[where] += (wait + CALL_SECONDS * calls) * (ASYNC_TP_SHOWS if hidden else 1.0)
+        elif axis == "dp_replicate" and dims.islands > 1:
+            beside[where] += wait / parallelism.local_steps
         else:
-            beside[crosses] += wait / (parallelism.local_steps if axis == "dp_replicate" and dims.islands > 1 else 1)
-    slowed = 1 + CONTENTION * min(1.0, sum(beside) / kernels)
-    between[beside[True] > beside[False]] += max(0.0, sum(beside) - kernels * slowed - sum(between))
-    bubble, pieces = 0.0, len(stages_of_rank(0, parallelism))
-    if dims.pp > 1:
-        microbatches = training.local_batch_size // parallelism.pp_microbatch_size
-        bubble = (kernels * slowed + sum(between)) * (dims.pp - 1) / (pieces * microbatches)
-    seconds = {
-        "matmul": matmul * slowed, "attention": attention * slowed, "pointwise": pointwise * slowed,
-        "optimizer": optimizer, "intra_node": between[0], "inter_node": between[1], "bubble": bubble,
-    }  # fmt: skip
-    seconds["idle"] = IDLE * sum(seconds.values())
-    step = sum(seconds.values())
-    tokens = grad_accum_steps(training, dims.dp) * training.local_batch_size * training.seq_len
-    rate = tokens / step / (dims.cp * dims.tp * dims.pp)
-    low, high = RANGE[0] * rate, RANGE[1] * rate
-    return {"step_seconds": step, **seconds, "tokens_per_second": rate, "low": low, "high": high}
+            beside[where] += wait
+    return beside, between
+
+
+def bubble_share(config: Config, dims: ParallelDims) -> float:
+    """Of a step's work, the time in which a rank of the pipeline waits for others to begin or end theirs."""
+    if dims.pp == 1:
+        return 0.0
+    pieces = len(stages_of_rank(0, config.parallelism))
+    microbatches = config.training.local_batch_size // config.parallelism.pp_microbatch_size
+    return (dims.pp - 1) / (pieces * microbatches)
 
 
 def sent_bytes(kind: str, size: float, ranks: int) -> float:
