@@ -3,7 +3,7 @@
     python -m benchmarks.plan [--quick] [--check] [--counts FILE] [--json=benchmarks/results/plan.json]
 
 The devices' shares and the constants of tools/plan_time.py were fitted on the rows marked `fit`. Rows of software older
-than 2025-06 are planned as if it were today's: reported, and under no bar. Settings are the sources'; if a source does
+than 2025-04 are planned as if it were today's: reported, and under no bar. Settings are the sources'; if a source does
 not give one, the row says what was assumed. `--quick` takes every sixth row. `--counts` keeps what was counted in a
 file, so that other shares can be tried in seconds: remove it when the model or the counting has changed.
 """
@@ -52,7 +52,7 @@ FLOAT8 = "float8 study 2024-11"
 # 8,192, selective checkpointing, compiled. B200 (power limited) and MI300X are of 2025-08. H100 is of 2025-04; assumed
 # is that of 96 GB, since the tables are Meta's.
 AO = "torchao 2025-08"
-AO_OLD = "torchao 2025-04"
+AO_H100 = "torchao 2025-04"
 OURS = "ours 2026-11"  # benchmarks/results/gpu-h200.json and gpu_settings-h200.json
 
 LLAMA2_34B = LlamaConfig(dim=8192, n_layers=48, n_heads=64, n_kv_heads=8, hidden_dim=22016, vocab_size=32_000)
@@ -92,8 +92,8 @@ class Row:
 
     @property
     def is_old(self) -> bool:
-        """Whether its software is older than 2025-06."""
-        return self.source in (TITAN, FMS, FLOAT8, AO_OLD)
+        """Whether its software is older than 2025-04."""
+        return self.source in (TITAN, FMS, FLOAT8)
 
     @property
     def model(self) -> str:
@@ -155,22 +155,22 @@ def recent_rows() -> list[Row]:
     large = {**COMPILED, **FULL, "parallelism.tp": 8, "training.local_batch_size": 16}
     small = {**COMPILED, **SELECTIVE, "parallelism.tp": 8, "training.local_batch_size": 12}
     rows = []
-    for flavor, gpus, base, name, recipe, tps, async_tps, fit in (
-        ("70B_3.1", 256, large, "TP 8", {}, 597.3, 652.4, True),
-        ("70B_3.1", 256, large, "tensorwise TP 8", FLOAT8_ON, 809.8, 942.4, False),
-        ("70B_3.1", 256, large, "rowwise TP 8", ROWWISE_ON, 599.6, 624.8, False),
-        ("8B_3.1", 64, small, "TP 8", {}, 4378, 4809.4, False),
-        ("8B_3.1", 64, small, "tensorwise TP 8", FLOAT8_ON, 5078.1, 5570.1, True),
-        ("8B_3.1", 64, small, "rowwise TP 8", ROWWISE_ON, 3708.5, 3914.9, True),
+    for flavor, gpus, base, name, recipe, tps, async_tps in (
+        ("70B_3.1", 256, large, "TP 8", {}, 597.3, 652.4),
+        ("70B_3.1", 256, large, "tensorwise TP 8", FLOAT8_ON, 809.8, 942.4),
+        ("70B_3.1", 256, large, "rowwise TP 8", ROWWISE_ON, 599.6, 624.8),
+        ("8B_3.1", 64, small, "TP 8", {}, 4378, 4809.4),
+        ("8B_3.1", 64, small, "tensorwise TP 8", FLOAT8_ON, 5078.1, 5570.1),
+        ("8B_3.1", 64, small, "rowwise TP 8", ROWWISE_ON, 3708.5, 3914.9),
     ):
-        values: dict[str, Any] = {"source": ASYNC, "device": "h100-96gb", "gpus": gpus, "fit": fit}
+        values: dict[str, Any] = {"source": ASYNC, "device": "h100-96gb", "gpus": gpus, "fit": True}
         config, overlapping = configure(flavor, base, recipe), configure(flavor, base, recipe, ASYNC_TP)
         rows.append(Row(**values, name=name, tps=tps, configs=[config]))
         rows.append(Row(**values, name=f"async {name}", tps=async_tps, configs=[overlapping]))
     two = {**COMPILED, "training.local_batch_size": 2}
-    for mode, tps, gib, fit in ((SELECTIVE, 7890, 52.4, True), (FULL, 7006, 32.1, False)):
+    for mode, tps, gib in ((SELECTIVE, 7890, 52.4), (FULL, 7006, 32.1)):
         name = mode["activation_checkpoint.mode"]
-        values = {"source": TITAN_2026, "device": "h100-96gb", "name": name, "gpus": 8, "fit": fit}
+        values = {"source": TITAN_2026, "device": "h100-96gb", "name": name, "gpus": 8}
         rows.append(Row(**values, tps=tps, gib=gib, configs=[configure("8B", two, mode)]))
     settings = {**COMPILED, **SELECTIVE, **FLOAT8_ON, "training.local_batch_size": 2}
     for gpus, tps, gib in ((32, 10938, 47.96), (64, 10753, 46.97)):
@@ -180,7 +180,7 @@ def recent_rows() -> list[Row]:
 
 
 def torchao_rows() -> list[Row]:
-    """Its tables of H100, MI300X and B200. Fitted: of the latter two bfloat16 and tensorwise."""
+    """Its tables of H100, MI300X and B200. Not fitted: MI300X with weight gradients in bfloat16."""
     one = {**COMPILED, **SELECTIVE, "training.local_batch_size": 1}
     rows = []
     for source, device, name, recipe, tps, gib in (
@@ -191,18 +191,18 @@ def torchao_rows() -> list[Row]:
         (AO, "mi300x", "tensorwise", FLOAT8_ON, 6166.0, 39.07),
         (AO, "mi300x", "rowwise", ROWWISE_ON, 5891.0, 39.32),
         (AO, "mi300x", "rowwise, weight gradients in bf16", WEIGHT_GRADIENTS, 6100.0, 39.32),
-        (AO_OLD, "h100-96gb", "bf16", {}, 6150, 47.65),
-        (AO_OLD, "h100-96gb", "tensorwise", FLOAT8_ON, 7689.5, 47.77),
-        (AO_OLD, "h100-96gb", "rowwise", ROWWISE_ON, 6768, 47.79),
+        (AO_H100, "h100-96gb", "bf16", {}, 6150, 47.65),
+        (AO_H100, "h100-96gb", "tensorwise", FLOAT8_ON, 7689.5, 47.77),
+        (AO_H100, "h100-96gb", "rowwise", ROWWISE_ON, 6768, 47.79),
     ):
-        fit = source == AO and name in ("bf16", "tensorwise")
+        fit = recipe is not WEIGHT_GRADIENTS
         values: dict[str, Any] = {"source": source, "device": device, "name": name, "gpus": 8, "fit": fit}
         rows.append(Row(**values, tps=tps, gib=gib, configs=[configure("8B", one, recipe)]))
     return rows
 
 
 def our_rows() -> list[Row]:
-    """Of train.py on one H200. Fitted: the 1.8B and the 8B at 8,192 tokens."""
+    """Of train.py on one H200. Fitted are three."""
     base = ("--training.loss_chunks=2", *SMALL_STATES, *BUDGET, *ONCE)
     layers = ("--model.n_layers=4",)
     known = {
@@ -221,7 +221,7 @@ def our_rows() -> list[Row]:
             if run is None or run.peer or tps is None:
                 continue
             values: dict[str, Any] = {"source": OURS, "name": name, "gpus": 1, "device": "h200", "gib": gib}
-            fit = file == "gpu-h200.json" and run.seq_len == 8192 and run.flavor != "3B"
+            fit = name in ("1.8B bf16 8192", "1.8B tensorwise 8192", "8B bf16 8192")
             rows.append(Row(**values, tps=tps, configs=[training_config(run, 1, "unused")], fit=fit))
     return rows
 

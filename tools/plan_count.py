@@ -204,7 +204,7 @@ def dry_run(case: Case, point: Point) -> DryRun:
         mock.patch.multiple(
             run.run,
             init_distributed=start_fake_ranks,
-            from_rank_0=lambda start: (Path(folder), {}),  # a name, and no settings changed
+            from_rank_0=lambda start: (Path(folder), mock.Mock(), {}),  # a name, a start, and no settings changed
             StopRequest=lambda *_: no_stop,
             Watchdog=lambda *_, **__: mock.MagicMock(enter=lambda *_, **__: None),  # a hook may not return anything
         ),

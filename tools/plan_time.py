@@ -55,7 +55,7 @@ DEVICES = MappingProxyType(
         "h100": Device(989e12, 1979e12, 79.1 * GIB, 3.35e12, 450e9, 50e9, 700),
         "h100-96gb": Device(
             989e12, 1979e12, 95.0 * GIB, 2.4e12, 450e9, 50e9, 500, 0.6, 0.5, 0.41, 0.24,
-            fitted_to="torchtitan's of 2025 and 2026", low=0.84, high=1.1,
+            fitted_to="torchtitan's of 2025", low=0.84, high=1.1,
         ),
         "h200": Device(
             989e12, 1979e12, 139.8 * GIB, 4.8e12, 450e9, 50e9, 700,
@@ -63,11 +63,11 @@ DEVICES = MappingProxyType(
         ),
         "b200": Device(
             2250e12, 4500e12, 178.3 * GIB, 8e12, 900e9, 50e9, 1000, 0.302, 0.262, 0.181, 0.094, 0.294,
-            fitted_to="two of 2025-08 on power-limited GPUs", low=0.84, high=2.6,
+            fitted_to="three of 2025-08 on power-limited GPUs", low=0.84, high=2.6,
         ),
         "mi300x": Device(
             1307e12, 2614e12, 191.7 * GIB, 5.3e12, 448e9, 50e9, 750, 0.384, 0.277, 0.229, 0.12, 0.374,
-            fitted_to="two of 2025-08", low=0.84, high=2.2,
+            fitted_to="three of 2025-08", low=0.84, high=2.2,
         ),
     }
 )  # fmt: skip
