@@ -318,6 +318,8 @@ class Checkpoint:
     """Newest checkpoints to keep. Older ones are removed after the next commit. 0: keep all."""
     keep_every: Count = 0
     """Keep checkpoints whose step is a multiple of this forever. 0: none."""
+    keep_best: bool = False
+    """Also keep the checkpoint with the lowest validation loss so far, which commands call RUN@best."""
     save_initial: bool = False
     """Also write a checkpoint before the first step, as a common start for other runs."""
     save_model: bool = False

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from records import write_atomically
 
 PARENT = "parent.json"
+BEST = "best"  # in place of a step: that with the lowest validation loss
 
 
 class Parent(NamedTuple):
@@ -40,5 +41,15 @@ def record_parent(folder: Path, parent: dict[str, Any] | None) -> dict[str, Any]
 
 def find_fork(branch_from: str) -> tuple[str, int | None]:
     """The place and step (None: the newest) that `PLACE@STEP` says."""
-    match = re.fullmatch(r"(.+)@(\d+)", branch_from)
-    return (match[1], int(match[2])) if match else (branch_from, None)
+    place, which = split_place(branch_from)
+    if which.isdecimal():
+        return place, int(which)
+    return branch_from, None
+
+
+def split_place(place: str) -> tuple[str, str]:
+    """(PLACE, a step or "best") of PLACE@STEP or PLACE@best; (place, "") of any other, and of an existing folder."""
+    match = re.fullmatch(r"(.+)@(\d+|best)", place)
+    if match is None or Path(place).exists():
+        return place, ""
+    return match[1], match[2]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint import CheckpointError
-from checkpoint.branch import find_fork, read_parent
+from checkpoint.branch import BEST, find_fork, read_parent, split_place
 from checkpoint.loading import by_age, check_identity, load_newest, locate, open_stores
 from checkpoint.manifest import Opened, step_of
 from checkpoint.owner import check_owner
@@ -23,12 +23,31 @@ def check_settings(config: Config) -> None:
     settings = config.checkpoint
     if settings.branch_from and settings.initial_load:
         raise ConfigError("checkpoint.branch_from and checkpoint.initial_load are two ways to begin: leave one empty")
-    for name in ("save_initial", "save_model", "upload", "branch_from"):
+    if settings.branch_from and split_place(settings.branch_from)[1] == BEST:
+        step = "a later start could find another best one; name its step, as in PLACE@STEP"
+        raise ConfigError(f"checkpoint.branch_from = {settings.branch_from!r}: {step}")
+    for name in ("save_initial", "save_model", "upload", "branch_from", "keep_best"):
         if getattr(settings, name) and not settings.enable:
             raise ConfigError(f"checkpoint.{name} is set and needs checkpoint.enable = true")
+    if settings.keep_best:
+        _check_validated(config)
     folder = settings.folder or join(config.run.folder, "checkpoints")
     if settings.upload and Path(settings.upload).resolve() == Path(folder).resolve():
         raise ConfigError(f"checkpoint.upload = {settings.upload!r}: is checkpoint.folder itself; name a second place")
+
+
+def _check_validated(config: Config) -> None:
+    """Refuse to look for the best checkpoint where the steps with a checkpoint have no validation loss."""
+    if not config.validation.enable:
+        needed = "validation.enable = true, and data that holds documents out"
+        raise ConfigError(f"checkpoint.keep_best = true: needs {needed}")
+    saves, validations = config.checkpoint.interval, config.validation.interval
+    shorter, longer = sorted((saves, validations))
+    if longer % shorter:
+        raise ConfigError(
+            f"checkpoint.keep_best = true: checkpoint.interval = {saves} and validation.interval = {validations}: one "
+            "must be a multiple of the other, so that validations fall on steps with a checkpoint"
+        )
 
 
 def check_checkpoints(

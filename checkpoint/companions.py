@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint import CheckpointError
+from checkpoint.branch import split_place
 from checkpoint.manifest import Opened, read_small
 from data.tokenizer import FILES, TOKENIZER, Tokenizer, json_object, parse_tokenizer
 
@@ -34,7 +35,8 @@ def _find_companions(opened: Opened, place: str, named: Path | None) -> tuple[st
     digests = opened.manifest.get("companions", {})
     if TOKENIZER in digests and not named:
         return opened.url, {file: read_small(opened.store, opened.name, file, digests[file]) for file in digests}
-    near = [Path(place), *Path(place).absolute().parents[:2]]
+    folder = Path(split_place(place)[0])
+    near = [folder, *folder.absolute().parents[:2]]
     for folder in [named.parent if named.name == TOKENIZER else named] if named else near:
         if (folder / TOKENIZER).is_file():
             return str(folder), read_companions(folder)

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from checkpoint import CheckpointError
+from checkpoint.best import best_of
+from checkpoint.branch import BEST, split_place
 from checkpoint.manifest import MANIFEST, METADATA, Manifest, Opened, by_step, open_checkpoint, step_of
 from checkpoint.owner import own_checkpoints
 from checkpoint.ranks import Ranks
@@ -35,14 +37,24 @@ def by_age(found: Iterable[tuple[Store, list[str]]]) -> list[tuple[Store, str]]:
 def locate(place: str | Path, retry_seconds: float = 180, step: int | None = None) -> list[tuple[Store, str]]:
     """(store, name) of the checkpoints at `place` (of one `step`), newest first, over all its stores; see `find`.
 
-    A run folder stands for the checkpoints that it knows: others there may be those of a copy, or of the original.
+    `place` may end in @STEP or @best. A run folder stands for the checkpoints that it knows: others there may be those
+    of a copy, or of the original.
     """
+    place, which = split_place(str(place))
+    if which.isdecimal():
+        step = int(which)
     found = by_age(find(place, committed, retry_seconds))
     pairs = own_checkpoints(Path(place), found)
     if not pairs:
         store, name = found[0]
         unknown = f"does not know {join(store.url, name)}"
         raise CheckpointError(f"{place}: is a copy of a run, or an older state of it, and {unknown}: name that itself")
+    if which == BEST:
+        best = best_of({name for _, name in pairs}, Path(place))
+        if best is None:
+            advice = "name the folder of a run that validates at steps with a checkpoint"
+            raise CheckpointError(f"{place}@{BEST}: none of its checkpoints has a validation loss; {advice}")
+        return [pair for pair in pairs if pair[1] == best]
     chosen = [pair for pair in pairs if step in (None, step_of(pair[1]))]
     if not chosen:
         steps = dict.fromkeys(str(step_of(name)) for _, name in pairs)

@@ -85,7 +85,8 @@ class CheckpointManager:
         self.declared: dict[str, Any] = {}  # by the Hugging Face model that the weights come from
         self.run = self.ranks.from_rank_0(lambda: run_name(run_folder))
         self.start = start or new_start(run_folder)
-        self.retentions = [Retention(store, self.settings, self.start) for store in self.stores.values()]  # of rank 0
+        build_retention = partial(Retention, settings=self.settings, start=self.start, run_folder=run_folder)
+        self.retentions = [build_retention(store) for store in self.stores.values()]  # of rank 0
         self.newest_step: int | None = None  # of the last save or load
         # Training gets the cores first. On Linux 0 is this thread alone, and those it starts.
         lower_priority = partial(os.setpriority, os.PRIO_PROCESS, 0, LOWEST_PRIORITY)

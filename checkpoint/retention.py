@@ -4,7 +4,10 @@ import logging
 import shutil
 from collections.abc import Collection
 from contextlib import suppress
+from pathlib import Path
 
+from checkpoint import CheckpointError
+from checkpoint.best import best_of
 from checkpoint.manifest import MANIFEST, by_step, is_checkpoint_name, step_of
 from checkpoint.owner import Start, TakenOverError, check_claim, take_claim
 from config import Checkpoint
@@ -38,20 +41,21 @@ def check_room(store: Store, settings: Checkpoint, checkpoint_bytes: int) -> Non
     going = {*begun(sizes)} - stay
     room = shutil.disk_usage(store.folder).free
     room += sum(size for file, size in sizes.items() if file.partition("/")[0] in going)
-    copies = max(2, settings.keep + 1)
+    copies = max(2, settings.keep + 1) + settings.keep_best
     if room < copies * checkpoint_bytes:
         raise StoreError(
             f"{store.url}: has room for {room / 1e9:.2f} GB, but {copies} checkpoints of {checkpoint_bytes / 1e9:.2f} "
-            "GB must fit (checkpoint.keep and the one being written); free some space, lower checkpoint.keep, or move "
-            "the checkpoints and set checkpoint.folder to their new place"
+            "GB must fit (checkpoint.keep, any best one and the one being written); free some space, lower "
+            "checkpoint.keep, or move the checkpoints and set checkpoint.folder to their new place"
         )
 
 
 class Retention:
     """What a run keeps in one store. It removes only what it found at its start or has saved since. For rank 0."""
 
-    def __init__(self, store: Store, settings: Checkpoint, start: Start) -> None:
+    def __init__(self, store: Store, settings: Checkpoint, start: Start, run_folder: Path) -> None:
         self.store, self.settings, self.this_start = store, settings, start
+        self.run_folder = run_folder
         self.own = set[str]()
         self.damaged = set[str]()  # found while loading; removed after the next commit
         self.leftovers: set[str] | None = None  # of saves that were not committed; None: removed
@@ -77,7 +81,7 @@ class Retention:
             self._remove(self._superfluous(self.own, resumed), sizes)
             if not self.others_may_write:
                 self._remove_leftovers(sizes)
-        except (StoreError, TakenOverError) as error:
+        except (StoreError, CheckpointError, TakenOverError) as error:
             logger.warning(f"what killed saves have left stays, and takes room: {error}")
 
     def tidy(self, saved: str) -> None:
@@ -89,7 +93,7 @@ class Retention:
             if step_of(saved) is not None:
                 self._remove(self._superfluous(names - self.damaged, saved) | self.damaged, sizes)
             self._remove_leftovers(sizes)
-        except (StoreError, TakenOverError) as error:
+        except (StoreError, CheckpointError, TakenOverError) as error:
             logger.warning(f"old checkpoints could not be removed: {error}")
 
     def _remove_leftovers(self, sizes: Collection[str]) -> None:
@@ -102,9 +106,13 @@ class Retention:
         self.leftovers = None
 
     def _superfluous(self, names: set[str], saved: str) -> set[str]:
-        """All but `saved`, the `keep` newest (0: keep all), every `keep_every`-th step's and models alone."""
+        """All but `saved`, the `keep` newest (0: keep all), every `keep_every`-th step's, the best and models alone."""
         steps = sorted((name for name in names if step_of(name) is not None), key=by_step, reverse=True)
-        return {name for name in steps[self.settings.keep :] if not _is_kept_for_ever(name, self.settings)} - {saved}
+        old = {name for name in steps[self.settings.keep :] if not _is_kept_for_ever(name, self.settings)}
+        kept = {saved}
+        if self.settings.keep_best:
+            kept.add(best_of(steps, self.run_folder) or saved)
+        return old - kept
 
     def _remove(self, names: Collection[str], sizes: Collection[str]) -> None:
         """Remove those of these checkpoints that are in a listing, each manifest first, so that no half looks whole."""

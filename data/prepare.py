@@ -14,6 +14,7 @@ import json
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import sys
 from collections import Counter, defaultdict
@@ -60,6 +61,7 @@ BATCH_BYTES = 2**20  # text per tokenizer call: its tokens are Python integers a
 HELD_BYTES = 128 * 2**20  # of tokens that a process holds before it writes them
 VOCAB_SIZE = 4096  # default for a trained tokenizer
 TOKENIZER_SAMPLE_BYTES = 64 * 2**20  # text to train a tokenizer on
+JSON_BEGINNING = re.compile(rb"(\xef\xbb\xbf)?\s*(\[\s*)?\{")  # of JSON lines, or an array of objects
 AT_ONCE = 1024  # tasks given to a pool: more than processes, but submitting thousands may block (cpython 105829)
 PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that this process gets when its parent ends
 
@@ -265,7 +267,7 @@ def _kept(name: str, folder: Path, piped: Iterator[bytes] | None) -> Iterator[Pa
     with open(os.devnull if piped else 0 if name == "-" else name, "rb", closefd=bool(piped) or name != "-") as pipe:
         chunks = piped or iter(partial(pipe.read, BATCH_BYTES), b"")
         first = next(chunks, b"")
-        suffix = "jsonl" if first.lstrip(b"\xef\xbb\xbf \r\n").startswith(b"{") else "txt"
+        suffix = "json" if re.match(JSON_BEGINNING, first) else "txt"
         path = folder.absolute() / f".{Path(name).name}.{suffix}"
         with writer.locked(folder), written_whole(path) as file:
             file.writelines(chain([first], chunks))

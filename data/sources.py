@@ -36,15 +36,20 @@ from data.conversations import (
 from data.shards import DataError
 
 TEXTS = (".txt", ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cc", ".cpp", ".rs", ".go", ".java", ".js")
-LINES = (".jsonl", ".ndjson", ".json")
-TABLES = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".tsv": "tsv"}
+LINES = (".jsonl", ".ndjson")
+TABLES = {".json": "json", ".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".tsv": "tsv"}
 KINDS = dict.fromkeys(TEXTS, "text") | dict.fromkeys(LINES, "jsonl") | TABLES
 # In a folder these hold settings, labels or token ids as often as texts, so they are read only if they are named.
 ONLY_IF_NAMED = (".json", ".arrow", ".csv", ".tsv")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 # Kinds whose readers can begin within a file, and what a unit counts in. Readers of all others get whole files.
 DIVISIBLE = {"text": "bytes", "other": "bytes", "jsonl": "bytes", "parquet": "row groups"}
-POSITIONS = {"text": "document at byte", "other": "document at byte", "jsonl": "line at byte"}  # of others: row
+POSITIONS = {
+    "text": "document at byte",
+    "other": "document at byte",
+    "jsonl": "line at byte",
+    "json": "record",
+}  # of others: row
 DELIMITERS = {"csv": ",", "tsv": "\t"}
 UNIT_BYTES = 4 * 2**20
 MOST_UNITS = 10_000  # about; a larger input gets larger units
@@ -282,7 +287,7 @@ def plan_units(files: Sequence[File], separator: str = "") -> list[Unit]:
 
 def _divided(file: File, unit_bytes: int) -> list[Unit]:
     """The units of a file: parts of about `unit_bytes` if its reader can begin within it, otherwise one."""
-    kind, compression = kind_of(file.url)
+    kind, compression = content_kind(file), kind_of(file.url)[1]
     if compression or kind not in DIVISIBLE:
         return [Unit((file,), bytes=file.size)]
     whole = file.size
@@ -303,6 +308,16 @@ def kind_of(url: str) -> tuple[str, str]:
     return KINDS.get(suffix, "other"), compression
 
 
+def content_kind(file: File) -> str:
+    """The kind of KINDS, or "other". A .json file is of kind "json" if it holds an array, otherwise of JSON lines."""
+    kind = kind_of(file.url)[0]
+    if kind != "json":
+        return kind
+    with failures_of(f"{file.url}: cannot be read"), _open(file) as raw:
+        beginning = _decompressed(file, raw).read(READ_BYTES)
+    return "json" if beginning.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[") else "jsonl"
+
+
 def documents(
     unit: Unit,
     keys: Sequence[str],
@@ -318,12 +333,12 @@ def documents(
     seen = seen or Seen()
     others = OTHER_COLUMNS.get(format, ())
     for file in unit.files:
-        kind = kind_of(file.url)[0]
+        kind = content_kind(file)
         names = file.keys or keys
         found = seen.keys.setdefault(file.url, set())
         is_document = not unit.separator and not has_keys(file)
         with failures_of(f"{file.url}: cannot be read"), _open(file) as stream:
-            for position, record in _records(file, stream, unit, (*names, *others)):
+            for position, record in _records(file, kind, stream, unit, (*names, *others)):
                 place = file.url
                 if not is_document:
                     place += f", {POSITIONS.get(kind, 'row')} {position}"
@@ -351,7 +366,10 @@ def _text(record: Any, kind: str, keys: Sequence[str], format: str, found: set[s
         except ValueError as error:
             record = error
         if not isinstance(record, dict):
-            raise DataError(f"must be a JSON object (`jq -c '.[]'` splits an array): {repr(record)[:100]}")
+            raise DataError(f"must be a JSON object (an array of them is a .json file): {repr(record)[:100]}")
+    elif kind == "json":
+        if not isinstance(record, dict):
+            raise DataError(f"must be a JSON object: {repr(record)[:100]}")
     elif isinstance(record, bytes):
         record = {keys[0]: record.decode()}
     elif isinstance(record, ValueError):
@@ -387,20 +405,27 @@ def _open(file: File) -> Any:
     return system.open(path, "rb", block_size=REQUEST_BYTES)
 
 
-def _records(file: File, raw: Any, unit: Unit, keys: Sequence[str]) -> Records:
-    """Yield (position, record) of everything in a unit's part of a file. Only DIVISIBLE kinds have a part to mind."""
-    kind, compression = kind_of(file.url)
-    stream = raw
+def _decompressed(file: File, raw: Any) -> Any:
+    """What an open file holds, as a stream."""
+    compression = kind_of(file.url)[1]
     if compression == "zstd":
-        stream = pa.CompressedInputStream(pa.PythonFile(raw), "zstd")
+        return pa.CompressedInputStream(pa.PythonFile(raw), "zstd")
     if compression == "gzip":  # pyarrow refuses zeros after the end, with which tapes and block devices pad
-        stream = igzip.IGzipFile(fileobj=raw)
+        return igzip.IGzipFile(fileobj=raw)
+    return raw
+
+
+def _records(file: File, kind: str, raw: Any, unit: Unit, keys: Sequence[str]) -> Records:
+    """Yield (position, record) of everything in a unit's part of a file. Only DIVISIBLE kinds have a part to mind."""
+    stream = _decompressed(file, raw)
     if kind == "parquet":
         yield from _parquet_records(stream, unit, keys)
     elif kind == "arrow":
         yield from _arrow_records(stream, keys)
     elif kind in DELIMITERS:
         yield from _csv_records(stream, DELIMITERS[kind])
+    elif kind == "json":
+        yield from enumerate(json.loads(stream.read()))
     elif kind == "jsonl":
         yield from _pieces(stream, unit, LINE_END)
     elif unit.separator:

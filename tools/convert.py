@@ -35,7 +35,7 @@ DTYPES = ("uint8", "uint16", "uint32", "uint64")  # signed ones have the same bi
 MAGIC_NUMBERS = {20240520: "uint16", 20240801: "uint32"}
 PARQUET_FILE = b"PAR1"  # how one begins
 ARROW_NAMES = (".arrow", ".feather", ".ipc")  # how the name of a stream ends, which begins like ids
-TEXT_KINDS = ("text", "jsonl", "csv", "tsv")
+TEXT_KINDS = ("text", "jsonl", "json", "csv", "tsv")
 
 log = logging.getLogger(__name__)
 

@@ -460,7 +460,10 @@ def test_a_finished_dataset_is_replaced_only_when_asked_and_never_read_in_part(t
     ("name", "content", "message"),
     [
         ("a.jsonl", b'{"text": "x"}\n{"text": \n', r"a\.jsonl, line at byte 14: must be a JSON object"),
-        ("a.json", b'[{"text": "x"}]', r"a\.json, line at byte 0: must be a JSON object \(`jq"),
+        ("a.jsonl", b'[{"text": "x"}]', r"a\.jsonl, line at byte 0: must be a JSON object \(an array .* a \.json file"),
+        ("a.json", b'[{"text": "x"}, 3]', r"a\.json, record 1: must be a JSON object: 3"),
+        ("a.json", b'[{"text": "x"}, ', r"a\.json: cannot be read: JSONDecodeError: .* column 17"),
+        ("a.json", b'{\n "data": []}', r"a\.json, line at byte 0: must be a JSON object \(an array"),
         ("a.jsonl", b'{"body": "x"}\n', r"line at byte 0: no text under 'text'; it has body; choose with --keys"),
         ("a.jsonl", b'{"text": 3}\n', r"line at byte 0: no text under 'text'; it has text; choose with --keys"),
         (
@@ -610,6 +613,29 @@ def test_a_vocabulary_that_a_text_is_too_small_for_is_told(tmp_path, caplog):
     (tmp_path / "a.txt").write_text("abab")
     prepare([str(tmp_path / "a.txt")], str(tmp_path / "out"), vocab_size=300, validation_fraction=0)
     assert caplog.messages == ["--vocab-size 300: the text has no more than 259 tokens to learn"]
+
+
+def test_a_json_file_holds_an_array_or_lines(texts, alone, tmp_path, monkeypatch):
+    """Only lines are divided among processes."""
+    monkeypatch.setattr(sources, "UNIT_BYTES", 3000)
+    records = [{"text": text, "more": [{}]} for text in texts]
+    contents = {
+        "array": "\ufeff \n" + json.dumps(records, indent=2, ensure_ascii=False),
+        "lines": "".join(json.dumps(record) + "\n" for record in records),
+    }
+    for name, content in contents.items():
+        (tmp_path / f"{name}.json").write_text(content)
+        (tmp_path / f"{name}.json.gz").write_bytes(gzip.compress(content.encode()))
+        for file in (f"{name}.json", f"{name}.json.gz"):
+            units = sources.plan_units(sources.list_files([str(tmp_path / file)]))
+            assert [text for unit in units for _, text in sources.documents(unit, ["text"])] == texts
+            assert (len(units) > 1) == (file == "lines.json")
+    bad = [{"text": "a"}, None, {"text": "b"}]
+    (tmp_path / "bad.json").write_text(json.dumps(bad))
+    prepare([str(tmp_path / "bad.json")], str(tmp_path / "out"), skip_bad=1, validation_fraction=0, **alone)
+    assert documents_of(tmp_path / "out") == Counter(["a", "b"])
+    reasons = (tmp_path / "out" / writer.BAD_RECORDS).read_text()
+    assert reasons == f"{tmp_path}/bad.json, record 1: must be a JSON object: None\n"
 
 
 def test_csv_gives_the_records_that_pythons_csv_module_wrote(texts, alone, tmp_path):

@@ -1,5 +1,6 @@
 """Fine-tuning data: which tokens are trained, worked out by hand; packing; and datasets that verify and fit."""
 
+import csv
 import json
 import random
 import subprocess
@@ -344,6 +345,32 @@ def test_all_of_a_record_of_alpaca_s_is_read(tmp_path: Path, options: list[str])
     (row,) = open_dataset(str(tmp_path / "set")).split("train").read(0).values.reshape(-1, 6)
     no, yes = False, True
     assert shown(row) == [(WHAT, no), (TWO, no), (PLUS, no), (IS, yes), (FOUR, yes), (EOS, yes)]
+
+
+@pytest.mark.parametrize("format", ["chat", "sft"])
+def test_alpaca_as_an_array_and_as_csv_is_read_as_its_lines_are(tmp_path: Path, format: str) -> None:
+    rows = [
+        {"instruction": "what", "input": "two, plus\n2", "output": 'is "four"'},
+        {"instruction": "so", "input": "", "output": "four"},
+    ]
+    (tmp_path / "a.json").write_text(json.dumps(rows, indent=2))
+    with (tmp_path / "a.csv").open("w", newline="") as file:
+        table = csv.DictWriter(file, list(rows[0]))
+        table.writeheader()
+        table.writerows(rows)
+    asked = ["what\ntwo, plus\n2", "so"]
+    expected = [[question + "\n", row["output"]] for question, row in zip(asked, rows, strict=True)]
+    if format == "chat":
+        turns = zip(asked, rows, strict=True)
+        expected = [[[user(question), {"role": "assistant", "content": row["output"]}]] for question, row in turns]
+    keys = ["messages"] if format == "chat" else ["prompt", "response"]
+    for name in ("a.json", "a.csv"):
+        units = plan_units(list_files([str(tmp_path / name)]))
+        assert [json.loads(text) for unit in units for _, text in documents(unit, keys, format)] == expected
+
+
+def user(content: str) -> dict[str, str]:
+    return {"role": "user", "content": content}
 
 
 def test_long_examples_are_cut_if_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
