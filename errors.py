@@ -4,6 +4,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+MISTAKE = 2  # exit code of ranks that have explained in one line what is wrong
+EXPLAINED = "TITANITE_EXPLAINED"  # in the environment: a file for such a rank to make, see run/torchrun.py
+
 
 class TitaniteError(Exception):
     """A mistake that the user can fix. The message says what, where and how; no traceback is shown.

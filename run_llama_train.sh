@@ -77,5 +77,5 @@ echo "starting: processes $NGPU, threads of each $OMP_NUM_THREADS" >&2
 signals=SIGTERM,SIGINT,SIGQUIT,SIGUSR1
 [[ $(trap -p HUP) ]] || signals+=,SIGHUP
 # Other nodes that the environment may speak of, and a name of this machine that nobody can look up, do not matter.
-exec $python -m torch.distributed.run --standalone --nnodes=1 --local-addr=127.0.0.1 --signals-to-handle="$signals" \
+exec $python -m run.torchrun --standalone --nnodes=1 --local-addr=127.0.0.1 --signals-to-handle="$signals" \
   --nproc-per-node="$NGPU" --max-restarts="$MAX_RESTARTS" train.py "${overrides[@]}"

@@ -22,6 +22,7 @@ from torch import Tensor
 from checkpoint.ranks import Ranks
 from config import Config, ConfigError, TitaniteError, change_text, file_errors
 from data.loader import Batch, DataLoader
+from errors import EXPLAINED, MISTAKE
 from parallel.device import bfloat16_is_slow
 from parallel.mesh import ParallelDims
 from parallel.pipeline import Step
@@ -60,14 +61,17 @@ def run_and_leave(main: Callable[[], object]) -> NoReturn:
         code = AGAIN
     except TitaniteError as error:
         environment, running = launch_environment(), dist.is_initialized()
-        code = 1 if isinstance(error, OutageError) else 2
+        code = 1 if isinstance(error, OutageError) else MISTAKE
         if environment.local_rank > 0 and (error.agreed or not running):
             # Local rank 0 prints the same. If this rank left first, torchrun would end it before that.
             time.sleep(SPEAKER_TIMEOUT_SECONDS)
         where = f" (rank {environment.rank})" if running and not error.agreed else ""
         print(f"error{where}: {error}", file=sys.stderr, flush=True)
-        recurs = code == 2 and (not running or isinstance(error, ConfigError))
-        if environment.local_rank == 0 and environment.restarts < environment.max_restarts and recurs:
+        recurs = code == MISTAKE and (not running or isinstance(error, ConfigError))
+        may_restart = environment.restarts < environment.max_restarts
+        if code == MISTAKE and (recurs or not may_restart):
+            note_explained()
+        if environment.local_rank == 0 and may_restart and recurs:
             os.kill(os.getppid(), signal.SIGQUIT)  # so that torchrun ends without a restart
     except SystemExit as ended:
         code = ended.code
@@ -80,6 +84,14 @@ def run_and_leave(main: Callable[[], object]) -> NoReturn:
         with contextlib.suppress(OSError):  # a closed pipe must not change the exit code
             stream.flush()
     os._exit(code or 0)
+
+
+def note_explained() -> None:
+    """Tell run/torchrun.py, if it started this rank, that the run ends and the user has read why."""
+    file = os.environ.get(EXPLAINED)
+    if file:
+        with contextlib.suppress(OSError):  # gone with a launcher that was killed
+            Path(file).touch()
 
 
 class Run:

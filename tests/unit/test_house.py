@@ -28,13 +28,14 @@ MAY_IMPORT = {
     "metrics": {"config", "records"},
     "profiling": {"config"},
     "models": {"config", "originals", "parallel", "float8"},
-    "run": {"checkpoint", "config", "data", "parallel", "profiling", "records", "storage"},
+    "run": {"checkpoint", "config", "data", "errors", "parallel", "profiling", "records", "storage"},
 }
 # Who reads or sets variables of the environment: of the launcher, of AWS, and switches of libraries.
 ENVIRONMENT = {
     "run/processes.py",
     "storage/s3.py",
     "run/run.py",
+    "run/torchrun.py",
     "data/prepare.py",
     "float8/__init__.py",
     "parallel/device.py",  # the allocator of a GPU's memory, before CUDA starts

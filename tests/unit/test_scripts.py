@@ -28,7 +28,7 @@ case "$2" in
   data.prepare)
     mkdir -p datasets; sleep 0.3; mkdir datasets/stdlib || exit 1
     sleep 0.3; touch datasets/stdlib/manifest.json ;;
-  torch.distributed.run) [ -e datasets/stdlib/manifest.json ] && echo "$@" >> log ;;
+  run.torchrun) [ -e datasets/stdlib/manifest.json ] && echo "$@" >> log ;;
 esac
 """
 
@@ -130,6 +130,31 @@ def test_a_config_on_the_command_line_takes_the_place_of_the_default_one(
     given = ["--config=train_configs/default.toml"] * default + ["--metrics.log_ranks=0,1", *words]
     assert run(runner, "./run_llama_train.sh", *words, NGPU="1", LOG_RANK="0,1")[0] == 0
     assert log_of(runner)[-1].endswith(" ".join(["train.py", *given]))
+
+
+@pytest.mark.parametrize(("ranks", "restarts"), [("1", "0"), ("2", "0"), ("2", "1")])
+def test_a_mistake_that_ranks_find_ends_in_one_line(ranks: str, restarts: str) -> None:
+    code, said = run(ROOT, "./run_llama_train.sh", "--data.datasets=/nowhere", NGPU=ranks, MAX_RESTARTS=restarts)
+    starting, *errors = said.splitlines()
+    assert starting.startswith(f"starting: processes {ranks},")
+    assert [error.partition("/nowhere")[0] for error in errors] == ["error: "], said
+    assert code == 2
+
+
+@pytest.mark.parametrize(
+    ("program", "shown"), [("raise RuntimeError('broken')", "RuntimeError: broken"), ("exit(2)", "exitcode  : 2")]
+)
+def test_a_crash_of_a_rank_shows_all_that_torchrun_says(program: str, shown: str, checkout: Path) -> None:
+    """Also with the exit code of a mistake, where no rank has explained it."""
+    write_program(checkout / "setup.sh", "#!/bin/sh\n")
+    write_program(checkout / "train.py", f"{program}\n")
+    for path in ROOT.iterdir():
+        if not (checkout / path.name).exists():
+            (checkout / path.name).symlink_to(path)
+    code, said = run(checkout, "./run_llama_train.sh", "--data.datasets=/nowhere", NGPU="1")
+    assert code == 1
+    assert shown in said
+    assert "train.py FAILED" in said
 
 
 @pytest.mark.parametrize(

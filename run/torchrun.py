@@ -1,0 +1,43 @@
+"""torch.distributed.run, which says nothing more where a rank has explained a mistake of the user in one line.
+
+python -m run.torchrun --standalone --nproc-per-node=2 train.py --config=train_configs/default.toml
+"""
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+from torch.distributed import run
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from errors import EXPLAINED, MISTAKE
+
+ENDED_BY_TORCHRUN = (-signal.SIGTERM, -signal.SIGKILL)  # exit codes of the other ranks, once one has failed
+
+
+def main() -> None:
+    """Run the ranks as the command line says. Exits with MISTAKE after one, otherwise as torchrun does."""
+    with tempfile.TemporaryDirectory() as folder:
+        explained = Path(folder) / "explained"
+        os.environ[EXPLAINED] = str(explained)
+        for handler in logging.getLogger("torch.distributed").handlers:
+            handler.addFilter(lambda record: not explained.exists())
+        try:
+            run.main()
+        except ChildFailedError as error:
+            codes = {failure.exitcode for failure in error.failures.values()}
+            if not explained.exists() or codes - {MISTAKE, *ENDED_BY_TORCHRUN}:
+                raise
+            sys.exit(MISTAKE)
+        except SignalException:  # which a rank sends so that torchrun starts it no more
+            if not explained.exists():
+                raise
+            sys.exit(MISTAKE)
+
+
+if __name__ == "__main__":
+    main()
