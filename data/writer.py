@@ -51,11 +51,14 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
 
 def report(manifest: Mapping[str, Any], output: str) -> None:
     """Print what a dataset holds, the last lines of every command that writes one."""
-    for split in SPLITS:
-        shards = [shard for shard in manifest["shards"] if shard["split"] == split]
-        documents, tokens = (sum(shard[key] for shard in shards) for key in ("documents", "tokens"))
+    of_splits = {split: [shard for shard in manifest["shards"] if shard["split"] == split] for split in SPLITS}
+    for split, shards in of_splits.items():
+        documents = sum(shard["documents"] for shard in shards)
+        tokens = sum(shard["tokens"] for shard in shards)
         print(f"{split}: documents {documents:,}, tokens {tokens:,}, files {len(shards)}")
-    if not shards:
+    if not of_splits["train"]:
+        print("everything is held out: lower --validation-fraction, or name it in validation.datasets only")
+    if not of_splits["validation"]:
         print("nothing is held out: raise --validation-fraction to validate")
     print(f"vocabulary {manifest['vocab_size']}, token {manifest['eos_id']} ends a document\nready: {output}")
 

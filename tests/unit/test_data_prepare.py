@@ -638,6 +638,19 @@ def test_a_json_file_holds_an_array_or_lines(texts, alone, tmp_path, monkeypatch
     assert reasons == f"{tmp_path}/bad.json, record 1: must be a JSON object: None\n"
 
 
+@pytest.mark.parametrize(
+    ("fraction", "said"),
+    [("0", "nothing is held out: raise"), ("1", "everything is held out: lower"), ("0.5", "")],
+)
+def test_a_split_without_documents_is_told(texts, alone, tmp_path, capsys, fraction, said):
+    write_jsonl(tmp_path / "in.jsonl", texts)
+    words = [f"--output={tmp_path / 'out'}", f"--tokenizer={alone['tokenizer']}", f"--validation-fraction={fraction}"]
+    main([f"--source={tmp_path / 'in.jsonl'}", *words])
+    lines = [line for line in capsys.readouterr().out.splitlines() if "held out" in line]
+    assert len(lines) == bool(said)
+    assert all(line.startswith(said) for line in lines)
+
+
 def test_csv_gives_the_records_that_pythons_csv_module_wrote(texts, alone, tmp_path):
     """Also with line ends and quotes in a text, and with texts longer than that module reads by default."""
     long = [*texts, "x" * 200_000, 'a "quoted" word,\r\nand a\ttab']
