@@ -201,7 +201,7 @@ def _finished(pieces: Sequence[np.ndarray], dtype: np.dtype, eos: int) -> Iterat
 def looks_packed(rows: Ids, eos: int) -> bool:
     """Whether documents may go on in the next row: all are of one length, and some end without an eos."""
     lengths = np.diff(rows.ends, prepend=0)
-    if len(lengths) < 2 or lengths.min() != lengths.max() or lengths[0] == 0:
+    if len(lengths) < 2 or lengths.min() != lengths.max() or lengths[0] < 2:
         return False
     return bool((rows.ids[rows.ends - 1] != eos).any())
 

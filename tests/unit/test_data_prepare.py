@@ -613,6 +613,20 @@ def test_a_vocabulary_that_a_text_is_too_small_for_is_told(tmp_path, caplog):
     (tmp_path / "a.txt").write_text("abab")
     prepare([str(tmp_path / "a.txt")], str(tmp_path / "out"), vocab_size=300, validation_fraction=0)
     assert caplog.messages == ["--vocab-size 300: the text has no more than 259 tokens to learn"]
+    caplog.clear()
+    prepare([str(tmp_path / "a.txt")], str(tmp_path / "out"), vocab_size=258, validation_fraction=0, overwrite=True)
+    assert not caplog.messages
+
+
+def test_compressed_text_makes_as_many_files_as_it_holds_text_for(alone, tmp_path):
+    """About: what is compressed counts as five times as long."""
+    lines = write_jsonl(tmp_path / "a.jsonl", [f"{i} {'word ' * 40}" for i in range(500)]).read_bytes()
+    compressed = gzip.compress(lines)
+    (tmp_path / "a.jsonl.gz").write_bytes(compressed)
+    megabytes = len(compressed) / 4 * 2 / 2**20  # two bytes for a token, which is about four of text
+    source, output = str(tmp_path / "a.jsonl.gz"), str(tmp_path / "out")
+    manifest = prepare([source], output, shard_mb=megabytes, validation_fraction=0, **alone)
+    assert len(manifest["shards"]) == 5
 
 
 def test_a_json_file_holds_an_array_or_lines(texts, alone, tmp_path, monkeypatch):
@@ -682,7 +696,8 @@ def test_texts_in_arrow_are_read_as_those_in_parquet(texts, tmp_path, kind):
     with new(tmp_path / "a.arrow", table.schema) as file:
         file.write_table(table, max_chunksize=150)
     (unit,) = sources.plan_units(sources.list_files([str(tmp_path / "a.arrow")]))
-    assert [text for _, text in sources.documents(unit, ["text"])] == texts
+    expected = [(f"{tmp_path}/a.arrow, row {i}", text) for i, text in enumerate(texts)]
+    assert list(sources.documents(unit, ["text"])) == expected
     with pytest.raises(DataError, match=r"a\.arrow, row 0: no text under 'body'; it has n, text"):
         list(sources.documents(unit, ["body"]))
 
@@ -814,8 +829,11 @@ def test_lines_of_a_remote_file_are_read_but_not_far_beyond_the_unit_and_an_empt
     assert 1000 < sum(1 for _ in sources.documents(unit, ["text"])) < 1050
     assert Store.fetched < 8 * 2**20 < len(Store.content) / 3
     monkeypatch.setattr(Store, "answers", False)
-    with pytest.raises(DataError, match=r"store://lines\.jsonl: cannot be read: the server has sent"):
-        list(sources.documents(unit, ["text"]))
+    (table,) = sources.plan_units(sources.list_files(["store://table.csv"]))
+    for silent in (unit, table):
+        name = re.escape(silent.files[0].url)
+        with pytest.raises(DataError, match=f"{name}: cannot be read: the server has sent"):
+            list(sources.documents(silent, ["text"]))
 
 
 def test_a_folder_that_may_not_be_read_is_not_taken_for_an_empty_one(tmp_path):
@@ -1071,6 +1089,19 @@ def test_files_of_ids_with_options_that_do_not_fit(names, options, message, toke
     with pytest.raises(DataError, match=message):
         convert(names, "out", str(tokenizer_folder), **options)
     assert not Path("out").exists()
+
+
+def test_an_id_is_named_by_its_place_in_the_file(tokenizer_folder, tmp_path):
+    source = write_table(tmp_path, "Arrow file", {"ids": pa.array([[1]] * 8 + [[2, 400]])})
+    with pytest.raises(DataError, match="token 9: id 400 is not in the tokenizer's vocabulary of 400"):
+        convert([source], str(tmp_path / "out"), str(tokenizer_folder))
+
+
+@pytest.mark.parametrize("rows", [[[5, 0], [6, 0]], [[5], [6, 7]], [[5], [6]], [[5, 6]]])
+def test_rows_that_are_documents_are_not_taken_for_packed_ones(rows, tokenizer_folder, tmp_path, caplog):
+    source = write_table(tmp_path, "Arrow file", {"ids": pa.array(rows)})
+    convert([source], str(tmp_path / "out"), str(tokenizer_folder), validation_fraction=0)
+    assert not caplog.messages
 
 
 def test_a_file_of_ids_without_documents_is_told(tokenizer_folder, tmp_path, monkeypatch, caplog):

@@ -138,10 +138,17 @@ def test_logits_that_are_not_finite_are_named(value: float, temperature: float) 
 
 
 def test_random_numbers_do_not_depend_on_how_many_are_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, prompts = ours_from(hf_model("llama3")), prompts_of(5, 12)
+    model = ours_from(hf_model("llama3"))
+    prompts = prompts_of(5, 12)
     expected = tokens_of(model, prompts, 20, seed=7)
     monkeypatch.setattr("generate.DRAWS", 3)
     assert tokens_of(model, prompts, 20, seed=7) == expected
+    finished = set[int]()
+    second = []
+    for tokens in generate(model, prompts, CPU, Request(seed=7, max_tokens=20), finished):
+        second.append(tokens[-1])
+        finished.add(0)  # the first row leaves
+    assert second == expected[1]
 
 
 # ---------------------------------------------------------------- text
