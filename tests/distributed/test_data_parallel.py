@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
@@ -18,6 +19,7 @@ from config import ActivationCheckpoint, Checkpoint, Config, Failures, Training
 from models.init import init_weights
 from models.llama.model import Llama
 from optim import clip_grad_norm_
+from parallel.fsdp import AllToAllReduceScatter
 from tests.harness import run_ranks
 from tests.parity import FLAVOR, GLOBAL_BATCH, SEED, SEQ_LEN, STEPS, VOCAB, close, config_for, our_run, plain_run
 
@@ -77,6 +79,24 @@ def test_gradients_in_bfloat16_are_summed_in_the_type_that_is_asked_for(name: st
             assert (result["grads"][rows] - expected["grads"][rows]).norm() < 2**-8 * expected["grads"][rows].norm()
             result["grads"].pop(rows)
         close(result, expected, loss_tolerance=3e-5, grad_tolerance=1e-7)
+
+
+def scattered() -> torch.Tensor:
+    own = torch.empty(1024, dtype=torch.bfloat16)
+    AllToAllReduceScatter()(
+        own, gradients_of(dist.get_rank()).flatten(), dist.distributed_c10d._get_default_group(), None
+    )
+    return own
+
+
+def gradients_of(rank: int) -> torch.Tensor:
+    return torch.randn(4, 1024, generator=torch.Generator().manual_seed(rank)).bfloat16()
+
+
+def test_the_own_reduce_scatter_rounds_a_sum_once() -> None:
+    sums = sum(gradients_of(rank).double() for rank in range(4))
+    assert isinstance(sums, torch.Tensor)
+    assert torch.equal(torch.stack(run_ranks(4, scattered)), sums.bfloat16())
 
 
 def test_a_rollback_goes_on_with_the_weights_of_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

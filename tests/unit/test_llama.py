@@ -1,5 +1,6 @@
 """The model against Hugging Face transformers' Llama, and against itself: cache, documents, initial weights."""
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -84,6 +85,18 @@ def test_logits_and_gradients_equal_transformers(family: str) -> None:
         torch.testing.assert_close(parameter.grad, theirs[names[name]].grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
+def test_in_bfloat16_it_is_as_near_to_float64_as_transformers() -> None:
+    """Angles and positions are in float32: bfloat16 would not tell the places of the last tokens apart."""
+    hf, tokens = hf_model("llama3.1"), random_tokens(1, 600)
+    ours = ours_from(hf)
+    ours.compute_dtype = torch.bfloat16
+    with torch.no_grad():
+        found, theirs = ours(tokens), copy.deepcopy(hf).bfloat16()(tokens).logits
+        exact = hf.double()(tokens).logits
+    error, usual = ((logits - exact).norm() / exact.norm() for logits in (found, theirs))
+    assert 0.8 * usual < error < 1.1 * usual, (error, usual)
+
+
 def test_cached_decoding_gives_the_same_logits() -> None:
     model, tokens = ours_from(hf_model("llama3.1")), random_tokens(2, 40)
     expected = model(tokens)
@@ -114,7 +127,7 @@ def build(config: LlamaConfig, seed: int = 0) -> Llama:
 
 
 def test_initial_weights_follow_the_rule() -> None:
-    """Norms are ones. Everything else is drawn on its own: two weights have no number in common at the same place."""
+    """Norms are ones. Everything else is drawn in float32, and on its own: no two weights begin alike."""
     config = dataclasses.replace(FLAVORS["debug"], vocab_size=512)
     model = build(config)
     again, other = build(config), build(config, seed=1)
@@ -127,6 +140,7 @@ def test_initial_weights_follow_the_rule() -> None:
         std = 0.02 / 12**0.5 if name.endswith(("wo.weight", "w2.weight")) else 0.02
         assert parameter.std().item() == pytest.approx(std, rel=0.02), name
         assert parameter.abs().max() <= 3.001 * std, name
+        assert (parameter != parameter.bfloat16()).float().mean() > 0.98, name
         drawn += [parameter, other.get_parameter(name)]
     beginnings = {tuple((weight / weight.abs().max()).flatten()[:4].tolist()) for weight in drawn}
     assert len(beginnings) == len(drawn)

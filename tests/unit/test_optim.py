@@ -216,11 +216,13 @@ def test_loss_is_summed_over_trained_tokens_in_float32(compile: bool) -> None:
     logits = (4 * torch.randn(2, 6, 11)).bfloat16()
     labels = torch.randint(0, 11, (2, 6))
     labels[0, :3] = IGNORED
-    loss = build_loss(Compile(enable=compile, backend="aot_eager"))(logits, labels)
+    loss, z = build_loss(Compile(enable=compile, backend="aot_eager"), z_loss=0.01)(logits, labels)
     log_probs = F.log_softmax(logits.double(), dim=-1)
     expected = -sum(log_probs[b, s, labels[b, s]] for b in range(2) for s in range(6) if labels[b, s] != IGNORED)
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    log_sums = logits.double()[labels != IGNORED].exp().sum(-1).log()
+    assert z.item() == pytest.approx(0.01 * log_sums.square().sum().item(), rel=1e-6)
     assert cross_entropy(logits, torch.full_like(labels, IGNORED)).item() == 0
 
 
@@ -231,6 +233,10 @@ def test_the_chunked_loss_sums_and_scales_in_float32(compile: bool) -> None:
     hidden, weight = torch.randn(1, 64, 16).bfloat16().requires_grad_(), torch.randn(32, 16).requires_grad_()
     labels = torch.randint(0, 32, (1, 64))
     loss = build_chunked_loss(Compile(enable=compile, backend="aot_eager"), ONE_RANK, chunks=8)
+    with torch.no_grad():
+        evaluated = loss(hidden, weight, labels, Output.compute).item()
+    logits = F.linear(hidden[0], weight.bfloat16()).double()
+    assert evaluated == pytest.approx(F.cross_entropy(logits, labels[0], reduction="sum").item(), rel=1e-5)
     whole, third = (
         torch.autograd.grad(loss(hidden, weight, labels, Output.compute) * torch.tensor(factor), (hidden, weight))
         for factor in (1.0, 1 / 3)
