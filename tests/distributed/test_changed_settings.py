@@ -31,6 +31,8 @@ FIXED = {  # setting → why this resume keeps it
     "failures.on_bad_step": "rollback needs torchrun",
     "float8.kernels": "not with float8.emulate",
     "metrics.wandb_project": "needs the package wandb",
+    "training.epochs": "sets training.steps",
+    "checkpoint.keep_best": "needs validation, which is switched off",
     "profiling.memory_snapshot": "needs CUDA",
 }
 

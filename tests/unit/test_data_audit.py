@@ -390,7 +390,7 @@ def test_verify_names_every_fault(folders, tmp_path, capsys):
         verify.main([str(folder)])
     bad = f"{folder}/train-00000.arrow: is damaged, its checksum does not match"
     assert capsys.readouterr().out.splitlines()[:4] == [
-        f"{folder}: its tokenizer.json or tokenizer_config.json is not the one that made the data; put that back",
+        f"{folder}: its tokenizer.json is not the one that made the data; put that back",
         *(f"{bad} (block {block})" for block in (1, 3)),
         f"{folder}/validation-00000.arrow: missing (block 0)",
     ]
