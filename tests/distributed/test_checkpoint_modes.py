@@ -171,7 +171,8 @@ def test_a_run_that_has_saved_never_begins_anew(tmp_path):
     run.mkdir()
     assert Run(saved, run_folder=run).checkpoint.load() == 0
     assert Run(other, run_folder=run, interval=1).checkpoint.load() == 0, "nothing was saved yet"
-    Run(saved, run_folder=run, interval=1).train(0, 2)
+    last = Run(saved, run_folder=run, interval=1)
+    last.train(last.checkpoint.load(), 2)
     with pytest.raises(CheckpointError, match=f"{other}: no checkpoint .* has saved {saved}/step-00000002-.*; set"):
         Run(other, run_folder=run).checkpoint.load()
     shutil.rmtree(other)

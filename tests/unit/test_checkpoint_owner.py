@@ -198,9 +198,15 @@ def test_a_folder_does_not_go_on_with_checkpoints_that_it_does_not_know(
     assert case.start(folder, saved[0] + 1).checkpoint.newest_step == saved[0] + 1
 
 
-def killed_before_the_record(case: Case) -> Path:
-    """Between the commit and what the folder notes of it."""
-    with patch("checkpoint.manager.write_atomically", side_effect=KeyboardInterrupt), suppress(KeyboardInterrupt):
+def killed_after_the_commit(case: Case) -> Path:
+    """Before the folder can note anything more of it."""
+    commit = manager.commit
+
+    def commit_and_end(*arguments: Any) -> None:
+        commit(*arguments)
+        raise KeyboardInterrupt
+
+    with patch("checkpoint.manager.commit", commit_and_end), suppress(KeyboardInterrupt):
         case.start(case.folder, 3)
     return case.folder
 
@@ -253,7 +259,7 @@ def with_older_ones_removed_by_hand(case: Case) -> Path:
 @pytest.mark.parametrize(
     ("make", "step"),
     [
-        (killed_before_the_record, 1),
+        (killed_after_the_commit, 1),
         (killed_before_the_commit, 1),
         (moved, 1),
         (made_again, 1),
@@ -353,6 +359,21 @@ def test_a_save_under_way_is_not_committed_once_another_start_has_begun(
     assert steps_in(case.saved) == [5, 4]
     assert not under_way.exists()
     assert case.start(case.folder, 6).checkpoint.newest_step == 6
+
+
+def test_an_earlier_start_removes_nothing_that_a_later_one_may_need(
+    case: Case, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where it has committed in the moment in which the other one began, and then tidies up."""
+    first = case.start(case.folder, 3)
+    second = Run(case.saved, interval=1, keep=0, run_folder=case.folder)
+    assert second.checkpoint.load() == 3
+    second.train(3, 5)
+    before = content(case.saved)
+    first.checkpoint.retentions[0].tidy(committed(open_store(case.saved))[0])
+    assert content(case.saved) == before
+    assert "old checkpoints could not be removed: " in caplog.text
+    assert ".claim: a later start saves there" in caplog.text
 
 
 @pytest.mark.parametrize("part", ["write_items", "copy_files"])
