@@ -5,14 +5,16 @@ import logging
 import math
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -151,6 +153,17 @@ def build_optimizer(
         return AdamW(groups, fused=True)
     dtypes = getattr(torch, optimizer.state_dtype), getattr(torch, param_dtype)
     return GroupedOptimizer(groups, *dtypes, compile or settings.Compile(), group)
+
+
+def state_allocator(optimizer: Any) -> Callable[[], None]:
+    """What gives every weight its state, for a load to fill: the optimizer's own method.
+
+    For one of torch's that a fork builds, without such a method, a step with gradients and rates of 0.
+    """
+    own = getattr(optimizer, "allocate_state", None)
+    if own is not None:
+        return own
+    return partial(_init_optim_state, optimizer)
 
 
 class OuterOptimizer:

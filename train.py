@@ -40,6 +40,7 @@ from optim import (
     due,
     learning_rate,
     set_learning_rate,
+    state_allocator,
     summarize_groups,
 )
 from parallel.device import device_type
@@ -125,7 +126,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         islands = OuterOptimizer(optimizer, mesh.islands, config.parallelism, steps) if mesh.islands else None
         refresh_weights = build_refresh(parts, config, islands.meet if islands else None)
         checkpoint = CheckpointManager(
-            config, run.folder, parts, optimizer, data, identity, (islands or optimizer).allocate_state,
+            config, run.folder, parts, optimizer, data, identity, state_allocator(islands or optimizer),
             start=run.this_start, on_commit=run.saved, on_progress=watchdog.alive, section=watchdog.section,
         )  # fmt: skip
         step = checkpoint.load()

@@ -371,9 +371,9 @@ def test_a_stream_holds_no_more_parts_than_are_under_way(parts_of):
 
     with parts_of(send).create("file") as stream:
         for number in range(1, 7):
-            may_end[number - storage.PARTS_IN_FLIGHT].set()
+            may_end[number - storage.s3.PARTS_IN_FLIGHT].set()
             stream.write(bytes(8))
-            assert set(range(1, number - storage.PARTS_IN_FLIGHT + 1)) <= set(ended)
+            assert set(range(1, number - storage.s3.PARTS_IN_FLIGHT + 1)) <= set(ended)
         for event in may_end:
             event.set()
 
