@@ -47,7 +47,8 @@ def apply_fsdp(model: nn.Module, groups: list[list[nn.Module]], mesh: DeviceMesh
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for group in groups[:-1]:
         fully_shard(group, reshard_after_forward=reshard, **options)
-    fully_shard(groups[-1], reshard_after_forward=False, **options)
+    for group in groups[-1:]:
+        fully_shard(group, reshard_after_forward=False, **options)
     fully_shard(model, reshard_after_forward=False, **options)
 
     for module in model.modules():
