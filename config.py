@@ -16,13 +16,11 @@ import re
 import sys
 import textwrap
 import types
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
-
-from errors import ConfigError, TitaniteError, command_line, file_errors  # noqa: F401  (for those who import config)
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -34,6 +32,47 @@ logger = logging.getLogger(__name__)
 # Keys of settings that nobody should write into a config. `sample_token` is none, but a misspelt setting.
 CREDENTIALS = r"secret|password|credential|access_key|api_key|(^|\.|auth_|access_|api_|hf_|session_)token$"
 PATIENCE = 0.8  # share of a collective's timeout after which the watchdog declares the job hung
+
+
+class TitaniteError(Exception):
+    """A mistake that the user can fix. The message says what, where and how; no traceback is shown.
+
+    `agreed`: every rank raises the same error, so only one needs to print it.
+    """
+
+    def __init__(self, message: str, agreed: bool = False):
+        super().__init__(message)
+        self.agreed = agreed
+
+
+class ConfigError(TitaniteError):
+    """A setting, or a combination of settings, that cannot be run."""
+
+
+@contextmanager
+def command_line(exit_code: int = 1) -> Iterator[None]:
+    """Wrap the work of a command: a mistake of the user's ends it with one line and `exit_code`, Ctrl-C with 130."""
+    try:
+        with file_errors():
+            yield
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except (TitaniteError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(exit_code)
+
+
+@contextmanager
+def file_errors(written: object = None) -> Iterator[None]:
+    """Turn an OSError that names a file, or any while the file `written` is written, into a one-line TitaniteError."""
+    try:
+        yield
+    except OSError as error:
+        if written is not None:
+            raise TitaniteError(f"{written}: cannot be written: {error.strerror or error}") from None
+        if error.filename is None:
+            raise
+        raise TitaniteError(f"{error.filename}: {error.strerror}") from None
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from data.chat import chat_of
 from data.conversations import read_conversation
 from data.tokenizer import Tokenizer
 from models.llama.model import KVCache
-from trained import Trained, add_place_arguments, load_from_arguments
+from models.trained import Trained, add_place_arguments, load_from_arguments
 
 PREFILL_TOKENS = 512  # of a prompt per forward: limits the memory of the logits, which go unused
 DRAW_BITS = 31  # of random numbers and probabilities: as integers, since a GPU may add floats in any order

@@ -22,7 +22,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from config import Config, ConfigError, TitaniteError, file_errors, to_toml
-from records import open_records, write_atomically
+from storage.records import open_records, write_atomically
 
 logger = logging.getLogger(__name__)
 

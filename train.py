@@ -46,10 +46,10 @@ from optim import (
 from parallel.device import device_type
 from parallel.mesh import ParallelDims
 from parallel.pipeline import build_step
-from profiling import check_profiling
 from run.failures import BadSteps, check_failures
 from run.folder import check_run_folder, choose_param_dtype
 from run.processes import LaunchEnvironment, launch_environment, set_timeout
+from run.profiling import check_profiling
 from run.run import Run, run_and_leave
 from validate import check_sample, show_sample, validate_all
 

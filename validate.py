@@ -22,11 +22,11 @@ from data.shards import DataError, open_dataset
 from data.tokenizer import Tokenizer
 from generate import Request, TextStream, check_prompt, generate
 from loss import IGNORED, cross_entropy
+from models.trained import Trained, add_place_arguments, load_from_arguments
 from parallel.fsdp import reshard
 from parallel.mesh import ParallelDims
 from parallel.pipeline import Step
 from run.run import Run
-from trained import Trained, add_place_arguments, load_from_arguments
 
 logger = logging.getLogger(__name__)
 

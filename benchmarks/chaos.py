@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from benchmarks.report import build_parser, finish, print_row, require_cpu
 from config import TitaniteError
 from data.prepare import main as prepare
-from records import read_records
 from run.folder import STARTS
+from storage.records import read_records
 from tests.ports import free_port
 from tests.s3.fault_proxy import fault_proxy
 from tests.s3.server import create_bucket, s3_environment, s3_server

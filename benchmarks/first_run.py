@@ -37,8 +37,8 @@ import torch
 from benchmarks.report import build_parser, finish, prepare_once, print_row, require_cpu
 from data.shards import open_dataset
 from generate import Request, stream_texts
-from records import read_records
-from trained import Trained, load_trained
+from models.trained import Trained, load_trained
+from storage.records import read_records
 
 CONFIG, DATASET = "train_configs/default.toml", Path("datasets/stdlib")
 SECONDS, TRIAL_STEPS = 240, 40

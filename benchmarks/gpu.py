@@ -45,7 +45,7 @@ from float8.convert import convert_to_float8
 from models import build_model, find_model
 from models.llama.hf import to_hf_config
 from parallel.device import synchronize
-from records import read_records
+from storage.records import read_records
 from tools.plan_count import Case, count
 from tools.plan_time import GIB
 from train import train

@@ -39,7 +39,7 @@ if __name__ == "__main__":
 
 from benchmarks import gpu, gpu_settings
 from benchmarks.report import machine, prepare_once, print_row, table
-from records import output_path, write_atomically
+from storage.records import output_path, write_atomically
 
 ROOT = Path(__file__).parents[1]
 RESULTS, REHEARSAL = ROOT / "benchmarks" / "results", ROOT / "outputs" / "rehearsal"

@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.report import build_parser, finish, prepare_once, print_row
 from config import load_config
-from records import read_records
+from storage.records import read_records
 from tools.plan_count import Case, count
 from tools.plan_time import sent_bytes
 

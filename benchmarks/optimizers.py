@@ -21,7 +21,7 @@ import torch
 from benchmarks.report import build_parser, finish, prepare_once, print_row, require_cpu
 from config import load_config
 from parallel.device import bfloat16_is_slow
-from records import read_records
+from storage.records import read_records
 from tools.compare import write_page
 
 CONFIG = "train_configs/debug.toml"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from parallel.device import device_type
-from records import git_commit, package_versions
+from run.code import git_commit, package_versions
 
 
 def build_parser(description: str) -> argparse.ArgumentParser:

@@ -7,7 +7,7 @@ from typing import Any
 
 from checkpoint import CheckpointError
 from checkpoint.manifest import by_step, step_of
-from records import read_records
+from storage.records import read_records
 
 LOSS = "validation_loss"
 

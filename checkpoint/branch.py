@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from records import write_atomically
+from storage.records import write_atomically
 
 PARENT = "parent.json"
 BEST = "best"  # in place of a step: that with the lowest validation loss

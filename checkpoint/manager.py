@@ -31,8 +31,8 @@ from checkpoint.retention import Retention, check_room, committed, finished
 from checkpoint.state import Staging, model_tensors, optimizer_tensors, random_state, tensors_to_fill
 from config import Config, TitaniteError, to_toml
 from data.ledger import saved_place
-from records import write_atomically
 from storage import LocalStore, Store, StoreError, join
+from storage.records import write_atomically
 
 SAVED = ".saved"  # in the run's folder: names the last committed checkpoint
 LOWEST_PRIORITY = 19  # a `nice` value

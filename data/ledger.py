@@ -18,7 +18,7 @@ from isal import isal_zlib
 from config import Config, ConfigError, Training, file_errors
 from data.order import Segment
 from data.shards import DataError, Dataset
-from records import open_records, read_records
+from storage.records import open_records, read_records
 
 STATE_VERSION = 3
 

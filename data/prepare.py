@@ -53,7 +53,7 @@ from data.sources import (
     split_keys,
 )
 from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
-from records import write_atomically, written_whole
+from storage.records import write_atomically, written_whole
 
 KEYS = {"text": "text", "sft": "prompt,response", "chat": "messages"}  # format → keys of a record
 COUNTED = ("conversations", "examples", "trained_tokens", "dropped", "truncated")  # in the manifest

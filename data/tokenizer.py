@@ -14,7 +14,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as RawTokenizer
 
 from config import TitaniteError, file_errors
-from records import write_atomically
+from storage.records import write_atomically
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from isal import isal_zlib
 from config import LOCAL, file_errors
 from data.shards import FORMAT, INDEX_SCHEMA, SPLITS, VERSION, DataError, Shard, digest, seal, token_schema
 from data.tokenizer import Tokenizer
-from records import write_atomically, written_whole
+from storage.records import write_atomically, written_whole
 
 LARGEST_SHARD_MB = 2048  # twice as much would be more tokens than Arrow's lists can count
 PARTS = ".parts"  # folder of a preparation's finished work, until its end

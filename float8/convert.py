@@ -15,11 +15,11 @@ from torch import nn
 import config as settings
 from config import Config, ConfigError, close_match
 from float8.cpu import replace_matmul
-from originals import check_forward, check_original
+from parallel.originals import check_forward, check_original
 
 logger = logging.getLogger(__name__)
 
-# Digests of the model's linear and output layers that float8 layers compute, see originals.py.
+# Digests of the model's linear and output layers that float8 layers compute, see parallel/originals.py.
 LINEAR = ("288dc45ee651", "f9c13d2b755c")
 LOGITS = "fda68fd1d73c"
 BLOCK = 128  # values that share a scale of recipe `blockwise`

@@ -16,12 +16,12 @@ from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from float8.casts import Cast, cast, multiply
-from originals import check_forward
+from parallel.originals import check_forward
 
 if torch.cuda.is_available():
     from float8 import kernels  # noqa: F401  (registers them)
 
-# Digests of the model's SwiGLU and norm that are computed here, see originals.py.
+# Digests of the model's SwiGLU and norm that are computed here, see parallel/originals.py.
 FEED_FORWARD = "eb3c0fb914cb"
 NORM = "dfc2e86b4b55"
 INSTEAD = 'float8.kernels = "compiler" and another recipe than blockwise'

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from config import Config, ConfigError
 from parallel.device import device_type
 
-# Digests of the loss that is computed on a split vocabulary, see originals.py.
+# Digests of the loss that is computed on a split vocabulary, see parallel/originals.py.
 CROSS_ENTROPY = "0b10c8a68e79"
 LOSS_TERMS = "350729cbba7b"
 

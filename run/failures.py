@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from config import Config, ConfigError, Failures, TitaniteError, file_errors
-from records import open_records, read_records
 from run.processes import LaunchEnvironment, from_rank_0
+from storage.records import open_records, read_records
 
 logger = logging.getLogger(__name__)
 

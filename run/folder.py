@@ -23,8 +23,9 @@ from checkpoint.loading import model_differences
 from checkpoint.owner import RUN_NAME, Start, new_start, read_known, record_known, run_name
 from config import Config, ConfigError, TitaniteError, file_errors
 from parallel.device import fast_dtype
-from records import code_changes, git_commit, open_records, package_versions, read_records, write_atomically
+from run.code import code_changes, git_commit, package_versions
 from run.processes import LaunchEnvironment
+from storage.records import open_records, read_records, write_atomically
 
 logger = logging.getLogger(__name__)
 

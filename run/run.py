@@ -22,11 +22,9 @@ from torch import Tensor
 from checkpoint.ranks import Ranks
 from config import Config, ConfigError, TitaniteError, change_text, file_errors
 from data.loader import Batch, DataLoader
-from errors import EXPLAINED, MISTAKE
 from parallel.device import bfloat16_is_slow
 from parallel.mesh import ParallelDims
 from parallel.pipeline import Step
-from profiling import profile
 from run.failures import RolledBackError, compute_twice
 from run.folder import PROGRESS, note_start, record_config, start_run
 from run.processes import (
@@ -38,7 +36,9 @@ from run.processes import (
     set_timeout,
     shut_down,
 )
+from run.profiling import profile
 from run.stop import StopRequest
+from run.torchrun import EXPLAINED, MISTAKE
 from run.watchdog import Watchdog
 from storage import OutageError
 

@@ -10,8 +10,8 @@ from typing import IO
 
 import numpy as np
 
-from records import write_atomically
 from storage.errors import DamagedError, MissingError, StoreError, join
+from storage.records import write_atomically
 
 
 class LocalStore:

@@ -15,7 +15,7 @@ from typing import Any
 
 from checkpoint.branch import read_parent
 from config import TitaniteError, command_line, file_errors, tomllib
-from records import output_file, read_records
+from storage.records import output_file, read_records
 
 MAX_POINTS = 4000  # per curve: longer ones keep every n-th row
 AXES = ("step", "tokens", "hours")

@@ -14,9 +14,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from config import TitaniteError, command_line
+from models.trained import add_place_arguments
 from parallel.device import device_type
 from tools.hf import export_model
-from trained import add_place_arguments
 
 # What IBM's and PyTorch's float8 study compares models by.
 TASKS = "mmlu,arc_easy,arc_challenge,hellaswag,sciq,openbookqa,piqa,winogrande"

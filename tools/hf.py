@@ -38,10 +38,10 @@ from data.chat import chat_of, transformers_version
 from data.tokenizer import CONFIG, TOKENIZER, Tokenizer, content_of, json_object
 from metrics import quiet_noisy_loggers
 from models import MODELS, build_model, recorded_model
-from records import output_path
+from models.trained import longest_sequence
 from storage import Store, StoreError, open_store
+from storage.records import output_path
 from tools.weights import DTYPES, FILE_BYTES, convert_torchtitan, find_weights, open_weights, read_rows, write_weights
-from trained import longest_sequence
 
 PIECE_BYTES = 16 << 20  # of an imported tensor, so that each rank reads little more than it needs
 LOGITS_TOLERANCE = 1e-4  # of the largest logit: both compute in float32, but in different orders

@@ -24,12 +24,12 @@ from data.loader import validation_batches
 from float8.convert import build_linear, convert_to_float8
 from loss import cross_entropy
 from models import build_model, find_model
+from models.trained import load_trained
 from parallel.device import device_type
-from records import output_path
 from run.processes import launch_environment
+from storage.records import output_path
 from tools.compare import write_page
 from train import train
-from trained import load_trained
 
 # What the report needs of every config, such as the loss on held-out documents of the training data alone.
 SETTINGS = (

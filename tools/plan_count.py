@@ -126,6 +126,7 @@ def dry_run(case: Case, point: Point) -> DryRun:
     """
     gc.freeze()  # otherwise a collection walks through, and so copies, all objects of the parent
     torch._logging.set_logs(dynamo=50)
+    torch.compiler.reset()  # otherwise sizes that the parent compiled for are dynamic here
     check(case.config, case.world_size)
     (n_layers, microbatches), rank = point, case.stage * case.world_size // case.dims.pp
     tally = Tally()

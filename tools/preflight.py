@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from config import Comm, TitaniteError, command_line
 from parallel.device import synchronize
-from records import PACKAGES, package_versions
+from run.code import PACKAGES, package_versions
 from run.processes import init_distributed, launch_environment, shut_down
 from storage import open_store
 

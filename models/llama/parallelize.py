@@ -20,15 +20,15 @@ from torch.distributed.tensor.parallel import (
 from config import Config, ConfigError
 from float8.tensor import float8_plan, gathers_activations
 from models.llama.model import Llama, LlamaConfig, Mask, attention
-from originals import check_forward, check_original
 from parallel.activation_checkpoint import apply_activation_checkpoint, check_activation_checkpoint, guide_compiler
 from parallel.context import ATTENTION, build_gather, local_indices, ring_attention
 from parallel.fsdp import apply_fsdp, needs_fsdp
 from parallel.mesh import Mesh
+from parallel.originals import check_forward, check_original
 from parallel.pipeline import check_pipeline, layers_of_stages, stages_of_rank
 from parallel.tensor import VocabParallelEmbedding, check_async_tensor_parallel, enable_async_tensor_parallel
 
-OUTPUT = "f9c13d2b755c"  # digest of the output layer that the loss in chunks knows, see originals.py
+OUTPUT = "f9c13d2b755c"  # digest of the output layer that the loss in chunks knows, see parallel/originals.py
 
 
 def apply_parallelism(

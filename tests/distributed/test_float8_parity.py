@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from config import ConfigError
-from records import read_records
+from storage.records import read_records
 from tests.corpus import write_dataset
 from tools.parity import main
 

@@ -14,12 +14,12 @@ from data.prepare import main as prepare
 from data.tokenizer import Tokenizer
 from generate import Request, generate
 from models.llama import FLAVORS
+from models.trained import load_trained
 from tests.corpus import write_dataset
 from tests.harness import run_ranks
 from tools.audit import prove
 from tools.hf import main as checkpoint_hf
 from train import train
-from trained import load_trained
 
 NUMBERS = 20
 VOCAB = 64

@@ -29,6 +29,7 @@ from loss import cross_entropy
 from models import build_model, find_model
 from models.init import init_weights
 from models.llama.model import FeedForward
+from models.trained import Trained, load_trained
 from parallel.mesh import ParallelDims
 from parallel.pipeline import Step
 from storage import open_store
@@ -37,7 +38,6 @@ from tests.harness import run_ranks
 from tests.unit.test_data_tuning import folder as tuning  # noqa: F401
 from tools.hf import export_model
 from train import train
-from trained import Trained, load_trained
 from validate import as_packed, measure, validate_all
 from validate import main as validate
 

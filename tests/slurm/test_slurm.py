@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from records import read_records
+from storage.records import read_records
 from tests.corpus import write_dataset
 from tests.slurm.lab import missing, slurm
 from tools.audit import prove

@@ -17,7 +17,7 @@ from data.prepare import main as prepare
 from data.tokenizer import Tokenizer, train_tokenizer
 from data.writer import is_held_out
 from parallel.device import fast_dtype
-from records import read_records
+from storage.records import read_records
 from tests.corpus import stored_blocks
 from tests.harness import run_ranks
 from tools.own_text import prepare_own_text

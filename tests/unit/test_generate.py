@@ -28,9 +28,9 @@ from data.chat import ChatTemplate, chat_of
 from data.tokenizer import Tokenizer
 from generate import Request, TextStream, generate, main, sample
 from models.llama.model import Llama
+from models.trained import load_from_arguments, load_trained
 from tests.unit.test_llama import FAMILIES, SMALL, hf_model, ours_from
 from tools.hf import main as checkpoint_hf
-from trained import load_from_arguments, load_trained
 
 CPU = torch.device("cpu")
 CHATML = (

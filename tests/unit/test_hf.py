@@ -35,6 +35,7 @@ from models import MODELS
 from models.llama import FLAVORS
 from models.llama import hf as llama_hf
 from models.llama.model import Llama, LlamaConfig, RopeScaling
+from models.trained import load_trained
 from optim import AdamW
 from storage import DamagedError, open_store
 from tests.corpus import word_tokenizer
@@ -44,7 +45,6 @@ from tests.unit.test_llama import FAMILIES, SMALL, hf_model
 from tools import hf
 from tools.hf import export_model, exported_model, import_model
 from tools.weights import write_weights
-from trained import load_trained
 
 CPU = torch.device("cpu")
 BOTH = ("config", "generation_config")

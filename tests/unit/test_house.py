@@ -13,22 +13,18 @@ OWN = {path.stem for path in ROOT.glob("*.py")} | set(PACKAGES)
 # What each part may import of the project. Anything not listed (train.py and other commands) may import all but tools,
 # which only tools, tests and benchmarks may.
 MAY_IMPORT = {
-    "errors": set(),
-    "config": {"errors"},
-    "originals": {"errors"},
-    "records": {"config"},
-    "storage": {"config", "records"},
-    "parallel": {"config", "originals", "records"},
-    "float8": {"config", "originals"},
-    "data": {"config", "records", "storage"},
-    "checkpoint": {"config", "data", "records", "storage"},
-    "loss": {"config", "originals", "parallel"},
+    "config": set(),
+    "storage": {"config"},
+    "parallel": {"config", "storage"},
+    "float8": {"config", "parallel"},
+    "data": {"config", "storage"},
+    "checkpoint": {"config", "data", "storage"},
+    "loss": {"config", "parallel"},
     "optim": {"config", "muon", "parallel"},
     "muon": {"config", "parallel"},
-    "metrics": {"config", "records"},
-    "profiling": {"config"},
-    "models": {"config", "originals", "parallel", "float8"},
-    "run": {"checkpoint", "config", "data", "errors", "parallel", "profiling", "records", "storage"},
+    "metrics": {"config", "storage"},
+    "models": {"checkpoint", "config", "data", "float8", "parallel"},
+    "run": {"checkpoint", "config", "data", "parallel", "storage"},
 }
 # Who reads or sets variables of the environment: of the launcher, of AWS, and switches of libraries.
 ENVIRONMENT = {

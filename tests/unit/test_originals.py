@@ -13,7 +13,7 @@ import loss
 import train
 from config import ConfigError, TitaniteError, load_config
 from models.llama import model as llama
-from originals import check_forward, digest
+from parallel.originals import check_forward, digest
 from tests.corpus import write_dataset
 
 SMALL = ("--data.datasets=data", "--model.flavor=debug", "--training.seq_len=256", "--training.local_batch_size=4")

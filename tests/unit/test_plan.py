@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._tools.mem_tracker import MemTracker
+from torchao.float8 import convert_to_float8_training
 
 import models
 import train
@@ -119,6 +120,15 @@ def test_few_layers_count_as_all_and_as_by_hand(name: str) -> None:
     assert few[:6] == whole[:6], "sent, matmuls, attention, moved, weights, optimizer"
     assert few.peak == pytest.approx(whole.peak, rel=0.01)
     assert {key: few.sent[key] for key in HAND.get(name, {})} == HAND.get(name, {})
+
+
+def test_a_process_that_compiled_other_sizes_counts_the_same() -> None:
+    """Dynamo would make sizes of float8 weights dynamic, so the number of heads too, and attention refuses that."""
+    for dim in (64, 128):
+        config = LlamaConfig(dim=dim, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=dim, vocab_size=16)
+        block = torch.compile(convert_to_float8_training(Block(config)), backend="eager")
+        block(torch.zeros(2, 16, dim), *rope_cos_sin(config, torch.arange(16)[None]))
+    assert run_all([(EQUAL["float8, compiled"], (2, 1))])
 
 
 def test_operations_and_states_are_those_counted_by_hand() -> None:

@@ -39,8 +39,8 @@ from config import (
 from metrics import MetricsLogger, configure_logging, find_trackers, peak_flops, wandb_id
 from models import find_model
 from parallel.mesh import ParallelDims
-from profiling import profile
 from run.processes import LaunchEnvironment, init_distributed
+from run.profiling import profile
 from tests.harness import run_ranks
 from tools.processes import processes
 

@@ -13,7 +13,6 @@ import torch
 
 from checkpoint.owner import new_start
 from config import Config, ConfigError, Run, TitaniteError, Training, load_config
-from records import read_records
 from run.folder import (
     PROGRESS,
     STARTS,
@@ -25,6 +24,7 @@ from run.folder import (
     start_run,
 )
 from run.processes import LaunchEnvironment
+from storage.records import read_records
 
 ROOT = Path(__file__).parents[2]
 
@@ -105,7 +105,7 @@ def test_code_that_changed_between_two_starts_is_kept_and_named(
     git = ["git", "-C", str(code), "-c", "user.name=a", "-c", "user.email=a"]
     for words in (["init", "-q"], ["add", "model.py", ".gitignore"], ["commit", "-qm", "first"]):
         subprocess.run([*git, *words], check=True)
-    monkeypatch.setattr("records.CODE", code)
+    monkeypatch.setattr("run.code.CODE", code)
     assert record(run, Config(), {}, 1) == record(run, Config(), {}, 1) == {}
     assert not list(run.glob("*.patch"))
 

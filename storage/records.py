@@ -1,4 +1,4 @@
-"""Files with one JSON record per line, to which every start of a run appends; atomic writes; which code wrote them.
+"""Files with one JSON record per line, to which every start of a run appends; atomic writes.
 
 A kill or a full disk may cut the last line. A cut line counts as never written. Imports no torch.
 """
@@ -6,18 +6,12 @@ A kill or a full disk may cut the last line. A cut line counts as never written.
 import argparse
 import json
 import os
-import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from importlib import metadata
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 from config import LOCAL
-
-CODE = Path(__file__).resolve().parent
-DIFF = ("diff", "--no-color", "--no-ext-diff")  # however git is set up
-PACKAGES = ("torchao", "triton", "numpy", "pyarrow", "tokenizers", "s3fs", "transformers", "torchtitan")
 
 
 def open_records(path: Path) -> IO[str]:
@@ -70,34 +64,3 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     """The records so far, [] if there is no file. Raises ValueError for a line that is not JSON."""
     lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []
     return [json.loads(line) for line in lines]
-
-
-def git_commit() -> str | None:
-    """The commit of this code, with "-dirty" if files differ from it. None outside a repository."""
-    return _git("describe", "--always", "--dirty", "--abbrev=40").decode().strip() or None
-
-
-def code_changes(leave_out: Path) -> bytes:
-    """How this code differs from its commit, for `git apply`: changed files, and new text files of at most 1 MiB.
-
-    Without hidden files, those that git ignores, and those in the folder `leave_out`; new ones only the first 1,000.
-    """
-    patch = _git(*DIFF, "--relative", "HEAD")
-    for name in os.fsdecode(_git("ls-files", "--others", "--exclude-standard", "-z")).split("\0")[:-1][:1000]:
-        path, shown = CODE / name, not name.startswith(".") and "/." not in name
-        if shown and path.is_file() and path.stat().st_size <= 2**20 and leave_out.resolve() not in path.parents:
-            patch += _git(*DIFF, "--no-index", "--", "/dev/null", name) if b"\0" not in path.read_bytes() else b""
-    return patch
-
-
-def _git(*words: str) -> bytes:
-    """What git prints for this code; nothing outside a repository or without git."""
-    command = ["git", "--no-optional-locks", "-c", "core.quotepath=false", "-C", str(CODE), *words]
-    with suppress(OSError):
-        return subprocess.run(command, capture_output=True, check=False).stdout
-    return b""
-
-
-def package_versions() -> dict[str, str]:
-    """Package → version, of the installed ones that shape results."""
-    return {package.name: package.version for package in metadata.distributions() if package.name in PACKAGES}

@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Callable, Collection
 from typing import Any
 
-from errors import ConfigError
+from config import ConfigError
 
 DIGITS = 12  # of a digest
 
