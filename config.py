@@ -440,15 +440,11 @@ class Failures:
     start again from the last checkpoint and skip all updates since. That needs torchrun's --max-restarts."""
     bad_step_budget: Positive = 10
     """Bad steps skipped or rolled back in the whole run. One more stops it."""
-    spike_factor: NonNegative = 0.0
-    """Also treat a loss above this multiple of the median of the 32 steps before as bad. 0: off."""
     spike_sigmas: NonNegative = 0.0
     """Also treat as bad a loss or gradient norm above the mean of the 128 steps before by so many of their standard
     deviations, such as 6. 0: off."""
     restarts_without_progress: Count = 3
     """Restarts of a job in a row without a new checkpoint. One more is refused."""
-    replay_interval: Count = 0
-    """Steps between two replays: a step is computed twice, compared bit for bit. 0: none. Needs run.deterministic."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -565,6 +561,12 @@ def read_recorded(text: bytes, place: object) -> dict[str, Any]:
     if unknown:
         logger.warning(f"{place}: settings that this version does not know, left out: {', '.join(unknown)}")
     return values
+
+
+def recorded_config(folder: Path) -> Config | None:
+    """The config that a run recorded in its folder, None if there is none. Raises ConfigError."""
+    file = folder / "config.toml"
+    return from_dict(read_recorded(file.read_bytes(), file)) if file.is_file() else None
 
 
 def _parse_command_line(argv: Sequence[str]) -> dict[str, str]:

@@ -34,8 +34,8 @@ def check_optim(config: Config, run_folder: Path | None = None) -> None:
     optimizer, schedule, steps = config.optimizer, config.lr_scheduler, config.training.steps
     if run_folder and (fitted := fit_schedule(schedule, steps)) != schedule:
         both = f"warmup_steps = {schedule.warmup_steps} and a decay of {decay_length(steps, schedule)} steps"
-        asked, file = f"lr_scheduler.{both} do not fit in training.steps = {steps}", run_folder / "config.toml"
-        began = settings.from_dict(settings.read_recorded(file.read_bytes(), file)) if file.is_file() else config
+        asked = f"lr_scheduler.{both} do not fit in training.steps = {steps}"
+        began = settings.recorded_config(run_folder) or config
         if config.checkpoint.branch_from or (began.lr_scheduler, began.training.steps) != (schedule, steps):
             raise ConfigError(f"{asked}, and only a new run may shrink them")
         logger.info(f"{asked}: in this run they are {fitted.warmup_steps} and {decay_length(steps, fitted)}")

@@ -43,14 +43,14 @@ from optim import (
     state_allocator,
     summarize_groups,
 )
-from parallel.device import device_type
+from parallel.device import choose_param_dtype, device_type
 from parallel.mesh import ParallelDims
-from parallel.pipeline import build_step
+from parallel.pipeline import build_compute
 from run.failures import BadSteps, check_failures
-from run.folder import check_run_folder, choose_param_dtype
+from run.folder import check_run_folder
 from run.processes import LaunchEnvironment, launch_environment, set_timeout
 from run.profiling import check_profiling
-from run.run import Run, run_and_leave
+from run.run import TrainingRun, run_and_leave
 from validate import check_sample, show_sample, validate_all
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         fits = partial(check_vocabulary, data.tokenizer)
         return check_checkpoints(config, identity, folder, fits, data.check_place, environment.job)
 
-    with Run(config, environment, dims, data, identity, check_places_of_run) as run:
+    with TrainingRun(config, environment, dims, data, identity, check_places_of_run) as run:
         # -- model, optimizer, checkpoint
         device, mesh, watchdog = run.device, run.mesh, run.watchdog
         n_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -119,7 +119,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         loss_fn = build_loss(config.compile, mesh, training.z_loss)
         other_names = term_names(training.z_loss)
         chunked = build_chunked_loss(config.compile, mesh, chunks, training.z_loss) if chunks > 1 else None
-        compute = build_step(parts, loss_fn, flavor.dim, flavor.vocab_size, mesh, config, chunked)
+        compute = build_compute(parts, loss_fn, flavor.dim, flavor.vocab_size, mesh, config, chunked)
         parameters = [parameter for part in parts for parameter in part.parameters()]
         group = dims.build_update_group() if groups else None
         optimizer = build_optimizer(parts, config.optimizer, config.compile, group, training.param_dtype)
@@ -143,7 +143,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
             with watchdog.section("data"):
                 batches = [batch.to(device) for batch in data.next_step() if step not in guard.skipped]
             n_tokens = count_trained((batch.labels for batch in batches), dims, device)
-            total = sum_losses(run.forward_backward(compute, parameters, batches, n_tokens), dims, device)
+            total = sum_losses(run.forward_backward(compute, batches, n_tokens), dims, device)
             loss, *other_terms = total.reshape(-1)  # the cross-entropy, and what else the loss has
             grad_norm = clip_grad_norm_(parameters, training.max_norm, mesh.pp, mesh.islands).to(device)
             rates = set_learning_rate(optimizer, learning_rate(step, steps, config.optimizer.lr, config.lr_scheduler))

@@ -25,8 +25,8 @@ from loss import IGNORED, cross_entropy
 from models.trained import Trained, add_place_arguments, load_from_arguments
 from parallel.fsdp import reshard
 from parallel.mesh import ParallelDims
-from parallel.pipeline import Step
-from run.run import Run
+from parallel.pipeline import Compute
+from run.run import TrainingRun
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def validation_sets(config: Config) -> dict[str, Config]:
 
 
 @torch.no_grad()
-def validate_all(run: Run, parts: list[nn.Module], compute: Step, step: int) -> dict[str, float]:
+def validate_all(run: TrainingRun, parts: list[nn.Module], compute: Compute, step: int) -> dict[str, float]:
     """`validation_loss` in nats per token and, if the tokenizer keeps all bytes, `bits_per_byte` of text after `step`.
 
     The names of further held-out sets follow after a slash. A set without a trained token has no figures. {} without
@@ -105,7 +105,7 @@ def _no_training(parts: list[nn.Module]) -> Iterator[None]:
         module.training = True
 
 
-def show_sample(run: Run, parts: list[nn.Module]) -> None:
+def show_sample(run: TrainingRun, parts: list[nn.Module]) -> None:
     """Log the sample that `config.validation` asks for. Collective."""
     if run.config.validation.sample_tokens:
         sample = sample_text(parts, run.data.tokenizer, run.config, run.dims, run.device)

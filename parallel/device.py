@@ -4,9 +4,13 @@ An import of this module, as by train.py, sets up the allocator of a GPU's memor
 """
 
 import os
+from dataclasses import replace
+from pathlib import Path
 from typing import Literal
 
 import torch
+
+from config import Config, recorded_config
 
 # Segments that grow leave fewer holes: an 8B that takes 132 of 139 GiB was measured with them. torch reads this when it
 # first allocates on a GPU, not when it is imported (2.11 to 2.14). Of the older names it reads the user's.
@@ -32,6 +36,18 @@ def fast_dtype() -> Literal["bfloat16", "float32"]:
     if device_type() != "cpu" or torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported():
         return "bfloat16"
     return "float32"
+
+
+def choose_param_dtype(config: Config) -> Config:
+    """`config` with a type in place of "auto": that of the run so far, if it has begun, otherwise the fast one here."""
+    training = config.training
+    if training.param_dtype != "auto":
+        return config
+    began = recorded_config(Path(config.run.folder)) if config.run.folder else None
+    dtype = fast_dtype()
+    if began and began.training.param_dtype != "auto":
+        dtype = began.training.param_dtype
+    return replace(config, training=replace(training, param_dtype=dtype))
 
 
 def bfloat16_is_slow(device: torch.device) -> bool:

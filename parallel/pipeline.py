@@ -22,7 +22,7 @@ LossFn = Callable[[Tensor, Tensor], Tensor]  # (logits, labels) → summed loss
 ChunkedLoss = Callable[..., Tensor]  # (hidden states, output weight, labels) → summed loss
 
 
-class Step(NamedTuple):
+class Compute(NamedTuple):
     """What a rank does with one microbatch of tokens [B, S], labels [B, S] and positions [B, S] or None.
 
     forward_backward(tokens, labels, positions, n_tokens, is_last) adds to the gradients and returns the loss, or its
@@ -34,7 +34,7 @@ class Step(NamedTuple):
     forward: Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
-def build_step(
+def build_compute(
     parts: list[nn.Module],
     loss_fn: LossFn,
     dim: int,
@@ -42,8 +42,8 @@ def build_step(
     mesh: Mesh,
     config: Config,
     chunked_loss: ChunkedLoss | None = None,
-) -> Step:
-    """Build the step of the whole model, or of the pipeline stages `parts`, whose hidden states have size `dim`.
+) -> Compute:
+    """Build the computation of the whole model, or of the pipeline stages `parts`, whose hidden states have size `dim`.
 
     With `chunked_loss` the whole model computes that instead of logits.
     """
@@ -69,12 +69,12 @@ def build_step(
         terms.sum().backward()
         return terms.detach()
 
-    return Step(forward_backward, forward)
+    return Compute(forward_backward, forward)
 
 
 def _build_pipeline(
     parts: list[nn.Module], loss_fn: LossFn, dim: int, vocab_size: int, mesh: Mesh, config: Config
-) -> Step:
+) -> Compute:
     stages = _build_stages(parts, dim, vocab_size, mesh, config)
     first, last, device = stages[0].is_first, stages[-1].is_last, stages[0].device
     divisor = torch.ones((), device=device)  # read by the loss, which the schedule calls with two arguments
@@ -113,7 +113,7 @@ def _build_pipeline(
         reduces = {"finalize_gradients": is_last} if told_to_reduce else {}
         return run(partial(schedule.step, return_outputs=False, **reduces), tokens, labels, positions).detach()
 
-    return Step(forward_backward, forward)
+    return Compute(forward_backward, forward)
 
 
 def _build_stages(parts: list[nn.Module], dim: int, vocab_size: int, mesh: Mesh, config: Config) -> list["_Stage"]:

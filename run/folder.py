@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ import config as settings
 from checkpoint.loading import model_differences
 from checkpoint.owner import RUN_NAME, Start, new_start, read_known, record_known, run_name
 from config import Config, ConfigError, TitaniteError, file_errors
-from parallel.device import fast_dtype
 from run.code import code_changes, git_commit, package_versions
 from run.processes import LaunchEnvironment
 from storage.records import open_records, read_records, write_atomically
@@ -82,17 +80,6 @@ def choose_run_folder(config: Config, job: str = "") -> Path:
 def _is_copy(folder: Path) -> bool:
     """Whether the last start of the run was in another folder than this one."""
     return _last_start(folder).get("folder") != str(folder.absolute())
-
-
-def choose_param_dtype(config: Config) -> Config:
-    """`config` with a type in place of "auto": that of the run so far, if it has begun, otherwise the fast one here."""
-    if config.training.param_dtype != "auto":
-        return config
-    file, began = Path(config.run.folder) / "config.toml", config
-    if config.run.folder and file.is_file():
-        began = settings.from_dict(settings.read_recorded(file.read_bytes(), file))
-    chosen = began.training.param_dtype
-    return replace(config, training=replace(config.training, param_dtype=fast_dtype() if chosen == "auto" else chosen))
 
 
 def start_run(
@@ -167,14 +154,13 @@ def record_start(
     """
     before = _last_start(folder)
     count = _count_without_progress(folder, before, start.job, config.failures.restarts_without_progress)
-    recorded = folder / "config.toml"
     write_atomically(folder / "model.json", json.dumps(identity, indent=2).encode())  # first: it marks a run's folder
     if not (folder / RUN_NAME).exists():
         write_atomically(folder / RUN_NAME, f"{run_name(folder)}\n".encode())
-    if not recorded.exists():
+    if not (folder / "config.toml").exists():
         record_config(folder, config)
     patch, files = _record_code(folder, before)
-    changed = settings.differences(settings.from_dict(settings.read_recorded(recorded.read_bytes(), recorded)), config)
+    changed = settings.differences(settings.recorded_config(folder) or config, config)
     changed.pop("run.folder", None)
     record = {
         **start._asdict(),

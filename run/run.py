@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -24,8 +24,8 @@ from config import Config, ConfigError, TitaniteError, change_text, file_errors
 from data.loader import Batch, DataLoader
 from parallel.device import bfloat16_is_slow
 from parallel.mesh import ParallelDims
-from parallel.pipeline import Step
-from run.failures import RolledBackError, compute_twice
+from parallel.pipeline import Compute
+from run.failures import RolledBackError
 from run.folder import PROGRESS, note_start, record_config, start_run
 from run.processes import (
     AGAIN,
@@ -60,19 +60,7 @@ def run_and_leave(main: Callable[[], object]) -> NoReturn:
         dist.barrier()  # all have recorded why, before torchrun ends the others
         code = AGAIN
     except TitaniteError as error:
-        environment, running = launch_environment(), dist.is_initialized()
-        code = 1 if isinstance(error, OutageError) else MISTAKE
-        if environment.local_rank > 0 and (error.agreed or not running):
-            # Local rank 0 prints the same. If this rank left first, torchrun would end it before that.
-            time.sleep(SPEAKER_TIMEOUT_SECONDS)
-        where = f" (rank {environment.rank})" if running and not error.agreed else ""
-        print(f"error{where}: {error}", file=sys.stderr, flush=True)
-        recurs = code == MISTAKE and (not running or isinstance(error, ConfigError))
-        may_restart = environment.restarts < environment.max_restarts
-        if code == MISTAKE and (recurs or not may_restart):
-            note_explained()
-        if environment.local_rank == 0 and may_restart and recurs:
-            os.kill(os.getppid(), signal.SIGQUIT)  # so that torchrun ends without a restart
+        code = _explain(error)
     except SystemExit as ended:
         code = ended.code
     except KeyboardInterrupt:
@@ -80,10 +68,33 @@ def run_and_leave(main: Callable[[], object]) -> NoReturn:
     except BaseException:
         traceback.print_exc()
         code = 1
-    for stream in filter(None, (sys.stdout, sys.stderr)):  # None: closed from the start
-        with contextlib.suppress(OSError):  # a closed pipe must not change the exit code
-            stream.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream:  # None: closed from the start
+            with contextlib.suppress(OSError):  # a closed pipe must not change the exit code
+                stream.flush()
     os._exit(code or 0)
+
+
+def _explain(error: TitaniteError) -> int:
+    """Print what is wrong, and see to it that torchrun does not repeat what would fail again. Returns the exit code."""
+    environment = launch_environment()
+    running = dist.is_initialized()
+    if environment.local_rank > 0 and (error.agreed or not running):
+        # Local rank 0 prints the same. If this rank left first, torchrun would end it before that.
+        time.sleep(SPEAKER_TIMEOUT_SECONDS)
+    where = ""
+    if running and not error.agreed:
+        where = f" (rank {environment.rank})"
+    print(f"error{where}: {error}", file=sys.stderr, flush=True)
+    if isinstance(error, OutageError):
+        return 1
+    recurs = not running or isinstance(error, ConfigError)
+    may_restart = environment.restarts < environment.max_restarts
+    if recurs or not may_restart:
+        note_explained()
+    if recurs and may_restart and environment.local_rank == 0:
+        os.kill(os.getppid(), signal.SIGQUIT)  # so that torchrun ends without a restart
+    return MISTAKE
 
 
 def note_explained() -> None:
@@ -94,7 +105,7 @@ def note_explained() -> None:
             Path(file).touch()
 
 
-class Run:
+class TrainingRun:
     """What a start has beside the training itself. The loop calls `begin` and `end` once a step. Raises TitaniteError.
 
     `check` gets the folder on rank 0, before anything is written there, and returns its checkpoints' names.
@@ -109,15 +120,20 @@ class Run:
         identity: dict[str, Any],
         check: Callable[[Path], Iterable[str]],
     ):
-        self.config, self.environment, self.dims, self.data = config, environment, dims, data
-        self.starting, self._computed = True, False  # starting: until all is compiled and connected, by a first step
+        self.config = config
+        self.environment = environment
+        self.dims = dims
+        self.data = data
+        self.starting = True  # until all is compiled and connected, by a first step
+        self._computed = False  # whether this step was, or is one that a resume leaves out
         self._unwritten: TitaniteError | None = None  # the first file of this rank's that could not be written
+        self._ranks = Ranks()  # this one alone, until the checkpoints' group exists
         self._contexts = contextlib.ExitStack()
         torch.manual_seed(config.run.seed)
         if config.run.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it to be deterministic
         torch.use_deterministic_algorithms(config.run.deterministic)
-        self._begins = not dist.is_initialized()
+        self._owns_group = not dist.is_initialized()
         self.device = init_distributed(environment, config.comm)
         data.check_ranks()
         self.mesh = dims.build_mesh(self.device.type)
@@ -135,7 +151,7 @@ class Run:
         self.watchdog = Watchdog(self.folder, environment, config, self.this_start.id)
         self._contexts.push(self.watchdog.explain)
 
-    def __enter__(self) -> "Run":
+    def __enter__(self) -> "TrainingRun":
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -143,12 +159,13 @@ class Run:
         if isinstance(error, (SystemExit, KeyboardInterrupt)) and self.stop.asked_by:
             self._announce_stop_at_once()
         self._contexts.__exit__(kind, error, trace)
-        if self._begins and error is None:  # after an error other ranks may wait in a collective
+        if self._owns_group and error is None:  # after an error other ranks may wait in a collective
             shut_down()
 
     def _announce_stop_at_once(self) -> None:
         """Record that a request ends this rank outside the loop's order: before any step, or by a second Ctrl-C."""
-        if lost := self.watchdog.find_lost(0):  # torchrun also asks when it has lost a rank
+        lost = self.watchdog.find_lost(0)  # torchrun also asks when it has lost a rank
+        if lost:
             self.watchdog.announce(*lost)
             return
         when = "at once" if self.watchdog.step else "before any step"
@@ -165,14 +182,19 @@ class Run:
             self.stop.asked_by = self.stop.asked_by or str(error)
 
     def start_steps(self, step: int, ranks: Ranks) -> None:
-        """Say that the loop begins after `step`. From here on a request to stop is answered after a step."""
-        config, rank = self.config, self.environment.rank
-        self.watchdog.step, self.watchdog.last_checkpoint = step, step or None
+        """Say that the loop begins after `step`. From here on a request to stop is answered after a step.
+
+        `ranks` are those of the checkpoints, whose group has a timeout of its own.
+        """
+        config = self.config
+        rank = self.environment.rank
+        self._ranks = ranks
+        self.watchdog.step = step
+        self.watchdog.last_checkpoint = step or None
         if rank == 0:
             record_config(self.folder, config)
         if self.dims.is_first_copy(rank):
             self.data.open_ledger(self.folder, self.this_start.id, self.writing)
-        self.ranks = ranks
         self.stop.start(config.comm.init_timeout_seconds)
         self.watchdog.silence.start()
         self._trace = self._contexts.enter_context(
@@ -187,22 +209,15 @@ class Run:
             with self.writing(self.folder / PROGRESS):
                 (self.folder / PROGRESS).touch()  # earlier restarts of the job no longer count
 
-    def forward_backward(
-        self, compute: Step, parameters: Sequence[Tensor], microbatches: list[Batch], n_tokens: Tensor
-    ) -> list[Tensor]:
-        """The losses of all microbatches of a step of `n_tokens`, after forward and backward; now and then of two."""
-
-        def compute_all() -> list[Tensor]:
-            losses = []
-            for i, batch in enumerate(microbatches):
-                is_last = i == len(microbatches) - 1
-                with self.watchdog.section("forward/backward", f", microbatch {i + 1} of {len(microbatches)}"):
-                    losses.append(compute.forward_backward(*batch, n_tokens, is_last))
-            return losses
-
-        step, every, self._computed = self.watchdog.step, self.config.failures.replay_interval, bool(microbatches)
-        twice = every and microbatches and step % every == 0
-        return compute_twice(step, compute_all, parameters) if twice else compute_all()
+    def forward_backward(self, compute: Compute, microbatches: list[Batch], n_tokens: Tensor) -> list[Tensor]:
+        """The losses of all microbatches of a step of `n_tokens`, after forward and backward."""
+        self._computed = bool(microbatches)
+        losses = []
+        for number, batch in enumerate(microbatches, start=1):
+            is_last = number == len(microbatches)
+            with self.watchdog.section("forward/backward", f", microbatch {number} of {len(microbatches)}"):
+                losses.append(compute.forward_backward(*batch, n_tokens, is_last))
+        return losses
 
     def begin(self, step: int) -> None:
         """Begin a step."""
@@ -212,18 +227,22 @@ class Run:
 
     def end(self, step: int) -> None:
         """End a step. Collective."""
-        comm = self.config.comm
         if self.starting and self._computed:
-            self.starting = False
-            self.watchdog.silence.cancel()
-            gc.collect()
-            gc.freeze()  # all long-lived objects exist: later collections leave them out
-            with self.watchdog.section("start"):
-                dist.barrier()  # the shorter limit must not run while a rank still compiles
-            set_timeout(comm.train_timeout_seconds, apart=self.ranks.group)  # which has its own limit
-            self.watchdog.limit_seconds = comm.train_timeout_seconds
+            self._end_start()
         if step % GC_INTERVAL_STEPS == 0:
             gc.collect()
+
+    def _end_start(self) -> None:
+        """After the first computed step: shorter timeouts, less garbage to collect."""
+        seconds = self.config.comm.train_timeout_seconds
+        self.starting = False
+        self.watchdog.silence.cancel()
+        gc.collect()
+        gc.freeze()  # all long-lived objects exist: later collections leave them out
+        with self.watchdog.section("start"):
+            dist.barrier()  # the shorter limit must not run while a rank still compiles
+        set_timeout(seconds, apart=self._ranks.group)
+        self.watchdog.limit_seconds = seconds
 
     def end_steps(self, step: int) -> None:
         """Say that the loop has ended after `step`."""
@@ -238,23 +257,26 @@ class Run:
         Exits with AGAIN if only other nodes were asked to stop. Raises TitaniteError on all ranks if one could not
         write a file.
         """
-        steps, stop = self.config.training.steps, self.stop
-        self.ranks.together(partial(self._check_written, step))
+        steps = self.config.training.steps
+        self._ranks.together(partial(self._check_written, step))
         self._contexts.close()
-        end = ("finished", "all steps done", None, False)
-        if step < steps:
-            end = ("stopped", f"stopped by {stop.asked_by or 'another rank'}", None, stop.again)
+        finished = step == steps
         if self.environment.local_rank == 0:  # each node may have a disk of its own
-            self.watchdog.announce(*end)
-        logger.info(f"{'done' if step == steps else 'stopped'}: step {step} of {steps}, run folder {self.folder}")
-        if step == steps:
+            if finished:
+                self.watchdog.announce("finished", "all steps done", again=False)
+            else:
+                cause = f"stopped by {self.stop.asked_by or 'another rank'}"
+                self.watchdog.announce("stopped", cause, again=self.stop.again)
+        logger.info(f"{'done' if finished else 'stopped'}: step {step} of {steps}, run folder {self.folder}")
+        if finished:
             self._say_what_next(summary)
         dist.barrier()  # when a rank leaves with AGAIN, torchrun ends the others: let rank 0 record the end first
-        if step < steps and stop.elsewhere:
+        if self.stop.elsewhere and not finished:
             sys.exit(AGAIN)  # torchrun starts us again, with the nodes that remain
 
     def _say_what_next(self, summary: str) -> None:
-        python, folder = os.path.relpath(sys.executable), self.folder
+        python = os.path.relpath(sys.executable)
+        folder = self.folder
         training = self.config.training
         more = f"--training.steps={2 * training.steps}"
         if training.epochs:

@@ -79,7 +79,6 @@ def test_a_run_is_resumed_with_every_setting_changed_that_may_change(
         "metrics.hook": "json:dumps",
         "profiling.trace_start": 3,
         "profiling.trace_steps": 1,
-        "failures.spike_factor": 100.0,
         "failures.spike_sigmas": 100.0,
     }
     first = load_config(arguments)

@@ -31,7 +31,7 @@ from models.init import init_weights
 from models.llama.model import FeedForward
 from models.trained import Trained, load_trained
 from parallel.mesh import ParallelDims
-from parallel.pipeline import Step
+from parallel.pipeline import Compute
 from storage import open_store
 from tests.corpus import stored_blocks, write_dataset
 from tests.harness import run_ranks
@@ -137,7 +137,7 @@ def sums_of_a_long_set() -> list[dict[str, float]]:
     found = []
     for batches in (held_out(LABELS, BATCHES), held_out(torch.full_like(LABELS, IGNORED), 2)):
         with mock.patch("validate.validation_batches", return_value=batches):
-            found.append(validate_all(run, [], Step(mock.Mock(), lambda *_: nats), 1))
+            found.append(validate_all(run, [], Compute(mock.Mock(), lambda *_: nats), 1))
     return found
 
 

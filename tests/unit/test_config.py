@@ -229,7 +229,6 @@ REFUSED = [  # words, ranks, what is said: each would otherwise train wrongly, f
     (["--profiling.trace", "--training.steps=9"], 1, "profiling.trace_start = 10: exceeds training.steps = 9"),
     (["--profiling.memory_snapshot"], 1, "memory_snapshot = true: needs CUDA"),
     (["--optimizer.name=muon", "--parallelism.cpu_offload"], 1, "cpu_offload = true: Muon's matrices are not sent"),
-    (["--failures.replay_interval=5"], 1, "needs run.deterministic"),
     (["--failures.on_bad_step=rollback"], 1, "needs checkpoint.enable = true and a torchrun that starts it again"),
     (["--optimizer.beta2=0.99", SMALL_STATE], 1, "beta2 = 0.99: must be at most 0.98"),
     (["--optimizer.momentum=0.999", "--optimizer.name=muon", SMALL_STATE], 1, "momentum = 0.999: must be"),
@@ -268,7 +267,7 @@ def test_what_cannot_train_is_refused_before_anything_starts(
     """Before the process group starts, and before a byte is written."""
     monkeypatch.chdir(place)
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
-    monkeypatch.setattr(train, "Run", mock.Mock(side_effect=AssertionError("not refused")))
+    monkeypatch.setattr(train, "TrainingRun", mock.Mock(side_effect=AssertionError("not refused")))
     before = {*place.rglob("*")}
     with pytest.raises(TitaniteError, match=said):
         train.train(load_config(["--data.datasets=data", *words]))

@@ -74,7 +74,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train_as(words: list[str], dtype: str) -> None:
-    with mock.patch("run.folder.fast_dtype", return_value=dtype):
+    with mock.patch("parallel.device.fast_dtype", return_value=dtype):
         train(load_config(words))
 
 

@@ -108,7 +108,7 @@ class Started(Exception):
 def start(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """The start of a run on rank 0 of as many as the settings need, up to its process group."""
     monkeypatch.setenv("WORLD_SIZE", "2" if "=2" in "".join(words) else "1")
-    monkeypatch.setattr(train, "Run", mock.Mock(side_effect=Started))
+    monkeypatch.setattr(train, "TrainingRun", mock.Mock(side_effect=Started))
     train.train(load_config([*SMALL, *words]))
 
 
