@@ -49,7 +49,8 @@ def load_trained(place: str, *, device: torch.device, dtype: torch.dtype, tokeni
     """
 
     def fill(opened: Opened) -> Trained:
-        spec, flavor = recorded_model((opened.manifest or _stock_manifest(place)).get("identity", {}))
+        manifest = opened.manifest or _stock_manifest(place)
+        spec, flavor = recorded_model(manifest.get("identity", {}))
         text, _ = find_tokenizer(opened, place, Path(tokenizer) if tokenizer else None, flavor.vocab_size)
         model = build_model(spec, flavor).to(dtype).to_empty(device=device).eval()
         tensors = model_tensors([model])

@@ -22,10 +22,13 @@ def code_changes(leave_out: Path) -> bytes:
     Without hidden files, those that git ignores, and those in the folder `leave_out`; new ones only the first 1,000.
     """
     patch = _git(*DIFF, "--relative", "HEAD")
-    for name in os.fsdecode(_git("ls-files", "--others", "--exclude-standard", "-z")).split("\0")[:-1][:1000]:
-        path, shown = CODE / name, not name.startswith(".") and "/." not in name
-        if shown and path.is_file() and path.stat().st_size <= 2**20 and leave_out.resolve() not in path.parents:
-            patch += _git(*DIFF, "--no-index", "--", "/dev/null", name) if b"\0" not in path.read_bytes() else b""
+    names = os.fsdecode(_git("ls-files", "--others", "--exclude-standard", "-z")).split("\0")[:-1]
+    for name in names[:1000]:
+        path = CODE / name
+        if name.startswith(".") or "/." in name or leave_out.resolve() in path.parents:
+            continue
+        if path.is_file() and path.stat().st_size <= 2**20 and b"\0" not in path.read_bytes():
+            patch += _git(*DIFF, "--no-index", "--", "/dev/null", name)
     return patch
 
 

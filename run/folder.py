@@ -5,7 +5,6 @@ import hashlib
 import json
 import logging
 import os
-import re
 import socket
 import sys
 import time
@@ -40,17 +39,21 @@ OF_RANKS = frozenset({"checkpoints", "data", "profile", EXIT})
 def check_run_folder(config: Config, identity: dict[str, Any]) -> None:
     """Refuse to resume what is not a run, or has another model. Raises ConfigError."""
     folder = Path(config.run.folder)
-    if config.run.folder and folder.exists():
-        strange = sorted({path.name for path in folder.iterdir() if not path.name.startswith(".")} - OF_RANKS)
-        if strange and not (folder / "model.json").is_file():
-            raise ConfigError(f"run.folder = {str(folder)!r}: is not the folder of a run, it holds {strange[0]}")
-        _check_model(folder, identity)
+    if not config.run.folder or not folder.exists():
+        return
+    if not (folder / "model.json").is_file():
+        for path in sorted(folder.iterdir()):
+            if not path.name.startswith(".") and path.name not in OF_RANKS:
+                raise ConfigError(f"run.folder = {str(folder)!r}: is not the folder of a run, it holds {path.name}")
+    _check_model(folder, identity)
 
 
 def _check_model(folder: Path, identity: dict[str, Any]) -> None:
     file = folder / "model.json"
-    saved = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else identity
-    if different := model_differences(saved, identity):
+    if not file.is_file():
+        return
+    different = model_differences(json.loads(file.read_text(encoding="utf-8")), identity)
+    if different:
         hint = "leave run.folder empty for a new run, or give a new job another --rdzv-id"
         raise ConfigError(f"{folder} holds a run with another model: {different}; {hint}")
 
@@ -60,14 +63,13 @@ def choose_run_folder(config: Config, job: str = "") -> Path:
     if config.run.folder:
         return Path(config.run.folder)
     if job:
-        folders = [starts.parent for starts in Path(config.run.outputs).glob(f"*/{STARTS}")]
-        of_job = [folder for folder in folders if _last_start(folder).get("job") == job]
-        of_job.sort(key=_is_copy)  # a copy has the job's name, too
-        if of_job:
-            return of_job[0]
+        folder = _folder_of_job(Path(config.run.outputs), job)
+        if folder:
+            return folder
     stamp = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
     name = f"{config.model.name}-{config.model.flavor}-{stamp}"
-    number, folder = 1, Path(config.run.outputs) / name
+    folder = Path(config.run.outputs) / name
+    number = 1
     while True:
         try:
             folder.mkdir(parents=True)  # claims the name: starts in the same second get different folders
@@ -77,9 +79,17 @@ def choose_run_folder(config: Config, job: str = "") -> Path:
             folder = folder.with_name(f"{name}-{number}")
 
 
-def _is_copy(folder: Path) -> bool:
-    """Whether the last start of the run was in another folder than this one."""
-    return _last_start(folder).get("folder") != str(folder.absolute())
+def _folder_of_job(outputs: Path, job: str) -> Path | None:
+    """The folder in which a job has started before. A copy of it has the job's name, too: rather the original."""
+    found = None
+    for starts in outputs.glob(f"*/{STARTS}"):
+        folder = starts.parent
+        last = _last_start(folder)
+        if last.get("job") == job:
+            found = folder
+            if last.get("folder") == str(folder.absolute()):
+                return folder
+    return found
 
 
 def start_run(
@@ -137,10 +147,11 @@ def _lock(folder: Path) -> None:
 def _last_start(folder: Path) -> dict[str, Any]:
     """The last recorded start of the run. {} if there is none or it is unreadable, which must not stop other runs."""
     try:
-        return [{}, *read_records(folder / STARTS)][-1]
+        records = read_records(folder / STARTS)
     except (OSError, ValueError) as error:
         logger.warning(f"{folder / STARTS}: which job started this run is unknown: {error}")
         return {}
+    return records[-1] if records else {}
 
 
 def record_start(
@@ -157,10 +168,11 @@ def record_start(
     write_atomically(folder / "model.json", json.dumps(identity, indent=2).encode())  # first: it marks a run's folder
     if not (folder / RUN_NAME).exists():
         write_atomically(folder / RUN_NAME, f"{run_name(folder)}\n".encode())
-    if not (folder / "config.toml").exists():
+    began = settings.recorded_config(folder)
+    if began is None:
         record_config(folder, config)
-    patch, files = _record_code(folder, before)
-    changed = settings.differences(settings.recorded_config(folder) or config, config)
+        began = config
+    changed = settings.differences(began, config)
     changed.pop("run.folder", None)
     record = {
         **start._asdict(),
@@ -169,7 +181,7 @@ def record_start(
         "world_size": world_size,
         "changed": changed,
         "git_commit": git_commit(),
-        "patch": patch,
+        "patch": _record_patch(folder),
         "python": sys.version.split()[0],
         "packages": package_versions() | {"torch": torch.__version__},  # this also names CUDA's
     }
@@ -177,10 +189,23 @@ def record_start(
         file.write(json.dumps(record) + "\n")
     for name in (PROGRESS, EXIT):  # last: if the disk is full, both must stay
         (folder / name).unlink(missing_ok=True)
-    was, now = (f"{at.get('git_commit')} {at.get('patch', '')}".strip() for at in (before, record))
-    if before and was != now:
-        changed["code"] = was, ", ".join((now, *files))
+    if before and _code(before) != _code(record):
+        changed["code"] = _code(before), _code(record)
     return changed
+
+
+def _code(record: dict[str, Any]) -> str:
+    return f"{record.get('git_commit')} {record.get('patch', '')}".strip()
+
+
+def _record_patch(folder: Path) -> str:
+    """Keep how the code differs from its commit. Returns the file's name, "" if it does not."""
+    patch = code_changes(folder)
+    if not patch:
+        return ""
+    name = f"code-{hashlib.sha256(patch).hexdigest()[:12]}.patch"
+    write_atomically(folder / name, patch)
+    return name
 
 
 def record_config(folder: Path, config: Config) -> None:
@@ -188,26 +213,15 @@ def record_config(folder: Path, config: Config) -> None:
     write_atomically(folder / "config.toml", settings.to_toml(config).encode())
 
 
-def _record_code(folder: Path, before: dict[str, Any]) -> tuple[str, list[str]]:
-    """Keep code that differs from its commit. Returns the patch's name, or "", and the files new since `before`."""
-    name, patch, old = "", code_changes(folder), folder / before.get("patch", "")
-    if patch:
-        name = f"code-{hashlib.sha256(patch).hexdigest()[:12]}.patch"
-        write_atomically(folder / name, patch)
-    patches = patch, old.read_bytes() if old.is_file() else b""
-    ours, theirs = (set(re.split(rb"^diff --git ", text, flags=re.MULTILINE)[1:]) for text in patches)
-    return name, sorted({part.split(b"\n")[0].decode().rpartition(" b/")[2] for part in ours ^ theirs})
-
-
 def _count_without_progress(folder: Path, last: dict[str, Any], job: str, allowed: int) -> int:
     """Count the starts of this job in a row without a checkpoint, including this one; not those that ended in order.
 
     Raises ConfigError above 1 + `allowed`.
     """
-    ended = read_exit(folder) or {"kind": "unknown", "cause": "unknown, it was killed"}
-    before = last.get("starts_since_checkpoint", 0) if job and last.get("job") == job else 0
-    if (folder / PROGRESS).exists() or not before:
+    if not job or last.get("job") != job or (folder / PROGRESS).exists():
         return 1
+    before = last.get("starts_since_checkpoint", 0)
+    ended = read_exit(folder) or {"kind": "unknown", "cause": "unknown, it was killed"}
     if ended["kind"] in ("stopped", "finished", "rolled back"):
         return before
     if before > allowed:

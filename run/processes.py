@@ -39,11 +39,14 @@ class LaunchEnvironment(NamedTuple):
 
 def launch_environment() -> LaunchEnvironment:
     """Read ranks and job from the environment; nothing else reads them."""
-    variables, parent = os.environ, os.getppid()
+    variables = os.environ
     job = variables.get("TORCHELASTIC_RUN_ID", "")
     if job == "none":  # no --rdzv-id: the torchrun process is the job
+        parent = os.getppid()
         job = f"{socket.gethostname()}-{parent}-{process_state(parent)[1]}"  # pids are reused
-    met = "MASTER_ADDR" in variables and "MASTER_PORT" in variables
+    address = None
+    if "MASTER_ADDR" in variables and "MASTER_PORT" in variables:
+        address = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
     return LaunchEnvironment(
         rank=int(variables.get("RANK", 0)),
         local_rank=int(variables.get("LOCAL_RANK", 0)),
@@ -52,7 +55,7 @@ def launch_environment() -> LaunchEnvironment:
         restarts=int(variables.get("TORCHELASTIC_RESTART_COUNT", 0)),
         max_restarts=int(variables.get("TORCHELASTIC_MAX_RESTARTS", 0)),
         local_world_size=int(variables.get("LOCAL_WORLD_SIZE", 1)),
-        address=(variables["MASTER_ADDR"], int(variables["MASTER_PORT"])) if met else None,
+        address=address,
         store_of_torchrun=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 
@@ -71,52 +74,73 @@ def init_distributed(environment: LaunchEnvironment, comm: Comm) -> torch.device
 
     Raises ConfigError if this node has too few devices or another type than rank 0, or if torchrun did not start it.
     """
-    if environment.world_size == 1 and (tasks := os.environ.get("SLURM_STEP_NUM_TASKS", "1")) != "1":
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if environment.world_size == 1 and tasks != "1":
         hint = "and each would train alone; let it start one torchrun per node, as launch/slurm.sh does"
         raise ConfigError(f"SLURM_STEP_NUM_TASKS = {tasks}: srun has started that many processes, {hint}")
     if environment.job:  # if torchrun is killed, this rank must not train on beside the job that replaces it
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a rank has three connections to each other rank
-    kind, devices = device_type(), torch.accelerator.device_count()
-    device = torch.device(kind) if kind == "cpu" else torch.device(kind, environment.local_rank)
-    if kind != "cpu":
-        if environment.local_rank >= devices:
-            raise ConfigError(
-                f"{socket.gethostname()}: each rank needs a {kind} device of its own, but local rank "
-                f"{environment.local_rank} sees {devices}; see torchrun's --nproc-per-node, and srun's --gpus-per-task"
-            )
-        torch.accelerator.set_device_index(environment.local_rank)
+    device = _choose_device(environment)
     # Otherwise NCCL's own watchdog aborts the process at an error of CUDA, before the exception can explain it (torch
     # 2.11 to 2.14). With this it also leaves a collective that has timed out to ours.
     os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
-    # gloo, also beside an accelerator's backend: for small CPU objects and checkpoints.
-    backend = "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
+    backend = "gloo"
+    if device.type != "cpu":  # gloo, also beside an accelerator's backend: for small CPU objects and checkpoints
+        backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device.type)}"
     timeout = timedelta(seconds=comm.init_timeout_seconds)
-    rank, world_size = environment.rank, environment.world_size
     store: dist.Store = dist.HashStore()
-    if world_size > 1:
-        if environment.address is None:
-            raise ConfigError(f"WORLD_SIZE = {world_size}: needs MASTER_ADDR and MASTER_PORT, too; torchrun sets all")
-        owns = rank == 0 and not environment.store_of_torchrun
-        store = dist.TCPStore(*environment.address, is_master=owns, timeout=timeout, multi_tenant=owns)
-        if environment.store_of_torchrun and environment.max_restarts and environment.local_world_size < world_size:
-            raise ConfigError(  # torchrun (2.11 to 2.13) keeps its store; its nodes may count restarts otherwise
-                "--max-restarts with several nodes: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun on all of "
-                "them (and --rdzv-backend=c10d), otherwise ranks would not find each other after a restart"
-            )
-        # What an earlier start has left in a kept store is not for this one, nor what this process did before. Nodes
-        # that come later have been restarted less often, but then rank 0 makes a new store at each start.
-        restarts = environment.restarts if environment.store_of_torchrun else 0
-        count = store.add(f"starts/{restarts}/{rank}", 1)
-        store = dist.PrefixStore(f"start/{restarts}/{count}", store)
-        here = f"{kind} on {socket.gethostname()}"
-        if rank == 0:
-            store.set("device of rank 0", here)
-        if (first := store.get("device of rank 0").decode()).split()[0] != kind:
-            raise ConfigError(f"rank {rank} found {here}, rank 0 {first}: is a GPU or its driver gone?")
-    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
+    if environment.world_size > 1:
+        store = _meet(environment, device.type, timeout)
+    dist.init_process_group(
+        backend, timeout=timeout, store=store, rank=environment.rank, world_size=environment.world_size
+    )
     return device
+
+
+def _choose_device(environment: LaunchEnvironment) -> torch.device:
+    """Make this rank's device the current one. Raises ConfigError if this node has too few."""
+    kind = device_type()
+    if kind == "cpu":
+        return torch.device(kind)
+    local_rank = environment.local_rank
+    devices = torch.accelerator.device_count()
+    if local_rank >= devices:
+        raise ConfigError(
+            f"{socket.gethostname()}: each rank needs a {kind} device of its own, but local rank {local_rank} sees "
+            f"{devices}; see torchrun's --nproc-per-node, and srun's --gpus-per-task"
+        )
+    torch.accelerator.set_device_index(local_rank)
+    return torch.device(kind, local_rank)
+
+
+def _meet(environment: LaunchEnvironment, kind: str, timeout: timedelta) -> dist.Store:
+    """Connect to the store of this start's ranks. Raises ConfigError if this one has another `kind` of device."""
+    rank = environment.rank
+    if environment.address is None:
+        size = environment.world_size
+        raise ConfigError(f"WORLD_SIZE = {size}: needs MASTER_ADDR and MASTER_PORT, too; torchrun sets all")
+    kept = environment.store_of_torchrun
+    owns = rank == 0 and not kept
+    store: dist.Store = dist.TCPStore(*environment.address, is_master=owns, timeout=timeout, multi_tenant=owns)
+    if kept and environment.max_restarts and environment.local_world_size < environment.world_size:
+        raise ConfigError(  # torchrun (2.11 to 2.13) keeps its store; its nodes may count restarts otherwise
+            "--max-restarts with several nodes: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun on all of "
+            "them (and --rdzv-backend=c10d), otherwise ranks would not find each other after a restart"
+        )
+    # What an earlier start has left in a kept store is not for this one, nor what this process did before. Nodes that
+    # come later have been restarted less often, but then rank 0 makes a new store at each start.
+    restarts = environment.restarts if kept else 0
+    count = store.add(f"starts/{restarts}/{rank}", 1)
+    store = dist.PrefixStore(f"start/{restarts}/{count}", store)
+    here = f"{kind} on {socket.gethostname()}"
+    if rank == 0:
+        store.set("device of rank 0", here)
+    first = store.get("device of rank 0").decode()
+    if first.split()[0] != kind:
+        raise ConfigError(f"rank {rank} found {here}, rank 0 {first}: is a GPU or its driver gone?")
+    return store
 
 
 def set_timeout(seconds: int, apart: dist.ProcessGroup | None = None) -> None:

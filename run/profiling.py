@@ -33,7 +33,7 @@ def profile(
     whose first step has passed begins as soon as it can: with this start's second step, since the first warms the
     profiler up. Files are named after their first step, so a later start does not overwrite them.
     """
-    first, profiler = max(profiling.trace_start, steps_done + 2), None
+    first = max(profiling.trace_start, steps_done + 2)
 
     def write(trace: torch.profiler.profile) -> None:
         if steps_done + trace.step_num > first:
@@ -43,9 +43,10 @@ def profile(
                 trace.export_chrome_trace(str(path))
                 logger.info(f"profile: wrote {path}")
 
+    profiler = None
     if profiling.trace:
-        wait, active = first - steps_done - 1, profiling.trace_steps
-        schedule = torch.profiler.schedule(wait=wait, warmup=1, active=active, repeat=1)
+        wait = first - steps_done - 1
+        schedule = torch.profiler.schedule(wait=wait, warmup=1, active=profiling.trace_steps, repeat=1)
         profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=write, record_shapes=True)
     if profiling.memory_snapshot:
         torch.cuda.memory._record_memory_history(max_entries=200_000)

@@ -5,6 +5,7 @@ import signal
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType, MappingProxyType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,11 +29,15 @@ class StopRequest:
     """
 
     def __init__(self, run_folder: Path, environment: LaunchEnvironment):
-        self.file, self.environment = run_folder / "stop", environment
-        self.asked_by, self.elsewhere, self.again = "", False, False
+        self.file = run_folder / "stop"
+        self.environment = environment
+        self.asked_by = ""
+        self.elsewhere = False
+        self.again = False
         self.vote = torch.zeros(1, dtype=torch.int32)
         self.group: dist.ProcessGroup | None = None
         self.under_way: dist.Work | None = None
+        self.before: dict[signal.Signals, Any] = {}  # the handlers outside `with`
 
     def start(self, timeout_seconds: int) -> None:
         """From here on a request to stop is answered after a step. Collective."""
@@ -63,8 +68,10 @@ class StopRequest:
         return stop
 
     def __enter__(self) -> "StopRequest":
-        self.before = {signal.Signals[name]: signal.getsignal(signal.Signals[name]) for name in VOTES}
-        for number, handler in self.before.items():
+        for name in VOTES:
+            number = signal.Signals[name]
+            handler = signal.getsignal(number)
+            self.before[number] = handler
             if handler != signal.SIG_IGN:
                 signal.signal(number, self._on_signal)
         return self
@@ -77,8 +84,9 @@ class StopRequest:
             os._exit(128 + signal.SIGTERM)
         if error is None and self.under_way is not None:
             self.under_way.wait()
-            self.elsewhere = self.vote.item() == A_NODE and not self.asked_by
-            self.again = self.vote.item() in (A_NODE, A_JOB)
+            vote = self.vote.item()
+            self.elsewhere = vote == A_NODE and not self.asked_by
+            self.again = vote in (A_NODE, A_JOB)
             if self.environment.rank == 0:
                 self.file.unlink(missing_ok=True)
         for number, handler in self.before.items():

@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -41,26 +41,37 @@ CHECKPOINTING = ("checkpoint", "load", "end")  # sections that may last checkpoi
 # Sections that queue kernels on an accelerator: when its queue is full, the host waits for other ranks anywhere.
 QUEUEING = ("training", "forward/backward", "optimizer", "validation", "sample")
 
-Found = tuple[str, str, int | None]  # kind and cause of an end, and the rank that is to blame, if one is
+
+class End(NamedTuple):
+    """How a start ends. `again`: a scheduler should start the next."""
+
+    kind: str
+    cause: str
+    rank: int | None = None  # that is to blame, if one is
+    again: bool = True
 
 
 class Watchdog:
     """Knows where this rank is, and says why the run ends. Ends nothing without torchrun. Collective to build."""
 
     def __init__(self, folder: Path, environment: LaunchEnvironment, config: Config, start_id: str = ""):
-        self.folder, self.environment, self.config = folder, environment, config
+        self.folder = folder
+        self.environment = environment
+        self.config = config
         self.start_id = start_id
         self.step = 0
-        self.current, self.part = "start", ""  # the innermost section, and what of it
+        self.current = "start"  # the innermost section
+        self.part = ""  # what of it
         self.left_by_error = ""  # the innermost section that an exception has just left
         self.silence = threading.Timer(SILENT_SECONDS, self._say_where)  # runs during the first step
         self.last_checkpoint: int | None = None  # that this start has read or committed
         self.limit_seconds: float = config.comm.init_timeout_seconds
-        self._entered, self._main = time.monotonic(), threading.get_ident()
+        self._entered = time.monotonic()
+        self._main = threading.get_ident()
         pids: list[Any] = [None] * environment.world_size
         dist.all_gather_object(pids, os.getpid())
         first = environment.rank - environment.local_rank
-        self._pids = dict(list(enumerate(pids))[first : first + environment.local_world_size])  # of this torchrun
+        self._pids = {rank: pids[rank] for rank in range(first, first + environment.local_world_size)}
         self._closed = threading.Event()
         if environment.job:
             threading.Thread(target=self._run, name="watchdog", daemon=True).start()
@@ -78,7 +89,7 @@ class Watchdog:
 
         Sections nest. Afterwards this rank is again where it was before, and its time there begins anew.
         """
-        outer = self.current, self.part
+        outer, outer_part = self.current, self.part
         self._go_to(name, part)
         try:
             yield
@@ -87,11 +98,14 @@ class Watchdog:
             self.left_by_error = self.left_by_error or name
             raise
         finally:
-            self.current, self.part = outer
+            self.current = outer
+            self.part = outer_part
             self._entered = time.monotonic()
 
     def _go_to(self, section: str, part: str) -> None:
-        self.current, self.part, self.left_by_error = section, part, ""
+        self.current = section
+        self.part = part
+        self.left_by_error = ""
         self._entered = time.monotonic()
 
     def alive(self) -> None:
@@ -109,7 +123,9 @@ class Watchdog:
             yield item
 
     def _say_where(self) -> None:
-        where = f"{self.current}{self.part}{', and the first step compiles' if self.config.compile.enable else ''}"
+        where = f"{self.current}{self.part}"
+        if self.config.compile.enable:
+            where += ", and the first step compiles"
         stop = f"to stop: touch {self.folder}/stop (after this step), or Ctrl-C until it ends (at once)"
         logger.info(f"step {self.step}: {SILENT_SECONDS:g} s so far, now in {where}; {stop}")
 
@@ -120,52 +136,70 @@ class Watchdog:
         self._closed.set()
         self.silence.cancel()
         if error is not None:
-            found, again = self._judge(error, trace)
-            self.announce(*found, again=again)
+            self.announce(*self._end_by(error, trace))
 
-    def _judge(self, error: BaseException, trace: TracebackType | None) -> tuple[Found, bool]:
-        """What an exception says of the end, and whether a scheduler should start the run again."""
-        rank, first_line = self.environment.rank, next(iter(str(error).splitlines()), "")
+    def _end_by(self, error: BaseException, trace: TracebackType | None) -> End:
+        """How an exception ends this start."""
+        rank = self.environment.rank
+        if isinstance(error, RolledBackError):
+            return End("rolled back", str(error))
         if isinstance(error, TitaniteError):
-            rolled_back = isinstance(error, RolledBackError)
-            blamed = None if error.agreed else rank
-            again = rolled_back or isinstance(error, OutageError)
-            return ("rolled back" if rolled_back else "error", str(error), blamed), again
+            return End("error", str(error), None if error.agreed else rank, isinstance(error, OutageError))
+        first_line = str(error).partition("\n")[0]
         of_device = isinstance(error, (torch.AcceleratorError, torch.OutOfMemoryError))
         if of_device and "out of memory" in first_line:  # even in a collective: no other rank is to blame
             less = "a smaller training.local_batch_size or an activation_checkpoint.mode needs less: tools.plan"
-            return ("failed", f"{first_line}; {less}", rank), False
+            return End("failed", f"{first_line}; {less}", rank, again=False)
         in_collective = isinstance(error, RuntimeError) and _in_collective(traceback.extract_tb(trace)[-10:])
-        if (of_device or in_collective) and (lost := self.find_lost(LOST_SECONDS)):
-            return lost, True
+        lost = None
+        if of_device or in_collective:
+            lost = self.find_lost(LOST_SECONDS)
+        if lost:
+            return lost
         if in_collective and (isinstance(error, dist.DistError) or "gloo" in first_line):  # others only compute there
-            return ("lost", f"a rank on another machine was lost or hangs: {first_line}", None), True
-        cause = ": ".join(filter(None, (type(error).__name__, first_line)))
-        return ("failed", cause, rank), of_device  # a device may work again, or another one may
+            return End("lost", f"a rank on another machine was lost or hangs: {first_line}")
+        cause = type(error).__name__
+        if first_line:
+            cause += f": {first_line}"
+        return End("failed", cause, rank, again=of_device)  # a device may work again, or another one may
 
     def announce(self, kind: str, cause: str, rank: int | None = None, again: bool = True) -> None:
-        """Record why this start ends, and print it if nothing else does; `again`: a scheduler should start the next.
+        """Record why this start ends, and print it if nothing else does; see `End`.
 
         Does nothing if a rank of this machine has recorded a cause: the first who writes knows best.
         """
         if not self.folder.is_dir():  # a person has removed it
             return
-        orderly, last = kind in ("finished", "stopped"), self.last_checkpoint
-        action = "none" if kind == "finished" else f"start again with --run.folder={self.folder}"
-        if self.environment.restarts < self.environment.max_restarts and not orderly:
+        orderly = kind in ("finished", "stopped")
+        if kind == "finished":
+            action = "none"
+        elif self.environment.restarts < self.environment.max_restarts and not orderly:
             action = "torchrun starts the job again"
+        else:
+            action = f"start again with --run.folder={self.folder}"
         section = self.left_by_error or self.current
-        record = {"kind": kind, "cause": cause, "rank": rank, "section": section, "step": self.step}
-        repeated = 0 if kind == "finished" else self.step - (last or 0)
-        record |= {"last_checkpoint": last, "steps_repeated": repeated, "next_action": action, "start_again": again}
+        last = self.last_checkpoint
+        record = {
+            "kind": kind,
+            "cause": cause,
+            "rank": rank,
+            "section": section,
+            "step": self.step,
+            "last_checkpoint": last,
+            "steps_repeated": 0 if kind == "finished" else self.step - (last or 0),
+            "next_action": action,
+            "start_again": again,
+        }
         is_first = record_exit(self.folder, record, self.start_id)
         if is_first and kind != "error" and not orderly:  # run_and_leave prints errors
-            where = f"{'' if rank is None else f'rank {rank}, '}{section} of step {self.step}"
+            where = f"{section} of step {self.step}"
+            if rank is not None:
+                where = f"rank {rank}, {where}"
             saved = "no checkpoint yet" if last is None else f"last checkpoint step {last}"
             print(f"exit: {cause} ({where}); {saved}; next: {action}", file=sys.stderr, flush=True)
 
-    def find_lost(self, seconds: float) -> Found | None:
-        """What ended here: within `seconds`, a rank on this machine that does not run; None if all do.
+    def find_lost(self, seconds: float) -> End | None:
+        """The end by a rank on this machine that does not run, found within `seconds`; None if all do.
 
         Kills one that is only stopped, since it would not notice the end of the job.
         """
@@ -176,20 +210,20 @@ class Watchdog:
                 return found
             time.sleep(0.05)
 
-    def _gone(self) -> Found | None:
-        """A rank on this machine that has ended."""
+    def _gone(self) -> End | None:
+        """The end by a rank on this machine that has ended."""
         for rank, pid in self._pids.items():
             if process_state(pid)[0] in ("", "Z"):  # nothing there, or a zombie
-                return "lost", f"rank {rank} was lost (killed, crashed, or out of memory)", rank
+                return End("lost", f"rank {rank} was lost (killed, crashed, or out of memory)", rank)
         return None
 
-    def _stopped(self) -> Found | None:
-        """A rank on this machine that was stopped, and is now killed."""
+    def _stopped(self) -> End | None:
+        """The end by a rank on this machine that was stopped, and is now killed."""
         for rank, pid in self._pids.items():
             if process_state(pid)[0] == "T":
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-                return "hung", f"hung: rank {rank} does not run, it was stopped", rank
+                return End("hung", f"hung: rank {rank} does not run, it was stopped", rank)
         return None
 
     # ------------------------------------------------------------ the thread
@@ -199,33 +233,34 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._closed.wait(min(POLL_SECONDS, self._limit() / 10)):
-            found = self._look(time.monotonic() - self._entered)
+            end = self._look(time.monotonic() - self._entered)
             # A rank that ends as it should is gone only after the main thread of every other has closed this.
-            if found and not self._closed.is_set():
+            if end and not self._closed.is_set():
                 threading.Timer(SAYING_SECONDS, os._exit, [AGAIN]).start()  # the run's folder may be what hangs
-                self.announce(*found)
+                self.announce(*end)
                 os._exit(AGAIN)
 
-    def _look(self, idle_seconds: float) -> Found | None:
+    def _look(self, idle_seconds: float) -> End | None:
         """Why this rank must end, whose main thread has been in one place for `idle_seconds`; None: it goes on.
 
         Ranks that are gone are looked for at once: this main thread may wait for one in a kernel or a driver, where no
         exception and no signal reaches it. A rank that is stopped may be a person's debugging, so it has time.
         """
-        if gone := self._gone():
-            return gone
-        if idle_seconds > PATIENCE * self.limit_seconds and (stopped := self._stopped()):
-            return stopped
-        if idle_seconds <= PATIENCE * self._limit():
-            return None
-        stack, rank = _stack_of(self._main), self.environment.rank
-        short = (f"{'/'.join(Path(frame.filename).parts[-2:])}:{frame.lineno} {frame.name}" for frame in stack)
-        where, waits = " > ".join(short), _in_collective(stack)
+        found = self._gone()
+        if not found and idle_seconds > PATIENCE * self.limit_seconds:
+            found = self._stopped()
+        if found or idle_seconds <= PATIENCE * self._limit():
+            return found
+        stack = _stack_of(self._main)
+        rank = self.environment.rank
+        calls = [f"{'/'.join(Path(frame.filename).parts[-2:])}:{frame.lineno} {frame.name}" for frame in stack]
+        where = " > ".join(calls)
+        waits = _in_collective(stack)
         overdue = waits and idle_seconds > OVERDUE * self._limit()
         if device_type() != "cpu" and (self.current in QUEUEING or overdue):
-            return "hung", f"hung: all ranks wait, perhaps for the network; the stack of rank {rank}: {where}", None
+            return End("hung", f"hung: all ranks wait, perhaps for the network; the stack of rank {rank}: {where}")
         if not waits:
-            return "hung", f"hung: rank {rank} ({socket.gethostname()}) is stuck; its stack: {where}", rank
+            return End("hung", f"hung: rank {rank} ({socket.gethostname()}) is stuck; its stack: {where}", rank)
         return None
 
 
@@ -237,9 +272,10 @@ def _stack_of(thread: int) -> list[traceback.FrameSummary]:
 
 def _in_collective(frames: Iterable[traceback.FrameSummary]) -> bool:
     """Whether a stack is in torch's collectives, the vote of run.stop or the ring of parallel.context."""
-    files = [frame.filename for frame in frames]
-    return any(
-        ("/torch/distributed/" in file and "/elastic/" not in file)
-        or file.endswith(("run/stop.py", "parallel/context.py"))
-        for file in files
-    )
+    for frame in frames:
+        file = frame.filename
+        if "/torch/distributed/" in file and "/elastic/" not in file:
+            return True
+        if file.endswith(("run/stop.py", "parallel/context.py")):
+            return True
+    return False

@@ -117,8 +117,7 @@ def test_code_that_changed_between_two_starts_is_kept_and_named(
     changed = record(run, Config(), {}, 1)
     (patch,) = run.glob("*.patch")
     commit = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
-    names = "big.txt, läuft neu.py, model.py, sub/deep.py"
-    assert changed == {"code": (commit, f"{commit}-dirty {patch.name}, {names}")}
+    assert changed == {"code": (commit, f"{commit}-dirty {patch.name}")}
     subprocess.run(["git", "clone", "-q", code, again], check=True)
     subprocess.run(["git", "-C", again, "apply", patch], check=True)
     made = {
@@ -127,7 +126,7 @@ def test_code_that_changed_between_two_starts_is_kept_and_named(
     assert {name: file.read_text() for name, file in made.items()} == {".gitignore": "*.log\n", **new}
     assert record(run, Config(), {}, 1) == {}
     (code / "model.py").write_text("dim = 16\n")
-    assert record(run, Config(), {}, 1)["code"][1].endswith(".patch, model.py")
+    assert record(run, Config(), {}, 1)["code"][0] == f"{commit}-dirty {patch.name}"
     assert [start["patch"] for start in starts_of(run)][:4] == ["", "", patch.name, patch.name]
 
 

@@ -304,7 +304,7 @@ def look_at_a_stopped_rank(folder: Path) -> list[Any]:
 
 def test_a_rank_that_was_stopped_has_time(tmp_path: Path) -> None:
     """A person may have stopped it to look at it."""
-    verdict = "hung", "hung: rank 1 does not run, it was stopped", 1
+    verdict = "hung", "hung: rank 1 does not run, it was stopped", 1, True
     assert run_ranks(1, look_at_a_stopped_rank, tmp_path) == [[None, None, None, verdict, -signal.SIGKILL]]
 
 
@@ -314,7 +314,7 @@ def close_while_looking(folder: Path) -> None:
 
     def look(idle_seconds: float) -> Any:
         watchdog.explain(None, None, None)
-        return "lost", "rank 1 was lost", 1
+        return "lost", "rank 1 was lost", 1, True
 
     with mock.patch.object(watchdog, "_look", look), mock.patch("run.watchdog.POLL_SECONDS", 0.001):
         watchdog._run()
