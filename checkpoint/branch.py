@@ -3,7 +3,7 @@
 import json
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from storage.records import write_atomically
 
@@ -32,19 +32,17 @@ def read_parent(folder: Path) -> Parent | None:
     return Parent(**json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else None
 
 
-def record_parent(folder: Path, parent: dict[str, Any] | None) -> dict[str, Any] | None:
+def record_parent(folder: Path, parent: Parent | None) -> Parent | None:
     """Write parent.json, unless it is there. Returns what it says."""
     if parent and not (folder / PARENT).exists():
-        write_atomically(folder / PARENT, json.dumps(parent, indent=2).encode())
-    return recorded._asdict() if (recorded := read_parent(folder)) else None
+        write_atomically(folder / PARENT, json.dumps(parent._asdict(), indent=2).encode())
+    return read_parent(folder)
 
 
 def find_fork(branch_from: str) -> tuple[str, int | None]:
     """The place and step (None: the newest) that `PLACE@STEP` says."""
     place, which = split_place(branch_from)
-    if which.isdecimal():
-        return place, int(which)
-    return branch_from, None
+    return place, int(which) if which else None
 
 
 def split_place(place: str) -> tuple[str, str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint import CheckpointError
-from checkpoint.branch import BEST, find_fork, read_parent, split_place
+from checkpoint.branch import BEST, Parent, find_fork, read_parent, split_place
 from checkpoint.loading import by_age, check_identity, load_newest, locate, open_stores
 from checkpoint.manifest import Opened, step_of
 from checkpoint.owner import check_owner
@@ -23,7 +23,7 @@ def check_settings(config: Config) -> None:
     settings = config.checkpoint
     if settings.branch_from and settings.initial_load:
         raise ConfigError("checkpoint.branch_from and checkpoint.initial_load are two ways to begin: leave one empty")
-    if settings.branch_from and split_place(settings.branch_from)[1] == BEST:
+    if split_place(settings.branch_from)[1] == BEST:
         step = "a later start could find another best one; name its step, as in PLACE@STEP"
         raise ConfigError(f"checkpoint.branch_from = {settings.branch_from!r}: {step}")
     for name in ("save_initial", "save_model", "upload", "branch_from", "keep_best"):
@@ -41,12 +41,12 @@ def _check_validated(config: Config) -> None:
     if not config.validation.enable:
         needed = "validation.enable = true, and data that holds documents out"
         raise ConfigError(f"checkpoint.keep_best = true: needs {needed}")
-    saves, validations = config.checkpoint.interval, config.validation.interval
-    shorter, longer = sorted((saves, validations))
-    if longer % shorter:
+    saves = config.checkpoint.interval
+    validations = config.validation.interval
+    if max(saves, validations) % min(saves, validations):
         raise ConfigError(
-            f"checkpoint.keep_best = true: checkpoint.interval = {saves} and validation.interval = {validations}: one "
-            "must be a multiple of the other, so that validations fall on steps with a checkpoint"
+            f"checkpoint.keep_best = true: checkpoint.interval = {saves} and validation.interval = {validations}: "
+            "one must be a multiple of the other, so that validations fall on steps with a checkpoint"
         )
 
 
@@ -55,58 +55,104 @@ def check_checkpoints(
     identity: dict[str, Any],
     run_folder: Path,
     check_initial: Callable[[str, Opened], object] = lambda place, opened: None,
-    check_place: Callable[[dict[str, Any]], object] = lambda state: None,
+    check_position: Callable[[dict[str, Any]], object] = lambda state: None,
     job: str = "",
 ) -> list[str]:
     """Refuse a run that could not save or resume, or that cannot begin as set. For rank 0. Raises TitaniteError.
 
-    `check_initial` and, for a branch, `check_place` refuse the checkpoint to begin from. `job`: that of this start.
-    Nothing is left behind. Returns the names of the checkpoints in the run's places, which are its own.
+    `check_initial` refuses a checkpoint to begin from, `check_position` the position in the data of a branch's. `job`:
+    that of this start. Nothing is left behind. Returns the names of the checkpoints in the run's places, its own.
     """
-    settings, steps = config.checkpoint, config.training.steps
-    stores = open_stores(config, run_folder) if settings.enable else {}
+    settings = config.checkpoint
+    if not settings.enable:
+        _check_beginning(config, identity, None, check_initial, check_position)
+        return []
     saved: list[tuple[Store, list[str]]] = []
-    for key, store in stores.items():
-        try:
-            store.check_writable()
-        except StoreError as error:
-            what = "cannot be written to and read back"
-            raise type(error)(f"checkpoint.{key} = {store.url!r}: {what}: {error}") from None
+    for key, store in open_stores(config, run_folder).items():
+        _check_writable(key, store)
         names = finished(store.sizes())
         check_owner(key, store, names, run_folder, job)
         saved.append((store, names))
     own = by_age(saved)
-    found = [(store, name) for store, name in own if step_of(name) is not None]  # to resume from
-    if found and (newest := step_of(found[0][1]) or 0) > steps:
-        reached = f"{newest}, {join(found[0][0].url, found[0][1])}: set {newest} or more, or another run.folder"
-        raise ConfigError(f"training.steps = {steps}: this run has reached step {reached}")
-    parent = read_parent(run_folder) if settings.enable else None
-    fork, step = find_fork(settings.branch_from)
-    if fork and (parent or (found and (run_folder / "config.toml").is_file())):
-        began = f"branched from {parent.place}@{parent.step}" if parent else "is no branch"
-        if not parent or step not in (None, parent.step) or Path(fork).resolve() != Path(parent.place).resolve():
-            raise ConfigError(
-                f"checkpoint.branch_from = {settings.branch_from!r}: the run in {run_folder} {began}: set another "
-                "run.folder for a new branch, or leave checkpoint.branch_from empty to go on with that run"
-            )
-    fork, step = parent[:2] if parent else (fork, step)  # a branch begins where it began before
-    if (place := fork or settings.initial_load) and not found:  # a run with checkpoints of its own no longer uses it
-
-        def fits(opened: Opened) -> None:
-            check_identity(opened.manifest, identity)
-            check_initial(place, opened)
-            if fork:
-                check_place(opened.manifest.get("dataloader", {}))
-                if (at := opened.manifest["step"]) >= steps:
-                    raise ConfigError(f"training.steps = {steps}: must be above {at}, {opened.url}")
-                if at and not opened.tensors("optimizer."):
-                    raise CheckpointError(f"{opened.url}: holds weights alone: set checkpoint.initial_load instead")
-
-        try:
-            load_newest(locate(place, config.comm.store_retry_seconds, step), Ranks(), fits)
-        except TitaniteError as error:
-            raise type(error)(f"checkpoint.{'branch_from' if fork else 'initial_load'}: {error}") from None
+    resumable = [(store, name) for store, name in own if step_of(name) is not None]
+    parent = read_parent(run_folder)
+    if resumable:
+        _check_reached(config.training.steps, *resumable[0])
+    if parent or (resumable and (run_folder / "config.toml").is_file()):
+        _check_same_branch(settings.branch_from, run_folder, parent)
+    if not resumable:  # a run with checkpoints of its own no longer needs another's
+        _check_beginning(config, identity, parent, check_initial, check_position)
     return [name for _, name in own]
+
+
+def _check_writable(key: str, store: Store) -> None:
+    try:
+        store.check_writable()
+    except StoreError as error:
+        what = "cannot be written to and read back"
+        raise type(error)(f"checkpoint.{key} = {store.url!r}: {what}: {error}") from None
+
+
+def _check_reached(steps: int, store: Store, name: str) -> None:
+    """Refuse a last step that the run, whose newest checkpoint this is, has gone past."""
+    reached = step_of(name) or 0
+    if reached > steps:
+        raise ConfigError(
+            f"training.steps = {steps}: this run has reached step {reached}, {join(store.url, name)}: "
+            f"set {reached} or more, or another run.folder"
+        )
+
+
+def _check_same_branch(branch_from: str, run_folder: Path, parent: Parent | None) -> None:
+    """Refuse `branch_from` for a run that began in another way."""
+    fork, step = find_fork(branch_from)
+    if not fork:
+        return
+    began = "is no branch"
+    if parent:
+        if step in (None, parent.step) and Path(fork).resolve() == Path(parent.place).resolve():
+            return
+        began = f"branched from {parent.place}@{parent.step}"
+    raise ConfigError(
+        f"checkpoint.branch_from = {branch_from!r}: the run in {run_folder} {began}: set another run.folder for a new "
+        "branch, or leave checkpoint.branch_from empty to go on with that run"
+    )
+
+
+def _check_beginning(
+    config: Config,
+    identity: dict[str, Any],
+    parent: Parent | None,
+    check_initial: Callable[[str, Opened], object],
+    check_position: Callable[[dict[str, Any]], object],
+) -> None:
+    """Refuse a checkpoint to begin from that is not there or does not fit. A branch begins where it began before."""
+    fork, step = parent[:2] if parent else find_fork(config.checkpoint.branch_from)
+    place = fork or config.checkpoint.initial_load
+    if not place:
+        return
+
+    def check(opened: Opened) -> None:
+        check_identity(opened.manifest, identity)
+        check_initial(place, opened)
+        if fork:
+            check_position(opened.manifest.get("dataloader", {}))
+            _check_fork(config.training.steps, opened)
+
+    try:
+        load_newest(locate(place, config.comm.store_retry_seconds, step), Ranks(), check)
+    except TitaniteError as error:
+        key = "branch_from" if fork else "initial_load"
+        raise type(error)(f"checkpoint.{key}: {error}") from None
+
+
+def _check_fork(steps: int, opened: Opened) -> None:
+    """Refuse a checkpoint from which a branch would have no step to take, or no moments."""
+    step = opened.manifest["step"]
+    if step >= steps:
+        raise ConfigError(f"training.steps = {steps}: must be above {step}, {opened.url}")
+    if step and not opened.tensors("optimizer."):
+        raise CheckpointError(f"{opened.url}: holds weights alone: set checkpoint.initial_load instead")
 
 
 def check_shared(key: str, store: LocalStore, ranks: Ranks) -> None:

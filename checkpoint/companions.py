@@ -6,7 +6,7 @@ from typing import Any
 from checkpoint import CheckpointError
 from checkpoint.branch import split_place
 from checkpoint.manifest import Opened, read_small
-from data.tokenizer import FILES, TOKENIZER, Tokenizer, json_object, parse_tokenizer
+from data.tokenizer import FILES, TOKENIZER, Tokenizer, parse_tokenizer
 
 GENERATION = "generation_config.json"
 DECLARED = ("imported", "generation_config")  # keys of a manifest: config.json and generation_config.json of an import
@@ -34,10 +34,14 @@ def _find_companions(opened: Opened, place: str, named: Path | None) -> tuple[st
     """
     digests = opened.manifest.get("companions", {})
     if TOKENIZER in digests and not named:
-        return opened.url, {file: read_small(opened.store, opened.name, file, digests[file]) for file in digests}
-    folder = Path(split_place(place)[0])
-    near = [folder, *folder.absolute().parents[:2]]
-    for folder in [named.parent if named.name == TOKENIZER else named] if named else near:
+        files = {file: read_small(opened.store, opened.name, file, digest) for file, digest in digests.items()}
+        return opened.url, files
+    if named:
+        folders = [named.parent if named.name == TOKENIZER else named]
+    else:
+        folder = Path(split_place(place)[0])
+        folders = [folder, *folder.absolute().parents[:2]]
+    for folder in folders:
         if (folder / TOKENIZER).is_file():
             return str(folder), read_companions(folder)
     return str(named or place), {}
@@ -45,13 +49,7 @@ def _find_companions(opened: Opened, place: str, named: Path | None) -> tuple[st
 
 def declared_by(opened: Opened) -> dict[str, Any]:
     """What the Hugging Face model that a checkpoint comes from declared; {} if it comes from none."""
-    manifest = opened.manifest or {}
-    found = {key: manifest[key] for key in DECLARED if key in manifest}
-    digests = manifest.get("companions", {})
-    if "generation_config" not in found and GENERATION in digests:  # imported before the manifest had it
-        content = read_small(opened.store, opened.name, GENERATION, digests[GENERATION])
-        found["generation_config"] = json_object(content, f"{opened.url}/{GENERATION}")
-    return found
+    return {key: opened.manifest[key] for key in DECLARED if key in opened.manifest}
 
 
 def read_companions(folder: Path) -> dict[str, bytes]:

@@ -1,15 +1,11 @@
-"""The files of one checkpoint, in DCP's layout with a checksum per item: docs/checkpoints.md.
-
-Stock readers read it. Stock checkpoints are read here too, but unchecked, since they hold no checksums.
-"""
+"""The files of one checkpoint, in DCP's layout with a checksum per item: docs/checkpoints.md. Stock readers read it."""
 
 import io
 import struct
 import zipfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import groupby
 from typing import IO, Any, NamedTuple, cast
 
 import pyarrow as pa
@@ -31,47 +27,53 @@ from storage import DamagedError, Store, join
 FILES = 2  # per rank, written at the same time
 RANGE_BYTES = 16 << 20  # neighbouring items are read together up to this size
 
-Item = tuple[_StorageInfo, MetadataIndex, list[ReadItem]]  # its place, and what it is wanted for
 State = dict[str, Any]  # nested dicts of tensors, as DCP's planners take them
-Written = dict[MetadataIndex, _StorageInfo]  # item → its place, with its CRC-32
+Written = dict[MetadataIndex, _StorageInfo]  # item → its file, offset and length, with its CRC-32
 
 
 # ---------------------------------------------------------------- planning, by DCP
 
 
-class Plan(NamedTuple):
+class WritePlan(NamedTuple):
     """Who writes what. Depends only on names, shapes and placements, so later saves of a run reuse it."""
 
     files: list[list[WriteItem]]  # what this rank writes into each of its files, in order
-    metadata: Any  # DCP's index, without the places in the files; on rank 0 only
+    metadata: Any  # DCP's index, without what lies where; on rank 0 only
 
 
-def plan_save(state: State, ranks: Ranks) -> Plan:
+def plan_save(state: State, ranks: Ranks) -> WritePlan:
     """Agree on who writes what. One of the ranks that hold a piece writes it. Collective."""
     planner = DefaultSavePlanner()
     planner.set_up_planner(state, is_coordinator=ranks.is_coordinator)
     return _share_out(planner.create_local_plan(), ranks)
 
 
-def plan_rows(weights: dict[str, Tensor], piece_bytes: int) -> Plan:
+def plan_rows(weights: dict[str, Tensor], piece_bytes: int) -> WritePlan:
     """A plan in which this process alone writes a model, of (meta) tensors by name, in pieces of whole rows."""
     items = []
     for name, weight in weights.items():
-        step = max(1, piece_bytes // (weight[0].numel() * weight.itemsize))
-        for start in range(0, len(weight), step):
-            offsets, sizes = torch.Size([start, *[0] * (weight.ndim - 1)]), weight[start : start + step].shape
-            properties = TensorProperties(dtype=weight.dtype)
-            data = TensorWriteData(ChunkStorageMetadata(offsets, sizes), properties, weight.shape)
-            items.append(WriteItem(MetadataIndex(f"model.{name}", offsets), WriteItemType.SHARD, tensor_data=data))
-    return _share_out(SavePlan(items, planner_data={f"model.{name}": ("model", name) for name in weights}), Ranks())
+        row_bytes = weight[0].numel() * weight.itemsize
+        rows = max(1, piece_bytes // row_bytes)
+        for start in range(0, len(weight), rows):
+            items.append(_write_item(f"model.{name}", weight, start, rows))
+    names = {f"model.{name}": ("model", name) for name in weights}
+    return _share_out(SavePlan(items, planner_data=names), Ranks())
 
 
-def _share_out(plan: SavePlan, ranks: Ranks) -> Plan:
+def _write_item(name: str, weight: Tensor, start: int, rows: int) -> WriteItem:
+    """DCP's order to write some rows of a weight."""
+    offsets = torch.Size([start, *[0] * (weight.ndim - 1)])
+    chunk = ChunkStorageMetadata(offsets, weight[start : start + rows].shape)
+    data = TensorWriteData(chunk, TensorProperties(dtype=weight.dtype), weight.shape)
+    return WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=data)
+
+
+def _share_out(plan: SavePlan, ranks: Ranks) -> WritePlan:
     """Give each piece to one of the ranks that planned it. Collective."""
     planner = DefaultSavePlanner()
     own: SavePlan = ranks.reduce_scatter("plan", lambda: plan, lambda plans: planner.create_global_plan(plans)[0])
     files = [file for file in _split_by_size_and_type(FILES, own.items) if file]
-    return Plan(files, planner.metadata if ranks.is_coordinator else None)
+    return WritePlan(files, planner.metadata if ranks.is_coordinator else None)
 
 
 def resolver(state: State) -> Callable[[WriteItem], Tensor]:
@@ -92,7 +94,7 @@ def write_items(
     resolve: Callable[[WriteItem], Tensor],
     on_progress: Callable[[], None] = lambda: None,
 ) -> Written:
-    """Write this rank's `files` of items to checkpoint `name`. Returns their places and CRC-32. Raises StoreError."""
+    """Write this rank's `files` of items to checkpoint `name`. Returns where they lie. Raises StoreError."""
 
     def write(file: str, items: Sequence[WriteItem]) -> Written:
         written = {}
@@ -100,27 +102,38 @@ def write_items(
         with store.create(f"{name}/{file}") as raw, serialization.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
             stream = _ChecksummedStream(raw, on_progress)
             for item in items:
-                tensor, offset, stream.crc32 = resolve(item).cpu().contiguous(), stream.position, 0
-                if tensor.untyped_storage().nbytes() > tensor.nbytes:  # torch.save writes the whole storage
-                    tensor = tensor.clone()
-                try:
-                    torch.save(tensor, cast(IO[bytes], stream))
-                except RuntimeError as error:  # torch ends the archive after a failed write: raise the write's error
-                    raise error.__context__ or error from None
-                written[item.index] = info = _StorageInfo(file, offset, stream.position - offset)
+                offset = stream.position
+                stream.crc32 = 0
+                _save_tensor(resolve(item), stream)
+                info = _StorageInfo(file, offset, stream.position - offset)
                 info.crc32 = stream.crc32  # type: ignore[attr-defined]
+                written[item.index] = info
         return written
 
+    written = {}
     names = [f"__{rank}_{number}.distcp" for number in range(FILES)]
     with ThreadPoolExecutor(FILES) as threads:
-        return {index: info for own in threads.map(write, names, files) for index, info in own.items()}
+        for own in threads.map(write, names, files):
+            written.update(own)
+    return written
+
+
+def _save_tensor(tensor: Tensor, stream: "_ChecksummedStream") -> None:
+    tensor = tensor.cpu().contiguous()
+    if tensor.untyped_storage().nbytes() > tensor.nbytes:  # torch.save writes the whole storage
+        tensor = tensor.clone()
+    try:
+        torch.save(tensor, cast(IO[bytes], stream))
+    except RuntimeError as error:  # torch ends the archive after a failed write: raise the write's error
+        raise error.__context__ or error from None
 
 
 class _ChecksummedStream(io.RawIOBase):
     """A stream for torch.save. Passes bytes on and keeps their count and the CRC-32 of the current item."""
 
     def __init__(self, stream: IO[bytes], on_progress: Callable[[], None]) -> None:
-        self.stream, self.on_progress = stream, on_progress
+        self.stream = stream
+        self.on_progress = on_progress
         self.position = 0
         self.crc32 = 0
 
@@ -135,20 +148,35 @@ class _ChecksummedStream(io.RawIOBase):
 def copy_files(source: Store, target: Store, name: str, written: Written, on_progress: Callable[[], None]) -> None:
     """Copy what this rank has `written` of checkpoint `name`, and check each item. Raises DamagedError, StoreError."""
 
-    def copy(path: str, places: Sequence[Any]) -> None:
+    def copy(path: str, items: Sequence[Any]) -> None:
         with target.create(path) as raw:
-            for info in places:
+            for info in items:
                 data = source.read(path, info.offset, info.length)
                 if isal_zlib.crc32(data) != info.crc32:
                     raise ChecksumError(f"{join(source.url, path)}: checksum differs at byte {info.offset}; not copied")
                 raw.write(data)
                 on_progress()
 
-    for file, places in groupby(written.values(), lambda info: info.relative_path):  # as written: file by file
-        checked_twice(partial(copy, f"{name}/{file}", list(places)))
+    files: dict[str, list[_StorageInfo]] = {}
+    for info in written.values():  # in the order of their offsets
+        files.setdefault(info.relative_path, []).append(info)
+    for file, items in files.items():
+        checked_twice(partial(copy, f"{name}/{file}", items))
 
 
 # ---------------------------------------------------------------- reading
+
+
+class _Item(NamedTuple):
+    """One piece of a tensor in a checkpoint."""
+
+    info: Any  # its file, offset and length; and CRC-32, but for stock checkpoints
+    piece: MetadataIndex  # of which tensor, and where in it
+    wanted: list[ReadItem]  # what it is read for
+
+    @property
+    def end(self) -> int:
+        return self.info.offset + self.info.length
 
 
 def read_state(opened: Opened, state: State, on_progress: Callable[[], None] = lambda: None) -> None:
@@ -157,43 +185,45 @@ def read_state(opened: Opened, state: State, on_progress: Callable[[], None] = l
     Checks every item's CRC-32 before copying any of it. Raises CheckpointError if the checkpoint lacks a tensor or has
     it in another shape, DamagedError naming file and tensor if bytes are wrong; `state` may then be filled in part.
     """
-    planner, metadata = DefaultLoadPlanner(), opened.metadata
+    metadata = opened.metadata
+    planner = DefaultLoadPlanner()
     planner.set_up_planner(state, metadata)
     try:
-        items = planner.create_local_plan().items
+        plan = planner.create_local_plan()
     except (RuntimeError, ValueError) as error:  # of DCP: a tensor is missing or has another shape
-        hint = "" if opened.manifest else "; torchtitan's come in by `python -m tools.hf import --from torchtitan`"
-        raise CheckpointError(f"{opened.url}: {error}{hint}") from None
+        raise CheckpointError(f"{opened.url}: {error}") from None
 
-    def copy(info: _StorageInfo, index: MetadataIndex, wanted: list[ReadItem], data: memoryview) -> None:
+    def copy(item: _Item, data: memoryview) -> None:
         try:
-            tensor = _decode(info, data, metadata, index)
+            tensor = _decode(item, data, metadata)
         except Exception as error:
-            where = f"{opened.url}/{info.relative_path}"
-            raise DamagedError(f"{where}: {index.fqn} is not a readable tensor: {error}") from None
-        for item in wanted:
-            target = planner.resolve_tensor(item).detach()
-            target.copy_(narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths))
+            where = f"{opened.url}/{item.info.relative_path}"
+            raise DamagedError(f"{where}: {item.piece.fqn} is not a readable tensor: {error}") from None
+        for part in item.wanted:
+            target = planner.resolve_tensor(part).detach()
+            target.copy_(narrow_tensor_by_index(tensor, part.storage_offsets, part.lengths))
         on_progress()
 
-    wanted = dict[MetadataIndex, list[ReadItem]]()
-    for item in items:
-        wanted.setdefault(item.storage_index, []).append(item)
-    _read_items(opened, [(metadata.storage_data[index], index, items) for index, items in wanted.items()], copy)
+    wanted: dict[MetadataIndex, list[ReadItem]] = {}
+    for part in plan.items:
+        wanted.setdefault(part.storage_index, []).append(part)
+    items = [_Item(metadata.storage_data[index], index, parts) for index, parts in wanted.items()]
+    _read_items(opened, items, copy)
 
 
 def verify_items(opened: Opened, progress: Callable[[int], None]) -> None:
     """Read and check every item of a checkpoint. Calls `progress` with the bytes of each. Raises DamagedError."""
-    items: list[Item] = [(info, index, []) for index, info in opened.metadata.storage_data.items()]
-    _read_items(opened, items, lambda info, index, wanted, data: progress(info.length))
+    items = [_Item(info, index, []) for index, info in opened.metadata.storage_data.items()]
+    _read_items(opened, items, lambda item, data: progress(item.info.length))
 
 
-def _decode(info: _StorageInfo, data: memoryview, metadata: Any, index: MetadataIndex) -> Tensor:
+def _decode(item: _Item, data: memoryview, metadata: Any) -> Tensor:
     """The tensor of an item. For our own checkpoints, a view of `data`, found without unpickling."""
-    if not hasattr(info, "crc32"):
+    if not hasattr(item.info, "crc32"):  # a stock checkpoint's, in an import
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    stored: Any = metadata.state_dict_metadata[index.fqn]
-    shape, dtype = stored.chunks[index.index].sizes, stored.properties.dtype  # DCP's planner numbers the chunks
+    stored: Any = metadata.state_dict_metadata[item.piece.fqn]
+    shape = stored.chunks[item.piece.index].sizes  # DCP's planner numbers the chunks
+    dtype = stored.properties.dtype
     with zipfile.ZipFile(pa.BufferReader(data)) as archive:  # what torch.save writes
         record = next(entry for entry in archive.infolist() if entry.filename.endswith("/data/0"))
     name_bytes, extra_bytes = struct.unpack_from("<HH", data, record.header_offset + 26)
@@ -202,28 +232,16 @@ def _decode(info: _StorageInfo, data: memoryview, metadata: Any, index: Metadata
     return values.view(dtype).view(shape)
 
 
-def _read_items(opened: Opened, items: Iterable[Item], consume: Callable[..., None]) -> None:
-    """Read `items` by place, neighbours together. Threads hand each to `consume` with its bytes, which are checked.
+def _read_items(opened: Opened, items: Sequence[_Item], consume: Callable[[_Item, memoryview], None]) -> None:
+    """Read `items` in the order in which they lie, neighbours together. Threads check each and hand it to `consume`.
 
     Each thread holds the bytes of one range, RANGE_BYTES or one larger item.
     """
 
-    def read(group: list[Item]) -> list[memoryview]:
-        first = group[0][0]
-        data = opened.store.read(
-            f"{opened.name}/{first.relative_path}".lstrip("/"), first.offset, _end(group) - first.offset
-        )
-        pieces = [data[info.offset - first.offset :][: info.length] for info, *_ in group]
-        for (info, index, _), piece in zip(group, pieces, strict=True):
-            expected = getattr(info, "crc32", None)  # stock checkpoints have none
-            if expected is not None and isal_zlib.crc32(piece) != expected:
-                where = f"{opened.url}/{info.relative_path}"
-                raise ChecksumError(f"{where}: checksum of {index.fqn} differs, at byte {info.offset}")
-        return pieces
-
-    def load(group: list[Item]) -> None:
-        for item, piece in zip(group, checked_twice(partial(read, group)), strict=True):
-            consume(*item, piece)
+    def load(group: list[_Item]) -> None:
+        pieces = checked_twice(partial(_read_range, opened, group))
+        for item, piece in zip(group, pieces, strict=True):
+            consume(item, piece)
 
     start: Callable[[], None] | None = None
     if torch.accelerator.is_available():  # a new thread has the first device, where a copy would make a context
@@ -235,19 +253,35 @@ def _read_items(opened: Opened, items: Iterable[Item], consume: Callable[..., No
             threads.shutdown(cancel_futures=True)
 
 
-def _end(group: Sequence[Item]) -> int:
-    return group[-1][0].offset + group[-1][0].length
+def _read_range(opened: Opened, group: list[_Item]) -> list[memoryview]:
+    """The bytes of each of some neighbours, read at once and checked. Raises StoreError, ChecksumError if damaged."""
+    file = group[0].info.relative_path
+    first = group[0].info.offset
+    data = opened.store.read(f"{opened.name}/{file}".lstrip("/"), first, group[-1].end - first)
+    pieces = []
+    for item in group:
+        piece = data[item.info.offset - first : item.end - first]
+        expected = getattr(item.info, "crc32", None)  # a stock checkpoint's has none
+        if expected is not None and isal_zlib.crc32(piece) != expected:
+            where = f"{opened.url}/{file}: checksum of {item.piece.fqn} differs"
+            raise ChecksumError(f"{where}, at byte {item.info.offset}")
+        pieces.append(piece)
+    return pieces
 
 
-def _neighbours(items: Iterable[Item]) -> list[list[Item]]:
+def _neighbours(items: Sequence[_Item]) -> list[list[_Item]]:
     """Runs of items that touch in one file, up to RANGE_BYTES."""
-    groups = list[list[Item]]()
-    for item in sorted(items, key=lambda item: (item[0].relative_path, item[0].offset)):
-        if groups:
-            info, first = item[0], groups[-1][0][0]
-            touches = (info.relative_path, info.offset) == (first.relative_path, _end(groups[-1]))
-            if touches and info.offset + info.length - first.offset <= RANGE_BYTES:
-                groups[-1].append(item)
-                continue
-        groups.append([item])
+    groups: list[list[_Item]] = []
+    for item in sorted(items, key=lambda item: (item.info.relative_path, item.info.offset)):
+        if groups and _joins(groups[-1], item):
+            groups[-1].append(item)
+        else:
+            groups.append([item])
     return groups
+
+
+def _joins(group: list[_Item], item: _Item) -> bool:
+    """Whether an item follows a run of neighbours directly, and all fit one range."""
+    same_file = item.info.relative_path == group[0].info.relative_path
+    touches = item.info.offset == group[-1].end
+    return same_file and touches and item.end - group[0].info.offset <= RANGE_BYTES

@@ -2,18 +2,17 @@
 
 import json
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from checkpoint import CheckpointError
-from checkpoint.best import best_of
 from checkpoint.branch import BEST, split_place
 from checkpoint.manifest import MANIFEST, METADATA, Manifest, Opened, by_step, open_checkpoint, step_of
 from checkpoint.owner import own_checkpoints
 from checkpoint.ranks import Ranks
-from checkpoint.retention import committed
+from checkpoint.retention import best_of, committed
 from config import Config, tomllib
 from storage import DamagedError, Store, join, open_store
 
@@ -24,8 +23,12 @@ logger = logging.getLogger(__name__)
 
 def open_stores(config: Config, run_folder: Path) -> dict[str, Store]:
     """The places of a run's checkpoints, by their setting: `folder`, and `upload` if it is set."""
-    places = {"folder": config.checkpoint.folder or run_folder / "checkpoints", "upload": config.checkpoint.upload}
-    return {key: open_store(place, config.comm.store_retry_seconds) for key, place in places.items() if place}
+    settings = config.checkpoint
+    retry_seconds = config.comm.store_retry_seconds
+    stores = {"folder": open_store(settings.folder or run_folder / "checkpoints", retry_seconds)}
+    if settings.upload:
+        stores["upload"] = open_store(settings.upload, retry_seconds)
+    return stores
 
 
 def by_age(found: Iterable[tuple[Store, list[str]]]) -> list[tuple[Store, str]]:
@@ -41,25 +44,33 @@ def locate(place: str | Path, retry_seconds: float = 180, step: int | None = Non
     of a copy, or of the original.
     """
     place, which = split_place(str(place))
-    if which.isdecimal():
-        step = int(which)
     found = by_age(find(place, committed, retry_seconds))
-    pairs = own_checkpoints(Path(place), found)
-    if not pairs:
-        store, name = found[0]
-        unknown = f"does not know {join(store.url, name)}"
-        raise CheckpointError(f"{place}: is a copy of a run, or an older state of it, and {unknown}: name that itself")
+    own = own_checkpoints(Path(place), found)
+    if not own:
+        unknown = join(found[0][0].url, found[0][1])
+        raise CheckpointError(
+            f"{place}: is a copy of a run, or an older state of it, and does not know {unknown}: name that itself"
+        )
     if which == BEST:
-        best = best_of({name for _, name in pairs}, Path(place))
-        if best is None:
-            advice = "name the folder of a run that validates at steps with a checkpoint"
-            raise CheckpointError(f"{place}@{BEST}: none of its checkpoints has a validation loss; {advice}")
-        return [pair for pair in pairs if pair[1] == best]
-    chosen = [pair for pair in pairs if step in (None, step_of(pair[1]))]
+        return _best_of(own, place)
+    if which:
+        step = int(which)
+    if step is None:
+        return own
+    chosen = [(store, name) for store, name in own if step_of(name) == step]
     if not chosen:
-        steps = dict.fromkeys(str(step_of(name)) for _, name in pairs)
+        steps = dict.fromkeys(str(step_of(name)) for _, name in own)
         raise CheckpointError(f"{place}: no checkpoint of step {step}, only of {', '.join(steps)}")
     return chosen
+
+
+def _best_of(own: list[tuple[Store, str]], place: str) -> list[tuple[Store, str]]:
+    """The copies of a run's best checkpoint. Raises CheckpointError if none has a validation loss."""
+    best = best_of([name for _, name in own], Path(place))
+    if best is None:
+        advice = "name the folder of a run that validates at steps with a checkpoint"
+        raise CheckpointError(f"{place}@{BEST}: none of its checkpoints has a validation loss; {advice}")
+    return [(store, name) for store, name in own if name == best]
 
 
 def find(
@@ -70,18 +81,24 @@ def find(
     A run's stores are its config's `checkpoint.folder` and `checkpoint.upload`. A single checkpoint has the name "".
     Raises CheckpointError if there is no checkpoint.
     """
+    settings = {}
     file = Path(place) / "config.toml"  # of a run of any version
-    settings = tomllib.loads(file.read_text(encoding="utf-8")).get("checkpoint", {}) if file.is_file() else {}
-    folder, upload = settings.get("folder"), settings.get("upload")
-    urls = [url for url in (folder or place, "" if folder else join(place, "checkpoints"), upload) if url]
+    if file.is_file():
+        settings = tomllib.loads(file.read_text(encoding="utf-8")).get("checkpoint", {})
+    folder = settings.get("folder")
+    urls = [folder] if folder else [str(place), join(place, "checkpoints")]
+    if settings.get("upload"):
+        urls.append(settings["upload"])
     found = []
-    for store in (open_store(url, retry_seconds) for url in urls):
+    for url in urls:
+        store = open_store(url, retry_seconds)
         if {MANIFEST, METADATA} & store.sizes().keys():
             return [(store, [""])]
-        if names := names_in(store):
+        names = names_in(store)
+        if names:
             found.append((store, names))
     if not found:
-        raise CheckpointError(f"{place}: no checkpoint in {' nor in '.join(map(str, urls))}")
+        raise CheckpointError(f"{place}: no checkpoint in {' nor in '.join(urls)}")
     return found
 
 
@@ -93,13 +110,14 @@ def load_newest(
     If `fill` raises DamagedError on any rank, all try the next candidate. Other errors are raised on all. Returns the
     candidate, what `fill` returned, and (url, name) of the damaged ones before. Raises CheckpointError without any.
     """
-    for number, (store, name) in enumerate(candidates):
+    damaged: set[tuple[str, str]] = set()
+    for store, name in candidates:
         try:
             opened = ranks.from_rank_0(partial(open_checkpoint, store, name))
-            filled = ranks.together(partial(fill, opened))
-            return opened, filled, {(store.url, name) for store, name in candidates[:number]}
+            return opened, ranks.together(partial(fill, opened)), damaged
         except DamagedError as error:
             reason = error
+            damaged.add((store.url, name))
             if ranks.is_coordinator:
                 logger.warning(f"damaged checkpoint skipped: {error}")
     names = ", ".join(join(store.url, name) for store, name in candidates)
@@ -114,20 +132,24 @@ def load_place(place: str | Path, fill: Callable[[Opened], T]) -> T:
 def check_identity(manifest: Manifest, identity: dict[str, Any]) -> None:
     """Raise CheckpointError naming the differences if a checkpoint is of another model."""
     ours = json.loads(json.dumps(identity))  # tuples become lists
-    if different := model_differences(manifest.get("identity", ours), ours):
+    different = model_differences(manifest["identity"], ours)
+    if different:
         raise CheckpointError(f"the checkpoint of step {manifest['step']} holds another model: {different}")
 
 
 def model_differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
     """How two models differ, by their identities; "" if they do not."""
-    return "; ".join(
-        f"{key} is {theirs.get(key)!r} there and {ours.get(key)!r} here"
-        for key in sorted(theirs.keys() | ours.keys())
-        if (theirs.get(key) or None) != (ours.get(key) or None)  # a field added later was off in older models
-    )
+    found = []
+    for key in sorted(theirs.keys() | ours.keys()):
+        there = theirs.get(key)
+        here = ours.get(key)
+        if (there or None) != (here or None):  # a field added later was off in older models
+            found.append(f"{key} is {there!r} there and {here!r} here")
+    return "; ".join(found)
 
 
-def check_same_names(opened: Opened, names: Collection[str]) -> None:
+def check_same_names(opened: Opened, names: Iterable[str]) -> None:
     """Raise CheckpointError if the checkpoint has weights beyond `names`, those of the model."""
-    if extra := sorted(opened.tensors("model.") - {f"model.{name}" for name in names}):
-        raise CheckpointError(f"{opened.url}: has {len(extra)} tensors that the model lacks, such as {extra[0]}")
+    extra = opened.tensors("model.") - {f"model.{name}" for name in names}
+    if extra:
+        raise CheckpointError(f"{opened.url}: has {len(extra)} tensors that the model lacks, such as {min(extra)}")

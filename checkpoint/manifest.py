@@ -54,7 +54,7 @@ def by_step(name: str) -> str:
 
 
 class Opened(NamedTuple):
-    """A checkpoint to read: its place, its manifest ({} for a stock one) and DCP's index."""
+    """A checkpoint to read: where it is, its manifest and DCP's index."""
 
     store: Store
     name: str  # "" if the store is this one checkpoint
@@ -72,12 +72,17 @@ class Opened(NamedTuple):
 
 def open_checkpoint(store: Store, name: str) -> Opened:
     """Read manifest and index of a checkpoint, without its data. Raises CheckpointError, StoreError."""
-    manifest = read_manifest(store, name) if name or MANIFEST in store.sizes() else {}
-    pickled = read_small(store, name, METADATA, manifest.get("metadata_sha256"))
-    opened = Opened(store, name, manifest, unpickle_metadata(pickled))
-    if not manifest and any(hasattr(info, "crc32") for info in opened.metadata.storage_data.values()):
-        raise CheckpointError(f"{store.url}: was never committed, it has no {MANIFEST}; name another checkpoint")
-    return opened
+    if not name and MANIFEST not in store.sizes():
+        theirs = "torchtitan's and Meta's weights come in by `python -m tools.hf import --from torchtitan`"
+        raise CheckpointError(f"{store.url}: was never committed, it has no {MANIFEST}; name another ({theirs})")
+    manifest = read_manifest(store, name)
+    pickled = read_small(store, name, METADATA, manifest["metadata_sha256"])
+    return Opened(store, name, manifest, unpickle_metadata(pickled))
+
+
+def open_stock(store: Store) -> Opened:
+    """A checkpoint that stock DCP wrote, to import: without manifest and checksums. Raises StoreError."""
+    return Opened(store, "", {}, unpickle_metadata(read_small(store, "", METADATA, None)))
 
 
 def checked_twice(read: Callable[[], T]) -> T:
@@ -108,16 +113,19 @@ def commit(
 ) -> None:
     """Write DCP's index, then the manifest with `facts`, after which the checkpoint exists.
 
-    For rank 0, after all have written: `written` is each rank's item → its place. Raises CheckpointError, StoreError.
+    For rank 0, after all have written: `written`: each rank's item → where it lies. Raises CheckpointError, StoreError.
     """
-    places = {item: info for own in written for item, info in own.items()}
-    if len(places) != sum(len(getattr(stored, "chunks", ())) for stored in index.state_dict_metadata.values()):
+    found: dict[MetadataIndex, Any] = {}
+    for own in written:
+        found.update(own)
+    planned = sum(len(getattr(stored, "chunks", ())) for stored in index.state_dict_metadata.values())
+    if len(found) != planned:
         raise CheckpointError("not all items that were planned were written")
-    whole = dataclasses.replace(index, storage_data=places, version=CURRENT_DCP_VERSION, storage_meta=StorageMeta())
+    whole = dataclasses.replace(index, storage_data=found, version=CURRENT_DCP_VERSION, storage_meta=StorageMeta())
     pickled = pickle.dumps(whole)
     unpickle_metadata(pickled)  # a later Python or torch may pickle other classes, which no load would accept
     sizes = {METADATA: len(pickled)}
-    for info in places.values():
+    for info in found.values():
         sizes[info.relative_path] = max(sizes.get(info.relative_path, 0), info.offset + info.length)
     manifest = {
         "format": FORMAT_VERSION,

@@ -1,17 +1,21 @@
-"""Which checkpoints a store holds and whose they are, which to remove, and whether the disk has room for more."""
+"""Which checkpoints a store holds, which is the best, which to remove, and whether the disk has room for more."""
 
 import logging
+import math
 import shutil
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from checkpoint import CheckpointError
-from checkpoint.best import best_of
 from checkpoint.manifest import MANIFEST, by_step, is_checkpoint_name, step_of
 from checkpoint.owner import Start, TakenOverError, check_claim, take_claim
 from config import Checkpoint
 from storage import DamagedError, LocalStore, S3Store, Store, StoreError
+from storage.records import read_records
+
+LOSS = "validation_loss"
 
 logger = logging.getLogger(__name__)
 
@@ -23,13 +27,55 @@ def committed(store: Store) -> list[str]:
 
 def finished(sizes: Collection[str]) -> list[str]:
     """The checkpoints in a listing that have a manifest, newest first; also those of a model alone."""
-    folders = (file.removesuffix(f"/{MANIFEST}") for file in sizes if file.endswith(f"/{MANIFEST}"))
+    folders = [file.removesuffix(f"/{MANIFEST}") for file in sizes if file.endswith(f"/{MANIFEST}")]
     return sorted(filter(is_checkpoint_name, folders), key=by_step, reverse=True)
 
 
 def begun(sizes: Collection[str]) -> list[str]:
     """All checkpoints in a listing, committed or not, oldest first."""
-    return sorted(filter(is_checkpoint_name, {file.partition("/")[0] for file in sizes if "/" in file}), key=by_step)
+    folders = {file.partition("/")[0] for file in sizes if "/" in file}
+    return sorted(filter(is_checkpoint_name, folders), key=by_step)
+
+
+def best_of(names: Collection[str], run_folder: Path) -> str | None:
+    """The checkpoint with the lowest validation loss, the newest of equals. None if none was validated.
+
+    Raises CheckpointError if metrics.jsonl cannot be read.
+    """
+    losses = validation_losses(run_folder)
+    newest_first = sorted(names, key=by_step, reverse=True)
+    validated = [name for name in newest_first if step_of(name) in losses]
+    return min(validated, key=lambda name: losses[step_of(name) or 0], default=None)
+
+
+def validation_losses(run_folder: Path) -> dict[int, float]:
+    """Step → validation loss of the first held-out set; the later one of a step that was trained twice.
+
+    Losses of different sets do not compare, so only those of the set that was validated last count.
+    """
+    file = run_folder / "metrics.jsonl"
+    losses: dict[int, float] = {}
+    last_set = ""
+    try:
+        for row in read_records(file):
+            name, loss = _first_loss(row)
+            if name and name != last_set:
+                losses.clear()
+                last_set = name
+            if math.isfinite(loss):
+                losses[row["step"]] = loss
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{file}: cannot be read: {type(error).__name__}: {error}") from None
+    return losses
+
+
+def _first_loss(row: dict[str, Any]) -> tuple[str, float]:
+    """Name and value of the first validation loss of a row, ("", nan) if there is none."""
+    for name, value in row.items():
+        is_loss = name == LOSS or name.startswith(f"{LOSS}/")
+        if is_loss and value is not None:
+            return name, value
+    return "", math.nan
 
 
 def check_room(store: Store, settings: Checkpoint, checkpoint_bytes: int) -> None:
@@ -37,10 +83,12 @@ def check_room(store: Store, settings: Checkpoint, checkpoint_bytes: int) -> Non
     if not isinstance(store, LocalStore):
         return
     sizes = store.sizes()
-    stay = {name for name in finished(sizes) if _is_kept_for_ever(name, settings)}
-    going = {*begun(sizes)} - stay
+    kept = {name for name in finished(sizes) if _is_kept_for_ever(name, settings)}
+    removable = {*begun(sizes)} - kept
     room = shutil.disk_usage(store.folder).free
-    room += sum(size for file, size in sizes.items() if file.partition("/")[0] in going)
+    for file, size in sizes.items():
+        if file.partition("/")[0] in removable:
+            room += size
     copies = max(2, settings.keep + 1) + settings.keep_best
     if room < copies * checkpoint_bytes:
         raise StoreError(
@@ -54,7 +102,9 @@ class Retention:
     """What a run keeps in one store. It removes only what it found at its start or has saved since. For rank 0."""
 
     def __init__(self, store: Store, settings: Checkpoint, start: Start, run_folder: Path) -> None:
-        self.store, self.settings, self.this_start = store, settings, start
+        self.store = store
+        self.settings = settings
+        self.this_start = start
         self.run_folder = run_folder
         self.own = set[str]()
         self.damaged = set[str]()  # found while loading; removed after the next commit
@@ -109,20 +159,23 @@ class Retention:
         """All but `saved`, the `keep` newest (0: keep all), every `keep_every`-th step's, the best and models alone."""
         steps = sorted((name for name in names if step_of(name) is not None), key=by_step, reverse=True)
         old = {name for name in steps[self.settings.keep :] if not _is_kept_for_ever(name, self.settings)}
-        kept = {saved}
+        old.discard(saved)
         if self.settings.keep_best:
-            kept.add(best_of(steps, self.run_folder) or saved)
-        return old - kept
+            old.discard(best_of(steps, self.run_folder) or saved)
+        return old
 
     def _remove(self, names: Collection[str], sizes: Collection[str]) -> None:
         """Remove those of these checkpoints that are in a listing, each manifest first, so that no half looks whole."""
         if names:
             check_claim(self.store, self.this_start)  # a later start may need them
-        for name in filter(names.__contains__, begun(sizes)):
-            files = [file for file in sizes if file.startswith(f"{name}/")]
-            self.store.remove(sorted(files, key=lambda file: not file.endswith(f"/{MANIFEST}")))
+        for name in begun(sizes):
+            if name in names:
+                files = [file for file in sizes if file.startswith(f"{name}/")]
+                self.store.remove(sorted(files, key=lambda file: not file.endswith(f"/{MANIFEST}")))
 
 
 def _is_kept_for_ever(name: str, settings: Checkpoint) -> bool:
-    every = settings.keep_every
-    return step_of(name) is None or not settings.keep or (every > 0 and (step_of(name) or 0) % every == 0)
+    step = step_of(name)
+    if step is None or not settings.keep:
+        return True
+    return settings.keep_every > 0 and step % settings.keep_every == 0

@@ -40,14 +40,21 @@ def optimizer_tensors(model_parts: Sequence[nn.Module], optimizer: torch.optim.O
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             name = f"{names[id(parameter)]}.{key}"
-            is_whole = isinstance(value, DTensor) and not any(placement.is_partial() for placement in value.placements)
-            if not isinstance(value, Tensor) or (isinstance(parameter, DTensor) and value.ndim and not is_whole):
-                raise CheckpointError(
-                    f"optimizer state {name} must be a tensor and, as its weight may be sharded, made by "
-                    "torch.zeros_like(weight) or redistributed to Replicate(): otherwise it cannot be saved"
-                )
+            _check_state(name, parameter, value)
             tensors[name] = _plain(name, value)
     return tensors
+
+
+def _check_state(name: str, parameter: Tensor, value: object) -> None:
+    """Refuse what is no tensor, or may differ between ranks that would save it once for all."""
+    savable = isinstance(value, Tensor)
+    if isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.ndim:
+        savable = isinstance(value, DTensor) and not any(part.is_partial() for part in value.placements)
+    if not savable:
+        raise CheckpointError(
+            f"optimizer state {name} must be a tensor and, as its weight may be sharded, made by "
+            "torch.zeros_like(weight) or redistributed to Replicate(): otherwise it cannot be saved"
+        )
 
 
 def tensors_to_fill(
@@ -61,21 +68,25 @@ def tensors_to_fill(
     for name, parameter in parameters(model_parts).items():
         if name not in stateful:  # it had no gradient up to the save
             optimizer.state.pop(parameter, None)
-    tensors = optimizer_tensors(model_parts, optimizer)
-    for new in [name for name in tensors if name.endswith(OUTER_MOMENTUM) and name not in saved]:
-        tensors.pop(new).zero_()  # of the islands: parallelism.local_steps was turned on after the save
-    if other := [name for name in tensors if name not in saved]:
-        raise CheckpointError(
-            f"the checkpoint holds no {other[0]} of the optimizer: it is of another optimizer; set optimizer.name and "
-            "groups as it had them, or begin a new run from its weights by checkpoint.initial_load"
-        )
+    tensors = {}
+    for name, tensor in optimizer_tensors(model_parts, optimizer).items():
+        if name in saved:
+            tensors[name] = tensor
+        elif name.endswith(OUTER_MOMENTUM):  # of the islands: parallelism.local_steps was turned on after the save
+            tensor.zero_()
+        else:
+            raise CheckpointError(
+                f"the checkpoint holds no {name} of the optimizer: it is of another optimizer; set optimizer.name and "
+                "groups as it had them, or begin a new run from its weights by checkpoint.initial_load"
+            )
     return tensors
 
 
 def random_state() -> dict[str, Tensor]:
     """Copies of torch's random states of the CPU and of this rank's accelerator, as 1-D tensors of bytes."""
     states = {"cpu": torch.get_rng_state()}
-    if device := torch.accelerator.current_accelerator(check_available=True):  # also if the weights are on the host
+    device = torch.accelerator.current_accelerator(check_available=True)  # also if the weights are on the host
+    if device:
         states[device.type] = torch.get_device_module(device).get_rng_state()
     return states
 
@@ -87,10 +98,13 @@ def _clean(name: str) -> str:
 def _plain(name: str, tensor: Tensor) -> Tensor:
     """`tensor` without a wrapper subclass (float8 weights) around its values, sharing memory."""
     if isinstance(tensor, DTensor):
-        mesh, placements, shape, stride = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
-        if (values := _plain(name, local := tensor.to_local())) is local:
+        local = tensor.to_local()
+        values = _plain(name, local)
+        if values is local:
             return tensor
-        return DTensor.from_local(values, mesh, placements, run_check=False, shape=shape, stride=stride)
+        return DTensor.from_local(
+            values, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        )
     while is_traceable_wrapper_subclass(tensor):
         fields = [field for field in tensor.__tensor_flatten__()[0] if field != "_precomputed_scale"]  # made at a load
         if len(fields) != 1:
@@ -119,7 +133,8 @@ class Staging:
         The function leaves its thread on the stream and its device. `with` would return to a new thread's default
         device, the first, where torch 2.11 to 2.13 then makes a CUDA context for each rank, in that GPU's memory.
         """
-        self.queued, self.copied = threading.Event(), None
+        self.queued = threading.Event()
+        self.copied = None
         if self.stream is not None:
             self.stream.wait_stream(torch.accelerator.current_stream(self.stream.device))
 
@@ -131,10 +146,11 @@ class Staging:
                     if index not in self.copies:
                         self.copies[index] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=bool(self.stream))
                     self.copies[index].copy_(tensor, non_blocking=True)
-                copied = self.copied = self.stream.record_event() if self.stream else None
+                if self.stream is not None:
+                    copied = self.copied = self.stream.record_event()
             finally:
                 self.queued.set()
-            if copied is not None:
+            if self.stream is not None:
                 copied.synchronize()
 
         return copy

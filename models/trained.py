@@ -1,7 +1,6 @@
 """Load a trained model and its tokenizer into one process, from a run, a folder of checkpoints or a URL."""
 
 import argparse
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,8 +48,7 @@ def load_trained(place: str, *, device: torch.device, dtype: torch.dtype, tokeni
     """
 
     def fill(opened: Opened) -> Trained:
-        manifest = opened.manifest or _stock_manifest(place)
-        spec, flavor = recorded_model(manifest.get("identity", {}))
+        spec, flavor = recorded_model(opened.manifest["identity"])
         text, _ = find_tokenizer(opened, place, Path(tokenizer) if tokenizer else None, flavor.vocab_size)
         model = build_model(spec, flavor).to(dtype).to_empty(device=device).eval()
         tensors = model_tensors([model])
@@ -59,12 +57,6 @@ def load_trained(place: str, *, device: torch.device, dtype: torch.dtype, tokeni
         return Trained(model, text, opened.manifest, opened.url, device)
 
     return load_place(place, fill)
-
-
-def _stock_manifest(place: str) -> Manifest:
-    """The run's own record of the model, for a checkpoint of stock DCP, which has no manifest."""
-    file = Path(place) / "model.json"
-    return {"identity": json.loads(file.read_text(encoding="utf-8"))} if file.is_file() else {}
 
 
 def add_place_arguments(parser: argparse.ArgumentParser) -> None:

@@ -31,7 +31,7 @@ from checkpoint import CheckpointError
 from checkpoint.companions import GENERATION, declared_by, find_tokenizer, read_companions
 from checkpoint.files import plan_rows, read_state, write_items
 from checkpoint.loading import check_same_names, load_place
-from checkpoint.manifest import MANIFEST, Manifest, Opened, commit, sha256
+from checkpoint.manifest import MANIFEST, Manifest, Opened, commit, open_stock, sha256
 from checkpoint.state import model_tensors
 from config import LOCAL_OR_S3, TitaniteError, command_line, file_errors
 from data.chat import chat_of, transformers_version
@@ -190,7 +190,7 @@ def import_torchtitan(origin: str, place: str, flavor_name: str) -> None:
     """
     new_checkpoint(place)
     with TemporaryDirectory(dir=None if "://" in place else Path(place).absolute().parent) as folder:
-        load_place(origin, lambda opened: convert_torchtitan(opened, flavor_name, Path(folder)))
+        convert_torchtitan(open_stock(open_store(origin)), flavor_name, Path(folder))
         import_model(Path(folder), place)
 
 

@@ -3,8 +3,7 @@
     python -m tools.verify datasets/stdlib outputs/RUN s3://bucket/dataset
     python -m tools.verify --list outputs/RUN       its checkpoints, by their manifests and sizes alone
 
-Exits with 1 if a dataset has a fault, if a committed checkpoint is damaged, or if one is stock DCP's, which cannot be
-checked.
+Exits with 1 if a dataset has a fault, if a committed checkpoint is damaged, or if the one named was never committed.
 """
 
 import argparse
@@ -12,11 +11,9 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 
 from tqdm import tqdm
 
-from checkpoint import CheckpointError
 from checkpoint.files import verify_items
 from checkpoint.loading import find
 from checkpoint.manifest import MANIFEST, open_checkpoint, read_manifest, read_small
@@ -55,9 +52,6 @@ def judge(store: Store, name: str, reads: bool) -> tuple[str, bool]:
     sizes, at = store.sizes(name), f"{name}/" if name else ""
     try:
         if f"{at}{MANIFEST}" not in sizes:
-            with suppress(CheckpointError):
-                if not name and not open_checkpoint(store, name).manifest:
-                    return "stock DCP, no checksums: it can be loaded, but not verified", True
             return "never committed, nothing will use it", not name
         manifest = read_manifest(store, name)
         for file, size in manifest["files"].items():

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 
 from checkpoint import CheckpointError
+from checkpoint.files import plan_rows, write_items
 from checkpoint.loading import locate
-from checkpoint.manifest import step_of
+from checkpoint.manifest import commit, step_of
 from checkpoint.retention import committed
 from config import Config, ConfigError, Data, Model, TitaniteError, Training, load_config
 from data.loader import IGNORED, Batch, validation_batches
@@ -229,17 +229,20 @@ def test_training_sets_of_one_name_are_measured_apart(tmp_path: Path, capsys: py
 def test_a_checkpoint_that_names_no_length_is_measured_at_a_given_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Stock DCP's, which has no config."""
-    numbers, place = random.Random(2), tmp_path / "stock"
+    """It has no config."""
+    numbers, place = random.Random(2), tmp_path / "alone"
     folder = write_dataset(tmp_path / "set", [documents(numbers, 1)], documents(numbers, 9))
     spec, flavor = find_model(Model(flavor="tiny"), 1000)
     model = build_model(spec, flavor).to_empty(device="cpu")
     init_weights(model, torch.device("cpu"), seed=4)
-    dcp.save({"model": model.state_dict()}, checkpoint_id=place / "checkpoints")
-    (place / "model.json").write_text(json.dumps({"name": "llama", **dataclasses.asdict(flavor)}))
+    weights = {f"model.{name}": weight for name, weight in model.state_dict().items()}
+    store, plan = open_store(place), plan_rows(model.state_dict(), piece_bytes=1 << 30)
+    written = write_items(store, "step-00000000-000000000000", 0, plan.files, lambda item: weights[item.index.fqn])
+    facts = {"step": 0, "world_size": 1, "identity": {"name": "llama", **dataclasses.asdict(flavor)}}
+    commit(store, "step-00000000-000000000000", plan.metadata, [written], facts)
     with pytest.raises(ConfigError, match=r"set: no run says how long .* --seq-len"):
         validate([str(place), "--tokenizer", str(folder), "--datasets", str(folder)])
-    with pytest.raises(ConfigError, match=r"stock: no run says which datasets to measure; name them with --datasets"):
+    with pytest.raises(ConfigError, match=r"alone: no run says which datasets to measure; name them with --datasets"):
         validate([str(place), "--tokenizer", str(folder)])
     assert not capsys.readouterr().out
     words = ["--datasets", str(folder), f"--seq-len={SEQ_LEN}", "--max-samples=0"]

@@ -22,7 +22,7 @@ import storage
 from checkpoint import CheckpointError, files
 from checkpoint.checks import check_checkpoints
 from checkpoint.files import plan_save, read_state, resolver, write_items
-from checkpoint.manifest import commit, encode_manifest, open_checkpoint, read_manifest, unpickle_metadata
+from checkpoint.manifest import commit, encode_manifest, open_checkpoint, open_stock, read_manifest, unpickle_metadata
 from checkpoint.ranks import Ranks
 from checkpoint.retention import committed
 from checkpoint.state import model_tensors
@@ -79,28 +79,6 @@ def test_stock_reader_reads_ours(tmp_path, run):
     state = {"model": model.state_dict()}
     dcp.load(state, storage_reader=FileSystemReader(newest(tmp_path)), no_dist=True)
     assert_same(state["model"], weights(run.model))
-
-
-def test_stock_checkpoint_is_read(tmp_path, caplog):
-    caplog.set_level("INFO")
-    model, other = Tower(), Tower()
-    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "stock", no_dist=True)
-    assert load_model(tmp_path / "stock", other) == {}
-    assert_same(weights(other), weights(model))
-    assert "assumed to rotate halves" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("state", "said"),
-    [
-        (Tower().state_dict(), r"Missing key .*: model\.\S+; torchtitan's .* --from torchtitan"),  # flat names
-        ({"model": Tower().state_dict() | {"freqs_cis": torch.ones(2)}}, r"1 tensors that the model lacks, such as"),
-    ],
-)
-def test_a_stock_checkpoint_of_another_model_is_refused(tmp_path, state, said):
-    dcp.save(state, checkpoint_id=tmp_path / "stock", no_dist=True)
-    with pytest.raises(CheckpointError, match=said):
-        load_model(tmp_path / "stock", Tower())
 
 
 def test_without_manifest_a_checkpoint_does_not_exist(tmp_path, run):
@@ -258,8 +236,8 @@ def test_payload_in_the_index_never_runs(tmp_path, run):
     stock = tmp_path / "stock"
     dcp.save({"model": Tower().state_dict()}, checkpoint_id=stock, no_dist=True)
     (stock / ".metadata").write_bytes(pickle.dumps(Payload(marker)))
-    with pytest.raises(CheckpointError, match="refused"):
-        load_model(stock, Tower())
+    with pytest.raises(DamagedError, match="refused"):
+        open_stock(open_store(stock))
     assert not marker.exists()
     with pytest.raises(DamagedError, match=r"refused, .* to this\.float32, "):  # a name of torch's, elsewhere
         unpickle_metadata(b"cthis\nfloat32\n.")
@@ -278,26 +256,19 @@ def test_an_item_that_was_planned_and_not_written_is_no_checkpoint(tmp_path):
     assert not (tmp_path / "one" / "MANIFEST.json").exists()
 
 
-def test_payload_in_a_stock_checkpoint_never_runs(tmp_path):
-    """It has no checksums: a byte object, then a pickle planted in the place of every tensor."""
+def test_payload_in_the_place_of_a_stock_tensor_never_runs(tmp_path):
+    """It has no checksums: a pickle planted in the place of every tensor."""
     marker, stock = tmp_path / "ran", tmp_path / "stock"
-    state = {**Tower().state_dict(), "head.weight": Payload(marker)}
-    dcp.save({"model": state}, checkpoint_id=stock, no_dist=True)
-    with pytest.raises(CheckpointError, match=r"head\.weight is not a readable tensor"):
-        load_model(stock, Tower())
-    dcp.save({"model": Tower().state_dict()}, checkpoint_id=stock, no_dist=True)
-    torch.save(Payload(marker), tmp_path / "payload")
-    planted = (tmp_path / "payload").read_bytes()
-    metadata = FileSystemReader(stock).read_metadata()
-    file = stock / "__0_0.distcp"
-    for info in metadata.storage_data.values():
-        info.offset, info.length = 0, len(planted)
-    file.write_bytes(planted)
-    (stock / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointError, match="not a readable tensor"):
-        load_model(stock, Tower())
+    state = {"model": Tower().state_dict()}
+    dcp.save(state, checkpoint_id=stock, no_dist=True)
+    torch.save(Payload(marker), stock / "__0_0.distcp")
+    opened = open_stock(open_store(stock))
+    for info in opened.metadata.storage_data.values():
+        info.offset, info.length = 0, (stock / "__0_0.distcp").stat().st_size
+    with pytest.raises(DamagedError, match="not a readable tensor"):
+        read_state(opened, state)
     assert not marker.exists()
-    torch.load(tmp_path / "payload", weights_only=False)
+    torch.load(stock / "__0_0.distcp", weights_only=False)
     assert marker.exists()  # the payload is a real one
 
 

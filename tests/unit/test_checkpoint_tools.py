@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 from checkpoint import CheckpointError
 from checkpoint.loading import locate
@@ -14,7 +13,7 @@ from checkpoint.manifest import encode_manifest, read_manifest, sha256
 from checkpoint.retention import committed
 from config import from_dict, to_toml
 from storage import open_store
-from tests.distributed.checkpoint_runs import Run, Tower, flip_bit, load_run
+from tests.distributed.checkpoint_runs import Run, flip_bit, load_run
 from tools import verify
 
 
@@ -112,18 +111,12 @@ def test_what_a_run_removes_while_it_is_verified_is_not_damaged(folder, tool, mo
     assert text.count("intact") == 1
 
 
-def test_stock_dcp_is_neither_damaged_nor_vouched_for(tmp_path, tool):
-    dcp.save({"model": Tower().state_dict()}, checkpoint_id=tmp_path, no_dist=True)
-    code, text = tool("verify", tmp_path)
-    assert (code, "can be loaded, but not verified" in text) == (1, True)
-    assert "DAMAGED" not in text
-
-
-def test_one_of_ours_without_its_manifest_was_never_committed(folder, tool):
+def test_one_without_a_manifest_was_never_committed(folder, tool):
+    """It may be stock DCP's."""
     newest = folder / committed(open_store(folder))[0]
     (newest / "MANIFEST.json").unlink()
     assert tool("verify", newest) == (1, f"{newest}: never committed, nothing will use it\nfaults: 1")
-    with pytest.raises(CheckpointError, match=f"{newest}: was never committed, it has no MANIFEST.json"):
+    with pytest.raises(CheckpointError, match=f"{newest}: was never committed, .* tools.hf import --from torchtitan"):
         Run(folder / "fresh", initial_load=str(newest)).checkpoint.load()
 
 

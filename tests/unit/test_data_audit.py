@@ -283,7 +283,7 @@ def branch(folders, tmp_path):
     fork, batches = run_phase(trunk, folders[:1], None, 3, dp_size=2)
     run_phase(trunk, folders[:1], fork, 3, dp_size=2)  # goes on otherwise
     _, more = run_phase(folder, folders, fork, 4, dp_size=3)
-    record_parent(folder, Parent(str(trunk), 3, "", tokens=3 * 2 * 2 * 2 * 8)._asdict())
+    record_parent(folder, Parent(str(trunk), 3, "", tokens=3 * 2 * 2 * 2 * 8))
     return folder, batches + more
 
 

@@ -1,6 +1,5 @@
 """Generation: transformers' greedy tokens for prompts of unequal lengths, its sampling, stops, streams and chat."""
 
-import dataclasses
 import json
 import random
 import re
@@ -10,7 +9,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as RawTokenizer
 from transformers import (
@@ -411,20 +409,6 @@ def test_mistakes_on_the_command_line(
     with pytest.raises((SystemExit, TitaniteError)) as ended:
         main([str(imported), *words])
     assert re.search(message, capsys.readouterr().err + str(ended.value))
-
-
-def test_a_checkpoint_of_stock_dcp_in_a_run(tmp_path: Path) -> None:
-    model = ours_from(hf_model("llama3.1"))
-    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "checkpoints")
-    described = {"name": "llama", **dataclasses.asdict(model.config)}
-    (tmp_path / "model.json").write_text(json.dumps(described))
-    byte_tokenizer().save(tmp_path)
-    trained = load_trained(str(tmp_path), device=CPU, dtype=torch.float32)
-    prompts = prompts_of(5)
-    assert tokens_of(trained.model, prompts, 5) == tokens_of(model, prompts, 5)
-    (tmp_path / "model.json").write_text(json.dumps(described | {"n_layers": 1}))
-    with pytest.raises(TitaniteError, match=r"has \d+ tensors that the model lacks, such as model\.layers\.1\."):
-        load_trained(str(tmp_path), device=CPU, dtype=torch.float32)
 
 
 def test_the_built_in_template_is_used_where_there_is_none(imported: Path, tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_settings_that_changed_between_the_starts_of_a_run_are_shown(tmp_path: P
 def test_a_branch_is_drawn_from_its_fork(tmp_path: Path) -> None:
     rows = [row(step, loss=1.0, step_seconds=36.0, interval_steps=1) for step in (21, 22)]
     run = write_run(tmp_path / "branch", rows, Config())
-    record_parent(run, Parent("outputs/trunk", 20, "", 0)._asdict())
+    record_parent(run, Parent("outputs/trunk", 20, "", 0))
     main([str(run), "--output", str(tmp_path / "page.html")])
     (drawn,) = data_of((tmp_path / "page.html").read_text())["runs"]
     assert drawn["name"] == "branch from outputs/trunk@20"
