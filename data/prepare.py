@@ -21,7 +21,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import date
 from functools import lru_cache, partial
 from itertools import chain, pairwise
@@ -50,12 +50,17 @@ from data.sources import (
     kind_of,
     list_files,
     plan_units,
-    split_keys,
 )
 from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from storage.records import write_atomically, written_whole
 
 KEYS = {"text": "text", "sft": "prompt,response", "chat": "messages"}  # format → keys of a record
+# Format → options that have an effect with it only.
+OPTIONS = {
+    "text": ("vocab_size", "separator", "max_characters", "hold_out_pieces"),
+    "sft": ("seq_len", "truncate"),
+    "chat": ("seq_len", "truncate", "chat_template", "template_argument", "train_eos"),
+}
 COUNTED = ("conversations", "examples", "trained_tokens", "dropped", "truncated")  # in the manifest
 BATCH_BYTES = 2**20  # text per tokenizer call: its tokens are Python integers at first, and few fit the caches
 HELD_BYTES = 128 * 2**20  # of tokens that a process holds before it writes them
@@ -74,9 +79,8 @@ class UnitFacts(NamedTuple):
     """What the main process is to know of a unit, besides its documents."""
 
     bad: list[str]  # a line for each bad record
-    undivided: list[str]  # files whose part in this unit has no separator
+    separated: list[str]  # files in which the separator occurs
     unread: dict[str, list[str]]  # file → keys that the chat template does not read
-    cut: int  # texts longer than --max-characters
     counts: Mapping[str, Mapping[str, int]]  # file → what its examples are, and cost
 
 
@@ -84,6 +88,7 @@ class Plan(NamedTuple):
     """Everything that decides the bytes of the dataset. Any change makes finished parts useless."""
 
     input: str  # digest of version, units (names, sizes and versions of files, how they are cut) and tokenizer
+    transformers: str  # its version, "" for texts
     format: str
     keys: tuple[str, ...]
     seq_len: int
@@ -109,151 +114,243 @@ def prepare(texts: Iterable[str | Mapping[str, Any]], output: str, **options: An
 
     The options are the command's: `seq_len=4096` is --seq-len=4096, `overwrite=True` is --overwrite.
     """
-    given = [(f"--{name.replace('_', '-')}", value) for name, value in options.items() if value is not False]
-    words = [name if value is True else f"{name}={value}" for name, value in given]
-    o = parse_options(["--source=-", f"--output={output}", *words])
-    records = ({o.keys or KEYS["text"]: text} if isinstance(text, str) else dict(text) for text in texts)
-    return prepare_sources(o, (json.dumps(record).encode() + b"\n" for record in records))
+    words = ["--source=-", f"--output={output}"]
+    for name, value in options.items():
+        option = f"--{name.replace('_', '-')}"
+        if value is not False:
+            words.append(option if value is True else f"{option}={value}")
+    o = parse_options(words)
+    return prepare_sources(o, _json_lines(texts, o.keys or KEYS["text"]))
+
+
+def _json_lines(texts: Iterable[str | Mapping[str, Any]], key: str) -> Iterator[bytes]:
+    for text in texts:
+        record = {key: text} if isinstance(text, str) else dict(text)
+        yield json.dumps(record).encode() + b"\n"
 
 
 def prepare_sources(o: argparse.Namespace, piped: Iterator[bytes] | None = None) -> dict[str, Any]:
     """Prepare a dataset by `parse_options` and return its manifest. `piped` is the content of source "-"."""
     folder = writer.check_output(o.output, o.overwrite or o.dry_run, o.validation_fraction, o.block_mb, o.shard_mb)
     check_options(o)
-    is_text = o.format == "text"
-    names = tuple((o.keys or KEYS[o.format]).split(","))
+    with ExitStack() as kept:
+        names = []
+        for name in o.sources:
+            if name == "-" or Path(name).is_fifo():  # kept as a file meanwhile, since every pass reads it again
+                name = str(kept.enter_context(_kept(name, folder, piped)))
+            names.append(name)
+        files = list_files(names)
+        check_files(o, files)
+        return _prepare_files(o, folder, files)
 
-    for number, (name, keys) in enumerate(map(split_keys, o.sources)):
-        if name == "-" or Path(name).is_fifo():  # kept as a file meanwhile, since every pass reads it again
-            with _kept(name, folder, piped) as path:
-                o.sources[number] = ":".join([str(path), ",".join(keys)]).rstrip(":")
-                return prepare_sources(o)
 
-    # -- the input, its tokenizer and what decides the bytes to write
-    files = list_files(o.sources, names)
-    check_files(o, files)
+def _prepare_files(o: argparse.Namespace, folder: Path, files: Sequence[File]) -> dict[str, Any]:
     units = plan_units(files, o.separator)
     bad: list[str] = []
     reject = partial(_reject, bad, sys.maxsize if o.dry_run else o.skip_bad)
-    if o.tokenizer:
-        chosen = load_tokenizer(o.tokenizer, o.eos_token)
-    else:
-        chosen = train_tokenizer(_sample_texts(units, names, reject), o.vocab_size or VOCAB_SIZE)
-        if chosen.vocab_size < o.vocab_size:
-            log.warning(f"--vocab-size {o.vocab_size}: the text has no more than {chosen.vocab_size} tokens to learn")
-    day = ""
-    if o.format == "chat":
-        with file_errors():
-            given = Path(o.chat_template).read_text(encoding="utf-8") if o.chat_template else ""
-        use_template(chosen, given, o.template_argument)
-        day = _told_day(chosen.chat_template)
-        with suppress(TitaniteError):  # the example below gives the reason
-            for warning in chat_of(chosen).warnings(o.train_eos):
-                log.warning(warning)
-    made_by = {name: digest(content) for name, content in chosen.files().items()}
-    if not is_text:
-        load_transformers(chosen)  # what is wrong with it is wrong with every example
-        made_by["transformers"] = transformers_version()
-    dtype = writer.token_dtype(chosen.vocab_size) if is_text else "uint32"
-    text_bytes = sum(map(_text_bytes, files))
-    shards = text_bytes / 4 * np.dtype(dtype).itemsize / (o.shard_mb * 2**20)  # a token is about four bytes of text
-    inputs = digest(json.dumps([VERSION, units, chosen.fingerprint, made_by]).encode())
-    wanted = o.format, names, o.seq_len, o.max_characters, o.hold_out_pieces, day, o.train_eos, o.truncate
-    buckets = (max(1, round(shards * share)) for share in (1 - o.validation_fraction, o.validation_fraction))
-    plan = Plan(inputs, *wanted, dtype, o.validation_fraction, int(o.block_mb * 2**20), *buckets)
+    tokenizer = choose_tokenizer(o, units, reject)
+    day = _use_chat_template(o, tokenizer) if o.format == "chat" else ""
+    plan = make_plan(o, files, units, tokenizer, day)
     # A mistake in the template or the keys is found before anything is removed. A dry run finds every one.
     bad.clear()
-    batches = (batch if o.dry_run else batch[:1] for unit in units for batch in _batches(plan, unit, reject))
-    tried = 0
-    for batch in batches:
-        counts = defaultdict[str, Counter[str]](Counter)
-        tokenized = _tokenize(plan, chosen, batch, np.zeros(len(batch), np.uint64), reject, counts)
-        tried += len(tokenized) if is_text else sum(own["conversations"] for own in counts.values())
-        if tried and not o.dry_run:
-            break
+    usable = _count_usable(plan, tokenizer, units, reject, all_of_them=o.dry_run)
     if o.dry_run:
-        return {"documents": tried, "bad_records": bad}
-    if not tried:
+        return {"documents": usable, "bad_records": bad}
+    if not usable:
         raise DataError("the input holds no text that can be used: nothing to prepare")
-
-    # -- both passes, continuing an interrupted preparation by the same plan
     with writer.locked(folder):
-        _start_or_go_on(folder, plan, chosen)
-        waiting = [(bucket, 1) for bucket in range(plan.buckets) if not _record(folder, bucket).exists()]
-        # Starting a process takes most of a second, in which it could tokenise a few MB.
-        is_small = sum(unit.bytes for unit in units) < 2 * UNIT_BYTES
-        workers = o.processes or (1 if is_small else len(os.sched_getaffinity(0)))
-        with _worker_pool(min(workers, max(len(units), plan.buckets))) as pool_map:
-            if waiting:
-                numbered = [(pair, pair[1].bytes) for pair in enumerate(units)]
-                _run_all(pool_map, partial(_tokenize_unit, folder, plan, o.skip_bad), numbered, "tokenise", "B")
-                of_units = _read_facts(folder)
-                bad = list(chain.from_iterable(unit_facts.bad for unit_facts in of_units))
-                if len(bad) > o.skip_bad:  # finished parts are kept for a larger --skip-bad
-                    raise DataError(f"{len(bad)} bad records are more than --skip-bad {o.skip_bad}")
-                if bad:
-                    lines = "".join(f"{line}\n" for line in bad)
-                    write_atomically(folder / writer.BAD_RECORDS, lines.encode())
-                tell_effects(o, units, of_units)
-            _run_all(pool_map, partial(_write_bucket, folder, plan), waiting, "write", " shards")
-        facts = {} if is_text else _facts_of_examples(plan, _read_facts(folder), made_by["transformers"])
-        for part in (folder / writer.PARTS).glob("unit-*"):  # before the manifest, after which no start takes them up
-            part.unlink()
-        records = [json.loads(_record(folder, bucket).read_text(encoding="utf-8")) for bucket in range(plan.buckets)]
-        written = [(Shard(*shard), pa.Table.from_pylist(rows, INDEX_SCHEMA)) for shard, rows in records]
-        if (folder / writer.BAD_RECORDS).exists():
-            facts["bad_records"] = (folder / writer.BAD_RECORDS).read_bytes().count(b"\n")
-        manifest = writer.write_manifest(folder, chosen, written, facts)
-        writer.remove_parts(folder)
-        return manifest
+        _start_or_go_on(folder, plan, tokenizer)
+        _run_passes(o, folder, plan, units)
+        return _finish(folder, plan, tokenizer)
+
+
+# ---------------------------------------------------------------- what decides the bytes to write
+
+
+def keys_of(o: argparse.Namespace) -> tuple[str, ...]:
+    return tuple((o.keys or KEYS[o.format]).split(","))
+
+
+def choose_tokenizer(o: argparse.Namespace, units: Sequence[Unit], reject: Reject) -> Tokenizer:
+    """The tokenizer that is given, or one trained on a sample of the text. Raises TitaniteError."""
+    if o.tokenizer:
+        return load_tokenizer(o.tokenizer, o.eos_token)
+    tokenizer = train_tokenizer(_sample_texts(units, keys_of(o), reject), o.vocab_size or VOCAB_SIZE)
+    if tokenizer.vocab_size < o.vocab_size:
+        log.warning(f"--vocab-size {o.vocab_size}: the text has no more than {tokenizer.vocab_size} tokens to learn")
+    return tokenizer
+
+
+def _sample_texts(units: Sequence[Unit], keys: Sequence[str], reject: Reject) -> Iterator[str]:
+    """Yield the first documents of units spread evenly over the input, about TOKENIZER_SAMPLE_BYTES in all."""
+    chosen = units[:: max(1, len(units) * UNIT_BYTES // TOKENIZER_SAMPLE_BYTES)]
+    for unit in chosen:
+        left = TOKENIZER_SAMPLE_BYTES // len(chosen)
+        for _, text in documents(unit, keys, "text", reject):
+            yield text
+            left -= len(text)
+            if left <= 0:
+                break
+
+
+def _use_chat_template(o: argparse.Namespace, tokenizer: Tokenizer) -> str:
+    """Give the tokenizer the template and warn of what it costs. Returns the day that it is told, or ""."""
+    template = ""
+    if o.chat_template:
+        with file_errors():
+            template = Path(o.chat_template).read_text(encoding="utf-8")
+    use_template(tokenizer, template, o.template_argument)
+    with suppress(TitaniteError):  # the first example gives the reason
+        for warning in chat_of(tokenizer).warnings(o.train_eos):
+            log.warning(warning)
+    if "strftime_now" not in tokenizer.chat_template:
+        return ""
+    today = date.today().isoformat()  # as transformers tells it
+    log.warning(f"the chat template asks for the day and is told {today}, unless a --template-argument names another")
+    return today
+
+
+def make_plan(
+    o: argparse.Namespace, files: Sequence[File], units: Sequence[Unit], tokenizer: Tokenizer, day: str
+) -> Plan:
+    """The plan of a preparation. Raises TitaniteError if transformers cannot read the tokenizer of examples."""
+    dtype = "uint32"
+    transformers = ""
+    if o.format == "text":
+        dtype = writer.token_dtype(tokenizer.vocab_size)
+    else:
+        load_transformers(tokenizer)  # what is wrong with it is wrong with every example
+        transformers = transformers_version()
+    made_by = {name: digest(content) for name, content in tokenizer.files().items()}
+    text_bytes = sum(_text_bytes(file) for file in files)
+    shards = text_bytes / 4 * np.dtype(dtype).itemsize / (o.shard_mb * 2**20)  # a token is about four bytes of text
+    return Plan(
+        input=digest(json.dumps([VERSION, units, made_by]).encode()),
+        transformers=transformers,
+        format=o.format,
+        keys=keys_of(o),
+        seq_len=o.seq_len,
+        max_characters=o.max_characters,
+        hold_out_pieces=o.hold_out_pieces,
+        day=day,
+        train_eos=o.train_eos,
+        truncate=o.truncate,
+        dtype=dtype,
+        validation_fraction=o.validation_fraction,
+        block_bytes=int(o.block_mb * 2**20),
+        train_buckets=max(1, round(shards * (1 - o.validation_fraction))),
+        validation_buckets=max(1, round(shards * o.validation_fraction)),
+    )
+
+
+def _count_usable(plan: Plan, tokenizer: Tokenizer, units: Sequence[Unit], reject: Reject, all_of_them: bool) -> int:
+    """How many documents can be used, or 1 as soon as one can."""
+    usable = 0
+    for unit in units:
+        for batch in _batches(plan, unit, reject):
+            tried = batch if all_of_them else batch[:1]
+            counts = defaultdict[str, Counter[str]](Counter)
+            tokenized = _tokenize(plan, tokenizer, tried, np.zeros(len(tried), np.uint64), reject, counts)
+            if plan.format == "text":
+                usable += len(tokenized)
+            else:
+                usable += sum(own["conversations"] for own in counts.values())
+            if usable and not all_of_them:
+                return usable
+    return usable
+
+
+# ---------------------------------------------------------------- both passes
+
+
+def _run_passes(o: argparse.Namespace, folder: Path, plan: Plan, units: Sequence[Unit]) -> None:
+    """Tokenise and write what an earlier start by the same plan has not."""
+    waiting = [(bucket, 1) for bucket in range(plan.buckets) if not _record(folder, bucket).exists()]
+    if not waiting:
+        return
+    # Starting a process takes most of a second, in which it could tokenise a few MB.
+    is_small = sum(unit.bytes for unit in units) < 2 * UNIT_BYTES
+    workers = o.processes or (1 if is_small else len(os.sched_getaffinity(0)))
+    with _worker_pool(min(workers, max(len(units), plan.buckets))) as pool_map:
+        numbered = [(pair, pair[1].bytes) for pair in enumerate(units)]
+        _run_all(pool_map, partial(_tokenize_unit, folder, plan, o.skip_bad), numbered, "tokenise", "B")
+        of_units = _read_facts(folder)
+        _write_bad_records(folder, of_units, o.skip_bad)
+        tell_effects(o.separator, units, of_units)
+        _run_all(pool_map, partial(_write_bucket, folder, plan), waiting, "write", " shards")
+
+
+def _write_bad_records(folder: Path, of_units: Sequence[UnitFacts], skip_bad: int) -> None:
+    """List the bad records. Raises DataError if they are too many; finished parts are kept for a larger --skip-bad."""
+    bad = list(chain.from_iterable(unit_facts.bad for unit_facts in of_units))
+    if len(bad) > skip_bad:
+        raise DataError(f"{len(bad)} bad records are more than --skip-bad {skip_bad}")
+    if bad:
+        lines = "".join(f"{line}\n" for line in bad)
+        write_atomically(folder / writer.BAD_RECORDS, lines.encode())
+
+
+def tell_effects(separator: str, units: Sequence[Unit], of_units: Sequence[UnitFacts]) -> None:
+    """Warn of a separator and of keys that had no effect on the data."""
+    separated = set(chain.from_iterable(unit_facts.separated for unit_facts in of_units))
+    texts = {file.url: file.size for unit in units for file in unit.files if not has_keys(file)}
+    whole = [url for url, size in texts.items() if size and url not in separated]
+    if separator and whole:
+        which = f"{len(whole)} of {len(texts)} texts, such as {min(whole)}"
+        log.warning(f"--separator {separator!r}: does not occur in {which}; each of these is one document")
+    unread = defaultdict[str, set[str]](set)
+    for unit_facts in of_units:
+        for url, keys in unit_facts.unread.items():
+            unread[url].update(keys)
+    for url in sorted(unread):
+        log.warning(f"{url}: keys that the chat template does not read: {', '.join(sorted(unread[url]))}")
+
+
+def _finish(folder: Path, plan: Plan, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Write the manifest, remove the parts and return the manifest."""
+    facts = {} if plan.format == "text" else _facts_of_examples(plan, _read_facts(folder))
+    for part in (folder / writer.PARTS).glob("unit-*"):  # before the manifest, after which no start takes them up
+        part.unlink()
+    written = []
+    for bucket in range(plan.buckets):
+        shard, rows = json.loads(_record(folder, bucket).read_text(encoding="utf-8"))
+        written.append((Shard(*shard), pa.Table.from_pylist(rows, INDEX_SCHEMA)))
+    if (folder / writer.BAD_RECORDS).exists():
+        facts["bad_records"] = (folder / writer.BAD_RECORDS).read_bytes().count(b"\n")
+    manifest = writer.write_manifest(folder, tokenizer, written, facts)
+    writer.remove_parts(folder)
+    return manifest
 
 
 def check_options(o: argparse.Namespace) -> None:
     """Raises DataError for a value that makes no sense, and for an option that would have no effect."""
-    is_text = o.format == "text"
-    default_keys = KEYS[o.format]
+    for option in ("max_characters", "skip_bad", "processes"):
+        value = getattr(o, option)
+        if value < 0:
+            raise DataError(f"--{option.replace('_', '-')} {value}: must be at least 0")
+    own = OPTIONS[o.format]
+    for option in chain.from_iterable(OPTIONS.values()):
+        value = getattr(o, option)
+        if value and option not in own:
+            raise DataError(f"--{option.replace('_', '-')} {value}: no effect with --format {o.format}")
+    if o.keys and o.keys.count(",") != KEYS[o.format].count(","):
+        raise DataError(f"--keys {o.keys}: must be as many as in {KEYS[o.format]}")
     if o.tokenizer and o.vocab_size:
         raise DataError(f"--vocab-size {o.vocab_size}: is to train a tokenizer, not for --tokenizer")
     if o.vocab_size and o.vocab_size < 257:
         raise DataError(f"--vocab-size {o.vocab_size}: must be at least 257: all bytes and eos")
     if o.eos_token and not o.tokenizer:
         raise DataError(f"--eos-token {o.eos_token}: needs --tokenizer; a trained one has its own")
-    if not is_text and not o.tokenizer:
+    if o.format != "text" and not o.tokenizer:
         raise DataError(f"--format {o.format}: give the --tokenizer of the model to be tuned")
-    if not is_text and o.seq_len < 2:
+    if o.format != "text" and o.seq_len < 2:
         raise DataError(f"--seq-len {o.seq_len}: must be at least 2, the later training.seq_len")
-    if is_text and o.seq_len:
-        raise DataError(f"--seq-len {o.seq_len}: is for --format sft and chat")
-    if o.keys.count(",") != default_keys.count(",") and o.keys:
-        raise DataError(f"--keys {o.keys}: must be as many as in {default_keys}")
-    if o.max_characters < 0:
-        raise DataError(f"--max-characters {o.max_characters}: must be at least 0")
-    if o.max_characters and not is_text:
-        raise DataError(f"--max-characters {o.max_characters}: examples are never cut")
-    if o.hold_out_pieces and not o.max_characters:
-        raise DataError("--hold-out-pieces: needs --max-characters")
-    if o.hold_out_pieces and not o.validation_fraction:
-        raise DataError("--hold-out-pieces: needs a --validation-fraction above 0")
-    if o.format != "chat" and (o.chat_template or o.template_argument):
-        raise DataError("--chat-template and --template-argument are for --format chat")
-    if is_text and o.truncate:
-        raise DataError("--truncate: is for --format sft and chat; --max-characters cuts texts")
-    if o.format != "chat" and o.train_eos:
-        raise DataError("--train-eos is for --format chat; others train eos anyway")
-    if o.separator and not is_text:
-        raise DataError(f"--separator {o.separator!r}: is for --format text")
-    if o.skip_bad < 0:
-        raise DataError(f"--skip-bad {o.skip_bad}: must be at least 0")
-    if o.processes < 0:
-        raise DataError(f"--processes {o.processes}: must be at least 0")
+    if o.hold_out_pieces and not (o.max_characters and o.validation_fraction):
+        raise DataError("--hold-out-pieces: needs --max-characters and a --validation-fraction above 0")
 
 
 def check_files(o: argparse.Namespace, files: Sequence[File]) -> None:
     """Raises DataError for keys and separators that do not fit the kinds of files."""
-    default_keys = KEYS[o.format]
-    for file in files:
-        if len(file.keys) != len(default_keys.split(",")):
-            raise DataError(f"--source FILE:{','.join(file.keys)}: must be as many keys as in {default_keys}")
     with_keys = [file.url for file in files if has_keys(file)]
     if o.keys and not with_keys:
         raise DataError(f"--keys {o.keys}: no effect, as text such as {files[0].url} has no keys")
@@ -264,7 +361,7 @@ def check_files(o: argparse.Namespace, files: Sequence[File]) -> None:
 @contextmanager
 def _kept(name: str, folder: Path, piped: Iterator[bytes] | None) -> Iterator[Path]:
     """A file in `folder` with what `piped`, or the pipe `name`, yields. Removes it at the end."""
-    with open(os.devnull if piped else 0 if name == "-" else name, "rb", closefd=bool(piped) or name != "-") as pipe:
+    with _opened(name) as pipe:
         chunks = piped or iter(partial(pipe.read, BATCH_BYTES), b"")
         first = next(chunks, b"")
         suffix = "json" if re.match(JSON_BEGINNING, first) else "txt"
@@ -277,6 +374,12 @@ def _kept(name: str, folder: Path, piped: Iterator[bytes] | None) -> Iterator[Pa
         path.unlink()
 
 
+def _opened(name: str) -> Any:
+    if name == "-":
+        return open(0, "rb", closefd=False)
+    return open(name, "rb")
+
+
 def _text_bytes(file: File) -> int:
     """About how much text a file holds."""
     kind, compression = kind_of(file.url)
@@ -284,21 +387,12 @@ def _text_bytes(file: File) -> int:
     return file.size * 5 if is_compressed else file.size
 
 
-def _told_day(template: str) -> str:
-    """The day, if a chat template asks for it: transformers tells it today's."""
-    if "strftime_now" not in template:
-        return ""
-    today = date.today().isoformat()
-    log.warning(f"the chat template asks for the day and is told {today}, unless a --template-argument names another")
-    return today
-
-
 def _read_facts(folder: Path) -> list[UnitFacts]:
     paths = sorted((folder / writer.PARTS).glob("unit-*.json"))
     return [UnitFacts(*json.loads(path.read_text(encoding="utf-8"))) for path in paths]
 
 
-def _facts_of_examples(plan: Plan, of_units: Sequence[UnitFacts], transformers: str) -> dict[str, Any]:
+def _facts_of_examples(plan: Plan, of_units: Sequence[UnitFacts]) -> dict[str, Any]:
     """What the manifest says of packed examples. Warns of what the chat template costs each file."""
     files = defaultdict[str, Counter[str]](Counter)
     for unit_facts in of_units:
@@ -313,9 +407,11 @@ def _facts_of_examples(plan: Plan, of_units: Sequence[UnitFacts], transformers: 
             log.warning(f"{url}: the chat template drops the thoughts of {counts['thoughts']:,} earlier answers")
     total = sum(files.values(), Counter[str]())
     facts: dict[str, Any] = {"dtype": plan.dtype, "packed_seq_len": plan.seq_len, "kind": plan.format}
-    facts["transformers"] = transformers
+    facts["transformers"] = plan.transformers
     facts |= {name: total[name] for name in COUNTED}
-    return facts | ({"day": plan.day} if plan.day else {})
+    if plan.day:
+        facts["day"] = plan.day
+    return facts
 
 
 def _reject(bad: list[str], limit: int, place: str, reason: str) -> None:
@@ -323,17 +419,6 @@ def _reject(bad: list[str], limit: int, place: str, reason: str) -> None:
     bad.append(" ".join(f"{place}: {reason}".split()))
     if len(bad) > limit:
         raise DataError(f"{bad[-1]} (--skip-bad {limit} leaves out no more; --dry-run lists all)")
-
-
-def _sample_texts(units: list[Unit], keys: Sequence[str], reject: Reject) -> Iterator[str]:
-    """Yield the first documents of units spread evenly over the input, about TOKENIZER_SAMPLE_BYTES in all."""
-    chosen = units[:: max(1, len(units) * UNIT_BYTES // TOKENIZER_SAMPLE_BYTES)]
-    for unit in chosen:
-        left = TOKENIZER_SAMPLE_BYTES // len(chosen)
-        for _, text in documents(unit, keys, "text", reject):
-            yield text
-            if (left := left - len(text)) <= 0:
-                break
 
 
 def _start_or_go_on(folder: Path, plan: Plan, tokenizer: Tokenizer) -> None:
@@ -345,24 +430,6 @@ def _start_or_go_on(folder: Path, plan: Plan, tokenizer: Tokenizer) -> None:
         plan_file.parent.mkdir()
         write_atomically(plan_file, record.encode())
     tokenizer.save(folder)
-
-
-def tell_effects(o: argparse.Namespace, units: Sequence[Unit], of_units: Sequence[UnitFacts]) -> None:
-    """Warn of options and keys that had no effect on the data."""
-    parts = Counter(file.url for unit in units for file in unit.files if not has_keys(file))
-    undivided = Counter(chain.from_iterable(unit_facts.undivided for unit_facts in of_units))
-    whole = [url for url, count in undivided.items() if count == parts[url]]
-    if whole:
-        which = f"{len(whole)} of {len(parts)} texts, such as {min(whole)}"
-        log.warning(f"--separator {o.separator!r}: does not occur in {which}; each of these is one document")
-    if o.max_characters and not any(unit_facts.cut for unit_facts in of_units):
-        log.warning(f"--max-characters {o.max_characters}: no text is longer, so none was cut")
-    unread = defaultdict[str, set[str]](set)
-    for unit_facts in of_units:
-        for url, keys in unit_facts.unread.items():
-            unread[url].update(keys)
-    for url in sorted(unread):
-        log.warning(f"{url}: keys that the chat template does not read: {', '.join(sorted(unread[url]))}")
 
 
 @lru_cache(maxsize=1)
@@ -402,12 +469,11 @@ def _tokenize_unit(folder: Path, plan: Plan, skip_bad: int, numbered: tuple[int,
                 batches = []
         if batches:
             _write_sorted(plan, batches, part_writer)
-        undivided = {file.url for file in unit.files if unit.separator and file.size and not has_keys(file)}
         unread: dict[str, list[str]] = {}
         if plan.format == "chat":
             read = chat_of(tokenizer).keys.union(plan.keys)
             unread = {url: sorted(keys - read) for url, keys in seen.keys.items() if keys - read}
-        facts = UnitFacts(bad, sorted(undivided - seen.separated), unread, seen.cut, counts)
+        facts = UnitFacts(bad, sorted(seen.separated), unread, counts)
         if any(facts):  # on the disk before the unit counts as done
             write_atomically(path.with_suffix(".json"), json.dumps(facts).encode())
     return tokens
@@ -415,14 +481,13 @@ def _tokenize_unit(folder: Path, plan: Plan, skip_bad: int, numbered: tuple[int,
 
 def _batches(plan: Plan, unit: Unit, reject: Reject, seen: Seen | None = None) -> Iterator[Batch]:
     """Yield the documents of a unit, without empty ones, in lists of about BATCH_BYTES. `seen`: see `documents`."""
-    seen = seen or Seen()
     batch: Batch = []
     size = 0
     for place, text in documents(unit, plan.keys, plan.format, reject, seen):
         held_out = not plan.hold_out_pieces and writer.is_held_out(text.encode(), plan.validation_fraction)
-        pieces = [piece for piece in _pieces(text, plan.max_characters) if piece]
-        seen.cut += len(pieces) > 1
-        for piece in pieces:
+        for piece in _pieces(text, plan.max_characters):
+            if not piece:
+                continue
             if plan.hold_out_pieces:
                 held_out = writer.is_held_out(piece.encode(), plan.validation_fraction)
             batch.append((place, piece, held_out))
@@ -582,7 +647,7 @@ def _start_worker() -> None:
 def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m data.prepare", description="Turn text into a dataset for training.")
     add = parser.add_argument
-    sources = "stdlib, or folders, files, globs, URLs or pipes (-: standard input), each also as SOURCE:KEY"
+    sources = "stdlib, or folders, files, globs, URLs or pipes (-: standard input)"
     add("--source", dest="sources", nargs="+", required=True, help=sources)
     writer.add_output_options(parser)
     add("--tokenizer", default="", help="tokenizer.json, or a folder with one; default: train one on the text")
@@ -590,7 +655,7 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     kinds = "text; for fine-tuning: sft (prompts with responses) or chat (messages) (default %(default)s)"
     add("--format", choices=KEYS, default="text", help=kinds)
     keys = f"keys or columns of a record, comma-separated (default of each format: {KEYS})"
-    add("--keys", "--text-key", "--example-keys", default="", help=keys)
+    add("--keys", default="", help=keys)
     separator = "what ends a document in text files; \\n: a line end, LF or CRLF"
     add("--separator", type=_unescaped, default="", help=separator)
     add("--skip-bad", type=int, default=0, help=f"bad records to leave out at most, listed in {writer.BAD_RECORDS}")

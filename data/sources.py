@@ -73,7 +73,6 @@ class File(NamedTuple):
     url: str
     size: int
     version: str = ""  # changes with the content; "" if the store has none
-    keys: tuple[str, ...] = ()  # of its records; (): those of the command
 
 
 class Unit(NamedTuple):
@@ -103,7 +102,6 @@ class Seen:
 
     keys: dict[str, set[str]] = field(default_factory=dict)  # of conversations and, as messages.KEY, of messages
     separated: set[str] = field(default_factory=set)  # files in which the separator occurs
-    cut: int = 0  # texts that are longer than asked for; left to the caller
 
 
 @contextmanager
@@ -117,35 +115,23 @@ def failures_of(what: str) -> Iterator[None]:
         raise DataError(f"{what}: {type(error).__name__}: {' '.join(str(error).split())}") from None
 
 
-def list_files(sources: Sequence[str], keys: Sequence[str] = ()) -> list[File]:
-    """The files of stdlib, folders, files, globs and URLs, each once, in a fixed order. Raises DataError if none.
-
-    A file that several sources name is read again only for other keys. `keys` are those of sources that name none.
-    """
-    files: dict[Any, File] = {}
+def list_files(sources: Sequence[str]) -> list[File]:
+    """The files of stdlib, folders, files, globs and URLs, each once, in a fixed order. Raises DataError if none."""
+    files: dict[str, File] = {}  # by what identifies them
     for source in sources:
-        place, named = split_keys(source)
         with failures_of(f"--source {source}: cannot be listed"):
-            found = sorted(_find(place), key=lambda pair: pair[1], reverse=True)  # of a file's names, the first counts
+            found = sorted(_find(source), key=lambda pair: pair[1])
         if not found:
             kinds = f"{' '.join(KINDS)}, also with .gz or .zst, but not for plain {' '.join(ONLY_IF_NAMED)}"
             raise DataError(f"--source {source}: no files there; a folder is searched for {kinds}")
-        if named and not any(has_keys(file) for _, file in found):
-            raise DataError(f"--source {source}: names keys, but {found[0][1].url} is read as text, which has none")
-        own_keys = named or tuple(keys)
-        own = {(identity, own_keys): file._replace(keys=own_keys) for identity, file in found}
-        repeated = len(found) - len(own) + len(own.keys() & files.keys())
+        repeated = 0
+        for key, file in found:  # of a file's names, the first counts
+            repeated += key in files
+            files.setdefault(key, file)
         if repeated:
             known = "are in the list already, by this or another name; each is read once"
             log.warning(f"--source {source}: {repeated} of {len(found)} files {known}")
-        files = own | files
     return sorted(files.values())
-
-
-def split_keys(source: str) -> tuple[str, tuple[str, ...]]:
-    """(SOURCE, (KEY, ...)) of SOURCE:KEY,KEY, or (source, ()) if it names no keys or is a file."""
-    named = None if os.path.exists(source) else re.fullmatch(r"(.+):([^\W\d][\w,-]*)", source)
-    return (named[1], tuple(named[2].split(","))) if named else (source, ())
 
 
 def has_keys(file: File) -> bool:
@@ -154,7 +140,7 @@ def has_keys(file: File) -> bool:
 
 
 def _find(source: str) -> Iterator[tuple[str, File]]:
-    """Yield (what identifies the file, file) of a source without keys."""
+    """Yield (what identifies the file, file) of a source."""
     scheme, separator, path = source.partition("://")
     if source == "stdlib":
         return _stdlib_files()
@@ -334,11 +320,10 @@ def documents(
     others = OTHER_COLUMNS.get(format, ())
     for file in unit.files:
         kind = content_kind(file)
-        names = file.keys or keys
         found = seen.keys.setdefault(file.url, set())
         is_document = not unit.separator and not has_keys(file)
         with failures_of(f"{file.url}: cannot be read"), _open(file) as stream:
-            for position, record in _records(file, kind, stream, unit, (*names, *others)):
+            for position, record in _records(file, kind, stream, unit, (*keys, *others)):
                 place = file.url
                 if not is_document:
                     place += f", {POSITIONS.get(kind, 'row')} {position}"
@@ -349,7 +334,7 @@ def documents(
                     if not record.strip() and not is_document:
                         continue
                 try:
-                    text = _text(record, kind, names, format, found)
+                    text = _text(record, kind, keys, format, found)
                 except (ValueError, TypeError, RecursionError, DataError) as error:
                     if not reject:
                         raise DataError(f"{place}: {error}") from None

@@ -1,11 +1,11 @@
 """Turn token ids that another project has written into a dataset that training reads, without the text.
 
-    python -m tools.convert --source train.bin --tokenizer tokenizer.json --output datasets/old
+    python -m tools.convert --source train.bin --dtype uint16 --tokenizer tokenizer.json --output datasets/old
 
-Reads .bin files of ids and nothing else, as nanoGPT's data/*/prepare.py writes them and, with --append-eod,
-Megatron-LM, files with llm.c's header, and .npy. There the ids show how many bits each has, and a document ends with
-eos. In Arrow and Parquet a row of a column of lists is a document, as Hugging Face's datasets has it. Each document
-gets exactly one eos, and keeps its place; training shuffles them. A hash of its tokens tells whether one is held out.
+Reads files of ids and nothing else (nanoGPT's, Megatron-LM's with --append-eod), of the data type --dtype, files with
+llm.c's header, and .npy. There a document ends with eos. In Arrow and Parquet a row of a column of lists is a document,
+as Hugging Face's datasets has it. Each document gets exactly one eos, and keeps its place; training shuffles them. A
+hash of its tokens tells whether one is held out.
 """
 
 import argparse
@@ -24,18 +24,16 @@ from tqdm import tqdm
 from config import command_line
 from data import writer
 from data.shards import SPLITS, DataError, token_type
-from data.sources import ARROW_FILE, failures_of, identity, kind_of, open_arrow
+from data.sources import ARROW_FILE, failures_of, identity, open_arrow
 from data.tokenizer import Tokenizer, load_tokenizer
 
 IDS_AT_ONCE = 2**24  # searched for ends of documents
 ROWS_AT_ONCE = 1024  # of Arrow and Parquet
-SAMPLE_IDS = 2**20  # looked at to find their data type
 DTYPES = ("uint8", "uint16", "uint32", "uint64")  # signed ones have the same bits
 # First of the 256 integers before the tokens in files of llm.c and modded-nanogpt. The third is the number of tokens.
 MAGIC_NUMBERS = {20240520: "uint16", 20240801: "uint32"}
 PARQUET_FILE = b"PAR1"  # how one begins
 ARROW_NAMES = (".arrow", ".feather", ".ipc")  # how the name of a stream ends, which begins like ids
-TEXT_KINDS = ("text", "jsonl", "json", "csv", "tsv")
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +41,7 @@ log = logging.getLogger(__name__)
 class Reading(NamedTuple):
     """How to read files of ids."""
 
-    dtype: str = ""  # of an id; "": as a header or the ids themselves show
+    dtype: str = ""  # of an id, in files that do not say it
     column: str = ""  # of tables; "": the only one that holds lists of integers
     packed: bool = False  # a document goes on in the next row of a table
 
@@ -55,7 +53,7 @@ class Ids(NamedTuple):
     ends: np.ndarray  # where documents end, besides after an eos
 
 
-def read_ids(path: Path, vocab_size: int, how: Reading) -> Iterator[Ids]:
+def read_ids(path: Path, how: Reading) -> Iterator[Ids]:
     """Yield all ids of a file, piece by piece. Raises DataError."""
     with path.open("rb") as file:
         magic = file.read(len(ARROW_FILE))
@@ -65,7 +63,7 @@ def read_ids(path: Path, vocab_size: int, how: Reading) -> Iterator[Ids]:
         return
     if how.column or how.packed:
         raise DataError(f"{path}: --column and --packed are for Arrow and Parquet")
-    ids = _map_ids(path, vocab_size, how.dtype)
+    ids = _map_ids(path, how.dtype)
     nowhere = np.zeros(0, np.int64)
     for first in range(0, len(ids), IDS_AT_ONCE):
         yield Ids(ids[first : first + IDS_AT_ONCE], nowhere)
@@ -73,8 +71,6 @@ def read_ids(path: Path, vocab_size: int, how: Reading) -> Iterator[Ids]:
 
 def _read_rows(path: Path, is_parquet: bool, how: Reading) -> Iterator[Ids]:
     """Yield the rows of a table's column of lists."""
-    if how.dtype:
-        raise DataError(f"{path}: --dtype {how.dtype}: no effect, a table has its own; leave it out")
     with pa.memory_map(str(path)) as stream:
         if is_parquet:
             table = pq.ParquetFile(stream)
@@ -96,16 +92,13 @@ def _read_rows(path: Path, is_parquet: bool, how: Reading) -> Iterator[Ids]:
 
 def _token_column(path: Path, schema: pa.Schema, asked: str) -> str:
     """The name of the column of ids. Raises DataError that names what is there."""
-    kinds = {field.name: field.type for field in schema}
-    there = ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
-    lists = [name for name, kind in kinds.items() if _is_list_of_integers(kind)]
-    if asked and asked not in lists:
-        raise DataError(f"{path}: --column {asked}: is no column of lists of integers; it has {there}")
-    if not lists:
-        raise DataError(f"{path}: no column of token ids, that is of lists of integers; it has {there}")
-    if len(lists) > 1 and not asked:
-        raise DataError(f"{path}: has several columns of lists of integers: name one by --column; it has {there}")
-    return asked or lists[0]
+    lists = [field.name for field in schema if _is_list_of_integers(field.type)]
+    chosen = [name for name in lists if asked in ("", name)]
+    if len(chosen) != 1:
+        there = ", ".join(f"{field.name} ({field.type})" for field in schema)
+        wanted = f"--column {asked or chosen}: must be one column of lists of integers"
+        raise DataError(f"{path}: {wanted}; it has {there}")
+    return chosen[0]
 
 
 def _is_list_of_integers(kind: pa.DataType) -> bool:
@@ -114,42 +107,24 @@ def _is_list_of_integers(kind: pa.DataType) -> bool:
     return bool(is_list and types.is_integer(kind.value_type))
 
 
-def _map_ids(path: Path, vocab_size: int, dtype: str) -> np.ndarray:
+def _map_ids(path: Path, dtype: str) -> np.ndarray:
     """Map the ids of a file that holds nothing else than them and a header. Raises DataError."""
-    if np.fromfile(path, "u1", 6).tobytes() == np.lib.format.MAGIC_PREFIX:
+    with path.open("rb") as file:
+        beginning = file.read(1024)
+    if beginning.startswith(np.lib.format.MAGIC_PREFIX):
         ids = np.load(path, mmap_mode="r").reshape(-1)
         if ids.dtype.kind not in "iu":
             raise DataError(f"{path}: holds {ids.dtype}, not integers")
-        _check_dtype(path, dtype, ids.dtype)
         return ids
-    header = np.fromfile(path, "<u4", 256)
-    magic = int(header[0]) if len(header) == 256 else 0
-    if magic not in MAGIC_NUMBERS and (dtype or magic == 0 or header[3:].any()):
-        return np.memmap(path, dtype or _seen_dtype(path, vocab_size), "r")
-    ids = np.memmap(path, MAGIC_NUMBERS.get(magic, "uint16"), "r", offset=header.nbytes)
-    if magic not in MAGIC_NUMBERS or len(ids) != header[2]:
-        what = f"header {header[:3].tolist()} is unknown or not that of its {len(ids)} {ids.dtype}"
-        raise DataError(f"{path}: its {what}; cut it off, 1024 bytes, and name --dtype")
-    _check_dtype(path, dtype, ids.dtype)
-    return ids
-
-
-def _check_dtype(path: Path, asked: str, own: np.dtype) -> None:
-    """Raises DataError if --dtype contradicts what a file's header says."""
-    if asked and np.dtype(asked).itemsize != own.itemsize:
-        raise DataError(f"{path}: --dtype {asked}: its header says {own}; leave --dtype out")
-
-
-def _seen_dtype(path: Path, vocab_size: int) -> str:
-    """The data type of a file's ids. In too narrow a type, every other number is the upper half of an id, almost 0."""
-    for bits in (16, 32):
-        numbers = np.fromfile(path, f"uint{bits}", SAMPLE_IDS)[1::2]
-        small = (numbers <= (vocab_size - 1) >> bits).sum() / max(1, len(numbers))
-        if small < 0.5:
-            return f"uint{bits}"
-        if small < 0.9:
-            raise DataError(f"{path}: may hold uint{bits} or uint{2 * bits}; name --dtype, one of {', '.join(DTYPES)}")
-    return "uint64"
+    header = np.frombuffer(beginning[: len(beginning) // 4 * 4], "<u4")
+    if len(header) == 256 and int(header[0]) in MAGIC_NUMBERS:
+        ids = np.memmap(path, MAGIC_NUMBERS[int(header[0])], "r", offset=header.nbytes)
+        if len(ids) != header[2]:
+            raise DataError(f"{path}: its header says {header[2]} ids of {ids.dtype}, it holds {len(ids)}")
+        return ids
+    if not dtype:
+        raise DataError(f"{path}: name the --dtype of its ids, one of {', '.join(DTYPES)}")
+    return np.memmap(path, dtype, "r")
 
 
 def read_documents(path: Path, tokenizer: Tokenizer, how: Reading) -> Iterator[np.ndarray]:
@@ -160,7 +135,7 @@ def read_documents(path: Path, tokenizer: Tokenizer, how: Reading) -> Iterator[n
     is_divided = False
     unfinished: list[np.ndarray] = []
     with failures_of(f"{path}: cannot be read"):
-        for ids, ends in read_ids(path, tokenizer.vocab_size, how):
+        for ids, ends in read_ids(path, how):
             _check_ids(path, ids, count, tokenizer.vocab_size)
             stops = np.union1d(ends, np.flatnonzero(ids == eos) + 1)
             start = 0
@@ -171,10 +146,9 @@ def read_documents(path: Path, tokenizer: Tokenizer, how: Reading) -> Iterator[n
             unfinished.append(ids[start:])
             is_divided = is_divided or len(stops) > 0
             count += len(ids)
-        if count and not is_divided and not how.dtype:
-            what = f"{count} ids as {ids.dtype}, of which none ends a document, as {eos} would"
-            other = "leave out --packed" if how.packed else "name --dtype if it is one document"
-            raise DataError(f"{path}: {what}; choose with --eos-token, or {other}")
+        if count and not is_divided:
+            what = f"none of its {count} ids ends a document, as {eos} would"
+            raise DataError(f"{path}: {what}; see --eos-token, --dtype and --packed")
         if unfinished:
             yield from _finished(unfinished, dtype, eos)
 
@@ -190,20 +164,43 @@ def _check_ids(path: Path, ids: np.ndarray, first: int, vocab_size: int) -> None
 
 def _finished(pieces: Sequence[np.ndarray], dtype: np.dtype, eos: int) -> Iterator[np.ndarray]:
     """Yield the document with one eos at its end, unless there is nothing else in it."""
-    ids = np.concatenate(pieces) if len(pieces) > 1 else pieces[0]
-    document = ids.astype(dtype, copy=False)
+    document = np.concatenate(pieces).astype(dtype, copy=False)
     if len(document) and document[-1] != eos:
         document = np.append(document, dtype.type(eos))
     if len(document) > 1:
         yield document
 
 
-def looks_packed(rows: Ids, eos: int) -> bool:
-    """Whether documents may go on in the next row: all are of one length, and some end without an eos."""
-    lengths = np.diff(rows.ends, prepend=0)
-    if len(lengths) < 2 or lengths.min() != lengths.max() or lengths[0] < 2:
-        return False
-    return bool((rows.ids[rows.ends - 1] != eos).any())
+class Shards:
+    """The shards of a split, each written as soon as enough documents are there."""
+
+    def __init__(self, folder: Path, split: str, dtype: str, block_bytes: int, shard_bytes: float):
+        self.folder = folder
+        self.split = split
+        self.dtype = dtype
+        self.block_bytes = block_bytes
+        self.shard_bytes = shard_bytes
+        self.written: list[writer.WrittenShard] = []
+        self.waiting: list[np.ndarray] = []
+        self.waiting_bytes = 0
+
+    def add(self, document: np.ndarray) -> None:
+        self.waiting.append(document)
+        self.waiting_bytes += document.nbytes
+        if self.waiting_bytes >= self.shard_bytes:
+            self.write()
+
+    def write(self) -> None:
+        """Write what waits, if anything does."""
+        if not self.waiting:
+            return
+        offsets = pa.array(np.cumsum([0, *map(len, self.waiting)]), pa.int32())
+        values = np.concatenate(self.waiting)
+        documents = pa.ListArray.from_arrays(offsets, values, type=token_type(self.dtype))
+        number = len(self.written)
+        self.written.append(writer.write_shard(self.folder, self.split, number, documents, self.block_bytes))
+        self.waiting = []
+        self.waiting_bytes = 0
 
 
 def convert(
@@ -219,59 +216,38 @@ def convert(
     with writer.locked(folder):
         writer.remove_dataset(folder)
         chosen.save(folder)
-        written: dict[str, list[writer.WrittenShard]] = {split: [] for split in SPLITS}
-        waiting: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
-        waiting_bytes = dict.fromkeys(SPLITS, 0)
-
-        def write_waiting(split: str) -> None:
-            offsets = pa.array(np.cumsum([0, *map(len, waiting[split])]), pa.int32())
-            kind = token_type(writer.token_dtype(chosen.vocab_size))
-            documents = pa.ListArray.from_arrays(offsets, np.concatenate(waiting[split]), type=kind)
-            waiting[split], waiting_bytes[split] = [], 0
-            number = len(written[split])
-            written[split].append(writer.write_shard(folder, split, number, documents, int(block_mb * 2**20)))
-
+        stored = writer.token_dtype(chosen.vocab_size)
+        sizes = int(block_mb * 2**20), shard_mb * 2**20
+        splits = {split: Shards(folder, split, stored, *sizes) for split in SPLITS}
         for source in tqdm(sources, desc="convert", unit=" files"):
             for document in read_documents(Path(source), chosen, how):
-                split = SPLITS[writer.is_held_out(document.astype("<u4").tobytes(), validation_fraction)]
-                waiting[split].append(document)
-                waiting_bytes[split] += document.nbytes
-                if waiting_bytes[split] >= shard_mb * 2**20:
-                    write_waiting(split)
-        for split in filter(waiting.get, SPLITS):
-            write_waiting(split)
-        return writer.write_manifest(folder, chosen, list(chain.from_iterable(written.values())))
+                is_held_out = writer.is_held_out(document.astype("<u4").tobytes(), validation_fraction)
+                splits[SPLITS[is_held_out]].add(document)
+        for shards in splits.values():
+            shards.write()
+        written = chain.from_iterable(shards.written for shards in splits.values())
+        return writer.write_manifest(folder, chosen, list(written))
 
 
 def check_sources(sources: Sequence[str], tokenizer: Tokenizer, how: Reading) -> None:
     """Read the beginning of each file, so that bad input is found before anything is removed. Raises DataError."""
     names: dict[str, str] = {}  # identity → source
-    empty = []
     for source in sources:
-        if kind_of(source)[0] in TEXT_KINDS:
-            raise DataError(f"{source}: is text by its name, not token ids; python -m data.prepare makes them")
         if next(read_documents(Path(source), tokenizer, how), None) is None:
-            empty.append(source)
+            log.warning(f"--source {source}: holds no documents")
             continue
-        other = names.get(identity(source))
-        if other:
+        other = names.setdefault(identity(source), source)
+        if other != source or sources.count(source) > 1:
             raise DataError(f"--source {source}: is the same file as {other}")
-        names[identity(source)] = source
-        rows = next(read_ids(Path(source), tokenizer.vocab_size, how))
-        if looks_packed(rows, tokenizer.eos_id):
-            advice = "each becomes a document; give --packed if documents go on in the next row"
-            log.warning(f"{source}: its rows are all of {rows.ends[0]} ids, and not all end with eos: {advice}")
     if not names:
         raise DataError(f"--source {' '.join(sources)}: holds no documents, nothing to convert")
-    if empty:
-        log.warning(f"--source {' '.join(empty)}: holds no documents")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.convert", description="Turn tokens into a dataset.")
     parser.add_argument("--source", nargs="+", required=True, dest="sources", help="local files of ids")
     parser.add_argument("--tokenizer", required=True, help="the tokenizer.json that made the tokens, or its folder")
-    parser.add_argument("--dtype", default="", choices=DTYPES, help="of an id; default: as the ids, or a header, show")
+    parser.add_argument("--dtype", default="", choices=DTYPES, help="of an id, for files without a header")
     parser.add_argument("--column", default="", help="of Arrow and Parquet files, if several hold lists of integers")
     parser.add_argument("--packed", action="store_true", help="a document goes on in the next row, until eos ends it")
     writer.add_output_options(parser)

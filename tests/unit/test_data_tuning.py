@@ -166,7 +166,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             answer = " ".join(f"w{numbers.randint(700, 900)}" for _ in range(numbers.randint(1, 8)))
             file.write(json.dumps({"q": f"w{i + 1} {question}", "a": f" {answer} w{i + 1}"}) + "\n")
     command = ["--source", str(folder / "examples.jsonl"), "--tokenizer", str(folder / "tokenizer")]
-    command += ["--format=sft", "--example-keys=q,a", "--seq-len=32", "--validation-fraction=0.1", "--block-mb=0.002"]
+    command += ["--format=sft", "--keys=q,a", "--seq-len=32", "--validation-fraction=0.1", "--block-mb=0.002"]
     prepare([*command, "--output", str(folder / "set")])
     return folder
 
