@@ -8,9 +8,8 @@ result back: in a step each element of a matrix goes to its owner once and back 
 import itertools
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from operator import ne
 from typing import Any, NamedTuple
 
 import torch
@@ -49,7 +48,9 @@ class GroupedOptimizer(torch.optim.Optimizer):
         group: dist.ProcessGroup | None = None,
     ):
         super().__init__(groups, {})
-        self.state_dtype, self.dtype, self.group = state_dtype, dtype, group
+        self.state_dtype = state_dtype
+        self.dtype = dtype
+        self.group = group
         self.update_adamw = compile_each_shape(_adamw_update, compile)
         self.rounds: dict[tuple[int, ...], list[list[Share]]] = {}  # plans, by the matrices that have a gradient
 
@@ -65,14 +66,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
             else:
                 for parameter in trained:
                     self._step_adamw(parameter, group)
-        updates = [self._momentum(matrix, group["betas"][0]) for matrix, group in matrices]
-        key = tuple(id(matrix) for matrix, _ in matrices)  # those with a gradient
-        if key not in self.rounds:
-            self.rounds[key] = plan_rounds([matrix for matrix, _ in matrices], self.group)
-        for i, update in orthogonalize_all(updates, self.rounds[key], self.dtype, self.group):
-            matrix, group = matrices[i]
-            scale = ADAMW_RMS * math.sqrt(max(matrix.shape))
-            local(matrix).mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"] * scale)
+        self._step_muon(matrices)
 
     def allocate_state(self) -> None:
         """Give every weight the state that its first step would begin with, for a load to fill."""
@@ -91,25 +85,47 @@ class GroupedOptimizer(torch.optim.Optimizer):
             state["step"] = torch.zeros((), device=local(parameter).device if is_fused else None)
         return state
 
+    def _step_muon(self, matrices: list[tuple[Tensor, dict[str, Any]]]) -> None:
+        """Update `matrices`, each given with its group."""
+        updates = [self._momentum(matrix, group["betas"][0]) for matrix, group in matrices]
+        key = tuple(id(matrix) for matrix, _ in matrices)
+        if key not in self.rounds:
+            self.rounds[key] = plan_rounds([matrix for matrix, _ in matrices], self.group)
+        for number, update in orthogonalize_all(updates, self.rounds[key], self.group):
+            matrix, group = matrices[number]
+            scale = ADAMW_RMS * math.sqrt(max(matrix.shape))
+            weights = local(matrix)
+            weights.mul_(1 - group["lr"] * group["weight_decay"])
+            weights.add_(update, alpha=-group["lr"] * scale)
+
     def _momentum(self, parameter: Tensor, momentum: float) -> Tensor:
         """This rank's part of a matrix's gradient with Nesterov momentum, which goes into its state."""
         grad = local(parameter.grad)  # type: ignore[arg-type]
         mean = local(self._state_of(parameter, "muon")["momentum_buffer"])
         new = mean.to(grad.dtype).lerp(grad, 1 - momentum)
         mean.copy_(new)
-        return grad.lerp(new, momentum)
+        return grad.lerp(new, momentum).to(self.dtype)
 
     def _step_fused_adamw(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         """By torch's kernel, which takes float32 states only."""
         states = [self._state_of(parameter, "adamw") for parameter in parameters]
-        grads = [local(parameter.grad) for parameter in parameters]  # type: ignore[arg-type]
-        means, squares = ([local(state[name]) for state in states] for name in STATES["adamw"])
-        steps, (beta1, beta2) = [state["step"] for state in states], group["betas"]
-        settings = {key: group[key] for key in ("lr", "weight_decay", "eps")}
+        beta1, beta2 = group["betas"]
         adamw(
-            [*map(local, parameters)], grads, means, squares, [], steps,
-            fused=True, amsgrad=False, maximize=False, beta1=beta1, beta2=beta2, **settings,
-        )  # fmt: skip
+            [local(parameter) for parameter in parameters],
+            [local(parameter.grad) for parameter in parameters],  # type: ignore[arg-type]
+            [local(state["exp_avg"]) for state in states],
+            [local(state["exp_avg_sq"]) for state in states],
+            [],
+            [state["step"] for state in states],
+            fused=True,
+            amsgrad=False,
+            maximize=False,
+            lr=group["lr"],
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+        )
 
     def _step_adamw(self, parameter: Tensor, group: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]
@@ -120,13 +136,24 @@ class GroupedOptimizer(torch.optim.Optimizer):
         shrink = torch.tensor(1 - group["lr"] * group["weight_decay"], dtype=torch.float32)
         rate = group["lr"] / (1 - beta1 ** state["step"])
         correction = 1 - beta2 ** state["step"]
-        tensors: tuple[Any, ...] = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
-        self.update_adamw(*map(local, tensors), shrink, rate, correction, beta1, beta2, group["eps"])
+        self.update_adamw(
+            local(parameter),
+            local(parameter.grad),  # type: ignore[arg-type]
+            local(state["exp_avg"]),
+            local(state["exp_avg_sq"]),
+            shrink,
+            rate,
+            correction,
+            beta1,
+            beta2,
+            group["eps"],
+        )
 
 
 def local(x: Tensor) -> Tensor:
     """This rank's values as a plain tensor that shares memory: no DTensor, no float8 wrapper."""
-    x = x.to_local() if isinstance(x, DTensor) else x
+    if isinstance(x, DTensor):
+        x = x.to_local()
     if is_traceable_wrapper_subclass(x):
         return x._tensor  # __tensor_flatten__ would wait for the device, to see whether the scale is 0
     return x
@@ -171,89 +198,137 @@ def orthogonalize(matrix: Tensor) -> Tensor:
 
 
 class Share(NamedTuple):
-    """A matrix on its way to its owner and back."""
+    """A matrix on its way to its owner and back. Ranks are those of the group."""
 
     number: int  # of the matrix
-    owner: int  # rank of the group
+    owner: int
     shape: torch.Size
-    parts: Mapping[int, Part]  # rank of the group → what it holds
-    senders: Mapping[int, Part]  # of the ranks that hold a part, the nearest to the owner
+    parts: dict[int, Part]  # rank → what it holds
+    senders: dict[int, Part]  # of the ranks that hold a part, the nearest to the owner
 
 
 def plan_rounds(matrices: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[list[Share]]:
     """Give each spread matrix an owner, so that all ranks compute about the same. In a round each owns at most one."""
+    spread = {}  # number → matrix
+    for number, matrix in enumerate(matrices):
+        if isinstance(matrix, DTensor):
+            spread[number] = matrix
     rounds: list[list[Share]] = []
-    load, owned = Counter[int](), Counter[int]()
-    spread = [(i, matrix) for i, matrix in enumerate(matrices) if isinstance(matrix, DTensor)]
-    for i, matrix in sorted(spread, key=lambda pair: -pair[1].numel() * min(pair[1].shape)):
-        places, parts = _places(matrix.shape, matrix.device_mesh, matrix.placements, group)
+    load = Counter[int]()  # rank → multiplications
+    owned = Counter[int]()  # rank → matrices
+    for number in sorted(spread, key=lambda number: -_work(spread[number])):
+        matrix = spread[number]
+        coordinates, parts = _spread_of(matrix.shape, matrix.device_mesh, matrix.placements, group)
         owner = min(parts, key=lambda rank: load[rank])
-        holders: dict[Part, list[int]] = {}
-        for rank in sorted(parts, key=lambda rank: sum(map(ne, places[rank], places[owner]))):  # its own replica first
-            holders.setdefault(parts[rank], []).append(rank)
-        senders = {ranks[0]: part for part, ranks in holders.items()}
+        senders = _nearest_holders(owner, coordinates, parts)
         if owned[owner] == len(rounds):
             rounds.append([])
-        rounds[owned[owner]].append(Share(i, owner, matrix.shape, parts, senders))
+        rounds[owned[owner]].append(Share(number, owner, matrix.shape, parts, senders))
         owned[owner] += 1
-        load[owner] += matrix.numel() * min(matrix.shape)
+        load[owner] += _work(matrix)
     return rounds
 
 
+def _work(matrix: Tensor) -> int:
+    return matrix.numel() * min(matrix.shape)
+
+
+def _nearest_holders(owner: int, coordinates: dict[int, tuple[int, ...]], parts: dict[int, Part]) -> dict[int, Part]:
+    """Rank → part, once for each part: of its holders the one that differs from `owner` along the fewest axes."""
+
+    def distance(rank: int) -> int:
+        pairs = zip(coordinates[rank], coordinates[owner], strict=True)
+        return sum(one != other for one, other in pairs)
+
+    holders: dict[Part, int] = {}
+    for rank in sorted(parts, key=distance):
+        holders.setdefault(parts[rank], rank)
+    return {rank: part for part, rank in holders.items()}
+
+
 @lru_cache
-def _places(
+def _spread_of(
     shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...], group: dist.ProcessGroup | None
-) -> tuple[Mapping[int, tuple[int, ...]], Mapping[int, Part]]:
-    """Rank of the group → its place in the mesh, and → the part of a matrix that it holds.
+) -> tuple[dict[int, tuple[int, ...]], dict[int, Part]]:
+    """Rank of the group → its coordinates in the mesh, and → the part of a matrix that it holds.
 
     A matrix is cut into parts of equal size, but for the last. FSDP2 cuts what tp has cut: its cuts, which have a
     `split_factor` then, come last. All of this without tensors, which have no values where the planner counts.
     """
-    places, parts = {}, {}
-    axes, own = [dist.get_process_group_ranks(one) for one in mesh.get_all_groups()], mesh.get_coordinate()
+    coordinates = {}
+    parts = {}
+    axis_ranks = [dist.get_process_group_ranks(axis) for axis in mesh.get_all_groups()]
+    own = mesh.get_coordinate()
+    assert own is not None
+    cut_order = sorted(range(mesh.ndim), key=lambda axis: hasattr(placements[axis], "split_factor"))
     for at in itertools.product(*map(range, mesh.shape)):
-        steps = (ranks[there] - ranks[here] for ranks, there, here in zip(axes, at, own, strict=True))  # type: ignore[arg-type]
-        rank = dist.get_group_rank(group or dist.distributed_c10d._get_default_group(), dist.get_rank() + sum(steps))
-        bounds = {0: (0, shape[0]), 1: (0, shape[1])}
-        for axis in sorted(range(len(at)), key=lambda axis: hasattr(placements[axis], "split_factor")):
-            if (dim := getattr(placements[axis], "dim", None)) is not None:
-                first, last = bounds[dim]
-                size = -((first - last) // mesh.shape[axis])  # rounded up
-                bounds[dim] = min(first + at[axis] * size, last), min(first + (at[axis] + 1) * size, last)
-        places[rank], parts[rank] = at, (*bounds[0], *bounds[1])
-    return places, parts
+        rank = dist.get_rank()
+        for ranks, there, here in zip(axis_ranks, at, own, strict=True):
+            rank += ranks[there] - ranks[here]
+        if group is not None:
+            rank = dist.get_group_rank(group, rank)
+        bounds = [(0, shape[0]), (0, shape[1])]
+        for axis in cut_order:
+            dim: int | None = getattr(placements[axis], "dim", None)
+            if dim is not None:
+                bounds[dim] = _cut(*bounds[dim], at[axis], mesh.shape[axis])
+        coordinates[rank] = at
+        parts[rank] = (*bounds[0], *bounds[1])
+    return coordinates, parts
+
+
+def _cut(first: int, last: int, number: int, pieces: int) -> tuple[int, int]:
+    """The bounds of one of the `pieces` from `first` to `last`."""
+    size = -((first - last) // pieces)  # rounded up
+    start = min(first + number * size, last)
+    return start, min(start + size, last)
 
 
 def orthogonalize_all(
-    updates: Sequence[Tensor], rounds: Sequence[Sequence[Share]], dtype: torch.dtype, group: dist.ProcessGroup | None
+    updates: Sequence[Tensor], rounds: Sequence[Sequence[Share]], group: dist.ProcessGroup | None
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield (index, this rank's part of the result) for each matrix of whose update this rank has `updates[index]`.
 
     The parts of the next round are on their way while one is computed. Collective in `group`.
     """
     spread = {share.number for shares in rounds for share in shares}
-    yield from ((i, orthogonalize(update.to(dtype))) for i, update in enumerate(updates) if i not in spread)
-    arriving = deque(_gather(shares, updates, dtype, group) for shares in rounds[:1])
-    for number, shares in enumerate(rounds):
-        arriving.extend(_gather(later, updates, dtype, group) for later in rounds[number + 1 : number + 2])
-        yield from _scatter(shares, arriving.popleft(), updates, dtype, group)
+    for number, update in enumerate(updates):
+        if number not in spread:
+            yield number, orthogonalize(update)
+    arriving = deque[Callable[[], Tensor | None]]()
+    for number in range(len(rounds) + 1):
+        if number < len(rounds):
+            arriving.append(_gather(rounds[number], updates, group))
+        if number > 0:
+            yield from _scatter(rounds[number - 1], arriving.popleft(), updates, group)
+
+
+def _owned(shares: Sequence[Share], group: dist.ProcessGroup | None) -> Share | None:
+    """The matrix of a round that this rank owns, if any."""
+    for share in shares:
+        if share.owner == dist.get_rank(group):
+            return share
+    return None
 
 
 def _gather(
-    shares: Sequence[Share], updates: Sequence[Tensor], dtype: torch.dtype, group: dist.ProcessGroup | None
+    shares: Sequence[Share], updates: Sequence[Tensor], group: dist.ProcessGroup | None
 ) -> Callable[[], Tensor | None]:
     """Send this rank's parts to their owners. Returns a function that waits for the matrix of this rank."""
     me = dist.get_rank(group)
-    own = next((share for share in shares if share.owner == me), None)
-    outgoing = {share.owner: updates[share.number].to(dtype) for share in shares if me in share.senders}
-    incoming = {rank: _numel(part) for rank, part in own.senders.items()} if own else {}
-    wait = _exchange(outgoing, incoming, updates[0].new_empty(0, dtype=dtype), group)
+    own = _owned(shares, group)
+    outgoing = {share.owner: updates[share.number] for share in shares if me in share.senders}
+    incoming = {}
+    if own is not None:
+        for rank, (top, bottom, left, right) in own.senders.items():
+            incoming[rank] = (bottom - top) * (right - left)
+    wait = _exchange(outgoing, incoming, updates[0].new_empty(0), group)
 
     def assemble() -> Tensor | None:
         received = wait()
         if own is None:
             return None
-        matrix = updates[0].new_empty(own.shape, dtype=dtype)
+        matrix = updates[0].new_empty(own.shape)
         for rank, (top, bottom, left, right) in own.senders.items():
             matrix[top:bottom, left:right] = received[rank].view(bottom - top, right - left)
         return matrix
@@ -263,40 +338,42 @@ def _gather(
 
 def _scatter(
     shares: Sequence[Share],
-    whole: Callable[[], Tensor | None],
+    assemble: Callable[[], Tensor | None],
     updates: Sequence[Tensor],
-    dtype: torch.dtype,
     group: dist.ProcessGroup | None,
 ) -> Iterator[tuple[int, Tensor]]:
     """Orthogonalize the matrix of this rank, send its parts to all that hold one, and yield what others send."""
-    me, outgoing = dist.get_rank(group), {}
-    if (matrix := whole()) is not None:
-        own, result = next(share for share in shares if share.owner == me), orthogonalize(matrix)
-        outgoing = {rank: result[part[0] : part[1], part[2] : part[3]] for rank, part in own.parts.items()}
+    me = dist.get_rank(group)
+    own = _owned(shares, group)
+    matrix = assemble()
+    outgoing = {}
+    if own is not None and matrix is not None:
+        result = orthogonalize(matrix)
+        for rank, (top, bottom, left, right) in own.parts.items():
+            outgoing[rank] = result[top:bottom, left:right]
     wanted = {share.owner: share.number for share in shares if me in share.parts}
-    incoming = {owner: updates[index].numel() for owner, index in wanted.items()}
-    received = _exchange(outgoing, incoming, updates[0].new_empty(0, dtype=dtype), group)()
-    for owner, index in wanted.items():
-        yield index, received[owner].view(updates[index].shape)
+    incoming = {owner: updates[number].numel() for owner, number in wanted.items()}
+    received = _exchange(outgoing, incoming, updates[0].new_empty(0), group)()
+    for owner, number in wanted.items():
+        yield number, received[owner].view(updates[number].shape)
 
 
 def _exchange(
-    outgoing: Mapping[int, Tensor], incoming: Mapping[int, int], empty: Tensor, group: dist.ProcessGroup | None
+    outgoing: dict[int, Tensor], incoming: dict[int, int], nothing: Tensor, group: dist.ProcessGroup | None
 ) -> Callable[[], Sequence[Tensor]]:
-    """Send a tensor to each rank of `outgoing`. Returns a function that waits for the flat answers, by rank."""
+    """Send a tensor to each rank of `outgoing`, and receive as many numbers as `incoming` says, by rank.
+
+    Returns a function that waits for what each rank sent, flat.
+    """
     ranks = range(dist.get_world_size(group))
+    outputs = [outgoing.get(rank, nothing).flatten() for rank in ranks]
     sizes = [incoming.get(rank, 0) for rank in ranks]
-    sent = torch.cat([empty, *(outgoing[rank].flatten() for rank in ranks if rank in outgoing)])
-    received = empty.new_empty(sum(sizes))
-    sent_sizes = [outgoing[rank].numel() if rank in outgoing else 0 for rank in ranks]
-    work: Any = dist.all_to_all_single(received, sent, sizes, sent_sizes, group=group, async_op=True)
+    received = nothing.new_empty(sum(sizes))
+    sent_sizes = [output.numel() for output in outputs]
+    work: Any = dist.all_to_all_single(received, torch.cat(outputs), sizes, sent_sizes, group=group, async_op=True)
 
     def wait() -> Sequence[Tensor]:
         work.wait()
         return received.split(sizes)
 
     return wait
-
-
-def _numel(part: Part) -> int:
-    return (part[1] - part[0]) * (part[3] - part[2])
