@@ -1,18 +1,20 @@
-"""An imported model is tuned on a toy task by train.py itself, cut, resumed, proven, and then does the task."""
+"""Imported models are tuned by train.py itself: one is cut, resumed, proven, and does its task, one is exported."""
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from config import load_config
 from data.prepare import main as prepare
-from data.tokenizer import Tokenizer
+from data.tokenizer import Tokenizer, train_tokenizer
 from generate import Request, generate
+from generate import main as generate_text
 from models.llama import FLAVORS
 from models.trained import load_trained
 from tests.corpus import write_dataset
@@ -23,10 +25,41 @@ from train import train
 
 NUMBERS = 20
 VOCAB = 64
+SETTINGS = (
+    "--training.seq_len=32",
+    "--training.local_batch_size=4",
+    "--training.param_dtype=float32",
+    "--lr_scheduler.warmup_steps=2",
+    "--lr_scheduler.decay_fraction=0",
+    "--optimizer.lr=1e-3",
+    "--validation.enable=false",
+    "--metrics.tensorboard=false",
+    "--metrics.log_interval=1",
+)
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 
 
 def train_as(words: list[str]) -> None:
     train(load_config(words))
+
+
+def save_model(folder: Path, vocab_size: int) -> None:
+    """A random Llama of transformers', of the shape of "debug"."""
+    shape = FLAVORS["debug"]
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=shape.dim,
+        intermediate_size=shape.hidden_dim,
+        num_hidden_layers=shape.n_layers,
+        num_attention_heads=shape.n_heads,
+        num_key_value_heads=shape.n_kv_heads,
+        rms_norm_eps=shape.norm_eps,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
 
 
 def test_an_imported_model_learns_to_answer(tmp_path: Path) -> None:
@@ -36,18 +69,7 @@ def test_an_imported_model_learns_to_answer(tmp_path: Path) -> None:
     raw.add_special_tokens([AddedToken("<eos>", special=True)])
     (tmp_path / "hf").mkdir()
     Tokenizer(raw, "<eos>").save(tmp_path / "hf")
-    shape = FLAVORS["debug"]
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=shape.dim,
-        intermediate_size=shape.hidden_dim,
-        num_hidden_layers=shape.n_layers,
-        num_attention_heads=shape.n_heads,
-        num_key_value_heads=shape.n_kv_heads,
-        rms_norm_eps=shape.norm_eps,
-    )
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "hf")
+    save_model(tmp_path / "hf", VOCAB)
     checkpoint_hf(["import", str(tmp_path / "hf"), str(tmp_path / "imported")])
 
     lines = [{"prompt": f"after n{i} ?", "response": f"n{(i + 1) % NUMBERS}"} for i in range(NUMBERS)] * 30
@@ -58,10 +80,7 @@ def test_an_imported_model_learns_to_answer(tmp_path: Path) -> None:
     run = tmp_path / "run"
     arguments = [f"--data.datasets={tmp_path / 'set'}", "--data.mask_documents", f"--run.folder={run}"]
     arguments += [f"--checkpoint.initial_load={tmp_path / 'imported'}", f"--model.vocab_size={VOCAB}"]
-    arguments += ["--training.seq_len=32", "--training.local_batch_size=4", "--training.global_batch_size=8"]
-    arguments += ["--training.param_dtype=float32"]
-    arguments += ["--lr_scheduler.warmup_steps=2", "--lr_scheduler.decay_fraction=0", "--optimizer.lr=1e-3"]
-    arguments += ["--validation.enable=false", "--metrics.tensorboard=false", "--metrics.log_interval=1"]
+    arguments += [*SETTINGS, "--training.global_batch_size=8"]
     other = f"--data.datasets={write_dataset(tmp_path / 'other', [[[1] * 40 + [0]] * 40], vocab_size=VOCAB)}"
     with pytest.raises(AssertionError, match=r"imported: \d+ of the 64 token ids in the data are other tokens"):
         run_ranks(1, train_as, [*arguments[2:], other, "--training.steps=15"], start_group=False)
@@ -77,3 +96,41 @@ def test_an_imported_model_learns_to_answer(tmp_path: Path) -> None:
     prompts = [trained.tokenizer.encode(f"after n{i} ?") for i in range(NUMBERS)]
     answers = generate(trained.model, prompts, torch.device("cpu"), Request(temperature=0, max_tokens=2))
     assert list(zip(*answers, strict=True)) == [(words[f"n{(i + 1) % NUMBERS}"], 0) for i in range(NUMBERS)]
+
+
+def test_a_tuned_import_answers_in_transformers_as_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = {"Hi": "Yes.", "Who?": "It is me."}
+    turns = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in answers.items()]
+    raw = train_tokenizer([str(turns), "user assistant"] * 9, 290).raw
+    raw.add_special_tokens([AddedToken(token, special=True) for token in ("<|im_start|>", "<|im_end|>")])
+    theirs, imported, run, exported = (tmp_path / name for name in ("hf", "imported", "run", "exported"))
+    save_model(theirs, 320)
+    Tokenizer(raw, "<|endoftext|>", chat_template=CHATML).save(theirs)
+    checkpoint_hf(["import", str(theirs), str(imported)])
+
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": turn}) + "\n" for turn in turns) * 20)
+    command = ["--source", str(tmp_path / "chats.jsonl"), "--tokenizer", str(theirs), "--format=chat"]
+    prepare([*command, "--seq-len=32", "--validation-fraction=0", "--output", str(tmp_path / "set")])
+    arguments = [*SETTINGS, f"--data.datasets={tmp_path / 'set'}", "--data.mask_documents", f"--run.folder={run}"]
+    arguments += [f"--checkpoint.initial_load={imported}", "--model.vocab_size=320", "--training.steps=12"]
+    run_ranks(1, train_as, arguments, start_group=False)
+    checkpoint_hf(["export", str(run), str(exported), "--dtype=float32"])
+
+    model = AutoModelForCausalLM.from_pretrained(exported)
+    assert model.config.max_position_embeddings == 2048, "the import's, not the run's 32"
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    ends = [2, *tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])]
+    assert model.generation_config.eos_token_id == ends, (
+        "that of transformers' LlamaConfig, the tokenizer's, the template's"
+    )
+    for question, *_ in turns:
+        monkeypatch.setattr("builtins.input", mock.Mock(side_effect=[question["content"], EOFError]))
+        capsys.readouterr()
+        generate_text([str(run), "--chat", "--temperature=0", "--max-tokens=30"])
+        here = capsys.readouterr().out
+        asked = tokenizer.apply_chat_template([question], add_generation_prompt=True, return_tensors="pt")["input_ids"]
+        made = model.generate(asked, max_new_tokens=30, do_sample=False)[0, asked.shape[1] :]
+        assert tokenizer.decode(made) == f"{answers[question['content']]}<|im_end|>"
+        assert here == f"{answers[question['content']]}\n"
