@@ -8,8 +8,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -17,11 +16,11 @@ import pyarrow as pa
 from config import PATIENCE, Config, ConfigError, TitaniteError
 from data.files import Files
 from data.packing import TOKEN_BITS
-from data.tokenizer import CHAT_TEMPLATE, CONFIG, TOKENIZER, Tokenizer, declared_eos, fingerprint, parse_tokenizer
+from data.tokenizer import Tokenizer, parse_tokenizer
 from storage import DamagedError
 
 FORMAT = "titanite-tokens"
-VERSION = 3  # version 1 had no seal; 1 and 2 had a file of the documents' lengths beside each shard
+VERSION = 3
 SPLITS = ("train", "validation")
 # Offset, size and checksum are those of the record batch message in its file, in bytes.
 _UINT32 = dict.fromkeys(("size", "documents", "tokens", "crc32"), pa.uint32())
@@ -85,7 +84,7 @@ class Split:
     def read(self, block: int) -> Block:
         """Map one block and check it. Raises DataError naming the block, StoreError."""
         shard, number = self.find(block)
-        where = int(self.offset[block]), int(self.size[block]), int(self.crc32[block])
+        where = (int(column[block]) for column in (self.offset, self.size, self.crc32))
         try:
             return self.decode(block, self.files.map(shard.file, *where))
         except DamagedError as error:
@@ -94,7 +93,8 @@ class Split:
     def decode(self, block: int, content: memoryview) -> Block:
         """The documents in the bytes of a block. Raises DataError naming the block if they are not what it had."""
         column = pa.ipc.read_record_batch(pa.py_buffer(content), token_schema(self.dtype)).column(0)
-        values, offsets = column.values.to_numpy(), column.offsets.to_numpy()
+        values = column.values.to_numpy()
+        offsets = column.offsets.to_numpy()
         shard, number = self.find(block)
         name = f"{self.files.url}/{shard.file}, block {number}"
         if len(column) != self.documents[block] or len(values) != self.tokens[block]:
@@ -123,8 +123,8 @@ class Dataset:
     packed_seq_len: int  # as in every split
     splits: dict[str, Split]
     chat_template: str  # digest of its text, "" without one
-    kind: str  # of its examples, "chat" or "sft"; "" for documents and in older datasets
-    tokenizer_files: dict[str, str]  # name → digest; {} in older datasets
+    kind: str  # of its examples, "chat" or "sft"; "" for documents
+    tokenizer_files: dict[str, str]  # name → digest
 
     def split(self, name: str) -> Split:
         """One split. Raises DataError if it is empty."""
@@ -138,17 +138,8 @@ class Dataset:
 
     def check_tokenizer(self) -> dict[str, bytes]:
         """The tokenizer's files, name → content. Raises DataError if they did not make the data, StoreError."""
-        if self.tokenizer_files:
-            files = {name: self.files.read(name) for name in self.tokenizer_files}
-            found = {name: digest(content) for name, content in files.items()}
-            wrong = [name for name in files if found[name] != self.tokenizer_files[name]]
-        else:  # made before the manifest named them
-            names = [TOKENIZER, CONFIG, *([CHAT_TEMPLATE] if self.chat_template else [])]
-            files = {name: self.files.read(name) for name in names}
-            made_by = fingerprint(files[TOKENIZER], declared_eos(files, self.url))
-            template = digest(files[CHAT_TEMPLATE]) if self.chat_template else ""
-            same = (made_by, template) == (self.tokenizer_fingerprint, self.chat_template)
-            wrong = [] if same else names
+        files = {name: self.files.read(name) for name in self.tokenizer_files}
+        wrong = [name for name in files if digest(files[name]) != self.tokenizer_files[name]]
         if wrong:
             raise DataError(f"{self.url}: its {' or '.join(wrong)} is not the one that made the data; put that back")
         return files
@@ -168,34 +159,68 @@ def open_dataset(url: str, config: Config | None = None) -> Dataset:
     """Read and check manifest and index of a dataset; `config` says how to fetch them. Raises DataError, StoreError."""
     files = Files(url, config or Config())
     text = files.read("manifest.json")
+    manifest = _parse_manifest(text, f"{url}/manifest.json")
+    return Dataset(
+        url=files.url,
+        files=files,
+        hash=digest(text),
+        vocab_size=manifest["vocab_size"],
+        eos_id=manifest["eos_id"],
+        tokenizer_fingerprint=manifest["tokenizer"],
+        packed_seq_len=manifest.get("packed_seq_len", 0),
+        splits=_open_splits(files, manifest),
+        chat_template=manifest.get("chat_template", ""),
+        kind=manifest.get("kind", ""),
+        tokenizer_files=manifest["tokenizer_files"],
+    )
+
+
+def _parse_manifest(text: bytes, name: str) -> dict[str, Any]:
+    """The manifest in the content of the file `name`. Raises DataError."""
     try:
         # Shards while parsing: the 78,000 of 10 T tokens need half the memory of their dicts.
-        manifest = json.loads(text, object_hook=lambda x: Shard(*(x[f] for f in Shard._fields)) if "file" in x else x)
-        kind, version = manifest["format"], manifest["version"]
+        manifest = json.loads(text, object_hook=_shard_or_dict)
+        made_by = manifest["format"], manifest["version"]
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{url}/manifest.json: not a manifest: {type(error).__name__} {error}") from None
-    if kind != FORMAT or version not in range(1, VERSION + 1):
-        raise DataError(f"{url}/manifest.json: format {kind} {version}; this code reads {FORMAT} up to {VERSION}")
+        raise DataError(f"{name}: not a manifest: {type(error).__name__} {error}") from None
+    if made_by != (FORMAT, VERSION):
+        raise DataError(f"{name}: format {made_by[0]} {made_by[1]}; this code reads {FORMAT} {VERSION}")
     content = text[: -len(seal(b""))]
-    if (version > 1 or "sha256" in manifest) and text != content + seal(content):
-        raise DataError(f"{url}/manifest.json: is damaged, its checksum does not match")
-    blocks = files.map("blocks.arrow", 0, manifest["index_bytes"], manifest["index_crc32"])
-    batch = pa.ipc.open_file(pa.py_buffer(blocks)).get_batch(0)  # views of the mapped file, so that ranks share memory
-    index = {name: batch.column(name).to_numpy() for name in INDEX_SCHEMA.names}
-    vocab_size, packed = manifest["vocab_size"], manifest.get("packed_seq_len", 0)
-    splits, first = {}, 0
+    if text != content + seal(content):
+        raise DataError(f"{name}: is damaged, its checksum does not match")
+    if "tokenizer_files" not in manifest:
+        raise DataError(f"{name}: made by an earlier data.prepare; prepare the text again")
+    return manifest
+
+
+def _shard_or_dict(item: dict[str, Any]) -> Any:
+    if "file" not in item:
+        return item
+    return Shard(*(item[field] for field in Shard._fields))
+
+
+def _open_splits(files: Files, manifest: dict[str, Any]) -> dict[str, Split]:
+    """The splits of a dataset, with views of its mapped index, so that ranks share memory."""
+    content = files.map("blocks.arrow", 0, manifest["index_bytes"], manifest["index_crc32"])
+    index = pa.ipc.open_file(pa.py_buffer(content)).get_batch(0)
+    splits = {}
+    first = 0
     for name in SPLITS:  # the manifest has the shards in this order
-        own = tuple(shard for shard in manifest["shards"] if shard.split == name)
-        total = sum(shard.tokens for shard in own)
-        bounds = np.cumsum([0, *(shard.blocks for shard in own)])
-        stop = first + int(bounds[-1])
-        columns = {column: values[first:stop] for column, values in index.items()}
-        splits[name] = Split(files, manifest["dtype"], vocab_size, packed, own, total, bounds, **columns)
-        first = stop
-    made_by, template = manifest["tokenizer"], manifest.get("chat_template", "")
-    of_tokenizer = manifest["eos_id"], made_by, packed, splits, template
-    of_examples = manifest.get("kind", ""), manifest.get("tokenizer_files", {})
-    return Dataset(files.url, files, digest(text), vocab_size, *of_tokenizer, *of_examples)
+        shards = tuple(shard for shard in manifest["shards"] if shard.split == name)
+        bounds = np.cumsum([0, *(shard.blocks for shard in shards)])
+        blocks = index.slice(first, int(bounds[-1]))
+        splits[name] = Split(
+            files=files,
+            dtype=manifest["dtype"],
+            vocab_size=manifest["vocab_size"],
+            packed_seq_len=manifest.get("packed_seq_len", 0),
+            shards=shards,
+            total_tokens=sum(shard.tokens for shard in shards),
+            bounds=bounds,
+            **{column: blocks.column(column).to_numpy() for column in INDEX_SCHEMA.names},
+        )
+        first += len(blocks)
+    return splits
 
 
 def with_chat_template(datasets: Sequence[Dataset]) -> Dataset:
@@ -205,45 +230,64 @@ def with_chat_template(datasets: Sequence[Dataset]) -> Dataset:
 
 def check_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
     """Open data.datasets and validation.datasets, and refuse what cannot be trained on. Raises TitaniteError."""
-    data, checkpoint, comm = config.data, config.checkpoint, config.comm
+    data = config.data
     if not data.datasets:
         raise ConfigError("data.datasets = []: name at least one folder made by `python -m data.prepare`")
     if data.weights and len(data.weights) != len(data.datasets):
         raise ConfigError(f"data.weights = {list(data.weights)}: must have an entry for each of data.datasets")
-    places = *data.datasets, *config.validation.datasets, checkpoint.folder, checkpoint.upload
-    limit = PATIENCE * min(comm.init_timeout_seconds, comm.train_timeout_seconds)
-    if any("://" in place for place in places) and comm.store_retry_seconds >= limit:
-        asked = f"must be below {limit:g} = {PATIENCE:g} x the shorter timeout of comm, or waits look like hangs"
-        raise ConfigError(f"comm.store_retry_seconds = {comm.store_retry_seconds}: {asked}")
+    _check_retries(config)
     try:
         datasets = [open_dataset(url, config) for url in data.datasets]
         held_out = [open_dataset(url, config) for url in config.validation.datasets]
     except (DataError, DamagedError) as error:
         raise DataError(f"{error}. `python -m data.prepare --source FILES --output FOLDER` makes a dataset") from None
-    first, chat, seq_len = datasets[0], with_chat_template(datasets), config.training.seq_len
     for dataset in (*datasets, *held_out):
-        if dataset.packed_seq_len not in (0, seq_len):  # would cut examples
-            needed = f"{dataset.packed_seq_len}, the --seq-len of {dataset.url}"
-            raise DataError(f"training.seq_len = {seq_len}: must be {needed}")
-        if dataset.packed_seq_len and not data.mask_documents:  # would let them see each other
-            raise DataError(f"data.mask_documents = false: must be true for {dataset.url}, whose rows hold examples")
-        if dataset.tokenizer_fingerprint != first.tokenizer_fingerprint:
-            advice = "prepare one of them again with the other's folder as --tokenizer"
-            raise DataError(f"{dataset.url} was made with another tokenizer than {first.url}; {advice}")
-        if "://" in dataset.url:  # there a listing is not cheap, or not permitted
-            continue
-        sizes = dataset.files.store.sizes()
-        for shard in chain.from_iterable(split.shards for split in dataset.splits.values()):
-            if (size := sizes.get(shard.file, 0)) != shard.bytes:
-                raise DataError(f"{dataset.url}/{shard.file}: has {size} bytes, the manifest says {shard.bytes}")
+        _check_dataset(dataset, datasets[0], config)
     for dataset in datasets:
-        if (tokens := dataset.split("train").total_tokens) <= seq_len:
-            raise DataError(f"{dataset.url}: {tokens} training tokens are too few for training.seq_len = {seq_len}")
-        dataset.check_tokenizer()
-        if dataset.packed_seq_len and dataset.chat_template not in ("", chat.chat_template):
-            raise DataError(f"data.datasets: {dataset.url} was made with another chat template than {chat.url}")
+        _check_training(dataset, with_chat_template(datasets), config.training.seq_len)
     for dataset in held_out:
         dataset.split("validation")
     if len({dataset.hash for dataset in datasets}) < len(datasets):
         raise DataError(f"data.datasets = {list(data.datasets)}: two folders hold the same dataset")
     return datasets, held_out
+
+
+def _check_retries(config: Config) -> None:
+    """Raises ConfigError if requests to a store may be repeated for so long that a rank looks hung."""
+    comm = config.comm
+    urls = [*config.data.datasets, *config.validation.datasets, config.checkpoint.folder, config.checkpoint.upload]
+    limit = PATIENCE * min(comm.init_timeout_seconds, comm.train_timeout_seconds)
+    if any("://" in url for url in urls) and comm.store_retry_seconds >= limit:
+        asked = f"must be below {limit:g} = {PATIENCE:g} x the shorter timeout of comm, or waits look like hangs"
+        raise ConfigError(f"comm.store_retry_seconds = {comm.store_retry_seconds}: {asked}")
+
+
+def _check_dataset(dataset: Dataset, first: Dataset, config: Config) -> None:
+    """Raises DataError for a dataset that does not fit the settings, the `first` one or its own manifest."""
+    seq_len = config.training.seq_len
+    if dataset.packed_seq_len not in (0, seq_len):  # would cut examples
+        needed = f"{dataset.packed_seq_len}, the --seq-len of {dataset.url}"
+        raise DataError(f"training.seq_len = {seq_len}: must be {needed}")
+    if dataset.packed_seq_len and not config.data.mask_documents:  # would let them see each other
+        raise DataError(f"data.mask_documents = false: must be true for {dataset.url}, whose rows hold examples")
+    if dataset.tokenizer_fingerprint != first.tokenizer_fingerprint:
+        advice = "prepare one of them again with the other's folder as --tokenizer"
+        raise DataError(f"{dataset.url} was made with another tokenizer than {first.url}; {advice}")
+    if "://" in dataset.url:  # there a listing is not cheap, or not permitted
+        return
+    sizes = dataset.files.store.sizes()
+    for split in dataset.splits.values():
+        for shard in split.shards:
+            size = sizes.get(shard.file, 0)
+            if size != shard.bytes:
+                raise DataError(f"{dataset.url}/{shard.file}: has {size} bytes, the manifest says {shard.bytes}")
+
+
+def _check_training(dataset: Dataset, chat: Dataset, seq_len: int) -> None:
+    """Raises DataError for a training set that is too small, damaged or of another chat template than `chat`."""
+    tokens = dataset.split("train").total_tokens
+    if tokens <= seq_len:
+        raise DataError(f"{dataset.url}: {tokens} training tokens are too few for training.seq_len = {seq_len}")
+    dataset.check_tokenizer()
+    if dataset.packed_seq_len and dataset.chat_template not in ("", chat.chat_template):
+        raise DataError(f"data.datasets: {dataset.url} was made with another chat template than {chat.url}")

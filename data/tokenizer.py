@@ -51,7 +51,8 @@ class Tokenizer:
     ):
         raw.no_truncation()
         raw.no_padding()
-        self.fingerprint: str = fingerprint(raw.to_str().encode(), eos_token)
+        named = eos_token.encode() + b"\0" + raw.to_str().encode()
+        self.fingerprint: str = hashlib.sha256(named).hexdigest()[:16]
         _add_declared(raw, declared)
         eos_id = raw.token_to_id(eos_token)
         if eos_id is None:
@@ -150,8 +151,8 @@ def parse_tokenizer(files: Mapping[str, bytes], folder: str, eos_token: str = ""
     """
     name = f"{folder}/{TOKENIZER}"
     given = {file: content for file, content in files.items() if file in FILES}
-    eos_token = eos_token or declared_eos(files, folder)
     declared = _declared_fields(files, folder)
+    eos_token = eos_token or content_of(declared.get("eos_token")) or ""
     try:
         if CHAT_TEMPLATE in files:
             declared["chat_template"] = files[CHAT_TEMPLATE].decode()
@@ -162,11 +163,6 @@ def parse_tokenizer(files: Mapping[str, bytes], folder: str, eos_token: str = ""
         raise
     except Exception as error:  # tokenizers raises bare Exception
         raise TitaniteError(f"{name}: not a tokenizer: {error}") from None
-
-
-def declared_eos(files: Mapping[str, bytes], folder: str) -> str:
-    """The eos token that a tokenizer_config.json among `files` names, or "". Raises TitaniteError."""
-    return content_of(_declared_fields(files, folder).get("eos_token")) or ""
 
 
 def _declared_fields(files: Mapping[str, bytes], folder: str) -> dict[str, Any]:
@@ -224,11 +220,6 @@ def json_object(content: bytes, name: str) -> dict[str, Any]:
         return dict(json.loads(content))
     except (TypeError, ValueError) as error:
         raise TitaniteError(f"{name}: not a JSON object: {error}") from None
-
-
-def fingerprint(content: bytes, eos_token: str) -> str:
-    """16 hex digits that name a tokenizer, given the tokenizer.json that `Tokenizer.save` writes."""
-    return hashlib.sha256(eos_token.encode() + b"\0" + content).hexdigest()[:16]
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:

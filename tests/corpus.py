@@ -1,7 +1,7 @@
 """Small datasets for tests, and what they must deliver, worked out in plain Python."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from config import Config, from_dict
 from data import prepare as preparation
 from data.order import derive_key, permutation
 from data.shards import token_type
+from data.sources import documents, list_files, plan_units
 from data.tokenizer import END_OF_TEXT, Tokenizer
 from data.writer import token_dtype, write_manifest, write_shard
 
@@ -62,6 +63,14 @@ def prepare(sources: list[str], output: str, overwrite: bool = False, **options:
     """Run data.prepare in this process. Raises what its command prints."""
     words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()] + ["--overwrite"] * overwrite
     return preparation.prepare_sources(preparation.parse_options(["--source", *sources, "--output", output, *words]))
+
+
+def documents_in(
+    source: object, keys: Sequence[str] = ("text",), format: str = "text", separator: str = ""
+) -> list[str]:
+    """The text of every document, unit after unit."""
+    units = plan_units(list_files([str(source)]), separator)
+    return [text for unit in units for _, text in documents(unit, keys, format)]
 
 
 def stored_blocks(folder: Path, split: str = "train") -> list[list[list[int]]]:

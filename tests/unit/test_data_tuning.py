@@ -3,13 +3,14 @@
 import csv
 import json
 import random
+import re
 import subprocess
 import sys
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -22,10 +23,9 @@ from data.chat import ChatTemplate, encode_examples
 from data.loader import IGNORED, DataLoader, validation_batches
 from data.packing import HIDDEN, START, TOKEN_BITS, pack
 from data.prepare import main as prepare
-from data.shards import open_dataset
-from data.sources import documents, list_files, plan_units
+from data.shards import DataError, open_dataset
 from data.tokenizer import Tokenizer
-from tests.corpus import word_tokenizer, write_dataset
+from tests.corpus import documents_in, stored_blocks, word_tokenizer, write_dataset
 from tools.audit import checksums, list_documents, open_datasets, trained_steps
 from tools.verify import faults
 
@@ -48,33 +48,48 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(raw, "<eos>", chat_template=TEMPLATE)
 
 
-def shown(tokens: np.ndarray) -> list[tuple[int, bool]]:
+def shown(tokens: Iterable[int]) -> list[tuple[int, bool]]:
     """(id, whether it is trained)."""
     return [(int(token) & TOKEN_BITS, token < HIDDEN) for token in tokens]
 
 
+def prepared(folder: Path, tokenizer: Tokenizer, rows: list[Any], *options: str) -> Path:
+    """The dataset that data.prepare makes of these rows."""
+    tokenizer.save(folder)
+    (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = [f"--source={folder}/a.jsonl", f"--tokenizer={folder}", f"--output={folder}/set"]
+    prepare([*command, "--validation-fraction=0", *options])
+    return folder / "set"
+
+
+def stored_rows(folder: Path) -> list[list[int]]:
+    """The tokens of each row of a small packed dataset, with their bits."""
+    (block,) = stored_blocks(folder)
+    return block
+
+
 def test_only_responses_are_trained() -> None:
     ((pair,),) = encode_examples([json.dumps(["two plus two", " is four"])], "sft", tokenizer())
-    assert shown(pair) == [(TWO, False), (PLUS, False), (TWO, False), (IS, True), (FOUR, True), (EOS, True)]
+    assert shown(pair) == trained_from(3, TWO, PLUS, TWO, IS, FOUR, EOS)
     assert [bool(token & START) for token in pair] == [True] + [False] * 5
     ((bare,),) = encode_examples([json.dumps(["", "is four"])], "sft", tokenizer())
-    assert shown(bare) == [(IS, False), (FOUR, True), (EOS, True)], "nothing comes before the first token"
+    assert shown(bare) == trained_from(1, IS, FOUR, EOS), "nothing comes before the first token"
     with_bos = tokenizer().raw
     with_bos.post_processor = TemplateProcessing("<|u|> $A", special_tokens=[("<|u|>", USER)])
     ((begun,),) = encode_examples([json.dumps(["two", " is"])], "sft", Tokenizer(with_bos, "<eos>"))
-    assert shown(begun) == [(USER, False), (TWO, False), (IS, True), (EOS, True)]
-    conversation = [
-        {"role": "user", "content": "what ?"},
-        {"role": "assistant", "content": "four"},
-        {"role": "user", "content": "so ?"},
-        {"role": "assistant", "content": "five"},
-    ]
+    assert shown(begun) == trained_from(2, USER, TWO, IS, EOS)
+    conversation = [ASKED, ANSWERED, user("so ?"), ANSWERED | {"content": "five"}]
     ((chat,),) = encode_examples([json.dumps([conversation])], "chat", tokenizer())
-    no, yes = False, True
-    assert shown(chat) == [
-        *((USER, no), (WHAT, no), (ASK, no), (END, no), (ASSISTANT, no), (FOUR, yes), (END, yes)),
-        *((USER, no), (SO, no), (ASK, no), (END, no), (ASSISTANT, no), (FIVE, yes), (END, yes)),
-    ]
+    first = trained_from(5, USER, WHAT, ASK, END, ASSISTANT, FOUR, END)
+    assert shown(chat) == first + trained_from(5, USER, SO, ASK, END, ASSISTANT, FIVE, END)
+
+
+def trained_from(first: int, *ids: int) -> list[tuple[int, bool]]:
+    return [(token, place >= first) for place, token in enumerate(ids)]
+
+
+def user(content: str) -> dict[str, str]:
+    return {"role": "user", "content": content}
 
 
 def piecewise(*merges: str, begin: bool) -> Tokenizer:
@@ -115,17 +130,13 @@ def test_answers_are_tokens_that_can_follow_their_question(tokenizer: Tokenizer,
     ("format", "values", "said"),
     [
         ("sft", [3, "two"], "must be strings"),
-        ("chat", [[{"role": "user", "content": "two"}]], "no message from the assistant"),
+        ("chat", [[ASKED]], "no message from the assistant"),
         ("chat", ["two"], "must be a list of messages"),
         ("chat", [["two"]], 'must have a "role"'),
-        ("chat", [[{"role": "assistant", "content": "two", "weight": 0.5}]], "weight = 0.5: must be 1, or 0"),
+        ("chat", [[ANSWERED | {"weight": 0.5}]], "weight = 0.5: must be 1, or 0"),
         ("chat", [[{"role": "assistant", "tool_calls": ["two"]}]], "tool_calls = ['two']: must be a list of objects"),
-        ("chat", [[{"role": "assistant", "content": "two"}], "two"], "tools = 'two': must be a list of objects"),
-        (
-            "chat",
-            [[{"role": "user", "content": "<eos>"}, {"role": "assistant", "content": "is"}]],
-            "spells out '<eos>'",
-        ),
+        ("chat", [[ANSWERED], "two"], "tools = 'two': must be a list of objects"),
+        ("chat", [[user("<eos>"), ANSWERED]], "spells out '<eos>'"),
     ],
 )
 def test_examples_that_cannot_be_used_are_quoted(format: str, values: list[Any], said: str) -> None:
@@ -265,41 +276,52 @@ def test_settings_that_would_cut_or_mix_examples_are_refused(folder: Path, tmp_p
         DataLoader(from_dict(values | {"training": {"seq_len": 32}}), 0, 1)
 
 
-def test_long_examples_are_left_out_and_counted_and_wrong_options_explained(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = ["--source", str(folder / "examples.jsonl"), "--tokenizer", str(folder / "tokenizer"), "--format=sft"]
-    command += ["--output", str(tmp_path / "out")]
-    for options, said in (
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
         ("--keys=q,a --seq-len=2", "no documents, or all longer than --seq-len"),
         ("--keys=q --seq-len=32", "--keys q: must be as many as in prompt,response"),
         ("--keys=q,b --seq-len=32", "no value under 'q,b'; it has q, a"),
-    ):
-        with pytest.raises(SystemExit):
-            prepare([*command, *options.split()])
-        assert said in capsys.readouterr().err
-    prepare([*command, "--keys=q,a", "--seq-len=12"])
-    lines = [json.loads(line) for line in (folder / "examples.jsonl").read_text().splitlines()]
-    long = sum(len(f"{line['q']}{line['a']}".split()) + 1 > 12 for line in lines)
-    assert f"examples longer than 12 tokens, left out: {long}" in capsys.readouterr().out
-    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["dropped"] == long
+    ],
+)
+def test_wrong_options_of_examples_are_explained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: str, said: str
+) -> None:
+    with pytest.raises(SystemExit):
+        prepared(tmp_path, tokenizer(), [{"q": "two plus", "a": " four"}], "--format=sft", *options.split())
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("truncate", "examples"), [(False, 1), (True, 2)])
+def test_long_examples_are_left_out_and_counted_or_cut(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], truncate: bool, examples: int
+) -> None:
+    """Those of which nothing trained would be left are left out."""
+    questions = ["two", "what ?", "what ? so ?"]
+    rows = [{"prompt": question, "response": " is four"} for question in questions]
+    options = ["--format=sft", "--seq-len=4", *(["--truncate"] if truncate else [])]
+    made = stored_rows(prepared(tmp_path, tokenizer(), rows, *options))
+    expected = [trained_from(1, TWO, IS, FOUR, EOS), trained_from(2, WHAT, ASK, IS, FOUR)]
+    assert sorted(shown(row) for row in made) == sorted(expected[:examples])
+    said = capsys.readouterr().out
+    assert f"examples longer than 4 tokens, left out: {3 - examples}\n" in said
+    assert f"conversations or pairs 3, examples {examples}, trained tokens" in said
+    assert ("examples cut to 4 tokens: 1\n" in said) == truncate
 
 
 def test_training_on_prepared_conversations_needs_no_transformers(tmp_path: Path) -> None:
     """And a preparation without it ends in one line."""
-    tokenizer().save(tmp_path)
-    (tmp_path / "chat.jsonl").write_text((json.dumps({"messages": [ASKED, ANSWERED]}) + "\n") * 20)
-    command = ["--source", str(tmp_path / "chat.jsonl"), "--tokenizer", str(tmp_path), "--format=chat", "--seq-len=14"]
-    command += ["--validation-fraction=0", "--output", str(tmp_path / "set")]
-    prepare(command)
-    data = {"datasets": [str(tmp_path / "set")], "mask_documents": True}
+    rows = [{"messages": [ASKED, ANSWERED]}] * 20
+    folder = prepared(tmp_path, tokenizer(), rows, "--format=chat", "--seq-len=14")
+    data = {"datasets": [str(folder)], "mask_documents": True}
+    words = [f"--source={tmp_path}/a.jsonl", f"--tokenizer={tmp_path}", "--format=chat", "--seq-len=14"]
     code = (
         "import sys; sys.modules['transformers'] = None\n"
         "import train, data.prepare; from config import from_dict\n"
         f"config = from_dict({{'data': {data}, 'training': {{'seq_len': 14, 'local_batch_size': 2}}}})\n"
         "loader = train.DataLoader(config, 0, 1)\n"
         "print(loader.next_step()[0].tokens.tolist(), loader.tokenizer.vocab_size); loader.close()\n"
-        f"data.prepare.main({[*command, '--overwrite']})\n"
+        f"data.prepare.main({[*words, f'--output={tmp_path}/other']})\n"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     row = [USER, WHAT, ASK, END, ASSISTANT, FOUR, END] * 2
@@ -309,42 +331,18 @@ def test_training_on_prepared_conversations_needs_no_transformers(tmp_path: Path
 
 
 def test_a_chat_dataset_carries_its_template(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer").mkdir()
-    tokenizer().save(tmp_path / "tokenizer")
-    turn = [{"role": "user", "content": "two plus two"}, {"role": "assistant", "content": "is four"}]
-    (tmp_path / "chat.jsonl").write_text("".join(json.dumps({"messages": turn}) + "\n" for _ in range(20)))
-    command = ["--source", str(tmp_path / "chat.jsonl"), "--tokenizer", str(tmp_path / "tokenizer"), "--format=chat"]
-    prepare([*command, "--seq-len=16", "--validation-fraction=0", "--output", str(tmp_path / "set")])
-    dataset = open_dataset(str(tmp_path / "set"))
+    folder = prepared(tmp_path, tokenizer(), [{"messages": [ASKED, ANSWERED]}], "--format=chat", "--seq-len=16")
+    dataset = open_dataset(str(folder))
     assert dataset.tokenizer().chat_template == TEMPLATE
-    (tmp_path / "set" / "chat_template.jinja").write_text("another")
+    (folder / "chat_template.jinja").write_text("another")
     assert any("chat_template.jinja is not the one" in fault for fault in faults(dataset))
-
-
-def test_parquet_gives_the_messages_that_json_lines_give(tmp_path: Path) -> None:
-    """Also to a template that asks for a key: in Arrow every message has all keys, most of them null."""
-    conversations = [
-        [{"role": "user", "content": "hi", "name": "Bob"}, {"role": "assistant", "content": "so"}],
-        [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "x", "calls": [{"a": 1}, {"b": [None]}]}],
-    ]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": turns}) + "\n" for turns in conversations))
-    pq.write_table(pa.Table.from_pylist([{"messages": turns} for turns in conversations]), tmp_path / "a.parquet")
-    read = {}
-    for kind in ("jsonl", "parquet"):
-        units = plan_units(list_files([str(tmp_path / f"a.{kind}")]))
-        read[kind] = [json.loads(text) for unit in units for _, text in documents(unit, ["messages"], "chat")]
-    assert read["parquet"] == read["jsonl"] == [[turns] for turns in conversations]
 
 
 @pytest.mark.parametrize("options", [[], ["--keys=instruction,output"]])
 def test_all_of_a_record_of_alpaca_s_is_read(tmp_path: Path, options: list[str]) -> None:
-    tokenizer().save(tmp_path)
-    (tmp_path / "a.jsonl").write_text('{"instruction": "what", "input": "two plus", "output": "is four"}')
-    command = ["--source", str(tmp_path / "a.jsonl"), "--tokenizer", str(tmp_path), "--format=sft", "--seq-len=6"]
-    prepare([*command, *options, f"--output={tmp_path / 'set'}", "--validation-fraction=0"])
-    (row,) = open_dataset(str(tmp_path / "set")).split("train").read(0).values.reshape(-1, 6)
-    no, yes = False, True
-    assert shown(row) == [(WHAT, no), (TWO, no), (PLUS, no), (IS, yes), (FOUR, yes), (EOS, yes)]
+    record = {"instruction": "what", "input": "two plus", "output": "is four"}
+    (row,) = stored_rows(prepared(tmp_path, tokenizer(), [record], "--format=sft", "--seq-len=6", *options))
+    assert shown(row) == trained_from(3, WHAT, TWO, PLUS, IS, FOUR, EOS)
 
 
 @pytest.mark.parametrize("format", ["chat", "sft"])
@@ -365,24 +363,7 @@ def test_alpaca_as_an_array_and_as_csv_is_read_as_its_lines_are(tmp_path: Path, 
         expected = [[[user(question), {"role": "assistant", "content": row["output"]}]] for question, row in turns]
     keys = ["messages"] if format == "chat" else ["prompt", "response"]
     for name in ("a.json", "a.csv"):
-        units = plan_units(list_files([str(tmp_path / name)]))
-        assert [json.loads(text) for unit in units for _, text in documents(unit, keys, format)] == expected
-
-
-def user(content: str) -> dict[str, str]:
-    return {"role": "user", "content": content}
-
-
-def test_long_examples_are_cut_if_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tokenizer().save(tmp_path)
-    rows = [{"prompt": "what ?", "response": " is four"}, {"prompt": "what ? so ?", "response": " is four"}]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = ["--source", str(tmp_path / "a.jsonl"), "--tokenizer", str(tmp_path), "--format=sft", "--seq-len=4"]
-    prepare([*command, f"--output={tmp_path / 'set'}", "--validation-fraction=0", "--truncate"])
-    (row,) = open_dataset(str(tmp_path / "set")).split("train").read(0).values.reshape(-1, 4)
-    assert shown(row) == [(WHAT, False), (ASK, False), (IS, True), (FOUR, True)]
-    said = "longer than 4 tokens, left out: 1\nexamples cut to 4 tokens: 1\nconversations or pairs 2, examples 1, "
-    assert said in capsys.readouterr().out
+        assert [json.loads(text) for text in documents_in(tmp_path / name, keys, format)] == expected
 
 
 @pytest.mark.parametrize(
@@ -434,6 +415,10 @@ PARTS = [{"type": "text", "text": "a b"}, {"type": "text", "text": " c"}]
         ),
         ({"messages": [{"from": "narrator", "value": "a"}]}, "from 'narrator', not from one of assistant, developer,"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "no text: {'type': 'image_url'}"),
+        (  # in Arrow every object has all keys, most of them null
+            {"messages": [USER_A | {"name": "Bob"}, BOT_B | {"calls": [{"a": 1}, {"b": [None]}]}]},
+            [USER_A | {"name": "Bob"}, BOT_B | {"calls": [{"a": 1}, {"b": [None]}]}],
+        ),
         ({"prompt": "a", "completion": "b"}, "no value under 'messages'; it has prompt, completion"),
         ({"messages": None}, "no value under 'messages'; it has"),
         ({"messages": ["a"]}, "message 'a': must have a \"role\""),
@@ -444,51 +429,44 @@ def test_conversations_of_other_projects_are_read(row: Any, messages: Any, kind:
     """As their own documentation shows them."""
     (tmp_path / "a.jsonl").write_text(json.dumps(row))
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
-    (unit,), reasons = plan_units(list_files([str(tmp_path / f"a.{kind}")])), list[str]()
-    found = [*documents(unit, ["messages"], "chat", lambda _, reason: reasons.append(reason))]
     if isinstance(messages, str):
-        assert not found
-        assert messages in reasons[0]
+        with pytest.raises(DataError, match=re.escape(messages)):
+            documents_in(tmp_path / f"a.{kind}", ["messages"], "chat")
     else:
-        assert [json.loads(text) for _, text in found] == [[messages]]
+        (text,) = documents_in(tmp_path / f"a.{kind}", ["messages"], "chat")
+        assert json.loads(text) == [messages]
 
 
 def test_conversations_that_cannot_be_used_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tokenizer().save(tmp_path)
-    good, ask = {"role": "assistant", "content": "four"}, {"role": "user", "content": "what ?"}
-    rows = [[ask, good], [ask], [ask | {"content": "<eos>"}, good], [good, good, ask | {"role": 3}], [ask, good], []]
-    lines = [json.dumps({"messages": row}) + "\n" for row in rows]
-    (tmp_path / "a.jsonl").write_text("".join(lines))
-    command = ["--source", str(tmp_path / "a.jsonl"), "--tokenizer", str(tmp_path), "--format=chat", "--seq-len=14"]
-    prepare([*command, f"--output={tmp_path / 'set'}", "--skip-bad=4", "--validation-fraction=0"])
+    good = [ASKED, ANSWERED]
+    bad = [[ASKED], [user("<eos>"), ANSWERED], [ANSWERED, ANSWERED, ASKED | {"role": 3}], []]
+    rows = [{"messages": messages} for messages in (good, *bad, good)]
+    folder = prepared(tmp_path, tokenizer(), rows, "--format=chat", "--seq-len=14", "--skip-bad=4")
     assert "left out, listed in bad_records.txt: 4\n" in capsys.readouterr().out
-    places = [line.split(":")[0] for line in (tmp_path / "set" / "bad_records.txt").read_text().splitlines()]
-    assert places == [f"{tmp_path}/a.jsonl, line at byte {sum(map(len, lines[:i]))}" for i in (1, 2, 3, 5)]
-    (packed,) = open_dataset(str(tmp_path / "set")).split("train").read(0).values.reshape(-1, 14).tolist()
+    places = [line.split(":")[0] for line in (folder / "bad_records.txt").read_text().splitlines()]
+    begins = [sum(len(json.dumps(row)) + 1 for row in rows[:number]) for number in (1, 2, 3, 4)]
+    assert places == [f"{tmp_path}/a.jsonl, line at byte {begin}" for begin in begins]
+    (packed,) = stored_rows(folder)
     assert sum(bool(token & START) for token in packed) == 2, "two examples, which fill the row"
 
 
 def test_a_mixture_has_the_template_of_its_conversations(tmp_path: Path) -> None:
     own = piecewise("▁▁", begin=False)
     text = {"plain": own.chat_template, "bare": "", "one": TEMPLATE, "other": TEMPLATE + "{# another #}"}
-    conversation = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "so"}]
     for name, template in text.items():
         own.chat_template = template
-        own.save(tmp_path)
-        row = {"text": "hi so"} if name in ("plain", "bare") else {"messages": conversation}
-        (tmp_path / f"{name}.jsonl").write_text((json.dumps(row) + "\n") * 30)
-        command = ["--source", str(tmp_path / f"{name}.jsonl"), "--output", str(tmp_path / name), "--processes=1"]
-        command += ["--validation-fraction=0", "--tokenizer", str(tmp_path)]
-        chat = ["--format=chat", "--seq-len=32"]
-        prepare(command if "text" in row else command + chat)
+        row = {"text": "hi so", "messages": [user("hi"), ANSWERED | {"content": "so"}]}
+        options = [] if name in ("plain", "bare") else ["--format=chat", "--seq-len=32"]
+        (tmp_path / name).mkdir()
+        prepared(tmp_path / name, own, [row] * 30, *options)
 
     def mixture(*names: str) -> Any:
-        data = {"datasets": [str(tmp_path / name) for name in names], "mask_documents": True}
+        data = {"datasets": [str(tmp_path / name / "set") for name in names], "mask_documents": True}
         return from_dict({"data": data, "training": {"seq_len": 32}, "validation": {"enable": False}})
 
     for names in (("bare", "plain"), ("plain", "one"), ("other", "plain")):  # the plain set's own is its tokenizer's
         loader = DataLoader(mixture(*names), 0, 1)
         assert loader.tokenizer.chat_template == text[max(names, key=["bare", "plain", "one", "other"].index)]
         loader.close()
-    with pytest.raises(TitaniteError, match=f"other was made with another chat template than {tmp_path / 'one'}"):
+    with pytest.raises(TitaniteError, match=r"other/set was made with another chat template than .*/one/set"):
         DataLoader(mixture("plain", "one", "other"), 0, 1)
