@@ -95,7 +95,8 @@ class ChatTemplate:
         """What the template takes: no tools as None or as [], and whether it wants contents in parts."""
         forms: list[tuple[list[Any] | None, bool]] = [(None, False), (None, True), ([], False), ([], True)]
         for no_tools, in_parts in forms:
-            self._no_tools, self._in_parts = no_tools, in_parts
+            self._no_tools = no_tools
+            self._in_parts = in_parts
             try:
                 if ANSWER["content"] in self.render([ASKED, ANSWER]):
                     return no_tools, in_parts
@@ -214,14 +215,18 @@ class ChatTemplate:
         ids = encoding.ids
         places = [place for place, token in enumerate(ids) if token in self._added]
         spans = [encoding.token_to_chars(place) for place in places]
-        kept, ends = [], []
+        kept = []
+        ends = []
         for text in texts:
             shared = _shared(whole, text)
-            before = bisect_right(spans, shared, key=itemgetter(1)) - 1  # the last added token in it
-            kept.append(places[before] if before >= 0 else 0)
-            ends.append(text[spans[before][0] if before >= 0 else 0 :])
-        others = self._ids(ends) if ends else []
-        return ids, [place + _shared(ids[place:], other) for place, other in zip(kept, others, strict=True)]
+            before = bisect_right(spans, shared, key=itemgetter(1))  # added tokens in it
+            place = 0
+            if before:
+                place = places[before - 1]
+                text = text[spans[before - 1][0] :]
+            kept.append(place)
+            ends.append(text)
+        return ids, [place + _shared(ids[place:], end) for place, end in zip(kept, self._ids(ends), strict=True)]
 
     @cached_property
     def _marked(self) -> bool:

@@ -23,11 +23,11 @@ class Files:
     """Reads ranges of a dataset's files. On S3 each range is fetched once into the cache, which processes share."""
 
     def __init__(self, url: str, config: Config) -> None:
-        self.url, data = url.rstrip("/") or url, config.data
+        self.url = url.rstrip("/") or url
         self.store = open_store(self.url, config.comm.store_retry_seconds)
         if isinstance(self.store, S3Store):
-            folder = data.cache_folder or f"{tempfile.gettempdir()}/titanite-data-{os.getuid()}"
-            self._cache = Cache(Path(folder), int(data.cache_gb * 1e9))
+            folder = config.data.cache_folder or f"{tempfile.gettempdir()}/titanite-data-{os.getuid()}"
+            self._cache = Cache(Path(folder), int(config.data.cache_gb * 1e9))
 
     def read(self, name: str) -> bytes:
         """Read a small file, without a check. Raises DamagedError, StoreError."""
@@ -73,7 +73,8 @@ class Cache:
     """
 
     def __init__(self, folder: Path, limit_bytes: int) -> None:
-        self.folder, self.limit_bytes = folder, limit_bytes
+        self.folder = folder
+        self.limit_bytes = limit_bytes
         with file_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from config import Config, ConfigError, file_errors
 from data.ledger import Ledger, StepShape, first_place, grad_accum_steps, saved_place
-from data.shards import DataError, check_datasets, open_dataset, with_chat_template
+from data.shards import DataError, Split, check_datasets, open_dataset, with_chat_template
 from data.stream import Stream
 from data.tokenizer import TOKENIZER, Tokenizer, load_tokenizer
 
@@ -62,11 +62,16 @@ class DataLoader:
         self.vocab_size: int = self._datasets[0].vocab_size  # of the tokenizer that all datasets share
         self.wait_seconds: float = 0.0
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="reader")
-        order = self._readers, config.run.seed, config.data.window_blocks
-        self._streams = [Stream(dataset.split("train"), dataset.hash, *order) for dataset in self._datasets]
-        self._shape = StepShape(dp_size, config.training.local_batch_size, grad_accum_steps(config.training, dp_size))
+        self._streams = []
+        for dataset in self._datasets:
+            split = dataset.split("train")
+            order = config.run.seed, config.data.window_blocks
+            self._streams.append(Stream(split, dataset.hash, self._readers, *order))
+        accum_steps = grad_accum_steps(config.training, dp_size)
+        self._shape = StepShape(dp_size, config.training.local_batch_size, accum_steps)
         self.tokens_per_step: int = self._shape.samples * config.training.seq_len  # over all ranks
-        self._dp_rank, self._pin_memory = dp_rank, pin_memory
+        self._dp_rank = dp_rank
+        self._pin_memory = pin_memory
         self._upcoming: Iterator[list[Batch]] | None = None  # each step's microbatches, from the place on
         self._ahead: deque[Future[list[Batch]]] = deque()  # the next steps, which a thread makes
         self._prefetcher = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
@@ -86,11 +91,16 @@ class DataLoader:
 
     def check_ranks(self) -> None:
         """Raise ConfigError on all ranks, naming the setting, if ranks have different data or settings. Collective."""
-        facts = {f"{part}.{key}": value for part, own in asdict(self._config).items() for key, value in own.items()}
-        facts["data.datasets"] = [dataset.hash for dataset in self._datasets]
-        facts["validation.datasets"] = [dataset.hash for dataset in self._held_out]
+        facts = {}
+        for section, values in asdict(self._config).items():
+            for name, value in values.items():
+                facts[f"{section}.{name}"] = str(value)
+        facts["data.datasets"] = str([dataset.hash for dataset in self._datasets])
+        facts["validation.datasets"] = str([dataset.hash for dataset in self._held_out])
+        for key in OF_THE_NODE:
+            del facts[key]
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, {key: str(value) for key, value in facts.items() if key not in OF_THE_NODE})
+        dist.all_gather_object(everyone, facts)
         for rank, own in enumerate(everyone):
             for key, value in sorted(own.items() - everyone[0].items()):
                 found = f"{value} on rank {rank}, {everyone[0][key]} on rank 0"
@@ -98,7 +108,8 @@ class DataLoader:
 
     def next_step(self) -> list[Batch]:
         """This rank's microbatches of the next optimizer step. Raises DataError, StoreError."""
-        begin, depth = time.perf_counter(), self._config.data.prefetch_steps
+        begin = time.perf_counter()
+        depth = self._config.data.prefetch_steps
         self._upcoming = self._upcoming or self._steps()
         try:
             while len(self._ahead) <= depth > 0:  # the step to return and `depth` more
@@ -147,10 +158,12 @@ class DataLoader:
 
     def describe(self, steps: int) -> str:
         """What a run of `steps` reads, in words."""
-        total, read = self._total_tokens, self.tokens_per_step
-        times, advice = steps * read / total, "; more text, or fewer steps, may give a lower validation loss"
-        line = f"data: {total:,} tokens; {steps:,} steps of {read:,} read them {times:.3g} times"
-        return line + (advice if times > MANY_EPOCHS else "")
+        total = self._total_tokens
+        times = steps * self.tokens_per_step / total
+        line = f"data: {total:,} tokens; {steps:,} steps of {self.tokens_per_step:,} read them {times:.3g} times"
+        if times > MANY_EPOCHS:
+            line += "; more text, or fewer steps, may give a lower validation loss"
+        return line
 
     def state_dict(self) -> dict[str, Any]:
         """The current place as plain JSON, the same on all ranks."""
@@ -193,22 +206,31 @@ class DataLoader:
 
     def _steps(self) -> Iterator[list[Batch]]:
         """Yield steps from the current place on. Locates many samples at a time, which costs little more than one."""
-        segment, shape = self._place.segment, self._shape
+        segment = self._place.segment
+        shape = self._shape
         ahead = shape.samples * max(1, LOCATED_AHEAD // shape.samples)
         for begin in itertools.count(self._place.samples, ahead):
-            datasets, starts = (array.tolist() for array in segment.locate(begin, ahead))
+            datasets, starts = segment.locate(begin, ahead)
             for first in range(0, ahead, shape.samples):
-                own = [slice(at, at + shape.local_batch_size) for at in shape.microbatches(first, self._dp_rank)]
-                yield [self._batch(datasets[part], starts[part]) for part in own]
+                batches = []
+                for at in shape.microbatches(first, self._dp_rank):
+                    own = slice(at, at + shape.local_batch_size)
+                    batches.append(self._batch(datasets[own].tolist(), starts[own].tolist()))
+                yield batches
 
     def _batch(self, datasets: list[int], starts: list[int]) -> Batch:
         """A batch whose row i is the sample at token `starts[i]` of stream `datasets[i]`."""
         shape = len(datasets), self._place.segment.seq_len
         empty = partial(torch.empty, shape, dtype=torch.int64, pin_memory=self._pin_memory)
-        batch = Batch(empty(), empty(), empty() if self._config.data.mask_documents else None)
-        for i, stream in enumerate(self._streams):
-            if rows := [row for row, dataset in enumerate(datasets) if dataset == i]:  # consecutive in the stream
-                _fill(batch, rows, stream, starts[rows[0]])
+        batch = Batch(empty(), empty(), None)
+        if self._config.data.mask_documents:
+            batch = batch._replace(positions=empty())
+        rows: dict[int, list[int]] = {}  # of each dataset, consecutive in its stream
+        for row, dataset in enumerate(datasets):
+            rows.setdefault(dataset, []).append(row)
+        for dataset in sorted(rows):
+            own = rows[dataset]
+            _fill(batch, own, self._streams[dataset], starts[own[0]])
         return batch
 
 
@@ -239,22 +261,32 @@ def validation_batches(config: Config, dp_rank: int, dp_size: int) -> Iterator[B
     """
     splits = [open_dataset(url, config).splits["validation"] for url in config.data.datasets]
     splits = [split for split in splits if split.shards]
-    seq_len, size = config.training.seq_len, config.training.local_batch_size
-    bounds = np.cumsum([0, *(-(-max(split.total_tokens - 1, 0) // seq_len) for split in splits)])  # samples of each
-    total = int(bounds[-1])
-    if not total:
+    seq_len = config.training.seq_len
+    size = config.training.local_batch_size
+    datasets, starts, is_all = _held_out_samples(splits, seq_len, config.validation.max_samples)
+    if not datasets:
         raise DataError(f"data.datasets = {list(config.data.datasets)}: no held-out document has two tokens")
-    chosen = np.arange(min(total, config.validation.max_samples or total))
-    chosen = chosen * total // len(chosen)
-    datasets = bounds.searchsorted(chosen, side="right") - 1
-    starts = (chosen - bounds[datasets]) * seq_len
     with ThreadPoolExecutor(READERS, thread_name_prefix="reader") as readers:
-        streams = [Stream(split, "", readers, None, 1, read_ahead=len(chosen) == total) for split in splits]
-        for first in range(dp_rank * size, len(chosen) + dp_rank * size, size * dp_size):
-            own = slice(first, first + size)
+        streams = [Stream(split, "", readers, None, 1, read_ahead=is_all) for split in splits]
+        for turn in range(0, len(datasets), size * dp_size):
+            first = turn + dp_rank * size
             tokens = torch.zeros(size, seq_len, dtype=torch.int64)
-            positions = torch.arange(seq_len).repeat(size, 1) if config.data.mask_documents else None
-            batch = Batch(tokens, torch.full_like(tokens, IGNORED), positions)  # padding until it is filled
-            for row, (dataset, start) in enumerate(zip(datasets[own].tolist(), starts[own].tolist(), strict=True)):
-                _fill(batch, [row], streams[dataset], start)
+            batch = Batch(tokens, torch.full_like(tokens, IGNORED), None)  # padding until it is filled
+            if config.data.mask_documents:
+                batch = batch._replace(positions=torch.arange(seq_len).repeat(size, 1))
+            for row, sample in enumerate(range(first, min(first + size, len(datasets)))):
+                _fill(batch, [row], streams[datasets[sample]], starts[sample])
             yield batch
+
+
+def _held_out_samples(splits: list[Split], seq_len: int, max_samples: int) -> tuple[list[int], list[int], bool]:
+    """(split, first token there) of each sample to validate on, and whether these are all there are."""
+    counts = [math.ceil(max(split.total_tokens - 1, 0) / seq_len) for split in splits]
+    bounds = np.cumsum([0, *counts])
+    total = int(bounds[-1])
+    chosen = np.arange(min(total, max_samples or total))
+    if total:
+        chosen = chosen * total // len(chosen)
+    split = bounds.searchsorted(chosen, side="right") - 1
+    starts = (chosen - bounds[split]) * seq_len
+    return split.tolist(), starts.tolist(), len(chosen) == total

@@ -71,7 +71,8 @@ def mixture_counts(total: int, weights: np.ndarray) -> np.ndarray:
     while True:
         due = (counts + 0.5) / weights  # when the next sample of each dataset comes
         done = np.where(counts > 0, (counts - 0.5) / weights, -np.inf)  # when its last one came
-        first_out, last_in = int(np.argmin(due)), len(done) - 1 - int(np.argmax(done[::-1]))
+        first_out = int(np.argmin(due))
+        last_in = len(done) - 1 - int(np.argmax(done[::-1]))  # of several, the last
         missing = total - counts.sum()
         if not missing and (due[first_out], first_out) >= (done[last_in], last_in):
             return counts

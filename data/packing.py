@@ -5,7 +5,6 @@ that length is therefore a whole row, wherever data.order puts it, and no exampl
 """
 
 from bisect import bisect_left, insort
-from collections import defaultdict
 
 import numpy as np
 import pyarrow as pa
@@ -21,18 +20,22 @@ def pack(examples: pa.ListArray, seq_len: int, eos_id: int) -> pa.ListArray:
 
     Uses best fit, in the order of the examples. Hidden eos tokens fill the rest of a row.
     """
-    offsets, values = examples.offsets.to_numpy(), examples.values.to_numpy()
-    rows: defaultdict[int, list[int]] = defaultdict(list)  # number → its examples
+    offsets = examples.offsets.to_numpy()
+    values = examples.values.to_numpy()
+    rows: list[list[int]] = []  # the examples of each
     room: list[tuple[int, int]] = []  # (tokens left, row), sorted
     for i, size in enumerate(np.diff(offsets).tolist()):
         fitting = bisect_left(room, (size, 0))
-        left, row = room.pop(fitting) if fitting < len(room) else (seq_len, len(rows))
+        if fitting == len(room):
+            room.append((seq_len, len(rows)))
+            rows.append([])
+        left, row = room.pop(fitting)
         rows[row].append(i)
         insort(room, (left - size, row))
         if len(room) > MAX_OPEN_ROWS:
             room.pop(0)
     packed = np.full((len(rows), seq_len), eos_id | HIDDEN, np.uint32)
-    for out, members in zip(packed, rows.values(), strict=True):
+    for out, members in zip(packed, rows, strict=True):
         whole = np.concatenate([values[offsets[i] : offsets[i + 1]] for i in members])
         out[: len(whole)] = whole
         if len(whole) < seq_len:

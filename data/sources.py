@@ -210,18 +210,24 @@ def _remote_files(source: str) -> Iterator[tuple[str, File]]:
     for match, about in list(details.items()):
         names = [match]
         if about["type"] == "directory":
-            details |= (found := system.find(match, detail=True))
+            found = system.find(match, detail=True)
+            details |= found
             names = _read_from_folder(match, found)
         for name in names:
-            url, info = system.unstrip_protocol(name), details[name]
-            yield url, File(url, int(info["size"]), next((str(info[key]) for key in VERSIONS if info.get(key)), ""))
+            url = system.unstrip_protocol(name)
+            info = details[name]
+            versions = [str(info[key]) for key in VERSIONS if info.get(key)]
+            yield url, File(url, int(info["size"]), *versions[:1])
 
 
 def _file_system(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
     """The file system of a URL, and the path there. The environment sets it up."""
-    # Its names in the profile and the environment, as botocore by itself does not know AWS_REGION.
-    region = ("region", ["AWS_REGION", "AWS_DEFAULT_REGION"], None, None)
-    return fsspec.core.url_to_fs(url, **({"session_vars": {"region": region}} if url.startswith("s3://") else {}))
+    options = {}
+    if url.startswith("s3://"):
+        # Its names in the profile and the environment, as botocore by itself does not know AWS_REGION.
+        region = ("region", ["AWS_REGION", "AWS_DEFAULT_REGION"], None, None)
+        options["session_vars"] = {"region": region}
+    return fsspec.core.url_to_fs(url, **options)
 
 
 def _raise(error: OSError) -> None:
@@ -264,17 +270,19 @@ def plan_units(files: Sequence[File], separator: str = "") -> list[Unit]:
             size += file.size
             if size >= unit_bytes:
                 units.append(Unit(tuple(group), bytes=size))
-                group, size = [], 0
+                group = []
+                size = 0
         else:
             units += _divided(file, unit_bytes)
-    units += [Unit(tuple(group), bytes=size)] if group else []
+    if group:
+        units.append(Unit(tuple(group), bytes=size))
     return [unit._replace(separator=separator) for unit in units]
 
 
 def _divided(file: File, unit_bytes: int) -> list[Unit]:
     """The units of a file: parts of about `unit_bytes` if its reader can begin within it, otherwise one."""
-    kind, compression = content_kind(file), kind_of(file.url)[1]
-    if compression or kind not in DIVISIBLE:
+    kind = content_kind(file)
+    if kind_of(file.url)[1] or kind not in DIVISIBLE:
         return [Unit((file,), bytes=file.size)]
     whole = file.size
     if DIVISIBLE[kind] == "row groups":
@@ -289,7 +297,8 @@ def kind_of(url: str) -> tuple[str, str]:
     """(a kind of KINDS, or "other", which is read as text; compression or "") from the file's name."""
     name = url.partition("?")[0] if "://" in url else url
     stem, suffix = os.path.splitext(name.lower())
-    if compression := COMPRESSIONS.get(suffix, ""):
+    compression = COMPRESSIONS.get(suffix, "")
+    if compression:
         suffix = os.path.splitext(stem)[1]
     return KINDS.get(suffix, "other"), compression
 
@@ -366,10 +375,13 @@ def _text(record: Any, kind: str, keys: Sequence[str], format: str, found: set[s
         values = read_pair(record, keys)
     else:
         values = [record.get(key) for key in keys]
-    if None in values or (format == "text" and not isinstance(values[0], str)):
-        names, what = ", ".join(record), "text" if format == "text" else "value"
-        raise DataError(f"no {what} under {','.join(keys)!r}; it has {names}; choose with --keys")
-    text = str(values[0]) if format == "text" else json.dumps(values, ensure_ascii=False)
+    text = values[0]
+    what = "text"
+    if format != "text":
+        text = json.dumps(values, ensure_ascii=False)
+        what = "value"
+    if None in values or not isinstance(text, str):
+        raise DataError(f"no {what} under {','.join(keys)!r}; it has {', '.join(record)}; choose with --keys")
     text.encode()  # fails if it holds half a character, as JSON can
     return text
 
@@ -532,7 +544,10 @@ def _csv_records(stream: Any, delimiter: str) -> Records:
     try:
         for number, row in enumerate(reader):
             surplus = row.pop(None, None)
-            yield number, ValueError(f"has {len(surplus)} cells more than the first line names") if surplus else row
+            if surplus:
+                yield number, ValueError(f"has {len(surplus)} cells more than the first line names")
+            else:
+                yield number, row
     except csv.Error as error:
         raise ValueError(f"line {reader.reader.line_num}: {error}") from None
 

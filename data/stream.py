@@ -34,8 +34,11 @@ class Stream:
         self, split: Split, name: str, readers: Executor, seed: int | None, window_blocks: int, read_ahead: bool = True
     ):
         self.split = split
-        self._name, self._seed, self._window_blocks = name, seed, window_blocks
-        self._readers, self._read_ahead = readers, read_ahead
+        self._name = name
+        self._seed = seed
+        self._window_blocks = window_blocks
+        self._readers = readers
+        self._read_ahead = read_ahead
         self._epoch = lru_cache(2)(lambda number: build_epoch(split.tokens, window_blocks, self._key(number)))
         self._ahead: tuple[tuple[int, int] | None, list[Future[Block]]] = None, []  # (epoch, window), its blocks
         self._window: Window | None = None
@@ -50,20 +53,27 @@ class Stream:
         there = count if self._seed is not None else min(count, self.split.total_tokens - start)
         parts: list[np.ndarray] = []
         for window, documents, begins, ends in self._parts(start, there):
-            blocks, starts = window.block[documents].tolist(), window.start[documents].tolist()
-            places = zip(blocks, starts, begins, ends, strict=True)
-            parts += [window.values[block][first + begin : first + end] for block, first, begin, end in places]
+            blocks = window.block[documents].tolist()
+            starts = window.start[documents].tolist()
+            for block, first, begin, end in zip(blocks, starts, begins, ends, strict=True):
+                parts.append(window.values[block][first + begin : first + end])
         if there < count:
             parts.append(np.zeros(count - there, self.split.dtype))
         tokens = np.concatenate(parts)
-        lengths, hidden = unpack(tokens) if self.split.packed_seq_len else ([len(part) for part in parts], [])
-        return tokens, lengths, [*hidden, slice(there, count)] if there < count else hidden
+        lengths = [len(part) for part in parts]
+        hidden: list[slice] = []
+        if self.split.packed_seq_len:
+            lengths, hidden = unpack(tokens)
+        if there < count:
+            hidden.append(slice(there, count))
+        return tokens, lengths, hidden
 
     def documents(self, start: int, count: int) -> list[tuple[int, int, int, int]]:
         """(block, row, first token, end) of each document's part in tokens [start, start + count)."""
         found: list[tuple[int, int, int, int]] = []
         for window, documents, begins, ends in self._parts(start, count):
-            blocks, rows = window.blocks[window.block[documents]].tolist(), window.row[documents].tolist()
+            blocks = window.blocks[window.block[documents]].tolist()
+            rows = window.row[documents].tolist()
             found += zip(blocks, rows, begins, ends, strict=True)
         return found
 
@@ -74,9 +84,11 @@ class Stream:
             window, token = self._locate(start)
             cumulative = window.cumulative
             stop = min(token + end - start, int(cumulative[-1]))
-            first, last = int(cumulative.searchsorted(token, side="right")) - 1, int(cumulative.searchsorted(stop))
+            first = int(cumulative.searchsorted(token, side="right")) - 1
+            last = int(cumulative.searchsorted(stop))
             bounds = cumulative[first : last + 1].tolist()
-            begins, ends = [0] * (last - first), [after - before for before, after in pairwise(bounds)]
+            begins = [0] * (last - first)
+            ends = [after - before for before, after in pairwise(bounds)]
             begins[0] = token - bounds[0]
             ends[-1] -= bounds[-1] - stop
             yield window, slice(first, last), begins, ends

@@ -81,12 +81,11 @@ class Tokenizer:
 
         Ids are spelt in letters that each stand for a byte, or as text with ▁ for a space and <0x0A> for a byte.
         """
-        names, added = self.raw.get_vocab(), self.raw.get_added_tokens_decoder()
-        for count in (len, lambda name: 1 if BYTE.fullmatch(name) else len(name.replace("▁", " ").encode())):
+        for count in (len, _count_bytes):
             lengths = np.zeros(self.vocab_size, np.int64)
-            for name, id in names.items():
+            for name, id in self.raw.get_vocab().items():
                 lengths[id] = count(name)
-            for id, token in added.items():
+            for id, token in self.raw.get_added_tokens_decoder().items():
                 lengths[id] = 0 if token.special else len(token.content.encode())
             ids = self.raw.encode(PROBE, add_special_tokens=False).ids
             if 0 <= lengths[ids].sum() - len(PROBE.encode()) <= 1:  # some put a space before a text
@@ -129,6 +128,10 @@ class Tokenizer:
                 (folder / name).unlink(missing_ok=True)
         for name in sorted(files, key=lambda name: name == TOKENIZER):
             write_atomically(folder / name, files[name])
+
+
+def _count_bytes(name: str) -> int:
+    return 1 if BYTE.fullmatch(name) else len(name.replace("▁", " ").encode())
 
 
 def load_tokenizer(path: str | Path, eos_token: str = "") -> Tokenizer:

@@ -112,9 +112,12 @@ def write_shard(folder: Path, split: str, number: int, documents: pa.ListArray, 
     path = folder / f"{split}-{number:05}.arrow"
     if not len(documents):
         return Shard(path.name, split, 0, 0, 0, 0), INDEX_SCHEMA.empty_table()
-    offsets, dtype = documents.offsets.to_numpy(), str(documents.type.value_type)
-    schema, block_tokens = token_schema(dtype), block_bytes // np.dtype(dtype).itemsize
-    blocks, first = [], 0
+    offsets = documents.offsets.to_numpy()
+    dtype = str(documents.type.value_type)
+    schema = token_schema(dtype)
+    block_tokens = block_bytes // np.dtype(dtype).itemsize
+    blocks = []
+    first = 0
     with written_whole(path) as sink, pa.ipc.new_file(sink, schema) as writer:
         while first < len(documents):
             stop = int(offsets.searchsorted(int(offsets[first]) + block_tokens, side="right")) - 1

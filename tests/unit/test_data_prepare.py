@@ -39,7 +39,7 @@ from data import sources, writer
 from data.prepare import main
 from data.shards import SPLITS, DataError
 from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
-from tests.corpus import prepare, stored_blocks, word_tokenizer, write_dataset
+from tests.corpus import documents_in, prepare, stored_blocks, word_tokenizer, write_dataset
 from tools import convert as convert_module
 from tools import verify
 from tools.convert import convert
@@ -111,23 +111,17 @@ def inputs(texts, tmp_path) -> dict[str, str]:
     (folder / "files").mkdir(parents=True)
     for i, text in enumerate(texts):
         (folder / "files" / f"{i:04}.md").write_bytes(text.encode())
-    (folder / "files" / "image.png").write_bytes(b"\x89PNG")
-    jsonl = write_jsonl(folder / "a.jsonl", texts)
-    (folder / "a.jsonl.gz").write_bytes(gzip.compress(jsonl.read_bytes()))
-    compressed = pa.compress(jsonl.read_bytes(), codec="zstd", asbytes=True)
-    (folder / "a.jsonl.zst").write_bytes(compressed)
+    lines = write_jsonl(folder / "a.jsonl", texts).read_bytes()
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress(lines))
+    (folder / "a.jsonl.zst").write_bytes(pa.compress(lines, codec="zstd", asbytes=True))
     pq.write_table(pa.table({"n": range(len(texts)), "text": texts}), folder / "a.parquet", row_group_size=64)
     (folder / "one.txt").write_bytes(SEPARATOR.join(texts).encode())
     os.mkfifo(folder / "pipe")
-    half = write_jsonl(folder / "b1.jsonl", texts[:200])
-    write_jsonl(folder / "b2.jsonl", texts[200:])
-    for file in folder.rglob("*"):
-        if file.is_file() and file.suffix:
-            fsspec.filesystem("memory").pipe_file(str(file), file.read_bytes())
+    for name, half in (("b1.jsonl", texts[:200]), ("b2.jsonl", texts[200:])):
+        fsspec.filesystem("memory").pipe_file(f"{folder}/{name}", write_jsonl(folder / name, half).read_bytes())
     return {
         "folder": str(folder / "files"),
-        "glob": str(half.with_name("b?.jsonl")),
-        "URL": f"memory:/{folder / 'files'}",
+        "URL": f"memory:/{folder}",
         "URL glob": f"memory:/{folder}/b?.jsonl",
         "pipe": str(folder / "pipe"),
         "Python": "",
@@ -139,8 +133,8 @@ def inputs(texts, tmp_path) -> dict[str, str]:
 @pytest.mark.parametrize(
     "kind",
     [
-        *("folder", "glob", "jsonl", "jsonl.gz", "jsonl.zst", "parquet", "URL", "URL glob", "separator"),
-        *("pipe", "pipe with separator", "Python"),
+        *("folder", "jsonl.gz", "jsonl.zst", "parquet", "URL", "URL glob", "separator", "pipe"),
+        *("pipe with separator", "Python"),
     ],
 )
 def test_every_source_gives_each_document_once(inputs, texts, alone, tmp_path, monkeypatch, kind):
@@ -202,7 +196,7 @@ def test_the_same_bytes_by_any_number_of_processes_and_parts(texts, alone, tmp_p
     assert sum(name.startswith("train-") for name in made[0]) > 1
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.md.gz", "a.html.zst", "a", "a.jsonl", "a.jsonl.gz"])
+@pytest.mark.parametrize("name", ["a.txt", "a.html.zst", "a.jsonl.gz"])
 def test_a_byte_order_mark_is_no_text_and_zeros_after_gzip_are_no_content(name, tmp_path):
     plain = content = b"\xef\xbb\xbf" + (b'{"text": "def f():"}' if "jsonl" in name else b"def f():")
     if name.endswith("gz"):
@@ -211,34 +205,20 @@ def test_a_byte_order_mark_is_no_text_and_zeros_after_gzip_are_no_content(name, 
     elif name.endswith("zst"):
         content = pa.compress(content, codec="zstd", asbytes=True)
     (tmp_path / name).write_bytes(content)
-    (unit,) = sources.plan_units(sources.list_files([str(tmp_path / name)]))
-    assert [text for _, text in sources.documents(unit, ["text"])] == ["def f():"]
-
-
-@pytest.mark.parametrize("unit_bytes", [1, 20, 41, 59])
-def test_units_cut_at_and_between_line_ends(tmp_path, monkeypatch, unit_bytes):
-    """Each line belongs to one unit, in order; lines of 20 bytes, so that cuts fall on their ends, too."""
-    texts = [f"{i:04}abc" for i in range(10)]
-    file = tmp_path / "a.jsonl"
-    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    assert file.stat().st_size == 200
-    monkeypatch.setattr(sources, "UNIT_BYTES", unit_bytes)
-    units = sources.plan_units(sources.list_files([str(file)]))
-    assert [text for unit in units for _, text in sources.documents(unit, ["text"])] == texts
+    assert documents_in(tmp_path / name) == ["def f():"]
 
 
 def read_in_units(path: Path, separator: str = "", unit_bytes: int = 2**22, read_bytes: int = 2**20) -> list[str]:
     """The documents of a file, unit after unit."""
     with patch.object(sources, "UNIT_BYTES", unit_bytes), patch.object(sources, "READ_BYTES", read_bytes):
-        units = sources.plan_units(sources.list_files([str(path)]), separator)
-        return [text for unit in units for _, text in sources.documents(unit, ["text"])]
+        return documents_in(path, separator=separator)
 
 
 LETTERS = "ab\né"  # few, so that separators often occur and overlap
 SEPARATORS = ["\n\n", "aa", "abab", "aabaa", "aba", "\n---\n", "<|end|>", "é", "a\n", "\n"]
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(
     st.sampled_from(SEPARATORS) | st.text(LETTERS, min_size=1, max_size=5),
     st.lists(st.text(LETTERS, max_size=12), max_size=8),
@@ -272,7 +252,7 @@ def test_separators_divide_as_python_does_whatever_the_units(
         ("---", b"", []),
     ],
 )
-@pytest.mark.parametrize("unit_bytes", [1, 7, 100])
+@pytest.mark.parametrize("unit_bytes", [1, 100])
 def test_line_ends_of_a_separator_match_lf_and_crlf(tmp_path, separator, content, documents, unit_bytes):
     (tmp_path / "a.txt").write_bytes(content)
     assert read_in_units(tmp_path / "a.txt", separator, unit_bytes, 1) == documents
@@ -455,11 +435,8 @@ def test_a_finished_dataset_is_replaced_only_when_asked_and_never_read_in_part(t
     [
         ("a.jsonl", b'{"text": "x"}\n{"text": \n', r"a\.jsonl, line at byte 14: must be a JSON object"),
         ("a.jsonl", b'[{"text": "x"}]', r"a\.jsonl, line at byte 0: must be a JSON object \(an array .* a \.json file"),
-        ("a.json", b'[{"text": "x"}, 3]', r"a\.json, record 1: must be a JSON object: 3"),
         ("a.json", b'[{"text": "x"}, ', r"a\.json: cannot be read: JSONDecodeError: .* column 17"),
-        ("a.json", b'{\n "data": []}', r"a\.json, line at byte 0: must be a JSON object \(an array"),
         ("a.jsonl", b'{"body": "x"}\n', r"line at byte 0: no text under 'text'; it has body; choose with --keys"),
-        ("a.jsonl", b'{"text": 3}\n', r"line at byte 0: no text under 'text'; it has text; choose with --keys"),
         (
             "a.jsonl",
             b'{"text": "a"}\n{"text": "cut \\ud83d here"}\n',
@@ -484,14 +461,7 @@ def test_bad_input_is_named(tmp_path, name, content, message, capsys):
 def test_bad_records_are_left_out_counted_and_listed(texts, alone, tmp_path, monkeypatch, capsys):
     """The same ones whatever the processes and kills, each with its place, which is counted here."""
     monkeypatch.setattr(sources, "UNIT_BYTES", 3000)
-    bad = [
-        b'{"text": "cut \xe2\x82"}',
-        b'{"text": null}',
-        b'{"text": "\\ud83d"}',
-        b"no JSON",
-        b'["text"]',
-        b'{"text": 3}',
-    ]
+    bad = [b'{"text": "cut \xe2\x82"}', b'{"text": null}', b'{"text": "\\ud83d"}', b"no JSON", b'["text"]']
     lines, expected = [json.dumps({"text": text}).encode() for text in texts], []
     for i, line in enumerate(bad * 3):
         lines.insert(20 * i + 7, line)
@@ -501,23 +471,23 @@ def test_bad_records_are_left_out_counted_and_listed(texts, alone, tmp_path, mon
     with pytest.raises(DataError, match=r"\(--skip-bad 0 leaves out no more; --dry-run"):
         prepare([source], str(tmp_path / "out"), **alone)
     command = ["--source", source, "--tokenizer", alone["tokenizer"], "--output", str(tmp_path / "out"), "--dry-run"]
-    for allowed, code in ((17, 1), (18, 0)):
+    for allowed, code in ((14, 1), (15, 0)):
         with pytest.raises(SystemExit) as ended:
             main([*command, f"--skip-bad={allowed}"])
         *said, last = capsys.readouterr().out.splitlines()
         assert [place for line, place in zip(said, expected, strict=True) if line.startswith(place)] == expected
-        assert (last, ended.value.code) == ("documents 400, bad records 18", code)
+        assert (last, ended.value.code) == ("documents 400, bad records 15", code)
     assert not (tmp_path / "out").exists()
     for processes in (1, 3):
         output, options = tmp_path / f"out{processes}", alone | {"processes": processes}
-        with pytest.raises(DataError, match="18 bad records are more than --skip-bad 17"):
-            prepare([source], str(output), skip_bad=17, **options)
+        with pytest.raises(DataError, match="15 bad records are more than --skip-bad 14"):
+            prepare([source], str(output), skip_bad=14, **options)
         before = {file: file.stat().st_mtime_ns for file in output.glob(".parts/unit-*.arrow")}
         with patch("data.writer.write_manifest", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
-            prepare([source], str(output), skip_bad=18, **options)
-        manifest = prepare([source], str(output), skip_bad=18, **options)
+            prepare([source], str(output), skip_bad=15, **options)
+        manifest = prepare([source], str(output), skip_bad=15, **options)
         assert before, "and none is made again"
-        assert manifest["bad_records"] == 18
+        assert manifest["bad_records"] == 15
         assert (output / "bad_records.txt").read_text().splitlines() == said
         assert documents_of(output) == Counter(texts)
         made.append(contents(output))
@@ -525,76 +495,56 @@ def test_bad_records_are_left_out_counted_and_listed(texts, alone, tmp_path, mon
 
 
 @pytest.mark.parametrize(
-    "flags",
+    ("flags", "message"),
     [
-        *("--shard-mb=0.0", "--block-mb=inf", "--validation-fraction=nan", "--tokenizer=nothing", "--keys a,b"),
-        *("--output=s3://bucket/out", "--output=a-file/out", "--vocab-size=256", "--vocab-size=300 --tokenizer=T"),
-        *(
-            "--skip-bad=-1",
-            "--hold-out-pieces",
-            "--eos-token=</s>",
-            "--seq-len=8",
-            "--format sft",
-            "--seq-len=1 --format chat --tokenizer=T",
-        ),
-        "--source=nothing.txt",
+        ("--shard-mb=0", "--shard-mb 0.0: must be from"),
+        ("--block-mb=inf", "--block-mb inf: must be from"),
+        ("--validation-fraction=nan", "--validation-fraction nan: must be from 0 to 1"),
+        ("--tokenizer=nothing", "nothing"),
+        ("--source=nothing.txt", "--source nothing.txt: no files there"),
+        ("--output=s3://bucket/out", "--output s3://bucket/out: must be"),
+        ("--output=a.txt/out", "a.txt/out"),
+        ("--vocab-size=256", "--vocab-size 256: must be at least 257"),
+        ("--vocab-size=300 --tokenizer=T", "--vocab-size 300: is to train"),
+        ("--eos-token=</s>", "--eos-token </s>: needs --tokenizer"),
+        ("--skip-bad=-1", "--skip-bad -1: must be at least 0"),
+        ("--hold-out-pieces", "--hold-out-pieces: needs"),
+        ("--keys=a,b", "--keys a,b: must be as many"),
+        ("--source=a.txt --keys=body", "--keys body: no effect"),
+        ("--separator=x", "--separator 'x': no effect"),
+        ("--seq-len=8", "--seq-len 8: no effect with --format text"),
+        ("--train-eos", "--train-eos True: no effect with --format text"),
+        ("--format=sft", "--format sft: give the --tokenizer"),
+        ("--seq-len=1 --format=chat --tokenizer=T", "--seq-len 1: must be at least 2"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(texts, tokenizer_folder, tmp_path, monkeypatch, flags, capsys):
+def test_options_that_make_no_sense_are_refused(texts, tokenizer_folder, tmp_path, monkeypatch, flags, message, capsys):
     monkeypatch.chdir(tmp_path)
     write_jsonl(tmp_path / "in.jsonl", texts)
-    Path("a-file").touch()
+    Path("a.txt").write_text("text")
     files = set(tmp_path.iterdir())
     with pytest.raises(SystemExit):
         main(["--source=in.jsonl", "--output=out", *flags.replace("=T", f"={tokenizer_folder}").split()])
-    option, _, value = flags.split()[0].partition("=")
-    (said,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
-    assert said.startswith((f"error: {option} {value}", f"error: {value}"))
+    assert f"\nerror: {message}" in f"\n{capsys.readouterr().err}"
     assert set(tmp_path.iterdir()) == files
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_options_without_effect_on_the_data_are_told(alone, tmp_path, monkeypatch, caplog, processes):
+def test_a_separator_that_does_not_occur_is_told(alone, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(sources, "UNIT_BYTES", 100)  # the separator of most.txt is in one unit of many
     words = "word " * 100
     contents = {"never.txt": words, "most.txt": f"{words}\n---\n{words}", "end.txt": "one\n---\n", "empty.txt": ""}
     for name, text in contents.items():
         (tmp_path / name).write_text(text)
     given = [str(tmp_path / "*.txt")], str(tmp_path / "out")
-    options = alone | {"processes": processes, "overwrite": True, "separator": "\\n---\\n", "max_characters": 501}
+    options = alone | {"overwrite": True, "separator": "\\n---\\n"}
     prepare(*given, **options)
     undivided = f"does not occur in 1 of 4 texts, such as {tmp_path}/never.txt; each of these is one document"
-    assert caplog.messages == [
-        f"--separator '\\n---\\n': {undivided}",
-    ]
+    assert caplog.messages == [f"--separator '\\n---\\n': {undivided}"]
     assert documents_of(tmp_path / "out") == Counter([words, words, words, "one"])
     caplog.clear()
     (tmp_path / "never.txt").unlink()
-    prepare(*given, **options | {"max_characters": 499})
+    prepare(*given, **options)
     assert not caplog.messages
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--source=a.txt --keys=body", r"--keys body: no effect, as text such as .*/a\.txt has no keys"),
-        (
-            "--source=in.jsonl --separator=x",
-            r"--separator 'x': no effect, as no file is text; .*/in\.jsonl has records",
-        ),
-        ("--source=in.jsonl --max-characters=-1", "--max-characters -1: must be at least 0"),
-        ("--source=in.jsonl --processes=-1", "--processes -1: must be at least 0"),
-        ("--source=in.jsonl --train-eos", "--train-eos True: no effect with --format text"),
-    ],
-)
-def test_options_that_can_have_no_effect_are_refused(texts, tmp_path, monkeypatch, capsys, flags, message):
-    monkeypatch.chdir(tmp_path)
-    write_jsonl(tmp_path / "in.jsonl", texts)
-    Path("a.txt").write_text("text")
-    with pytest.raises(SystemExit):
-        main(["--output=out", *flags.split()])
-    assert re.search(f"^error: {message}$", capsys.readouterr().err, re.MULTILINE)
-    assert not Path("out").exists()
 
 
 def test_a_vocabulary_that_a_text_is_too_small_for_is_told(tmp_path, caplog):
@@ -630,7 +580,7 @@ def test_a_json_file_holds_an_array_or_lines(texts, alone, tmp_path, monkeypatch
         (tmp_path / f"{name}.json.gz").write_bytes(gzip.compress(content.encode()))
         for file in (f"{name}.json", f"{name}.json.gz"):
             units = sources.plan_units(sources.list_files([str(tmp_path / file)]))
-            assert [text for unit in units for _, text in sources.documents(unit, ["text"])] == texts
+            assert documents_in(tmp_path / file) == texts
             assert (len(units) > 1) == (file == "lines.json")
     bad = [{"text": "a"}, None, {"text": "b"}]
     (tmp_path / "bad.json").write_text(json.dumps(bad))
@@ -663,8 +613,7 @@ def test_csv_gives_the_records_that_pythons_csv_module_wrote(texts, alone, tmp_p
     (tmp_path / "a.csv.gz").write_bytes(gzip.compress((tmp_path / "a.csv").read_bytes()))
     fsspec.filesystem("memory").pipe_file(f"{tmp_path}/a.csv", (tmp_path / "a.csv").read_bytes())
     for source in (f"{tmp_path}/a.csv", f"{tmp_path}/a.tsv", f"{tmp_path}/a.csv.gz", f"memory:/{tmp_path}/a.csv"):
-        (unit,) = sources.plan_units(sources.list_files([source]))
-        assert [text for _, text in sources.documents(unit, ["body"])] == long
+        assert documents_in(source, ["body"]) == long
     (tmp_path / "bad.csv").write_bytes(b"body,n\none,1\ntwo,2,3\n\xff,4\n,5\nfive\n")
     options = alone | {"keys": "body", "skip_bad": 2, "validation_fraction": 0}
     manifest = prepare([f"{tmp_path}/bad.csv"], str(tmp_path / "out"), **options)
@@ -684,11 +633,9 @@ def test_texts_in_arrow_are_read_as_those_in_parquet(texts, tmp_path, kind):
     new = {"file": pa.ipc.new_file, "stream": pa.ipc.new_stream}[kind]
     with new(tmp_path / "a.arrow", table.schema) as file:
         file.write_table(table, max_chunksize=150)
-    (unit,) = sources.plan_units(sources.list_files([str(tmp_path / "a.arrow")]))
-    expected = [(f"{tmp_path}/a.arrow, row {i}", text) for i, text in enumerate(texts)]
-    assert list(sources.documents(unit, ["text"])) == expected
+    assert documents_in(tmp_path / "a.arrow") == texts
     with pytest.raises(DataError, match=r"a\.arrow, row 0: no text under 'body'; it has n, text"):
-        list(sources.documents(unit, ["body"]))
+        documents_in(tmp_path / "a.arrow", ["body"])
 
 
 def test_a_damaged_page_of_parquet_is_named_where_it_has_a_checksum(tmp_path):
@@ -698,9 +645,8 @@ def test_a_damaged_page_of_parquet_is_named_where_it_has_a_checksum(tmp_path):
     damaged = bytearray(file.read_bytes())
     damaged[pq.ParquetFile(file).metadata.row_group(0).column(0).total_compressed_size // 2] ^= 1
     file.write_bytes(damaged)
-    (unit,) = sources.plan_units(sources.list_files([str(file)]))
     with pytest.raises(DataError, match=r"a\.parquet: cannot be read: .*checksum verification failed"):
-        list(sources.documents(unit, ["text"]))
+        documents_in(file)
 
 
 def test_a_folder_is_read_with_all_below_it_and_what_is_left_out_is_said(tmp_path, caplog):
@@ -758,14 +704,11 @@ def test_a_file_that_several_sources_name_is_read_once_and_that_is_told(tmp_path
         ("", "a.txt sub/b.md sub/deep/c.txt"),
         ("/sub", "a.txt sub/b.md sub/deep/c.txt"),  # up is the folder above
         ("/**", "a.txt sub/b.md sub/deep/c.txt sub/d.png"),
-        ("/**/*.txt", "a.txt sub/deep/c.txt"),
         ("/**/deep/**/*", "sub/deep/c.txt"),
-        ("/s*/*.md", "sub/b.md"),
         ("/sub/up/sub/again/**/*.md", "sub/b.md"),
     ],
 )
-@pytest.mark.parametrize("scheme", ["", "file://"])
-def test_links_that_lead_back_end(tmp_path, monkeypatch, source, names, scheme):
+def test_links_that_lead_back_end(tmp_path, monkeypatch, source, names):
     """Each real folder once, though there are as many paths through two such links as steps to the power of two."""
     (tmp_path / "loop" / "sub" / "deep").mkdir(parents=True)
     (tmp_path / "loop" / ".hidden").mkdir()
@@ -775,7 +718,7 @@ def test_links_that_lead_back_end(tmp_path, monkeypatch, source, names, scheme):
     (tmp_path / "loop" / "sub" / "again").symlink_to("../sub")
     walked = []
     monkeypatch.setattr("os.walk", lambda *top, walk=os.walk, **how: count(walked, walk(*top, **how)))
-    found = sources.list_files([f"{scheme}{tmp_path}/loop{source}"])
+    found = sources.list_files([f"{tmp_path}/loop{source}"])
     real = {os.path.relpath(os.path.realpath(file.url), tmp_path / "loop") for file in found}
     assert real == {*names.split()}
     assert len(found) == len(real)
