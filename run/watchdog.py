@@ -186,7 +186,6 @@ class Watchdog:
             "section": section,
             "step": self.step,
             "last_checkpoint": last,
-            "steps_repeated": 0 if kind == "finished" else self.step - (last or 0),
             "next_action": action,
             "start_again": again,
         }

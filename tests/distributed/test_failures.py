@@ -1,14 +1,14 @@
 """Bad steps left out, timeouts, slow checkpoints; and a short chaos under torchrun."""
 
 import contextlib
-import json
 import os
-import random
 import re
+import shutil
 import signal
 import subprocess
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from benchmarks.chaos import ARGUMENTS, Job, judge_job, prepare_data, schedule, suffer, weights
+from benchmarks.chaos import ARGUMENTS, Fault, Job, judge_job, suffer, weights
 from benchmarks.chaos_rank import tiny_model
 from checkpoint import files
 from checkpoint.manager import CheckpointManager
@@ -32,7 +32,7 @@ from run.processes import AGAIN, process_state, shut_down
 from run.stop import StopRequest
 from storage import LocalStore
 from tests.harness import run_ranks
-from tests.runs import SMALL, final_weights, flat, how_it_ended, launch, read, rows, same, saved_steps
+from tests.runs import final_weights, flat, how_it_ended, launch, read, rows, same, saved_steps
 from tests.runs import run as run_plainly
 from tools.audit import prove
 from tools.compare import read_charts
@@ -90,6 +90,11 @@ def run(
     return ""
 
 
+def left_out(folder: Path) -> list[tuple[int, int]]:
+    """The first and last step of each record."""
+    return [(record["first"], record["last"]) for record in read(folder, "skipped.jsonl")]
+
+
 def same_weights(left: Path, right: Path, scratch: Path) -> bool:
     return same(*(flat(final_weights(folder, scratch)) for folder in (left, right)))
 
@@ -99,13 +104,8 @@ def test_a_bad_step_is_skipped_on_all_ranks_and_again_after_a_crash(
 ) -> None:
     words = [*small, SKIP]
     assert launch(2, tmp_path / "whole", words, (7,), function=run) == ["", ""]
-    (record,) = read(tmp_path / "whole", "skipped.jsonl")
-    assert (record["first"], record["last"]) == (7, 7)
-    rows = {row["step"]: row for row in read(tmp_path / "whole", "metrics.jsonl")}
-    assert list(rows) == list(range(1, 13))
-    assert [step for step, row in rows.items() if row["skipped"]] == [7]
-    assert rows[7]["loss"] is None
-    assert prove(tmp_path / "whole")[0].startswith("12 steps")
+    assert left_out(tmp_path / "whole") == [(7, 7)]
+    assert list(rows(tmp_path / "whole")) == [1, 2, 3, 4, 5, 6, 8, 9, 10, 11, 12]
 
     launch(2, tmp_path / "cut", words, (7,), 8, function=run)
     # Step 7 would be sound now, and is left out all the same. It is not computed, so there is no seventh forward.
@@ -124,21 +124,15 @@ def test_a_bad_step_rolls_back_to_the_checkpoint_and_leaves_out_all_since(
     ended = how_it_ended(rolled)
     assert (ended["kind"], ended["step"], ended["last_checkpoint"]) == ("rolled back", 10, 5)
     assert launch(2, rolled, words, function=run) == ["", ""]
-    (record,) = read(rolled, "skipped.jsonl")
-    assert (record["first"], record["last"]) == (6, 10)
-    assert re.match(r"loss \d\.\d+, gradient norm nan: not finite", record["cause"])
-    rows = {row["step"]: row for row in read(rolled, "metrics.jsonl")}
-    assert [step for step, row in rows.items() if row["skipped"]] == [6, 7, 8, 9, 10]
+    assert left_out(rolled) == [(6, 10)]
     assert read_charts(rolled)["loss"]["step"] == [1, 2, 3, 4, 5, 11, 12]
     assert saved_steps(rolled) == [5, 10, 12], "what is due at a step comes at it"
     # The same, known beforehand: a run whose record has those steps from its first crash on.
     launch(2, told, words, (), 5, function=run)
-    (told / "skipped.jsonl").write_text(json.dumps(record) + "\n")
+    shutil.copy(rolled / "skipped.jsonl", told)
     launch(2, told, words, function=run)
     assert same_weights(told, rolled, tmp_path)
-    proof = prove(rolled)
-    assert proof[0].startswith("12 steps")
-    assert proof[-1].startswith(f"{rolled}/skipped.jsonl lists steps")
+    assert prove(rolled)[-1].startswith(f"{rolled}/skipped.jsonl lists steps")
 
 
 def test_a_rollback_past_a_damaged_checkpoint_goes_on_with_the_one_before(
@@ -150,7 +144,7 @@ def test_a_rollback_past_a_damaged_checkpoint_goes_on_with_the_one_before(
     assert launch(2, tmp_path, words, (11,), 0, 10, function=run) == ["rolled back"] * 2
     launch(2, tmp_path, words, (2,), function=run)
     record = how_it_ended(tmp_path)
-    assert (record["step"], record["last_checkpoint"], record["steps_repeated"]) == (7, 5, 2)
+    assert (record["step"], record["last_checkpoint"]) == (7, 5)
     assert prove(tmp_path)[0].startswith("7 steps")
 
 
@@ -159,18 +153,14 @@ def test_the_budget_ends_the_run_on_all_ranks(small: tuple[str, ...], tmp_path: 
     for said in launch(2, tmp_path, words, (3, 6, 7), function=run):
         assert said.startswith("step 7: loss nan")
         assert "failures.bad_step_budget = 2 is spent" in said
-    record = how_it_ended(tmp_path)
-    assert (record["kind"], record["step"], record["last_checkpoint"]) == ("error", 7, 5)
-
+    assert how_it_ended(tmp_path)["kind"] == "error"
     # Back to step 5: 6 is left out again, 7 is sound now.
     assert launch(2, tmp_path, words, function=run) == ["", ""]
-    assert prove(tmp_path)[-1].startswith(f"{tmp_path}/skipped.jsonl lists steps")
-
     # A start without checkpoints, from step 0, is bound by nothing, and nothing of it is left.
     before = set((tmp_path / "checkpoints").iterdir())
     assert launch(2, tmp_path, [*words, "--checkpoint.enable=false"], (2, 4), function=run) == ["", ""]
     assert set((tmp_path / "checkpoints").iterdir()) == before
-    assert [record["last"] for record in read(tmp_path, "skipped.jsonl")] == [3, 6]
+    assert left_out(tmp_path) == [(3, 3), (6, 6)]
 
 
 def judge_all(folder: Path, failures: Failures, pairs: list[tuple[float, float]]) -> list[str]:
@@ -222,24 +212,25 @@ def test_timeouts_are_those_of_the_settings(small: tuple[str, ...], tmp_path: Pa
 def exit_code(arguments: list[str], steps: int, *signals: signal.Signals) -> Any:
     """Of a rank alone on its node; rank 1 gets the signals after step 2. None leaves before rank 0 has said why."""
     os.environ["LOCAL_RANK"] = "0"
-    folder = Path(next(word for word in arguments if "run.folder" in word).partition("=")[2])
+    config = load_config([*arguments, f"--training.steps={steps}"])
 
     def say_slowly(*ended: Any) -> bool:
         time.sleep(1)
         return record_exit(*ended)
 
     def after_step(step: int) -> None:
-        for number in signals if dist.get_rank() == 1 and step == 2 else ():
-            os.kill(os.getpid(), number)
+        if dist.get_rank() == 1 and step == 2:
+            for number in signals:
+                os.kill(os.getpid(), number)
 
     code: Any = 0
     with mock.patch("run.watchdog.record_exit", say_slowly):
         try:
-            train(load_config([*arguments, f"--training.steps={steps}"]), after_step)
+            train(config, after_step)
         except SystemExit as ended:
             code = ended.code
             shut_down()  # as the end of the process would
-    assert steps == 2 or (folder / "exit.json").exists()
+    assert steps == 2 or Path(config.run.folder, "exit.json").exists()
     return code
 
 
@@ -260,43 +251,41 @@ def run_on_full_disk(arguments: list[str]) -> str:
                 while True:
                     file.write(bytes(1024))
 
-    try:
+    with pytest.raises(TitaniteError) as caught:
         train(config, fill)
-    except TitaniteError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    return f"{caught.typename}: {caught.value}"
 
 
-def test_a_full_disk_of_the_run_folder_ends_the_run_with_a_checkpoint(dataset: Path, tmp_path: Path) -> None:
-    """The checkpoints lie elsewhere. All ranks stop after the same step and name the disk; so does a start on it."""
-    disk, checkpoints = tmp_path / "disk", tmp_path / "checkpoints"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk]).returncode:
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder]).returncode:
         pytest.skip("no file system can be mounted here")
-    arguments = [
-        *SMALL,
-        f"--data.datasets={dataset}",
-        f"--checkpoint.folder={checkpoints}",
-        "--metrics.tensorboard=true",
-    ]
-    arguments += [f"--run.folder={disk}/run", "--training.steps=40", "--checkpoint.interval=100"]
-    try:
-        first, second = run_ranks(2, run_on_full_disk, arguments, start_group=False)
-        assert first == second
-        saved = int(next(checkpoints.glob("step-*")).name.split("-")[1])
-        assert re.match(
-            rf"TitaniteError: {disk}/run/\S*: cannot be written: No space left .* step {saved} is saved", first
-        )
-        assert 2 < saved < 40
-        (again,) = run_ranks(1, run_on_full_disk, arguments, start_group=False)
-        assert again == f"ConfigError: run.folder = '{disk}/run': cannot be written: No space left on device"
-        (disk / "filler").unlink()
-        arguments += [f"--training.steps={saved + 2}"]
-        assert run_ranks(2, run, arguments, start_group=False) == ["", ""]
-        assert list(rows(disk / "run"))[-2:] == [saved + 1, saved + 2]
-        assert f"{saved + 2} steps" in prove(disk / "run")[0]
-    finally:
-        subprocess.run(["umount", disk], check=True)
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_full_disk_of_the_run_folder_ends_the_run_with_a_checkpoint(
+    disk: Path, small: tuple[str, ...], tmp_path: Path
+) -> None:
+    """The checkpoints lie elsewhere. All ranks stop after the same step and name the disk; so does a start on it."""
+    checkpoints = tmp_path / "checkpoints"
+    words = [*small, f"--checkpoint.folder={checkpoints}", "--metrics.tensorboard=true", "--checkpoint.interval=100"]
+    first, second = launch(2, disk / "run", [*words, "--training.steps=40"], function=run_on_full_disk)
+    assert first == second
+    (folder,) = checkpoints.glob("step-*")
+    saved = int(folder.name.split("-")[1])
+    full = f"TitaniteError: {disk}/run/\\S*: cannot be written: No space left .* step {saved} is saved"
+    assert re.match(full, first)
+    assert 2 < saved < 40
+    (again,) = launch(1, disk / "run", words, function=run_on_full_disk)
+    assert again == f"ConfigError: run.folder = '{disk}/run': cannot be written: No space left on device"
+    (disk / "filler").unlink()
+    assert launch(2, disk / "run", [*words, f"--training.steps={saved + 2}"], function=run) == ["", ""]
+    assert list(rows(disk / "run"))[-2:] == [saved + 1, saved + 2]
+    assert f"{saved + 2} steps" in prove(disk / "run")[0]
 
 
 # ---------------------------------------------------------------- slow, and yet no hang
@@ -327,50 +316,54 @@ def be_slow(arguments: list[str], what: str, seconds: float, bad_steps: tuple[in
     """`run` under the watchdog, where each read, write, upload or copy of a checkpoint takes `seconds` by its clock."""
     os.environ["TORCHELASTIC_RUN_ID"] = "job"  # without torchrun the watchdog ends nothing
     clock, waited = Clock(), threading.Event()
-    read, write, copy, prepare = LocalStore.read, files.write_items, files.copy_files, Staging.prepare
+    read = LocalStore.read
+
+    def slow(original: Any) -> Any:
+        def call(*rest: Any) -> Any:
+            clock.advance(seconds)
+            return original(*rest)
+
+        return call
+
+    def once_waited(original: Any) -> Any:
+        def call(*rest: Any) -> Any:
+            assert waited.wait(60), "the main thread goes on until it waits for this"
+            return slow(original)(*rest)
+
+        return call
+
+    def then_wait(original: Any) -> Any:
+        def call(*rest: Any) -> Any:
+            waited.set()
+            return original(*rest)
+
+        return call
 
     def read_slowly(store: LocalStore, name: str, *rest: Any) -> Any:
-        if name.endswith(".distcp"):
-            clock.advance(seconds)
-        return read(store, name, *rest)
-
-    def write_slowly(*rest: Any) -> Any:
-        clock.advance(seconds)
-        return write(*rest)
-
-    def copy_slowly(*rest: Any) -> Any:
-        assert waited.wait(60), "the main thread goes on until it waits for this upload"
-        clock.advance(seconds)
-        return copy(*rest)
+        return (slow(read) if name.endswith(".distcp") else read)(store, name, *rest)
 
     def prepare_slowly(staging: Staging, sources: Any) -> Any:
-        make = prepare(staging, sources)
         waited.clear()
-        return lambda: (waited.wait(60), clock.advance(seconds), make())
+        return once_waited(prepare(staging, sources))
 
-    def then_wait(method: Any) -> Any:
-        return lambda *rest: (waited.set(), method(*rest))[1]
-
-    slow = {
-        "read": [mock.patch.object(LocalStore, "read", read_slowly), mock.patch("checkpoint.files.RANGE_BYTES", 1)],
-        "write": [mock.patch("checkpoint.files.write_items", write_slowly)],
-        "upload": [
-            mock.patch("checkpoint.files.copy_files", copy_slowly),
-            mock.patch.object(CheckpointManager, "last_saved", then_wait(CheckpointManager.last_saved)),
-        ],
-        "copies": [
-            mock.patch.object(Staging, "prepare", prepare_slowly),
-            mock.patch.object(Staging, "wait", then_wait(Staging.wait)),
-            mock.patch.object(CheckpointManager, "wait", then_wait(CheckpointManager.wait)),
-        ],
+    prepare = Staging.prepare
+    patches: dict[str, dict[Any, dict[str, Any]]] = {
+        "read": {LocalStore: {"read": read_slowly}, files: {"RANGE_BYTES": 1}},
+        "write": {files: {"write_items": slow(files.write_items)}},
+        "upload": {
+            files: {"copy_files": once_waited(files.copy_files)},
+            CheckpointManager: {"last_saved": then_wait(CheckpointManager.last_saved)},
+        },
+        "copies": {
+            Staging: {"prepare": prepare_slowly, "wait": then_wait(Staging.wait)},
+            CheckpointManager: {"wait": then_wait(CheckpointManager.wait)},
+        },
     }
-    with contextlib.ExitStack() as patches:
-        for patch in slow[what]:
-            patches.enter_context(patch)
-        patches.enter_context(mock.patch("run.watchdog.POLL_SECONDS", 0.01))
-        patches.enter_context(
-            mock.patch("run.watchdog.time", SimpleNamespace(monotonic=clock.monotonic, sleep=time.sleep))
-        )
+    own_clock = SimpleNamespace(monotonic=clock.monotonic, sleep=time.sleep)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.multiple("run.watchdog", POLL_SECONDS=0.01, time=own_clock))
+        for target, replaced in patches[what].items():
+            stack.enter_context(mock.patch.multiple(target, **replaced))
         return run(arguments, bad_steps)
 
 
@@ -379,21 +372,19 @@ LIMITS = ("--comm.init_timeout_seconds=600", "--comm.train_timeout_seconds=600",
 SLOW, HUNG = 700.0, 1500.0
 
 
-@pytest.mark.parametrize("how", ["a resume", "a branch", "initial_load"])
+@pytest.mark.parametrize("how", ["resume", "initial_load"])
 def test_a_load_may_take_long_as_long_as_it_moves(how: str, small: tuple[str, ...], tmp_path: Path) -> None:
-    first, second = tmp_path / "first", tmp_path / "second"
+    first = folder = tmp_path / "first"
     launch(1, first, [*small, "--training.steps=2"])
-    words = {
-        "a resume": [f"--run.folder={first}"],
-        "a branch": [f"--run.folder={second}", f"--checkpoint.branch_from={first}"],
-        "initial_load": [f"--run.folder={second}", f"--checkpoint.initial_load={first}"],
-    }[how]
-    arguments = [*small, *LIMITS, *words, "--training.steps=3"]
+    words = [*small, *LIMITS, "--training.steps=3"]
+    if how == "initial_load":
+        folder = tmp_path / "second"
+        words += [f"--checkpoint.initial_load={first}"]
     with pytest.raises(AssertionError, match="rank 0 ended with 75"):
-        run_ranks(1, be_slow, arguments, "read", HUNG, start_group=False)
-    ended = how_it_ended(first if how == "a resume" else second)
+        launch(1, folder, words, "read", HUNG, function=be_slow)
+    ended = how_it_ended(folder)
     assert (ended["kind"], ended["section"]) == ("hung", "load")
-    assert run_ranks(1, be_slow, arguments, "read", SLOW, start_group=False) == [""]
+    assert launch(1, folder, words, "read", SLOW, function=be_slow) == [""]
 
 
 @pytest.mark.parametrize(("what", "mode"), [("write", "sync"), ("copies", "async")])
@@ -402,9 +393,9 @@ def test_a_save_may_take_longer_than_a_step(what: str, mode: str, small: tuple[s
     words = [*small, *LIMITS, f"--checkpoint.mode={mode}"]
     assert launch(1, tmp_path / "slow", words, what, SLOW, function=be_slow) == [""]
     launch(1, tmp_path / "plain", small)
-    (slow, plain) = (next((tmp_path / name / "checkpoints").glob("step-00000005-*")) for name in ("slow", "plain"))
     saved = []
-    for folder in (slow, plain):
+    for name in ("slow", "plain"):
+        (folder,) = (tmp_path / name / "checkpoints").glob("step-00000005-*")
         dcp_to_torch_save(folder, tmp_path / "all.pt")
         saved.append(flat(torch.load(tmp_path / "all.pt", weights_only=True)))
     assert same(*saved)
@@ -416,9 +407,7 @@ def test_a_rollback_may_wait_for_a_long_upload(
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
     words = [*small, *LIMITS, ROLLBACK, f"--checkpoint.upload={tmp_path / 'far'}"]
     assert launch(2, tmp_path / "run", words, "upload", SLOW, (7,), function=be_slow) == ["rolled back"] * 2
-    (record,) = read(tmp_path / "run", "skipped.jsonl")
-    assert (record["first"], record["last"]) == (6, 7)
-    assert how_it_ended(tmp_path / "run")["kind"] == "rolled back"
+    assert left_out(tmp_path / "run") == [(6, 7)]
 
 
 # ---------------------------------------------------------------- launch/node.sh
@@ -494,33 +483,23 @@ def test_a_node_whose_ranks_are_all_killed_starts_again_until_that_leads_nowhere
 
 # ---------------------------------------------------------------- chaos
 
-CHAOS_STEPS = 40
-
 
 def run_undisturbed(arguments: list[str]) -> None:
     with mock.patch("train.find_model", tiny_model):
         run_plainly(arguments)
 
 
-def test_jobs_survive_faults_with_the_same_weights_and_the_right_verdicts(tmp_path: Path) -> None:
-    dataset, steps = prepare_data(tmp_path / "data"), f"--training.steps={CHAOS_STEPS}"
-    words = [*ARGUMENTS, steps, f"--data.datasets={dataset}"]
+def test_jobs_survive_faults_with_the_same_weights_and_the_right_verdicts(dataset: Path, tmp_path: Path) -> None:
+    words = [*ARGUMENTS, "--training.steps=40", f"--data.datasets={dataset}"]
     launch(2, tmp_path / "undisturbed", words, function=run_undisturbed)
-    random_faults = random.Random(int(os.environ.get("SEED", "0")))
-    ((*faults,),) = schedule(random_faults, {"SIGKILL": 1, "SIGSTOP": 1}, per_job=9, steps=CHAOS_STEPS)
-    with contextlib.closing(Job(tmp_path / "struck", dataset, steps)) as job:
-        rows: list[dict[str, Any]] = []
-        suffer(job, faults, None, rows)
-    assert len(rows) == len(faults)
+    faults = [Fault("SIGKILL", 8, 1, 0.01), Fault("SIGSTOP", 17, 0, 0.02)]
+    with contextlib.closing(Job(tmp_path / "struck", dataset, "--training.steps=40")) as job:
+        suffer(job, faults, None, [])
     row = judge_job(job, weights(tmp_path / "undisturbed", tmp_path), tmp_path)
     assert (row["ledger"], row["bit_equal"], row["wrong_verdicts"]) == ("exact", True, 0)
-    ends = [start["after"] for start in read(job.run, "starts.jsonl")[1:]]
-    assert len(ends) == len(faults)
-    for fault, end in zip(faults, ends, strict=True):
-        assert end["kind"] == ("lost" if fault.kind == "SIGKILL" else "hung")
-        assert end["rank"] == fault.rank
-    ended = how_it_ended(job.run)
-    assert ended["kind"] == "finished"
+    ends = [(start["after"]["kind"], start["after"]["rank"]) for start in read(job.run, "starts.jsonl")[1:]]
+    assert ends == [("lost", 1), ("hung", 0)]
+    assert how_it_ended(job.run)["kind"] == "finished"
 
 
 def test_a_second_ctrl_c_is_a_persons_wish_and_starts_nothing_again(small: tuple[str, ...], tmp_path: Path) -> None:
@@ -567,12 +546,13 @@ def test_each_node_notes_a_start_and_forgets_how_the_one_before_ended(small: tup
     words = [*small, "--training.steps=1"]
     assert launch(2, tmp_path / "run", words, False, function=starts_noted) == [True, False]
     assert launch(2, tmp_path / "run", words, True, function=starts_noted) == [True, True]
-    node, noted = tmp_path / "a disk of its own" / "run", set()
-    for _ in range(2):
-        note_start(node)
-        noted.add((node / ".started").read_bytes())
-        assert record_exit(node, {"kind": "lost"}), "the next start has removed it"
-    assert len(noted) == 2
+    node = tmp_path / "a disk of its own" / "run"
+    note_start(node)
+    noted = (node / ".started").read_bytes()
+    assert record_exit(node, {"kind": "lost"})
+    note_start(node)
+    assert (node / ".started").read_bytes() != noted
+    assert not (node / "exit.json").exists()
 
 
 def stop_before_training(arguments: list[str]) -> Any:

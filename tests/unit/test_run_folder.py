@@ -100,11 +100,16 @@ def test_code_that_changed_between_two_starts_is_kept_and_named(
     """What is kept makes of the commit the code as it was."""
     code, again, run = tmp_path / "code", tmp_path / "again", tmp_path / "code" / "a run"
     run.mkdir(parents=True)
+
+    def git(folder: Path, *words: str) -> str:
+        command = ["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=a", *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
     (code / "model.py").write_text("dim = 4\n")
     (code / ".gitignore").write_text("*.log\n")
-    git = ["git", "-C", str(code), "-c", "user.name=a", "-c", "user.email=a"]
-    for words in (["init", "-q"], ["add", "model.py", ".gitignore"], ["commit", "-qm", "first"]):
-        subprocess.run([*git, *words], check=True)
+    git(code, "init", "-q")
+    git(code, "add", "model.py", ".gitignore")
+    git(code, "commit", "-qm", "first")
     monkeypatch.setattr("run.code.CODE", code)
     assert record(run, Config(), {}, 1) == record(run, Config(), {}, 1) == {}
     assert not list(run.glob("*.patch"))
@@ -116,18 +121,16 @@ def test_code_that_changed_between_two_starts_is_kept_and_named(
         (code / name).write_text(text)
     changed = record(run, Config(), {}, 1)
     (patch,) = run.glob("*.patch")
-    commit = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    commit = git(code, "rev-parse", "HEAD")
     assert changed == {"code": (commit, f"{commit}-dirty {patch.name}")}
-    subprocess.run(["git", "clone", "-q", code, again], check=True)
-    subprocess.run(["git", "-C", again, "apply", patch], check=True)
-    made = {
-        str(file.relative_to(again)): file for file in again.rglob("*") if file.is_file() and ".git" not in file.parts
-    }
-    assert {name: file.read_text() for name, file in made.items()} == {".gitignore": "*.log\n", **new}
+    git(tmp_path, "clone", "-q", str(code), str(again))
+    git(again, "apply", str(patch))
+    files = [file for file in again.rglob("*") if file.is_file() and ".git" not in file.parts]
+    made = {str(file.relative_to(again)): file.read_text() for file in files}
+    assert made == {".gitignore": "*.log\n", **new}
     assert record(run, Config(), {}, 1) == {}
     (code / "model.py").write_text("dim = 16\n")
     assert record(run, Config(), {}, 1)["code"][0] == f"{commit}-dirty {patch.name}"
-    assert [start["patch"] for start in starts_of(run)][:4] == ["", "", patch.name, patch.name]
 
 
 def test_a_line_cut_by_a_kill_spoils_no_later_one(tmp_path: Path) -> None:
