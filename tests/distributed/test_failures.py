@@ -472,10 +472,10 @@ def test_a_rank_that_waits_in_a_driver_notices_that_another_is_gone(
 def test_a_node_whose_ranks_are_all_killed_starts_again_until_that_leads_nowhere(
     small: tuple[str, ...], tmp_path: Path
 ) -> None:
-    words = [*small, "--failures.restarts_without_progress=1", "--training.steps=1"]
-    ends = [start_node(tmp_path, 1, "killed", *words) for _ in range(3)]
-    assert [code for code, _ in ends] == [75, 75, 100]
-    assert "in a row that ended without a new checkpoint: 2" in ends[-1][1]
+    words = [*small, "--failures.restarts_without_progress=0", "--training.steps=1"]
+    (first, _), (second, printed) = [start_node(tmp_path, 1, "killed", *words) for _ in range(2)]
+    assert (first, second) == (75, 100)
+    assert "in a row that ended without a new checkpoint: 1" in printed
     assert not (tmp_path / "run" / "exit.json").exists()
     record = read(tmp_path / "run", "starts.jsonl")[0]
     assert record["job"] == "run", "the folder names the job"
@@ -510,28 +510,38 @@ def test_a_second_ctrl_c_is_a_persons_wish_and_starts_nothing_again(small: tuple
     assert (ended["kind"], ended["cause"], ended["start_again"]) == ("stopped", "stopped by SIGINT, at once", False)
 
 
-def lose_a_rank_before_training(arguments: list[str]) -> None:
-    """Rank 1 is killed in the load; rank 0 is then asked to stop, as torchrun does."""
-    os.environ["LOCAL_WORLD_SIZE"] = "2"
+def stop_before_training(arguments: list[str]) -> Any:
+    """Rank 0 is asked to stop in the load, as torchrun also does when rank 1, if there is one, is killed there."""
+    os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
 
     def load(self: CheckpointManager) -> int:
-        other = self.ranks.all_gather_object(os.getpid())[1]
+        other = self.ranks.all_gather_object(os.getpid())[-1]
         if dist.get_rank() == 1:
             os.kill(other, signal.SIGKILL)
-        while process_state(other)[0] not in ("", "Z"):
+        while dist.get_world_size() == 2 and process_state(other)[0] not in ("", "Z"):
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGTERM)
         return 0
 
-    with mock.patch.object(CheckpointManager, "load", load):
+    with mock.patch.object(CheckpointManager, "load", load), pytest.raises(SystemExit) as ended:
         train(load_config(arguments))
+    return ended.value.code
 
 
 def test_a_rank_that_is_lost_before_training_is_named(small: tuple[str, ...], tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="rank 1 ended with -9"):
-        launch(2, tmp_path, small, function=lose_a_rank_before_training)
+        launch(2, tmp_path, small, function=stop_before_training)
     ended = how_it_ended(tmp_path)
     assert (ended["kind"], ended["rank"], ended["section"], ended["start_again"]) == ("lost", 1, "start", True)
+
+
+def test_a_request_to_stop_before_the_first_step_ends_at_once_and_is_no_crash(
+    small: tuple[str, ...], tmp_path: Path
+) -> None:
+    assert launch(1, tmp_path, small, function=stop_before_training) == [128 + signal.SIGTERM]
+    ended = how_it_ended(tmp_path)
+    found = (ended["kind"], ended["cause"], ended["start_again"])
+    assert found == ("stopped", "stopped by SIGTERM, before any step", True)
 
 
 def starts_noted(arguments: list[str], node_of_one_rank: bool) -> bool:
@@ -553,24 +563,3 @@ def test_each_node_notes_a_start_and_forgets_how_the_one_before_ended(small: tup
     note_start(node)
     assert (node / ".started").read_bytes() != noted
     assert not (node / "exit.json").exists()
-
-
-def stop_before_training(arguments: list[str]) -> Any:
-    def load(self: CheckpointManager) -> int:
-        os.kill(os.getpid(), signal.SIGTERM)
-        return 0
-
-    with mock.patch.object(CheckpointManager, "load", load):
-        try:
-            train(load_config(arguments))
-        except SystemExit as ended:
-            return ended.code
-
-
-def test_a_request_to_stop_before_the_first_step_ends_at_once_and_is_no_crash(
-    small: tuple[str, ...], tmp_path: Path
-) -> None:
-    assert launch(1, tmp_path, small, function=stop_before_training) == [128 + signal.SIGTERM]
-    ended = how_it_ended(tmp_path)
-    found = (ended["kind"], ended["cause"], ended["start_again"])
-    assert found == ("stopped", "stopped by SIGTERM, before any step", True)

@@ -37,7 +37,6 @@ from config import (
 )
 from metrics import MetricsLogger, configure_logging, find_trackers, peak_flops, wandb_id
 from models import find_model
-from parallel.mesh import ParallelDims
 from run.processes import LaunchEnvironment, init_distributed
 from run.profiling import profile
 from storage.records import read_records
@@ -130,22 +129,19 @@ def test_metrics_rows_hold_the_rates_of_the_interval(tmp_path: Path, monkeypatch
 
 def test_the_loss_is_the_mean_of_the_trained_steps_since_the_last_line(tmp_path: Path) -> None:
     """Over a checkpoint and a validation between, without the step that was left out, exactly."""
-    torch.manual_seed(0)
-    metrics, losses = build_metrics(Config(metrics=Metrics(tensorboard=False)), tmp_path), torch.rand(9) * 10
-    log(metrics, 1)
-    for step, loss in enumerate(losses, 2):
-        if step == 6:
-            metrics.log_skipped(step, tokens=step)
-        else:
-            metrics.add(step, loss, loss, rates={"lr": 1e-3}, data_wait_seconds=0.0)
-        if step == 4:
+    metrics = build_metrics(Config(metrics=Metrics(tensorboard=False)), tmp_path)
+    log(metrics, 1, loss=9.0)
+    losses = torch.tensor([0.1, 0.7, 3.3])
+    for step, loss in zip((2, 3, 5), losses, strict=True):
+        metrics.add(step, loss, loss, rates={"lr": 1e-3}, data_wait_seconds=0.0)
+        if step == 3:
+            metrics.log_skipped(4, tokens=4)
             metrics.check_finite()
-            metrics.log_validation(step, {"validation_loss": 3.25}, tokens=step)
-    metrics.log(10, tokens=10)
+            metrics.log_validation(3, {"validation_loss": 3.25}, tokens=4)
+    metrics.log(5, tokens=5)
     metrics.close()
     row = read_records(tmp_path / "metrics.jsonl")[-1]
-    trained = [Fraction(loss) for step, loss in enumerate(losses.tolist(), 2) if step != 6]
-    assert row["loss"] == float(sum(trained) / len(trained))
+    assert row["loss"] == float(sum(map(Fraction, losses.tolist())) / 3)
     assert row["grad_norm"] == losses[-1]
 
 
@@ -165,6 +161,7 @@ def test_figures_that_are_not_finite_are_found_with_their_step(loss: float, norm
     ("steps", "at", "seconds", "peak", "ranks", "first", "last"),
     [
         (400, 10, 2.0, None, (0,), "step  10/400", "1.00k tokens/s  7.00M seen  ETA 0:13:00  0.50 GiB"),
+        (400, 400, 2.0, 1e6, (0,), "step 400/400", "1.00k tokens/s  7.00M seen  MFU 50%  0.50 GiB"),
         (99_999, 12_345, 20.0, 1e6, (0, 1), "[rank 0] step 12345/99999", "100 tokens/s  7.00M seen  ETA 20.3d"),
         (10**7, 12, 1e-6, 1e6, (0,), "step       12/10000000", "2.00B tokens/s  7.00M seen  ETA 0:00:10"),
     ],
@@ -213,13 +210,6 @@ def test_peaks_are_known_or_unknown(name: str, peak: float | None, monkeypatch: 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     assert peak_flops(torch.device("cuda", 0)) == peak
     assert peak_flops(torch.device("cpu")) is None
-
-
-@pytest.mark.parametrize(("dp_replicate", "dp_shard", "expected"), [(1, -1, (1, 8)), (2, -1, (2, 4)), (4, 2, (4, 2))])
-def test_degrees(dp_replicate: int, dp_shard: int, expected: tuple[int, int]) -> None:
-    dims = ParallelDims.from_config(Parallelism(dp_replicate=dp_replicate, dp_shard=dp_shard), 8)
-    assert (dims.dp_replicate, dims.dp_shard) == expected
-    assert [dims.dp_rank(rank) for rank in range(8)] == list(range(8))
 
 
 @pytest.mark.parametrize(

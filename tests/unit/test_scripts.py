@@ -142,19 +142,16 @@ def test_a_mistake_that_ranks_find_ends_in_one_line(restarts: str) -> None:
     assert code == 2
 
 
-@pytest.mark.parametrize(
-    ("program", "shown"), [("raise RuntimeError('broken')", "RuntimeError: broken"), ("exit(2)", "exitcode  : 2")]
-)
-def test_a_crash_of_a_rank_shows_all_that_torchrun_says(program: str, shown: str, checkout: Path) -> None:
+def test_a_crash_of_a_rank_shows_all_that_torchrun_says(checkout: Path) -> None:
     """Also with the exit code of a mistake, where no rank has explained it."""
     write_program(checkout / "setup.sh", "#!/bin/sh\n")
-    write_program(checkout / "train.py", f"{program}\n")
+    write_program(checkout / "train.py", "exit(2)\n")
     for path in ROOT.iterdir():
         if not (checkout / path.name).exists():
             (checkout / path.name).symlink_to(path)
     code, said = run(checkout, "./run_llama_train.sh", "--data.datasets=/nowhere", NGPU="1")
     assert code == 1
-    assert shown in said
+    assert "exitcode  : 2" in said
     assert "train.py FAILED" in said
 
 
